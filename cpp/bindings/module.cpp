@@ -1,0 +1,12 @@
+// mixedkv._core: a thin mirror of mixedkv.h for the package's own use. Its types are in python/mixedkv/_core.pyi.
+
+#include "bindings.h"
+
+PYBIND11_MODULE(_core, m) {
+    m.doc() = "C API of the mixed-precision KV cache (private)";
+
+    mixedkv_py::register_errors(m);
+    mixedkv_py::register_config(m);
+    mixedkv_py::register_stats(m);
+    mixedkv_py::register_rows(m);
+}

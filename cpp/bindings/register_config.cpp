@@ -1,0 +1,66 @@
+// Version, and the configuration of the next context.
+
+#include "bindings.h"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace mixedkv_py {
+
+static mixedkv_attention parse_attention(const std::string & name) {
+    if (name == "auto") {
+        return MIXEDKV_ATTENTION_AUTO;
+    }
+    if (name == "fused") {
+        return MIXEDKV_ATTENTION_FUSED;
+    }
+    if (name == "merged") {
+        return MIXEDKV_ATTENTION_MERGED;
+    }
+    throw py::value_error("attention='" + name + "' is unknown: use 'auto', 'fused' or 'merged'");
+}
+
+mixedkv_config make_config(bool mixed, uint32_t threshold, uint32_t group_size, uint32_t sink_tokens,
+                           const std::string & attention) {
+    mixedkv_config config = {};
+
+    config.mixed       = mixed;
+    config.threshold   = threshold;
+    config.group_size  = group_size;
+    config.sink_tokens = sink_tokens;
+    config.attention   = parse_attention(attention);
+    return config;
+}
+
+static py::dict version() {
+    return py::dict("version"_a = mixedkv_version(), "llama_commit"_a = mixedkv_llama_commit(),
+                    "isa"_a = mixedkv_isa());
+}
+
+// The configuration and the message of a failure belong to the calling thread, which keeps the GIL here.
+static void configure_next(bool mixed, uint32_t threshold, uint32_t group_size, uint32_t sink_tokens,
+                           const std::string & attention) {
+    const mixedkv_config config = make_config(mixed, threshold, group_size, sink_tokens, attention);
+    check(mixedkv_configure_next(&config));
+}
+
+static void withdraw() {
+    check(mixedkv_configure_next(nullptr));
+}
+
+static void check_model(uintptr_t model, bool mixed, uint32_t threshold, uint32_t group_size, uint32_t sink_tokens,
+                        const std::string & attention, int type_k, int type_v, uint32_t n_ctx) {
+    const mixedkv_config config = make_config(mixed, threshold, group_size, sink_tokens, attention);
+    check(mixedkv_check(pointer<const llama_model>(model), &config, static_cast<ggml_type>(type_k),
+                        static_cast<ggml_type>(type_v), n_ctx));
+}
+
+void register_config(py::module_ & m) {
+    m.def("version", &version);
+    m.def("configure_next", &configure_next, "mixed"_a, "threshold"_a, "group_size"_a, "sink_tokens"_a, "attention"_a);
+    m.def("withdraw", &withdraw);
+    m.def("check", &check_model, "model"_a, "mixed"_a, "threshold"_a, "group_size"_a, "sink_tokens"_a, "attention"_a,
+          "type_k"_a, "type_v"_a, "n_ctx"_a);
+}
+
+} // namespace mixedkv_py

@@ -1,0 +1,90 @@
+// Rows of the cache as NumPy arrays.
+
+#include "bindings.h"
+
+#include <pybind11/numpy.h>
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace mixedkv_py {
+
+static mixedkv_layer_info find_layer(llama_context * ctx, int32_t il) {
+    for (const mixedkv_layer_info & layer : fetch(ctx, &mixedkv_get_layers)) {
+        if (layer.il == il) {
+            return layer;
+        }
+    }
+    throw status_error(MIXEDKV_NOT_AVAILABLE, "layer " + std::to_string(il) + " has no KV cache");
+}
+
+struct row_request {
+    llama_context * ctx;
+    int32_t         il;
+    int32_t         seq;
+    char            which;
+    int32_t         p0;
+    int32_t         p1;
+    bool            unrotate;
+};
+
+// Dequantising a long sequence takes a while: other Python threads go on meanwhile. The C API keeps its message per
+// thread, so the status is turned into an exception after the GIL is back, on the same thread.
+static uint32_t read(const row_request & r, float * data, int32_t * positions, uint8_t * hot, uint32_t n_rows) {
+    uint32_t       n = 0;
+    mixedkv_status status;
+    {
+        py::gil_scoped_release release;
+        status =
+            mixedkv_read_rows(r.ctx, r.il, r.seq, r.which, r.p0, r.p1, r.unrotate, data, positions, hot, n_rows, &n);
+    }
+    check(status);
+    return n;
+}
+
+// The rows are counted in one call and read in the next, which nothing may come between.
+static void read_exactly(const row_request & r, float * data, py::array_t<int32_t> & positions,
+                         py::array_t<bool> & hot) {
+    static_assert(sizeof(bool) == sizeof(uint8_t), "NumPy's bool is one byte");
+    const auto n     = static_cast<uint32_t>(positions.size());
+    auto *     flags = reinterpret_cast<uint8_t *>(hot.mutable_data());
+    if (n > 0 && read(r, data, positions.mutable_data(), flags, n) != n) {
+        throw std::runtime_error("the cache changed while its rows were read: read them from the thread that decodes");
+    }
+}
+
+static py::tuple read_rows(uintptr_t ctx_address, int32_t il, int32_t seq, char which, int32_t p0, int32_t p1,
+                           bool unrotate) {
+    if (which != 'k' && which != 'v') {
+        throw py::value_error(std::string("which='") + which + "' is unknown: use 'k' or 'v'");
+    }
+    llama_context *          ctx     = pointer<llama_context>(ctx_address);
+    const mixedkv_layer_info layer   = find_layer(ctx, il);
+    const row_request        request = { ctx, il, seq, which, p0, p1, unrotate };
+
+    const uint32_t n    = read(request, nullptr, nullptr, nullptr, 0);
+    const uint32_t head = which == 'k' ? layer.n_embd_head_k : layer.n_embd_head_v;
+
+    py::array_t<float>   data({ n, layer.n_head_kv, head });
+    py::array_t<int32_t> positions(n);
+    py::array_t<bool>    hot(n);
+    read_exactly(request, data.mutable_data(), positions, hot);
+    return py::make_tuple(data, positions, hot);
+}
+
+static py::tuple read_tiers(uintptr_t ctx, int32_t il, int32_t seq, int32_t p0, int32_t p1) {
+    const row_request request = { pointer<llama_context>(ctx), il, seq, 'k', p0, p1, false };
+    const uint32_t    n       = read(request, nullptr, nullptr, nullptr, 0);
+
+    py::array_t<int32_t> positions(n);
+    py::array_t<bool>    hot(n);
+    read_exactly(request, nullptr, positions, hot);
+    return py::make_tuple(positions, hot);
+}
+
+void register_rows(py::module_ & m) {
+    m.def("read_rows", &read_rows, "ctx"_a, "il"_a, "seq"_a, "which"_a, "p0"_a, "p1"_a, "unrotate"_a);
+    m.def("read_tiers", &read_tiers, "ctx"_a, "il"_a, "seq"_a, "p0"_a, "p1"_a);
+}
+
+} // namespace mixedkv_py

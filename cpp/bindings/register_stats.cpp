@@ -1,0 +1,61 @@
+// What a context's cache holds, and the live settings of its window.
+
+#include "bindings.h"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace mixedkv_py {
+
+static py::dict stats(uintptr_t ctx) {
+    mixedkv_stats s = {};
+    check(mixedkv_get_stats(pointer<llama_context>(ctx), &s));
+    return py::dict("mixed"_a = s.mixed, "n_ctx_seq"_a = s.n_ctx_seq, "n_seq_max"_a = s.n_seq_max,
+                    "n_stream"_a = s.n_stream, "n_layer"_a = s.n_layer, "threshold"_a = s.threshold,
+                    "threshold_capacity"_a = s.threshold_capacity, "group_size"_a = s.group_size,
+                    "sink_tokens"_a = s.sink_tokens, "ring_rows"_a = s.ring_rows, "n_cells_used"_a = s.n_cells_used,
+                    "n_cells_hot"_a = s.n_cells_hot, "n_elements"_a = s.n_elements, "bytes_total"_a = s.bytes_total,
+                    "bytes_cold"_a = s.bytes_cold, "bytes_hot"_a = s.bytes_hot);
+}
+
+static py::dict layer_dict(const mixedkv_layer_info & l) {
+    return py::dict("il"_a = l.il, "mixed"_a = l.mixed, "fused"_a = l.fused, "n_head_kv"_a = l.n_head_kv,
+                    "n_embd_head_k"_a = l.n_embd_head_k, "n_embd_head_v"_a = l.n_embd_head_v, "n_cells"_a = l.n_cells,
+                    "type_k"_a = static_cast<int>(l.type_k), "type_v"_a = static_cast<int>(l.type_v),
+                    "bytes_cold"_a = l.bytes_cold, "bytes_hot"_a = l.bytes_hot);
+}
+
+static py::dict sequence_dict(const mixedkv_seq_info & s) {
+    return py::dict("seq_id"_a = s.seq_id, "pos_min"_a = s.pos_min, "pos_max"_a = s.pos_max,
+                    "hot_begin"_a = s.hot_begin, "n_hot"_a = s.n_hot, "n_cold"_a = s.n_cold);
+}
+
+template <typename T>
+static py::list to_list(const std::vector<T> & items, py::dict (*convert)(const T &)) {
+    py::list out;
+    for (const T & item : items) {
+        out.append(convert(item));
+    }
+    return out;
+}
+
+static void set_window(uintptr_t ctx, uint32_t threshold, uint32_t group_size, uint32_t sink_tokens) {
+    check(mixedkv_set_window(pointer<llama_context>(ctx), threshold, group_size, sink_tokens));
+}
+
+static py::list layers(uintptr_t ctx) {
+    return to_list(fetch(pointer<llama_context>(ctx), &mixedkv_get_layers), &layer_dict);
+}
+
+static py::list sequences(uintptr_t ctx) {
+    return to_list(fetch(pointer<llama_context>(ctx), &mixedkv_get_sequences), &sequence_dict);
+}
+
+void register_stats(py::module_ & m) {
+    m.def("stats", &stats, "ctx"_a);
+    m.def("layers", &layers, "ctx"_a);
+    m.def("sequences", &sequences, "ctx"_a);
+    m.def("set_window", &set_window, "ctx"_a, "threshold"_a, "group_size"_a, "sink_tokens"_a);
+}
+
+} // namespace mixedkv_py

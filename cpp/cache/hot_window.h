@@ -1,0 +1,49 @@
+// The hot-set rule: which positions of a sequence attention reads in F16.
+//
+// A rule on positions alone, so a result does not depend on how a prompt was cut into batches. Tokens are hot
+// until `threshold` of them are, then the oldest `group_size` leave together; the first `sink_tokens` never leave
+// (attention sinks, Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks").
+
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace mixedkv {
+
+struct hot_window {
+    uint32_t threshold   = 0; // 0: no recent window
+    uint32_t group_size  = 1;
+    uint32_t sink_tokens = 0;
+
+    // First position of the recent window of a query at position q. Monotone in q; more than q when nothing is hot.
+    int32_t begin(int32_t q) const {
+        const int64_t n = int64_t(q) + 1; // tokens the query sees, itself included
+        if (n <= threshold) {
+            return 0;
+        }
+        return int32_t((n - threshold + group_size - 1) / group_size * group_size);
+    }
+
+    bool is_sink(int32_t p) const { return p < int32_t(sink_tokens); }
+
+    // Is the key at position p hot for a query whose window begins at `begin`?
+    bool contains(int32_t p, int32_t begin) const { return p >= begin || is_sink(p); }
+
+    // Rows that one sequence can hold at a time.
+    uint32_t rows() const { return threshold + sink_tokens; }
+
+    // Empty, or the reason why the settings make no sense.
+    std::string problem() const {
+        if (group_size == 0) {
+            return "group_size must be at least 1";
+        }
+        if (threshold != 0 && threshold < group_size) {
+            return "quantization_threshold " + std::to_string(threshold) + " is smaller than group_size " +
+                   std::to_string(group_size) + ": raise the threshold, lower the group, or use threshold 0 for no window";
+        }
+        return "";
+    }
+};
+
+} // namespace mixedkv

@@ -1,0 +1,235 @@
+// The cut of a call into items, their distribution over threads, and the choice of the instruction set.
+
+#include "kernel.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <string>
+
+namespace mixedkv {
+namespace {
+
+constexpr int64_t max_chunks     = 16; // of one stream in decode: merging 16 x 16 rows of 128 takes 8 us
+constexpr int64_t few_chunk      = 256;
+constexpr int64_t tile_chunk     = 1024;
+constexpr int64_t tile_items     = 16; // keys are cut in prefill only while there are fewer items than this
+constexpr int64_t key_alignment  = 64;
+constexpr int     max_counters   = 1024;
+constexpr size_t  scratch_header = 64 + max_counters * sizeof(std::atomic<uint32_t>);
+
+// Zero between calls, whatever the shape of the next one.
+struct scratch_counters {
+    alignas(64) std::atomic<uint32_t> ticket;
+    alignas(64) std::atomic<uint32_t> chunks_done[max_counters];
+};
+static_assert(sizeof(scratch_counters) == scratch_header);
+
+int64_t count_keys(const attention_args & a) {
+    int64_t n = 0;
+    for (int i = 0; i < a.n_segments; i++) {
+        n += a.segments[i].n;
+    }
+    return n;
+}
+
+// A group is the set of items that differ in their keys alone and are merged into the same output.
+struct stream_plan {
+    bool    few;
+    int64_t q_block; // queries per group
+    int64_t n_q_blocks;
+    int     heads; // KV heads per group
+    int64_t n_groups;
+    int64_t n_keys;
+    int64_t chunk;
+    int64_t n_chunks;
+    size_t  item_bytes;
+
+    stream_plan(const attention_args & a, int64_t n_queries, int64_t keys, int64_t counters_left) : n_keys(keys) {
+        const int group = a.n_head / a.n_head_kv;
+        few             = n_queries * group <= few_rows;
+        q_block         = few ? n_queries : std::min<int64_t>(n_queries, std::max(1, tile_rows / group));
+        n_q_blocks      = n_queries == 0 ? 0 : (n_queries + q_block - 1) / q_block;
+        heads           = few ? a.n_head_kv : 1;
+        n_groups        = n_q_blocks * (a.n_head_kv / heads);
+        cut_keys(counters_left);
+        item_bytes = heads * item_memory(a, few, q_block, nullptr, 0).bytes;
+    }
+
+    void cut_keys(int64_t counters_left) {
+        n_chunks = few ? n_keys / few_chunk : std::min(n_keys / tile_chunk, tile_items / std::max<int64_t>(n_groups, 1));
+        n_chunks = n_groups > counters_left ? 1 : std::clamp<int64_t>(n_chunks, 1, max_chunks);
+        chunk    = std::max(round_up((n_keys + n_chunks - 1) / n_chunks, key_alignment), key_alignment);
+        most_chunks = n_chunks;
+        n_chunks    = std::max<int64_t>((n_keys + chunk - 1) / chunk, 1);
+    }
+
+    int64_t most_chunks; // of any smaller number of keys
+    int64_t n_items() const { return n_groups * n_chunks; }
+    int64_t n_counters() const { return n_chunks > 1 ? n_groups : 0; }
+    size_t  bytes() const { return n_groups * n_chunks * item_bytes; }
+    size_t  most_bytes() const { return n_groups * most_chunks * item_bytes; }
+};
+
+// Walks over the streams; positions only move forward, as tickets do.
+struct plan_cursor {
+    const attention_args * streams;
+    int                    stream = 0;
+    int64_t                item   = 0; // first item of the stream
+    int64_t                counter = 0;
+    size_t                 offset = 0;
+    stream_plan            plan;
+
+    explicit plan_cursor(const attention_args * s) :
+        streams(s), plan(s[0], s[0].n_queries, count_keys(s[0]), max_counters) {}
+
+    void next() {
+        item += plan.n_items();
+        counter += plan.n_counters();
+        offset += plan.bytes();
+        stream++;
+    }
+    void load() {
+        plan = stream_plan(streams[stream], streams[stream].n_queries, count_keys(streams[stream]),
+                           max_counters - counter);
+    }
+
+    attention_item make_item(int64_t group, int64_t chunk, char * data) const {
+        const attention_args & a = streams[stream];
+        attention_item         w;
+        w.args      = &a;
+        w.few       = plan.few;
+        w.n_head    = plan.heads;
+        w.head0     = int(group / plan.n_q_blocks) * plan.heads;
+        w.q0        = group % plan.n_q_blocks * plan.q_block;
+        w.n_queries = std::min(plan.q_block, a.n_queries - w.q0);
+        w.k0        = chunk * plan.chunk;
+        w.k1        = std::min(w.k0 + plan.chunk, plan.n_keys);
+        w.memory    = data + offset + (group * plan.n_chunks + chunk) * plan.item_bytes;
+        return w;
+    }
+};
+
+int64_t count_items(const attention_args * streams, int n_streams) {
+    plan_cursor c(streams);
+    while (true) {
+        c.next();
+        if (c.stream == n_streams) {
+            return c.item;
+        }
+        c.load();
+    }
+}
+
+struct isa_choice {
+    const attention_kernels * kernels = nullptr;
+    std::string               error;
+};
+
+isa_choice choose_isa() {
+    const attention_kernels * const all[] = { attention_amx(), attention_avx512(), attention_avx2(), attention_neon(),
+                                              attention_scalar() };
+    const char * const              name  = std::getenv("MIXEDKV_ISA");
+    const bool                      force = name && *name;
+    isa_choice                      choice;
+    bool                            found = false;
+    std::string                     available;
+    for (const attention_kernels * k : all) {
+        if (!k || !k->supported()) {
+            continue;
+        }
+        available += (available.empty() ? "" : ", ") + std::string(k->name);
+        if (force ? std::string(name) == k->name && !found : !choice.kernels) {
+            choice.kernels = k;
+            found          = true;
+        }
+    }
+    if (force && !found) {
+        choice.kernels = attention_scalar();
+        choice.error   = "MIXEDKV_ISA=" + std::string(name) + " cannot be used on this machine; available: " + available +
+                       "; unset it to use the fastest";
+    }
+    return choice;
+}
+
+const isa_choice & isa() {
+    static const isa_choice choice = choose_isa();
+    return choice;
+}
+
+} // namespace
+
+float alibi_slope(const attention_args & a, int head) {
+    if (a.max_alibi_bias <= 0.0f) {
+        return 1.0f;
+    }
+    int n = 1; // the largest power of two not above n_head
+    while (2 * n <= a.n_head) {
+        n *= 2;
+    }
+    const double exponent = head < n ? a.max_alibi_bias * (head + 1) : a.max_alibi_bias / 2 * (2 * (head - n) + 1);
+    return float(std::exp2(-exponent / n));
+}
+
+size_t attention_scratch_bytes(const attention_args * streams, int n_streams) {
+    size_t bytes = scratch_header;
+    for (int i = 0; i < n_streams; i++) {
+        size_t most = 0;
+        for (int64_t n = 1; n <= streams[i].n_queries; n++) {
+            most = std::max(most, stream_plan(streams[i], n, count_keys(streams[i]), max_counters).most_bytes());
+        }
+        bytes += most;
+    }
+    return bytes;
+}
+
+void attention_run(const attention_args * streams, int n_streams, void * scratch, int ith, int nth) {
+    (void) ith;
+    if (n_streams <= 0) {
+        return;
+    }
+    auto *                    counters = static_cast<scratch_counters *>(scratch);
+    char *                    data     = static_cast<char *>(scratch) + scratch_header;
+    const attention_kernels * kernels  = isa().kernels;
+    const int64_t             n_items  = count_items(streams, n_streams);
+    plan_cursor               cursor(streams);
+
+    int64_t ticket;
+    while ((ticket = counters->ticket.fetch_add(1, std::memory_order_relaxed)) < n_items) {
+        while (ticket >= cursor.item + cursor.plan.n_items()) {
+            cursor.next();
+            cursor.load();
+        }
+        const int64_t        n_chunks = cursor.plan.n_chunks;
+        const int64_t        group    = (ticket - cursor.item) / n_chunks;
+        const attention_item item     = cursor.make_item(group, (ticket - cursor.item) % n_chunks, data);
+        kernels->run(item);
+
+        bool last = true;
+        if (n_chunks > 1) {
+            std::atomic<uint32_t> & done = counters->chunks_done[cursor.counter + group];
+            last                         = done.fetch_add(1, std::memory_order_acq_rel) == n_chunks - 1;
+            if (last) {
+                done.store(0, std::memory_order_relaxed);
+            }
+        }
+        if (last) {
+            kernels->merge(cursor.make_item(group, 0, data), int(n_chunks), cursor.plan.item_bytes);
+        }
+    }
+    // Every thread draws one ticket past the end, so this one is the last of the call.
+    if (ticket == n_items + nth - 1) {
+        counters->ticket.store(0, std::memory_order_relaxed);
+    }
+}
+
+const char * attention_isa() {
+    return isa().kernels->name;
+}
+
+const char * attention_isa_error() {
+    return isa().error.empty() ? nullptr : isa().error.c_str();
+}
+
+} // namespace mixedkv

@@ -1,0 +1,85 @@
+// Attention over key and value rows of several types, for CPUs. No ggml or llama header.
+//
+//   out[i, h] = softmax_j( cap(scale * q[i, h] . k[j, g(h)]) + slope(h) * mask[i, j] ) v[j, g(h)],   g(h) = h / (n_head/n_head_kv)
+//
+// as ggml_flash_attn_ext defines it: mask values are added after the soft-cap (-inf hides a key), sinks add
+// exp(sink[h]) to the denominator only, ALiBi slopes follow max_alibi_bias. A query that sees no key gives zeros.
+// All accumulation is in F32. Keys are cut at fixed places, so a result does not depend on the number of threads.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace mixedkv {
+
+enum class row_type : uint8_t {
+    f16,
+    q8_0,  // blocks of 32: F16 scale d, 32 x int8;            value = d * q
+    q4_0,  // blocks of 32: F16 scale d, 16 bytes of nibbles;  value = d * (q - 8), low nibbles first half
+    other, // any type with a to-float conversion
+};
+
+using to_float_fn = void (*)(const void * row, float * out, int64_t n);
+
+// Consecutive rows of one type: K or V of one stream.
+struct attention_rows {
+    const void * data     = nullptr;
+    row_type     type     = row_type::f16;
+    size_t       row      = 0;       // bytes from one key to the next
+    size_t       head     = 0;       // bytes from one KV head to the next
+    to_float_fn  to_float = nullptr; // for row_type::other
+};
+
+struct attention_segment {
+    attention_rows k;
+    attention_rows v;
+    int64_t        n = 0; // keys
+};
+
+constexpr int attention_max_segments  = 3;    // cold rows, hot ring, running micro-batch
+constexpr int attention_max_head_size = 1024; // of d_k and d_v; a multiple of 32 for q8_0 and q4_0
+
+// One stream. Mask columns are the segments' keys in order.
+struct attention_args {
+    int     n_head    = 0;
+    int     n_head_kv = 0;
+    int     d_k       = 0; // head size of Q and K
+    int     d_v       = 0; // head size of V and the output
+    int64_t n_queries = 0;
+
+    const float * q      = nullptr;
+    size_t        q_row  = 0; // bytes from query to query
+    size_t        q_head = 0; // bytes from head to head
+
+    attention_segment segments[attention_max_segments];
+    int               n_segments = 0;
+
+    const uint16_t * mask     = nullptr; // F16 [n_queries, n_keys], nullptr: every key is visible
+    size_t           mask_row = 0;       // bytes from query to query
+
+    float         scale          = 1.0f;
+    float         max_alibi_bias = 0.0f;
+    float         logit_softcap  = 0.0f;
+    const float * sinks          = nullptr; // [n_head]
+
+    float * out      = nullptr;
+    size_t  out_row  = 0; // bytes from query to query
+    size_t  out_head = 0; // bytes from head to head
+};
+
+// Bytes that attention_run needs for these shapes, whatever the number of threads: no pointer is looked at.
+// Enough as well for fewer streams, queries or keys with the same heads, so the largest shape may be asked once.
+size_t attention_scratch_bytes(const attention_args * streams, int n_streams);
+
+// Called by every thread 0 <= ith < nth with the same arguments; returns when this thread's share is done.
+// `scratch` is shared by the threads, attention_scratch_bytes() long, 64-byte aligned, and zeroed before its
+// first use ever; each call leaves it ready for the next. The output is complete when all threads have returned.
+void attention_run(const attention_args * streams, int n_streams, void * scratch, int ith, int nth);
+
+// Instruction set in use: "scalar", "avx2", "avx512", "amx", "neon". MIXEDKV_ISA forces one;
+// attention_isa_error() is nullptr, or says why the forced one cannot be used here.
+const char * attention_isa();
+const char * attention_isa_error();
+
+} // namespace mixedkv

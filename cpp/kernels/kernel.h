@@ -1,0 +1,115 @@
+// What the instruction-set bodies share: the cut of a call into items, and the memory of one item.
+// What is compiled here has internal linkage, and bodies use no std:: template: the linker keeps one copy of an inline
+// function, and that could be the one compiled for an instruction set which this machine lacks.
+
+#pragma once
+
+#include "attention.h"
+
+#include <cstring>
+
+namespace mixedkv {
+
+// Work for one thread: some queries of one stream, against some keys, for some KV heads.
+// Rows are the (query, head) pairs that share a KV head: row = query * group + head in group.
+struct attention_item {
+    const attention_args * args;
+    bool                   few; // decode: at most few_rows rows, all KV heads in one item
+    int                    head0;
+    int                    n_head; // KV heads
+    int64_t                q0;
+    int64_t                n_queries;
+    int64_t                k0; // keys [k0, k1), counted over all segments
+    int64_t                k1;
+    void *                 memory; // n_head times item_memory
+};
+
+constexpr int few_rows   = 32;  // rows per KV head up to which K and V rows are used as they lie
+constexpr int tile_rows  = 512; // rows per KV head and item in prefill: unpacking costs 1/8 of the products
+constexpr int row_pad    = 16;
+constexpr int max_blocks = attention_max_head_size / 32;
+
+constexpr int64_t round_up(int64_t n, int64_t m) {
+    return (n + m - 1) / m * m;
+}
+
+// ALiBi slope of a head, the rule of ggml_soft_max_ext; 1 without ALiBi.
+float alibi_slope(const attention_args & a, int head);
+
+struct attention_kernels {
+    const char * name;
+    bool (*supported)(); // by processor and operating system
+    void (*run)(const attention_item & item);
+    // Writes the output of one item's rows from the partial results of n chunks of keys, in order.
+    void (*merge)(const attention_item & first, int n_chunks, size_t chunk_stride);
+};
+
+bool cpu_has_avx2();   // with FMA and F16C
+bool cpu_has_avx512(); // with F, VL, BW, DQ, VBMI and VNNI
+bool cpu_has_amx();    // with BF16 and INT8 tiles, AVX512_BF16 and GFNI; asks Linux for the permission
+bool cpu_has_neon();
+
+// nullptr where the compiler or the processor family does not have the instruction set.
+const attention_kernels * attention_scalar();
+const attention_kernels * attention_avx2();
+const attention_kernels * attention_avx512();
+const attention_kernels * attention_amx();
+const attention_kernels * attention_neon();
+
+namespace {
+
+// Memory of one (item, KV head). Partial results stay here until they are merged.
+struct item_memory {
+    int     rows;
+    int64_t rows_padded;
+    int64_t d_v_padded;
+    float * max;    // [rows_padded] running maximum of the scores in units of log2
+    float * sum;    // [rows_padded] sum of 2^(score - max)
+    float * acc;    // [rows_padded, d_v_padded] sum of 2^(score - max) * v
+    void *  q;      // packed queries: the body's own business
+    size_t  q_size; // per row: 4 bytes per element in prefill, 8 and 64 more for decode
+
+    // of KV head `head0 + i`; `base` may be nullptr when only `bytes` is wanted
+    item_memory(const attention_args & a, bool few, int64_t n_queries, void * base, int i) {
+        rows              = int(n_queries * (a.n_head / a.n_head_kv));
+        rows_padded       = round_up(rows, row_pad);
+        d_v_padded        = round_up(a.d_v, 32);
+        q_size            = size_t(round_up(a.d_k, 128)) * (few ? 8 : 4) + (few ? 64 : 0);
+        const size_t accs = size_t(rows_padded) * d_v_padded * sizeof(float);
+        const size_t stat = size_t(rows_padded) * sizeof(float);
+        bytes             = 2 * stat + accs + rows_padded * q_size;
+        char * p          = static_cast<char *>(base) + size_t(i) * bytes;
+        max               = reinterpret_cast<float *>(p);
+        sum               = reinterpret_cast<float *>(p + stat);
+        acc               = reinterpret_cast<float *>(p + 2 * stat);
+        q                 = p + 2 * stat + accs;
+    }
+
+    size_t bytes; // a multiple of 64
+};
+
+// The same array in the memory of another chunk of keys.
+inline const float * chunk_of(const float * p, int chunk, size_t chunk_stride) {
+    return reinterpret_cast<const float *>(reinterpret_cast<const char *>(p) + chunk * chunk_stride);
+}
+
+constexpr float log2e = 1.44269504088896341f;
+
+inline const float * query_row(const attention_args & a, int64_t query, int head) {
+    return reinterpret_cast<const float *>(reinterpret_cast<const char *>(a.q) + query * a.q_row + head * a.q_head);
+}
+
+inline float * output_row(const attention_args & a, int64_t query, int head) {
+    return reinterpret_cast<float *>(reinterpret_cast<char *>(a.out) + query * a.out_row + head * a.out_head);
+}
+
+inline const char * key_row(const attention_rows & r, int64_t key, int head) {
+    return static_cast<const char *>(r.data) + key * r.row + head * r.head;
+}
+
+inline const uint16_t * mask_row(const attention_args & a, int64_t query) {
+    return reinterpret_cast<const uint16_t *>(reinterpret_cast<const char *>(a.mask) + query * a.mask_row);
+}
+
+} // namespace
+} // namespace mixedkv

@@ -1,0 +1,418 @@
+// The body shared by all vector instruction sets: blocks of up to 64 keys are unpacked to F32 once per KV head, then
+// scored, weighed and added up for all rows of the group. L is a vector layer (vector_*.h).
+
+#pragma once
+
+#include "kernel.h"
+
+#include "half.h"
+
+#include <cmath>
+
+namespace mixedkv {
+namespace {
+
+constexpr int key_block    = 64;
+constexpr int panel_floats = 64 * 256; // K or V of a block in F32: 64 KiB, two of them on the stack
+
+enum mask_state : uint8_t { all_hidden, all_plain, mixed };
+
+// The keys of a segment that are worked on together, and what the item's queries see of them.
+struct key_span {
+    const attention_segment * segment;
+    int64_t                   first;  // key in the segment
+    int64_t                   column; // key in the mask
+    int                       n;
+    const mask_state *        states; // [queries of the item]
+};
+
+inline mask_state state_of(const uint16_t * mask, int n) {
+    uint16_t visible = 0, nonzero = 0;
+    for (int i = 0; i < n; i++) {
+        visible |= mask[i] ^ 0xfc00; // -inf
+        nonzero |= mask[i] & 0x7fff;
+    }
+    return !visible ? all_hidden : !nonzero ? all_plain : mixed;
+}
+
+// Fills states[0, item.n_queries); false when no query sees any of the keys.
+inline bool scan_mask(const attention_item & w, int64_t column, int n, mask_state * states) {
+    if (!w.args->mask) {
+        std::memset(states, all_plain, w.n_queries);
+        return true;
+    }
+    bool any = false;
+    for (int64_t i = 0; i < w.n_queries; i++) {
+        states[i] = state_of(mask_row(*w.args, w.q0 + i) + column, n);
+        any |= states[i] != all_hidden;
+    }
+    return any;
+}
+
+// Calls block(span) for each block of `step` keys of the item that some query sees.
+template <class Block> void for_each_block(const attention_item & w, int step, Block block) {
+    mask_state states[tile_rows];
+    int64_t    column = 0;
+    for (int i = 0; i < w.args->n_segments; i++) {
+        const attention_segment & s     = w.args->segments[i];
+        const int64_t             begin = w.k0 > column ? w.k0 - column : 0;
+        const int64_t             end   = w.k1 - column < s.n ? w.k1 - column : s.n;
+        for (int64_t key = begin; key < end; key += step) {
+            const int n = int(end - key < step ? end - key : step);
+            if (scan_mask(w, column + key, n, states)) {
+                block(key_span{ &s, key, column + key, n, states });
+            }
+        }
+        column += s.n;
+    }
+}
+
+// What a row needs to turn dot products into weights. Scores are in units of log2.
+struct row_rule {
+    float            softcap; // in units of log2; 0: none
+    float            slope;
+    const uint16_t * mask; // of the block; nullptr: all plain
+};
+
+// Scores of packed queries come out as log2(e) * scale * q.k, or q.k * scale / softcap when there is a soft-cap.
+inline float query_factor(const attention_args & a) {
+    return a.logit_softcap != 0.0f ? a.scale / a.logit_softcap : a.scale * log2e;
+}
+
+inline row_rule rule_of(const attention_item & w, const key_span & span, int head_kv, int row) {
+    const attention_args & a     = *w.args;
+    const int              group = a.n_head / a.n_head_kv;
+    const int64_t          query = row / group;
+    const float            slope = a.max_alibi_bias > 0.0f ? alibi_slope(a, head_kv * group + row % group) : 1.0f;
+    return { a.logit_softcap * log2e, slope * log2e,
+             span.states[query] == mixed ? mask_row(a, w.q0 + query) + span.column : nullptr };
+}
+
+template <class L> struct tile {
+    using V = typename L::V;
+
+    static void clear(const item_memory & m) {
+        for (int row = 0; row < m.rows; row++) {
+            m.max[row] = -INFINITY;
+            m.sum[row] = 0.0f;
+        }
+        std::memset(m.acc, 0, size_t(m.rows) * m.d_v_padded * sizeof(float));
+    }
+
+    // One head's row of n elements as F32, zeros up to a multiple of 16.
+    static void unpack(const attention_rows & rows, int64_t key, int head, int n, float * out) {
+        const char * p = key_row(rows, key, head);
+        switch (rows.type) {
+        case row_type::f16: {
+            const int whole = n / L::width * L::width;
+            for (int i = 0; i < whole; i += L::width) {
+                L::store(out + i, L::load_half(p + 2 * i));
+            }
+            for (int i = whole; i < n; i++) {
+                out[i] = half_at(p + 2 * i);
+            }
+            break;
+        }
+        case row_type::q8_0:
+            for (int i = 0; i < n; i += 32, p += q8_0_bytes) {
+                L::q8_0(p, out + i);
+            }
+            break;
+        case row_type::q4_0:
+            for (int i = 0; i < n; i += 32, p += q4_0_bytes) {
+                L::q4_0(p, out + i);
+            }
+            break;
+        case row_type::other:
+            rows.to_float(p, out, n);
+            break;
+        }
+        for (int i = n; i % 16; i++) {
+            out[i] = 0.0f;
+        }
+    }
+
+    // c[R, n] = (accumulate ? c : 0) + a[R, k] b[k, n], n a multiple of C vectors
+    template <int R, int C, bool accumulate>
+    static void product(const float * a, int64_t lda, const float * b, int64_t ldb, float * c, int64_t ldc, int k) {
+        V sum[R][C];
+        for (int r = 0; r < R; r++) {
+            for (int j = 0; j < C; j++) {
+                sum[r][j] = accumulate ? L::load(c + r * ldc + j * L::width) : L::zero();
+            }
+        }
+        for (int i = 0; i < k; i++) {
+            V column[C];
+            for (int j = 0; j < C; j++) {
+                column[j] = L::load(b + i * ldb + j * L::width);
+            }
+            for (int r = 0; r < R; r++) {
+                const V x = L::set(a[r * lda + i]);
+                for (int j = 0; j < C; j++) {
+                    sum[r][j] = L::fma(x, column[j], sum[r][j]);
+                }
+            }
+        }
+        for (int r = 0; r < R; r++) {
+            for (int j = 0; j < C; j++) {
+                L::store(c + r * ldc + j * L::width, sum[r][j]);
+            }
+        }
+    }
+
+    template <int R, bool accumulate>
+    static void product_rows(const float * a, int64_t lda, const float * b, int64_t ldb, float * c, int64_t ldc, int k,
+                             int n) {
+        int j = 0;
+        for (; j + L::cols * L::width <= n; j += L::cols * L::width) {
+            product<R, L::cols, accumulate>(a, lda, b + j, ldb, c + j, ldc, k);
+        }
+        for (; j < n; j += L::width) {
+            product<R, 1, accumulate>(a, lda, b + j, ldb, c + j, ldc, k);
+        }
+    }
+
+    template <bool accumulate>
+    static void multiply(int rows, const float * a, int64_t lda, const float * b, int64_t ldb, float * c, int64_t ldc,
+                         int k, int n) {
+        switch (rows) {
+        case 1: return product_rows<1, accumulate>(a, lda, b, ldb, c, ldc, k, n);
+        case 2: return product_rows<2, accumulate>(a, lda, b, ldb, c, ldc, k, n);
+        case 3: return product_rows<3, accumulate>(a, lda, b, ldb, c, ldc, k, n);
+        case 4: return product_rows<4, accumulate>(a, lda, b, ldb, c, ldc, k, n);
+        case 5: return product_rows<5, accumulate>(a, lda, b, ldb, c, ldc, k, n);
+        default: return product_rows<6, accumulate>(a, lda, b, ldb, c, ldc, k, n);
+        }
+    }
+
+    // s[R][keys] = q . k over rows of d elements as they lie: no transposition, but a reduction per score
+    template <int R> static void dots(const float * q, int64_t ldq, const float * k, int d, float * s, int n) {
+        for (int j = 0; j < n; j++, k += d) {
+            V sum[R];
+            for (int r = 0; r < R; r++) {
+                sum[r] = L::zero();
+            }
+            for (int i = 0; i < d; i += L::width) {
+                const V x = L::load(k + i);
+                for (int r = 0; r < R; r++) {
+                    sum[r] = L::fma(x, L::load(q + r * ldq + i), sum[r]);
+                }
+            }
+            for (int r = 0; r < R; r++) {
+                s[r * key_block + j] = L::sum(sum[r]);
+            }
+        }
+    }
+
+    // Scores of n keys become weights 2^(s - max), zeros from n to a whole vector; acc is rescaled when max grows.
+    static void weigh(const row_rule & rule, float * s, int n, float & max, float & sum, float * acc, int64_t d_v) {
+        const int padded = int(round_up(n, L::width));
+        uint16_t  local[key_block];
+        const uint16_t * mask = rule.mask;
+        if (mask && padded != n) {
+            std::memcpy(local, mask, n * sizeof(uint16_t));
+            std::memset(local + n, 0, (padded - n) * sizeof(uint16_t));
+            mask = local;
+        }
+        if (rule.softcap != 0.0f) {
+            for (int j = 0; j < padded; j += L::width) { // cap * tanh(x) = cap * (1 - 2 / (1 + e^2x))
+                const V e = L::exp2(L::mul(L::load(s + j), L::set(2 * log2e)));
+                const V t = L::fma(L::set(-2.0f), L::div(L::set(1.0f), L::add(L::set(1.0f), e)), L::set(1.0f));
+                L::store(s + j, L::mul(L::set(rule.softcap), t));
+            }
+        }
+        for (int j = 0; mask && j < padded; j += L::width) {
+            L::store(s + j, L::fma(L::set(rule.slope), L::load_half(mask + j), L::load(s + j)));
+        }
+        for (int j = n; j < padded; j++) {
+            s[j] = -INFINITY;
+        }
+        V top = L::set(max);
+        for (int j = 0; j < padded; j += L::width) {
+            top = L::max(top, L::load(s + j));
+        }
+        const float highest = L::highest(top);
+        if (highest == -INFINITY) { // nothing visible so far
+            std::memset(s, 0, padded * sizeof(float));
+            return;
+        }
+        if (highest > max) {
+            rescale(highest, max, sum, acc, d_v);
+        }
+        V total = L::zero();
+        for (int j = 0; j < padded; j += L::width) {
+            const V p = L::exp2(L::add(L::load(s + j), L::set(-highest)));
+            L::store(s + j, p);
+            total = L::add(total, p);
+        }
+        sum += L::sum(total);
+    }
+
+    static void rescale(float highest, float & max, float & sum, float * acc, int64_t d_v) {
+        if (max != -INFINITY) {
+            const float correction = exp2_of(max - highest);
+            sum *= correction;
+            for (int64_t i = 0; i < d_v; i += L::width) {
+                L::store(acc + i, L::mul(L::set(correction), L::load(acc + i)));
+            }
+        }
+        max = highest;
+    }
+
+    static float exp2_of(float x) {
+        float out[L::width];
+        L::store(out, L::exp2(L::set(x)));
+        return out[0];
+    }
+
+    static void pack_queries(const attention_item & w, int head, const item_memory & m) {
+        const attention_args & a     = *w.args;
+        const int              group = a.n_head / a.n_head_kv;
+        const int64_t          d     = round_up(a.d_k, 16);
+        float *                out   = static_cast<float *>(m.q);
+        for (int row = 0; row < m.rows; row++, out += d) {
+            const float * q = query_row(a, w.q0 + row / group, head * group + row % group);
+            for (int i = 0; i < d; i++) {
+                out[i] = i < a.d_k ? q[i] * query_factor(a) : 0.0f;
+            }
+        }
+    }
+
+    // Scores of up to 6 rows against the block
+    static void score(const attention_item & w, const float * q, int rows, const float * k, int64_t d, float * s, int n) {
+        if (!w.few) {
+            return multiply<false>(rows, q, d, k, block_keys(*w.args), s, key_block, int(d), int(round_up(n, 16)));
+        }
+        int r = 0;
+        for (; r + 4 <= rows; r += 4) {
+            dots<4>(q + r * d, d, k, int(d), s + r * key_block, n);
+        }
+        for (; r < rows; r++) {
+            dots<1>(q + r * d, d, k, int(d), s + r * key_block, n);
+        }
+    }
+
+    static void unpack_keys(const attention_item & w, int head, const key_span & span, int64_t d, float * panel) {
+        const attention_args & a = *w.args;
+        if (w.few) {
+            for (int j = 0; j < span.n; j++) {
+                unpack(span.segment->k, span.first + j, head, a.d_k, panel + j * d);
+            }
+            return;
+        }
+        alignas(64) float row[L::width * attention_max_head_size];
+        for (int j = 0; j < span.n; j += L::width) {
+            for (int i = 0; i < L::width; i++) { // past the last key, repeat it: its scores are set to -inf later
+                const int key = j + i < span.n ? j + i : span.n - 1;
+                unpack(span.segment->k, span.first + key, head, a.d_k, row + i * d);
+            }
+            for (int i = 0; i < d; i += L::width) {
+                L::transpose(row + i, d, panel + i * block_keys(a) + j, block_keys(a));
+            }
+        }
+    }
+
+    static void block(const attention_item & w, int head, const item_memory & m, const key_span & span) {
+        const attention_args & a     = *w.args;
+        const int              group = a.n_head / a.n_head_kv;
+        const int64_t          d     = round_up(a.d_k, 16);
+        const int64_t          d_v   = round_up(a.d_v, 16);
+        alignas(64) float      k[panel_floats];
+        alignas(64) float      v[panel_floats];
+        alignas(64) float      s[L::rows * key_block];
+        unpack_keys(w, head, span, d, k);
+        for (int j = 0; j < span.n; j++) {
+            unpack(span.segment->v, span.first + j, head, a.d_v, v + j * d_v);
+        }
+        for (int row = 0; row < m.rows; row += L::rows) {
+            const int rows = m.rows - row < L::rows ? m.rows - row : L::rows;
+            bool      any  = false;
+            for (int r = row; r < row + rows; r++) {
+                any |= span.states[r / group] != all_hidden;
+            }
+            if (!any) {
+                continue;
+            }
+            score(w, static_cast<const float *>(m.q) + row * d, rows, k, d, s, span.n);
+            for (int r = 0; r < rows; r++) {
+                if (span.states[(row + r) / group] == all_hidden) {
+                    std::memset(s + r * key_block, 0, span.n * sizeof(float));
+                    continue;
+                }
+                weigh(rule_of(w, span, head, row + r), s + r * key_block, span.n, m.max[row + r], m.sum[row + r],
+                      m.acc + (row + r) * m.d_v_padded, d_v);
+            }
+            multiply<true>(rows, s, key_block, v, d_v, m.acc + row * m.d_v_padded, m.d_v_padded, span.n, int(d_v));
+        }
+    }
+
+    // Keys per block: what the panels hold
+    static int block_keys(const attention_args & a) {
+        const int64_t d = round_up(a.d_k > a.d_v ? a.d_k : a.d_v, 16);
+        return d <= 256 ? 64 : d <= 512 ? 32 : 16;
+    }
+
+    static void run(const attention_item & w) {
+        for (int i = 0; i < w.n_head; i++) {
+            const item_memory m(*w.args, w.few, w.n_queries, w.memory, i);
+            clear(m);
+            pack_queries(w, w.head0 + i, m);
+        }
+        for_each_block(w, block_keys(*w.args), [&](const key_span & span) {
+            for (int i = 0; i < w.n_head; i++) {
+                block(w, w.head0 + i, item_memory(*w.args, w.few, w.n_queries, w.memory, i), span);
+            }
+        });
+    }
+
+    static void merge_row(const item_memory & part, int row, int n_chunks, size_t stride, const float * sink, int d_v,
+                          float * out) {
+        float max = sink ? *sink * log2e : -INFINITY;
+        for (int c = 0; c < n_chunks; c++) {
+            const float m = chunk_of(part.max, c, stride)[row];
+            max           = m > max ? m : max;
+        }
+        float   sum    = sink && max != -INFINITY ? exp2_of(*sink * log2e - max) : 0.0f;
+        float * result = part.acc + row * part.d_v_padded; // the first chunk's memory serves as the accumulator
+        for (int c = 0; c < n_chunks; c++) {
+            const float m = chunk_of(part.max, c, stride)[row];
+            if (m == -INFINITY && c > 0) {
+                continue;
+            }
+            const float   weight = m == -INFINITY ? 0.0f : exp2_of(m - max);
+            const float * acc    = chunk_of(part.acc, c, stride) + row * part.d_v_padded;
+            sum += weight * chunk_of(part.sum, c, stride)[row];
+            for (int i = 0; i < d_v; i += L::width) {
+                const V before = c == 0 ? L::zero() : L::load(result + i);
+                L::store(result + i, L::fma(L::set(weight), L::load(acc + i), before));
+            }
+        }
+        const V inverse = L::set(sum > 0.0f ? 1.0f / sum : 0.0f);
+        for (int i = 0; i < d_v; i += L::width) {
+            const V y = L::mul(inverse, L::load(result + i));
+            if (i + L::width <= d_v) {
+                L::store(out + i, y);
+            } else {
+                float last[L::width];
+                L::store(last, y);
+                std::memcpy(out + i, last, (d_v - i) * sizeof(float));
+            }
+        }
+    }
+
+    static void merge(const attention_item & first, int n_chunks, size_t chunk_stride) {
+        const attention_args & a     = *first.args;
+        const int              group = a.n_head / a.n_head_kv;
+        for (int i = 0; i < first.n_head; i++) {
+            const item_memory part(a, first.few, first.n_queries, first.memory, i);
+            for (int row = 0; row < part.rows; row++) {
+                const int head = (first.head0 + i) * group + row % group;
+                merge_row(part, row, n_chunks, chunk_stride, a.sinks ? a.sinks + head : nullptr, a.d_v,
+                          output_row(a, first.q0 + row / group, head));
+            }
+        }
+    }
+};
+
+} // namespace
+} // namespace mixedkv

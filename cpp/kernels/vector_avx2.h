@@ -1,0 +1,106 @@
+// Vector layer of tile.h for AVX2, FMA and F16C.
+
+#pragma once
+
+#include "half.h"
+
+#include <immintrin.h>
+
+namespace mixedkv {
+namespace {
+
+struct avx2 {
+    using V                    = __m256;
+    static constexpr int width = 8;
+    static constexpr int rows  = 6; // of a product tile: 6 x 2 accumulators, 2 columns and a broadcast fit 16 registers
+    static constexpr int cols  = 2;
+
+    static V    zero() { return _mm256_setzero_ps(); }
+    static V    set(float x) { return _mm256_set1_ps(x); }
+    static V    load(const float * p) { return _mm256_loadu_ps(p); }
+    static void store(float * p, V v) { _mm256_storeu_ps(p, v); }
+    static V    load_half(const void * p) { return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i *>(p))); }
+    static V    add(V a, V b) { return _mm256_add_ps(a, b); }
+    static V    mul(V a, V b) { return _mm256_mul_ps(a, b); }
+    static V    div(V a, V b) { return _mm256_div_ps(a, b); }
+    static V    fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
+    static V    max(V a, V b) { return _mm256_max_ps(a, b); }
+
+    static float sum(V v) {
+        __m128 x = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+        x        = _mm_add_ps(x, _mm_movehl_ps(x, x));
+        return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+    }
+    static float highest(V v) {
+        __m128 x = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+        x        = _mm_max_ps(x, _mm_movehl_ps(x, x));
+        return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+    }
+    static float scale_of(const void * block) {
+        uint16_t h;
+        std::memcpy(&h, block, 2);
+        return _cvtsh_ss(h);
+    }
+
+    // 2^x with a relative error below 2e-7; 0 below -126.
+    static V exp2(V x) {
+        const V floor = set(-126.0f);
+        const V live  = _mm256_cmp_ps(x, floor, _CMP_GE_OQ);
+        x             = _mm256_max_ps(x, floor);
+        const V n     = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        const V f     = _mm256_sub_ps(x, n);
+        V       p     = _mm256_fmadd_ps(f, set(0.0013276470f), set(0.0096755410f));
+        p             = _mm256_fmadd_ps(p, f, set(0.0555071346f));
+        p             = _mm256_fmadd_ps(p, f, set(0.2402212024f));
+        p             = _mm256_fmadd_ps(p, f, set(0.6931469440f));
+        p             = _mm256_fmadd_ps(p, f, set(1.0f));
+        const __m256i e = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
+        return _mm256_and_ps(live, _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), e)));
+    }
+
+    static void q8_0(const void * block, float * out) {
+        const char * q = static_cast<const char *>(block) + 2;
+        const V      d = set(scale_of(block));
+        for (int i = 0; i < 4; i++) {
+            const __m128i x = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(q + 8 * i));
+            store(out + 8 * i, mul(d, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x))));
+        }
+    }
+
+    static void q4_0(const void * block, float * out) {
+        const char *  q = static_cast<const char *>(block) + 2;
+        const V       d = set(scale_of(block));
+        const __m256i m = _mm256_set1_epi32(15);
+        const __m256i e = _mm256_set1_epi32(8);
+        for (int i = 0; i < 2; i++) {
+            const __m256i n = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(q + 8 * i)));
+            store(out + 8 * i, mul(d, _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_and_si256(n, m), e))));
+            store(out + 16 + 8 * i, mul(d, _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_srli_epi32(n, 4), e))));
+        }
+    }
+
+    // out[j * out_stride + i] = in[i * in_stride + j] for 8 x 8
+    static void transpose(const float * in, int64_t in_stride, float * out, int64_t out_stride) {
+        V r[8], t[8];
+        for (int i = 0; i < 8; i++) {
+            r[i] = load(in + i * in_stride);
+        }
+        for (int i = 0; i < 8; i += 2) {
+            t[i]     = _mm256_unpacklo_ps(r[i], r[i + 1]);
+            t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+        }
+        for (int i = 0; i < 8; i += 4) {
+            r[i]     = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+            r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+            r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+            r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+        }
+        for (int c = 0; c < 4; c++) {
+            store(out + c * out_stride, _mm256_permute2f128_ps(r[c], r[c + 4], 0x20));
+            store(out + (c + 4) * out_stride, _mm256_permute2f128_ps(r[c], r[c + 4], 0x31));
+        }
+    }
+};
+
+} // namespace
+} // namespace mixedkv

@@ -1,0 +1,94 @@
+// Vector layer of tile.h for AVX-512.
+
+#pragma once
+
+#include "half.h"
+
+#include <immintrin.h>
+
+namespace mixedkv {
+namespace {
+
+struct avx512 {
+    using V                    = __m512;
+    static constexpr int width = 16;
+    static constexpr int rows  = 6; // of a product tile: 6 x 4 accumulators, 4 columns and a broadcast fit 32 registers
+    static constexpr int cols  = 4;
+
+    static V    zero() { return _mm512_setzero_ps(); }
+    static V    set(float x) { return _mm512_set1_ps(x); }
+    static V    load(const float * p) { return _mm512_loadu_ps(p); }
+    static void store(float * p, V v) { _mm512_storeu_ps(p, v); }
+    static V    load_half(const void * p) { return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i *>(p))); }
+    static V    add(V a, V b) { return _mm512_add_ps(a, b); }
+    static V    mul(V a, V b) { return _mm512_mul_ps(a, b); }
+    static V    div(V a, V b) { return _mm512_div_ps(a, b); }
+    static V    fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+    static V    max(V a, V b) { return _mm512_max_ps(a, b); }
+    static float sum(V v) { return _mm512_reduce_add_ps(v); }
+    static float highest(V v) { return _mm512_reduce_max_ps(v); }
+    static float scale_of(const void * block) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_loadu_si16(block))); }
+
+    // 2^x with a relative error below 2e-7; 0 below -150.
+    static V exp2(V x) {
+        x         = _mm512_max_ps(x, set(-200.0f));
+        const V n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        const V f = _mm512_sub_ps(x, n);
+        V       p = _mm512_fmadd_ps(f, set(0.0013276470f), set(0.0096755410f));
+        p         = _mm512_fmadd_ps(p, f, set(0.0555071346f));
+        p         = _mm512_fmadd_ps(p, f, set(0.2402212024f));
+        p         = _mm512_fmadd_ps(p, f, set(0.6931469440f));
+        p         = _mm512_fmadd_ps(p, f, set(1.0f));
+        return _mm512_scalef_ps(p, n);
+    }
+
+    static void q8_0(const void * block, float * out) {
+        const char * q = static_cast<const char *>(block) + 2;
+        const V      d = set(scale_of(block));
+        for (int i = 0; i < 2; i++) {
+            const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i *>(q) + i);
+            store(out + 16 * i, mul(d, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x))));
+        }
+    }
+
+    static void q4_0(const void * block, float * out) {
+        const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i *>(static_cast<const char *>(block) + 2));
+        const V       d = set(scale_of(block));
+        const __m512i n = _mm512_cvtepu8_epi32(x);
+        const __m512i m = _mm512_set1_epi32(15);
+        const __m512i e = _mm512_set1_epi32(8);
+        store(out, mul(d, _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_and_si512(n, m), e))));
+        store(out + 16, mul(d, _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_srli_epi32(n, 4), e))));
+    }
+
+    // out[j * out_stride + i] = in[i * in_stride + j] for 16 x 16
+    static void transpose(const float * in, int64_t in_stride, float * out, int64_t out_stride) {
+        V r[16], t[16];
+        for (int i = 0; i < 16; i++) {
+            r[i] = load(in + i * in_stride);
+        }
+        for (int i = 0; i < 16; i += 2) {
+            t[i]     = _mm512_unpacklo_ps(r[i], r[i + 1]);
+            t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+        }
+        for (int i = 0; i < 16; i += 4) { // r[i + c]: column c of each 4 x 4 in rows i .. i + 3
+            r[i]     = _mm512_shuffle_ps(t[i], t[i + 2], 0x44);
+            r[i + 1] = _mm512_shuffle_ps(t[i], t[i + 2], 0xee);
+            r[i + 2] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+            r[i + 3] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+        }
+        for (int c = 0; c < 4; c++) { // the same for 128-bit lanes
+            const V a = _mm512_shuffle_f32x4(r[c], r[c + 4], 0x44);
+            const V b = _mm512_shuffle_f32x4(r[c], r[c + 4], 0xee);
+            const V d = _mm512_shuffle_f32x4(r[c + 8], r[c + 12], 0x44);
+            const V e = _mm512_shuffle_f32x4(r[c + 8], r[c + 12], 0xee);
+            store(out + c * out_stride, _mm512_shuffle_f32x4(a, d, 0x88));
+            store(out + (c + 4) * out_stride, _mm512_shuffle_f32x4(a, d, 0xdd));
+            store(out + (c + 8) * out_stride, _mm512_shuffle_f32x4(b, e, 0x88));
+            store(out + (c + 12) * out_stride, _mm512_shuffle_f32x4(b, e, 0xdd));
+        }
+    }
+};
+
+} // namespace
+} // namespace mixedkv

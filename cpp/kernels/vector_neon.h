@@ -1,0 +1,89 @@
+// Vector layer of tile.h for NEON (aarch64).
+
+#pragma once
+
+#include "half.h"
+
+#include <arm_neon.h>
+
+namespace mixedkv {
+namespace {
+
+struct neon {
+    using V                    = float32x4_t;
+    static constexpr int width = 4;
+    static constexpr int rows  = 6; // of a product tile: 6 x 4 accumulators, 4 columns and a broadcast fit 32 registers
+    static constexpr int cols  = 4;
+
+    static V    zero() { return vdupq_n_f32(0.0f); }
+    static V    set(float x) { return vdupq_n_f32(x); }
+    static V    load(const float * p) { return vld1q_f32(p); }
+    static void store(float * p, V v) { vst1q_f32(p, v); }
+    static V    load_half(const void * p) {
+        uint16x4_t h;
+        std::memcpy(&h, p, 8);
+        return vcvt_f32_f16(vreinterpret_f16_u16(h));
+    }
+    static V     add(V a, V b) { return vaddq_f32(a, b); }
+    static V     mul(V a, V b) { return vmulq_f32(a, b); }
+    static V     div(V a, V b) { return vdivq_f32(a, b); }
+    static V     fma(V a, V b, V c) { return vfmaq_f32(c, a, b); }
+    static V     max(V a, V b) { return vmaxq_f32(a, b); }
+    static float sum(V v) { return vaddvq_f32(v); }
+    static float highest(V v) { return vmaxvq_f32(v); }
+    static float scale_of(const void * block) { return half_at(block); }
+
+    // 2^x with a relative error below 2e-7; 0 below -126.
+    static V exp2(V x) {
+        const V          floor = set(-126.0f);
+        const uint32x4_t live  = vcgeq_f32(x, floor);
+        x                      = vmaxq_f32(x, floor);
+        const V n              = vrndnq_f32(x);
+        const V f              = vsubq_f32(x, n);
+        V       p              = fma(f, set(0.0013276470f), set(0.0096755410f));
+        p                      = fma(p, f, set(0.0555071346f));
+        p                      = fma(p, f, set(0.2402212024f));
+        p                      = fma(p, f, set(0.6931469440f));
+        p                      = fma(p, f, set(1.0f));
+        const int32x4_t bits   = vaddq_s32(vreinterpretq_s32_f32(p), vshlq_n_s32(vcvtq_s32_f32(n), 23));
+        return vreinterpretq_f32_u32(vandq_u32(live, vreinterpretq_u32_s32(bits)));
+    }
+
+    // 16 integers times d
+    static void scaled(int8x16_t x, V d, float * out) {
+        const int16x8_t half[2] = { vmovl_s8(vget_low_s8(x)), vmovl_s8(vget_high_s8(x)) };
+        for (int i = 0; i < 2; i++) {
+            store(out + 8 * i, mul(d, vcvtq_f32_s32(vmovl_s16(vget_low_s16(half[i])))));
+            store(out + 8 * i + 4, mul(d, vcvtq_f32_s32(vmovl_s16(vget_high_s16(half[i])))));
+        }
+    }
+
+    static void q8_0(const void * block, float * out) {
+        const int8_t * q = static_cast<const int8_t *>(block) + 2;
+        const V        d = set(scale_of(block));
+        scaled(vld1q_s8(q), d, out);
+        scaled(vld1q_s8(q + 16), d, out + 16);
+    }
+
+    static void q4_0(const void * block, float * out) {
+        const uint8x16_t q = vld1q_u8(static_cast<const uint8_t *>(block) + 2);
+        const V          d = set(scale_of(block));
+        const int8x16_t  e = vdupq_n_s8(8);
+        scaled(vsubq_s8(vreinterpretq_s8_u8(vandq_u8(q, vdupq_n_u8(15))), e), d, out);
+        scaled(vsubq_s8(vreinterpretq_s8_u8(vshrq_n_u8(q, 4)), e), d, out + 16);
+    }
+
+    // out[j * out_stride + i] = in[i * in_stride + j] for 4 x 4
+    static void transpose(const float * in, int64_t in_stride, float * out, int64_t out_stride) {
+        const V a = load(in), b = load(in + in_stride), c = load(in + 2 * in_stride), d = load(in + 3 * in_stride);
+        const float64x2_t ab0 = vreinterpretq_f64_f32(vtrn1q_f32(a, b)), ab1 = vreinterpretq_f64_f32(vtrn2q_f32(a, b));
+        const float64x2_t cd0 = vreinterpretq_f64_f32(vtrn1q_f32(c, d)), cd1 = vreinterpretq_f64_f32(vtrn2q_f32(c, d));
+        store(out, vreinterpretq_f32_f64(vtrn1q_f64(ab0, cd0)));
+        store(out + out_stride, vreinterpretq_f32_f64(vtrn1q_f64(ab1, cd1)));
+        store(out + 2 * out_stride, vreinterpretq_f32_f64(vtrn2q_f64(ab0, cd0)));
+        store(out + 3 * out_stride, vreinterpretq_f32_f64(vtrn2q_f64(ab1, cd1)));
+    }
+};
+
+} // namespace
+} // namespace mixedkv

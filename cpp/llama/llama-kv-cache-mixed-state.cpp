@@ -1,0 +1,133 @@
+// What a mixed cache saves besides upstream's state of the cold store: which of the saved cells have an F16 row,
+// and these rows. A restored sequence goes on as if it had never left.
+
+#include "llama-kv-cache-mixed.h"
+
+#include "llama-io.h"
+
+#include <stdexcept>
+
+static constexpr uint32_t RING_STATE_MAGIC   = 0x31564b4d; // "MKV1"
+static constexpr uint32_t RING_STATE_VERSION = 1;
+
+void llama_kv_cache_mixed::state_write(llama_io_write_i & io, llama_seq_id seq_id, llama_state_seq_flags flags) const {
+    llama_kv_cache::state_write(io, seq_id, flags);
+
+    if (has_ring()) {
+        ring_write(io, seq_id);
+    }
+}
+
+void llama_kv_cache_mixed::state_read(llama_io_read_i & io, llama_seq_id seq_id, llama_state_seq_flags flags) {
+    slot_info_vec_t sinfos;
+
+    state_read_sinfo(io, seq_id, flags, &sinfos, nullptr);
+
+    if (!has_ring()) {
+        return;
+    }
+
+    try {
+        ring_read(io, seq_id, sinfos);
+    } catch (...) {
+        io.discard();
+        state_clear(seq_id);
+        throw;
+    }
+}
+
+std::vector<uint32_t> llama_kv_cache_mixed::saved_cells(uint32_t strm, llama_seq_id seq_id) const {
+    std::vector<uint32_t> res;
+
+    const auto & cells = v_cells[strm];
+
+    for (uint32_t i = 0; i < cells.size(); ++i) {
+        if (!cells.is_empty(i) && (seq_id == -1 || cells.seq_has(i, seq_id))) {
+            res.push_back(i);
+        }
+    }
+
+    return res;
+}
+
+void llama_kv_cache_mixed::ring_write(llama_io_write_i & io, llama_seq_id seq_id) const {
+    const auto write_u32 = [&](uint32_t value) { io.write(&value, sizeof(value)); };
+
+    write_u32(RING_STATE_MAGIC);
+    write_u32(RING_STATE_VERSION);
+    write_u32(ring_layers.size());
+
+    for (uint32_t strm = 0; strm < n_stream; ++strm) {
+        const auto cells = saved_cells(strm, seq_id);
+
+        std::vector<uint32_t> ordinals;
+        std::vector<uint32_t> slots;
+
+        for (uint32_t i = 0; i < cells.size(); ++i) {
+            const int32_t slot = rings[strm].slot_of(cells[i]);
+            if (slot >= 0) {
+                ordinals.push_back(i);
+                slots.push_back(slot);
+            }
+        }
+
+        write_u32(ordinals.size());
+        for (const uint32_t ordinal : ordinals) {
+            write_u32(ordinal);
+        }
+
+        for (const auto & layer : ring_layers) {
+            for (const uint32_t slot : slots) {
+                io.write_tensor(layer.k_stream[strm], slot*layer.k->nb[1], layer.k->nb[1]);
+                io.write_tensor(layer.v_stream[strm], slot*layer.v->nb[1], layer.v->nb[1]);
+            }
+        }
+    }
+}
+
+void llama_kv_cache_mixed::ring_read(llama_io_read_i & io, llama_seq_id seq_id, const slot_info_vec_t & sinfos) {
+    const auto read_u32 = [&]() {
+        uint32_t value;
+        io.read(&value, sizeof(value));
+        return value;
+    };
+
+    if (read_u32() != RING_STATE_MAGIC || read_u32() != RING_STATE_VERSION || read_u32() != ring_layers.size()) {
+        throw std::runtime_error("failed to restore the KV cache: the state was not saved by this version's mixed cache");
+    }
+
+    for (uint32_t s = 0; s < n_stream; ++s) {
+        const auto & sinfo = sinfos[s];
+
+        const uint32_t n_cells = sinfo.empty() ? 0 : sinfo.size();
+        const uint32_t n_hot   = read_u32();
+
+        if (n_hot > n_cells) {
+            throw std::runtime_error("failed to restore the KV cache: more F16 rows than tokens");
+        }
+
+        const uint32_t strm = seq_id == -1 ? s : seq_to_stream[seq_id];
+
+        std::vector<uint32_t> rows(n_hot);
+
+        for (uint32_t i = 0, next = 0; i < n_hot; ++i) {
+            const uint32_t ordinal = read_u32();
+            if (ordinal < next || ordinal >= n_cells) {
+                throw std::runtime_error("failed to restore the KV cache: F16 rows are out of order");
+            }
+            next = ordinal + 1;
+
+            // a row that this cache's window does not hold goes where nobody reads
+            const uint32_t cell = sinfo.idxs[0][ordinal];
+            const int32_t  slot = is_wanted(strm, cell) ? rings[strm].assign(cell) : mixedkv::hot_ring::none;
+            rows[i] = slot >= 0 ? slot : get_trash_row();
+        }
+
+        for (const auto & layer : ring_layers) {
+            for (const uint32_t row : rows) {
+                io.read_tensor(layer.k_stream[strm], row*layer.k->nb[1], layer.k->nb[1]);
+                io.read_tensor(layer.v_stream[strm], row*layer.v->nb[1], layer.v->nb[1]);
+            }
+        }
+    }
+}

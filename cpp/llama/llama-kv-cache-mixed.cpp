@@ -1,0 +1,489 @@
+#include "llama-kv-cache-mixed.h"
+
+#include "llama-kv-mixed-fused.h"
+
+#include "llama-context.h"
+#include "llama-impl.h"
+#include "llama-model.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+//
+// llama_kv_cache_mixed
+//
+
+llama_kv_cache_mixed::llama_kv_cache_mixed(
+        const mixedkv_config & config,
+        const llama_model & model,
+      const llama_hparams & hparams,
+                ggml_type   type_k,
+                ggml_type   type_v,
+                     bool   v_trans,
+                     bool   offload,
+                     bool   unified,
+                 uint32_t   kv_size,
+                 uint32_t   n_seq_max,
+                 uint32_t   n_pad,
+                 uint32_t   n_swa,
+           llama_swa_type   swa_type,
+           llama_memory_t   mem_other,
+    const layer_filter_cb & filter,
+    const  layer_reuse_cb & reuse,
+    const  layer_share_cb & share,
+             const char *   name_tag) :
+    llama_kv_cache(model, hparams, type_k, type_v, v_trans, offload, unified, kv_size, n_seq_max, n_pad, n_swa, swa_type,
+            mem_other, filter, reuse, share, name_tag), config(config) {
+    // llama_kv_mixed_admit has refused these with a better message; they would break the assumptions below
+    if (v_trans || mem_other || hparams.is_mla() || swa_type != LLAMA_SWA_TYPE_NONE) {
+        throw std::runtime_error("the mixed KV cache needs flash attention and a full-attention cache of its own");
+    }
+
+    if (config.mixed) {
+        capacity = { config.threshold, config.group_size, config.sink_tokens };
+    }
+    window = capacity;
+
+    last_reader.assign(layers.size(), -1);
+    for (const auto & [il, ikv] : map_layer_ids) {
+        last_reader[ikv] = std::max(last_reader[ikv], il);
+    }
+
+    make_rings(kv_size);
+    alloc_rings();
+
+    for (const auto & layer : layers) {
+        const bool host = ggml_backend_buft_is_host(ggml_backend_buffer_get_type(layer.k->buffer));
+        if (config.attention == MIXEDKV_ATTENTION_FUSED && !host) {
+            throw std::runtime_error("attention 'fused' needs the KV cache in CPU memory, but layer " +
+                    std::to_string(layer.il) + " has it elsewhere: use attention 'merged', or offload_kqv = false");
+        }
+
+        const bool fused = host && config.attention != MIXEDKV_ATTENTION_MERGED;
+        fused_nodes.push_back(fused ? std::make_unique<fused_node>() : nullptr);
+    }
+}
+
+llama_kv_cache_mixed::~llama_kv_cache_mixed() = default;
+
+void llama_kv_cache_mixed::make_rings(uint32_t n_cells) {
+    // streams of their own hold one sequence each
+    const uint32_t n_seq   = n_stream == 1 ? n_seq_max : 1;
+    const uint32_t n_slots = std::min<uint64_t>(uint64_t(capacity.rows())*n_seq, n_cells);
+
+    n_ring = n_slots == 0 ? 0 : GGML_PAD(n_slots + 1, 8);
+
+    for (uint32_t s = 0; s < n_stream; ++s) {
+        rings.emplace_back(n_slots, n_cells);
+    }
+}
+
+void llama_kv_cache_mixed::alloc_rings() {
+    if (!has_ring()) {
+        return;
+    }
+
+    // the ring lies where the cold rows of its layer lie
+    std::map<ggml_backend_buffer_type_t, ggml_context_ptr> ctxs;
+
+    for (const auto & layer : layers) {
+        ggml_backend_buffer_type_t buft = ggml_backend_buffer_get_type(layer.k->buffer);
+
+        auto & ctx = ctxs[buft];
+        if (!ctx) {
+            ggml_init_params params = {
+                /*.mem_size   =*/ 2u*(1 + n_stream)*layers.size()*ggml_tensor_overhead(),
+                /*.mem_buffer =*/ nullptr,
+                /*.no_alloc   =*/ true,
+            };
+            ctx.reset(ggml_init(params));
+            if (!ctx) {
+                throw std::runtime_error("failed to create the ggml context of the F16 ring");
+            }
+        }
+
+        ring_layer ring;
+
+        ring.k = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F16, layer.k->ne[0], n_ring, n_stream);
+        ring.v = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F16, layer.v->ne[0], n_ring, n_stream);
+
+        ggml_format_name(ring.k, "ring_k_l%d", layer.il);
+        ggml_format_name(ring.v, "ring_v_l%d", layer.il);
+
+        for (uint32_t s = 0; s < n_stream; ++s) {
+            ring.k_stream.push_back(ggml_view_2d(ctx.get(), ring.k, ring.k->ne[0], n_ring, ring.k->nb[1], s*ring.k->nb[2]));
+            ring.v_stream.push_back(ggml_view_2d(ctx.get(), ring.v, ring.v->ne[0], n_ring, ring.v->nb[1], s*ring.v->nb[2]));
+        }
+
+        ring_layers.push_back(std::move(ring));
+    }
+
+    for (auto & [buft, ctx] : ctxs) {
+        ggml_backend_buffer_t buf;
+        if (hparams.no_alloc) {
+            buf = ggml_backend_buft_alloc_buffer(buft, 0);
+            for (ggml_tensor * t = ggml_get_first_tensor(ctx.get()); t; t = ggml_get_next_tensor(ctx.get(), t)) {
+                t->buffer = buf;
+            }
+        } else {
+            buf = ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), buft);
+        }
+        if (!buf) {
+            throw std::runtime_error("failed to allocate the F16 ring of the KV cache");
+        }
+
+        ggml_backend_buffer_clear(buf, 0); // no NaN in rows that are masked but multiplied
+
+        LLAMA_LOG_INFO("%s: %10s F16 ring buffer size = %8.2f MiB (%u rows, %u streams)\n", __func__,
+                ggml_backend_buffer_name(buf), ggml_backend_buffer_get_size(buf)/1024.0/1024.0, n_ring, n_stream);
+
+        ring_bufs.emplace_back(std::move(ctx), buf);
+    }
+}
+
+llama_memory_context_ptr llama_kv_cache_mixed::init_full() {
+    return std::make_unique<llama_kv_cache_mixed_context>(this);
+}
+
+llama_kv_cache_context * llama_kv_cache_mixed::make_context(slot_info_vec_t sinfos, std::vector<llama_ubatch> ubatches) {
+    return new llama_kv_cache_mixed_context(this, std::move(sinfos), std::move(ubatches));
+}
+
+std::map<ggml_backend_buffer_type_t, size_t> llama_kv_cache_mixed::memory_breakdown() const {
+    auto res = llama_kv_cache::memory_breakdown();
+
+    for (const auto & [ctx, buf] : ring_bufs) {
+        ggml_backend_buffer_type_t buft = ggml_backend_buffer_get_type(buf.get());
+
+        res[buft] += hparams.no_alloc ?
+            ggml_backend_alloc_ctx_tensors_from_buft_size(ctx.get(), buft) :
+            ggml_backend_buffer_get_size(buf.get());
+    }
+
+    return res;
+}
+
+//
+// the hot set
+//
+
+bool llama_kv_cache_mixed::is_wanted(uint32_t strm, uint32_t cell) const {
+    const auto & cells = v_cells[strm];
+
+    const llama_pos p = cells.pos_get(cell);
+
+    if (window.is_sink(p)) {
+        return true;
+    }
+
+    const auto & seqs = cells.seq_get_all(cell);
+
+    for (uint32_t s = 0; s < n_seq_max; ++s) {
+        if (seqs.test(s) && p >= window.begin(cells.seq_pos_max(s))) {
+            return true;
+        }
+    }
+
+    return false;
+}
+
+void llama_kv_cache_mixed::release_dead() {
+    for (uint32_t strm = 0; strm < n_stream; ++strm) {
+        for (uint32_t slot = 0; slot < rings[strm].n_slots(); ++slot) {
+            const int32_t cell = rings[strm].cell_of(slot);
+            if (cell >= 0 && v_cells[strm].is_empty(cell)) {
+                rings[strm].release(slot);
+            }
+        }
+    }
+}
+
+void llama_kv_cache_mixed::release_unwanted(uint32_t strm) {
+    for (uint32_t slot = 0; slot < rings[strm].n_slots(); ++slot) {
+        const int32_t cell = rings[strm].cell_of(slot);
+        if (cell >= 0 && (v_cells[strm].is_empty(cell) || !is_wanted(strm, cell))) {
+            rings[strm].release(slot);
+        }
+    }
+}
+
+std::vector<int64_t> llama_kv_cache_mixed::advance(const slot_info & sinfo, const llama_ubatch & ubatch) {
+    std::vector<int64_t> res(ubatch.n_tokens, 0);
+
+    for (uint32_t s = 0; s < sinfo.n_stream(); ++s) {
+        const uint32_t strm = sinfo.strm[s];
+
+        release_unwanted(strm);
+
+        // newest first: should slots run short (several tokens at one position), the oldest go without
+        for (uint32_t ii = sinfo.size(); ii-- > 0;) {
+            const uint32_t cell = sinfo.idxs[s][ii];
+            const int32_t  slot = is_wanted(strm, cell) ? rings[strm].assign(cell) : mixedkv::hot_ring::none;
+
+            res[s*sinfo.size() + ii] = int64_t(strm)*n_ring + (slot >= 0 ? uint32_t(slot) : get_trash_row());
+        }
+    }
+
+    return res;
+}
+
+std::string llama_kv_cache_mixed::set_window(const mixedkv::hot_window & value) {
+    std::string problem = value.problem();
+
+    if (!is_mixed()) {
+        problem = "this KV cache is uniform: only a mixed cache has a window";
+    } else if (problem.empty() && value.rows() > capacity.rows()) {
+        problem = "quantization_threshold " + std::to_string(value.threshold) + " + sink_tokens " +
+            std::to_string(value.sink_tokens) + " exceeds the " + std::to_string(capacity.rows()) +
+            " F16 rows per sequence chosen when the cache was made: create it with a larger quantization_threshold";
+    }
+
+    if (problem.empty()) {
+        window = value;
+        for (uint32_t strm = 0; strm < n_stream; ++strm) {
+            release_unwanted(strm);
+        }
+    }
+
+    return problem;
+}
+
+//
+// sequence operations
+//
+
+void llama_kv_cache_mixed::clear(bool data) {
+    llama_kv_cache::clear(data);
+
+    for (auto & ring : rings) {
+        ring.clear();
+    }
+
+    if (data) {
+        for (auto & [_, buf] : ring_bufs) {
+            ggml_backend_buffer_clear(buf.get(), 0);
+        }
+    }
+}
+
+bool llama_kv_cache_mixed::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
+    const bool res = llama_kv_cache::seq_rm(seq_id, p0, p1);
+    release_dead();
+    return res;
+}
+
+void llama_kv_cache_mixed::seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) {
+    llama_kv_cache::seq_cp(seq_id_src, seq_id_dst, p0, p1);
+
+    // across streams upstream copies whole streams, cell by cell, at the next update: so do we
+    const uint32_t s0 = seq_to_stream[seq_id_src];
+    const uint32_t s1 = seq_to_stream[seq_id_dst];
+
+    if (s0 != s1) {
+        rings[s1] = rings[s0];
+        release_dead();
+    }
+}
+
+void llama_kv_cache_mixed::seq_keep(llama_seq_id seq_id) {
+    llama_kv_cache::seq_keep(seq_id);
+    release_dead();
+}
+
+void llama_kv_cache_mixed::seq_add(llama_seq_id seq_id, llama_pos p0, llama_pos p1, llama_pos shift) {
+    llama_kv_cache::seq_add(seq_id, p0, p1, shift);
+    release_dead(); // cells moved below position 0 are gone
+}
+
+bool llama_kv_cache_mixed::update(llama_context * lctx, bool do_shift, const stream_copy_info & sc_info) {
+    if (!sc_info.empty()) {
+        llama_synchronize(lctx);
+
+        for (size_t i = 0; i < sc_info.ssrc.size(); ++i) {
+            for (const auto & ring : ring_layers) {
+                ggml_backend_tensor_copy(ring.k_stream[sc_info.ssrc[i]], ring.k_stream[sc_info.sdst[i]]);
+                ggml_backend_tensor_copy(ring.v_stream[sc_info.ssrc[i]], ring.v_stream[sc_info.sdst[i]]);
+            }
+        }
+    }
+
+    return llama_kv_cache::update(lctx, do_shift, sc_info);
+}
+
+//
+// graph
+//
+
+bool llama_kv_cache_mixed::is_fused(int32_t il) const {
+    return fused_nodes[map_layer_ids.at(il)] != nullptr;
+}
+
+int32_t llama_kv_cache_mixed::get_layer_id(int32_t il) const {
+    return layers[map_layer_ids.at(il)].il;
+}
+
+bool llama_kv_cache_mixed::is_last_reader(int32_t il) const {
+    return last_reader[map_layer_ids.at(il)] == il;
+}
+
+llama_kv_cache_mixed::fused_node & llama_kv_cache_mixed::get_fused_node(int32_t il) const {
+    return *fused_nodes[map_layer_ids.at(il)];
+}
+
+static ggml_tensor * ring_view(ggml_context * ctx, ggml_tensor * t, int64_t n_embd_head, int64_t n_head_kv, uint32_t s0, uint32_t s1) {
+    return ggml_view_4d(ctx, t,
+            n_embd_head, n_head_kv, t->ne[1], s1 - s0 + 1,
+            ggml_row_size(t->type, n_embd_head), t->nb[1], t->nb[2], s0*t->nb[2]);
+}
+
+ggml_tensor * llama_kv_cache_mixed::get_k_ring(ggml_context * ctx, int32_t il, const slot_info & sinfo) const {
+    ggml_tensor * k = ring_layers[map_layer_ids.at(il)].k;
+    return ring_view(ctx, k, hparams.n_embd_head_k(il), hparams.n_head_kv(il), sinfo.s0, sinfo.s1);
+}
+
+ggml_tensor * llama_kv_cache_mixed::get_v_ring(ggml_context * ctx, int32_t il, const slot_info & sinfo) const {
+    ggml_tensor * v = ring_layers[map_layer_ids.at(il)].v;
+    return ring_view(ctx, v, hparams.n_embd_head_v(il), hparams.n_head_kv(il), sinfo.s0, sinfo.s1);
+}
+
+static ggml_tensor * ring_store(ggml_context * ctx, ggml_tensor * ring, ggml_tensor * cur, ggml_tensor * idxs) {
+    cur  = ggml_reshape_2d(ctx, cur,  ring->ne[0], cur->ne[2]);
+    ring = ggml_reshape_2d(ctx, ring, ring->ne[0], ring->ne[1]*ring->ne[2]);
+    return ggml_set_rows(ctx, ring, cur, idxs);
+}
+
+ggml_tensor * llama_kv_cache_mixed::cpy_k_ring(ggml_context * ctx, ggml_tensor * cur, ggml_tensor * idxs, int32_t il) const {
+    return ring_store(ctx, ring_layers[map_layer_ids.at(il)].k, cur, idxs);
+}
+
+ggml_tensor * llama_kv_cache_mixed::cpy_v_ring(ggml_context * ctx, ggml_tensor * cur, ggml_tensor * idxs, int32_t il) const {
+    return ring_store(ctx, ring_layers[map_layer_ids.at(il)].v, cur, idxs);
+}
+
+//
+// context shift
+//
+
+class llm_graph_input_mixed_shift : public llm_graph_input_i {
+public:
+    llm_graph_input_mixed_shift(const llama_kv_cache_mixed * kv) : kv(kv) {}
+
+    void set_input(const llama_ubatch * ubatch) override {
+        GGML_UNUSED(ubatch);
+
+        kv->set_input_k_shift(k_shift);
+
+        if (ring_shift) {
+            kv->set_input_ring_shift(ring_shift);
+        }
+        if (k_rot && k_rot->buffer) {
+            kv->set_input_k_rot(k_rot);
+        }
+    }
+
+    ggml_tensor * k_shift    = nullptr; // I32 [kv_size*n_stream]
+    ggml_tensor * ring_shift = nullptr; // I32 [n_ring*n_stream]
+    ggml_tensor * k_rot      = nullptr; // F32 [n_rot, n_rot]
+
+    const llama_kv_cache_mixed * kv;
+};
+
+void llama_kv_cache_mixed::set_input_ring_shift(ggml_tensor * dst) const {
+    GGML_ASSERT(ggml_backend_buffer_is_host(dst->buffer));
+
+    int32_t * data = (int32_t *) dst->data;
+
+    std::fill(data, data + ggml_nelements(dst), 0);
+
+    for (uint32_t strm = 0; strm < n_stream; ++strm) {
+        for (uint32_t slot = 0; slot < rings[strm].n_slots(); ++slot) {
+            const int32_t cell = rings[strm].cell_of(slot);
+            if (cell >= 0) {
+                data[strm*n_ring + slot] = v_cells[strm].get_shift(cell);
+            }
+        }
+    }
+}
+
+// whole heads, unlike upstream: the Hadamard rotation of a quantised cache mixes all of a head, RoPE may turn a part of it
+ggml_cgraph * llama_kv_cache_mixed::build_graph_shift(llm_graph_result * res, llama_context * lctx) const {
+    auto * ctx = res->get_ctx();
+    auto * gf  = res->get_gf();
+
+    const auto & cparams = lctx->get_cparams();
+
+    auto inp = std::make_unique<llm_graph_input_mixed_shift>(this);
+
+    inp->k_shift = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, int64_t(get_size())*n_stream);
+    ggml_set_input(inp->k_shift);
+
+    if (has_ring()) {
+        inp->ring_shift = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, int64_t(n_ring)*n_stream);
+        ggml_set_input(inp->ring_shift);
+    }
+
+    inp->k_rot = build_input_k_rot(ctx);
+
+    const auto shift_rows = [&](ggml_tensor * rows, ggml_tensor * shift, uint32_t il) {
+        const int64_t n_embd_head = hparams.n_embd_head_k(il);
+        const int64_t n_head_kv   = hparams.n_head_kv(il);
+
+        ggml_tensor * view = ggml_view_3d(ctx, rows, n_embd_head, n_head_kv, rows->ne[1]*rows->ne[2],
+                ggml_row_size(rows->type, n_embd_head), rows->nb[1], 0);
+
+        ggml_tensor * cur = ggml_cast(ctx, view, GGML_TYPE_F32);
+
+        cur = inp->k_rot ? llama_mul_mat_hadamard(ctx, cur, inp->k_rot) : cur;
+        cur = build_rope_shift(cparams, ctx, cur, shift, nullptr, model.get_rope_factors(cparams, il),
+                model.get_rope_freq_base(cparams, il), model.get_rope_freq_scale(cparams, il), il);
+        cur = inp->k_rot ? llama_mul_mat_hadamard(ctx, cur, inp->k_rot) : cur;
+
+        ggml_build_forward_expand(gf, ggml_cpy(ctx, cur, view));
+    };
+
+    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
+        const uint32_t il = layers[ikv].il;
+
+        if (!hparams.has_rope(il)) {
+            continue;
+        }
+
+        shift_rows(layers[ikv].k, inp->k_shift, il);
+        if (has_ring()) {
+            shift_rows(ring_layers[ikv].k, inp->ring_shift, il);
+        }
+    }
+
+    res->add_input(std::move(inp));
+
+    return gf;
+}
+
+//
+// what can be seen from outside
+//
+
+uint32_t llama_kv_cache_mixed::get_n_cells_hot() const {
+    uint32_t res = 0;
+
+    for (const auto & ring : rings) {
+        res += ring.n_used();
+    }
+
+    return res;
+}
+
+size_t llama_kv_cache_mixed::get_ring_bytes(int32_t il) const {
+    if (!has_ring()) {
+        return 0;
+    }
+
+    const auto & ring = ring_layers[map_layer_ids.at(il)];
+
+    return ggml_nbytes(ring.k) + ggml_nbytes(ring.v);
+}
+
+int32_t llama_kv_cache_mixed::get_hot_slot(uint32_t strm, uint32_t cell, llama_pos begin) const {
+    return window.contains(v_cells[strm].pos_get(cell), begin) ? rings[strm].slot_of(cell) : mixedkv::hot_ring::none;
+}

@@ -1,0 +1,256 @@
+#pragma once
+
+// A KV cache of mixed precision: upstream's cache of a quantised type is the cold store and holds every token;
+// recent tokens and attention sinks have an F16 copy besides, in a ring.
+//
+// Upstream reaches it through llama_kv_cache_make, through the functions of llama-kv-mixed-sites.h, and through
+// methods of llama_kv_cache and llama_kv_cache_context that vendor/patches makes virtual.
+
+#include "cache/hot_ring.h"
+#include "cache/hot_window.h"
+#include "mixedkv/mixedkv.h"
+
+#include "llama-kv-cache.h"
+
+#include <map>
+#include <string>
+#include <vector>
+
+class llama_kv_cache_mixed : public llama_kv_cache {
+public:
+    // the arguments of llama_kv_cache, after the configuration
+    llama_kv_cache_mixed(
+            const mixedkv_config & config,
+            const llama_model & model,
+          const llama_hparams & hparams,
+                    ggml_type   type_k,
+                    ggml_type   type_v,
+                         bool   v_trans,
+                         bool   offload,
+                         bool   unified,
+                     uint32_t   kv_size,
+                     uint32_t   n_seq_max,
+                     uint32_t   n_pad,
+                     uint32_t   n_swa,
+               llama_swa_type   swa_type,
+               llama_memory_t   mem_other,
+        const layer_filter_cb & filter,
+        const  layer_reuse_cb & reuse,
+        const  layer_share_cb & share,
+                 const char *   name_tag = "");
+
+    ~llama_kv_cache_mixed() override;
+
+    //
+    // llama_memory_i
+    //
+
+    llama_memory_context_ptr init_full() override;
+
+    void clear(bool data) override;
+
+    bool seq_rm  (llama_seq_id seq_id,                              llama_pos p0, llama_pos p1) override;
+    void seq_cp  (llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) override;
+    void seq_keep(llama_seq_id seq_id)                                                          override;
+    void seq_add (llama_seq_id seq_id,                              llama_pos p0, llama_pos p1, llama_pos shift) override;
+
+    std::map<ggml_backend_buffer_type_t, size_t> memory_breakdown() const override;
+
+    void state_write(llama_io_write_i & io, llama_seq_id seq_id = -1, llama_state_seq_flags flags = 0) const override;
+    void state_read (llama_io_read_i  & io, llama_seq_id seq_id = -1, llama_state_seq_flags flags = 0) override;
+
+    //
+    // llama_kv_cache
+    //
+
+    llama_kv_cache_context * make_context(slot_info_vec_t sinfos, std::vector<llama_ubatch> ubatches) override;
+
+    bool update(llama_context * lctx, bool do_shift, const stream_copy_info & sc_info) override;
+
+    ggml_cgraph * build_graph_shift(llm_graph_result * res, llama_context * lctx) const override;
+
+    //
+    // llama_kv_cache_mixed specific API
+    //
+
+    // false: a uniform cache that only wants the fused attention node
+    bool is_mixed() const { return config.mixed; }
+
+    bool has_ring() const { return n_ring > 0; }
+
+    // rows of the ring per stream: slots, one row that nobody reads, padding
+    uint32_t get_n_ring() const { return n_ring; }
+
+    // row for tokens that get no slot: written, never read
+    uint32_t get_trash_row() const { return n_ring - 1; }
+
+    const mixedkv::hot_window & get_window()   const { return window; }
+    const mixedkv::hot_window & get_capacity() const { return capacity; }
+
+    // empty, or why the window cannot be set
+    std::string set_window(const mixedkv::hot_window & value);
+
+    const mixedkv::hot_ring & get_ring(uint32_t strm)        const { return rings[strm]; }
+    const llama_kv_cells    & get_stream_cells(uint32_t strm) const { return v_cells[strm]; }
+
+    // after a ubatch has been placed: lets go of the slots that its queries no longer read,
+    //   gives slots to its hot tokens and returns the ring row of each token over all streams
+    std::vector<int64_t> advance(const slot_info & sinfo, const llama_ubatch & ubatch);
+
+    // attention of this layer reads the rows with the fused node
+    bool is_fused(int32_t il) const;
+
+    // F16 rows [n_embd_head, n_head_kv, n_ring, n_stream] of the streams of sinfo
+    ggml_tensor * get_k_ring(ggml_context * ctx, int32_t il, const slot_info & sinfo) const;
+    ggml_tensor * get_v_ring(ggml_context * ctx, int32_t il, const slot_info & sinfo) const;
+
+    // store the rows of the ubatch, [n_embd_head, n_head_kv, n_tokens], at the ring rows idxs [n_tokens]
+    ggml_tensor * cpy_k_ring(ggml_context * ctx, ggml_tensor * cur, ggml_tensor * idxs, int32_t il) const;
+    ggml_tensor * cpy_v_ring(ggml_context * ctx, ggml_tensor * cur, ggml_tensor * idxs, int32_t il) const;
+
+    // models can attend to the rows of a lower layer: whose rows layer il reads, and the last layer that does
+    int32_t get_layer_id(int32_t il) const;
+    bool    is_last_reader(int32_t il) const;
+
+    void set_input_ring_shift(ggml_tensor * dst) const;
+
+    // what layer il needs when its fused node runs; lives as long as the cache
+    struct fused_node;
+    fused_node & get_fused_node(int32_t il) const;
+
+    // live cells that hold a slot
+    uint32_t get_n_cells_hot() const;
+
+    // K and V of the ring
+    size_t get_ring_bytes(int32_t il) const;
+
+    // the slot that a query whose window begins at `begin` reads, -1: it reads the cold row
+    int32_t get_hot_slot(uint32_t strm, uint32_t cell, llama_pos begin) const;
+
+    // F16 [n_embd_gqa, n_ring]
+    const ggml_tensor * get_k_ring_stream(int32_t il, uint32_t strm) const { return ring_layers[map_layer_ids.at(il)].k_stream[strm]; }
+    const ggml_tensor * get_v_ring_stream(int32_t il, uint32_t strm) const { return ring_layers[map_layer_ids.at(il)].v_stream[strm]; }
+
+private:
+    struct ring_layer {
+        ggml_tensor * k; // F16 [n_embd_gqa, n_ring, n_stream]
+        ggml_tensor * v;
+        std::vector<ggml_tensor *> k_stream;
+        std::vector<ggml_tensor *> v_stream;
+    };
+
+    const mixedkv_config config;
+
+    // what was chosen at creation and what holds now
+    mixedkv::hot_window capacity;
+    mixedkv::hot_window window;
+
+    uint32_t n_ring = 0;
+
+    std::vector<mixedkv::hot_ring> rings; // per stream
+
+    // by index of the KV cache layer
+    std::vector<ring_layer>                  ring_layers;
+    std::vector<int32_t>                     last_reader;
+    std::vector<std::unique_ptr<fused_node>> fused_nodes;
+
+    std::vector<std::pair<ggml_context_ptr, ggml_backend_buffer_ptr>> ring_bufs;
+
+    void make_rings(uint32_t n_cells);
+    void alloc_rings();
+
+    // does any sequence of the cell have it in its hot set, seen from the sequence's last token?
+    bool is_wanted(uint32_t strm, uint32_t cell) const;
+
+    // slots of cells that died, and of cells that nobody wants any more
+    void release_dead();
+    void release_unwanted(uint32_t strm);
+
+    // cells in the order in which upstream's state_write stores them
+    std::vector<uint32_t> saved_cells(uint32_t strm, llama_seq_id seq_id) const;
+
+    void ring_write(llama_io_write_i & io, llama_seq_id seq_id) const;
+    void ring_read (llama_io_read_i  & io, llama_seq_id seq_id, const slot_info_vec_t & sinfos);
+};
+
+class llama_kv_cache_mixed_context : public llama_kv_cache_context {
+public:
+    // used to create a full-cache context
+    llama_kv_cache_mixed_context(llama_kv_cache_mixed * kv);
+
+    // used to create a batch processing context from a batch
+    llama_kv_cache_mixed_context(llama_kv_cache_mixed * kv, slot_info_vec_t sinfos, std::vector<llama_ubatch> ubatches);
+
+    bool apply() override;
+
+    uint32_t get_n_mask(const llama_ubatch & ubatch, uint32_t n_stream) const override;
+
+    ggml_tensor * get_k(ggml_context * ctx, int32_t il) const override;
+    ggml_tensor * get_v(ggml_context * ctx, int32_t il) const override;
+
+    ggml_tensor * cpy_k(ggml_context * ctx, ggml_tensor * k_cur, ggml_tensor * k_idxs, int32_t il) const override;
+    ggml_tensor * cpy_v(ggml_context * ctx, ggml_tensor * v_cur, ggml_tensor * v_idxs, int32_t il) const override;
+
+    // two rows: the cells of the tokens, and their ring rows
+    ggml_tensor * build_input_k_idxs(ggml_context * ctx, const llama_ubatch & ubatch) const override;
+
+    void set_input_k_idxs (ggml_tensor * dst, const llama_ubatch * ubatch) const override;
+    void set_input_kq_mask(ggml_tensor * dst, const llama_ubatch * ubatch, bool causal_attn) const override;
+
+    ggml_tensor * build_attn(
+            const llm_graph_context & graph,
+            ggml_tensor * q,
+            ggml_tensor * k,
+            ggml_tensor * v,
+            ggml_tensor * kq_b,
+            ggml_tensor * kq_mask,
+            ggml_tensor * sinks,
+            ggml_tensor * v_mla,
+                  float   kq_scale,
+                    int   il) const override;
+
+private:
+    llama_kv_cache_mixed * kv_mixed;
+
+    // the rows of the running ubatch by KV cache layer, while its graph is built
+    struct cur_rows {
+        ggml_tensor * k = nullptr; // F16 [n_embd_head, n_head_kv, n_tokens]
+        ggml_tensor * v = nullptr;
+        ggml_tensor * ring_idxs = nullptr; // I64 [n_tokens]
+    };
+
+    mutable std::map<int32_t, cur_rows> cur;
+
+    // who held which ring slot before the ubatch was placed, by stream of the ubatch: what its queries may read
+    std::vector<std::vector<int32_t>> owners;
+
+    // ring row of each token of the ubatch
+    std::vector<int64_t> ring_rows;
+
+    ggml_tensor * build_attn_fused(
+            const llm_graph_context & graph,
+            ggml_tensor * q,
+            ggml_tensor * k,
+            ggml_tensor * v,
+            ggml_tensor * kq_mask,
+            ggml_tensor * sinks,
+                  float   kq_scale,
+                    int   il) const;
+
+    // [cold | ring | ubatch] in F16
+    ggml_tensor * merge(ggml_context * ctx, ggml_tensor * cold, ggml_tensor * ring, ggml_tensor * cur) const;
+
+    // moves the visible entries of hot keys from their cold column to the ring's or the ubatch's
+    void route_hot(ggml_tensor * mask, const llama_ubatch & ubatch) const;
+};
+
+// the configuration of the context that this thread is making, nullptr: none
+const mixedkv_config * llama_kv_mixed_config();
+
+// where upstream makes a full-attention cache: what the configuration asks for; the arguments are those of llama_kv_cache
+template <typename... Args> llama_kv_cache * llama_kv_cache_make(Args &&... args) {
+    if (const mixedkv_config * config = llama_kv_mixed_config()) {
+        return new llama_kv_cache_mixed(*config, std::forward<Args>(args)...);
+    }
+    return new llama_kv_cache(std::forward<Args>(args)...);
+}

@@ -1,0 +1,158 @@
+#include "llama-kv-mixed-fused.h"
+
+#include "kernels/attention.h"
+
+#include <cstring>
+
+using mixedkv::attention_args;
+using mixedkv::attention_rows;
+using mixedkv::attention_segment;
+using mixedkv::row_type;
+
+using fused_node = llama_kv_cache_mixed::fused_node;
+
+static constexpr size_t SCRATCH_ALIGN = 64;
+
+void * fused_node::scratch_t::get() {
+    const uintptr_t p = (uintptr_t) data.data();
+    return (void *) ((p + SCRATCH_ALIGN - 1) & ~(uintptr_t) (SCRATCH_ALIGN - 1));
+}
+
+void fused_node::scratch_t::reserve(size_t size) {
+    if (data.size() < size + SCRATCH_ALIGN) {
+        data.assign(size + SCRATCH_ALIGN, 0);
+    }
+}
+
+static row_type to_row_type(ggml_type type) {
+    switch (type) {
+        case GGML_TYPE_F16:  return row_type::f16;
+        case GGML_TYPE_Q8_0: return row_type::q8_0;
+        case GGML_TYPE_Q4_0: return row_type::q4_0;
+        default:             return row_type::other;
+    }
+}
+
+// t: [n_embd_head, n_head_kv, n_rows, n_stream]
+static attention_rows to_rows(const ggml_tensor * t, int64_t strm) {
+    attention_rows res;
+    res.data     = (const char *) t->data + strm*t->nb[3];
+    res.type     = to_row_type(t->type);
+    res.row      = t->nb[2];
+    res.head     = t->nb[1];
+    res.to_float = ggml_get_type_traits(t->type)->to_float;
+    return res;
+}
+
+static attention_segment to_segment(const ggml_tensor * k, const ggml_tensor * v, int64_t strm) {
+    attention_segment res;
+    res.k = to_rows(k, strm);
+    res.v = to_rows(v, strm);
+    res.n = k->ne[2];
+    return res;
+}
+
+// sources of the node, in this order; the ones in brackets are optional
+//   q, cold k, cold v, mask [, ring k, ring v, cur k, cur v] [, sinks]
+static attention_args to_args(const ggml_tensor * dst, const fused_node & node, int64_t strm) {
+    const ggml_tensor * const * src = dst->src;
+
+    const ggml_tensor * q    = src[0];
+    const ggml_tensor * mask = src[3];
+
+    const int64_t n_stream = src[1]->ne[3];
+    const int64_t n_tps    = q->ne[2]/n_stream;
+
+    attention_args res;
+    res.n_head    = node.n_head;
+    res.n_head_kv = node.n_head_kv;
+    res.d_k       = node.d_k;
+    res.d_v       = node.d_v;
+    res.n_queries = n_tps;
+
+    res.q      = (const float *) ((const char *) q->data + strm*n_tps*q->nb[2]);
+    res.q_row  = q->nb[2];
+    res.q_head = q->nb[1];
+
+    res.segments[res.n_segments++] = to_segment(src[1], src[2], strm);
+    if (node.has_ring) {
+        res.segments[res.n_segments++] = to_segment(src[4], src[5], strm);
+        res.segments[res.n_segments++] = to_segment(src[6], src[7], strm);
+    }
+
+    res.mask     = (const uint16_t *) ((const char *) mask->data + strm*mask->nb[3]);
+    res.mask_row = mask->nb[1];
+
+    res.scale          = node.scale;
+    res.max_alibi_bias = node.max_bias;
+    res.logit_softcap  = node.logit_softcap;
+    res.sinks          = node.has_sinks ? (const float *) src[node.has_ring ? 8 : 4]->data : nullptr;
+
+    res.out      = (float *) ((char *) dst->data + strm*n_tps*dst->nb[1]);
+    res.out_row  = dst->nb[1];
+    res.out_head = node.d_v*sizeof(float);
+
+    return res;
+}
+
+static const std::vector<attention_args> & to_args(const ggml_tensor * dst, const fused_node & node) {
+    thread_local std::vector<attention_args> res;
+
+    res.clear();
+    for (int64_t strm = 0; strm < dst->src[1]->ne[3]; ++strm) {
+        res.push_back(to_args(dst, node, strm));
+    }
+
+    return res;
+}
+
+static void fused_compute(ggml_tensor * dst, int ith, int nth, void * userdata) {
+    auto & node = *(fused_node *) userdata;
+
+    const auto & args = to_args(dst, node);
+
+    mixedkv::attention_run(args.data(), (int) args.size(), node.scratch.get(), ith, nth);
+}
+
+ggml_tensor * llama_kv_mixed_fused(
+        ggml_context * ctx,
+        fused_node & node,
+        ggml_tensor * q,
+        ggml_tensor * cold_k, ggml_tensor * cold_v,
+        ggml_tensor * ring_k, ggml_tensor * ring_v,
+        ggml_tensor * cur_k,  ggml_tensor * cur_v,
+        ggml_tensor * mask,
+        ggml_tensor * sinks) {
+    GGML_ASSERT(mask->type == GGML_TYPE_F16 && q->type == GGML_TYPE_F32);
+
+    const int64_t n_stream = cold_k->ne[3];
+
+    node.n_head    = q->ne[1];
+    node.n_head_kv = cold_k->ne[1];
+    node.d_k       = cold_k->ne[0];
+    node.d_v       = cold_v->ne[0];
+    node.has_ring  = ring_k != nullptr;
+    node.has_sinks = sinks != nullptr;
+
+    const auto by_stream = [&](ggml_tensor * t) {
+        return ggml_reshape_4d(ctx, t, t->ne[0], t->ne[1], t->ne[2]/n_stream, n_stream);
+    };
+
+    std::vector<ggml_tensor *> srcs = { q, cold_k, cold_v, mask };
+
+    if (node.has_ring) {
+        srcs.insert(srcs.end(), { ring_k, ring_v, by_stream(cur_k), by_stream(cur_v) });
+    }
+    if (node.has_sinks) {
+        srcs.push_back(sinks);
+    }
+
+    ggml_tensor * res = ggml_custom_4d(ctx, GGML_TYPE_F32, node.d_v*node.n_head, q->ne[2], 1, 1,
+            srcs.data(), (int) srcs.size(), fused_compute, GGML_N_TASKS_MAX, &node);
+
+    // the first graphs of a context are its largest: later ones find enough
+    const auto & args = to_args(res, node);
+    node.scratch.reserve(mixedkv::attention_scratch_bytes(args.data(), (int) args.size()));
+
+    return res;
+}

@@ -1,0 +1,44 @@
+#pragma once
+
+#include "llama-kv-cache-mixed.h"
+
+// What the fused attention node of one layer knows besides its sources.
+// The graph points to it: it lives in the cache, which outlives every graph of its context.
+struct llama_kv_cache_mixed::fused_node {
+    // set by the graph builder, the same for every graph of a context
+    float   scale         = 1.0f;
+    float   max_bias      = 0.0f;
+    float   logit_softcap = 0.0f;
+    int32_t n_head        = 0;
+    int32_t n_head_kv     = 0;
+    int32_t d_k           = 0;
+    int32_t d_v           = 0;
+
+    // which of the optional sources the node has
+    bool has_ring  = false;
+    bool has_sinks = false;
+
+    // shared by the threads that run the node
+    struct scratch_t {
+        std::vector<uint8_t> data;
+
+        void * get(); // 64-byte aligned
+        void reserve(size_t size);
+    } scratch;
+};
+
+// q       F32 [n_embd_head_k, n_head, n_tokens]
+// cold    k, v as the cache stores them [n_embd_head, n_head_kv, n_kv, n_stream]
+// ring    k, v F16 [n_embd_head, n_head_kv, n_ring, n_stream], nullptr: neither ring nor cur
+// cur     k, v F16 [n_embd_head, n_head_kv, n_tokens]
+// mask    F16 [n_kv + n_ring + n_tokens/n_stream, n_tokens/n_stream, 1, n_stream]
+// returns F32 [n_embd_head_v*n_head, n_tokens]
+ggml_tensor * llama_kv_mixed_fused(
+        ggml_context * ctx,
+        llama_kv_cache_mixed::fused_node & node,
+        ggml_tensor * q,
+        ggml_tensor * cold_k, ggml_tensor * cold_v,
+        ggml_tensor * ring_k, ggml_tensor * ring_v,
+        ggml_tensor * cur_k,  ggml_tensor * cur_v,
+        ggml_tensor * mask,
+        ggml_tensor * sinks);

@@ -1,0 +1,207 @@
+// From the configuration of "the next context on this thread" to a cache inside a llama_model's memory.
+
+#include "llama-kv-mixed-sites.h"
+
+#include "kernels/attention.h"
+
+#include "llama-context.h"
+#include "llama-impl.h"
+#include "llama-kv-cache-iswa.h"
+#include "llama-memory-hybrid-iswa.h"
+#include "llama-memory-hybrid.h"
+#include "llama-model.h"
+
+#include <optional>
+#include <stdexcept>
+
+static thread_local std::optional<mixedkv_config> config_next;   // set by mixedkv_configure_next
+static thread_local std::optional<mixedkv_config> config_active; // of the context that is being made
+
+static thread_local std::string last_error;
+
+void llama_kv_mixed_set_error(const std::string & message) {
+    last_error = message;
+}
+
+const std::string & llama_kv_mixed_get_error() {
+    return last_error;
+}
+
+void llama_kv_mixed_set_next(const mixedkv_config * config) {
+    config_next = config ? std::make_optional(*config) : std::nullopt;
+}
+
+const mixedkv_config * llama_kv_mixed_config() {
+    return config_active ? &*config_active : nullptr;
+}
+
+//
+// what the model and the context must be like
+//
+
+static std::string check_isa(const mixedkv_config & config) {
+    const char * error = config.attention == MIXEDKV_ATTENTION_MERGED ? nullptr : mixedkv::attention_isa_error();
+    return error ? error : "";
+}
+
+static std::string check_memory(const llama_model & model) {
+    const auto & hparams = model.hparams;
+
+    const std::string arch = "architecture '" + model.arch_name() + "' ";
+
+    if (hparams.is_mla()) {
+        return arch + "caches compressed keys without values (MLA)";
+    }
+    if (llm_arch_is_recurrent(model.arch)) {
+        return arch + "is recurrent and has no KV cache";
+    }
+    if (hparams.n_rel_attn_bkts > 0) {
+        return arch + "adds a relative position bias, which needs attention without flash attention";
+    }
+    if (!hparams.causal_attn && !llama_model_has_decoder(&model)) {
+        return arch + "is an encoder and has no KV cache";
+    }
+    switch (model.arch) {
+        case LLM_ARCH_EAGLE3:
+        case LLM_ARCH_DFLASH:
+        case LLM_ARCH_GEMMA4_ASSISTANT:
+            return arch + "is a draft model that shares memory with another context";
+        case LLM_ARCH_GROK:
+            return arch + "cannot use flash attention";
+        default:
+            return "";
+    }
+}
+
+static std::string check_heads(const llama_model & model, ggml_type type_k, ggml_type type_v) {
+    const auto & hparams = model.hparams;
+
+    for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
+        if (!hparams.has_kv(il) || hparams.is_recr(il)) {
+            continue;
+        }
+
+        const auto check = [&](const char * name, ggml_type type, uint32_t n_embd_head) -> std::string {
+            const int64_t n_block = ggml_blck_size(type);
+            if (n_embd_head % n_block == 0) {
+                return "";
+            }
+            return std::string("cold_type_") + name + " '" + ggml_type_name(type) + "' has blocks of " + std::to_string(n_block) +
+                " elements, which do not divide the head size " + std::to_string(n_embd_head) + " of layer " + std::to_string(il) +
+                " (architecture '" + model.arch_name() + "'): use the 'f16' cache";
+        };
+
+        std::string res = check("k", type_k, hparams.n_embd_head_k(il));
+        res = res.empty() ? check("v", type_v, hparams.n_embd_head_v(il)) : res;
+        if (!res.empty()) {
+            return res;
+        }
+    }
+
+    return "";
+}
+
+std::string llama_kv_mixed_problem(const llama_model & model, const mixedkv_config & config, ggml_type type_k, ggml_type type_v) {
+    const std::string isa = check_isa(config);
+    if (!isa.empty()) {
+        return isa;
+    }
+
+    const std::string memory = check_memory(model);
+    if (!memory.empty()) {
+        return (config.mixed ? "the mixed KV cache" : "attention 'fused'") + std::string(" is not supported: ") + memory +
+            "; use the 'f16' cache with llama.cpp's own attention";
+    }
+
+    return check_heads(model, type_k, type_v);
+}
+
+//
+// call sites
+//
+
+bool llama_kv_mixed_admit(const llama_model & model, llama_context_params & params) {
+    config_active = config_next;
+    config_next.reset();
+
+    last_error.clear();
+
+    if (!config_active) {
+        return true;
+    }
+
+    if (params.flash_attn_type == LLAMA_FLASH_ATTN_TYPE_AUTO) {
+        params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_ENABLED;
+    }
+
+    std::string problem = llama_kv_mixed_problem(model, *config_active, params.type_k, params.type_v);
+
+    if (problem.empty() && params.flash_attn_type == LLAMA_FLASH_ATTN_TYPE_DISABLED) {
+        problem = "the mixed KV cache and the fused attention keep V as rows, which llama.cpp does only with flash attention "
+            "(architecture '" + model.arch_name() + "'): set flash_attn";
+    }
+
+    if (!problem.empty()) {
+        config_active.reset();
+        last_error = problem;
+        LLAMA_LOG_ERROR("%s: %s\n", __func__, problem.c_str());
+    }
+
+    return problem.empty();
+}
+
+void llama_kv_mixed_check(llama_memory_i * memory, const llama_model & model) {
+    if (!config_active) {
+        return;
+    }
+
+    config_active.reset();
+
+    for (llama_kv_cache * kv : llama_kv_mixed_caches(memory)) {
+        const auto * mixed = dynamic_cast<llama_kv_cache_mixed *>(kv);
+        if (mixed && !mixed->get_layer_ids().empty()) {
+            return;
+        }
+    }
+
+    delete memory;
+
+    throw std::runtime_error("the mixed KV cache is not supported: architecture '" + model.arch_name() +
+            "' has no full-attention layers in a cache of a known kind; use the 'f16' cache");
+}
+
+void llama_kv_mixed_failed(const std::exception & err) {
+    config_active.reset();
+    last_error = err.what();
+}
+
+std::vector<llama_kv_cache *> llama_kv_mixed_caches(llama_memory_i * memory) {
+    if (auto * kv = dynamic_cast<llama_kv_cache *>(memory)) {
+        return { kv };
+    }
+    if (auto * iswa = dynamic_cast<llama_kv_cache_iswa *>(memory)) {
+        return { iswa->get_base(), iswa->get_swa() };
+    }
+    if (auto * hybrid = dynamic_cast<llama_memory_hybrid *>(memory)) {
+        return { hybrid->get_mem_attn() };
+    }
+    if (auto * hybrid = dynamic_cast<llama_memory_hybrid_iswa *>(memory)) {
+        return { hybrid->get_mem_attn()->get_base(), hybrid->get_mem_attn()->get_swa() };
+    }
+    return {};
+}
+
+uint32_t llama_kv_mixed_nodes(llama_memory_i * memory) {
+    // the merged view takes most: two casts, two concatenations, views, and the ring's rows, for K and V
+    static constexpr uint32_t n_nodes_layer = 32;
+
+    uint32_t res = 0;
+
+    for (llama_kv_cache * kv : llama_kv_mixed_caches(memory)) {
+        if (dynamic_cast<llama_kv_cache_mixed *>(kv)) {
+            res += n_nodes_layer*kv->get_layer_ids().size();
+        }
+    }
+
+    return res;
+}

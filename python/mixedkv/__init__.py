@@ -1,0 +1,19 @@
+"""Long contexts on small machines: `llama_cpp.Llama` with a mixed-precision KV cache.
+
+>>> from mixedkv import Llama
+>>> llm = Llama("model.gguf", n_ctx=32768, kv="mixed:cold=q4_0,threshold=256,group=32")
+>>> print(llm.kv.stats())
+"""
+
+from importlib.metadata import version as _version
+
+from mixedkv import _native, errors
+
+_native.load()  # before anything imports _core or llama_cpp: all must run on one copy of the libraries
+
+from mixedkv.config import MixedKVConfig, UniformKV  # noqa: E402
+from mixedkv.llama import Llama  # noqa: E402
+from mixedkv.stats import KVStats  # noqa: E402
+
+__version__ = _version("mixedkv")
+__all__ = ["KVStats", "Llama", "MixedKVConfig", "UniformKV", "__version__", "errors"]

@@ -1,0 +1,5 @@
+import sys
+
+from mixedkv.cli import main
+
+sys.exit(main())

@@ -1,0 +1,82 @@
+"""Private mirror of the C API, cpp/include/mixedkv/mixedkv.h. `ctx` and `model` are addresses.
+
+Statuses become exceptions: INVALID ValueError, UNSUPPORTED errors.UnsupportedModelError,
+NOT_AVAILABLE LookupError, INTERNAL RuntimeError.
+"""
+
+from typing import Literal, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+class Version(TypedDict):
+    version: str
+    llama_commit: str
+    isa: str
+
+class Stats(TypedDict):
+    mixed: bool
+    n_ctx_seq: int
+    n_seq_max: int
+    n_stream: int
+    n_layer: int
+    threshold: int
+    threshold_capacity: int
+    group_size: int
+    sink_tokens: int
+    ring_rows: int
+    n_cells_used: int
+    n_cells_hot: int
+    n_elements: int
+    bytes_total: int
+    bytes_cold: int
+    bytes_hot: int
+
+class Layer(TypedDict):
+    il: int
+    mixed: bool
+    fused: bool
+    n_head_kv: int
+    n_embd_head_k: int
+    n_embd_head_v: int
+    n_cells: int
+    type_k: int
+    type_v: int
+    bytes_cold: int
+    bytes_hot: int
+
+class Sequence(TypedDict):
+    seq_id: int
+    pos_min: int
+    pos_max: int
+    hot_begin: int
+    n_hot: int
+    n_cold: int
+
+def version() -> Version: ...
+def last_error() -> str: ...
+def configure_next(
+    mixed: bool, threshold: int, group_size: int, sink_tokens: int, attention: str
+) -> None: ...
+def withdraw() -> None: ...
+def check(
+    model: int,
+    mixed: bool,
+    threshold: int,
+    group_size: int,
+    sink_tokens: int,
+    attention: str,
+    type_k: int,
+    type_v: int,
+    n_ctx: int,
+) -> None: ...
+def stats(ctx: int) -> Stats: ...
+def layers(ctx: int) -> list[Layer]: ...
+def sequences(ctx: int) -> list[Sequence]: ...
+def set_window(ctx: int, threshold: int, group_size: int, sink_tokens: int) -> None: ...
+def read_rows(
+    ctx: int, il: int, seq: int, which: Literal["k", "v"], p0: int, p1: int, unrotate: bool
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32], npt.NDArray[np.bool_]]: ...
+def read_tiers(
+    ctx: int, il: int, seq: int, p0: int, p1: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]: ...

@@ -1,0 +1,273 @@
+"""Settings of the KV cache, each validated once, and their short written form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import gguf
+
+HOT_TYPES = ("f16",)
+COLD_TYPES = ("q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+UNIFORM_TYPES = ("f16", "bf16", "f32", *COLD_TYPES)
+ATTENTIONS = ("auto", "fused", "merged")
+
+_POSITION_MAX = 2**31 - 1  # llama_pos is an int32
+
+
+def ggml_type(name: str) -> int:
+    """The ggml type id of a type name, e.g. 8 for "q8_0"."""
+    return int(gguf.GGMLQuantizationType[name.upper()])
+
+
+def type_name(ggml_id: int) -> str:
+    """The name of a ggml type id, e.g. "q8_0" for 8."""
+    return gguf.GGMLQuantizationType(ggml_id).name.lower()
+
+
+def type_bits(name: str) -> float:
+    """Bits per element of a type, scales included: 16 for "f16", 8.5 for "q8_0", 4.5 for "q4_0"."""
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name.upper()]]
+    return 8 * size / block
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixedKVConfig:
+    """A cache that keeps the recent tokens of each sequence in F16 and the older ones quantised.
+
+    Args:
+        enable_quantization: False asks for llama.cpp's uniform F16 cache; of the rest only
+            `attention` applies then.
+        quantization_threshold: F16 tokens at most in the recent window of a sequence; 0 keeps none.
+            Also what the window can be set to at most while the cache lives.
+        group_size: once more than `quantization_threshold` recent tokens are F16, the oldest
+            `group_size` leave the window together. At most the threshold.
+        hot_type_k, hot_type_v: type of the recent tokens; only "f16".
+        cold_type_k, cold_type_v: type of the older tokens, one of `COLD_TYPES`.
+        sink_tokens: the first tokens of a sequence, which stay F16 for good.
+        attention: "fused" reads both tiers in one CPU kernel, "merged" through one F16 view of all
+            rows on any backend, "auto" takes the fused kernel where the cache lies in CPU memory.
+
+    Raises:
+        ValueError: a value is out of range or unknown; the message names the field.
+        TypeError: a value has another type than the field.
+    """
+
+    enable_quantization: bool = True
+    quantization_threshold: int = 32
+    group_size: int = 16
+    hot_type_k: str = "f16"
+    hot_type_v: str = "f16"
+    cold_type_k: str = "q4_0"
+    cold_type_v: str = "q4_0"
+    sink_tokens: int = 4
+    attention: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.enable_quantization, bool):
+            raise TypeError(f"enable_quantization={self.enable_quantization!r}: use True or False")
+        for field in ("hot_type_k", "hot_type_v"):
+            _normalise(self, field, HOT_TYPES)
+        for field in ("cold_type_k", "cold_type_v"):
+            _normalise(self, field, COLD_TYPES)
+        _normalise(self, "attention", ATTENTIONS)
+        check_window(self.quantization_threshold, self.group_size, self.sink_tokens)
+
+    @property
+    def type_k(self) -> str:
+        """The type llama.cpp's context is made with: that of the cold rows."""
+        return self.cold_type_k
+
+    @property
+    def type_v(self) -> str:
+        return self.cold_type_v
+
+    def check_context(self, n_ctx: int) -> None:
+        """Raise ValueError unless the F16 rows fit a sequence of at most `n_ctx` tokens."""
+        hot = self.quantization_threshold + self.sink_tokens
+        if hot > n_ctx:
+            raise ValueError(
+                f"quantization_threshold={self.quantization_threshold} and sink_tokens={self.sink_tokens} "
+                f"keep {hot} tokens in F16, more than a sequence's n_ctx={n_ctx}: "
+                f"lower their sum or raise n_ctx"
+            )
+
+    def native(self) -> dict[str, Any] | None:
+        """Arguments of `_core.configure_next`."""
+        return {
+            "mixed": True,
+            "threshold": self.quantization_threshold,
+            "group_size": self.group_size,
+            "sink_tokens": self.sink_tokens,
+            "attention": self.attention,
+        }
+
+    def __str__(self) -> str:
+        """The spec that `parse_kv` reads back: what differs from the defaults."""
+        if not self.enable_quantization:
+            return str(_without_quantization(self))
+        return _spec("mixed", _changes(self))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UniformKV:
+    """One of llama.cpp's own caches: every token in the same type.
+
+    Args:
+        type_k, type_v: types of K and V, each one of `UNIFORM_TYPES`.
+        attention: "auto" is llama.cpp's own attention, "fused" this package's CPU kernel.
+    """
+
+    type_k: str = "f16"
+    type_v: str = "f16"
+    attention: str = "auto"
+
+    def __post_init__(self) -> None:
+        _normalise(self, "type_k", UNIFORM_TYPES)
+        _normalise(self, "type_v", UNIFORM_TYPES)
+        _normalise(self, "attention", ("auto", "fused"))
+
+    def check_context(self, n_ctx: int) -> None:
+        """A uniform cache fits any context."""
+
+    def native(self) -> dict[str, Any] | None:
+        """Arguments of `_core.configure_next`; None leaves everything to llama.cpp."""
+        if self.attention == "auto":
+            return None
+        window = {"threshold": 0, "group_size": 1, "sink_tokens": 0}
+        return {"mixed": False, **window, "attention": self.attention}
+
+    def __str__(self) -> str:
+        """The spec that `parse_kv` reads back."""
+        name = self.type_k if self.type_k == self.type_v else f"{self.type_k}/{self.type_v}"
+        return _spec(name, {} if self.attention == "auto" else {"attention": self.attention})
+
+
+KVSetting = MixedKVConfig | UniformKV
+
+_KEYS = {
+    "cold_k": "cold_type_k",
+    "cold_v": "cold_type_v",
+    "threshold": "quantization_threshold",
+    "group": "group_size",
+    "sinks": "sink_tokens",
+    "attention": "attention",
+}
+_KNOWN_KEYS = "cold, " + ", ".join(_KEYS)
+_KNOWN_NAMES = "mixed, " + ", ".join(UNIFORM_TYPES)
+
+
+def parse_kv(kv: str | KVSetting) -> KVSetting:
+    """Read the setting of a cache: a spec or a setting itself.
+
+    Specs: "mixed" (the defaults of `MixedKVConfig`), and with other values
+    "mixed:cold_k=q8_0,cold_v=q4_0,threshold=256,group=32,sinks=4"; "cold=q8_0" sets both cold types.
+    A type such as "f16" or "q8_0" is llama.cpp's uniform cache of it, "q8_0/q4_0" one with another
+    type for V. Each takes "attention=" too. Case does not matter. `str()` of the result reads back
+    as the same setting.
+
+    Raises:
+        ValueError: the spec has an unknown name, key or value; the message lists the known ones.
+        TypeError: `kv` is neither a spec nor a setting.
+    """
+    if isinstance(kv, MixedKVConfig):
+        return kv if kv.enable_quantization else _without_quantization(kv)
+    if isinstance(kv, UniformKV):
+        return kv
+    if not isinstance(kv, str):
+        raise TypeError(f"kv={kv!r}: use a spec such as 'mixed' or 'q8_0', or a MixedKVConfig")
+    name, colon, rest = kv.lower().replace(" ", "").partition(":")
+    options = _parse_options(kv, rest) if colon else {}
+    if name == "mixed":
+        return MixedKVConfig(**_mixed_fields(kv, options))
+    type_k, _, type_v = name.partition("/")
+    if not {type_k, type_v or type_k} <= set(UNIFORM_TYPES):
+        raise ValueError(f"kv={kv!r} names no cache: use one of {_KNOWN_NAMES}")
+    if unknown := options.keys() - {"attention"}:
+        raise ValueError(f"kv={kv!r}: a uniform cache takes attention only, not {', '.join(sorted(unknown))}")
+    return UniformKV(type_k=type_k, type_v=type_v or type_k, **options)
+
+
+def check_window(quantization_threshold: int, group_size: int, sink_tokens: int) -> None:
+    """Raise ValueError or TypeError unless the three can stand together."""
+    _check_int("quantization_threshold", quantization_threshold, at_least=0)
+    _check_int("group_size", group_size, at_least=1)
+    _check_int("sink_tokens", sink_tokens, at_least=0)
+    if 0 < quantization_threshold < group_size:
+        raise ValueError(
+            f"quantization_threshold={quantization_threshold} is smaller than group_size={group_size} "
+            f"(16 unless given): a window cannot let go of more than it holds. Use "
+            f"group_size={quantization_threshold} or less, or quantization_threshold={group_size} or more "
+            f"(0: no recent window)"
+        )
+
+
+def _check_int(field: str, value: object, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{field}={value!r}: use a whole number")
+    if not at_least <= value <= _POSITION_MAX:
+        raise ValueError(f"{field}={value}: use a number from {at_least} to {_POSITION_MAX}")
+
+
+def _normalise(setting: KVSetting, field: str, known: tuple[str, ...]) -> None:
+    value = getattr(setting, field)
+    if not isinstance(value, str):
+        raise TypeError(f"{field}={value!r}: use one of {', '.join(known)}")
+    if value.lower() not in known:
+        raise ValueError(f"{field}={value!r} is not one of {', '.join(known)}")
+    object.__setattr__(setting, field, value.lower())
+
+
+def _without_quantization(config: MixedKVConfig) -> UniformKV:
+    return UniformKV(attention="fused" if config.attention == "fused" else "auto")
+
+
+def _changes(config: MixedKVConfig) -> dict[str, object]:
+    """What differs from the defaults, by key of the spec; equal cold types together."""
+    default = {field.name: field.default for field in fields(config)}
+    changes = {
+        key: getattr(config, field)
+        for key, field in _KEYS.items()
+        if getattr(config, field) != default[field]
+    }
+    if changes.get("cold_k") is not None and changes.get("cold_k") == changes.get("cold_v"):
+        cold = changes.pop("cold_k")
+        del changes["cold_v"]
+        return {"cold": cold, **changes}
+    return changes
+
+
+def _spec(name: str, options: dict[str, object]) -> str:
+    return name + (":" if options else "") + ",".join(f"{key}={value}" for key, value in options.items())
+
+
+def _parse_options(spec: str, text: str) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for item in text.split(","):
+        key, equals, value = item.partition("=")
+        if not (key and equals and value):
+            raise ValueError(f"kv={spec!r}: {item!r} is not key=value; known keys: {_KNOWN_KEYS}")
+        if key != "cold" and key not in _KEYS:
+            raise ValueError(f"kv={spec!r}: unknown key {key!r}; known keys: {_KNOWN_KEYS}")
+        if key in options or (key in ("cold_k", "cold_v") and "cold" in options):
+            raise ValueError(f"kv={spec!r} gives {key} twice")
+        if key == "cold" and options.keys() & {"cold_k", "cold_v"}:
+            raise ValueError(f"kv={spec!r}: cold stands for both cold_k and cold_v, which is given too")
+        options[key] = value
+    return options
+
+
+def _mixed_fields(spec: str, options: dict[str, str]) -> dict[str, Any]:
+    if "cold" in options:
+        cold = options.pop("cold")
+        options.update(cold_k=cold, cold_v=cold)
+    return {
+        _KEYS[key]: _parse_int(spec, key, value) if key in ("threshold", "group", "sinks") else value
+        for key, value in options.items()
+    }
+
+
+def _parse_int(spec: str, key: str, value: str) -> int:
+    if not (value.isascii() and value.isdigit() and len(value) <= len(str(_POSITION_MAX))):
+        raise ValueError(f"kv={spec!r}: {key}={value} is not a whole number of tokens")
+    return int(value)

@@ -1,0 +1,233 @@
+"""A look at a GGUF file before anything native opens it: one clear error for what cannot be loaded.
+
+The format is on one page: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Sizes in a file are
+claims: each has a limit, and nothing is allocated that the file has no bytes for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+import gguf
+
+from mixedkv.errors import InvalidModelFileError
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_MAX_KEYS = 1 << 20
+_MAX_TENSORS = 1 << 20
+_MAX_STRINGS = 1 << 24  # in one array; the largest vocabularies have 2^18
+_MAX_KEY = 1 << 16
+_MAX_TEXT = 1 << 24
+_MAX_KEPT = 1 << 14  # array elements; longer arrays are stepped over: the tokenizer's
+_STRING, _ARRAY = 8, 9
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+# elements and bytes of a block
+_TYPE_SIZES = {int(kind): size for kind, size in gguf.GGML_QUANT_SIZES.items()}
+_SPLIT_NAME = re.compile(r"^(?P<prefix>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf$", re.S)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """What the header of a GGUF file says.
+
+    Attributes:
+        path: the file, for a split model its first part.
+        metadata: keys and values without strings in arrays and arrays too long to be about layers.
+        n_tensors: tensors in this file.
+        size: bytes of all parts.
+    """
+
+    path: Path
+    metadata: dict[str, Any]
+    n_tensors: int
+    size: int
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata.get("general.architecture", "unknown"))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of an architecture's own key, e.g. "block_count" for "llama.block_count"."""
+        return self.metadata.get(f"{self.architecture}.{key}", default)
+
+
+def read_model_file(path: str | os.PathLike[str]) -> ModelFile:
+    """Read and check the header of a GGUF file, and of the other parts of a split one.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        InvalidModelFileError: it is no GGUF file, is truncated, or a size in it cannot be right.
+        OSError: it cannot be read.
+    """
+    first = _read_part(Path(path))
+    others = [_read_part(part) for part in _other_parts(first)]
+    size = first.size + sum(part.size for part in others)
+    return ModelFile(first.path, first.metadata, first.n_tensors, size)
+
+
+def _read_part(path: Path) -> ModelFile:
+    mode = path.stat().st_mode  # FileNotFoundError names the path itself
+    if not stat.S_ISREG(mode):
+        kind = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
+        raise InvalidModelFileError(f"{path} is {kind}: a GGUF model file is needed")
+    with path.open("rb", buffering=1 << 18) as file:
+        return _Reader(path, file).read()
+
+
+def _other_parts(first: ModelFile) -> Iterator[Path]:
+    count = first.metadata.get("split.count", 0)
+    if not isinstance(count, int) or count < 2:
+        return
+    name = _SPLIT_NAME.match(first.path.name)
+    if name is None or int(name["count"]) != count:
+        raise InvalidModelFileError(
+            f"{first.path} is one of {count} parts: its name must end in -00001-of-{count:05d}.gguf"
+        )
+    if int(name["no"]) != 1:
+        raise InvalidModelFileError(
+            f"{first.path} is part {name['no']} of a split model: give its part 00001"
+        )
+    for no in range(2, count + 1):
+        part = first.path.with_name(f"{name['prefix']}-{no:05d}-of-{count:05d}.gguf")
+        if not part.exists():
+            raise InvalidModelFileError(f"{first.path} has {count} parts, but {part.name} is not beside it")
+        yield part
+
+
+class _Reader:
+    """Reads one header from front to back."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self.path, self.file = path, file
+        self.size = os.fstat(file.fileno()).st_size
+        self.alignment = gguf.GGUF_DEFAULT_ALIGNMENT
+
+    def read(self) -> ModelFile:
+        self._check_magic()
+        version, n_tensors, n_keys = self._unpack("<IQQ")
+        if version not in _VERSIONS:
+            self._fail(f"it has GGUF version {version}; versions 2 and 3 in little-endian order can be read")
+        if n_keys > _MAX_KEYS or n_tensors > _MAX_TENSORS:
+            self._fail(f"its header claims {n_keys} keys and {n_tensors} tensors")
+        pairs = [self._pair() for _ in range(n_keys)]
+        metadata = {key: value for key, value in pairs if value is not None}
+        self.alignment = self._alignment(metadata)
+        self._check_tensors(n_tensors)
+        return ModelFile(self.path, metadata, n_tensors, self.size)
+
+    def _check_magic(self) -> None:
+        magic = self.file.read(len(_MAGIC))
+        if not magic:
+            self._fail("it is empty")
+        if magic != _MAGIC:
+            self._fail(f"it is no GGUF file: it starts with {magic!r} instead of {_MAGIC!r}")
+
+    def _alignment(self, metadata: dict[str, Any]) -> int:
+        alignment = metadata.get("general.alignment", self.alignment)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            self._fail(f"its general.alignment is {alignment!r}, not a power of two")
+        return alignment
+
+    def _check_tensors(self, n_tensors: int) -> None:
+        ends = [self._tensor() for _ in range(n_tensors)]
+        if not ends:
+            return
+        start = _pad(self.file.tell(), self.alignment)
+        name, end = max(ends, key=lambda item: item[1])
+        if start + end > self.size:
+            self._fail(
+                f"it is truncated: tensor {name!r} ends at byte {start + end}, the file at {self.size}"
+            )
+
+    def _tensor(self) -> tuple[str, int]:
+        """Name, and where its data ends, counted from the start of the data."""
+        name = self._string(_MAX_KEY)
+        (n_dims,) = self._unpack("<I")
+        if n_dims > 4:
+            self._fail(f"its tensor {name!r} has {n_dims} dimensions")
+        n_elements = 1
+        for n in self._unpack(f"<{n_dims}Q"):
+            n_elements *= n
+        kind, offset = self._unpack("<IQ")
+        return name, offset + _tensor_bytes(kind, n_elements)
+
+    def _pair(self) -> tuple[str, Any]:
+        key = self._string(_MAX_KEY)
+        (kind,) = self._unpack("<I")
+        return key, self._array(key) if kind == _ARRAY else self._value(key, kind)
+
+    def _value(self, key: str, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string(_MAX_TEXT)
+        if kind not in _SCALARS:
+            self._fail(f"its key {key!r} has the unknown type {kind}")
+        return self._unpack("<" + _SCALARS[kind])[0]
+
+    def _array(self, key: str) -> list[Any] | None:
+        kind, n = self._unpack("<IQ")
+        if kind == _STRING:
+            return self._skip_strings(key, n)
+        if kind not in _SCALARS:
+            self._fail(f"its key {key!r} is an array of the unknown type {kind}")
+        if n > _MAX_KEPT:
+            self._skip(n * struct.calcsize(_SCALARS[kind]))
+            return None
+        return list(self._unpack(f"<{n}{_SCALARS[kind]}"))
+
+    def _skip_strings(self, key: str, n: int) -> None:
+        if n > _MAX_STRINGS:
+            self._fail(f"its key {key!r} claims {n} strings")
+        read, seek, length = self.file.read, self.file.seek, struct.Struct("<Q")
+        for _ in range(n):
+            head = read(8)
+            if len(head) < 8:
+                self._truncated()
+            (size,) = length.unpack(head)
+            if size > _MAX_TEXT:
+                self._fail(f"its key {key!r} claims a string of {size} bytes")
+            seek(size, os.SEEK_CUR)
+        self._skip(0)
+
+    def _string(self, limit: int) -> str:
+        (size,) = self._unpack("<Q")
+        if size > limit:
+            self._fail(f"it claims a name or text of {size} bytes near byte {self.file.tell()}")
+        return self._take(size).decode("utf-8", errors="replace")
+
+    def _unpack(self, layout: str) -> tuple[Any, ...]:
+        return struct.unpack(layout, self._take(struct.calcsize(layout)))
+
+    def _take(self, size: int) -> bytes:
+        data = self.file.read(size)
+        if len(data) < size:
+            self._truncated()
+        return data
+
+    def _skip(self, size: int) -> None:
+        if self.file.tell() + size > self.size:
+            self._truncated()
+        self.file.seek(size, os.SEEK_CUR)
+
+    def _truncated(self) -> NoReturn:
+        self._fail(f"it is truncated: its header does not end within its {self.size} bytes")
+
+    def _fail(self, reason: str) -> NoReturn:
+        raise InvalidModelFileError(f"{self.path} cannot be loaded: {reason}")
+
+
+def _tensor_bytes(kind: int, n_elements: int) -> int:
+    """0 for a type that only a later gguf package knows: llama.cpp has the last word on it."""
+    block, size = _TYPE_SIZES.get(kind, (1, 0))
+    return n_elements // block * size
+
+
+def _pad(n: int, alignment: int) -> int:
+    return (n + alignment - 1) // alignment * alignment

@@ -1,0 +1,138 @@
+"""What a KV cache holds at one moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_F16_BYTES = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerStats:
+    """One layer. `mixed` is False for a layer that keeps llama.cpp's uniform cache (sliding window)."""
+
+    il: int
+    mixed: bool
+    fused: bool
+    n_head_kv: int
+    head_size_k: int
+    head_size_v: int
+    n_cells: int
+    type_k: str
+    type_v: str
+    bytes_cold: int
+    bytes_hot: int
+
+    def __str__(self) -> str:
+        heads = f"{self.n_head_kv} heads of {self.head_size_k}"
+        if self.head_size_v != self.head_size_k:
+            heads += f"/{self.head_size_v}"
+        types = self.type_k if self.type_k == self.type_v else f"{self.type_k}/{self.type_v}"
+        hot = f" + F16 {format_bytes(self.bytes_hot)}" if self.mixed else ""
+        path = "fused" if self.fused else "merged" if self.mixed else "llama.cpp"
+        return f"layer {self.il:<3} {heads:<16} {types} {format_bytes(self.bytes_cold)}{hot}, {path}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceStats:
+    """One sequence, as its next query would see it; positions are -1 when it is empty.
+
+    `hot_begin` is the first position of the recent window. `n_hot` rows are read in F16, sinks included,
+    `n_cold` in the cold type.
+    """
+
+    seq_id: int
+    pos_min: int
+    pos_max: int
+    hot_begin: int
+    n_hot: int
+    n_cold: int
+
+    def __str__(self) -> str:
+        tiers = f"{self.n_hot} hot, {self.n_cold} cold"
+        return f"seq {self.seq_id:<5} positions {self.pos_min} to {self.pos_max}, {tiers}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVStats:
+    """A snapshot of a cache. Bytes are what is allocated, tokens are what is in it now.
+
+    Attributes:
+        kv: the setting, as a spec.
+        n_ctx: tokens that fit each of the `n_seq_max` sequences.
+        n_layer: layers with a KV cache.
+        quantization_threshold, threshold_capacity: the window as set now, and the most it can be set to.
+        tokens_hot, tokens_cold: tokens that hold an F16 row, and those that do not.
+        bytes_total: from llama.cpp's own memory breakdown; the cold and the hot rows are parts of it.
+        n_elements: K and V elements of all cells, what `bits_per_element` divides by.
+        layers: one entry per layer, or None if not asked for.
+    """
+
+    kv: str
+    mixed: bool
+    n_ctx: int
+    n_seq_max: int
+    n_layer: int
+    quantization_threshold: int
+    threshold_capacity: int
+    group_size: int
+    sink_tokens: int
+    tokens_hot: int
+    tokens_cold: int
+    bytes_total: int
+    bytes_cold: int
+    bytes_hot: int
+    n_elements: int
+    sequences: tuple[SequenceStats, ...]
+    layers: tuple[LayerStats, ...] | None
+
+    @property
+    def tokens(self) -> int:
+        return self.tokens_hot + self.tokens_cold
+
+    @property
+    def bits_per_element(self) -> float:
+        """Allocated bits per K or V element; 16 for an F16 cache."""
+        return 8 * self.bytes_total / self.n_elements if self.n_elements else 0.0
+
+    @property
+    def bytes_f16(self) -> int:
+        """What llama.cpp's F16 cache of the same size takes."""
+        return _F16_BYTES * self.n_elements
+
+    @property
+    def saving(self) -> float:
+        """Share of `bytes_f16` that is not taken: 0.7 when 30% are."""
+        return 1 - self.bytes_total / self.bytes_f16 if self.n_elements else 0.0
+
+    def __str__(self) -> str:
+        lines = [
+            f"cache     {self.kv}, {self.n_layer} layers, {self.n_ctx} tokens"
+            + (f" x {self.n_seq_max} sequences" if self.n_seq_max > 1 else ""),
+            f"tokens    {self._tokens_text()}",
+            f"bytes     {self._bytes_text()}",
+            f"bits      {self.bits_per_element:.2f} per element, {self.saving:.0%} below F16",
+        ]
+        return "\n".join([*lines, *map(str, self.sequences), *map(str, self.layers or ())])
+
+    def _tokens_text(self) -> str:
+        if not self.mixed:
+            return str(self.tokens)
+        window = f"window {self.quantization_threshold}, group {self.group_size}, sinks {self.sink_tokens}"
+        return f"{self.tokens} = {self.tokens_hot} hot + {self.tokens_cold} cold ({window})"
+
+    def _bytes_text(self) -> str:
+        total = format_bytes(self.bytes_total)
+        if not self.mixed:
+            return total
+        return f"{total} = {format_bytes(self.bytes_hot)} hot + {format_bytes(self.bytes_cold)} cold"
+
+
+def format_bytes(n: int) -> str:
+    """A size to read: "312 B", "1.4 MiB"."""
+    size = float(n)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

@@ -1,0 +1,309 @@
+#include "support.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <thread>
+
+using mixedkv::row_type;
+
+namespace test {
+
+uint16_t to_half(float x) {
+    if (x == 0.0f || std::isinf(x)) {
+        return uint16_t((std::signbit(x) ? 0x8000 : 0) | (std::isinf(x) ? 0x7c00 : 0));
+    }
+    int          e;
+    const double m    = std::frexp(std::fabs(double(x)), &e); // [0.5, 1)
+    const int    exp  = std::max(e - 1, -14);
+    const double unit = std::ldexp(1.0, exp - 10);
+    const double n    = std::nearbyint(std::ldexp(m, e) / unit); // 1024 .. 2048 for normal numbers
+    const int    bits = n < 1024 ? int(n) : int(n) - 1024 + ((exp + 15) << 10);
+    return uint16_t((std::signbit(x) ? 0x8000 : 0) | std::min(bits, 0x7c00));
+}
+
+float from_half(uint16_t h) {
+    const int   e    = h >> 10 & 31;
+    const int   m    = h & 1023;
+    const float sign = h & 0x8000 ? -1.0f : 1.0f;
+    if (e == 31) {
+        return m ? NAN : sign * INFINITY;
+    }
+    return sign * (e ? std::ldexp(float(1024 + m), e - 25) : std::ldexp(float(m), -24));
+}
+
+static size_t row_size(row_type type, int d) {
+    switch (type) {
+    case row_type::q8_0:
+        return d / 32 * 34;
+    case row_type::q4_0:
+        return d / 32 * 18;
+    default:
+        return d * 2; // f16; `other` is bf16 here
+    }
+}
+
+static void bf16_to_float(const void * row, float * out, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits = 0;
+        std::memcpy(reinterpret_cast<char *>(&bits) + 2, static_cast<const char *>(row) + 2 * i, 2);
+        std::memcpy(out + i, &bits, 4);
+    }
+}
+
+static void store_half(uint8_t * p, float x) {
+    const uint16_t h = to_half(x);
+    std::memcpy(p, &h, 2);
+}
+
+static void quantise(row_type type, const float * x, int d, uint8_t * out) {
+    for (int b = 0; b < d / 32; b++, x += 32) {
+        const float extreme = *std::max_element(x, x + 32, [](float a, float c) { return std::fabs(a) < std::fabs(c); });
+        const float scale   = type == row_type::q8_0 ? std::fabs(extreme) / 127 : extreme / -8;
+        store_half(out, scale);
+        uint8_t * q = out + 2;
+        for (int i = 0; i < 32; i++) {
+            const int n = int(std::lround(scale != 0.0f ? x[i] / scale : 0.0f));
+            if (type == row_type::q8_0) {
+                q[i] = uint8_t(int8_t(std::clamp(n, -127, 127)));
+            } else {
+                const int nibble = std::clamp(n + 8, 0, 15);
+                q[i % 16]        = uint8_t(i < 16 ? nibble : q[i % 16] | nibble << 4);
+            }
+        }
+        out += type == row_type::q8_0 ? 34 : 18;
+    }
+}
+
+rows::rows(rng & r, row_type type, int64_t n, int n_head, int d, size_t gap) :
+    type(type), n(n), n_head(n_head), d(d), head_bytes(row_size(type, d) + gap), row_bytes(n_head * head_bytes + gap),
+    bytes(n ? (n - 1) * row_bytes + (n_head - 1) * head_bytes + row_size(type, d) : 0, 0x7e) { // 0x7e7e is a NaN
+    std::vector<float> x(d);
+    for (int64_t i = 0; i < n * n_head; i++) {
+        for (float & e : x) {
+            e = r.gauss();
+        }
+        uint8_t * out = bytes.data() + i / n_head * row_bytes + i % n_head * head_bytes;
+        if (type == row_type::q8_0 || type == row_type::q4_0) {
+            quantise(type, x.data(), d, out);
+            continue;
+        }
+        for (int j = 0; j < d; j++) {
+            if (type == row_type::f16) {
+                store_half(out + 2 * j, x[j]);
+            } else {
+                std::memcpy(out + 2 * j, reinterpret_cast<const char *>(&x[j]) + 2, 2);
+            }
+        }
+    }
+}
+
+mixedkv::attention_rows rows::view() const {
+    mixedkv::attention_rows v;
+    v.data     = bytes.data();
+    v.type     = type;
+    v.row      = row_bytes;
+    v.head     = head_bytes;
+    v.to_float = type == row_type::other ? bf16_to_float : nullptr;
+    return v;
+}
+
+std::vector<float> rows::value(int64_t row, int head) const {
+    std::vector<float> out(d);
+    const uint8_t *    p = bytes.data() + row * row_bytes + head * head_bytes;
+    if (type == row_type::other) {
+        bf16_to_float(p, out.data(), d);
+        return out;
+    }
+    const auto half = [](const uint8_t * at) { return from_half(uint16_t(at[0] | at[1] << 8)); };
+    for (int i = 0; i < d; i++) {
+        const uint8_t * block = p + i / 32 * (type == row_type::q8_0 ? 34 : 18);
+        if (type == row_type::f16) {
+            out[i] = half(p + 2 * i);
+        } else if (type == row_type::q8_0) {
+            out[i] = half(block) * int8_t(block[2 + i % 32]);
+        } else {
+            out[i] = half(block) * ((i % 32 < 16 ? block[2 + i % 16] & 15 : block[2 + i % 16] >> 4) - 8);
+        }
+    }
+    return out;
+}
+
+std::string options::describe() const {
+    static const char * const types[] = { "f16", "q8_0", "q4_0", "other" };
+    static const char * const masks[] = { "none", "causal", "window", "holes", "all_hidden", "alibi" };
+    char                      text[256];
+    std::snprintf(text, sizeof(text), "heads %d/%d d %d/%d queries %d mask %s softcap %g sinks %d permuted %d keys", n_head,
+                  n_head_kv, d_k, d_v, n_queries, masks[int(mask)], double(softcap), sinks, permuted);
+    std::string s = text;
+    for (size_t i = 0; i < n_keys.size(); i++) {
+        s += " " + std::to_string(n_keys[i]) + ":" + types[int(type_k[i])] + "/" + types[int(type_v[i])];
+    }
+    return s;
+}
+
+static float mask_value(rng & r, mask_kind kind, int64_t query, int64_t n_queries, int64_t key, int64_t n_keys) {
+    const int64_t distance = query + n_keys - n_queries - key; // causal, with the queries at the end
+    switch (kind) {
+    case mask_kind::causal:
+        return distance >= 0 ? 0.0f : -INFINITY;
+    case mask_kind::window:
+        return distance >= 0 && distance < 70 ? 0.0f : -INFINITY;
+    case mask_kind::holes:
+        return key / 64 % 3 == query % 3 || r.chance(0.3) ? -INFINITY : 0.0f;
+    case mask_kind::all_hidden:
+        return -INFINITY;
+    case mask_kind::alibi:
+        return distance >= 0 ? -float(std::min<int64_t>(distance, 2048)) : -INFINITY;
+    case mask_kind::none:
+        break;
+    }
+    return 0.0f;
+}
+
+problem::problem(rng & r, const options & options) : o(options) {
+    for (size_t i = 0; i < o.n_keys.size(); i++) {
+        k.emplace_back(r, o.type_k[i], o.n_keys[i], o.n_head_kv, o.d_k, o.permuted ? 6 : 0);
+        v.emplace_back(r, o.type_v[i], o.n_keys[i], o.n_head_kv, o.d_v, o.permuted ? 2 : 0);
+    }
+    q.resize(size_t(o.n_queries) * o.n_head * o.d_k);
+    for (float & x : q) {
+        x = o.score_std * r.gauss();
+    }
+    for (int h = 0; o.sinks && h < o.n_head; h++) {
+        sinks.push_back(2.0f * r.gauss());
+    }
+    if (o.mask != mask_kind::none) {
+        for (int64_t i = 0; i < o.n_queries; i++) {
+            for (int64_t j = 0; j < n_keys(); j++) {
+                mask.push_back(to_half(mask_value(r, o.mask, i, o.n_queries, j, n_keys())));
+            }
+        }
+    }
+    out.assign(size_t(o.n_queries) * o.n_head * o.d_v, NAN);
+}
+
+int64_t problem::n_keys() const {
+    int64_t n = 0;
+    for (int64_t s : o.n_keys) {
+        n += s;
+    }
+    return n;
+}
+
+mixedkv::attention_args problem::args() {
+    mixedkv::attention_args a;
+    a.n_head         = o.n_head;
+    a.n_head_kv      = o.n_head_kv;
+    a.d_k            = o.d_k;
+    a.d_v            = o.d_v;
+    a.n_queries      = o.n_queries;
+    a.q              = q.data();
+    a.q_row          = (o.permuted ? 1 : o.n_head) * o.d_k * sizeof(float);
+    a.q_head         = (o.permuted ? o.n_queries : 1) * o.d_k * sizeof(float);
+    a.n_segments     = int(k.size());
+    a.mask           = mask.empty() ? nullptr : mask.data();
+    a.mask_row       = n_keys() * sizeof(uint16_t);
+    a.scale          = 1.0f / std::sqrt(float(o.d_k));
+    a.max_alibi_bias = o.mask == mask_kind::alibi ? 8.0f : 0.0f;
+    a.logit_softcap  = o.softcap;
+    a.sinks          = sinks.empty() ? nullptr : sinks.data();
+    a.out            = out.data();
+    a.out_row        = o.n_head * o.d_v * sizeof(float);
+    a.out_head       = o.d_v * sizeof(float);
+    for (size_t i = 0; i < k.size(); i++) {
+        a.segments[i] = { k[i].view(), v[i].view(), o.n_keys[i] };
+    }
+    return a;
+}
+
+static double slope(const options & o, int head) {
+    if (o.mask != mask_kind::alibi) {
+        return 1.0;
+    }
+    const int n = 1 << int(std::floor(std::log2(o.n_head)));
+    return head < n ? std::pow(std::pow(2.0, -8.0 / n), head + 1) : std::pow(std::pow(2.0, -4.0 / n), 2 * (head - n) + 1);
+}
+
+std::vector<double> problem::reference() const {
+    std::vector<double> result(out.size(), 0.0);
+    const int64_t       n     = n_keys();
+    const int           group = o.n_head / o.n_head_kv;
+    for (int g = 0; g < o.n_head_kv; g++) {
+        std::vector<std::vector<float>> ks, vs;
+        for (size_t s = 0; s < k.size(); s++) {
+            for (int64_t j = 0; j < o.n_keys[s]; j++) {
+                ks.push_back(k[s].value(j, g));
+                vs.push_back(v[s].value(j, g));
+            }
+        }
+        for (int row = 0; row < o.n_queries * group; row++) {
+            const int           i = row / group;
+            const int           h = g * group + row % group;
+            const float *       x = q.data() + (o.permuted ? h * o.n_queries + i : i * o.n_head + h) * o.d_k;
+            std::vector<double> score(n);
+            double              max = sinks.empty() ? -INFINITY : sinks[h];
+            for (int64_t j = 0; j < n; j++) {
+                double dot = 0.0;
+                for (int e = 0; e < o.d_k; e++) {
+                    dot += double(x[e]) * ks[j][e];
+                }
+                dot *= 1.0f / std::sqrt(float(o.d_k)); // the F32 scale of args()
+                if (o.softcap != 0.0f) {
+                    dot = o.softcap * std::tanh(dot / o.softcap);
+                }
+                score[j] = dot + (mask.empty() ? 0.0 : slope(o, h) * from_half(mask[i * n + j]));
+                max      = std::max(max, score[j]);
+            }
+            if (max == -INFINITY) {
+                continue;
+            }
+            double   sum = sinks.empty() ? 0.0 : std::exp(sinks[h] - max);
+            double * y   = result.data() + (size_t(i) * o.n_head + h) * o.d_v;
+            for (int64_t j = 0; j < n; j++) {
+                const double p = std::exp(score[j] - max);
+                sum += p;
+                for (int e = 0; e < o.d_v; e++) {
+                    y[e] += p * vs[j][e];
+                }
+            }
+            for (int e = 0; e < o.d_v; e++) {
+                y[e] /= sum;
+            }
+        }
+    }
+    return result;
+}
+
+void run(std::vector<mixedkv::attention_args> streams, int n_threads) {
+    const int    n     = int(streams.size());
+    const size_t bytes = mixedkv::attention_scratch_bytes(streams.data(), n);
+    // exactly the promised size, so that sanitizers see a write past it
+    struct free_aligned {
+        void operator()(void * p) const { std::free(p); }
+    };
+    std::unique_ptr<void, free_aligned> scratch(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
+    std::memset(scratch.get(), 0, bytes);
+    std::vector<std::thread> threads;
+    for (int i = 1; i < n_threads; i++) {
+        threads.emplace_back([&, i] { mixedkv::attention_run(streams.data(), n, scratch.get(), i, n_threads); });
+    }
+    mixedkv::attention_run(streams.data(), n, scratch.get(), 0, n_threads);
+    for (std::thread & t : threads) {
+        t.join();
+    }
+}
+
+bool force_isa(const std::string & name) {
+    setenv("MIXEDKV_ISA", name.c_str(), 1);
+    if (const char * error = mixedkv::attention_isa_error()) {
+        std::printf("skipped: %s\n", error);
+        return false;
+    }
+    return true;
+}
+
+} // namespace test

@@ -1,0 +1,222 @@
+// attention_run against the double-precision reference, over random shapes, for one instruction set: --isa NAME.
+
+#include "support.h"
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string>
+
+using mixedkv::row_type;
+using test::mask_kind;
+
+namespace {
+
+int failures = 0;
+
+// Largest error, as a share of the largest |v| (Gaussian values: about 4).
+double worst_error(const test::problem & p) {
+    const std::vector<double> want  = p.reference();
+    double                    worst = 0.0;
+    for (size_t i = 0; i < want.size(); i++) {
+        const double error = std::fabs(p.out[i] - want[i]) / 4.0;
+        worst              = error <= worst ? worst : error; // NaN stays
+    }
+    return worst;
+}
+
+void expect_close(const test::problem & p, const char * what) {
+    const double error = worst_error(p);
+    if (!(error <= 1e-4)) {
+        std::printf("FAIL %s: error %.2e: %s\n", what, error, p.o.describe().c_str());
+        failures++;
+    }
+}
+
+void expect_same(const std::vector<float> & a, const std::vector<float> & b, const std::string & what) {
+    if (std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) != 0) {
+        std::printf("FAIL not bit-identical: %s\n", what.c_str());
+        failures++;
+    }
+}
+
+test::options random_options(test::rng & r) {
+    static const std::vector<row_type>  types{ row_type::f16, row_type::q8_0, row_type::q4_0, row_type::other };
+    static const std::vector<mask_kind> masks{ mask_kind::none,  mask_kind::causal,     mask_kind::window,
+                                               mask_kind::holes, mask_kind::all_hidden, mask_kind::alibi };
+    test::options o;
+    o.n_head_kv  = r.pick<int>({ 1, 2, 3, 4 });
+    o.n_head     = o.n_head_kv * r.pick<int>({ 1, 2, 3, 4, 4, 8 });
+    o.d_k        = r.pick<int>({ 32, 64, 96, 128, 128, 160, 192, 256, 288 });
+    o.d_v        = r.chance(0.7) ? o.d_k : r.pick<int>({ 32, 64, 96, 128, 256 });
+    o.n_queries  = r.chance(0.5) ? 1 + r.below(8) : 9 + r.below(60);
+    o.mask       = r.pick(masks);
+    o.softcap    = r.chance(0.2) ? 10.0f : 0.0f;
+    o.sinks      = r.chance(0.3);
+    o.permuted   = r.chance(0.3);
+    const int n  = 1 + r.below(mixedkv::attention_max_segments);
+    o.n_keys.clear();
+    o.type_k.clear();
+    o.type_v.clear();
+    for (int i = 0; i < n; i++) {
+        o.n_keys.push_back(r.chance(0.1) ? 0 : r.chance(0.2) ? 600 + r.below(800) : 1 + r.below(200));
+        o.type_k.push_back(r.pick(types));
+        o.type_v.push_back(r.chance(0.5) ? o.type_k.back() : r.pick(types));
+    }
+    const auto only_half = [&](int & d, const std::vector<row_type> & t, std::vector<int> sizes) {
+        for (row_type x : t) {
+            if (x == row_type::q8_0 || x == row_type::q4_0) {
+                return;
+            }
+        }
+        if (r.chance(0.5)) {
+            d = r.pick(sizes);
+        }
+    };
+    only_half(o.d_k, o.type_k, { 1, 20, 80, 112, 250, 576 });
+    only_half(o.d_v, o.type_v, { 1, 20, 80, 112, 250, 512 });
+    return o;
+}
+
+void test_random_shapes(int n) {
+    for (int i = 0; i < n; i++) {
+        test::rng     r(1000 + i);
+        test::problem p(r, random_options(r));
+        test::run({ p.args() }, 1 + i % 3);
+        expect_close(p, "random shape");
+    }
+}
+
+// Every pairing of types at every head size named in the interface, decode and prefill.
+void test_pairings() {
+    for (int d : { 64, 96, 128, 192, 256 }) {
+        for (row_type k : { row_type::f16, row_type::q8_0, row_type::q4_0 }) {
+            for (row_type v : { row_type::f16, row_type::q8_0, row_type::q4_0 }) {
+                for (int queries : { 1, 2, 40 }) {
+                    test::options o;
+                    o.n_head    = 8;
+                    o.d_k       = d;
+                    o.d_v       = d;
+                    o.n_queries = queries;
+                    o.n_keys    = { 333 };
+                    o.type_k    = { k };
+                    o.type_v    = { v };
+                    o.mask      = mask_kind::causal;
+                    test::rng     r(d + queries);
+                    test::problem p(r, o);
+                    test::run({ p.args() }, 2);
+                    expect_close(p, "pairing");
+                }
+            }
+        }
+    }
+}
+
+// The shape this is built for: cold rows, a ring of F16 rows, the running micro-batch.
+test::options mixed_cache(int queries, int64_t cold, mask_kind mask) {
+    test::options o;
+    o.n_head    = 16;
+    o.n_head_kv = 4;
+    o.d_k       = 128;
+    o.d_v       = 128;
+    o.n_queries = queries;
+    o.n_keys    = { cold, 256, queries };
+    o.type_k    = { row_type::q4_0, row_type::f16, row_type::f16 };
+    o.type_v    = o.type_k;
+    o.mask      = mask;
+    return o;
+}
+
+void test_thread_counts() {
+    for (int queries : { 1, 5, 48 }) {
+        test::rng     r(7);
+        test::problem p(r, mixed_cache(queries, 3000, mask_kind::causal));
+        test::run({ p.args() }, 1);
+        expect_close(p, "mixed cache");
+        const std::vector<float> one = p.out;
+        for (int threads = 2; threads <= 8; threads++) {
+            std::fill(p.out.begin(), p.out.end(), NAN);
+            test::run({ p.args() }, threads);
+            expect_same(one, p.out, std::to_string(threads) + " threads, " + p.o.describe());
+        }
+    }
+}
+
+// One call with several streams of different shapes gives what a call for each gives.
+void test_streams() {
+    test::rng                                   r(11);
+    std::vector<std::unique_ptr<test::problem>> problems;
+    for (int queries : { 1, 3, 40 }) {
+        problems.push_back(std::make_unique<test::problem>(r, mixed_cache(queries, 500 + 300 * queries, mask_kind::causal)));
+    }
+    std::vector<mixedkv::attention_args> streams;
+    std::vector<std::vector<float>>      alone;
+    for (auto & p : problems) {
+        test::run({ p->args() }, 1);
+        expect_close(*p, "stream alone");
+        alone.push_back(p->out);
+        streams.push_back(p->args());
+    }
+    test::run(streams, 3);
+    for (size_t i = 0; i < problems.size(); i++) {
+        expect_same(alone[i], problems[i]->out, "stream " + std::to_string(i));
+    }
+}
+
+// Scratch asked for once, for the largest shape, serves a sequence of smaller calls with changing thread counts.
+void test_scratch_reuse() {
+    test::rng     r(13);
+    test::problem largest(r, mixed_cache(40, 5000, mask_kind::none));
+    const auto    a     = largest.args();
+    const size_t  bytes = mixedkv::attention_scratch_bytes(&a, 1);
+    std::unique_ptr<void, void (*)(void *)> scratch(std::aligned_alloc(64, (bytes + 63) / 64 * 64), std::free);
+    std::memset(scratch.get(), 0, bytes);
+    for (int queries : { 40, 1, 8, 17, 1, 40 }) {
+        test::problem p(r, mixed_cache(queries, 100 * (queries + 7), mask_kind::causal));
+        const auto    args = p.args();
+        if (mixedkv::attention_scratch_bytes(&args, 1) > bytes) {
+            std::printf("FAIL a smaller shape needs more scratch: %s\n", p.o.describe().c_str());
+            failures++;
+        }
+        for (int ith = 0, nth = 1 + queries % 3; ith < nth; ith++) {
+            mixedkv::attention_run(&args, 1, scratch.get(), ith, nth);
+        }
+        expect_close(p, "scratch reuse");
+    }
+}
+
+// Rows that no query sees must not be read: they are allowed to hold anything, here NaN.
+void test_hidden_rows_are_not_used() {
+    for (int queries : { 1, 40 }) {
+        test::options o = mixed_cache(queries, 500, mask_kind::none);
+        o.mask          = mask_kind::window;
+        test::rng     r(17);
+        test::problem p(r, o);
+        test::run({ p.args() }, 1);
+        const std::vector<float> before = p.out;
+        for (int64_t row = 0; row < 384; row++) { // 64-key blocks wholly outside of the window of 70
+            std::memset(p.k[0].bytes.data() + row * p.k[0].row_bytes, 0x7f, p.k[0].row_bytes);
+            std::memset(p.v[0].bytes.data() + row * p.v[0].row_bytes, 0x7f, p.v[0].row_bytes);
+        }
+        test::run({ p.args() }, 1);
+        expect_same(before, p.out, "hidden rows, " + o.describe());
+    }
+}
+
+} // namespace
+
+int main(int argc, char ** argv) {
+    if (argc == 3 && std::string(argv[1]) == "--isa" && !test::force_isa(argv[2])) {
+        return 77;
+    }
+    test_random_shapes(std::string(mixedkv::attention_isa()) == "scalar" ? 60 : 300);
+    test_pairings();
+    test_thread_counts();
+    test_streams();
+    test_scratch_reuse();
+    test_hidden_rows_are_not_used();
+    std::printf("%s: %d failures\n", mixedkv::attention_isa(), failures);
+    return failures != 0;
+}

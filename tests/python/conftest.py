@@ -1,0 +1,78 @@
+"""Fixtures of the Python tests. mixedkv comes first: it chooses the libllama that llama_cpp loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+import mixedkv  # noqa: F401  (before llama_cpp)
+import zoo
+from harness import Ctx, Mixed, Model, Uniform
+from oracle import Oracle
+
+
+@pytest.fixture(scope="session")
+def zoo_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the zoo's GGUF files, written on demand."""
+    return tmp_path_factory.mktemp("zoo")
+
+
+@pytest.fixture(scope="session")
+def zoo_path(zoo_dir: Path) -> Callable[[str], Path]:
+    """Path of a zoo model's file."""
+    return lambda name: zoo.write(name, zoo_dir)
+
+
+@pytest.fixture(scope="session")
+def load(zoo_dir: Path) -> Iterator[Callable[..., Model]]:
+    """load(name) or load(name, only=layer): a zoo model, or its muted form; loaded once."""
+    models: dict[tuple[str, int], Model] = {}
+
+    def load_(name: str, only: int = -1) -> Model:
+        if (name, only) not in models:
+            path = zoo.write(name, zoo_dir) if only < 0 else zoo.write_muted(name, only, zoo_dir)
+            models[name, only] = Model(path)
+        return models[name, only]
+
+    yield load_
+    for model in models.values():
+        model.close()
+
+
+@pytest.fixture
+def open_ctx(load: Callable[..., Model]) -> Iterator[Callable[..., Ctx]]:
+    """open_ctx(name, kv, **options): a context that closes with the test; options as harness.Ctx."""
+    with ExitStack() as stack:
+        yield lambda name, kv, **options: stack.enter_context(Ctx(load(name), kv, **options))
+
+
+@pytest.fixture
+def open_pair(load: Callable[..., Model]) -> Iterator[Callable[..., tuple[Ctx, Oracle]]]:
+    """open_pair(name, layer, kv, **options): a context of the muted model and the oracle that does the
+    same.
+    """
+    with ExitStack() as stack:
+
+        def open_(name: str, il: int, kv: Uniform | Mixed, **options: object) -> tuple[Ctx, Oracle]:
+            ctx = stack.enter_context(Ctx(load(name, only=il), kv, **options))  # type: ignore[arg-type]
+            shared = {key: options[key] for key in ("n_seq_max", "unified") if key in options}
+            return ctx, Oracle(zoo.muted(name, il), il, kv, **shared)  # type: ignore[arg-type]
+
+        yield open_
+
+
+@pytest.fixture(scope="session")
+def has_fused(load: Callable[..., Model]) -> bool:
+    with Ctx(load("llama-64"), Mixed(attention="fused")) as ctx:
+        return all(layer["fused"] for layer in ctx.layers())
+
+
+@pytest.fixture(params=["merged", "fused"])
+def attention(request: pytest.FixtureRequest, has_fused: bool) -> str:
+    """Both attention paths."""
+    if request.param == "fused" and not has_fused:
+        pytest.skip("no fused kernel in this build")
+    return request.param
