@@ -1,5 +1,30 @@
 #include "kernel.h"
 
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__GFNI__)
+
+#include "amx_prefill.h"
+
+namespace mixedkv {
+namespace {
+
+void run(const attention_item & w) {
+    if (!w.few && amx_prefill::fits(*w.args)) {
+        return amx_prefill::run(w);
+    }
+    tile<avx512>::run(w);
+}
+
+} // namespace
+
+const attention_kernels * attention_amx() {
+    static constexpr attention_kernels kernels = { "amx", cpu_has_amx, run, tile<avx512>::merge };
+    return &kernels;
+}
+
+} // namespace mixedkv
+
+#else
+
 namespace mixedkv {
 
 const attention_kernels * attention_amx() {
@@ -7,3 +32,5 @@ const attention_kernels * attention_amx() {
 }
 
 } // namespace mixedkv
+
+#endif

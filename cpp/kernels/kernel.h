@@ -67,14 +67,14 @@ struct item_memory {
     float * sum;    // [rows_padded] sum of 2^(score - max)
     float * acc;    // [rows_padded, d_v_padded] sum of 2^(score - max) * v
     void *  q;      // packed queries: the body's own business
-    size_t  q_size; // per row: 4 bytes per element in prefill, 8 and 64 more for decode
+    size_t  q_size; // per row: 4 bytes per element in prefill, 13 in decode
 
     // of KV head `head0 + i`; `base` may be nullptr when only `bytes` is wanted
     item_memory(const attention_args & a, bool few, int64_t n_queries, void * base, int i) {
         rows              = int(n_queries * (a.n_head / a.n_head_kv));
         rows_padded       = round_up(rows, row_pad);
         d_v_padded        = round_up(a.d_v, 32);
-        q_size            = size_t(round_up(a.d_k, 128)) * (few ? 8 : 4) + (few ? 64 : 0);
+        q_size            = size_t(round_up(a.d_k, 128)) * (few ? 13 : 4);
         const size_t accs = size_t(rows_padded) * d_v_padded * sizeof(float);
         const size_t stat = size_t(rows_padded) * sizeof(float);
         bytes             = 2 * stat + accs + rows_padded * q_size;

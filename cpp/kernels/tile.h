@@ -13,6 +13,7 @@ namespace mixedkv {
 namespace {
 
 constexpr int key_block    = 64;
+constexpr int most_keys    = 128; // in a block of any body
 constexpr int panel_floats = 64 * 256; // K or V of a block in F32: 64 KiB, two of them on the stack
 
 enum mask_state : uint8_t { all_hidden, all_plain, mixed };
@@ -207,7 +208,7 @@ template <class L> struct tile {
     // Scores of n keys become weights 2^(s - max), zeros from n to a whole vector; acc is rescaled when max grows.
     static void weigh(const row_rule & rule, float * s, int n, float & max, float & sum, float * acc, int64_t d_v) {
         const int padded = int(round_up(n, L::width));
-        uint16_t  local[key_block];
+        uint16_t  local[most_keys];
         const uint16_t * mask = rule.mask;
         if (mask && padded != n) {
             std::memcpy(local, mask, n * sizeof(uint16_t));

@@ -186,7 +186,7 @@ def test_variable_that_names_another_folder_is_refused(tmp_path: Path) -> None:
 
 def test_variable_that_names_our_folder_is_kept(tmp_path: Path) -> None:
     ours = str(_native.library_folder())
-    code = f"import os, llama_cpp, mixedkv; print(os.environ[{VARIABLE!r}])"
+    code = f"import os, mixedkv; print(os.environ[{VARIABLE!r}])"
     assert output(code, tmp_path, **{VARIABLE: ours}) == ours
 
 

@@ -13,26 +13,33 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-NAMES = (
-    "Ada Ben Cora Dov Elsa Finn Greta Hugo Ines Jonas Kaia Leo Mira Nils Olga Pia Quinn Rosa Sven Tara Ugo "
-    "Vera Wim Xenia Yara Zeno Anton Bela Clio Dario Edda Flora Gino Hedda Ivo Jutta Kurt Lotte Marek Nadia "
-    "Otto Petra Remy Signe Tomas Ursa Viktor Wanda Yusuf Zita"
-).split()
-OBJECTS = (
-    "kite lantern compass violin umbrella teapot ladder bicycle telescope basket drum anchor blanket mirror "
-    "clock candle saddle map globe whistle helmet bucket chisel hammer kettle notebook satchel sundial teacup "
-    "trumpet vase wagon wheel anvil barrel bell boot broom cane chest"
-).split()
-COLORS = "red blue green teal amber violet silver golden black white brown orange pink grey crimson ivory".split()
-PLACES = (
-    "attic cellar garden kitchen library harbor stable workshop chapel tower orchard market mill bakery forge "
-    "station garret pantry hallway bridge"
-).split()
-MATERIALS = "brass copper iron tin oak pine glass stone clay leather wool linen".split()
-WEATHER = "rain fog wind snow sun hail thunder mist frost drizzle".split()
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-FOODS = "bread soup plums cheese apples barley honey pears onions rice walnuts figs".split()
-ANIMALS = "heron fox goose mule otter crow badger hare swan goat".split()
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+NAMES = _words(
+    "Ada Ben Cora Dov Elsa Finn Greta Hugo Ines Jonas Kaia Leo Mira Nils Olga Pia Quinn Rosa Sven Tara "
+    "Ugo Vera Wim Xenia Yara Zeno Anton Bela Clio Dario Edda Flora Gino Hedda Ivo Jutta Kurt Lotte "
+    "Marek Nadia Otto Petra Remy Signe Tomas Ursa Viktor Wanda Yusuf Zita"
+)
+OBJECTS = _words(
+    "kite lantern compass violin umbrella teapot ladder bicycle telescope basket drum anchor blanket "
+    "mirror clock candle saddle map globe whistle helmet bucket chisel hammer kettle notebook satchel "
+    "sundial teacup trumpet vase wagon wheel anvil barrel bell boot broom cane chest"
+)
+COLORS = _words(
+    "red blue green teal amber violet silver golden black white brown orange pink grey crimson ivory"
+)
+PLACES = _words(
+    "attic cellar garden kitchen library harbor stable workshop chapel tower orchard market mill bakery "
+    "forge station garret pantry hallway bridge"
+)
+MATERIALS = _words("brass copper iron tin oak pine glass stone clay leather wool linen")
+WEATHER = _words("rain fog wind snow sun hail thunder mist frost drizzle")
+DAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+FOODS = _words("bread soup plums cheese apples barley honey pears onions rice walnuts figs")
+ANIMALS = _words("heron fox goose mule otter crow badger hare swan goat")
 VERBS = ("walked to", "looked at", "asked about", "talked about", "waited near", "worked in")
 
 _TRIES = 50
