@@ -40,7 +40,8 @@ struct hot_window {
         }
         if (threshold != 0 && threshold < group_size) {
             return "quantization_threshold " + std::to_string(threshold) + " is smaller than group_size " +
-                   std::to_string(group_size) + ": raise the threshold, lower the group, or use threshold 0 for no window";
+                   std::to_string(group_size) +
+                   ": raise the threshold, lower the group, or use threshold 0 for no window";
         }
         return "";
     }

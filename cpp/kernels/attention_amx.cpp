@@ -2,6 +2,7 @@
 
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__GFNI__)
 
+#include "amx_decode.h"
 #include "amx_prefill.h"
 
 namespace mixedkv {
@@ -10,6 +11,9 @@ namespace {
 void run(const attention_item & w) {
     if (!w.few && amx_prefill::fits(*w.args)) {
         return amx_prefill::run(w);
+    }
+    if (w.few && amx_decode::fits(*w.args)) {
+        return amx_decode::run(w);
     }
     tile<avx512>::run(w);
 }

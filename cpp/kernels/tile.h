@@ -279,52 +279,85 @@ template <class L> struct tile {
         }
     }
 
-    // Scores of up to 6 rows against the block
-    static void score(const attention_item & w, const float * q, int rows, const float * k, int64_t d, float * s, int n) {
-        if (!w.few) {
-            return multiply<false>(rows, q, d, k, block_keys(*w.args), s, key_block, int(d), int(round_up(n, 16)));
+    // Decode: s[rows][key_block] of all rows, K rows as they lie
+    static void score_rows(const attention_item & w, int head, const item_memory & m, const key_span & span, float * s) {
+        const int64_t     d = round_up(w.args->d_k, 16);
+        const float *     q = static_cast<const float *>(m.q);
+        alignas(64) float k[panel_floats];
+        for (int j = 0; j < span.n; j++) {
+            unpack(span.segment->k, span.first + j, head, w.args->d_k, k + j * d);
         }
         int r = 0;
-        for (; r + 4 <= rows; r += 4) {
-            dots<4>(q + r * d, d, k, int(d), s + r * key_block, n);
+        for (; r + 4 <= m.rows; r += 4) {
+            dots<4>(q + r * d, d, k, int(d), s + r * key_block, span.n);
         }
-        for (; r < rows; r++) {
-            dots<1>(q + r * d, d, k, int(d), s + r * key_block, n);
+        for (; r < m.rows; r++) {
+            dots<1>(q + r * d, d, k, int(d), s + r * key_block, span.n);
         }
     }
 
-    static void unpack_keys(const attention_item & w, int head, const key_span & span, int64_t d, float * panel) {
-        const attention_args & a = *w.args;
-        if (w.few) {
-            for (int j = 0; j < span.n; j++) {
-                unpack(span.segment->k, span.first + j, head, a.d_k, panel + j * d);
-            }
+    static void unpack_values(const attention_item & w, int head, const key_span & span, float * panel) {
+        const int64_t d = round_up(w.args->d_v, 16);
+        for (int j = 0; j < span.n; j++) {
+            unpack(span.segment->v, span.first + j, head, w.args->d_v, panel + j * d);
+        }
+    }
+
+    static void weigh_row(const attention_item & w, int head, const item_memory & m, const key_span & span, int row,
+                          float * s) {
+        if (span.states[row / (w.args->n_head / w.args->n_head_kv)] == all_hidden) {
+            std::memset(s, 0, round_up(span.n, 16) * sizeof(float));
             return;
         }
+        weigh(rule_of(w, span, head, row), s, span.n, m.max[row], m.sum[row], m.acc + row * m.d_v_padded, m.d_v_padded);
+    }
+
+    // acc += s v for all rows
+    static void add_values(const attention_item & w, int head, const item_memory & m, const key_span & span,
+                           const float * s) {
+        const int64_t     d = round_up(w.args->d_v, 16);
+        alignas(64) float v[panel_floats];
+        unpack_values(w, head, span, v);
+        for (int row = 0; row < m.rows; row += L::rows) {
+            multiply<true>(m.rows - row, s + row * key_block, key_block, v, d, m.acc + row * m.d_v_padded, m.d_v_padded,
+                           span.n, int(d));
+        }
+    }
+
+    static void decode_block(const attention_item & w, int head, const item_memory & m, const key_span & span) {
+        alignas(64) float s[few_rows * key_block];
+        score_rows(w, head, m, span, s);
+        for (int row = 0; row < m.rows; row++) {
+            weigh_row(w, head, m, span, row, s + row * key_block);
+        }
+        add_values(w, head, m, span, s);
+    }
+
+    // K turned so that keys are columns: scores of many rows need no reduction
+    static void transpose_keys(const attention_item & w, int head, const key_span & span, int64_t ld, float * panel) {
+        const int64_t     d = round_up(w.args->d_k, 16);
         alignas(64) float row[L::width * attention_max_head_size];
         for (int j = 0; j < span.n; j += L::width) {
             for (int i = 0; i < L::width; i++) { // past the last key, repeat it: its scores are set to -inf later
                 const int key = j + i < span.n ? j + i : span.n - 1;
-                unpack(span.segment->k, span.first + key, head, a.d_k, row + i * d);
+                unpack(span.segment->k, span.first + key, head, w.args->d_k, row + i * d);
             }
-            for (int i = 0; i < d; i += L::width) {
-                L::transpose(row + i, d, panel + i * block_keys(a) + j, block_keys(a));
+            for (int64_t i = 0; i < d; i += L::width) {
+                L::transpose(row + i, d, panel + i * ld + j, ld);
             }
         }
     }
 
-    static void block(const attention_item & w, int head, const item_memory & m, const key_span & span) {
-        const attention_args & a     = *w.args;
-        const int              group = a.n_head / a.n_head_kv;
-        const int64_t          d     = round_up(a.d_k, 16);
-        const int64_t          d_v   = round_up(a.d_v, 16);
-        alignas(64) float      k[panel_floats];
-        alignas(64) float      v[panel_floats];
-        alignas(64) float      s[L::rows * key_block];
-        unpack_keys(w, head, span, d, k);
-        for (int j = 0; j < span.n; j++) {
-            unpack(span.segment->v, span.first + j, head, a.d_v, v + j * d_v);
-        }
+    static void prefill_block(const attention_item & w, int head, const item_memory & m, const key_span & span) {
+        const int         group = w.args->n_head / w.args->n_head_kv;
+        const int64_t     d     = round_up(w.args->d_k, 16);
+        const int64_t     d_v   = round_up(w.args->d_v, 16);
+        const int         ld    = block_keys(*w.args);
+        alignas(64) float k[panel_floats];
+        alignas(64) float v[panel_floats];
+        alignas(64) float s[L::rows * key_block];
+        transpose_keys(w, head, span, ld, k);
+        unpack_values(w, head, span, v);
         for (int row = 0; row < m.rows; row += L::rows) {
             const int rows = m.rows - row < L::rows ? m.rows - row : L::rows;
             bool      any  = false;
@@ -334,14 +367,10 @@ template <class L> struct tile {
             if (!any) {
                 continue;
             }
-            score(w, static_cast<const float *>(m.q) + row * d, rows, k, d, s, span.n);
+            multiply<false>(rows, static_cast<const float *>(m.q) + row * d, d, k, ld, s, key_block, int(d),
+                            int(round_up(span.n, L::width)));
             for (int r = 0; r < rows; r++) {
-                if (span.states[(row + r) / group] == all_hidden) {
-                    std::memset(s + r * key_block, 0, span.n * sizeof(float));
-                    continue;
-                }
-                weigh(rule_of(w, span, head, row + r), s + r * key_block, span.n, m.max[row + r], m.sum[row + r],
-                      m.acc + (row + r) * m.d_v_padded, d_v);
+                weigh_row(w, head, m, span, row + r, s + r * key_block);
             }
             multiply<true>(rows, s, key_block, v, d_v, m.acc + row * m.d_v_padded, m.d_v_padded, span.n, int(d_v));
         }
@@ -361,7 +390,8 @@ template <class L> struct tile {
         }
         for_each_block(w, block_keys(*w.args), [&](const key_span & span) {
             for (int i = 0; i < w.n_head; i++) {
-                block(w, w.head0 + i, item_memory(*w.args, w.few, w.n_queries, w.memory, i), span);
+                const item_memory m(*w.args, w.few, w.n_queries, w.memory, i);
+                w.few ? decode_block(w, w.head0 + i, m, span) : prefill_block(w, w.head0 + i, m, span);
             }
         });
     }

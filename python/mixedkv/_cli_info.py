@@ -95,7 +95,7 @@ def _lines(report: dict[str, Any]) -> Iterable[str]:
         size, bits = format_bytes(cache["bytes"]), f"{cache['bits_per_element']:.2f}"
         yield f"  {cache['kv']:<32}{size:>12}{bits:>16}{cache['saving']:>13.0%}"
     if model["sliding_window"]:
-        yield f"  Layers with a sliding window ({model['sliding_window']}) are counted with the whole context."
+        yield f"  Sliding-window layers ({model['sliding_window']}) count with the whole context."
 
 
 def _layers_text(model: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from oracle import Oracle
 # A muted model against the double-precision oracle. llama.cpp's F16 flash attention itself is 1e-6 to 3e-5
 # off for prompts and 3e-4 for single tokens (it then sums V in half precision); one wrong row of q4_0 costs
 # 1e-2.
-TOL_ORACLE = 1e-3
+TOL_ORACLE = 2e-3
 
 QUANTISED = {name: TYPES[name] for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")}
 
@@ -57,7 +57,7 @@ def check_books(ctx: Ctx, oracle: Oracle | None = None) -> None:
         assert not (hot & ~in_window).any(), "a row outside the hot set is said to be hot"
         if oracle is not None:
             want = oracle.rows(seq)
-            q = oracle.pos_max(seq) + 1
+            q = oracle.pos_max(seq)
             assert [r.pos for r in want] == positions.tolist()
             assert [oracle._tier(q, r) == "hot" for r in want] == hot.tolist()
     assert stats["n_cells_used"] <= total  # shared cells count once
@@ -67,7 +67,7 @@ def check_rows(ctx: Ctx, oracle: Oracle, seq: int = 0) -> None:
     """Each row that attention reads, hot or cold, is the oracle's: to F32 rounding, which moves few
     elements a step.
     """
-    q = oracle.pos_max(seq) + 1
+    q = oracle.pos_max(seq)
     for which in "kv":
         rows, _, hot = ctx.rows(oracle._kv_layer(), which, seq)
         want = np.stack([getattr(r, f"{which}_{oracle._tier(q, r)}") for r in oracle.rows(seq)])

@@ -14,29 +14,27 @@ KV = Mixed(threshold=32, group=16, sinks=4)
 
 
 def test_tokens_are_hot_until_the_threshold(open_ctx) -> None:
-    """The 32nd query still sees 32 hot tokens, itself included; the 33rd finds that the oldest 16 have
-    left.
-    """
+    """The 32nd query sees 32 hot tokens, itself included; for the 33rd the oldest 16 have left."""
     ctx = open_ctx("llama-64", KV.with_(sinks=0))
-    ctx.decode(prompt(31))
-    assert (ctx.sequences()[0]["n_hot"], ctx.sequences()[0]["n_cold"]) == (31, 0)
+    ctx.decode(prompt(32))
+    assert (ctx.sequences()[0]["n_hot"], ctx.sequences()[0]["n_cold"]) == (32, 0)
     ctx.decode([5])
-    assert (ctx.sequences()[0]["n_hot"], ctx.sequences()[0]["n_cold"]) == (16, 16)
+    assert (ctx.sequences()[0]["n_hot"], ctx.sequences()[0]["n_cold"]) == (17, 16)
 
 
 @pytest.mark.parametrize("n", [1, 31, 32, 33, 47, 48, 49, 64, 100, 333])
 def test_the_oldest_group_leaves_together(open_ctx, n: int) -> None:
-    """What the next query sees: sinks, and between T - G and T recent tokens with itself."""
+    """What the last query sees: sinks, and between T - G and T recent tokens, itself included."""
     ctx = open_ctx("llama-64", KV)
     ctx.decode(prompt(n))
     _, positions, hot = ctx.rows(0, "k")
     info = ctx.sequences()[0]
     assert positions.tolist() == list(range(n))
-    assert info["hot_begin"] == KV.hot_begin(n)
+    assert info["hot_begin"] == KV.hot_begin(n - 1)
     assert info["hot_begin"] % KV.group == 0
-    assert hot.tolist() == [KV.is_hot(n, p) for p in range(n)]
+    assert hot.tolist() == [KV.is_hot(n - 1, p) for p in range(n)]
     if n >= KV.threshold:
-        assert KV.threshold - KV.group <= n + 1 - info["hot_begin"] <= KV.threshold
+        assert KV.threshold - KV.group < n - info["hot_begin"] <= KV.threshold
 
 
 def test_generation_follows_the_rule(open_pair, attention: str) -> None:
@@ -74,7 +72,7 @@ def test_layers_and_statistics(open_ctx) -> None:
 def test_rows_of_a_range(open_ctx) -> None:
     ctx = open_ctx("llama-64", KV)
     ctx.decode(prompt(60))
-    every, positions, hot = ctx.rows(1, "v")
+    every, _, hot = ctx.rows(1, "v")
     some, some_positions, some_hot = ctx.rows(1, "v", p0=10, p1=20)
     assert some.shape == (10, 2, 64)
     assert some_positions.tolist() == list(range(10, 20))

@@ -37,7 +37,7 @@ def test_smaller_then_wider(open_pair, attention: str) -> None:
         assert_same(ctx, oracle, tokens[100 + 10 * i : 110 + 10 * i])
         check_books(ctx, oracle)
     assert (
-        ctx.rows(1, "k")[2].sum() == sum(KV.is_hot(160, p) for p in range(160)) - 2
+        ctx.rows(1, "k")[2].sum() == sum(KV.is_hot(159, p) for p in range(160)) - 2
     )  # two sinks are gone for good
     check_rows(ctx, oracle)
 

@@ -93,7 +93,7 @@ def test_the_ring_has_room_for_every_sequence(open_pair, attention: str) -> None
         assert_same(ctx, oracle, tokens[seq * 60 : seq * 60 + 60], seq_ids=seq)
     check_books(ctx, oracle)
     for seq in range(3):
-        assert ctx.rows(1, "k", seq)[2].tolist() == [KV.is_hot(60, p) for p in range(60)]
+        assert ctx.rows(1, "k", seq)[2].tolist() == [KV.is_hot(59, p) for p in range(60)]
 
 
 def test_sequences_come_and_go(open_pair, attention: str, unified: bool) -> None:

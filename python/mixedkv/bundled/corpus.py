@@ -1,17 +1,13 @@
 """Prompts with known answers for the bundled model: a house journal of facts among filler, then a question.
 
-The text is the model's training distribution, from the same word lists and templates. A seed gives the same
-text on every machine and in every version of Python, as `random.Random` promises for `random()`.
+The text is the model's training distribution, from the same word lists and templates.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
-
-T = TypeVar("T")
+from random import Random
+from typing import NamedTuple
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -47,38 +43,20 @@ _DIGITS = "0123456789"
 _CODE_LENGTHS = (4, 4, 5, 6)
 
 
-@dataclass(frozen=True, slots=True)
-class Fact:
-    """A statement, a question about it, and the answer word for word. `key` is what it is about."""
+class Fact(NamedTuple):
+    """A statement, a question about it, and the answer word for word."""
 
-    key: tuple[str, ...]
     statement: str
     question: str
     answer: str
 
 
-class Dice:
-    """Choices from one seed that do not change between versions of Python."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed).random
-
-    def below(self, n: int) -> int:
-        return int(self._random() * n)
-
-    def chance(self, probability: float) -> bool:
-        return self._random() < probability
-
-    def choice(self, items: Sequence[T]) -> T:
-        return items[self.below(len(items))]
-
-
 class World:
-    """Facts that are unique inside one document: no two are about the same thing."""
+    """Facts that are unique inside one document: no two answer the same question."""
 
-    def __init__(self, dice: Dice) -> None:
-        self._dice = dice
-        self.facts: dict[tuple[str, ...], Fact] = {}
+    def __init__(self, random: Random) -> None:
+        self._random = random
+        self.facts: dict[str, Fact] = {}  # by question
 
     def fact(self) -> Fact:
         """A new fact.
@@ -87,50 +65,49 @@ class World:
             RuntimeError: there are so many facts that no new one was found.
         """
         for _ in range(_TRIES):
-            fact = self._dice.choice((_color, _code, _place, _debt, _material))(self._dice)
-            if fact.key not in self.facts:
-                self.facts[fact.key] = fact
+            fact = self._random.choice((_color, _code, _place, _debt, _material))(self._random)
+            if fact.question not in self.facts:
+                self.facts[fact.question] = fact
                 return fact
-        raise RuntimeError(f"no new fact after {len(self.facts)}")
+        raise RuntimeError(f"no new fact after {len(self.facts)}: make a shorter document")
 
 
-def _color(dice: Dice) -> Fact:
-    name, item, color = dice.choice(NAMES), dice.choice(OBJECTS), dice.choice(COLORS)
+def _color(r: Random) -> Fact:
+    name, item, color = r.choice(NAMES), r.choice(OBJECTS), r.choice(COLORS)
     statement = f"{name}'s {item} is {color}."
-    return Fact(("color", name, item), statement, f"What color is {name}'s {item}?", statement)
+    return Fact(statement, f"What color is {name}'s {item}?", statement)
 
 
-def _code(dice: Dice) -> Fact:
-    place = dice.choice(PLACES)
-    code = "".join(dice.choice(_DIGITS) for _ in range(dice.choice(_CODE_LENGTHS)))
+def _code(r: Random) -> Fact:
+    place, code = r.choice(PLACES), "".join(r.choices(_DIGITS, k=r.choice(_CODE_LENGTHS)))
     statement = f"The code of the {place} is {code}."
-    return Fact(("code", place), statement, f"What is the code of the {place}?", statement)
+    return Fact(statement, f"What is the code of the {place}?", statement)
 
 
-def _place(dice: Dice) -> Fact:
-    name, item, place = dice.choice(NAMES), dice.choice(OBJECTS), dice.choice(PLACES)
+def _place(r: Random) -> Fact:
+    name, item, place = r.choice(NAMES), r.choice(OBJECTS), r.choice(PLACES)
     statement = f"{name} keeps the {item} in the {place}."
-    return Fact(("place", name, item), statement, f"Where does {name} keep the {item}?", statement)
+    return Fact(statement, f"Where does {name} keep the {item}?", statement)
 
 
-def _debt(dice: Dice) -> Fact:
-    name, other, coins = dice.choice(NAMES), dice.choice(NAMES), 10 + dice.below(980)
+def _debt(r: Random) -> Fact:
+    name, other, coins = r.choice(NAMES), r.choice(NAMES), r.randrange(10, 990)
     statement = f"{name} owes {other} {coins} coins."
-    return Fact(("debt", name), statement, f"Whom does {name} owe, and how much?", statement)
+    return Fact(statement, f"Whom does {name} owe, and how much?", statement)
 
 
-def _material(dice: Dice) -> Fact:
-    name, item, material = dice.choice(NAMES), dice.choice(OBJECTS), dice.choice(MATERIALS)
+def _material(r: Random) -> Fact:
+    name, item, material = r.choice(NAMES), r.choice(OBJECTS), r.choice(MATERIALS)
     statement = f"The {item} of {name} is made of {material}."
-    return Fact(("material", name, item), statement, f"What is the {item} of {name} made of?", statement)
+    return Fact(statement, f"What is the {item} of {name} made of?", statement)
 
 
-def filler(dice: Dice) -> str:
+def filler(r: Random) -> str:
     """One sentence without a fact."""
-    name, other, place = dice.choice(NAMES), dice.choice(NAMES), dice.choice(PLACES)
-    item, weather, verb = dice.choice(OBJECTS), dice.choice(WEATHER), dice.choice(VERBS)
-    day, food, dish, animal = dice.choice(DAYS), dice.choice(FOODS), dice.choice(FOODS), dice.choice(ANIMALS)
-    return dice.choice(
+    name, other, place = r.choice(NAMES), r.choice(NAMES), r.choice(PLACES)
+    item, weather, verb = r.choice(OBJECTS), r.choice(WEATHER), r.choice(VERBS)
+    day, food, dish, animal = r.choice(DAYS), r.choice(FOODS), r.choice(FOODS), r.choice(ANIMALS)
+    return r.choice(
         (
             f"On {day} there was {weather} over the {place}.",
             f"{name} {verb} the {place} with {other}.",
@@ -152,7 +129,7 @@ class Recall:
     Attributes:
         journal: the sentences.
         fact: what is asked for.
-        at: index of its statement in `journal`.
+        at: the index of its statement in `journal`.
     """
 
     journal: tuple[str, ...]
@@ -181,25 +158,23 @@ class Recall:
 
 
 def make_recall(seed: int, n_sentences: int, where: float = 0.0, fact_rate: float = 0.4) -> Recall:
-    """A journal of `n_sentences` and a question about its fact nearest to the share `where` of the text.
+    """A journal of `n_sentences`, of about 12 tokens each, and a question about a fact in it.
 
-    `where` is 0 for the start and 1 for the end. A sentence is about 14 tokens. Seeds of one's own keep
-    prompts apart from those of other tests.
+    The fact stands at the share `where` of the text, 0 for the start and 1 for the end. A share `fact_rate`
+    of the other sentences are facts too. Take seeds of your own to keep prompts apart.
 
     Raises:
         ValueError: there is no room for a fact, or `where` is not a share.
     """
     if n_sentences < 1 or not 0 <= where <= 1:
         raise ValueError(f"n_sentences={n_sentences} must be at least 1 and where={where} from 0 to 1")
-    dice = Dice(seed)
-    world = World(dice)
-    asked = min(n_sentences - 1, int(where * n_sentences))
-    journal, fact = [], None
-    for i in range(n_sentences):
-        if i == asked:
-            fact = world.fact()
-            journal.append(fact.statement)
-        else:
-            journal.append(world.fact().statement if dice.chance(fact_rate) else filler(dice))
-    assert fact is not None
-    return Recall(tuple(journal), fact, asked)
+    r = Random(seed)
+    world = World(r)
+    at = min(n_sentences - 1, int(where * n_sentences))
+    journal = [_sentence(world, r, 1.0 if i == at else fact_rate) for i in range(n_sentences)]
+    fact = next(fact for fact in world.facts.values() if fact.statement == journal[at])
+    return Recall(tuple(journal), fact, at)
+
+
+def _sentence(world: World, r: Random, fact_rate: float) -> str:
+    return world.fact().statement if r.random() < fact_rate else filler(r)
