@@ -1,4 +1,4 @@
-// AMX tile registers, all configured as 16 rows of 64 bytes, and the split of F32 into pairs of BF16.
+// AMX tile registers and the split of F32 into pairs of BF16.
 
 #pragma once
 
@@ -8,7 +8,8 @@ namespace mixedkv {
 namespace {
 
 // Configures the tiles and leaves them as they were: others on this thread (ggml's own AMX code) configure once and
-// rely on it. Configuring takes 330 cycles: once per item.
+// rely on it. All tiles have 16 rows of 64 bytes but those of the bit set `half`, which have 8 rows.
+// Configuring takes 330 cycles: once per item.
 struct tile_session {
     struct alignas(64) config {
         uint8_t  palette = 0, start_row = 0, reserved[14] = {};
@@ -20,13 +21,13 @@ struct tile_session {
         void store() { __asm__ volatile("sttilecfg %0" : "=m"(*this)); }
     };
 
-    tile_session() {
+    explicit tile_session(unsigned half = 0) {
         before.store();
         config mine;
         mine.palette = 1;
         for (int i = 0; i < 8; i++) {
             mine.row_bytes[i] = 64;
-            mine.rows[i]      = 16;
+            mine.rows[i]      = half >> i & 1 ? 8 : 16;
         }
         mine.load();
     }

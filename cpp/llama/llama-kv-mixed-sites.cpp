@@ -58,9 +58,6 @@ static std::string check_memory(const llama_model & model) {
     if (hparams.n_rel_attn_bkts > 0) {
         return arch + "adds a relative position bias, which needs attention without flash attention";
     }
-    if (!hparams.causal_attn && !llama_model_has_decoder(&model)) {
-        return arch + "is an encoder and has no KV cache";
-    }
     switch (model.arch) {
         case LLM_ARCH_EAGLE3:
         case LLM_ARCH_DFLASH:
@@ -164,10 +161,12 @@ void llama_kv_mixed_check(llama_memory_i * memory, const llama_model & model) {
         }
     }
 
+    const char * reason = memory ? "has no full-attention layers in a cache of a known kind" : "has no KV cache";
+
     delete memory;
 
-    throw std::runtime_error("the mixed KV cache is not supported: architecture '" + model.arch_name() +
-            "' has no full-attention layers in a cache of a known kind; use the 'f16' cache");
+    throw std::runtime_error("the mixed KV cache is not supported: architecture '" + model.arch_name() + "' " + reason +
+            "; use the 'f16' cache with llama.cpp's own attention");
 }
 
 void llama_kv_mixed_failed(const std::exception & err) {

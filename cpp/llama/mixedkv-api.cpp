@@ -167,7 +167,9 @@ mixedkv_status mixedkv_configure_next(const mixedkv_config * config) {
         if (config) {
             check_config(*config);
         }
-        llama_kv_mixed_set_next(config);
+        // llama.cpp's own cache with its own attention needs nothing from here
+        const bool wanted = config && (config->mixed || config->attention == MIXEDKV_ATTENTION_FUSED);
+        llama_kv_mixed_set_next(wanted ? config : nullptr);
     });
 }
 

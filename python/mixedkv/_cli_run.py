@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import llama_cpp
+from llama_cpp import _logger
 
 from mixedkv._cli_values import positive, temperature
 from mixedkv.bundled import model_path
@@ -19,7 +20,7 @@ from mixedkv.bundled.corpus import Recall, make_recall
 from mixedkv.config import parse_kv
 from mixedkv.llama import Llama
 from mixedkv.model_file import read_model_file
-from mixedkv.stats import KVStats, format_bytes
+from mixedkv.stats import KVStats, format_bytes, format_saving
 
 _N_CTX = 8192
 _DEMO_SEED, _DEMO_SENTENCES = 7, 40
@@ -126,12 +127,14 @@ def _stream(llm: Llama, prompt: str | list[dict[str, str]], args: argparse.Names
         "seed": args.seed,
         "stream": True,
     }
+    chunks: Any  # typed dictionaries of several shapes
     if isinstance(prompt, str):
-        for chunk in llm.create_completion(prompt, **options):
-            yield chunk["choices"][0]["text"]
-        return
-    for chunk in llm.create_chat_completion(prompt, **options):
-        yield chunk["choices"][0]["delta"].get("content") or ""
+        chunks = llm.create_completion(prompt, **options)
+        yield from (chunk["choices"][0]["text"] for chunk in chunks)
+    else:
+        messages: Any = prompt
+        chunks = llm.create_chat_completion(messages, **options)
+        yield from (chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
 
 
 class _Clock:
@@ -156,7 +159,7 @@ def _summary(clock: _Clock, stats: KVStats) -> str:
     return (
         f"prompt {_rate(clock.n_prompt, clock.t_prompt)}, text {_rate(clock.n_text, clock.t_text)} tok/s; "
         f"cache {format_bytes(stats.bytes_total)}, {stats.bits_per_element:.2f} bits/element, "
-        f"{stats.saving:.0%} below F16"
+        f"{format_saving(stats.saving)}"
     )
 
 
@@ -173,7 +176,7 @@ def _quiet(wanted: bool) -> Iterator[None]:
         yield
     finally:
         if wanted:
-            _set_log(llama_cpp._logger.llama_log_callback)
+            _set_log(_logger.llama_log_callback)
 
 
 def _set_log(callback: Any) -> None:

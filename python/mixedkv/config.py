@@ -180,12 +180,14 @@ def parse_kv(kv: str | KVSetting) -> KVSetting:
     options = _parse_options(kv, rest) if colon else {}
     if name == "mixed":
         return MixedKVConfig(**_mixed_fields(kv, options))
-    type_k, _, type_v = name.partition("/")
-    if not {type_k, type_v or type_k} <= set(UNIFORM_TYPES):
+    type_k, slash, type_v = name.partition("/")
+    if not slash:
+        type_v = type_k
+    if not {type_k, type_v} <= set(UNIFORM_TYPES):
         raise ValueError(f"kv={kv!r} names no cache: use one of {_KNOWN_NAMES}")
     if unknown := options.keys() - {"attention"}:
         raise ValueError(f"kv={kv!r}: a uniform cache takes attention only, not {', '.join(sorted(unknown))}")
-    return UniformKV(type_k=type_k, type_v=type_v or type_k, **options)
+    return UniformKV(type_k=type_k, type_v=type_v, **options)
 
 
 def check_window(quantization_threshold: int, group_size: int, sink_tokens: int) -> None:

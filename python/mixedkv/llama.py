@@ -23,7 +23,7 @@ class Llama(llama_cpp.Llama):
     Args:
         model_path: a GGUF file; of a split model the first part.
         kv: a spec such as "mixed" (the default), "mixed:cold=q8_0,threshold=256,group=32" or "q8_0", or a
-            `MixedKVConfig`; see `mixedkv.config.parse_kv`.
+            `MixedKVConfig`; see `mixedkv.config.parse_kv`. With embedding=True the default is "f16".
         n_seq_max: sequences the context can hold.
         kv_unified: one pool of `n_ctx` tokens for all sequences; otherwise `n_ctx` is divided among them.
         n_ctx: tokens of the context; 0 takes what the model was trained with.
@@ -52,7 +52,7 @@ class Llama(llama_cpp.Llama):
         embedding: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._setting = _choose_setting(kv, type_k, type_v)
+        self._setting = _choose_setting(kv, type_k, type_v, embedding)
         self._n_seq_max, self._kv_unified = _check_sequences(n_seq_max), bool(kv_unified)
         flash_attn = _choose_flash_attn(self._setting, flash_attn)
         path = os.fsdecode(model_path)
@@ -143,17 +143,20 @@ class Llama(llama_cpp.Llama):
         if native is None:
             return ""
         n_ctx = self._context_params.n_ctx // (1 if self._kv_unified else self._n_seq_max)
-        types = {"type_k": ggml_type(self._setting.type_k), "type_v": ggml_type(self._setting.type_v)}
+        type_k, type_v = ggml_type(self._setting.type_k), ggml_type(self._setting.type_v)
         try:
-            _core.check(self._model.model, **native, **types, n_ctx=n_ctx)
+            _core.check(self._model.model, **native, type_k=type_k, type_v=type_v, n_ctx=n_ctx)
         except UnsupportedModelError as error:
             return str(error)
         return ""
 
 
-def _choose_setting(kv: str | KVSetting | None, type_k: int | None, type_v: int | None) -> KVSetting:
+def _choose_setting(
+    kv: str | KVSetting | None, type_k: int | None, type_v: int | None, embedding: bool
+) -> KVSetting:
+    """Embeddings do not read the cache again, and the base class reserves sequences by the hundred for them."""
     if type_k is None and type_v is None:
-        return parse_kv("mixed" if kv is None else kv)
+        return parse_kv(kv if kv is not None else "f16" if embedding else "mixed")
     if kv is not None:
         raise ValueError(
             f"kv={str(kv)!r} and type_k={type_k}, type_v={type_v} both choose the cache: give kv only"

@@ -111,9 +111,10 @@ class KVStats:
             + (f" x {self.n_seq_max} sequences" if self.n_seq_max > 1 else ""),
             f"tokens    {self._tokens_text()}",
             f"bytes     {self._bytes_text()}",
-            f"bits      {self.bits_per_element:.2f} per element, {self.saving:.0%} below F16",
+            f"bits      {self.bits_per_element:.2f} per element, {format_saving(self.saving)}",
         ]
-        return "\n".join([*lines, *map(str, self.sequences), *map(str, self.layers or ())])
+        filled = (sequence for sequence in self.sequences if sequence.pos_max >= 0)
+        return "\n".join([*lines, *map(str, filled), *map(str, self.layers or ())])
 
     def _tokens_text(self) -> str:
         if not self.mixed:
@@ -136,3 +137,8 @@ def format_bytes(n: int) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def format_saving(saving: float) -> str:
+    """A share of F16's bytes to read: "71% below F16"."""
+    return f"{abs(saving):.0%} {'below' if saving >= 0 else 'above'} F16"

@@ -9,25 +9,56 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from harness import TYPES, Ctx, rel_rms
+from harness import Ctx, Mixed, Uniform, rel_rms
 from oracle import Oracle
 
-# A muted model against the double-precision oracle. llama.cpp's F16 flash attention itself is 1e-6 to 3e-5
-# off for prompts and 3e-4 for single tokens (it then sums V in half precision); one wrong row of q4_0 costs
-# 1e-2.
-TOL_ORACLE = 2e-3
+# One logit vector of a muted model against the oracle, at most. The fused path is 1e-5 away. The merged path
+# runs llama.cpp's F16 flash attention, which sums V in half precision: 1e-3 to 2e-3. A window that begins one
+# position off costs 1e-2 over all queries.
+TOL_FUSED, TOL_MERGED = 5e-4, 3e-3
+# After a shift K is dequantised, turned and quantised again: F32 rounding moves an element in ten thousand to
+# the next step of Q4_0, which costs a query that looks at this key up to 2e-2, and the others nothing.
+TOL_STEP = 3e-2
+# Without a ring the merged path is llama.cpp's own attention on its quantised rows, which rounds Q to int8.
+TOL_INT8 = 3e-2
 
-QUANTISED = {name: TYPES[name] for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")}
+
+def tolerance(kv: Mixed | Uniform) -> float:
+    if isinstance(kv, Mixed) and kv.attention != "merged":
+        return TOL_FUSED
+    return TOL_MERGED if isinstance(kv, Uniform) or kv.threshold + kv.sinks else TOL_INT8
+
+
+def distances(got: np.ndarray, want: np.ndarray) -> list[float]:
+    """Of each logit vector [n_vocab] of `got` from its fellow in `want`."""
+    return [rel_rms(a, b) for a, b in zip(got, want, strict=True)]
+
+
+def worst(got: np.ndarray, want: np.ndarray) -> float:
+    return max(distances(got, want))
 
 
 def assert_same(
-    ctx: Ctx, oracle: Oracle, tokens: Sequence[int], tol: float = TOL_ORACLE, **where: object
+    ctx: Ctx,
+    oracle: Oracle,
+    tokens: Sequence[int],
+    positions: Sequence[int] | int | None = None,
+    seq_ids: Sequence[Sequence[int]] | int = 0,
+    shifted: bool = False,
 ) -> None:
-    """Decodes in both and compares every logit vector on its own."""
-    got = ctx.decode(tokens, **where)  # type: ignore[arg-type]
-    want = oracle.decode(tokens, **where)  # type: ignore[arg-type]
-    worst = max(rel_rms(a, b) for a, b in zip(got, want, strict=True))
-    assert worst < tol, f"a token's logits are {worst:.2g} away from the oracle's"
+    """Decodes in both and compares every logit vector; after a shift the median one tightly, each loosely.
+
+    Tokens whose rows F32 rounding could move to another step are exchanged.
+    """
+    if positions is None:
+        positions = oracle.pos_max(seq_ids if isinstance(seq_ids, int) else seq_ids[0][0]) + 1
+    if isinstance(positions, int):
+        positions = range(positions, positions + len(tokens))
+    tokens = oracle.safe(tokens, positions)
+    far = distances(ctx.decode(tokens, positions, seq_ids), oracle.decode(tokens, positions, seq_ids))
+    tol = tolerance(ctx.kv)
+    assert max(far) < (TOL_STEP if shifted else tol), f"{max(far):.2g} from the oracle"
+    assert np.median(far) < tol, f"the median token is {np.median(far):.2g} from the oracle"
 
 
 def check_books(ctx: Ctx, oracle: Oracle | None = None) -> None:
@@ -35,6 +66,8 @@ def check_books(ctx: Ctx, oracle: Oracle | None = None) -> None:
     row's tier.
     """
     stats, sequences = ctx.stats(), ctx.sequences()
+    if oracle is not None:
+        oracle.settle()
     il = next(layer["il"] for layer in ctx.layers() if layer["mixed"])
     n_slots = (stats["threshold_capacity"] + ctx.kv.sinks) * (1 if stats["n_stream"] > 1 else ctx.n_seq_max)  # type: ignore[union-attr]
     assert stats["n_cells_hot"] <= n_slots * stats["n_stream"]
@@ -71,6 +104,6 @@ def check_rows(ctx: Ctx, oracle: Oracle, seq: int = 0) -> None:
     for which in "kv":
         rows, _, hot = ctx.rows(oracle._kv_layer(), which, seq)
         want = np.stack([getattr(r, f"{which}_{oracle._tier(q, r)}") for r in oracle.rows(seq)])
-        close = np.isclose(rows, want, rtol=2e-3, atol=1e-5)
+        close = np.isclose(rows, want, rtol=2e-3, atol=1e-4)
         assert close[hot].all(), f"hot {which} rows differ from the F16 values"
         assert close.mean() > 0.995, f"{which}: {(~close).mean():.2%} of elements are not the quantised value"

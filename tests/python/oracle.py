@@ -50,6 +50,14 @@ def stored(x: np.ndarray, kind: str) -> np.ndarray:
     )
 
 
+def on_a_step(x: np.ndarray, margin: float = 1e-4) -> bool:
+    """Whether an element lies within `margin` steps of where Q4_0 (quantize_row_q4_0_ref) changes its level."""
+    blocks = x.reshape(-1, 32)
+    top = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1, keepdims=True), axis=1)
+    level = blocks / (top / -8) + 8.5
+    return bool((np.abs(level - np.round(level)) < margin).any())
+
+
 def rope(x: np.ndarray, pos: int, kind: str, base: float = 10000.0) -> np.ndarray:
     """x [n_head, head] turned to position `pos`."""
     if kind == "none":
@@ -122,7 +130,8 @@ class Oracle:
         shared = int(self.keys.get("attention.shared_kv_layers", 0))  # type: ignore[call-overload]
         return self.il if self.il < self.shape.n_layer - shared else self.shape.n_layer - shared - 1
 
-    def _new_row(self, x: np.ndarray, pos: int, seqs: Sequence[int]) -> Row:
+    def _new_kv(self, x: np.ndarray, pos: int) -> tuple[np.ndarray, np.ndarray]:
+        """K and V [n_head_kv, head] of a token, in the basis of the cache."""
         il = self._kv_layer()
         x = rms_norm(x, self._part("attn_norm.weight", il))
         k, v = self._heads("attn_k", x, il), self._heads("attn_v", x, il)
@@ -130,17 +139,12 @@ class Oracle:
             k = rms_norm(k, norm)
         if self.shape.arch == "gemma4":
             v = rms_norm(v)
-        k = rotate(rope(k, pos, self.shape.rope), self.rot_k)
-        v = rotate(v, self.rot_v)
-        return Row(
-            pos,
-            set(seqs),
-            True,
-            stored(k, "f16"),
-            stored(v, "f16"),
-            stored(k, self.kv.k),
-            stored(v, self.kv.v),
-        )
+        return rotate(rope(k, pos, self.shape.rope), self.rot_k), rotate(v, self.rot_v)
+
+    def _new_row(self, x: np.ndarray, pos: int, seqs: Sequence[int]) -> Row:
+        k, v = self._new_kv(x, pos)
+        hot, cold = (stored(k, "f16"), stored(v, "f16")), (stored(k, self.kv.k), stored(v, self.kv.v))
+        return Row(pos, set(seqs), True, *hot, *cold)
 
     def _query(self, x: np.ndarray, pos: int) -> np.ndarray:
         q = self._heads("attn_q", rms_norm(x, self._part("attn_norm.weight", self.il)), self.il)
@@ -184,6 +188,21 @@ class Oracle:
             logits = cap * np.tanh(logits / cap)  # type: ignore[operator]
         return logits
 
+    # --- tokens whose rows F32 rounding cannot move to another step of Q4_0 ---
+
+    def safe(self, tokens: Sequence[int], positions: Sequence[int]) -> list[int]:
+        """The tokens; one whose row has an element next to a step is exchanged for the next that has none."""
+        out = []
+        for token, pos in zip(tokens, positions, strict=True):
+            while any(on_a_step(x) for x, kind in self._unrounded(token, pos) if kind == "q4_0"):
+                token = 3 + (token - 2) % 256
+            out.append(token)
+        return out
+
+    def _unrounded(self, token: int, pos: int) -> list[tuple[np.ndarray, str]]:
+        k, v = self._new_kv(self._embed(token), pos)
+        return [(k, self.kv.k), (v, self.kv.v)]
+
     # --- decoding and sequence operations, as harness.Ctx ---
 
     def _index(self, seq: int) -> int:
@@ -209,7 +228,7 @@ class Oracle:
             positions = self.pos_max(seqs[0][0]) + 1
         if isinstance(positions, int):
             positions = range(positions, positions + len(tokens))
-        self._apply_shift()
+        self.settle()
         out = []
         for token, pos, ids in zip(tokens, positions, seqs, strict=True):
             x = self._embed(token)
@@ -233,7 +252,8 @@ class Oracle:
         self.kv = self.kv.with_(threshold=threshold, group=group, sinks=sinks)
         self.release(range(self.n_stream))
 
-    def _apply_shift(self) -> None:
+    def settle(self) -> None:
+        """Turns the keys of moved rows and quantises them again: at the next decode, or when the cache is read."""
         for r in (r for stream in self.streams for r in stream if r.shift):
             for tier, kind in (("k_hot", "f16"), ("k_cold", self.kv.k)):
                 k = rope(rotate(getattr(r, tier), self.rot_k), r.shift, self.shape.rope)

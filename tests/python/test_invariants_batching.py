@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import zoo
-from harness import Mixed, Uniform, prompt, rel_rms
+from checks import TOL_FUSED, tolerance, worst
+from harness import Ctx, Mixed, Uniform, prompt, rel_rms
 
 N = 200
 WINDOW = Mixed(threshold=48, group=16, sinks=4)
@@ -20,28 +21,36 @@ def logits(open_, n_ubatch: int) -> np.ndarray:
     return ctx.decode(prompt(N), logits_at=range(0, N, 5))
 
 
+def spread(open_, kv: Uniform | Mixed) -> float:
+    """How far the logits move, at most, between the ways of cutting."""
+    got = [logits(lambda n: open_(kv, n), n) for n in UBATCHES]
+    return max(rel_rms(other, got[-1]) for other in got[:-1])
+
+
 @pytest.mark.parametrize("name", zoo.SUPPORTED)
 def test_micro_batches_of_one_layer(open_pair, name: str, attention: str) -> None:
-    """A muted model: rows do not depend on rounding, so neither path may show more than that of attention."""
+    """A muted model: rows do not depend on rounding, so neither path may show more than llama.cpp's own
+    attention does on F16 rows.
+    """
     il = zoo.SHAPES[name].kv_layers[-1]
-    got = [
-        logits(lambda n: open_pair(name, il, WINDOW.with_(attention=attention), n_ubatch=n)[0], n)
-        for n in UBATCHES
-    ]
-    for other in got[1:]:
-        assert max(rel_rms(a, b) for a, b in zip(other, got[0], strict=True)) < 1e-3
+
+    def open_(kv: Uniform | Mixed, n_ubatch: int) -> Ctx:
+        return open_pair(name, il, kv, n_ubatch=n_ubatch)[0]
+
+    assert spread(open_, WINDOW.with_(attention=attention)) < max(2 * spread(open_, Uniform()), TOL_FUSED)
 
 
 @pytest.mark.parametrize("name", zoo.SUPPORTED)
 def test_micro_batches_of_a_whole_model(open_ctx, name: str, attention: str) -> None:
-    """Whole models carry rounding on into rows that later layers quantise; as llama.cpp's own cache does."""
+    """Whole models carry rounding on into rows that later layers quantise, where it can move an element a
+    step: little beside what quantisation itself does.
+    """
 
-    def spread(kv: Uniform | Mixed) -> float:
-        got = [logits(lambda n: open_ctx(name, kv, n_ubatch=n), n) for n in UBATCHES]
-        return max(rel_rms(a, got[-1]) for a in got[:-1])
+    def open_(kv: Uniform | Mixed, n_ubatch: int) -> Ctx:
+        return open_ctx(name, kv, n_ubatch=n_ubatch)
 
-    host = spread(Uniform(k="q4_0", v="q4_0"))
-    assert spread(WINDOW.with_(attention=attention)) < max(2 * host, 2e-2)
+    f16, q4 = (logits(lambda n, kv=kv: open_(kv, n), 64) for kv in (Uniform(), Uniform(k="q4_0", v="q4_0")))
+    assert spread(open_, WINDOW.with_(attention=attention)) < rel_rms(q4, f16) / 10
 
 
 def test_several_calls_are_one_prompt(open_pair, attention: str) -> None:
@@ -53,7 +62,7 @@ def test_several_calls_are_one_prompt(open_pair, attention: str) -> None:
     want = whole.decode(tokens)
     cuts = [0, 3, 50, 51, 52, 117, 118, N]
     got = np.concatenate([parts.decode(tokens[a:b]) for a, b in pairwise(cuts)])
-    assert max(rel_rms(a, b) for a, b in zip(got, want, strict=True)) < 1e-3
+    assert worst(got, want) < tolerance(kv)
     assert parts.rows(1, "k")[2].tolist() == whole.rows(1, "k")[2].tolist()
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import zoo
-from checks import TOL_ORACLE
-from harness import Mixed, prompt, rel_rms
+from checks import TOL_FUSED, TOL_MERGED, distances, tolerance, worst
+from harness import Mixed, Uniform, prompt
 
 KV = Mixed(threshold=40, group=8, sinks=4)
 N = 180
@@ -28,10 +28,10 @@ def refill(ctx, oracle, seq: int = 0) -> None:
 def test_against_double_precision_over_the_stored_rows(
     open_pair, name: str, attention: str, n_next: int
 ) -> None:
-    tokens = prompt(N + n_next)
     for il in zoo.SHAPES[name].kv_layers:
         # one group as long as the window: no row changes its tier between the reading and the last query
         ctx, oracle = open_pair(name, il, KV.with_(attention=attention, threshold=48, group=32))
+        tokens = oracle.safe(prompt(N + n_next), range(N + n_next))
         ctx.decode(tokens[:N])
         oracle.decode(tokens[:N])
         assert KV.with_(threshold=48, group=32).hot_begin(N) == KV.with_(threshold=48, group=32).hot_begin(
@@ -39,7 +39,7 @@ def test_against_double_precision_over_the_stored_rows(
         )
         refill(ctx, oracle)
         got, want = ctx.decode(tokens[N:]), oracle.decode(tokens[N:])
-        assert max(rel_rms(a, b) for a, b in zip(got, want, strict=True)) < TOL_ORACLE
+        assert worst(got, want) < tolerance(ctx.kv)
 
 
 @pytest.mark.parametrize("types", [("q4_0", "q4_0"), ("q8_0", "q4_0"), ("q8_0", "q8_0")], ids="-".join)
@@ -54,30 +54,23 @@ def test_fused_and_merged_agree(open_pair, has_fused: bool, name: str, types: tu
     for how in ("fused", "merged"):
         ctx, _ = open_pair(name, il, kv.with_(attention=how), n_ubatch=64)
         out.append(np.concatenate([ctx.decode(tokens[:N])] + [ctx.decode([t]) for t in tokens[N:]]))
-    assert max(rel_rms(a, b) for a, b in zip(*out, strict=True)) < TOL_ORACLE
+    assert worst(*out) < TOL_MERGED
 
 
 @pytest.mark.parametrize("types", ["f16", "q8_0", "q4_0"])
 @pytest.mark.parametrize("name", zoo.SUPPORTED)
-def test_fused_attention_of_a_uniform_cache(load, open_ctx, has_fused: bool, name: str, types: str) -> None:
-    """attention="fused" with kv="q8_0" and the like: same rows, the same answer as llama.cpp's own kernel."""
+def test_fused_attention_of_a_uniform_cache(open_pair, has_fused: bool, name: str, types: str) -> None:
+    """attention="fused" beside kv="q8_0" and the like: llama.cpp's rows, read by the same node."""
     if not has_fused:
         pytest.skip("no fused kernel in this build")
-    import llama_cpp
-
-    from harness import Uniform
     from mixedkv import _core
 
-    kv = Uniform(k=types, v=types)
-    tokens = prompt(100)
-    want = open_ctx(name, kv).decode(tokens)
-    f32 = open_ctx(name, Uniform(k="f32", v="f32", flash=False)).decode(tokens)
     _core.configure_next(False, 0, 1, 0, "fused")
-    ctx = open_ctx(name, kv)
-    assert any(layer["fused"] for layer in ctx.layers())
+    ctx, oracle = open_pair(name, zoo.SHAPES[name].kv_layers[-1], Uniform(k=types, v=types))
+    assert {layer["il"]: layer["fused"] for layer in ctx.layers()}[oracle.il]
     assert not ctx.stats()["mixed"]
-    got = ctx.decode(tokens)
-    assert llama_cpp.llama_n_ctx(ctx.ptr) == 512
-    # llama.cpp rounds Q to int8 for quantised K; for F16 both are within F16 rounding
-    own = rel_rms(want, f32)
-    assert rel_rms(got, want) < (own / 4 if types != "f16" else 2 * own)
+    tokens = oracle.safe(prompt(N + 10), range(N + 10))
+    got = np.concatenate([ctx.decode(tokens[:N])] + [ctx.decode([t]) for t in tokens[N:]])
+    far = distances(got, oracle.decode(tokens))
+    assert np.median(far) < TOL_FUSED
+    assert max(far) < TOL_MERGED  # of q8_0 a few elements land on the next step

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from checks import check_books, check_rows
+from checks import TOL_STEP, check_books, check_rows, distances, tolerance
 from harness import Ctx, Mixed, Uniform, prompt, rel_rms
 from oracle import Oracle
 
 N_SEQ, N_CTX = 3, 768
-# a step of quantisation moved by F32 RoPE in a shifted row, on top of rounding
-TOL = 5e-3
 
 seqs = st.integers(0, N_SEQ - 1)
 fractions = st.floats(0, 1)
@@ -41,7 +39,6 @@ class Player:
 
     def __init__(self, ctx: Ctx, other: Oracle | Ctx, unified: bool) -> None:
         self.ctx, self.other, self.unified = ctx, other, unified
-        self.shifted = False
 
     def both(self, operation: str, *args: int) -> None:
         for side in (self.ctx, self.other):
@@ -81,7 +78,6 @@ class Player:
         if n < 12 or any(self.shares(seq)):
             return  # a move would drag the cells of another sequence along
         self.both("context_shift", min(3, n), max(1, round(fraction * (n - 8))), seq)
-        self.shifted = True
 
     def shares(self, seq: int) -> list[bool]:
         if not self.unified:
@@ -96,15 +92,8 @@ class Player:
     def on_window(self, threshold: int, group: int, sinks: int) -> None:
         self.both("set_window", threshold, min(group, threshold) or 1, sinks)
 
-    def settle(self) -> None:
-        """llama.cpp turns moved rows at the next decode; a state saved before that would lose the turn."""
-        if self.shifted:
-            for side in (self.ctx, self.other):
-                side.decode([9], positions=side.pos_max(0) + 1, seq_ids=0)
-            self.shifted = False
-
     def on_save_and_restore(self) -> None:
-        self.settle()
+        self.ctx.stats()  # a state saved while a move is pending would lose it: llama.cpp saves no shifts
         data = self.ctx.save()
         self.ctx.clear()
         assert self.ctx.load(data) == len(data)
@@ -112,7 +101,7 @@ class Player:
     def on_sequence_away_and_back(self, seq: int) -> None:
         if any(self.shares(seq)) or self.ctx.pos_max(seq) < 0:
             return  # what comes back has cells of its own
-        self.settle()
+        self.ctx.stats()
         data = self.ctx.save_seq(seq)
         self.ctx.rm(seq)
         assert self.ctx.load_seq(data, seq) == len(data)
@@ -124,6 +113,7 @@ def fuzz(examples: int):
         deadline=None,
         derandomize=True,
         database=None,
+        phases=[Phase.explicit, Phase.generate],  # to shrink a plan takes minutes
         suppress_health_check=[
             HealthCheck.function_scoped_fixture,
             HealthCheck.too_slow,
@@ -144,8 +134,9 @@ def run_on_oracle(load, name: str, attention: str, unified: bool, plan: list[tup
         for step in [("decode", 0, 40, 1), *plan, ("decode", 0, 12, 2)]:
             out = player.play(step)
             if out is not None:
-                worst = max(rel_rms(a, b) for a, b in zip(*out, strict=True))
-                assert worst < TOL, f"{step}: {worst:.2g} away from the oracle"
+                far = distances(*out)
+                assert max(far) < TOL_STEP, f"{step}: {max(far):.2g} away from the oracle"
+                assert len(far) < 5 or np.median(far) < tolerance(kv), f"{step}: {np.median(far):.2g}"
             check_books(ctx, oracle)
         for seq in range(N_SEQ):
             if oracle.rows(seq):

@@ -49,6 +49,15 @@ def test_check_says_the_same_without_a_context(load, name: str) -> None:
         assert word in str(refused.value)
 
 
+def test_check_compares_the_window_with_the_context(load) -> None:
+    from mixedkv import _core
+
+    q4 = TYPES["q4_0"]
+    for threshold, sinks in ((513, 0), (500, 13)):
+        with pytest.raises(ValueError, match=r"quantization_threshold.*512"):
+            _core.check(load("llama-64").address, True, threshold, 16, sinks, "auto", q4, q4, 512)
+
+
 def test_check_accepts_what_works(load) -> None:
     from mixedkv import _core
 
@@ -60,9 +69,6 @@ SETTINGS = {
     "flash attention off": (Mixed(flash=False), ["flash"]),
     "group 0": (Mixed(group=0), ["group_size"]),
     "group above the threshold": (Mixed(threshold=16, group=17), ["group_size", "quantization_threshold"]),
-    "threshold above the context": (Mixed(threshold=513), ["quantization_threshold", "512"]),
-    "cold type not quantised": (Mixed(k="f16", v="f16"), ["cold_type"]),
-    "cold V not quantised": (Mixed(v="f16"), ["cold_type_v"]),
 }
 
 
@@ -115,27 +121,6 @@ def test_the_configuration_belongs_to_its_thread(load) -> None:
     thread.join()
     _core.withdraw()
     assert seen == [False]
-
-
-def test_a_memory_shared_between_contexts_is_refused(load) -> None:
-    import llama_cpp
-
-    from harness import FLASH_ON
-    from mixedkv import _core
-
-    model = load("llama-64")
-    with Ctx(model, Uniform()) as first:
-        params = llama_cpp.llama_context_default_params()
-        params.n_ctx, params.flash_attn_type = 512, FLASH_ON
-        params.type_k = params.type_v = TYPES["q4_0"]
-        params.ctx_other = first.ptr
-        _core.configure_next(True, 32, 16, 0, "auto")
-        other = llama_cpp.llama_init_from_model(model.ptr, params)
-        message = _core.last_error()
-        if other:
-            llama_cpp.llama_free(other)
-        assert not other
-        assert "ctx_other" in message or "shared" in message
 
 
 def test_wrong_questions_have_clear_answers(load) -> None:

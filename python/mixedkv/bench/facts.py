@@ -1,0 +1,29 @@
+"""What a row says about its context: the cache's bytes, and who reads its rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mixedkv.bench.engine import Context
+
+
+def of_context(context: Context) -> dict[str, Any]:
+    """kv_bytes from llama.cpp's own memory breakdown, bits_per_element, attention; of our library only."""
+    from mixedkv import _core
+
+    stats = _core.stats(context.address)
+    n = stats["n_elements"]
+    return {
+        "kv_bytes": stats["bytes_total"],
+        "bits_per_element": round(8 * stats["bytes_total"] / n, 4) if n else None,
+        "attention": attention(context),
+    }
+
+
+def attention(context: Context) -> str:
+    """ "fused", "merged", or "llama.cpp" for its own attention; a mixture is named by parts, joined by "+"."""
+    from mixedkv import _core
+
+    layers = _core.layers(context.address)
+    paths = {"fused" if x["fused"] else "merged" if x["mixed"] else "llama.cpp" for x in layers}
+    return "+".join(sorted(paths)) or "llama.cpp"

@@ -1,0 +1,44 @@
+"""Statistics of samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+_BLOCK = 32  # neighbouring positions share a context: a block of them is one sample
+
+
+def standard_error(values: npt.NDArray[np.float64]) -> float:
+    """Of the mean, from the means of blocks of neighbours. 0 with fewer than two blocks."""
+    n = values.size // _BLOCK
+    if n < 2:
+        return 0.0
+    means = values[: n * _BLOCK].reshape(n, _BLOCK).mean(axis=1)
+    return float(means.std(ddof=1) / math.sqrt(n))
+
+
+def wilson(correct: int, n: int, z: float = 1.96) -> tuple[float, float]:
+    """95% interval of a share (E. B. Wilson, 1927, JASA 22:209)."""
+    if n == 0:
+        return 0.0, 1.0
+    p, z2 = correct / n, z * z
+    middle = (p + z2 / (2 * n)) / (1 + z2 / n)
+    half = z / (1 + z2 / n) * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """25%, median and 75%."""
+    low, middle, high = np.percentile(values, (25, 50, 75))
+    return float(low), float(middle), float(high)
+
+
+def log_softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    """Over the last axis, in double precision: a difference of two F16 caches is about 1e-6."""
+    shifted = logits.astype(np.float64)
+    shifted -= shifted.max(axis=-1, keepdims=True)
+    shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return shifted

@@ -1,0 +1,193 @@
+"""What a run was asked for. Everything that can be wrong is found here, before anything is measured."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from mixedkv.bench import quality
+from mixedkv.bench.filling import FILLS
+from mixedkv.bench.settings import DEFAULT_SPECS, Setting, make_settings
+from mixedkv.bundled import model_path
+from mixedkv.footprint import ModelShape, model_shape
+from mixedkv.model_file import ModelFile, read_model_file
+
+TESTS = ("memory", "speed", "quality", "recall")
+
+_DEPTHS = (0, 4096, 16384)
+_N_CTX = 4096  # of quality and recall
+_MIN_CTX = 256
+_MIN_RECALL = 1024  # a journal with all its questions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """A checked request; `n_ctx` is the context of quality and recall."""
+
+    tests: tuple[str, ...]
+    file: ModelFile
+    shape: ModelShape
+    settings: tuple[Setting, ...]
+    depths: tuple[int, ...]
+    n_ctx: int
+    n_prompt: int
+    n_gen: int
+    threads: int
+    repeats: int
+    fill: str
+    modes: tuple[str, ...]
+    text: str | None
+    budget: int | None
+    peer: bool
+    json: Path | None
+    plot: Path | None
+
+    @property
+    def is_bundled(self) -> bool:
+        return self.file.path == model_path()
+
+    @classmethod
+    def check(cls, args: argparse.Namespace) -> Options:
+        """Raises ValueError or OSError, whose message says what to change."""
+        tests = TESTS if args.test == "all" else (args.test,)
+        settings = make_settings(args.kv or DEFAULT_SPECS, args.flash_attn)
+        file = read_model_file(Path(args.model) if args.model else model_path())
+        shape = model_shape(file)
+        _check_outputs(args.json, args.plot)
+        longest = args.n_ctx or shape.n_ctx_train or max(_DEPTHS) + args.n_prompt
+        options = cls(
+            tests=tests,
+            file=file,
+            shape=shape,
+            settings=tuple(settings),
+            depths=_depths(args.depths, max(args.n_prompt, args.n_gen + 1), longest),
+            n_ctx=_n_ctx(args.n_ctx, shape.n_ctx_train),
+            n_prompt=args.n_prompt,
+            n_gen=args.n_gen,
+            threads=args.threads or len(os.sched_getaffinity(0)),
+            repeats=args.repeats,
+            fill=args.fill,
+            modes=quality.MODES if args.mode == "both" else (args.mode,),
+            text=_read_text(args.text),
+            budget=args.budget,
+            peer=args.peer,
+            json=args.json,
+            plot=args.plot,
+        )
+        options._check_text()
+        return options
+
+    def _check_text(self) -> None:
+        if "quality" in self.tests and self.text is None and not self.is_bundled:
+            raise ValueError("quality on a model of your own needs a text it can predict: add --text FILE")
+        if "recall" in self.tests and not self.is_bundled:
+            raise ValueError("recall asks the bundled model, which was taught the facts: leave -m out")
+        if "recall" in self.tests and self.n_ctx < _MIN_RECALL:
+            raise ValueError(f"--n-ctx {self.n_ctx} has no room for the questions: use {_MIN_RECALL} or more")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that `Options.check` reads."""
+    parser.add_argument("test", choices=(*TESTS, "all"), help="what to measure")
+    parser.add_argument("-m", "--model", metavar="FILE", help="GGUF model (default: the bundled one)")
+    parser.add_argument("--kv", metavar="SPEC", action="append", help="cache to compare; again for more")
+    parser.add_argument(
+        "--flash-attn", choices=("both", "on", "off"), default="both", help="where it is a choice (both)"
+    )
+    parser.add_argument("--depths", metavar="N,N", type=depths, help="tokens before the measured ones")
+    parser.add_argument("--n-ctx", metavar="N", type=number(_MIN_CTX), help="context of quality and recall (4096)")
+    parser.add_argument("--threads", metavar="N", type=number(1), help="CPU threads (all)")
+    parser.add_argument("--repeats", metavar="N", type=number(1), default=5, help="rounds, documents, journals (5)")
+    parser.add_argument("--n-prompt", metavar="N", type=number(1), default=512, help="tokens of a prompt (512)")
+    parser.add_argument("--n-gen", metavar="N", type=number(1), default=32, help="tokens generated (32)")
+    parser.add_argument("--fill", choices=FILLS, default="auto", help="how a depth is reached (auto)")
+    parser.add_argument("--mode", choices=(*quality.MODES, "both"), default="both", help="of quality (both)")
+    parser.add_argument("--text", metavar="FILE", help="text for quality (a sample for the bundled model)")
+    parser.add_argument("--budget", metavar="SIZE", type=size, help="memory for the cache, e.g. 2GiB")
+    parser.add_argument("--peer", action="store_true", help="speed of the stock llama_cpp too, in a subprocess")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the rows")
+    parser.add_argument("--plot", metavar="DIR", type=Path, help="write pictures (needs matplotlib)")
+
+
+def number(least: int) -> type[int]:
+    """A type for argparse: a whole number, `least` or more."""
+
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
+        return int(text)
+
+    return read  # type: ignore[return-value]
+
+
+def depths(text: str) -> tuple[int, ...]:
+    """ "0,4096" as (0, 4096)."""
+    return tuple(sorted({number(0)(part.strip()) for part in text.split(",")}))
+
+
+def size(text: str) -> int:
+    """Bytes of "2GiB", "500M" or "4096"; units are powers of 1024."""
+    digits = text.strip().upper().removesuffix("B").removesuffix("I")
+    factor = 1024 ** ("KMGT".find(digits[-1:]) + 1) if digits[-1:] in tuple("KMGT") else 1
+    try:
+        value = float(digits.rstrip("KMGT")) * factor
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 2**60:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: use e.g. 2GiB or 500MiB")
+    return int(value)
+
+
+def _depths(asked: tuple[int, ...] | None, n_new: int, longest: int) -> tuple[int, ...]:
+    """Depths that leave room for the tokens measured there; the default ones are cut to those that do."""
+    if asked is None:
+        return tuple(depth for depth in _DEPTHS if depth + n_new <= longest) or (0,)
+    if max(asked) + n_new > longest:
+        raise ValueError(
+            f"--depths {max(asked)} and {n_new} tokens after it are more than the context of {longest} tokens: "
+            f"use at most {longest - n_new}, or a larger --n-ctx"
+        )
+    return asked
+
+
+def _n_ctx(asked: int | None, trained: int) -> int:
+    n_ctx = asked or min(_N_CTX, trained or _N_CTX)
+    return max(_MIN_CTX, n_ctx)
+
+
+def _read_text(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text {path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+
+
+def _check_outputs(json: Path | None, plot: Path | None) -> None:
+    """An hour of measuring must not end in an error that could be seen at its start."""
+    if json is not None:
+        if json.is_dir():
+            raise ValueError(f"--json {json} is a directory: give a file")
+        _check_writable(json.parent, f"--json {json}")
+    if plot is not None:
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            raise ValueError("--plot needs matplotlib: run pip install 'mixedkv[plot]'") from None
+        try:
+            plot.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--plot {plot} cannot be made: {error.strerror}") from None
+        _check_writable(plot, f"--plot {plot}")
+
+
+def _check_writable(folder: Path, what: str) -> None:
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"{what} cannot be written: {error.strerror}") from None

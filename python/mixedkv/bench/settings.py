@@ -1,0 +1,64 @@
+"""What is compared: a cache, and with or without flash attention where both are possible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mixedkv.config import KVSetting, MixedKVConfig, UniformKV, parse_kv, type_bits
+
+DEFAULT_SPECS = ("f16", "q8_0", "q4_0", "mixed:compact", "mixed:balanced", "mixed:quality")
+FLASH_CHOICES = ("both", "on", "off")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One line of a table. `spec` is the cache as the user wrote it."""
+
+    spec: str
+    kv: KVSetting
+    flash_attn: bool
+
+    @property
+    def name(self) -> str:
+        """The spec, and whether flash attention is on where that is a choice."""
+        if needs_flash(self.kv):
+            return self.spec
+        return f"{self.spec} {'flash' if self.flash_attn else 'no flash'}"
+
+    @property
+    def is_f16(self) -> bool:
+        """llama.cpp's own F16 cache: what the others are compared with."""
+        return self.kv == UniformKV()
+
+    @property
+    def is_peer(self) -> bool:
+        """Whether the stock llama.cpp can run it."""
+        return isinstance(self.kv, UniformKV) and self.kv.attention == "auto"
+
+
+REFERENCE = Setting(spec="f32", kv=UniformKV(type_k="f32", type_v="f32"), flash_attn=False)
+
+
+def needs_flash(kv: KVSetting) -> bool:
+    """llama.cpp reads a quantised V, and this package's kernels their rows, with flash attention only."""
+    return isinstance(kv, MixedKVConfig) or kv.attention == "fused" or type_bits(kv.type_v) < 16
+
+
+def make_settings(specs: Sequence[str], flash: str = "both") -> list[Setting]:
+    """The settings that `specs` stand for, one of each.
+
+    `flash` says what to do where flash attention is a choice: run "both" ways, or with it "on" or "off".
+
+    Raises:
+        ValueError: a spec is unknown.
+    """
+    settings = {}
+    for spec in specs:
+        kv = parse_kv(spec)
+        choices = (
+            (True,) if needs_flash(kv) else {"both": (False, True), "on": (True,), "off": (False,)}[flash]
+        )
+        for flash_attn in choices:
+            settings.setdefault((kv, flash_attn), Setting(spec=spec, kv=kv, flash_attn=flash_attn))
+    return list(settings.values())

@@ -1,0 +1,210 @@
+"""`MixedKVConfig`, `UniformKV` and their specs: what is taken, and what each refusal says."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mixedkv import MixedKVConfig, UniformKV
+from mixedkv.config import (
+    COLD_TYPES,
+    UNIFORM_TYPES,
+    KVSetting,
+    check_window,
+    ggml_type,
+    parse_kv,
+    type_bits,
+    type_name,
+)
+
+
+def any_case(names: tuple[str, ...]) -> st.SearchStrategy[str]:
+    return st.sampled_from(names).flatmap(lambda name: st.sampled_from((name, name.upper(), name.title())))
+
+
+@st.composite
+def mixed_configs(draw: st.DrawFn) -> MixedKVConfig:
+    threshold = draw(st.one_of(st.just(0), st.integers(1, 1 << 20)))
+    return MixedKVConfig(
+        quantization_threshold=threshold,
+        group_size=draw(st.integers(1, threshold or 1 << 20)),
+        sink_tokens=draw(st.integers(0, 1 << 20)),
+        cold_type_k=draw(any_case(COLD_TYPES)),
+        cold_type_v=draw(any_case(COLD_TYPES)),
+        attention=draw(any_case(("auto", "fused", "merged"))),
+    )
+
+
+uniform_settings = st.builds(
+    UniformKV,
+    type_k=any_case(UNIFORM_TYPES),
+    type_v=any_case(UNIFORM_TYPES),
+    attention=any_case(("auto", "fused")),
+)
+settings = st.one_of(mixed_configs(), uniform_settings)
+
+
+def test_defaults_of_the_seed_design() -> None:
+    config = MixedKVConfig()
+    assert (config.quantization_threshold, config.group_size) == (32, 16)
+    assert (config.hot_type_k, config.hot_type_v) == ("f16", "f16")
+    assert (config.cold_type_k, config.cold_type_v) == ("q4_0", "q4_0")
+    assert config.enable_quantization
+
+
+@pytest.mark.parametrize(
+    ("spec", "setting"),
+    [
+        ("mixed", MixedKVConfig()),
+        (
+            "mixed:cold_k=q8_0,cold_v=q4_0,threshold=256,group=32,sinks=4",
+            MixedKVConfig(
+                cold_type_k="q8_0",
+                cold_type_v="q4_0",
+                quantization_threshold=256,
+                group_size=32,
+                sink_tokens=4,
+            ),
+        ),
+        ("mixed:cold=q8_0", MixedKVConfig(cold_type_k="q8_0", cold_type_v="q8_0")),
+        ("MIXED: Cold=Q8_0, attention=Merged", parse_kv("mixed:attention=merged,cold=q8_0")),
+        ("mixed:threshold=0", MixedKVConfig(quantization_threshold=0)),
+        ("f16", UniformKV()),
+        ("Q8_0", UniformKV(type_k="q8_0", type_v="q8_0")),
+        ("q8_0/q4_0", UniformKV(type_k="q8_0", type_v="q4_0")),
+        ("q4_0:attention=fused", UniformKV(type_k="q4_0", type_v="q4_0", attention="fused")),
+    ],
+)
+def test_specs(spec: str, setting: KVSetting) -> None:
+    assert parse_kv(spec) == setting
+
+
+@given(settings)
+def test_the_written_form_reads_back(setting: KVSetting) -> None:
+    assert parse_kv(str(setting)) == setting
+    assert str(parse_kv(str(setting))) == str(setting)
+
+
+@given(settings)
+def test_settings_stand_for_themselves_and_pickle(setting: KVSetting) -> None:
+    assert parse_kv(setting) is setting
+    assert pickle.loads(pickle.dumps(setting)) == setting
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_a_setting_or_a_value_error(text: str) -> None:
+    try:
+        setting = parse_kv(text)
+    except ValueError:
+        return
+    assert isinstance(setting, (MixedKVConfig, UniformKV))
+
+
+def test_quantization_can_be_turned_off() -> None:
+    config = MixedKVConfig(enable_quantization=False, cold_type_k="q8_0")
+    assert parse_kv(config) == UniformKV(type_k="f16", type_v="f16")
+    assert str(config) == "f16"
+
+
+def test_frozen_and_keyword_only() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        MixedKVConfig().group_size = 8  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        MixedKVConfig(True)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error"),
+    [
+        ("quantization_threshold", -1, ValueError),
+        ("quantization_threshold", 2**31, ValueError),
+        ("quantization_threshold", 32.0, TypeError),
+        ("quantization_threshold", True, TypeError),
+        ("group_size", 0, ValueError),
+        ("group_size", "16", TypeError),
+        ("sink_tokens", -1, ValueError),
+        ("sink_tokens", None, TypeError),
+        ("hot_type_k", "q8_0", ValueError),
+        ("hot_type_v", "f32", ValueError),
+        ("cold_type_k", "f16", ValueError),
+        ("cold_type_v", "q4_k", ValueError),
+        ("cold_type_v", 8, TypeError),
+        ("attention", "fast", ValueError),
+        ("enable_quantization", 1, TypeError),
+    ],
+)
+def test_wrong_values_are_named(field: str, value: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"{field}={value!r}"):
+        MixedKVConfig(**{field: value})  # type: ignore[arg-type]
+
+
+def test_threshold_smaller_than_group() -> None:
+    with pytest.raises(ValueError, match=r"quantization_threshold=8 .*group_size=16.*group_size=8 or less"):
+        MixedKVConfig(quantization_threshold=8)
+    with pytest.raises(ValueError, match=r"quantization_threshold=8 .*group_size=16 \(16 unless given\)"):
+        parse_kv("mixed:threshold=8")
+    assert parse_kv("mixed:threshold=8,group=8").group_size == 8  # type: ignore[union-attr]
+
+
+def test_threshold_above_the_context() -> None:
+    config = MixedKVConfig(quantization_threshold=512, sink_tokens=4)
+    config.check_context(516)
+    with pytest.raises(ValueError, match=r"quantization_threshold=512 .*n_ctx=515"):
+        config.check_context(515)
+    MixedKVConfig(quantization_threshold=512, sink_tokens=0).check_context(512)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("", r"names no cache: use one of mixed, f16"),
+        ("mixd", r"'mixd' names no cache: use one of mixed, f16"),
+        ("q4_k", r"names no cache: .*q4_0"),
+        ("q8_0/q5_9", r"names no cache"),
+        ("q8_0/", r"names no cache"),
+        ("mixed:", r"not key=value; known keys: cold, cold_k"),
+        ("mixed:threshold", r"'threshold' is not key=value"),
+        ("mixed:treshold=3", r"unknown key 'treshold'; known keys: cold, cold_k, .*threshold"),
+        ("mixed:threshold=many", r"threshold=many is not a whole number"),
+        ("mixed:threshold=-1", r"threshold=-1 is not a whole number"),
+        ("mixed:threshold=" + "9" * 5000, r"is not a whole number"),
+        ("mixed:cold=q9_9", r"cold_type_k='q9_9' is not one of q8_0"),
+        ("mixed:cold=q8_0,cold_k=q4_0", r"gives cold_k twice"),
+        ("mixed:cold_k=q8_0,cold=q4_0", r"cold stands for both"),
+        ("mixed:group=4,group=8", r"gives group twice"),
+        ("f16:threshold=8", r"a uniform cache takes attention only, not threshold"),
+        ("f16:attention=merged", r"attention='merged' is not one of auto, fused"),
+    ],
+)
+def test_specs_that_are_refused(spec: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_kv(spec)
+
+
+@pytest.mark.parametrize("kv", [None, 8, ["mixed"], {"threshold": 3}])
+def test_other_objects_are_no_setting(kv: object) -> None:
+    with pytest.raises(TypeError, match="use a spec such as 'mixed'"):
+        parse_kv(kv)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "bits"), [("f32", 0, 32), ("f16", 1, 16), ("q8_0", 8, 8.5), ("q4_0", 2, 4.5)]
+)
+def test_types_are_those_of_ggml(name: str, kind: int, bits: float) -> None:
+    assert ggml_type(name) == kind
+    assert type_name(kind) == name
+    assert type_bits(name) == bits
+
+
+@given(st.integers(-3, 40), st.integers(-3, 40), st.integers(-3, 40))
+def test_the_rule_of_the_window(threshold: int, group: int, sinks: int) -> None:
+    fits = sinks >= 0 and group >= 1 and (threshold == 0 or threshold >= group)
+    if fits:
+        check_window(threshold, group, sinks)
+    else:
+        with pytest.raises(ValueError, match=r"quantization_threshold|group_size|sink_tokens"):
+            check_window(threshold, group, sinks)
