@@ -205,21 +205,31 @@ template <class L> struct tile {
         }
     }
 
-    // s[R][keys] = q . k over rows of d elements as they lie: no transposition, but a reduction per score
-    template <int R> static void dots(const float * q, int64_t ldq, const float * k, int d, float * s, int n) {
-        for (int j = 0; j < n; j++, k += d) {
-            V sum[R];
-            for (int r = 0; r < R; r++) {
-                sum[r] = L::zero();
+    // s[4 rows][K keys] = q . k over rows of d elements as they lie: no transposition, but a reduction per score
+    template <int K> static void dots(const float * q, const float * k, int64_t d, float * s) {
+        V sum[K][4];
+        for (int j = 0; j < K; j++) {
+            for (int r = 0; r < 4; r++) {
+                sum[j][r] = L::zero();
             }
-            for (int i = 0; i < d; i += L::width) {
-                const V x = L::load(k + i);
-                for (int r = 0; r < R; r++) {
-                    sum[r] = L::fma(x, L::load(q + r * ldq + i), sum[r]);
+        }
+        for (int64_t i = 0; i < d; i += L::width) {
+            V x[4];
+            for (int r = 0; r < 4; r++) {
+                x[r] = L::load(q + r * d + i);
+            }
+            for (int j = 0; j < K; j++) {
+                const V y = L::load(k + j * d + i);
+                for (int r = 0; r < 4; r++) {
+                    sum[j][r] = L::fma(x[r], y, sum[j][r]);
                 }
             }
-            for (int r = 0; r < R; r++) {
-                s[r * key_block + j] = L::sum(sum[r]);
+        }
+        for (int j = 0; j < K; j++) {
+            float four[4];
+            L::sums(sum[j], four);
+            for (int r = 0; r < 4; r++) {
+                s[r * key_block + j] = four[r];
             }
         }
     }
@@ -296,6 +306,7 @@ template <class L> struct tile {
                 out[i] = i < a.d_k ? q[i] * query_factor(a) : 0.0f;
             }
         }
+        std::memset(out, 0, (round_up(m.rows, 4) - m.rows) * d * sizeof(float));
     }
 
     // Decode: s[rows][key_block] of all rows, K rows as they lie
@@ -309,12 +320,14 @@ template <class L> struct tile {
             ahead.step();
             unpack(rows, span.first + j, head, w.args->d_k, k + j * d);
         }
-        int r = 0;
-        for (; r + 4 <= m.rows; r += 4) {
-            dots<4>(q + r * d, d, k, int(d), s + r * key_block, span.n);
-        }
-        for (; r < m.rows; r++) {
-            dots<1>(q + r * d, d, k, int(d), s + r * key_block, span.n);
+        for (int r = 0; r < m.rows; r += 4) { // rows are padded
+            int j = 0;
+            for (; j + L::dot_keys <= span.n; j += L::dot_keys) {
+                dots<L::dot_keys>(q + r * d, k + j * d, d, s + r * key_block + j);
+            }
+            for (; j < span.n; j++) {
+                dots<1>(q + r * d, k + j * d, d, s + r * key_block + j);
+            }
         }
     }
 

@@ -14,6 +14,7 @@ struct avx2 {
     static constexpr int width = 8;
     static constexpr int rows  = 6; // of a product tile: 6 x 2 accumulators, 2 columns and a broadcast fit 16 registers
     static constexpr int cols  = 2;
+    static constexpr int dot_keys = 2; // times 4 rows: 8 accumulators
 
     static V    zero() { return _mm256_setzero_ps(); }
     static V    set(float x) { return _mm256_set1_ps(x); }
@@ -30,6 +31,11 @@ struct avx2 {
         __m128 x = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
         x        = _mm_add_ps(x, _mm_movehl_ps(x, x));
         return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+    }
+    // The sums of 4 vectors
+    static void sums(const V * v, float * out) {
+        const V abcd = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3])); // in each lane
+        _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
     }
     static float highest(V v) {
         __m128 x = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));

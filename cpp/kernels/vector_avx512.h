@@ -14,6 +14,7 @@ struct avx512 {
     static constexpr int width = 16;
     static constexpr int rows  = 6; // of a product tile: 6 x 4 accumulators, 4 columns and a broadcast fit 32 registers
     static constexpr int cols  = 4;
+    static constexpr int dot_keys = 4; // times 4 rows: 16 accumulators
 
     static V    zero() { return _mm512_setzero_ps(); }
     static V    set(float x) { return _mm512_set1_ps(x); }
@@ -27,6 +28,14 @@ struct avx512 {
     static V    max(V a, V b) { return _mm512_max_ps(a, b); }
     static float sum(V v) { return _mm512_reduce_add_ps(v); }
     static float highest(V v) { return _mm512_reduce_max_ps(v); }
+    // The sums of 4 vectors
+    static void  sums(const V * v, float * out) {
+        const V ab   = add(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+        const V cd   = add(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+        const V abcd = add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee)); // in each lane
+        const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
+        _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+    }
     static float scale_of(const void * block) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_loadu_si16(block))); }
 
     // 2^x with a relative error below 2e-7; 0 below -150.

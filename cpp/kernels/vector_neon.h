@@ -14,6 +14,7 @@ struct neon {
     static constexpr int width = 4;
     static constexpr int rows  = 6; // of a product tile: 6 x 4 accumulators, 4 columns and a broadcast fit 32 registers
     static constexpr int cols  = 4;
+    static constexpr int dot_keys = 4; // times 4 rows: 16 accumulators
 
     static V    zero() { return vdupq_n_f32(0.0f); }
     static V    set(float x) { return vdupq_n_f32(x); }
@@ -30,6 +31,8 @@ struct neon {
     static V     fma(V a, V b, V c) { return vfmaq_f32(c, a, b); }
     static V     max(V a, V b) { return vmaxq_f32(a, b); }
     static float sum(V v) { return vaddvq_f32(v); }
+    // The sums of 4 vectors
+    static void sums(const V * v, float * out) { vst1q_f32(out, vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3]))); }
     static float highest(V v) { return vmaxvq_f32(v); }
     static float scale_of(const void * block) { return half_at(block); }
 

@@ -104,6 +104,6 @@ def check_rows(ctx: Ctx, oracle: Oracle, seq: int = 0) -> None:
     for which in "kv":
         rows, _, hot = ctx.rows(oracle._kv_layer(), which, seq)
         want = np.stack([getattr(r, f"{which}_{oracle._tier(q, r)}") for r in oracle.rows(seq)])
-        close = np.isclose(rows, want, rtol=2e-3, atol=1e-4)
+        close = np.isclose(rows, want, rtol=2e-3, atol=1e-3)
         assert close[hot].all(), f"hot {which} rows differ from the F16 values"
         assert close.mean() > 0.995, f"{which}: {(~close).mean():.2%} of elements are not the quantised value"
