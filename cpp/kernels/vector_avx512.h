@@ -60,14 +60,13 @@ struct avx512 {
         }
     }
 
+    // The 16 values of a block are looked up in a register: the index is the low nibble of each dword.
     static void q4_0(const void * block, float * out) {
+        const V       values = mul(set(scale_of(block)), _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7));
         const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i *>(static_cast<const char *>(block) + 2));
-        const V       d = set(scale_of(block));
         const __m512i n = _mm512_cvtepu8_epi32(x);
-        const __m512i m = _mm512_set1_epi32(15);
-        const __m512i e = _mm512_set1_epi32(8);
-        store(out, mul(d, _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_and_si512(n, m), e))));
-        store(out + 16, mul(d, _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_srli_epi32(n, 4), e))));
+        store(out, _mm512_permutexvar_ps(n, values));
+        store(out + 16, _mm512_permutexvar_ps(_mm512_srli_epi32(n, 4), values));
     }
 
     // out[j * out_stride + i] = in[i * in_stride + j] for 16 x 16

@@ -154,6 +154,18 @@ _KEYS = {
     "attention": "attention",
 }
 _KNOWN_KEYS = "cold, " + ", ".join(_KEYS)
+
+# Chosen from docs/benchmarks.md, which has the numbers and the reasons.
+PRESETS: dict[str, dict[str, Any]] = {
+    "compact": {},
+    "balanced": {"cold_type_k": "q8_0", "quantization_threshold": 128, "group_size": 32},
+    "quality": {
+        "cold_type_k": "q8_0",
+        "cold_type_v": "q8_0",
+        "quantization_threshold": 256,
+        "group_size": 32,
+    },
+}
 _KNOWN_NAMES = "mixed, " + ", ".join(UNIFORM_TYPES)
 
 
@@ -163,7 +175,8 @@ def parse_kv(kv: str | KVSetting) -> KVSetting:
     Specs: "mixed" (the defaults of `MixedKVConfig`), and with other values
     "mixed:cold_k=q8_0,cold_v=q4_0,threshold=256,group=32,sinks=4"; "cold=q8_0" sets both cold types.
     A type such as "f16" or "q8_0" is llama.cpp's uniform cache of it, "q8_0/q4_0" one with another
-    type for V. Each takes "attention=" too. Case does not matter. `str()` of the result reads back
+    type for V. Each takes "attention=" too. "mixed:compact", "mixed:balanced" and "mixed:quality" are presets
+    to start from, as in "mixed:quality,sinks=8". Case does not matter. `str()` of the result reads back
     as the same setting.
 
     Raises:
@@ -177,6 +190,10 @@ def parse_kv(kv: str | KVSetting) -> KVSetting:
     if not isinstance(kv, str):
         raise TypeError(f"kv={kv!r}: use a spec such as 'mixed' or 'q8_0', or a MixedKVConfig")
     name, colon, rest = kv.lower().replace(" ", "").partition(":")
+    preset, _, more = rest.partition(",")
+    if name == "mixed" and preset in PRESETS:
+        options = _parse_options(kv, more) if more else {}
+        return MixedKVConfig(**{**PRESETS[preset], **_mixed_fields(kv, options)})
     options = _parse_options(kv, rest) if colon else {}
     if name == "mixed":
         return MixedKVConfig(**_mixed_fields(kv, options))

@@ -104,6 +104,8 @@ def check_rows(ctx: Ctx, oracle: Oracle, seq: int = 0) -> None:
     for which in "kv":
         rows, _, hot = ctx.rows(oracle._kv_layer(), which, seq)
         want = np.stack([getattr(r, f"{which}_{oracle._tier(q, r)}") for r in oracle.rows(seq)])
-        close = np.isclose(rows, want, rtol=2e-3, atol=1e-3)
+        # F16 rounds twice or more in a row that was moved; a step of Q4_0 is a sixteenth of the largest
+        # element
+        close = np.abs(rows - want) < 2e-3 * np.abs(want).max()
         assert close[hot].all(), f"hot {which} rows differ from the F16 values"
         assert close.mean() > 0.995, f"{which}: {(~close).mean():.2%} of elements are not the quantised value"

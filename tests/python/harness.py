@@ -69,9 +69,10 @@ class InitError(RuntimeError):
 
 
 class Model:
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, extra_buffers: bool = True) -> None:
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = 0
+        params.use_extra_bufts = extra_buffers  # repacked weights, AMX
         model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
         if not model:
             raise RuntimeError(f"cannot load {path}")

@@ -51,7 +51,9 @@ def stored(x: np.ndarray, kind: str) -> np.ndarray:
 
 
 def on_a_step(x: np.ndarray, margin: float = 1e-4) -> bool:
-    """Whether an element lies within `margin` steps of where Q4_0 (quantize_row_q4_0_ref) changes its level."""
+    """Whether an element lies within `margin` steps of where Q4_0 (quantize_row_q4_0_ref) changes its
+    level.
+    """
     blocks = x.reshape(-1, 32)
     top = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1, keepdims=True), axis=1)
     level = blocks / (top / -8) + 8.5
@@ -247,13 +249,25 @@ class Oracle:
             for r in stream:
                 r.held = r.held and any(self.kv.is_hot(last[seq], r.pos) for seq in r.seqs)
 
+    def restored(self, seq: int = -1) -> None:
+        """What a state brings back: of the rows still held, those in the hot set of the sequence's last
+        token.
+        """
+        streams = range(self.n_stream) if seq < 0 else [self._index(seq)]
+        others = [r for s in streams for r in self.streams[s] if r.held and seq >= 0 and seq not in r.seqs]
+        self.release(streams)
+        for r in others:
+            r.held = True
+
     def set_window(self, threshold: int, group: int, sinks: int) -> None:
         assert isinstance(self.kv, Mixed)
         self.kv = self.kv.with_(threshold=threshold, group=group, sinks=sinks)
         self.release(range(self.n_stream))
 
     def settle(self) -> None:
-        """Turns the keys of moved rows and quantises them again: at the next decode, or when the cache is read."""
+        """Turns the keys of moved rows and quantises them again: at the next decode, or when the cache
+        is read.
+        """
         for r in (r for stream in self.streams for r in stream if r.shift):
             for tier, kind in (("k_hot", "f16"), ("k_cold", self.kv.k)):
                 k = rope(rotate(getattr(r, tier), self.rot_k), r.shift, self.shape.rope)

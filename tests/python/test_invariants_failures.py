@@ -74,4 +74,3 @@ def test_abort_in_the_middle(open_pair, attention: str, name: str, n_calls: int)
     for i in range(3):
         assert_same(ctx, oracle, tokens[200 + 10 * i : 210 + 10 * i])
         check_books(ctx, oracle)
-

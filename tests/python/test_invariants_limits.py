@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 import zoo
 from harness import Mixed, Uniform, prompt, rel_rms
 

@@ -97,6 +97,8 @@ class Player:
         data = self.ctx.save()
         self.ctx.clear()
         assert self.ctx.load(data) == len(data)
+        if isinstance(self.other, Oracle):
+            self.other.restored()
 
     def on_sequence_away_and_back(self, seq: int) -> None:
         if any(self.shares(seq)) or self.ctx.pos_max(seq) < 0:
@@ -105,6 +107,8 @@ class Player:
         data = self.ctx.save_seq(seq)
         self.ctx.rm(seq)
         assert self.ctx.load_seq(data, seq) == len(data)
+        if isinstance(self.other, Oracle):
+            self.other.restored(seq)
 
 
 def fuzz(examples: int):

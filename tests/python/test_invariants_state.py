@@ -57,9 +57,13 @@ def test_one_sequence(open_ctx, attention: str, name: str) -> None:
     assert rel_rms(away.decode(part), stayed.decode(part)) < ROUNDING
 
 
-@pytest.mark.parametrize("kv", [Uniform(), KV.with_(attention="merged"), KV.with_(attention="fused")], ids=repr)
-def test_bit_identical_to_never_having_left(open_ctx, kv: Uniform | Mixed) -> None:
-    """As llama.cpp's own cache: the next tokens' logits are the same bits, so a restored chat says the same."""
+CACHES = {"f16": Uniform(), "merged": KV.with_(attention="merged"), "fused": KV.with_(attention="fused")}
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_bit_identical_to_never_having_left(open_ctx, cache: str) -> None:
+    """As llama.cpp's own cache: the next logits are the same bits, so a restored chat says the same."""
+    kv = CACHES[cache]
     for whole in (True, False):
         stayed, away = open_ctx("llama-64", kv), open_ctx("llama-64", kv)
         stayed.decode(tokens[:70])
@@ -206,7 +210,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import mixedkv
 import numpy as np
-from harness import Ctx, Mixed, Model, prompt
+from harness import Ctx, DecodeError, Mixed, Model, prompt
 from checks import check_books
 model = Model(sys.argv[2])
 kv = Mixed(threshold=8, group=4, sinks=1)
@@ -221,7 +225,10 @@ with Ctx(model, kv, n_ctx=256) as ctx:
             if ctx.load_seq(bad) == 0:
                 refused += 1
             else:
-                ctx.decode([5], logits_at="last")
+                try:
+                    ctx.decode([5], logits_at="last")
+                except DecodeError:
+                    pass  # positions may have been damaged
             ctx.clear()
     got = ctx.decode(prompt(12))
     check_books(ctx)

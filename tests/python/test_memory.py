@@ -67,7 +67,8 @@ with Ctx(model, kv, n_ctx=65536, n_ubatch=32) as ctx:
 
 
 def test_process_memory_agrees(zoo_path) -> None:
-    """Written from end to end, the caches take from the system what they say: F16 and mixed differ as reported.
+    """Written from end to end, the caches take from the system what they say: F16 and mixed differ as
+    reported.
 
     The context's other buffers are in the difference: those of the merged view would show.
     """

@@ -36,8 +36,8 @@ def test_full_attention_layers_are_mixed(open_ctx, name: str, attention: str) ->
 
 @pytest.mark.parametrize("name", zoo.SUPPORTED)
 def test_better_than_uniform_for_recent_tokens(open_ctx, name: str, attention: str) -> None:
-    """A generation with a mixed cache is nearer to F32 than one with the uniform cold cache; not by much where
-    sliding-window layers, which keep the cold type, make up half of the model.
+    """A generation with a mixed cache is nearer to F32 than one with the uniform cold cache; not by much
+    where sliding-window layers, which keep the cold type, make up half of the model.
     """
     tokens = prompt(120)
 

@@ -24,10 +24,11 @@ def journal(seed: int, n_sentences: int, fact_at: slice) -> tuple[str, str, str]
     """
     r = random.Random(f"held out {seed}")
     world, sentences, answers = corpus.World(r), [], []
+    first, last, _ = fact_at.indices(n_sentences)
     for i in range(n_sentences):
-        fact = world.fact() if r.random() < 0.4 else None
+        fact = world.fact() if r.random() < 0.4 or i == first else None
         sentences.append(fact[0] if fact else corpus.filler(r))
-        if fact and i in range(n_sentences)[fact_at]:
+        if fact and first <= i < last:
             answers.append(fact)
     _, question, answer = r.choice(answers)
     text = TURN.format(" ".join(sentences)) + "I have noted that.<|end|>" + TURN.format(question)
@@ -41,7 +42,13 @@ def ask() -> Iterator:
 
     def ask_(kv: object, prompts: list[str]) -> list[str]:
         if kv not in models:
-            options = {"n_ctx": N_CTX, "n_threads": 2, "verbose": False, "flash_attn": True}
+            options = {
+                "n_ctx": N_CTX,
+                "n_threads": 1,
+                "n_threads_batch": 1,
+                "flash_attn": True,
+                "verbose": False,
+            }
             models[kv] = Llama(str(bundled.model_path()), kv=kv, **options)
         answers = []
         for prompt in prompts:
@@ -57,18 +64,18 @@ def ask() -> Iterator:
 
 def test_facts_within_the_window_read_as_f16(ask) -> None:
     """The whole prompt fits the window; then one whose facts do, with older text in the cold region."""
-    recent = [journal(seed, 18, slice(0, None)) for seed in range(8)]
-    late = [journal(seed, 40, slice(30, None)) for seed in range(8)]
+    recent = [journal(seed, 18, slice(0, None)) for seed in range(6)]
+    late = [journal(seed, 40, slice(30, None)) for seed in range(6)]
     kv = MixedKVConfig(quantization_threshold=448, group_size=32)
     prompts = [text for text, _, _ in recent + late]
     mixed, f16 = ask(kv, prompts), ask("f16", prompts)
     assert mixed == f16
     right = sum(answer == want for answer, (_, _, want) in zip(mixed, recent + late, strict=True))
-    assert right >= 14, "the model does not know its facts: the test would show nothing"
+    assert right >= 10, "the model does not know its facts: the test would show nothing"
 
 
 def test_facts_in_the_cold_region_are_recalled_as_by_the_cold_type(ask) -> None:
-    cases = [journal(100 + seed, 45, slice(0, 20)) for seed in range(12)]
+    cases = [journal(100 + seed, 45, slice(0, 20)) for seed in range(10)]
     prompts = [text for text, _, _ in cases]
 
     def right(kv: object) -> int:
@@ -76,11 +83,10 @@ def test_facts_in_the_cold_region_are_recalled_as_by_the_cold_type(ask) -> None:
 
     mixed = right(MixedKVConfig(quantization_threshold=64, group_size=32, sink_tokens=4))
     assert mixed >= right("q4_0") - 1
-    assert mixed >= 9
+    assert mixed >= 8
 
 
-def test_the_command_lines_settings_agree(ask) -> None:
-    """kv="mixed" with its defaults, as `mixedkv run --kv mixed` has it."""
-    cases = [journal(200 + seed, 3, slice(0, None)) for seed in range(6)]
-    prompts = [text for text, _, _ in cases]
-    assert ask("mixed", prompts) == ask("f16", prompts)
+def test_a_spec_says_the_same_as_a_config(ask) -> None:
+    """As `mixedkv run --kv mixed:...` has it."""
+    prompts = [journal(200 + seed, 18, slice(0, None))[0] for seed in range(4)]
+    assert ask("mixed:threshold=448,group=32", prompts) == ask("f16", prompts)

@@ -35,7 +35,6 @@ class Shape:
     kv_layers: tuple[int, ...] = (0, 1)  # full-attention layers that own a KV cache
     swa_layers: tuple[int, ...] = ()
     rope: str = "norm"  # "norm": pairs of neighbours, "neox": halves, "none"
-    tail_rm: bool = True  # the tail of a sequence may be removed (a recurrent state cannot go back)
 
 
 @dataclass
@@ -400,7 +399,6 @@ _SUPPORTED: list[tuple[Shape, _Maker]] = [
             n_head_kv=1,
             kv_layers=(1, 3),
             rope="neox",
-            tail_rm=False,
         ),
         _lfm2,
     ),

@@ -26,6 +26,7 @@ os.dup2(2, 1)  # what the library prints is no answer
 
 def main() -> None:
     import llama_cpp
+
     from mixedkv.bench.engine import Model
     from mixedkv.bench.settings import make_settings
     from mixedkv.bench.speed import Local, Work

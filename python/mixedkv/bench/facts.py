@@ -21,7 +21,7 @@ def of_context(context: Context) -> dict[str, Any]:
 
 
 def attention(context: Context) -> str:
-    """ "fused", "merged", or "llama.cpp" for its own attention; a mixture is named by parts, joined by "+"."""
+    """Who reads the rows: "fused", "merged" or "llama.cpp"; where layers differ, names joined by "+"."""
     from mixedkv import _core
 
     layers = _core.layers(context.address)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,9 @@ def measure(
     budget: int,
     threads: int,
     progress: Progress,
-) -> Iterator[Row]:
-    """One row per setting and context, each measured in a process of its own."""
+    add: Callable[[Row], None],
+) -> None:
+    """Add one row per setting and context, each measured in a process of its own."""
     progress.add(len(settings) * len(contexts))
     for n_ctx in contexts:
         for setting in settings:
@@ -48,7 +50,7 @@ def measure(
                 "budget_bytes": budget,
                 "longest_n_ctx": longest_context(shape, setting.kv, budget),
             }
-            yield row | _in_child(model, setting, n_ctx, threads)
+            add(row | _in_child(model, setting, n_ctx, threads))
             progress.step()
 
 
@@ -93,10 +95,8 @@ def _child(path: str, spec: str, flash: str, n_ctx: str, threads: str) -> Row:
 
 
 def _clear_peak() -> None:
-    try:
+    with contextlib.suppress(OSError):  # no Linux, or not allowed: the peak then includes the filling
         Path("/proc/self/clear_refs").write_text(_CLEAR_PEAK)
-    except OSError:
-        pass  # no Linux, or not allowed: the peak then includes the filling
 
 
 def _peak_rss() -> int:

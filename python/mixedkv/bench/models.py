@@ -3,7 +3,7 @@
     python -m mixedkv.bench.models random.gguf
 
 By default it has 4 layers of width 1024 with 16 query heads over 4 KV heads of size 128, in F16: the shape
-of a layer of today's small models, in a file of 130 MB.
+of a layer of a small model of today, in a file of 107 MiB.
 """
 
 from __future__ import annotations
@@ -110,7 +110,9 @@ def _add_vocabulary(writer: gguf.GGUFWriter) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m mixedkv.bench.models", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m mixedkv.bench.models", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("path", type=Path, metavar="FILE")
     for key, value in RandomModel.__dataclass_fields__.items():
         parser.add_argument(f"--{key.replace('_', '-')}", type=int, default=value.default, metavar="N")

@@ -98,16 +98,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--flash-attn", choices=("both", "on", "off"), default="both", help="where it is a choice (both)"
     )
     parser.add_argument("--depths", metavar="N,N", type=depths, help="tokens before the measured ones")
-    parser.add_argument("--n-ctx", metavar="N", type=number(_MIN_CTX), help="context of quality and recall (4096)")
+    parser.add_argument(
+        "--n-ctx", metavar="N", type=number(_MIN_CTX), help="context of quality and recall (4096)"
+    )
     parser.add_argument("--threads", metavar="N", type=number(1), help="CPU threads (all)")
-    parser.add_argument("--repeats", metavar="N", type=number(1), default=5, help="rounds, documents, journals (5)")
-    parser.add_argument("--n-prompt", metavar="N", type=number(1), default=512, help="tokens of a prompt (512)")
+    parser.add_argument(
+        "--repeats", metavar="N", type=number(1), default=5, help="rounds, documents, journals (5)"
+    )
+    parser.add_argument(
+        "--n-prompt", metavar="N", type=number(1), default=512, help="tokens of a prompt (512)"
+    )
     parser.add_argument("--n-gen", metavar="N", type=number(1), default=32, help="tokens generated (32)")
     parser.add_argument("--fill", choices=FILLS, default="auto", help="how a depth is reached (auto)")
     parser.add_argument("--mode", choices=(*quality.MODES, "both"), default="both", help="of quality (both)")
     parser.add_argument("--text", metavar="FILE", help="text for quality (a sample for the bundled model)")
     parser.add_argument("--budget", metavar="SIZE", type=size, help="memory for the cache, e.g. 2GiB")
-    parser.add_argument("--peer", action="store_true", help="speed of the stock llama_cpp too, in a subprocess")
+    parser.add_argument(
+        "--peer", action="store_true", help="speed of the stock llama_cpp too, in a subprocess"
+    )
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the rows")
     parser.add_argument("--plot", metavar="DIR", type=Path, help="write pictures (needs matplotlib)")
 
@@ -147,7 +155,7 @@ def _depths(asked: tuple[int, ...] | None, n_new: int, longest: int) -> tuple[in
         return tuple(depth for depth in _DEPTHS if depth + n_new <= longest) or (0,)
     if max(asked) + n_new > longest:
         raise ValueError(
-            f"--depths {max(asked)} and {n_new} tokens after it are more than the context of {longest} tokens: "
+            f"--depths {max(asked)} with {n_new} tokens after it is beyond the context of {longest} tokens: "
             f"use at most {longest - n_new}, or a larger --n-ctx"
         )
     return asked

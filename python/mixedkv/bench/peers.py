@@ -7,6 +7,7 @@ others are timed: its settings take their turns in the same rounds. `python -m m
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -74,15 +75,18 @@ class Peer:
 
     def _why_dead(self) -> str:
         code = self._process.wait()
-        return f"the stock llama_cpp died of signal {-code}" if code < 0 else f"the peer ended with status {code}"
+        return (
+            f"the stock llama_cpp died of signal {-code}"
+            if code < 0
+            else f"the peer ended with status {code}"
+        )
 
     def close(self) -> None:
         """The end of its input ends the peer."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(OSError):
             self._process.stdin.close()
-        except OSError:
-            pass
         self._process.stdout.close()
         self._process.wait()
 
@@ -101,14 +105,12 @@ class PeerRunner:
         return answer["prompt"], answer["generated"]
 
     def close(self) -> None:
-        try:
+        with contextlib.suppress(CannotRunError):  # a dead peer has closed everything
             self._peer.ask(do="close", id=self._id)
-        except CannotRunError:
-            pass  # a dead peer has closed everything
 
 
 def _would_crash(model: ModelFile) -> bool:
-    """llama.cpp as GCC before 13 builds it dies where AMX repacks quantised weights; our patches mend that."""
+    """Built by GCC before 13, llama.cpp dies where AMX repacks quantised weights; our patches mend that."""
     plain = (0, 1, 32)  # general.file_type: F32, F16, BF16
     cpu = Path("/proc/cpuinfo")
     has_amx = cpu.exists() and " amx_int8" in cpu.read_text()

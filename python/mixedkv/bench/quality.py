@@ -6,9 +6,10 @@ per position are kept, so memory does not grow with the text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -36,16 +37,18 @@ def measure(
     modes: Sequence[str],
     threads: int,
     progress: Progress,
-) -> Iterator[Row]:
-    """One row per setting and mode, the reference against itself first.
+    add: Callable[[Row], None],
+) -> None:
+    """Add one row per setting and mode, the reference against itself first.
 
     Every document is one sequence of `n_ctx` tokens. "batch" decodes it in micro-batches, "token" one token
-    at a time, so that a row is computed from rows that went through the cache before.
+    at a time, so that a row is computed from rows that went through the cache before. What was measured is
+    added also when this is interrupted.
     """
     n_ctx = len(documents[0])
     progress.add(len(modes) * len(documents) * n_ctx)
     for mode in modes:
-        yield from _measure_mode(model, settings, documents, mode, threads, progress)
+        _measure_mode(model, settings, documents, mode, threads, progress, add)
 
 
 def _measure_mode(
@@ -55,7 +58,8 @@ def _measure_mode(
     mode: str,
     threads: int,
     progress: Progress,
-) -> Iterator[Row]:
+    add: Callable[[Row], None],
+) -> None:
     n_ctx = len(documents[0])
     with ExitStack() as stack:
 
@@ -76,7 +80,7 @@ def _measure_mode(
                 _read(reference, tests, document, mode, progress, f"quality, {mode}")
         finally:
             for i, test in enumerate(tests):
-                yield _row(test, mode, n_ctx, threads, control=i == 0)
+                add(_row(test, mode, n_ctx, threads, control=i == 0))
 
 
 @dataclass
@@ -145,7 +149,7 @@ _KLD, _NLL_WANT, _NLL_GOT, _SAME_TOP, _P_CHANGE = range(5)
 def _compare(
     want: npt.NDArray[np.float64], got: npt.NDArray[np.float64], following: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.float64]:
-    """Per position [n, 5]: KL divergence, both negative log-likelihoods, equal top-1, change of probability."""
+    """Per position [n, 5]: KL divergence, both negative log-likelihoods, same top-1, change of p."""
     p = np.exp(want)
     rows = np.arange(len(following))
     next_want, next_got = want[rows, following], got[rows, following]
@@ -206,7 +210,7 @@ def _by_position(
     kept: npt.NDArray[np.float64], at: npt.NDArray[np.int64], n_ctx: int
 ) -> Iterator[dict[str, float]]:
     edges = [edge for edge in _EDGES if edge < n_ctx] + [n_ctx]
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in pairwise(edges):
         summary = _summary(kept[(at >= low) & (at < high)])
         if summary["n_positions"]:
             keys = ("n_positions", "kld_mean", "kld_median", "ppl_ratio", "same_top1")

@@ -6,7 +6,7 @@ word for word the one the model was taught.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,8 +78,9 @@ def measure(
     n_ctx: int,
     threads: int,
     progress: Progress,
-) -> Iterator[Row]:
-    """One row per setting, the reference first."""
+    add: Callable[[Row], None],
+) -> None:
+    """Add one row per setting, the reference first."""
     progress.add((1 + len(settings)) * len(cases))
     want: _Answers | None = None
     for setting in (REFERENCE, *settings):
@@ -94,7 +95,7 @@ def measure(
         try:
             context = Context(model, setting, n_ctx=n_ctx, threads=threads)
         except CannotRunError as error:
-            yield row | {"error": str(error)}
+            add(row | {"error": str(error)})
             progress.step(len(cases))
             continue
         answers = _Answers([], [])
@@ -109,7 +110,7 @@ def measure(
         finally:
             context.close()
             want = want or answers
-            yield row | _summary(answers, want, setting)
+            add(row | _summary(answers, want, setting))
 
 
 def _answer(context: Context, case: Case, answers: _Answers) -> None:

@@ -1,4 +1,4 @@
-"""Text for the bundled model, the same on every machine: journals of facts, and questions with known answers."""
+"""Text for the bundled model, the same on every machine: journals of facts, questions with known answers."""
 
 from __future__ import annotations
 

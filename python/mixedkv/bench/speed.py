@@ -8,7 +8,7 @@ same restored state, hot rows included: the steady state of a cache that has bee
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -57,13 +57,19 @@ class Local:
         CannotRunError: the model cannot run it at this depth.
     """
 
-    def __init__(self, model: Model, setting: Setting, work: Work) -> None:
-        self._work = work
-        self._context = Context(model, setting, n_ctx=work.n_ctx, threads=work.threads)
+    def __init__(
+        self,
+        model: Model,
+        setting: Setting,
+        work: Work,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._clock = clock
+        self.context = Context(model, setting, n_ctx=work.n_ctx, threads=work.threads)
         try:
-            self._fill = make_fill(self._context, work.depth, work.fill)
+            self._fill = make_fill(self.context, work.depth, work.fill)
         except BaseException:
-            self._context.close()
+            self.context.close()
             raise
         self.facts: Row = {"fill": self._fill.kind}
         self._prompt = model.random_tokens(work.n_prompt, seed=2)
@@ -71,19 +77,21 @@ class Local:
 
     def measure(self) -> tuple[float, float]:
         self._fill.restore()
-        start = time.perf_counter()
+        start = self._clock()
         for i in range(0, len(self._prompt), MICRO_BATCH):
-            self._context.decode(self._prompt[i : i + MICRO_BATCH])
-        prompt = time.perf_counter() - start
+            self.context.decode(self._prompt[i : i + MICRO_BATCH])
+        prompt = self._clock() - start
         self._fill.restore()
-        self._context.decode(self._tokens[:1])  # the restored rows are in the caches of the CPU: read them once
-        start = time.perf_counter()
+        self.context.decode(
+            self._tokens[:1]
+        )  # the restored rows are in the caches of the CPU: read them once
+        start = self._clock()
         for i in range(1, len(self._tokens)):
-            self._context.decode(self._tokens[i : i + 1])
-        return prompt, time.perf_counter() - start
+            self.context.decode(self._tokens[i : i + 1])
+        return prompt, self._clock() - start
 
     def close(self) -> None:
-        self._context.close()
+        self.context.close()
 
 
 @dataclass
@@ -104,15 +112,19 @@ class Opener(Protocol):
     def __call__(self, setting: Setting, work: Work) -> Runner: ...
 
 
+Entry = tuple[Setting, str, Opener]  # a setting, the name of its engine, and who makes its runner
+
+
 def measure(
-    lanes: Sequence[tuple[Setting, str, Opener]],
+    lanes: Sequence[Entry],
     works: Sequence[Work],
     repeats: int,
     progress: Progress,
-) -> Iterator[Row]:
-    """One row per lane and depth; `lanes` are settings with the name of their engine and its opener.
+    add: Callable[[Row], None],
+) -> None:
+    """Add one row per lane and depth.
 
-    Yields what was measured also when it is interrupted.
+    What was measured is added also when this is interrupted.
     """
     progress.add(len(works) * len(lanes) * (repeats + 1))
     for work in works:
@@ -123,7 +135,8 @@ def measure(
                     _open(lane, open_, work, stack, progress)
                 _take_turns(running, work, repeats, progress)
         finally:
-            yield from _rows(running, work)
+            for row in _rows(running, work):
+                add(row)
 
 
 def _open(lane: Lane, open_: Opener, work: Work, stack: ExitStack, progress: Progress) -> None:
@@ -137,7 +150,7 @@ def _open(lane: Lane, open_: Opener, work: Work, stack: ExitStack, progress: Pro
 
 
 def _take_turns(lanes: Sequence[Lane], work: Work, repeats: int, progress: Progress) -> None:
-    """The first round only warms up. Every other round goes backwards, so that no lane is always after another."""
+    """The first round only warms up. Every other one goes backwards: no lane always follows another."""
     for no in range(repeats + 1):
         for lane in lanes[:: -1 if no % 2 else 1]:
             progress.show(f"speed at {work.depth}: {lane.setting.name}")
