@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <set>
 #include <vector>
 
 namespace mixedkv {
@@ -14,8 +15,11 @@ class hot_ring {
 
     hot_ring(uint32_t n_slots, uint32_t n_cells);
 
-    // Gives the cell a free slot; `none` when there is none. The cell must not hold one yet.
+    // Gives the cell the lowest free slot, so that where rows lie follows from which slots are in use and not from how
+    // that came about; `none` when there is none. The cell must not hold a slot yet.
     int32_t assign(uint32_t cell);
+    // The same with this slot, if it is free.
+    int32_t assign(uint32_t cell, uint32_t slot);
     void    release(uint32_t slot);
     void    clear();
 
@@ -29,9 +33,9 @@ class hot_ring {
     const std::vector<int32_t> & owners() const { return cells; }
 
   private:
-    std::vector<int32_t>  cells; // by slot
-    std::vector<int32_t>  slots; // by cell
-    std::vector<uint32_t> free;
+    std::vector<int32_t> cells; // by slot
+    std::vector<int32_t> slots; // by cell
+    std::set<uint32_t>   free;
 };
 
 } // namespace mixedkv

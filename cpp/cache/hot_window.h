@@ -19,6 +19,9 @@ struct hot_window {
     // First position of the recent window of a query at position q. Monotone in q; more than q when nothing is hot.
     int32_t begin(int32_t q) const {
         const int64_t n = int64_t(q) + 1; // tokens the query sees, itself included
+        if (threshold == 0) {
+            return q < INT32_MAX ? q + 1 : q;
+        }
         if (n <= threshold) {
             return 0;
         }
@@ -31,12 +34,15 @@ struct hot_window {
     bool contains(int32_t p, int32_t begin) const { return p >= begin || is_sink(p); }
 
     // Rows that one sequence can hold at a time.
-    uint32_t rows() const { return threshold + sink_tokens; }
+    uint64_t rows() const { return uint64_t(threshold) + sink_tokens; }
 
     // Empty, or the reason why the settings make no sense.
     std::string problem() const {
         if (group_size == 0) {
             return "group_size must be at least 1";
+        }
+        if (group_size > INT32_MAX || threshold > INT32_MAX || sink_tokens > INT32_MAX) {
+            return "quantization_threshold, group_size and sink_tokens must be positions, at most 2147483647";
         }
         if (threshold != 0 && threshold < group_size) {
             return "quantization_threshold " + std::to_string(threshold) + " is smaller than group_size " +

@@ -58,9 +58,10 @@ struct stream_plan {
     }
 
     void cut_keys(int64_t counters_left) {
-        n_chunks = few ? n_keys / few_chunk : std::min(n_keys / tile_chunk, tile_items / std::max<int64_t>(n_groups, 1));
-        n_chunks = n_groups > counters_left ? 1 : std::clamp<int64_t>(n_chunks, 1, max_chunks);
-        chunk    = std::max(round_up((n_keys + n_chunks - 1) / n_chunks, key_alignment), key_alignment);
+        n_chunks =
+            few ? n_keys / few_chunk : std::min(n_keys / tile_chunk, tile_items / std::max<int64_t>(n_groups, 1));
+        n_chunks    = n_groups > counters_left ? 1 : std::clamp<int64_t>(n_chunks, 1, max_chunks);
+        chunk       = std::max(round_up((n_keys + n_chunks - 1) / n_chunks, key_alignment), key_alignment);
         most_chunks = n_chunks;
         n_chunks    = std::max<int64_t>((n_keys + chunk - 1) / chunk, 1);
     }
@@ -75,10 +76,10 @@ struct stream_plan {
 // Walks over the streams; positions only move forward, as tickets do.
 struct plan_cursor {
     const attention_args * streams;
-    int                    stream = 0;
-    int64_t                item   = 0; // first item of the stream
+    int                    stream  = 0;
+    int64_t                item    = 0; // first item of the stream
     int64_t                counter = 0;
-    size_t                 offset = 0;
+    size_t                 offset  = 0;
     stream_plan            plan;
 
     explicit plan_cursor(const attention_args * s) :
@@ -147,7 +148,7 @@ isa_choice choose_isa() {
     }
     if (force && !found) {
         choice.kernels = attention_scalar();
-        choice.error   = "MIXEDKV_ISA=" + std::string(name) + " cannot be used on this machine; available: " + available +
+        choice.error = "MIXEDKV_ISA=" + std::string(name) + " cannot be used on this machine; available: " + available +
                        "; unset it to use the fastest";
     }
     return choice;
@@ -185,7 +186,7 @@ size_t attention_scratch_bytes(const attention_args * streams, int n_streams) {
 }
 
 void attention_run(const attention_args * streams, int n_streams, void * scratch, int ith, int nth) {
-    (void) ith;
+    (void)ith;
     if (n_streams <= 0) {
         return;
     }

@@ -1,6 +1,7 @@
 // Attention over key and value rows of several types, for CPUs. No ggml or llama header.
 //
-//   out[i, h] = softmax_j( cap(scale * q[i, h] . k[j, g(h)]) + slope(h) * mask[i, j] ) v[j, g(h)],   g(h) = h / (n_head/n_head_kv)
+//   out[i, h] = softmax_j( cap(scale * q[i, h] . k[j, g(h)]) + slope(h) * mask[i, j] ) v[j, g(h)],   g(h) = h /
+//   (n_head/n_head_kv)
 //
 // as ggml_flash_attn_ext defines it: mask values are added after the soft-cap (-inf hides a key), sinks add
 // exp(sink[h]) to the denominator only, ALiBi slopes follow max_alibi_bias. A query that sees no key gives zeros.

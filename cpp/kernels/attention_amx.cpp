@@ -1,3 +1,5 @@
+// AMX for prefill of all types and for decode over q8_0 and q4_0 rows; AVX-512 for the rest.
+
 #include "kernel.h"
 
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__GFNI__)

@@ -66,13 +66,13 @@ bool cpu_has_avx2() {
 
 bool cpu_has_avx512() {
     return cpu_has_avx2() && os_saves({ 5, 6, 7 }) && bits(cpuid(7, 0).ebx, { 16, 17, 30, 31 }) && // F, DQ, BW, VL
-           bits(cpuid(7, 0).ecx, { 1, 11 });                                                      // VBMI, VNNI
+           bits(cpuid(7, 0).ecx, { 1, 11 });                                                       // VBMI, VNNI
 }
 
 bool cpu_has_amx() {
-    return cpu_has_avx512() && bits(cpuid(7, 1).eax, { 5 }) &&  // AVX512_BF16
-           bits(cpuid(7, 0).ecx, { 8 }) &&                      // GFNI
-           bits(cpuid(7, 0).edx, { 22, 24, 25 }) &&             // AMX_BF16, AMX_TILE, AMX_INT8
+    return cpu_has_avx512() && bits(cpuid(7, 1).eax, { 5 }) && // AVX512_BF16
+           bits(cpuid(7, 0).ecx, { 8 }) &&                     // GFNI
+           bits(cpuid(7, 0).edx, { 22, 24, 25 }) &&            // AMX_BF16, AMX_TILE, AMX_INT8
            os_saves({ 17, 18 }) && amx_permitted();
 }
 #else

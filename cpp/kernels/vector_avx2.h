@@ -50,16 +50,16 @@ struct avx2 {
 
     // 2^x with a relative error below 2e-7; 0 below -126.
     static V exp2(V x) {
-        const V floor = set(-126.0f);
-        const V live  = _mm256_cmp_ps(x, floor, _CMP_GE_OQ);
-        x             = _mm256_max_ps(x, floor);
-        const V n     = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-        const V f     = _mm256_sub_ps(x, n);
-        V       p     = _mm256_fmadd_ps(f, set(0.0013276470f), set(0.0096755410f));
-        p             = _mm256_fmadd_ps(p, f, set(0.0555071346f));
-        p             = _mm256_fmadd_ps(p, f, set(0.2402212024f));
-        p             = _mm256_fmadd_ps(p, f, set(0.6931469440f));
-        p             = _mm256_fmadd_ps(p, f, set(1.0f));
+        const V floor   = set(-126.0f);
+        const V live    = _mm256_cmp_ps(x, floor, _CMP_GE_OQ);
+        x               = _mm256_max_ps(x, floor);
+        const V n       = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        const V f       = _mm256_sub_ps(x, n);
+        V       p       = _mm256_fmadd_ps(f, set(0.0013276470f), set(0.0096755410f));
+        p               = _mm256_fmadd_ps(p, f, set(0.0555071346f));
+        p               = _mm256_fmadd_ps(p, f, set(0.2402212024f));
+        p               = _mm256_fmadd_ps(p, f, set(0.6931469440f));
+        p               = _mm256_fmadd_ps(p, f, set(1.0f));
         const __m256i e = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
         return _mm256_and_ps(live, _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), e)));
     }

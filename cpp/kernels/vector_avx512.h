@@ -20,19 +20,19 @@ struct avx512 {
     static V    set(float x) { return _mm512_set1_ps(x); }
     static V    load(const float * p) { return _mm512_loadu_ps(p); }
     static void store(float * p, V v) { _mm512_storeu_ps(p, v); }
-    static V    load_half(const void * p) { return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i *>(p))); }
-    static V    add(V a, V b) { return _mm512_add_ps(a, b); }
-    static V    mul(V a, V b) { return _mm512_mul_ps(a, b); }
-    static V    div(V a, V b) { return _mm512_div_ps(a, b); }
-    static V    fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
-    static V    max(V a, V b) { return _mm512_max_ps(a, b); }
+    static V load_half(const void * p) { return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i *>(p))); }
+    static V add(V a, V b) { return _mm512_add_ps(a, b); }
+    static V mul(V a, V b) { return _mm512_mul_ps(a, b); }
+    static V div(V a, V b) { return _mm512_div_ps(a, b); }
+    static V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+    static V max(V a, V b) { return _mm512_max_ps(a, b); }
     static float sum(V v) { return _mm512_reduce_add_ps(v); }
     static float highest(V v) { return _mm512_reduce_max_ps(v); }
     // The sums of 4 vectors
     static void  sums(const V * v, float * out) {
-        const V ab   = add(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
-        const V cd   = add(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
-        const V abcd = add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee)); // in each lane
+        const V      ab   = add(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+        const V      cd   = add(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+        const V      abcd = add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee)); // in each lane
         const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
         _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
     }
@@ -62,7 +62,8 @@ struct avx512 {
 
     // The 16 values of a block are looked up in a register: the index is the low nibble of each dword.
     static void q4_0(const void * block, float * out) {
-        const V       values = mul(set(scale_of(block)), _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7));
+        const V values =
+            mul(set(scale_of(block)), _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7));
         const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i *>(static_cast<const char *>(block) + 2));
         const __m512i n = _mm512_cvtepu8_epi32(x);
         store(out, _mm512_permutexvar_ps(n, values));

@@ -32,7 +32,9 @@ struct neon {
     static V     max(V a, V b) { return vmaxq_f32(a, b); }
     static float sum(V v) { return vaddvq_f32(v); }
     // The sums of 4 vectors
-    static void sums(const V * v, float * out) { vst1q_f32(out, vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3]))); }
+    static void  sums(const V * v, float * out) {
+        vst1q_f32(out, vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3])));
+    }
     static float highest(V v) { return vmaxvq_f32(v); }
     static float scale_of(const void * block) { return half_at(block); }
 

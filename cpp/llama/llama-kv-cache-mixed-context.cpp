@@ -52,8 +52,17 @@ bool llama_kv_cache_mixed_context::apply() {
 
     // the ring's rows are written after the attention of the ubatch: its queries read what was there before
     owners.clear();
-    for (const uint32_t strm : sinfo.strm) {
-        owners.push_back(kv_mixed->get_ring(strm).owners());
+    for (uint32_t s = 0; s < sinfo.n_stream(); ++s) {
+        const auto & ring = kv_mixed->get_ring(sinfo.strm[s]);
+
+        owners.push_back(ring.owners());
+
+        // cells that a sliding window takes over hold another token from here on
+        for (const uint32_t cell : sinfo.idxs[s]) {
+            if (ring.slot_of(cell) >= 0) {
+                owners.back()[ring.slot_of(cell)] = mixedkv::hot_ring::none;
+            }
+        }
     }
 
     if (!llama_kv_cache_context::apply()) {
@@ -160,7 +169,10 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn(
         ggml_tensor * v_mla,
               float   kq_scale,
                 int   il) const {
-    ggml_tensor * res = kv_mixed->is_fused(il) && !kq_b && !v_mla ?
+    // models with either are refused when the context is made
+    GGML_ASSERT(!kq_b && !v_mla);
+
+    ggml_tensor * res = kv_mixed->is_fused(il) ?
         build_attn_fused(graph, q, k, v, kq_mask, sinks, kq_scale, il) :
         llama_kv_cache_context::build_attn(graph, q, k, v, kq_b, kq_mask, sinks, v_mla, kq_scale, il);
 

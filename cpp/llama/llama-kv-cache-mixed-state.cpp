@@ -3,6 +3,7 @@
 
 #include "llama-kv-cache-mixed.h"
 
+#include "llama-hparams.h"
 #include "llama-io.h"
 
 #include <stdexcept>
@@ -10,10 +11,21 @@
 static constexpr uint32_t RING_STATE_MAGIC   = 0x31564b4d; // "MKV1"
 static constexpr uint32_t RING_STATE_VERSION = 1;
 
+// upstream counts blocks as elements there and restores a part of each row
+static void check_flags(llama_state_seq_flags flags) {
+    if (flags & LLAMA_STATE_SEQ_FLAGS_ON_DEVICE) {
+        throw std::runtime_error("the state of a mixed KV cache cannot be kept on the device: leave LLAMA_STATE_SEQ_FLAGS_ON_DEVICE out");
+    }
+}
+
 void llama_kv_cache_mixed::state_write(llama_io_write_i & io, llama_seq_id seq_id, llama_state_seq_flags flags) const {
+    if (is_mixed()) {
+        check_flags(flags);
+    }
+
     llama_kv_cache::state_write(io, seq_id, flags);
 
-    if (has_ring()) {
+    if (is_mixed()) {
         ring_write(io, seq_id);
     }
 }
@@ -21,14 +33,16 @@ void llama_kv_cache_mixed::state_write(llama_io_write_i & io, llama_seq_id seq_i
 void llama_kv_cache_mixed::state_read(llama_io_read_i & io, llama_seq_id seq_id, llama_state_seq_flags flags) {
     slot_info_vec_t sinfos;
 
-    state_read_sinfo(io, seq_id, flags, &sinfos, nullptr);
-
-    if (!has_ring()) {
-        return;
-    }
-
     try {
-        ring_read(io, seq_id, sinfos);
+        if (is_mixed()) {
+            check_flags(flags);
+        }
+
+        state_read_sinfo(io, seq_id, flags, &sinfos, nullptr);
+
+        if (is_mixed()) {
+            ring_read(io, seq_id, sinfos);
+        }
     } catch (...) {
         io.discard();
         state_clear(seq_id);
@@ -42,9 +56,13 @@ std::vector<uint32_t> llama_kv_cache_mixed::saved_cells(uint32_t strm, llama_seq
     const auto & cells = v_cells[strm];
 
     for (uint32_t i = 0; i < cells.size(); ++i) {
-        if (!cells.is_empty(i) && (seq_id == -1 || cells.seq_has(i, seq_id))) {
-            res.push_back(i);
+        if (cells.is_empty(i) || (seq_id != -1 && !cells.seq_has(i, seq_id))) {
+            continue;
         }
+        if (seq_id != -1 && llama_hparams::is_masked_swa(n_swa, swa_type, cells.pos_get(i), cells.seq_pos_max(seq_id))) {
+            continue;
+        }
+        res.push_back(i);
     }
 
     return res;
@@ -55,7 +73,7 @@ void llama_kv_cache_mixed::ring_write(llama_io_write_i & io, llama_seq_id seq_id
 
     write_u32(RING_STATE_MAGIC);
     write_u32(RING_STATE_VERSION);
-    write_u32(ring_layers.size());
+    write_u32(layers.size());
 
     for (uint32_t strm = 0; strm < n_stream; ++strm) {
         const auto cells = saved_cells(strm, seq_id);
@@ -72,8 +90,9 @@ void llama_kv_cache_mixed::ring_write(llama_io_write_i & io, llama_seq_id seq_id
         }
 
         write_u32(ordinals.size());
-        for (const uint32_t ordinal : ordinals) {
-            write_u32(ordinal);
+        for (size_t i = 0; i < ordinals.size(); ++i) {
+            write_u32(ordinals[i]);
+            write_u32(slots[i]);
         }
 
         for (const auto & layer : ring_layers) {
@@ -92,7 +111,7 @@ void llama_kv_cache_mixed::ring_read(llama_io_read_i & io, llama_seq_id seq_id, 
         return value;
     };
 
-    if (read_u32() != RING_STATE_MAGIC || read_u32() != RING_STATE_VERSION || read_u32() != ring_layers.size()) {
+    if (read_u32() != RING_STATE_MAGIC || read_u32() != RING_STATE_VERSION || read_u32() != layers.size()) {
         throw std::runtime_error("failed to restore the KV cache: the state was not saved by this version's mixed cache");
     }
 
@@ -106,6 +125,11 @@ void llama_kv_cache_mixed::ring_read(llama_io_read_i & io, llama_seq_id seq_id, 
             throw std::runtime_error("failed to restore the KV cache: more F16 rows than tokens");
         }
 
+        if (n_hot > 0 && !has_ring()) {
+            throw std::runtime_error("failed to restore the KV cache: it was saved with F16 rows, and this cache has room for none "
+                    "(quantization_threshold and sink_tokens are 0)");
+        }
+
         const uint32_t strm = seq_id == -1 ? s : seq_to_stream[seq_id];
 
         std::vector<uint32_t> rows(n_hot);
@@ -117,9 +141,16 @@ void llama_kv_cache_mixed::ring_read(llama_io_read_i & io, llama_seq_id seq_id, 
             }
             next = ordinal + 1;
 
-            // a row that this cache's window does not hold goes where nobody reads
+            if (v_cells[strm].is_empty(sinfo.idxs[0][ordinal]) || rings[strm].slot_of(sinfo.idxs[0][ordinal]) >= 0) {
+                throw std::runtime_error("failed to restore the KV cache: an F16 row without a token of its own");
+            }
+
+            // the slot that it had: attention sums its rows in order of slots, so the next logits are the same bits
             const uint32_t cell = sinfo.idxs[0][ordinal];
-            const int32_t  slot = is_wanted(strm, cell) ? rings[strm].assign(cell) : mixedkv::hot_ring::none;
+            int32_t        slot = rings[strm].assign(cell, read_u32());
+            if (slot < 0) {
+                slot = rings[strm].assign(cell);
+            }
             rows[i] = slot >= 0 ? slot : get_trash_row();
         }
 
@@ -129,5 +160,7 @@ void llama_kv_cache_mixed::ring_read(llama_io_read_i & io, llama_seq_id seq_id, 
                 io.read_tensor(layer.v_stream[strm], row*layer.v->nb[1], layer.v->nb[1]);
             }
         }
+
+        release_unwanted(strm); // saved with a wider window than this cache has now
     }
 }

@@ -36,8 +36,8 @@ llama_kv_cache_mixed::llama_kv_cache_mixed(
     llama_kv_cache(model, hparams, type_k, type_v, v_trans, offload, unified, kv_size, n_seq_max, n_pad, n_swa, swa_type,
             mem_other, filter, reuse, share, name_tag), config(config) {
     // llama_kv_mixed_admit has refused these with a better message; they would break the assumptions below
-    if (v_trans || mem_other || hparams.is_mla() || swa_type != LLAMA_SWA_TYPE_NONE) {
-        throw std::runtime_error("the mixed KV cache needs flash attention and a full-attention cache of its own");
+    if (v_trans || mem_other || hparams.is_mla()) {
+        throw std::runtime_error("the mixed KV cache needs flash attention and rows of its own for K and V");
     }
 
     if (config.mixed) {
@@ -60,9 +60,11 @@ llama_kv_cache_mixed::llama_kv_cache_mixed(
                     std::to_string(layer.il) + " has it elsewhere: use attention 'merged', or offload_kqv = false");
         }
 
-        const bool fused = host && config.attention != MIXEDKV_ATTENTION_MERGED;
-        fused_nodes.push_back(fused ? std::make_unique<fused_node>() : nullptr);
+        fused.push_back(host && config.attention != MIXEDKV_ATTENTION_MERGED);
     }
+
+    scratch = std::make_unique<fused_scratch>();
+    begins.assign(n_seq_max, 0);
 }
 
 llama_kv_cache_mixed::~llama_kv_cache_mixed() = default;
@@ -197,6 +199,8 @@ void llama_kv_cache_mixed::release_dead() {
             }
         }
     }
+
+    dirty = true;
 }
 
 void llama_kv_cache_mixed::release_unwanted(uint32_t strm) {
@@ -208,18 +212,87 @@ void llama_kv_cache_mixed::release_unwanted(uint32_t strm) {
     }
 }
 
+void llama_kv_cache_mixed::release_left(uint32_t strm, const llama_ubatch & ubatch) {
+    const auto & cells = v_cells[strm];
+
+    for (uint32_t i = 0; i < ubatch.n_seqs_unq; ++i) {
+        const llama_seq_id seq_id = ubatch.seq_id_unq[i];
+        if (seq_to_stream[seq_id] != strm) {
+            continue;
+        }
+
+        const llama_pos begin = window.begin(cells.seq_pos_max(seq_id));
+        const auto &    rows  = cells.seq_pos_get(seq_id);
+
+        for (auto it = rows.lower_bound({ begins[seq_id], 0 }); it != rows.end() && it->first < begin; ++it) {
+            const int32_t slot = rings[strm].slot_of(it->second);
+            if (slot >= 0 && !is_wanted(strm, it->second)) {
+                rings[strm].release(slot);
+            }
+        }
+
+        begins[seq_id] = begin;
+    }
+}
+
+int32_t llama_kv_cache_mixed::assign_slot(uint32_t strm, uint32_t cell) {
+    auto & ring = rings[strm];
+
+    const int32_t res = ring.assign(cell);
+    if (res >= 0) {
+        return res;
+    }
+
+    // several tokens at one position: more rows are wanted than positions are in the window
+    const auto & cells = v_cells[strm];
+
+    uint32_t lowest = 0;
+    for (uint32_t slot = 1; slot < ring.n_slots(); ++slot) {
+        if (cells.pos_get(ring.cell_of(slot)) < cells.pos_get(ring.cell_of(lowest))) {
+            lowest = slot;
+        }
+    }
+
+    if (cells.pos_get(ring.cell_of(lowest)) > cells.pos_get(cell)) {
+        return mixedkv::hot_ring::none;
+    }
+
+    ring.release(lowest);
+
+    return ring.assign(cell);
+}
+
 std::vector<int64_t> llama_kv_cache_mixed::advance(const slot_info & sinfo, const llama_ubatch & ubatch) {
     std::vector<int64_t> res(ubatch.n_tokens, 0);
+
+    if (dirty) {
+        std::fill(begins.begin(), begins.end(), 0);
+        for (uint32_t strm = 0; strm < n_stream; ++strm) {
+            release_unwanted(strm);
+        }
+        dirty = false;
+    }
 
     for (uint32_t s = 0; s < sinfo.n_stream(); ++s) {
         const uint32_t strm = sinfo.strm[s];
 
-        release_unwanted(strm);
+        // a sliding window takes over cells that its queries no longer see
+        for (const uint32_t cell : sinfo.idxs[s]) {
+            if (rings[strm].slot_of(cell) >= 0) {
+                rings[strm].release(rings[strm].slot_of(cell));
+            }
+        }
 
-        // newest first: should slots run short (several tokens at one position), the oldest go without
-        for (uint32_t ii = sinfo.size(); ii-- > 0;) {
-            const uint32_t cell = sinfo.idxs[s][ii];
-            const int32_t  slot = is_wanted(strm, cell) ? rings[strm].assign(cell) : mixedkv::hot_ring::none;
+        release_left(strm, ubatch);
+
+        for (const uint32_t cell : sinfo.idxs[s]) {
+            if (is_wanted(strm, cell)) {
+                assign_slot(strm, cell);
+            }
+        }
+
+        for (uint32_t ii = 0; ii < sinfo.size(); ++ii) {
+            const int32_t slot = rings[strm].slot_of(sinfo.idxs[s][ii]);
 
             res[s*sinfo.size() + ii] = int64_t(strm)*n_ring + (slot >= 0 ? uint32_t(slot) : get_trash_row());
         }
@@ -233,14 +306,15 @@ std::string llama_kv_cache_mixed::set_window(const mixedkv::hot_window & value) 
 
     if (!is_mixed()) {
         problem = "this KV cache is uniform: only a mixed cache has a window";
-    } else if (problem.empty() && value.rows() > capacity.rows()) {
-        problem = "quantization_threshold " + std::to_string(value.threshold) + " + sink_tokens " +
-            std::to_string(value.sink_tokens) + " exceeds the " + std::to_string(capacity.rows()) +
-            " F16 rows per sequence chosen when the cache was made: create it with a larger quantization_threshold";
+    } else if (problem.empty() && (value.threshold > capacity.threshold || value.sink_tokens > capacity.sink_tokens)) {
+        problem = "quantization_threshold " + std::to_string(value.threshold) + " and sink_tokens " +
+            std::to_string(value.sink_tokens) + " must not exceed the " + std::to_string(capacity.threshold) + " and " +
+            std::to_string(capacity.sink_tokens) + " that the cache was made with";
     }
 
     if (problem.empty()) {
         window = value;
+        dirty  = true;
         for (uint32_t strm = 0; strm < n_stream; ++strm) {
             release_unwanted(strm);
         }
@@ -259,6 +333,8 @@ void llama_kv_cache_mixed::clear(bool data) {
     for (auto & ring : rings) {
         ring.clear();
     }
+
+    std::fill(begins.begin(), begins.end(), 0);
 
     if (data) {
         for (auto & [_, buf] : ring_bufs) {
@@ -282,8 +358,8 @@ void llama_kv_cache_mixed::seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_d
 
     if (s0 != s1) {
         rings[s1] = rings[s0];
-        release_dead();
     }
+    release_dead();
 }
 
 void llama_kv_cache_mixed::seq_keep(llama_seq_id seq_id) {
@@ -294,6 +370,11 @@ void llama_kv_cache_mixed::seq_keep(llama_seq_id seq_id) {
 void llama_kv_cache_mixed::seq_add(llama_seq_id seq_id, llama_pos p0, llama_pos p1, llama_pos shift) {
     llama_kv_cache::seq_add(seq_id, p0, p1, shift);
     release_dead(); // cells moved below position 0 are gone
+}
+
+void llama_kv_cache_mixed::seq_div(llama_seq_id seq_id, llama_pos p0, llama_pos p1, int d) {
+    llama_kv_cache::seq_div(seq_id, p0, p1, d);
+    dirty = true;
 }
 
 bool llama_kv_cache_mixed::update(llama_context * lctx, bool do_shift, const stream_copy_info & sc_info) {
@@ -316,7 +397,7 @@ bool llama_kv_cache_mixed::update(llama_context * lctx, bool do_shift, const str
 //
 
 bool llama_kv_cache_mixed::is_fused(int32_t il) const {
-    return fused_nodes[map_layer_ids.at(il)] != nullptr;
+    return fused[map_layer_ids.at(il)];
 }
 
 int32_t llama_kv_cache_mixed::get_layer_id(int32_t il) const {
@@ -327,8 +408,12 @@ bool llama_kv_cache_mixed::is_last_reader(int32_t il) const {
     return last_reader[map_layer_ids.at(il)] == il;
 }
 
-llama_kv_cache_mixed::fused_node & llama_kv_cache_mixed::get_fused_node(int32_t il) const {
-    return *fused_nodes[map_layer_ids.at(il)];
+llama_kv_cache_mixed::fused_node & llama_kv_cache_mixed::get_fused_node(int32_t il) {
+    auto & res = fused_nodes[il];
+    if (!res) {
+        res.reset(new fused_node{ *scratch });
+    }
+    return *res;
 }
 
 static ggml_tensor * ring_view(ggml_context * ctx, ggml_tensor * t, int64_t n_embd_head, int64_t n_head_kv, uint32_t s0, uint32_t s1) {
@@ -408,6 +493,10 @@ void llama_kv_cache_mixed::set_input_ring_shift(ggml_tensor * dst) const {
 
 // whole heads, unlike upstream: the Hadamard rotation of a quantised cache mixes all of a head, RoPE may turn a part of it
 ggml_cgraph * llama_kv_cache_mixed::build_graph_shift(llm_graph_result * res, llama_context * lctx) const {
+    if (!is_mixed() && !ggml_is_quantized(type_k())) {
+        return llama_kv_cache::build_graph_shift(res, lctx);
+    }
+
     auto * ctx = res->get_ctx();
     auto * gf  = res->get_gf();
 
@@ -435,8 +524,16 @@ ggml_cgraph * llama_kv_cache_mixed::build_graph_shift(llm_graph_result * res, ll
         ggml_tensor * cur = ggml_cast(ctx, view, GGML_TYPE_F32);
 
         cur = inp->k_rot ? llama_mul_mat_hadamard(ctx, cur, inp->k_rot) : cur;
-        cur = build_rope_shift(cparams, ctx, cur, shift, nullptr, model.get_rope_factors(cparams, il),
-                model.get_rope_freq_base(cparams, il), model.get_rope_freq_scale(cparams, il), il);
+
+        // in place; some models have the elements that RoPE turns last in a head
+        const int64_t n_rot  = hparams.n_rot(il);
+        const int64_t n_nope = hparams.n_lora_kv > 0 ? n_embd_head - n_rot : 0;
+
+        ggml_tensor * turned = ggml_view_3d(ctx, cur, n_rot, n_head_kv, cur->ne[2], cur->nb[1], cur->nb[2], n_nope*cur->nb[0]);
+
+        ggml_build_forward_expand(gf, build_rope_shift(cparams, ctx, turned, shift, nullptr, model.get_rope_factors(cparams, il),
+                model.get_rope_freq_base(cparams, il), model.get_rope_freq_scale(cparams, il), il));
+
         cur = inp->k_rot ? llama_mul_mat_hadamard(ctx, cur, inp->k_rot) : cur;
 
         ggml_build_forward_expand(gf, ggml_cpy(ctx, cur, view));

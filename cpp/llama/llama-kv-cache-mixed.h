@@ -53,6 +53,7 @@ public:
     void seq_cp  (llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) override;
     void seq_keep(llama_seq_id seq_id)                                                          override;
     void seq_add (llama_seq_id seq_id,                              llama_pos p0, llama_pos p1, llama_pos shift) override;
+    void seq_div (llama_seq_id seq_id,                              llama_pos p0, llama_pos p1, int d) override;
 
     std::map<ggml_backend_buffer_type_t, size_t> memory_breakdown() const override;
 
@@ -114,9 +115,13 @@ public:
 
     void set_input_ring_shift(ggml_tensor * dst) const;
 
-    // what layer il needs when its fused node runs; lives as long as the cache
+    // what the fused node of layer il needs when it runs; lives as long as the cache
     struct fused_node;
-    fused_node & get_fused_node(int32_t il) const;
+    struct fused_scratch;
+    fused_node & get_fused_node(int32_t il);
+
+    // layers that attend to the rows of this cache
+    uint32_t get_n_readers() const { return map_layer_ids.size(); }
 
     // live cells that hold a slot
     uint32_t get_n_cells_hot() const;
@@ -150,9 +155,19 @@ private:
     std::vector<mixedkv::hot_ring> rings; // per stream
 
     // by index of the KV cache layer
-    std::vector<ring_layer>                  ring_layers;
-    std::vector<int32_t>                     last_reader;
-    std::vector<std::unique_ptr<fused_node>> fused_nodes;
+    std::vector<ring_layer> ring_layers;
+    std::vector<int32_t>    last_reader;
+    std::vector<bool>       fused;
+
+    // by layer of the model, and the memory that their attention works in, one layer after the other
+    std::map<int32_t, std::unique_ptr<fused_node>> fused_nodes;
+    std::unique_ptr<fused_scratch>                 scratch;
+
+    // first hot position of each sequence after its last ubatch: what lies between it and the next one leaves
+    std::vector<llama_pos> begins;
+
+    // sequences were changed from outside: every slot is looked at after the next ubatch
+    bool dirty = false;
 
     std::vector<std::pair<ggml_context_ptr, ggml_backend_buffer_ptr>> ring_bufs;
 
@@ -165,6 +180,12 @@ private:
     // slots of cells that died, and of cells that nobody wants any more
     void release_dead();
     void release_unwanted(uint32_t strm);
+
+    // the same for the sequences of a ubatch, when only they went on
+    void release_left(uint32_t strm, const llama_ubatch & ubatch);
+
+    // a slot for the cell; when they run short the row at the lowest position goes
+    int32_t assign_slot(uint32_t strm, uint32_t cell);
 
     // cells in the order in which upstream's state_write stores them
     std::vector<uint32_t> saved_cells(uint32_t strm, llama_seq_id seq_id) const;

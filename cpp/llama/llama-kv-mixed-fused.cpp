@@ -9,16 +9,17 @@ using mixedkv::attention_rows;
 using mixedkv::attention_segment;
 using mixedkv::row_type;
 
-using fused_node = llama_kv_cache_mixed::fused_node;
+using fused_node    = llama_kv_cache_mixed::fused_node;
+using fused_scratch = llama_kv_cache_mixed::fused_scratch;
 
 static constexpr size_t SCRATCH_ALIGN = 64;
 
-void * fused_node::scratch_t::get() {
+void * fused_scratch::get() {
     const uintptr_t p = (uintptr_t) data.data();
     return (void *) ((p + SCRATCH_ALIGN - 1) & ~(uintptr_t) (SCRATCH_ALIGN - 1));
 }
 
-void fused_node::scratch_t::reserve(size_t size) {
+void fused_scratch::reserve(size_t size) {
     if (data.size() < size + SCRATCH_ALIGN) {
         data.assign(size + SCRATCH_ALIGN, 0);
     }
@@ -33,6 +34,10 @@ static row_type to_row_type(ggml_type type) {
     }
 }
 
+static void copy_f32(const void * row, float * out, int64_t n) {
+    memcpy(out, row, n*sizeof(float));
+}
+
 // t: [n_embd_head, n_head_kv, n_rows, n_stream]
 static attention_rows to_rows(const ggml_tensor * t, int64_t strm) {
     attention_rows res;
@@ -40,7 +45,7 @@ static attention_rows to_rows(const ggml_tensor * t, int64_t strm) {
     res.type     = to_row_type(t->type);
     res.row      = t->nb[2];
     res.head     = t->nb[1];
-    res.to_float = ggml_get_type_traits(t->type)->to_float;
+    res.to_float = t->type == GGML_TYPE_F32 ? copy_f32 : ggml_get_type_traits(t->type)->to_float;
     return res;
 }
 
@@ -64,10 +69,10 @@ static attention_args to_args(const ggml_tensor * dst, const fused_node & node, 
     const int64_t n_tps    = q->ne[2]/n_stream;
 
     attention_args res;
-    res.n_head    = node.n_head;
-    res.n_head_kv = node.n_head_kv;
-    res.d_k       = node.d_k;
-    res.d_v       = node.d_v;
+    res.n_head    = q->ne[1];
+    res.n_head_kv = src[1]->ne[1];
+    res.d_k       = src[1]->ne[0];
+    res.d_v       = src[2]->ne[0];
     res.n_queries = n_tps;
 
     res.q      = (const float *) ((const char *) q->data + strm*n_tps*q->nb[2]);
@@ -90,7 +95,7 @@ static attention_args to_args(const ggml_tensor * dst, const fused_node & node, 
 
     res.out      = (float *) ((char *) dst->data + strm*n_tps*dst->nb[1]);
     res.out_row  = dst->nb[1];
-    res.out_head = node.d_v*sizeof(float);
+    res.out_head = res.d_v*sizeof(float);
 
     return res;
 }
@@ -127,10 +132,6 @@ ggml_tensor * llama_kv_mixed_fused(
 
     const int64_t n_stream = cold_k->ne[3];
 
-    node.n_head    = q->ne[1];
-    node.n_head_kv = cold_k->ne[1];
-    node.d_k       = cold_k->ne[0];
-    node.d_v       = cold_v->ne[0];
     node.has_ring  = ring_k != nullptr;
     node.has_sinks = sinks != nullptr;
 
@@ -147,10 +148,10 @@ ggml_tensor * llama_kv_mixed_fused(
         srcs.push_back(sinks);
     }
 
-    ggml_tensor * res = ggml_custom_4d(ctx, GGML_TYPE_F32, node.d_v*node.n_head, q->ne[2], 1, 1,
+    ggml_tensor * res = ggml_custom_4d(ctx, GGML_TYPE_F32, cold_v->ne[0]*q->ne[1], q->ne[2], 1, 1,
             srcs.data(), (int) srcs.size(), fused_compute, GGML_N_TASKS_MAX, &node);
 
-    // the first graphs of a context are its largest: later ones find enough
+    // nearly always the first graphs of a context are its largest
     const auto & args = to_args(res, node);
     node.scratch.reserve(mixedkv::attention_scratch_bytes(args.data(), (int) args.size()));
 

@@ -2,29 +2,27 @@
 
 #include "llama-kv-cache-mixed.h"
 
-// What the fused attention node of one layer knows besides its sources.
+// Shared by the threads that run a node, and by the nodes of a context, which run one after the other.
+struct llama_kv_cache_mixed::fused_scratch {
+    void * get(); // 64-byte aligned
+    void reserve(size_t size);
+
+private:
+    std::vector<uint8_t> data;
+};
+
+// What the fused attention node of one layer knows besides its sources: the same for every graph of a context.
 // The graph points to it: it lives in the cache, which outlives every graph of its context.
 struct llama_kv_cache_mixed::fused_node {
-    // set by the graph builder, the same for every graph of a context
-    float   scale         = 1.0f;
-    float   max_bias      = 0.0f;
-    float   logit_softcap = 0.0f;
-    int32_t n_head        = 0;
-    int32_t n_head_kv     = 0;
-    int32_t d_k           = 0;
-    int32_t d_v           = 0;
+    fused_scratch & scratch;
+
+    float scale         = 1.0f;
+    float max_bias      = 0.0f;
+    float logit_softcap = 0.0f;
 
     // which of the optional sources the node has
     bool has_ring  = false;
     bool has_sinks = false;
-
-    // shared by the threads that run the node
-    struct scratch_t {
-        std::vector<uint8_t> data;
-
-        void * get(); // 64-byte aligned
-        void reserve(size_t size);
-    } scratch;
 };
 
 // q       F32 [n_embd_head_k, n_head, n_tokens]

@@ -7,6 +7,7 @@
 #include "llama-context.h"
 #include "llama-impl.h"
 #include "llama-kv-cache-iswa.h"
+#include "llama-memory-hybrid-idx.h"
 #include "llama-memory-hybrid-iswa.h"
 #include "llama-memory-hybrid.h"
 #include "llama-model.h"
@@ -55,10 +56,29 @@ static std::string check_memory(const llama_model & model) {
     if (llm_arch_is_recurrent(model.arch)) {
         return arch + "is recurrent and has no KV cache";
     }
+    if (hparams.indexer_head_size > 0) {
+        return arch + "chooses keys by an indexer, which has a cache and an attention of its own";
+    }
     if (hparams.n_rel_attn_bkts > 0) {
         return arch + "adds a relative position bias, which needs attention without flash attention";
     }
     switch (model.arch) {
+        // as llama_model::create_memory has it
+        case LLM_ARCH_BERT:
+        case LLM_ARCH_JINA_BERT_V2:
+        case LLM_ARCH_JINA_BERT_V3:
+        case LLM_ARCH_NOMIC_BERT:
+        case LLM_ARCH_NOMIC_BERT_MOE:
+        case LLM_ARCH_NEO_BERT:
+        case LLM_ARCH_EUROBERT:
+        case LLM_ARCH_WAVTOKENIZER_DEC:
+        case LLM_ARCH_MODERN_BERT:
+        case LLM_ARCH_GEMMA_EMBEDDING:
+        case LLM_ARCH_DREAM:
+        case LLM_ARCH_LLADA:
+        case LLM_ARCH_LLADA_MOE:
+        case LLM_ARCH_RND1:
+            return arch + "reads its whole input at once and has no KV cache";
         case LLM_ARCH_EAGLE3:
         case LLM_ARCH_DFLASH:
         case LLM_ARCH_GEMMA4_ASSISTANT:
@@ -68,6 +88,11 @@ static std::string check_memory(const llama_model & model) {
         default:
             return "";
     }
+}
+
+static bool is_cache_type(ggml_type type) {
+    return type >= 0 && type < GGML_TYPE_COUNT && ggml_blck_size(type) > 0 &&
+        (type == GGML_TYPE_F32 || ggml_get_type_traits(type)->to_float);
 }
 
 static std::string check_heads(const llama_model & model, ggml_type type_k, ggml_type type_v) {
@@ -104,6 +129,10 @@ std::string llama_kv_mixed_problem(const llama_model & model, const mixedkv_conf
         return isa;
     }
 
+    if (!is_cache_type(type_k) || !is_cache_type(type_v)) {
+        return "type_k " + std::to_string(type_k) + " or type_v " + std::to_string(type_v) + " is no type that a KV cache can have";
+    }
+
     const std::string memory = check_memory(model);
     if (!memory.empty()) {
         return (config.mixed ? "the mixed KV cache" : "attention 'fused'") + std::string(" is not supported: ") + memory +
@@ -117,13 +146,13 @@ std::string llama_kv_mixed_problem(const llama_model & model, const mixedkv_conf
 // call sites
 //
 
-bool llama_kv_mixed_admit(const llama_model & model, llama_context_params & params) {
+bool llama_kv_mixed_admit(const llama_model * model, llama_context_params & params) {
     config_active = config_next;
     config_next.reset();
 
     last_error.clear();
 
-    if (!config_active) {
+    if (!config_active || !model) {
         return true;
     }
 
@@ -131,11 +160,11 @@ bool llama_kv_mixed_admit(const llama_model & model, llama_context_params & para
         params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_ENABLED;
     }
 
-    std::string problem = llama_kv_mixed_problem(model, *config_active, params.type_k, params.type_v);
+    std::string problem = llama_kv_mixed_problem(*model, *config_active, params.type_k, params.type_v);
 
     if (problem.empty() && params.flash_attn_type == LLAMA_FLASH_ATTN_TYPE_DISABLED) {
         problem = "the mixed KV cache and the fused attention keep V as rows, which llama.cpp does only with flash attention "
-            "(architecture '" + model.arch_name() + "'): set flash_attn";
+            "(architecture '" + model->arch_name() + "'): set flash_attn";
     }
 
     if (!problem.empty()) {
@@ -169,6 +198,15 @@ void llama_kv_mixed_check(llama_memory_i * memory, const llama_model & model) {
             "; use the 'f16' cache with llama.cpp's own attention");
 }
 
+void llama_kv_mixed_settle(llama_context & ctx) {
+    for (llama_kv_cache * kv : llama_kv_mixed_caches(ctx.get_memory())) {
+        if (dynamic_cast<llama_kv_cache_mixed *>(kv)) {
+            ctx.memory_update(false);
+            return;
+        }
+    }
+}
+
 void llama_kv_mixed_failed(const std::exception & err) {
     config_active.reset();
     last_error = err.what();
@@ -180,6 +218,9 @@ std::vector<llama_kv_cache *> llama_kv_mixed_caches(llama_memory_i * memory) {
     }
     if (auto * iswa = dynamic_cast<llama_kv_cache_iswa *>(memory)) {
         return { iswa->get_base(), iswa->get_swa() };
+    }
+    if (dynamic_cast<llama_memory_hybrid_idx *>(memory)) {
+        return {};
     }
     if (auto * hybrid = dynamic_cast<llama_memory_hybrid *>(memory)) {
         return { hybrid->get_mem_attn() };
@@ -197,8 +238,8 @@ uint32_t llama_kv_mixed_nodes(llama_memory_i * memory) {
     uint32_t res = 0;
 
     for (llama_kv_cache * kv : llama_kv_mixed_caches(memory)) {
-        if (dynamic_cast<llama_kv_cache_mixed *>(kv)) {
-            res += n_nodes_layer*kv->get_layer_ids().size();
+        if (const auto * mixed = dynamic_cast<llama_kv_cache_mixed *>(kv)) {
+            res += n_nodes_layer*mixed->get_n_readers();
         }
     }
 

@@ -3,6 +3,7 @@
 #include "ggml-backend.h"
 #include "llama-hparams.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -80,7 +81,7 @@ mixedkv_seq_info llama_kv_mixed_view_seq(const llama_kv_cache & kv, llama_seq_id
     res.seq_id    = seq_id;
     res.pos_min   = cells.seq_pos_min(seq_id);
     res.pos_max   = cells.seq_pos_max(seq_id);
-    res.hot_begin = mixed && mixed->is_mixed() ? mixed->get_window().begin(res.pos_max) : 0;
+    res.hot_begin = mixed && mixed->is_mixed() ? mixed->get_window().begin(res.pos_max) : res.pos_max + 1;
 
     for (const auto & [pos, cell] : cells.seq_pos_get(seq_id)) {
         const bool hot = mixed && mixed->get_hot_slot(kv.get_stream(seq_id), cell, res.hot_begin) >= 0;
@@ -140,48 +141,59 @@ static void read_row_trans(const ggml_tensor * t, int64_t i, float * dst) {
     }
 }
 
-llama_kv_mixed_rows llama_kv_mixed_view_rows(
-        const llama_kv_cache & kv, const llama_hparams & hparams, int32_t il, llama_seq_id seq_id, bool is_k,
-        llama_pos p0, llama_pos p1, bool unrotate) {
+std::vector<llama_kv_mixed_row> llama_kv_mixed_view_rows(
+        const llama_kv_cache & kv, llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
     const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(&kv);
     const auto & cells = kv.get_cells(seq_id);
+
+    const bool      ringed = mixed && mixed->has_ring();
+    const llama_pos begin  = ringed ? mixed->get_window().begin(cells.seq_pos_max(seq_id)) : 0;
+
+    std::vector<llama_kv_mixed_row> res;
+
+    for (const auto & [pos, cell] : cells.seq_pos_get(seq_id)) {
+        if (pos >= p0 && (p1 < 0 || pos < p1)) {
+            res.push_back({ pos, cell, ringed ? mixed->get_hot_slot(kv.get_stream(seq_id), cell, begin) : -1 });
+        }
+    }
+
+    return res;
+}
+
+bool llama_kv_mixed_read_rows(
+        const llama_kv_cache & kv, const llama_hparams & hparams, int32_t il, llama_seq_id seq_id, bool is_k,
+        const std::vector<llama_kv_mixed_row> & rows, bool unrotate, float * data) {
+    const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(&kv);
     const auto & layer = kv_access::get_layers(kv)[kv_access::get_ids(kv).at(il)];
 
-    const uint32_t  strm  = kv.get_stream(seq_id);
-    const llama_pos begin = mixed ? mixed->get_window().begin(cells.seq_pos_max(seq_id)) : 0;
-    const int64_t   n_rot = kv_access::get_rot(kv, is_k);
+    const uint32_t strm  = kv.get_stream(seq_id);
+    const int64_t  n_rot = kv_access::get_rot(kv, is_k);
 
     const ggml_tensor * cold = is_k ? layer.k_stream[strm] : layer.v_stream[strm];
+    if (!cold) {
+        return false;
+    }
 
     const int64_t n_embd = int64_t(is_k ? hparams.n_embd_head_k(il) : hparams.n_embd_head_v(il))*hparams.n_head_kv(il);
 
-    llama_kv_mixed_rows  res;
     std::vector<float>   row(cold->ne[0]);
     std::vector<uint8_t> buf;
 
-    for (const auto & [pos, cell] : cells.seq_pos_get(seq_id)) {
-        if (pos < p0 || (p1 >= 0 && pos >= p1)) {
-            continue;
-        }
-
-        const int32_t slot = mixed && mixed->has_ring() ? mixed->get_hot_slot(strm, cell, begin) : -1;
-
-        if (slot >= 0) {
-            read_row(is_k ? mixed->get_k_ring_stream(il, strm) : mixed->get_v_ring_stream(il, strm), slot, row.data(), buf);
+    for (const auto & r : rows) {
+        if (r.slot >= 0) {
+            read_row(is_k ? mixed->get_k_ring_stream(il, strm) : mixed->get_v_ring_stream(il, strm), r.slot, row.data(), buf);
         } else if (!is_k && kv_access::get_v_trans(kv)) {
-            read_row_trans(cold, cell, row.data());
+            read_row_trans(cold, r.cell, row.data());
         } else {
-            read_row(cold, cell, row.data(), buf);
+            read_row(cold, r.cell, row.data(), buf);
         }
 
         if (unrotate && n_rot) {
             hadamard(row.data(), n_embd, n_rot);
         }
 
-        res.pos.push_back(pos);
-        res.hot.push_back(slot >= 0);
-        res.data.insert(res.data.end(), row.begin(), row.begin() + n_embd);
+        data = std::copy_n(row.begin(), n_embd, data);
     }
 
-    return res;
+    return true;
 }

@@ -13,13 +13,18 @@ mixedkv_seq_info llama_kv_mixed_view_seq(const llama_kv_cache & kv, llama_seq_id
 
 bool llama_kv_mixed_view_has_layer(const llama_kv_cache & kv, int32_t il);
 
-struct llama_kv_mixed_rows {
-    std::vector<llama_pos> pos;
-    std::vector<uint8_t>   hot;
-    std::vector<float>     data; // [n_rows, n_head_kv, n_embd_head]
+// where the query at the last position of a sequence reads its rows, in order of position
+struct llama_kv_mixed_row {
+    llama_pos pos;
+    uint32_t  cell;
+    int32_t   slot; // of the F16 ring, -1: the cold row
 };
 
-// rows of the positions [p0, p1) in order of position, as the query at the last position reads them
+std::vector<llama_kv_mixed_row> llama_kv_mixed_view_rows(
+        const llama_kv_cache & kv, llama_seq_id seq_id, llama_pos p0, llama_pos p1);
+
+// these rows in F32 [n_rows, n_head_kv, n_embd_head]; false: the layer stores no values (MLA)
 //   unrotate: in the model's basis, without the Hadamard rotation of a quantised cache
-llama_kv_mixed_rows llama_kv_mixed_view_rows(
-        const llama_kv_cache & kv, const llama_hparams & hparams, int32_t il, llama_seq_id seq_id, bool is_k, llama_pos p0, llama_pos p1, bool unrotate);
+bool llama_kv_mixed_read_rows(
+        const llama_kv_cache & kv, const llama_hparams & hparams, int32_t il, llama_seq_id seq_id, bool is_k,
+        const std::vector<llama_kv_mixed_row> & rows, bool unrotate, float * data);

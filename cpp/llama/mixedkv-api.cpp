@@ -56,11 +56,8 @@ std::vector<llama_kv_cache *> get_caches(llama_context * ctx) {
     return res;
 }
 
-// pending shifts and copies are carried out first: what is shown is what the next decode would read
 llama_kv_cache & get_cache(llama_context * ctx) {
-    auto & res = *get_caches(ctx).front();
-    ctx->memory_update(false);
-    return res;
+    return *get_caches(ctx).front();
 }
 
 const llama_kv_cache & find_layer(llama_context * ctx, int32_t il) {
@@ -199,11 +196,13 @@ mixedkv_status mixedkv_get_sequences(llama_context * ctx, mixedkv_seq_info * out
 
 mixedkv_status mixedkv_set_window(llama_context * ctx, uint32_t threshold, uint32_t group_size, uint32_t sink_tokens) {
     return guarded([&] {
-        auto * mixed = dynamic_cast<llama_kv_cache_mixed *>(get_caches(ctx).front());
-        require(mixed, MIXEDKV_NOT_AVAILABLE, "this KV cache is uniform: only a mixed cache has a window");
+        for (auto * kv : get_caches(ctx)) {
+            auto * mixed = dynamic_cast<llama_kv_cache_mixed *>(kv);
+            require(mixed, MIXEDKV_NOT_AVAILABLE, "this KV cache is uniform: only a mixed cache has a window");
 
-        const std::string problem = mixed->set_window({ threshold, group_size, sink_tokens });
-        require(problem.empty(), MIXEDKV_INVALID, problem);
+            const std::string problem = mixed->set_window({ threshold, group_size, sink_tokens });
+            require(problem.empty(), MIXEDKV_INVALID, problem);
+        }
     });
 }
 
@@ -219,24 +218,28 @@ mixedkv_status mixedkv_read_rows(
                 "sequence " + std::to_string(seq_id) + " is out of range: the context has " +
                 std::to_string(front.get_n_seq_max()));
 
+        // pending shifts and copies are carried out first: what is read is what the next decode reads
+        ctx->memory_update(false);
         ctx->synchronize();
 
-        const auto rows = llama_kv_mixed_view_rows(
-                find_layer(ctx, il), ctx->get_model().hparams, il, seq_id, which == 'k', p0, p1, unrotate);
+        const auto & kv   = find_layer(ctx, il);
+        const auto   rows = llama_kv_mixed_view_rows(kv, seq_id, p0, p1);
 
-        *n_rows_out = rows.pos.size();
-        if (n_rows < rows.pos.size()) {
+        *n_rows_out = rows.size();
+        if (n_rows < rows.size()) {
             return;
         }
 
-        if (data) {
-            std::copy(rows.data.begin(), rows.data.end(), data);
-        }
-        if (positions) {
-            std::copy(rows.pos.begin(), rows.pos.end(), positions);
-        }
-        if (hot) {
-            std::copy(rows.hot.begin(), rows.hot.end(), hot);
+        require(!data || llama_kv_mixed_read_rows(kv, ctx->get_model().hparams, il, seq_id, which == 'k', rows, unrotate, data),
+                MIXEDKV_NOT_AVAILABLE, "layer " + std::to_string(il) + " stores no values (MLA)");
+
+        for (size_t i = 0; i < rows.size(); ++i) {
+            if (positions) {
+                positions[i] = rows[i].pos;
+            }
+            if (hot) {
+                hot[i] = rows[i].slot >= 0;
+            }
         }
     });
 }

@@ -147,7 +147,7 @@ class KVCache:
 
 
 class LayerView:
-    """The rows of one layer, in order of position, as the next query's attention reads them. Copies."""
+    """The rows of one layer, in order of position, as the query at the last position reads them. Copies."""
 
     def __init__(self, cache: KVCache, info: LayerStats) -> None:
         self._cache = cache

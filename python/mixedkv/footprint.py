@@ -16,21 +16,19 @@ from mixedkv.errors import UnsupportedModelError
 from mixedkv.model_file import ModelFile
 
 _CELLS = 256  # llama.cpp rounds a context up to a multiple of this
-# Where the file does not say which layers have full attention: the last of every so many, from llama.cpp's
-# src/models/*.cpp. The others have a sliding window (first table) or are recurrent (second table).
-_SWA_PERIOD = {"cohere2": 4, "exaone4": 4, "gemma2": 2, "gemma3": 6, "gemma3n": 5, "gpt-oss": 2, "olmo2": 4}
+# Where the file does not say which layers are recurrent: all but the last of every so many, from llama.cpp's
+# src/models/*.cpp.
 _HYBRID_PERIOD = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4}
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """One layer that keeps keys and values. One with a sliding window is not `mixed`: it stays uniform."""
+    """One layer that keeps keys and values."""
 
     il: int
     n_head_kv: int
     head_k: int
     head_v: int
-    mixed: bool
 
     @property
     def n_embd_k(self) -> int:
@@ -106,32 +104,21 @@ def footprint(shape: ModelShape, kv: KVSetting, n_ctx: int) -> Footprint:
     n_v = sum(layer.n_embd_v for layer in shape.layers)
     bits = n_cells * (n_k * type_bits(kv.type_k) + n_v * type_bits(kv.type_v))
     if isinstance(kv, MixedKVConfig):
-        n_hot = sum(layer.n_embd_k + layer.n_embd_v for layer in shape.layers if layer.mixed)
-        bits += (kv.quantization_threshold + kv.sink_tokens) * n_hot * type_bits("f16")
+        bits += (kv.quantization_threshold + kv.sink_tokens) * (n_k + n_v) * type_bits("f16")
     return Footprint(bytes=int(bits / 8), n_elements=n_cells * (n_k + n_v))
 
 
 def _layers(model: ModelFile, n_layer: int) -> Iterator[LayerShape]:
     n_head = _per_layer(model.get("attention.head_count"), n_layer)
     n_head_kv = _per_layer(model.get("attention.head_count_kv", n_head), n_layer)
-    recurrent, swa = _recurrent_layers(model, n_layer), _swa_layers(model, n_layer)
+    recurrent = _recurrent_layers(model, n_layer)
     width = int(model.get("embedding_length"))
     for il in range(n_layer):
         if n_head_kv[il] and not recurrent[il]:
             size = width // max(1, n_head[il])
             head_k = model.get("attention.key_length", size)
             head_v = model.get("attention.value_length", size)
-            yield LayerShape(il, n_head_kv[il], int(head_k), int(head_v), mixed=not swa[il])
-
-
-def _swa_layers(model: ModelFile, n_layer: int) -> list[bool]:
-    """Where only llama.cpp's code knows them, none: the footprint is then a little too large."""
-    pattern = model.get("attention.sliding_window_pattern", _SWA_PERIOD.get(model.architecture))
-    if not model.get("attention.sliding_window") or pattern is None:
-        return [False] * n_layer
-    if isinstance(pattern, list):
-        return [bool(x) for x in _per_layer(pattern, n_layer)]
-    return [il % pattern < pattern - 1 if pattern else True for il in range(n_layer)]
+            yield LayerShape(il, n_head_kv[il], int(head_k), int(head_v))
 
 
 def _recurrent_layers(model: ModelFile, n_layer: int) -> list[bool]:

@@ -9,7 +9,7 @@ _F16_BYTES = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerStats:
-    """One layer. `mixed` is False for a layer that keeps llama.cpp's uniform cache (sliding window)."""
+    """One layer of the cache. Bytes are what is allocated."""
 
     il: int
     mixed: bool
@@ -35,7 +35,7 @@ class LayerStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceStats:
-    """One sequence, as its next query would see it; positions are -1 when it is empty.
+    """One sequence, as the query at its last position sees it; positions are -1 when it is empty.
 
     `hot_begin` is the first position of the recent window. `n_hot` rows are read in F16, sinks included,
     `n_cold` in the cold type.

@@ -15,7 +15,10 @@ from pathlib import Path
 import pytest
 
 from bench_support import by_kv, run
+from mixedkv.bench.engine import CannotRunError
+from mixedkv.bench.peers import Peer
 from mixedkv.bench.settings import DEFAULT_SPECS, make_settings
+from mixedkv.bench.speed import Work
 from mixedkv.bundled import model_path
 from mixedkv.config import PRESETS, MixedKVConfig, parse_kv
 from mixedkv.footprint import footprint, model_shape
@@ -123,6 +126,14 @@ def test_quality_on_a_text_of_ones_own(tmp_path: Path) -> None:
     assert by_kv(data["rows"])["q8_0"]["n_positions"] % 127 == 0  # several documents, each by its second half
 
 
+def test_all_of_a_model_of_ones_own(tmp_path: Path, zoo_path) -> None:
+    """Quality on the generated sample, and no recall."""
+    small = ["--depths", "256", "--repeats", "1", "--n-prompt", "8", "--n-gen", "2", "--n-ctx", "512"]
+    data = run(tmp_path / "a.json", "all", "-m", str(zoo_path("llama-64")), "--kv", "q8_0", *small)
+    assert [row["test"] for row in data["rows"]] == ["memory", "speed"] + 4 * ["quality"]
+    assert not any("error" in row for row in data["rows"])
+
+
 def test_recall(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = run(
         tmp_path / "r.json", "recall", "--kv", "q8_0", "--kv", MIXED, "--n-ctx", "1024", "--repeats", "1"
@@ -166,6 +177,16 @@ def test_what_the_model_cannot_run_is_a_row_that_says_why(tmp_path: Path, zoo_pa
         assert re.search(r"block|multiple|divisible|packs", rows[kv]["error"]), rows[kv]["error"]
 
 
+@pytest.mark.parametrize("test", ["speed", "memory"])
+def test_a_model_that_cannot_have_a_mixed_cache(tmp_path: Path, zoo_path, test: str) -> None:
+    """Multi-head latent attention caches no values."""
+    small = ["--depths", "256", "--repeats", "1", "--n-prompt", "8", "--n-gen", "2", "--flash-attn", "on"]
+    model = ["-m", str(zoo_path("deepseek2"))]
+    rows = by_kv(run(tmp_path / "s.json", test, *model, "--kv", "mixed", "--kv", "f16", *small)["rows"])
+    assert "deepseek2" in rows["mixed"]["error"]
+    assert "error" not in rows["f16"]
+
+
 def test_a_cache_of_another_layout_is_filled_by_decoding(tmp_path: Path, zoo_path) -> None:
     small = ["--depths", "100", "--repeats", "1", "--n-prompt", "8", "--n-gen", "2", "--flash-attn", "on"]
     path = str(zoo_path("gpt-oss"))
@@ -182,6 +203,18 @@ def test_the_stock_library_beside_ours(tmp_path: Path) -> None:
     assert len(peer["q4_0"]["tg_samples"]) == 2
     assert peer["q4_0"]["tg_vs_uniform"] > 0
     assert by_kv(data["rows"], engine="mixedkv").keys() == {"q4_0", MIXED}
+
+
+def test_a_peer_that_dies_says_so() -> None:
+    (setting,) = make_settings(["q4_0"])
+    peer = Peer(read_model_file(model_path()))
+    runner = peer.open(setting, Work(depth=0, n_prompt=8, n_gen=2, threads=1))
+    assert min(runner.measure()) > 0
+    os.kill(peer.pid, signal.SIGKILL)
+    with pytest.raises(CannotRunError, match="died of signal 9"):
+        runner.measure()
+    runner.close()
+    peer.close()
 
 
 @pytest.mark.slow

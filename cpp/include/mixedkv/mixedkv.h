@@ -41,7 +41,7 @@ struct mixedkv_config {
 // One layer as the cache stores it.
 struct mixedkv_layer_info {
     int32_t        il;         // layer index in the model
-    bool           mixed;      // false for a layer that keeps llama.cpp's uniform cache (sliding window)
+    bool           mixed;      // false: llama.cpp's uniform cache
     bool           fused;      // attention reads the rows with the fused CPU node
     uint32_t       n_head_kv;
     uint32_t       n_embd_head_k;
@@ -58,7 +58,7 @@ struct mixedkv_seq_info {
     int32_t seq_id;
     int32_t pos_min;   // -1: the sequence is empty
     int32_t pos_max;
-    int32_t hot_begin; // first position of the recent window
+    int32_t hot_begin; // first position of the recent window, pos_max + 1 when it is empty
     int32_t n_hot;     // live rows that attention reads in F16
     int32_t n_cold;    // live rows that attention reads in the cold type
 };
@@ -105,10 +105,12 @@ LLAMA_API enum mixedkv_status mixedkv_get_layers(
 LLAMA_API enum mixedkv_status mixedkv_get_sequences(
         struct llama_context * ctx, struct mixedkv_seq_info * out, uint32_t n, uint32_t * n_out);
 
-// Live settings of a mixed cache. What has aged out stays cold; a wider window fills from new tokens.
+// Live settings of a mixed cache, threshold and sinks up to what it was made with. What has aged out stays cold;
+// a wider window fills from new tokens.
 LLAMA_API enum mixedkv_status mixedkv_set_window(
         struct llama_context * ctx, uint32_t threshold, uint32_t group_size, uint32_t sink_tokens);
 
+// Pending shifts and copies of the context are carried out first, as the next decode would.
 // Rows of one layer and sequence in order of position, as the query at the last position reads them.
 // `which` is 'k' or 'v'. data: F32 [n_rows, n_head_kv, n_embd_head]; positions, hot: [n_rows]; any may be NULL.
 // unrotate: undo the Hadamard rotation that llama.cpp applies to a quantised cache.

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv.bench import facts, memory, quality, recall, sample, speed
-from mixedkv.bench.engine import Model
+from mixedkv.bench.engine import CannotRunError, Model
 from mixedkv.bench.options import Options, add_arguments
 from mixedkv.bench.peers import Peer
 from mixedkv.bench.progress import Progress
@@ -72,7 +72,7 @@ def _prepare(model: Model, options: Options) -> dict[str, Any]:
     if "quality" in options.tests:
         prepared["quality"] = _documents(model, options)
     if "recall" in options.tests:
-        prepared["recall"] = recall.make_cases(model, options.repeats, options.n_ctx)
+        prepared["recall"] = recall.make_cases(model, options.repeats, options.n_ctx_recall)
     return prepared
 
 
@@ -89,7 +89,8 @@ def _documents(model: Model, options: Options) -> list[npt.NDArray[np.int32]]:
         def count(text: str) -> int:
             return len(model.tokenize(text, special=True))
 
-        texts = (sample.document(_SEED + i, n, count) for i in range(options.repeats))
+        n_asked, chat = n + n // 16, options.is_bundled  # some more: parts may have fewer tokens together
+        texts = (sample.document(_SEED + i, n_asked, count, chat=chat) for i in range(options.repeats))
         return [np.array(head + model.tokenize(text, special=True)[:n], np.int32) for text in texts]
     tokens = model.tokenize(options.text)
     if len(tokens) < n:
@@ -119,7 +120,7 @@ def _measure(
     elif test == "quality":
         quality.measure(model, settings, prepared[test], options.modes, threads, progress, add)
     elif test == "recall":
-        recall.measure(model, settings, prepared[test], options.n_ctx, threads, progress, add)
+        recall.measure(model, settings, prepared[test], options.n_ctx_recall, threads, progress, add)
     else:
         lanes = _lanes(model, options, stack)
         speed.measure(lanes, _works(options), options.repeats, progress, add)
@@ -152,5 +153,9 @@ def _works(options: Options) -> list[speed.Work]:
 
 def _local(model: Model, setting: Setting, work: speed.Work) -> speed.Local:
     runner = speed.Local(model, setting, work)
-    runner.facts["attention"] = facts.attention(runner.context)
+    try:
+        runner.facts["attention"] = facts.attention(runner.context)
+    except CannotRunError:
+        runner.close()
+        raise
     return runner

@@ -2,8 +2,9 @@
 
 How long attention takes depends on how many rows a query sees and in which types they are, not on what is
 in them. So a few tokens are decoded, the state of their sequence is read, its rows are repeated up to the
-depth, and the result is restored as a state: "synthetic". A cache whose state has another layout (sliding
-window, recurrent) is filled by decoding: "real". docs/bench-schema.md tells the two apart in a row.
+depth, and the result is restored as a state: "synthetic". The F16 window of a mixed cache is then filled by
+decoding as many tokens as it holds. A cache whose state has another layout (sliding window, recurrent) is
+filled by decoding all of them: "real". docs/bench-schema.md tells the two apart in a row.
 
 Layout: llama_kv_cache::state_write in llama.cpp's src/llama-kv-cache.cpp, and for a mixed cache what
 cpp/llama/llama-kv-cache-mixed-state.cpp adds.
@@ -16,14 +17,15 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.bench.engine import Context
-from mixedkv.config import MixedKVConfig, type_bits, type_name
+from mixedkv.bench.engine import CannotRunError, Context
+from mixedkv.config import MixedKVConfig
 
 FILLS = ("auto", "synthetic", "real")
 
 _PREFIX = 64  # tokens decoded for their rows
 _CELL = np.dtype([("pos", "<i4"), ("n_seq", "<u4"), ("seq", "<i4")])
-_RING_MAGIC, _RING_VERSION = 0x31564B4D, 1
+_RING_MAGIC = 0x31564B4D
+_RING_HEAD = 12  # magic, version, layers; then how many F16 rows
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -33,20 +35,17 @@ class UnknownLayoutError(ValueError):
 
 
 def make_fill(context: Context, depth: int, how: str = "auto") -> Fill:
-    """A way to put `context` at `depth`, again and again. Leaves the context there.
+    """A way to put `context` at `depth`, again and again. Leaves the context somewhere.
 
     Raises:
         CannotRunError: the cache cannot be filled that far.
         UnknownLayoutError: a synthetic fill was asked for, and this cache has another layout.
     """
-    if depth <= _PREFIX:
-        return Fill(context, depth, _decoded(context, depth))
-    if how != "real":
+    kv = context.setting.kv
+    window = kv.quantization_threshold if isinstance(kv, MixedKVConfig) else 0
+    if how != "real" and depth - window > _PREFIX:
         try:
-            template = _Template.read(_decoded(context, _PREFIX), context)
-            fill = Fill(context, depth, None, template)
-            fill.restore()
-            return fill
+            return _synthetic(context, depth, window)
         except UnknownLayoutError:
             if how == "synthetic":
                 raise
@@ -61,10 +60,7 @@ class Fill:
     depth: int
     state: Bytes | None
     template: _Template | None = None
-
-    @property
-    def kind(self) -> str:
-        return "synthetic" if self.template else "real"
+    kind: str = "real"
 
     def restore(self) -> None:
         self.context.clear()
@@ -72,6 +68,19 @@ class Fill:
             state = self.template.build(self.depth) if self.template else self.state
             assert state is not None
             self.context.restore(state, self.depth)
+
+
+def _synthetic(context: Context, depth: int, window: int) -> Fill:
+    template = _Template.read(_decoded(context, _PREFIX), context)
+    fill = Fill(context, depth - window, None, template, "synthetic")
+    try:
+        fill.restore()
+    except CannotRunError as error:
+        raise UnknownLayoutError(str(error)) from None
+    if window == 0:
+        return fill  # the rows are many: they are repeated at each restore rather than kept
+    context.feed(context.model.random_tokens(window))
+    return Fill(context, depth, context.save(), kind="synthetic")
 
 
 def _decoded(context: Context, n: int) -> Bytes | None:
@@ -121,9 +130,7 @@ class _Template:
     head: Bytes  # magic, sequence, streams
     middle: Bytes  # whether V is transposed, and the number of layers
     layers: list[_Rows] = field(default_factory=list)
-    window: MixedKVConfig | None = None
-    ring_head: Bytes | None = None
-    ring: list[Bytes] = field(default_factory=list)  # per layer K and V, [n_hot, size]
+    tail: Bytes | None = None  # of a mixed cache: that it has no F16 rows
 
     @classmethod
     def read(cls, state: Bytes | None, context: Context) -> _Template:
@@ -152,24 +159,13 @@ class _Template:
         read_v = _read_transposed if transposed else _read_rows
         template.layers += [read_v(reader, n) for _ in range(n_layer)]
         if isinstance(context.setting.kv, MixedKVConfig):
-            template._read_ring(reader, n, n_layer, context.setting.kv)
-        if reader.at != state.size:
+            ring = reader.take(_RING_HEAD)
+            if ring[:4].view("<u4")[0] != _RING_MAGIC:
+                raise UnknownLayoutError("its F16 rows have another layout")
+            template.tail = np.concatenate([ring, _u4(0)])
+        elif reader.at != state.size:
             raise UnknownLayoutError("the state holds more than one plain cache")
         return template
-
-    def _read_ring(self, reader: _Reader, n: int, n_layer: int, kv: MixedKVConfig) -> None:
-        start = reader.at
-        reader.expect(_RING_MAGIC)
-        reader.expect(_RING_VERSION)
-        reader.expect(n_layer)
-        self.ring_head, self.window = reader.data[start : reader.at], kv
-        n_hot = reader.value()
-        ordinals = reader.take(4 * n_hot).view("<u4")
-        if ordinals.tolist() != _hot_positions(kv, n).tolist():
-            raise UnknownLayoutError("its F16 rows are not those of the window")
-        for rows in _interleave(self.layers[:n_layer], self.layers[n_layer:]):
-            size = _f16_size(rows)
-            self.ring.append(reader.take(n_hot * size).reshape(n_hot, size))
 
     def build(self, depth: int) -> Bytes:
         """A state of `depth` tokens."""
@@ -178,11 +174,8 @@ class _Template:
         parts = [self.head, _u4(1), _u4(depth), cells.view(np.uint8), self.middle]
         for rows in self.layers:
             parts += [rows.head, rows.repeat(depth)]
-        if self.window is not None and self.ring_head is not None:
-            hot = _hot_positions(self.window, depth).astype("<u4")
-            parts += [self.ring_head, _u4(hot.size), hot.view(np.uint8)]
-            for ring in self.ring:
-                parts.append(np.resize(ring, (hot.size, ring.shape[1])).reshape(-1))
+        if self.tail is not None:
+            parts.append(self.tail)
         return np.concatenate(parts)
 
 
@@ -201,23 +194,6 @@ def _read_transposed(reader: _Reader, n: int) -> _Rows:
     head = reader.data[start : reader.at]
     rows = reader.take(width * n * element).reshape(width, n, element)
     return _Rows(head, rows.transpose(1, 0, 2), transposed=True)
-
-
-def _f16_size(rows: _Rows) -> int:
-    kind = type_name(int(rows.head[:4].view("<i4")[0]))
-    return int(rows.rows.shape[1] * 16 / type_bits(kind))
-
-
-def _interleave(k: list[_Rows], v: list[_Rows]) -> list[_Rows]:
-    return [rows for pair in zip(k, v, strict=True) for rows in pair]
-
-
-def _hot_positions(kv: MixedKVConfig, n: int) -> npt.NDArray[np.int64]:
-    """Positions in F16 after n tokens: cpp/cache/hot_window.h for the query at n - 1."""
-    threshold, group = kv.quantization_threshold, kv.group_size
-    begin = 0 if n <= threshold else -(-(n - threshold) // group) * group
-    positions = np.arange(n)
-    return positions[(positions < kv.sink_tokens) | (positions >= begin)]
 
 
 def _u4(value: int) -> Bytes:

@@ -47,9 +47,9 @@ def measure(
                 "flash_attn": setting.flash_attn,
                 "n_ctx": n_ctx,
                 "threads": threads,
-                "budget_bytes": budget,
-                "longest_n_ctx": longest_context(shape, setting.kv, budget),
             }
+            if shape.layers:
+                row |= {"budget_bytes": budget, "longest_n_ctx": longest_context(shape, setting.kv, budget)}
             add(row | _in_child(model, setting, n_ctx, threads))
             progress.step()
 

@@ -12,20 +12,22 @@ from mixedkv.bench import quality
 from mixedkv.bench.filling import FILLS
 from mixedkv.bench.settings import DEFAULT_SPECS, Setting, make_settings
 from mixedkv.bundled import model_path
+from mixedkv.errors import UnsupportedModelError
 from mixedkv.footprint import ModelShape, model_shape
 from mixedkv.model_file import ModelFile, read_model_file
 
 TESTS = ("memory", "speed", "quality", "recall")
 
 _DEPTHS = (0, 4096, 16384)
-_N_CTX = 4096  # of quality and recall
+_N_CTX = 4096  # of quality
+_N_CTX_RECALL = 2048  # the bundled model answers few questions from further back, whatever its cache
 _MIN_CTX = 256
 _MIN_RECALL = 1024  # a journal with all its questions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """A checked request; `n_ctx` is the context of quality and recall."""
+    """A checked request; `n_ctx` is the context of quality."""
 
     tests: tuple[str, ...]
     file: ModelFile
@@ -33,6 +35,7 @@ class Options:
     settings: tuple[Setting, ...]
     depths: tuple[int, ...]
     n_ctx: int
+    n_ctx_recall: int
     n_prompt: int
     n_gen: int
     threads: int
@@ -52,10 +55,10 @@ class Options:
     @classmethod
     def check(cls, args: argparse.Namespace) -> Options:
         """Raises ValueError or OSError, whose message says what to change."""
-        tests = TESTS if args.test == "all" else (args.test,)
         settings = make_settings(args.kv or DEFAULT_SPECS, args.flash_attn)
         file = read_model_file(Path(args.model) if args.model else model_path())
-        shape = model_shape(file)
+        shape = _shape(file)
+        tests = _tests(args.test, file)
         _check_outputs(args.json, args.plot)
         longest = args.n_ctx or shape.n_ctx_train or max(_DEPTHS) + args.n_prompt
         options = cls(
@@ -64,7 +67,8 @@ class Options:
             shape=shape,
             settings=tuple(settings),
             depths=_depths(args.depths, max(args.n_prompt, args.n_gen + 1), longest),
-            n_ctx=_n_ctx(args.n_ctx, shape.n_ctx_train),
+            n_ctx=_n_ctx(args.n_ctx, _N_CTX, shape.n_ctx_train),
+            n_ctx_recall=_n_ctx(args.n_ctx, _N_CTX_RECALL, shape.n_ctx_train),
             n_prompt=args.n_prompt,
             n_gen=args.n_gen,
             threads=args.threads or len(os.sched_getaffinity(0)),
@@ -77,16 +81,16 @@ class Options:
             json=args.json,
             plot=args.plot,
         )
-        options._check_text()
+        options._check_recall()
         return options
 
-    def _check_text(self) -> None:
-        if "quality" in self.tests and self.text is None and not self.is_bundled:
-            raise ValueError("quality on a model of your own needs a text it can predict: add --text FILE")
+    def _check_recall(self) -> None:
         if "recall" in self.tests and not self.is_bundled:
             raise ValueError("recall asks the bundled model, which was taught the facts: leave -m out")
-        if "recall" in self.tests and self.n_ctx < _MIN_RECALL:
-            raise ValueError(f"--n-ctx {self.n_ctx} has no room for the questions: use {_MIN_RECALL} or more")
+        if "recall" in self.tests and self.n_ctx_recall < _MIN_RECALL:
+            raise ValueError(
+                f"--n-ctx {self.n_ctx_recall} has no room for the questions: use {_MIN_RECALL} or more"
+            )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--depths", metavar="N,N", type=depths, help="tokens before the measured ones")
     parser.add_argument(
-        "--n-ctx", metavar="N", type=number(_MIN_CTX), help="context of quality and recall (4096)"
+        "--n-ctx", metavar="N", type=number(_MIN_CTX), help="context of quality (4096) and recall (2048)"
     )
     parser.add_argument("--threads", metavar="N", type=number(1), help="CPU threads (all)")
     parser.add_argument(
@@ -111,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--n-gen", metavar="N", type=number(1), default=32, help="tokens generated (32)")
     parser.add_argument("--fill", choices=FILLS, default="auto", help="how a depth is reached (auto)")
     parser.add_argument("--mode", choices=(*quality.MODES, "both"), default="both", help="of quality (both)")
-    parser.add_argument("--text", metavar="FILE", help="text for quality (a sample for the bundled model)")
+    parser.add_argument("--text", metavar="FILE", help="text for quality (a generated sample)")
     parser.add_argument("--budget", metavar="SIZE", type=size, help="memory for the cache, e.g. 2GiB")
     parser.add_argument(
         "--peer", action="store_true", help="speed of the stock llama_cpp too, in a subprocess"
@@ -149,6 +153,23 @@ def size(text: str) -> int:
     return int(value)
 
 
+def _tests(asked: str, file: ModelFile) -> tuple[str, ...]:
+    """ "all" of a model of one's own is all but recall, which asks what the bundled model was taught."""
+    if asked != "all":
+        return (asked,)
+    return TESTS if file.path == model_path() else tuple(test for test in TESTS if test != "recall")
+
+
+def _shape(file: ModelFile) -> ModelShape:
+    """The model's shape, without layers where its cache is of a kind that has no formula."""
+    try:
+        return model_shape(file)
+    except UnsupportedModelError:
+        name = str(file.metadata.get("general.name", file.path.name))
+        n_layer, n_ctx = (int(file.get(key, 0)) for key in ("block_count", "context_length"))
+        return ModelShape(file.architecture, name, n_layer, (), n_ctx, 0, ())
+
+
 def _depths(asked: tuple[int, ...] | None, n_new: int, longest: int) -> tuple[int, ...]:
     """Depths that leave room for the tokens measured there; the default ones are cut to those that do."""
     if asked is None:
@@ -161,8 +182,8 @@ def _depths(asked: tuple[int, ...] | None, n_new: int, longest: int) -> tuple[in
     return asked
 
 
-def _n_ctx(asked: int | None, trained: int) -> int:
-    n_ctx = asked or min(_N_CTX, trained or _N_CTX)
+def _n_ctx(asked: int | None, default: int, trained: int) -> int:
+    n_ctx = asked or min(default, trained or default)
     return max(_MIN_CTX, n_ctx)
 
 

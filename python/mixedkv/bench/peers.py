@@ -47,6 +47,10 @@ class Peer:
         except CannotRunError as error:
             raise ValueError(f"--peer: the stock llama_cpp does not start: {error}") from None
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def open(self, setting: Setting, work: Work) -> PeerRunner:
         return PeerRunner(self, setting, work)
 

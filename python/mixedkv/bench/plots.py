@@ -16,7 +16,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from mixedkv.bench.report import setting_name
 
@@ -138,12 +138,19 @@ def _speed(rows: Sequence[Row], styles: dict[str, Row], model: str) -> Figure:
             if points:
                 axis.plot(*zip(*points, strict=True), label=name, **style)
         axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.yaxis.set_minor_formatter(NullFormatter())
         axis.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}k" if value else "0")
         axis.set_xticks(sorted({row["depth"] for row in rows}))
         axis.set_xlabel("tokens in the cache")
         axis.set_title(f"{title}, tokens/s")
-    figure.suptitle(f"{model}, {rows[0]['threads']} threads", x=0.01, ha="left", fontsize=11)
+    figure.suptitle(
+        f"{model}, on {rows[0]['threads']} CPU {'threads' if rows[0]['threads'] > 1 else 'thread'}",
+        x=0.01,
+        ha="left",
+        fontsize=11,
+    )
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=9)
     return figure
 

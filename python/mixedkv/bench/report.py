@@ -18,9 +18,12 @@ _NONE = "-"
 def render(data: dict[str, Any]) -> str:
     """All tables of a result, with what was run on top."""
     machine, model = data["machine"], data["model"]
+    heads = (
+        f", {_list(model['n_head'])} query heads over {_list(model['n_head_kv'])} KV heads "
+        f"of size {_list(model['head_size_k'])}"
+    )
     lines = [
-        f"{model['name']}: {model['n_layer']} layers, {_list(model['n_head'])} query heads over "
-        f"{_list(model['n_head_kv'])} KV heads of size {_list(model['head_size_k'])}",
+        f"{model['name']}: {model['n_layer']} layers{heads if model['n_head'] else ''}",
         f"{machine['cpu']}, {machine['cores']} cores, {data['versions']['isa']} kernels, "
         f"load {machine['load_average'][0]:.1f} at the start",
     ]
@@ -77,18 +80,22 @@ def _rate_cells(row: Row, key: str) -> list[str]:
         return [_NONE, "", _NONE, _NONE]
     spread = (row[f"{key}_high"] - row[f"{key}_low"]) / row[f"{key}_tps"]
     ratios = [_number(row.get(f"{key}_vs_{base}"), ".2f") for base in ("f16", "uniform")]
-    return [f"{row[f'{key}_tps']:.1f}", f"+-{spread / 2:.0%}", *ratios]
+    return [
+        f"{row[f'{key}_tps']:.1f}",
+        f"+-{spread / 2:.0%}" if len(row[f"{key}_samples"]) > 1 else "",
+        *ratios,
+    ]
 
 
 def _memory(rows: Sequence[Row]) -> Table:
-    budget = format_bytes(rows[0]["budget_bytes"])
+    budget = _bytes(rows[0].get("budget_bytes"))
     return [["cache", "bytes", "bits/element", "peak of the process", f"longest context in {budget}"]] + [
         [
             setting_name(row),
             _bytes(row.get("kv_bytes")),
             _number(row.get("bits_per_element"), ".2f"),
             _bytes(row.get("peak_rss_bytes")),
-            f"{row['longest_n_ctx']:,}",
+            _number(row.get("longest_n_ctx"), ","),
         ]
         for row in rows
     ]
@@ -192,4 +199,4 @@ def _bytes(value: int | None) -> str:
 
 
 def _list(values: Sequence[int]) -> str:
-    return "/".join(map(str, values)) or "no"
+    return "/".join(map(str, values))

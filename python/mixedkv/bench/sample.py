@@ -27,16 +27,20 @@ def ask(fact: Fact) -> str:
     return f"<|user|>{fact.question}<|end|><|assistant|>"
 
 
-def document(seed: int, n_tokens: int, count: Count) -> str:
-    """A chat of at least `n_tokens` tokens: a journal, then questions about its facts with their answers."""
+def document(seed: int, n_tokens: int, count: Count, *, chat: bool = True) -> str:
+    """At least `n_tokens` tokens: a journal, then questions about its facts with their answers.
+
+    In the bundled model's chat format, or as plain text for another model.
+    """
     random = Random(seed)
     world = World(random)
     sentences = _sentences(random, world, int(_QUESTIONS_FROM * n_tokens), count)
-    text = OPENING + " ".join(sentences) + NOTED
+    text = OPENING + " ".join(sentences) + NOTED if chat else " ".join(sentences)
     facts, n = list(world.facts.values()) or [world.fact()], count(text)
     while n < n_tokens:
         fact = random.choice(facts)
-        turn = ask(fact) + fact.answer + END
+        plain = f" Question: {fact.question} Answer: {fact.answer}"
+        turn = ask(fact) + fact.answer + END if chat else plain
         text, n = text + turn, n + count(turn)
     return text
 

@@ -21,6 +21,8 @@ from mixedkv.bench.numbers import quartiles
 from mixedkv.bench.progress import Progress
 from mixedkv.bench.settings import Setting
 
+_ROOM = 1024  # for any window of the presets; the size of a context does not change its speed
+
 Row = dict[str, Any]
 
 
@@ -36,7 +38,7 @@ class Work:
 
     @property
     def n_ctx(self) -> int:
-        return self.depth + max(self.n_prompt, self.n_gen + 1)
+        return max(_ROOM, self.depth + max(self.n_prompt, self.n_gen + 1))
 
 
 class Runner(Protocol):

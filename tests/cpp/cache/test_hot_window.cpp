@@ -69,6 +69,10 @@ static void problems_name_the_field() {
     CHECK(hot_window{ 0, 16, 4 }.problem().empty());
     CHECK(hot_window{ 8, 16, 4 }.problem().find("quantization_threshold 8") != std::string::npos);
     CHECK(hot_window{ 8, 0, 4 }.problem().find("group_size") != std::string::npos);
+    for (const hot_window & huge : { hot_window{ UINT32_MAX, 1, 1 }, { 0, UINT32_MAX, 4 }, { 32, 1, UINT32_MAX } }) {
+        CHECK(huge.problem().find("2147483647") != std::string::npos);
+    }
+    CHECK(hot_window{ INT32_MAX, 1, INT32_MAX }.rows() == 2 * uint64_t(INT32_MAX));
 }
 
 int main() {

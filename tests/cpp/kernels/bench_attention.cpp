@@ -1,5 +1,5 @@
 // Speed of attention_run alone, one layer per call: decode and prefill over a cache of each type, 16 query heads over
-// 4 KV heads of size 128.  bench_attention [--threads N] [--isa NAME] [--quick]
+// 4 KV heads of size 128.  bench_attention [--threads N] [--isa NAME] [--only decode|prefill] [--quick]
 
 #include "attention.h"
 #include "support.h"
@@ -28,10 +28,17 @@ double now() {
 
 // Threads that spin between calls, as a graph's workers do: starting one would take as long as a decode step.
 class team {
-    std::vector<std::thread>          threads;
-    const std::function<void(int)> *  work = nullptr;
-    std::atomic<int>                  round{ 0 }, done{ 0 };
-    std::atomic<bool>                 stop{ false };
+    std::vector<std::thread>         threads;
+    const std::function<void(int)> * work = nullptr;
+    std::atomic<int>                 round{ 0 }, done{ 0 };
+    std::atomic<bool>                stop{ false };
+
+    // On a busy machine the awaited thread may need this core.
+    static void wait(int & spins) {
+        if (++spins > 20000) {
+            std::this_thread::yield();
+        }
+    }
 
   public:
     const int size;
@@ -40,7 +47,8 @@ class team {
         for (int i = 1; i < n; i++) {
             threads.emplace_back([this, i] {
                 for (int seen = 0; true; seen++) {
-                    while (round.load(std::memory_order_acquire) == seen) {
+                    for (int spins = 0; round.load(std::memory_order_acquire) == seen;) {
+                        wait(spins);
                     }
                     if (stop) {
                         return;
@@ -63,7 +71,8 @@ class team {
         done = 0;
         round.fetch_add(1, std::memory_order_release);
         f(0);
-        while (done.load(std::memory_order_acquire) != size - 1) {
+        for (int spins = 0; done.load(std::memory_order_acquire) != size - 1;) {
+            wait(spins);
         }
     }
 };
@@ -126,7 +135,9 @@ struct cache {
             }
         }
     }
-    size_t head_bytes() const { return type == row_type::f16 ? 2 * d : type == row_type::q8_0 ? d / 32 * 34 : d / 32 * 18; }
+    size_t head_bytes() const {
+        return type == row_type::f16 ? 2 * d : type == row_type::q8_0 ? d / 32 * 34 : d / 32 * 18;
+    }
     mixedkv::attention_segment segment(int64_t n) const {
         const auto rows = [&](const std::vector<uint8_t> & bytes) {
             mixedkv::attention_rows r;
@@ -147,7 +158,7 @@ struct bandwidths {
 void bench(team & t, const char * label, const std::vector<mixedkv::attention_segment> & segments, int64_t n_queries,
            double seconds, const std::vector<uint64_t> & buffer, double memory) {
     mixedkv::attention_args a;
-    int64_t                 n = 0;
+    int64_t                 n     = 0;
     size_t                  bytes = 0;
     for (const mixedkv::attention_segment & s : segments) {
         a.segments[a.n_segments++] = s;
@@ -174,11 +185,12 @@ void bench(team & t, const char * label, const std::vector<mixedkv::attention_se
     a.scale               = 0.0883883476f;
     a.out                 = out.data();
     std::vector<char> scratch(mixedkv::attention_scratch_bytes(&a, 1) + 64);
-    void * aligned = reinterpret_cast<void *>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
+    void *            aligned = reinterpret_cast<void *>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
 
     const double here = n_queries == 1 ? read_bandwidth(t, buffer, std::min(bytes, buffer.size() * 8), seconds / 4) : 0;
-    const timing m = measure(t, seconds, [&](int i) { mixedkv::attention_run(&a, 1, aligned, i, t.size); });
-    std::printf("%-22s %6lld %5lld %9.3f %9.3f", label, (long long) n, (long long) n_queries, m.median * 1e3, m.best * 1e3);
+    const timing m    = measure(t, seconds, [&](int i) { mixedkv::attention_run(&a, 1, aligned, i, t.size); });
+    std::printf("%-22s %6lld %5lld %9.3f %9.3f", label, (long long)n, (long long)n_queries, m.median * 1e3,
+                m.best * 1e3);
     if (n_queries == 1) {
         const double rate = double(bytes) / m.best;
         std::printf(" %7.1f GB/s %4.0f%% of memory %4.0f%% of %.1f GB/s\n", rate * 1e-9, 100 * rate / memory,
@@ -208,7 +220,8 @@ int main(int argc, char ** argv) {
         } else if (arg == "--quick") {
             quick = true;
         } else {
-            std::fprintf(stderr, "usage: bench_attention [--threads N] [--isa NAME] [--only decode|prefill] [--quick]\n");
+            std::fprintf(stderr,
+                         "usage: bench_attention [--threads N] [--isa NAME] [--only decode|prefill] [--quick]\n");
             return 2;
         }
     }
@@ -224,14 +237,16 @@ int main(int argc, char ** argv) {
         const char * name;
         row_type     type;
     };
-    for (const named & c : { named{ "f16", row_type::f16 }, named{ "q8_0", row_type::q8_0 }, named{ "q4_0", row_type::q4_0 } }) {
+    for (const named & c :
+         { named{ "f16", row_type::f16 }, named{ "q8_0", row_type::q8_0 }, named{ "q4_0", row_type::q4_0 } }) {
         for (int64_t n : quick ? std::vector<int64_t>{ 1024 } : std::vector<int64_t>{ 4096, 16384, 32768 }) {
             const cache all(c.type, n), hot(row_type::f16, 512);
             if (only != "prefill") {
                 bench(t, (std::string("decode ") + c.name).c_str(), { all.segment(n) }, 1, seconds, buffer, memory);
             }
             if (c.type == row_type::q4_0 && only != "prefill") {
-                bench(t, "decode q4_0+hot f16", { all.segment(n), hot.segment(256), hot.segment(1) }, 1, seconds, buffer, memory);
+                bench(t, "decode q4_0+hot f16", { all.segment(n), hot.segment(256), hot.segment(1) }, 1, seconds,
+                      buffer, memory);
             }
             if (n <= 16384 && only != "decode") {
                 const int64_t queries = quick ? 64 : 512;

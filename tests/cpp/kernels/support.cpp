@@ -61,8 +61,9 @@ static void store_half(uint8_t * p, float x) {
 
 static void quantise(row_type type, const float * x, int d, uint8_t * out) {
     for (int b = 0; b < d / 32; b++, x += 32) {
-        const float extreme = *std::max_element(x, x + 32, [](float a, float c) { return std::fabs(a) < std::fabs(c); });
-        const float scale   = type == row_type::q8_0 ? std::fabs(extreme) / 127 : extreme / -8;
+        const float extreme =
+            *std::max_element(x, x + 32, [](float a, float c) { return std::fabs(a) < std::fabs(c); });
+        const float scale = type == row_type::q8_0 ? std::fabs(extreme) / 127 : extreme / -8;
         store_half(out, scale);
         uint8_t * q = out + 2;
         for (int i = 0; i < 32; i++) {
@@ -136,8 +137,8 @@ std::string options::describe() const {
     static const char * const types[] = { "f16", "q8_0", "q4_0", "other" };
     static const char * const masks[] = { "none", "causal", "window", "holes", "all_hidden", "alibi" };
     char                      text[256];
-    std::snprintf(text, sizeof(text), "heads %d/%d d %d/%d queries %d mask %s softcap %g sinks %d permuted %d keys", n_head,
-                  n_head_kv, d_k, d_v, n_queries, masks[int(mask)], double(softcap), sinks, permuted);
+    std::snprintf(text, sizeof(text), "heads %d/%d d %d/%d queries %d mask %s softcap %g sinks %d permuted %d keys",
+                  n_head, n_head_kv, d_k, d_v, n_queries, masks[int(mask)], double(softcap), sinks, permuted);
     std::string s = text;
     for (size_t i = 0; i < n_keys.size(); i++) {
         s += " " + std::to_string(n_keys[i]) + ":" + types[int(type_k[i])] + "/" + types[int(type_v[i])];
@@ -225,7 +226,8 @@ static double slope(const options & o, int head) {
         return 1.0;
     }
     const int n = 1 << int(std::floor(std::log2(o.n_head)));
-    return head < n ? std::pow(std::pow(2.0, -8.0 / n), head + 1) : std::pow(std::pow(2.0, -4.0 / n), 2 * (head - n) + 1);
+    return head < n ? std::pow(std::pow(2.0, -8.0 / n), head + 1)
+                    : std::pow(std::pow(2.0, -4.0 / n), 2 * (head - n) + 1);
 }
 
 std::vector<double> problem::reference() const {

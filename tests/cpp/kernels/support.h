@@ -21,7 +21,10 @@ struct rng {
     int   below(int n) { return int(engine() % uint32_t(n)); }
     bool  chance(double p) { return engine() < p * 4294967296.0; }
     float gauss() { return std::normal_distribution<float>()(engine); }
-    template <class T> T pick(const std::vector<T> & from) { return from[below(int(from.size()))]; }
+    template <class T>
+    T pick(const std::vector<T> & from) {
+        return from[below(int(from.size()))];
+    }
 };
 
 // [n, n_head, d] rows of one type, with gaps between rows and heads, and what they hold as doubles.
@@ -42,15 +45,15 @@ struct rows {
 enum class mask_kind { none, causal, window, holes, all_hidden, alibi };
 
 struct options {
-    int   n_head = 4, n_head_kv = 2, d_k = 64, d_v = 64, n_queries = 1;
+    int                            n_head = 4, n_head_kv = 2, d_k = 64, d_v = 64, n_queries = 1;
     std::vector<int64_t>           n_keys{ 100 };
     std::vector<mixedkv::row_type> type_k{ mixedkv::row_type::f16 };
     std::vector<mixedkv::row_type> type_v{ mixedkv::row_type::f16 };
-    mask_kind mask      = mask_kind::none;
-    float     score_std = 3.0f; // of scale * q.k
-    float     softcap   = 0.0f;
-    bool      sinks     = false;
-    bool      permuted  = false; // Q as [n_head, n_queries, d] and gaps between K and V rows
+    mask_kind                      mask      = mask_kind::none;
+    float                          score_std = 3.0f; // of scale * q.k
+    float                          softcap   = 0.0f;
+    bool                           sinks     = false;
+    bool                           permuted  = false; // Q as [n_head, n_queries, d] and gaps between K and V rows
 
     std::string describe() const;
 };
@@ -65,7 +68,7 @@ struct problem {
     int64_t                 n_keys() const;
     mixedkv::attention_args args();
     // [n_queries, n_head, d_v]
-    std::vector<double> reference() const;
+    std::vector<double>     reference() const;
 };
 
 // All streams in one call of attention_run, every thread its own.

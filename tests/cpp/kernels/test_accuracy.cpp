@@ -17,8 +17,8 @@ float round_half(float x) {
 
 // What flash attention on an F16 cache gives for the rows of `p`, which are F16, without a mask.
 std::vector<double> f16_flash_attention(const test::problem & p) {
-    const test::options & o = p.o;
-    std::vector<double>   out;
+    const test::options &           o = p.o;
+    std::vector<double>             out;
     std::vector<std::vector<float>> ks, vs;
     for (int64_t j = 0; j < p.n_keys(); j++) {
         ks.push_back(p.k[0].value(j, 0));
@@ -33,7 +33,7 @@ std::vector<double> f16_flash_attention(const test::problem & p) {
         }
         for (int64_t j = 0; j < p.n_keys(); j++) {
             const std::vector<float> &k = ks[j], &v = vs[j];
-            float                    s = 0.0f;
+            float                     s = 0.0f;
             for (int e = 0; e < o.d_k; e++) {
                 s += q[e] * k[e];
             }
@@ -62,7 +62,8 @@ std::vector<double> f16_flash_attention(const test::problem & p) {
 }
 
 // Root mean square error as a share of the root mean square of the reference
-template <class T> double relative_error(const std::vector<T> & got, const std::vector<double> & want) {
+template <class T>
+double relative_error(const std::vector<T> & got, const std::vector<double> & want) {
     double error = 0.0, size = 0.0;
     for (size_t i = 0; i < want.size(); i++) {
         error += (got[i] - want[i]) * (got[i] - want[i]);
@@ -92,17 +93,17 @@ int main(int argc, char ** argv) {
         return 77;
     }
     int failures = 0;
-    std::printf("%s, relative RMS error\n%6s %9s %7s %9s | %9s %9s %9s\n", mixedkv::attention_isa(), "keys", "score std",
-                "queries", "F16 flash", "f16", "q8_0", "q4_0");
+    std::printf("%s, relative RMS error\n%6s %9s %7s %9s | %9s %9s %9s\n", mixedkv::attention_isa(), "keys",
+                "score std", "queries", "F16 flash", "f16", "q8_0", "q4_0");
     for (int64_t keys : { 64, 1024, 4096, 16384 }) {
         for (float score_std : { 2.0f, 4.0f }) {
-            for (int queries : { 1, 12 }) { // decode and prefill
+            for (int queries : { 1, 12 }) {       // decode and prefill
                 if (queries > 1 && keys > 1024) { // the reference takes too long
                     continue;
                 }
                 const test::problem flash = make(row_type::f16, keys, score_std, queries);
                 const double        bound = relative_error(f16_flash_attention(flash), flash.reference());
-                std::printf("%6lld %9g %7d %9.1e |", (long long) keys, double(score_std), queries, bound);
+                std::printf("%6lld %9g %7d %9.1e |", (long long)keys, double(score_std), queries, bound);
                 for (row_type type : { row_type::f16, row_type::q8_0, row_type::q4_0 }) {
                     test::problem p = make(type, keys, score_std, queries);
                     test::run({ p.args() }, 2);

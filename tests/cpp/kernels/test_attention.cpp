@@ -47,17 +47,17 @@ test::options random_options(test::rng & r) {
     static const std::vector<row_type>  types{ row_type::f16, row_type::q8_0, row_type::q4_0, row_type::other };
     static const std::vector<mask_kind> masks{ mask_kind::none,  mask_kind::causal,     mask_kind::window,
                                                mask_kind::holes, mask_kind::all_hidden, mask_kind::alibi };
-    test::options o;
-    o.n_head_kv  = r.pick<int>({ 1, 2, 3, 4 });
-    o.n_head     = o.n_head_kv * r.pick<int>({ 1, 2, 3, 4, 4, 8 });
-    o.d_k        = r.pick<int>({ 32, 64, 96, 128, 128, 160, 192, 256, 288 });
-    o.d_v        = r.chance(0.7) ? o.d_k : r.pick<int>({ 32, 64, 96, 128, 256 });
-    o.n_queries  = r.chance(0.6) ? 1 + r.below(8) : 9 + r.below(40);
-    o.mask       = r.pick(masks);
-    o.softcap    = r.chance(0.2) ? 10.0f : 0.0f;
-    o.sinks      = r.chance(0.3);
-    o.permuted   = r.chance(0.3);
-    const int n  = 1 + r.below(mixedkv::attention_max_segments);
+    test::options                       o;
+    o.n_head_kv = r.pick<int>({ 1, 2, 3, 4 });
+    o.n_head    = o.n_head_kv * r.pick<int>({ 1, 2, 3, 4, 4, 8 });
+    o.d_k       = r.pick<int>({ 32, 64, 96, 128, 128, 160, 192, 256, 288 });
+    o.d_v       = r.chance(0.7) ? o.d_k : r.pick<int>({ 32, 64, 96, 128, 256 });
+    o.n_queries = r.chance(0.6) ? 1 + r.below(8) : 9 + r.below(40);
+    o.mask      = r.pick(masks);
+    o.softcap   = r.chance(0.2) ? 10.0f : 0.0f;
+    o.sinks     = r.chance(0.3);
+    o.permuted  = r.chance(0.3);
+    const int n = 1 + r.below(mixedkv::attention_max_segments);
     o.n_keys.clear();
     o.type_k.clear();
     o.type_v.clear();
@@ -150,7 +150,8 @@ void test_streams() {
     test::rng                                   r(11);
     std::vector<std::unique_ptr<test::problem>> problems;
     for (int queries : { 1, 3, 40 }) {
-        problems.push_back(std::make_unique<test::problem>(r, mixed_cache(queries, 500 + 300 * queries, mask_kind::causal)));
+        problems.push_back(
+            std::make_unique<test::problem>(r, mixed_cache(queries, 500 + 300 * queries, mask_kind::causal)));
     }
     std::vector<mixedkv::attention_args> streams;
     std::vector<std::vector<float>>      alone;
@@ -168,10 +169,10 @@ void test_streams() {
 
 // Scratch asked for once, for the largest shape, serves a sequence of smaller calls with changing thread counts.
 void test_scratch_reuse() {
-    test::rng     r(13);
-    test::problem largest(r, mixed_cache(40, 5000, mask_kind::none));
-    const auto    a     = largest.args();
-    const size_t  bytes = mixedkv::attention_scratch_bytes(&a, 1);
+    test::rng                               r(13);
+    test::problem                           largest(r, mixed_cache(40, 5000, mask_kind::none));
+    const auto                              a     = largest.args();
+    const size_t                            bytes = mixedkv::attention_scratch_bytes(&a, 1);
     std::unique_ptr<void, void (*)(void *)> scratch(std::aligned_alloc(64, (bytes + 63) / 64 * 64), std::free);
     std::memset(scratch.get(), 0, bytes);
     for (int queries : { 40, 1, 8, 17, 1, 40 }) {
