@@ -154,7 +154,7 @@ class Llama(llama_cpp.Llama):
 def _choose_setting(
     kv: str | KVSetting | None, type_k: int | None, type_v: int | None, embedding: bool
 ) -> KVSetting:
-    """Embeddings do not read the cache again, and the base class reserves sequences by the hundred for them."""
+    """Embeddings are read once, and the base class reserves sequences by the hundred for them."""
     if type_k is None and type_v is None:
         return parse_kv(kv if kv is not None else "f16" if embedding else "mixed")
     if kv is not None:

@@ -40,13 +40,13 @@ struct mixedkv_config {
 
 // One layer as the cache stores it.
 struct mixedkv_layer_info {
-    int32_t        il;         // layer index in the model
-    bool           mixed;      // false: llama.cpp's uniform cache
-    bool           fused;      // attention reads the rows with the fused CPU node
+    int32_t        il;    // layer index in the model
+    bool           mixed; // false: llama.cpp's uniform cache
+    bool           fused; // attention reads the rows with the fused CPU node
     uint32_t       n_head_kv;
     uint32_t       n_embd_head_k;
     uint32_t       n_embd_head_v;
-    uint32_t       n_cells;    // rows over all streams
+    uint32_t       n_cells; // rows over all streams
     enum ggml_type type_k;
     enum ggml_type type_v;
     uint64_t       bytes_cold; // K and V, capacity
@@ -56,7 +56,7 @@ struct mixedkv_layer_info {
 // One sequence, as the query at its last position sees it.
 struct mixedkv_seq_info {
     int32_t seq_id;
-    int32_t pos_min;   // -1: the sequence is empty
+    int32_t pos_min; // -1: the sequence is empty
     int32_t pos_max;
     int32_t hot_begin; // first position of the recent window, pos_max + 1 when it is empty
     int32_t n_hot;     // live rows that attention reads in F16
@@ -65,7 +65,7 @@ struct mixedkv_seq_info {
 
 struct mixedkv_stats {
     bool     mixed;
-    uint32_t n_ctx_seq;          // cells per stream
+    uint32_t n_ctx_seq; // cells per stream
     uint32_t n_seq_max;
     uint32_t n_stream;
     uint32_t n_layer;            // layers with a KV cache
@@ -73,25 +73,24 @@ struct mixedkv_stats {
     uint32_t threshold_capacity; // as chosen at creation: the setter's upper bound
     uint32_t group_size;
     uint32_t sink_tokens;
-    uint32_t ring_rows;          // F16 rows per stream, padding included
-    uint32_t n_cells_used;       // live cells over all streams of the full-attention cache
-    uint32_t n_cells_hot;        // of these, those that hold a ring slot
-    uint64_t n_elements;         // K and V elements of all cells: what bits per element divides by
-    uint64_t bytes_total;        // from llama.cpp's own memory breakdown of the KV cache
+    uint32_t ring_rows;    // F16 rows per stream, padding included
+    uint32_t n_cells_used; // live cells over all streams of the full-attention cache
+    uint32_t n_cells_hot;  // of these, those that hold a ring slot
+    uint64_t n_elements;   // K and V elements of all cells: what bits per element divides by
+    uint64_t bytes_total;  // from llama.cpp's own memory breakdown of the KV cache
     uint64_t bytes_cold;
     uint64_t bytes_hot;
 };
 
 // Which llama.cpp the library was built from, and what it can run on this machine.
-LLAMA_API const char * mixedkv_version(void);       // e.g. "0.1.0"
-LLAMA_API const char * mixedkv_llama_commit(void);  // e.g. "0c1e57098..."
-LLAMA_API const char * mixedkv_isa(void);           // instruction set the kernels dispatch to, e.g. "avx512"
-LLAMA_API const char * mixedkv_last_error(void);    // of this thread, "" when the last call succeeded
+LLAMA_API const char * mixedkv_version(void);      // e.g. "0.1.0"
+LLAMA_API const char * mixedkv_llama_commit(void); // e.g. "0c1e57098..."
+LLAMA_API const char * mixedkv_isa(void);          // instruction set the kernels dispatch to, e.g. "avx512"
+LLAMA_API const char * mixedkv_last_error(void);   // of this thread, "" when the last call succeeded
 
 // Says without making a context whether the model can have this cache. n_ctx is per sequence.
-LLAMA_API enum mixedkv_status mixedkv_check(
-        const struct llama_model * model, const struct mixedkv_config * config,
-        enum ggml_type type_k, enum ggml_type type_v, uint32_t n_ctx);
+LLAMA_API enum mixedkv_status mixedkv_check(const struct llama_model * model, const struct mixedkv_config * config,
+                                            enum ggml_type type_k, enum ggml_type type_v, uint32_t n_ctx);
 
 // The next llama_init_from_model() on this thread takes the configuration, whether it succeeds or not.
 // NULL withdraws it.
@@ -100,24 +99,25 @@ LLAMA_API enum mixedkv_status mixedkv_configure_next(const struct mixedkv_config
 LLAMA_API enum mixedkv_status mixedkv_get_stats(struct llama_context * ctx, struct mixedkv_stats * out);
 
 // Fill up to n entries; *n_out is how many there are. `out` may be NULL when n is 0.
-LLAMA_API enum mixedkv_status mixedkv_get_layers(
-        struct llama_context * ctx, struct mixedkv_layer_info * out, uint32_t n, uint32_t * n_out);
-LLAMA_API enum mixedkv_status mixedkv_get_sequences(
-        struct llama_context * ctx, struct mixedkv_seq_info * out, uint32_t n, uint32_t * n_out);
+LLAMA_API enum mixedkv_status mixedkv_get_layers(struct llama_context * ctx, struct mixedkv_layer_info * out,
+                                                 uint32_t n, uint32_t * n_out);
+LLAMA_API enum mixedkv_status mixedkv_get_sequences(struct llama_context * ctx, struct mixedkv_seq_info * out,
+                                                    uint32_t n, uint32_t * n_out);
 
 // Live settings of a mixed cache, threshold and sinks up to what it was made with. What has aged out stays cold;
 // a wider window fills from new tokens.
-LLAMA_API enum mixedkv_status mixedkv_set_window(
-        struct llama_context * ctx, uint32_t threshold, uint32_t group_size, uint32_t sink_tokens);
+LLAMA_API enum mixedkv_status mixedkv_set_window(struct llama_context * ctx, uint32_t threshold, uint32_t group_size,
+                                                 uint32_t sink_tokens);
 
 // Pending shifts and copies of the context are carried out first, as the next decode would.
 // Rows of one layer and sequence in order of position, as the query at the last position reads them.
 // `which` is 'k' or 'v'. data: F32 [n_rows, n_head_kv, n_embd_head]; positions, hot: [n_rows]; any may be NULL.
 // unrotate: undo the Hadamard rotation that llama.cpp applies to a quantised cache.
 // *n_rows_out is how many rows lie in [p0, p1); p1 < 0 means the end. Nothing is written if n_rows is smaller.
-LLAMA_API enum mixedkv_status mixedkv_read_rows(
-        struct llama_context * ctx, int32_t il, int32_t seq_id, char which, int32_t p0, int32_t p1, bool unrotate,
-        float * data, int32_t * positions, uint8_t * hot, uint32_t n_rows, uint32_t * n_rows_out);
+LLAMA_API enum mixedkv_status mixedkv_read_rows(struct llama_context * ctx, int32_t il, int32_t seq_id, char which,
+                                                int32_t p0, int32_t p1, bool unrotate, float * data,
+                                                int32_t * positions, uint8_t * hot, uint32_t n_rows,
+                                                uint32_t * n_rows_out);
 
 #ifdef __cplusplus
 }
