@@ -65,6 +65,7 @@ llama_kv_cache_mixed::llama_kv_cache_mixed(
 
     scratch = std::make_unique<fused_scratch>();
     begins.assign(n_seq_max, 0);
+    dirty.assign(n_stream, false);
 }
 
 llama_kv_cache_mixed::~llama_kv_cache_mixed() = default;
@@ -200,7 +201,7 @@ void llama_kv_cache_mixed::release_dead() {
         }
     }
 
-    dirty = true;
+    dirty.assign(n_stream, true);
 }
 
 void llama_kv_cache_mixed::release_unwanted(uint32_t strm) {
@@ -265,14 +266,6 @@ int32_t llama_kv_cache_mixed::assign_slot(uint32_t strm, uint32_t cell) {
 std::vector<int64_t> llama_kv_cache_mixed::advance(const slot_info & sinfo, const llama_ubatch & ubatch) {
     std::vector<int64_t> res(ubatch.n_tokens, 0);
 
-    if (dirty) {
-        std::fill(begins.begin(), begins.end(), 0);
-        for (uint32_t strm = 0; strm < n_stream; ++strm) {
-            release_unwanted(strm);
-        }
-        dirty = false;
-    }
-
     for (uint32_t s = 0; s < sinfo.n_stream(); ++s) {
         const uint32_t strm = sinfo.strm[s];
 
@@ -283,6 +276,13 @@ std::vector<int64_t> llama_kv_cache_mixed::advance(const slot_info & sinfo, cons
             }
         }
 
+        if (dirty[strm]) {
+            for (uint32_t seq_id = 0; seq_id < n_seq_max; ++seq_id) {
+                begins[seq_id] = seq_to_stream[seq_id] == strm ? 0 : begins[seq_id];
+            }
+            release_unwanted(strm);
+            dirty[strm] = false;
+        }
         release_left(strm, ubatch);
 
         for (const uint32_t cell : sinfo.idxs[s]) {
@@ -314,7 +314,7 @@ std::string llama_kv_cache_mixed::set_window(const mixedkv::hot_window & value) 
 
     if (problem.empty()) {
         window = value;
-        dirty  = true;
+        dirty.assign(n_stream, true);
         for (uint32_t strm = 0; strm < n_stream; ++strm) {
             release_unwanted(strm);
         }
@@ -374,7 +374,7 @@ void llama_kv_cache_mixed::seq_add(llama_seq_id seq_id, llama_pos p0, llama_pos 
 
 void llama_kv_cache_mixed::seq_div(llama_seq_id seq_id, llama_pos p0, llama_pos p1, int d) {
     llama_kv_cache::seq_div(seq_id, p0, p1, d);
-    dirty = true;
+    dirty.assign(n_stream, true);
 }
 
 bool llama_kv_cache_mixed::update(llama_context * lctx, bool do_shift, const stream_copy_info & sc_info) {

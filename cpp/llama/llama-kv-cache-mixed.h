@@ -166,8 +166,8 @@ private:
     // first hot position of each sequence after its last ubatch: what lies between it and the next one leaves
     std::vector<llama_pos> begins;
 
-    // sequences were changed from outside: every slot is looked at after the next ubatch
-    bool dirty = false;
+    // by stream: sequences were changed from outside, so every slot is looked at after the next ubatch
+    std::vector<bool> dirty;
 
     std::vector<std::pair<ggml_context_ptr, ggml_backend_buffer_ptr>> ring_bufs;
 

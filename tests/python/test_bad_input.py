@@ -239,7 +239,7 @@ def test_head_size_that_does_not_fit_the_block(zoo_path: Callable[[str], Path], 
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("deepseek2", "MLA"), ("mamba", "recurrent"), ("bert", "no full-attention layers")]
+    ("name", "reason"), [("deepseek2", "MLA"), ("mamba", "recurrent"), ("bert", "no KV cache")]
 )
 def test_memory_that_is_no_kv_cache(zoo_path: Callable[[str], Path], name: str, reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"'{name}' .*{reason}.*'f16'"):

@@ -16,7 +16,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MultipleLocator, NullFormatter
 
 from mixedkv.bench.report import setting_name
 
@@ -97,6 +97,7 @@ def _frontier(rows: Sequence[Row], styles: dict[str, Row], model: str) -> Figure
                 axis.plot(row["bits_per_element"], max(row[key], 1e-9), markersize=8, label=name, **style)
         axis.set_yscale("log")
         axis.yaxis.set_minor_formatter(NullFormatter())
+        axis.xaxis.set_major_locator(MultipleLocator(2))
         axis.set_xlabel("allocated bits per element")
         axis.set_title(f"{title} KL divergence")
     axes[0].set_ylabel("nats, against an F32 cache")
