@@ -10,7 +10,7 @@ from typing import Any
 
 from mixedkv._cli_values import positive
 from mixedkv.bundled import model_path
-from mixedkv.config import parse_kv
+from mixedkv.config import PRESETS, parse_kv
 from mixedkv.footprint import ModelShape, footprint, model_shape
 from mixedkv.model_file import ModelFile, read_model_file
 from mixedkv.stats import format_bytes
@@ -20,10 +20,7 @@ _SETTINGS = (
     "f16",
     "q8_0",
     "q4_0",
-    "mixed:cold=q8_0",
-    "mixed:cold_k=q8_0",
-    "mixed",
-    "mixed:threshold=256,group=32",
+    *(f"mixed:{preset}" for preset in reversed(PRESETS)),
 )
 
 
