@@ -155,7 +155,7 @@ _KEYS = {
 }
 _KNOWN_KEYS = "cold, " + ", ".join(_KEYS)
 
-# Chosen from docs/benchmarks.md, which has the numbers and the reasons. Plain "mixed" is compact: the bits of q4_0.
+# Chosen from docs/benchmarks.md, with the reasons. Plain "mixed" is compact: the bits of q4_0.
 PRESETS: dict[str, dict[str, Any]] = {
     "compact": {},
     "balanced": {"cold_type_k": "q8_0", "quantization_threshold": 128, "group_size": 32},
