@@ -12,6 +12,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import llama_cpp
 import pytest
 
 from bench_support import by_kv, run
@@ -195,6 +196,13 @@ def test_a_cache_of_another_layout_is_filled_by_decoding(tmp_path: Path, zoo_pat
     assert all(row["tg_tps"] > 0 for row in data["rows"])
 
 
+needs_stock = pytest.mark.skipif(
+    not any((Path(llama_cpp.__file__).parent / "lib").glob("*llama*")),
+    reason="llama-cpp-python was installed without its own libraries (LLAMA_BUILD=OFF)",
+)
+
+
+@needs_stock
 def test_the_stock_library_beside_ours(tmp_path: Path) -> None:
     small = ["--depths", "100", "--repeats", "2", "--n-prompt", "16", "--n-gen", "4", "--flash-attn", "on"]
     data = run(tmp_path / "p.json", "speed", "--peer", "--kv", "q4_0", "--kv", MIXED, *small)
@@ -205,6 +213,7 @@ def test_the_stock_library_beside_ours(tmp_path: Path) -> None:
     assert by_kv(data["rows"], engine="mixedkv").keys() == {"q4_0", MIXED}
 
 
+@needs_stock
 def test_a_peer_that_dies_says_so() -> None:
     (setting,) = make_settings(["q4_0"])
     peer = Peer(read_model_file(model_path()))
