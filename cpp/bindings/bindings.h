@@ -58,5 +58,6 @@ void register_errors(pybind11::module_ & m);
 void register_config(pybind11::module_ & m);
 void register_stats(pybind11::module_ & m);
 void register_rows(pybind11::module_ & m);
+void register_blocks(pybind11::module_ & m);
 
 } // namespace mixedkv_py

@@ -301,6 +301,35 @@ std::vector<int64_t> llama_kv_cache_mixed::advance(const slot_info & sinfo, cons
     return res;
 }
 
+std::vector<int32_t> llama_kv_cache_mixed::adopt(
+        uint32_t strm, const std::vector<uint32_t> & cells, const std::vector<int32_t> & wanted) {
+    auto & ring = rings[strm];
+
+    // a sliding window takes over cells that its queries no longer see
+    for (const uint32_t cell : cells) {
+        if (ring.slot_of(cell) >= 0) {
+            ring.release(ring.slot_of(cell));
+        }
+    }
+    release_unwanted(strm);
+    dirty[strm] = true;
+
+    std::vector<int32_t> res(cells.size(), mixedkv::hot_ring::none);
+
+    for (size_t i = 0; i < cells.size(); ++i) {
+        if (wanted[i] != mixedkv::hot_ring::none && is_wanted(strm, cells[i])) {
+            res[i] = ring.assign(cells[i], wanted[i]);
+        }
+    }
+    for (size_t i = 0; i < cells.size(); ++i) {
+        if (wanted[i] != mixedkv::hot_ring::none && res[i] < 0 && is_wanted(strm, cells[i])) {
+            res[i] = assign_slot(strm, cells[i]);
+        }
+    }
+
+    return res;
+}
+
 std::string llama_kv_cache_mixed::set_window(const mixedkv::hot_window & value) {
     std::string problem = value.problem();
 

@@ -98,6 +98,11 @@ public:
     //   gives slots to its hot tokens and returns the ring row of each token over all streams
     std::vector<int64_t> advance(const slot_info & sinfo, const llama_ubatch & ubatch);
 
+    // rows from outside were put into these cells, wanted[i] is the slot that row i would like, any_slot or none:
+    //   lets go of the slots that nobody reads any more and returns the slot that each row gets, or none
+    static constexpr int32_t any_slot = INT32_MAX;
+    std::vector<int32_t> adopt(uint32_t strm, const std::vector<uint32_t> & cells, const std::vector<int32_t> & wanted);
+
     // attention of this layer reads the rows with the fused node
     bool is_fused(int32_t il) const;
 

@@ -1,32 +1,13 @@
 #include "llama-kv-mixed-view.h"
 
+#include "llama-kv-mixed-access.h"
+#include "llama-kv-mixed-convert.h"
+
 #include "ggml-backend.h"
 #include "llama-hparams.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
-
-// upstream's cache has no getters for these
-struct kv_access : llama_kv_cache {
-    static const auto & get_layers(const llama_kv_cache & kv) { return kv.*(&kv_access::layers); }
-    static const auto & get_ids   (const llama_kv_cache & kv) { return kv.*(&kv_access::map_layer_ids); }
-    static const auto & get_cells (const llama_kv_cache & kv) { return *(kv.*(&kv_access::v_cells_impl)); }
-
-    static bool get_v_trans(const llama_kv_cache & kv) { return kv.*(&kv_access::v_trans); }
-
-    // edge of the Hadamard blocks, 0: the cache is not rotated; as llama_kv_cache::build_input_k_rot and _v_rot choose them
-    static int64_t get_rot(const llama_kv_cache & kv, bool is_k) {
-        if (!(is_k ? kv.*(&kv_access::attn_rot_k) : kv.*(&kv_access::attn_rot_v))) {
-            return 0;
-        }
-        int64_t res = 64;
-        while (is_k && kv.*(&kv_access::n_embd_head_k_all) % (2*res) == 0) {
-            res *= 2;
-        }
-        return res;
-    }
-};
 
 bool llama_kv_mixed_view_has_layer(const llama_kv_cache & kv, int32_t il) {
     return kv_access::get_ids(kv).count(il) > 0;
@@ -53,6 +34,8 @@ std::vector<mixedkv_layer_info> llama_kv_mixed_view_layers(const llama_kv_cache 
         info.n_cells       = layer.k->ne[1]*layer.k->ne[2];
         info.type_k        = layer.k->type;
         info.type_v        = layer.v->type;
+        info.rotation_k    = kv_access::get_rot(kv, true);
+        info.rotation_v    = kv_access::get_rot(kv, false);
         info.bytes_cold    = ggml_nbytes(layer.k) + ggml_nbytes(layer.v);
         info.bytes_hot     = mixed ? mixed->get_ring_bytes(layer.il) : 0;
 
@@ -89,28 +72,6 @@ mixedkv_seq_info llama_kv_mixed_view_seq(const llama_kv_cache & kv, llama_seq_id
     }
 
     return res;
-}
-
-// x = H x for each block of n, H the orthonormal Walsh-Hadamard matrix in natural order, which is its own inverse
-static void hadamard(float * x, int64_t n_total, int64_t n) {
-    const float scale = 1.0f/sqrtf(n);
-
-    for (float * block = x; block < x + n_total; block += n) {
-        for (int64_t h = 1; h < n; h *= 2) {
-            for (int64_t i = 0; i < n; ++i) {
-                if (i & h) {
-                    continue;
-                }
-                const float a = block[i];
-                const float b = block[i + h];
-                block[i]     = a + b;
-                block[i + h] = a - b;
-            }
-        }
-        for (int64_t i = 0; i < n; ++i) {
-            block[i] *= scale;
-        }
-    }
 }
 
 // row `i` of a tensor of rows in F32
@@ -189,7 +150,7 @@ bool llama_kv_mixed_read_rows(
         }
 
         if (unrotate && n_rot) {
-            hadamard(row.data(), n_embd, n_rot);
+            llama_kv_mixed_rotate(row.data(), n_embd, n_rot);
         }
 
         data = std::copy_n(row.begin(), n_embd, data);

@@ -3,6 +3,7 @@
 #include "mixedkv/mixedkv.h"
 
 #include "kernels/attention.h"
+#include "llama-kv-mixed-blocks.h"
 #include "llama-kv-mixed-sites.h"
 #include "llama-kv-mixed-view.h"
 
@@ -80,14 +81,54 @@ template <typename T> void copy_out(const std::vector<T> & src, T * out, uint32_
 std::vector<mixedkv_layer_info> get_layers(llama_context * ctx) {
     std::vector<mixedkv_layer_info> res;
 
+    uint32_t group = 0;
     for (const auto * kv : get_caches(ctx)) {
-        const auto layers = llama_kv_mixed_view_layers(*kv, ctx->get_model().hparams);
+        auto layers = llama_kv_mixed_view_layers(*kv, ctx->get_model().hparams);
+        for (auto & layer : layers) {
+            layer.group = group;
+        }
+        group += !layers.empty();
         res.insert(res.end(), layers.begin(), layers.end());
     }
 
     std::sort(res.begin(), res.end(), [](const auto & a, const auto & b) { return a.il < b.il; });
 
     return res;
+}
+
+void check_seq(llama_context * ctx, int32_t seq_id) {
+    const uint32_t n_seq_max = get_cache(ctx).get_n_seq_max();
+    require(seq_id >= 0 && uint32_t(seq_id) < n_seq_max, MIXEDKV_NOT_AVAILABLE,
+            "sequence " + std::to_string(seq_id) + " is out of range: the context has " + std::to_string(n_seq_max));
+}
+
+// pending shifts and copies are carried out first: what is read is what the next decode reads
+void settle(llama_context * ctx) {
+    ctx->memory_update(false);
+    ctx->synchronize();
+}
+
+void check_blocks(llama_context * ctx, int32_t seq_id) {
+    check_seq(ctx, seq_id);
+    const std::string problem = llama_kv_mixed_blocks_problem(*ctx);
+    require(problem.empty(), MIXEDKV_UNSUPPORTED, problem);
+}
+
+// rows of a range, in the layers of one group
+std::vector<llama_kv_mixed_row> find_range(const llama_kv_cache & kv, int32_t seq_id, int32_t p0, int32_t p1) {
+    require(p0 >= 0, MIXEDKV_INVALID, "p0 is negative");
+
+    std::string problem;
+    auto        res = llama_kv_mixed_range(kv, seq_id, p0, p1, problem);
+    require(problem.empty(), MIXEDKV_NOT_AVAILABLE, problem);
+
+    return res;
+}
+
+const llama_kv_cache & get_group(llama_context * ctx, uint32_t group) {
+    const auto groups = llama_kv_mixed_groups(*ctx);
+    require(group < groups.size(), MIXEDKV_NOT_AVAILABLE, "there is no group " + std::to_string(group));
+    return *groups[group];
 }
 
 mixedkv_stats get_stats(llama_context * ctx) {
@@ -213,14 +254,8 @@ mixedkv_status mixedkv_read_rows(
         require(n_rows_out, MIXEDKV_INVALID, "n_rows_out is NULL");
         require(which == 'k' || which == 'v', MIXEDKV_INVALID, "which must be 'k' or 'v'");
 
-        const auto & front = get_cache(ctx);
-        require(seq_id >= 0 && uint32_t(seq_id) < front.get_n_seq_max(), MIXEDKV_NOT_AVAILABLE,
-                "sequence " + std::to_string(seq_id) + " is out of range: the context has " +
-                std::to_string(front.get_n_seq_max()));
-
-        // pending shifts and copies are carried out first: what is read is what the next decode reads
-        ctx->memory_update(false);
-        ctx->synchronize();
+        check_seq(ctx, seq_id);
+        settle(ctx);
 
         const auto & kv   = find_layer(ctx, il);
         const auto   rows = llama_kv_mixed_view_rows(kv, seq_id, p0, p1);
@@ -241,5 +276,59 @@ mixedkv_status mixedkv_read_rows(
                 hot[i] = rows[i].slot >= 0;
             }
         }
+    });
+}
+
+mixedkv_status mixedkv_count_rows(
+        llama_context * ctx, int32_t seq_id, uint32_t group, int32_t p0, int32_t p1, uint32_t * n_rows_out, uint32_t * n_hot_out) {
+    return guarded([&] {
+        require(n_rows_out && n_hot_out, MIXEDKV_INVALID, "n_rows_out or n_hot_out is NULL");
+        check_blocks(ctx, seq_id);
+        settle(ctx);
+
+        const auto rows = find_range(get_group(ctx, group), seq_id, p0, p1);
+
+        *n_rows_out = rows.size();
+        *n_hot_out  = std::count_if(rows.begin(), rows.end(), [](const auto & row) { return row.slot >= 0; });
+    });
+}
+
+mixedkv_status mixedkv_export_group(
+        llama_context * ctx, int32_t seq_id, uint32_t group, int32_t p0, int32_t p1, int32_t * positions, int32_t * hot, int32_t * slots) {
+    return guarded([&] {
+        check_blocks(ctx, seq_id);
+
+        const auto rows = find_range(get_group(ctx, group), seq_id, p0, p1);
+
+        for (size_t i = 0; i < rows.size(); ++i) {
+            positions[i] = rows[i].pos;
+            if (rows[i].slot >= 0) {
+                *hot++   = i;
+                *slots++ = rows[i].slot;
+            }
+        }
+    });
+}
+
+mixedkv_status mixedkv_export_layer(
+        llama_context * ctx, int32_t seq_id, int32_t il, int32_t p0, int32_t p1, void * k, void * v, void * k_hot, void * v_hot) {
+    return guarded([&] {
+        check_blocks(ctx, seq_id);
+
+        const auto & kv = find_layer(ctx, il);
+
+        llama_kv_mixed_export(kv, il, seq_id, find_range(kv, seq_id, p0, p1), k, v, k_hot, v_hot);
+    });
+}
+
+mixedkv_status mixedkv_import_rows(
+        llama_context * ctx, int32_t seq_id, const mixedkv_row_group * groups, uint32_t n_groups, int32_t shift) {
+    return guarded([&] {
+        require(groups && n_groups > 0, MIXEDKV_INVALID, "groups is NULL or empty");
+        check_blocks(ctx, seq_id);
+        settle(ctx);
+
+        const std::string problem = llama_kv_mixed_import(*ctx, seq_id, groups, n_groups, shift);
+        require(problem.empty(), MIXEDKV_INVALID, problem);
     });
 }

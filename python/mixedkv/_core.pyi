@@ -4,7 +4,7 @@ Statuses become exceptions: INVALID ValueError, UNSUPPORTED errors.UnsupportedMo
 NOT_AVAILABLE LookupError, INTERNAL RuntimeError.
 """
 
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,9 @@ class Layer(TypedDict):
     n_cells: int
     type_k: int
     type_v: int
+    rotation_k: int
+    rotation_v: int
+    group: int
     bytes_cold: int
     bytes_hot: int
 
@@ -52,6 +55,26 @@ class Sequence(TypedDict):
     hot_begin: int
     n_hot: int
     n_cold: int
+
+class LayerRows(TypedDict):
+    il: int
+    n_head_kv: int
+    head_size_k: int
+    head_size_v: int
+    type_k: int
+    type_v: int
+    rotation_k: int
+    rotation_v: int
+    k: npt.NDArray[np.uint8]
+    v: npt.NDArray[np.uint8]
+    k_hot: npt.NDArray[np.float16]
+    v_hot: npt.NDArray[np.float16]
+
+class RowGroup(TypedDict):
+    positions: npt.NDArray[np.int32]
+    hot: npt.NDArray[np.int32]
+    slots: npt.NDArray[np.int32]
+    layers: list[LayerRows]
 
 def version() -> Version: ...
 def last_error() -> str: ...
@@ -80,3 +103,5 @@ def read_rows(
 def read_tiers(
     ctx: int, il: int, seq: int, p0: int, p1: int
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]: ...
+def export_rows(ctx: int, seq: int, p0: int, p1: int) -> list[RowGroup]: ...
+def import_rows(ctx: int, seq: int, groups: list[dict[str, Any]], shift: int) -> None: ...

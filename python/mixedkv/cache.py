@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from mixedkv import _core
-from mixedkv.config import KVSetting, MixedKVConfig, check_window, type_name
+from mixedkv.block import KVBlock, LayerRows, RowGroup
+from mixedkv.config import KVSetting, MixedKVConfig, check_window, ggml_type, type_name
 from mixedkv.stats import KVStats, LayerStats, SequenceStats
 
 if TYPE_CHECKING:
     from mixedkv.llama import Llama
 
 Basis = Literal["attention", "model"]
+
+_POSITION_MAX = 2**31 - 1  # llama_pos is an int32
 
 
 class KVCache:
@@ -142,6 +145,63 @@ class KVCache:
             raise IndexError(f"layer {il} has no KV cache; layers that have one: {known}")
         return LayerView(self, layers[il])
 
+    def export(self, seq: int = 0, p0: int = 0, p1: int = -1, tokens: npt.ArrayLike | None = None) -> KVBlock:
+        """Copy the rows at positions [p0, p1) of a sequence out of the cache, which keeps them.
+
+        Args:
+            seq: the sequence.
+            p0, p1: the range; p1 < 0 means the end.
+            tokens: their ids, [p1 - p0]; None where the `Llama` itself evaluated them (sequence 0).
+
+        Raises:
+            LookupError: the sequence does not have all of these positions.
+            ValueError: the range is empty, or `tokens` has another length.
+            UnsupportedModelError: the model keeps more than rows of tokens (recurrent layers, M-RoPE).
+        """
+        groups = tuple(map(_row_group, _core.export_rows(self._address, seq, p0, p1)))
+        end = int(groups[0].positions[-1]) + 1
+        if tokens is None:
+            tokens = self._known_tokens(seq, p0, end)
+        ids = np.array(tokens, np.int32)
+        if ids.shape != (end - p0,):
+            raise ValueError(f"tokens has the shape {ids.shape}: give the {end - p0} at [{p0}, {end})")
+        return KVBlock(p0=p0, p1=end, tokens=ids, groups=groups)
+
+    def load(self, block: KVBlock, seq: int = 0, at: int | None = None) -> None:
+        """Put a block into a sequence, which must not have these positions.
+
+        Blocks of consecutive ranges, loaded in order into an empty sequence, leave the cache as if they had
+        never left it. Rows of other types than the cache's are converted. In sequence 0 what lies behind the
+        `Llama`'s n_tokens is leftover and makes room, as in `Llama.eval`; n_tokens then covers the block.
+
+        Args:
+            block: from `export`, of this or another context of the same model.
+            seq: the sequence.
+            at: position of the block's first token; None is where it was. Another one turns K (RoPE).
+
+        Raises:
+            ValueError: the block does not fit the model, the sequence or the room there is. Nothing changed.
+            UnsupportedModelError: the model keeps more than rows of tokens (recurrent layers, M-RoPE).
+        """
+        address = self._address
+        block = KVBlock.from_arrays(block.describe(), block.to_arrays())
+        shift = 0 if at is None else at - block.p0
+        if not -block.p0 <= shift <= _POSITION_MAX - block.p1:
+            raise ValueError(f"at={at}: use a position from 0 to {_POSITION_MAX - len(block)}")
+        follows = seq == 0 and block.p0 + shift == self._llama.n_tokens
+        if follows:
+            self._llama._ctx.kv_cache_seq_rm(0, self._llama.n_tokens, -1)
+        _core.import_rows(address, seq, [_native_group(group) for group in block.groups], shift)
+        if follows:
+            self._llama._append_tokens(block.tokens)
+
+    def _known_tokens(self, seq: int, p0: int, p1: int) -> npt.NDArray[np.int32]:
+        if seq != 0 or self._llama.n_tokens < p1:
+            raise ValueError(
+                f"tokens: give the ids at [{p0}, {p1}) of seq={seq}: this Llama did not see them"
+            )
+        return self._llama.input_ids[p0:p1]
+
     def _layers(self) -> dict[int, LayerStats]:
         return {layer["il"]: _layer_stats(layer) for layer in _core.layers(self._address)}
 
@@ -191,6 +251,28 @@ class LayerView:
             raise ValueError(f"basis={basis!r} is unknown: use 'attention' or 'model'")
         unrotate = basis == "model"
         return _core.read_rows(self._cache._address, self.info.il, seq, which, p0, p1, unrotate)[0]
+
+
+def _row_group(group: _core.RowGroup) -> RowGroup:
+    layers = (
+        LayerRows(**{**layer, "type_k": type_name(layer["type_k"]), "type_v": type_name(layer["type_v"])})
+        for layer in group["layers"]
+    )
+    return RowGroup(**{**group, "layers": tuple(layers)})
+
+
+def _native_group(group: RowGroup) -> dict[str, Any]:
+    layers = []
+    for layer in group.layers:
+        values = {field.name: getattr(layer, field.name) for field in fields(layer)}
+        values |= {"type_k": ggml_type(layer.type_k), "type_v": ggml_type(layer.type_v)}
+        layers.append({name: _packed(value) for name, value in values.items()})
+    arrays = {name: _packed(array) for name, array in group.arrays().items()}
+    return {**arrays, "layers": layers}
+
+
+def _packed(value: Any) -> Any:
+    return np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
 
 
 def _check_capacity(field: str, value: int, capacity: int) -> None:

@@ -6,6 +6,8 @@ import os
 from typing import Any, NoReturn
 
 import llama_cpp
+import numpy as np
+import numpy.typing as npt
 
 from mixedkv import _core
 from mixedkv.cache import KVCache
@@ -112,6 +114,12 @@ class Llama(llama_cpp.Llama):
         del state["type_k"], state["type_v"]
         own = {"kv": str(self._setting), "n_seq_max": self._n_seq_max, "kv_unified": self._kv_unified}
         return {**state, **own}
+
+    def _append_tokens(self, tokens: npt.NDArray[np.int32]) -> None:
+        """The KV of these tokens was loaded behind what is there: go on after them."""
+        end = min(self.n_tokens + len(tokens), len(self.input_ids))
+        self.input_ids[self.n_tokens : end] = tokens[: end - self.n_tokens]
+        self.n_tokens = end
 
     def _check_context(self, n_ctx: int, embedding: bool) -> None:
         """`n_ctx` is 0 where the file does not tell; llama.cpp then has the last word."""

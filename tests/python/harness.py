@@ -256,6 +256,18 @@ class Ctx:
         buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
         return llama_cpp.llama_state_seq_set_data(self.ptr, buffer, len(data), seq)
 
+    # --- rows of a token range, as mixedkv._core gives and takes them ---
+
+    def export(self, seq: int = 0, p0: int = 0, p1: int = -1) -> list[dict[str, Any]]:
+        from mixedkv import _core
+
+        return _core.export_rows(self.address, seq, p0, p1)
+
+    def put(self, groups: list[dict[str, Any]], seq: int = 0, shift: int = 0) -> None:
+        from mixedkv import _core
+
+        _core.import_rows(self.address, seq, groups, shift)
+
     # --- what mixedkv tells ---
 
     def stats(self) -> dict[str, Any]:

@@ -49,6 +49,9 @@ struct mixedkv_layer_info {
     uint32_t       n_cells; // rows over all streams
     enum ggml_type type_k;
     enum ggml_type type_v;
+    uint32_t       rotation_k; // edge of the Hadamard blocks that the rows are rotated by, 0: they are not
+    uint32_t       rotation_v;
+    uint32_t       group;      // layers of one group hold the same positions
     uint64_t       bytes_cold; // K and V, capacity
     uint64_t       bytes_hot;  // K and V of the F16 ring, capacity
 };
@@ -118,6 +121,51 @@ LLAMA_API enum mixedkv_status mixedkv_read_rows(struct llama_context * ctx, int3
                                                 int32_t p0, int32_t p1, bool unrotate, float * data,
                                                 int32_t * positions, uint8_t * hot, uint32_t n_rows,
                                                 uint32_t * n_rows_out);
+
+// Rows of a token range on their way out of a cache or into one. All layers of a group hold the same positions: one
+// group, or two where some layers have a sliding window. Rows hold all KV heads of a layer.
+struct mixedkv_layer_rows {
+    int32_t        il;
+    uint32_t       n_head_kv;
+    uint32_t       n_embd_head_k;
+    uint32_t       n_embd_head_v;
+    enum ggml_type type_k; // of k and v
+    enum ggml_type type_v;
+    uint32_t       rotation_k;
+    uint32_t       rotation_v;
+    const void *   k; // [n_rows] rows of type_k, as the cache stores them
+    const void *   v;
+    const void *   k_hot; // F16 [n_hot] rows
+    const void *   v_hot;
+};
+
+struct mixedkv_row_group {
+    uint32_t                          n_rows;
+    uint32_t                          n_hot;
+    const int32_t *                   positions; // [n_rows], ascending
+    const int32_t *                   hot;       // [n_hot], which rows have an F16 copy, ascending
+    const int32_t *                   slots;     // [n_hot], where in the ring it lay
+    uint32_t                          n_layers;
+    const struct mixedkv_layer_rows * layers;
+};
+
+// How many rows of a group, and how many hot ones, a sequence has in [p0, p1); p1 < 0 means the end. Fails unless the
+// sequence has every position of the range once. Pending shifts and copies are carried out first, as the next decode would.
+LLAMA_API enum mixedkv_status mixedkv_count_rows(struct llama_context * ctx, int32_t seq_id, uint32_t group, int32_t p0,
+                                                 int32_t p1, uint32_t * n_rows_out, uint32_t * n_hot_out);
+
+// Copies them out. The arrays have the sizes that mixedkv_count_rows told right before.
+LLAMA_API enum mixedkv_status mixedkv_export_group(struct llama_context * ctx, int32_t seq_id, uint32_t group, int32_t p0,
+                                                   int32_t p1, int32_t * positions, int32_t * hot, int32_t * slots);
+LLAMA_API enum mixedkv_status mixedkv_export_layer(struct llama_context * ctx, int32_t seq_id, int32_t il, int32_t p0,
+                                                   int32_t p1, void * k, void * v, void * k_hot, void * v_hot);
+
+// Puts rows into a sequence, each at its position + shift. Nothing is changed unless it succeeds. Rows of other types than
+// the cache's are converted; a shift turns K at the next decode. Groups come in order of mixedkv_layer_info::group.
+// Sizes of the arrays are the caller's promise; everything else is checked.
+LLAMA_API enum mixedkv_status mixedkv_import_rows(struct llama_context * ctx, int32_t seq_id,
+                                                  const struct mixedkv_row_group * groups, uint32_t n_groups,
+                                                  int32_t shift);
 
 #ifdef __cplusplus
 }

@@ -1,0 +1,155 @@
+// Rows of a token range out of a cache and into one, as NumPy arrays. python/mixedkv/block.py names and checks them.
+
+#include "bindings.h"
+
+#include <pybind11/numpy.h>
+
+#include <algorithm>
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace mixedkv_py {
+
+// Copying rows takes a while: other Python threads go on meanwhile. The C API keeps its message per thread, so the
+// status is turned into an exception after the GIL is back, on the same thread.
+template <typename F>
+static void unlocked(F && call) {
+    mixedkv_status status;
+    {
+        py::gil_scoped_release release;
+        status = call();
+    }
+    check(status);
+}
+
+static py::ssize_t row_size(ggml_type type, uint32_t n_head_kv, uint32_t n_embd_head) {
+    return static_cast<py::ssize_t>(ggml_row_size(type, int64_t(n_head_kv) * n_embd_head));
+}
+
+struct range {
+    llama_context * ctx;
+    int32_t         seq;
+    int32_t         p0;
+    int32_t         p1;
+};
+
+// F16 has no C++ type: the arrays are made of 16-bit integers and seen as float16.
+static py::object as_float16(const py::array_t<uint16_t> & bits) {
+    return bits.attr("view")("float16");
+}
+
+static py::dict export_layer(const range & r, const mixedkv_layer_info & l, py::ssize_t n_rows, py::ssize_t n_hot) {
+    py::array_t<uint8_t>  k({ n_rows, row_size(l.type_k, l.n_head_kv, l.n_embd_head_k) });
+    py::array_t<uint8_t>  v({ n_rows, row_size(l.type_v, l.n_head_kv, l.n_embd_head_v) });
+    py::array_t<uint16_t> k_hot({ n_hot, py::ssize_t(l.n_head_kv) * l.n_embd_head_k });
+    py::array_t<uint16_t> v_hot({ n_hot, py::ssize_t(l.n_head_kv) * l.n_embd_head_v });
+
+    void *const k_data = k.mutable_data(), *const v_data = v.mutable_data();
+    void *const k_hot_data = k_hot.mutable_data(), *const v_hot_data = v_hot.mutable_data();
+    unlocked(
+        [&] { return mixedkv_export_layer(r.ctx, r.seq, l.il, r.p0, r.p1, k_data, v_data, k_hot_data, v_hot_data); });
+
+    return py::dict("il"_a = l.il, "n_head_kv"_a = l.n_head_kv, "head_size_k"_a = l.n_embd_head_k,
+                    "head_size_v"_a = l.n_embd_head_v, "type_k"_a = static_cast<int>(l.type_k),
+                    "type_v"_a = static_cast<int>(l.type_v), "rotation_k"_a = l.rotation_k,
+                    "rotation_v"_a = l.rotation_v, "k"_a = k, "v"_a = v, "k_hot"_a = as_float16(k_hot),
+                    "v_hot"_a = as_float16(v_hot));
+}
+
+static py::list export_rows(uintptr_t ctx_address, int32_t seq, int32_t p0, int32_t p1) {
+    const range                           r      = { pointer<llama_context>(ctx_address), seq, p0, p1 };
+    const std::vector<mixedkv_layer_info> layers = fetch(r.ctx, &mixedkv_get_layers);
+
+    uint32_t n_groups = 0;
+    for (const mixedkv_layer_info & layer : layers) {
+        n_groups = std::max(n_groups, layer.group + 1);
+    }
+
+    py::list out;
+    for (uint32_t group = 0; group < n_groups; ++group) {
+        uint32_t n_rows = 0, n_hot = 0;
+        unlocked([&] { return mixedkv_count_rows(r.ctx, seq, group, p0, p1, &n_rows, &n_hot); });
+
+        py::array_t<int32_t> positions(n_rows), hot(n_hot), slots(n_hot);
+        check(mixedkv_export_group(r.ctx, seq, group, p0, p1, positions.mutable_data(), hot.mutable_data(),
+                                   slots.mutable_data()));
+
+        py::list rows;
+        for (const mixedkv_layer_info & layer : layers) {
+            if (layer.group == group) {
+                rows.append(export_layer(r, layer, n_rows, n_hot));
+            }
+        }
+        out.append(py::dict("positions"_a = positions, "hot"_a = hot, "slots"_a = slots, "layers"_a = rows));
+    }
+    return out;
+}
+
+// Sizes are promised to the C API, so they are made sure of here.
+template <typename T>
+static const T * data(const py::handle & item, const char * name, py::ssize_t n_rows, py::ssize_t n_columns) {
+    const auto array  = item[name].cast<py::array>();
+    const bool fits   = n_columns < 0 ? array.ndim() == 1 : array.ndim() == 2 && array.shape(1) == n_columns;
+    const bool packed = (array.flags() & py::array::c_style) != 0;
+    if (!fits || array.shape(0) != n_rows || array.itemsize() != sizeof(T) || !packed) {
+        throw py::value_error(std::string("array '") + name + "' does not have the size that its block says");
+    }
+    return static_cast<const T *>(array.data());
+}
+
+static mixedkv_layer_rows layer_rows(const py::handle & item, py::ssize_t n_rows, py::ssize_t n_hot) {
+    mixedkv_layer_rows l = {};
+    l.il                 = item["il"].cast<int32_t>();
+    l.n_head_kv          = item["n_head_kv"].cast<uint32_t>();
+    l.n_embd_head_k      = item["head_size_k"].cast<uint32_t>();
+    l.n_embd_head_v      = item["head_size_v"].cast<uint32_t>();
+    l.type_k             = static_cast<ggml_type>(item["type_k"].cast<int>());
+    l.type_v             = static_cast<ggml_type>(item["type_v"].cast<int>());
+    l.rotation_k         = item["rotation_k"].cast<uint32_t>();
+    l.rotation_v         = item["rotation_v"].cast<uint32_t>();
+
+    const py::ssize_t n_k = py::ssize_t(l.n_head_kv) * l.n_embd_head_k;
+    const py::ssize_t n_v = py::ssize_t(l.n_head_kv) * l.n_embd_head_v;
+
+    l.k     = data<uint8_t>(item, "k", n_rows, row_size(l.type_k, l.n_head_kv, l.n_embd_head_k));
+    l.v     = data<uint8_t>(item, "v", n_rows, row_size(l.type_v, l.n_head_kv, l.n_embd_head_v));
+    l.k_hot = data<uint16_t>(item, "k_hot", n_hot, n_k);
+    l.v_hot = data<uint16_t>(item, "v_hot", n_hot, n_v);
+    return l;
+}
+
+static void import_rows(uintptr_t ctx_address, int32_t seq, const py::list & items, int32_t shift) {
+    llama_context * ctx = pointer<llama_context>(ctx_address);
+
+    std::vector<mixedkv_row_group>               groups;
+    std::vector<std::vector<mixedkv_layer_rows>> layers;
+    for (const py::handle & item : items) {
+        mixedkv_row_group g = {};
+        g.n_rows            = static_cast<uint32_t>(py::len(item["positions"]));
+        g.n_hot             = static_cast<uint32_t>(py::len(item["hot"]));
+        g.positions         = data<int32_t>(item, "positions", g.n_rows, -1);
+        g.hot               = data<int32_t>(item, "hot", g.n_hot, -1);
+        g.slots             = data<int32_t>(item, "slots", g.n_hot, -1);
+
+        std::vector<mixedkv_layer_rows> rows;
+        for (const py::handle & layer : item["layers"]) {
+            rows.push_back(layer_rows(layer, g.n_rows, g.n_hot));
+        }
+        g.n_layers = static_cast<uint32_t>(rows.size());
+        layers.push_back(std::move(rows));
+        groups.push_back(g);
+    }
+    for (size_t i = 0; i < groups.size(); ++i) {
+        groups[i].layers = layers[i].data();
+    }
+
+    unlocked([&] { return mixedkv_import_rows(ctx, seq, groups.data(), static_cast<uint32_t>(groups.size()), shift); });
+}
+
+void register_blocks(py::module_ & m) {
+    m.def("export_rows", &export_rows, "ctx"_a, "seq"_a, "p0"_a, "p1"_a);
+    m.def("import_rows", &import_rows, "ctx"_a, "seq"_a, "groups"_a, "shift"_a);
+}
+
+} // namespace mixedkv_py
