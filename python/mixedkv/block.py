@@ -145,6 +145,8 @@ class KVBlock:
         layers = [layer.il for group in groups for layer in group.layers]
         if len(set(layers)) != len(layers):
             raise ValueError("groups: a layer is there twice")
+        if all(len(group.positions) < p1 - p0 for group in groups):
+            raise ValueError(f"groups: none has all rows of [{p0}, {p1})")
         if left:
             raise ValueError(f"array {sorted(left)[0]!r} belongs to no layer of the description")
         return cls(p0=p0, p1=p1, tokens=tokens, groups=groups)

@@ -187,6 +187,12 @@ def test_bytes_from_outside(block: KVBlock, data: st.DataObject) -> None:
         KVBlock.from_arrays(description, arrays)
 
 
+def test_no_token_without_its_rows(block: KVBlock) -> None:
+    short, description = block.slice(0, 299), block.describe()
+    with pytest.raises(ValueError, match="none has all rows"):
+        KVBlock.from_arrays(description, {**short.to_arrays(), "tokens": block.tokens})
+
+
 def test_a_block_made_by_hand_is_checked(llm: Llama, block: KVBlock) -> None:
     layer = replace(block.groups[0].layers[0], head_size_k=60)
     group = replace(block.groups[0], layers=(layer, *block.groups[0].layers[1:]))
