@@ -30,6 +30,7 @@ steps = st.one_of(
     st.tuples(st.just("end"), seqs),
     st.tuples(st.just("save and restore")),
     st.tuples(st.just("sequence away and back"), seqs),
+    st.tuples(st.just("range away and back"), seqs, fractions, fractions),
 )
 window_steps = st.tuples(st.just("window"), st.integers(0, 24), st.integers(1, 8), st.integers(0, 3))
 
@@ -107,6 +108,17 @@ class Player:
         data = self.ctx.save_seq(seq)
         self.ctx.rm(seq)
         assert self.ctx.load_seq(data, seq) == len(data)
+        if isinstance(self.other, Oracle):
+            self.other.restored(seq)
+
+    def on_range_away_and_back(self, seq: int, a: float, b: float) -> None:
+        first, last = sorted((self.at(seq, a), self.at(seq, b)))
+        positions = self.ctx.rows(0, "k", seq, first, last)[1]
+        if any(self.shares(seq)) or not len(positions) or len(positions) != last - first:
+            return  # a block has no holes
+        block = self.ctx.export(seq, first, last)
+        self.ctx.rm(seq, first, last)
+        self.ctx.put(block, seq)
         if isinstance(self.other, Oracle):
             self.other.restored(seq)
 
