@@ -1,0 +1,90 @@
+"""Which stored entry an assistant message ended in, by the message's id. An alias: what an entry holds is
+decided by its tokens, in the store.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+_VERSION = 1
+_MAX_ROWS = 100_000
+_BUSY_SECONDS = 10.0
+
+_TABLE = """
+CREATE TABLE IF NOT EXISTS messages (
+    number     INTEGER PRIMARY KEY AUTOINCREMENT,
+    tenant     TEXT NOT NULL,
+    message_id TEXT NOT NULL,
+    entry      TEXT NOT NULL,
+    n_tokens   INTEGER NOT NULL,
+    UNIQUE (tenant, message_id) ON CONFLICT REPLACE
+)
+"""
+
+
+class MessageAliases:
+    """Aliases in an SQLite file, or in memory if `path` is None. Of the oldest beyond 100,000 it forgets.
+
+    Raises:
+        ValueError: the file is something else, or of a newer version.
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: str | Path | None) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        try:
+            self._db = self._open()
+        except sqlite3.OperationalError as error:
+            raise OSError(f"the message index {path} cannot be opened: {error}") from error
+        except sqlite3.DatabaseError as error:
+            raise ValueError(f"{path} is not a message index: {error}") from error
+
+    def set(self, tenant: str, message_id: str, entry: str, n_tokens: int) -> None:
+        """The KV up to the end of a message is `n_tokens` long and ends in `entry`."""
+        with self._lock, self._db as db:
+            row = db.execute(
+                "INSERT INTO messages (tenant, message_id, entry, n_tokens) VALUES (?, ?, ?, ?)",
+                (tenant, message_id, entry, n_tokens),
+            )
+            db.execute("DELETE FROM messages WHERE number <= ?", ((row.lastrowid or 0) - _MAX_ROWS,))
+
+    def get(self, tenant: str, message_ids: Sequence[str]) -> dict[str, tuple[str, int]]:
+        """Entry and number of tokens of those of the messages that are known."""
+        found = {}
+        with self._lock:
+            for message_id in message_ids:
+                row = self._db.execute(
+                    "SELECT entry, n_tokens FROM messages WHERE tenant = ? AND message_id = ?",
+                    (tenant, message_id),
+                ).fetchone()
+                if row:
+                    found[message_id] = row
+        return found
+
+    def remove(self, tenant: str, message_id: str) -> None:
+        with self._lock, self._db as db:
+            db.execute("DELETE FROM messages WHERE tenant = ? AND message_id = ?", (tenant, message_id))
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    def _open(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self._path or ":memory:", timeout=_BUSY_SECONDS, check_same_thread=False)
+        try:
+            (version,) = db.execute("PRAGMA user_version").fetchone()
+            if version > _VERSION:
+                raise ValueError(f"{self._path} is of version {version}: upgrade mixedkv")
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA secure_delete = ON")
+            db.execute(_TABLE)
+            db.execute(f"PRAGMA user_version = {_VERSION}")
+            db.commit()
+        except BaseException:
+            db.close()
+            raise
+        return db

@@ -1,0 +1,164 @@
+"""A sequence longer than its context: the first tokens and the latest stay, the middle is dropped.
+
+Keeping the first tokens, on which attention rests, is what makes this work: StreamingLLM, arXiv:2309.17453.
+What stays keeps its KV; its positions close up (llama.cpp's context shift). Such KV was computed with the
+dropped tokens in sight, so it is that of no prompt, and is never stored.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import llama_cpp
+import numpy as np
+
+from mixedkv.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from mixedkv.llama import Llama
+
+logger = logging.getLogger(__name__)
+
+_DROPPED_SHARE = 4  # a quarter of what may be dropped leaves at once: a shift costs about one pass over K
+
+
+def can_shift(llm: Llama) -> bool:
+    """Whether tokens in the middle of a sequence can be dropped. Not with recurrent layers, nor with M-RoPE,
+    nor with sliding-window layers unless swa_full=True.
+    """
+    memory = llama_cpp.llama_get_memory(llm.ctx)
+    return bool(memory) and not llm._is_recurrent and llama_cpp.llama_memory_can_shift(memory)
+
+
+def check_can_shift(llm: Llama) -> None:
+    """Raise UnsupportedModelError unless tokens can be dropped."""
+    if not can_shift(llm):
+        raise UnsupportedModelError(
+            "the context is full, and this model's memory cannot drop tokens (recurrent, M-RoPE or "
+            "sliding-window layers): raise n_ctx, shorten the conversation, or, with sliding-window layers, "
+            "set swa_full=True"
+        )
+
+
+def drop_tokens(llm: Llama, seq: int, begin: int, end: int) -> None:
+    """Drop positions [begin, end) of a sequence; the tokens behind them move up.
+
+    For sequence 0 the `Llama`'s own tokens follow.
+
+    Raises:
+        ValueError: the range is empty or negative.
+        UnsupportedModelError: the memory cannot shift.
+    """
+    if not 0 <= begin < end:
+        raise ValueError(f"[{begin}, {end}) is no range of positions to drop")
+    check_can_shift(llm)
+    llm._ctx.kv_cache_seq_rm(seq, begin, end)
+    llm._ctx.kv_cache_seq_shift(seq, end, -1, begin - end)
+    if seq == 0:
+        n = llm.n_tokens - (end - begin)
+        llm.input_ids[begin:n] = llm.input_ids[end : llm.n_tokens].copy()
+        llm.n_tokens = n
+
+
+@dataclass
+class _Shifted:
+    """Sequence 0 holds its first `kept` tokens and then those from `kept + dropped` on."""
+
+    kept: int
+    dropped: int
+
+
+# By `Llama`, not by window: whoever uses one next must know what its sequence is.
+_shifted: WeakKeyDictionary[Llama, _Shifted] = WeakKeyDictionary()
+
+
+class Window:
+    """Sequence 0 of a `Llama` as a window on a longer sequence.
+
+    Args:
+        llm: whose sequence.
+        sinks: first tokens that always stay; None never drops anything.
+        before_first: called before the first tokens are dropped, while the sequence is still whole.
+    """
+
+    def __init__(
+        self, llm: Llama, sinks: int | None, before_first: Callable[[], None] = lambda: None
+    ) -> None:
+        self._llm = llm
+        self.sinks = sinks
+        self._before_first = before_first
+        self.size = min(llm.kv.stats().n_ctx, len(llm.input_ids))
+
+    @property
+    def budget(self) -> int:
+        """Tokens of a prompt that is cut to fit: there is room to generate without dropping more at once."""
+        return self.size - (self.size - (self.sinks or 0)) // _DROPPED_SHARE
+
+    @property
+    def dropped(self) -> int:
+        """Tokens dropped behind the sinks, so far."""
+        state = _shifted.get(self._llm)
+        return state.dropped if state else 0
+
+    @property
+    def whole(self) -> int:
+        """Tokens whose KV is that of a plain prompt: all in the sequence as long as none was dropped."""
+        state = _shifted.get(self._llm)
+        return min(state.kept, self._llm.n_tokens) if state else self._llm.n_tokens
+
+    def begin(self, dropped: int = 0) -> None:
+        """The sequence is a plain one again, or of a prompt without `dropped` tokens behind the sinks."""
+        _shifted.pop(self._llm, None)
+        if dropped:
+            _shifted[self._llm] = _Shifted(self.sinks or 0, dropped)
+
+    def aligned(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens, dropped ones included, the shifted sequence stands for; 0: none."""
+        state = _shifted.get(self._llm)
+        if state is None or state.kept != self.sinks:
+            return 0
+        held, wanted = self._llm.input_ids[: self._llm.n_tokens], np.asarray(tokens, np.intc)
+        if not np.array_equal(held[: state.kept], wanted[: state.kept]):
+            return 0
+        n = common_prefix(held[state.kept :], wanted[state.kept + state.dropped :])
+        return state.kept + state.dropped + n if n else 0
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """Evaluate tokens behind those that are there, dropping older ones as needed."""
+        done = 0
+        while done < len(tokens):
+            if self._llm.n_tokens == self.size:
+                self._make_room()
+            part = tokens[done : done + self.size - self._llm.n_tokens]
+            self._llm.eval(part)
+            done += len(part)
+
+    def _make_room(self) -> None:
+        if self.sinks is None:
+            raise ValueError(
+                f"the context of {self.size} tokens is full: raise n_ctx, shorten the conversation, or set "
+                f"attention_sink_tokens to drop the middle of it"
+            )
+        if not self.dropped:
+            self._before_first()
+        n = max(1, (self.size - self.sinks) // _DROPPED_SHARE)
+        drop_tokens(self._llm, 0, self.sinks, self.sinks + n)
+        first = self.sinks + self.dropped
+        _shifted[self._llm] = _Shifted(self.sinks, self.dropped + n)
+        logger.warning(
+            "the context of %d tokens is full: tokens %d to %d of the conversation are dropped",
+            self.size,
+            first,
+            first + n - 1,
+        )
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """How many tokens two sequences begin with alike."""
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if len(different) else n

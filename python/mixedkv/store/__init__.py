@@ -1,0 +1,60 @@
+"""KV that outlives its context: formats, encryption, and a store in memory and on disk.
+
+>>> from mixedkv import Llama
+>>> from mixedkv.store import KVStore
+>>> store = KVStore("kv-cache", max_kv_size_gb=4)
+>>> llm = Llama("model.gguf", kv="mixed")
+>>> store.restore(llm, tokens)  # the longest prefix that was computed before
+>>> llm.eval(tokens[llm.n_tokens :])
+>>> store.save(llm)
+"""
+
+from mixedkv.store.encryption import KeySource, key_from_environment, key_from_file, parse_key_source
+from mixedkv.store.errors import REASONS, Reason
+from mixedkv.store.identity import FORMAT_VERSION, Identity
+from mixedkv.store.names import check_session_id, check_tenant
+from mixedkv.store.packed import (
+    pack_kv_cache,
+    pack_kv_cache_v2,
+    unpack_kv_cache,
+    unpack_kv_cache_flat,
+    unpack_kv_cache_v2,
+)
+from mixedkv.store.results import (
+    Collected,
+    EntryInfo,
+    Link,
+    Match,
+    Restored,
+    Saved,
+    StoreStats,
+    Verified,
+)
+from mixedkv.store.store import KVStore
+
+__all__ = [
+    "FORMAT_VERSION",
+    "REASONS",
+    "Collected",
+    "EntryInfo",
+    "Identity",
+    "KVStore",
+    "KeySource",
+    "Link",
+    "Match",
+    "Reason",
+    "Restored",
+    "Saved",
+    "StoreStats",
+    "Verified",
+    "check_session_id",
+    "check_tenant",
+    "key_from_environment",
+    "key_from_file",
+    "pack_kv_cache",
+    "pack_kv_cache_v2",
+    "parse_key_source",
+    "unpack_kv_cache",
+    "unpack_kv_cache_flat",
+    "unpack_kv_cache_v2",
+]

@@ -1,0 +1,122 @@
+"""Which rows a chain of blocks has, and so where it may be cut.
+
+A cache of one type can be cut anywhere. A sliding-window layer may hold only the rows of its window, which
+stood at the end of the block when it was exported; a mixed cache holds its recent rows in F16 as of then. Cut
+elsewhere, a window may lack rows, which cannot be used, or F16 copies, which is not exact.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from mixedkv.block import KVBlock
+from mixedkv.config import MixedKVConfig
+from mixedkv.store.errors import EntryError
+from mixedkv.store.identity import Identity
+
+Runs = list[tuple[int, int]]  # [begin, end) of positions that follow each other, ascending
+Verdict = Literal["exact", "inexact", "unusable"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRows:
+    """Positions of one group of layers that have rows, and those that have F16 copies besides."""
+
+    rows: Runs
+    hot: Runs
+
+
+def of_block(block: KVBlock) -> list[GroupRows]:
+    """What a block has."""
+    return [GroupRows(_runs(group.positions), _runs(group.positions[group.hot])) for group in block.groups]
+
+
+def to_text(groups: list[GroupRows]) -> str:
+    return json.dumps([[group.rows, group.hot] for group in groups], separators=(",", ":"))
+
+
+def from_text(text: str) -> list[GroupRows]:
+    """Read what `to_text` wrote.
+
+    Raises:
+        EntryError: it is something else.
+    """
+    try:
+        return [GroupRows(_checked(rows), _checked(hot)) for rows, hot in json.loads(text)]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise EntryError("index", f"the rows of an entry are not readable: {error}") from error
+
+
+def verdict(identity: Identity, chain: Sequence[tuple[list[GroupRows], int, int]], n: int) -> Verdict:
+    """What a chain of blocks is worth when cut at position n.
+
+    Args:
+        identity: of the blocks.
+        chain: rows of each block, and the positions [begin, end) it is used for; together they are [0, n).
+        n: where the restored sequence ends.
+    """
+    if len({len(groups) for groups, _, _ in chain}) != 1:
+        return "unusable"
+    whole = True
+    for i in range(len(chain[0][0])):
+        rows = _union(run for groups, begin, end in chain for run in _clip(groups[i].rows, begin, end))
+        if rows != [(0, n)]:
+            window = identity.sliding_window
+            if not window or not _covers(rows, max(0, n - window), n):
+                return "unusable"
+        hot = _union(run for groups, begin, end in chain for run in _clip(groups[i].hot, begin, end))
+        wanted = [part for begin, end in _hot_positions(identity, n) for part in _clip(rows, begin, end)]
+        whole = whole and all(_covers(hot, begin, end) for begin, end in wanted)
+    return "exact" if whole else "inexact"
+
+
+def _hot_positions(identity: Identity, n: int) -> Runs:
+    """Positions that the query at n reads in F16, of a sequence that was never cut."""
+    kv = identity.kv
+    if not isinstance(kv, MixedKVConfig):
+        return []
+    threshold, group = kv.quantization_threshold, kv.group_size
+    begin = max(0, -(-(n + 1 - threshold) // group)) * group if threshold else n
+    return [(0, min(kv.sink_tokens, n)), (min(begin, n), n)]
+
+
+def _runs(positions: npt.NDArray[np.int32]) -> Runs:
+    if not len(positions):
+        return []
+    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
+    begins, ends = positions[np.r_[0, breaks]], positions[np.r_[breaks - 1, len(positions) - 1]] + 1
+    return list(zip(begins.tolist(), ends.tolist(), strict=True))
+
+
+def _checked(runs: object) -> Runs:
+    if not isinstance(runs, list):
+        raise TypeError("runs are no list")
+    pairs = [(int(begin), int(end)) for begin, end in runs]
+    if any(begin >= end for begin, end in pairs):
+        raise ValueError("a run is empty")
+    return pairs
+
+
+def _clip(runs: Iterable[tuple[int, int]], begin: int, end: int) -> Runs:
+    clipped = [(max(begin, a), min(end, b)) for a, b in runs]
+    return [(a, b) for a, b in clipped if a < b]
+
+
+def _union(runs: Iterable[tuple[int, int]]) -> Runs:
+    merged: Runs = []
+    for begin, end in sorted(runs):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def _covers(runs: Runs, begin: int, end: int) -> bool:
+    return begin >= end or any(a <= begin and end <= b for a, b in runs)

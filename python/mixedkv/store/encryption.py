@@ -1,0 +1,272 @@
+"""Encryption at rest: AES-256-GCM in chunks, a key for every entry, wrapped by one master key.
+
+docs/formats.md has the bytes, docs/store.md what is protected and what is not.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import os
+import re
+import stat
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from mixedkv.store.errors import EntryError
+
+KeySource = Callable[[], bytes]
+
+CHUNK = 1 << 20
+VERSION = 1
+HEADER = struct.Struct("<8sIIQ")  # magic, version, chunk size, bytes of the plain file
+_MAGIC = b"MKVCRYPT"
+_KEY_BYTES = 32
+_NONCE_BYTES = 12
+_TAG_BYTES = 16
+_MAX_CHUNKS = 1 << 32
+_NAME_NONCE = b"\xff" * _NONCE_BYTES  # of the tokens in the index; chunks count from 0 and never get there
+
+
+# --- where the master key comes from ---
+
+
+def key_from_environment(name: str = "MIXEDKV_KEY") -> KeySource:
+    """The key in an environment variable, as 64 hex digits or base64 of 32 bytes."""
+
+    def read() -> bytes:
+        text = os.environ.get(name, "")
+        if not text:
+            raise ValueError(f"master key: the environment variable {name} is not set")
+        return _parse_key(text.encode(), f"environment variable {name}")
+
+    return read
+
+
+def key_from_file(path: str | os.PathLike[str]) -> KeySource:
+    """The key in a file of 32 bytes, or of 64 hex digits or base64 of them.
+
+    The file must be this user's, and nobody else may read it (mode 0600 or 0400): PermissionError otherwise.
+    """
+
+    def read() -> bytes:
+        with open(path, "rb") as file:
+            info = os.fstat(file.fileno())
+            if not stat.S_ISREG(info.st_mode):
+                raise ValueError(f"master key: {path} is not a regular file")
+            if info.st_uid != os.geteuid():
+                raise PermissionError(f"master key: {path} belongs to another user")
+            if info.st_mode & 0o177:
+                mode = stat.S_IMODE(info.st_mode)
+                raise PermissionError(f"master key: {path} has mode {mode:04o}; chmod 600 it")
+            return _parse_key(file.read(256), str(path))
+
+    return read
+
+
+def parse_key_source(text: str) -> KeySource:
+    """A source as written on a command line: "env:NAME" or "file:PATH"."""
+    kind, colon, rest = text.partition(":")
+    if not colon or not rest or kind not in ("env", "file"):
+        raise ValueError(f"key={text!r}: use env:NAME or file:PATH")
+    return key_from_environment(rest) if kind == "env" else key_from_file(Path(rest))
+
+
+def _parse_key(data: bytes, where: str) -> bytes:
+    if len(data) == _KEY_BYTES:
+        return data
+    text = data.strip()
+    if re.fullmatch(rb"[0-9a-fA-F]{64}", text):
+        return bytes.fromhex(text.decode())
+    try:
+        key = base64.b64decode(text, validate=True)
+    except binascii.Error:
+        key = b""
+    return _check_key(key, where)
+
+
+def _check_key(key: object, where: str) -> bytes:
+    if not isinstance(key, bytes) or len(key) != _KEY_BYTES:
+        raise ValueError(f"master key: {where} does not hold {_KEY_BYTES} bytes (raw, hex or base64)")
+    return key
+
+
+# --- what a store does with it ---
+
+
+class PlainVault:
+    """A store without a key: hashes are SHA-256, nothing is encrypted."""
+
+    key_id = ""
+
+    def digest(self, data: bytes) -> bytes:
+        return hashlib.sha256(data).digest()
+
+    def new_key(self, context: bytes) -> tuple[Any, bytes]:
+        """A data key, and how it is kept; `context` says what it is for."""
+        return None, b""
+
+    def open_key(self, wrapped: bytes, context: bytes) -> Any:
+        return None
+
+    def seal(self, key: Any, data: bytes, context: bytes) -> bytes:
+        """Encrypt the one small text of an entry that lies in the index."""
+        return data
+
+    def unseal(self, key: Any, data: bytes, context: bytes) -> bytes:
+        return data
+
+
+class KeyVault(PlainVault):
+    """A store with a master key: hashes are keyed, each entry has a data key, wrapped in the index."""
+
+    def __init__(self, source: KeySource) -> None:
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        master = _check_key(source(), "its source")
+        self._gcm, self._invalid = AESGCM, InvalidTag
+        # Three keys for three purposes, and a name that tells master keys apart without giving them away.
+        self._wrapping = AESGCM(_derive(master, b"wrap"))
+        self._hashing = _derive(master, b"hash")
+        self.key_id = _derive(master, b"name")[:8].hex()
+
+    def digest(self, data: bytes) -> bytes:
+        return hmac.digest(self._hashing, data, "sha256")
+
+    def new_key(self, context: bytes) -> tuple[Any, bytes]:
+        key, nonce = os.urandom(_KEY_BYTES), os.urandom(_NONCE_BYTES)
+        return self._gcm(key), nonce + self._wrapping.encrypt(nonce, key, context)
+
+    def open_key(self, wrapped: bytes, context: bytes) -> Any:
+        if len(wrapped) != _NONCE_BYTES + _KEY_BYTES + _TAG_BYTES:
+            raise EntryError("key", "its data key has been destroyed")
+        nonce, sealed = wrapped[:_NONCE_BYTES], wrapped[_NONCE_BYTES:]
+        try:
+            return self._gcm(self._wrapping.decrypt(nonce, sealed, context))
+        except self._invalid:
+            raise EntryError("key", "its data key is not of this master key, or is damaged") from None
+
+    def seal(self, key: Any, data: bytes, context: bytes) -> bytes:
+        return bytes(key.encrypt(_NAME_NONCE, data, context))
+
+    def unseal(self, key: Any, data: bytes, context: bytes) -> bytes:
+        try:
+            return bytes(key.decrypt(_NAME_NONCE, data, context))
+        except self._invalid:
+            raise EntryError("damaged", "its tokens in the index are not what was written") from None
+
+
+Vault = PlainVault | KeyVault
+
+
+def _derive(master: bytes, purpose: bytes) -> bytes:
+    """HKDF-Expand (RFC 5869) of a master key that is random already: one block of it."""
+    return hmac.digest(master, b"mixedkv store v1 " + purpose + b"\x01", "sha256")
+
+
+# --- files ---
+
+
+def encrypt(key: Any, pieces: Sequence[memoryview], context: bytes) -> Iterator[bytes]:
+    """The bytes of an encrypted file; `key` is used for this file only, `context` says which it is."""
+    size = sum(len(piece) for piece in pieces)
+    header = HEADER.pack(_MAGIC, VERSION, CHUNK, size)
+    yield header
+    n_chunks = _n_chunks(size)
+    for i, chunk in enumerate(_rechunk(pieces)):
+        yield key.encrypt(_nonce(i), chunk, _associated(header, context, i, i == n_chunks - 1))
+
+
+def decrypt(key: Any, file: BinaryIO, size: int, context: bytes) -> npt.NDArray[np.uint8]:
+    """The plain file, uint8; `size` is that of the encrypted one.
+
+    Raises:
+        EntryError: a byte is not what was written, chunks are in another order, or some are missing.
+    """
+    from cryptography.exceptions import InvalidTag
+
+    header = file.read(HEADER.size)
+    plain_size = _check_header(header, size)
+    plain = np.empty(plain_size, np.uint8)
+    buffer, target = memoryview(bytearray(CHUNK + _TAG_BYTES)), memoryview(plain)
+    n_chunks = _n_chunks(plain_size)
+    for i in range(n_chunks):
+        begin = i * CHUNK
+        end = min(begin + CHUNK, plain_size)
+        chunk = buffer[: end - begin + _TAG_BYTES]
+        if file.readinto(chunk) != len(chunk):  # type: ignore[attr-defined]
+            _damaged("it is cut off")
+        associated = _associated(header, context, i, i == n_chunks - 1)
+        try:
+            key.decrypt_into(_nonce(i), chunk, associated, target[begin:end])
+        except InvalidTag:
+            _damaged(f"chunk {i} of {n_chunks} is not what was written")
+    if file.read(1):
+        _damaged("bytes follow after its end")
+    return plain
+
+
+def encrypted_size(size: int) -> int:
+    """Bytes of the encrypted file of a plain one."""
+    return HEADER.size + size + _n_chunks(size) * _TAG_BYTES
+
+
+def _check_header(header: bytes, size: int) -> int:
+    """Bytes of the plain file: nothing is allocated that the file has no bytes for."""
+    if len(header) < HEADER.size:
+        _damaged("it is cut off")
+    magic, version, chunk, plain_size = HEADER.unpack(header)
+    if magic != _MAGIC:
+        _damaged("it is no encrypted entry")
+    if version != VERSION:
+        raise EntryError("version", f"its encryption has version {version}, not {VERSION}")
+    if chunk != CHUNK or _n_chunks(plain_size) > _MAX_CHUNKS or size != encrypted_size(plain_size):
+        _damaged(f"its header claims {plain_size} bytes, the file has {size}")
+    return int(plain_size)
+
+
+def _n_chunks(size: int) -> int:
+    return max(1, -(-size // CHUNK))
+
+
+def _nonce(i: int) -> bytes:
+    return i.to_bytes(_NONCE_BYTES, "little")
+
+
+def _associated(header: bytes, context: bytes, i: int, last: bool) -> bytes:
+    return header + struct.pack("<QB", i, last) + context
+
+
+def _rechunk(pieces: Sequence[memoryview]) -> Iterator[bytes | memoryview]:
+    """The same bytes in chunks, the last one shorter; without a copy where a chunk lies in one piece."""
+    rest = bytearray()
+    sent = False
+    for piece in pieces:
+        at = 0
+        while at < len(piece):
+            take = min(CHUNK - len(rest), len(piece) - at)
+            part = piece[at : at + take]
+            at += take
+            if take == CHUNK:
+                yield part
+                sent = True
+                continue
+            rest += part
+            if len(rest) == CHUNK:
+                yield bytes(rest)
+                rest.clear()
+                sent = True
+    if rest or not sent:
+        yield bytes(rest)
+
+
+def _damaged(message: str) -> NoReturn:
+    raise EntryError("damaged", message)

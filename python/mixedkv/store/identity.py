@@ -1,0 +1,125 @@
+"""Everything that shapes KV, in one digest: what was computed under one is never used under another."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mixedkv import _core
+from mixedkv.config import KVSetting, parse_kv
+from mixedkv.model_file import ModelFile
+from mixedkv.store.fingerprint import adapter_fingerprint, fingerprint, model_header
+from mixedkv.store.names import check_tenant
+
+if TYPE_CHECKING:
+    from mixedkv.llama import Llama
+
+FORMAT_VERSION = 1
+_ROPE = (
+    "rope_scaling_type",
+    "rope_freq_base",
+    "rope_freq_scale",
+    "yarn_ext_factor",
+    "yarn_attn_factor",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_orig_ctx",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What KV was computed under. Two are equal if their digests are.
+
+    Args:
+        digest: SHA-256 over the facts and the tenant, 32 bytes.
+        facts: what was hashed besides the tenant, as JSON can hold it.
+        tenant: whose KV it is.
+        label: to read, e.g. "model.gguf mixed"; not part of the digest.
+    """
+
+    digest: bytes
+    facts: Mapping[str, Any] = field(compare=False, repr=False)
+    tenant: str = field(default="", compare=False)
+    label: str = field(default="", compare=False)
+
+    @classmethod
+    def of(cls, llm: Llama, *, tenant: str = "", full_hash: bool = False, extra: str = "") -> Identity:
+        """The identity of what a `Llama` computes now.
+
+        It covers the model file (all parts), metadata overrides, the adapter and its scale, RoPE settings,
+        the cache setting with the window as it is now, flash attention, the kind of attention, the llama.cpp
+        that computes, and the version of the format. Threads, batch sizes and where layers run change
+        rounding only and are left out.
+
+        Args:
+            tenant: another tenant's KV is never found.
+            full_hash: read the whole model file instead of samples of every tensor.
+            extra: anything else that shapes KV, such as adapters set by llama.cpp's own functions.
+
+        Raises:
+            OSError: the model or adapter file cannot be read.
+            ValueError: the tenant's name is refused.
+        """
+        file = model_header(llm.model_path)
+        facts = {
+            "format": FORMAT_VERSION,
+            "llama_cpp": _core.version()["llama_commit"],
+            "model": fingerprint(llm.model_path, full_hash=full_hash),
+            "overrides": _overrides(llm),
+            "adapters": _adapters(llm, full_hash),
+            "kv": str(llm.kv.config),
+            "context": _context(llm, file),
+            "sliding_window": _whole(file.get("attention.sliding_window", 0)),
+            "extra": extra,
+        }
+        return cls.from_facts(facts, tenant=tenant, label=f"{Path(llm.model_path).name} {facts['kv']}")
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any], *, tenant: str = "", label: str = "") -> Identity:
+        """An identity of any facts that JSON can hold; `kv` is the cache's spec, as in `of`."""
+        named = {"facts": dict(facts), "tenant": check_tenant(tenant)}
+        text = json.dumps(named, sort_keys=True, separators=(",", ":"))
+        digest = hashlib.sha256(b"mixedkv identity\n" + text.encode()).digest()
+        return cls(digest, dict(facts), tenant, label)
+
+    @property
+    def kv(self) -> KVSetting:
+        """The setting of the cache."""
+        return parse_kv(self.facts.get("kv", "f16"))
+
+    @property
+    def sliding_window(self) -> int:
+        """Tokens that sliding-window layers see, 0 if all layers see everything."""
+        return _whole(self.facts.get("sliding_window", 0))
+
+
+def _context(llm: Llama, file: ModelFile) -> dict[str, Any]:
+    params = llm.context_params
+    facts = {
+        name: getattr(params, name) for name in (*_ROPE, "flash_attn_type", "attention_type", "swa_full")
+    }
+    # Models with two sets of RoPE factors take the long one in contexts beyond those of their training.
+    trained = params.yarn_orig_ctx or _whole(
+        file.get("rope.scaling.original_context_length", 0) or file.get("context_length", 0)
+    )
+    n_ctx = llm.n_ctx() if params.kv_unified else llm.n_ctx() // max(1, params.n_seq_max)
+    return {**facts, "beyond_training": bool(trained) and n_ctx > trained}
+
+
+def _overrides(llm: Llama) -> list[list[str]]:
+    return sorted([key, type(value).__name__, repr(value)] for key, value in (llm.kv_overrides or {}).items())
+
+
+def _adapters(llm: Llama, full_hash: bool) -> list[list[Any]]:
+    if not llm.lora_path:
+        return []
+    return [[adapter_fingerprint(llm.lora_path, full_hash=full_hash), float(llm.lora_scale)]]
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) and value > 0 else 0

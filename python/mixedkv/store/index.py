@@ -1,0 +1,279 @@
+"""The index of a store: one SQLite database that several processes may use at once.
+
+An entry is a token range with a parent entry that covers what comes before it. It is listed under the chained
+hash of every block of tokens that it reaches into, see `KVStore.find`.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+Eviction = Literal["lru", "oldest"]
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS entries (
+    id TEXT PRIMARY KEY,
+    content BLOB NOT NULL UNIQUE,
+    identity BLOB NOT NULL,
+    label TEXT NOT NULL,
+    parent TEXT,
+    p0 INTEGER NOT NULL,
+    p1 INTEGER NOT NULL,
+    tokens BLOB NOT NULL,
+    rows TEXT NOT NULL,
+    nbytes INTEGER NOT NULL,
+    key_id TEXT NOT NULL,
+    key BLOB NOT NULL,
+    created REAL NOT NULL,
+    used REAL NOT NULL
+);
+CREATE INDEX IF NOT EXISTS entries_identity ON entries (identity, key_id);
+CREATE INDEX IF NOT EXISTS entries_parent ON entries (parent);
+CREATE INDEX IF NOT EXISTS entries_used ON entries (used);
+CREATE INDEX IF NOT EXISTS entries_created ON entries (created);
+CREATE TABLE IF NOT EXISTS blocks (
+    hash BLOB NOT NULL,
+    entry TEXT NOT NULL REFERENCES entries (id) ON DELETE CASCADE,
+    PRIMARY KEY (hash, entry)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS blocks_entry ON blocks (entry);
+CREATE TABLE IF NOT EXISTS sessions (
+    session BLOB NOT NULL,
+    entry TEXT NOT NULL REFERENCES entries (id) ON DELETE CASCADE,
+    PRIMARY KEY (session, entry)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS sessions_entry ON sessions (entry);
+"""
+_TREE = """
+WITH RECURSIVE tree (id) AS (
+    SELECT id FROM entries WHERE id = ?
+    UNION SELECT entries.id FROM entries JOIN tree ON entries.parent = tree.id
+) SELECT id FROM tree
+"""
+_ORDER = {"lru": "used, created", "oldest": "created"}
+_VARIABLES = 500  # in one statement; SQLite's limit was 999 once
+_BUSY_SECONDS = 30.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EntryRow:
+    """An entry as the index has it.
+
+    Args:
+        content: hash of the identity, all tokens up to `p1`, and `p0`: no two entries are the same.
+        tokens: of [p0, p1), int32 little-endian; encrypted in a store with a key.
+        rows: which positions the block has, see `coverage`.
+        nbytes: of the file; of the arrays, where there is no folder.
+        key_id, key: name of the master key, and the data key wrapped by it; both empty without encryption.
+        created, used: seconds since 1970.
+    """
+
+    id: str
+    content: bytes
+    identity: bytes
+    label: str
+    parent: str | None
+    p0: int
+    p1: int
+    tokens: bytes
+    rows: str
+    nbytes: int
+    key_id: str
+    key: bytes
+    created: float
+    used: float
+
+
+_FIELDS = tuple(field.name for field in fields(EntryRow))
+_COLUMNS = ", ".join(f"entries.{name}" for name in _FIELDS)
+
+
+class ParentGoneError(LookupError):
+    """The parent of a new entry has been removed meanwhile."""
+
+
+class Index:
+    """One connection. Use it from one thread at a time."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._db = sqlite3.connect(
+            path or ":memory:", timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
+        )
+        try:
+            self._set_up()
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _set_up(self) -> None:
+        if self._path:
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")  # what was reported as stored outlives a power cut
+        self._db.execute("PRAGMA secure_delete = ON")  # a removed data key leaves no copy in a free page
+        self._db.execute("PRAGMA foreign_keys = ON")
+        with self._transaction():
+            for statement in _SCHEMA.split(";"):
+                self._db.execute(statement)
+
+    def close(self) -> None:
+        self._db.close()
+
+    # --- reading ---
+
+    def get(self, entry: str) -> EntryRow | None:
+        return next(self._rows("FROM entries WHERE id = ?", entry), None)
+
+    def by_content(self, content: bytes) -> EntryRow | None:
+        return next(self._rows("FROM entries WHERE content = ?", content), None)
+
+    def entries(self) -> list[EntryRow]:
+        """All of them, last used first."""
+        return list(self._rows("FROM entries ORDER BY used DESC, created DESC"))
+
+    def ids(self) -> dict[str, int]:
+        """Size of every entry's file by id."""
+        return dict(self._db.execute("SELECT id, nbytes FROM entries"))
+
+    def known(self, hashes: Sequence[bytes]) -> set[bytes]:
+        """Those under which entries are listed."""
+        found: set[bytes] = set()
+        for begin in range(0, len(hashes), _VARIABLES):
+            some = hashes[begin : begin + _VARIABLES]
+            marks = ",".join("?" * len(some))
+            found.update(
+                row[0] for row in self._db.execute(f"SELECT hash FROM blocks WHERE hash IN ({marks})", some)
+            )
+        return found
+
+    def candidates(self, block_hash: bytes, limit: int) -> list[EntryRow]:
+        """Entries listed under a hash, last used first."""
+        query = (
+            "FROM blocks JOIN entries ON entries.id = blocks.entry WHERE blocks.hash = ? "
+            "ORDER BY entries.used DESC LIMIT ?"
+        )
+        return list(self._rows(query, block_hash, limit))
+
+    def has_other_key(self, identity: bytes, key_id: str) -> bool:
+        """Whether entries of this identity are there that are encrypted with another key, or with none."""
+        query = "SELECT 1 FROM entries WHERE identity = ? AND key_id != ? LIMIT 1"
+        return self._db.execute(query, (identity, key_id)).fetchone() is not None
+
+    def totals(self) -> tuple[int, int]:
+        """Entries and bytes of their files."""
+        count, n_bytes = self._db.execute("SELECT COUNT(*), COALESCE(SUM(nbytes), 0) FROM entries").fetchone()
+        return count, n_bytes
+
+    def sessions(self) -> dict[str, int]:
+        """Number of sessions each entry belongs to, without those that belong to none."""
+        return dict(self._db.execute("SELECT entry, COUNT(*) FROM sessions GROUP BY entry"))
+
+    # --- writing ---
+
+    def insert(
+        self, row: EntryRow, hashes: Iterable[bytes], *, max_bytes: int, eviction: Eviction
+    ) -> list[str]:
+        """Add an entry and make room for it; the ids of what was evicted.
+
+        Raises:
+            ParentGoneError: its parent is not there any more.
+            sqlite3.IntegrityError: an entry with this content is there.
+        """
+        with self._transaction():
+            if row.parent is not None and self.get(row.parent) is None:
+                raise ParentGoneError(f"entry {row.parent} has been removed")
+            marks = ",".join("?" * len(_FIELDS))
+            self._db.execute(
+                f"INSERT INTO entries ({', '.join(_FIELDS)}) VALUES ({marks})",
+                [getattr(row, name) for name in _FIELDS],
+            )
+            self._db.executemany("INSERT OR IGNORE INTO blocks VALUES (?, ?)", [(h, row.id) for h in hashes])
+            return self._evict(max_bytes, eviction, keep=row.id)
+
+    def evict(self, max_bytes: int, eviction: Eviction) -> list[str]:
+        """Remove entries until their files take `max_bytes` at most; their ids."""
+        with self._transaction():
+            return self._evict(max_bytes, eviction, keep="")
+
+    def _evict(self, max_bytes: int, eviction: Eviction, keep: str) -> list[str]:
+        """An entry that others build on stays until they are gone: alone they would be of no use."""
+        evicted: list[str] = []
+        _, n_bytes = self.totals()
+        while n_bytes > max_bytes:
+            leaf = self._db.execute(
+                "SELECT id, nbytes FROM entries AS leaf WHERE id != ? AND NOT EXISTS "
+                "(SELECT 1 FROM entries AS child WHERE child.parent = leaf.id) "
+                f"ORDER BY {_ORDER[eviction]} LIMIT 1",
+                (keep,),
+            ).fetchone()
+            if leaf is None:
+                break
+            self._delete([leaf[0]])
+            evicted.append(leaf[0])
+            n_bytes -= leaf[1]
+        return evicted
+
+    def remove(self, entry: str) -> list[str]:
+        """Remove an entry and all that builds on it; their ids."""
+        with self._transaction():
+            return self._remove_tree(entry)
+
+    def remove_session(self, session: bytes) -> list[str]:
+        """Remove what belongs to this session and no other, and what builds on it; their ids."""
+        with self._transaction():
+            query = (
+                "SELECT entry FROM sessions WHERE session = ? AND NOT EXISTS "
+                "(SELECT 1 FROM sessions AS other WHERE other.entry = sessions.entry AND other.session != ?)"
+            )
+            own = [entry for (entry,) in self._db.execute(query, (session, session))]
+            self._db.execute("DELETE FROM sessions WHERE session = ?", (session,))
+            return [gone for entry in own for gone in self._remove_tree(entry)]
+
+    def add_to_session(self, session: bytes, entries: Iterable[str]) -> None:
+        """Let entries belong to a session; those that are not there any more are passed over."""
+        with self._transaction():
+            self._db.executemany(
+                "INSERT OR IGNORE INTO sessions SELECT ?, id FROM entries WHERE id = ?",
+                [(session, entry) for entry in entries],
+            )
+
+    def touch(self, used: dict[str, float]) -> None:
+        """Note when entries were used last."""
+        if used:
+            with self._transaction():
+                self._db.executemany(
+                    "UPDATE entries SET used = MAX(used, ?) WHERE id = ?",
+                    [(when, entry) for entry, when in used.items()],
+                )
+
+    def forget(self) -> None:
+        """Move the write-ahead log into the database, so that what was removed is in neither."""
+        if self._path:
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def _remove_tree(self, entry: str) -> list[str]:
+        tree = [found for (found,) in self._db.execute(_TREE, (entry,))]
+        self._delete(tree)
+        return tree
+
+    def _delete(self, entries: list[str]) -> None:
+        self._db.executemany("DELETE FROM entries WHERE id = ?", [(entry,) for entry in entries])
+
+    def _rows(self, rest: str, *values: object) -> Iterator[EntryRow]:
+        for row in self._db.execute(f"SELECT {_COLUMNS} {rest}", values):
+            yield EntryRow(**dict(zip(_FIELDS, row, strict=True)))
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")

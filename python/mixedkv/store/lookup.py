@@ -1,0 +1,200 @@
+"""Finding the longest stored prefix of some tokens.
+
+Tokens are hashed in blocks of 32, each hash over the one before: h_0 of the identity, h_i of h_(i-1) and
+block i. An entry [p0, p1) is listed under the hash at every boundary b with floor(p0 / 32) * 32 <= b <= p1.
+So whatever shares n tokens with a prompt is listed at boundary floor(n / 32) * 32 of it: the search walks the
+prompt's boundaries from the last to the first. A hash only proposes; a comparison of the tokens decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mixedkv.store import coverage
+from mixedkv.store.encryption import Vault
+from mixedkv.store.errors import EntryError, Reason
+from mixedkv.store.identity import Identity
+from mixedkv.store.index import EntryRow, Index
+from mixedkv.store.results import Link, Match
+
+BLOCK = 32
+_MAX_CANDIDATES = 1024  # at one boundary, last used first; beyond them at most 31 tokens can be missed
+
+Tokens = npt.NDArray[np.int32]
+
+
+def as_tokens(tokens: npt.ArrayLike) -> Tokens:
+    """Token ids as int32 [n], a copy of its own.
+
+    Raises:
+        ValueError: they are no flat list of whole numbers.
+    """
+    ids = np.asarray(tokens)
+    if ids.size == 0:
+        return np.empty(0, np.int32)
+    limits = np.iinfo(np.int32)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < limits.min or ids.max() > limits.max:
+        raise ValueError("tokens: give a flat list of token ids")
+    return ids.astype(np.int32)
+
+
+def block_hashes(vault: Vault, identity: Identity, tokens: Tokens) -> list[bytes]:
+    """The hash at each boundary, from 0 up to the last whole block."""
+    data = tokens.astype("<i4").tobytes()
+    hashes = [vault.digest(b"identity" + identity.digest)[:16]]
+    for begin in range(0, len(data) - 4 * BLOCK + 1, 4 * BLOCK):
+        hashes.append(vault.digest(hashes[-1] + data[begin : begin + 4 * BLOCK])[:16])
+    return hashes
+
+
+def content_hash(vault: Vault, hashes: list[bytes], tokens: Tokens, p0: int) -> bytes:
+    """The same for two entries of the same identity, tokens and range only."""
+    rest = tokens[(len(hashes) - 1) * BLOCK :].astype("<i4").tobytes()
+    return vault.digest(b"content" + hashes[-1] + p0.to_bytes(8, "little") + rest)[:16]
+
+
+def token_context(identity: bytes, entry: str) -> bytes:
+    return b"tokens" + identity + entry.encode()
+
+
+def key_context(identity: bytes, entry: str) -> bytes:
+    return b"key" + identity + entry.encode()
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    row: EntryRow
+    tokens: Tokens
+
+
+class Search:
+    """One search. `broken` has the entries whose rows in the index turned out to be damaged."""
+
+    def __init__(self, index: Index, vault: Vault, identity: Identity, tokens: Tokens) -> None:
+        self._index, self._vault = index, vault
+        self._identity, self._tokens = identity, tokens
+        self._stored: dict[str, _Stored | None] = {}
+        self._agreed: dict[tuple[str, int], bool] = {}
+        self.broken: dict[str, EntryError] = {}
+        self.reason: Reason = "unknown"
+
+    def find(self, exact_only: bool) -> Match | None:
+        """The longest match; None leaves the cause in `reason`."""
+        hashes = block_hashes(self._vault, self._identity, self._tokens)
+        known = self._index.known(hashes)
+        best: Match | None = None
+        seen: set[str] = set()
+        for i in reversed(range(len(hashes))):
+            if best is not None and best.n_tokens >= (i + 1) * BLOCK:
+                break
+            if hashes[i] not in known:
+                continue
+            for row in self._index.candidates(hashes[i], _MAX_CANDIDATES):
+                if row.id not in seen:
+                    seen.add(row.id)
+                    best = _better(best, self._match(row, exact_only, best.n_tokens if best else 0))
+        if best is None and not seen and self._index.has_other_key(self._identity.digest, self._vault.key_id):
+            self.reason = "key"
+        return best
+
+    def _match(self, row: EntryRow, exact_only: bool, at_least: int) -> Match | None:
+        """The match that ends in this entry, if it has `at_least` tokens. Entries before it are candidates of
+        their own, so this looks no further back.
+        """
+        last = self._load(row.id, row)
+        if last is None or row.p0 >= len(self._tokens):
+            return None
+        n = row.p0 + _common(last.tokens, self._tokens[row.p0 :])
+        if n == row.p0 or n < at_least:
+            return None
+        chain = self._chain(last)
+        return None if chain is None else self._cut(chain, n, exact_only)
+
+    def _cut(self, chain: list[_Stored], n: int, exact_only: bool) -> Match | None:
+        ends = [*(stored.row.p0 for stored in chain[1:]), n]
+        try:
+            rows = [coverage.from_text(stored.row.rows) for stored in chain]
+        except EntryError as error:
+            self._note_broken(chain[-1].row, error)
+            return None
+        used = [(row, stored.row.p0, end) for row, stored, end in zip(rows, chain, ends, strict=True)]
+        worth = coverage.verdict(self._identity, used, ends[-1])
+        if worth == "unusable" or (worth == "inexact" and exact_only):
+            self.reason = "window" if worth == "unusable" else "inexact"
+            return None
+        links = tuple(
+            Link(stored.row.id, stored.row.p0, stored.row.p1, end)
+            for stored, end in zip(chain, ends, strict=True)
+        )
+        tokens = self._tokens[: ends[-1]]
+        return Match(identity=self._identity, tokens=tokens, links=links, exact=worth == "exact")
+
+    def _chain(self, last: _Stored) -> list[_Stored] | None:
+        """The entry after all it builds on, if the tokens before it are the wanted ones."""
+        stored: _Stored | None = last
+        chain: list[_Stored] = []
+        while stored is not None:
+            chain.append(stored)
+            p0 = stored.row.p0
+            if stored.row.parent is None:
+                return chain[::-1] if p0 == 0 else None
+            stored = self._load(stored.row.parent)
+            if stored is None or not stored.row.p0 < p0 <= stored.row.p1 or not self._agrees(stored, p0):
+                return None
+        return None
+
+    def _agrees(self, stored: _Stored, end: int) -> bool:
+        """Whether its tokens up to `end` are the wanted ones."""
+        key = stored.row.id, end
+        if key not in self._agreed:
+            p0 = stored.row.p0
+            self._agreed[key] = np.array_equal(stored.tokens[: end - p0], self._tokens[p0:end])
+        return self._agreed[key]
+
+    def _load(self, entry: str, row: EntryRow | None = None) -> _Stored | None:
+        if entry not in self._stored:
+            row = row or self._index.get(entry)
+            self._stored[entry] = self._read(row) if row is not None else None
+        return self._stored[entry]
+
+    def _read(self, row: EntryRow) -> _Stored | None:
+        try:
+            return _Stored(row, self._row_tokens(row))
+        except EntryError as error:
+            self._note_broken(row, error)
+            return None
+
+    def _note_broken(self, row: EntryRow, error: EntryError) -> None:
+        self.broken[row.id] = error
+        self.reason = error.reason
+
+    def _row_tokens(self, row: EntryRow) -> Tokens:
+        if row.identity != self._identity.digest:
+            raise EntryError("identity", "it is listed under another identity")
+        key = self._vault.open_key(row.key, key_context(row.identity, row.id))
+        data = self._vault.unseal(key, row.tokens, token_context(row.identity, row.id))
+        if len(data) != 4 * (row.p1 - row.p0):
+            raise EntryError("damaged", "its tokens in the index do not fit its range")
+        return np.frombuffer(data, "<i4").astype(np.int32, copy=False)
+
+
+def _better(best: Match | None, other: Match | None) -> Match | None:
+    """The longer one, then the exact one, then the one in fewer pieces."""
+    if best is None or other is None:
+        return best or other
+
+    def rank(match: Match) -> tuple[int, bool, int]:
+        return match.n_tokens, match.exact, -len(match.links)
+
+    return other if rank(other) > rank(best) else best
+
+
+def _common(a: Tokens, b: Tokens) -> int:
+    n = min(len(a), len(b))
+    if n == 0 or a[0] != b[0]:  # as for most of the many that branch off at one place
+        return 0
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if len(different) else n

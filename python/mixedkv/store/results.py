@@ -1,0 +1,193 @@
+"""What a store answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from mixedkv.stats import format_bytes
+from mixedkv.store.identity import Identity
+
+Tier = Literal["ram", "disk", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One entry of a match: its positions [p0, p1), of which [p0, end) are used."""
+
+    entry: str
+    p0: int
+    p1: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Match:
+    """Stored entries that begin like the tokens asked for.
+
+    Args:
+        identity: theirs.
+        tokens: the tokens that they share with what was asked for, int32 [n_tokens].
+        links: the entries in order of position; each begins where the one before is cut.
+        exact: a cache restored from them continues as if it had never left. False where a mixed cache is cut
+            at a place for which its recent rows were not stored in F16.
+    """
+
+    identity: Identity
+    tokens: npt.NDArray[np.int32] = field(repr=False)
+    links: tuple[Link, ...]
+    exact: bool
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def entry(self) -> str:
+        """The last entry."""
+        return self.links[-1].entry
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """What `KVStore.save` did.
+
+    Args:
+        entry: id of the entry that ends the sequence; "" if nothing could be stored.
+        n_tokens: tokens of the sequence.
+        n_stored: tokens newly stored, 0 if all were there.
+        nbytes: bytes of their rows.
+        reason: why nothing could be stored, "" otherwise.
+    """
+
+    entry: str
+    n_tokens: int
+    n_stored: int
+    nbytes: int
+    seconds: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Restored:
+    """What `KVStore.restore` did.
+
+    Args:
+        n_tokens: tokens now in the sequence; 0 is a miss, and the sequence is as it was.
+        exact: as in `Match`; True for a miss.
+        tier: "ram", "disk" if any part came from there, or "none".
+        seconds: all of it, the lookup included.
+        reason: why it was a miss, or why an entry was passed over on the way; "" otherwise. The first word is
+            one of `REASONS`.
+    """
+
+    n_tokens: int
+    exact: bool
+    tier: Tier
+    seconds: float
+    reason: str = ""
+
+    @property
+    def hit(self) -> bool:
+        return self.n_tokens > 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EntryInfo:
+    """One entry, to list."""
+
+    id: str
+    parent: str | None
+    label: str
+    p0: int
+    p1: int
+    nbytes: int
+    created: float
+    used: float
+    encrypted: bool
+    n_sessions: int
+    in_ram: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verified:
+    """What `KVStore.verify` found: entries that are whole, those it removed and why, and those encrypted with
+    another key, which it left alone.
+    """
+
+    n_whole: int
+    damaged: Mapping[str, str]
+    unreadable: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collected:
+    """What `KVStore.gc` removed: unfinished files, files without an entry, entries without their file, and
+    entries that were over the budget.
+    """
+
+    n_unfinished: int
+    n_orphans: int
+    n_missing: int
+    n_evicted: int
+
+    @property
+    def total(self) -> int:
+        return self.n_unfinished + self.n_orphans + self.n_missing + self.n_evicted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreStats:
+    """What a store holds, and what this process did with it.
+
+    Args:
+        n_entries, bytes_disk: in the folder, by all processes; without one, `bytes_disk` is 0.
+        n_ram, bytes_ram: blocks this process keeps in memory.
+        hits: lookups whose rows were read, by tier.
+        misses: lookups that gave nothing, by reason (the words of `REASONS`).
+        tokens_hit: tokens that need not be computed again.
+        bytes_read, bytes_written: of files.
+        n_evicted: entries this process removed to make room.
+        n_restored, seconds_restoring: calls of `restore` that hit, and their time together.
+    """
+
+    n_entries: int
+    bytes_disk: int
+    n_ram: int
+    bytes_ram: int
+    hits: Mapping[str, int]
+    misses: Mapping[str, int]
+    tokens_hit: int
+    bytes_read: int
+    bytes_written: int
+    n_evicted: int
+    n_restored: int
+    seconds_restoring: float
+
+    @property
+    def n_hits(self) -> int:
+        return sum(self.hits.values())
+
+    @property
+    def n_misses(self) -> int:
+        return sum(self.misses.values())
+
+    def __str__(self) -> str:
+        misses = ", ".join(f"{reason} {n}" for reason, n in sorted(self.misses.items()))
+        per_restore = 1e3 * self.seconds_restoring / self.n_restored if self.n_restored else 0.0
+        return "\n".join(
+            [
+                f"entries   {self.n_entries}, {format_bytes(self.bytes_disk)} on disk, "
+                f"{format_bytes(self.bytes_ram)} in RAM",
+                f"hits      {self.n_hits} ({self.hits.get('ram', 0)} RAM, {self.hits.get('disk', 0)} disk), "
+                f"{self.tokens_hit} tokens",
+                f"misses    {self.n_misses}" + (f" ({misses})" if misses else ""),
+                f"bytes     {format_bytes(self.bytes_read)} read, {format_bytes(self.bytes_written)} written",
+                f"evicted   {self.n_evicted}",
+                f"restored  {self.n_restored}, {per_restore:.1f} ms each",
+            ]
+        )

@@ -1,0 +1,86 @@
+"""Write the golden files of the formats as they are now: run it when a format gets a new version.
+
+Files of old versions stay: tests read them, or find that they are refused for their version.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from mixedkv.block import KVBlock, LayerRows, RowGroup, row_bytes
+from mixedkv.store import pack_kv_cache, pack_kv_cache_v2
+from mixedkv.store.encryption import encrypt
+from mixedkv.store.safetensors_format import encode
+
+FOLDER = Path(__file__).parent
+IDENTITY = bytes(range(32))
+ENTRY = "0123456789abcdef" * 2
+KEY = bytes(range(32, 64))
+CONTEXT = b"file" + IDENTITY + ENTRY.encode()
+
+
+def numbers(n: int, start: int) -> np.ndarray:
+    """Fixed bytes that do not depend on any generator's version."""
+    return ((np.arange(n, dtype=np.uint32) * 167 + start * 59) % 251).astype(np.uint8)
+
+
+def block(kind: str, hot: list[int]) -> KVBlock:
+    """Six tokens at positions 10 to 15 of two layers, the second with a sliding window of four."""
+    groups = [
+        _group(0, np.arange(10, 16, dtype=np.int32), kind, hot),
+        _group(1, np.arange(12, 16, dtype=np.int32), kind, [row - 2 for row in hot if row >= 2]),
+    ]
+    tokens = np.array([1, 7, -3, 2**31 - 1, 5, 11], np.int32)
+    return KVBlock(p0=10, p1=16, tokens=tokens, groups=tuple(groups))
+
+
+def _group(il: int, positions: np.ndarray, kind: str, hot: list[int]) -> RowGroup:
+    n, n_hot, width = len(positions), len(hot), 64
+    size = row_bytes(kind, width)
+    rows = [numbers(n * size, il + start).reshape(n, size) for start in (1, 2)]
+    f16 = [(numbers(n_hot * width, il + start) / 16).astype(np.float16) for start in (3, 4)]
+    rotation = 0 if kind == "f16" else 64
+    layer = LayerRows(
+        il=il,
+        type_k=kind,
+        type_v=kind,
+        rotation_k=rotation,
+        rotation_v=rotation,
+        n_head_kv=1,
+        head_size_k=width,
+        head_size_v=width,
+        k=rows[0],
+        v=rows[1],
+        k_hot=f16[0].reshape(n_hot, width),
+        v_hot=f16[1].reshape(n_hot, width),
+    )
+    slots = np.array([n_hot - 1 - i for i in range(n_hot)], np.int32)
+    return RowGroup(positions=positions, hot=np.array(hot, np.int32), slots=slots, layers=(layer,))
+
+
+BLOCKS = {"f16": block("f16", []), "mixed_q4_0": block("q4_0", [0, 4, 5])}
+
+
+def layers() -> list[tuple[np.ndarray, np.ndarray]]:
+    """Two layers of float16 arrays, with an infinity, a NaN, and no rows at all among them."""
+    k = (numbers(24, 5) / 8).astype(np.float16).reshape(3, 2, 4)
+    v = (numbers(12, 6) / 8 - 9).astype(np.float16).reshape(3, 4)
+    special = np.array([np.inf, -np.inf, np.nan, -0.0, 6e-8], np.float16)
+    return [(k, v), (special, np.empty((0, 4), np.float16))]
+
+
+def main() -> None:
+    for name, kv in BLOCKS.items():
+        pieces = encode(kv, identity=IDENTITY, entry=ENTRY)
+        (FOLDER / f"native-v1-{name}.safetensors").write_bytes(b"".join(pieces))
+    pieces = encode(BLOCKS["mixed_q4_0"], identity=IDENTITY, entry=ENTRY)
+    (FOLDER / "encrypted-v1.safetensors.enc").write_bytes(b"".join(encrypt(AESGCM(KEY), pieces, CONTEXT)))
+    (FOLDER / "packed-v2.bin").write_bytes(pack_kv_cache_v2(layers()))
+    (FOLDER / "packed-flat.bin").write_bytes(pack_kv_cache(*layers()[0]))
+
+
+if __name__ == "__main__":
+    main()
