@@ -50,9 +50,9 @@ struct amx_prefill {
         const int64_t          d     = round_up(a.d_k, 32);
         alignas(64) float      x[512];
         for (int row = 0; row < m.rows_padded; row++) {
-            const float * q = row < m.rows ? query_row(a, w.q0 + row / group, head * group + row % group) : nullptr;
-            for (int i = 0; i < d; i++) {
-                x[i] = q && i < a.d_k ? q[i] * query_factor(a) : 0.0f;
+            std::memset(x, 0, d * sizeof(float));
+            if (row < m.rows) {
+                load_query(a, w.q0 + row / group, head * group + row % group, query_factor(a), x);
             }
             pack_row(x, d, static_cast<char *>(m.q) + row / 16 * steps(d) * 2 * tile_bytes, row % 16);
         }

@@ -185,10 +185,9 @@ size_t attention_scratch_bytes(const attention_args * streams, int n_streams) {
     return bytes;
 }
 
-void attention_run(const attention_args * streams, int n_streams, void * scratch, int ith, int nth) {
-    (void)ith;
+bool attention_run(const attention_args * streams, int n_streams, void * scratch, int ith, int nth) {
     if (n_streams <= 0) {
-        return;
+        return ith == 0;
     }
     auto *                    counters = static_cast<scratch_counters *>(scratch);
     char *                    data     = static_cast<char *>(scratch) + scratch_header;
@@ -197,7 +196,7 @@ void attention_run(const attention_args * streams, int n_streams, void * scratch
     plan_cursor               cursor(streams);
 
     int64_t ticket;
-    while ((ticket = counters->ticket.fetch_add(1, std::memory_order_relaxed)) < n_items) {
+    while ((ticket = counters->ticket.fetch_add(1, std::memory_order_acq_rel)) < n_items) {
         while (ticket >= cursor.item + cursor.plan.n_items()) {
             cursor.next();
             cursor.load();
@@ -220,9 +219,15 @@ void attention_run(const attention_args * streams, int n_streams, void * scratch
         }
     }
     // Every thread draws one ticket past the end, so this one is the last of the call.
-    if (ticket == n_items + nth - 1) {
+    const bool last_thread = ticket == n_items + nth - 1;
+    if (last_thread) {
         counters->ticket.store(0, std::memory_order_relaxed);
     }
+    return last_thread;
+}
+
+void rotate_row(float * x, int64_t n, int edge) {
+    isa().kernels->rotate(x, n, edge);
 }
 
 const char * attention_isa() {

@@ -59,6 +59,11 @@ struct attention_args {
     const uint16_t * mask     = nullptr; // F16 [n_queries, n_keys], nullptr: every key is visible
     size_t           mask_row = 0;       // bytes from query to query
 
+    // Edge of the Hadamard blocks by which Q is rotated before use and the output after, 0: none. Divides the head
+    // size.
+    int rotation_q   = 0;
+    int rotation_out = 0;
+
     float         scale          = 1.0f;
     float         max_alibi_bias = 0.0f;
     float         logit_softcap  = 0.0f;
@@ -76,7 +81,11 @@ size_t attention_scratch_bytes(const attention_args * streams, int n_streams);
 // Called by every thread 0 <= ith < nth with the same arguments; returns when this thread's share is done.
 // `scratch` is shared by the threads, attention_scratch_bytes() long, 64-byte aligned, and zeroed before its
 // first use ever; each call leaves it ready for the next. The output is complete when all threads have returned.
-void attention_run(const attention_args * streams, int n_streams, void * scratch, int ith, int nth);
+// True for one thread, the last: the others have read all they will read.
+bool attention_run(const attention_args * streams, int n_streams, void * scratch, int ith, int nth);
+
+// Rotates the row x[n] by Hadamard blocks of `edge` elements, a power of two up to attention_max_head_size.
+void rotate_row(float * x, int64_t n, int edge);
 
 // Instruction set in use: "scalar", "avx2", "avx512", "amx", "neon". MIXEDKV_ISA forces one;
 // attention_isa_error() is nullptr, or says why the forced one cannot be used here.

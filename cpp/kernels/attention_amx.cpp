@@ -23,7 +23,7 @@ void run(const attention_item & w) {
 } // namespace
 
 const attention_kernels * attention_amx() {
-    static constexpr attention_kernels kernels = { "amx", cpu_has_amx, run, tile<avx512>::merge };
+    static constexpr attention_kernels kernels = { "amx", cpu_has_amx, run, tile<avx512>::merge, rotate };
     return &kernels;
 }
 

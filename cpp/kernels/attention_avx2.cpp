@@ -8,7 +8,7 @@
 namespace mixedkv {
 
 const attention_kernels * attention_avx2() {
-    static constexpr attention_kernels kernels = { "avx2", cpu_has_avx2, tile<avx2>::run, tile<avx2>::merge };
+    static constexpr attention_kernels kernels = { "avx2", cpu_has_avx2, tile<avx2>::run, tile<avx2>::merge, rotate };
     return &kernels;
 }
 

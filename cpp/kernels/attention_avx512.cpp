@@ -8,7 +8,8 @@
 namespace mixedkv {
 
 const attention_kernels * attention_avx512() {
-    static constexpr attention_kernels kernels = { "avx512", cpu_has_avx512, tile<avx512>::run, tile<avx512>::merge };
+    static constexpr attention_kernels kernels = { "avx512", cpu_has_avx512, tile<avx512>::run, tile<avx512>::merge,
+                                                   rotate };
     return &kernels;
 }
 

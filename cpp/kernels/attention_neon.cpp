@@ -8,7 +8,7 @@
 namespace mixedkv {
 
 const attention_kernels * attention_neon() {
-    static constexpr attention_kernels kernels = { "neon", cpu_has_neon, tile<neon>::run, tile<neon>::merge };
+    static constexpr attention_kernels kernels = { "neon", cpu_has_neon, tile<neon>::run, tile<neon>::merge, rotate };
     return &kernels;
 }
 

@@ -4,6 +4,7 @@
 #include "kernel.h"
 
 #include "half.h"
+#include "rotation.h"
 
 #include <cmath>
 
@@ -70,9 +71,11 @@ void run_head(const attention_item & w, int i) {
     const attention_args & a     = *w.args;
     const int              group = a.n_head / a.n_head_kv;
     const item_memory      m(a, w.few, w.n_queries, w.memory, i);
+    float *                queries = static_cast<float *>(m.q);
     for (int row = 0; row < m.rows; row++) {
         m.max[row] = -INFINITY;
         m.sum[row] = 0.0f;
+        load_query(a, w.q0 + row / group, (w.head0 + i) * group + row % group, 1.0f, queries + row * a.d_k);
         std::memset(m.acc + row * m.d_v_padded, 0, a.d_v * sizeof(float));
     }
     float k[attention_max_head_size];
@@ -93,7 +96,7 @@ void run_head(const attention_item & w, int i) {
                     bias = alibi_slope(a, head) * half_to_float(mask_row(a, query)[first + key]);
                 }
                 if (bias != -INFINITY) {
-                    accumulate(m, row, a.d_v, score(a, query_row(a, query, head), k, bias), v);
+                    accumulate(m, row, a.d_v, score(a, queries + row * a.d_k, k, bias), v);
                 }
             }
         }
@@ -136,6 +139,9 @@ void merge(const attention_item & first, int n_chunks, size_t chunk_stride) {
             for (int d = 0; d < a.d_v; d++) {
                 out[d] = sum > 0.0f ? out[d] / sum : 0.0f;
             }
+            if (a.rotation_out) {
+                rotate(out, a.d_v, a.rotation_out);
+            }
         }
     }
 }
@@ -147,7 +153,7 @@ bool supported() {
 } // namespace
 
 const attention_kernels * attention_scalar() {
-    static constexpr attention_kernels kernels = { "scalar", supported, run, merge };
+    static constexpr attention_kernels kernels = { "scalar", supported, run, merge, rotate };
     return &kernels;
 }
 

@@ -42,6 +42,7 @@ struct attention_kernels {
     void (*run)(const attention_item & item);
     // Writes the output of one item's rows from the partial results of n chunks of keys, in order.
     void (*merge)(const attention_item & first, int n_chunks, size_t chunk_stride);
+    void (*rotate)(float * x, int64_t n, int edge);
 };
 
 bool cpu_has_avx2();   // with FMA and F16C

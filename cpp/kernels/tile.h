@@ -6,6 +6,7 @@
 #include "kernel.h"
 
 #include "half.h"
+#include "rotation.h"
 
 #include <cmath>
 
@@ -310,9 +311,9 @@ struct tile {
         const int64_t          d     = round_up(a.d_k, 16);
         float *                out   = static_cast<float *>(m.q);
         for (int row = 0; row < m.rows; row++, out += d) {
-            const float * q = query_row(a, w.q0 + row / group, head * group + row % group);
-            for (int i = 0; i < d; i++) {
-                out[i] = i < a.d_k ? q[i] * query_factor(a) : 0.0f;
+            load_query(a, w.q0 + row / group, head * group + row % group, query_factor(a), out);
+            for (int i = a.d_k; i < d; i++) {
+                out[i] = 0.0f;
             }
         }
         std::memset(out, 0, (round_up(m.rows, 4) - m.rows) * d * sizeof(float));
@@ -486,8 +487,11 @@ struct tile {
             const item_memory part(a, first.few, first.n_queries, first.memory, i);
             for (int row = 0; row < part.rows; row++) {
                 const int head = (first.head0 + i) * group + row % group;
-                merge_row(part, row, n_chunks, chunk_stride, a.sinks ? a.sinks + head : nullptr, a.d_v,
-                          output_row(a, first.q0 + row / group, head));
+                float *   out  = output_row(a, first.q0 + row / group, head);
+                merge_row(part, row, n_chunks, chunk_stride, a.sinks ? a.sinks + head : nullptr, a.d_v, out);
+                if (a.rotation_out) {
+                    rotate(out, a.d_v, a.rotation_out);
+                }
             }
         }
     }

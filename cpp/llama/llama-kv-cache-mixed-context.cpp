@@ -1,6 +1,6 @@
 #include "llama-kv-cache-mixed.h"
 
-#include "llama-kv-mixed-fused.h"
+#include "llama-kv-mixed-store.h"
 
 #include <cmath>
 #include <cstring>
@@ -107,7 +107,29 @@ static ggml_tensor * idxs_row(ggml_context * ctx, ggml_tensor * k_idxs, int64_t 
     return ggml_view_1d(ctx, k_idxs, k_idxs->ne[0], row*k_idxs->nb[1]);
 }
 
+// the fused nodes rotate by themselves: upstream gets no matrix, and so leaves the rotation out of its graph
+ggml_tensor * llama_kv_cache_mixed_context::build_input_k_rot(ggml_context * ctx) const {
+    ggml_tensor * rot = llama_kv_cache_context::build_input_k_rot(ctx);
+
+    return rot && kv_mixed->is_fused() ? (fold.k = rot->ne[0], nullptr) : rot;
+}
+
+ggml_tensor * llama_kv_cache_mixed_context::build_input_v_rot(ggml_context * ctx) const {
+    ggml_tensor * rot = llama_kv_cache_context::build_input_v_rot(ctx);
+
+    return rot && kv_mixed->is_fused() ? (fold.v = rot->ne[0], nullptr) : rot;
+}
+
 ggml_tensor * llama_kv_cache_mixed_context::cpy_k(ggml_context * ctx, ggml_tensor * k_cur, ggml_tensor * k_idxs, int32_t il) const {
+    if (kv_mixed->is_fused(il)) {
+        // stored together with V
+        cur[il].k         = k_cur;
+        cur[il].k_idxs    = k_idxs;
+        cur[il].ring_idxs = kv_mixed->has_ring() ? idxs_row(ctx, k_idxs, 1) : nullptr;
+
+        return k_cur;
+    }
+
     if (!kv_mixed->has_ring()) {
         return llama_kv_cache_context::cpy_k(ctx, k_cur, k_idxs, il);
     }
@@ -120,6 +142,21 @@ ggml_tensor * llama_kv_cache_mixed_context::cpy_k(ggml_context * ctx, ggml_tenso
 }
 
 ggml_tensor * llama_kv_cache_mixed_context::cpy_v(ggml_context * ctx, ggml_tensor * v_cur, ggml_tensor * v_idxs, int32_t il) const {
+    if (kv_mixed->is_fused(il)) {
+        auto & rows = cur.at(il);
+        auto & node = kv_mixed->get_fused_node(il);
+
+        node.rotation_k = fold.k;
+        node.rotation_v = fold.v;
+        node.has_ring   = kv_mixed->has_ring();
+
+        rows.stored = llama_kv_mixed_store(ctx, node,
+                llama_kv_cache_context::get_k(ctx, il)->view_src, llama_kv_cache_context::get_v(ctx, il)->view_src,
+                rows.k, v_cur, rows.k_idxs, v_idxs);
+
+        return rows.stored;
+    }
+
     if (kv_mixed->has_ring()) {
         cur[il].v = ggml_cast(ctx, v_cur, GGML_TYPE_F16);
     }
@@ -177,7 +214,7 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn(
         llama_kv_cache_context::build_attn(graph, q, k, v, kq_b, kq_mask, sinks, v_mla, kq_scale, il);
 
     // after the last attention that reads the slots as they were
-    if (kv_mixed->has_ring() && kv_mixed->is_last_reader(il)) {
+    if (kv_mixed->has_ring() && kv_mixed->is_last_reader(il) && !kv_mixed->is_fused(il)) {
         const auto & rows = cur.at(kv_mixed->get_layer_id(il));
 
         ggml_build_forward_expand(graph.gf, kv_mixed->cpy_k_ring(graph.ctx0, rows.k, rows.ring_idxs, il));
@@ -200,6 +237,9 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn_fused(
 
     auto & node = kv_mixed->get_fused_node(il);
 
+    node.rotation_k    = fold.k;
+    node.rotation_v    = fold.v;
+    node.writes_ring   = kv_mixed->has_ring() && kv_mixed->is_last_reader(il);
     node.scale         = kq_scale;
     node.max_bias      = hparams.f_max_alibi_bias;
     node.logit_softcap = hparams.attn_soft_cap ? hparams.f_attn_logit_softcapping : 0.0f;
@@ -216,7 +256,7 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn_fused(
         ring_v = kv_mixed->get_v_ring(ctx, il, sinfos[i_cur]);
     }
 
-    ggml_tensor * res = llama_kv_mixed_fused(ctx, node, q, k, v, ring_k, ring_v, rows.k, rows.v, kq_mask, sinks);
+    ggml_tensor * res = llama_kv_mixed_fused(ctx, node, q, k, v, ring_k, ring_v, rows.stored, rows.ring_idxs, kq_mask, sinks);
 
     graph.cb(res, "fattn_mixed", il);
     ggml_build_forward_expand(graph.gf, res);

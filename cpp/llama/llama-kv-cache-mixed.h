@@ -12,6 +12,7 @@
 
 #include "llama-kv-cache.h"
 
+#include <algorithm>
 #include <map>
 #include <string>
 #include <vector>
@@ -105,6 +106,9 @@ public:
 
     // attention of this layer reads the rows with the fused node
     bool is_fused(int32_t il) const;
+
+    // so does that of every layer
+    bool is_fused() const { return std::find(fused.begin(), fused.end(), false) == fused.end(); }
 
     // F16 rows [n_embd_head, n_head_kv, n_ring, n_stream] of the streams of sinfo
     ggml_tensor * get_k_ring(ggml_context * ctx, int32_t il, const slot_info & sinfo) const;
@@ -220,6 +224,9 @@ public:
     // two rows: the cells of the tokens, and their ring rows
     ggml_tensor * build_input_k_idxs(ggml_context * ctx, const llama_ubatch & ubatch) const override;
 
+    ggml_tensor * build_input_k_rot(ggml_context * ctx) const override;
+    ggml_tensor * build_input_v_rot(ggml_context * ctx) const override;
+
     void set_input_k_idxs (ggml_tensor * dst, const llama_ubatch * ubatch) const override;
     void set_input_kq_mask(ggml_tensor * dst, const llama_ubatch * ubatch, bool causal_attn) const override;
 
@@ -240,12 +247,17 @@ private:
 
     // the rows of the running ubatch by KV cache layer, while its graph is built
     struct cur_rows {
-        ggml_tensor * k = nullptr; // F16 [n_embd_head, n_head_kv, n_tokens]
+        ggml_tensor * k = nullptr; // F16 [n_embd_head, n_head_kv, n_tokens]; fused: as the model gives it
         ggml_tensor * v = nullptr;
+        ggml_tensor * k_idxs    = nullptr; // fused
         ggml_tensor * ring_idxs = nullptr; // I64 [n_tokens]
+        ggml_tensor * stored    = nullptr; // fused: what llama_kv_mixed_store returns
     };
 
     mutable std::map<int32_t, cur_rows> cur;
+
+    // edges of the Hadamard blocks that the fused nodes of the graph rotate by, 0: none, or the graph itself does
+    mutable struct { int k = 0, v = 0; } fold;
 
     // who held which ring slot before the ubatch was placed, by stream of the ubatch: what its queries may read
     std::vector<std::vector<int32_t>> owners;

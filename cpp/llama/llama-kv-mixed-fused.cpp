@@ -1,4 +1,4 @@
-#include "llama-kv-mixed-fused.h"
+#include "llama-kv-mixed-store.h"
 
 #include "kernels/attention.h"
 
@@ -57,8 +57,21 @@ static attention_segment to_segment(const ggml_tensor * k, const ggml_tensor * v
     return res;
 }
 
+// The rows of the ubatch, K and V side by side
+static attention_segment to_segment(const ggml_tensor * cur, const attention_args & a, int64_t strm, int64_t n_tps) {
+    attention_segment res;
+    res.k.data = (const char *) cur->data + strm*n_tps*cur->nb[1];
+    res.k.row  = cur->nb[1];
+    res.k.head = a.d_k*sizeof(ggml_fp16_t);
+    res.v      = res.k;
+    res.v.data = (const char *) res.k.data + a.n_head_kv*res.k.head;
+    res.v.head = a.d_v*sizeof(ggml_fp16_t);
+    res.n      = n_tps;
+    return res;
+}
+
 // sources of the node, in this order; the ones in brackets are optional
-//   q, cold k, cold v, mask [, ring k, ring v, cur k, cur v] [, sinks]
+//   q, cold k, cold v, mask [, ring k, ring v, cur, idxs] [, sinks]
 static attention_args to_args(const ggml_tensor * dst, const fused_node & node, int64_t strm) {
     const ggml_tensor * const * src = dst->src;
 
@@ -82,11 +95,14 @@ static attention_args to_args(const ggml_tensor * dst, const fused_node & node, 
     res.segments[res.n_segments++] = to_segment(src[1], src[2], strm);
     if (node.has_ring) {
         res.segments[res.n_segments++] = to_segment(src[4], src[5], strm);
-        res.segments[res.n_segments++] = to_segment(src[6], src[7], strm);
+        res.segments[res.n_segments++] = to_segment(src[6], res, strm, n_tps);
     }
 
     res.mask     = (const uint16_t *) ((const char *) mask->data + strm*mask->nb[3]);
     res.mask_row = mask->nb[1];
+
+    res.rotation_q   = node.rotation_k;
+    res.rotation_out = node.rotation_v;
 
     res.scale          = node.scale;
     res.max_alibi_bias = node.max_bias;
@@ -116,7 +132,11 @@ static void fused_compute(ggml_tensor * dst, int ith, int nth, void * userdata) 
 
     const auto & args = to_args(dst, node);
 
-    mixedkv::attention_run(args.data(), (int) args.size(), node.scratch.get(), ith, nth);
+    const bool last = mixedkv::attention_run(args.data(), (int) args.size(), node.scratch.get(), ith, nth);
+
+    if (last && node.writes_ring) {
+        llama_kv_mixed_write_ring(dst->src[6], dst->src[7], dst->src[4]->view_src, dst->src[5]->view_src);
+    }
 }
 
 ggml_tensor * llama_kv_mixed_fused(
@@ -125,24 +145,18 @@ ggml_tensor * llama_kv_mixed_fused(
         ggml_tensor * q,
         ggml_tensor * cold_k, ggml_tensor * cold_v,
         ggml_tensor * ring_k, ggml_tensor * ring_v,
-        ggml_tensor * cur_k,  ggml_tensor * cur_v,
+        ggml_tensor * cur,    ggml_tensor * idxs,
         ggml_tensor * mask,
         ggml_tensor * sinks) {
     GGML_ASSERT(mask->type == GGML_TYPE_F16 && q->type == GGML_TYPE_F32);
 
-    const int64_t n_stream = cold_k->ne[3];
-
     node.has_ring  = ring_k != nullptr;
     node.has_sinks = sinks != nullptr;
-
-    const auto by_stream = [&](ggml_tensor * t) {
-        return ggml_reshape_4d(ctx, t, t->ne[0], t->ne[1], t->ne[2]/n_stream, n_stream);
-    };
 
     std::vector<ggml_tensor *> srcs = { q, cold_k, cold_v, mask };
 
     if (node.has_ring) {
-        srcs.insert(srcs.end(), { ring_k, ring_v, by_stream(cur_k), by_stream(cur_v) });
+        srcs.insert(srcs.end(), { ring_k, ring_v, cur, idxs });
     }
     if (node.has_sinks) {
         srcs.push_back(sinks);

@@ -11,7 +11,7 @@ private:
     std::vector<uint8_t> data;
 };
 
-// What the fused attention node of one layer knows besides its sources: the same for every graph of a context.
+// What the fused nodes of one layer know besides their sources: the same for every graph of a context.
 // The graph points to it: it lives in the cache, which outlives every graph of its context.
 struct llama_kv_cache_mixed::fused_node {
     fused_scratch & scratch;
@@ -20,15 +20,23 @@ struct llama_kv_cache_mixed::fused_node {
     float max_bias      = 0.0f;
     float logit_softcap = 0.0f;
 
+    // edge of the Hadamard blocks by which the nodes rotate K and Q, and V and the output; 0: they come rotated
+    int rotation_k = 0;
+    int rotation_v = 0;
+
     // which of the optional sources the node has
     bool has_ring  = false;
     bool has_sinks = false;
+
+    // nobody after it reads the slots as they were: it writes the ubatch's rows to the ring when it is done
+    bool writes_ring = false;
 };
 
 // q       F32 [n_embd_head_k, n_head, n_tokens]
 // cold    k, v as the cache stores them [n_embd_head, n_head_kv, n_kv, n_stream]
-// ring    k, v F16 [n_embd_head, n_head_kv, n_ring, n_stream], nullptr: neither ring nor cur
-// cur     k, v F16 [n_embd_head, n_head_kv, n_tokens]
+// ring    k, v F16 [n_embd_head, n_head_kv, n_ring, n_stream], nullptr: neither ring nor cur nor idxs
+// cur     F16 [n_embd_k_gqa + n_embd_v_gqa, n_tokens], from llama_kv_mixed_store
+// idxs    I64 [n_tokens], ring rows of all streams where cur goes
 // mask    F16 [n_kv + n_ring + n_tokens/n_stream, n_tokens/n_stream, 1, n_stream]
 // returns F32 [n_embd_head_v*n_head, n_tokens]
 ggml_tensor * llama_kv_mixed_fused(
@@ -37,6 +45,6 @@ ggml_tensor * llama_kv_mixed_fused(
         ggml_tensor * q,
         ggml_tensor * cold_k, ggml_tensor * cold_v,
         ggml_tensor * ring_k, ggml_tensor * ring_v,
-        ggml_tensor * cur_k,  ggml_tensor * cur_v,
+        ggml_tensor * cur,    ggml_tensor * idxs,
         ggml_tensor * mask,
         ggml_tensor * sinks);

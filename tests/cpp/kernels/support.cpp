@@ -1,6 +1,7 @@
 #include "support.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -137,8 +138,10 @@ std::string options::describe() const {
     static const char * const types[] = { "f16", "q8_0", "q4_0", "other" };
     static const char * const masks[] = { "none", "causal", "window", "holes", "all_hidden", "alibi" };
     char                      text[256];
-    std::snprintf(text, sizeof(text), "heads %d/%d d %d/%d queries %d mask %s softcap %g sinks %d permuted %d keys",
-                  n_head, n_head_kv, d_k, d_v, n_queries, masks[int(mask)], double(softcap), sinks, permuted);
+    std::snprintf(text, sizeof(text),
+                  "heads %d/%d d %d/%d queries %d mask %s softcap %g rotation %d/%d sinks %d permuted %d keys", n_head,
+                  n_head_kv, d_k, d_v, n_queries, masks[int(mask)], double(softcap), rotation_q, rotation_out, sinks,
+                  permuted);
     std::string s = text;
     for (size_t i = 0; i < n_keys.size(); i++) {
         s += " " + std::to_string(n_keys[i]) + ":" + types[int(type_k[i])] + "/" + types[int(type_v[i])];
@@ -211,6 +214,8 @@ mixedkv::attention_args problem::args() {
     a.scale          = 1.0f / std::sqrt(float(o.d_k));
     a.max_alibi_bias = o.mask == mask_kind::alibi ? 8.0f : 0.0f;
     a.logit_softcap  = o.softcap;
+    a.rotation_q     = o.rotation_q;
+    a.rotation_out   = o.rotation_out;
     a.sinks          = sinks.empty() ? nullptr : sinks.data();
     a.out            = out.data();
     a.out_row        = o.n_head * o.d_v * sizeof(float);
@@ -230,6 +235,21 @@ static double slope(const options & o, int head) {
                     : std::pow(std::pow(2.0, -4.0 / n), 2 * (head - n) + 1);
 }
 
+std::vector<double> rotated(const std::vector<double> & x, int edge) {
+    std::vector<double> y(x.size(), 0.0);
+    for (size_t i = 0; i < x.size(); i++) {
+        const size_t first = i / edge * edge;
+        for (int j = 0; j < edge; j++) {
+            bool negative = false;
+            for (size_t common = (i - first) & j; common != 0; common &= common - 1) {
+                negative = !negative;
+            }
+            y[i] += (negative ? -x[first + j] : x[first + j]) / std::sqrt(double(edge));
+        }
+    }
+    return y;
+}
+
 std::vector<double> problem::reference() const {
     std::vector<double> result(out.size(), 0.0);
     const int64_t       n     = n_keys();
@@ -246,12 +266,16 @@ std::vector<double> problem::reference() const {
             const int           i = row / group;
             const int           h = g * group + row % group;
             const float *       x = q.data() + (o.permuted ? h * o.n_queries + i : i * o.n_head + h) * o.d_k;
+            std::vector<double> query(x, x + o.d_k);
             std::vector<double> score(n);
-            double              max = sinks.empty() ? -INFINITY : sinks[h];
+            if (o.rotation_q) {
+                query = rotated(query, o.rotation_q);
+            }
+            double max = sinks.empty() ? -INFINITY : sinks[h];
             for (int64_t j = 0; j < n; j++) {
                 double dot = 0.0;
                 for (int e = 0; e < o.d_k; e++) {
-                    dot += double(x[e]) * ks[j][e];
+                    dot += query[e] * ks[j][e];
                 }
                 dot *= 1.0f / std::sqrt(float(o.d_k)); // the F32 scale of args()
                 if (o.softcap != 0.0f) {
@@ -275,12 +299,16 @@ std::vector<double> problem::reference() const {
             for (int e = 0; e < o.d_v; e++) {
                 y[e] /= sum;
             }
+            if (o.rotation_out) {
+                const std::vector<double> turned = rotated(std::vector<double>(y, y + o.d_v), o.rotation_out);
+                std::copy(turned.begin(), turned.end(), y);
+            }
         }
     }
     return result;
 }
 
-void run(std::vector<mixedkv::attention_args> streams, int n_threads) {
+int run(std::vector<mixedkv::attention_args> streams, int n_threads) {
     const int    n     = int(streams.size());
     const size_t bytes = mixedkv::attention_scratch_bytes(streams.data(), n);
     // exactly the promised size, so that sanitizers see a write past it
@@ -289,14 +317,17 @@ void run(std::vector<mixedkv::attention_args> streams, int n_threads) {
     };
     std::unique_ptr<void, free_aligned> scratch(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
     std::memset(scratch.get(), 0, bytes);
+    std::atomic<int> last{ 0 };
+    const auto work = [&](int i) { last += mixedkv::attention_run(streams.data(), n, scratch.get(), i, n_threads); };
     std::vector<std::thread> threads;
     for (int i = 1; i < n_threads; i++) {
-        threads.emplace_back([&, i] { mixedkv::attention_run(streams.data(), n, scratch.get(), i, n_threads); });
+        threads.emplace_back(work, i);
     }
-    mixedkv::attention_run(streams.data(), n, scratch.get(), 0, n_threads);
+    work(0);
     for (std::thread & t : threads) {
         t.join();
     }
+    return last;
 }
 
 bool force_isa(const std::string & name) {

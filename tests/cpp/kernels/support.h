@@ -49,11 +49,12 @@ struct options {
     std::vector<int64_t>           n_keys{ 100 };
     std::vector<mixedkv::row_type> type_k{ mixedkv::row_type::f16 };
     std::vector<mixedkv::row_type> type_v{ mixedkv::row_type::f16 };
-    mask_kind                      mask      = mask_kind::none;
-    float                          score_std = 3.0f; // of scale * q.k
-    float                          softcap   = 0.0f;
-    bool                           sinks     = false;
-    bool                           permuted  = false; // Q as [n_head, n_queries, d] and gaps between K and V rows
+    mask_kind                      mask       = mask_kind::none;
+    float                          score_std  = 3.0f; // of scale * q.k
+    float                          softcap    = 0.0f;
+    int                            rotation_q = 0, rotation_out = 0;
+    bool                           sinks    = false;
+    bool                           permuted = false; // Q as [n_head, n_queries, d] and gaps between K and V rows
 
     std::string describe() const;
 };
@@ -71,8 +72,11 @@ struct problem {
     std::vector<double>     reference() const;
 };
 
-// All streams in one call of attention_run, every thread its own.
-void run(std::vector<mixedkv::attention_args> streams, int n_threads);
+// x[n] by Hadamard blocks of `edge`, element by element from the definition.
+std::vector<double> rotated(const std::vector<double> & x, int edge);
+
+// All streams in one call of attention_run, every thread its own. The number of threads that were told to be the last.
+int run(std::vector<mixedkv::attention_args> streams, int n_threads);
 
 // Makes MIXEDKV_ISA hold; false with a message on stdout when the machine lacks it.
 bool force_isa(const std::string & name);

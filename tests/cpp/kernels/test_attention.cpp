@@ -3,6 +3,7 @@
 
 #include "support.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -81,10 +82,19 @@ test::options random_options(test::rng & r) {
     return o;
 }
 
+// 0, or a power of two that divides the head size
+int random_edge(test::rng & r, int d) {
+    return r.chance(0.5) ? 0 : r.chance(0.5) ? d & -d : std::min(d & -d, 64);
+}
+
 void test_random_shapes(int n) {
     for (int i = 0; i < n; i++) {
         test::rng     r(1000 + i);
-        test::problem p(r, random_options(r));
+        test::options o = random_options(r);
+        test::rng     s(i);
+        o.rotation_q   = random_edge(s, o.d_k);
+        o.rotation_out = random_edge(s, o.d_v);
+        test::problem p(r, o);
         test::run({ p.args() }, 1 + i % 3);
         expect_close(p, "random shape");
     }
@@ -139,7 +149,10 @@ void test_thread_counts() {
         const std::vector<float> one = p.out;
         for (int threads = 2; threads <= 8; threads++) {
             std::fill(p.out.begin(), p.out.end(), NAN);
-            test::run({ p.args() }, threads);
+            if (test::run({ p.args() }, threads) != 1) {
+                std::printf("FAIL not one last thread of %d\n", threads);
+                failures++;
+            }
             expect_same(one, p.out, std::to_string(threads) + " threads, " + p.o.describe());
         }
     }
@@ -164,6 +177,25 @@ void test_streams() {
     test::run(streams, 3);
     for (size_t i = 0; i < problems.size(); i++) {
         expect_same(alone[i], problems[i]->out, "stream " + std::to_string(i));
+    }
+}
+
+void test_rotation() {
+    test::rng r(23);
+    for (int edge : { 1, 2, 16, 64, 128, 1024 }) {
+        std::vector<float> x(3 * edge);
+        for (float & e : x) {
+            e = r.gauss();
+        }
+        const std::vector<double> want = test::rotated(std::vector<double>(x.begin(), x.end()), edge);
+        mixedkv::rotate_row(x.data(), int64_t(x.size()), edge);
+        for (size_t i = 0; i < x.size(); i++) {
+            if (!(std::fabs(x[i] - want[i]) < 1e-5)) {
+                std::printf("FAIL rotation by %d, element %zu: %g, not %g\n", edge, i, double(x[i]), want[i]);
+                failures++;
+                return;
+            }
+        }
     }
 }
 
@@ -223,6 +255,7 @@ int main(int argc, char ** argv) {
     test_pairings();
     test_thread_counts();
     test_streams();
+    test_rotation();
     test_scratch_reuse();
     test_hidden_rows_are_not_used();
     std::printf("%s: %d failures\n", mixedkv::attention_isa(), failures);
