@@ -70,9 +70,7 @@ struct amx_output {
             const int at = 64 * (j % 16 + j / 16);
             if (j + 4 <= n) {
                 const char * from = p + j * rows.row;
-                for (int i = 0; i < 4; i++) {
-                    ahead.step();
-                }
+                ahead.step(2);
                 unpack_keys<type>(from, rows.row, n_blocks, j, at, v);
                 continue;
             }
@@ -159,28 +157,31 @@ struct amx_output {
     }
 
     // Up to 4 rows
-    static void add(const panel & v, int n_blocks, int rows, const float * s, float * acc, int64_t ld) {
+    static void add(const panel & v, prefetcher & ahead, int n_blocks, int rows, const float * s, float * acc, int64_t ld) {
         alignas(64) char      left[4][tile_bytes / 2];
         alignas(64) tile_sums sums[4]; // first half of a block, second half
         float                 top[4];
         for (int r = 0; r < rows; r++) {
             __m512 p[4];
+            ahead.step(3);
             top[r] = relative_weights(s + r * key_block, p);
             for (int b = 0; b < n_blocks; b++) {
                 pack_weights(p, v.ratios[b], left[b] + 128 * r);
             }
         }
         for (int b = 0; b < n_blocks; b++) {
+            ahead.step(2);
             multiply(left[b], v.ints[b][0], v.ints[b][1], sums[b]);
         }
         for (int b = 0; b < n_blocks; b++) {
+            ahead.step(3);
             finish(sums[b], v.units[b], top, rows, acc + 32 * b, ld);
         }
     }
 
-    static void run(const attention_item & w, int head, const item_memory & m, const key_span & span, float * s) {
+    static void run(const attention_item & w, int head, const item_memory & m, const key_span & span,
+                    prefetcher & ahead, float * s) {
         const attention_rows & rows = span.segment->v;
-        prefetcher             ahead(w, rows, span, head, key_block);
         panel                  v;
         for (int r = 0; r < m.rows; r++) {
             for (int64_t j = round_up(span.n, 16); j < key_block; j += 16) {
@@ -199,7 +200,7 @@ struct amx_output {
                 }
             });
             for (int row = 0; row < m.rows; row += 4) {
-                add(v, n_blocks, m.rows - row < 4 ? m.rows - row : 4, s + row * key_block,
+                add(v, ahead, n_blocks, m.rows - row < 4 ? m.rows - row : 4, s + row * key_block,
                     m.acc + row * m.d_v_padded + 128 * g, m.d_v_padded);
             }
         }

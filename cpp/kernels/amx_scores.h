@@ -99,7 +99,7 @@ struct amx_scores {
         char *        ints  = k.ints[tile][0];
         float *       scale = k.scales[16 * tile];
         for (int j = 0; j < n; j++, p += rows.row, ints += 64, scale += 4) {
-            ahead.step();
+            ahead.step(j % 3 == 0);
             _mm512_store_si512(ints, unpack_pair<type>(p, p + b1));
             _mm512_store_si512(ints + tile_bytes, unpack_pair<type>(p + b2, p + b3));
             _mm_store_ps(scale, _mm_cvtph_ps(four_scales<type>(p, n_blocks, b1, b2, b3)));
@@ -161,9 +161,8 @@ struct amx_scores {
 
     template <row_type type>
     static void score_group(const attention_item & w, int head, const item_memory & m, const key_span & span, int64_t g,
-                            float * s) {
+                            prefetcher & ahead, float * s) {
         const attention_rows & rows = span.segment->k;
-        prefetcher             ahead(w, rows, span, head, key_block);
         const char *           p        = key_row(rows, span.first, head) + g * 4 * block_bytes(type);
         const int              left     = w.args->d_k / 32 - int(g) * 4;
         const int              n_blocks = left < 4 ? left : 4;
@@ -184,18 +183,21 @@ struct amx_scores {
             _tile_loadd(5, queries.tiles + tile_bytes, 64);
             for (int t = 0; t < tiles; t++) {
                 multiply(k, t, sums[t]);
+                ahead.step(3);
             }
             for (int t = 0; t < tiles; t++) {
+                ahead.step(5);
                 finish(sums[t], k.scales + 16 * t, queries, g > 0, m.rows - 4 * q < 4 ? m.rows - 4 * q : 4,
                        s + 4 * q * key_block + 16 * t);
             }
         }
     }
 
-    static void run(const attention_item & w, int head, const item_memory & m, const key_span & span, float * s) {
+    static void run(const attention_item & w, int head, const item_memory & m, const key_span & span,
+                    prefetcher & ahead, float * s) {
         for (int64_t g = 0; g < groups(w.args->d_k); g++) {
             with_type(span.segment->k.type,
-                      [&](auto type) { score_group<decltype(type)::value>(w, head, m, span, g, s); });
+                      [&](auto type) { score_group<decltype(type)::value>(w, head, m, span, g, ahead, s); });
         }
     }
 };
