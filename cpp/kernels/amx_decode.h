@@ -28,8 +28,8 @@ struct amx_decode {
 
     static void block(const attention_item & w, int head, const item_memory & m, const key_span & span) {
         alignas(64) float s[few_rows * key_block];
-        prefetcher keys(w, span.segment->k, span, head, key_block);
-        prefetcher values(w, span.segment->v, span, head, key_block);
+        prefetcher        keys(w, span.segment->k, span, head, key_block);
+        prefetcher        values(w, span.segment->v, span, head, key_block);
         if (is_quantised(span.segment->k.type)) {
             amx_scores::run(w, head, m, span, keys, s);
         } else {

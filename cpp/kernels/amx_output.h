@@ -11,23 +11,18 @@ namespace {
 struct amx_output {
     struct panel {
         alignas(64) char ints[4][2][tile_bytes]; // block, half: 64 keys by 16 columns
-        alignas(64) uint16_t scales[4][key_block];
-        alignas(64) float ratios[4][key_block]; // scale / unit
-        float units[4];
+        key_scales  scales;
+        weight_unit units[4]; // by block
     };
 
     // The same 16 bytes of 4 keys, the keys of each byte side by side
     static __m512i interleave(const char * p, int64_t row) {
-        __m512i x                                      = _mm512_castsi128_si512(load_16(p));
-        x                                              = _mm512_mask_broadcast_i32x4(x, 0x00f0, load_16(p + row));
-        x                                              = _mm512_mask_broadcast_i32x4(x, 0x0f00, load_16(p + 2 * row));
-        x                                              = _mm512_mask_broadcast_i32x4(x, 0xf000, load_16(p + 3 * row));
         alignas(64) static constexpr uint8_t order[64] = { 0,  16, 32, 48, 1,  17, 33, 49, 2,  18, 34, 50, 3,
                                                            19, 35, 51, 4,  20, 36, 52, 5,  21, 37, 53, 6,  22,
                                                            38, 54, 7,  23, 39, 55, 8,  24, 40, 56, 9,  25, 41,
                                                            57, 10, 26, 42, 58, 11, 27, 43, 59, 12, 28, 44, 60,
                                                            13, 29, 45, 61, 14, 30, 46, 62, 15, 31, 47, 63 };
-        return _mm512_permutexvar_epi8(_mm512_load_si512(order), x);
+        return _mm512_permutexvar_epi8(_mm512_load_si512(order), load_lanes(p, row));
     }
 
     // 4 keys, as row `at / 64` of the tiles
@@ -44,20 +39,7 @@ struct amx_output {
                 _mm512_store_si512(v.ints[b][1] + at, interleave(p + b * bytes + 18, row));
             }
         }
-        __m128i four[4];
-        for (int i = 0; i < 4; i++) {
-            const int last = (n_blocks - 1) * bytes;
-            four[i] = four_scales<type>(p + i * row, n_blocks, bytes < last ? bytes : last,
-                                        2 * bytes < last ? 2 * bytes : last, 3 * bytes < last ? 3 * bytes : last);
-        }
-        const __m128i ab = _mm_unpacklo_epi16(four[0], four[1]);
-        const __m128i cd = _mm_unpacklo_epi16(four[2], four[3]);
-        const __m128i lo = _mm_unpacklo_epi32(ab, cd); // 4 keys of block 0, of block 1
-        const __m128i hi = _mm_unpackhi_epi32(ab, cd);
-        _mm_storel_epi64(reinterpret_cast<__m128i *>(v.scales[0] + key), lo);
-        _mm_storeh_pd(reinterpret_cast<double *>(v.scales[1] + key), _mm_castsi128_pd(lo));
-        _mm_storel_epi64(reinterpret_cast<__m128i *>(v.scales[2] + key), hi);
-        _mm_storeh_pd(reinterpret_cast<double *>(v.scales[3] + key), _mm_castsi128_pd(hi));
+        v.scales.load<type>(p, row, n_blocks, key);
     }
 
     // A row of a tile holds 4 consecutive keys; row 4 l + i has those from 16 i + 4 l on, which is the order in which
@@ -82,49 +64,16 @@ struct amx_output {
             unpack_keys<type>(local, most, n_blocks, j, at, v);
         }
         for (int b = 0; b < n_blocks; b++) {
-            find_unit(v, b);
+            v.units[b].find(v.scales.half[b]);
         }
-    }
-
-    // The unit in which weight * scale becomes an integer, when the weight is relative to the largest of its row.
-    static void find_unit(panel & v, int b) {
-        __m512 d[4];
-        __m512 largest = _mm512_setzero_ps();
-        for (int i = 0; i < 4; i++) {
-            d[i]    = avx512::load_half(v.scales[b] + 16 * i);
-            largest = _mm512_max_ps(largest, _mm512_abs_ps(d[i]));
-        }
-        const float top = _mm512_reduce_max_ps(largest);
-        v.units[b]      = top / int16_limit;
-        for (int i = 0; i < 4; i++) {
-            _mm512_store_ps(v.ratios[b] + 16 * i,
-                            _mm512_mul_ps(d[i], _mm512_set1_ps(top > 0.0f ? int16_limit / top : 0.0f)));
-        }
-    }
-
-    // 64 weights of a row relative to the largest, which is returned
-    static float relative_weights(const float * s, __m512 * p) {
-        for (int i = 0; i < 4; i++) {
-            p[i] = _mm512_load_ps(s + 16 * i);
-        }
-        const float  top = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(p[0], p[1]), _mm512_max_ps(p[2], p[3])));
-        const __m512 inverse = _mm512_set1_ps(top > 0x1p-100f ? 1.0f / top : 0.0f);
-        for (int i = 0; i < 4; i++) {
-            p[i] = _mm512_mul_ps(p[i], inverse);
-        }
-        return top;
     }
 
     // Times the scales of a block: a row of high bytes, a row of low bytes
-    static void pack_weights(const __m512 * p, const float * ratios, char * rows) {
-        __m512i n[4];
-        for (int i = 0; i < 4; i++) {
-            n[i] = _mm512_cvtps_epi32(_mm512_mul_ps(p[i], _mm512_load_ps(ratios + 16 * i)));
-        }
+    static void pack_weights(const __m512 * p, const weight_unit & unit, char * rows) {
         const __m512i half = _mm512_set1_epi16(128);
         const __m512i byte = _mm512_set1_epi16(255);
-        const __m512i a    = _mm512_packs_epi32(n[0], n[1]);
-        const __m512i b    = _mm512_packs_epi32(n[2], n[3]);
+        __m512i       a, b;
+        unit.apply(p, a, b);
         _mm512_store_si512(rows, _mm512_packs_epi16(_mm512_srai_epi16(_mm512_add_epi16(a, half), 8),
                                                     _mm512_srai_epi16(_mm512_add_epi16(b, half), 8)));
         _mm512_store_si512(rows + 64, _mm512_packus_epi16(_mm512_and_si512(a, byte), _mm512_and_si512(b, byte)));
@@ -157,7 +106,8 @@ struct amx_output {
     }
 
     // Up to 4 rows
-    static void add(const panel & v, prefetcher & ahead, int n_blocks, int rows, const float * s, float * acc, int64_t ld) {
+    static void add(const panel & v, prefetcher & ahead, int n_blocks, int rows, const float * s, float * acc,
+                    int64_t ld) {
         alignas(64) char      left[4][tile_bytes / 2];
         alignas(64) tile_sums sums[4]; // first half of a block, second half
         float                 top[4];
@@ -166,7 +116,7 @@ struct amx_output {
             ahead.step(3);
             top[r] = relative_weights(s + r * key_block, p);
             for (int b = 0; b < n_blocks; b++) {
-                pack_weights(p, v.ratios[b], left[b] + 128 * r);
+                pack_weights(p, v.units[b], left[b] + 128 * r);
             }
         }
         for (int b = 0; b < n_blocks; b++) {
@@ -175,7 +125,7 @@ struct amx_output {
         }
         for (int b = 0; b < n_blocks; b++) {
             ahead.step(3);
-            finish(sums[b], v.units[b], top, rows, acc + 32 * b, ld);
+            finish(sums[b], v.units[b].unit, top, rows, acc + 32 * b, ld);
         }
     }
 
@@ -183,11 +133,7 @@ struct amx_output {
                     prefetcher & ahead, float * s) {
         const attention_rows & rows = span.segment->v;
         panel                  v;
-        for (int r = 0; r < m.rows; r++) {
-            for (int64_t j = round_up(span.n, 16); j < key_block; j += 16) {
-                _mm512_store_ps(s + r * key_block + j, _mm512_setzero_ps());
-            }
-        }
+        clear_rest(m, span.n, s);
         for (int64_t g = 0; 128 * g < w.args->d_v; g++) {
             const int    left     = w.args->d_v / 32 - int(g) * 4;
             const int    n_blocks = left < 4 ? left : 4;

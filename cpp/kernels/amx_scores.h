@@ -162,7 +162,7 @@ struct amx_scores {
     template <row_type type>
     static void score_group(const attention_item & w, int head, const item_memory & m, const key_span & span, int64_t g,
                             prefetcher & ahead, float * s) {
-        const attention_rows & rows = span.segment->k;
+        const attention_rows & rows     = span.segment->k;
         const char *           p        = key_row(rows, span.first, head) + g * 4 * block_bytes(type);
         const int              left     = w.args->d_k / 32 - int(g) * 4;
         const int              n_blocks = left < 4 ? left : 4;

@@ -2,14 +2,22 @@
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
 
-#include "tile.h"
-#include "vector_avx512.h"
+#include "vnni_decode.h"
 
 namespace mixedkv {
+namespace {
+
+void run(const attention_item & w) {
+    if (w.few && vnni_decode::fits(*w.args)) {
+        return vnni_decode::run(w);
+    }
+    tile<avx512>::run(w);
+}
+
+} // namespace
 
 const attention_kernels * attention_avx512() {
-    static constexpr attention_kernels kernels = { "avx512", cpu_has_avx512, tile<avx512>::run, tile<avx512>::merge,
-                                                   rotate };
+    static constexpr attention_kernels kernels = { "avx512", cpu_has_avx512, run, tile<avx512>::merge, rotate };
     return &kernels;
 }
 
