@@ -51,6 +51,18 @@ inline bool scan_mask(const attention_item & w, int64_t column, int n, mask_stat
     return any;
 }
 
+// The keys up to the last one that some query sees: what an almost empty cache is asked for is a few rows of a block.
+inline int count_visible(const attention_item & w, int64_t column, int n) {
+    for (; w.args->mask && n > 1; n--) {
+        for (int64_t i = 0; i < w.n_queries; i++) {
+            if (mask_row(*w.args, w.q0 + i)[column + n - 1] != 0xfc00) {
+                return n;
+            }
+        }
+    }
+    return n;
+}
+
 // Fetches the next block's rows while this one is worked on, in order of addresses: each head of the item brings its
 // share. (Following the slices of one head instead, the hardware's own prefetch into L2 loses the stream.) A core has 16
 // buffers for lines on their way, which is 15 GB/s when they are always in use, and too few for a burst: so the steps
@@ -86,7 +98,7 @@ void for_each_block(const attention_item & w, int step, Block block) {
         for (int64_t key = begin; key < end; key += step) {
             const int n = int(end - key < step ? end - key : step);
             if (scan_mask(w, column + key, n, states)) {
-                block(key_span{ &s, key, column + key, n, states });
+                block(key_span{ &s, key, column + key, count_visible(w, column + key, n), states });
             }
         }
         column += s.n;
