@@ -11,8 +11,7 @@ namespace {
 struct amx_output {
     struct panel {
         alignas(64) char ints[4][2][tile_bytes]; // block, half: 64 keys by 16 columns
-        key_scales  scales;
-        weight_unit units[4]; // by block
+        key_scales scales;
     };
 
     // The same 16 bytes of 4 keys, the keys of each byte side by side
@@ -63,9 +62,6 @@ struct amx_output {
             }
             unpack_keys<type>(local, most, n_blocks, j, at, v);
         }
-        for (int b = 0; b < n_blocks; b++) {
-            v.units[b].find(v.scales.half[b]);
-        }
     }
 
     // Times the scales of a block: a row of high bytes, a row of low bytes
@@ -109,14 +105,22 @@ struct amx_output {
     static void add(const panel & v, prefetcher & ahead, int n_blocks, int rows, const float * s, float * acc,
                     int64_t ld) {
         alignas(64) char      left[4][tile_bytes / 2];
-        alignas(64) tile_sums sums[4]; // first half of a block, second half
+        alignas(64) tile_sums sums[4];  // first half of a block, second half
+        weight_unit           units[4]; // by block
         float                 top[4];
+        const uint64_t        used = used_keys(s, rows);
+        if (!used) {
+            return;
+        }
+        for (int b = 0; b < n_blocks; b++) {
+            units[b].find(v.scales.half[b], used);
+        }
         for (int r = 0; r < rows; r++) {
             __m512 p[4];
             ahead.step(3);
             top[r] = relative_weights(s + r * key_block, p);
             for (int b = 0; b < n_blocks; b++) {
-                pack_weights(p, v.units[b], left[b] + 128 * r);
+                pack_weights(p, units[b], left[b] + 128 * r);
             }
         }
         for (int b = 0; b < n_blocks; b++) {
@@ -125,7 +129,7 @@ struct amx_output {
         }
         for (int b = 0; b < n_blocks; b++) {
             ahead.step(3);
-            finish(sums[b], v.units[b].unit, top, rows, acc + 32 * b, ld);
+            finish(sums[b], units[b].unit, top, rows, acc + 32 * b, ld);
         }
     }
 

@@ -190,11 +190,7 @@ struct amx_prefill {
         const int              keys    = int(round_up(span.n, 32));
         alignas(64) float      s[16 * R * most_keys];
         alignas(64) char       p[16 * R * most_keys * 4];
-        bool                   any = false;
-        for (int r = row; r < row + 16 * R && r < m.rows; r++) {
-            any |= span.states[r / group] != all_hidden;
-        }
-        if (!any) {
+        if (!any_visible(w, span, row, 16 * R)) {
             return;
         }
         score<R>(static_cast<const char *>(m.q) + row / 16 * n_steps * 2 * tile_bytes, n_steps, k, keys, s);

@@ -178,6 +178,9 @@ struct amx_scores {
             }
         }
         for (int q = 0; 4 * q < m.rows; q++) {
+            if (!any_visible(w, span, 4 * q, 4)) {
+                continue;
+            }
             const quad queries = quad_of(*w.args, m, q, g);
             _tile_loadd(4, queries.tiles, 64);
             _tile_loadd(5, queries.tiles + tile_bytes, 64);

@@ -101,16 +101,29 @@ struct key_scales {
     }
 };
 
-// The unit in which weight * scale becomes an integer, when the weight is relative to the largest of its row.
+// Which of a block's keys have a weight in some row, a bit each
+inline uint64_t used_keys(const float * s, int rows) {
+    uint64_t used = 0;
+    for (int r = 0; r < rows; r++) {
+        for (int i = 0; i < 4; i++) {
+            const __m512 weights = _mm512_load_ps(s + r * key_block + 16 * i);
+            used |= uint64_t(_mm512_cmp_ps_mask(weights, _mm512_setzero_ps(), _CMP_NEQ_UQ)) << 16 * i;
+        }
+    }
+    return used;
+}
+
+// The unit in which weight * scale becomes an integer, when the weight is relative to the largest of its row. Keys that
+// are not used have no say: what they hold is another sequence's, or left over.
 struct weight_unit {
     alignas(64) float ratios[key_block]; // scale / unit
     float unit;
 
-    void find(const uint16_t * scales) {
+    void find(const uint16_t * scales, uint64_t used) {
         __m512 d[4];
         __m512 largest = _mm512_setzero_ps();
         for (int i = 0; i < 4; i++) {
-            d[i]    = avx512::load_half(scales + 16 * i);
+            d[i]    = _mm512_maskz_mov_ps(__mmask16(used >> 16 * i), avx512::load_half(scales + 16 * i));
             largest = _mm512_max_ps(largest, _mm512_abs_ps(d[i]));
         }
         const float top = _mm512_reduce_max_ps(largest);

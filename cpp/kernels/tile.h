@@ -63,10 +63,22 @@ inline int count_visible(const attention_item & w, int64_t column, int n) {
     return n;
 }
 
+// Does any of n rows from `row` on see any of the keys? Sequences in one batch see blocks of their own.
+inline bool any_visible(const attention_item & w, const key_span & span, int row, int n) {
+    const int     group = w.args->n_head / w.args->n_head_kv;
+    const int64_t last  = (row + n - 1) / group;
+    for (int64_t query = row / group; query <= last && query < w.n_queries; query++) {
+        if (span.states[query] != all_hidden) {
+            return true;
+        }
+    }
+    return false;
+}
+
 // Fetches the next block's rows while this one is worked on, in order of addresses: each head of the item brings its
-// share. (Following the slices of one head instead, the hardware's own prefetch into L2 loses the stream.) A core has 16
-// buffers for lines on their way, which is 15 GB/s when they are always in use, and too few for a burst: so the steps
-// are spread over all the work on a block, not over its unpacking alone.
+// share. (Following the slices of one head instead, the hardware's own prefetch into L2 loses the stream.) A core has
+// 16 buffers for lines on their way, which is 15 GB/s when they are always in use, and too few for a burst: so the
+// steps are spread over all the work on a block, not over its unpacking alone.
 struct prefetcher {
     const char * next;
     const char * end;
@@ -348,6 +360,9 @@ struct tile {
             unpack(rows, span.first + j, head, w.args->d_k, k + j * d);
         }
         for (int r = 0; r < m.rows; r += 4) { // rows are padded
+            if (!any_visible(w, span, r, 4)) {
+                continue;
+            }
             int j = 0;
             for (; j + L::dot_keys <= span.n; j += L::dot_keys) {
                 dots<L::dot_keys>(q + r * d, k + j * d, d, s + r * key_block + j);
@@ -384,6 +399,9 @@ struct tile {
         alignas(64) float v[panel_floats];
         unpack_values(w, head, span, v);
         for (int row = 0; row < m.rows; row += L::rows) {
+            if (!any_visible(w, span, row, L::rows)) {
+                continue;
+            }
             multiply<true>(m.rows - row, s + row * key_block, key_block, v, d, m.acc + row * m.d_v_padded, m.d_v_padded,
                            span.n, int(d));
         }
@@ -414,10 +432,9 @@ struct tile {
     }
 
     static void prefill_block(const attention_item & w, int head, const item_memory & m, const key_span & span) {
-        const int         group = w.args->n_head / w.args->n_head_kv;
-        const int64_t     d     = round_up(w.args->d_k, 16);
-        const int64_t     d_v   = round_up(w.args->d_v, 16);
-        const int         ld    = block_keys(*w.args);
+        const int64_t     d   = round_up(w.args->d_k, 16);
+        const int64_t     d_v = round_up(w.args->d_v, 16);
+        const int         ld  = block_keys(*w.args);
         alignas(64) float k[panel_floats];
         alignas(64) float v[panel_floats];
         alignas(64) float s[L::rows * key_block];
@@ -425,11 +442,7 @@ struct tile {
         unpack_values(w, head, span, v);
         for (int row = 0; row < m.rows; row += L::rows) {
             const int rows = m.rows - row < L::rows ? m.rows - row : L::rows;
-            bool      any  = false;
-            for (int r = row; r < row + rows; r++) {
-                any |= span.states[r / group] != all_hidden;
-            }
-            if (!any) {
+            if (!any_visible(w, span, row, rows)) {
                 continue;
             }
             multiply<false>(rows, static_cast<const float *>(m.q) + row * d, d, k, ld, s, key_block, int(d),

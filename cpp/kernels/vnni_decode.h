@@ -145,6 +145,9 @@ struct vnni_decode {
                 const __m512 d = avx512::load_half(scales.half[b % 4]);
                 for (int q = 0; 4 * q < m.rows; q++) {
                     ahead.step(4);
+                    if (!any_visible(w, span, 4 * q, 4)) {
+                        continue;
+                    }
                     score_block<type>(x, d, quads(*w.args, m)[q * n_blocks + b],
                                       m.rows - 4 * q < 4 ? m.rows - 4 * q : 4, s + 4 * q * key_block + j);
                 }
@@ -239,19 +242,23 @@ struct vnni_decode {
                            prefetcher & ahead, float * s) {
         const attention_rows & rows = span.segment->v;
         key_scales             scales;
-        weight_unit            units[4];
         clear_rest(m, span.n, s);
         for (int g = 0; 128 * g < w.args->d_v; g++) {
             const int    left     = w.args->d_v / 32 - g * 4;
             const int    n_blocks = left < 4 ? left : 4;
             const char * p        = key_row(rows, span.first, head) + g * 4 * block_bytes(type);
             scales.load_all<type>(p, rows.row, span.n, n_blocks);
-            for (int b = 0; b < n_blocks; b++) {
-                units[b].find(scales.half[b]);
-            }
             for (int row = 0; row < m.rows; row += 4) {
-                const float * weights = s + row * key_block;
-                float *       acc     = m.acc + row * m.d_v_padded + 128 * g;
+                const float *  weights = s + row * key_block;
+                float *        acc     = m.acc + row * m.d_v_padded + 128 * g;
+                const uint64_t used    = used_keys(weights, m.rows - row < 4 ? m.rows - row : 4);
+                weight_unit    units[4];
+                for (int b = 0; used && b < n_blocks; b++) {
+                    units[b].find(scales.half[b], used);
+                }
+                if (!used) {
+                    continue;
+                }
                 switch (m.rows - row) {
                 case 1:
                     add_rows<type, 1>(p, rows.row, span.n, n_blocks, ahead, units, weights, acc, m.d_v_padded);
