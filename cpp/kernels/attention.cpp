@@ -203,8 +203,9 @@ bool attention_run(const attention_args * streams, int n_streams, void * scratch
         }
         const int64_t        n_chunks = cursor.plan.n_chunks;
         const int64_t        group    = (ticket - cursor.item) / n_chunks;
-        // the last keys first: F16 rows take the longest, and should not be what the other threads wait for
-        const int64_t        chunk    = n_chunks - 1 - (ticket - cursor.item) % n_chunks;
+        // the last keys first: F16 rows take the longest, and should not be what the other threads wait for; the rest
+        // in order, so that a thread finds its next rows prefetched
+        const int64_t        chunk    = (ticket - cursor.item + n_chunks - 1) % n_chunks;
         const attention_item item     = cursor.make_item(group, chunk, data);
         kernels->run(item);
 
