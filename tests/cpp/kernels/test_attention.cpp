@@ -239,6 +239,41 @@ void test_hidden_rows_are_not_used() {
     }
 }
 
+// Queries of several sequences in one call: what one of them gets does not depend on rows that others alone see.
+void test_rows_of_other_sequences() {
+    for (row_type type : { row_type::q4_0, row_type::q8_0, row_type::f16 }) {
+        for (int queries : { 5, 8, 12 }) {
+            test::options o = mixed_cache(queries, 900, mask_kind::holes);
+            o.type_k[0] = o.type_v[0] = type;
+            test::rng     r(29);
+            test::problem p(r, o), other(r, o);
+            const auto    row = [&](int query) { return p.mask.data() + query * p.n_keys(); };
+            for (int64_t key = 0; key < p.n_keys(); key++) {
+                const int owner = int(key / 7 % queries); // neighbours within a block of keys
+                for (int query = 0; query < queries; query++) {
+                    row(query)[key] = query == owner ? 0 : 0xfc00; // -inf
+                }
+            }
+            test::run({ p.args() }, 2);
+            expect_close(p, "sequences");
+            const std::vector<float> first(p.out.begin(), p.out.begin() + o.n_head * o.d_v);
+            for (int64_t key = 0; key < o.n_keys[0]; key++) {
+                for (int i = 0; i < 2 && row(0)[key] != 0; i++) {
+                    test::rows & to = i == 0 ? p.k[0] : p.v[0];
+                    const auto & by = i == 0 ? other.k[0] : other.v[0];
+                    const size_t n  = key + 1 < o.n_keys[0] ? to.row_bytes : to.n_head * to.head_bytes;
+                    const size_t at = key * to.row_bytes;
+                    std::memcpy(to.bytes.data() + at, by.bytes.data() + at, std::min(n, to.bytes.size() - at));
+                }
+            }
+            test::run({ p.args() }, 2);
+            expect_close(p, "sequences");
+            p.out.resize(first.size());
+            expect_same(first, p.out, "rows of other sequences, " + o.describe());
+        }
+    }
+}
+
 } // namespace
 
 int main(int argc, char ** argv) {
@@ -258,6 +293,7 @@ int main(int argc, char ** argv) {
     test_rotation();
     test_scratch_reuse();
     test_hidden_rows_are_not_used();
+    test_rows_of_other_sequences();
     std::printf("%s: %d failures\n", mixedkv::attention_isa(), failures);
     return failures != 0;
 }
