@@ -47,8 +47,10 @@ static py::dict export_layer(const range & r, const mixedkv_layer_info & l, py::
 
     void *const k_data = k.mutable_data(), *const v_data = v.mutable_data();
     void *const k_hot_data = k_hot.mutable_data(), *const v_hot_data = v_hot.mutable_data();
-    unlocked(
-        [&] { return mixedkv_export_layer(r.ctx, r.seq, l.il, r.p0, r.p1, k_data, v_data, k_hot_data, v_hot_data); });
+    unlocked([&] {
+        return mixedkv_export_layer(r.ctx, r.seq, l.il, r.p0, r.p1, uint32_t(n_rows), uint32_t(n_hot), k_data, v_data,
+                                    k_hot_data, v_hot_data);
+    });
 
     return py::dict("il"_a = l.il, "n_head_kv"_a = l.n_head_kv, "head_size_k"_a = l.n_embd_head_k,
                     "head_size_v"_a = l.n_embd_head_v, "type_k"_a = static_cast<int>(l.type_k),
@@ -72,8 +74,8 @@ static py::list export_rows(uintptr_t ctx_address, int32_t seq, int32_t p0, int3
         unlocked([&] { return mixedkv_count_rows(r.ctx, seq, group, p0, p1, &n_rows, &n_hot); });
 
         py::array_t<int32_t> positions(n_rows), hot(n_hot), slots(n_hot);
-        check(mixedkv_export_group(r.ctx, seq, group, p0, p1, positions.mutable_data(), hot.mutable_data(),
-                                   slots.mutable_data()));
+        check(mixedkv_export_group(r.ctx, seq, group, p0, p1, n_rows, n_hot, positions.mutable_data(),
+                                   hot.mutable_data(), slots.mutable_data()));
 
         py::list rows;
         for (const mixedkv_layer_info & layer : layers) {
@@ -119,7 +121,7 @@ static mixedkv_layer_rows layer_rows(const py::handle & item, py::ssize_t n_rows
     return l;
 }
 
-static void import_rows(uintptr_t ctx_address, int32_t seq, const py::list & items, int32_t shift) {
+static void import_rows(uintptr_t ctx_address, int32_t seq, const py::list & items, int32_t shift, int32_t drop_from) {
     llama_context * ctx = pointer<llama_context>(ctx_address);
 
     std::vector<mixedkv_row_group>               groups;
@@ -144,12 +146,14 @@ static void import_rows(uintptr_t ctx_address, int32_t seq, const py::list & ite
         groups[i].layers = layers[i].data();
     }
 
-    unlocked([&] { return mixedkv_import_rows(ctx, seq, groups.data(), static_cast<uint32_t>(groups.size()), shift); });
+    unlocked([&] {
+        return mixedkv_import_rows(ctx, seq, groups.data(), static_cast<uint32_t>(groups.size()), shift, drop_from);
+    });
 }
 
 void register_blocks(py::module_ & m) {
     m.def("export_rows", &export_rows, "ctx"_a, "seq"_a, "p0"_a, "p1"_a);
-    m.def("import_rows", &import_rows, "ctx"_a, "seq"_a, "groups"_a, "shift"_a);
+    m.def("import_rows", &import_rows, "ctx"_a, "seq"_a, "groups"_a, "shift"_a, "drop_from"_a);
 }
 
 } // namespace mixedkv_py

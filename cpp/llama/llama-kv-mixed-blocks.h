@@ -21,4 +21,5 @@ void llama_kv_mixed_export(
 
 // empty, or why nothing was changed
 std::string llama_kv_mixed_import(
-        llama_context & ctx, llama_seq_id seq_id, const mixedkv_row_group * groups, uint32_t n_groups, llama_pos shift);
+        llama_context & ctx, llama_seq_id seq_id, const mixedkv_row_group * groups, uint32_t n_groups, llama_pos shift,
+        llama_pos drop_from);

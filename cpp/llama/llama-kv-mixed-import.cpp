@@ -44,7 +44,8 @@ static std::string check_layer(const llama_kv_cache & kv, const mixedkv_layer_ro
     return "";
 }
 
-static std::string check_positions(const llama_kv_cache & kv, llama_seq_id seq_id, const mixedkv_row_group & group, llama_pos shift) {
+static std::string check_positions(
+        const llama_kv_cache & kv, llama_seq_id seq_id, const mixedkv_row_group & group, llama_pos shift, llama_pos drop_from) {
     for (uint32_t i = 0; i < group.n_rows; ++i) {
         const int64_t pos = int64_t(group.positions[i]) + shift;
         if (group.positions[i] < 0 || pos < 0 || pos >= INT32_MAX || (i > 0 && group.positions[i] <= group.positions[i - 1])) {
@@ -67,7 +68,7 @@ static std::string check_positions(const llama_kv_cache & kv, llama_seq_id seq_i
     const llama_pos last  = group.positions[group.n_rows - 1] + shift;
     const auto      it    = there.lower_bound({ first, 0 });
 
-    if (it != there.end() && it->first <= last) {
+    if (it != there.end() && it->first <= last && (drop_from < 0 || it->first < drop_from)) {
         return "sequence " + std::to_string(seq_id) + " already has position " + std::to_string(it->first) + ": remove [" +
             std::to_string(first) + ", " + std::to_string(last + 1) + ") first";
     }
@@ -75,8 +76,13 @@ static std::string check_positions(const llama_kv_cache & kv, llama_seq_id seq_i
     return "";
 }
 
+static bool is_masked(const llama_kv_cache & kv, llama_pos pos, llama_pos query) {
+    return llama_hparams::is_masked_swa(kv_access::get_n_swa(kv), kv_access::get_swa_type(kv), pos, query);
+}
+
 // the query after the last row must find its sliding window
-static std::string check_window(const llama_kv_cache & kv, const mixedkv_row_group & group, const mixedkv_row_group & longest) {
+static std::string check_window(
+        const llama_kv_cache & kv, const mixedkv_row_group & group, const mixedkv_row_group & longest, llama_pos shift) {
     if (kv_access::get_n_swa(kv) == 0 || longest.n_rows == 0) {
         return group.n_rows == longest.n_rows ? "" : "rows are missing in some layers";
     }
@@ -89,8 +95,7 @@ static std::string check_window(const llama_kv_cache & kv, const mixedkv_row_gro
         while (at < group.n_rows && group.positions[at] < pos) {
             ++at;
         }
-        if ((at == group.n_rows || group.positions[at] != pos) &&
-                !llama_hparams::is_masked_swa(kv_access::get_n_swa(kv), kv_access::get_swa_type(kv), pos, next)) {
+        if ((at == group.n_rows || group.positions[at] != pos) && !is_masked(kv, pos + shift, next + shift)) {
             return "layers with a sliding window have let go of position " + std::to_string(pos) +
                 ", which the next token reads: end the block where its sequence ended, or make the context with swa_full";
         }
@@ -118,7 +123,7 @@ static std::string check_shift(llama_context & ctx, const llama_kv_cache & kv) {
 
 static std::string check_group(
         llama_context & ctx, const llama_kv_cache & kv, llama_seq_id seq_id, const mixedkv_row_group & group,
-        const mixedkv_row_group & longest, llama_pos shift) {
+        const mixedkv_row_group & longest, llama_pos shift, llama_pos drop_from) {
     const auto have = llama_kv_mixed_view_layers(kv, ctx.get_model().hparams);
 
     if (group.n_layers != have.size()) {
@@ -140,8 +145,8 @@ static std::string check_group(
         res = check_layer(kv, group.layers[i], *it);
     }
 
-    res = res.empty() ? check_positions(kv, seq_id, group, shift) : res;
-    res = res.empty() ? check_window(kv, group, longest) : res;
+    res = res.empty() ? check_positions(kv, seq_id, group, shift, drop_from) : res;
+    res = res.empty() ? check_window(kv, group, longest, shift) : res;
 
     return res.empty() && shift != 0 ? check_shift(ctx, kv) : res;
 }
@@ -150,10 +155,17 @@ static std::string check_group(
 // rows into place
 //
 
-// a group and the cells that it goes to
+// a group, or the part of it that goes in, and the cells that it goes to
 struct placement {
-    llama_kv_cache &          kv;
-    const mixedkv_row_group & group;
+    llama_kv_cache &  kv;
+    mixedkv_row_group group;
+
+    // of a part
+    std::vector<int32_t>            hot;
+    std::vector<mixedkv_layer_rows> layers;
+
+    // rows of the sequence below this position make room too
+    llama_pos forget = 0;
 
     llama_kv_cache::slot_info sinfo;
 
@@ -296,8 +308,28 @@ static void import_hot(const placement & place, uint32_t strm, llama_kv_cache_mi
     }
 }
 
-static void import_group(llama_context & ctx, const placement & place, llama_seq_id seq_id, llama_pos shift) {
+// the lowest ones, so that where rows lie does not depend on what was there before
+static std::vector<uint32_t> empty_cells(const llama_kv_cells & cells, uint32_t n) {
+    std::vector<uint32_t> res;
+
+    for (uint32_t i = 0; i < cells.size() && res.size() < n; ++i) {
+        if (cells.is_empty(i)) {
+            res.push_back(i);
+        }
+    }
+
+    return res;
+}
+
+static void import_group(llama_context & ctx, placement & place, llama_seq_id seq_id, llama_pos shift) {
     const auto & group = place.group;
+    const auto   strm  = place.kv.get_stream(seq_id);
+    auto &       cells = kv_access::get_cells(place.kv)[strm];
+
+    place.sinfo.s0   = strm;
+    place.sinfo.s1   = strm;
+    place.sinfo.strm = { strm };
+    place.sinfo.idxs = { empty_cells(cells, group.n_rows) };
 
     llama_batch_allocr balloc(ctx.get_model().hparams.n_pos_per_embd());
     llama_ubatch       ubatch = balloc.ubatch_reserve(group.n_rows, 1);
@@ -310,9 +342,6 @@ static void import_group(llama_context & ctx, const placement & place, llama_seq
     }
 
     place.kv.apply_ubatch(place.sinfo, ubatch);
-
-    const uint32_t strm  = place.kv.get_stream(seq_id);
-    auto &         cells = kv_access::get_cells(place.kv)[strm];
 
     for (const uint32_t cell : place.cells()) {
         if (shift != 0) {
@@ -331,29 +360,77 @@ static void import_group(llama_context & ctx, const placement & place, llama_seq
     }
 }
 
-// where find_slot would put the rows; no cells: there is no room
-static placement find_place(llama_context & ctx, llama_kv_cache & kv, llama_seq_id seq_id, const mixedkv_row_group & group) {
-    placement res = { kv, group, {} };
+// only the rows that the token after the block reads
+static void trim(placement & place, llama_pos shift) {
+    auto & group = place.group;
 
-    if (group.n_rows > 0 && group.n_rows <= kv.get_size()) {
-        llama_batch_allocr balloc(ctx.get_model().hparams.n_pos_per_embd());
-        llama_ubatch       ubatch = balloc.ubatch_reserve(group.n_rows, 1);
+    const llama_pos next = group.positions[group.n_rows - 1] + 1 + shift;
 
-        ubatch.seq_id_unq[0] = seq_id;
-        for (uint32_t i = 0; i < group.n_rows; ++i) {
-            ubatch.pos[i]      = group.positions[i];
-            ubatch.n_seq_id[i] = 1;
-            ubatch.seq_id[i]   = &seq_id;
+    uint32_t rows = 0;
+    while (is_masked(place.kv, group.positions[rows] + shift, next)) {
+        ++rows;
+    }
+
+    uint32_t n_hot = 0;
+    for (uint32_t i = 0; i < group.n_hot; ++i) {
+        if (group.hot[i] >= int32_t(rows)) {
+            place.hot.push_back(group.hot[i] - rows);
+        } else {
+            ++n_hot;
         }
+    }
 
-        res.sinfo = kv.find_slot(ubatch, false);
+    for (uint32_t i = 0; i < group.n_layers; ++i) {
+        mixedkv_layer_rows layer = group.layers[i];
+
+        const int64_t n_k = int64_t(layer.n_head_kv)*layer.n_embd_head_k;
+        const int64_t n_v = int64_t(layer.n_head_kv)*layer.n_embd_head_v;
+
+        layer.k     = (const uint8_t *) layer.k     + rows*ggml_row_size(layer.type_k, n_k);
+        layer.v     = (const uint8_t *) layer.v     + rows*ggml_row_size(layer.type_v, n_v);
+        layer.k_hot = (const uint8_t *) layer.k_hot + n_hot*ggml_row_size(GGML_TYPE_F16, n_k);
+        layer.v_hot = (const uint8_t *) layer.v_hot + n_hot*ggml_row_size(GGML_TYPE_F16, n_v);
+
+        place.layers.push_back(layer);
+    }
+
+    place.forget = group.positions[rows] + shift;
+
+    group.positions += rows;
+    group.slots     += n_hot;
+    group.n_rows    -= rows;
+    group.n_hot      = place.hot.size();
+    group.hot        = place.hot.data();
+    group.layers     = place.layers.data();
+}
+
+// cells that are empty, or will be
+static uint32_t count_room(const placement & place, llama_seq_id seq_id, llama_pos drop_from) {
+    const auto & cells = place.kv.get_cells(seq_id);
+
+    uint32_t res = cells.size() - cells.get_used();
+
+    for (const auto & [pos, cell] : cells.seq_pos_get(seq_id)) {
+        const bool goes = pos < place.forget || (drop_from >= 0 && pos >= drop_from);
+        res += goes && cells.seq_count(cell) == 1;
+    }
+
+    return res;
+}
+
+static placement make_place(llama_kv_cache & kv, llama_seq_id seq_id, const mixedkv_row_group & group, llama_pos shift, llama_pos drop_from) {
+    placement res = { kv, group, {}, {}, 0, {} };
+
+    if (count_room(res, seq_id, drop_from) < group.n_rows && kv_access::get_n_swa(kv) > 0) {
+        trim(res, shift);
     }
 
     return res;
 }
 
 std::string llama_kv_mixed_import(
-        llama_context & ctx, llama_seq_id seq_id, const mixedkv_row_group * groups, uint32_t n_groups, llama_pos shift) {
+        llama_context & ctx, llama_seq_id seq_id, const mixedkv_row_group * groups, uint32_t n_groups, llama_pos shift,
+        llama_pos drop_from) {
     const auto caches = llama_kv_mixed_groups(ctx);
 
     if (n_groups != caches.size()) {
@@ -365,21 +442,28 @@ std::string llama_kv_mixed_import(
     std::vector<placement> places;
 
     for (uint32_t i = 0; i < n_groups; ++i) {
-        const std::string problem = check_group(ctx, *caches[i], seq_id, groups[i], *longest, shift);
+        const std::string problem = check_group(ctx, *caches[i], seq_id, groups[i], *longest, shift, drop_from);
         if (!problem.empty()) {
             return problem;
         }
 
-        places.push_back(find_place(ctx, *caches[i], seq_id, groups[i]));
-        if (places[i].sinfo.empty() && groups[i].n_rows > 0) {
-            return "no room for " + std::to_string(groups[i].n_rows) + " more tokens in a cache of " +
+        places.push_back(make_place(*caches[i], seq_id, groups[i], shift, drop_from));
+        if (count_room(places[i], seq_id, drop_from) < places[i].group.n_rows) {
+            return "no room for " + std::to_string(places[i].group.n_rows) + " more tokens in a cache of " +
                 std::to_string(caches[i]->get_size()) + ": remove sequences, or make the context with a larger n_ctx";
         }
     }
 
+    for (auto & place : places) {
+        if (drop_from >= 0) {
+            place.kv.seq_rm(seq_id, drop_from, -1);
+        }
+        place.kv.seq_rm(seq_id, 0, place.forget);
+    }
+
     try {
-        for (const auto & place : places) {
-            if (!place.sinfo.empty()) {
+        for (auto & place : places) {
+            if (place.group.n_rows > 0) {
                 import_group(ctx, place, seq_id, shift);
             }
         }

@@ -125,6 +125,20 @@ std::vector<llama_kv_mixed_row> find_range(const llama_kv_cache & kv, int32_t se
     return res;
 }
 
+uint32_t count_hot(const std::vector<llama_kv_mixed_row> & rows) {
+    return std::count_if(rows.begin(), rows.end(), [](const auto & row) { return row.slot >= 0; });
+}
+
+// the same, if there are as many as the caller has room for
+std::vector<llama_kv_mixed_row> find_range(
+        const llama_kv_cache & kv, int32_t seq_id, int32_t p0, int32_t p1, uint32_t n_rows, uint32_t n_hot) {
+    auto res = find_range(kv, seq_id, p0, p1);
+    require(res.size() == n_rows && count_hot(res) == n_hot, MIXEDKV_NOT_AVAILABLE,
+            "the cache changed while rows were copied out: export them on the thread that decodes");
+
+    return res;
+}
+
 const llama_kv_cache & get_group(llama_context * ctx, uint32_t group) {
     const auto groups = llama_kv_mixed_groups(*ctx);
     require(group < groups.size(), MIXEDKV_NOT_AVAILABLE, "there is no group " + std::to_string(group));
@@ -289,16 +303,17 @@ mixedkv_status mixedkv_count_rows(
         const auto rows = find_range(get_group(ctx, group), seq_id, p0, p1);
 
         *n_rows_out = rows.size();
-        *n_hot_out  = std::count_if(rows.begin(), rows.end(), [](const auto & row) { return row.slot >= 0; });
+        *n_hot_out  = count_hot(rows);
     });
 }
 
 mixedkv_status mixedkv_export_group(
-        llama_context * ctx, int32_t seq_id, uint32_t group, int32_t p0, int32_t p1, int32_t * positions, int32_t * hot, int32_t * slots) {
+        llama_context * ctx, int32_t seq_id, uint32_t group, int32_t p0, int32_t p1, uint32_t n_rows, uint32_t n_hot,
+        int32_t * positions, int32_t * hot, int32_t * slots) {
     return guarded([&] {
         check_blocks(ctx, seq_id);
 
-        const auto rows = find_range(get_group(ctx, group), seq_id, p0, p1);
+        const auto rows = find_range(get_group(ctx, group), seq_id, p0, p1, n_rows, n_hot);
 
         for (size_t i = 0; i < rows.size(); ++i) {
             positions[i] = rows[i].pos;
@@ -311,24 +326,27 @@ mixedkv_status mixedkv_export_group(
 }
 
 mixedkv_status mixedkv_export_layer(
-        llama_context * ctx, int32_t seq_id, int32_t il, int32_t p0, int32_t p1, void * k, void * v, void * k_hot, void * v_hot) {
+        llama_context * ctx, int32_t seq_id, int32_t il, int32_t p0, int32_t p1, uint32_t n_rows, uint32_t n_hot,
+        void * k, void * v, void * k_hot, void * v_hot) {
     return guarded([&] {
         check_blocks(ctx, seq_id);
 
         const auto & kv = find_layer(ctx, il);
 
-        llama_kv_mixed_export(kv, il, seq_id, find_range(kv, seq_id, p0, p1), k, v, k_hot, v_hot);
+        llama_kv_mixed_export(kv, il, seq_id, find_range(kv, seq_id, p0, p1, n_rows, n_hot), k, v, k_hot, v_hot);
     });
 }
 
 mixedkv_status mixedkv_import_rows(
-        llama_context * ctx, int32_t seq_id, const mixedkv_row_group * groups, uint32_t n_groups, int32_t shift) {
+        llama_context * ctx, int32_t seq_id, const mixedkv_row_group * groups, uint32_t n_groups, int32_t shift, int32_t drop_from) {
     return guarded([&] {
         require(groups && n_groups > 0, MIXEDKV_INVALID, "groups is NULL or empty");
         check_blocks(ctx, seq_id);
         settle(ctx);
 
-        const std::string problem = llama_kv_mixed_import(*ctx, seq_id, groups, n_groups, shift);
+        const std::string problem = llama_kv_mixed_import(*ctx, seq_id, groups, n_groups, shift, drop_from);
         require(problem.empty(), MIXEDKV_INVALID, problem);
+
+        settle(ctx); // upstream saves K as if a pending shift had been done
     });
 }

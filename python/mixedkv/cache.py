@@ -108,6 +108,8 @@ class KVCache:
         _check_capacity("quantization_threshold", window[0], now["threshold_capacity"])
         _check_capacity("sink_tokens", window[2], self._setting.sink_tokens)
         _core.set_window(self._address, *window)
+        if window != (now["threshold"], now["group_size"], now["sink_tokens"]):
+            self._llama._exact.limit(0)
 
     def stats(self, by_layer: bool = False) -> KVStats:
         """What the cache holds now; `by_layer` adds one entry per layer."""
@@ -132,6 +134,20 @@ class KVCache:
             sequences=tuple(SequenceStats(**seq) for seq in _core.sequences(address)),
             layers=tuple(self._layers().values()) if by_layer else None,
         )
+
+    @property
+    def exact_tokens(self) -> int:
+        """How many leading tokens of sequence 0 have the rows that evaluating them from the start would give.
+
+        All of n_tokens, unless tokens were evaluated behind a mixed window that had lost F16 rows (after a
+        rollback, or a block cut short), rows were loaded at another place or converted, the window was
+        changed, or a state was loaded.
+        """
+        return self._llama._exact.count(self._llama.n_tokens)
+
+    def limit_exact(self, p: int) -> None:
+        """Say that rows of sequence 0 from `p` on are not exact. For whoever moves rows through llama_cpp."""
+        self._llama._exact.limit(p)
 
     def layer(self, il: int) -> LayerView:
         """One layer's rows.
@@ -171,8 +187,9 @@ class KVCache:
         """Put a block into a sequence, which must not have these positions.
 
         Blocks of consecutive ranges, loaded in order into an empty sequence, leave the cache as if they had
-        never left it. Rows of other types than the cache's are converted. In sequence 0 what lies behind the
-        `Llama`'s n_tokens is leftover and makes room, as in `Llama.eval`; n_tokens then covers the block.
+        never left it. Rows of other types than the cache's are converted. A block that goes where the
+        `Llama` stands, at n_tokens of sequence 0, takes the place of leftovers there, as in `Llama.eval`, and
+        n_tokens then covers it.
 
         Args:
             block: from `export`, of this or another context of the same model.
@@ -189,11 +206,37 @@ class KVCache:
         if not -block.p0 <= shift <= _POSITION_MAX - block.p1:
             raise ValueError(f"at={at}: use a position from 0 to {_POSITION_MAX - len(block)}")
         follows = seq == 0 and block.p0 + shift == self._llama.n_tokens
-        if follows:
-            self._llama._ctx.kv_cache_seq_rm(0, self._llama.n_tokens, -1)
-        _core.import_rows(address, seq, [_native_group(group) for group in block.groups], shift)
+        drop_from = self._llama.n_tokens if follows else -1
+        groups = [_native_group(group) for group in block.groups]
+        _core.import_rows(address, seq, groups, shift, drop_from)
         if follows:
             self._llama._append_tokens(block.tokens)
+        if seq == 0 and not (follows and shift == 0 and self._has_types_of(block)):
+            self.limit_exact(block.p0 + shift)
+
+    def _has_types_of(self, block: KVBlock) -> bool:
+        """The block's rows need no conversion here."""
+        layers = self._layers()
+        return all(
+            (layer.type_k, layer.type_v) == (layers[layer.il].type_k, layers[layer.il].type_v)
+            for group in block.groups
+            for layer in group.layers
+        )
+
+    def _window_is_whole(self, n: int) -> bool:
+        """The query at position n of sequence 0 finds in F16 what a sequence that was never cut has there."""
+        if not isinstance(self._setting, MixedKVConfig):
+            return True
+        now = _core.stats(self._address)
+        threshold, group = now["threshold"], now["group_size"]
+        begin = max(0, -(-(n + 1 - threshold) // group) * group) if threshold else n
+        self._llama._ctx.kv_cache_seq_rm(0, n, -1)  # as the evaluation that follows does
+        for layer in {layer["group"]: layer for layer in _core.layers(self._address)}.values():
+            positions, hot = _core.read_tiers(self._address, layer["il"], 0, 0, n)
+            wanted = (positions >= begin) | (positions < now["sink_tokens"])
+            if not hot[wanted].all():
+                return False
+        return True
 
     def _known_tokens(self, seq: int, p0: int, p1: int) -> npt.NDArray[np.int32]:
         if seq != 0 or self._llama.n_tokens < p1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import llama_cpp
@@ -13,8 +14,9 @@ from mixedkv import _core
 from mixedkv.cache import KVCache
 from mixedkv.config import KVSetting, MixedKVConfig, UniformKV, ggml_type, parse_kv, type_bits, type_name
 from mixedkv.errors import InvalidModelFileError, UnsupportedModelError
+from mixedkv.exactness import ExactRows
 from mixedkv.footprint import model_shape
-from mixedkv.model_file import ModelFile, read_model_file
+from mixedkv.model_file import ModelFile, file_stamp, read_model_file
 
 _MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
 
@@ -61,6 +63,11 @@ class Llama(llama_cpp.Llama):
         file = read_model_file(path)
         self._check_context(n_ctx or int(file.get("context_length", 0)), embedding)
         native = self._setting.native()
+        # what is loaded now: KV is kept under the file's name, which another file may take meanwhile
+        self._model_stamp = file_stamp(path)
+        lora_path = kwargs.get("lora_path")
+        self._lora_stamp = file_stamp(lora_path) if lora_path and os.path.exists(lora_path) else None
+        self._exact = ExactRows()
         try:
             if native is not None:  # the context that super().__init__ makes on this thread takes it
                 _core.configure_next(**native)
@@ -85,6 +92,19 @@ class Llama(llama_cpp.Llama):
     def kv(self) -> KVCache:
         """The live cache: its contents and the settings that can be changed."""
         return KVCache(self, self._setting)
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """Evaluate tokens behind the n_tokens that are there, as in the base class."""
+        self._exact.before_eval(self.n_tokens, self.kv._window_is_whole)
+        try:
+            super().eval(tokens)
+        finally:
+            self._exact.after_eval(self.n_tokens)
+
+    def load_state(self, state: llama_cpp.LlamaState) -> None:
+        """As in the base class. What was done before it was saved is unknown: see `KVCache.exact_tokens`."""
+        self._exact.limit(0)
+        super().load_state(state)
 
     # The base class fills in a structure of its own making; these two fields it has no arguments for.
     @property  # type: ignore[override]
@@ -119,6 +139,7 @@ class Llama(llama_cpp.Llama):
         """The KV of these tokens was loaded behind what is there: go on after them."""
         end = min(self.n_tokens + len(tokens), len(self.input_ids))
         self.input_ids[self.n_tokens : end] = tokens[: end - self.n_tokens]
+        self._exact.loaded(self.n_tokens, end)
         self.n_tokens = end
 
     def _check_context(self, n_ctx: int, embedding: bool) -> None:

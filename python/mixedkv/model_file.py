@@ -59,6 +59,12 @@ class ModelFile:
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
 
+def file_stamp(path: str | os.PathLike[str]) -> tuple[int, int, int, int]:
+    """Changes when the file is replaced or written to: device, inode, size, time of the last change."""
+    status = os.stat(path)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 def read_model_file(path: str | os.PathLike[str]) -> ModelFile:
     """Read and check the header of a GGUF file, and of the other parts of a split one.
 

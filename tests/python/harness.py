@@ -263,10 +263,10 @@ class Ctx:
 
         return _core.export_rows(self.address, seq, p0, p1)
 
-    def put(self, groups: list[dict[str, Any]], seq: int = 0, shift: int = 0) -> None:
+    def put(self, groups: list[dict[str, Any]], seq: int = 0, shift: int = 0, drop_from: int = -1) -> None:
         from mixedkv import _core
 
-        _core.import_rows(self.address, seq, groups, shift)
+        _core.import_rows(self.address, seq, groups, shift, drop_from)
 
     # --- what mixedkv tells ---
 

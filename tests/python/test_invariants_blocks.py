@@ -176,6 +176,62 @@ def test_sliding_window_that_let_go(open_ctx) -> None:
         open_ctx("gemma2", KV, **options).put(stayed.export(0, 0, 100))
 
 
+@pytest.mark.parametrize("kv", [Uniform(), KV], ids=["f16", "mixed"])
+def test_turns_of_a_sliding_window_that_lets_go(open_ctx, kv: Uniform | Mixed) -> None:
+    """Each turn brings the rows its successor reads; what nobody reads any more makes room for them."""
+    options = {"swa_full": False, "n_ctx": 1024, "n_ubatch": 16}
+    stayed, away = (open_ctx("gemma2", kv, **options) for _ in range(2))
+    long = prompt(1000, seed=8)
+    blocks = []
+    for first in range(0, 900, 300):
+        for i in range(first, first + 300, 15):
+            stayed.decode(long[i : i + 15])
+        blocks.append(stayed.export(0, first))
+    for block in blocks:
+        away.put(block)
+    assert away.pos_max() == stayed.pos_max() == 899
+    part = long[900:920]
+    assert rel_rms(away.decode(part), stayed.decode(part)) < ROUNDING
+
+
+@pytest.mark.parametrize("kv", [Uniform(), KV], ids=["f16", "mixed"])
+def test_moved_behind_a_sliding_window(open_ctx, kv: Uniform | Mixed) -> None:
+    """Rows that the window no longer sees stay out of the way of those that come."""
+    ctx, source = (open_ctx("gemma2", kv, n_ctx=256) for _ in range(2))
+    ctx.decode(tokens[:100])
+    source.decode(tokens[:50])
+    ctx.rm(0, 0, 5)
+    ctx.put(source.export(), shift=100)
+    assert ctx.pos_max() == 149
+    for il in (0, 1):
+        assert ctx.rows(il, "k", 0, 100)[1].tolist() == list(range(100, 150))
+    ctx.rm(0)
+    assert ctx.stats()["n_cells_used"] == 0
+
+
+@pytest.mark.parametrize("cache", ["f16", "q8_0", "fused"])
+def test_state_saved_after_a_move(open_ctx, cache: str) -> None:
+    moved, restored = open_ctx("llama-64", CACHES[cache]), open_ctx("llama-64", CACHES[cache])
+    moved.decode(tokens[:70])
+    block = moved.export(0, 30)
+    moved.rm(0)
+    moved.put(block, shift=-30)
+    assert restored.load(moved.save())
+    assert bits(restored, tokens[70:80]) == bits(moved, tokens[70:80])
+
+
+def test_leftovers_go_only_if_the_block_comes(open_ctx) -> None:
+    ctx = open_ctx("llama-64", KV, n_ctx=256)
+    for i in range(0, 240, 60):
+        ctx.decode(tokens[i : i + 60])
+    block = ctx.export(0, 0, 200)
+    with pytest.raises(ValueError, match="ascend"):
+        ctx.put([{**block[0], "positions": block[0]["positions"][::-1].copy()}], drop_from=0)
+    assert ctx.pos_max() == 239
+    ctx.put(block, drop_from=0)
+    assert ctx.pos_max() == 199
+
+
 def test_what_cannot_be_cut_refuses(open_ctx) -> None:
     name = next(name for name in zoo.SUPPORTED if name.startswith("lfm2"))
     ctx = open_ctx(name, KV)

@@ -150,22 +150,26 @@ struct mixedkv_row_group {
 };
 
 // How many rows of a group, and how many hot ones, a sequence has in [p0, p1); p1 < 0 means the end. Fails unless the
-// sequence has every position of the range once. Pending shifts and copies are carried out first, as the next decode would.
+// sequence has every position of the range once. Pending shifts and copies are carried out first, as the next decode
+// would.
 LLAMA_API enum mixedkv_status mixedkv_count_rows(struct llama_context * ctx, int32_t seq_id, uint32_t group, int32_t p0,
                                                  int32_t p1, uint32_t * n_rows_out, uint32_t * n_hot_out);
 
-// Copies them out. The arrays have the sizes that mixedkv_count_rows told right before.
-LLAMA_API enum mixedkv_status mixedkv_export_group(struct llama_context * ctx, int32_t seq_id, uint32_t group, int32_t p0,
-                                                   int32_t p1, int32_t * positions, int32_t * hot, int32_t * slots);
+// Copies them out into arrays for the n_rows and n_hot that mixedkv_count_rows told; fails if it no longer would.
+LLAMA_API enum mixedkv_status mixedkv_export_group(struct llama_context * ctx, int32_t seq_id, uint32_t group,
+                                                   int32_t p0, int32_t p1, uint32_t n_rows, uint32_t n_hot,
+                                                   int32_t * positions, int32_t * hot, int32_t * slots);
 LLAMA_API enum mixedkv_status mixedkv_export_layer(struct llama_context * ctx, int32_t seq_id, int32_t il, int32_t p0,
-                                                   int32_t p1, void * k, void * v, void * k_hot, void * v_hot);
+                                                   int32_t p1, uint32_t n_rows, uint32_t n_hot, void * k, void * v,
+                                                   void * k_hot, void * v_hot);
 
-// Puts rows into a sequence, each at its position + shift. Nothing is changed unless it succeeds. Rows of other types than
-// the cache's are converted; a shift turns K at the next decode. Groups come in order of mixedkv_layer_info::group.
-// Sizes of the arrays are the caller's promise; everything else is checked.
+// Puts rows into a sequence, each at its position + shift. Nothing is changed unless it succeeds. Rows of other types
+// than the cache's are converted; a shift turns K. Groups come in order of mixedkv_layer_info::group. Layers with a
+// sliding window that lack room take only the rows that the next token reads. drop_from: rows of the sequence from this
+// position on make room first; -1: none do. Sizes of the arrays are the caller's promise; everything else is checked.
 LLAMA_API enum mixedkv_status mixedkv_import_rows(struct llama_context * ctx, int32_t seq_id,
                                                   const struct mixedkv_row_group * groups, uint32_t n_groups,
-                                                  int32_t shift);
+                                                  int32_t shift, int32_t drop_from);
 
 #ifdef __cplusplus
 }
