@@ -144,6 +144,8 @@ def test_a_shifted_sequence_is_stored_and_reused_as_nothing_else(llm: Llama, sto
     assert all(result.usage.stored_tokens == 0 for _, result in turns[first + 1 :])
     assert max(entry.p1 for entry in store.entries()) <= SIZE
     held = llm.input_ids[: llm.n_tokens].tolist()
+    assert llm.kv.exact_tokens == SINKS
+    store.save(llm)
     match = store.find(Identity.of(llm), held)
     assert match is None or match.n_tokens <= SINKS
     # Read as a plain prompt, only the first tokens of it are what they seem.
@@ -165,6 +167,14 @@ def test_two_caches_on_one_llama_know_of_the_shift(llm: Llama, store: KVStore) -
         empty(llm)
         with KVStore(None) as third:
             assert MessageCache(llm, third).chat(short, **GREEDY).content == answer.content
+
+
+def test_another_tenant_does_not_go_on_with_a_shifted_sequence(llm: Llama, store: KVStore) -> None:
+    messages: list[Message] = []
+    converse(MessageCache(llm, store, tenant="ada", attention_sink_tokens=SINKS), 12, messages)
+    messages.append(note(90))
+    cache = MessageCache(llm, store, tenant="bo", attention_sink_tokens=SINKS)
+    assert cache.chat(messages, **GREEDY).usage.cached_tokens == 0
 
 
 def test_a_long_chat_in_another_process_begins_with_what_fits(llm: Llama, store: KVStore) -> None:
@@ -206,8 +216,8 @@ def test_generation_goes_on_beyond_the_context(
     assert result.usage.completion_tokens == SIZE + 50
     assert result.usage.dropped_tokens > 0
     assert "is full" in caplog.text
-    (entry,) = store.entries()  # the plain prefix, stored before anything was dropped
-    assert (entry.p0, entry.p1) == (0, SIZE)
+    n = result.usage.prompt_tokens  # the plain prefix, stored before anything was dropped
+    assert sorted((entry.p0, entry.p1) for entry in store.entries()) == [(0, n), (n, SIZE)]
     following = cache.chat([note(0), result.message, note(1)], **GREEDY)
     assert following.usage.evaluated_tokens < SIZE
 

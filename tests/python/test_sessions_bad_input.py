@@ -59,6 +59,17 @@ def test_bad_session_ids(bad: str) -> None:
     asyncio.run(refused(lambda m: m.register_session_cache(wanted(session_id=bad))))
 
 
+@pytest.mark.parametrize("bad", [*_BAD_IDS.values(), "kv..1"], ids=[*_BAD_IDS.keys(), "dots inside"])
+def test_a_ref_that_the_store_refuses_is_refused_at_once(bad: str) -> None:
+    async def main() -> None:
+        manager = ContextCacheManager()
+        with pytest.raises(ValueError, match="kv_cache_ref"):
+            await manager.register_session_cache(wanted(), kv_cache_ref=bad)
+        await manager.close()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("bad", ["../x", "a/b", "a\0b", "\ud800", "a" * 10_000_000])
 def test_bad_tenants(bad: str) -> None:
     with pytest.raises(ValueError, match="tenant"):

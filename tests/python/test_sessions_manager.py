@@ -248,6 +248,30 @@ def test_the_sweep_removes_what_has_expired_and_only_that(
     run(body)
 
 
+def test_a_session_that_cannot_be_removed_stops_no_other(url: str, clock: Clock) -> None:
+    """More of them than one batch holds, and before all others."""
+
+    class Failing(Entries):
+        def remove(self, entry: str | None = None, *, session: str | None = None, tenant: str = "") -> int:
+            if session is not None and session.startswith("bad"):
+                raise RuntimeError("this one cannot be removed")
+            return super().remove(entry, session=session, tenant=tenant)
+
+    async def main() -> None:
+        await _empty(url)
+        manager = ContextCacheManager(url, Failing(), clock=clock)
+        for i in range(300):
+            await manager.register_session_cache(wanted(ttl=1), kv_cache_ref=f"bad-{i}")
+        for _ in range(5):
+            await manager.register_session_cache(wanted(ttl=2))
+        clock.now += 9
+        assert await manager.sweep() == 5
+        assert await manager.sweep() == 0
+        await manager.close()
+
+    asyncio.run(main())
+
+
 def test_an_expired_id_can_be_registered_again_and_has_other_kv(
     run: Callable[..., Any], clock: Clock, entries: Entries
 ) -> None:

@@ -1,4 +1,4 @@
-"""Which stored entry an assistant message ended in, by the message's id. An alias: what an entry holds is
+"""Which stored entries hold an assistant message, by the message's id. An alias: what an entry holds is
 decided by its tokens, in the store.
 """
 
@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 _VERSION = 1
 _MAX_ROWS = 100_000
 _BUSY_SECONDS = 10.0
 
-_TABLE = """
+_TABLES = """
 CREATE TABLE IF NOT EXISTS messages (
     number     INTEGER PRIMARY KEY AUTOINCREMENT,
     tenant     TEXT NOT NULL,
@@ -21,7 +21,14 @@ CREATE TABLE IF NOT EXISTS messages (
     entry      TEXT NOT NULL,
     n_tokens   INTEGER NOT NULL,
     UNIQUE (tenant, message_id) ON CONFLICT REPLACE
-)
+);
+CREATE TABLE IF NOT EXISTS copies (
+    number     INTEGER PRIMARY KEY AUTOINCREMENT,
+    tenant     TEXT NOT NULL,
+    message_id TEXT NOT NULL,
+    entry      TEXT NOT NULL,
+    UNIQUE (tenant, message_id, entry) ON CONFLICT IGNORE
+);
 """
 
 
@@ -52,6 +59,15 @@ class MessageAliases:
             )
             db.execute("DELETE FROM messages WHERE number <= ?", ((row.lastrowid or 0) - _MAX_ROWS,))
 
+    def add_copies(self, tenant: str, copies: Iterable[tuple[str, str]]) -> None:
+        """These messages (by id) lie in these entries too."""
+        rows = [(tenant, message_id, entry) for message_id, entry in copies]
+        with self._lock, self._db as db:
+            db.executemany("INSERT INTO copies (tenant, message_id, entry) VALUES (?, ?, ?)", rows)
+            db.execute(
+                "DELETE FROM copies WHERE number <= (SELECT max(number) FROM copies) - ?", (_MAX_ROWS,)
+            )
+
     def get(self, tenant: str, message_ids: Sequence[str]) -> dict[str, tuple[str, int]]:
         """Entry and number of tokens of those of the messages that are known."""
         found = {}
@@ -65,9 +81,15 @@ class MessageAliases:
                     found[message_id] = row
         return found
 
-    def remove(self, tenant: str, message_id: str) -> None:
+    def pop(self, tenant: str, message_id: str) -> set[str]:
+        """All entries that hold a message, which is unknown from now on."""
+        found = set()
         with self._lock, self._db as db:
-            db.execute("DELETE FROM messages WHERE tenant = ? AND message_id = ?", (tenant, message_id))
+            for table in ("messages", "copies"):
+                where = f"FROM {table} WHERE tenant = ? AND message_id = ?"
+                found |= {entry for (entry,) in db.execute(f"SELECT entry {where}", (tenant, message_id))}
+                db.execute(f"DELETE {where}", (tenant, message_id))
+        return found
 
     def close(self) -> None:
         with self._lock:
@@ -81,7 +103,7 @@ class MessageAliases:
                 raise ValueError(f"{self._path} is of version {version}: upgrade mixedkv")
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA secure_delete = ON")
-            db.execute(_TABLE)
+            db.executescript(_TABLES)
             db.execute(f"PRAGMA user_version = {_VERSION}")
             db.commit()
         except BaseException:

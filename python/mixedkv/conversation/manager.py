@@ -180,14 +180,19 @@ class ContextCacheManager:
         return _changed_meanwhile(session_id)
 
     async def sweep(self) -> int:
-        """Remove expired sessions with their KV; returns how many. What `start` does again and again."""
-        n = 0
-        while batch := await self._metadata.expired(self._clock(), _SWEEP_BATCH):
-            removed = sum([await self._purge(key, record, _load(key, record)) for key, record in batch])
-            n += removed
-            if not removed:  # other processes are at the same work
-                break
-        return n
+        """Remove expired sessions with their KV; returns how many. What `start` does again and again.
+
+        One that cannot be removed is left to the next sweep, with a warning in the log.
+        """
+        n, failed = 0, set[Key]()
+        while True:
+            expired = await self._metadata.expired(self._clock(), _SWEEP_BATCH + len(failed))
+            batch = [(key, record) for key, record in expired if key not in failed]
+            results = [await self._purge_expired(key, record) for key, record in batch]
+            failed |= {key for (key, _), removed in zip(batch, results, strict=True) if removed is None}
+            n += results.count(True)
+            if results.count(False) == len(results):  # other processes are at the same work
+                return n
 
     def start(self) -> None:
         """Begin the background sweep on the running event loop. A second call changes nothing."""
@@ -246,6 +251,14 @@ class ContextCacheManager:
         if self._store is not None and metadata is not None:
             await asyncio.to_thread(self._store.remove, session=metadata.kv_cache_ref, tenant=metadata.tenant)
         return await self._metadata.remove(key, record)
+
+    async def _purge_expired(self, key: Key, record: bytes) -> bool | None:
+        """None if it cannot be removed: whatever is wrong with one session, the others go."""
+        try:
+            return await self._purge(key, record, _load(key, record))
+        except Exception as error:
+            logger.warning("an expired session was not removed, the next sweep tries again: %s", error)
+            return None
 
     def _check_ttl(self, ttl: object) -> int:
         if isinstance(ttl, bool) or not isinstance(ttl, int) or not 1 <= ttl <= self._max_ttl:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from mixedkv.conversation.reuse import Reuse, Source, reuse_prefix
 from mixedkv.conversation.turn import Turn
 from mixedkv.conversation.window import Window
 from mixedkv.errors import UnsupportedModelError
-from mixedkv.store import Identity, KVStore, check_session_id, check_tenant
+from mixedkv.store import Identity, KVStore, Saved, check_session_id, check_tenant
 
 if TYPE_CHECKING:
     from mixedkv.llama import Llama
@@ -80,10 +81,10 @@ class ChatResult:
 class MessageCache:
     """Chats on one `Llama` that keep their KV in a `KVStore`.
 
-    Use it on the thread that decodes; others may use the same `Llama` in between. Messages are dictionaries
-    in OpenAI's form; each may carry a `message_id`, of which the answers have one. An id is an alias: what is
-    reused is decided by the tokens of the rendered prompt, so wrong ids, edited, moved or deleted messages
-    cost time at most.
+    Use it on the thread that decodes; others may use the same `Llama` between answers. Messages are
+    dictionaries in OpenAI's form; each may carry a `message_id`, of which the answers have one. An id is an
+    alias: what is reused is decided by the tokens of the rendered prompt, so wrong ids, edited, moved or
+    deleted messages cost time at most.
 
     Args:
         llm: the model, with its own chat format.
@@ -147,7 +148,8 @@ class MessageCache:
             **options: as in `llama_cpp.Llama.create_chat_completion`: max_tokens, temperature, stop, tools.
 
         Raises:
-            ValueError: messages or an id are malformed, or the prompt does not fit.
+            ValueError: messages or an id are malformed, the prompt does not fit, or the model's file is not
+                the one that was loaded.
             UnsupportedModelError: the prompt does not fit, and the memory cannot drop tokens.
         """
         answer = self._start(messages, message_id, options, stream=False)
@@ -167,14 +169,13 @@ class MessageCache:
         return self._start(messages, message_id, options, stream=True)
 
     def forget(self, message_id: str) -> bool:
-        """Remove the KV stored with a message, and all that builds on it; False if there is none.
+        """Remove the KV of an answer wherever it is stored, and all that builds on it; False if none is.
 
         What is live in the cache stays until it is overwritten.
         """
         check_id("message_id", message_id)
-        found = self._aliases.get(self._tenant, [message_id])
-        self._aliases.remove(self._tenant, message_id)
-        return any(self._store.remove(entry) for entry, _ in found.values())
+        entries = self._aliases.pop(self._tenant, message_id)
+        return sum(self._store.remove(entry) for entry in entries) > 0
 
     def _start(
         self, messages: Sequence[Message], message_id: str | None, options: dict[str, Any], stream: bool
@@ -186,20 +187,36 @@ class MessageCache:
         sinks = None if options.get("logprobs") else self._sinks  # llama_cpp reads logits by position
         return ChatStream(self, plain, ids, new, sinks, {**options, "stream": stream})
 
-    def _save(self, identity: Identity) -> tuple[str, int, str]:
-        """Entry, newly stored tokens, and why not."""
+    def _save(self, identity: Identity) -> Saved:
+        """What is wrong with storing is said, not raised: the answer is there."""
         try:
-            saved = self._store.save(self._llm, identity=identity, session=self._session)
-        except (LookupError, ValueError) as error:  # someone else used the Llama meanwhile
-            return "", 0, str(error)
-        return saved.entry, saved.n_stored, saved.reason
+            return self._store.save(self._llm, identity=identity, session=self._session)
+        except (LookupError, ValueError, OSError) as error:
+            return Saved(entry="", n_tokens=0, n_stored=0, nbytes=0, seconds=0, reason=str(error))
+
+    def _add_copies(self, identity: Identity, ids: Sequence[str], n_prompt: int, n_tokens: int) -> None:
+        """Earlier answers may lie in new entries: theirs were evicted, or the history was edited."""
+        known = self._aliases.get(self._tenant, ids)
+        match = self._store.find(identity, self._llm.input_ids[:n_tokens]) if known else None
+        if match is None:
+            return
+        # What builds on an entry goes with it. So the first that can hold the end of the answer will do.
+        ends = {message_id: min(end, n_prompt) for message_id, (_, end) in known.items()}
+        holding = {
+            message_id: next((link for link in match.links if link.end >= end), match.links[-1])
+            for message_id, end in ends.items()
+        }
+        self._aliases.add_copies(self._tenant, [(name, link.entry) for name, link in holding.items()])
 
     def _matched(self, ids: Sequence[str], reused: Reuse) -> str | None:
         """The newest message whose stored end lies within what was reused; the store has compared tokens."""
         if reused.match is None:
             return None
         ends = {link.entry: min(link.end, reused.n_tokens) for link in reused.match.links}
-        known = self._aliases.get(self._tenant, ids)
+        try:
+            known = self._aliases.get(self._tenant, ids)
+        except sqlite3.Error:
+            return None
         for message_id in reversed(ids):
             entry, n_tokens = known.get(message_id, ("", 0))
             if n_tokens <= ends.get(entry, -1):
@@ -245,15 +262,19 @@ class ChatStream:
         begin = time.perf_counter()
         cache, llm = self._cache, self._cache._llm
         identity = Identity.of(llm, tenant=cache._tenant)
-        window = Window(llm, sinks, before_first=lambda: self._save(identity))
-        turn = Turn(
-            llm,
-            window,
-            lambda tokens: reuse_prefix(
-                llm, window, cache._store, identity, tokens, exact_only=cache._exact_only
-            ),
-            begin,
-        )
+        window = Window(llm, sinks, before_first=lambda: self._save(identity, turn))
+
+        def reuse(tokens: Sequence[int]) -> Reuse:
+            return reuse_prefix(llm, window, cache._store, identity, tokens, exact_only=cache._exact_only)
+
+        def keep() -> None:
+            if not window.mine:
+                self._reason = "another answer was begun before this one was through"
+            elif not window.dropped:
+                self._save(identity, turn)
+
+        turn = Turn(llm, window, reuse, keep, begin)
+        window.claim(identity.digest)
         answer: Any = turn.create_chat_completion(messages, **options)
         collected = _Collected()
         try:
@@ -264,17 +285,21 @@ class ChatStream:
             if options["stream"]:
                 answer.close()
             if turn.reused is not None:
-                if not window.dropped:
-                    self._save(identity, alias=True)
+                keep()
                 self.result = self._finish(turn, window, collected)
+                window.leave()
 
-    def _save(self, identity: Identity, alias: bool = False) -> None:
-        entry, n_stored, reason = self._cache._save(identity)
-        if entry and alias:
-            cache = self._cache
-            cache._aliases.set(cache._tenant, self.message_id, entry, cache._llm.n_tokens)
-        self._n_stored += n_stored
-        self._reason = reason
+    def _save(self, identity: Identity, turn: Turn) -> None:
+        cache, saved = self._cache, self._cache._save(identity)
+        self._n_stored += saved.n_stored
+        self._reason = saved.reason
+        try:
+            if saved.n_stored:
+                cache._add_copies(identity, self._ids, turn.n_prompt or saved.n_tokens, saved.n_tokens)
+            if saved.entry and turn.reused is not None and saved.n_tokens > turn.n_prompt:
+                cache._aliases.set(cache._tenant, self.message_id, saved.entry, saved.n_tokens)
+        except sqlite3.Error as error:
+            self._reason = f"the message index cannot be used: {error}"
 
     def _finish(self, turn: Turn, window: Window, collected: _Collected) -> ChatResult:
         reused = turn.reused

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mixedkv.conversation.ids import check_id
+from mixedkv.store.names import check_session_id
 
 DEFAULT_TTL = 3600
 MAX_TTL = 365 * 24 * 3600
@@ -18,6 +19,7 @@ MAX_MESSAGES = 100_000
 MAX_CHARACTERS = 16 * 1024 * 1024
 
 SessionId = Annotated[str, AfterValidator(lambda value: check_id("session_id", value))]
+KvCacheRef = Annotated[str, AfterValidator(lambda value: check_session_id(check_id("kv_cache_ref", value)))]
 MessageId = Annotated[str, AfterValidator(lambda value: check_id("message_id", value))]
 Ttl = Annotated[int, Field(ge=1, le=MAX_TTL)]
 Text = Annotated[str, Field(max_length=MAX_CHARACTERS)]
@@ -72,7 +74,7 @@ class CacheSessionMetadata(_Model):
     session_id: SessionId
     tenant: str
     model_id: str
-    kv_cache_ref: SessionId
+    kv_cache_ref: KvCacheRef
     created: float
     ttl: Ttl
     expires_at: float

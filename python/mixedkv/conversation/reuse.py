@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal
 import llama_cpp
 import numpy as np
 
-from mixedkv.config import MixedKVConfig
 from mixedkv.conversation.window import Window, common_prefix
 from mixedkv.store import Identity, KVStore, Match
 
@@ -26,8 +25,9 @@ class Reuse:
     Args:
         n_tokens: tokens at the beginning of the prompt that were not evaluated.
         source: where they came from; "live" is the cache itself.
-        exact: the cache continues as if it had never left. False where a mixed cache was cut and lacks some
-            of its recent F16 rows, and where tokens of the middle are dropped.
+        exact: the cache continues as one that evaluated this prompt from its first token. False where a
+            mixed cache was cut and lacks some of its recent F16 rows, in all that was evaluated behind such
+            a cut as long as it is live, and where tokens of the middle are dropped.
         match: what the store has of the prompt.
         reason: why something stored was not used, "" otherwise.
     """
@@ -53,10 +53,13 @@ def reuse_prefix(
     At least the last token is left to be evaluated: sampling needs its logits.
     """
     wanted = np.asarray(tokens, np.intc)[:-1]
-    n_live = _live_prefix(llm, window, wanted, exact_only)
+    n_live = _live_prefix(llm, window, wanted)
+    exact = not n_live or (n_live <= llm.kv.exact_tokens and llm.kv._window_is_whole(n_live))
+    if exact_only and not exact:
+        n_live = 0
     match = store.find(identity, wanted, exact_only=exact_only) if len(wanted) else None
     reason = ""
-    if match is not None and match.n_tokens > n_live:
+    if match is not None and (match.n_tokens, match.exact) > (n_live, exact):
         restored = store.restore(llm, wanted, identity=identity, exact_only=exact_only)
         if restored.hit:
             window.begin()
@@ -74,19 +77,15 @@ def reuse_prefix(
     return Reuse(
         n_tokens=n_live,
         source="live" if n_live else "none",
-        exact=not n_live or _recent_rows_are_hot(llm, n_live),
+        exact=exact or not n_live,
         match=match,
         reason=reason,
     )
 
 
-def _live_prefix(llm: Llama, window: Window, wanted: np.ndarray, exact_only: bool) -> int:
+def _live_prefix(llm: Llama, window: Window, wanted: np.ndarray) -> int:
     n = common_prefix(llm.input_ids[: window.whole], wanted)
-    if n < llm.n_tokens and not _has_window(llm, n):
-        return 0
-    if exact_only and n and not _recent_rows_are_hot(llm, n):
-        return 0
-    return n
+    return n if n == llm.n_tokens or _has_window(llm, n) else 0
 
 
 def _has_window(llm: Llama, n: int) -> bool:
@@ -102,17 +101,3 @@ def _cut(llm: Llama, n: int) -> int:
         n = 0
     llm.n_tokens = n
     return n
-
-
-def _recent_rows_are_hot(llm: Llama, n: int) -> bool:
-    """Whether the token at position n would find its recent rows in F16, as it does in a cache never cut."""
-    config = llm.kv.config
-    if not isinstance(config, MixedKVConfig) or not config.quantization_threshold:
-        return True
-    late = max(0, n + 1 - config.quantization_threshold)
-    begin = -(-late // config.group_size) * config.group_size
-    layers = [layer.il for layer in llm.kv.stats(by_layer=True).layers or () if layer.mixed]
-    if begin >= n or not layers:
-        return True
-    hot = llm.kv.layer(layers[0]).hot(0, begin, n)
-    return len(hot) == n - begin and bool(hot.all())

@@ -27,6 +27,7 @@ class Turn:
         llm: the model.
         window: its sequence 0.
         reuse: leaves in the sequence what need not be evaluated of a prompt.
+        keep: called when the first token of an answer is out and the cache still ends with the prompt.
         begin: when the answer was asked for, of time.perf_counter.
     """
 
@@ -35,11 +36,17 @@ class Turn:
     _create_completion = llama_cpp.Llama._create_completion
 
     def __init__(
-        self, llm: Llama, window: Window, reuse: Callable[[Sequence[int]], Reuse], begin: float
+        self,
+        llm: Llama,
+        window: Window,
+        reuse: Callable[[Sequence[int]], Reuse],
+        keep: Callable[[], None],
+        begin: float,
     ) -> None:
         self._llm = llm
         self._window = window
         self._reuse = reuse
+        self._keep = keep
         self._begin = begin
         self.reused: Reuse | None = None
         self.n_prompt = self.n_evaluated = self.n_generated = 0
@@ -69,6 +76,7 @@ class Turn:
         llm = self._llm
         llm._sampler = llm._init_sampler(**sampling)
         self._evaluate(list(tokens))
+        first = True
         while True:
             token = llm._sampler.sample(llm._ctx, -1)
             if not self.seconds_to_first_token:
@@ -77,6 +85,9 @@ class Turn:
                 return
             self.n_generated += not llama_cpp.llama_vocab_is_eog(llm._model.vocab, token)
             yield token
+            if first:
+                self._keep()
+            first = False
             self._window.eval([token])
 
     def _evaluate(self, tokens: list[int]) -> None:

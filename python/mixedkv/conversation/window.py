@@ -59,6 +59,7 @@ def drop_tokens(llm: Llama, seq: int, begin: int, end: int) -> None:
     llm._ctx.kv_cache_seq_rm(seq, begin, end)
     llm._ctx.kv_cache_seq_shift(seq, end, -1, begin - end)
     if seq == 0:
+        llm.kv.limit_exact(begin)
         n = llm.n_tokens - (end - begin)
         llm.input_ids[begin:n] = llm.input_ids[end : llm.n_tokens].copy()
         llm.n_tokens = n
@@ -72,8 +73,17 @@ class _Shifted:
     dropped: int
 
 
+@dataclass
+class _Claim:
+    """Whose sequence 0 is, and what was left in it; None while an answer is being made."""
+
+    owner: bytes
+    tokens: np.ndarray | None = None
+
+
 # By `Llama`, not by window: whoever uses one next must know what its sequence is.
 _shifted: WeakKeyDictionary[Llama, _Shifted] = WeakKeyDictionary()
+_claims: WeakKeyDictionary[Llama, _Claim] = WeakKeyDictionary()
 
 
 class Window:
@@ -91,6 +101,7 @@ class Window:
         self._llm = llm
         self.sinks = sinks
         self._before_first = before_first
+        self._claim: _Claim | None = None
         self.size = min(llm.kv.stats().n_ctx, len(llm.input_ids))
 
     @property
@@ -110,6 +121,32 @@ class Window:
         state = _shifted.get(self._llm)
         return min(state.kept, self._llm.n_tokens) if state else self._llm.n_tokens
 
+    def claim(self, owner: bytes) -> None:
+        """Go on from what was left for this owner; what anyone else has evaluated since is dropped."""
+        last = _claims.get(self._llm)
+        self._claim = _claims[self._llm] = _Claim(owner)
+        if last is None or last.tokens is None or last.owner != owner:
+            untouched = False
+        else:
+            untouched = np.array_equal(last.tokens, self._held())
+        if not untouched:
+            self._llm._ctx.kv_cache_seq_rm(0, -1, -1)
+            self._llm.n_tokens = 0
+            self.begin()
+
+    @property
+    def mine(self) -> bool:
+        """Nobody has claimed the sequence after this window."""
+        return self._claim is not None and _claims.get(self._llm) is self._claim
+
+    def leave(self) -> None:
+        """Leave the sequence as it is to who claims it next as the same owner."""
+        if self._claim is not None:
+            self._claim.tokens = self._held().copy()
+
+    def _held(self) -> np.ndarray:
+        return self._llm.input_ids[: self._llm.n_tokens]
+
     def begin(self, dropped: int = 0) -> None:
         """The sequence is a plain one again, or of a prompt without `dropped` tokens behind the sinks."""
         _shifted.pop(self._llm, None)
@@ -121,14 +158,22 @@ class Window:
         state = _shifted.get(self._llm)
         if state is None or state.kept != self.sinks:
             return 0
-        held, wanted = self._llm.input_ids[: self._llm.n_tokens], np.asarray(tokens, np.intc)
+        held, wanted = self._held(), np.asarray(tokens, np.intc)
         if not np.array_equal(held[: state.kept], wanted[: state.kept]):
             return 0
         n = common_prefix(held[state.kept :], wanted[state.kept + state.dropped :])
         return state.kept + state.dropped + n if n else 0
 
     def eval(self, tokens: Sequence[int]) -> None:
-        """Evaluate tokens behind those that are there, dropping older ones as needed."""
+        """Evaluate tokens behind those that are there, dropping older ones as needed.
+
+        Raises:
+            RuntimeError: someone else has claimed the sequence.
+        """
+        if not self.mine:
+            raise RuntimeError(
+                "another answer was begun on this Llama: read a stream to its end or close it before the next"
+            )
         done = 0
         while done < len(tokens):
             if self._llm.n_tokens == self.size:
