@@ -181,7 +181,17 @@ def test_a_key_file_of_another_user_is_refused(tmp_path: Path) -> None:
         key_from_file(path)()
 
 
-@pytest.mark.parametrize("content", [b"", b"short", bytes(31), bytes(33), b"zz" * 32, b"00" * 31])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"short",
+        bytes(31),
+        bytes(33),
+        b"zz" * 32,
+        b"00" * 31,
+    ],
+)
 def test_a_key_of_another_length_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "key"
     path.write_bytes(content)
@@ -190,6 +200,17 @@ def test_a_key_of_another_length_is_refused(tmp_path: Path, content: bytes) -> N
         key_from_file(path)()
     with pytest.raises(ValueError, match="does not hold 32 bytes"):
         KeyVault(lambda: content)
+
+
+@pytest.mark.parametrize("text", ["0f" * 16, "a pass phrase of 32 characters!!"])
+def test_a_text_of_32_letters_is_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """It would have half the bits, or fewer."""
+    (tmp_path / "key").write_text(text)
+    (tmp_path / "key").chmod(0o600)
+    monkeypatch.setenv("SOME_KEY", text)
+    for source in (key_from_file(tmp_path / "key"), key_from_environment("SOME_KEY")):
+        with pytest.raises(ValueError, match="does not hold 32 bytes"):
+            source()
 
 
 def test_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

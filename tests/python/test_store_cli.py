@@ -76,7 +76,7 @@ def test_gc(folder: Path) -> None:
 
 
 def test_an_encrypted_store(tmp_path: Path) -> None:
-    (tmp_path / "key").write_bytes(b"k" * 32)
+    (tmp_path / "key").write_text((b"k" * 32).hex())
     (tmp_path / "key").chmod(0o600)
     with KVStore(tmp_path / "kv", key=lambda: b"k" * 32) as store:
         store.put(WHO, make_block(TOKENS))

@@ -200,7 +200,14 @@ def test_a_file_that_is_something_else(tmp_path: Path) -> None:
     def make_unreadable(path: Path) -> None:
         path.symlink_to("/proc/self/mem")
 
-    for make in (make_folder, make_link, make_unreadable):
+    def make_pipe(path: Path) -> None:
+        os.mkfifo(path)
+
+    def make_sparse(path: Path) -> None:
+        with path.open("wb") as file:
+            file.truncate(1 << 39)
+
+    for make in (make_folder, make_link, make_unreadable, make_pipe, make_sparse):
         with fast_store(tmp_path / make.__name__) as store:
             entry = store.put(WHO, BLOCK)
             (path,) = tmp_path.rglob(f"{entry}.*")
@@ -261,6 +268,19 @@ def change_index(folder: Path, statement: str, *values: object, rows: int = 1) -
         ("p0", 5),
         ("p1", 2**40),
         ("p1", 49),
+        ("p0", "x"),
+        ("p1", -5),
+        ("nbytes", "x"),
+        ("nbytes", -1),
+        ("rows", "[[[[0,1e400]],[]]]"),
+        ("rows", "[[[[0,50.5]],[]]]"),
+        ("rows", b"[]"),
+        ("label", b"x"),
+        ("parent", 7),
+        ("used", "x"),
+        ("content", b"x"),
+        ("id", "../../x"),
+        ("id", b"x"),
     ],
 )
 def test_a_damaged_row(tmp_path: Path, key: bytes | None, column: str, value: object) -> None:
@@ -283,6 +303,43 @@ def test_rows_of_another_entry_are_not_believed(tmp_path: Path, key: bytes | Non
         if (match := store.find(WHO, tokens)) is not None:
             assert store.read(match) is None
             assert store.stats().misses["tokens"] == 1
+
+
+@pytest.mark.parametrize("key", [None, b"k" * 32])
+def test_a_row_moved_behind_other_tokens(tmp_path: Path, key: bytes | None) -> None:
+    """An entry is only used behind the tokens it was computed behind, whatever the index says."""
+    a, b, rest = (list(range(i, i + 64)) for i in (1000, 2000, 3000))
+    with fast_store(tmp_path, key) as store:
+        first, second = store.put(WHO, make_block(a)), store.put(WHO, make_block(b, seed=1))
+        entry = store.put(WHO, make_block(rest, 64), store.find(WHO, a))
+        change_index(tmp_path, "UPDATE entries SET parent = ? WHERE id = ?", second, entry)
+        copied = "INSERT INTO blocks SELECT hash, ? FROM blocks WHERE entry = ?"
+        change_index(tmp_path, copied, entry, second, rows=3)
+        match = store.find(WHO, [*b, *rest])
+        assert match is not None
+        assert [link.entry for link in match.links] == [second]
+        assert {entry.id for entry in store.entries()} == {first, second}
+
+
+@pytest.mark.parametrize("key", [None, b"k" * 32])
+def test_rows_that_an_entry_does_not_have(tmp_path: Path, key: bytes | None) -> None:
+    who = identity("mixed:threshold=32,group=16,sinks=0")
+    with fast_store(tmp_path, key) as store:
+        store.put(who, make_block(TOKENS, kind="q4_0", hot=[]))
+        change_index(tmp_path, "UPDATE entries SET rows = '[[[[0,50]],[[0,50]]]]'")
+        match = store.find(who, TOKENS, exact_only=True)
+        assert match is None or store.read(match) is None
+        assert store.stats().misses == {"damaged": 1}
+
+
+def test_a_folder_with_the_name_of_an_entry(tmp_path: Path) -> None:
+    with fast_store(tmp_path) as store:
+        entry = store.put(WHO, BLOCK)
+    (path,) = tmp_path.rglob(f"{entry}.*")
+    path.unlink()
+    path.mkdir()
+    with fast_store(tmp_path) as store:
+        assert store.entries() == []
 
 
 @pytest.mark.parametrize("content", [b"", b"no database", os.urandom(8192)], ids=["empty", "text", "random"])

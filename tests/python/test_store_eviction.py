@@ -112,6 +112,26 @@ def test_an_entry_larger_than_the_budget(tmp_path: Path, where: str) -> None:
         assert not list(tmp_path.rglob("*.safetensors"))
 
 
+@pytest.mark.parametrize("where", ["memory", "folder"])
+def test_a_chain_larger_than_the_budget(tmp_path: Path, where: str) -> None:
+    """A conversation that grows beyond it keeps its beginning; nothing else has to leave for the attempt."""
+    size = SIZE if where == "memory" else file_size(tmp_path)
+    folder = None if where == "memory" else tmp_path / "kv"
+    chain = list(range(1000, 1000 + 8 * N))
+    with KVStore(folder, max_ram_bytes=4 * size, max_kv_size_gb=4 * size / 1e9) as store:
+        with pytest.raises(ValueError, match="more than the budget"):
+            put_chain(store, WHO, chain, list(range(N, 8 * N + 1, N)))
+        match = store.find(WHO, chain)
+        assert match is not None
+        assert store.stats().n_entries == match.n_tokens // N == len(match.links) >= 3
+        assert store.stats().n_evicted == store.gc().n_evicted == 0
+        store.put(WHO, block(0))
+        store.put(WHO, block(1))
+        found = store.find(WHO, chain)
+        assert found is not None
+        assert store.read(found) is not None
+
+
 def test_memory_above_the_folder(tmp_path: Path) -> None:
     with KVStore(tmp_path / "kv", max_ram_bytes=2 * SIZE) as store:
         for i in range(4):

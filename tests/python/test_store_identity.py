@@ -14,8 +14,10 @@ import zoo
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.errors import InvalidModelFileError
+from mixedkv.model_file import file_stamp
 from mixedkv.store import Identity, KVStore
 from mixedkv.store.fingerprint import adapter_fingerprint, fingerprint
+from mixedkv.store.identity import _check_files
 
 N_TENSORS = 6
 
@@ -70,22 +72,23 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
     assert fingerprint(path) != first
 
 
-def test_every_part_of_a_split_model_counts(tmp_path: Path) -> None:
-    def write(folder: str, second: int) -> Path:
-        (tmp_path / folder).mkdir()
-        for no in range(2):
-            path = tmp_path / folder / f"m-{no + 1:05d}-of-00002.gguf"
-            writer = gguf.GGUFWriter(path, "llama")
-            writer.add_uint16("split.count", 2)
-            writer.add_uint16("split.no", no)
-            writer.add_tensor(f"t.{no}", np.full((4, 4), second if no else 7, np.float32))
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_tensors_to_file()
-            writer.close()
-        return tmp_path / folder / "m-00001-of-00002.gguf"
+def write_split(folder: Path, second: int) -> Path:
+    folder.mkdir(exist_ok=True)
+    for no in range(2):
+        path = folder / f"m-{no + 1:05d}-of-00002.gguf"
+        writer = gguf.GGUFWriter(path, "llama")
+        writer.add_uint16("split.count", 2)
+        writer.add_uint16("split.no", no)
+        writer.add_tensor(f"t.{no}", np.full((4, 4), second if no else 7, np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return folder / "m-00001-of-00002.gguf"
 
-    paths = [write("a", 1), write("b", 2), write("c", 1)]
+
+def test_every_part_of_a_split_model_counts(tmp_path: Path) -> None:
+    paths = [write_split(tmp_path / name, second) for name, second in (("a", 1), ("b", 2), ("c", 1))]
     digests = [fingerprint(path) for path in paths]
     assert digests[0] == digests[2] != digests[1]
 
@@ -212,3 +215,38 @@ def test_an_identity_that_cannot_be_computed_is_a_miss(
         assert (restored.n_tokens, restored.reason.partition(":")[0]) == (0, "identity")
         with pytest.raises(FileNotFoundError):
             Identity.of(llm)
+
+
+@pytest.mark.parametrize("which", ["model", "adapter"])
+def test_a_file_replaced_while_it_is_loaded(
+    zoo_path: Callable[[str], Path], tmp_path: Path, which: str
+) -> None:
+    """What was loaded is not what the file's name now stands for."""
+    lora = write_lora(tmp_path / "lora.gguf", zoo.SHAPES["llama-64"], 0)
+    path = tmp_path / "model.gguf"
+    path.write_bytes(zoo_path("llama-64").read_bytes())
+    with KVStore(None) as store, open_llama(path, lora_path=str(lora)) as llm:
+        llm.eval([5, 6, 7])
+        replaced = path if which == "model" else lora
+        (tmp_path / "new").write_bytes(replaced.read_bytes())
+        (tmp_path / "new").rename(replaced)
+        with pytest.raises(ValueError, match=f"{replaced.name} is not the file that was loaded"):
+            store.save(llm)
+        restored = store.restore(llm, [5, 6, 7])
+        assert (restored.n_tokens, restored.reason.partition(":")[0]) == (0, "identity")
+
+
+def test_a_part_of_a_split_model_replaced_while_it_is_loaded(tmp_path: Path) -> None:
+    class Loaded:
+        model_path = str(write_split(tmp_path, 1))
+        lora_path = _lora_stamp = None
+        _model_stamp = file_stamp(model_path)
+
+    loaded = Loaded()
+    _check_files(loaded)  # type: ignore[arg-type]
+    (part,) = tmp_path.glob("*-00002-of-*")
+    (tmp_path / "new").write_bytes(part.read_bytes())
+    (tmp_path / "new").rename(part)
+    with pytest.raises(ValueError, match="was replaced after it was loaded"):
+        _check_files(loaded)  # type: ignore[arg-type]
+    _check_files(Loaded())  # type: ignore[arg-type]

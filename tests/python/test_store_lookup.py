@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mixedkv.store import Identity, KVStore
+from mixedkv.store.index import Index
 from store_support import identity, make_block, put_chain, same
 
 TOKENS = list(range(500, 700))
@@ -79,6 +80,19 @@ def test_an_entry_may_build_on_a_part_of_another(store: KVStore) -> None:
     blocks = store.read(match) or []
     assert same(blocks[0], first.slice(0, 101))
     assert same(blocks[1], second)
+
+
+def test_where_blocks_come_from(tmp_path: Path) -> None:
+    with KVStore(tmp_path) as store:
+        put_chain(store, WHO, TOKENS, [40, 77])
+        match = store.find(WHO, TOKENS)
+        assert match is not None
+        assert (store.read_from(match) or ())[1] == "ram"
+    with KVStore(tmp_path) as store:
+        blocks, tier = store.read_from(match) or ([], "")
+        assert (len(blocks), tier) == (2, "disk")
+        store.remove(match.entry)
+        assert store.read_from(match) is None
 
 
 def test_nothing_is_stored_twice(store: KVStore) -> None:
@@ -248,3 +262,43 @@ def test_rows_that_are_missing_without_a_window_are_not_used(store: KVStore) -> 
     store.put(WHO, make_block(TOKENS[:60], window=list(range(44, 60))))
     assert store.find(WHO, TOKENS) is None
     assert store.stats().misses == {"window": 1}
+
+
+def test_a_better_block_takes_the_place_of_a_poor_one(store: KVStore) -> None:
+    """Of the same tokens with more F16 rows at its end; what builds on it, and its session, stay."""
+    poor = make_block(TOKENS[:100], kind="q4_0", hot=[])
+    whole = make_block(TOKENS[:100], kind="q4_0", hot=hot_at(100))
+    first = store.put(MIXED, poor, session="a")
+    parent = store.find(MIXED, TOKENS[:100])
+    child = store.put(MIXED, make_block(TOKENS[100:], 100, kind="q4_0", hot=hot_at(200)), parent)
+    assert store.find(MIXED, TOKENS[:100], exact_only=True) is None
+    second = store.put(MIXED, whole)
+    assert store.put(MIXED, poor) == store.put(MIXED, whole) == second != first
+    match = store.find(MIXED, TOKENS, exact_only=True)
+    assert match is not None
+    assert [link.entry for link in match.links] == [second, child]
+    assert same((store.read(match) or [])[0], whole)
+    assert len(store.entries()) == 2
+    assert store.remove(session="a") == 2
+
+
+# --- how much work it is ---
+
+
+def test_a_search_looks_at_some_of_many(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of thousands that branch off at one place, and once only at each: what they share is found."""
+    system = list(range(100))
+    store.put(WHO, make_block(system))
+    parent = store.find(WHO, system)
+    for i in range(400):
+        store.put(WHO, make_block([1000 + i, *range(100)], 100, n_layers=1), parent)
+    loaded: list[str] = []
+    get = Index.get
+    monkeypatch.setattr(Index, "get", lambda index, entry: loaded.append(entry) or get(index, entry))
+    match = store.find(WHO, [*system, 7, *range(500)])
+    assert match is not None
+    assert match.n_tokens == 100
+    assert 1 < len(loaded) == len(set(loaded)) <= 256
+    match = store.find(WHO, [*system, 1399, *range(100)])
+    assert match is not None
+    assert match.n_tokens == 201

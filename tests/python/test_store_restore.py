@@ -17,6 +17,7 @@ from mixedkv.bundled.corpus import make_recall
 from mixedkv.store import Identity, KVStore
 from store_child import continue_greedily, open_llama
 
+MIXED = "mixed:threshold=32,group=16,sinks=0"
 SETTINGS = ["f16", "q8_0", "q4_0", "mixed"]
 
 
@@ -209,6 +210,87 @@ def test_other_sequences(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="sequence 2"):
             store.save(llm, seq=2)
         assert store.save(llm, tokens, seq=2).n_stored == 0
+
+
+@pytest.mark.parametrize("seq", [-1, 1, 300, True, "0"])
+def test_a_sequence_that_the_context_does_not_have(seq: object) -> None:
+    with open_llama("f16") as llm, KVStore(None) as store:
+        llm.eval([5, 6, 7])
+        store.save(llm)
+        for call in (store.restore, store.save):
+            with pytest.raises(ValueError, match="use a number from 0 to 0"):
+                call(llm, [5, 6, 7], seq=seq)  # type: ignore[operator]
+        assert llm.kv.export(0).tokens.tolist() == [5, 6, 7]
+
+
+@pytest.mark.parametrize("kv", ["f16", MIXED])
+def test_only_exact_rows_are_stored(kv: str) -> None:
+    """Rows that were computed behind approximate ones are never found as if they were not."""
+    with open_llama(kv) as llm, KVStore(None) as store:
+        tokens, _ = task(llm, 5)
+        llm.eval(tokens)
+        llm.kv.limit_exact(50)
+        saved = store.save(llm)
+        assert (saved.n_tokens, saved.n_stored, saved.reason) == (50, 50, "")
+        assert store.restore(llm, tokens, exact_only=True).n_tokens == (50 if kv == "f16" else 0)
+        llm.reset()
+        llm.eval(tokens)
+        llm.kv.limit_exact(0)
+        for given in (None, tokens):
+            saved = store.save(llm, given)
+            assert (saved.entry, saved.n_tokens, saved.n_stored) == ("", 0, 0)
+            assert "none of the rows" in saved.reason
+
+
+def test_what_follows_an_inexact_restore_is_not_stored() -> None:
+    with open_llama(MIXED) as llm, KVStore(None) as store:
+        tokens, _ = task(llm, 5)
+        llm.eval(tokens)
+        store.save(llm)
+        n = len(tokens) // 2
+        other = [*tokens[:n], *range(300, 330)]
+        assert not store.restore(llm, other).exact
+        llm.eval(other[n:])
+        assert store.save(llm).n_stored == 0
+        llm.reset()
+        restored = store.restore(llm, other)
+        assert (restored.n_tokens, restored.exact) == (n, False)
+
+
+def test_an_exact_end_is_stored_over_an_inexact_one() -> None:
+    """A prefix of what is stored was computed again: what its window lacked is stored now, and only that."""
+    with open_llama(MIXED) as llm, KVStore(None) as store:
+        tokens, follow_up = task(llm, 5)
+        n = len(tokens) - 40
+        llm.eval(tokens)
+        store.save(llm)
+        assert store.save(llm, tokens[:n]).n_stored == 0  # its rows have left the window
+        llm.reset()
+        llm.eval(tokens[:n])
+        assert 0 < store.save(llm).n_stored <= 32
+        assert store.save(llm).n_stored == 0
+        wanted = continue_greedily(llm, follow_up)
+        restored = store.restore(llm, tokens[:n], exact_only=True)
+        assert (restored.n_tokens, restored.exact) == (n, True)
+        got = continue_greedily(llm, follow_up)
+        assert got[0] == wanted[0]
+        assert np.array_equal(got[1], wanted[1])
+
+
+def test_a_whole_window_is_stored_over_one_that_lacks_rows(zoo_path: Callable[[str], Path]) -> None:
+    tokens = [3 + i * 7 % 250 for i in range(900)]
+    options = {"kv": "f16", "n_ctx": 1024, "n_threads": 1, "n_batch": 16, "n_ubatch": 16, "swa_full": False}
+    with Llama(zoo_path("gemma2"), verbose=False, **options) as llm, KVStore(None) as store:
+        llm.eval(tokens)
+        first = store.save(llm, tokens[:660], session="a")
+        assert store.restore(llm, tokens[:660]).reason.startswith("window")
+        llm.reset()
+        llm.eval(tokens[:660])
+        again = store.save(llm)
+        assert again.n_stored == 660
+        assert store.restore(llm, tokens[:660]).n_tokens == 660
+        assert [entry.id for entry in store.entries()] == [again.entry] != [first.entry]
+        assert store.remove(session="a") == 1
 
 
 def test_saving_what_is_not_there(tmp_path: Path) -> None:

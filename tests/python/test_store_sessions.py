@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mixedkv.store import KVStore, check_session_id, check_tenant
+from store_child import open_llama
 from store_support import identity, make_block
 
 WHO = identity()
@@ -109,3 +110,33 @@ def test_a_session_is_nowhere_in_a_path(tmp_path: Path) -> None:
     with KVStore(tmp_path) as store:
         put(store, SYSTEM, "my-session")
         assert not any("my-session" in str(path) for path in tmp_path.rglob("*"))
+
+
+@pytest.mark.parametrize("stored_before", [True, False])
+def test_a_removed_session_does_not_come_back(tmp_path: Path, stored_before: bool) -> None:
+    """What was under way when it was removed, in another process too, leaves nothing."""
+    with KVStore(tmp_path) as store, KVStore(tmp_path) as other:
+        put(store, SYSTEM, None)
+        if stored_before:
+            put(store, CHAT_A, "a")
+        assert store.remove(session="a") == 2 * stored_before
+        n = len(store.entries())
+        for session_store in (store, other):
+            with pytest.raises(ValueError, match="session: it has been removed"):
+                put(session_store, CHAT_A, "a")
+            with pytest.raises(ValueError, match="session: it has been removed"):
+                put(session_store, SYSTEM, "a")
+        assert len(store.entries()) == n
+        assert all(entry.n_sessions == 0 for entry in store.entries())
+        put(store, CHAT_A, "b")
+        put(store, CHAT_A, "a", identity(tenant="someone else"))
+
+
+def test_saving_for_a_removed_session_says_so() -> None:
+    with open_llama("f16") as llm, KVStore(None) as store:
+        llm.eval(SYSTEM)
+        store.remove(session="a")
+        saved = store.save(llm, session="a")
+        assert (saved.entry, saved.n_stored) == ("", 0)
+        assert "session: it has been removed" in saved.reason
+        assert store.entries() == []

@@ -50,7 +50,7 @@ def from_text(text: str) -> list[GroupRows]:
     try:
         return [GroupRows(_checked(rows), _checked(hot)) for rows, hot in json.loads(text)]
     except (ValueError, TypeError, RecursionError) as error:
-        raise EntryError("index", f"the rows of an entry are not readable: {error}") from error
+        raise EntryError("damaged", f"the rows of an entry are not readable: {error}") from error
 
 
 def verdict(identity: Identity, chain: Sequence[tuple[list[GroupRows], int, int]], n: int) -> Verdict:
@@ -76,6 +76,18 @@ def verdict(identity: Identity, chain: Sequence[tuple[list[GroupRows], int, int]
     return "exact" if whole else "inexact"
 
 
+def window_begin(identity: Identity, n: int) -> int:
+    """From where on a block that ends at n needs F16 rows of its own, if what comes before has lost them."""
+    return min((begin for begin, _ in _hot_positions(identity, n)[1:]), default=n)
+
+
+def verdict_of_end(identity: Identity, groups: list[GroupRows], p0: int, p1: int) -> Verdict:
+    """What a block [p0, p1) is worth at its own end, if nothing is amiss before it."""
+    before = [GroupRows([(0, p0)], [(0, p0)])] * len(groups) if p0 else []
+    chain = [(before, 0, p0)] if p0 else []
+    return verdict(identity, [*chain, (groups, p0, p1)], p1)
+
+
 def _hot_positions(identity: Identity, n: int) -> Runs:
     """Positions that the query at n reads in F16, of a sequence that was never cut."""
     kv = identity.kv
@@ -97,9 +109,9 @@ def _runs(positions: npt.NDArray[np.int32]) -> Runs:
 def _checked(runs: object) -> Runs:
     if not isinstance(runs, list):
         raise TypeError("runs are no list")
-    pairs = [(int(begin), int(end)) for begin, end in runs]
-    if any(begin >= end for begin, end in pairs):
-        raise ValueError("a run is empty")
+    pairs = [(begin, end) for begin, end in runs]
+    if any(type(begin) is not int or type(end) is not int or begin >= end for begin, end in pairs):
+        raise ValueError("a run is no range of positions")
     return pairs
 
 

@@ -10,6 +10,7 @@ import fcntl
 import os
 import re
 import secrets
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -65,17 +66,23 @@ class DiskTier:
             EntryError: it is gone or cannot be read, also while the block reads.
         """
         try:
-            with open(self.path(name), "rb", buffering=0) as file:
-                yield file, os.fstat(file.fileno()).st_size  # type: ignore[misc]
+            # Who can write to the folder may have put something else there: a pipe must not be waited for.
+            fd = os.open(self.path(name), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+            with open(fd, "rb", buffering=0) as file:
+                info = os.fstat(fd)
+                if not stat.S_ISREG(info.st_mode):
+                    raise EntryError("damaged", "its file is no regular file")
+                yield file, info.st_size  # type: ignore[misc]
         except FileNotFoundError:
             raise EntryError("missing", "its file is gone") from None
         except OSError as error:
             raise EntryError("damaged", f"its file cannot be read: {error.strerror}") from error
 
     def remove(self, name: str) -> None:
-        """Remove a file; it may be gone already."""
-        with suppress(FileNotFoundError):
-            self.path(name).unlink()
+        """Remove a file; it may be gone already, and what is not of this store is left alone."""
+        if _NAME.fullmatch(name):
+            with suppress(FileNotFoundError, IsADirectoryError):
+                self.path(name).unlink()
 
     def sizes(self) -> dict[str, int]:
         """Size of every file that has its final name."""

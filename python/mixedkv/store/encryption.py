@@ -80,7 +80,7 @@ def parse_key_source(text: str) -> KeySource:
 
 
 def _parse_key(data: bytes, where: str) -> bytes:
-    if len(data) == _KEY_BYTES:
+    if len(data) == _KEY_BYTES and not re.fullmatch(rb"[\s -~]*", data):  # a text has fewer bits than 256
         return data
     text = data.strip()
     if re.fullmatch(rb"[0-9a-fA-F]{64}", text):

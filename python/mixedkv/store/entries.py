@@ -20,7 +20,7 @@ from mixedkv.store.disk import DiskTier, folder_lock, read_all
 from mixedkv.store.encryption import Vault, decrypt, encrypt, encrypted_size
 from mixedkv.store.errors import EntryError
 from mixedkv.store.identity import FORMAT_VERSION, Identity
-from mixedkv.store.index import EntryRow, Eviction, Index, ParentGoneError
+from mixedkv.store.index import EntryRow, Eviction, Index, ParentGoneError, SessionRemovedError
 from mixedkv.store.lookup import (
     BLOCK,
     Search,
@@ -35,10 +35,11 @@ from mixedkv.store.results import Collected, EntryInfo, Link, Match, Tier, Verif
 from mixedkv.store.safetensors_format import decode, encode
 
 _LOG = logging.getLogger("mixedkv.store")
+_FORGET_SECONDS = 0.5  # that a removal waits for those who read the index
 
 
 class TooLargeError(ValueError):
-    """An entry is larger than the whole budget."""
+    """An entry, with what it builds on, is larger than the whole budget."""
 
 
 def store_root(folder: str | Path) -> Path:
@@ -64,6 +65,7 @@ class Entries:
         self.counts: Counter[str] = Counter()
         self._lock = RLock()
         self._used: dict[str, float] = {}
+        self.unerased = False
         if root is not None:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)  # what is in it can be read back as text
         self._disk = DiskTier(root / "entries") if root else None
@@ -73,6 +75,7 @@ class Entries:
     def close(self) -> None:
         with self._lock, suppress(sqlite3.Error):
             self._note_used()
+            self._forget()
             self._index.close()
 
     # --- reading ---
@@ -80,7 +83,7 @@ class Entries:
     def find(self, identity: Identity, tokens: Tokens, exact_only: bool) -> tuple[Match | None, str]:
         """The longest match, or None and the reason."""
         try:
-            with self._lock:
+            with self._lock, self._index.snapshot():
                 search = Search(self._index, self._vault, identity, tokens)
                 match = search.find(exact_only)
             for entry, error in search.broken.items():
@@ -124,36 +127,43 @@ class Entries:
         if row.key_id != self._vault.key_id:
             raise EntryError("key", "it is encrypted with another master key, or with none")
         with self._disk.open(_file_name(row)) as (file, size):
+            if size != row.nbytes:
+                raise EntryError("damaged", f"its file has {size} bytes, not {row.nbytes}")
             if row.key_id:
                 key = self._vault.open_key(row.key, key_context(row.identity, row.id))
                 data = decrypt(key, file, size, _file_context(row.identity, row.id))
             else:
                 data = read_all(file, size)
         block = decode(data, identity=row.identity, entry=row.id, trusted=bool(row.key_id))
+        if coverage.to_text(coverage.of_block(block)) != row.rows:
+            raise EntryError("damaged", "its file has other rows than the index says")
         with self._lock:
             self.counts["bytes_read"] += size
         return block
 
     # --- writing ---
 
-    def write(self, identity: Identity, block: KVBlock, parent: Match | None) -> str:
-        """The id of the entry for a block, which is stored unless it is there already.
+    def write(
+        self, identity: Identity, block: KVBlock, parent: Match | None, session: bytes | None
+    ) -> tuple[str, bool]:
+        """The id of the entry for a block, and whether it was stored: not if one as good is there already.
 
         Raises:
             TooLargeError: it does not fit the budget.
             ParentGoneError: its parent has been removed.
+            SessionRemovedError: its session has been removed.
             OSError: it cannot be written.
         """
         before = parent.tokens if parent else np.empty(0, np.int32)
-        tokens = np.concatenate([before, block.tokens])
-        hashes = block_hashes(self._vault, identity, tokens)
-        content = content_hash(self._vault, hashes, tokens, block.p0)
+        hashes = block_hashes(self._vault, identity, np.concatenate([before, block.tokens]))
+        content = content_hash(self._vault, hashes, before, block.tokens)
+        if session is not None:
+            self.add_to_session(session, [link.entry for link in parent.links] if parent else [])
         try:
             with self._lock:
                 row = self._index.by_content(content)
-            if row is None:
-                parent_id = parent.links[-1].entry if parent else None
-                return self._write(identity, block, parent_id, content, hashes[block.p0 // BLOCK :])
+            if row is None or _is_better(identity, block, row):
+                return self._write(identity, block, parent, session, row, content, hashes), True
         except sqlite3.IntegrityError:  # another thread or process has just stored the same
             with self._lock:
                 row = self._index.by_content(content)
@@ -161,56 +171,85 @@ class Entries:
                 raise OSError("the index changes faster than it can be read") from None
         except sqlite3.Error as error:
             raise OSError(f"the index cannot be written: {error}") from error
+        if session is not None:
+            self.add_to_session(session, [row.id])
         self._use([row.id])
-        return row.id
+        return row.id, False
 
     def _write(
-        self, identity: Identity, block: KVBlock, parent: str | None, content: bytes, hashes: list[bytes]
+        self,
+        identity: Identity,
+        block: KVBlock,
+        parent: Match | None,
+        session: bytes | None,
+        replaced: EntryRow | None,
+        content: bytes,
+        hashes: list[bytes],
     ) -> str:
         entry, key_id = secrets.token_hex(16), self._vault.key_id
         key, wrapped = self._vault.new_key(key_context(identity.digest, entry))
-        tokens = block.tokens.astype("<i4").tobytes()
+        rows = coverage.to_text(coverage.of_block(block))
+        sealed = token_context(identity.digest, entry, content, rows)
         pieces = encode(block, identity=identity.digest, entry=entry)
         size = sum(map(len, pieces))
         if self._disk is None:
             size = block.nbytes
         elif key_id:
             size = encrypted_size(size)
-        if size > self.max_bytes:
-            raise TooLargeError(f"{size} bytes are more than the budget of {self.max_bytes}")
+        self._check_budget(size, parent)
         row = EntryRow(
             id=entry,
             content=content,
             identity=identity.digest,
             label=identity.label,
-            parent=parent,
+            parent=parent.entry if parent else None,
             p0=block.p0,
             p1=block.p1,
-            tokens=self._vault.seal(key, tokens, token_context(identity.digest, entry)),
-            rows=coverage.to_text(coverage.of_block(block)),
+            tokens=self._vault.seal(key, block.tokens.astype("<i4").tobytes(), sealed),
+            rows=rows,
             nbytes=size,
             key_id=key_id,
             key=wrapped,
             created=(now := time.time()),
             used=now,
         )
+        listed = hashes[block.p0 // BLOCK :]
+        old = replaced.id if replaced else None
         if self._disk is None:
-            self._insert(row, hashes)
+            self._insert(row, listed, old, session)
         else:
             data = encrypt(key, pieces, _file_context(identity.digest, entry)) if key_id else pieces
             with self._disk.publish(_file_name(row), data):
-                self._insert(row, hashes)
+                self._insert(row, listed, old, session)
             with self._lock:
                 self.counts["bytes_written"] += size
         self.ram.put(entry, block)
         return entry
 
-    def _insert(self, row: EntryRow, hashes: list[bytes]) -> None:
+    def _check_budget(self, size: int, parent: Match | None) -> None:
+        """An entry and what it builds on must fit together: none of them can leave before the others."""
+        with self._lock:
+            n_bytes = size + (self._index.chain_bytes(parent.entry) if parent else 0)
+        if n_bytes > self.max_bytes:
+            raise TooLargeError(f"{n_bytes} bytes are more than the budget of {self.max_bytes}")
+
+    def _insert(
+        self, row: EntryRow, hashes: list[bytes], replaced: str | None, session: bytes | None
+    ) -> None:
         with self._lock:
             self._note_used()
-            evicted = self._index.insert(row, hashes, max_bytes=self.max_bytes, eviction=self._eviction)
+            evicted = self._index.insert(
+                row,
+                hashes,
+                max_bytes=self.max_bytes,
+                eviction=self._eviction,
+                replaced=replaced,
+                session=session,
+            )
             self.counts["evicted"] += len(evicted)
-        self._remove_files(evicted)
+            if self.unerased:
+                self.unerased = not self._index.forget()
+        self._remove_files([replaced, *evicted] if replaced else evicted)
 
     def add_to_session(self, session: bytes, entries: Iterable[str]) -> None:
         with self._lock, _as_os_error():
@@ -229,9 +268,22 @@ class Entries:
     def _remove_from(self, remove: Callable[[Index], list[str]]) -> int:
         with self._lock, _as_os_error():
             removed = remove(self._index)
-            self._index.forget()
         self._remove_files(removed)
+        with _as_os_error():
+            self._forget(_FORGET_SECONDS)
         return len(removed)
+
+    def _forget(self, seconds: float = 0.0) -> None:
+        """Who reads the index keeps what was removed in its log; it is tried again with the next change."""
+        until = time.monotonic() + seconds
+        while True:
+            with self._lock:
+                self.unerased = not self._index.forget()
+            if not self.unerased or time.monotonic() >= until:
+                break
+            time.sleep(0.02)
+        if self.unerased:
+            _LOG.warning("another program reads the index: keys of removed entries are erased later")
 
     def _remove_broken(self, entry: str, error: EntryError) -> None:
         """An entry that failed to be read goes, so that it can be stored again."""
@@ -249,7 +301,7 @@ class Entries:
             self.ram.remove(entry)
             if self._disk is not None:
                 for suffix in _SUFFIXES.values():
-                    self._disk.remove(entry + suffix)
+                    self._disk.remove(f"{entry}{suffix}")
 
     # --- looking after it ---
 
@@ -309,9 +361,10 @@ class Entries:
             self._tidied = (0, 0, 0)
             evicted = self._index.evict(self.max_bytes, self._eviction)
             self.counts["evicted"] += len(evicted)
-            self._index.forget()
             self.ram.keep_only(self._index.ids())
         self._remove_files(evicted)
+        with _as_os_error():
+            self._forget(_FORGET_SECONDS)
         return Collected(
             n_unfinished=unfinished, n_orphans=orphans, n_missing=missing, n_evicted=len(evicted)
         )
@@ -336,6 +389,7 @@ class Entries:
         index = Index(path)
         try:
             self._tidied = self._tidy(index)
+            self.unerased = not index.forget()
         except BaseException:
             index.close()
             raise
@@ -374,6 +428,20 @@ def _as_os_error() -> Iterator[None]:
         raise OSError(f"the index cannot be used: {error}") from error
 
 
+def _is_better(identity: Identity, block: KVBlock, row: EntryRow) -> bool:
+    """Whether a block can be continued from its end more exactly than the same tokens that are stored."""
+    try:
+        stored = coverage.from_text(row.rows)
+    except EntryError:
+        return True
+    new, old = (
+        _WORTH.index(coverage.verdict_of_end(identity, groups, block.p0, block.p1))
+        for groups in (coverage.of_block(block), stored)
+    )
+    return new > old
+
+
+_WORTH = ("unusable", "inexact", "exact")
 _SUFFIXES = {False: ".safetensors", True: ".safetensors.enc"}
 
 
@@ -393,4 +461,4 @@ def _check_tokens(block: KVBlock, link: Link, match: Match) -> None:
         raise EntryError("tokens", "its file has other tokens")
 
 
-__all__ = ["Entries", "ParentGoneError", "TooLargeError", "store_root"]
+__all__ = ["Entries", "ParentGoneError", "SessionRemovedError", "TooLargeError", "store_root"]

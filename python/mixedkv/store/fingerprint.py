@@ -57,9 +57,13 @@ def fingerprint(path: str | os.PathLike[str], *, full_hash: bool = False) -> str
         InvalidModelFileError: a part is no GGUF file, or is not there.
         OSError: a file cannot be read.
     """
+    return _combined(tuple(_of_file(part, full_hash) for part in model_parts(path)))
+
+
+def model_parts(path: str | os.PathLike[str]) -> tuple[FileKey, ...]:
+    """All files of a model."""
     key = FileKey.of(path)
-    parts = (key, *(FileKey.of(part) for part in _other_parts(_header(key))))
-    return _combined(tuple(_of_file(part, full_hash) for part in parts))
+    return key, *(FileKey.of(part) for part in _other_parts(_header(key)))
 
 
 def adapter_fingerprint(path: str | os.PathLike[str], *, full_hash: bool = False) -> str:

@@ -8,17 +8,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from mixedkv import _core
 from mixedkv.config import KVSetting, parse_kv
-from mixedkv.model_file import ModelFile
-from mixedkv.store.fingerprint import adapter_fingerprint, fingerprint, model_header
+from mixedkv.model_file import ModelFile, file_stamp
+from mixedkv.store.fingerprint import FileKey, adapter_fingerprint, fingerprint, model_header, model_parts
 from mixedkv.store.names import check_tenant
 
 if TYPE_CHECKING:
     from mixedkv.llama import Llama
 
 FORMAT_VERSION = 1
+_PARTS: WeakKeyDictionary[Llama, tuple[FileKey, ...]] = WeakKeyDictionary()  # as they were at first
 _ROPE = (
     "rope_scaling_type",
     "rope_freq_base",
@@ -63,7 +65,7 @@ class Identity:
 
         Raises:
             OSError: the model or adapter file cannot be read.
-            ValueError: the tenant's name is refused.
+            ValueError: the tenant's name is refused, or a file is not the one that was loaded.
         """
         file = model_header(llm.model_path)
         facts = {
@@ -77,6 +79,7 @@ class Identity:
             "sliding_window": _whole(file.get("attention.sliding_window", 0)),
             "extra": extra,
         }
+        _check_files(llm)
         return cls.from_facts(facts, tenant=tenant, label=f"{Path(llm.model_path).name} {facts['kv']}")
 
     @classmethod
@@ -119,6 +122,17 @@ def _adapters(llm: Llama, full_hash: bool) -> list[list[Any]]:
     if not llm.lora_path:
         return []
     return [[adapter_fingerprint(llm.lora_path, full_hash=full_hash), float(llm.lora_scale)]]
+
+
+def _check_files(llm: Llama) -> None:
+    """After they were read, so that what was hashed is what is checked here."""
+    parts = model_parts(llm.model_path)
+    stamps = [(llm.model_path, llm._model_stamp), (llm.lora_path, llm._lora_stamp)]
+    for path, stamp in stamps:
+        if stamp is not None and file_stamp(path) != stamp:
+            raise ValueError(f"{path} is not the file that was loaded: it was replaced; make the Llama again")
+    if _PARTS.setdefault(llm, parts) != parts:
+        raise ValueError(f"a part of {llm.model_path} was replaced after it was loaded; make the Llama again")
 
 
 def _whole(value: Any) -> int:

@@ -2,11 +2,15 @@
 
 An entry is a token range with a parent entry that covers what comes before it. It is listed under the chained
 hash of every block of tokens that it reaches into, see `KVStore.find`.
+
+Who can write to the folder can put anything into the database: a row that no writer wrote counts as none.
 """
 
 from __future__ import annotations
 
+import re
 import sqlite3
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -36,11 +40,12 @@ CREATE INDEX IF NOT EXISTS entries_identity ON entries (identity, key_id);
 CREATE INDEX IF NOT EXISTS entries_parent ON entries (parent);
 CREATE INDEX IF NOT EXISTS entries_used ON entries (used);
 CREATE INDEX IF NOT EXISTS entries_created ON entries (created);
+CREATE INDEX IF NOT EXISTS entries_nbytes ON entries (nbytes);
 CREATE TABLE IF NOT EXISTS blocks (
     hash BLOB NOT NULL,
-    entry TEXT NOT NULL REFERENCES entries (id) ON DELETE CASCADE,
-    PRIMARY KEY (hash, entry)
-) WITHOUT ROWID;
+    entry TEXT NOT NULL REFERENCES entries (id) ON DELETE CASCADE
+);
+CREATE INDEX IF NOT EXISTS blocks_hash ON blocks (hash);
 CREATE INDEX IF NOT EXISTS blocks_entry ON blocks (entry);
 CREATE TABLE IF NOT EXISTS sessions (
     session BLOB NOT NULL,
@@ -48,6 +53,10 @@ CREATE TABLE IF NOT EXISTS sessions (
     PRIMARY KEY (session, entry)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS sessions_entry ON sessions (entry);
+CREATE TABLE IF NOT EXISTS removed_sessions (
+    session BLOB PRIMARY KEY,
+    removed REAL NOT NULL
+) WITHOUT ROWID;
 """
 _TREE = """
 WITH RECURSIVE tree (id) AS (
@@ -55,9 +64,18 @@ WITH RECURSIVE tree (id) AS (
     UNION SELECT entries.id FROM entries JOIN tree ON entries.parent = tree.id
 ) SELECT id FROM tree
 """
+_CHAIN = """
+WITH RECURSIVE chain (id, parent, nbytes) AS (
+    SELECT id, parent, nbytes FROM entries WHERE id = ?
+    UNION SELECT up.id, up.parent, up.nbytes FROM entries AS up JOIN chain ON up.id = chain.parent
+) SELECT COALESCE(SUM(CAST(nbytes AS INTEGER)), 0) FROM chain
+"""
 _ORDER = {"lru": "used, created", "oldest": "created"}
 _VARIABLES = 500  # in one statement; SQLite's limit was 999 once
 _BUSY_SECONDS = 30.0
+_REMOVED_SECONDS = 30 * 86400.0  # longer than what is under way when a session is removed
+_ID = re.compile(r"[0-9a-f]{32}")
+_POSITION_MAX = 2**31
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,10 +109,15 @@ class EntryRow:
 
 _FIELDS = tuple(field.name for field in fields(EntryRow))
 _COLUMNS = ", ".join(f"entries.{name}" for name in _FIELDS)
+_TYPES = (str, bytes, bytes, str, (str, type(None)), int, int, bytes, str, int, str, bytes, float, float)
 
 
 class ParentGoneError(LookupError):
     """The parent of a new entry has been removed meanwhile."""
+
+
+class SessionRemovedError(ValueError):
+    """A session that was removed gets no new entries."""
 
 
 class Index:
@@ -126,6 +149,15 @@ class Index:
 
     # --- reading ---
 
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """What others change meanwhile is not seen within."""
+        self._db.execute("BEGIN")
+        try:
+            yield
+        finally:
+            self._db.execute("ROLLBACK")
+
     def get(self, entry: str) -> EntryRow | None:
         return next(self._rows("FROM entries WHERE id = ?", entry), None)
 
@@ -145,19 +177,18 @@ class Index:
         found: set[bytes] = set()
         for begin in range(0, len(hashes), _VARIABLES):
             some = hashes[begin : begin + _VARIABLES]
-            marks = ",".join("?" * len(some))
-            found.update(
-                row[0] for row in self._db.execute(f"SELECT hash FROM blocks WHERE hash IN ({marks})", some)
+            query = (
+                f"WITH wanted (hash) AS (VALUES {','.join(['(?)'] * len(some))}) SELECT hash FROM wanted "
+                "WHERE EXISTS (SELECT 1 FROM blocks WHERE blocks.hash = wanted.hash)"
             )
+            found.update(row[0] for row in self._db.execute(query, some))
         return found
 
-    def candidates(self, block_hash: bytes, limit: int) -> list[EntryRow]:
-        """Entries listed under a hash, last used first."""
-        query = (
-            "FROM blocks JOIN entries ON entries.id = blocks.entry WHERE blocks.hash = ? "
-            "ORDER BY entries.used DESC LIMIT ?"
-        )
-        return list(self._rows(query, block_hash, limit))
+    def candidates(self, block_hash: bytes, limit: int) -> list[str]:
+        """Ids listed under a hash: the newest, and the oldest, which others build on; `limit` of each."""
+        query = "SELECT entry FROM blocks WHERE hash = ? ORDER BY rowid {} LIMIT ?"
+        found = [self._db.execute(query.format(order), (block_hash, limit)) for order in ("DESC", "ASC")]
+        return list(dict.fromkeys(entry for rows in found for (entry,) in rows))
 
     def has_other_key(self, identity: bytes, key_id: str) -> bool:
         """Whether entries of this identity are there that are encrypted with another key, or with none."""
@@ -166,8 +197,13 @@ class Index:
 
     def totals(self) -> tuple[int, int]:
         """Entries and bytes of their files."""
-        count, n_bytes = self._db.execute("SELECT COUNT(*), COALESCE(SUM(nbytes), 0) FROM entries").fetchone()
+        query = "SELECT COUNT(*), COALESCE(SUM(CAST(nbytes AS INTEGER)), 0) FROM entries"
+        count, n_bytes = self._db.execute(query).fetchone()
         return count, n_bytes
+
+    def chain_bytes(self, entry: str) -> int:
+        """Bytes of the files of an entry and of all it builds on."""
+        return self._db.execute(_CHAIN, (entry,)).fetchone()[0]
 
     def sessions(self) -> dict[str, int]:
         """Number of sessions each entry belongs to, without those that belong to none."""
@@ -176,23 +212,43 @@ class Index:
     # --- writing ---
 
     def insert(
-        self, row: EntryRow, hashes: Iterable[bytes], *, max_bytes: int, eviction: Eviction
+        self,
+        row: EntryRow,
+        hashes: Iterable[bytes],
+        *,
+        max_bytes: int,
+        eviction: Eviction,
+        replaced: str | None = None,
+        session: bytes | None = None,
     ) -> list[str]:
         """Add an entry and make room for it; the ids of what was evicted.
 
+        Args:
+            replaced: an entry of the same content that goes; the new one takes its place.
+            session: the session that the entry belongs to.
+
         Raises:
             ParentGoneError: its parent is not there any more.
+            SessionRemovedError: the session has been removed.
             sqlite3.IntegrityError: an entry with this content is there.
         """
         with self._transaction():
             if row.parent is not None and self.get(row.parent) is None:
                 raise ParentGoneError(f"entry {row.parent} has been removed")
+            sessions = {session} if session is not None else set()
+            if replaced is not None:
+                members = self._db.execute("SELECT session FROM sessions WHERE entry = ?", (replaced,))
+                sessions |= {member for (member,) in members}
+                self._delete([replaced])
+                self._db.execute("UPDATE entries SET parent = ? WHERE parent = ?", (row.id, replaced))
             marks = ",".join("?" * len(_FIELDS))
             self._db.execute(
                 f"INSERT INTO entries ({', '.join(_FIELDS)}) VALUES ({marks})",
                 [getattr(row, name) for name in _FIELDS],
             )
-            self._db.executemany("INSERT OR IGNORE INTO blocks VALUES (?, ?)", [(h, row.id) for h in hashes])
+            self._db.executemany("INSERT INTO blocks VALUES (?, ?)", [(h, row.id) for h in hashes])
+            for member in sessions:
+                self._join(member, [row.id])
             return self._evict(max_bytes, eviction, keep=row.id)
 
     def evict(self, max_bytes: int, eviction: Eviction) -> list[str]:
@@ -206,7 +262,7 @@ class Index:
         _, n_bytes = self.totals()
         while n_bytes > max_bytes:
             leaf = self._db.execute(
-                "SELECT id, nbytes FROM entries AS leaf WHERE id != ? AND NOT EXISTS "
+                "SELECT id, CAST(nbytes AS INTEGER) FROM entries AS leaf WHERE id != ? AND NOT EXISTS "
                 "(SELECT 1 FROM entries AS child WHERE child.parent = leaf.id) "
                 f"ORDER BY {_ORDER[eviction]} LIMIT 1",
                 (keep,),
@@ -231,16 +287,20 @@ class Index:
                 "(SELECT 1 FROM sessions AS other WHERE other.entry = sessions.entry AND other.session != ?)"
             )
             own = [entry for (entry,) in self._db.execute(query, (session, session))]
+            now = time.time()
             self._db.execute("DELETE FROM sessions WHERE session = ?", (session,))
+            self._db.execute("DELETE FROM removed_sessions WHERE removed < ?", (now - _REMOVED_SECONDS,))
+            self._db.execute("INSERT OR REPLACE INTO removed_sessions VALUES (?, ?)", (session, now))
             return [gone for entry in own for gone in self._remove_tree(entry)]
 
     def add_to_session(self, session: bytes, entries: Iterable[str]) -> None:
-        """Let entries belong to a session; those that are not there any more are passed over."""
+        """Let entries belong to a session; those that are not there any more are passed over.
+
+        Raises:
+            SessionRemovedError: the session has been removed.
+        """
         with self._transaction():
-            self._db.executemany(
-                "INSERT OR IGNORE INTO sessions SELECT ?, id FROM entries WHERE id = ?",
-                [(session, entry) for entry in entries],
-            )
+            self._join(session, entries)
 
     def touch(self, used: dict[str, float]) -> None:
         """Note when entries were used last."""
@@ -251,10 +311,28 @@ class Index:
                     [(when, entry) for entry, when in used.items()],
                 )
 
-    def forget(self) -> None:
-        """Move the write-ahead log into the database, so that what was removed is in neither."""
-        if self._path:
-            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    def forget(self) -> bool:
+        """Move the write-ahead log into the database, so that what was removed is in neither.
+
+        False if someone reads the database just now: nothing waits for them.
+        """
+        if not self._path:
+            return True
+        self._db.execute("PRAGMA busy_timeout = 0")
+        try:
+            busy, _, _ = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        finally:
+            self._db.execute(f"PRAGMA busy_timeout = {int(1000 * _BUSY_SECONDS)}")
+        return not busy
+
+    def _join(self, session: bytes, entries: Iterable[str]) -> None:
+        query = "SELECT 1 FROM removed_sessions WHERE session = ?"
+        if self._db.execute(query, (session,)).fetchone() is not None:
+            raise SessionRemovedError("session: it has been removed; use another id")
+        self._db.executemany(
+            "INSERT OR IGNORE INTO sessions SELECT ?, id FROM entries WHERE id = ?",
+            [(session, entry) for entry in entries],
+        )
 
     def _remove_tree(self, entry: str) -> list[str]:
         tree = [found for (found,) in self._db.execute(_TREE, (entry,))]
@@ -266,7 +344,9 @@ class Index:
 
     def _rows(self, rest: str, *values: object) -> Iterator[EntryRow]:
         for row in self._db.execute(f"SELECT {_COLUMNS} {rest}", values):
-            yield EntryRow(**dict(zip(_FIELDS, row, strict=True)))
+            entry = EntryRow(**dict(zip(_FIELDS, row, strict=True)))
+            if all(map(isinstance, row, _TYPES)) and _is_sound(entry):
+                yield entry
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -277,3 +357,7 @@ class Index:
             self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
+
+
+def _is_sound(row: EntryRow) -> bool:
+    return bool(_ID.fullmatch(row.id)) and 0 <= row.p0 < row.p1 <= _POSITION_MAX and row.nbytes >= 0

@@ -21,7 +21,8 @@ from mixedkv.store.index import EntryRow, Index
 from mixedkv.store.results import Link, Match
 
 BLOCK = 32
-_MAX_CANDIDATES = 1024  # at one boundary, last used first; beyond them at most 31 tokens can be missed
+_MAX_CANDIDATES = 128  # at one boundary, of the newest and of the oldest; beyond them 31 tokens can be missed
+_MAX_TRIED = 1024  # in one search
 
 Tokens = npt.NDArray[np.int32]
 
@@ -43,21 +44,34 @@ def as_tokens(tokens: npt.ArrayLike) -> Tokens:
 
 def block_hashes(vault: Vault, identity: Identity, tokens: Tokens) -> list[bytes]:
     """The hash at each boundary, from 0 up to the last whole block."""
+    return _extend(vault, [vault.digest(b"identity" + identity.digest)[:16]], tokens)
+
+
+def content_hash(vault: Vault, hashes: list[bytes], before: Tokens, tokens: Tokens) -> bytes:
+    """The same for two entries of the same identity, tokens and range only.
+
+    Args:
+        hashes: of `before`, from 0 to its last whole block at least.
+        before: all tokens before the entry's.
+        tokens: the entry's own.
+    """
+    p0 = len(before)
+    rest = np.concatenate([before[p0 // BLOCK * BLOCK :], tokens])
+    last = _extend(vault, [hashes[p0 // BLOCK]], rest)[-1]
+    tail = rest[len(rest) // BLOCK * BLOCK :].astype("<i4").tobytes()
+    return vault.digest(b"content" + last + p0.to_bytes(8, "little") + tail)[:16]
+
+
+def _extend(vault: Vault, hashes: list[bytes], tokens: Tokens) -> list[bytes]:
     data = tokens.astype("<i4").tobytes()
-    hashes = [vault.digest(b"identity" + identity.digest)[:16]]
     for begin in range(0, len(data) - 4 * BLOCK + 1, 4 * BLOCK):
         hashes.append(vault.digest(hashes[-1] + data[begin : begin + 4 * BLOCK])[:16])
     return hashes
 
 
-def content_hash(vault: Vault, hashes: list[bytes], tokens: Tokens, p0: int) -> bytes:
-    """The same for two entries of the same identity, tokens and range only."""
-    rest = tokens[(len(hashes) - 1) * BLOCK :].astype("<i4").tobytes()
-    return vault.digest(b"content" + hashes[-1] + p0.to_bytes(8, "little") + rest)[:16]
-
-
-def token_context(identity: bytes, entry: str) -> bytes:
-    return b"tokens" + identity + entry.encode()
+def token_context(identity: bytes, entry: str, content: bytes, rows: str) -> bytes:
+    """What an entry's encrypted tokens are bound to: all of its row that decides about a match."""
+    return b"tokens" + identity + entry.encode() + content + rows.encode()
 
 
 def key_context(identity: bytes, entry: str) -> bytes:
@@ -78,37 +92,40 @@ class Search:
         self._identity, self._tokens = identity, tokens
         self._stored: dict[str, _Stored | None] = {}
         self._agreed: dict[tuple[str, int], bool] = {}
+        self._own: dict[str, bool] = {}
+        self._tried: set[str] = set()
+        self._hashes = block_hashes(vault, identity, tokens)
         self.broken: dict[str, EntryError] = {}
         self.reason: Reason = "unknown"
 
     def find(self, exact_only: bool) -> Match | None:
         """The longest match; None leaves the cause in `reason`."""
-        hashes = block_hashes(self._vault, self._identity, self._tokens)
+        hashes = self._hashes
         known = self._index.known(hashes)
         best: Match | None = None
-        seen: set[str] = set()
         for i in reversed(range(len(hashes))):
-            if best is not None and best.n_tokens >= (i + 1) * BLOCK:
+            if (best is not None and best.n_tokens >= (i + 1) * BLOCK) or len(self._tried) > _MAX_TRIED:
                 break
             if hashes[i] not in known:
                 continue
-            for row in self._index.candidates(hashes[i], _MAX_CANDIDATES):
-                if row.id not in seen:
-                    seen.add(row.id)
-                    best = _better(best, self._match(row, exact_only, best.n_tokens if best else 0))
-        if best is None and not seen and self._index.has_other_key(self._identity.digest, self._vault.key_id):
+            for entry in self._index.candidates(hashes[i], _MAX_CANDIDATES):
+                if entry not in self._tried:
+                    self._tried.add(entry)
+                    best = _better(best, self._match(entry, exact_only, best.n_tokens if best else 0))
+        if not self._tried and self._index.has_other_key(self._identity.digest, self._vault.key_id):
             self.reason = "key"
         return best
 
-    def _match(self, row: EntryRow, exact_only: bool, at_least: int) -> Match | None:
+    def _match(self, entry: str, exact_only: bool, at_least: int) -> Match | None:
         """The match that ends in this entry, if it has `at_least` tokens. Entries before it are candidates of
         their own, so this looks no further back.
         """
-        last = self._load(row.id, row)
-        if last is None or row.p0 >= len(self._tokens):
+        last = self._load(entry)
+        if last is None or last.row.p0 >= len(self._tokens):
             return None
-        n = row.p0 + _common(last.tokens, self._tokens[row.p0 :])
-        if n == row.p0 or n < at_least:
+        p0 = last.row.p0
+        n = p0 + _common(last.tokens, self._tokens[p0:])
+        if n == p0 or n < at_least:
             return None
         chain = self._chain(last)
         return None if chain is None else self._cut(chain, n, exact_only)
@@ -118,12 +135,14 @@ class Search:
         try:
             rows = [coverage.from_text(stored.row.rows) for stored in chain]
         except EntryError as error:
-            self._note_broken(chain[-1].row, error)
+            self._note_broken(chain[-1].row.id, error)
             return None
         used = [(row, stored.row.p0, end) for row, stored, end in zip(rows, chain, ends, strict=True)]
         worth = coverage.verdict(self._identity, used, ends[-1])
         if worth == "unusable" or (worth == "inexact" and exact_only):
             self.reason = "window" if worth == "unusable" else "inexact"
+            return None
+        if not all(map(self._is_its_own, chain)):
             return None
         links = tuple(
             Link(stored.row.id, stored.row.p0, stored.row.p1, end)
@@ -142,9 +161,24 @@ class Search:
             if stored.row.parent is None:
                 return chain[::-1] if p0 == 0 else None
             stored = self._load(stored.row.parent)
-            if stored is None or not stored.row.p0 < p0 <= stored.row.p1 or not self._agrees(stored, p0):
+            if stored is None:
+                self._note_broken(chain[-1].row.id, EntryError("missing", "what it builds on is gone"))
+                return None
+            if not stored.row.p0 < p0 <= stored.row.p1 or not self._agrees(stored, p0):
                 return None
         return None
+
+    def _is_its_own(self, stored: _Stored) -> bool:
+        """Whether it was computed behind the tokens that are wanted before it, and not put there later."""
+        row = stored.row
+        if row.id not in self._own:
+            content = content_hash(self._vault, self._hashes, self._tokens[: row.p0], stored.tokens)
+            self._own[row.id] = content == row.content
+            if not self._own[row.id]:
+                self._note_broken(
+                    row.id, EntryError("damaged", "it is listed behind tokens that are not its")
+                )
+        return self._own[row.id]
 
     def _agrees(self, stored: _Stored, end: int) -> bool:
         """Whether its tokens up to `end` are the wanted ones."""
@@ -154,28 +188,30 @@ class Search:
             self._agreed[key] = np.array_equal(stored.tokens[: end - p0], self._tokens[p0:end])
         return self._agreed[key]
 
-    def _load(self, entry: str, row: EntryRow | None = None) -> _Stored | None:
+    def _load(self, entry: str) -> _Stored | None:
         if entry not in self._stored:
-            row = row or self._index.get(entry)
-            self._stored[entry] = self._read(row) if row is not None else None
+            self._stored[entry] = self._read(entry)
         return self._stored[entry]
 
-    def _read(self, row: EntryRow) -> _Stored | None:
+    def _read(self, entry: str) -> _Stored | None:
         try:
+            row = self._index.get(entry)
+            if row is None:
+                raise EntryError("damaged", "its row in the index is not what was written")
             return _Stored(row, self._row_tokens(row))
         except EntryError as error:
-            self._note_broken(row, error)
+            self._note_broken(entry, error)
             return None
 
-    def _note_broken(self, row: EntryRow, error: EntryError) -> None:
-        self.broken[row.id] = error
+    def _note_broken(self, entry: str, error: EntryError) -> None:
+        self.broken[entry] = error
         self.reason = error.reason
 
     def _row_tokens(self, row: EntryRow) -> Tokens:
         if row.identity != self._identity.digest:
             raise EntryError("identity", "it is listed under another identity")
         key = self._vault.open_key(row.key, key_context(row.identity, row.id))
-        data = self._vault.unseal(key, row.tokens, token_context(row.identity, row.id))
+        data = self._vault.unseal(key, row.tokens, token_context(row.identity, row.id, row.content, row.rows))
         if len(data) != 4 * (row.p1 - row.p0):
             raise EntryError("damaged", "its tokens in the index do not fit its range")
         return np.frombuffer(data, "<i4").astype(np.int32, copy=False)

@@ -57,8 +57,9 @@ class Saved:
     """What `KVStore.save` did.
 
     Args:
-        entry: id of the entry that ends the sequence; "" if nothing could be stored.
-        n_tokens: tokens of the sequence.
+        entry: id of the entry that ends what is stored; "" if nothing could be.
+        n_tokens: tokens asked for; of sequence 0 without those whose rows are not exact, see
+            `KVCache.exact_tokens`.
         n_stored: tokens newly stored, 0 if all were there.
         nbytes: bytes of their rows.
         reason: why nothing could be stored, "" otherwise.
@@ -152,6 +153,7 @@ class StoreStats:
         tokens_hit: tokens that need not be computed again.
         bytes_read, bytes_written: of files.
         n_evicted: entries this process removed to make room.
+        unerased: keys of removed entries may still be in the index's log, since another program reads it.
         n_restored, seconds_restoring: calls of `restore` that hit, and their time together.
     """
 
@@ -165,6 +167,7 @@ class StoreStats:
     bytes_read: int
     bytes_written: int
     n_evicted: int
+    unerased: bool
     n_restored: int
     seconds_restoring: float
 

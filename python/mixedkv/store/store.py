@@ -11,11 +11,13 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, get_args
 
+import numpy as np
 import numpy.typing as npt
 
 from mixedkv.block import KVBlock
+from mixedkv.store import coverage
 from mixedkv.store.encryption import KeySource, KeyVault, PlainVault, Vault
-from mixedkv.store.entries import Entries, ParentGoneError, TooLargeError, store_root
+from mixedkv.store.entries import Entries, ParentGoneError, SessionRemovedError, TooLargeError, store_root
 from mixedkv.store.errors import EntryError
 from mixedkv.store.identity import Identity
 from mixedkv.store.index import Eviction
@@ -118,13 +120,18 @@ class KVStore:
 
     def read(self, match: Match) -> list[KVBlock] | None:
         """The blocks of a match in order of position, cut to it; None is a miss, counted with its reason."""
+        found = self.read_from(match)
+        return found[0] if found else None
+
+    def read_from(self, match: Match) -> tuple[list[KVBlock], Tier] | None:
+        """As `read`, and where they came from: "ram", or "disk" if any of them did."""
         try:
             blocks, tier = self._entries.read(match)
         except EntryError as error:
             self._miss(error.reason)
             return None
         self._hit(tier, match.n_tokens)
-        return blocks
+        return blocks, tier
 
     def restore(
         self,
@@ -150,10 +157,12 @@ class KVStore:
             max_tokens, exact_only: as in `find`.
 
         Raises:
-            ValueError: the tokens are no token ids, or the tenant's name is refused.
+            ValueError: the tokens are no token ids, the context has no such sequence, or the tenant's name is
+                refused.
         """
         begin = time.perf_counter()
         wanted = as_tokens(tokens)[:max_tokens]
+        _check_sequence(llm, seq)
         check_tenant(tenant)
         try:
             identity = identity or Identity.of(llm, tenant=tenant)
@@ -207,12 +216,16 @@ class KVStore:
 
         Raises:
             LookupError: the parent has been removed meanwhile; `find` it again.
-            ValueError: the block does not follow its parent, is larger than the budget, or the name of the
-                session is refused.
+            ValueError: the block does not follow its parent, is larger than the budget together with what it
+                builds on, or the session has been removed or its name is refused.
             OSError: it cannot be written.
         """
-        if session is not None:
-            check_session_id(session)
+        return self._put(identity, block, parent, session)[0]
+
+    def _put(
+        self, identity: Identity, block: KVBlock, parent: Match | None, session: str | None
+    ) -> tuple[str, bool]:
+        member = None if session is None else self._session_hash(check_session_id(session), identity.tenant)
         if parent is not None and parent.identity != identity:
             raise ValueError("parent: it was computed under another identity")
         if block.p0 != (parent.n_tokens if parent else 0):
@@ -220,9 +233,7 @@ class KVStore:
                 f"block: it begins at position {block.p0}, its parent ends at "
                 f"{parent.n_tokens if parent else 0}; cut the match or export another range"
             )
-        entry = self._entries.write(identity, block, parent)
-        self._add_to_session(identity, session, parent, entry)
-        return entry
+        return self._entries.write(identity, block, parent, member)
 
     def save(
         self,
@@ -234,7 +245,10 @@ class KVStore:
         tenant: str = "",
         session: str | None = None,
     ) -> Saved:
-        """Store a sequence: only what is not stored yet is copied out of the cache.
+        """Store a sequence: only what is not stored yet, or not as exactly, is copied out of the cache.
+
+        Of the tokens that the `Llama` itself evaluated, only those are stored whose rows are what evaluating
+        them from the start gives (`llm.kv.exact_tokens`).
 
         Args:
             llm: the cache is its.
@@ -247,24 +261,27 @@ class KVStore:
 
         Raises:
             LookupError: the sequence does not have these positions.
-            ValueError: there are no tokens, or the tenant's or the session's name is refused.
+            ValueError: there are no tokens, the context has no such sequence, the model's file was replaced,
+                or the tenant's or the session's name is refused.
             UnsupportedModelError: the model keeps more than rows of tokens.
         """
         begin = time.perf_counter()
+        _check_sequence(llm, seq)
         wanted = as_tokens(_known_tokens(llm, seq) if tokens is None else tokens)
         if not len(wanted):
             raise ValueError("tokens: there are none to store")
         if session is not None:
             check_session_id(session)
         identity = identity or Identity.of(llm, tenant=tenant)
+        wanted = wanted[: _exact_tokens(llm, wanted, seq)]
         entry, block, reason = "", None, ""
         try:
-            entry, block = self._save(llm, wanted, seq, identity, session)
-        except ParentGoneError:
-            entry, block, reason = self._save_again(llm, wanted, seq, identity, session)
-        except (TooLargeError, OSError) as error:
+            if len(wanted):
+                entry, block = self._save(llm, wanted, seq, identity, session)
+            else:
+                reason = "none of the rows are what evaluating the tokens from the start gives"
+        except (ParentGoneError, SessionRemovedError, TooLargeError, OSError) as error:
             reason = str(error)
-        if reason:
             _LOG.warning("%d tokens could not be stored: %s", len(wanted), reason)
         return Saved(
             entry=entry,
@@ -275,41 +292,49 @@ class KVStore:
             reason=reason,
         )
 
-    def _save_again(
-        self, llm: Llama, tokens: Tokens, seq: int, identity: Identity, session: str | None
-    ) -> tuple[str, KVBlock | None, str]:
-        """What it was to build on has been evicted between finding and storing."""
-        try:
-            return (*self._save(llm, tokens, seq, identity, session), "")
-        except (ParentGoneError, TooLargeError, OSError) as error:
-            return "", None, str(error)
-
     def _save(
-        self, llm: Llama, tokens: Tokens, seq: int, identity: Identity, session: str | None
+        self,
+        llm: Llama,
+        tokens: Tokens,
+        seq: int,
+        identity: Identity,
+        session: str | None,
+        again: bool = True,
     ) -> tuple[str, KVBlock | None]:
+        n = len(tokens)
         match, _ = self._entries.find(identity, tokens, exact_only=False)
-        if match is not None and match.n_tokens == len(tokens):
-            self._add_to_session(identity, session, match)
-            return match.entry, None
-        parent = _worth_building_on(match)
+        whole = match if match is not None and match.n_tokens == n else None
+        if whole is not None and whole.exact:
+            return self._keep(identity, whole, session), None
+        parent = _worth_building_on(match, coverage.window_begin(identity, n))
         p0 = parent.n_tokens if parent else 0
-        block = llm.kv.export(seq, p0, len(tokens), tokens[p0:])
-        return self.put(identity, block, parent, session=session), block
+        block = llm.kv.export(seq, p0, n, tokens[p0:])
+        worth = coverage.verdict_of_end(identity, coverage.of_block(block), p0, n)
+        if whole is not None and worth != "exact":
+            return self._keep(identity, whole, session), None
+        try:
+            entry, stored = self._put(identity, block, parent, session)
+        except ParentGoneError:  # evicted between finding and storing
+            if not again:
+                raise
+            return self._save(llm, tokens, seq, identity, session, again=False)
+        return entry, block if stored else None
 
-    def _add_to_session(
-        self, identity: Identity, session: str | None, match: Match | None, *entries: str
-    ) -> None:
+    def _keep(self, identity: Identity, match: Match, session: str | None) -> str:
+        """What is there already belongs to the session too."""
         if session is not None:
-            links = match.links if match else ()
-            members = [*(link.entry for link in links), *entries]
+            members = [link.entry for link in match.links]
             self._entries.add_to_session(self._session_hash(session, identity.tenant), members)
+        return match.entry
 
     # --- looking after it ---
 
     def remove(self, entry: str | None = None, *, session: str | None = None, tenant: str = "") -> int:
         """Remove an entry, or a session's entries that belong to no other; and all that builds on them.
 
-        With encryption their keys are destroyed. Returns how many entries are gone, 0 if there was none.
+        A session that was removed gets no new entries: what is under way does not bring it back. With
+        encryption keys are destroyed; while another program reads the index they stay in its log, and
+        `stats().unerased` is true. Returns how many entries are gone, 0 if there was none.
 
         Raises:
             ValueError: not exactly one of `entry` and `session` is given, or the name is refused.
@@ -349,6 +374,7 @@ class KVStore:
                 bytes_read=counts["bytes_read"],
                 bytes_written=counts["bytes_written"],
                 n_evicted=counts["evicted"],
+                unerased=self._entries.unerased,
                 n_restored=self._n_restored,
                 seconds_restoring=self._seconds,
             )
@@ -402,11 +428,32 @@ def _known_tokens(llm: Llama, seq: int) -> npt.ArrayLike:
     return llm.input_ids[: llm.n_tokens]
 
 
-def _worth_building_on(match: Match | None) -> Match | None:
-    """Without a last entry of which a few tokens would be used: it would have to be read whole for them."""
+def _exact_tokens(llm: Llama, tokens: Tokens, seq: int) -> int:
+    """How many of a sequence's tokens may be stored; what is done through llama.cpp's own functions is not
+    known here, but to who does it.
+    """
+    n = len(tokens)
+    if seq != 0 or llm.n_tokens < n or not np.array_equal(llm.input_ids[:n], tokens):
+        return n
+    return min(n, llm.kv.exact_tokens)
+
+
+def _check_sequence(llm: Llama, seq: int) -> None:
+    """llama.cpp would end the process, or take -1 for all sequences."""
+    n = llm.kv.stats().n_seq_max
+    if isinstance(seq, bool) or not isinstance(seq, int) or not 0 <= seq < n:
+        raise ValueError(f"seq={seq!r}: use a number from 0 to {n - 1}")
+
+
+def _worth_building_on(match: Match | None, window: int) -> Match | None:
+    """Without a last entry of which a few tokens would be used: it would have to be read whole for them. Of
+    what is not exact, only what lies before the window, whose rows are then stored in F16.
+    """
     if match is None:
         return None
     links = match.links
+    if not match.exact:
+        links = tuple(replace(link, end=min(link.end, window)) for link in links if link.p0 < window)
     while links and links[-1].end < links[-1].p1 and links[-1].end - links[-1].p0 < BLOCK:
         links = links[:-1]
     if not links:
