@@ -1,4 +1,4 @@
-"""Command line: `run` generates text, `info` says what a cache would take, `bench` measures."""
+"""Command line: `run` generates text, `serve` serves it, `cache` looks after stored KV, `bench` measures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mixedkv import __version__, _cli_info, _cli_run, _core
+from mixedkv import __version__, _cli_cache, _cli_info, _cli_run, _cli_serve, _core
 from mixedkv.bench import cli as _cli_bench
 
 EXIT_BAD_INPUT = 2
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=_version_line())
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (_cli_run, _cli_info, _cli_bench):
+    for module in (_cli_run, _cli_info, _cli_serve, _cli_cache, _cli_bench):
         module.add_command(commands)
     return parser
 

@@ -31,7 +31,7 @@ Row = dict[str, Any]
 def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
-        help="measure speed, memory, quality and recall of cache settings",
+        help="measure speed, memory, quality and recall of cache settings, kept KV, the server",
         description="Measure cache settings side by side, against llama.cpp's own.",
         epilog=f"Settings without --kv: {', '.join(DEFAULT_SPECS)}. The rows: docs/bench-schema.md.",
     )
@@ -121,9 +121,44 @@ def _measure(
         quality.measure(model, settings, prepared[test], options.modes, threads, progress, add)
     elif test == "recall":
         recall.measure(model, settings, prepared[test], options.n_ctx_recall, threads, progress, add)
+    elif test == "store":
+        _measure_store(model, options, progress, add)
+    elif test == "serve":
+        _measure_serve(model, options, progress, add)
     else:
         lanes = _lanes(model, options, stack)
         speed.measure(lanes, _works(options), options.repeats, progress, add)
+
+
+def _measure_store(model: Model, options: Options, progress: Progress, add: Callable[[Row], None]) -> None:
+    from mixedkv.bench import store
+
+    work = store.Work(
+        n_prompt=options.n_prompt,
+        n_new=options.n_new,
+        n_gen=options.n_gen,
+        turns=options.turns,
+        threads=options.threads,
+        repeats=options.repeats,
+        folder=options.folder,
+    )
+    store.measure(model, options.settings, work, progress, add)
+
+
+def _measure_serve(model: Model, options: Options, progress: Progress, add: Callable[[Row], None]) -> None:
+    from mixedkv.bench import serve
+
+    work = serve.Work(
+        n_prompt=options.n_prompt,
+        n_gen=options.n_gen,
+        turns=options.turns,
+        clients=options.clients,
+        threads=options.threads,
+        repeats=options.repeats,
+        peer=options.peer,
+        n_ctx=options.n_ctx_client,
+    )
+    serve.measure(model, options.file, options.settings, work, progress, add)
 
 
 def _lanes(model: Model, options: Options, stack: ExitStack) -> list[speed.Entry]:

@@ -8,7 +8,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from mixedkv.bench import quality
+from mixedkv.bench import quality, serve_servers
 from mixedkv.bench.filling import FILLS
 from mixedkv.bench.settings import DEFAULT_SPECS, Setting, make_settings
 from mixedkv.bundled import model_path
@@ -16,8 +16,11 @@ from mixedkv.errors import UnsupportedModelError
 from mixedkv.footprint import ModelShape, model_shape
 from mixedkv.model_file import ModelFile, read_model_file
 
-TESTS = ("memory", "speed", "quality", "recall")
+TESTS = ("memory", "speed", "quality", "recall")  # all that "all" stands for
+KEPT = ("store", "serve")
 
+_SERVE_SPECS = ("f16", "mixed")
+_N_PROMPT = {"store": 4096, "serve": 1024}
 _DEPTHS = (0, 4096, 16384)
 _N_CTX = 4096  # of quality
 _N_CTX_RECALL = 2048  # the bundled model answers few questions from further back, whatever its cache
@@ -27,7 +30,7 @@ _MIN_RECALL = 1024  # a journal with all its questions
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """A checked request; `n_ctx` is the context of quality."""
+    """A checked request; `n_ctx` is the context of quality, and for each client of serve if it was given."""
 
     tests: tuple[str, ...]
     file: ModelFile
@@ -36,8 +39,13 @@ class Options:
     depths: tuple[int, ...]
     n_ctx: int
     n_ctx_recall: int
+    n_ctx_client: int | None
     n_prompt: int
+    n_new: int
     n_gen: int
+    turns: int
+    clients: tuple[int, ...]
+    folder: Path | None
     threads: int
     repeats: int
     fill: str
@@ -55,33 +63,42 @@ class Options:
     @classmethod
     def check(cls, args: argparse.Namespace) -> Options:
         """Raises ValueError or OSError, whose message says what to change."""
-        settings = make_settings(args.kv or DEFAULT_SPECS, args.flash_attn)
+        settings = _settings(args)
         file = read_model_file(Path(args.model) if args.model else model_path())
         shape = _shape(file)
         tests = _tests(args.test, file)
         _check_outputs(args.json, args.plot)
-        longest = args.n_ctx or shape.n_ctx_train or max(_DEPTHS) + args.n_prompt
+        if args.folder is not None:
+            _check_writable(args.folder, f"--folder {args.folder}")
+        n_prompt = args.n_prompt or _N_PROMPT.get(args.test, 512)
+        longest = args.n_ctx or shape.n_ctx_train or max(_DEPTHS) + n_prompt
         options = cls(
             tests=tests,
             file=file,
             shape=shape,
             settings=tuple(settings),
-            depths=_depths(args.depths, max(args.n_prompt, args.n_gen + 1), longest),
+            depths=_depths(args.depths, max(n_prompt, args.n_gen + 1), longest),
             n_ctx=_n_ctx(args.n_ctx, _N_CTX, shape.n_ctx_train),
             n_ctx_recall=_n_ctx(args.n_ctx, _N_CTX_RECALL, shape.n_ctx_train),
-            n_prompt=args.n_prompt,
+            n_ctx_client=args.n_ctx,
+            n_prompt=n_prompt,
+            n_new=args.n_new,
             n_gen=args.n_gen,
+            turns=args.turns,
+            clients=args.clients,
+            folder=args.folder,
             threads=args.threads or len(os.sched_getaffinity(0)),
             repeats=args.repeats,
             fill=args.fill,
             modes=quality.MODES if args.mode == "both" else (args.mode,),
             text=_read_text(args.text),
             budget=args.budget,
-            peer=args.peer,
+            peer=args.test == "serve" if args.peer is None else args.peer,
             json=args.json,
             plot=args.plot,
         )
         options._check_recall()
+        options._check_kept()
         return options
 
     def _check_recall(self) -> None:
@@ -92,10 +109,16 @@ class Options:
                 f"--n-ctx {self.n_ctx_recall} has no room for the questions: use {_MIN_RECALL} or more"
             )
 
+    def _check_kept(self) -> None:
+        if "store" in self.tests and self.n_new >= self.n_prompt:
+            raise ValueError(f"--n-new {self.n_new} leaves nothing of --n-prompt {self.n_prompt} to store")
+        if "serve" in self.tests and self.peer:
+            serve_servers.check_stock()
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that `Options.check` reads."""
-    parser.add_argument("test", choices=(*TESTS, "all"), help="what to measure")
+    parser.add_argument("test", choices=(*TESTS, "all", *KEPT), help="what to measure")
     parser.add_argument("-m", "--model", metavar="FILE", help="GGUF model (default: the bundled one)")
     parser.add_argument("--kv", metavar="SPEC", action="append", help="cache to compare; again for more")
     parser.add_argument(
@@ -110,7 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--repeats", metavar="N", type=number(1), default=5, help="rounds, documents, journals (5)"
     )
     parser.add_argument(
-        "--n-prompt", metavar="N", type=number(1), default=512, help="tokens of a prompt (512)"
+        "--n-prompt", metavar="N", type=number(1), help="tokens of a prompt (512, store 4096, serve 1024)"
     )
     parser.add_argument("--n-gen", metavar="N", type=number(1), default=32, help="tokens generated (32)")
     parser.add_argument("--fill", choices=FILLS, default="auto", help="how a depth is reached (auto)")
@@ -118,10 +141,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", metavar="FILE", help="text for quality (a generated sample)")
     parser.add_argument("--budget", metavar="SIZE", type=size, help="memory for the cache, e.g. 2GiB")
     parser.add_argument(
-        "--peer", action="store_true", help="speed of the stock llama_cpp too, in a subprocess"
+        "--peer",
+        action=argparse.BooleanOptionalAction,
+        help="speed of the stock llama_cpp too, or its server, in a subprocess (serve)",
     )
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the rows")
     parser.add_argument("--plot", metavar="DIR", type=Path, help="write pictures (needs matplotlib)")
+    kept = parser.add_argument_group("store and serve")
+    kept.add_argument("--n-new", metavar="N", type=number(1), default=32, help="tokens of a message (32)")
+    kept.add_argument("--turns", metavar="N", type=number(1), default=10, help="of a conversation (10)")
+    kept.add_argument(
+        "--clients", metavar="N,N", type=clients, default=(1, 2, 4, 8), help="at a time (1,2,4,8)"
+    )
+    kept.add_argument("--folder", metavar="DIR", type=Path, help="where store writes (a temporary one)")
 
 
 def number(least: int) -> type[int]:
@@ -140,6 +172,11 @@ def depths(text: str) -> tuple[int, ...]:
     return tuple(sorted({number(0)(part.strip()) for part in text.split(",")}))
 
 
+def clients(text: str) -> tuple[int, ...]:
+    """ "1,8" as (1, 8)."""
+    return tuple(sorted({number(1)(part.strip()) for part in text.split(",")}))
+
+
 def size(text: str) -> int:
     """Bytes of "2GiB", "500M" or "4096"; units are powers of 1024."""
     digits = text.strip().upper().removesuffix("B").removesuffix("I")
@@ -151,6 +188,15 @@ def size(text: str) -> int:
     if not 0 < value < 2**60:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: use e.g. 2GiB or 500MiB")
     return int(value)
+
+
+def _settings(args: argparse.Namespace) -> list[Setting]:
+    """The server has no choice of flash attention: it uses it where the cache needs it."""
+    if args.test != "serve":
+        return make_settings(args.kv or DEFAULT_SPECS, args.flash_attn)
+    if args.flash_attn == "on":
+        raise ValueError("--flash-attn on is not a choice of serve: leave it out")
+    return make_settings(args.kv or _SERVE_SPECS, "off")
 
 
 def _tests(asked: str, file: ModelFile) -> tuple[str, ...]:

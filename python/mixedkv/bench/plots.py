@@ -18,7 +18,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MultipleLocator, NullFormatter
 
-from mixedkv.bench.report import setting_name
+from mixedkv.bench import plots_kept
+from mixedkv.bench.cells import setting_name
 
 Row = dict[str, Any]
 
@@ -63,6 +64,7 @@ def _figures(rows: Sequence[Row], styles: dict[str, Row], model: str) -> Iterato
     speed = [row for row in rows if row["test"] == "speed" and "tg_tps" in row]
     if len({row["depth"] for row in speed}) > 1:
         yield "speed", _speed(speed, styles, model)
+    yield from plots_kept.figures(rows, styles, model, _figure)
 
 
 def _styles(rows: Sequence[Row]) -> dict[str, Row]:

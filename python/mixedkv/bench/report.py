@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mixedkv.bench import report_kept
+from mixedkv.bench.cells import NONE, Row, Table, as_bytes, number, setting_name
 from mixedkv.bench.schema import ROWS
-from mixedkv.stats import format_bytes
-
-Row = dict[str, Any]
-Table = list[list[str]]
 
 _GAP = "  "
-_NONE = "-"
 
 
 def render(data: dict[str, Any]) -> str:
@@ -36,20 +33,6 @@ def render(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def setting_name(row: Row) -> str:
-    """The setting, with what the spec leaves open."""
-    name = row["kv"]
-    if "engine" in row and row["engine"] != "mixedkv":
-        name = f"{row['engine']}: {name}"
-    if row["kv"].partition("/")[2] in ("", "f16", "bf16", "f32") and row["kv"].partition("/")[0] in (
-        "f16",
-        "bf16",
-        "f32",
-    ):
-        name += " flash" if row["flash_attn"] else " no flash"
-    return name + (" (reference)" if row.get("control") else "")
-
-
 def _groups(test: str, rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
     """One table per depth, mode or context, with the end of its title."""
     key, text = {
@@ -57,9 +40,13 @@ def _groups(test: str, rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
         "memory": ("n_ctx", " of a context of {} tokens"),
         "quality": ("mode", ", {}"),
         "recall": ("n_ctx", " in a context of {} tokens"),
+        "store": ("n_prompt", ": a prompt of {} tokens, seconds to the first token"),
+        "chat": ("n_gen", ": seconds to the first token by turn, answers of {} tokens"),
+        "serve": ("clients", " with {} at a time"),
+        "stall": ("streams", " of {} answers while a long prompt is evaluated, milliseconds"),
     }[test]
-    for value in dict.fromkeys(row[key] for row in rows):
-        group = [row for row in rows if row[key] == value]
+    for value in dict.fromkeys(row.get(key) for row in rows):
+        group = [row for row in rows if row.get(key) == value]
         shown = {"batch": "in large batches", "token": "token by token"}.get(value, value)
         yield text.format(shown), group
 
@@ -69,7 +56,7 @@ def _speed(rows: Sequence[Row]) -> Table:
     head = ["cache", "attention", f"prompt of {n_prompt}, tok/s", "", "x f16", "x same type"]
     head += [f"generating {n_gen}, tok/s", "", "x f16", "x same type"]
     return [head] + [
-        [setting_name(row), row.get("attention", _NONE)]
+        [setting_name(row), row.get("attention", NONE)]
         + [cell for key in ("pp", "tg") for cell in _rate_cells(row, key)]
         for row in rows
     ]
@@ -77,9 +64,9 @@ def _speed(rows: Sequence[Row]) -> Table:
 
 def _rate_cells(row: Row, key: str) -> list[str]:
     if f"{key}_tps" not in row:
-        return [_NONE, "", _NONE, _NONE]
+        return [NONE, "", NONE, NONE]
     spread = (row[f"{key}_high"] - row[f"{key}_low"]) / row[f"{key}_tps"]
-    ratios = [_number(row.get(f"{key}_vs_{base}"), ".2f") for base in ("f16", "uniform")]
+    ratios = [number(row.get(f"{key}_vs_{base}"), ".2f") for base in ("f16", "uniform")]
     return [
         f"{row[f'{key}_tps']:.1f}",
         f"+-{spread / 2:.0%}" if len(row[f"{key}_samples"]) > 1 else "",
@@ -88,14 +75,14 @@ def _rate_cells(row: Row, key: str) -> list[str]:
 
 
 def _memory(rows: Sequence[Row]) -> Table:
-    budget = _bytes(rows[0].get("budget_bytes"))
+    budget = as_bytes(rows[0].get("budget_bytes"))
     return [["cache", "bytes", "bits/element", "peak of the process", f"longest context in {budget}"]] + [
         [
             setting_name(row),
-            _bytes(row.get("kv_bytes")),
-            _number(row.get("bits_per_element"), ".2f"),
-            _bytes(row.get("peak_rss_bytes")),
-            _number(row.get("longest_n_ctx"), ","),
+            as_bytes(row.get("kv_bytes")),
+            number(row.get("bits_per_element"), ".2f"),
+            as_bytes(row.get("peak_rss_bytes")),
+            number(row.get("longest_n_ctx"), ","),
         ]
         for row in rows
     ]
@@ -118,14 +105,14 @@ def _quality(rows: Sequence[Row]) -> Table:
     return [head] + [
         [
             setting_name(row),
-            _number(row.get("bits_per_element"), ".2f"),
-            _number(row.get("kld_mean"), ".2e"),
-            "+-" + _number(row.get("kld_se"), ".0e"),
-            _number(row.get("kld_median"), ".2e"),
-            *(_number(row.get(key), ".1e") for key in ("kld_p99", "kld_p999", "kld_max")),
-            _number(row.get("ppl_ratio"), ".4f"),
-            _number(row.get("same_top1"), ".2%"),
-            _number(row.get("rms_p_change"), ".2%"),
+            number(row.get("bits_per_element"), ".2f"),
+            number(row.get("kld_mean"), ".2e"),
+            "+-" + number(row.get("kld_se"), ".0e"),
+            number(row.get("kld_median"), ".2e"),
+            *(number(row.get(key), ".1e") for key in ("kld_p99", "kld_p999", "kld_max")),
+            number(row.get("ppl_ratio"), ".4f"),
+            number(row.get("same_top1"), ".2%"),
+            number(row.get("rms_p_change"), ".2%"),
         ]
         for row in rows
     ]
@@ -149,26 +136,39 @@ def _recall(rows: Sequence[Row]) -> Table:
 def _recall_cells(row: Row, n_depths: int) -> list[str]:
     from mixedkv.bench.numbers import wilson
 
-    cells = [setting_name(row), _number(row.get("bits_per_element"), ".2f")]
+    cells = [setting_name(row), number(row.get("bits_per_element"), ".2f")]
     items = row.get("recall", [])
     cells += [f"{item['correct']}/{item['n']}" + ("" if item["cold"] else " hot") for item in items]
-    cells += [_NONE] * (n_depths - len(items))
+    cells += [NONE] * (n_depths - len(items))
     if not items:
-        return [*cells, _NONE, _NONE, _NONE, _NONE]
+        return [*cells, NONE, NONE, NONE, NONE]
     n, correct = (sum(item[key] for item in items) for key in ("n", "correct"))
     low, high = wilson(correct, n)
     rivals = [f"{x['correct']}/{x['n']}" for x in row["recall_variants"] if x["variant"] == "rivals"]
     agreement = row.get("agreement")
-    agrees = f"{agreement['mean']:.0f} of {agreement['tokens']} tokens" if agreement else _NONE
-    return [*cells, f"{correct}/{n}", f"{low:.0%} to {high:.0%}", *(rivals or [_NONE]), agrees]
+    agrees = f"{agreement['mean']:.0f} of {agreement['tokens']} tokens" if agreement else NONE
+    return [*cells, f"{correct}/{n}", f"{low:.0%} to {high:.0%}", *(rivals or [NONE]), agrees]
 
 
-_TABLES = {"memory": _memory, "speed": _speed, "quality": _quality, "recall": _recall}
+_TABLES = {
+    "memory": _memory,
+    "speed": _speed,
+    "quality": _quality,
+    "recall": _recall,
+    "store": report_kept.store,
+    "chat": report_kept.chat,
+    "serve": report_kept.serve,
+    "stall": report_kept.stall,
+}
 _TITLES = {
     "memory": "Memory",
     "speed": "Speed",
     "quality": "Quality against an F32 cache",
     "recall": "Recall",
+    "store": "Kept KV",
+    "chat": "Chat",
+    "serve": "Server",
+    "stall": "Time between tokens",
 }
 assert _TABLES.keys() == ROWS.keys()
 
@@ -188,14 +188,6 @@ def _align(table: Table) -> Iterator[str]:
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         yield ("  " + first + _GAP + _GAP.join(others)).rstrip()
-
-
-def _number(value: float | None, form: str) -> str:
-    return _NONE if value is None else format(value, form)
-
-
-def _bytes(value: int | None) -> str:
-    return _NONE if value is None else format_bytes(value)
 
 
 def _list(values: Sequence[int]) -> str:

@@ -82,10 +82,51 @@ _QUALITY = {
     "by_position": list,
 }
 _RECALL = {**_CACHE, "control": bool, "recall": list, "recall_variants": list, "agreement": dict}
+_STORE = {
+    "tier": str,
+    "n_prompt": int,
+    "n_new": int,
+    **dict.fromkeys(("ttft", "ttft_low", "ttft_high", "vs_cold", "vs_disk", "bytes_vs_f16"), _NUMBER),
+    "ttft_samples": list,
+    "saved_bytes": int,
+    "restore": _NUMBER,
+    "save": _NUMBER,
+    "start": _NUMBER,
+}
+_CHAT = {"n_gen": int, "turns": list}
+_SERVER = {"engine": str, "n_ctx": int, "peer_version": str, "peer_extra_buffers": bool}
+_SERVE = {
+    **_SERVER,
+    "clients": int,
+    "conversations": int,
+    "n_turns": int,
+    "n_prompt": int,
+    "n_gen": int,
+    **dict.fromkeys(("tps", "tps_low", "tps_high", "vs_serial", "vs_stock", "hit_ratio"), _NUMBER),
+    "tps_samples": list,
+    "by_turn": list,
+}
+_STALL = {
+    **_SERVER,
+    "streams": int,
+    "n_prompt": int,
+    **dict.fromkeys(
+        ("idle", "idle_p95", "idle_max", "busy", "busy_p95", "busy_max", "vs_idle", "ttft"), _NUMBER
+    ),
+}
 
 ROWS: dict[str, dict[str, Any]] = {
     test: {**_COMMON, **_OPTIONAL, **fields}
-    for test, fields in (("speed", _SPEED), ("memory", _MEMORY), ("quality", _QUALITY), ("recall", _RECALL))
+    for test, fields in (
+        ("speed", _SPEED),
+        ("memory", _MEMORY),
+        ("quality", _QUALITY),
+        ("recall", _RECALL),
+        ("store", _STORE),
+        ("chat", _CHAT),
+        ("serve", _SERVE),
+        ("stall", _STALL),
+    )
 }
 ITEMS: dict[str, dict[str, Any]] = {
     "by_position": {
@@ -99,6 +140,23 @@ ITEMS: dict[str, dict[str, Any]] = {
     },
     "recall": {"depth": int, "cold": bool, "n": int, "correct": int, "low": _NUMBER, "high": _NUMBER},
     "recall_variants": {"variant": str, "n": int, "correct": int, "low": _NUMBER, "high": _NUMBER},
+    "turns": {
+        "turn": int,
+        "n_prompt": int,
+        "n_message": int,
+        "n_evaluated": int,
+        "ttft": _NUMBER,
+        "ttft_cold": _NUMBER,
+    },
+    "by_turn": {
+        "turn": int,
+        "n": int,
+        "ttft": _NUMBER,
+        "low": _NUMBER,
+        "high": _NUMBER,
+        "prompt_tokens": (int, float, type(None)),
+        "cached_tokens": (int, float, type(None)),
+    },
 }
 AGREEMENT = {"n": int, "tokens": int, "mean": _NUMBER, "median": _NUMBER, "whole": _NUMBER}
 

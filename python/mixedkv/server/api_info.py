@@ -1,0 +1,110 @@
+"""GET /v1/models, /v1/stats, /health, /ready, /metrics and the page; POST /v1/embeddings."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import FileResponse, JSONResponse, Response
+
+from mixedkv.server.errors import ApiError, bad_request
+from mixedkv.server.schemas import EmbeddingRequest
+from mixedkv.server.serving import Serving, check_model, serving, tenant
+from mixedkv.server.stats import snapshot
+
+router = APIRouter()
+_PAGE = Path(__file__).parent / "page" / "index.html"
+_PAGE_HEADERS = {  # the page's own <meta> cannot say frame-ancestors
+    "Content-Security-Policy": "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> Response:
+    """The one model that is served."""
+    tenant(request)
+    return JSONResponse({"object": "list", "data": [_model(serving(request))]})
+
+
+@router.get("/v1/models/{model:path}")
+async def model(model: str, request: Request) -> Response:
+    tenant(request)
+    check_model(serving(request), model)
+    return JSONResponse(_model(serving(request)))
+
+
+@router.post("/v1/embeddings")
+async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+    """Not served: the context that generates has no pooled output."""
+    tenant(request)
+    check_model(serving(request), body.model)
+    raise bad_request(
+        "this server gives no embeddings: use mixedkv.Llama(embedding=True), or another server, for them",
+        "model",
+        "embeddings_not_supported",
+    )
+
+
+@router.get("/v1/stats")
+async def stats(request: Request) -> Response:
+    """What the cache holds, by sequence and by layer, rates, and the latest requests without their text."""
+    owner, server = tenant(request), serving(request)
+    future = server.engine.call(lambda: snapshot(server))
+    try:
+        now: dict[str, Any] = await asyncio.wait_for(asyncio.wrap_future(future), 30)
+    except Exception:
+        raise ApiError(503, "the engine does not answer", code="engine_stopped") from None
+    for part in ("sequences", "recent"):  # of others nothing but sums
+        now[part] = [entry for entry in now[part] if entry.pop("tenant") == owner]
+    return JSONResponse(now)
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """200 while the engine is alive."""
+    if not serving(request).engine.alive:
+        raise ApiError(503, "the engine has stopped", code="engine_stopped")
+    return JSONResponse({"status": "ok"})
+
+
+@router.get("/ready")
+async def ready(request: Request) -> Response:
+    """200 when requests are taken: the model is loaded and warm, and the server is not shutting down."""
+    server = serving(request)
+    if not (server.ready and server.engine.alive):
+        raise ApiError(503, "the server is starting or shutting down", code="not_ready")
+    return JSONResponse({"status": "ready"})
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus' text format."""
+    server = serving(request)
+    if server.engine.alive:
+        future = server.engine.call(lambda: snapshot(server))
+        now = await asyncio.wait_for(asyncio.wrap_future(future), 30)
+        server.metrics.set_gauges(now)
+    return Response(server.metrics.expose(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/", include_in_schema=False)
+async def page() -> Response:
+    if not _PAGE.is_file():
+        raise ApiError(404, "this build has no page; see /v1/stats and /metrics")
+    return FileResponse(_PAGE, media_type="text/html; charset=utf-8", headers=_PAGE_HEADERS)
+
+
+def _model(server: Serving) -> dict[str, Any]:
+    return {
+        "id": server.model_name,
+        "object": "model",
+        "created": server.created,
+        "owned_by": "mixedkv",
+        "meta": {**server.facts, "kv": str(server.engine.llm.kv.config)},
+    }

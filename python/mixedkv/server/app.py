@@ -1,0 +1,112 @@
+"""The ASGI application."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from mixedkv import __version__
+from mixedkv.server import api_chat, api_completions, api_context, api_info
+from mixedkv.server.body_limit import BodyLimit
+from mixedkv.server.errors import ApiError
+from mixedkv.server.flight import Disconnected
+from mixedkv.server.jobs import Event, Job
+from mixedkv.server.serving import Serving
+
+log = logging.getLogger("mixedkv.server")
+
+_DESCRIPTION = "OpenAI-compatible, with continuous batching, shared prefixes and conversations that are kept."
+_GONE = 499  # nginx' status for a client that went; nobody reads it
+
+
+def make_app(server: Serving) -> FastAPI:
+    app = FastAPI(
+        title="mixedkv",
+        version=__version__,
+        description=_DESCRIPTION,
+        lifespan=_lifespan,
+        docs_url=None,  # these pages load scripts from outside
+        redoc_url=None,
+    )
+    app.state.serving = server
+    for module in (api_chat, api_completions, api_context, api_info):
+        app.include_router(module.router)
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Disconnected, _on_disconnect)
+    app.add_exception_handler(OSError, _on_os_error)
+    app.add_exception_handler(Exception, _on_bug)
+    max_bytes = int(server.settings.max_body_mb * 1e6)
+    app.add_middleware(BodyLimit, max_bytes=max_bytes, keys=server.keys, count=server.metrics.http)
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    server: Serving = app.state.serving
+    loop = asyncio.get_running_loop()
+
+    def post(events: list[tuple[Job, Event]]) -> None:
+        """From the engine's thread: one wake-up of the loop for all events of a step."""
+        loop.call_soon_threadsafe(_dispatch, events)
+
+    server.engine.post = post
+    server.contexts.start()
+    server.ready = True
+    yield
+    server.ready = False
+    server.engine.post = lambda events: None
+    await server.contexts.close()
+
+
+def _dispatch(events: list[tuple[Job, Event]]) -> None:
+    for job, event in events:
+        job.deliver(event)
+
+
+async def _on_api_error(_: Request, error: Any) -> Response:
+    return error.response()  # type: ignore[no-any-return]
+
+
+async def _on_invalid(_: Request, error: Any) -> Response:
+    """The first thing that is wrong, without what was sent."""
+    first = error.errors()[0]
+    where = [str(part) for part in first["loc"] if part not in ("body", "path", "query")]
+    message = first["msg"].removeprefix("Value error, ")
+    param = ".".join(where) or None
+    if first["type"] == "json_invalid":
+        return ApiError(400, "the body is not valid JSON", code="invalid_json").response()
+    if first["type"] == "extra_forbidden":
+        message = "this field is not known: leave it out"
+    return ApiError(400, f"{param}: {message}" if param else message, param=param).response()
+
+
+async def _on_http_error(request: Request, error: Any) -> Response:
+    messages = {404: f"there is no {request.method} {request.url.path[:200]}", 405: "method not allowed here"}
+    message = messages.get(error.status_code, str(error.detail))
+    return ApiError(error.status_code, message, headers=error.headers).response()
+
+
+async def _on_disconnect(_: Request, __: Any) -> Response:
+    return Response(status_code=_GONE)
+
+
+async def _on_os_error(_: Request, error: Any) -> Response:
+    log.warning("a store is out of reach: %s", error)
+    return ApiError(
+        503, "the session store is out of reach: try again later", code="store_unavailable"
+    ).response()
+
+
+async def _on_bug(_: Request, error: Any) -> Response:
+    log.error("a request failed: %s", type(error).__name__, exc_info=error)
+    return ApiError(500, "the request failed inside the server; its log has more").response()

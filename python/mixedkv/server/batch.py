@@ -1,0 +1,63 @@
+"""A llama_batch whose arrays are numpy's: filling it costs a few slices, not a loop over ctypes fields."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import llama_cpp
+import numpy as np
+
+
+class Batch:
+    """Tokens of several sequences for one `llama_decode`; `n_max` at most.
+
+    Each token belongs to one sequence. `add` returns the index of the run's last token, the one
+    whose logits can be asked for.
+    """
+
+    def __init__(self, n_max: int) -> None:
+        self.n_max = n_max
+        self._token = np.zeros(n_max, np.int32)
+        self._pos = np.zeros(n_max, np.int32)
+        self._n_seq = np.ones(n_max, np.int32)
+        self._seq = np.zeros(n_max, np.int32)
+        self._logits = np.zeros(n_max, np.int8)
+        # llama_batch wants a pointer to the sequence ids of each token: here one id each
+        step = self._seq.itemsize
+        self._seq_at = self._seq.ctypes.data + step * np.arange(n_max, dtype=np.uintp)
+        fields = dict(llama_cpp.llama_batch._fields_)
+        self._native = llama_cpp.llama_batch(
+            n_tokens=0,
+            token=ctypes.cast(self._token.ctypes.data, fields["token"]),
+            embd=None,
+            pos=ctypes.cast(self._pos.ctypes.data, fields["pos"]),
+            n_seq_id=ctypes.cast(self._n_seq.ctypes.data, fields["n_seq_id"]),
+            seq_id=ctypes.cast(self._seq_at.ctypes.data, fields["seq_id"]),
+            logits=ctypes.cast(self._logits.ctypes.data, fields["logits"]),
+        )
+
+    def __len__(self) -> int:
+        return int(self._native.n_tokens)
+
+    @property
+    def room(self) -> int:
+        return self.n_max - len(self)
+
+    def clear(self) -> None:
+        self._native.n_tokens = 0
+
+    def add(self, tokens: Sequence[int], pos: int, seq: int, logits: bool) -> int:
+        """Append a run of one sequence from position `pos` on; `logits`: of its last token."""
+        first, last = len(self), len(self) + len(tokens)
+        self._token[first:last] = tokens
+        self._pos[first:last] = np.arange(pos, pos + len(tokens), dtype=np.int32)
+        self._seq[first:last] = seq
+        self._logits[first:last] = 0
+        self._logits[last - 1] = logits
+        self._native.n_tokens = last
+        return last - 1
+
+    def decode(self, context: object) -> int:
+        """llama_decode's return code: 0, 1 when no cells are free for it, else an error."""
+        return int(llama_cpp.llama_decode(context, self._native))

@@ -1,0 +1,104 @@
+"""From tokens to text: characters that span tokens, stop strings that span tokens."""
+
+from __future__ import annotations
+
+import codecs
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import llama_cpp
+
+
+class Pieces:
+    """The bytes each token stands for; b"" for control tokens. Filled as tokens are met."""
+
+    def __init__(self, vocab: Any) -> None:
+        self._vocab = vocab
+        self._known: dict[int, bytes] = {}
+        self._named: dict[int, bytes] = {}
+        self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(vocab))
+
+    def __getitem__(self, token: int) -> bytes:
+        piece = self._known.get(token)
+        if piece is None:
+            piece = self._known[token] = self._look_up(token, special=False)
+        return piece
+
+    def name(self, token: int) -> bytes:
+        """The same with control tokens written out, as logprobs show them."""
+        piece = self._named.get(token)
+        if piece is None:
+            piece = self._named[token] = self._look_up(token, special=True)
+        return piece
+
+    def is_end(self, token: int) -> bool:
+        """Whether the model ends its answer with this token."""
+        return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
+
+    def _look_up(self, token: int, special: bool) -> bytes:
+        size = 64
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            n = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, size, 0, special)
+            if n >= 0:
+                return buffer.raw[:n]
+            size = -n
+
+
+class TextStream:
+    """Text of one answer, released as soon as it is certain.
+
+    Held back are the bytes of an unfinished UTF-8 character and the longest suffix that may become a
+    stop string. A stop string itself is never released, nor what follows it.
+    """
+
+    def __init__(self, stop: Sequence[str] = ()) -> None:
+        self._stop = tuple(stop)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+        self.n_released = 0  # characters
+        self.stopped = False
+
+    @property
+    def n_seen(self) -> int:
+        """Characters so far, held ones included: where the next token's text starts."""
+        return self.n_released + len(self._held)
+
+    def feed(self, piece: bytes) -> str:
+        """Take a token's bytes and return what can be released now; sets `stopped` at a stop string."""
+        return self._take(self._decoder.decode(piece))
+
+    def finish(self) -> str:
+        """What is still held when the answer ends without a stop string."""
+        if self.stopped:
+            return ""
+        text = self._take(self._decoder.decode(b"", final=True))
+        return text + self._release(len(self._held))
+
+    def _take(self, text: str) -> str:
+        if not self._stop:
+            self.n_released += len(text)
+            return text
+        self._held += text
+        cuts = [at for at in map(self._held.find, self._stop) if at >= 0]
+        if cuts:
+            self.stopped = True
+            released = self._release(min(cuts))
+            self._held = ""
+            return released
+        return self._release(len(self._held) - self._n_undecided())
+
+    def _n_undecided(self) -> int:
+        """Length of the longest suffix that is the start of a stop string."""
+        longest = min(len(self._held), max(map(len, self._stop)) - 1)
+        for n in range(longest, 0, -1):
+            suffix = self._held[-n:]
+            if any(stop.startswith(suffix) for stop in self._stop):
+                return n
+        return 0
+
+    def _release(self, n: int) -> str:
+        released, self._held = self._held[:n], self._held[n:]
+        self.n_released += len(released)
+        return released

@@ -1,0 +1,181 @@
+"""Prometheus metrics, named close to those of vLLM (`vllm:`) and llama.cpp's server (`llamacpp:`)."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from mixedkv.server.jobs import Job
+from mixedkv.server.observe import Observer
+
+_FIRST = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 30, 60, 120)
+_BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 300, 600)
+_STEP = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_RATE_WINDOW = 10.0  # seconds that tokens per second are averaged over
+_MAX_RECENT = 50
+
+
+class Metrics(Observer):
+    """All metrics of a server, and the latest requests without their text."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        r = {"registry": self.registry}
+        self.running = Gauge("mixedkv:num_requests_running", "Answers at work.", **r)
+        self.waiting = Gauge("mixedkv:num_requests_waiting", "Requests without a sequence yet.", **r)
+        self.prompt_tokens = Counter("mixedkv:prompt_tokens", "Tokens of prompts, cached ones included.", **r)
+        self.evaluated = Counter(
+            "mixedkv:prompt_tokens_evaluated", "Tokens of prompts that were evaluated.", **r
+        )
+        self.generated = Counter("mixedkv:generation_tokens", "Tokens of answers.", **r)
+        self.ttft = Histogram("mixedkv:time_to_first_token_seconds", "From the request.", buckets=_FIRST, **r)
+        self.itl = Histogram("mixedkv:inter_token_latency_seconds", "Between tokens.", buckets=_BETWEEN, **r)
+        self.e2e = Histogram("mixedkv:e2e_request_latency_seconds", "Of an answer.", buckets=_SECONDS, **r)
+        self.queue = Histogram("mixedkv:request_queue_time_seconds", "Until it starts.", buckets=_FIRST, **r)
+        self.steps = Histogram("mixedkv:iteration_seconds", "Of a step of the engine.", buckets=_STEP, **r)
+        self.success = Counter(
+            "mixedkv:request_success", "Answers by how they ended.", ["finished_reason"], **r
+        )
+        self.errors = Counter("mixedkv:request_failure", "Answers that failed.", ["reason"], **r)
+        self.queries = Counter("mixedkv:prefix_cache_queries", "Prompt tokens looked up in the cache.", **r)
+        self.hits = Counter("mixedkv:prefix_cache_hits", "Prompt tokens found, by tier.", ["tier"], **r)
+        self.rows = Gauge("mixedkv:kv_cache_rows", "Rows by state: hot, cold.", ["state"], **r)
+        self.bytes = Gauge("mixedkv:kv_cache_bytes", "Bytes by tier: hot, cold, ram, disk.", ["tier"], **r)
+        self.usage = Gauge("mixedkv:kv_cache_usage_perc", "Share of the context's cells in use, 0 to 1.", **r)
+        self.sequences = Gauge(
+            "mixedkv:kv_cache_sequences", "Sequences by state: running, idle.", ["state"], **r
+        )
+        self.evictions = Counter("mixedkv:kv_cache_evictions", "Prefixes dropped, by tier.", ["tier"], **r)
+        self.preemptions = Counter(
+            "mixedkv:num_preemptions", "Answers that had to give their rows back.", **r
+        )
+        self.restores = Counter("mixedkv:kv_restores", "Prompts whose KV came from the store.", **r)
+        self.restore_failures = Counter("mixedkv:kv_restore_failures", "By reason.", ["reason"], **r)
+        self.stored_tokens = Counter("mixedkv:kv_stored_tokens", "Tokens whose KV went to the store.", **r)
+        self.store_failures = Counter("mixedkv:kv_store_failures", "By reason.", ["reason"], **r)
+        self.http = Counter("mixedkv:http_requests", "By path and status.", ["path", "status"], **r)
+        self.recent: deque[dict[str, Any]] = deque(maxlen=_MAX_RECENT)
+        self._tokens: deque[tuple[float, int, int]] = deque()  # time, generated, evaluated
+        self._hits = {"context": 0, "ram": 0, "disk": 0}
+        self._n_queries = 0
+        for tier in self._hits:
+            self.hits.labels(tier)
+        self._store_counts: dict[str, int] = {}
+
+    def expose(self) -> bytes:
+        return generate_latest(self.registry)
+
+    # --- Observer, on the engine's thread ---
+
+    def started(self, job: Job) -> None:
+        assert job.t_start is not None
+        self.queue.observe(job.t_start - job.t_submit)
+        self.prompt_tokens.inc(job.n_prompt)
+
+    def prompt_done(self, job: Job) -> None:
+        n_cached = job.n_cached or 0
+        self.evaluated.inc(job.n_prompt - n_cached)
+        if job.reuse:
+            self.queries.inc(job.n_prompt)
+            self._n_queries += job.n_prompt
+            if n_cached:
+                self.hits.labels(job.cached_tier).inc(n_cached)
+                self._hits[job.cached_tier] += n_cached
+
+    def token(self, job: Job, now: float) -> None:
+        self.generated.inc()
+        if job.t_last is None:
+            self.ttft.observe(now - job.t_submit)
+        else:
+            self.itl.observe(now - job.t_last)
+
+    def step(self, n_streams: int, n_prompt: int, seconds: float) -> None:
+        self.steps.observe(seconds)
+        now = time.monotonic()
+        self._tokens.append((now, n_streams, n_prompt))
+        while self._tokens and self._tokens[0][0] < now - _RATE_WINDOW:
+            self._tokens.popleft()
+
+    def finished(self, job: Job, reason: str) -> None:
+        self.success.labels(reason).inc()
+        self._record(job, reason)
+
+    def cancelled(self, job: Job) -> None:
+        self.success.labels("abort").inc()
+        self._record(job, "abort")
+
+    def failed(self, job: Job) -> None:
+        self.errors.labels("engine").inc()
+        self._record(job, "error")
+
+    def evicted(self) -> None:
+        self.evictions.labels("context").inc()
+
+    def preempted(self) -> None:
+        self.preemptions.inc()
+
+    def restore_failed(self, reason: str) -> None:
+        self.restore_failures.labels(reason).inc()
+
+    def restored(self, job: Job) -> None:
+        self.restores.inc()
+
+    def stored(self, n_tokens: int) -> None:
+        self.stored_tokens.inc(n_tokens)
+
+    def store_failed(self, reason: str) -> None:
+        self.store_failures.labels(reason).inc()
+
+    def _record(self, job: Job, reason: str) -> None:
+        now = time.perf_counter()
+        self.e2e.observe(now - job.t_submit)
+        self.recent.append(
+            {
+                "time": time.time(),
+                "tenant": job.tenant,
+                "prompt_tokens": job.n_prompt,
+                "cached_tokens": job.n_cached or 0,
+                "cached_tier": job.cached_tier,
+                "exact": job.exact,
+                "completion_tokens": job.n_answer,
+                "ttft_seconds": None if job.t_first is None else job.t_first - job.t_submit,
+                "seconds": now - job.t_submit,
+                "finish_reason": reason,
+            }
+        )
+
+    def set_gauges(self, now: dict[str, Any]) -> None:
+        """From a snapshot of `stats`."""
+        cache, requests = now["cache"], now["requests"]
+        self.running.set(requests["running"])
+        self.waiting.set(requests["waiting"])
+        self.rows.labels("hot").set(cache["tokens_hot"])
+        self.rows.labels("cold").set(cache["tokens_cold"])
+        self.bytes.labels("hot").set(cache["bytes_hot"])
+        self.bytes.labels("cold").set(cache["bytes_cold"])
+        self.usage.set(cache["cells_used"] / cache["n_ctx"])
+        self.sequences.labels("running").set(cache["sequences_running"])
+        self.sequences.labels("idle").set(cache["sequences_idle"])
+        for tier in ("ram", "disk"):
+            if now["store"] is not None:
+                self.bytes.labels(tier).set(now["store"].get(f"bytes_{tier}", 0))
+
+    # --- for /v1/stats ---
+
+    def rates(self) -> dict[str, float]:
+        """Tokens per second over the last ten seconds."""
+        now = time.monotonic()
+        steps = [step for step in list(self._tokens) if step[0] >= now - _RATE_WINDOW]
+        return {
+            "generation_tokens_per_second": sum(step[1] for step in steps) / _RATE_WINDOW,
+            "prompt_tokens_per_second": sum(step[2] for step in steps) / _RATE_WINDOW,
+        }
+
+    def cache(self) -> dict[str, Any]:
+        hits = dict(self._hits)
+        n = self._n_queries
+        return {"queries_tokens": n, "hits_tokens": hits, "hit_rate": sum(hits.values()) / n if n else 0.0}

@@ -1,0 +1,218 @@
+"""Choosing the next token by llama.cpp's samplers, one chain per answer."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+_REPEAT_LAST_N = 64  # llama.cpp's window of repeat_penalty, prompt included
+_MAX_GRAMMAR = 1 << 16
+_REPEAT = re.compile(r"\{\s*([0-9]{1,20})\s*,\s*([0-9]{1,20})\s*\}")
+_MAX_NESTING = 2100  # llama.cpp's parser recurses; a repetition of 2000 is written as nested groups
+_CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How tokens are chosen. Ranges are checked where requests come in.
+
+    Attributes:
+        temperature: 0 takes the likeliest token.
+        top_k, top_p, min_p: 0, 1 and 0 switch them off.
+        repeat_penalty: of the last 64 tokens, prompt included; 1 switches it off.
+        frequency_penalty, presence_penalty: of the answer's tokens, as OpenAI has them.
+        seed: of the random choice.
+        logit_bias: token ids and what is added to their logits.
+        grammar: GBNF the answer must follow.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repeat_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    seed: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A chosen token and the likeliest ones, with natural logarithms of the model's own probabilities."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class DeadEndError(ValueError):
+    """No token of the model continues the grammar."""
+
+
+class Sampler:
+    """The sampler chain of one answer. Made on any thread, then used by one at a time.
+
+    Raises:
+        ValueError: the grammar cannot be parsed.
+    """
+
+    def __init__(self, vocab: Any, sampling: Sampling, n_ctx: int) -> None:
+        self._n_vocab = int(llama_cpp.llama_vocab_n_tokens(vocab))
+        self._repeats = sampling.repeat_penalty != 1.0
+        self._grammar = _make_grammar(vocab, sampling.grammar) if sampling.grammar is not None else None
+        self._chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
+        for part in self._parts(sampling, n_ctx):
+            llama_cpp.llama_sampler_chain_add(self._chain, part)
+
+    def _parts(self, sampling: Sampling, n_ctx: int) -> Iterable[Any]:
+        if sampling.logit_bias:
+            yield _bias(self._n_vocab, sampling.logit_bias)
+        if self._repeats:
+            yield llama_cpp.llama_sampler_init_penalties(
+                self._n_vocab, _REPEAT_LAST_N, sampling.repeat_penalty, 0.0, 0.0
+            )
+        if sampling.frequency_penalty or sampling.presence_penalty:
+            yield llama_cpp.llama_sampler_init_penalties(
+                self._n_vocab, n_ctx, 1.0, sampling.frequency_penalty, sampling.presence_penalty
+            )
+        if sampling.temperature <= 0:
+            yield llama_cpp.llama_sampler_init_greedy()
+            return
+        if sampling.top_k > 0:
+            yield llama_cpp.llama_sampler_init_top_k(sampling.top_k)
+        if sampling.top_p < 1:
+            yield llama_cpp.llama_sampler_init_top_p(sampling.top_p, 1)
+        if sampling.min_p > 0:
+            yield llama_cpp.llama_sampler_init_min_p(sampling.min_p, 1)
+        yield llama_cpp.llama_sampler_init_temp(sampling.temperature)
+        yield llama_cpp.llama_sampler_init_dist(sampling.seed)
+
+    def close(self) -> None:
+        for name in ("_chain", "_grammar"):
+            sampler = getattr(self, name, None)
+            if sampler is not None:
+                llama_cpp.llama_sampler_free(sampler)
+                setattr(self, name, None)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def accept_prompt(self, tokens: Iterable[int]) -> None:
+        """Let repeat_penalty see the end of the prompt; call once."""
+        if self._repeats:
+            for token in list(tokens)[-_REPEAT_LAST_N:]:
+                llama_cpp.llama_sampler_accept(self._chain, token)
+
+    def sample(self, context: Any, index: int) -> int:
+        """Choose from the logits of the batch's token `index` and remember the choice.
+
+        Raises:
+            DeadEndError: the grammar allows no token.
+        """
+        if self._grammar is None:
+            return int(llama_cpp.llama_sampler_sample(self._chain, context, index))
+        return self._sample_grammar(logits_row(context, index, self._n_vocab))
+
+    def _sample_grammar(self, logits: npt.NDArray[np.float32]) -> int:
+        """The chain's choice if the grammar allows it, else its choice among what the grammar allows.
+
+        Asking the grammar about one token is far cheaper than about a whole vocabulary.
+        """
+        token = self._choose(_Candidates(logits))
+        if not self._allows(token):
+            allowed = _Candidates(logits)
+            llama_cpp.llama_sampler_apply(self._grammar, allowed.pointer)
+            if not np.isfinite(allowed.rows["logit"]).any():
+                raise DeadEndError(
+                    "the grammar allows no token of this model here: write it for its vocabulary"
+                )
+            token = self._choose(allowed)
+        llama_cpp.llama_sampler_accept(self._grammar, token)
+        llama_cpp.llama_sampler_accept(self._chain, token)
+        return token
+
+    def _choose(self, candidates: _Candidates) -> int:
+        llama_cpp.llama_sampler_apply(self._chain, candidates.pointer)
+        return candidates.selected
+
+    def _allows(self, token: int) -> bool:
+        one = _Candidates(np.zeros(1, np.float32), first=token)
+        llama_cpp.llama_sampler_apply(self._grammar, one.pointer)
+        return bool(np.isfinite(one.rows["logit"][0]))
+
+
+class _Candidates:
+    """A llama_token_data_array on numpy memory."""
+
+    def __init__(self, logits: npt.NDArray[np.float32], first: int = 0) -> None:
+        self.rows = np.empty(len(logits), _CANDIDATE)
+        self.rows["id"] = np.arange(first, first + len(logits), dtype=np.int32)
+        self.rows["logit"] = logits
+        self.rows["p"] = 0
+        self._array = llama_cpp.llama_token_data_array(
+            data=self.rows.ctypes.data_as(llama_cpp.llama_token_data_p),
+            size=len(logits),
+            selected=-1,
+            sorted=False,
+        )
+        self.pointer = ctypes.pointer(self._array)
+
+    @property
+    def selected(self) -> int:
+        return int(self._array.data[self._array.selected].id)
+
+
+def logits_row(context: Any, index: int, n_vocab: int) -> npt.NDArray[np.float32]:
+    """Logits of the batch's token `index`, a view that the next decode overwrites."""
+    return np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, index), (n_vocab,))
+
+
+def logprob_of(logits: npt.NDArray[np.float32], token: int, n_top: int) -> TokenLogprob:
+    """Of the model's own distribution, before any sampler."""
+    row = logits.astype(np.float64)
+    row -= row.max()
+    row -= np.log(np.exp(row).sum())
+    top: tuple[tuple[int, float], ...] = ()
+    if n_top:
+        best = np.argpartition(-row, min(n_top, len(row)) - 1)[:n_top]
+        best = best[np.argsort(-row[best], kind="stable")]
+        top = tuple((int(i), float(row[i])) for i in best)
+    return TokenLogprob(token, float(row[token]), top)
+
+
+def _bias(n_vocab: int, logit_bias: tuple[tuple[int, float], ...]) -> Any:
+    array = (llama_cpp.llama_logit_bias * len(logit_bias))()
+    for entry, (token, bias) in zip(array, logit_bias, strict=True):
+        entry.token, entry.bias = token, bias
+    return llama_cpp.llama_sampler_init_logit_bias(n_vocab, len(logit_bias), array)
+
+
+def _make_grammar(vocab: Any, grammar: str) -> Any:
+    encoded = grammar.encode("utf-8")
+    if len(encoded) > _MAX_GRAMMAR or b"\0" in encoded:
+        raise ValueError(f"grammar: at most {_MAX_GRAMMAR} bytes, without NUL, are taken")
+    if _nesting(grammar) > _MAX_NESTING:
+        raise ValueError(f"grammar: nested more than {_MAX_NESTING} deep")
+    if any(int(low) > int(high) for low, high in _REPEAT.findall(grammar)):
+        raise ValueError("grammar: a repetition {m,n} has m above n")  # llama.cpp's parser does not come back
+    sampler = llama_cpp.llama_sampler_init_grammar(vocab, encoded, b"root")
+    if not sampler:
+        raise ValueError("grammar: not GBNF with a rule `root`, or left-recursive, or too many repetitions")
+    return sampler
+
+
+def _nesting(grammar: str) -> int:
+    deepest = depth = 0
+    for character in grammar:
+        depth += (character == "(") - (character == ")")
+        deepest = max(deepest, depth)
+    return deepest

@@ -1,0 +1,76 @@
+"""How much of the waiting prompts goes into a step, so that running streams are not held up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_SMOOTHING = 0.1
+_LEAST = 0.25  # prompts always get on: a token in every fourth step
+_FIRST = 16.0  # prompt tokens of the first step that streams share
+_DOWN, _UP = 0.9, 1.05  # at rest one step in three is over the limit
+_FAST_UP = 1.4  # while steps take less than half of what they may
+_PROBE = 32  # every so many steps one without prompts, to know what a step takes now
+
+
+class Pace:
+    """Says how many prompt tokens the next step can take.
+
+    A step with streams in it shall take at most `slowdown` times what it takes without prompts; a step
+    without streams takes a whole batch. What a token costs depends on the model, its depth and what else
+    runs on the machine, so the slice is not computed but steered: down after a step that took too long, up
+    after others. What a step takes without prompts is known for each number of streams.
+    """
+
+    def __init__(self, n_batch: int, slowdown: float) -> None:
+        self._n_batch, self._slowdown = n_batch, slowdown
+        self._slice = _FIRST
+        self._credit = 0.0  # a slice of half a token is one every second step
+        self._n_mixed = 0
+        self._alone: dict[int, float] = {}  # seconds of a step by its number of streams, on average
+
+    def budget(self, n_streams: int) -> int:
+        if n_streams == 0:
+            return self._n_batch
+        if self._n_mixed >= _PROBE or n_streams not in self._alone:
+            return 0
+        self._credit = self._credit % 1 + self._slice
+        return min(self._n_batch - n_streams, int(self._credit))
+
+    def observe(self, n_streams: int, n_prompt: int, seconds: float) -> None:
+        """Take the measure of a step that is done."""
+        alone = self._alone.get(n_streams)
+        if n_prompt == 0:
+            before = seconds if alone is None else alone
+            self._alone[n_streams] = before + _SMOOTHING * (seconds - before)
+            self._n_mixed = 0
+        elif n_streams and alone is not None:
+            self._n_mixed += 1
+            limit = self._slowdown * alone
+            if seconds > limit:
+                self._slice = max(_LEAST, self._slice * _DOWN)
+            elif n_prompt >= int(self._slice):
+                up = _FAST_UP if seconds < limit / 2 else _UP
+                self._slice = min(float(self._n_batch), self._slice * up)
+
+
+def share(budget: int, remaining: Sequence[int]) -> list[int]:
+    """Divide a step's prompt tokens among prompts, oldest first: all to the oldest, but half to those that
+    are shorter, so that short prompts do not wait for long ones. Prompts of one length take turns: a batch
+    of many sequences is slower than one of few.
+    """
+    given = [0] * len(remaining)
+    if not remaining:
+        return given
+
+    def give(i: int, n: int) -> None:
+        nonlocal budget
+        n = min(n, budget, remaining[i] - given[i])
+        given[i] += n
+        budget -= n
+
+    others = sorted(range(1, len(remaining)), key=lambda i: remaining[i])
+    shorter = [i for i in others if remaining[i] < remaining[0]]
+    give(0, -(-budget // 2) if shorter else budget)
+    for i in [*shorter, 0, *others]:
+        give(i, budget)
+    return given

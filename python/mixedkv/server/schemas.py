@@ -1,0 +1,229 @@
+"""Bodies of requests, as OpenAI has them plus what is ours. Strict: nothing odd gets further."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+_MAX_CHOICES = 64
+_MAX_STOPS = 16
+_MAX_SEED = 2**63 - 1
+
+
+def _encodable(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError("text with half a surrogate pair cannot be encoded as UTF-8") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Name = Annotated[Text, Field(max_length=256)]
+Id = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:@~+=-]*$")]
+StopText = Annotated[Text, Field(min_length=1, max_length=1000)]
+StopTexts = Annotated[list[StopText], Field(max_length=_MAX_STOPS)]
+
+
+class Model(BaseModel):
+    # hide_input: an error message never repeats a prompt
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True, protected_namespaces=())
+
+
+class StreamOptions(Model):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = Field(None, description="Accepted and ignored.")
+
+
+class TextPart(Model):
+    type: Literal["text", "input_text", "output_text"]
+    text: Text
+
+
+class Message(Model):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | list[TextPart] | None = None
+    name: Name | None = None
+    refusal: Text | None = None
+    message_id: Id | None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class JsonSchemaFormat(Model):
+    name: Name = "schema"
+    description: Text | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Model):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+    schema_: dict[str, Any] | None = Field(
+        None, alias="schema", description="With json_object: llama.cpp's way to give a schema."
+    )
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and (self.json_schema is None or self.json_schema.schema_ is None):
+            raise ValueError("json_schema with a schema is needed for type json_schema")
+        return self
+
+
+class Generation(Model):
+    """What chat and completions have in common."""
+
+    model: Name | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: StopText | StopTexts | None = None
+    seed: Annotated[int, Field(ge=-_MAX_SEED - 1, le=_MAX_SEED)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=10)], Annotated[Finite, Field(ge=-100, le=100)]],
+            Field(max_length=4096),
+        ]
+        | None
+    ) = None
+    # ours and llama.cpp's
+    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    repeat_penalty: Annotated[Finite, Field(gt=0, le=10)] | None = None
+    grammar: Annotated[Text, Field(max_length=65536)] | None = Field(
+        None, description="GBNF the answer follows."
+    )
+    ignore_eos: bool | None = Field(None, description="Go on to max_tokens.")
+    use_kv_cache: bool | None = Field(None, description="False: evaluate everything, keep nothing.")
+    session_id: Id | None = Field(None, description="Of /v1/context: its prompt goes before this one.")
+    prompt_cache_key: Name | None = Field(
+        None, description="Accepted: the longest prefix is found without it."
+    )
+    # accepted and ignored
+    user: Name | None = None
+    service_tier: Name | None = None
+    safety_identifier: Name | None = None
+    prompt_cache_retention: Name | None = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self) -> Generation:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options goes with stream=true only")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class ChatRequest(Generation):
+    messages: Annotated[list[Message], Field(min_length=1, max_length=100_000)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    # accepted and ignored
+    store: bool | None = None
+    metadata: dict[Name, Annotated[Text, Field(max_length=4096)]] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Name | None = None
+    verbosity: Name | None = None
+    # known, but not what this server does: see `_refuse_unsupported`
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    modalities: list[Any] | None = None
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+
+    @model_validator(mode="after")
+    def _refuse_unsupported(self) -> ChatRequest:
+        """Fields that ask for another kind of answer than text."""
+        for name in ("tools", "functions", "audio", "web_search_options"):
+            if getattr(self, name):
+                raise ValueError(f"{name} is not supported by this server: leave it out")
+        if self.tool_choice not in (None, "none", "auto") or self.function_call not in (None, "none", "auto"):
+            raise ValueError("tool_choice is not supported by this server: leave it out, or use none")
+        if self.modalities not in (None, ["text"]):
+            raise ValueError("modalities: this server answers in text only")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs goes with logprobs=true only")
+        return self
+
+
+Prompt = (
+    Text
+    | Annotated[list[Text], Field(min_length=1, max_length=_MAX_CHOICES)]
+    | Annotated[list[Token], Field(min_length=1)]
+    | Annotated[
+        list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1, max_length=_MAX_CHOICES)
+    ]
+)
+
+
+class CompletionRequest(Generation):
+    prompt: Prompt
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
+    suffix: Text | None = None
+
+    @model_validator(mode="after")
+    def _refuse_unsupported(self) -> CompletionRequest:
+        if self.suffix:
+            raise ValueError("suffix is not supported by this server: leave it out")
+        if self.best_of is not None and self.best_of > (self.n or 1):
+            raise ValueError("best_of is not supported by this server: ask for n answers and choose")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo with logprobs is not supported by this server: leave one out")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return list(self.prompt)  # type: ignore[arg-type]
+
+
+class WarmRequest(Model):
+    """A prompt to evaluate and keep: requests that start with it then do not wait for it."""
+
+    model: Name | None = None
+    prompt: Text | Annotated[list[Token], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=100_000)] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> WarmRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class ContextPatch(Model):
+    ttl: Annotated[int, Field(ge=1, le=365 * 24 * 3600)]
+
+
+class EmbeddingRequest(Model):
+    input: Prompt
+    model: Name | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    user: Name | None = None

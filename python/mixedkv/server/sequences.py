@@ -1,0 +1,265 @@
+"""Which rows the context holds, for whom, and who may share them.
+
+A sequence that ends its work stays as an idle prefix until its place or its rows are needed. A new prompt
+starts from the longest prefix that a sequence of the same tenant has, idle or running: `seq_cp` shares the
+rows, llama.cpp counts the references. Nothing is shared between tenants.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+from mixedkv import _core
+from mixedkv.config import KVSetting, MixedKVConfig
+
+MIN_SHARED = 16  # tokens; less is not worth a copy
+_MAX_CUT = 32  # tokens an idle sequence loses at most when it is taken over instead of copied
+
+Tokens = npt.NDArray[np.int32]
+
+
+class Memory(Protocol):
+    """What of llama.cpp's memory the pool needs."""
+
+    def remove(self, seq: int, p0: int) -> bool: ...
+
+    def copy(self, source: int, target: int, p1: int) -> None: ...
+
+    def cells_used(self) -> int: ...
+
+
+class NativeMemory:
+    """The memory of a llama_context with a unified cache."""
+
+    def __init__(self, context: Any) -> None:
+        self._memory = llama_cpp.llama_get_memory(context)
+        self._address = int(getattr(context, "value", context))
+
+    def remove(self, seq: int, p0: int) -> bool:
+        return bool(llama_cpp.llama_memory_seq_rm(self._memory, seq, p0, -1))
+
+    def copy(self, source: int, target: int, p1: int) -> None:
+        llama_cpp.llama_memory_seq_cp(self._memory, source, target, 0, p1)
+
+    def cells_used(self) -> int:
+        return _core.stats(self._address)["n_cells_used"]
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One sequence of the context. `tokens` are those that have rows, in order of position.
+
+    Attributes:
+        exact: its rows are what evaluating the tokens from the start gives.
+        keep: a prefix that was asked for; it is copied, never continued, and evicted last.
+        shared: a prefix that several prompts have in common; copied, continued only for want of a place.
+        session: whose prefix it then is, if it is a session's.
+        version: changes whenever rows are taken away, so that who reads rows later can tell.
+    """
+
+    id: int
+    tenant: str = ""
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    running: bool = False
+    exact: bool = True
+    keep: bool = False
+    shared: bool = False
+    session: str | None = None
+    used_at: int = 0
+    version: int = 0
+
+    def common(self, prompt: Tokens) -> int:
+        """Number of first tokens that are the same."""
+        return common(np.frombuffer(self.tokens, np.int32), prompt) if self.tokens else 0
+
+
+def common(a: Tokens, b: Tokens) -> int:
+    """Length of the longest common prefix."""
+    n = min(len(a), len(b))
+    if n == 0:
+        return 0
+    differs = a[:n] != b[:n]
+    first = int(differs.argmax())
+    return first if differs[first] else n
+
+
+class HotWindow:
+    """The hot-set rule of a mixed cache: whether a sequence can be cut or copied at a position exactly."""
+
+    def __init__(self, setting: KVSetting) -> None:
+        self._setting = setting if isinstance(setting, MixedKVConfig) else None
+
+    def is_exact(self, length: int, at: int) -> bool:
+        """A sequence of `length` tokens still has every F16 row that the query at `at` would read."""
+        return length == at or self._setting is None or self._begin(length - 1) <= self._begin(at)
+
+    def _begin(self, query: int) -> int:
+        assert self._setting is not None
+        n_old = query + 1 - self._setting.quantization_threshold
+        group = self._setting.group_size
+        return 0 if n_old <= 0 else -(-n_old // group) * group
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The best start for a prompt: `n` tokens of `source`; `approximate` more would not be exact."""
+
+    source: Sequence | None
+    n: int
+    exact: bool
+    approximate: int
+
+
+NO_MATCH = Match(None, 0, True, 0)
+
+
+class SequencePool:
+    """All sequences of a context. Belongs to the engine's thread.
+
+    Args:
+        can_cut: the memory can drop the tail of a sequence; not so recurrent and hybrid models.
+        exact_only: take no prefix whose F16 window has aged out.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        n_seq: int,
+        window: HotWindow,
+        *,
+        can_cut: bool = True,
+        exact_only: bool = True,
+    ) -> None:
+        self._memory, self.window = memory, window
+        self.can_cut, self.exact_only = can_cut, exact_only
+        self._all = [Sequence(i) for i in range(n_seq)]
+        self._clock = 0
+        self.n_evicted = 0
+
+    def held(self) -> list[Sequence]:
+        """Sequences that have rows or are about to."""
+        return [seq for seq in self._all if seq.running or seq.tokens]
+
+    def idle(self) -> list[Sequence]:
+        """Idle prefixes, in the order of their eviction."""
+        idle = (seq for seq in self._all if seq.tokens and not seq.running)
+        return sorted(idle, key=lambda seq: (seq.keep, seq.used_at))
+
+    def match(self, tenant: str, prompt: Tokens) -> Match:
+        """The longest usable prefix of a prompt, one token short of the whole at most."""
+        best, n_best, exact_best, approximate = None, 0, True, 0
+        for seq in self._all:
+            if seq.tenant != tenant or not seq.tokens:
+                continue
+            n = min(seq.common(prompt), len(prompt) - 1)
+            if n < MIN_SHARED or (not self.can_cut and n != len(seq.tokens)):
+                continue
+            exact = seq.exact and self.window.is_exact(len(seq.tokens), n)
+            if self.exact_only and not exact:
+                approximate = max(approximate, n)
+            elif (n, exact, not seq.running) > (n_best, exact_best, best is not None and not best.running):
+                best, n_best, exact_best = seq, n, exact
+        return Match(best, n_best, exact_best, approximate)
+
+    def acquire(self, tenant: str, match: Match) -> Sequence | None:
+        """A running sequence that starts with the match's rows; None when all are running."""
+        source = match.source
+        if source is None:
+            seq = self._free(None)
+        elif self._may_continue(source, match.n):
+            seq = self._cut(source, match.n)
+        else:
+            seq = self._copy(source, match.n)
+        if seq is None:
+            return None
+        seq.tenant, seq.running, seq.keep, seq.shared, seq.session = tenant, True, False, False, None
+        seq.exact = match.exact
+        if source is not None:  # a prefix that many share is in use, however old it is
+            self.touch(source)
+        self.touch(seq)
+        return seq
+
+    def snapshot(self, source: Sequence) -> None:
+        """Keep a copy of a running sequence as it is now, if a place is free or idle."""
+        target = self._free(source)
+        if target is not None:
+            self._share(source, target, len(source.tokens))
+            target.tenant, target.exact, target.shared = source.tenant, source.exact, True
+            self.touch(target)
+
+    def release(self, seq: Sequence, keep: bool = False, session: str | None = None) -> None:
+        """The work is done: the rows stay as an idle prefix."""
+        seq.running, seq.keep, seq.session = False, keep, session if keep else None
+        self.touch(seq)
+
+    def forget(self, tenant: str, session: str) -> None:
+        """Drop the prefix of a session."""
+        for seq in self.idle():
+            if (seq.tenant, seq.session) == (tenant, session):
+                self.drop(seq)
+
+    def drop(self, seq: Sequence) -> None:
+        """Give the rows and the place back."""
+        self.clear(seq)
+        seq.running = seq.keep = seq.shared = False
+        seq.exact, seq.session = True, None
+
+    def clear(self, seq: Sequence) -> None:
+        """Take the rows of a running sequence."""
+        self._memory.remove(seq.id, -1)
+        seq.tokens = array("i")
+        seq.version += 1
+
+    def evict(self, spare: Sequence | None = None) -> bool:
+        """Drop the idle prefix that was used the longest ago; False when there is none."""
+        for seq in self.idle():
+            if seq is not spare:
+                self.drop(seq)
+                self.n_evicted += 1
+                return True
+        return False
+
+    def cells_used(self) -> int:
+        return self._memory.cells_used()
+
+    def touch(self, seq: Sequence) -> None:
+        self._clock += 1
+        seq.used_at = self._clock
+
+    def _may_continue(self, source: Sequence, n: int) -> bool:
+        return not (source.running or source.keep or source.shared) and len(source.tokens) - n <= _MAX_CUT
+
+    def _cut(self, seq: Sequence, n: int) -> Sequence | None:
+        if n < len(seq.tokens):
+            if not self._memory.remove(seq.id, n):
+                return None
+            del seq.tokens[n:]
+            seq.version += 1
+        return seq
+
+    def _copy(self, source: Sequence, n: int) -> Sequence | None:
+        target = self._free(source)
+        if target is None:  # every other one runs: the source itself has to serve
+            return None if source.running else self._cut(source, n)
+        return self._share(source, target, n)
+
+    def _share(self, source: Sequence, target: Sequence, n: int) -> Sequence:
+        self._memory.copy(source.id, target.id, n)
+        target.tokens = source.tokens[:n]
+        return target
+
+    def _free(self, spare: Sequence | None) -> Sequence | None:
+        """A sequence without rows, made by eviction if need be."""
+        for _ in range(2):
+            for seq in self._all:
+                if not seq.running and not seq.tokens:
+                    return seq
+            if not self.evict(spare):
+                return None
+        return None
