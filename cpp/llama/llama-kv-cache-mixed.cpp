@@ -34,7 +34,7 @@ llama_kv_cache_mixed::llama_kv_cache_mixed(
     const  layer_share_cb & share,
              const char *   name_tag) :
     llama_kv_cache(model, hparams, type_k, type_v, v_trans, offload, unified, kv_size, n_seq_max, n_pad, n_swa, swa_type,
-            mem_other, filter, reuse, share, name_tag), config(config) {
+            mem_other, filter, reuse, share, name_tag), config(config), placement(n_seq_max) {
     // llama_kv_mixed_admit has refused these with a better message; they would break the assumptions below
     if (v_trans || mem_other || hparams.is_mla()) {
         throw std::runtime_error("the mixed KV cache needs flash attention and rows of its own for K and V");
@@ -150,6 +150,10 @@ llama_memory_context_ptr llama_kv_cache_mixed::init_full() {
 }
 
 llama_kv_cache_context * llama_kv_cache_mixed::make_context(slot_info_vec_t sinfos, std::vector<llama_ubatch> ubatches) {
+    if (n_stream == 1 && n_seq_max > 1 && n_swa == 0) {
+        placement.place(v_cells[0], sinfos, ubatches);
+    }
+
     return new llama_kv_cache_mixed_context(this, std::move(sinfos), std::move(ubatches));
 }
 

@@ -11,6 +11,7 @@
 #include "mixedkv/mixedkv.h"
 
 #include "llama-kv-cache.h"
+#include "llama-kv-mixed-place.h"
 
 #include <algorithm>
 #include <map>
@@ -179,6 +180,9 @@ private:
     std::vector<bool> dirty;
 
     std::vector<std::pair<ggml_context_ptr, ggml_backend_buffer_ptr>> ring_bufs;
+
+    // of several sequences in one stream; sliding windows take over cells, which upstream chooses
+    llama_kv_placement placement;
 
     void make_rings(uint32_t n_cells);
     void alloc_rings();
