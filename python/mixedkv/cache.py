@@ -225,15 +225,13 @@ class KVCache:
 
     def _window_is_whole(self, n: int) -> bool:
         """The query at position n of sequence 0 finds in F16 what a sequence that was never cut has there."""
-        if not isinstance(self._setting, MixedKVConfig):
+        config = self.config
+        if not isinstance(config, MixedKVConfig):
             return True
-        now = _core.stats(self._address)
-        threshold, group = now["threshold"], now["group_size"]
-        begin = max(0, -(-(n + 1 - threshold) // group) * group) if threshold else n
         self._llama._ctx.kv_cache_seq_rm(0, n, -1)  # as the evaluation that follows does
         for layer in {layer["group"]: layer for layer in _core.layers(self._address)}.values():
             positions, hot = _core.read_tiers(self._address, layer["il"], 0, 0, n)
-            wanted = (positions >= begin) | (positions < now["sink_tokens"])
+            wanted = (positions >= config.hot_begin(n)) | (positions < config.sink_tokens)
             if not hot[wanted].all():
                 return False
         return True

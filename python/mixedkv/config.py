@@ -82,6 +82,12 @@ class MixedKVConfig:
     def type_v(self) -> str:
         return self.cold_type_v
 
+    def hot_begin(self, q: int) -> int:
+        """First position of the recent window of a query at position q, as cpp/cache/hot_window.h has it."""
+        if self.quantization_threshold == 0:
+            return q + 1
+        return max(0, -(-(q + 1 - self.quantization_threshold) // self.group_size)) * self.group_size
+
     def check_context(self, n_ctx: int) -> None:
         """Raise ValueError unless the F16 rows fit a sequence of at most `n_ctx` tokens."""
         hot = self.quantization_threshold + self.sink_tokens

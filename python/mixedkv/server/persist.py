@@ -129,12 +129,11 @@ class Keeper:
         have = self._engine.call(lambda: self._engine.pool.match(job.tenant, job.prompt).n).result()
         if match.n_tokens < have + _LEAST:
             return
-        before = self._store.stats().hits.get("disk", 0)
-        blocks = self._store.read(match)
-        if blocks is None:
+        found = self._store.read_from(match)
+        if found is None:
             self._engine.observe.restore_failed("read")
             return
-        tier = "disk" if self._store.stats().hits.get("disk", 0) > before else "ram"
+        blocks, tier = found
         job.set_blocks(self._cut(blocks), tier, match.exact)
 
     def _cut(self, blocks: list[KVBlock]) -> list[KVBlock]:

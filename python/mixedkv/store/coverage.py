@@ -93,9 +93,7 @@ def _hot_positions(identity: Identity, n: int) -> Runs:
     kv = identity.kv
     if not isinstance(kv, MixedKVConfig):
         return []
-    threshold, group = kv.quantization_threshold, kv.group_size
-    begin = max(0, -(-(n + 1 - threshold) // group)) * group if threshold else n
-    return [(0, min(kv.sink_tokens, n)), (min(begin, n), n)]
+    return [(0, min(kv.sink_tokens, n)), (min(kv.hot_begin(n), n), n)]
 
 
 def _runs(positions: npt.NDArray[np.int32]) -> Runs:
