@@ -59,5 +59,6 @@ void register_config(pybind11::module_ & m);
 void register_stats(pybind11::module_ & m);
 void register_rows(pybind11::module_ & m);
 void register_blocks(pybind11::module_ & m);
+void register_threads(pybind11::module_ & m);
 
 } // namespace mixedkv_py

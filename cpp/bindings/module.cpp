@@ -10,4 +10,5 @@ PYBIND11_MODULE(_core, m) {
     mixedkv_py::register_stats(m);
     mixedkv_py::register_rows(m);
     mixedkv_py::register_blocks(m);
+    mixedkv_py::register_threads(m);
 }

@@ -87,8 +87,8 @@ struct amx_scores {
         return nibbles(x, which);
     }
 
-    // 16 keys of a group of n_blocks <= 4; absent blocks repeat the last one and meet zeros of Q.
-    template <row_type type>
+    // 16 keys of a group of n_blocks <= 2 * pairs; absent blocks repeat the last one and meet zeros of Q.
+    template <row_type type, int pairs>
     static void unpack(const char * p, const attention_rows & rows, prefetcher & ahead, int n, int n_blocks, panel & k,
                        int tile) {
         constexpr int bytes = block_bytes(type);
@@ -101,29 +101,39 @@ struct amx_scores {
         for (int j = 0; j < n; j++, p += rows.row, ints += 64, scale += 4) {
             ahead.step(j % 3 == 0);
             _mm512_store_si512(ints, unpack_pair<type>(p, p + b1));
-            _mm512_store_si512(ints + tile_bytes, unpack_pair<type>(p + b2, p + b3));
-            _mm_store_ps(scale, _mm_cvtph_ps(four_scales<type>(p, n_blocks, b1, b2, b3)));
+            if (pairs == 2) {
+                _mm512_store_si512(ints + tile_bytes, unpack_pair<type>(p + b2, p + b3));
+            }
+            _mm_store_ps(scale,
+                         _mm_cvtph_ps(pairs == 2 ? four_scales<type>(p, n_blocks, b1, b2, b3) : two_scales(p, b1)));
         }
     }
 
     // Tile registers 4, 5: the quad's right operands
+    template <int pairs>
     static void multiply(const panel & k, int tile, tile_sums & sums) {
         _tile_zero(0);
         _tile_loadd(2, k.ints[tile][0], 64);
         _tile_dpbssd(0, 2, 4);
-        _tile_zero(1);
-        _tile_loadd(2, k.ints[tile][1], 64);
-        _tile_dpbssd(1, 2, 5);
+        if (pairs == 2) {
+            _tile_zero(1);
+            _tile_loadd(2, k.ints[tile][1], 64);
+            _tile_dpbssd(1, 2, 5);
+            _tile_stored(1, sums[1], 64);
+        }
         _tile_stored(0, sums[0], 64);
-        _tile_stored(1, sums[1], 64);
     }
 
-    // One key: both pairs of blocks, scaled and added; lanes are still to be summed
+    // One key: the pairs of blocks, scaled and added; lanes are still to be summed
+    template <int pairs>
     static __m512 scaled(const int32_t * first, const int32_t * second, const float * scales, __m512 q0, __m512 q1) {
         const __m512 d  = _mm512_broadcast_f32x4(_mm_load_ps(scales));
         const __m512 d0 = _mm512_permutevar_ps(d, _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1));
-        const __m512 d1 = _mm512_permutevar_ps(d, _mm512_setr_epi32(2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3));
         const __m512 s0 = _mm512_cvtepi32_ps(_mm512_load_si512(first));
+        if (pairs == 1) {
+            return _mm512_mul_ps(_mm512_mul_ps(d0, q0), s0);
+        }
+        const __m512 d1 = _mm512_permutevar_ps(d, _mm512_setr_epi32(2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3));
         const __m512 s1 = _mm512_cvtepi32_ps(_mm512_load_si512(second));
         return _mm512_fmadd_ps(_mm512_mul_ps(d0, q0), s0, _mm512_mul_ps(_mm512_mul_ps(d1, q1), s1));
     }
@@ -136,6 +146,7 @@ struct amx_scores {
     }
 
     // s[row][16 keys] (+)= the scores of 16 keys
+    template <int pairs>
     static void finish(const tile_sums & sums, const float (*scales)[4], const quad & queries, bool add, int rows,
                        float * s) {
         const __m512 q0 = _mm512_loadu_ps(queries.scales);
@@ -145,7 +156,7 @@ struct amx_scores {
             __m512 key[4];
             for (int j = 0; j < 4; j++) {
                 const int n = 4 * j + i;
-                key[j]      = scaled(sums[0] + 16 * n, sums[1] + 16 * n, scales[n], q0, q1);
+                key[j]      = scaled<pairs>(sums[0] + 16 * n, sums[1] + 16 * n, scales[n], q0, q1);
             }
             x[i] = sum_lanes(key[0], key[1], key[2], key[3]);
         }
@@ -159,22 +170,20 @@ struct amx_scores {
         }
     }
 
-    template <row_type type>
+    template <row_type type, int pairs>
     static void score_group(const attention_item & w, int head, const item_memory & m, const key_span & span, int64_t g,
-                            prefetcher & ahead, float * s) {
-        const attention_rows & rows     = span.segment->k;
-        const char *           p        = key_row(rows, span.first, head) + g * 4 * block_bytes(type);
-        const int              left     = w.args->d_k / 32 - int(g) * 4;
-        const int              n_blocks = left < 4 ? left : 4;
-        const int              tiles    = (span.n + 15) / 16;
+                            int n_blocks, prefetcher & ahead, float * s) {
+        const attention_rows & rows  = span.segment->k;
+        const char *           p     = key_row(rows, span.first, head) + g * 4 * block_bytes(type);
+        const int              tiles = (span.n + 15) / 16;
         panel                  k;
         alignas(64) tile_sums  sums[key_block / 16];
         for (int t = 0; t < tiles; t++) {
             const int n = span.n - 16 * t < 16 ? span.n - 16 * t : 16;
-            if (n_blocks == 4) { // twice, so that one of them is compiled for 4
-                unpack<type>(p + 16 * t * rows.row, rows, ahead, n, 4, k, t);
+            if (n_blocks == 2 * pairs) { // twice, so that one of them is compiled for it
+                unpack<type, pairs>(p + 16 * t * rows.row, rows, ahead, n, 2 * pairs, k, t);
             } else {
-                unpack<type>(p + 16 * t * rows.row, rows, ahead, n, n_blocks, k, t);
+                unpack<type, pairs>(p + 16 * t * rows.row, rows, ahead, n, n_blocks, k, t);
             }
         }
         for (int q = 0; 4 * q < m.rows; q++) {
@@ -183,15 +192,17 @@ struct amx_scores {
             }
             const quad queries = quad_of(*w.args, m, q, g);
             _tile_loadd(4, queries.tiles, 64);
-            _tile_loadd(5, queries.tiles + tile_bytes, 64);
+            if (pairs == 2) {
+                _tile_loadd(5, queries.tiles + tile_bytes, 64);
+            }
             for (int t = 0; t < tiles; t++) {
-                multiply(k, t, sums[t]);
+                multiply<pairs>(k, t, sums[t]);
                 ahead.step(3);
             }
             for (int t = 0; t < tiles; t++) {
                 ahead.step(5);
-                finish(sums[t], k.scales + 16 * t, queries, g > 0, m.rows - 4 * q < 4 ? m.rows - 4 * q : 4,
-                       s + 4 * q * key_block + 16 * t);
+                finish<pairs>(sums[t], k.scales + 16 * t, queries, g > 0, m.rows - 4 * q < 4 ? m.rows - 4 * q : 4,
+                              s + 4 * q * key_block + 16 * t);
             }
         }
     }
@@ -199,8 +210,14 @@ struct amx_scores {
     static void run(const attention_item & w, int head, const item_memory & m, const key_span & span,
                     prefetcher & ahead, float * s) {
         for (int64_t g = 0; g < groups(w.args->d_k); g++) {
-            with_type(span.segment->k.type,
-                      [&](auto type) { score_group<decltype(type)::value>(w, head, m, span, g, ahead, s); });
+            const int left = w.args->d_k / 32 - int(g) * 4;
+            with_type(span.segment->k.type, [&](auto type) {
+                if (left > 2) {
+                    score_group<decltype(type)::value, 2>(w, head, m, span, g, left < 4 ? left : 4, ahead, s);
+                } else {
+                    score_group<decltype(type)::value, 1>(w, head, m, span, g, left, ahead, s);
+                }
+            });
         }
     }
 };

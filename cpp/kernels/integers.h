@@ -59,6 +59,14 @@ static __m128i four_scales(const char * p, int n_blocks, int b1, int b2, int b3)
     return _mm_cvtsi64_si128(int64_t(at(0) | at(b1) << 16 | at(b2) << 32 | at(b3) << 48));
 }
 
+// The scales of 2 blocks; the upper lanes are zero
+inline __m128i two_scales(const char * p, int b1) {
+    uint16_t h[2];
+    std::memcpy(h, p, 2);
+    std::memcpy(h + 1, p + b1, 2);
+    return _mm_cvtsi32_si128(int32_t(h[0] | uint32_t(h[1]) << 16));
+}
+
 // The scales of a block of keys by up to 4 blocks of elements
 struct key_scales {
     alignas(64) uint16_t half[4][key_block];

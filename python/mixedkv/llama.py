@@ -80,6 +80,7 @@ class Llama(llama_cpp.Llama):
                 embedding=embedding,
                 **kwargs,
             )
+            self._stack.callback(_core.Threads(self.kv._address).close)  # called before the context goes
         except BaseException as error:
             try:
                 self._raise_clearly(error, file)

@@ -7,6 +7,7 @@ one. Only a setting that the stock one does not know makes this module import th
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,7 @@ class Context:
         reason = self._init(params)
         if not self.ptr:
             raise CannotRunError(reason or log.text() or "llama.cpp could not make a context")
+        self._threads = self._own_threads()
         return self.ptr
 
     def _init(self, params: Any) -> str:
@@ -127,6 +129,14 @@ class Context:
             _core.withdraw()
         return "" if self.ptr else _core.last_error()
 
+    def _own_threads(self) -> Any:
+        """As `mixedkv.Llama` has them; not in a process with the stock library."""
+        if "mixedkv._core" not in sys.modules:
+            return None
+        from mixedkv import _core
+
+        return _core.Threads(self.address)
+
     @property
     def address(self) -> int:
         return int(getattr(self.ptr, "value", self.ptr))
@@ -134,6 +144,8 @@ class Context:
     def close(self) -> None:
         if self.ptr:
             llama_cpp.llama_batch_free(self._batch)
+            if self._threads:
+                self._threads.close()
             llama_cpp.llama_free(self.ptr)
             self.ptr = None
 

@@ -1,0 +1,78 @@
+// CPU threads that belong to a context, whichever thread of the process evaluates with it.
+
+#include "bindings.h"
+
+#include "ggml-backend.h"
+#include "ggml-cpu.h"
+#include "llama.h"
+
+#include <memory>
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace mixedkv_py {
+
+// Workers wait this long for the next graph before they sleep, in ggml's units of 131,072 pauses of the CPU: some
+// milliseconds, more than Python needs between two tokens.
+constexpr uint32_t poll_level = 1;
+
+// A function of the CPU backend, which may be a plugin that nothing can be linked with.
+template <typename F>
+static F * cpu_function(const char * name) {
+    ggml_backend_dev_t device  = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    void *             address = ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(device), name);
+    if (!address) {
+        throw std::runtime_error(std::string("this ggml has no ") + name);
+    }
+    return reinterpret_cast<F *>(address);
+}
+
+struct pool_deleter {
+    void operator()(ggml_threadpool * pool) const {
+        cpu_function<decltype(ggml_threadpool_free)>("ggml_threadpool_free")(pool);
+    }
+};
+
+using pool_ptr = std::unique_ptr<ggml_threadpool, pool_deleter>;
+
+static pool_ptr make_pool(int n_threads) {
+    if (n_threads < 1 || n_threads > GGML_MAX_N_THREADS) {
+        throw py::value_error("a context takes 1 to " + std::to_string(GGML_MAX_N_THREADS) + " CPU threads, not " +
+                              std::to_string(n_threads));
+    }
+    ggml_threadpool_params params = ggml_threadpool_params_default(n_threads);
+    params.poll                   = poll_level;
+    return pool_ptr(cpu_function<decltype(ggml_threadpool_new)>("ggml_threadpool_new")(&params));
+}
+
+// Two pools where decode and prefill take different numbers: threads of one that are not needed would spin.
+class threads {
+  public:
+    explicit threads(uintptr_t address) :
+        ctx(pointer<llama_context>(address)), decode(make_pool(llama_n_threads(ctx))) {
+        if (llama_n_threads_batch(ctx) != llama_n_threads(ctx)) {
+            batch = make_pool(llama_n_threads_batch(ctx));
+        }
+        llama_attach_threadpool(ctx, decode.get(), batch.get());
+    }
+
+    // Before the context is freed. Can be called again.
+    void close() {
+        if (decode) {
+            llama_detach_threadpool(ctx);
+        }
+        decode.reset();
+        batch.reset();
+    }
+
+  private:
+    llama_context * ctx;
+    pool_ptr        decode, batch;
+};
+
+void register_threads(py::module_ & m) {
+    py::class_<threads>(m, "Threads").def(py::init<uintptr_t>(), "ctx"_a).def("close", &threads::close);
+}
+
+} // namespace mixedkv_py

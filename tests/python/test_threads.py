@@ -1,0 +1,114 @@
+"""A context's CPU threads: its own, whichever thread of the process calls."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from mixedkv import Llama
+from mixedkv.bundled import model_path
+
+PROMPT = [5 + i % 200 for i in range(300)]
+N_DECODE = 40
+TWO_CORES = len(os.sched_getaffinity(0)) > 1 if hasattr(os, "sched_getaffinity") else True
+
+
+def make(n_threads: int, n_threads_batch: int | None = None) -> Llama:
+    return Llama(
+        model_path(),
+        n_ctx=512,
+        n_threads=n_threads,
+        n_threads_batch=n_threads_batch or n_threads,
+        verbose=False,
+    )
+
+
+def decode_time(llm: Llama) -> float:
+    """Seconds of a decode step: the fastest of some, so that what else runs has little say."""
+    llm.reset()
+    llm.eval(PROMPT)
+    times = []
+    for _ in range(N_DECODE):
+        begin = time.perf_counter()
+        llm.eval([7])
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def in_thread(work: Callable[[], float]) -> float:
+    result: list[float] = []
+    thread = threading.Thread(target=lambda: result.append(work()))
+    thread.start()
+    thread.join()
+    return result[0]
+
+
+@pytest.mark.skipif(not TWO_CORES, reason="two threads need two cores")
+def test_another_thread_is_as_fast() -> None:
+    """OpenMP's was 14 times slower there."""
+    with make(2) as llm:
+        here = decode_time(llm)
+        assert in_thread(lambda: decode_time(llm)) < 4 * here
+
+
+def logits_of(llm: Llama) -> bytes:
+    llm.reset()
+    llm.eval(PROMPT)
+    return ctypes.string_at(llm._ctx.get_logits_ith(-1), 4 * llm.n_vocab())
+
+
+@pytest.mark.parametrize("n_threads_batch", [1, 2, 3])
+def test_results_do_not_depend_on_the_caller(n_threads_batch: int) -> None:
+    with make(2, n_threads_batch) as llm:
+        results = [logits_of(llm)]
+        thread = threading.Thread(target=lambda: results.append(logits_of(llm)))
+        thread.start()
+        thread.join()
+    assert results[0] == results[1]
+
+
+def test_threads_end_with_the_context() -> None:
+    if not os.path.isdir("/proc/self/task"):
+        pytest.skip("threads are counted in /proc")
+
+    def count() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    make(2).close()
+    before = count()
+    for _ in range(3):
+        llm = make(3, 2)
+        assert count() == before + 2 + 1
+        llm.close()
+    assert count() == before
+
+
+def test_a_number_no_pool_can_have_is_refused() -> None:
+    with pytest.raises(ValueError, match="512 CPU threads"):
+        make(513)
+
+
+ONE_CORE = """
+import os, sys
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+from test_threads import decode_time, make
+with make(1) as one, make(2) as two:
+    print(min(decode_time(one) for _ in range(3)), min(decode_time(two) for _ in range(3)))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads are bound with sched_setaffinity")
+def test_two_threads_on_one_core_get_on() -> None:
+    """Without a yield in ggml's barrier each of a token's barriers lasts a time slice."""
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_CORE], capture_output=True, text=True, timeout=120, check=True
+    )
+    one, two = map(float, done.stdout.split())
+    assert two < 10 * one
