@@ -50,14 +50,15 @@ struct amx_decode {
         const attention_args & a = *w.args;
         const tile_session     session(half_tiles);
         for (int i = 0; i < w.n_head; i++) {
-            const item_memory m(a, w.few, w.n_queries, w.memory, i);
-            base::clear(m);
-            base::pack_queries(w, w.head0 + i, m);
-            if (a.d_k % 32 == 0) {
-                amx_scores::pack_queries(a, m);
-            }
+            base::begin(item_memory(a, w.few, w.n_queries, w.memory, i));
         }
+        uint32_t ready = 0;
         for_each_block(w, key_block, [&](const key_span & span) {
+            base::prepare(w, span, ready, [&](const item_memory & m, int row) {
+                if (a.d_k % 32 == 0) {
+                    amx_scores::pack_quad(a, m, row);
+                }
+            });
             for (int i = 0; i < w.n_head; i++) {
                 block(w, w.head0 + i, item_memory(a, w.few, w.n_queries, w.memory, i), span);
             }

@@ -53,18 +53,16 @@ struct amx_scores {
         }
     }
 
-    // From the F32 queries
-    static void pack_queries(const attention_args & a, const item_memory & m) {
+    // From the F32 queries, rows first .. first + 3
+    static void pack_quad(const attention_args & a, const item_memory & m, int first) {
         const int64_t d = round_up(a.d_k, 16);
-        for (int q = 0; 4 * q < m.rows; q++) {
-            for (int64_t g = 0; g < groups(a.d_k); g++) {
-                const quad out = quad_of(a, m, q, g);
-                std::memset(out.tiles, 0, 2 * tile_bytes);
-                std::memset(out.scales, 0, 32 * sizeof(float));
-                for (int row = 4 * q; row < 4 * q + 4 && row < m.rows; row++) {
-                    for (int b = 0; b < 4 && 128 * g + 32 * b < a.d_k; b++) {
-                        pack_block(static_cast<const float *>(m.q) + row * d + 128 * g + 32 * b, b, row % 4, out);
-                    }
+        for (int64_t g = 0; g < groups(a.d_k); g++) {
+            const quad out = quad_of(a, m, first / 4, g);
+            std::memset(out.tiles, 0, 2 * tile_bytes);
+            std::memset(out.scales, 0, 32 * sizeof(float));
+            for (int row = first; row < first + 4 && row < m.rows; row++) {
+                for (int b = 0; b < 4 && 128 * g + 32 * b < a.d_k; b++) {
+                    pack_block(static_cast<const float *>(m.q) + row * d + 128 * g + 32 * b, b, row % 4, out);
                 }
             }
         }

@@ -142,11 +142,16 @@ template <class L>
 struct tile {
     using V = typename L::V;
 
-    static void clear(const item_memory & m) {
+    // What stands for rows that see no key; their acc is not read
+    static void begin(const item_memory & m) {
         for (int row = 0; row < m.rows; row++) {
             m.max[row] = -INFINITY;
             m.sum[row] = 0.0f;
         }
+    }
+
+    static void clear(const item_memory & m) {
+        begin(m);
         std::memset(m.acc, 0, size_t(m.rows) * m.d_v_padded * sizeof(float));
     }
 
@@ -333,18 +338,39 @@ struct tile {
         return out[0];
     }
 
-    static void pack_queries(const attention_item & w, int head, const item_memory & m) {
+    // Rows first .. first + 3 as F32, zeros past the last one
+    static void pack_quad(const attention_item & w, int head, const item_memory & m, int first) {
         const attention_args & a     = *w.args;
         const int              group = a.n_head / a.n_head_kv;
         const int64_t          d     = round_up(a.d_k, 16);
-        float *                out   = static_cast<float *>(m.q);
-        for (int row = 0; row < m.rows; row++, out += d) {
-            load_query(a, w.q0 + row / group, head * group + row % group, query_factor(a), out);
-            for (int i = a.d_k; i < d; i++) {
-                out[i] = 0.0f;
+        float *                out   = static_cast<float *>(m.q) + first * d;
+        for (int row = first; row < first + 4; row++, out += d) {
+            const int n = row < m.rows ? a.d_k : 0;
+            if (n > 0) {
+                load_query(a, w.q0 + row / group, head * group + row % group, query_factor(a), out);
+            }
+            std::memset(out + n, 0, (d - n) * sizeof(float));
+        }
+    }
+
+    // Decode: makes the quads of rows that see keys of this span ready, unless they are, and calls pack(m, row) for
+    // each of them and each KV head. In a batch of many sequences most see nothing of an item's keys.
+    template <class Pack>
+    static void prepare(const attention_item & w, const key_span & span, uint32_t & ready, Pack pack) {
+        const int rows = int(w.n_queries) * (w.args->n_head / w.args->n_head_kv);
+        for (int row = 0; row < rows; row += 4) {
+            if (ready >> row / 4 & 1 || !any_visible(w, span, row, 4)) {
+                continue;
+            }
+            ready |= 1u << row / 4;
+            for (int i = 0; i < w.n_head; i++) {
+                const item_memory m(*w.args, w.few, w.n_queries, w.memory, i);
+                const int         n = rows - row < 4 ? rows - row : 4;
+                std::memset(m.acc + row * m.d_v_padded, 0, size_t(n) * m.d_v_padded * sizeof(float));
+                pack_quad(w, w.head0 + i, m, row);
+                pack(m, row);
             }
         }
-        std::memset(out, 0, (round_up(m.rows, 4) - m.rows) * d * sizeof(float));
     }
 
     // Decode: s[rows][key_block] of all rows, K rows as they lie
@@ -463,10 +489,16 @@ struct tile {
     static void run(const attention_item & w) {
         for (int i = 0; i < w.n_head; i++) {
             const item_memory m(*w.args, w.few, w.n_queries, w.memory, i);
-            clear(m);
-            pack_queries(w, w.head0 + i, m);
+            w.few ? begin(m) : clear(m);
+            for (int row = 0; !w.few && row < m.rows; row += 4) {
+                pack_quad(w, w.head0 + i, m, row);
+            }
         }
+        uint32_t ready = 0;
         for_each_block(w, block_keys(*w.args), [&](const key_span & span) {
+            if (w.few) {
+                prepare(w, span, ready, [](const item_memory &, int) {});
+            }
             for (int i = 0; i < w.n_head; i++) {
                 const item_memory m(*w.args, w.few, w.n_queries, w.memory, i);
                 w.few ? decode_block(w, w.head0 + i, m, span) : prefill_block(w, w.head0 + i, m, span);
@@ -485,10 +517,13 @@ struct tile {
         float * result = part.acc + row * part.d_v_padded; // the first chunk's memory serves as the accumulator
         for (int c = 0; c < n_chunks; c++) {
             const float m = chunk_of(part.max, c, stride)[row];
-            if (m == -INFINITY && c > 0) {
+            if (m == -INFINITY) {
+                if (c == 0) {
+                    std::memset(result, 0, part.d_v_padded * sizeof(float));
+                }
                 continue;
             }
-            const float   weight = m == -INFINITY ? 0.0f : exp2_of(m - max);
+            const float   weight = exp2_of(m - max);
             const float * acc    = chunk_of(part.acc, c, stride) + row * part.d_v_padded;
             sum += weight * chunk_of(part.sum, c, stride)[row];
             for (int i = 0; i < d_v; i += L::width) {

@@ -49,15 +49,13 @@ struct vnni_decode {
         }
     }
 
-    // From the F32 queries, which are padded with zeros to 4 rows
-    static void pack_queries(const attention_args & a, const item_memory & m) {
+    // From the F32 queries, rows first .. first + 3, which are padded with zeros
+    static void pack_quad(const attention_args & a, const item_memory & m, int first) {
         const int64_t d   = round_up(a.d_k, 16);
-        quad *        out = quads(a, m);
-        for (int row = 0; row < m.rows; row += 4) {
-            for (int b = 0; 32 * b < a.d_k; b++, out++) {
-                for (int r = 0; r < 4; r++) {
-                    pack_block(static_cast<const float *>(m.q) + (row + r) * d + 32 * b, r, *out);
-                }
+        quad *        out = quads(a, m) + first / 4 * (a.d_k / 32);
+        for (int b = 0; 32 * b < a.d_k; b++, out++) {
+            for (int r = 0; r < 4; r++) {
+                pack_block(static_cast<const float *>(m.q) + (first + r) * d + 32 * b, r, *out);
             }
         }
     }
@@ -302,14 +300,15 @@ struct vnni_decode {
     static void run(const attention_item & w) {
         const attention_args & a = *w.args;
         for (int i = 0; i < w.n_head; i++) {
-            const item_memory m(a, w.few, w.n_queries, w.memory, i);
-            base::clear(m);
-            base::pack_queries(w, w.head0 + i, m);
-            if (a.d_k % 32 == 0) {
-                pack_queries(a, m);
-            }
+            base::begin(item_memory(a, w.few, w.n_queries, w.memory, i));
         }
+        uint32_t ready = 0;
         for_each_block(w, key_block, [&](const key_span & span) {
+            base::prepare(w, span, ready, [&](const item_memory & m, int row) {
+                if (a.d_k % 32 == 0) {
+                    pack_quad(a, m, row);
+                }
+            });
             for (int i = 0; i < w.n_head; i++) {
                 block(w, w.head0 + i, item_memory(a, w.few, w.n_queries, w.memory, i), span);
             }
