@@ -112,12 +112,13 @@ struct plan_cursor {
     }
 };
 
-int64_t count_items(const attention_args * streams, int n_streams) {
+// Behind the last stream: items and bytes of all
+plan_cursor walk(const attention_args * streams, int n_streams) {
     plan_cursor c(streams);
     while (true) {
         c.next();
         if (c.stream == n_streams) {
-            return c.item;
+            return c;
         }
         c.load();
     }
@@ -185,6 +186,10 @@ size_t attention_scratch_bytes(const attention_args * streams, int n_streams) {
     return bytes;
 }
 
+size_t attention_run_bytes(const attention_args * streams, int n_streams) {
+    return scratch_header + (n_streams > 0 ? walk(streams, n_streams).offset : 0);
+}
+
 bool attention_run(const attention_args * streams, int n_streams, void * scratch, int ith, int nth) {
     if (n_streams <= 0) {
         return ith == 0;
@@ -192,7 +197,7 @@ bool attention_run(const attention_args * streams, int n_streams, void * scratch
     auto *                    counters = static_cast<scratch_counters *>(scratch);
     char *                    data     = static_cast<char *>(scratch) + scratch_header;
     const attention_kernels * kernels  = isa().kernels;
-    const int64_t             n_items  = count_items(streams, n_streams);
+    const int64_t             n_items  = walk(streams, n_streams).item;
     plan_cursor               cursor(streams);
 
     int64_t ticket;

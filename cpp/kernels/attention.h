@@ -39,6 +39,7 @@ struct attention_segment {
 };
 
 constexpr int attention_max_segments  = 3;    // cold rows, hot ring, running micro-batch
+constexpr int attention_few_rows      = 32;   // queries times heads per KV head up to which a call is decode
 constexpr int attention_max_head_size = 1024; // of d_k and d_v; a multiple of 32 for q8_0 and q4_0
 
 // One stream. Mask columns are the segments' keys in order.
@@ -77,6 +78,9 @@ struct attention_args {
 // Bytes that attention_run needs for these shapes, whatever the number of threads: no pointer is looked at.
 // Enough as well for fewer streams, queries or keys with the same heads, so the largest shape may be asked once.
 size_t attention_scratch_bytes(const attention_args * streams, int n_streams);
+
+// Bytes that a call with exactly these shapes uses, at most what attention_scratch_bytes() says of them.
+size_t attention_run_bytes(const attention_args * streams, int n_streams);
 
 // Called by every thread 0 <= ith < nth with the same arguments; returns when this thread's share is done.
 // `scratch` is shared by the threads, attention_scratch_bytes() long, 64-byte aligned, and zeroed before its

@@ -24,7 +24,7 @@ struct attention_item {
     void *                 memory; // n_head times item_memory
 };
 
-constexpr int few_rows   = 32;  // rows per KV head up to which K and V rows are used as they lie
+constexpr int few_rows   = attention_few_rows; // rows per KV head up to which K and V rows are used as they lie
 constexpr int tile_rows  = 512; // rows per KV head and item in prefill: unpacking costs 1/8 of the products
 constexpr int row_pad    = 16;
 constexpr int max_blocks = attention_max_head_size / 32;

@@ -69,6 +69,8 @@ bool llama_kv_cache_mixed_context::apply() {
         return false;
     }
 
+    kv_mixed->set_runs(ubatches[i_cur], sinfo.n_stream());
+
     ring_rows = kv_mixed->has_ring() ? kv_mixed->advance(sinfo, ubatches[i_cur]) : std::vector<int64_t>();
 
     return true;

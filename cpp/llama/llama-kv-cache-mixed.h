@@ -130,6 +130,9 @@ public:
     struct fused_scratch;
     fused_node & get_fused_node(int32_t il);
 
+    // tells the fused nodes which tokens of the ubatch belong together
+    void set_runs(const llama_ubatch & ubatch, uint32_t n_stream);
+
     // layers that attend to the rows of this cache
     uint32_t get_n_readers() const { return map_layer_ids.size(); }
 

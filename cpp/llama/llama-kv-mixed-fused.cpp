@@ -25,6 +25,22 @@ void fused_scratch::reserve(size_t size) {
     }
 }
 
+size_t fused_scratch::size() const {
+    return data.empty() ? 0 : data.size() - SCRATCH_ALIGN;
+}
+
+void llama_kv_cache_mixed::set_runs(const llama_ubatch & ubatch, uint32_t n_stream) {
+    auto & runs = scratch->runs;
+
+    runs.clear();
+    for (uint32_t i = 0; n_stream == 1 && i < ubatch.n_tokens; ++i) {
+        if (i == 0 || ubatch.seq_id[i][0] != ubatch.seq_id[i - 1][0]) {
+            runs.push_back(0);
+        }
+        runs.back()++;
+    }
+}
+
 static row_type to_row_type(ggml_type type) {
     switch (type) {
         case GGML_TYPE_F16:  return row_type::f16;
@@ -116,12 +132,58 @@ static attention_args to_args(const ggml_tensor * dst, const fused_node & node, 
     return res;
 }
 
-static const std::vector<attention_args> & to_args(const ggml_tensor * dst, const fused_node & node) {
-    thread_local std::vector<attention_args> res;
+static attention_args cut(const attention_args & whole, int64_t first, int64_t n) {
+    attention_args res = whole;
+    res.n_queries = n;
+    res.q         = (const float *) ((const char *) whole.q + first*whole.q_row);
+    res.mask      = (const uint16_t *) ((const char *) whole.mask + first*whole.mask_row);
+    res.out       = (float *) ((char *) whole.out + first*whole.out_row);
+    return res;
+}
 
+// One token each of many answers beside a slice of a prompt: together all of them would be worked on as the prompt is,
+// which unpacks every key of every answer for a row or two. So runs of few rows are gathered to calls of few rows, and
+// what lies between them to others.
+static void cut(const attention_args & whole, const std::vector<int64_t> & runs, std::vector<attention_args> & res) {
+    const int64_t most = mixedkv::attention_few_rows/(whole.n_head/whole.n_head_kv);
+
+    int64_t first = 0;
+    int64_t n     = 0;
+    bool    few   = false;
+    for (const int64_t run : runs) {
+        if (n > 0 && (few != (run <= most) || (few && n + run > most))) {
+            res.push_back(cut(whole, first, n));
+            first += n;
+            n = 0;
+        }
+        few = run <= most;
+        n += run;
+    }
+    res.push_back(cut(whole, first, n));
+}
+
+static void to_args(const ggml_tensor * dst, const fused_node & node, std::vector<attention_args> & res) {
     res.clear();
     for (int64_t strm = 0; strm < dst->src[1]->ne[3]; ++strm) {
         res.push_back(to_args(dst, node, strm));
+    }
+}
+
+static const std::vector<attention_args> & to_calls(const ggml_tensor * dst, const fused_node & node) {
+    thread_local std::vector<attention_args> res;
+
+    to_args(dst, node, res);
+
+    const auto & runs = node.scratch.runs;
+    if (runs.size() > 1) {
+        const attention_args whole = res[0];
+
+        res.clear();
+        cut(whole, runs, res);
+        // it was reserved for all queries together
+        if (mixedkv::attention_run_bytes(res.data(), (int) res.size()) > node.scratch.size()) {
+            res.assign(1, whole);
+        }
     }
 
     return res;
@@ -130,9 +192,9 @@ static const std::vector<attention_args> & to_args(const ggml_tensor * dst, cons
 static void fused_compute(ggml_tensor * dst, int ith, int nth, void * userdata) {
     auto & node = *(fused_node *) userdata;
 
-    const auto & args = to_args(dst, node);
+    const auto & calls = to_calls(dst, node);
 
-    const bool last = mixedkv::attention_run(args.data(), (int) args.size(), node.scratch.get(), ith, nth);
+    const bool last = mixedkv::attention_run(calls.data(), (int) calls.size(), node.scratch.get(), ith, nth);
 
     if (last && node.writes_ring) {
         llama_kv_mixed_write_ring(dst->src[6], dst->src[7], dst->src[4]->view_src, dst->src[5]->view_src);
@@ -166,7 +228,8 @@ ggml_tensor * llama_kv_mixed_fused(
             srcs.data(), (int) srcs.size(), fused_compute, GGML_N_TASKS_MAX, &node);
 
     // nearly always the first graphs of a context are its largest
-    const auto & args = to_args(res, node);
+    std::vector<attention_args> args;
+    to_args(res, node, args);
     node.scratch.reserve(mixedkv::attention_scratch_bytes(args.data(), (int) args.size()));
 
     return res;

@@ -6,6 +6,10 @@
 struct llama_kv_cache_mixed::fused_scratch {
     void * get(); // 64-byte aligned
     void reserve(size_t size);
+    size_t size() const;
+
+    // lengths of the runs of tokens of one sequence in the ubatch at hand; empty where each stream has one
+    std::vector<int64_t> runs;
 
 private:
     std::vector<uint8_t> data;

@@ -48,6 +48,25 @@ def test_sequences_of_different_lengths_in_one_batch(
         check_rows(ctx, oracle, seq)
 
 
+@pytest.mark.parametrize("name", ["llama-64", "llama-96", "refact", "gpt-oss", "gemma2"])
+@pytest.mark.parametrize("first", ["answers", "prompt"])
+def test_answers_beside_a_prompt(open_pair, attention: str, name: str, first: str) -> None:
+    """As a server composes its batches: the attention of answers and of a prompt are separate calls."""
+    ctx, oracle = open_three(open_pair, attention, unified=True, name=name)
+    assert_same(
+        ctx, oracle, prompt(90, seed=1), seq_ids=[[0]] * 50 + [[1]] * 40, positions=[*range(50), *range(40)]
+    )
+    n_rows = [50, 40, 0]
+    for n_prompt in (1, 45, 20, 3):
+        runs = [(0, 1), (1, 1), (2, n_prompt)] if first == "answers" else [(2, n_prompt), (1, 1), (0, 1)]
+        positions = [n_rows[seq] + i for seq, n in runs for i in range(n)]
+        seqs = [[seq] for seq, n in runs for _ in range(n)]
+        assert_same(ctx, oracle, prompt(len(seqs), seed=n_prompt), positions=positions, seq_ids=seqs)
+        check_books(ctx, oracle)
+        for seq, n in runs:
+            n_rows[seq] += n
+
+
 def test_sequences_do_not_disturb_each_other(open_pair, unified: bool) -> None:
     """A sequence among others gives the logits that it gives alone."""
     ctx, _ = open_three(open_pair, "auto", unified)

@@ -310,7 +310,10 @@ std::vector<double> problem::reference() const {
 
 int run(std::vector<mixedkv::attention_args> streams, int n_threads) {
     const int    n     = int(streams.size());
-    const size_t bytes = mixedkv::attention_scratch_bytes(streams.data(), n);
+    const size_t bytes = mixedkv::attention_run_bytes(streams.data(), n);
+    if (bytes > mixedkv::attention_scratch_bytes(streams.data(), n)) {
+        return -1;
+    }
     // exactly the promised size, so that sanitizers see a write past it
     struct free_aligned {
         void operator()(void * p) const { std::free(p); }

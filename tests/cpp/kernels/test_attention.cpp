@@ -180,6 +180,29 @@ void test_streams() {
     }
 }
 
+// Queries cut into several calls over the same keys: each gets what it would get in one call, but for rounding.
+void test_queries_cut_apart() {
+    test::rng     r(29);
+    test::problem p(r, mixed_cache(70, 900, mask_kind::causal));
+    const auto    whole = p.args();
+    for (const std::vector<int64_t> & parts : { std::vector<int64_t>{ 1, 1, 60, 8 }, { 3, 67 }, { 35, 34, 1 } }) {
+        std::vector<mixedkv::attention_args> calls;
+        int64_t                              first = 0;
+        for (const int64_t n : parts) {
+            mixedkv::attention_args a = whole;
+            a.n_queries               = n;
+            a.q                       = whole.q + first * whole.q_row / sizeof(float);
+            a.mask                    = whole.mask + first * whole.mask_row / sizeof(uint16_t);
+            a.out                     = whole.out + first * whole.out_row / sizeof(float);
+            calls.push_back(a);
+            first += n;
+        }
+        std::fill(p.out.begin(), p.out.end(), NAN);
+        test::run(calls, 2);
+        expect_close(p, "queries cut apart");
+    }
+}
+
 void test_rotation() {
     test::rng r(23);
     for (int edge : { 1, 2, 16, 64, 128, 1024 }) {
@@ -290,6 +313,7 @@ int main(int argc, char ** argv) {
     test_pairings();
     test_thread_counts();
     test_streams();
+    test_queries_cut_apart();
     test_rotation();
     test_scratch_reuse();
     test_hidden_rows_are_not_used();
