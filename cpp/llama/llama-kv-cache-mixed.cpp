@@ -149,10 +149,14 @@ llama_memory_context_ptr llama_kv_cache_mixed::init_full() {
     return std::make_unique<llama_kv_cache_mixed_context>(this);
 }
 
-llama_kv_cache_context * llama_kv_cache_mixed::make_context(slot_info_vec_t sinfos, std::vector<llama_ubatch> ubatches) {
+void llama_kv_cache_mixed::place(slot_info_vec_t & sinfos, const std::vector<llama_ubatch> & ubatches) {
     if (n_stream == 1 && n_seq_max > 1 && n_swa == 0) {
         placement.place(v_cells[0], sinfos, ubatches);
     }
+}
+
+llama_kv_cache_context * llama_kv_cache_mixed::make_context(slot_info_vec_t sinfos, std::vector<llama_ubatch> ubatches) {
+    place(sinfos, ubatches);
 
     return new llama_kv_cache_mixed_context(this, std::move(sinfos), std::move(ubatches));
 }

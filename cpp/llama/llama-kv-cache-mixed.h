@@ -130,6 +130,9 @@ public:
     struct fused_scratch;
     fused_node & get_fused_node(int32_t il);
 
+    // chooses the cells of tokens that are about to be stored anew, as many as sinfos have
+    void place(slot_info_vec_t & sinfos, const std::vector<llama_ubatch> & ubatches);
+
     // tells the fused nodes which tokens of the ubatch belong together
     void set_runs(const llama_ubatch & ubatch, uint32_t n_stream);
 

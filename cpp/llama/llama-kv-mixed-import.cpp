@@ -341,6 +341,13 @@ static void import_group(llama_context & ctx, placement & place, llama_seq_id se
         ubatch.seq_id[i]   = &seq_id;
     }
 
+    auto * mixed = dynamic_cast<llama_kv_cache_mixed *>(&place.kv);
+    if (mixed) {
+        llama_kv_cache::slot_info_vec_t sinfos = { place.sinfo };
+        mixed->place(sinfos, { ubatch });
+        place.sinfo = sinfos[0];
+    }
+
     place.kv.apply_ubatch(place.sinfo, ubatch);
 
     for (const uint32_t cell : place.cells()) {
@@ -354,7 +361,6 @@ static void import_group(llama_context & ctx, placement & place, llama_seq_id se
         import_layer(place, strm, group.layers[il], false);
     }
 
-    auto * mixed = dynamic_cast<llama_kv_cache_mixed *>(&place.kv);
     if (mixed && mixed->has_ring()) {
         import_hot(place, strm, *mixed);
     }
