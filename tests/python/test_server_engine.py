@@ -13,7 +13,7 @@ import pytest
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.server.engine import ClosedError, EngineError, QueueFullError
 from mixedkv.server.jobs import Delta, Failed
-from mixedkv.server.language import schema_grammar
+from mixedkv.server.json_schema import schema_grammar
 from mixedkv.server.sampling import Sampling
 from server_support import Direct, end_of
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -80,11 +82,34 @@ def test_json_schema(client: openai.OpenAI) -> None:
     assert answer.choices[0].finish_reason == "stop"
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": "^(foo|food|bar)$"},
+        {"type": "string", "pattern": "^(a[b-d]*x)?[0-9]{2,3}$"},
+        {"type": "string", "pattern": r'^"\\\n[\u00e9\u4e00]\U0001f600-\d$'},
+        {"enum": ['a"b\\c', "\t\u00e9\U0001f600"]},
+        {"type": "object", "properties": {'"\\': {"const": None}}, "required": ['"\\']},
+    ],
+)
+def test_what_a_schema_says_is_what_comes(client: openai.OpenAI, schema: dict[str, Any]) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    choice = ask(client, 4, response_format=wanted, max_tokens=60, temperature=1).choices[0]
+    assert choice.finish_reason == "stop"
+    value = json.loads(choice.message.content)
+    if "pattern" in schema:
+        assert re.fullmatch(schema["pattern"][1:-1], value)
+    assert value in schema.get("enum", [value])
+    assert value == {'"\\': None} or schema.get("type") != "object"
+
+
 def test_a_schema_that_cannot_be_followed_is_refused(client: openai.OpenAI) -> None:
     for schema in (
         {"type": "nonsense"},
         {"type": "array", "items": {}, "maxItems": 10**9},
         {"$ref": "https://x/y"},
+        {"type": "string", "pattern": "^" + "a?" * 900 + "$"},  # llama.cpp would not come back
+        {"type": "string", "pattern": "^(a?){1000}$"},
     ):
         wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         with pytest.raises(openai.BadRequestError) as caught:
@@ -188,6 +213,11 @@ def test_errors_have_openais_form(client: openai.OpenAI, server: Server) -> None
         ({"grammar": 'root ::= root "a"'}, "grammar"),
         ({"grammar": "(" * 5000}, "grammar"),
         ({"grammar": 'root ::= "a"{5,2}'}, "grammar"),
+        ({"n": 64, "max_tokens": 4096, "logprobs": True, "top_logprobs": 20}, "max_tokens"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": "x" * 1001}, "stop"),
+        ({"logit_bias": {"\u0661": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": float("inf")}}, "logit_bias"),
         ({"session_id": "../etc/passwd"}, "session_id"),
         ({"colour": "red"}, "colour"),
     ],

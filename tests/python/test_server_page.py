@@ -166,12 +166,22 @@ def test_its_numbers_are_those_of_the_stats(server: Server, open_page: OpenPage)
 
     shown = [[_number(cell) for cell in row[1:4]] for row in cells(page, "sequences")]
     assert shown == [[seq["tokens"], seq["hot"], seq["cold"]] for seq in stats["sequences"]]
+    for kind, summary in stats["latency"].items():
+        if kind != "of_latest_requests":
+            shown_seconds = _seconds(page.text_content(f'[data-stat="latency.{kind}.median_seconds"]'))
+            assert shown_seconds == pytest.approx(summary["median_seconds"], rel=0.1), kind
+            assert page.text_content(f"#of-{kind}").startswith(f"median of {summary['count']};")
     layers = [(int(row[0]), _bytes(row[2]), _bytes(row[3])) for row in cells(page, "layers")]
     assert [layer[0] for layer in layers] == [layer["il"] for layer in stats["layers"]]
     assert sum(layer[1] + layer[2] for layer in layers) == pytest.approx(cache["bytes_total"], rel=0.05)
     recent = [[_number(row[1]), _number(row[4]), row[7]] for row in cells(page, "recent")]
     names = ("prompt_tokens", "completion_tokens", "finish_reason")
     assert recent == [[request[name] for name in names] for request in stats["recent"]]
+
+
+def _seconds(text: str) -> float:
+    value, unit = text.split()
+    return float(value) * {"s": 1, "ms": 0.001}[unit]
 
 
 def _bytes(text: str) -> float:
@@ -202,7 +212,8 @@ def test_it_follows_a_request(server: Server, open_page: OpenPage) -> None:
     assert cells(page, "recent")[0] != before
     assert number(page, "cache.queries_tokens") == shown + usage["prompt_tokens"]
     assert number(page, "engine.generation_tokens_per_second") > 0
-    assert "ms" in page.text_content("#ttft")
+    for kind in ("ttft", "itl"):
+        assert re.search(r"^[\d.]+ m?s$", page.text_content(f'[data-stat="latency.{kind}.median_seconds"]'))
     assert "question" not in page.content()
 
 
@@ -219,11 +230,15 @@ def test_nothing_has_happened_yet(server: Server, open_page: OpenPage) -> None:
             "hit_rate": 0.0,
         }
         now["cache"]["hits_tokens"] = {"context": 0, "ram": 0, "disk": 0}
+        for kind in ("ttft", "itl"):
+            now["latency"][kind] = {"count": 0, "median_seconds": None, "p95_seconds": None}
 
     page = open_page(server, empty)
     assert cells(page, "sequences") == [["The context holds no rows."]]
     assert cells(page, "recent") == [["No requests yet."]]
-    assert page.text_content("#ttft") == "\u2013"
+    for kind in ("ttft", "itl"):
+        assert page.text_content(f'[data-stat="latency.{kind}.median_seconds"]') == "\u2013"
+        assert page.text_content(f"#of-{kind}") == "no requests yet"
     assert number(page, "cache.hit_rate") == 0
     assert [row[2] for row in cells(page, "parts-hits")] == ["\u2013"] * 4
     assert "no store" in page.text_content("#store")

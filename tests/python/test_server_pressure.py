@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def connect(server: Server, body: object, path: str = "/v1/completions") -> sock
     data = json.dumps(body).encode()
     lines = (
         f"POST {path} HTTP/1.1",
-        "Host: x",
+        "Host: localhost",
         "Content-Type: application/json",
         f"Content-Length: {len(data)}",
     )
@@ -81,7 +82,7 @@ def test_a_late_answer_is_504_and_its_work_is_stopped() -> None:
     with running("--request-timeout", "0.2") as server:
         status, answer, _ = server.request("POST", "/v1/completions", endless(stream=False))
         assert (status, answer["error"]["type"]) == (504, "timeout_error")
-        assert server.stats()["requests"]["running"] == 0
+        server.wait_until_idle()
         text = server.request("POST", "/v1/completions", endless())[1]
         assert "timeout_error" in text  # after the status has been sent
         assert "[DONE]" not in text
@@ -126,7 +127,7 @@ def misbehave(server: Server, r: random.Random) -> None:
                 return
     elif kind == 1:  # goes in the middle of its own body
         with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            connection.sendall(b"POST /v1/warm HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
     elif kind == 2:
         assert (
             server.status("POST", "/v1/completions", raw=bytes(r.randrange(256) for _ in range(200))) == 400
@@ -163,6 +164,56 @@ def test_sigterm_cuts_off_what_takes_too_long() -> None:
         assert time.monotonic() - began < 10
         status, error, _ = answer.result()
         assert (status, error["error"]["code"]) == (503, "shutting_down")
+
+
+def test_sigterm_waits_for_nobody_who_does_not_finish() -> None:
+    """A head that never ends, a body that never ends, and an answer that is never read."""
+    with running("--drain-timeout", "1", "--n-ctx", "4096") as server, ExitStack() as stack:
+        whole = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
+        for data in (b"", whole[:30], whole):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            connection.sendall(data)
+        deaf = stack.enter_context(socket.socket())
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(("127.0.0.1", server.port))
+        deaf.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 400)
+        time.sleep(0.3)
+        began = time.monotonic()
+        assert server.stop(signal.SIGTERM) == 0
+        assert time.monotonic() - began < 8
+
+
+def test_sigterm_while_prompts_are_warmed_stores_them(tmp_path: Path) -> None:
+    path = tmp_path / "warm.jsonl"
+    texts = [make_recall(i, 40).text for i in range(2000)]
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    store = tmp_path / "store"
+    server = Server("--warm", str(path), "--store", str(store), "--n-ctx", "2048")
+    try:
+        end = time.monotonic() + 30
+        while sum(1 for _ in store.rglob("*.safetensors")) < 3:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        assert server.stop(signal.SIGTERM) == 0
+        assert "Traceback" not in server.log
+    finally:
+        server.stop(signal.SIGKILL)
+    with running("--store", str(store), "--n-ctx", "2048") as again:
+        usage = again.post("/v1/completions", {"prompt": texts[0], "max_tokens": 1})["usage"]
+        assert usage["prompt_tokens_details"]["cached_tier"] == "disk"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_changes_nothing(number: int) -> None:
+    with running("--drain-timeout", "1", "--n-ctx", "4096") as server, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.request, "POST", "/v1/completions", endless(stream=False))
+        while not server.stats()["requests"]["running"]:
+            time.sleep(0.005)
+        server.process.send_signal(number)
+        time.sleep(0.2)
+        assert server.stop(number) == 0
+        assert answer.result()[0] == 503
+        assert "Traceback" not in server.log
 
 
 @pytest.mark.parametrize(

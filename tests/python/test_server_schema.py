@@ -24,17 +24,19 @@ _PLAIN = (
     "GET /ready",
     "GET /metrics",
 )
-_GENERATING = ("POST /v1/chat/completions", "POST /v1/completions", "POST /v1/context", "POST /v1/warm")
+_EVALUATING = (
+    "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/context", "POST /v1/warm",
+    "POST /v1/embeddings",
+)  # fmt: skip
 _OTHERS = (
     "GET /v1/context/{session_id}", "PATCH /v1/context/{session_id}", "DELETE /v1/context/{session_id}",
-    "POST /v1/embeddings",
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """A small context, so that answers without a max_tokens end soon."""
-    with running("--n-ctx", "256", "--parallel", "4", "--max-body-mb", "0.1") as server:
+    with running("--n-ctx", "256", "--parallel", "4", "--max-body-mb", "0.1", "--embeddings") as server:
         yield server
 
 
@@ -45,18 +47,18 @@ def operations(server: Server) -> dict[str, Any]:
 
 
 def test_every_operation_is_tested(operations: dict[str, Any]) -> None:
-    assert set(operations) == {*_PLAIN, *_GENERATING, *_OTHERS}
+    assert set(operations) == {*_PLAIN, *_EVALUATING, *_OTHERS}
 
 
-@pytest.mark.parametrize("label", [*_GENERATING, *_OTHERS, *_PLAIN])
+@pytest.mark.parametrize("label", [*_EVALUATING, *_OTHERS, *_PLAIN])
 def test_good_requests(server: Server, operations: dict[str, Any], label: str) -> None:
     statuses = _run(operations[label], _GOOD)
     _is_well(server)
-    if label in _GENERATING:  # not all of them were refused
+    if label in _EVALUATING:  # not all of them were refused
         assert statuses[200] + statuses[201] > 0, statuses
 
 
-@pytest.mark.parametrize("label", [*_GENERATING, *_OTHERS])
+@pytest.mark.parametrize("label", [*_EVALUATING, *_OTHERS])
 def test_bad_requests(server: Server, operations: dict[str, Any], label: str) -> None:
     statuses = _run(operations[label], _BAD)
     _is_well(server)

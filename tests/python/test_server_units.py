@@ -1,7 +1,10 @@
-"""Parts of the server that need no model: text, pace, sequences, settings, keys, schemas."""
+"""Parts of the server that need no model: text, pace, sequences, settings, keys."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +16,14 @@ from harness import Mixed
 from mixedkv.config import MixedKVConfig, UniformKV
 from mixedkv.server.auth import Keys
 from mixedkv.server.detokenize import TextStream
-from mixedkv.server.language import schema_grammar
+from mixedkv.server.engine import ClosedError, QueueFullError
+from mixedkv.server.errors import ApiError
+from mixedkv.server.flight import Flight
+from mixedkv.server.jobs import Job
 from mixedkv.server.scheduler import Pace, share
 from mixedkv.server.sequences import NO_MATCH, HotWindow, Sequence, SequencePool
 from mixedkv.server.settings import ServerSettings, load_settings
+from mixedkv.server.stats import of_tenant
 from server_support import key_file
 
 # --- text ---
@@ -110,6 +117,18 @@ def test_more_streams_may_take_longer() -> None:
         n = pace.budget(n_streams)
         pace.observe(n_streams, n, 0.001 * n_streams + n * 0.0001)
     assert 0.7 * 80 < sum(pace.budget(8) for _ in range(100)) / 100 < 1.2 * 80
+
+
+def test_more_prompts_than_streams_get_more() -> None:
+    """Whose first token does not come waits as well: three prompts beside a stream get thrice as much."""
+    pace = Pace(n_batch=512, slowdown=2.0)
+    slices: dict[int, list[int]] = {1: [], 3: []}
+    for step in range(2000):
+        n_prompts = 1 if step % 2 else 3
+        slices[n_prompts].append(n := pace.budget(1, n_prompts))
+        pace.observe(1, n, 0.010 + n * 0.001)
+    settled = {n_prompts: np.median(given[500:]) for n_prompts, given in slices.items()}
+    assert 2.5 < settled[3] / settled[1] < 3.5
 
 
 # --- sequences ---
@@ -281,6 +300,53 @@ def test_a_mixed_cache_is_cut_only_where_it_is_exact() -> None:
     assert (match.n, match.exact) == (100, False)
 
 
+# --- flights ---
+
+
+class FullEngine:
+    """Takes no job."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self.error = error
+
+    def submit(self, jobs: list[Job]) -> None:
+        raise self.error("no")
+
+
+@pytest.mark.parametrize(("error", "status"), [(QueueFullError, 429), (ClosedError, 503), (ValueError, 400)])
+def test_a_refused_request_leaves_nothing_in_memory(error: type[Exception], status: int) -> None:
+    """Not even until its time would have been over: thousands may be refused in that time."""
+
+    async def refuse() -> None:
+        job = Job([1, 2, 3], max_tokens=0, sampler=None)
+        left = weakref.ref(job)
+        flight = Flight(FullEngine(error), [job], 600)  # type: ignore[arg-type]
+        with pytest.raises(ApiError) as caught:
+            flight.__enter__()
+        assert caught.value.status == status
+        del job, flight, caught
+        gc.collect()
+        assert left() is None
+
+    asyncio.run(refuse())
+
+
+# --- statistics ---
+
+
+def test_a_tenants_latency_is_that_of_its_own_requests() -> None:
+    recent = [
+        {"tenant": tenant, "ttft_seconds": seconds, "itl_seconds": None}
+        for tenant, seconds in [("ben", 9.0), *(("anna", float(i)) for i in range(1, 101)), ("anna", None)]
+    ]
+    now = of_tenant({"sequences": [{"tenant": "ben", "id": 1}], "recent": recent}, "anna")
+    assert now["sequences"] == []
+    assert now["latency"]["ttft"] == {"count": 100, "median_seconds": 50.5, "p95_seconds": 95.0}
+    assert now["latency"]["itl"] == {"count": 0, "median_seconds": None, "p95_seconds": None}
+    assert len(now["recent"]) == 50
+    assert "tenant" not in now["recent"][0]
+
+
 # --- settings and keys ---
 
 
@@ -343,6 +409,10 @@ def test_keys_name_tenants(tmp_path: Path) -> None:
         ("anna", 0o600),
         ("anna:short", 0o600),
         ("a b:0123456789abcdef", 0o600),
+        ("a..b:0123456789abcdef", 0o600),
+        ("an\u00e9:0123456789abcdef", 0o600),
+        ("anna:0123456789 abcdef", 0o600),
+        ("anna:0123456789abcdef\nben:0123456789abcdef", 0o600),
         ("", 0o600),
     ],
 )
@@ -350,28 +420,3 @@ def test_a_bad_key_file_is_refused(tmp_path: Path, line: str, mode: int) -> None
     with pytest.raises(ValueError, match="keys") as caught:
         Keys.load(str(key_file(tmp_path, line, mode=mode)))
     assert "0123456789abcdef" not in str(caught.value)
-
-
-# --- schemas ---
-
-
-def test_a_schema_becomes_a_grammar() -> None:
-    assert "root ::=" in schema_grammar({"type": "object", "properties": {"a": {"type": "integer"}}})
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"type": "array", "items": {"type": "integer"}, "maxItems": 10**8},
-        {"type": "string", "pattern": "^(a{900}){900}$"},
-        {"$ref": "https://example.org/schema.json"},
-        {"$ref": "#/definitions/none"},
-        {"type": "oddity"},
-        {"enum": ["x" * 100_000]},
-        {"properties": 5},
-        {"type": "string", "pattern": "("},
-    ],
-)
-def test_a_schema_that_cannot_be_followed_is_an_error(schema: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="json_schema"):
-        schema_grammar(schema)

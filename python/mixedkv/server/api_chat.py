@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from mixedkv.conversation import CacheSessionMetadata
 from mixedkv.server.errors import bad_request
 from mixedkv.server.flight import Flight, or_disconnect
 from mixedkv.server.jobs import Delta, Done, Job
-from mixedkv.server.language import json_grammar, schema_grammar
+from mixedkv.server.json_schema import json_grammar, schema_grammar
 from mixedkv.server.logprobs import chat_logprobs
 from mixedkv.server.schemas import ChatRequest, Message
 from mixedkv.server.serving import (
@@ -22,6 +23,7 @@ from mixedkv.server.serving import (
     context_tokens,
     find_session,
     in_thread,
+    json_answer,
     make_jobs,
     new_id,
     serving,
@@ -45,7 +47,10 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     if body.stream:
         return await EventStream(flight, answer.first(), answer.event, answer.last).begin(request)
     with flight:
-        return JSONResponse(answer.whole(await or_disconnect(request, flight.done())))
+        ends = await or_disconnect(request, flight.done())
+    if body.logprobs:
+        return await json_answer(partial(answer.whole, ends))
+    return await json_answer(answer.whole(ends))
 
 
 def _jobs(server: Serving, body: ChatRequest, owner: str, session: CacheSessionMetadata | None) -> list[Job]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from mixedkv.conversation import CacheSessionMetadata
 from mixedkv.server.errors import bad_request
@@ -21,6 +22,7 @@ from mixedkv.server.serving import (
     context_tokens,
     find_session,
     in_thread,
+    json_answer,
     make_jobs,
     new_id,
     serving,
@@ -45,7 +47,10 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     if body.stream:
         return await EventStream(flight, answer.first(), answer.event, answer.last).begin(request)
     with flight:
-        return JSONResponse(answer.whole(await or_disconnect(request, flight.done())))
+        ends = await or_disconnect(request, flight.done())
+    if body.logprobs is not None:
+        return await json_answer(partial(answer.whole, ends))
+    return await json_answer(answer.whole(ends))
 
 
 def _jobs(

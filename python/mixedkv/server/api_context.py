@@ -26,6 +26,7 @@ from mixedkv.server.serving import (
 )
 
 router = APIRouter()
+_MAX_RECORD_PER_TOKEN = 128  # characters
 SessionId = Annotated[str, Path(max_length=256, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:@~+=-]*$")]
 
 
@@ -44,8 +45,8 @@ async def create_context(body: CreateContextCacheRequest, request: Request) -> R
         )
         if isinstance(created, ErrorResponse):
             raise ApiError(409, created.detail, param="session_id", code=created.code)
-    except BaseException:  # rows that no session owns would only outlive useful ones
-        server.engine.call(lambda: server.engine.pool.forget(owner, reference))
+    except BaseException:  # what no session owns would outlive useful KV, and nobody could delete it
+        await in_thread(server.rows.remove, session=reference, tenant=owner)
         raise
     return JSONResponse(created.model_dump(), 201)
 
@@ -111,13 +112,31 @@ def warm_job(server: Serving, body: WarmRequest, owner: str) -> Job:
 
 def _context_job(server: Serving, body: CreateContextCacheRequest, owner: str, reference: str) -> Job:
     try:
+        _check_kept(body, server.engine.n_ctx)
         if body.messages is not None:
             tokens = _without_answer(server, [m.model_dump(exclude_none=True) for m in body.messages])
         else:
             tokens = context_tokens(server, body)
-    except (ValueError, UnicodeEncodeError) as error:
+    except ValueError as error:
         raise bad_request(str(error), "prompt" if body.messages is None else "messages") from None
     return Job(tokens, max_tokens=0, sampler=None, tenant=owner, keep=True, session=reference)
+
+
+def _check_kept(body: CreateContextCacheRequest, n_ctx: int) -> None:
+    """Before anything is evaluated: what cannot be written down, or not read again, is no session. A template
+    may leave parts out, so a small prompt could be a large record.
+
+    Raises:
+        ValueError: half a surrogate pair, tool calls nested deeper than pydantic goes, or too much.
+    """
+    try:
+        text = body.model_dump_json()
+        CreateContextCacheRequest.model_validate_json(text)
+    except ValueError:
+        raise ValueError("text that is not Unicode, or tool_calls that are nested too deep") from None
+    largest = _MAX_RECORD_PER_TOKEN * n_ctx
+    if len(text) > largest:
+        raise ValueError(f"{len(text)} characters are more than the {largest} that a context here can need")
 
 
 def _without_answer(server: Serving, messages: list[dict[str, Any]]) -> list[int]:

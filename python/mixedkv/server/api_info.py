@@ -1,4 +1,4 @@
-"""GET /v1/models, /v1/stats, /health, /ready, /metrics and the page; POST /v1/embeddings."""
+"""GET /v1/models, /v1/stats, /health, /ready, /metrics and the page."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 
-from mixedkv.server.errors import ApiError, bad_request
-from mixedkv.server.schemas import EmbeddingRequest
+from mixedkv.server.errors import ApiError
 from mixedkv.server.serving import Serving, check_model, serving, tenant
-from mixedkv.server.stats import snapshot
+from mixedkv.server.stats import of_tenant, snapshot
 
 router = APIRouter()
 _PAGE = Path(__file__).parent / "page" / "index.html"
@@ -39,18 +38,6 @@ async def model(model: str, request: Request) -> Response:
     return JSONResponse(_model(serving(request)))
 
 
-@router.post("/v1/embeddings")
-async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
-    """Not served: the context that generates has no pooled output."""
-    tenant(request)
-    check_model(serving(request), body.model)
-    raise bad_request(
-        "this server gives no embeddings: use mixedkv.Llama(embedding=True), or another server, for them",
-        "model",
-        "embeddings_not_supported",
-    )
-
-
 @router.get("/v1/stats")
 async def stats(request: Request) -> Response:
     """What the cache holds, by sequence and by layer, rates, and the latest requests without their text."""
@@ -60,9 +47,7 @@ async def stats(request: Request) -> Response:
         now: dict[str, Any] = await asyncio.wait_for(asyncio.wrap_future(future), 30)
     except Exception:
         raise ApiError(503, "the engine does not answer", code="engine_stopped") from None
-    for part in ("sequences", "recent"):  # of others nothing but sums
-        now[part] = [entry for entry in now[part] if entry.pop("tenant") == owner]
-    return JSONResponse(now)
+    return JSONResponse(of_tenant(now, owner))
 
 
 @router.get("/health")
@@ -97,7 +82,8 @@ async def metrics(request: Request) -> Response:
 async def page() -> Response:
     if not _PAGE.is_file():
         raise ApiError(404, "this build has no page; see /v1/stats and /metrics")
-    return FileResponse(_PAGE, media_type="text/html; charset=utf-8", headers=_PAGE_HEADERS)
+    # no FileResponse, which also answers thousands of ranges
+    return Response(_PAGE.read_bytes(), media_type="text/html; charset=utf-8", headers=_PAGE_HEADERS)
 
 
 def _model(server: Serving) -> dict[str, Any]:

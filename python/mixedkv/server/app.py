@@ -8,22 +8,24 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from mixedkv import __version__
-from mixedkv.server import api_chat, api_completions, api_context, api_info
+from mixedkv.server import api_chat, api_completions, api_context, api_embeddings, api_info
 from mixedkv.server.body_limit import BodyLimit
+from mixedkv.server.browsers import OwnPagesOnly
 from mixedkv.server.errors import ApiError
 from mixedkv.server.flight import Disconnected
 from mixedkv.server.jobs import Event, Job
-from mixedkv.server.serving import Serving
+from mixedkv.server.serving import Serving, check_generates
 
 log = logging.getLogger("mixedkv.server")
 
 _DESCRIPTION = "OpenAI-compatible, with continuous batching, shared prefixes and conversations that are kept."
+_MAX_PARAM = 200  # characters: names of unknown fields are the client's
 _GONE = 499  # nginx' status for a client that went; nobody reads it
 
 
@@ -37,7 +39,9 @@ def make_app(server: Serving) -> FastAPI:
         redoc_url=None,
     )
     app.state.serving = server
-    for module in (api_chat, api_completions, api_context, api_info):
+    for module in (api_chat, api_completions, api_context):
+        app.include_router(module.router, dependencies=[Depends(check_generates)])
+    for module in (api_embeddings, api_info):
         app.include_router(module.router)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
@@ -46,7 +50,15 @@ def make_app(server: Serving) -> FastAPI:
     app.add_exception_handler(OSError, _on_os_error)
     app.add_exception_handler(Exception, _on_bug)
     max_bytes = int(server.settings.max_body_mb * 1e6)
-    app.add_middleware(BodyLimit, max_bytes=max_bytes, keys=server.keys, count=server.metrics.http)
+    app.add_middleware(
+        BodyLimit,
+        max_bytes=max_bytes,
+        seconds=server.settings.read_timeout,
+        keys=server.keys,
+        count=server.metrics.http,
+    )
+    if not server.keys:
+        app.add_middleware(OwnPagesOnly, local_only=server.settings.local_only)
     return app
 
 
@@ -82,7 +94,7 @@ async def _on_invalid(_: Request, error: Any) -> Response:
     first = error.errors()[0]
     where = [str(part) for part in first["loc"] if part not in ("body", "path", "query")]
     message = first["msg"].removeprefix("Value error, ")
-    param = ".".join(where) or None
+    param = ".".join(where)[:_MAX_PARAM] or None
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is not valid JSON", code="invalid_json").response()
     if first["type"] == "extra_forbidden":

@@ -9,7 +9,7 @@ import re
 import stat
 from pathlib import Path
 
-_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_TENANT = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # the store refuses ".."
 _KEY = re.compile(r"[\x21-\x7e]{16,512}")
 _MAX_KEYS = 10_000
 
@@ -67,7 +67,7 @@ def _parse(path: str, number: int, line: str) -> tuple[str, str]:
     tenant, colon, key = line.strip().partition(":")
     if not (colon and _TENANT.fullmatch(tenant) and _KEY.fullmatch(key)):
         raise ValueError(
-            f"{path}, line {number}: write tenant:key, a tenant of letters, digits and _ . -, "
+            f"{path}, line {number}: write tenant:key, a tenant of letters, digits and _ . - without .., "
             f"a key of 16 to 512 printable characters without spaces"
         )
     return tenant, key

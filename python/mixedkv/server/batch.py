@@ -47,13 +47,13 @@ class Batch:
     def clear(self) -> None:
         self._native.n_tokens = 0
 
-    def add(self, tokens: Sequence[int], pos: int, seq: int, logits: bool) -> int:
-        """Append a run of one sequence from position `pos` on; `logits`: of its last token."""
+    def add(self, tokens: Sequence[int], pos: int, seq: int, logits: bool, every: bool = False) -> int:
+        """Append a run of one sequence from position `pos` on; `logits`: of its last token, or of `every`."""
         first, last = len(self), len(self) + len(tokens)
         self._token[first:last] = tokens
         self._pos[first:last] = np.arange(pos, pos + len(tokens), dtype=np.int32)
         self._seq[first:last] = seq
-        self._logits[first:last] = 0
+        self._logits[first:last] = logits and every
         self._logits[last - 1] = logits
         self._native.n_tokens = last
         return last - 1

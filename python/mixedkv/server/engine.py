@@ -217,10 +217,10 @@ class Engine:
     def _one_round(self) -> None:
         if not self._running:  # with jobs waiting only a call can change something: look again soon
             self._inbox.wait(0.01 if self._waiting else None)
-        began = time.perf_counter()
         # one call a step while answers run: what a call takes, every stream waits
         while self._inbox.answer_call() and not self._running:
             pass
+        began = time.perf_counter()
         self._waiting.extend(self._inbox.take())
         self._sweep()
         self._admit()
@@ -349,7 +349,7 @@ class Engine:
                 outputs.append((job, self._add(job, 1)))
         n_streams = len(self._batch)
         prompts = [job for job in self._running if job.n_remaining > 1 and not job.blocks]
-        budget = min(self._pace.budget(n_streams), self._batch.room)
+        budget = min(self._pace.budget(n_streams, len(prompts)), self._batch.room)
         for job, n in zip(prompts, share(budget, [job.n_remaining for job in prompts]), strict=True):
             n = job.up_to_snapshot(n)
             if n:

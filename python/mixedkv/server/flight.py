@@ -47,6 +47,16 @@ class Flight:
 
     def __enter__(self) -> Flight:
         try:
+            self._submit()
+        except BaseException:
+            self._timer.cancel()  # it would keep the jobs in memory until it is due
+            for job in self.jobs:
+                job.close()
+            raise
+        return self
+
+    def _submit(self) -> None:
+        try:
             self._engine.submit(self.jobs)
         except QueueFullError as error:
             message = f"{error}: try again later"
@@ -55,7 +65,6 @@ class Flight:
             raise ApiError(503, str(error), code="shutting_down") from None
         except ValueError as error:
             raise ApiError(400, str(error), param="prompt", code="context_length_exceeded") from None
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()

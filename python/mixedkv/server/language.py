@@ -1,25 +1,26 @@
-"""Between text and tokens: chat templates, tokenizing, grammars from schemas.
+"""Between text and tokens: chat templates, tokenizing.
 
 Needs the vocabulary, not the context, so it works on any thread while the engine decodes.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import llama_cpp
-from llama_cpp import llama_chat_format, llama_grammar
+from llama_cpp import llama_chat_format
 
 from mixedkv.llama import Llama
 from mixedkv.server.sampling import Sampler, Sampling
 
-_MAX_SCHEMA = 1 << 16
-_MAX_REPEAT = 2000  # llama.cpp's own limit
-_COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
-_PATTERN_REPEAT = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
+_CHUNK = 1 << 12  # characters
+_SPECIAL = (
+    llama_cpp.LLAMA_TOKEN_ATTR_CONTROL
+    | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
+    | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
+)
+_MAX_SPECIAL = 2000
 
 
 class Language:
@@ -39,6 +40,7 @@ class Language:
         self.n_vocab = int(llm.n_vocab())
         self._eos = self._piece_text(llm.token_eos())
         self._formatter = self._make_formatter(llm, chat_format)
+        self._special = self._special_texts()
 
     @property
     def has_chat(self) -> bool:
@@ -46,7 +48,46 @@ class Language:
 
     def tokenize(self, text: str, *, start: bool = True, special: bool = False) -> list[int]:
         """Tokens of a text; `start`: it begins a sequence, `special`: control tokens are read as such."""
-        return list(self._model.tokenize(text.encode("utf-8"), start, special))
+        tokens: list[int] = []
+        for chunk in self._chunks(text) if special else [text]:
+            tokens += self._model.tokenize(chunk.encode("utf-8"), start, special)
+            start = False
+        return tokens
+
+    def _chunks(self, text: str) -> Iterator[str]:
+        """A text cut before special tokens, where tokenizing the parts gives the tokens of the whole.
+
+        After each special token it has found llama.cpp looks for all: 100,000 of them would take hours.
+        """
+        begin = 0
+        while len(text) - begin > _CHUNK and (cut := self._cut(text, begin)) > 0:
+            yield text[begin:cut]
+            begin = cut
+        yield text[begin:]
+
+    def _cut(self, text: str, begin: int) -> int:
+        """The last special token of a chunk, else the next one after it; -1 if there is none."""
+        cut = max((text.rfind(t, begin + 1, begin + _CHUNK) for t in self._special), default=-1)
+        if cut < 0:
+            later = (text.find(t, begin + 1) for t in self._special)
+            cut = min((at for at in later if at > 0), default=-1)
+        overlap = True
+        while overlap and cut > 0:  # of specials that overlap the first one's start
+            starts = (text.find(t, max(begin, cut - len(t) + 1), cut + len(t) - 1) for t in self._special)
+            first = min((at for at in starts if at >= 0), default=cut)
+            overlap, cut = first < cut, min(cut, first)
+        return cut if cut > begin else -1
+
+    def _special_texts(self) -> list[str]:
+        """Of the tokens a text can be cut at."""
+        if llama_cpp.llama_vocab_get_add_eos(self._vocab) or llama_cpp.llama_vocab_get_add_sep(self._vocab):
+            return []
+        texts = []
+        for token in range(self.n_vocab):
+            attributes = llama_cpp.llama_vocab_get_attr(self._vocab, token)
+            if attributes & _SPECIAL and not attributes & llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP:
+                texts.append(self._piece_text(token))
+        return [text for text in texts if text][:_MAX_SPECIAL]
 
     def prompt(self, prompt: str | Sequence[int], *, start: bool = True) -> list[int]:
         """Tokens of a raw prompt, text or tokens.
@@ -103,59 +144,6 @@ class Language:
             return None
         bos = self._piece_text(llm.token_bos())
         return llama_chat_format.Jinja2ChatFormatter(template=template, eos_token=self._eos, bos_token=bos)
-
-
-def json_grammar() -> str:
-    """GBNF of any JSON value."""
-    return str(llama_grammar.JSON_GBNF)
-
-
-def schema_grammar(schema: dict[str, Any]) -> str:
-    """GBNF of a JSON schema, by llama-cpp-python's converter.
-
-    Raises:
-        ValueError: the schema is too large, or uses what the converter does not know.
-    """
-    try:
-        text = json.dumps(schema)
-        _check_schema(schema)
-        if len(text) > _MAX_SCHEMA:
-            raise ValueError(f"it has {len(text)} characters, at most {_MAX_SCHEMA} are taken")
-        grammar = str(llama_grammar.json_schema_to_gbnf(text))
-        grammar.encode("utf-8")
-    except RecursionError:
-        raise ValueError("json_schema: nested too deep") from None
-    except Exception as error:  # the converter asserts and indexes
-        raise ValueError(
-            f"json_schema: cannot be turned into a grammar: {str(error)[:500] or 'malformed'}"
-        ) from None
-    return grammar
-
-
-def _check_schema(node: Any) -> None:
-    """Repetitions are written out, so a large number is a large grammar."""
-    if isinstance(node, list):
-        for item in node:
-            _check_schema(item)
-    if isinstance(node, dict):
-        for name in _COUNTS:
-            value = node.get(name)
-            if isinstance(value, (int, float)) and not 0 <= value <= _MAX_REPEAT:
-                raise ValueError(f"{name}={value}: at most {_MAX_REPEAT} can be checked")
-        if isinstance(pattern := node.get("pattern"), str):
-            _check_pattern(pattern)
-        for item in node.values():
-            _check_schema(item)
-
-
-def _check_pattern(pattern: str) -> None:
-    product = 1
-    for low, high in _PATTERN_REPEAT.findall(pattern):
-        if len(low) > 6 or len(high) > 6:
-            raise ValueError(f"pattern repeats more than {_MAX_REPEAT} times")
-        product *= max(int(low or 0), int(high or 0), 1)
-    if product > _MAX_REPEAT or len(pattern) > _MAX_REPEAT:
-        raise ValueError(f"pattern is longer or repeats more than {_MAX_REPEAT} times")
 
 
 def silence() -> None:

@@ -14,7 +14,10 @@ _LOWEST = -9999.0  # JSON has no infinity
 def chat_logprobs(pieces: Pieces, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
     """`choices[].logprobs` of a chat."""
     content = [
-        {**_entry(pieces, lp.token, lp.logprob), "top_logprobs": [_entry(pieces, *top) for top in lp.top]}
+        {
+            **_entry(pieces, lp.token, lp.logprob),
+            "top_logprobs": [_entry(pieces, *top) for top in lp.top.tolist()],
+        }
         for lp in logprobs
     ]
     return {"content": content, "refusal": None}
@@ -30,7 +33,7 @@ def completion_logprobs(pieces: Pieces, logprobs: Sequence[TokenLogprob], offset
     return {
         "tokens": tokens,
         "token_logprobs": [max(lp.logprob, _LOWEST) for lp in logprobs],
-        "top_logprobs": [{_name(pieces, t): max(p, _LOWEST) for t, p in lp.top} for lp in logprobs],
+        "top_logprobs": [{_name(pieces, t): max(p, _LOWEST) for t, p in lp.top.tolist()} for lp in logprobs],
         "text_offset": offsets,
     }
 

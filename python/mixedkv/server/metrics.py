@@ -16,7 +16,7 @@ _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3,
 _SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 300, 600)
 _STEP = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _RATE_WINDOW = 10.0  # seconds that tokens per second are averaged over
-_MAX_RECENT = 50
+WINDOW = 1000  # latest requests that are remembered
 
 
 class Metrics(Observer):
@@ -57,9 +57,24 @@ class Metrics(Observer):
         self.restore_failures = Counter("mixedkv:kv_restore_failures", "By reason.", ["reason"], **r)
         self.stored_tokens = Counter("mixedkv:kv_stored_tokens", "Tokens whose KV went to the store.", **r)
         self.store_failures = Counter("mixedkv:kv_store_failures", "By reason.", ["reason"], **r)
+        self.embedding_running = Gauge(
+            "mixedkv:num_embedding_requests", "Requests for vectors at work or waiting.", **r
+        )
+        self.embedding_requests = Counter(
+            "mixedkv:embedding_requests", "Requests for vectors by how they ended.", ["finished_reason"], **r
+        )
+        self.embedding_inputs = Counter("mixedkv:embedding_inputs", "Inputs that have a vector.", **r)
+        self.embedding_tokens = Counter("mixedkv:embedding_tokens", "Tokens evaluated for vectors.", **r)
+        self.embedding_seconds = Histogram(
+            "mixedkv:embedding_request_latency_seconds", "Of a request for vectors.", buckets=_SECONDS, **r
+        )
+        self.embedding_slices = Histogram(
+            "mixedkv:embedding_slice_seconds", "What running answers wait for a slice.", buckets=_STEP, **r
+        )
         self.http = Counter("mixedkv:http_requests", "By path and status.", ["path", "status"], **r)
-        self.recent: deque[dict[str, Any]] = deque(maxlen=_MAX_RECENT)
+        self.recent: deque[dict[str, Any]] = deque(maxlen=WINDOW)
         self._tokens: deque[tuple[float, int, int]] = deque()  # time, generated, evaluated
+        self.last_step = 0, 0, 0.0  # streams, prompt tokens, seconds
         self._hits = {"context": 0, "ram": 0, "disk": 0}
         self._n_queries = 0
         for tier in self._hits:
@@ -95,6 +110,7 @@ class Metrics(Observer):
 
     def step(self, n_streams: int, n_prompt: int, seconds: float) -> None:
         self.steps.observe(seconds)
+        self.last_step = n_streams, n_prompt, seconds
         now = time.monotonic()
         self._tokens.append((now, n_streams, n_prompt))
         while self._tokens and self._tokens[0][0] < now - _RATE_WINDOW:
@@ -143,6 +159,7 @@ class Metrics(Observer):
                 "exact": job.exact,
                 "completion_tokens": job.n_answer,
                 "ttft_seconds": None if job.t_first is None else job.t_first - job.t_submit,
+                "itl_seconds": _between_tokens(job, reason),
                 "seconds": now - job.t_submit,
                 "finish_reason": reason,
             }
@@ -179,3 +196,11 @@ class Metrics(Observer):
         hits = dict(self._hits)
         n = self._n_queries
         return {"queries_tokens": n, "hits_tokens": hits, "hit_rate": sum(hits.values()) / n if n else 0.0}
+
+
+def _between_tokens(job: Job, reason: str) -> float | None:
+    """Seconds from one token to the next, on average; the model's end of its answer is a token too."""
+    n = job.n_answer - 1 + (reason == "stop" and not job.text.stopped)
+    if job.t_first is None or job.t_last is None or n < 1:
+        return None
+    return (job.t_last - job.t_first) / n

@@ -16,6 +16,7 @@ _REPEAT_LAST_N = 64  # llama.cpp's window of repeat_penalty, prompt included
 _MAX_GRAMMAR = 1 << 16
 _REPEAT = re.compile(r"\{\s*([0-9]{1,20})\s*,\s*([0-9]{1,20})\s*\}")
 _MAX_NESTING = 2100  # llama.cpp's parser recurses; a repetition of 2000 is written as nested groups
+_TOP = np.dtype([("token", np.int32), ("logprob", np.float64)])
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
 
@@ -45,13 +46,16 @@ class Sampling:
     grammar: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TokenLogprob:
-    """A chosen token and the likeliest ones, with natural logarithms of the model's own probabilities."""
+    """A chosen token and the likeliest ones, with natural logarithms of the model's own probabilities.
+
+    `top` has fields "token" and "logprob": an array takes a tenth of tuples, and long answers have many.
+    """
 
     token: int
     logprob: float
-    top: tuple[tuple[int, float], ...]
+    top: npt.NDArray[np.void]
 
 
 class DeadEndError(ValueError):
@@ -181,11 +185,11 @@ def logprob_of(logits: npt.NDArray[np.float32], token: int, n_top: int) -> Token
     row = logits.astype(np.float64)
     row -= row.max()
     row -= np.log(np.exp(row).sum())
-    top: tuple[tuple[int, float], ...] = ()
+    top = np.empty(min(n_top, len(row)), _TOP)
     if n_top:
-        best = np.argpartition(-row, min(n_top, len(row)) - 1)[:n_top]
+        best = np.argpartition(-row, len(top) - 1)[: len(top)]
         best = best[np.argsort(-row[best], kind="stable")]
-        top = tuple((int(i), float(row[i])) for i in best)
+        top["token"], top["logprob"] = best, row[best]
     return TokenLogprob(token, float(row[token]), top)
 
 

@@ -15,25 +15,28 @@ _PROBE = 32  # every so many steps one without prompts, to know what a step take
 class Pace:
     """Says how many prompt tokens the next step can take.
 
-    A step with streams in it shall take at most `slowdown` times what it takes without prompts; a step
-    without streams takes a whole batch. What a token costs depends on the model, its depth and what else
-    runs on the machine, so the slice is not computed but steered: down after a step that took too long, up
-    after others. What a step takes without prompts is known for each number of streams.
+    A step with streams in it shall take at most `slowdown` times what it takes without prompts; where more
+    prompts wait than streams run, the time for prompts grows by their ratio. A step without streams takes a
+    whole batch. What a token costs depends on the model, its depth and what else runs on the machine, so the
+    slice is not computed but steered: down after a step that took too long, up after others. What a step
+    takes without prompts is known for each number of streams.
     """
 
     def __init__(self, n_batch: int, slowdown: float) -> None:
         self._n_batch, self._slowdown = n_batch, slowdown
-        self._slice = _FIRST
+        self._slice = _FIRST  # prompt tokens, at as many streams as prompts
+        self._extra = 1.0  # of the last budget
         self._credit = 0.0  # a slice of half a token is one every second step
         self._n_mixed = 0
         self._alone: dict[int, float] = {}  # seconds of a step by its number of streams, on average
 
-    def budget(self, n_streams: int) -> int:
+    def budget(self, n_streams: int, n_prompts: int = 1) -> int:
         if n_streams == 0:
             return self._n_batch
         if self._n_mixed >= _PROBE or n_streams not in self._alone:
             return 0
-        self._credit = self._credit % 1 + self._slice
+        self._extra = max(1.0, n_prompts / n_streams)
+        self._credit = self._credit % 1 + self._slice * self._extra
         return min(self._n_batch - n_streams, int(self._credit))
 
     def observe(self, n_streams: int, n_prompt: int, seconds: float) -> None:
@@ -45,10 +48,10 @@ class Pace:
             self._n_mixed = 0
         elif n_streams and alone is not None:
             self._n_mixed += 1
-            limit = self._slowdown * alone
+            limit = alone * (1 + (self._slowdown - 1) * self._extra)
             if seconds > limit:
                 self._slice = max(_LEAST, self._slice * _DOWN)
-            elif n_prompt >= int(self._slice):
+            elif n_prompt >= int(self._slice * self._extra):
                 up = _FAST_UP if seconds < limit / 2 else _UP
                 self._slice = min(float(self._n_batch), self._slice * up)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 _MAX_CHOICES = 64
+_MAX_INPUTS = 2048  # OpenAI's
 _MAX_STOPS = 16
 _MAX_SEED = 2**63 - 1
 
@@ -221,9 +222,44 @@ class ContextPatch(Model):
     ttl: Annotated[int, Field(ge=1, le=365 * 24 * 3600)]
 
 
+EmbeddingInput = (
+    Annotated[Text, Field(min_length=1)]
+    | Annotated[list[Annotated[Text, Field(min_length=1)]], Field(min_length=1, max_length=_MAX_INPUTS)]
+    | Annotated[list[Token], Field(min_length=1)]
+    | Annotated[
+        list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1, max_length=_MAX_INPUTS)
+    ]
+)
+
+
 class EmbeddingRequest(Model):
-    input: Prompt
+    input: EmbeddingInput
     model: Name | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     user: Name | None = None
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _check_numbers(cls, value: Any) -> Any:
+        """Before the types, of which each would say what is wrong in its own way."""
+        if value in ("", []):
+            raise ValueError("it is empty: give a text, a list of texts, or token ids")
+        if isinstance(value, str):
+            return value
+        kinds = {type(item) for item in value} if isinstance(value, list) else set()
+        if kinds not in ({str}, {int}, {list}):
+            raise ValueError("give a text, a list of texts, a list of token ids, or a list of such lists")
+        if kinds != {int}:
+            if len(value) > _MAX_INPUTS:
+                raise ValueError(
+                    f"it has {len(value)} inputs, at most {_MAX_INPUTS} are taken: send several requests"
+                )
+            if empty := [i for i, item in enumerate(value) if not item]:
+                raise ValueError(f"input {empty[0]} is empty: leave it out")
+        return value
+
+    @property
+    def inputs(self) -> list[str | list[int]]:
+        one = isinstance(self.input, str) or isinstance(self.input[0], int)
+        return [self.input] if one else self.input  # type: ignore[list-item, return-value]

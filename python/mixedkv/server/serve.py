@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,11 +21,14 @@ from pydantic import ValidationError
 from mixedkv.bundled import model_path
 from mixedkv.conversation import ContextCacheManager, explain
 from mixedkv.llama import Llama
-from mixedkv.model_file import read_model_file
+from mixedkv.model_file import ModelFile, read_model_file
 from mixedkv.server import language
 from mixedkv.server.api_context import warm_job
 from mixedkv.server.app import make_app
 from mixedkv.server.auth import Keys
+from mixedkv.server.connection import Connection
+from mixedkv.server.embedding_context import EmbeddingContext, only_embeds
+from mixedkv.server.embeddings import Embedder
 from mixedkv.server.engine import Engine
 from mixedkv.server.errors import ApiError
 from mixedkv.server.jobs import Event, Failed
@@ -37,6 +42,10 @@ from mixedkv.store import KVStore, key_from_file
 log = logging.getLogger("mixedkv.server")
 
 _DEFAULT_N_CTX = 8192
+_LEAST_N_CTX = 256
+_OWN_FILES = 256  # of the store, the metadata and connections that are being refused
+_LAST_SECONDS = 2.0  # for a client to take its answer, after the drain timeout
+_BACKLOG = 128  # connections that asyncio accepts at once, whatever their limit
 _SWITCH_SECONDS = 0.0005  # the interpreter's 5 ms would be several steps of a small model
 
 
@@ -55,6 +64,7 @@ def serve(settings: ServerSettings) -> None:
         listening = stack.enter_context(_listen(settings.host, settings.port))
         server = open_server(settings, keys)
         stack.callback(close_server, server)
+        signal.signal(signal.SIGTERM, _leave)  # while prompts are warmed: what is done is stored
         for body in warm:
             _warm(server, body)
         _announce(server, listening)
@@ -67,21 +77,10 @@ def open_server(settings: ServerSettings, keys: Keys) -> Serving:
     if not settings.verbose:
         language.silence()
     file = read_model_file(path)
-    llm = Llama(
-        path,
-        kv=settings.kv,
-        n_ctx=settings.n_ctx or min(_DEFAULT_N_CTX, int(file.get("context_length", _DEFAULT_N_CTX))),
-        n_seq_max=settings.n_seq,
-        kv_unified=True,
-        n_batch=settings.n_batch,
-        n_ubatch=settings.n_batch,
-        n_threads=settings.threads or None,
-        n_threads_batch=settings.threads or None,
-        n_gpu_layers=settings.n_gpu_layers,
-        verbose=settings.verbose,
-    )
-    if not settings.verbose:
-        language.silence()  # Llama sets its own log
+    generates = not only_embeds(file)
+    if not generates and (settings.store or settings.warm):
+        raise ValueError("store, warm: this model only embeds texts, it has no KV to keep: serve it without")
+    llm = _load(settings, path, file, generates)
     metrics = Metrics()
     try:
         engine = Engine(
@@ -93,6 +92,7 @@ def open_server(settings: ServerSettings, keys: Keys) -> Serving:
             observe=metrics,
         )
         words = language.Language(llm, settings.chat_format)
+        embedder = _open_embedder(settings, engine, file, metrics)
     except BaseException:
         llm.close()
         raise
@@ -100,7 +100,8 @@ def open_server(settings: ServerSettings, keys: Keys) -> Serving:
     try:
         store = _open_store(settings, engine)
         keeper = Keeper(engine, store) if store is not None else None
-        contexts = ContextCacheManager(settings.metadata_url, SessionRows(engine, store))
+        rows = SessionRows(engine, store)
+        contexts = ContextCacheManager(settings.metadata_url, rows)
     except BaseException:
         engine.close()
         raise
@@ -112,8 +113,53 @@ def open_server(settings: ServerSettings, keys: Keys) -> Serving:
         keys=keys,
         metrics=metrics,
         contexts=contexts,
+        rows=rows,
         keeper=keeper,
-        facts={"architecture": file.architecture, "size_bytes": file.size, "n_ctx": engine.n_ctx},
+        embedder=embedder,
+        generates=generates,
+        facts={
+            "architecture": file.architecture,
+            "size_bytes": file.size,
+            "n_ctx": engine.n_ctx if generates else None,
+            "n_embd": embedder.context.n_embd if embedder is not None else None,
+            "embedding_n_ctx": embedder.context.n_ctx if embedder is not None else None,
+        },
+    )
+
+
+def _load(settings: ServerSettings, path: Path, file: ModelFile, generates: bool) -> Llama:
+    n_ctx = settings.n_ctx or min(_DEFAULT_N_CTX, int(file.get("context_length", _DEFAULT_N_CTX)))
+    llm = Llama(
+        path,
+        # what only embeds has no use for this context
+        kv=settings.kv if generates else "f16",
+        n_ctx=n_ctx if generates else _LEAST_N_CTX,
+        n_seq_max=settings.n_seq,
+        kv_unified=True,
+        n_batch=settings.n_batch,
+        n_ubatch=settings.n_batch,
+        n_threads=settings.threads or None,
+        n_threads_batch=settings.threads or None,
+        n_gpu_layers=settings.n_gpu_layers,
+        verbose=settings.verbose,
+    )
+    if not settings.verbose:
+        language.silence()  # Llama sets its own log
+    return llm
+
+
+def _open_embedder(
+    settings: ServerSettings, engine: Engine, file: ModelFile, metrics: Metrics
+) -> Embedder | None:
+    if not settings.embeddings and not only_embeds(file):
+        return None
+    context = EmbeddingContext(engine.llm, file, n_ctx=settings.embedding_n_ctx, n_batch=settings.n_batch)
+    return Embedder(
+        engine,
+        context,
+        max_requests=settings.max_queue + settings.parallel,
+        slowdown=settings.slowdown,
+        metrics=metrics,
     )
 
 
@@ -173,6 +219,26 @@ def _warm(server: Serving, body: WarmRequest) -> None:
         raise ValueError(f"{server.settings.warm}: {events[-1].error}")
 
 
+def _leave(*_: Any) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(0)
+
+
+def _allow_connections(wanted: int) -> int:
+    """Raise the limit on open files, which often is 1024; how many connections leave enough for the store."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = wanted + _OWN_FILES
+    if soft != resource.RLIM_INFINITY and soft < need:
+        soft = need if hard == resource.RLIM_INFINITY else min(need, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= need:
+        return wanted
+    allowed = max(1, soft - _OWN_FILES)
+    log.warning("max_connections is %d, since this process may open %d files only", allowed, soft)
+    return allowed
+
+
 def _listen(host: str, port: int) -> socket.socket:
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     # asyncio sets TCP_NODELAY only where the protocol is named; without it a kept-alive client waits 40 ms
@@ -189,10 +255,12 @@ def _listen(host: str, port: int) -> socket.socket:
 def _announce(server: Serving, listening: socket.socket) -> None:
     host, port = listening.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
-    kv = server.engine.llm.kv.config
+    engine = server.engine
+    what = f"kv {engine.llm.kv.config}, {engine.n_ctx} tokens, {engine.parallel} at a time"
+    if not server.generates and server.embedder is not None:
+        what = f"embeddings only, {server.embedder.context.n_ctx} tokens"
     print(
-        f"mixedkv serves {server.model_name} (kv {kv}, {server.engine.n_ctx} tokens, "
-        f"{server.engine.parallel} at a time) on http://{host}:{port}",
+        f"mixedkv serves {server.model_name} ({what}) on http://{host}:{port}",
         file=sys.stderr,
         flush=True,
     )
@@ -205,10 +273,13 @@ class _Uvicorn(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 make_app(server),
-                log_level="warning",
+                http=Connection.within(settings.read_timeout, settings.request_timeout),
+                ws="none",
+                log_level="error",  # a warning for each malformed request would fill the log
                 access_log=False,  # paths have session ids in them
                 server_header=False,
-                limit_concurrency=settings.max_connections,
+                limit_concurrency=_allow_connections(settings.max_connections),
+                backlog=_BACKLOG,
                 timeout_graceful_shutdown=None,
                 h11_max_incomplete_event_size=65536,
             )
@@ -217,18 +288,36 @@ class _Uvicorn(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As in the base class, without raising the signal again at the end: a shutdown in order exits 0."""
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, self.handle_exit) for number in numbers}
+        """As in the base class, without raising the signal again at the end: a shutdown in order exits 0.
+        What follows is storing, which a second signal shall not cut off.
+        """
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.handle_exit)
         try:
             yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """A second signal changes nothing: `drain_timeout` bounds what is still to be done."""
+        self.should_exit = True
 
     async def shutdown(self, sockets: Any = None) -> None:
         self._serving.ready = False
         seconds = self._serving.settings.drain_timeout
-        if not await asyncio.to_thread(self._serving.engine.drain, seconds):
+        end = time.monotonic() + seconds
+        drains = [asyncio.to_thread(self._serving.engine.drain, seconds)]
+        if self._serving.embedder is not None:
+            drains.append(self._serving.embedder.drain(seconds))
+        if not all(await asyncio.gather(*drains)):
             log.warning("requests were cut off after %g seconds", seconds)
+        # who does not take its answer holds nobody up
+        patience = max(_LAST_SECONDS, end - time.monotonic())
+        asyncio.get_running_loop().call_later(patience, self._abort_connections)
         await super().shutdown(sockets)
+
+    def _abort_connections(self) -> None:
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, Connection):
+                connection.transport.abort()

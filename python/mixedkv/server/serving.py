@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from mixedkv import __version__
 from mixedkv.conversation import CacheSessionMetadata, ContextCacheManager
 from mixedkv.server.auth import Keys
+from mixedkv.server.embeddings import Embedder
 from mixedkv.server.engine import Engine
 from mixedkv.server.errors import ApiError, bad_request
 from mixedkv.server.jobs import Job
 from mixedkv.server.language import Language
 from mixedkv.server.metrics import Metrics
-from mixedkv.server.persist import Keeper
+from mixedkv.server.persist import Keeper, SessionRows
 from mixedkv.server.sampling import Sampling
 from mixedkv.server.schemas import Generation
 from mixedkv.server.settings import ServerSettings
 
+_MAX_LOGPROBS = 4_000_000  # of one request; 30 to 100 bytes each as JSON
 FINGERPRINT = f"mixedkv-{__version__}"
 
 
 @dataclass(kw_only=True)
 class Serving:
-    """One running server."""
+    """One running server. Without `generates` its model can only embed."""
 
     settings: ServerSettings
     model_name: str
@@ -38,8 +42,11 @@ class Serving:
     keys: Keys
     metrics: Metrics
     contexts: ContextCacheManager
+    rows: SessionRows
     facts: dict[str, Any]
     keeper: Keeper | None = None
+    embedder: Embedder | None = None
+    generates: bool = True
     ready: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -63,6 +70,21 @@ def tenant(request: Request) -> str:
             headers={"WWW-Authenticate": "Bearer"},
         )
     return found
+
+
+async def check_generates(request: Request) -> None:  # FastAPI runs others in a thread
+    """
+    Raises:
+        ApiError: 400, the model only embeds; 401 before that.
+    """
+    tenant(request)
+    server = serving(request)
+    if not server.generates:
+        raise bad_request(
+            f"the model {server.model_name!r} only embeds texts: use /v1/embeddings, or serve another model",
+            "model",
+            "generation_not_supported",
+        )
 
 
 def check_model(server: Serving, model: str | None) -> None:
@@ -143,6 +165,7 @@ def make_jobs(
         raise bad_request(
             "grammar: this server takes none: use response_format, or serve with allow_grammar", "grammar"
         )
+    _check_logprobs(server, n * len(prompts), max_tokens, n_logprobs)
     if n * len(prompts) > server.settings.max_queue + server.settings.parallel:
         raise bad_request(f"n={n} for {len(prompts)} prompts is more than this server queues", "n")
     jobs = []
@@ -201,6 +224,17 @@ def _check_length(server: Serving, n: int) -> None:
         )
 
 
+def _check_logprobs(server: Serving, n: int, max_tokens: int | None, n_logprobs: int | None) -> None:
+    """They take a hundred times the memory of the text."""
+    n_tokens = min(max_tokens or server.engine.n_ctx, server.engine.n_ctx)
+    if n * n_tokens * (n_logprobs or 0) > _MAX_LOGPROBS:
+        raise bad_request(
+            f"{n} answers of up to {n_tokens} tokens with {n_logprobs} logprobs each are more than the "
+            f"{_MAX_LOGPROBS} this server gives at a time: lower max_tokens, n or the number of logprobs",
+            "max_tokens",
+        )
+
+
 def _token_id(key: str) -> int:
     if not (key.isascii() and key.isdigit()):
         raise bad_request(f"logit_bias: {key!r} is not a token id", "logit_bias")
@@ -210,3 +244,19 @@ def _token_id(key: str) -> int:
 async def in_thread(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Work that may take a while, off the event loop."""
     return await asyncio.to_thread(function, *args, **kwargs)
+
+
+async def json_answer(answer: dict[str, Any] | Callable[[], dict[str, Any]]) -> Response:
+    """An answer; a function makes one that is large. Choices are then encoded one by one, off the event loop:
+    the interpreter does nothing else while it encodes an object.
+    """
+    if not callable(answer):
+        return JSONResponse(answer)
+    return Response(await in_thread(_encode_choices, answer), media_type="application/json")
+
+
+def _encode_choices(make: Callable[[], dict[str, Any]]) -> bytes:
+    answer = make()
+    choices = [json.dumps(choice, separators=(",", ":")) for choice in answer.pop("choices")]
+    head = json.dumps(answer, separators=(",", ":"))[:-1]
+    return f'{head},"choices":[{",".join(choices)}]}}'.encode()

@@ -57,6 +57,10 @@ class ServerSettings:
         "exact: what equals an evaluation from the start; prefix: also where the F16 window has aged out",
         "HOW",
     )
+    embeddings: bool = _option(False, "answer /v1/embeddings, in a second context on the same model")
+    embedding_n_ctx: int = _option(
+        0, "tokens of the longest input to embed (default: 2048 or the model's)", "N", 0, _MAX_N_CTX
+    )
     host: str = _option("127.0.0.1", "address to listen on", "HOST")
     port: int = _option(8000, "port to listen on; 0 takes a free one", "N", 0, 65535)
     api_key_file: str = _option("", "file of tenant:key lines, readable by its owner only", "FILE")
@@ -70,6 +74,9 @@ class ServerSettings:
     )
     max_queue: int = _option(64, "requests that may wait", "N", 0, 100_000)
     request_timeout: float = _option(600.0, "seconds after which a request is given up", "S", 0.01, 1e6)
+    read_timeout: float = _option(
+        30.0, "seconds a client has to send a request's head, and as long for its body", "S", 0.01, 1e6
+    )
     drain_timeout: float = _option(10.0, "seconds that running requests get at shutdown", "S", 0, 1e6)
     allow_grammar: bool = _option(False, "take GBNF grammars: llama.cpp evaluates some of them without end")
     max_body_mb: float = _option(8.0, "largest request body", "MB", 0.001, 1024)
@@ -97,6 +104,11 @@ class ServerSettings:
             )
         if self.store_key_file and not self.store:
             raise ValueError("store_key_file is given without store: there is nothing to encrypt")
+
+    @property
+    def local_only(self) -> bool:
+        """Requests come from this machine, and nothing but that says who may make them."""
+        return is_local(self.host) and not (self.api_key_file or self.allow_no_keys)
 
     @property
     def n_seq(self) -> int:

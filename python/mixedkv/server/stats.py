@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
+from statistics import median
 from typing import TYPE_CHECKING, Any
+
+from mixedkv.server.metrics import WINDOW
+from mixedkv.stats import KVStats
 
 if TYPE_CHECKING:
     from mixedkv.server.serving import Serving
 
 _STARTED = time.time()
+_SHOWN = 50  # latest requests
+_NO_CACHE = KVStats(
+    kv="none", mixed=False, n_ctx=0, n_seq_max=0, n_layer=0, quantization_threshold=0, threshold_capacity=0,
+    group_size=0, sink_tokens=0, tokens_hot=0, tokens_cold=0, bytes_total=0, bytes_cold=0, bytes_hot=0,
+    n_elements=0, sequences=(), layers=(),
+)  # fmt: skip
 
 
 def snapshot(server: Serving) -> dict[str, Any]:
     """Everything, of all tenants; `sequences` and `recent` say whose each entry is."""
     engine = server.engine
-    kv = engine.llm.kv.stats(by_layer=True)
+    kv = engine.llm.kv.stats(by_layer=True) if server.generates else _NO_CACHE
     natives = {seq.seq_id: seq for seq in kv.sequences}
     held = engine.pool.held()
     return {
@@ -49,8 +59,35 @@ def snapshot(server: Serving) -> dict[str, Any]:
         "sequences": [_sequence(seq, natives.get(seq.id)) for seq in held],
         "layers": [asdict(layer) for layer in kv.layers or ()],
         "store": server.keeper.stats() if server.keeper is not None else None,
-        "recent": [dict(entry) for entry in reversed(server.metrics.recent)],
+        "recent": list(reversed(server.metrics.recent)),
     }
+
+
+def of_tenant(now: dict[str, Any], owner: str) -> dict[str, Any]:
+    """What a snapshot tells one tenant: of others nothing but sums."""
+    recent = [entry for entry in now["recent"] if entry["tenant"] == owner]
+    return {
+        **now,
+        "sequences": [_without_tenant(entry) for entry in now["sequences"] if entry["tenant"] == owner],
+        "latency": {
+            "of_latest_requests": WINDOW,
+            "ttft": _summary([entry["ttft_seconds"] for entry in recent]),
+            "itl": _summary([entry["itl_seconds"] for entry in recent]),
+        },
+        "recent": [_without_tenant(entry) for entry in recent[:_SHOWN]],
+    }
+
+
+def _without_tenant(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if name != "tenant"}
+
+
+def _summary(values: list[float | None]) -> dict[str, float | None]:
+    known = sorted(value for value in values if value is not None)
+    if not known:
+        return {"count": 0, "median_seconds": None, "p95_seconds": None}
+    nearest = known[-(-95 * len(known) // 100) - 1]
+    return {"count": len(known), "median_seconds": median(known), "p95_seconds": nearest}
 
 
 def _sequence(seq: Any, native: Any) -> dict[str, Any]:
