@@ -9,40 +9,48 @@ class empty_cells {
 public:
     explicit empty_cells(const llama_kv_cells & cells) : cells(cells), given(cells.size(), false) {}
 
-    bool has(uint32_t i) const { return i < cells.size() && !given[i] && cells.is_empty(i); }
-
-    // the cell after a sequence's last one, in the same block; else that of a block without rows; else any
+    // one in the block of a sequence's last cell; else in the block that has the most, which others need least
     uint32_t take(int64_t tail) {
-        uint32_t res = uint32_t(tail + 1);
-        if (tail < 0 || res % llama_kv_placement::block == 0 || !has(res)) {
-            res = next_block();
+        int64_t res = tail < 0 ? -1 : find(tail / block, tail % block + 1);
+        if (res < 0) {
+            res = find(emptiest(), 0);
         }
         given[res] = true;
-        return res;
+        if (!counts.empty()) {
+            counts[res / block]--;
+        }
+        return uint32_t(res);
     }
 
 private:
+    static constexpr uint32_t block = llama_kv_placement::block;
+
     const llama_kv_cells & cells;
 
-    std::vector<bool> given;
+    std::vector<bool>     given;
+    std::vector<uint32_t> counts; // by block, once they are needed
 
-    uint32_t i_block = 0; // blocks before it have rows
-    uint32_t i_cell  = 0; // cells before it are not empty
+    bool has(uint32_t i) const { return i < cells.size() && !given[i] && cells.is_empty(i); }
 
-    uint32_t next_block() {
-        for (; i_block + llama_kv_placement::block <= cells.size(); i_block += llama_kv_placement::block) {
-            uint32_t n = 0;
-            while (n < llama_kv_placement::block && has(i_block + n)) {
-                ++n;
-            }
-            if (n == llama_kv_placement::block) {
-                return i_block;
+    // the first cell of a block from its cell `from` on, then from its begin; -1: none
+    int64_t find(uint32_t i_block, uint32_t from) const {
+        for (uint32_t i = 0; i < block; ++i) {
+            const uint32_t cell = i_block*block + (from + i) % block;
+            if (has(cell)) {
+                return cell;
             }
         }
-        while (!has(i_cell)) {
-            ++i_cell;
+        return -1;
+    }
+
+    uint32_t emptiest() {
+        if (counts.empty()) {
+            counts.assign((cells.size() + block - 1) / block, 0);
+            for (uint32_t i = 0; i < cells.size(); ++i) {
+                counts[i / block] += has(i);
+            }
         }
-        return i_cell;
+        return std::max_element(counts.begin(), counts.end()) - counts.begin();
     }
 };
 
