@@ -143,10 +143,8 @@ struct amx_output {
             const int    n_blocks = left < 4 ? left : 4;
             const char * p        = key_row(rows, span.first, head) + g * 4 * block_bytes(rows.type);
             with_type(rows.type, [&](auto type) {
-                if (n_blocks == 4) { // thrice, so that those of the usual head sizes are compiled for them
+                if (n_blocks == 4) { // twice, so that one of them is compiled for 4
                     unpack<decltype(type)::value>(p, rows, ahead, span.n, 4, v);
-                } else if (n_blocks == 2) {
-                    unpack<decltype(type)::value>(p, rows, ahead, span.n, 2, v);
                 } else {
                     unpack<decltype(type)::value>(p, rows, ahead, span.n, n_blocks, v);
                 }

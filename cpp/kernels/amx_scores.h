@@ -70,7 +70,8 @@ struct amx_scores {
 
     struct panel {
         alignas(64) char ints[key_block / 16][2][tile_bytes]; // pair of blocks
-        alignas(64) float scales[key_block][4];               // blocks of the group
+        tile_sums sums[key_block / 16];
+        alignas(64) float scales[key_block][4]; // blocks of the group
     };
 
     // Two blocks in order of their elements
@@ -109,7 +110,8 @@ struct amx_scores {
 
     // Tile registers 4, 5: the quad's right operands
     template <int pairs>
-    static void multiply(const panel & k, int tile, tile_sums & sums) {
+    static void multiply(panel & k, int tile) {
+        tile_sums & sums = k.sums[tile];
         _tile_zero(0);
         _tile_loadd(2, k.ints[tile][0], 64);
         _tile_dpbssd(0, 2, 4);
@@ -117,9 +119,11 @@ struct amx_scores {
             _tile_zero(1);
             _tile_loadd(2, k.ints[tile][1], 64);
             _tile_dpbssd(1, 2, 5);
-            _tile_stored(1, sums[1], 64);
         }
         _tile_stored(0, sums[0], 64);
+        if (pairs == 2) {
+            _tile_stored(1, sums[1], 64);
+        }
     }
 
     // One key: the pairs of blocks, scaled and added; lanes are still to be summed
@@ -175,7 +179,6 @@ struct amx_scores {
         const char *           p     = key_row(rows, span.first, head) + g * 4 * block_bytes(type);
         const int              tiles = (span.n + 15) / 16;
         panel                  k;
-        alignas(64) tile_sums  sums[key_block / 16];
         for (int t = 0; t < tiles; t++) {
             const int n = span.n - 16 * t < 16 ? span.n - 16 * t : 16;
             if (n_blocks == 2 * pairs) { // twice, so that one of them is compiled for it
@@ -194,12 +197,12 @@ struct amx_scores {
                 _tile_loadd(5, queries.tiles + tile_bytes, 64);
             }
             for (int t = 0; t < tiles; t++) {
-                multiply<pairs>(k, t, sums[t]);
+                multiply<pairs>(k, t);
                 ahead.step(3);
             }
             for (int t = 0; t < tiles; t++) {
                 ahead.step(5);
-                finish<pairs>(sums[t], k.scales + 16 * t, queries, g > 0, m.rows - 4 * q < 4 ? m.rows - 4 * q : 4,
+                finish<pairs>(k.sums[t], k.scales + 16 * t, queries, g > 0, m.rows - 4 * q < 4 ? m.rows - 4 * q : 4,
                               s + 4 * q * key_block + 16 * t);
             }
         }

@@ -72,7 +72,7 @@ class Engine:
         *,
         parallel: int,
         max_queue: int = 256,
-        slowdown: float = 2.5,
+        slowdown: float = 2.0,
         exact_only: bool = True,
         observe: Observer | None = None,
         post: Post = _post_directly,

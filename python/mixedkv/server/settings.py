@@ -46,7 +46,7 @@ class ServerSettings:
     threads: int = _option(0, "CPU threads (default: llama_cpp's choice)", "N", 0, 4096)
     n_gpu_layers: int = _option(0, "layers on a GPU, in a build that has one; -1 is all", "N", -1, 4096)
     slowdown: float = _option(
-        2.5,
+        2.0,
         "how much longer a step may take for running answers while prompts are evaluated",
         "X",
         1.05,
