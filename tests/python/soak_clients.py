@@ -241,7 +241,7 @@ WAYS: list[tuple[Callable[[int, random.Random], int], tuple[Any, ...]]] = [
     (leaves_while_making_a_session, (0,)),
     (session, (201, 429, 504)),
     (too_large, (413,)),
-    (too_large_in_chunks, (413, "BrokenPipeError", "ConnectionResetError")),
+    (too_large_in_chunks, (413, 429, "BrokenPipeError", "ConnectionResetError")),
     (bad_json, (400,)),
     (unknown_fields, (400,)),
     (wrong_types, (400, *_BUSY)),
