@@ -10,7 +10,11 @@ import pytest
 
 import mixedkv  # noqa: F401  (before llama_cpp)
 import zoo
+from conversation_support import empty, open_llama
 from harness import Ctx, Mixed, Model, Uniform
+from mixedkv import Llama
+from mixedkv.conversation import MessageCache
+from mixedkv.store import KVStore
 from oracle import Oracle
 
 
@@ -76,3 +80,29 @@ def attention(request: pytest.FixtureRequest, has_fused: bool) -> str:
     if request.param == "fused" and not has_fused:
         pytest.skip("no fused kernel in this build")
     return request.param
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Llama]:
+    """The bundled model, loaded once for the conversations of a file."""
+    with open_llama() as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(shared: Llama) -> Llama:
+    """As in a new process: nothing is live."""
+    empty(shared)
+    return shared
+
+
+@pytest.fixture
+def store() -> Iterator[KVStore]:
+    with KVStore(None) as store:
+        yield store
+
+
+@pytest.fixture
+def cache(llm: Llama, store: KVStore) -> Iterator[MessageCache]:
+    with MessageCache(llm, store) as cache:
+        yield cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import llama_cpp
@@ -29,31 +28,6 @@ from mixedkv.conversation import (
     MessageCache,
 )
 from mixedkv.store import KVStore
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Llama]:
-    with open_llama() as llm:
-        yield llm
-
-
-@pytest.fixture
-def llm(shared: Llama) -> Llama:
-    empty(shared)
-    return shared
-
-
-@pytest.fixture
-def store() -> Iterator[KVStore]:
-    with KVStore(None) as store:
-        yield store
-
-
-@pytest.fixture
-def cache(llm: Llama, store: KVStore) -> Iterator[MessageCache]:
-    with MessageCache(llm, store) as cache:
-        yield cache
-
 
 # --- what is evaluated ---
 

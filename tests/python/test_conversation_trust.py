@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,31 +34,6 @@ from mixedkv.conversation import (
 )
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.store import Identity, KVStore
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Llama]:
-    with open_llama() as llm:
-        yield llm
-
-
-@pytest.fixture
-def llm(shared: Llama) -> Llama:
-    empty(shared)
-    return shared
-
-
-@pytest.fixture
-def store() -> Iterator[KVStore]:
-    with KVStore(None) as store:
-        yield store
-
-
-@pytest.fixture
-def cache(llm: Llama, store: KVStore) -> Iterator[MessageCache]:
-    with MessageCache(llm, store) as cache:
-        yield cache
-
 
 # --- ids ---
 

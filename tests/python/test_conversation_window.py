@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from conversation_support import Message, empty, user
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
@@ -21,7 +22,6 @@ from mixedkv.store import Identity, KVStore
 
 SIZE, SINKS = 448, 8
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 16}
-Message = dict[str, Any]
 
 
 @pytest.fixture(scope="module", params=["mixed", "f16"])
@@ -29,27 +29,6 @@ def shared(request: pytest.FixtureRequest) -> Iterator[Llama]:
     options = {"n_ctx": SIZE, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
     with Llama(model_path(), kv=request.param, **options) as llm:
         yield llm
-
-
-@pytest.fixture
-def llm(shared: Llama) -> Llama:
-    empty(shared)
-    return shared
-
-
-@pytest.fixture
-def store() -> Iterator[KVStore]:
-    with KVStore(None) as store:
-        yield store
-
-
-def empty(llm: Llama) -> None:
-    llm._ctx.kv_cache_clear()
-    llm.reset()
-
-
-def user(text: str) -> Message:
-    return {"role": "user", "content": text}
 
 
 def note(i: int, n_sentences: int = 4) -> Message:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -11,10 +10,10 @@ from starlette.responses import Response
 
 from mixedkv.conversation import CacheSessionMetadata
 from mixedkv.server.errors import bad_request
-from mixedkv.server.flight import Flight, or_disconnect
 from mixedkv.server.jobs import Delta, Done, Job
 from mixedkv.server.json_schema import json_grammar, schema_grammar
 from mixedkv.server.logprobs import chat_logprobs
+from mixedkv.server.respond import respond
 from mixedkv.server.schemas import ChatRequest, Message
 from mixedkv.server.serving import (
     FINGERPRINT,
@@ -23,14 +22,13 @@ from mixedkv.server.serving import (
     context_tokens,
     find_session,
     in_thread,
-    json_answer,
     make_jobs,
     new_id,
     serving,
     tenant,
     usage,
 )
-from mixedkv.server.stream import EventStream, Template, sse
+from mixedkv.server.stream import Template, sse
 
 router = APIRouter()
 
@@ -43,14 +41,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     session = await find_session(server, body.session_id, owner) if body.session_id else None
     jobs = await in_thread(_jobs, server, body, owner, session)
     answer = _Answer(server, body, jobs)
-    flight = Flight(server.engine, jobs, server.settings.request_timeout)
-    if body.stream:
-        return await EventStream(flight, answer.first(), answer.event, answer.last).begin(request)
-    with flight:
-        ends = await or_disconnect(request, flight.done())
-    if body.logprobs:
-        return await json_answer(partial(answer.whole, ends))
-    return await json_answer(answer.whole(ends))
+    return await respond(request, server, jobs, answer, stream=body.stream, large=bool(body.logprobs))
 
 
 def _jobs(server: Serving, body: ChatRequest, owner: str, session: CacheSessionMetadata | None) -> list[Job]:
