@@ -11,10 +11,10 @@ from mixedkv import _native, errors
 
 _native.load()  # before anything imports _core or llama_cpp: all must run on one copy of the libraries
 
-from mixedkv.block import KVBlock  # noqa: E402
 from mixedkv.config import MixedKVConfig, UniformKV  # noqa: E402
+from mixedkv.kv.block import KVBlock  # noqa: E402
+from mixedkv.kv.stats import KVStats  # noqa: E402
 from mixedkv.llama import Llama  # noqa: E402
-from mixedkv.stats import KVStats  # noqa: E402
 
 __version__ = _version("mixedkv")
 __all__ = ["KVBlock", "KVStats", "Llama", "MixedKVConfig", "UniformKV", "__version__", "errors"]

@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv import _core
-from mixedkv.cache import KVCache
 from mixedkv.config import KVSetting, MixedKVConfig, UniformKV, ggml_type, parse_kv, type_bits, type_name
 from mixedkv.errors import InvalidModelFileError, UnsupportedModelError
-from mixedkv.exactness import ExactRows
-from mixedkv.footprint import model_shape
-from mixedkv.model_file import ModelFile, file_stamp, read_model_file
+from mixedkv.kv.cache import KVCache
+from mixedkv.kv.exactness import ExactRows
+from mixedkv.model.footprint import model_shape
+from mixedkv.model.gguf_file import ModelFile, file_stamp, read_model_file
 
 _MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
 

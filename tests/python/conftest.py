@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 import mixedkv  # noqa: F401  (before llama_cpp)
-import zoo
-from conversation_support import empty, open_llama
-from harness import Ctx, Mixed, Model, Uniform
 from mixedkv import Llama
-from mixedkv.conversation import MessageCache
+from mixedkv.chat import MessageCache
 from mixedkv.store import KVStore
-from oracle import Oracle
+from support import zoo
+from support.conversation_support import empty, open_llama
+from support.harness import Ctx, Mixed, Model, Uniform
+from support.oracle import Oracle
 
 
 @pytest.fixture(scope="session")

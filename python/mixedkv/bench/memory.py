@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mixedkv.bench import facts
-from mixedkv.bench.engine import CannotRunError, Context, Model
-from mixedkv.bench.filling import make_fill
-from mixedkv.bench.progress import Progress
-from mixedkv.bench.settings import Setting, make_settings
+from mixedkv.bench.harness import context_facts
+from mixedkv.bench.harness.cache_settings import Setting, make_settings
+from mixedkv.bench.harness.contexts import CannotRunError, Context, Model
+from mixedkv.bench.harness.filling import make_fill
+from mixedkv.bench.harness.progress import Progress
 from mixedkv.config import KVSetting, MixedKVConfig
-from mixedkv.footprint import ModelShape, footprint
+from mixedkv.model.footprint import ModelShape, footprint
 
 _CELLS = 256
 _CLEAR_PEAK = "5"  # proc(5), clear_refs: set the peak to what is resident now
@@ -84,7 +84,7 @@ def _child(path: str, spec: str, flash: str, n_ctx: str, threads: str) -> Row:
     model = Model(Path(path))
     try:
         context = Context(model, setting, n_ctx=int(n_ctx), threads=int(threads))
-        row = facts.of_context(context)
+        row = context_facts.of_context(context)
         n_new = min(512, int(n_ctx))
         make_fill(context, int(n_ctx) - n_new).restore()
         _clear_peak()  # the state that filled the cache is no part of it

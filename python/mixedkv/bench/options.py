@@ -8,13 +8,14 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from mixedkv.bench import quality, serve_servers
-from mixedkv.bench.filling import FILLS
-from mixedkv.bench.settings import DEFAULT_SPECS, Setting, make_settings
+from mixedkv.bench import quality
+from mixedkv.bench.harness import servers
+from mixedkv.bench.harness.cache_settings import DEFAULT_SPECS, Setting, make_settings
+from mixedkv.bench.harness.filling import FILLS
 from mixedkv.bundled import model_path
 from mixedkv.errors import UnsupportedModelError
-from mixedkv.footprint import ModelShape, model_shape
-from mixedkv.model_file import ModelFile, read_model_file
+from mixedkv.model.footprint import ModelShape, model_shape
+from mixedkv.model.gguf_file import ModelFile, read_model_file
 
 TESTS = ("memory", "speed", "quality", "recall")  # all that "all" stands for
 KEPT = ("store", "serve")
@@ -113,7 +114,7 @@ class Options:
         if "store" in self.tests and self.n_new >= self.n_prompt:
             raise ValueError(f"--n-new {self.n_new} leaves nothing of --n-prompt {self.n_prompt} to store")
         if "serve" in self.tests and self.peer:
-            serve_servers.check_stock()
+            servers.check_stock()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

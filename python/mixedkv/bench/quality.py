@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.bench import facts
-from mixedkv.bench.engine import MICRO_BATCH, CannotRunError, Context, Model
-from mixedkv.bench.numbers import log_softmax, standard_error
-from mixedkv.bench.progress import Progress
-from mixedkv.bench.settings import REFERENCE, Setting
+from mixedkv.bench.harness import context_facts
+from mixedkv.bench.harness.cache_settings import REFERENCE, Setting
+from mixedkv.bench.harness.contexts import MICRO_BATCH, CannotRunError, Context, Model
+from mixedkv.bench.harness.progress import Progress
+from mixedkv.bench.harness.summary import log_softmax, standard_error
 
 MODES = ("batch", "token")
 
@@ -96,7 +96,7 @@ class _Test:
 
     def __post_init__(self) -> None:
         if self.context is not None:
-            self.facts = facts.of_context(self.context)
+            self.facts = context_facts.of_context(self.context)
 
 
 def _read(

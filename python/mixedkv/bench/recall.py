@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.bench import facts, sample
-from mixedkv.bench.engine import CannotRunError, Context, Model
-from mixedkv.bench.numbers import wilson
-from mixedkv.bench.progress import Progress
-from mixedkv.bench.settings import REFERENCE, Setting
+from mixedkv.bench.harness import context_facts, sample_text
+from mixedkv.bench.harness.cache_settings import REFERENCE, Setting
+from mixedkv.bench.harness.contexts import CannotRunError, Context, Model
+from mixedkv.bench.harness.progress import Progress
+from mixedkv.bench.harness.summary import wilson
 from mixedkv.config import MixedKVConfig
 
 PER_SLOT = 4  # questions of each variant at each depth of a journal
@@ -36,14 +36,14 @@ class Case:
 
     journal: list[int]
     starts: list[list[int]]
-    questions: list[tuple[sample.Question, list[int], int]]
+    questions: list[tuple[sample_text.Question, list[int], int]]
 
 
 @dataclass
 class _Answers:
     """What one setting said."""
 
-    right: list[tuple[sample.Question, int, bool]]
+    right: list[tuple[sample_text.Question, int, bool]]
     texts: list[list[int]]
 
 
@@ -57,15 +57,15 @@ def _make_case(model: Model, seed: int, n_ctx: int) -> Case:
         return len(model.tokenize(text))
 
     head = [model.bos] if model.adds_bos else []
-    n_tokens = n_ctx - len(head) - _ROOM - count(sample.NOTED) - 24
-    journal = sample.journal(seed, n_tokens, PER_SLOT, count)
-    tokens = head + model.tokenize(sample.OPENING + journal.text, special=True)
+    n_tokens = n_ctx - len(head) - _ROOM - count(sample_text.NOTED) - 24
+    journal = sample_text.journal(seed, n_tokens, PER_SLOT, count)
+    tokens = head + model.tokenize(sample_text.OPENING + journal.text, special=True)
     excess = len(tokens) + _ROOM - n_ctx
     if excess > 0:
         raise ValueError(f"a journal is {excess} tokens too long for a context of {n_ctx}")
     questions = []
     for question in journal.questions:
-        ask = model.tokenize(sample.NOTED + sample.ask(question.fact), special=True)
+        ask = model.tokenize(sample_text.NOTED + sample_text.ask(question.fact), special=True)
         questions.append((question, ask, journal.tokens_after(question, count) + len(ask)))
     starts = [model.tokenize(start) for start in _STARTS]
     return Case(tokens, starts, questions)
@@ -100,7 +100,7 @@ def measure(
             continue
         answers = _Answers([], [])
         try:
-            row |= facts.of_context(context)
+            row |= context_facts.of_context(context)
             for case in cases:
                 progress.show(f"recall: {setting.name}")
                 _answer(context, case, answers)
@@ -117,7 +117,7 @@ def _answer(context: Context, case: Case, answers: _Answers) -> None:
     context.clear()
     context.feed(case.journal)
     state, n_past = context.save(), context.n_past
-    end = context.model.tokenize(sample.END, special=True)
+    end = context.model.tokenize(sample_text.END, special=True)
     for question, tokens, back in case.questions:
         context.restore(state, n_past)
         said = context.model.text(_greedy(context, tokens, _ANSWER, end)).strip()
@@ -143,7 +143,7 @@ def _greedy(context: Context, prompt: Sequence[int], n: int, end: Sequence[int])
 
 def _summary(answers: _Answers, want: _Answers, setting: Setting) -> Row:
     row: Row = {"recall": [], "recall_variants": []}
-    for slot in range(len(sample.DEPTHS)):
+    for slot in range(len(sample_text.DEPTHS)):
         of_slot = [x for x in answers.right if x[0].slot == slot]
         if of_slot:
             depth = int(np.median([back for _, back, _ in of_slot]))

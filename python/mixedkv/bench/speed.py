@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mixedkv.bench.engine import MICRO_BATCH, CannotRunError, Context, Model
-from mixedkv.bench.filling import make_fill
-from mixedkv.bench.numbers import quartiles
-from mixedkv.bench.progress import Progress
-from mixedkv.bench.settings import Setting
+from mixedkv.bench.harness.cache_settings import Setting
+from mixedkv.bench.harness.contexts import MICRO_BATCH, CannotRunError, Context, Model
+from mixedkv.bench.harness.filling import make_fill
+from mixedkv.bench.harness.progress import Progress
+from mixedkv.bench.harness.summary import quartiles
 
 _ROOM = 1024  # for any window of the presets; the size of a context does not change its speed
 

@@ -14,13 +14,13 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from mixedkv import __version__
-from mixedkv.server import api_chat, api_completions, api_context, api_embeddings, api_info
-from mixedkv.server.body_limit import BodyLimit
-from mixedkv.server.browsers import OwnPagesOnly
-from mixedkv.server.errors import ApiError
-from mixedkv.server.flight import Disconnected
-from mixedkv.server.jobs import Event, Job
-from mixedkv.server.serving import Serving, check_generates
+from mixedkv.engine.job import Event, Job
+from mixedkv.server.api import chat_completions, completions, context, embeddings, info
+from mixedkv.server.api_error import ApiError
+from mixedkv.server.http.body_limit import BodyLimit
+from mixedkv.server.http.origin import OwnPagesOnly
+from mixedkv.server.pending import Disconnected
+from mixedkv.server.state import Serving, check_generates
 
 log = logging.getLogger("mixedkv.server")
 
@@ -39,9 +39,9 @@ def make_app(server: Serving) -> FastAPI:
         redoc_url=None,
     )
     app.state.serving = server
-    for module in (api_chat, api_completions, api_context):
+    for module in (chat_completions, completions, context):
         app.include_router(module.router, dependencies=[Depends(check_generates)])
-    for module in (api_embeddings, api_info):
+    for module in (embeddings, info):
         app.include_router(module.router)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)

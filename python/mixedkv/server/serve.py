@@ -19,24 +19,24 @@ import uvicorn
 from pydantic import ValidationError
 
 from mixedkv.bundled import model_path
-from mixedkv.conversation import ContextCacheManager, explain
+from mixedkv.engine import tokenizer
+from mixedkv.engine.embedder import Embedder
+from mixedkv.engine.embedding_context import EmbeddingContext, only_embeds
+from mixedkv.engine.engine import Engine
+from mixedkv.engine.job import Event, Failed
+from mixedkv.engine.kv_connector import Keeper, SessionRows
 from mixedkv.llama import Llama
-from mixedkv.model_file import ModelFile, read_model_file
-from mixedkv.server import language
-from mixedkv.server.api_context import warm_job
+from mixedkv.model.gguf_file import ModelFile, read_model_file
+from mixedkv.server.api.context import warm_job
+from mixedkv.server.api.schemas import WarmRequest
+from mixedkv.server.api_error import ApiError
 from mixedkv.server.app import make_app
-from mixedkv.server.auth import Keys
-from mixedkv.server.connection import Connection
-from mixedkv.server.embedding_context import EmbeddingContext, only_embeds
-from mixedkv.server.embeddings import Embedder
-from mixedkv.server.engine import Engine
-from mixedkv.server.errors import ApiError
-from mixedkv.server.jobs import Event, Failed
+from mixedkv.server.http.auth import Keys
+from mixedkv.server.http.connection import Connection
 from mixedkv.server.metrics import Metrics
-from mixedkv.server.persist import Keeper, SessionRows
-from mixedkv.server.schemas import WarmRequest
-from mixedkv.server.serving import Serving
 from mixedkv.server.settings import ServerSettings
+from mixedkv.server.state import Serving
+from mixedkv.sessions import ContextCacheManager, explain
 from mixedkv.store import KVStore, key_from_file
 
 log = logging.getLogger("mixedkv.server")
@@ -75,7 +75,7 @@ def open_server(settings: ServerSettings, keys: Keys) -> Serving:
     """Load the model and start the engine."""
     path = Path(settings.model) if settings.model else model_path()
     if not settings.verbose:
-        language.silence()
+        tokenizer.silence()
     file = read_model_file(path)
     generates = not only_embeds(file)
     if not generates and (settings.store or settings.warm):
@@ -91,7 +91,7 @@ def open_server(settings: ServerSettings, keys: Keys) -> Serving:
             exact_only=settings.reuse == "exact",
             observe=metrics,
         )
-        words = language.Language(llm, settings.chat_format)
+        words = tokenizer.Language(llm, settings.chat_format)
         embedder = _open_embedder(settings, engine, file, metrics)
     except BaseException:
         llm.close()
@@ -144,7 +144,7 @@ def _load(settings: ServerSettings, path: Path, file: ModelFile, generates: bool
         verbose=settings.verbose,
     )
     if not settings.verbose:
-        language.silence()  # Llama sets its own log
+        tokenizer.silence()  # Llama sets its own log
     return llm
 
 

@@ -10,16 +10,16 @@
 """
 
 from mixedkv.store.encryption import KeySource, key_from_environment, key_from_file, parse_key_source
-from mixedkv.store.errors import REASONS, Reason
-from mixedkv.store.identity import FORMAT_VERSION, Identity
-from mixedkv.store.names import check_session_id, check_tenant
-from mixedkv.store.packed import (
+from mixedkv.store.entry_error import REASONS, Reason
+from mixedkv.store.formats.packed import (
     pack_kv_cache,
     pack_kv_cache_v2,
     unpack_kv_cache,
     unpack_kv_cache_flat,
     unpack_kv_cache_v2,
 )
+from mixedkv.store.identity import FORMAT_VERSION, Identity
+from mixedkv.store.names import check_session_id, check_tenant
 from mixedkv.store.results import (
     Collected,
     EntryInfo,

@@ -15,9 +15,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.block import KVBlock
 from mixedkv.config import MixedKVConfig
-from mixedkv.store.errors import EntryError
+from mixedkv.kv.block import KVBlock
+from mixedkv.store.entry_error import EntryError
 from mixedkv.store.identity import Identity
 
 Runs = list[tuple[int, int]]  # [begin, end) of positions that follow each other, ascending

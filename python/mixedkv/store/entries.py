@@ -14,11 +14,11 @@ from threading import RLock
 
 import numpy as np
 
-from mixedkv.block import KVBlock
+from mixedkv.kv.block import KVBlock
 from mixedkv.store import coverage
-from mixedkv.store.disk import DiskTier, folder_lock, read_all
 from mixedkv.store.encryption import Vault, decrypt, encrypt, encrypted_size
-from mixedkv.store.errors import EntryError
+from mixedkv.store.entry_error import EntryError
+from mixedkv.store.formats.native import decode, encode
 from mixedkv.store.identity import FORMAT_VERSION, Identity
 from mixedkv.store.index import EntryRow, Eviction, Index, ParentGoneError, SessionRemovedError
 from mixedkv.store.lookup import (
@@ -30,9 +30,9 @@ from mixedkv.store.lookup import (
     key_context,
     token_context,
 )
-from mixedkv.store.ram import RamTier
 from mixedkv.store.results import Collected, EntryInfo, Link, Match, Tier, Verified
-from mixedkv.store.safetensors_format import decode, encode
+from mixedkv.store.tiers.disk import DiskTier, folder_lock, read_all
+from mixedkv.store.tiers.ram import RamTier
 
 _LOG = logging.getLogger("mixedkv.store")
 _FORGET_SECONDS = 0.5  # that a removal waits for those who read the index

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from mixedkv.store import coverage
 from mixedkv.store.encryption import Vault
-from mixedkv.store.errors import EntryError, Reason
+from mixedkv.store.entry_error import EntryError, Reason
 from mixedkv.store.identity import Identity
 from mixedkv.store.index import EntryRow, Index
 from mixedkv.store.results import Link, Match

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.stats import format_bytes
+from mixedkv.kv.stats import format_bytes
 from mixedkv.store.identity import Identity
 
 Tier = Literal["ram", "disk", "none"]

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, get_args
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.block import KVBlock
+from mixedkv.kv.block import KVBlock
 from mixedkv.store import coverage
 from mixedkv.store.encryption import KeySource, KeyVault, PlainVault, Vault
 from mixedkv.store.entries import Entries, ParentGoneError, SessionRemovedError, TooLargeError, store_root
-from mixedkv.store.errors import EntryError
+from mixedkv.store.entry_error import EntryError
 from mixedkv.store.identity import Identity
 from mixedkv.store.index import Eviction
 from mixedkv.store.lookup import BLOCK, Tokens, as_tokens

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from mixedkv.block import KVBlock, LayerRows, RowGroup, row_bytes
+from mixedkv.kv.block import KVBlock, LayerRows, RowGroup, row_bytes
 from mixedkv.store import pack_kv_cache, pack_kv_cache_v2
 from mixedkv.store.encryption import encrypt
-from mixedkv.store.safetensors_format import encode
+from mixedkv.store.formats.native import encode
 
 FOLDER = Path(__file__).parent
 IDENTITY = bytes(range(32))

@@ -1,0 +1,1 @@
+"""What a run leaves: rows, tables, pictures."""

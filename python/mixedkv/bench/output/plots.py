@@ -1,0 +1,170 @@
+"""Pictures of a result. Needs matplotlib: pip install 'mixedkv[plot]'.
+
+    python -m mixedkv.bench.output.plots result.json FOLDER
+
+draws them again from a saved result.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MultipleLocator, NullFormatter
+
+from mixedkv.bench.output import plots_kept
+from mixedkv.bench.output.cells import setting_name
+
+Row = dict[str, Any]
+
+# Okabe and Ito (2008): told apart with any colour vision. Llama.cpp's caches are grey and black.
+_MIXED = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#B8A800")
+_UNIFORM = ("#000000", "#767676", "#3F3F3F", "#9A9A9A", "#5A5A5A", "#B0B0B0")
+_MARKERS = "osD^vP*X"
+_STYLE = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E4E4E4",
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+}
+_DPI = 160
+
+
+def draw(data: dict[str, Any], folder: Path) -> list[Path]:
+    """Draw what the rows have numbers for; the paths written."""
+    rows = [row for row in data["rows"] if "error" not in row]
+    styles = _styles(rows)
+    written = []
+    with mpl.rc_context(_STYLE):
+        for name, figure in _figures(rows, styles, data["model"]["name"]):
+            path = folder / f"{name}.png"
+            figure.savefig(path, dpi=_DPI, bbox_inches="tight")
+            written.append(path)
+    return written
+
+
+def _figures(rows: Sequence[Row], styles: dict[str, Row], model: str) -> Iterator[tuple[str, Figure]]:
+    quality = [row for row in rows if row["test"] == "quality" and row.get("kld_mean")]
+    mode = "token" if any(row["mode"] == "token" for row in quality) else "batch"
+    quality = [row for row in quality if row["mode"] == mode]
+    if quality:
+        yield "frontier", _frontier(quality, styles, model)
+        yield "error-by-position", _by_position(quality, styles, model)
+    speed = [row for row in rows if row["test"] == "speed" and "tg_tps" in row]
+    if len({row["depth"] for row in speed}) > 1:
+        yield "speed", _speed(speed, styles, model)
+    yield from plots_kept.figures(rows, styles, model, _figure)
+
+
+def _styles(rows: Sequence[Row]) -> dict[str, Row]:
+    """Colour and marker of each setting, the same in every picture."""
+    names = {setting_name(row): row["kv"] for row in rows if not row.get("control")}
+    styles: dict[str, Row] = {}
+    for is_mixed, colors in ((True, _MIXED), (False, _UNIFORM)):
+        group = [name for name, kv in names.items() if kv.startswith("mixed") == is_mixed]
+        for i, name in enumerate(group):
+            line = "-" if is_mixed else "--"
+            styles[name] = {
+                "color": colors[i % len(colors)],
+                "marker": _MARKERS[i % len(_MARKERS)],
+                "linestyle": line,
+            }
+    return styles
+
+
+def _figure(width: float, height: float, n: int = 1) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, list(figure.subplots(1, n, squeeze=False)[0])
+
+
+def _frontier(rows: Sequence[Row], styles: dict[str, Row], model: str) -> Figure:
+    """Median and mean divergence against what is paid for them."""
+    figure, axes = _figure(9.5, 4.4, 2)
+    for axis, key, title in zip(axes, ("kld_mean", "kld_median"), ("Mean", "Median"), strict=True):
+        for row in rows:
+            name = setting_name(row)
+            if not row.get("control") and row.get("bits_per_element"):
+                style = {**styles[name], "linestyle": "none"}
+                axis.plot(row["bits_per_element"], max(row[key], 1e-9), markersize=8, label=name, **style)
+        axis.set_yscale("log")
+        axis.yaxis.set_minor_formatter(NullFormatter())
+        axis.xaxis.set_major_locator(MultipleLocator(2))
+        axis.set_xlabel("allocated bits per element")
+        axis.set_title(f"{title} KL divergence")
+    axes[0].set_ylabel("nats, against an F32 cache")
+    figure.suptitle(_quality_title(rows, model), x=0.01, ha="left", fontsize=11)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=9)
+    return figure
+
+
+def _by_position(rows: Sequence[Row], styles: dict[str, Row], model: str) -> Figure:
+    figure, (axis,) = _figure(8.5, 4.4)
+    for row in rows:
+        if row.get("control"):
+            continue
+        name = setting_name(row)
+        parts = [part for part in row["by_position"] if part["kld_mean"] > 0]
+        axis.plot(
+            [part["to"] for part in parts], [part["kld_mean"] for part in parts], label=name, **styles[name]
+        )
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axis.set_yscale("log")
+    axis.set_xlabel("position, up to")
+    axis.set_ylabel("mean KL divergence, nats")
+    axis.set_title(_quality_title(rows, model))
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside right upper", fontsize=9)
+    return figure
+
+
+def _quality_title(rows: Sequence[Row], model: str) -> str:
+    how = "token by token" if rows[0]["mode"] == "token" else "in large batches"
+    return f"{model}, context of {rows[0]['n_ctx']:,} tokens, {how}"
+
+
+def _speed(rows: Sequence[Row], styles: dict[str, Row], model: str) -> Figure:
+    figure, axes = _figure(10.5, 4.4, 2)
+    for axis, key, title in zip(axes, ("tg", "pp"), ("Generation", "Prompt"), strict=True):
+        for name, style in styles.items():
+            points = [(row["depth"], row[f"{key}_tps"]) for row in rows if setting_name(row) == name]
+            if points:
+                axis.plot(*zip(*points, strict=True), label=name, **style)
+        axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.yaxis.set_minor_formatter(NullFormatter())
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}k" if value else "0")
+        axis.set_xticks(sorted({row["depth"] for row in rows}))
+        axis.set_xlabel("tokens in the cache")
+        axis.set_title(f"{title}, tokens/s")
+    figure.suptitle(
+        f"{model}, on {rows[0]['threads']} CPU {'threads' if rows[0]['threads'] > 1 else 'thread'}",
+        x=0.01,
+        ha="left",
+        fontsize=11,
+    )
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=9)
+    return figure
+
+
+def main() -> None:
+    if len(sys.argv) != 3:
+        raise SystemExit("usage: python -m mixedkv.bench.output.plots RESULT.json FOLDER")
+    data = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    for path in draw(data, Path(sys.argv[2])):
+        print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

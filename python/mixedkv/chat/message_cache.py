@@ -1,0 +1,377 @@
+"""A chat whose history is not evaluated again: it goes on from the newest message whose KV is still there."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llama_cpp import llama_chat_format
+
+from mixedkv.chat.aliases import MessageAliases
+from mixedkv.chat.reuse import Reuse, Source, reuse_prefix
+from mixedkv.chat.turn import Turn
+from mixedkv.chat.window import Window
+from mixedkv.errors import UnsupportedModelError
+from mixedkv.sessions.ids import check_id, new_id
+from mixedkv.store import Identity, KVStore, Saved, check_session_id, check_tenant
+
+if TYPE_CHECKING:
+    from mixedkv.llama import Llama
+
+
+Message = Mapping[str, Any]
+_PICTURES = (llama_chat_format.Llava15ChatHandler, llama_chat_format.MTMDChatHandler)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatUsage:
+    """What an answer took. `prompt_tokens` is the whole prompt, as OpenAI counts it.
+
+    Args:
+        cached_tokens: tokens of the prompt that were not evaluated.
+        evaluated_tokens: those that were; the rest had been dropped.
+        dropped_tokens: tokens of the conversation that had left the context when the answer was done.
+        stored_tokens: tokens newly stored.
+        source: where the cached tokens came from: "live" is the cache itself, "ram" and "disk" the store.
+        exact: the answer is that of a cache that never left, see `Reuse.exact`.
+        matched_message_id: the newest of the given messages whose stored KV the prompt goes on from.
+        seconds_to_first_token: from the call to the first sampled token.
+        reason: why something stored could not be used, or the answer not be stored.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    evaluated_tokens: int
+    dropped_tokens: int
+    stored_tokens: int
+    source: Source
+    exact: bool
+    matched_message_id: str | None
+    seconds_to_first_token: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatResult:
+    """An answer.
+
+    Args:
+        message: the assistant's message with its `message_id`, to append to the conversation.
+        finish_reason: "stop", "length" or "tool_calls".
+    """
+
+    message: dict[str, Any]
+    finish_reason: str
+    usage: ChatUsage
+
+    @property
+    def message_id(self) -> str:
+        return str(self.message["message_id"])
+
+    @property
+    def content(self) -> str:
+        return self.message.get("content") or ""
+
+
+class MessageCache:
+    """Chats on one `Llama` that keep their KV in a `KVStore`.
+
+    Use it on the thread that decodes; others may use the same `Llama` between answers. Messages are
+    dictionaries in OpenAI's form; each may carry a `message_id`, of which the answers have one. An id is an
+    alias: what is reused is decided by the tokens of the rendered prompt, so wrong ids, edited, moved or
+    deleted messages cost time at most.
+
+    Args:
+        llm: the model, with its own chat format.
+        store: where KV is kept.
+        tenant: whose; nobody else's KV is found.
+        session: what the KV goes away with, e.g. `CacheSessionMetadata.kv_cache_ref`.
+        index: file of the message ids, in memory if None. Without it, or in another process than the one that
+            gave the ids, KV is found all the same, but `forget` and `matched_message_id` do not know them.
+        attention_sink_tokens: when a conversation outgrows the context, this many first tokens stay with the
+            latest, and the middle is dropped. None raises ValueError instead.
+        exact_only: reuse only what goes on exactly as if it had never left, see `Reuse.exact`.
+
+    Raises:
+        UnsupportedModelError: the model keeps more than rows of tokens, or takes pictures.
+        ValueError: a setting is wrong.
+    """
+
+    def __init__(
+        self,
+        llm: Llama,
+        store: KVStore,
+        *,
+        tenant: str = "",
+        session: str | None = None,
+        index: str | Path | None = None,
+        attention_sink_tokens: int | None = 4,
+        exact_only: bool = False,
+    ) -> None:
+        if llm._is_recurrent or llm._is_hybrid:
+            raise UnsupportedModelError(
+                "recurrent layers keep a state that cannot be cut at a token: use create_chat_completion"
+            )
+        if isinstance(llm.chat_handler, _PICTURES):
+            raise UnsupportedModelError("tokens do not tell pictures apart: use create_chat_completion")
+        self._llm = llm
+        self._store = store
+        self._tenant = check_tenant(tenant)
+        self._session = None if session is None else check_session_id(session)
+        self._sinks = _check_sinks(attention_sink_tokens, Window(llm, None).size)
+        self._exact_only = exact_only
+        self._aliases = MessageAliases(index)
+
+    def __enter__(self) -> MessageCache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the index. The `Llama` and the store are yours."""
+        self._aliases.close()
+
+    def chat(
+        self, messages: Sequence[Message], *, message_id: str | None = None, **options: Any
+    ) -> ChatResult:
+        """Answer a conversation, evaluating only what is new of it, and store the result.
+
+        Args:
+            messages: from the first to the newest.
+            message_id: the answer's; None makes one.
+            **options: as in `llama_cpp.Llama.create_chat_completion`: max_tokens, temperature, stop, tools.
+
+        Raises:
+            ValueError: messages or an id are malformed, the prompt does not fit, or the model's file is not
+                the one that was loaded.
+            UnsupportedModelError: the prompt does not fit, and the memory cannot drop tokens.
+        """
+        answer = self._start(messages, message_id, options, stream=False)
+        for _ in answer:
+            pass
+        assert answer.result is not None
+        return answer.result
+
+    def stream(
+        self, messages: Sequence[Message], *, message_id: str | None = None, **options: Any
+    ) -> ChatStream:
+        """As `chat`, in pieces: iterate for chunks as `create_chat_completion(stream=True)` yields them.
+
+        The first chunk's delta has the `message_id`. After the last one `result` is there; one that is closed
+        before stores what was computed up to then.
+        """
+        return self._start(messages, message_id, options, stream=True)
+
+    def forget(self, message_id: str) -> bool:
+        """Remove the KV of an answer wherever it is stored, and all that builds on it; False if none is.
+
+        What is live in the cache stays until it is overwritten.
+        """
+        check_id("message_id", message_id)
+        entries = self._aliases.pop(self._tenant, message_id)
+        return sum(self._store.remove(entry) for entry in entries) > 0
+
+    def _start(
+        self, messages: Sequence[Message], message_id: str | None, options: dict[str, Any], stream: bool
+    ) -> ChatStream:
+        if "stream" in options:
+            raise ValueError("stream is not an option: call chat or stream")
+        plain, ids = _check_messages(messages)
+        new = new_id("msg") if message_id is None else check_id("message_id", message_id)
+        sinks = None if options.get("logprobs") else self._sinks  # llama_cpp reads logits by position
+        return ChatStream(self, plain, ids, new, sinks, {**options, "stream": stream})
+
+    def _save(self, identity: Identity) -> Saved:
+        """What is wrong with storing is said, not raised: the answer is there."""
+        try:
+            return self._store.save(self._llm, identity=identity, session=self._session)
+        except (LookupError, ValueError, OSError) as error:
+            return Saved(entry="", n_tokens=0, n_stored=0, nbytes=0, seconds=0, reason=str(error))
+
+    def _add_copies(self, identity: Identity, ids: Sequence[str], n_prompt: int, n_tokens: int) -> None:
+        """Earlier answers may lie in new entries: theirs were evicted, or the history was edited."""
+        known = self._aliases.get(self._tenant, ids)
+        match = self._store.find(identity, self._llm.input_ids[:n_tokens]) if known else None
+        if match is None:
+            return
+        # What builds on an entry goes with it. So the first that can hold the end of the answer will do.
+        ends = {message_id: min(end, n_prompt) for message_id, (_, end) in known.items()}
+        holding = {
+            message_id: next((link for link in match.links if link.end >= end), match.links[-1])
+            for message_id, end in ends.items()
+        }
+        self._aliases.add_copies(self._tenant, [(name, link.entry) for name, link in holding.items()])
+
+    def _matched(self, ids: Sequence[str], reused: Reuse) -> str | None:
+        """The newest message whose stored end lies within what was reused; the store has compared tokens."""
+        if reused.match is None:
+            return None
+        ends = {link.entry: min(link.end, reused.n_tokens) for link in reused.match.links}
+        try:
+            known = self._aliases.get(self._tenant, ids)
+        except sqlite3.Error:
+            return None
+        for message_id in reversed(ids):
+            entry, n_tokens = known.get(message_id, ("", 0))
+            if n_tokens <= ends.get(entry, -1):
+                return message_id
+        return None
+
+
+class ChatStream:
+    """Chunks of an answer, and the `result` after the last of them."""
+
+    def __init__(
+        self,
+        cache: MessageCache,
+        messages: list[dict[str, Any]],
+        ids: list[str],
+        message_id: str,
+        sinks: int | None,
+        options: dict[str, Any],
+    ) -> None:
+        self.message_id = message_id
+        self.result: ChatResult | None = None
+        self._cache, self._ids = cache, ids
+        self._n_stored, self._reason = 0, ""
+        self._chunks = self._run(messages, sinks, options)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        return next(self._chunks)
+
+    def __enter__(self) -> ChatStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop here. What was computed is stored."""
+        self._chunks.close()
+
+    def _run(self, messages: list[dict[str, Any]], sinks: int | None, options: dict[str, Any]) -> Any:
+        begin = time.perf_counter()
+        cache, llm = self._cache, self._cache._llm
+        identity = Identity.of(llm, tenant=cache._tenant)
+        window = Window(llm, sinks, before_first=lambda: self._save(identity, turn))
+
+        def reuse(tokens: Sequence[int]) -> Reuse:
+            return reuse_prefix(llm, window, cache._store, identity, tokens, exact_only=cache._exact_only)
+
+        def keep() -> None:
+            if not window.mine:
+                self._reason = "another answer was begun before this one was through"
+            elif not window.dropped:
+                self._save(identity, turn)
+
+        turn = Turn(llm, window, reuse, keep, begin)
+        window.claim(identity.digest)
+        answer: Any = turn.create_chat_completion(messages, **options)
+        collected = _Collected()
+        try:
+            for chunk in answer if options["stream"] else [answer]:
+                collected.add(chunk, self.message_id)
+                yield chunk
+        finally:
+            if options["stream"]:
+                answer.close()
+            if turn.reused is not None:
+                keep()
+                self.result = self._finish(turn, window, collected)
+                window.leave()
+
+    def _save(self, identity: Identity, turn: Turn) -> None:
+        cache, saved = self._cache, self._cache._save(identity)
+        self._n_stored += saved.n_stored
+        self._reason = saved.reason
+        try:
+            if saved.n_stored:
+                cache._add_copies(identity, self._ids, turn.n_prompt or saved.n_tokens, saved.n_tokens)
+            if saved.entry and turn.reused is not None and saved.n_tokens > turn.n_prompt:
+                cache._aliases.set(cache._tenant, self.message_id, saved.entry, saved.n_tokens)
+        except sqlite3.Error as error:
+            self._reason = f"the message index cannot be used: {error}"
+
+    def _finish(self, turn: Turn, window: Window, collected: _Collected) -> ChatResult:
+        reused = turn.reused
+        assert reused is not None
+        usage = ChatUsage(
+            prompt_tokens=turn.n_prompt,
+            completion_tokens=turn.n_generated,
+            cached_tokens=reused.n_tokens,
+            evaluated_tokens=turn.n_evaluated,
+            dropped_tokens=window.dropped,
+            stored_tokens=self._n_stored,
+            source=reused.source,
+            exact=reused.exact and not window.dropped,
+            matched_message_id=self._cache._matched(self._ids, reused),
+            seconds_to_first_token=turn.seconds_to_first_token,
+            reason=self._reason or reused.reason,
+        )
+        message = {**collected.message, "message_id": self.message_id}
+        return ChatResult(message=message, finish_reason=collected.finish_reason, usage=usage)
+
+
+class _Collected:
+    """An assistant message put together from chunks, or from the one whole answer."""
+
+    def __init__(self) -> None:
+        self.message: dict[str, Any] = {"role": "assistant", "content": ""}
+        self.finish_reason = ""
+
+    def add(self, chunk: dict[str, Any], message_id: str) -> None:
+        choice = chunk["choices"][0]
+        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        if "message" in choice:
+            self.message = dict(choice["message"])
+            choice["message"]["message_id"] = message_id
+            return
+        delta = choice["delta"]
+        self.message["content"] += delta.get("content") or ""
+        for call in delta.get("tool_calls") or []:
+            self._add_call(call)
+        if delta.get("role"):
+            delta["message_id"] = message_id
+
+    def _add_call(self, part: dict[str, Any]) -> None:
+        calls = self.message.setdefault("tool_calls", [])
+        known = [call for call in calls if call["id"] == part["id"]]
+        if known:
+            known[0]["function"]["arguments"] += part["function"].get("arguments") or ""
+        else:
+            calls.append({"id": part["id"], "type": "function", "function": dict(part["function"])})
+
+
+def _check_messages(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The messages as templates know them, and their ids in order."""
+    if isinstance(messages, (str, bytes, Mapping)) or not messages:
+        raise ValueError("messages: give a list of at least one message")
+    plain, ids = [], []
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError(f"messages[{i}]: give a dictionary with a role and a content")
+        if not isinstance(message.get("content"), (str, list, type(None))):
+            raise ValueError(f"messages[{i}].content: give a text")
+        if message.get("message_id") is not None:
+            ids.append(check_id(f"messages[{i}].message_id", message["message_id"]))
+        plain.append({key: value for key, value in message.items() if key != "message_id"})
+    return plain, ids
+
+
+def _check_sinks(value: int | None, size: int) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"attention_sink_tokens={value!r}: use a whole number or None")
+    if not 0 <= value <= size // 2:
+        raise ValueError(f"attention_sink_tokens={value}: use 0 to {size // 2}, half of the context at most")
+    return value

@@ -1,0 +1,103 @@
+"""What a prompt needs not compute again: tokens that are live in the cache, or stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import llama_cpp
+import numpy as np
+
+from mixedkv.chat.window import Window, common_prefix
+from mixedkv.store import Identity, KVStore, Match
+
+if TYPE_CHECKING:
+    from mixedkv.llama import Llama
+
+Source = Literal["live", "ram", "disk", "none"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reuse:
+    """What was reused for one prompt.
+
+    Args:
+        n_tokens: tokens at the beginning of the prompt that were not evaluated.
+        source: where they came from; "live" is the cache itself.
+        exact: the cache continues as one that evaluated this prompt from its first token. False where a
+            mixed cache was cut and lacks some of its recent F16 rows, in all that was evaluated behind such
+            a cut as long as it is live, and where tokens of the middle are dropped.
+        match: what the store has of the prompt.
+        reason: why something stored was not used, "" otherwise.
+    """
+
+    n_tokens: int = 0
+    source: Source = "none"
+    exact: bool = True
+    match: Match | None = None
+    reason: str = ""
+
+
+def reuse_prefix(
+    llm: Llama,
+    window: Window,
+    store: KVStore,
+    identity: Identity,
+    tokens: Sequence[int],
+    *,
+    exact_only: bool = False,
+) -> Reuse:
+    """Leave in sequence 0 the longest prefix of these tokens that is live or stored, and nothing else.
+
+    At least the last token is left to be evaluated: sampling needs its logits.
+    """
+    wanted = np.asarray(tokens, np.intc)[:-1]
+    n_live = _live_prefix(llm, window, wanted)
+    exact = not n_live or (n_live <= llm.kv.exact_tokens and llm.kv._window_is_whole(n_live))
+    if exact_only and not exact:
+        n_live = 0
+    match = store.find(identity, wanted, exact_only=exact_only) if len(wanted) else None
+    reason = ""
+    if match is not None and (match.n_tokens, match.exact) > (n_live, exact):
+        restored = store.restore(llm, wanted, identity=identity, exact_only=exact_only)
+        if restored.hit:
+            window.begin()
+            return Reuse(
+                n_tokens=restored.n_tokens,
+                source="disk" if restored.tier == "disk" else "ram",
+                exact=restored.exact,
+                match=match,
+                reason=restored.reason,
+            )
+        reason = restored.reason
+        n_live = min(n_live, llm.n_tokens)  # a restore that was refused leaves nothing
+    n_live = _cut(llm, n_live)
+    window.begin()
+    return Reuse(
+        n_tokens=n_live,
+        source="live" if n_live else "none",
+        exact=exact or not n_live,
+        match=match,
+        reason=reason,
+    )
+
+
+def _live_prefix(llm: Llama, window: Window, wanted: np.ndarray) -> int:
+    n = common_prefix(llm.input_ids[: window.whole], wanted)
+    return n if n == llm.n_tokens or _has_window(llm, n) else 0
+
+
+def _has_window(llm: Llama, n: int) -> bool:
+    """Whether sliding-window layers still hold what the token at position n sees."""
+    first = llama_cpp.llama_memory_seq_pos_min(llama_cpp.llama_get_memory(llm.ctx), 0)
+    return first <= max(0, n - llama_cpp.llama_model_n_swa(llm.model))
+
+
+def _cut(llm: Llama, n: int) -> int:
+    """Remove what follows position n; returns n, or 0 where the memory cannot be cut there."""
+    if not llm._ctx.kv_cache_seq_rm(0, n, -1):
+        llm._ctx.kv_cache_seq_rm(0, -1, -1)
+        n = 0
+    llm.n_tokens = n
+    return n

@@ -1,0 +1,137 @@
+"""`mixedkv cache`: what a folder of stored KV holds, and looking after it."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from argparse import ArgumentTypeError
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mixedkv.kv.stats import format_bytes
+
+if TYPE_CHECKING:
+    from mixedkv.store import EntryInfo, KVStore
+
+_ANY_SIZE_GB = 2.0**40
+_ID_SHOWN = 12
+_LABEL_SHOWN = 28
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser(
+        "cache",
+        help="list, check and clean stored KV",
+        description="List, remove, check or clean the KV that is stored in a folder.",
+    )
+    actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
+    _add(actions, "ls", _ls, "list what is stored, last used first")
+    rm = _add(actions, "rm", _rm, "remove entries, and what builds on them")
+    rm.add_argument("entry", nargs="*", metavar="ID", help="entries, by the first digits of their ids")
+    rm.add_argument("--session", metavar="NAME", help="what belongs to this session alone")
+    rm.add_argument("--tenant", metavar="NAME", default="", help="the session's tenant")
+    rm.add_argument("--all", action="store_true", help="everything")
+    _add(actions, "verify", _verify, "read everything, remove what is damaged")
+    gc = _add(actions, "gc", _gc, "remove what was left behind by killed programs")
+    gc.add_argument("--max-gb", metavar="N", type=_gigabytes, help="also shrink the store to this size")
+
+
+def _add(actions: Any, name: str, command: Any, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=f"{text.capitalize()}.")
+    parser.add_argument("--store", metavar="DIR", type=Path, required=True, help="the folder")
+    parser.add_argument(
+        "--key", metavar="SOURCE", help="master key of an encrypted store: env:NAME or file:PATH"
+    )
+    parser.set_defaults(command=command)
+    return parser
+
+
+def _open(args: argparse.Namespace, max_gb: float = _ANY_SIZE_GB) -> KVStore:
+    from mixedkv.store import KVStore, parse_key_source
+    from mixedkv.store.entries import store_root
+
+    if not store_root(args.store).is_dir():
+        raise ValueError(f"{args.store} holds no store of this version")
+    key = parse_key_source(args.key) if args.key else None
+    return KVStore(args.store, max_ram_bytes=0, max_kv_size_gb=max_gb, key=key)
+
+
+def _ls(args: argparse.Namespace) -> None:
+    with _open(args) as store:
+        print("\n".join(_table(store.entries())))
+
+
+def _table(entries: list[EntryInfo]) -> Iterable[str]:
+    if entries:
+        yield f"{'id':<{_ID_SHOWN}}  {'tokens':>15}  {'size':>10}  {'used':>8}  model and cache"
+    for entry in entries:
+        span = f"{entry.p0} to {entry.p1}"
+        size, age = format_bytes(entry.nbytes), _age(time.time() - entry.used)
+        label = _shorten(entry.label) + (" *" if entry.encrypted else "")
+        yield f"{entry.id[:_ID_SHOWN]:<{_ID_SHOWN}}  {span:>15}  {size:>10}  {age:>8}  {label}"
+    n_bytes = sum(entry.nbytes for entry in entries)
+    encrypted = sum(entry.encrypted for entry in entries)
+    note = f", {encrypted} encrypted (*)" if encrypted else ""
+    yield f"{len(entries)} entries, {format_bytes(n_bytes)}{note}"
+
+
+def _rm(args: argparse.Namespace) -> None:
+    if (bool(args.entry) + bool(args.session) + args.all) != 1:
+        raise ValueError("rm: give ids, --session NAME or --all")
+    with _open(args) as store:
+        if args.session:
+            removed = store.remove(session=args.session, tenant=args.tenant)
+        else:
+            ids = [entry.id for entry in store.entries()]
+            chosen = ids if args.all else [_resolve(ids, prefix) for prefix in args.entry]
+            removed = sum(store.remove(entry) for entry in chosen)
+    print(f"{removed} entries removed")
+
+
+def _resolve(ids: list[str], prefix: str) -> str:
+    found = [entry for entry in ids if entry.startswith(prefix.lower())]
+    if len(found) != 1:
+        raise LookupError(f"{prefix!r} begins the id of {len(found) or 'no'} entries; see mixedkv cache ls")
+    return found[0]
+
+
+def _verify(args: argparse.Namespace) -> None:
+    with _open(args) as store:
+        report = store.verify()
+    for entry, reason in report.damaged.items():
+        print(f"{entry[:_ID_SHOWN]}  {reason}")
+    print(f"{report.n_whole} entries whole, {len(report.damaged)} damaged and removed")
+    if report.unreadable:
+        print(f"{len(report.unreadable)} not checked: encrypted with another key, or with none; see --key")
+
+
+def _gc(args: argparse.Namespace) -> None:
+    with _open(args, _ANY_SIZE_GB if args.max_gb is None else args.max_gb) as store:
+        report = store.gc()
+        stats = store.stats()
+    print(f"{report.n_unfinished} unfinished files, {report.n_orphans} files without an entry,")
+    print(f"{report.n_missing} entries without a file, {report.n_evicted} over the size: removed")
+    print(f"{stats.n_entries} entries, {format_bytes(stats.bytes_disk)} stay")
+
+
+def _gigabytes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < _ANY_SIZE_GB:
+        raise ArgumentTypeError(f"{text!r} is not a size in GB")
+    return value
+
+
+def _age(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def _shorten(label: str) -> str:
+    label = "".join(letter if letter.isprintable() else "?" for letter in label)
+    return label if len(label) <= _LABEL_SHOWN else label[: _LABEL_SHOWN - 3] + "..."

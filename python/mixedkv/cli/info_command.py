@@ -1,0 +1,114 @@
+"""`mixedkv info`: a model's layers and heads, and what each cache would take."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from mixedkv.bundled import model_path
+from mixedkv.cli.values import positive
+from mixedkv.config import PRESETS, parse_kv
+from mixedkv.kv.stats import format_bytes
+from mixedkv.model.footprint import ModelShape, footprint, model_shape
+from mixedkv.model.gguf_file import ModelFile, read_model_file
+
+_N_CTX = 8192
+_SETTINGS = (
+    "f16",
+    "q8_0",
+    "q4_0",
+    *(f"mixed:{preset}" for preset in reversed(PRESETS)),
+)
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser(
+        "info",
+        help="what a cache would take",
+        description="Show a model's layers and heads, and the bytes of each cache setting. Loads nothing.",
+    )
+    parser.add_argument("-m", "--model", metavar="FILE", help="GGUF model (default: the bundled one)")
+    parser.add_argument(
+        "--n-ctx", metavar="N", type=positive, help=f"context (default: {_N_CTX} or the model's)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(command=info)
+
+
+def info(args: argparse.Namespace) -> None:
+    file = read_model_file(Path(args.model) if args.model else model_path())
+    shape = model_shape(file)
+    n_ctx = args.n_ctx or min(_N_CTX, shape.n_ctx_train or _N_CTX)
+    report = _report(file, shape, n_ctx)
+    print(json.dumps(report, indent=2) if args.json else "\n".join(_lines(report)))
+
+
+def _report(file: ModelFile, shape: ModelShape, n_ctx: int) -> dict[str, Any]:
+    return {
+        "model": {
+            "path": str(file.path),
+            "name": shape.name,
+            "architecture": shape.architecture,
+            "bytes": file.size,
+            "n_ctx_train": shape.n_ctx_train,
+            "n_layer": shape.n_layer,
+            "n_head": list(shape.n_head),
+            "sliding_window": shape.window,
+            "layers": [
+                {"il": x.il, "n_head_kv": x.n_head_kv, "head_size_k": x.head_k, "head_size_v": x.head_v}
+                for x in shape.layers
+            ],
+        },
+        "n_ctx": n_ctx,
+        "computed_by": "formula",
+        "caches": [_cache(shape, spec, n_ctx) for spec in _SETTINGS],
+    }
+
+
+def _cache(shape: ModelShape, spec: str, n_ctx: int) -> dict[str, Any]:
+    size = footprint(shape, parse_kv(spec), n_ctx)
+    f16 = footprint(shape, parse_kv("f16"), n_ctx).bytes
+    return {
+        "kv": spec,
+        "bytes": size.bytes,
+        "bits_per_element": round(size.bits_per_element, 3),
+        "saving": round(1 - size.bytes / f16, 4) if f16 else 0.0,
+    }
+
+
+def _lines(report: dict[str, Any]) -> Iterable[str]:
+    model = report["model"]
+    yield f"model    {model['name']} ({model['architecture']}, {format_bytes(model['bytes'])})"
+    yield f"layers   {_layers_text(model)}"
+    yield f"heads    {_spread(model['n_head'])} query, {_kv_heads(model['layers'])}"
+    yield f"context  {model['n_ctx_train']} tokens in training"
+    yield ""
+    yield f"KV cache for {report['n_ctx']} tokens, by formula: nothing was loaded or allocated"
+    yield f"  {'--kv':<32}{'size':>12}{'bits/element':>16}{'below F16':>13}"
+    for cache in report["caches"]:
+        size, bits = format_bytes(cache["bytes"]), f"{cache['bits_per_element']:.2f}"
+        yield f"  {cache['kv']:<32}{size:>12}{bits:>16}{cache['saving']:>13.0%}"
+    if model["sliding_window"]:
+        yield f"  Sliding-window layers ({model['sliding_window']}) count with the whole context."
+
+
+def _layers_text(model: dict[str, Any]) -> str:
+    with_cache = len(model["layers"])
+    return (
+        f"{model['n_layer']}, "
+        + ("all" if with_cache == model["n_layer"] else str(with_cache))
+        + " with a KV cache"
+    )
+
+
+def _kv_heads(layers: list[dict[str, Any]]) -> str:
+    sizes = {size for layer in layers for size in (layer["head_size_k"], layer["head_size_v"])}
+    return f"{_spread(layer['n_head_kv'] for layer in layers)} KV of size {_spread(sizes)}"
+
+
+def _spread(values: Iterable[int]) -> str:
+    low, *_, high = sorted({*values} or {0}) * 2
+    return str(low) if low == high else f"{low} to {high}"

@@ -1,0 +1,188 @@
+"""`mixedkv run`: stdout gets the text and nothing else, stderr one line of numbers."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+from llama_cpp import _logger
+
+from mixedkv.bundled import model_path
+from mixedkv.bundled.corpus import Recall, make_recall
+from mixedkv.cli.values import positive, temperature
+from mixedkv.config import parse_kv
+from mixedkv.kv.stats import KVStats, format_bytes, format_saving
+from mixedkv.llama import Llama
+from mixedkv.model.gguf_file import read_model_file
+
+_N_CTX = 8192
+_DEMO_SEED, _DEMO_SENTENCES = 7, 40
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser(
+        "run",
+        help="generate text from a prompt",
+        description="Generate text. Without -p the bundled model is asked about a fact in a short journal.",
+    )
+    parser.add_argument("-m", "--model", metavar="FILE", help="GGUF model (default: the bundled one)")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("-p", "--prompt", metavar="TEXT", help="prompt, continued as it is")
+    prompt.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file; - is stdin")
+    parser.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
+    parser.add_argument("--kv", metavar="SPEC", default="mixed", help="cache (default: mixed); see below")
+    parser.add_argument(
+        "-n", "--n-predict", metavar="N", type=positive, default=128, help="tokens (default: 128)"
+    )
+    parser.add_argument(
+        "--n-ctx", metavar="N", type=positive, help=f"context (default: {_N_CTX} or the model's)"
+    )
+    parser.add_argument(
+        "--threads", metavar="N", type=positive, help="CPU threads (default: llama_cpp's choice)"
+    )
+    parser.add_argument("--seed", metavar="N", type=int, help="of the sampler (default: another each time)")
+    parser.add_argument(
+        "--temp", metavar="T", type=temperature, default=0.0, help="default: 0, the likeliest"
+    )
+    parser.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
+    parser.epilog = (
+        'SPEC: "mixed", "mixed:cold_k=q8_0,cold_v=q4_0,threshold=256,group=32,sinks=4", '
+        '"mixed:cold=q8_0", or a uniform cache of llama.cpp: "f16", "q8_0", "q4_0".'
+    )
+    parser.set_defaults(command=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    parse_kv(args.kv)  # before a model is read
+    demo = _demo(args)
+    prompt = demo.messages if demo else _as_prompt(_read_prompt(args), args.chat)
+    path = Path(args.model) if args.model else model_path()
+    with _quiet(not args.verbose), _open(path, args) as llm:
+        if demo and sys.stderr.isatty():
+            print(_introduce(demo), file=sys.stderr)
+        clock = _Clock(llm)
+        for text in clock.watch(_stream(llm, prompt, args)):
+            print(text, end="", flush=True)
+        print(flush=True)
+        print(_summary(clock, llm.kv.stats()), file=sys.stderr)
+
+
+def _demo(args: argparse.Namespace) -> Recall | None:
+    if args.prompt is None and args.file is None and args.model is None:
+        return make_recall(_DEMO_SEED, _DEMO_SENTENCES, where=0.1)
+    return None
+
+
+def _introduce(demo: Recall) -> str:
+    return (
+        f"The bundled model reads a journal of {len(demo.journal)} sentences. One of the first is\n"
+        f"  {demo.fact.statement}\n"
+        f"Then it is asked: {demo.fact.question}\n"
+    )
+
+
+def _read_prompt(args: argparse.Namespace) -> str:
+    if args.file == "-":
+        return sys.stdin.read()
+    if args.file is not None:
+        return Path(args.file).read_text(encoding="utf-8")
+    if args.prompt is None:
+        raise ValueError("a model of your own needs a prompt: add -p TEXT or -f FILE")
+    return args.prompt
+
+
+def _as_prompt(text: str, chat: bool) -> str | list[dict[str, str]]:
+    if not text:
+        raise ValueError("the prompt is empty")
+    return [{"role": "user", "content": text}] if chat else text
+
+
+def _open(path: Path, args: argparse.Namespace) -> Llama:
+    return Llama(
+        path,
+        kv=args.kv,
+        n_ctx=args.n_ctx or _default_n_ctx(path),
+        n_threads=args.threads,
+        n_threads_batch=args.threads,
+        verbose=args.verbose,
+    )
+
+
+def _default_n_ctx(path: Path) -> int:
+    trained = read_model_file(path).get("context_length", _N_CTX)
+    return min(_N_CTX, trained)
+
+
+def _stream(llm: Llama, prompt: str | list[dict[str, str]], args: argparse.Namespace) -> Iterator[str]:
+    options: dict[str, Any] = {
+        "max_tokens": args.n_predict,
+        "temperature": args.temp,
+        "seed": args.seed,
+        "stream": True,
+    }
+    chunks: Any  # typed dictionaries of several shapes
+    if isinstance(prompt, str):
+        chunks = llm.create_completion(prompt, **options)
+        yield from (chunk["choices"][0]["text"] for chunk in chunks)
+    else:
+        messages: Any = prompt
+        chunks = llm.create_chat_completion(messages, **options)
+        yield from (chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+
+
+class _Clock:
+    """Times the prompt and the text apart: the first chunk comes when the prompt is done."""
+
+    def __init__(self, llm: Llama) -> None:
+        self.llm = llm
+        self.n_prompt = self.n_text = 0
+        self.t_prompt = self.t_text = 0.0
+
+    def watch(self, chunks: Iterator[str]) -> Iterator[str]:
+        start = first = time.perf_counter()
+        for chunk in chunks:
+            if not self.n_prompt:
+                self.n_prompt, first = self.llm.n_tokens, time.perf_counter()
+            yield chunk
+        self.t_prompt, self.t_text = first - start, time.perf_counter() - first
+        self.n_text = self.llm.n_tokens - self.n_prompt
+
+
+def _summary(clock: _Clock, stats: KVStats) -> str:
+    return (
+        f"prompt {_rate(clock.n_prompt, clock.t_prompt)}, text {_rate(clock.n_text, clock.t_text)} tok/s; "
+        f"cache {format_bytes(stats.bytes_total)}, {stats.bits_per_element:.2f} bits/element, "
+        f"{format_saving(stats.saving)}"
+    )
+
+
+def _rate(n: int, seconds: float) -> str:
+    return f"{n / seconds:.0f}" if n > 0 and seconds > 0 else "-"
+
+
+@contextlib.contextmanager
+def _quiet(wanted: bool) -> Iterator[None]:
+    """Errors reach the user as exceptions: without llama.cpp's log each is one line."""
+    if wanted:
+        _set_log(_no_log)
+    try:
+        yield
+    finally:
+        if wanted:
+            _set_log(_logger.llama_log_callback)
+
+
+def _set_log(callback: Any) -> None:
+    llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
+
+
+@llama_cpp.llama_log_callback
+def _no_log(_level: int, _text: bytes, _data: ctypes.c_void_p) -> None:
+    pass

@@ -1,0 +1,1 @@
+"""Continuous batching on one context, without HTTP."""

@@ -1,0 +1,87 @@
+"""What other threads hand to the engine's: jobs, and functions to run between two steps."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from mixedkv.engine.job import Job
+
+
+class ClosedError(RuntimeError):
+    """The engine is shutting down or has stopped."""
+
+
+class Inbox:
+    """Every method but `wait`, `take`, `answer_call` and `fail_calls` is for any thread."""
+
+    def __init__(self) -> None:
+        self._jobs: deque[Job] = deque()
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._changed = threading.Condition()
+        self.closed = False
+
+    def __len__(self) -> int:
+        """Jobs that nobody has taken yet."""
+        return len(self._jobs)
+
+    def put(self, job: Job) -> None:
+        """
+        Raises:
+            ClosedError: nobody will take it.
+        """
+        with self._changed:
+            if self.closed:
+                raise ClosedError("the server is shutting down")
+            self._jobs.append(job)
+            self._changed.notify()
+
+    def call(self, function: Callable[[], Any]) -> Future[Any]:
+        """Have a function run between two steps."""
+        future: Future[Any] = Future()
+        with self._changed:
+            if self.closed:
+                future.set_exception(ClosedError("the engine has stopped"))
+            else:
+                self._calls.append((function, future))
+                self._changed.notify()
+        return future
+
+    def wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
+    def close(self) -> None:
+        with self._changed:
+            self.closed = True
+            self._changed.notify()
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Until there is something, or not more than some seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.closed or self._jobs or self._calls, seconds)
+
+    def take(self) -> list[Job]:
+        jobs = []
+        while self._jobs:
+            jobs.append(self._jobs.popleft())
+        return jobs
+
+    def answer_call(self) -> bool:
+        """Run the oldest function; False if there is none."""
+        if not self._calls:
+            return False
+        function, future = self._calls.popleft()
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+        return True
+
+    def fail_calls(self, error: Exception) -> None:
+        while self._calls:
+            self._calls.popleft()[1].set_exception(error)

@@ -1,0 +1,171 @@
+"""One answer to one prompt, as the engine works on it."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mixedkv.engine.detokenizer import TextStream
+from mixedkv.engine.sampler import Sampler, TokenLogprob
+from mixedkv.engine.sequences import Sequence, Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Text that is certain, and the tokens that end in it."""
+
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The end of an answer, with what of its text was not delivered yet.
+
+    `reason` is OpenAI's finish_reason: "stop", or "length" when max_tokens or the context is used up.
+    """
+
+    reason: str
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The answer cannot be finished."""
+
+    error: Exception
+
+
+Event = Delta | Done | Failed
+
+
+class Job:
+    """A prompt to evaluate and an answer to generate. After `Engine.submit` the engine's thread owns it;
+    `deliver` gets its events in order, the last one a `Done` or a `Failed`.
+
+    Args:
+        prompt: token ids, at least one.
+        max_tokens: of the answer; 0 only evaluates the prompt.
+        sampler: None only with max_tokens=0.
+        stop: strings that end the answer.
+        stream: deliver text as it comes, else all of it with the end.
+        n_logprobs: None for no logprobs, else how many of the likeliest tokens to tell.
+        reuse: start from rows that are there; False evaluates everything.
+        store: keep the KV in the store, if there is one.
+        keep: the rows stay as a prefix that others start from.
+        session: what the store files the KV under.
+    """
+
+    def __init__(
+        self,
+        prompt: Seq[int] | Tokens,
+        *,
+        max_tokens: int,
+        sampler: Sampler | None,
+        tenant: str = "",
+        stop: Seq[str] = (),
+        stream: bool = False,
+        n_logprobs: int | None = None,
+        ignore_end: bool = False,
+        reuse: bool = True,
+        store: bool = True,
+        keep: bool = False,
+        session: str | None = None,
+        deliver: Callable[[Event], None] = lambda event: None,
+    ) -> None:
+        self.prompt: Tokens = np.asarray(prompt, dtype=np.int32)
+        self.tenant, self.session = tenant, session
+        self.max_tokens, self.sampler = max_tokens, sampler
+        self.stream, self.n_logprobs, self.ignore_end = stream, n_logprobs, ignore_end
+        self.reuse, self.store, self.keep = reuse, store, keep
+        self.deliver = deliver
+        self.cancelled = False  # set from any thread, read between steps
+
+        self.tokens = array("i", self.prompt.tobytes())  # prompt and answer
+        self.n_prompt = len(self.tokens)
+        self.seq: Sequence | None = None
+        self.snapshot_at = 0  # keep a copy of the sequence when it is this long
+        self.text = TextStream(stop)
+        self.answer: list[str] = []
+        self.logprobs: list[tuple[int, TokenLogprob]] = []  # with the character where the token starts
+        self.blocks: list[Any] = []  # from the store, still to be loaded
+        self.n_fetched = 0  # tokens they cover
+        self.blocks_exact = True
+
+        self.evaluated = False  # the whole prompt, once
+        self.n_cached: int | None = None  # tokens of the prompt that were not evaluated
+        self.cached_tier = ""
+        self.exact = True
+        self.t_submit = time.perf_counter()
+        self.t_start: float | None = None
+        self.t_first: float | None = None
+        self.t_last: float | None = None
+
+    @property
+    def n_rows(self) -> int:
+        """Tokens that have rows."""
+        return len(self.seq.tokens) if self.seq is not None else 0
+
+    @property
+    def n_remaining(self) -> int:
+        """Tokens to evaluate before the next one can be chosen."""
+        return len(self.tokens) - self.n_rows
+
+    @property
+    def all_tokens(self) -> Tokens:
+        """Prompt and answer so far: what a preempted job has to evaluate."""
+        return np.array(self.tokens, np.int32)
+
+    def up_to_snapshot(self, n: int) -> int:
+        """Of the next `n` tokens those before the snapshot."""
+        left = self.snapshot_at - self.n_rows
+        return min(n, left) if left > 0 else n
+
+    def set_blocks(self, blocks: list[Any], tier: str, exact: bool) -> None:
+        """Rows from the store, to be used if the context has fewer."""
+        self.blocks, self.cached_tier, self.blocks_exact = blocks, tier, exact
+        self.n_fetched = sum(len(block.tokens) for block in blocks)
+
+    def forget_blocks(self) -> None:
+        self.blocks, self.n_fetched = [], 0
+
+    @property
+    def n_answer(self) -> int:
+        return len(self.tokens) - self.n_prompt
+
+    def take(self, piece: bytes, logprob: TokenLogprob | None) -> Delta | None:
+        """Add a token's text to the answer; what can be released, if anything is."""
+        start = self.text.n_seen
+        released = self.text.feed(piece)
+        if logprob is not None:
+            self.logprobs.append((start, logprob))
+        if not self.stream:
+            self.answer.append(released)
+            return None
+        if not released:
+            return None
+        return Delta(released, self._certain_logprobs())
+
+    def finish(self, reason: str) -> Done:
+        rest = self.text.finish()
+        if self.text.stopped:
+            self.logprobs = [entry for entry in self.logprobs if entry[0] < self.text.n_released]
+        logprobs = tuple(logprob for _, logprob in self.logprobs)
+        return Done(reason, "".join([*self.answer, rest]), logprobs)
+
+    def close(self) -> None:
+        self.blocks = []
+        if self.sampler is not None:
+            self.sampler.close()
+
+    def _certain_logprobs(self) -> tuple[TokenLogprob, ...]:
+        certain = tuple(lp for start, lp in self.logprobs if start < self.text.n_released)
+        del self.logprobs[: len(certain)]
+        return certain

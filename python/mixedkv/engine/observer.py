@@ -1,0 +1,42 @@
+"""What the engine tells while it works; `metrics` turns it into Prometheus' numbers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mixedkv.engine.job import Job
+
+
+class Observer:
+    """Called on the engine's thread; a subclass overrides what it wants to know."""
+
+    def started(self, job: Job) -> None:
+        """A job has a sequence."""
+
+    def prompt_done(self, job: Job) -> None:
+        """The prompt is evaluated; `n_cached` and `cached_tier` are final."""
+
+    def token(self, job: Job, now: float) -> None:
+        """A token was chosen; `t_last` is still the time of the one before, None at the first."""
+
+    def finished(self, job: Job, reason: str) -> None: ...
+
+    def cancelled(self, job: Job) -> None: ...
+
+    def failed(self, job: Job) -> None: ...
+
+    def step(self, n_streams: int, n_prompt: int, seconds: float) -> None: ...
+
+    def evicted(self) -> None: ...
+
+    def preempted(self) -> None: ...
+
+    def restored(self, job: Job) -> None:
+        """The rows that were fetched for a job are in the context."""
+
+    def restore_failed(self, reason: str) -> None: ...
+
+    def stored(self, n_tokens: int) -> None: ...
+
+    def store_failed(self, reason: str) -> None: ...

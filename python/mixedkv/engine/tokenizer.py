@@ -1,0 +1,156 @@
+"""Between text and tokens: chat templates, tokenizing.
+
+Needs the vocabulary, not the context, so it works on any thread while the engine decodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import llama_cpp
+from llama_cpp import llama_chat_format
+
+from mixedkv.engine.sampler import Sampler, Sampling
+from mixedkv.llama import Llama
+
+_CHUNK = 1 << 12  # characters
+_SPECIAL = (
+    llama_cpp.LLAMA_TOKEN_ATTR_CONTROL
+    | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
+    | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
+)
+_MAX_SPECIAL = 2000
+
+
+class Language:
+    """The tokenizer and the chat template of a model.
+
+    Args:
+        chat_format: name of one of llama-cpp-python's formats, for a model that has no template; "" is none.
+
+    Raises:
+        ValueError: there is no such format.
+    """
+
+    def __init__(self, llm: Llama, chat_format: str = "") -> None:
+        self._model = llm._model
+        self._vocab = llm._model.vocab
+        self.n_ctx = int(llm.n_ctx())
+        self.n_vocab = int(llm.n_vocab())
+        self._eos = self._piece_text(llm.token_eos())
+        self._formatter = self._make_formatter(llm, chat_format)
+        self._special = self._special_texts()
+
+    @property
+    def has_chat(self) -> bool:
+        return self._formatter is not None
+
+    def tokenize(self, text: str, *, start: bool = True, special: bool = False) -> list[int]:
+        """Tokens of a text; `start`: it begins a sequence, `special`: control tokens are read as such."""
+        tokens: list[int] = []
+        for chunk in self._chunks(text) if special else [text]:
+            tokens += self._model.tokenize(chunk.encode("utf-8"), start, special)
+            start = False
+        return tokens
+
+    def _chunks(self, text: str) -> Iterator[str]:
+        """A text cut before special tokens, where tokenizing the parts gives the tokens of the whole.
+
+        After each special token it has found llama.cpp looks for all: 100,000 of them would take hours.
+        """
+        begin = 0
+        while len(text) - begin > _CHUNK and (cut := self._cut(text, begin)) > 0:
+            yield text[begin:cut]
+            begin = cut
+        yield text[begin:]
+
+    def _cut(self, text: str, begin: int) -> int:
+        """The last special token of a chunk, else the next one after it; -1 if there is none."""
+        cut = max((text.rfind(t, begin + 1, begin + _CHUNK) for t in self._special), default=-1)
+        if cut < 0:
+            later = (text.find(t, begin + 1) for t in self._special)
+            cut = min((at for at in later if at > 0), default=-1)
+        overlap = True
+        while overlap and cut > 0:  # of specials that overlap the first one's start
+            starts = (text.find(t, max(begin, cut - len(t) + 1), cut + len(t) - 1) for t in self._special)
+            first = min((at for at in starts if at >= 0), default=cut)
+            overlap, cut = first < cut, min(cut, first)
+        return cut if cut > begin else -1
+
+    def _special_texts(self) -> list[str]:
+        """Of the tokens a text can be cut at."""
+        if llama_cpp.llama_vocab_get_add_eos(self._vocab) or llama_cpp.llama_vocab_get_add_sep(self._vocab):
+            return []
+        texts = []
+        for token in range(self.n_vocab):
+            attributes = llama_cpp.llama_vocab_get_attr(self._vocab, token)
+            if attributes & _SPECIAL and not attributes & llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP:
+                texts.append(self._piece_text(token))
+        return [text for text in texts if text][:_MAX_SPECIAL]
+
+    def prompt(self, prompt: str | Sequence[int], *, start: bool = True) -> list[int]:
+        """Tokens of a raw prompt, text or tokens.
+
+        Raises:
+            ValueError: a token is not of this model.
+        """
+        if isinstance(prompt, str):
+            return self.tokenize(prompt, start=start, special=True)
+        if bad := next((token for token in prompt if not 0 <= token < self.n_vocab), None):
+            raise ValueError(f"prompt: token {bad} is not one of this model's {self.n_vocab}")
+        return list(prompt)
+
+    def chat(self, messages: Sequence[dict[str, Any]], *, start: bool = True) -> tuple[list[int], list[str]]:
+        """Tokens of a chat, up to where the answer begins, and strings that end the answer.
+
+        Raises:
+            ValueError: the model has no chat template, or its template refuses the messages.
+        """
+        if self._formatter is None:
+            raise ValueError(
+                "this model has no chat template: use /v1/completions, or serve it with chat_format"
+            )
+        try:
+            result = self._formatter(messages=list(messages))
+        except Exception as error:  # templates are programs of the model's file
+            raise ValueError(f"messages: the model's chat template refuses them: {error}") from None
+        tokens = self.tokenize(result.prompt, start=start and not result.added_special, special=True)
+        stops = [result.stop] if isinstance(result.stop, str) else list(result.stop or ())
+        return tokens, [stop for stop in stops if stop and stop != self._eos]
+
+    def sampler(self, sampling: Sampling) -> Sampler:
+        """
+        Raises:
+            ValueError: a token of logit_bias is not of this model, or the grammar cannot be read.
+        """
+        for token, _ in sampling.logit_bias:
+            if not 0 <= token < self.n_vocab:
+                raise ValueError(f"logit_bias: token {token} is not one of this model's {self.n_vocab}")
+        return Sampler(self._vocab, sampling, self.n_ctx)
+
+    def _piece_text(self, token: int) -> str:
+        return self._model.token_get_text(token) if token >= 0 else ""
+
+    def _make_formatter(self, llm: Llama, chat_format: str) -> Any:
+        if chat_format:
+            name = "format_" + chat_format.replace("-", "_")
+            formatter = getattr(llama_chat_format, name, None)
+            if formatter is None:
+                raise ValueError(f"chat_format={chat_format!r} is not one of llama-cpp-python's")
+            return formatter
+        template = llm.metadata.get("tokenizer.chat_template")
+        if not template:
+            return None
+        bos = self._piece_text(llm.token_bos())
+        return llama_chat_format.Jinja2ChatFormatter(template=template, eos_token=self._eos, bos_token=bos)
+
+
+def silence() -> None:
+    """Drop llama.cpp's log: errors reach clients as answers, and some log lines repeat a prompt's text."""
+    llama_cpp.llama_log_set(_no_log, None)
+
+
+@llama_cpp.llama_log_callback
+def _no_log(_level: int, _text: bytes, _data: Any) -> None:
+    pass

@@ -1,0 +1,1 @@
+"""The live KV cache of a `Llama`, and rows taken out of it."""

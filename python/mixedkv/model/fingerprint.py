@@ -1,0 +1,121 @@
+"""What makes a GGUF file the one it is, without reading all of it.
+
+Hashed are the size, the header (all metadata and the table of tensors) and 4 KiB of every tensor's data, at
+another place in each. Retraining, merging and requantising change every tensor they touch nearly everywhere,
+so they show; a few bytes patched in one tensor may not: the full hash is for who expects that. Files up to
+16 MiB are read whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import BinaryIO
+
+from mixedkv.errors import InvalidModelFileError
+from mixedkv.model.gguf_file import ModelFile, _other_parts, _pad, _Reader
+
+_SAMPLE = 1 << 12
+_WHOLE = 1 << 24
+_PIECE = 1 << 20
+_GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, spread evenly
+
+
+@dataclass(frozen=True, slots=True)
+class FileKey:
+    """A file as it is now: what is computed of it holds as long as this does."""
+
+    path: str
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> FileKey:
+        real = os.path.realpath(path)
+        info = os.stat(real)
+        return cls(real, info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns)
+
+
+def model_header(path: str | os.PathLike[str]) -> ModelFile:
+    """The header of a model's first file, read once as long as the file stays as it is."""
+    return _header(FileKey.of(path))
+
+
+def fingerprint(path: str | os.PathLike[str], *, full_hash: bool = False) -> str:
+    """64 hex digits for a GGUF file, for a split model over all its parts; the file's name is not in it.
+
+    Args:
+        full_hash: read everything.
+
+    Raises:
+        InvalidModelFileError: a part is no GGUF file, or is not there.
+        OSError: a file cannot be read.
+    """
+    return _combined(tuple(_of_file(part, full_hash) for part in model_parts(path)))
+
+
+def model_parts(path: str | os.PathLike[str]) -> tuple[FileKey, ...]:
+    """All files of a model."""
+    key = FileKey.of(path)
+    return key, *(FileKey.of(part) for part in _other_parts(_header(key)))
+
+
+def adapter_fingerprint(path: str | os.PathLike[str], *, full_hash: bool = False) -> str:
+    """The same for an adapter's file; one in an unknown format is read whole."""
+    try:
+        return fingerprint(path, full_hash=full_hash)
+    except InvalidModelFileError:
+        return _of_file(FileKey.of(path), True)
+
+
+@lru_cache(maxsize=64)
+def _header(key: FileKey) -> ModelFile:
+    with open(key.path, "rb", buffering=1 << 18) as file:
+        return _Reader(Path(key.path), file).read()
+
+
+@lru_cache(maxsize=256)
+def _of_file(key: FileKey, full_hash: bool) -> str:
+    digest = hashlib.sha256(f"{'full' if full_hash else 'sampled'} {key.size}\n".encode())
+    with open(key.path, "rb", buffering=1 << 18) as file:
+        whole = full_hash or key.size <= _WHOLE
+        for offset, size in [(0, key.size)] if whole else _samples(Path(key.path), file):
+            for begin in range(offset, offset + size, _PIECE):
+                digest.update(os.pread(file.fileno(), min(_PIECE, offset + size - begin), begin))
+    return digest.hexdigest()
+
+
+def _combined(parts: tuple[str, ...]) -> str:
+    return parts[0] if len(parts) == 1 else hashlib.sha256(" ".join(parts).encode()).hexdigest()
+
+
+def _samples(path: Path, file: BinaryIO) -> Iterator[tuple[int, int]]:
+    """Offset and size of what is hashed."""
+    reader = _TensorReader(path, file)
+    reader.read()
+    yield 0, file.tell()
+    start = _pad(file.tell(), reader.alignment)
+    begin = 0
+    for i, end in enumerate(sorted(reader.ends)):
+        size = min(_SAMPLE, end - begin)
+        yield start + begin + int((end - begin - size) * (i * _GOLDEN % 1)), size
+        begin = end
+
+
+class _TensorReader(_Reader):
+    """Notes where the data of each tensor ends."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        super().__init__(path, file)
+        self.ends: list[int] = []
+
+    def _tensor(self) -> tuple[str, int]:
+        name, end = super()._tensor()
+        self.ends.append(end)
+        return name, end

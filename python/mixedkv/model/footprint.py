@@ -1,0 +1,136 @@
+"""What a KV cache would take, from the header of a model file: nothing is allocated or loaded.
+
+llama.cpp's rules, as in its llama-kv-cache*.cpp: a context is a multiple of 256 tokens, a recurrent layer
+keeps no keys and values, and a sliding-window layer keeps the whole context, as `Llama` has it unless told
+swa_full=False.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mixedkv.config import KVSetting, MixedKVConfig, type_bits
+from mixedkv.errors import UnsupportedModelError
+from mixedkv.model.gguf_file import ModelFile
+
+_CELLS = 256  # llama.cpp rounds a context up to a multiple of this
+# Where the file does not say which layers are recurrent: all but the last of every so many, from llama.cpp's
+# src/models/*.cpp.
+_HYBRID_PERIOD = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """One layer that keeps keys and values."""
+
+    il: int
+    n_head_kv: int
+    head_k: int
+    head_v: int
+
+    @property
+    def n_embd_k(self) -> int:
+        return self.n_head_kv * self.head_k
+
+    @property
+    def n_embd_v(self) -> int:
+        return self.n_head_kv * self.head_v
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A model as its KV cache sees it.
+
+    Of its `n_layer` layers, `layers` are those that keep keys and values. `n_head` are the query heads of
+    each layer, `window` is the length of sliding-window layers, 0 if there are none.
+    """
+
+    architecture: str
+    name: str
+    n_layer: int
+    n_head: tuple[int, ...]
+    n_ctx_train: int
+    window: int
+    layers: tuple[LayerShape, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of a cache by formula, and the K and V elements they hold."""
+
+    bytes: int
+    n_elements: int
+
+    @property
+    def bits_per_element(self) -> float:
+        return 8 * self.bytes / self.n_elements if self.n_elements else 0.0
+
+
+def model_shape(model: ModelFile) -> ModelShape:
+    """The layers of a model file.
+
+    Raises:
+        UnsupportedModelError: the header lacks what the formula needs, or the cache holds something other
+            than keys and values (multi-head latent attention).
+    """
+    n_layer = model.get("block_count")
+    n_head = model.get("attention.head_count")
+    if not isinstance(n_layer, int) or not n_head or not model.get("embedding_length"):
+        raise UnsupportedModelError(
+            f"{model.path} does not describe layers with attention ({model.architecture})"
+        )
+    if model.get("attention.kv_lora_rank"):
+        raise UnsupportedModelError(
+            f"{model.path} has multi-head latent attention ({model.architecture}): "
+            f"its cache holds no keys and values"
+        )
+    return ModelShape(
+        architecture=model.architecture,
+        name=str(model.metadata.get("general.name", model.path.name)),
+        n_layer=n_layer,
+        n_head=tuple(_per_layer(n_head, n_layer)),
+        n_ctx_train=int(model.get("context_length", 0)),
+        window=int(model.get("attention.sliding_window", 0)),
+        layers=tuple(_layers(model, n_layer)),
+    )
+
+
+def footprint(shape: ModelShape, kv: KVSetting, n_ctx: int) -> Footprint:
+    """Bytes that a cache for one sequence of `n_ctx` tokens would take."""
+    n_cells = (n_ctx + _CELLS - 1) // _CELLS * _CELLS
+    n_k = sum(layer.n_embd_k for layer in shape.layers)
+    n_v = sum(layer.n_embd_v for layer in shape.layers)
+    bits = n_cells * (n_k * type_bits(kv.type_k) + n_v * type_bits(kv.type_v))
+    if isinstance(kv, MixedKVConfig):
+        bits += (kv.quantization_threshold + kv.sink_tokens) * (n_k + n_v) * type_bits("f16")
+    return Footprint(bytes=int(bits / 8), n_elements=n_cells * (n_k + n_v))
+
+
+def _layers(model: ModelFile, n_layer: int) -> Iterator[LayerShape]:
+    n_head = _per_layer(model.get("attention.head_count"), n_layer)
+    n_head_kv = _per_layer(model.get("attention.head_count_kv", n_head), n_layer)
+    recurrent = _recurrent_layers(model, n_layer)
+    width = int(model.get("embedding_length"))
+    for il in range(n_layer):
+        if n_head_kv[il] and not recurrent[il]:
+            size = width // max(1, n_head[il])
+            head_k = model.get("attention.key_length", size)
+            head_v = model.get("attention.value_length", size)
+            yield LayerShape(il, n_head_kv[il], int(head_k), int(head_v))
+
+
+def _recurrent_layers(model: ModelFile, n_layer: int) -> list[bool]:
+    if isinstance(listed := model.get("attention.recurrent_layers"), list):
+        return [bool(x) for x in _per_layer(listed, n_layer)]
+    period = model.get("full_attention_interval", _HYBRID_PERIOD.get(model.architecture))
+    return [bool(period) and (il + 1) % period != 0 for il in range(n_layer)]
+
+
+def _per_layer(value: Any, n_layer: int) -> list[int]:
+    if not isinstance(value, list):
+        return [int(value)] * n_layer
+    if len(value) < n_layer:
+        raise UnsupportedModelError(f"a list for {n_layer} layers has {len(value)} entries")
+    return value[:n_layer]

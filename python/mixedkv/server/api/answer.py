@@ -1,0 +1,44 @@
+"""How both completion endpoints answer: as an event stream, or whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from fastapi import Request
+from starlette.responses import Response
+
+from mixedkv.engine.job import Delta, Done, Job
+from mixedkv.server.api.sse import EventStream
+from mixedkv.server.pending import Flight, or_disconnect
+from mixedkv.server.state import Serving, json_answer
+
+
+class Answer(Protocol):
+    """OpenAI's objects of one request: the parts of a stream, or one of all ends."""
+
+    def first(self) -> bytes: ...
+
+    def event(self, i: int, event: Delta | Done) -> bytes: ...
+
+    def last(self) -> bytes: ...
+
+    def whole(self, ends: list[Done]) -> dict[str, Any]: ...
+
+
+async def respond(
+    request: Request, server: Serving, jobs: Sequence[Job], answer: Answer, *, stream: bool, large: bool
+) -> Response:
+    """Run the jobs and answer; a `large` object is made and encoded off the event loop.
+
+    Raises:
+        ApiError: before anything was sent: see `Flight`.
+    """
+    flight = Flight(server.engine, jobs, server.settings.request_timeout)
+    if stream:
+        return await EventStream(flight, answer.first(), answer.event, answer.last).begin(request)
+    with flight:
+        ends = await or_disconnect(request, flight.done())
+    make = partial(answer.whole, ends)
+    return await json_answer(make if large else make())

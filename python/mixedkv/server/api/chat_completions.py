@@ -1,0 +1,159 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from mixedkv.engine.job import Delta, Done, Job
+from mixedkv.server.api.answer import respond
+from mixedkv.server.api.logprobs import chat_logprobs
+from mixedkv.server.api.schemas import ChatRequest, Message
+from mixedkv.server.api.sse import Template, sse
+from mixedkv.server.api_error import bad_request
+from mixedkv.server.json_schema import json_grammar, schema_grammar
+from mixedkv.server.state import (
+    FINGERPRINT,
+    Serving,
+    check_model,
+    context_tokens,
+    find_session,
+    in_thread,
+    make_jobs,
+    new_id,
+    serving,
+    tenant,
+    usage,
+)
+from mixedkv.sessions import CacheSessionMetadata
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    """An answer to a chat, whole or as server-sent events."""
+    server, owner = serving(request), tenant(request)
+    check_model(server, body.model)
+    session = await find_session(server, body.session_id, owner) if body.session_id else None
+    jobs = await in_thread(_jobs, server, body, owner, session)
+    answer = _Answer(server, body, jobs)
+    return await respond(request, server, jobs, answer, stream=body.stream, large=bool(body.logprobs))
+
+
+def _jobs(server: Serving, body: ChatRequest, owner: str, session: CacheSessionMetadata | None) -> list[Job]:
+    prefix: list[int] = []
+    messages = [template_message(message) for message in body.messages]
+    if session is not None and session.messages is not None:
+        messages = [message.model_dump(exclude_none=True) for message in session.messages] + messages
+    elif session is not None:
+        prefix = context_tokens(server, session)
+    try:
+        tokens, stops = server.language.chat(messages, start=not prefix)
+    except ValueError as error:
+        raise bad_request(str(error), "messages") from None
+    return make_jobs(
+        server,
+        body,
+        [prefix + tokens],
+        owner=owner,
+        max_tokens=body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens,
+        grammar=_grammar(body),
+        stops=stops,
+        n_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        session=session,
+    )
+
+
+def template_message(message: Message) -> dict[str, Any]:
+    """A message as chat templates know it."""
+    role = "system" if message.role == "developer" else message.role
+    name = {"name": message.name} if message.name else {}
+    return {"role": role, "content": message.text, **name}
+
+
+def _grammar(body: ChatRequest) -> str | None:
+    wanted = body.response_format
+    if wanted is None or wanted.type == "text":
+        return body.grammar
+    if body.grammar is not None:
+        raise bad_request(
+            "grammar and response_format both say what the answer looks like: give one", "grammar"
+        )
+    schema = wanted.json_schema.schema_ if wanted.json_schema is not None else wanted.schema_
+    if schema is None:
+        return json_grammar()
+    try:
+        return schema_grammar(schema)
+    except ValueError as error:
+        raise bad_request(str(error), "response_format") from None
+
+
+class _Answer:
+    """OpenAI's objects of one request."""
+
+    def __init__(self, server: Serving, body: ChatRequest, jobs: list[Job]) -> None:
+        self._server, self._body, self._jobs = server, body, jobs
+        self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
+        # the answer's own name, by which a client may call it in the next turn
+        self._ids = [new_id("msg") for _ in jobs] if body.use_kv_cache else None
+        self._templates: dict[int, Template] = {}
+        self._head = {
+            "id": new_id("chatcmpl"),
+            "created": int(time.time()),
+            "model": server.model_name,
+            "system_fingerprint": FINGERPRINT,
+        }
+
+    def whole(self, ends: list[Done]) -> dict[str, Any]:
+        choices = [
+            {
+                "index": i,
+                "message": {"role": "assistant", "content": end.text, "refusal": None, **self._message_id(i)},
+                "logprobs": self._logprobs(end),
+                "finish_reason": end.reason,
+            }
+            for i, end in enumerate(ends)
+        ]
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage()}
+
+    def first(self) -> bytes:
+        roles = ({"role": "assistant", "content": "", **self._message_id(i)} for i in range(len(self._jobs)))
+        return b"".join(sse(self._chunk(i, role)) for i, role in enumerate(roles))
+
+    def event(self, i: int, event: Delta | Done) -> bytes:
+        out = b""
+        if event.logprobs:
+            out = sse(self._chunk(i, {"content": event.text}, self._logprobs(event)))
+        elif event.text:
+            out = self._template(i)(event.text)
+        if isinstance(event, Done):
+            out += sse(self._chunk(i, {}, reason=event.reason))
+        return out
+
+    def last(self) -> bytes:
+        if not self._include_usage:
+            return b""
+        return sse({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self._usage()})
+
+    def _template(self, i: int) -> Template:
+        if i not in self._templates:
+            self._templates[i] = Template(self._chunk(i, {"content": Template.MARK}))
+        return self._templates[i]
+
+    def _chunk(self, i: int, delta: Any, logprobs: Any = None, reason: str | None = None) -> dict[str, Any]:
+        choice = {"index": i, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        chunk = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
+        return {**chunk, "usage": None} if self._include_usage else chunk
+
+    def _message_id(self, i: int) -> dict[str, str]:
+        return {} if self._ids is None else {"message_id": self._ids[i]}
+
+    def _logprobs(self, event: Delta | Done) -> Any:
+        return chat_logprobs(self._server.engine.pieces, event.logprobs) if self._body.logprobs else None
+
+    def _usage(self) -> dict[str, Any]:
+        return usage(self._jobs, self._body.n or 1)

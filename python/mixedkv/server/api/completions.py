@@ -1,0 +1,129 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from mixedkv.engine.job import Delta, Done, Job
+from mixedkv.server.api.answer import respond
+from mixedkv.server.api.logprobs import completion_logprobs
+from mixedkv.server.api.schemas import CompletionRequest
+from mixedkv.server.api.sse import Template, sse
+from mixedkv.server.api_error import bad_request
+from mixedkv.server.state import (
+    FINGERPRINT,
+    Serving,
+    check_model,
+    context_tokens,
+    find_session,
+    in_thread,
+    make_jobs,
+    new_id,
+    serving,
+    tenant,
+    usage,
+)
+from mixedkv.sessions import CacheSessionMetadata
+
+router = APIRouter()
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+@router.post("/v1/completions")
+async def completions(body: CompletionRequest, request: Request) -> Response:
+    """The continuation of prompts, whole or as server-sent events."""
+    server, owner = serving(request), tenant(request)
+    check_model(server, body.model)
+    session = await find_session(server, body.session_id, owner) if body.session_id else None
+    jobs = await in_thread(_jobs, server, body, owner, session)
+    answer = _Answer(server, body, jobs)
+    return await respond(request, server, jobs, answer, stream=body.stream, large=body.logprobs is not None)
+
+
+def _jobs(
+    server: Serving, body: CompletionRequest, owner: str, session: CacheSessionMetadata | None
+) -> list[Job]:
+    try:
+        prefix = context_tokens(server, session) if session is not None else []
+        prompts = [prefix + server.language.prompt(prompt, start=not prefix) for prompt in body.prompts]
+    except ValueError as error:
+        raise bad_request(str(error), "prompt") from None
+    return make_jobs(
+        server,
+        body,
+        prompts,
+        owner=owner,
+        max_tokens=_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        grammar=body.grammar,
+        n_logprobs=body.logprobs,
+        session=session,
+    )
+
+
+class _Answer:
+    """OpenAI's objects of one request."""
+
+    def __init__(self, server: Serving, body: CompletionRequest, jobs: list[Job]) -> None:
+        self._server, self._body, self._jobs = server, body, jobs
+        self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._n = body.n or 1
+        self._offsets = [len(self._echo(i)) for i in range(len(jobs))]
+        self._templates: dict[int, Template] = {}
+        self._head = {
+            "id": new_id("cmpl"),
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": server.model_name,
+            "system_fingerprint": FINGERPRINT,
+        }
+
+    def whole(self, ends: list[Done]) -> dict[str, Any]:
+        choices = [self._choice(i, end, self._echo(i) + end.text, end.reason) for i, end in enumerate(ends)]
+        return {**self._head, "choices": choices, "usage": self._usage()}
+
+    def first(self) -> bytes:
+        """The echo."""
+        texts = enumerate(map(self._echo, range(len(self._jobs))))
+        return b"".join(self._template(i)(text) for i, text in texts if text)
+
+    def event(self, i: int, event: Delta | Done) -> bytes:
+        if isinstance(event, Delta) and not event.logprobs:
+            return self._template(i)(event.text)
+        return sse(self._chunk(self._choice(i, event, event.text, getattr(event, "reason", None))))
+
+    def last(self) -> bytes:
+        if not self._include_usage:
+            return b""
+        return sse({**self._head, "choices": [], "usage": self._usage()})
+
+    def _template(self, i: int) -> Template:
+        if i not in self._templates:
+            choice = {"index": i, "text": Template.MARK, "logprobs": None, "finish_reason": None}
+            self._templates[i] = Template(self._chunk(choice))
+        return self._templates[i]
+
+    def _choice(self, i: int, event: Delta | Done, text: str, reason: str | None) -> dict[str, Any]:
+        logprobs = None
+        if self._body.logprobs is not None:
+            logprobs = completion_logprobs(self._server.engine.pieces, event.logprobs, self._offsets[i])
+            self._offsets[i] += sum(map(len, logprobs["tokens"]))
+        return {"index": i, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        chunk = {**self._head, "choices": [choice]}
+        return {**chunk, "usage": None} if self._include_usage else chunk
+
+    def _echo(self, i: int) -> str:
+        if not self._body.echo:
+            return ""
+        prompt = self._body.prompts[i // self._n]
+        if isinstance(prompt, str):
+            return prompt
+        return b"".join(self._server.engine.pieces[token] for token in prompt).decode("utf-8", "replace")
+
+    def _usage(self) -> dict[str, Any]:
+        return usage(self._jobs, self._n)

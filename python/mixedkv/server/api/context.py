@@ -1,0 +1,165 @@
+"""POST /v1/context, GET, PATCH and DELETE /v1/context/{id}, POST /v1/warm: prompts that are kept."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Request
+from starlette.responses import JSONResponse, Response
+
+from mixedkv.engine.job import Job
+from mixedkv.server.api.chat_completions import template_message
+from mixedkv.server.api.schemas import ContextPatch, WarmRequest
+from mixedkv.server.api_error import ApiError, bad_request
+from mixedkv.server.pending import Flight, or_disconnect
+from mixedkv.server.state import (
+    Serving,
+    check_model,
+    context_tokens,
+    find_session,
+    in_thread,
+    serving,
+    session_not_found,
+    tenant,
+)
+from mixedkv.sessions import CacheSessionMetadata, CreateContextCacheRequest, ErrorResponse
+
+router = APIRouter()
+_MAX_RECORD_PER_TOKEN = 128  # characters
+SessionId = Annotated[str, Path(max_length=256, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:@~+=-]*$")]
+
+
+@router.post("/v1/context")
+async def create_context(body: CreateContextCacheRequest, request: Request) -> Response:
+    """Evaluate a prompt and keep it under a session id for `ttl` seconds."""
+    server, owner = serving(request), tenant(request)
+    check_model(server, body.model)
+    reference = server.contexts.new_kv_cache_ref()
+    job = await in_thread(_context_job, server, body, owner, reference)
+    try:
+        with Flight(server.engine, [job], server.settings.request_timeout) as flight:
+            await or_disconnect(request, flight.done())
+        created = await server.contexts.register_session_cache(
+            body, tenant=owner, n_tokens=job.n_prompt, kv_cache_ref=reference
+        )
+        if isinstance(created, ErrorResponse):
+            raise ApiError(409, created.detail, param="session_id", code=created.code)
+    except BaseException:  # what no session owns would outlive useful KV, and nobody could delete it
+        await in_thread(server.rows.remove, session=reference, tenant=owner)
+        raise
+    return JSONResponse(created.model_dump(), 201)
+
+
+@router.get("/v1/context/{session_id}")
+async def get_context(session_id: SessionId, request: Request) -> Response:
+    """What is known of a session, without its prompt."""
+    return JSONResponse(_describe(await find_session(serving(request), session_id, tenant(request))))
+
+
+@router.patch("/v1/context/{session_id}")
+async def patch_context(session_id: SessionId, body: ContextPatch, request: Request) -> Response:
+    """Let a session live `ttl` seconds from now on."""
+    renewed = await serving(request).contexts.renew_session_cache(
+        session_id, body.ttl, tenant=tenant(request)
+    )
+    if isinstance(renewed, ErrorResponse):
+        raise _as_error(renewed, session_id)
+    return JSONResponse(_describe(renewed))
+
+
+@router.delete("/v1/context/{session_id}")
+async def delete_context(session_id: SessionId, request: Request) -> Response:
+    """Forget a session and its KV in the store."""
+    gone = await serving(request).contexts.unregister_session_cache(session_id, tenant=tenant(request))
+    if isinstance(gone, ErrorResponse):
+        raise _as_error(gone, session_id)
+    return JSONResponse(gone.model_dump())
+
+
+@router.post("/v1/warm")
+async def warm(body: WarmRequest, request: Request) -> Response:
+    """Evaluate a prompt now, so that requests that start with it find it."""
+    server, owner = serving(request), tenant(request)
+    check_model(server, body.model)
+    began = time.perf_counter()
+    job = await in_thread(warm_job, server, body, owner)
+    with Flight(server.engine, [job], server.settings.request_timeout) as flight:
+        await or_disconnect(request, flight.done())
+    return JSONResponse(
+        {
+            "object": "warm",
+            "model": server.model_name,
+            "prompt_tokens": job.n_prompt,
+            "cached_tokens": job.n_cached,
+            "seconds": time.perf_counter() - began,
+        }
+    )
+
+
+def warm_job(server: Serving, body: WarmRequest, owner: str) -> Job:
+    try:
+        if body.messages is not None:
+            messages = [template_message(message) for message in body.messages]
+            tokens = _without_answer(server, messages)
+        else:
+            assert body.prompt is not None
+            tokens = server.language.prompt(body.prompt)
+    except ValueError as error:
+        raise bad_request(str(error), "prompt" if body.messages is None else "messages") from None
+    return Job(tokens, max_tokens=0, sampler=None, tenant=owner, keep=True)
+
+
+def _context_job(server: Serving, body: CreateContextCacheRequest, owner: str, reference: str) -> Job:
+    try:
+        _check_kept(body, server.engine.n_ctx)
+        if body.messages is not None:
+            tokens = _without_answer(server, [m.model_dump(exclude_none=True) for m in body.messages])
+        else:
+            tokens = context_tokens(server, body)
+    except ValueError as error:
+        raise bad_request(str(error), "prompt" if body.messages is None else "messages") from None
+    return Job(tokens, max_tokens=0, sampler=None, tenant=owner, keep=True, session=reference)
+
+
+def _check_kept(body: CreateContextCacheRequest, n_ctx: int) -> None:
+    """Before anything is evaluated: what cannot be written down, or not read again, is no session. A template
+    may leave parts out, so a small prompt could be a large record.
+
+    Raises:
+        ValueError: half a surrogate pair, tool calls nested deeper than pydantic goes, or too much.
+    """
+    try:
+        text = body.model_dump_json()
+        CreateContextCacheRequest.model_validate_json(text)
+    except ValueError:
+        raise ValueError("text that is not Unicode, or tool_calls that are nested too deep") from None
+    largest = _MAX_RECORD_PER_TOKEN * n_ctx
+    if len(text) > largest:
+        raise ValueError(f"{len(text)} characters are more than the {largest} that a context here can need")
+
+
+def _without_answer(server: Serving, messages: list[dict[str, Any]]) -> list[int]:
+    """What the rendered messages have in common with a chat that goes on: not the answer's beginning."""
+    tokens = server.language.chat(messages)[0]
+    longer = server.language.chat([*messages, {"role": "user", "content": "?"}])[0]
+    n = next((i for i, (a, b) in enumerate(zip(tokens, longer, strict=False)) if a != b), len(tokens))
+    return tokens[:n] or tokens
+
+
+def _describe(session: CacheSessionMetadata) -> dict[str, Any]:
+    return {
+        "object": "context_cache",
+        "session_id": session.session_id,
+        "model": session.model_id,
+        "created": int(session.created),
+        "ttl": session.ttl,
+        "expires_at": int(session.expires_at),
+        "n_tokens": session.n_tokens,
+    }
+
+
+def _as_error(error: ErrorResponse, session_id: str) -> ApiError:
+    if error.code == "session_not_found":
+        return session_not_found(session_id)
+    return ApiError(409, error.detail, param="session_id", code=error.code)

@@ -1,0 +1,108 @@
+"""POST /v1/embeddings."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response, StreamingResponse
+
+from mixedkv.engine.embedder import Embedder
+from mixedkv.engine.embedding_context import Vectors
+from mixedkv.engine.engine import ClosedError, EngineError, QueueFullError
+from mixedkv.server.api.schemas import EmbeddingRequest
+from mixedkv.server.api_error import ApiError, bad_request
+from mixedkv.server.pending import or_disconnect
+from mixedkv.server.state import Serving, check_model, in_thread, serving, tenant
+
+router = APIRouter()
+_CHUNK = 1 << 16
+
+
+@router.post("/v1/embeddings")
+async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+    """A vector of length 1 for each input."""
+    tenant(request)
+    server = serving(request)
+    check_model(server, body.model)
+    embedder = _embedder(server, body)
+    seconds = server.settings.request_timeout
+    try:
+        embedder.check_room()
+        inputs = await in_thread(_tokens, server, embedder, body)
+        vectors = await or_disconnect(request, asyncio.wait_for(embedder.embed(inputs), seconds))
+    except asyncio.TimeoutError:
+        message = f"the request took more than {seconds:g} seconds and was given up"
+        raise ApiError(504, message, code="timeout") from None
+    except QueueFullError as error:
+        message = f"{error}: try again later"
+        raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"}) from None
+    except ClosedError as error:
+        raise ApiError(503, str(error), code="shutting_down") from None
+    except EngineError as error:
+        raise ApiError(500, str(error), code="engine_error") from None
+    n_tokens = sum(map(len, inputs))
+    answer = _answer(vectors, body.encoding_format == "base64", server.model_name, n_tokens)
+    return StreamingResponse(answer, media_type="application/json")
+
+
+def _embedder(server: Serving, body: EmbeddingRequest) -> Embedder:
+    if server.embedder is None:
+        raise bad_request(
+            "this server gives no embeddings: serve with --embeddings (MIXEDKV_EMBEDDINGS=1)",
+            "model",
+            "embeddings_not_supported",
+        )
+    n_embd = server.embedder.context.n_embd
+    if body.dimensions not in (None, n_embd):
+        raise bad_request(
+            f"dimensions: vectors of this model have {n_embd} and cannot be cut: leave it out", "dimensions"
+        )
+    return server.embedder
+
+
+def _tokens(server: Serving, embedder: Embedder, body: EmbeddingRequest) -> list[list[int]]:
+    """Token ids of each input. A text is text: what looks like a control token in it is none."""
+    context, inputs = embedder.context, []
+    for i, item in enumerate(body.inputs):
+        if isinstance(item, str):
+            tokens = server.language.tokenize(item)
+        else:
+            try:
+                tokens = server.language.prompt(item)
+            except ValueError as error:
+                raise bad_request(f"input {i}: {str(error).partition(': ')[2]}", "input") from None
+        if not 1 <= len(tokens) <= context.n_ctx:
+            message = f"input {i} has {len(tokens)} tokens, 1 to {context.n_ctx} can be embedded: shorten it"
+            if context.n_ctx < context.n_train:
+                message += f", or serve with an embedding_n_ctx of up to {context.n_train}"
+            raise bad_request(message, "input", "context_length_exceeded" if tokens else None)
+        inputs.append(tokens)
+    return inputs
+
+
+async def _answer(vectors: Vectors, as_base64: bool, model: str, n_tokens: int) -> AsyncIterator[bytes]:
+    """OpenAI's object, in chunks: many vectors are many megabytes, and others wait while they are written."""
+    chunk = b'{"object":"list","data":['
+    for i, vector in enumerate(vectors):
+        text = _base64(vector) if as_base64 else _numbers(vector)
+        comma = "," if i else ""
+        chunk += f'{comma}{{"object":"embedding","index":{i},"embedding":{text}}}'.encode()
+        if len(chunk) >= _CHUNK:
+            yield chunk
+            chunk = b""
+            await asyncio.sleep(0)
+    usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+    yield chunk + f'],"model":{json.dumps(model)},"usage":{json.dumps(usage)}}}'.encode()
+
+
+def _base64(vector: Vectors) -> str:
+    return f'"{base64.b64encode(vector.astype("<f4").tobytes()).decode()}"'
+
+
+def _numbers(vector: Vectors) -> str:
+    """Nine digits tell float32 numbers apart."""
+    return f"[{','.join(map('{:.9g}'.format, vector.tolist()))}]"

@@ -1,0 +1,96 @@
+"""GET /v1/models, /v1/stats, /health, /ready, /metrics and the page."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import JSONResponse, Response
+
+from mixedkv.server.api_error import ApiError
+from mixedkv.server.snapshot import of_tenant, snapshot
+from mixedkv.server.state import Serving, check_model, serving, tenant
+
+router = APIRouter()
+_PAGE = Path(__file__).parent / "page" / "index.html"
+_PAGE_HEADERS = {  # the page's own <meta> cannot say frame-ancestors
+    "Content-Security-Policy": "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> Response:
+    """The one model that is served."""
+    tenant(request)
+    return JSONResponse({"object": "list", "data": [_model(serving(request))]})
+
+
+@router.get("/v1/models/{model:path}")
+async def model(model: str, request: Request) -> Response:
+    tenant(request)
+    check_model(serving(request), model)
+    return JSONResponse(_model(serving(request)))
+
+
+@router.get("/v1/stats")
+async def stats(request: Request) -> Response:
+    """What the cache holds, by sequence and by layer, rates, and the latest requests without their text."""
+    owner, server = tenant(request), serving(request)
+    future = server.engine.call(lambda: snapshot(server))
+    try:
+        now: dict[str, Any] = await asyncio.wait_for(asyncio.wrap_future(future), 30)
+    except Exception:
+        raise ApiError(503, "the engine does not answer", code="engine_stopped") from None
+    return JSONResponse(of_tenant(now, owner))
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """200 while the engine is alive."""
+    if not serving(request).engine.alive:
+        raise ApiError(503, "the engine has stopped", code="engine_stopped")
+    return JSONResponse({"status": "ok"})
+
+
+@router.get("/ready")
+async def ready(request: Request) -> Response:
+    """200 when requests are taken: the model is loaded and warm, and the server is not shutting down."""
+    server = serving(request)
+    if not (server.ready and server.engine.alive):
+        raise ApiError(503, "the server is starting or shutting down", code="not_ready")
+    return JSONResponse({"status": "ready"})
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus' text format."""
+    server = serving(request)
+    if server.engine.alive:
+        future = server.engine.call(lambda: snapshot(server))
+        now = await asyncio.wait_for(asyncio.wrap_future(future), 30)
+        server.metrics.set_gauges(now)
+    return Response(server.metrics.expose(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/", include_in_schema=False)
+async def page() -> Response:
+    if not _PAGE.is_file():
+        raise ApiError(404, "this build has no page; see /v1/stats and /metrics")
+    # no FileResponse, which also answers thousands of ranges
+    return Response(_PAGE.read_bytes(), media_type="text/html; charset=utf-8", headers=_PAGE_HEADERS)
+
+
+def _model(server: Serving) -> dict[str, Any]:
+    return {
+        "id": server.model_name,
+        "object": "model",
+        "created": server.created,
+        "owned_by": "mixedkv",
+        "meta": {**server.facts, "kv": str(server.engine.llm.kv.config)},
+    }

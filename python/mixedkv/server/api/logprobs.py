@@ -1,0 +1,50 @@
+"""Logprobs as the two endpoints of OpenAI write them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mixedkv.engine.detokenizer import Pieces
+from mixedkv.engine.sampler import TokenLogprob
+
+_LOWEST = -9999.0  # JSON has no infinity
+
+
+def chat_logprobs(pieces: Pieces, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """`choices[].logprobs` of a chat."""
+    content = [
+        {
+            **_entry(pieces, lp.token, lp.logprob),
+            "top_logprobs": [_entry(pieces, *top) for top in lp.top.tolist()],
+        }
+        for lp in logprobs
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(pieces: Pieces, logprobs: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+    """`choices[].logprobs` of a completion; `offset`: characters before the first token."""
+    tokens = [_name(pieces, lp.token) for lp in logprobs]
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [max(lp.logprob, _LOWEST) for lp in logprobs],
+        "top_logprobs": [{_name(pieces, t): max(p, _LOWEST) for t, p in lp.top.tolist()} for lp in logprobs],
+        "text_offset": offsets,
+    }
+
+
+def _entry(pieces: Pieces, token: int, logprob: float) -> dict[str, Any]:
+    return {
+        "token": _name(pieces, token),
+        "logprob": max(logprob, _LOWEST),
+        "bytes": list(pieces.name(token)),
+    }
+
+
+def _name(pieces: Pieces, token: int) -> str:
+    return pieces.name(token).decode("utf-8", "replace")

@@ -1,0 +1,144 @@
+"""Reads a request's body first, up to limits in size and time; counts answers by status."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mixedkv.server.api_error import ApiError
+from mixedkv.server.http.auth import Keys
+
+_MAX_BYTES_OF_STRANGERS = 4096  # who has no key fills no memory
+_LINGER_SECONDS = 1.0
+_LARGEST_AT_A_TIME = 16  # bodies of the largest size, or as many bytes in smaller ones
+_SMALL = 1 << 16  # bytes of a body that is always taken: as many as there are connections are no danger
+
+
+class BodyLimit:
+    """413 for a body of more than `max_bytes`, however it is sent; without a key for a smaller one. 408 for
+    one that is not complete after `seconds`, 429 while all bodies together are too large.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float, keys: Keys, count: Any) -> None:
+        self._app, self._max_bytes, self._seconds = app, max_bytes, seconds
+        self._keys, self._count = keys, count
+        self._held = 0  # bytes of all requests at work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = scope.get("route")
+                path = getattr(route, "path", "other")  # never what a client made up
+                self._count.labels(path, str(message["status"])).inc()
+            await send(message)
+
+        held = _Held()
+        try:
+            error = await self._read_or_refuse(scope, receive, held)
+            if error is not None:
+                await error.response()(scope, receive, counted)
+            elif held.parts is not None:
+                await self._app(scope, held.replay(receive), counted)
+        finally:
+            self._held -= held.size
+
+    async def _read_or_refuse(self, scope: Scope, receive: Receive, held: _Held) -> ApiError | None:
+        try:
+            await asyncio.wait_for(self._read(scope, receive, held), self._seconds)
+        except asyncio.TimeoutError:
+            message = f"the body did not come within {self._seconds:g} seconds: send it faster, or less"
+            refusal = ApiError(408, message, code="request_timeout", headers={"Connection": "close"})
+        except ApiError as error:
+            refusal = error
+        else:
+            return None
+        await _let_it_end(scope, receive)
+        return refusal
+
+    def _limit(self, scope: Scope) -> int:
+        key = Headers(scope=scope).get("authorization")
+        if self._keys.tenant(key) is None:
+            return min(self._max_bytes, _MAX_BYTES_OF_STRANGERS)
+        return self._max_bytes
+
+    async def _read(self, scope: Scope, receive: Receive, held: _Held) -> None:
+        """
+        Raises:
+            ApiError: 413, it is too large; 429, all together are.
+        """
+        limit = self._limit(scope)
+        for name, value in scope["headers"]:
+            if name == b"content-length" and value.isdigit():
+                self._reserve(held, int(value[:20]), limit)
+        size, more = 0, True
+        while more:
+            message = await receive()
+            if message["type"] != "http.request":  # the client has gone
+                held.parts = None
+                return
+            part = message.get("body", b"")
+            more = message.get("more_body", False)
+            size += len(part)
+            self._reserve(held, size, limit)
+            held.parts.append(part)
+
+    def _reserve(self, held: _Held, size: int, limit: int) -> None:
+        if size > limit:
+            raise self._too_large(limit)
+        more = max(0, size - held.size)
+        if size > _SMALL and self._held + more > _LARGEST_AT_A_TIME * self._max_bytes:
+            raise ApiError(
+                429,
+                "the bodies of requests at work take all the memory they may: try again later",
+                code="too_many_bytes",
+                headers={"Retry-After": "1", "Connection": "close"},
+            )
+        held.size += more
+        self._held += more
+
+    def _too_large(self, limit: int) -> ApiError:
+        message = f"the body is larger than {limit} bytes, which is what this server takes"
+        if limit < self._max_bytes:
+            message += " without a key"
+        return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
+
+
+class _Held:
+    """A body in memory: its size as far as it is known, its parts, None if it did not come to its end."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.parts: Any = []
+
+    def replay(self, receive: Receive) -> Receive:
+        """The whole body as one message, then what comes."""
+        messages = [{"type": "http.request", "body": b"".join(self.parts), "more_body": False}]
+        self.parts = None
+
+        async def next_message() -> Message:
+            return messages.pop() if messages else await receive()
+
+        return next_message
+
+
+async def _let_it_end(scope: Scope, receive: Receive) -> None:
+    """Drop the rest of a body, for a while: a client that still sends when the connection is closed gets a
+    reset and never sees the answer.
+    """
+    if any(name == b"expect" for name, _ in scope["headers"]):
+        return  # it waits for leave to send
+
+    async def drop() -> None:
+        while (message := await receive())["type"] == "http.request" and message.get("more_body", False):
+            pass
+
+    with suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(drop(), _LINGER_SECONDS)

@@ -1,0 +1,138 @@
+"""What one client can hold of the server besides its requests: a connection, for a time.
+
+uvicorn waits without end for the head of a request, and for a client to take what it is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from mixedkv.server.api_error import ApiError
+
+_READ_BYTES = 8192  # in a turn of the event loop: for 256 KiB of tiny chunks h11 takes more than a second
+_HEAD_SECONDS_BEYOND = 1.0  # of connections that get no more than a refusal
+_REFUSED_AT_A_TIME = 64
+_TOO_MANY = ApiError(
+    503,
+    "this server has as many connections as it takes: try again later",
+    code="too_many_connections",
+    headers={"Connection": "close", "Retry-After": "1"},
+)
+
+
+class Connection(H11Protocol):
+    """uvicorn's protocol on h11, which bounds the size of a request's head, with bounds in time.
+
+    A connection is closed when a head is not complete `head_seconds` after the connection was made or the
+    head's first byte came, and when the client takes nothing for `stall_seconds` while more than the write
+    buffer's 64 KiB waits for it. What uvicorn answers itself has OpenAI's form.
+    """
+
+    head_seconds: float
+    stall_seconds: float
+
+    @classmethod
+    def within(cls, head_seconds: float, stall_seconds: float) -> type[Connection]:
+        """The class with these bounds, for uvicorn's `http`."""
+        return type(cls.__name__, (cls,), {"head_seconds": head_seconds, "stall_seconds": stall_seconds})
+
+    def connection_made(self, transport: Any) -> None:
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+        super().connection_made(transport)
+        if hasattr(transport, "max_size"):  # asyncio's; others read less at a time
+            transport.max_size = _READ_BYTES
+        limit, self.limit_concurrency = self.limit_concurrency, None  # uvicorn's own answer is plain text
+        if limit is not None and len(self.connections) > limit + _REFUSED_AT_A_TIME:
+            transport.abort()
+        elif limit is not None and len(self.connections) > limit:
+            self.app = _TOO_MANY.response()
+            self.head_seconds = min(self.head_seconds, _HEAD_SECONDS_BEYOND)
+        self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._await_head()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():  # what it was sent may still wait
+            self._await_reader()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._await_reader()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stall_timer = _cancelled(self._stall_timer)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_timer = _cancelled(self._head_timer)
+        self._stall_timer = _cancelled(self._stall_timer)
+        super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """A request that is not complete would be refused anyway."""
+        if self.cycle is not None and not self.cycle.response_complete and self.cycle.more_body:
+            self._answer(ApiError(503, "the server is shutting down", code="shutting_down"))
+        else:
+            super().shutdown()
+
+    def send_400_response(self, msg: str) -> None:
+        self._answer(ApiError(400, "this is not HTTP, or its head is too large", code="invalid_http"))
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """No WebSockets here, and no line in the log for each who asks."""
+
+    def _await_head(self) -> None:
+        """The timer runs while a head is to come; between requests only once its first byte is there."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._head_timer = _cancelled(self._head_timer)
+        elif self._head_timer is None:
+            self._head_timer = self.loop.call_later(self.head_seconds, self._give_up)
+
+    def _await_reader(self) -> None:
+        if self._stall_timer is None:
+            self._stall_timer = self.loop.call_later(self.stall_seconds, self.transport.abort)
+
+    def _give_up(self) -> None:
+        self._head_timer = None
+        if not self.transport.is_closing():
+            message = f"no request came within {self.head_seconds:g} seconds"
+            self._answer(ApiError(408, message, code="request_timeout"))
+
+    def _answer(self, error: ApiError) -> None:
+        """Answer without the application, unless that has begun to, and close."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._write(error)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # for the application the client has gone
+            self.cycle.message_event.set()
+        self.transport.close()
+        self._await_reader()
+
+    def _write(self, error: ApiError) -> None:
+        body = json.dumps(error.body()).encode()
+        headers = [
+            ("content-type", "application/json"),
+            ("content-length", str(len(body))),
+            ("connection", "close"),
+        ]
+        response = h11.Response(status_code=error.status, headers=headers)
+        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+
+
+def _cancelled(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

@@ -1,0 +1,53 @@
+"""Keeps pages of other sites off a server without keys: their scripts run in the browser of who may ask."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mixedkv.server.api_error import ApiError
+from mixedkv.server.settings import is_local
+
+_SHOWN = 100
+
+
+class OwnPagesOnly:
+    """403 for what only a page of another site sends: an `Origin` that is not the server's, and with
+    `local_only` a `Host` that is not this machine, by which a page whose name was bound to 127.0.0.1 gives
+    itself away (DNS rebinding). https://fetch.spec.whatwg.org/#origin-header says who sends an `Origin`.
+    """
+
+    def __init__(self, app: ASGIApp, local_only: bool) -> None:
+        self._app, self._local_only = app, local_only
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._refusal(Headers(scope=scope)) if scope["type"] == "http" else None
+        await (self._app if error is None else error.response())(scope, receive, send)
+
+    def _refusal(self, headers: Headers) -> ApiError | None:
+        host, origin = headers.get("host"), headers.get("origin")
+        if self._local_only and host and not is_local(_name(host)):
+            return ApiError(
+                403,
+                f"this server without keys takes requests to 127.0.0.1, [::1] or localhost only, not to "
+                f"{host[:_SHOWN]!r}: serve with api_key_file, or with allow_no_keys if everybody may use it",
+                code="host_not_allowed",
+            )
+        if origin is not None and origin.partition("://")[2] != host:
+            return ApiError(
+                403,
+                f"this server without keys takes no requests from pages of other sites, here "
+                f"{origin[:_SHOWN]!r}: serve with api_key_file",
+                code="origin_not_allowed",
+            )
+        return None
+
+
+def _name(host: str) -> str:
+    """Without the port, and without the brackets of an IPv6 address."""
+    try:
+        return urlsplit("//" + host).hostname or ""
+    except ValueError:
+        return ""

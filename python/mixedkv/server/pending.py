@@ -1,0 +1,157 @@
+"""The jobs of one HTTP request, as the event loop sees them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from mixedkv.engine.engine import ClosedError, Engine, EngineError, QueueFullError
+from mixedkv.engine.job import Delta, Done, Event, Failed, Job
+from mixedkv.engine.sampler import DeadEndError
+from mixedkv.server.api_error import ApiError
+
+_T = TypeVar("_T")
+
+
+class Disconnected(Exception):  # noqa: N818
+    """The client has gone: nobody waits for an answer."""
+
+
+class Flight:
+    """Submits jobs and yields their events until all are done. Use it as a context manager: whatever
+    happens, what is not done is cancelled.
+
+    Args:
+        timeout: seconds from now until the request is given up.
+
+    Raises:
+        ApiError: 429, 503 or 400 when the jobs are not accepted; 504, 500 while they run.
+    """
+
+    def __init__(self, engine: Engine, jobs: Sequence[Job], timeout: float) -> None:
+        self._engine, self.jobs = engine, list(jobs)
+        self._events: deque[tuple[int, Event]] = deque()
+        self._arrival: asyncio.Future[None] | None = None
+        self._left = len(self.jobs)
+        self._loop = asyncio.get_running_loop()
+        self._seconds = timeout
+        self._timer = self._loop.call_later(timeout, self._time_out)
+        self._late = False
+        for i, job in enumerate(self.jobs):
+            job.deliver = partial(self._deliver, i)
+
+    def __enter__(self) -> Flight:
+        try:
+            self._submit()
+        except BaseException:
+            self._timer.cancel()  # it would keep the jobs in memory until it is due
+            for job in self.jobs:
+                job.close()
+            raise
+        return self
+
+    def _submit(self) -> None:
+        try:
+            self._engine.submit(self.jobs)
+        except QueueFullError as error:
+            message = f"{error}: try again later"
+            raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"}) from None
+        except ClosedError as error:
+            raise ApiError(503, str(error), code="shutting_down") from None
+        except ValueError as error:
+            raise ApiError(400, str(error), param="prompt", code="context_length_exceeded") from None
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        if self._left:
+            for job in self.jobs:
+                self._engine.cancel(job)
+
+    def _deliver(self, index: int, event: Event) -> None:
+        self._events.append((index, event))
+        self._wake()
+
+    def _time_out(self) -> None:
+        self._late = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    def waiting(self) -> bool:
+        """Whether `next` would wait."""
+        return not self._events
+
+    @property
+    def over(self) -> bool:
+        return self._left == 0
+
+    async def next(self) -> tuple[int, Delta | Done]:
+        while not self._events:
+            if self._late:
+                message = f"the request took more than {self._seconds:g} seconds and was given up"
+                raise ApiError(504, message, code="timeout")
+            self._arrival = self._loop.create_future()
+            await self._arrival
+        index, event = self._events.popleft()
+        if isinstance(event, Failed):
+            raise _as_api_error(event.error)
+        if isinstance(event, Done):
+            self._left -= 1
+        return index, event
+
+    async def events(self) -> AsyncIterator[tuple[int, Delta | Done]]:
+        while self._left:
+            yield await self.next()
+
+    async def done(self) -> list[Done]:
+        """The ends of all jobs, in their order."""
+        ends: dict[int, Done] = {}
+        async for index, event in self.events():
+            if isinstance(event, Done):
+                ends[index] = event
+        return [ends[i] for i in range(len(self.jobs))]
+
+
+def _as_api_error(error: Exception) -> ApiError:
+    if isinstance(error, DeadEndError):
+        return ApiError(400, str(error), param="grammar")
+    if isinstance(error, ClosedError):
+        return ApiError(503, str(error), code="shutting_down")
+    if isinstance(error, EngineError):
+        return ApiError(500, str(error), code="engine_error")
+    return ApiError(500, "the request failed inside the server; its log has more", code="engine_error")
+
+
+async def or_disconnect(request: Request, work: Awaitable[_T]) -> _T:
+    """Await the work, unless the client goes first.
+
+    Raises:
+        Disconnected: it went.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(disconnected(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Disconnected
+        return task.result()
+    finally:
+        for future in (task, gone):
+            if not future.done():
+                future.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def disconnected(receive: Callable[[], Awaitable[object]]) -> None:
+    """Returns when the client has gone."""
+    while True:
+        message = await receive()
+        if isinstance(message, dict) and message["type"] == "http.disconnect":
+            return

@@ -1,0 +1,102 @@
+"""What /v1/stats tells, and the gauges of /metrics: taken between two steps, on the engine's thread."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from mixedkv.kv.stats import KVStats
+from mixedkv.server.metrics import WINDOW
+
+if TYPE_CHECKING:
+    from mixedkv.server.state import Serving
+
+_STARTED = time.time()
+_SHOWN = 50  # latest requests
+_NO_CACHE = KVStats(
+    kv="none", mixed=False, n_ctx=0, n_seq_max=0, n_layer=0, quantization_threshold=0, threshold_capacity=0,
+    group_size=0, sink_tokens=0, tokens_hot=0, tokens_cold=0, bytes_total=0, bytes_cold=0, bytes_hot=0,
+    n_elements=0, sequences=(), layers=(),
+)  # fmt: skip
+
+
+def snapshot(server: Serving) -> dict[str, Any]:
+    """Everything, of all tenants; `sequences` and `recent` say whose each entry is."""
+    engine = server.engine
+    kv = engine.llm.kv.stats(by_layer=True) if server.generates else _NO_CACHE
+    natives = {seq.seq_id: seq for seq in kv.sequences}
+    held = engine.pool.held()
+    return {
+        "object": "stats",
+        "model": server.model_name,
+        "uptime_seconds": time.time() - _STARTED,
+        "requests": {
+            "running": engine.n_running,
+            "waiting": engine.n_queued,
+            "parallel": engine.parallel,
+            "max_queue": engine.max_queue,
+        },
+        "engine": {"steps": engine.n_steps, **server.metrics.rates()},
+        "cache": {
+            "kv": kv.kv,
+            "n_ctx": engine.n_ctx,
+            "cells_used": kv.tokens,
+            "tokens_hot": kv.tokens_hot,
+            "tokens_cold": kv.tokens_cold,
+            # rows that sequences see, less the rows there are: what sharing saves
+            "tokens_shared": sum(len(seq.tokens) for seq in held) - kv.tokens,
+            "bytes_total": kv.bytes_total,
+            "bytes_hot": kv.bytes_hot,
+            "bytes_cold": kv.bytes_cold,
+            "bits_per_element": kv.bits_per_element,
+            "sequences_running": sum(seq.running for seq in held),
+            "sequences_idle": sum(not seq.running for seq in held),
+            "evictions": engine.pool.n_evicted,
+            **server.metrics.cache(),
+        },
+        "sequences": [_sequence(seq, natives.get(seq.id)) for seq in held],
+        "layers": [asdict(layer) for layer in kv.layers or ()],
+        "store": server.keeper.stats() if server.keeper is not None else None,
+        "recent": list(reversed(server.metrics.recent)),
+    }
+
+
+def of_tenant(now: dict[str, Any], owner: str) -> dict[str, Any]:
+    """What a snapshot tells one tenant: of others nothing but sums."""
+    recent = [entry for entry in now["recent"] if entry["tenant"] == owner]
+    return {
+        **now,
+        "sequences": [_without_tenant(entry) for entry in now["sequences"] if entry["tenant"] == owner],
+        "latency": {
+            "of_latest_requests": WINDOW,
+            "ttft": _summary([entry["ttft_seconds"] for entry in recent]),
+            "itl": _summary([entry["itl_seconds"] for entry in recent]),
+        },
+        "recent": [_without_tenant(entry) for entry in recent[:_SHOWN]],
+    }
+
+
+def _without_tenant(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if name != "tenant"}
+
+
+def _summary(values: list[float | None]) -> dict[str, float | None]:
+    known = sorted(value for value in values if value is not None)
+    if not known:
+        return {"count": 0, "median_seconds": None, "p95_seconds": None}
+    nearest = known[-(-95 * len(known) // 100) - 1]
+    return {"count": len(known), "median_seconds": median(known), "p95_seconds": nearest}
+
+
+def _sequence(seq: Any, native: Any) -> dict[str, Any]:
+    return {
+        "tenant": seq.tenant,
+        "id": seq.id,
+        "state": "running" if seq.running else "kept" if seq.keep else "idle",
+        "tokens": len(seq.tokens),
+        "hot": native.n_hot if native is not None else 0,
+        "cold": native.n_cold if native is not None else 0,
+        "exact": seq.exact,
+    }

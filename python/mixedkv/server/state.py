@@ -1,0 +1,262 @@
+"""What the endpoints share: the engine, the language, who is asking, and how a request becomes jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mixedkv import __version__
+from mixedkv.engine.embedder import Embedder
+from mixedkv.engine.engine import Engine
+from mixedkv.engine.job import Job
+from mixedkv.engine.kv_connector import Keeper, SessionRows
+from mixedkv.engine.sampler import Sampling
+from mixedkv.engine.tokenizer import Language
+from mixedkv.server.api.schemas import Generation
+from mixedkv.server.api_error import ApiError, bad_request
+from mixedkv.server.http.auth import Keys
+from mixedkv.server.metrics import Metrics
+from mixedkv.server.settings import ServerSettings
+from mixedkv.sessions import CacheSessionMetadata, ContextCacheManager
+
+_MAX_LOGPROBS = 4_000_000  # of one request; 30 to 100 bytes each as JSON
+FINGERPRINT = f"mixedkv-{__version__}"
+
+
+@dataclass(kw_only=True)
+class Serving:
+    """One running server. Without `generates` its model can only embed."""
+
+    settings: ServerSettings
+    model_name: str
+    engine: Engine
+    language: Language
+    keys: Keys
+    metrics: Metrics
+    contexts: ContextCacheManager
+    rows: SessionRows
+    facts: dict[str, Any]
+    keeper: Keeper | None = None
+    embedder: Embedder | None = None
+    generates: bool = True
+    ready: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+def serving(request: Request) -> Serving:
+    return request.app.state.serving  # type: ignore[no-any-return]
+
+
+def tenant(request: Request) -> str:
+    """Whose key the request carries.
+
+    Raises:
+        ApiError: 401, nobody's.
+    """
+    found = serving(request).keys.tenant(request.headers.get("authorization"))
+    if found is None:
+        raise ApiError(
+            401,
+            "a key is needed: send the header `Authorization: Bearer KEY` with one of this server's keys",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+    return found
+
+
+async def check_generates(request: Request) -> None:  # FastAPI runs others in a thread
+    """
+    Raises:
+        ApiError: 400, the model only embeds; 401 before that.
+    """
+    tenant(request)
+    server = serving(request)
+    if not server.generates:
+        raise bad_request(
+            f"the model {server.model_name!r} only embeds texts: use /v1/embeddings, or serve another model",
+            "model",
+            "generation_not_supported",
+        )
+
+
+def check_model(server: Serving, model: str | None) -> None:
+    if model is not None and model != server.model_name:
+        raise ApiError(
+            404,
+            f"the model {model[:100]!r} is not served here; this server has {server.model_name!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def new_id(kind: str) -> str:
+    return f"{kind}-{secrets.token_hex(12)}"
+
+
+async def find_session(server: Serving, session_id: str, owner: str) -> CacheSessionMetadata:
+    """
+    Raises:
+        ApiError: 404, there is no such session, it has expired, or is another tenant's.
+    """
+    session = await server.contexts.get_session_metadata(session_id, tenant=owner)
+    if session is None:
+        raise session_not_found(session_id)
+    return session
+
+
+def session_not_found(session_id: str) -> ApiError:
+    message = f"session {session_id!r} is unknown or has expired: register the context again"
+    return ApiError(404, message, param="session_id", code="session_not_found")
+
+
+def context_tokens(server: Serving, session: Any) -> list[int]:
+    """Tokens of a session's prompt; of messages those before an answer."""
+    if session.prompt is not None:
+        return server.language.prompt(session.prompt)
+    messages = [message.model_dump(exclude_none=True) for message in session.messages]
+    return server.language.chat(messages)[0]
+
+
+def sampling(body: Generation, grammar: str | None, choice: int) -> Sampling:
+    """OpenAI's defaults; each choice gets a seed of its own."""
+    seed = body.seed if body.seed is not None else secrets.randbits(32)
+    bias = tuple((_token_id(key), value) for key, value in (body.logit_bias or {}).items())
+    return Sampling(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_k=body.top_k or 0,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        min_p=body.min_p or 0.0,
+        repeat_penalty=body.repeat_penalty or 1.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        seed=(seed + choice) % 2**32,
+        logit_bias=bias,
+        grammar=grammar,
+    )
+
+
+def make_jobs(
+    server: Serving,
+    body: Generation,
+    prompts: Sequence[Sequence[int]],
+    *,
+    owner: str,
+    max_tokens: int | None,
+    grammar: str | None = None,
+    stops: Sequence[str] = (),
+    n_logprobs: int | None = None,
+    session: CacheSessionMetadata | None = None,
+) -> list[Job]:
+    """`body.n` jobs for each prompt. Not for the event loop: grammars take time.
+
+    Raises:
+        ApiError: 400.
+    """
+    n = body.n or 1
+    if body.grammar is not None and not server.settings.allow_grammar:
+        raise bad_request(
+            "grammar: this server takes none: use response_format, or serve with allow_grammar", "grammar"
+        )
+    _check_logprobs(server, n * len(prompts), max_tokens, n_logprobs)
+    if n * len(prompts) > server.settings.max_queue + server.settings.parallel:
+        raise bad_request(f"n={n} for {len(prompts)} prompts is more than this server queues", "n")
+    jobs = []
+    reuse = body.use_kv_cache is not False
+    for prompt in prompts:
+        _check_length(server, len(prompt))
+        for choice in range(n):
+            try:
+                sampler = server.language.sampler(sampling(body, grammar, choice))
+            except ValueError as error:
+                raise bad_request(str(error), str(error).partition(":")[0]) from None
+            job = Job(
+                prompt,
+                max_tokens=server.engine.n_ctx if max_tokens is None else max_tokens,
+                sampler=sampler,
+                tenant=owner,
+                stop=[*body.stops, *stops],
+                stream=bool(body.stream),
+                n_logprobs=n_logprobs,
+                ignore_end=bool(body.ignore_eos),
+                reuse=reuse or choice > 0,
+                store=reuse,
+                session=session.kv_cache_ref if session is not None else None,
+            )
+            if n > 1 and choice == 0:
+                job.snapshot_at = len(prompt) - 1  # where the other choices start
+            jobs.append(job)
+    return jobs
+
+
+def usage(jobs: Sequence[Job], n: int) -> dict[str, Any]:
+    """OpenAI's usage: each prompt counts once, however many choices it has."""
+    firsts = jobs[::n]
+    prompt_tokens = sum(job.n_prompt for job in firsts)
+    answer_tokens = sum(job.n_answer for job in jobs)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": answer_tokens,
+        "total_tokens": prompt_tokens + answer_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(job.n_cached or 0 for job in firsts),
+            "cached_tier": next((job.cached_tier for job in firsts if job.n_cached), None),
+            "cached_exact": all(job.exact for job in firsts),
+        },
+    }
+
+
+def _check_length(server: Serving, n: int) -> None:
+    n_ctx = server.engine.n_ctx
+    if not 1 <= n < n_ctx:
+        raise bad_request(
+            f"the prompt has {n} tokens, this server takes 1 to {n_ctx - 1}: "
+            + ("it must not be empty" if n == 0 else "shorten it, or serve with a larger n_ctx"),
+            "prompt" if n == 0 else "messages",
+            "context_length_exceeded" if n else None,
+        )
+
+
+def _check_logprobs(server: Serving, n: int, max_tokens: int | None, n_logprobs: int | None) -> None:
+    """They take a hundred times the memory of the text."""
+    n_tokens = min(max_tokens or server.engine.n_ctx, server.engine.n_ctx)
+    if n * n_tokens * (n_logprobs or 0) > _MAX_LOGPROBS:
+        raise bad_request(
+            f"{n} answers of up to {n_tokens} tokens with {n_logprobs} logprobs each are more than the "
+            f"{_MAX_LOGPROBS} this server gives at a time: lower max_tokens, n or the number of logprobs",
+            "max_tokens",
+        )
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit()):
+        raise bad_request(f"logit_bias: {key!r} is not a token id", "logit_bias")
+    return int(key)
+
+
+async def in_thread(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Work that may take a while, off the event loop."""
+    return await asyncio.to_thread(function, *args, **kwargs)
+
+
+async def json_answer(answer: dict[str, Any] | Callable[[], dict[str, Any]]) -> Response:
+    """An answer; a function makes one that is large. Choices are then encoded one by one, off the event loop:
+    the interpreter does nothing else while it encodes an object.
+    """
+    if not callable(answer):
+        return JSONResponse(answer)
+    return Response(await in_thread(_encode_choices, answer), media_type="application/json")
+
+
+def _encode_choices(make: Callable[[], dict[str, Any]]) -> bytes:
+    answer = make()
+    choices = [json.dumps(choice, separators=(",", ":")) for choice in answer.pop("choices")]
+    head = json.dumps(answer, separators=(",", ":"))[:-1]
+    return f'{head},"choices":[{",".join(choices)}]}}'.encode()

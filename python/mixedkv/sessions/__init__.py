@@ -1,0 +1,26 @@
+"""Contexts kept under a session id for a time: `ContextCacheManager`. docs/conversations.md tells how."""
+
+from mixedkv.sessions.manager import ContextCacheManager
+from mixedkv.sessions.metadata import MetadataStore, open_metadata
+from mixedkv.sessions.records import (
+    CacheSessionMetadata,
+    ContextMessage,
+    CreateCacheResponse,
+    CreateContextCacheRequest,
+    DeleteCacheResponse,
+    ErrorResponse,
+    explain,
+)
+
+__all__ = [
+    "CacheSessionMetadata",
+    "ContextCacheManager",
+    "ContextMessage",
+    "CreateCacheResponse",
+    "CreateContextCacheRequest",
+    "DeleteCacheResponse",
+    "ErrorResponse",
+    "MetadataStore",
+    "explain",
+    "open_metadata",
+]

@@ -1,0 +1,323 @@
+"""Sessions: a context that is registered under an id for a time, and forgotten with all its KV after it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from pydantic import ValidationError
+
+from mixedkv.sessions.ids import check_id, new_id
+from mixedkv.sessions.metadata import Key, MetadataStore, open_metadata
+from mixedkv.sessions.records import (
+    MAX_TTL,
+    CacheSessionMetadata,
+    CreateCacheResponse,
+    CreateContextCacheRequest,
+    DeleteCacheResponse,
+    ErrorResponse,
+    Usage,
+)
+from mixedkv.store.names import check_tenant
+
+logger = logging.getLogger(__name__)
+
+_MAGIC = b"mixedkv-session 1\n"  # before the JSON of a record
+_SWEEP_BATCH = 256
+_ATTEMPTS = 16  # against other writers of the same session
+
+
+class SessionEntries(Protocol):
+    """What the manager needs of a `KVStore`."""
+
+    def remove(self, entry: str | None = None, *, session: str | None = None, tenant: str = "") -> Any:
+        """Remove all entries of a session, with the keys that read them."""
+
+
+class ContextCacheManager:
+    """Registers sessions, finds them, and removes them when they are given up or their time is over.
+
+    The time to live is checked at every lookup: an expired session is an unknown one, and so is a session of
+    another tenant. A background sweep (`start`, or `async with`) removes the KV of expired sessions. The
+    metadata store holds the prompts as they are: protect it as you protect them.
+
+    Args:
+        metadata: a store, or the URL of one, see `open_metadata`. In memory unless given.
+        store: the `KVStore` that holds the sessions' KV; None if there is none to remove.
+        sweep_seconds: between two background sweeps.
+        max_ttl: the longest time to live that is granted, in seconds.
+        clock: the time, Unix seconds.
+
+    Methods raise ValueError for a bad id or value, naming it, and OSError when the metadata store cannot be
+    reached.
+    """
+
+    def __init__(
+        self,
+        metadata: str | MetadataStore = "sqlite:",
+        store: SessionEntries | None = None,
+        *,
+        sweep_seconds: float = 60.0,
+        max_ttl: int = MAX_TTL,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        if not sweep_seconds > 0:
+            raise ValueError(f"sweep_seconds={sweep_seconds}: use more than 0")
+        if not 1 <= max_ttl <= MAX_TTL:
+            raise ValueError(f"max_ttl={max_ttl}: use 1 to {MAX_TTL} seconds")
+        self._metadata = open_metadata(metadata) if isinstance(metadata, str) else metadata
+        self._store = store
+        self._sweep_seconds = sweep_seconds
+        self._max_ttl = max_ttl
+        self._clock = clock
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> ContextCacheManager:
+        self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @staticmethod
+    def new_kv_cache_ref() -> str:
+        """A name for a session's entries in the store, for one who stores before registering."""
+        return new_id("kv")
+
+    async def register_session_cache(
+        self,
+        request: CreateContextCacheRequest,
+        *,
+        tenant: str = "",
+        n_tokens: int = 0,
+        kv_cache_ref: str | None = None,
+    ) -> CreateCacheResponse | ErrorResponse:
+        """Register a context; `n_tokens` and `kv_cache_ref` tell of its KV, where that is stored already.
+
+        Returns ErrorResponse "session_exists" if the request names a session that lives.
+        """
+        now = self._clock()
+        session_id = new_id("session") if request.session_id is None else request.session_id
+        metadata = CacheSessionMetadata(
+            session_id=session_id,
+            tenant=check_tenant(tenant),
+            model_id=request.model,
+            kv_cache_ref=self.new_kv_cache_ref() if kv_cache_ref is None else kv_cache_ref,
+            created=now,
+            ttl=self._check_ttl(request.ttl),
+            expires_at=now + request.ttl,
+            n_tokens=n_tokens,
+            prompt=request.prompt,
+            messages=request.messages,
+        )
+        key = Key(tenant, session_id)
+        if not await self._add(key, metadata):
+            return ErrorResponse(
+                detail=f"session_id={session_id!r} is in use: leave it out, or delete that session first",
+                code="session_exists",
+            )
+        return _created(metadata)
+
+    async def get_session_metadata(self, session_id: str, *, tenant: str = "") -> CacheSessionMetadata | None:
+        """A session that lives, or None: unknown, expired, or another tenant's."""
+        found = await self._find(_key(session_id, tenant))
+        return found[1] if found else None
+
+    async def renew_session_cache(
+        self, session_id: str, ttl: int | None = None, *, tenant: str = ""
+    ) -> CacheSessionMetadata | ErrorResponse:
+        """Let a session live `ttl` seconds from now on; None is the time it was given before."""
+        key = _key(session_id, tenant)
+        new_ttl = None if ttl is None else self._check_ttl(ttl)
+        for _ in range(_ATTEMPTS):
+            found = await self._find(key)
+            if found is None:
+                return _not_found(session_id)
+            record, metadata = found
+            seconds = metadata.ttl if new_ttl is None else new_ttl
+            renewed = _changed(metadata, ttl=seconds, expires_at=self._clock() + seconds)
+            if await self._metadata.replace(key, record, _dump(renewed), renewed.expires_at):
+                return renewed
+        return _changed_meanwhile(session_id)
+
+    async def update_session_cache(
+        self, metadata: CacheSessionMetadata, **changes: Any
+    ) -> CacheSessionMetadata | ErrorResponse:
+        """Change `n_tokens`, `prompt` or `messages` of a session, e.g. after a turn, given what it was.
+
+        Returns ErrorResponse "session_changed" if it is not what it was: read it again and decide.
+        """
+        if unknown := changes.keys() - {"n_tokens", "prompt", "messages"}:
+            raise ValueError(
+                f"{', '.join(sorted(unknown))} cannot be changed: only n_tokens, prompt and messages"
+            )
+        key = _key(metadata.session_id, metadata.tenant)
+        updated = _changed(metadata, **changes)
+        found = await self._find(key)
+        if found is None:
+            return _not_found(metadata.session_id)
+        record, current = found
+        same = current == metadata
+        if not (same and await self._metadata.replace(key, record, _dump(updated), updated.expires_at)):
+            return _changed_meanwhile(metadata.session_id)
+        return updated
+
+    async def unregister_session_cache(
+        self, session_id: str, *, tenant: str = ""
+    ) -> DeleteCacheResponse | ErrorResponse:
+        """Forget a session: its KV with the key that reads it, then what is known of it."""
+        key = _key(session_id, tenant)
+        for _ in range(_ATTEMPTS):
+            found = await self._find(key)
+            if found is None:
+                return _not_found(session_id)
+            if await self._purge(key, *found):
+                return DeleteCacheResponse(session_id=session_id)
+        return _changed_meanwhile(session_id)
+
+    async def sweep(self) -> int:
+        """Remove expired sessions with their KV; returns how many. What `start` does again and again.
+
+        One that cannot be removed is left to the next sweep, with a warning in the log.
+        """
+        n, failed = 0, set[Key]()
+        while True:
+            expired = await self._metadata.expired(self._clock(), _SWEEP_BATCH + len(failed))
+            batch = [(key, record) for key, record in expired if key not in failed]
+            results = [await self._purge_expired(key, record) for key, record in batch]
+            failed |= {key for (key, _), removed in zip(batch, results, strict=True) if removed is None}
+            n += results.count(True)
+            if results.count(False) == len(results):  # other processes are at the same work
+                return n
+
+    def start(self) -> None:
+        """Begin the background sweep on the running event loop. A second call changes nothing."""
+        if self._sweeper is None or self._sweeper.done():
+            self._sweeper = asyncio.get_running_loop().create_task(
+                self._sweep_forever(), name="mixedkv-sweep"
+            )
+
+    async def stop(self) -> None:
+        """End the background sweep."""
+        sweeper, self._sweeper = self._sweeper, None
+        if sweeper is not None:
+            sweeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await sweeper
+
+    async def close(self) -> None:
+        """End the sweep and let go of the metadata store. Sessions stay."""
+        await self.stop()
+        await self._metadata.close()
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self._sweep_seconds)
+            try:
+                if n := await self.sweep():
+                    logger.info("%d expired sessions removed", n)
+            except (OSError, ValueError) as error:
+                logger.warning(
+                    "expired sessions were not removed, next try in %g s: %s", self._sweep_seconds, error
+                )
+
+    async def _add(self, key: Key, metadata: CacheSessionMetadata) -> bool:
+        """An expired session of that name makes room, KV first."""
+        for _ in range(_ATTEMPTS):
+            if await self._metadata.add(key, _dump(metadata), metadata.expires_at):
+                return True
+            record = await self._metadata.get(key)
+            if record is None:
+                continue
+            old = _load(key, record)
+            if old is not None and old.expires_at > self._clock():
+                return False
+            await self._purge(key, record, old)
+        return False
+
+    async def _find(self, key: Key) -> tuple[bytes, CacheSessionMetadata] | None:
+        record = await self._metadata.get(key)
+        metadata = None if record is None else _load(key, record)
+        if record is None or metadata is None or metadata.expires_at <= self._clock():
+            return None
+        return record, metadata
+
+    async def _purge(self, key: Key, record: bytes, metadata: CacheSessionMetadata | None) -> bool:
+        """KV before metadata: whatever happens in between, no KV is left that nobody knows of."""
+        if self._store is not None and metadata is not None:
+            await asyncio.to_thread(self._store.remove, session=metadata.kv_cache_ref, tenant=metadata.tenant)
+        return await self._metadata.remove(key, record)
+
+    async def _purge_expired(self, key: Key, record: bytes) -> bool | None:
+        """None if it cannot be removed: whatever is wrong with one session, the others go."""
+        try:
+            return await self._purge(key, record, _load(key, record))
+        except Exception as error:
+            logger.warning("an expired session was not removed, the next sweep tries again: %s", error)
+            return None
+
+    def _check_ttl(self, ttl: object) -> int:
+        if isinstance(ttl, bool) or not isinstance(ttl, int) or not 1 <= ttl <= self._max_ttl:
+            shown = ttl if isinstance(ttl, (int, float)) else type(ttl).__name__
+            raise ValueError(f"ttl={shown}: use a whole number of seconds from 1 to {self._max_ttl}")
+        return ttl
+
+
+def _key(session_id: object, tenant: object) -> Key:
+    return Key(check_tenant(tenant), check_id("session_id", session_id))
+
+
+def _dump(metadata: CacheSessionMetadata) -> bytes:
+    return _MAGIC + metadata.model_dump_json(exclude_none=True).encode()
+
+
+def _load(key: Key, record: bytes) -> CacheSessionMetadata | None:
+    """None for what is not a record of this session: the store may hold anything."""
+    try:
+        if not record.startswith(_MAGIC):
+            raise ValueError("unknown format")
+        metadata = CacheSessionMetadata.model_validate_json(record[len(_MAGIC) :])
+        if (metadata.tenant, metadata.session_id) != key:
+            raise ValueError("filed under another name")
+    except ValueError as error:
+        reason = "bad fields" if isinstance(error, ValidationError) else error
+        logger.warning("a session record cannot be read and counts as unknown: %s", reason)
+        return None
+    return metadata
+
+
+def _changed(metadata: CacheSessionMetadata, **changes: Any) -> CacheSessionMetadata:
+    """A copy with other values, validated; `model_copy` would not."""
+    return CacheSessionMetadata.model_validate({**dict(metadata), **changes})
+
+
+def _created(metadata: CacheSessionMetadata) -> CreateCacheResponse:
+    n = metadata.n_tokens
+    return CreateCacheResponse(
+        id=new_id("ctx"),
+        session_id=metadata.session_id,
+        model=metadata.model_id,
+        created=int(metadata.created),
+        ttl=metadata.ttl,
+        expires_at=int(metadata.expires_at),
+        n_tokens=n,
+        usage=Usage(prompt_tokens=n, total_tokens=n),
+    )
+
+
+def _not_found(session_id: str) -> ErrorResponse:
+    return ErrorResponse(
+        detail=f"session_id={session_id!r} is unknown or has expired: register it again",
+        code="session_not_found",
+    )
+
+
+def _changed_meanwhile(session_id: str) -> ErrorResponse:
+    return ErrorResponse(
+        detail=f"session_id={session_id!r} was changed by another request: read it again and retry",
+        code="session_changed",
+    )

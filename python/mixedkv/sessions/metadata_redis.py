@@ -1,0 +1,109 @@
+"""Sessions in Redis: a string per session, and a sorted set of them by time of expiry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+try:
+    import redis
+    import redis.asyncio
+except ImportError as error:
+    raise ImportError("sessions in Redis need the redis package: pip install redis") from error
+
+from mixedkv.sessions.metadata import Key
+
+# In braces: a cluster keeps all keys with the same braces on one node, which the scripts need.
+_PREFIX = "{mixedkv}"
+
+# KEYS: record, expiry set. Each runs as one transaction.
+_ADD = """
+if not redis.call('SET', KEYS[1], ARGV[2], 'NX') then return 0 end
+redis.call('ZADD', KEYS[2], ARGV[3], ARGV[1])
+return 1
+"""
+_REPLACE = """
+if redis.call('GET', KEYS[1]) ~= ARGV[4] then return 0 end
+redis.call('SET', KEYS[1], ARGV[2])
+redis.call('ZADD', KEYS[2], ARGV[3], ARGV[1])
+return 1
+"""
+_REMOVE = """
+if redis.call('GET', KEYS[1]) ~= ARGV[2] then return 0 end
+redis.call('DEL', KEYS[1])
+redis.call('ZREM', KEYS[2], ARGV[1])
+return 1
+"""
+
+
+class RedisMetadata:
+    """Sessions in the server at `url`, under `prefix`. For one event loop, as the client it uses.
+
+    Raises:
+        ValueError: the URL cannot be read.
+    """
+
+    def __init__(self, url: str, prefix: str = _PREFIX) -> None:
+        self._redis = redis.asyncio.from_url(url)
+        self._prefix = prefix
+        self._expiry = f"{prefix}:expiry"
+
+    async def add(self, key: Key, record: bytes, expires_at: float) -> bool:
+        return await self._run(_ADD, key, record, repr(expires_at))
+
+    async def get(self, key: Key) -> bytes | None:
+        with _errors():
+            return await self._redis.get(self._name(_member(key)))
+
+    async def replace(self, key: Key, old: bytes, new: bytes, expires_at: float) -> bool:
+        return await self._run(_REPLACE, key, new, repr(expires_at), old)
+
+    async def remove(self, key: Key, old: bytes) -> bool:
+        return await self._run(_REMOVE, key, old)
+
+    async def expired(self, now: float, limit: int) -> list[tuple[Key, bytes]]:
+        with _errors():
+            members = await self._redis.zrange(
+                self._expiry, "-inf", repr(now), byscore=True, offset=0, num=limit
+            )
+            if not members:
+                return []
+            records = await self._redis.mget([self._name(member.decode()) for member in members])
+            gone = [member for member, record in zip(members, records, strict=True) if record is None]
+            if gone:  # evicted by the server
+                await self._redis.zrem(self._expiry, *gone)
+        return [
+            (_key(member.decode()), record)
+            for member, record in zip(members, records, strict=True)
+            if record is not None
+        ]
+
+    async def close(self) -> None:
+        with _errors():
+            await self._redis.aclose()
+
+    def _name(self, member: str) -> str:
+        return f"{self._prefix}:session:{member}"
+
+    async def _run(self, script: str, key: Key, *values: bytes | str) -> bool:
+        member = _member(key)
+        with _errors():
+            return bool(await self._redis.eval(script, 2, self._name(member), self._expiry, member, *values))
+
+
+def _member(key: Key) -> str:
+    """With the tenant's length in front no two keys look the same."""
+    return f"{len(key.tenant)}:{key.tenant}:{key.session_id}"
+
+
+def _key(member: str) -> Key:
+    length, _, rest = member.partition(":")
+    return Key(rest[: int(length)], rest[int(length) + 1 :])
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    try:
+        yield
+    except redis.RedisError as error:
+        raise OSError(f"Redis does not answer as it should: {error}") from error

@@ -1,0 +1,127 @@
+"""Sessions in an SQLite file that several processes may share."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mixedkv.sessions.metadata import Key
+
+_VERSION = 1  # of the table, in PRAGMA user_version
+_BUSY_SECONDS = 10.0
+_T = TypeVar("_T")
+
+_TABLE = """
+CREATE TABLE IF NOT EXISTS sessions (
+    tenant     TEXT NOT NULL,
+    session_id TEXT NOT NULL,
+    expires_at REAL NOT NULL,
+    record     BLOB NOT NULL,
+    PRIMARY KEY (tenant, session_id)
+) WITHOUT ROWID
+"""
+_INDEX = "CREATE INDEX IF NOT EXISTS sessions_by_expiry ON sessions (expires_at)"
+
+
+class SQLiteMetadata:
+    """Sessions in the file `path`; "" keeps them in memory.
+
+    Raises:
+        ValueError: the file is no session database, or one of a newer version.
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path or ":memory:"
+        self._lock = threading.Lock()
+        self._db: sqlite3.Connection | None = self._open()
+
+    async def add(self, key: Key, record: bytes, expires_at: float) -> bool:
+        return await self._changed(
+            "INSERT INTO sessions (tenant, session_id, expires_at, record) VALUES (?, ?, ?, ?) "
+            "ON CONFLICT DO NOTHING",
+            (*key, expires_at, record),
+        )
+
+    async def get(self, key: Key) -> bytes | None:
+        rows = await self._rows("SELECT record FROM sessions WHERE tenant = ? AND session_id = ?", key)
+        return rows[0][0] if rows else None
+
+    async def replace(self, key: Key, old: bytes, new: bytes, expires_at: float) -> bool:
+        return await self._changed(
+            "UPDATE sessions SET record = ?, expires_at = ? "
+            "WHERE tenant = ? AND session_id = ? AND record = ?",
+            (new, expires_at, *key, old),
+        )
+
+    async def remove(self, key: Key, old: bytes) -> bool:
+        return await self._changed(
+            "DELETE FROM sessions WHERE tenant = ? AND session_id = ? AND record = ?", (*key, old)
+        )
+
+    async def expired(self, now: float, limit: int) -> list[tuple[Key, bytes]]:
+        rows = await self._rows(
+            "SELECT tenant, session_id, record FROM sessions "
+            "WHERE expires_at <= ? ORDER BY expires_at LIMIT ?",
+            (now, limit),
+        )
+        return [(Key(tenant, session_id), record) for tenant, session_id, record in rows]
+
+    async def close(self) -> None:
+        with self._lock:
+            if self._db is not None:
+                self._db.close()
+                self._db = None
+
+    def _open(self) -> sqlite3.Connection:
+        with self._errors():
+            if self._path != ":memory:":  # prompts are in it: nobody else's to read
+                Path(self._path).touch(mode=0o600)
+            # autocommit: every statement here is one transaction
+            db = sqlite3.connect(
+                self._path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
+            )
+            try:
+                self._prepare(db)
+            except BaseException:
+                db.close()
+                raise
+        return db
+
+    def _prepare(self, db: sqlite3.Connection) -> None:
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        if version > _VERSION:
+            raise ValueError(
+                f"{self._path} is of version {version}, this release reads {_VERSION}: upgrade mixedkv"
+            )
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA secure_delete = ON")  # what is deleted is overwritten, not only unlinked
+        db.execute(_TABLE)
+        db.execute(_INDEX)
+        db.execute(f"PRAGMA user_version = {_VERSION}")
+
+    async def _changed(self, sql: str, values: tuple[Any, ...]) -> bool:
+        return await asyncio.to_thread(self._locked, lambda db: db.execute(sql, values).rowcount == 1)
+
+    async def _rows(self, sql: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        return await asyncio.to_thread(self._locked, lambda db: db.execute(sql, values).fetchall())
+
+    def _locked(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
+        with self._lock, self._errors():
+            if self._db is None:
+                raise OSError(f"{self._path} is closed")
+            return work(self._db)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.OperationalError, FileNotFoundError, PermissionError) as error:
+            raise OSError(f"the session database {self._path} cannot be used: {error}") from error
+        except sqlite3.DatabaseError as error:
+            raise ValueError(f"{self._path} is not a session database: {error}") from error

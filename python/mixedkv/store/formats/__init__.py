@@ -1,0 +1,1 @@
+"""How blocks lie in files."""

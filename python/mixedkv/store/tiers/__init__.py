@@ -1,0 +1,1 @@
+"""Where the entries of a store lie."""

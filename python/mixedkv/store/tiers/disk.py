@@ -1,0 +1,172 @@
+"""The files of a store. What is visible is whole: it was flushed before it got its name.
+
+The writer of a file holds a lock on it (`flock`) until the index has it. A lock ends with its process,
+however that ends, so what nobody locks and the index does not know was left behind.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from mixedkv.store.entry_error import EntryError
+
+_TEMPORARY = ".tmp"
+_NAME = re.compile(r"[0-9a-f]{32}\.(safetensors(\.enc)?|tmp)")
+_MAX_FILE = 1 << 40
+
+
+class DiskTier:
+    """A folder with one file per entry, named by its id."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def path(self, name: str) -> Path:
+        return self.folder / name
+
+    @contextmanager
+    def publish(self, name: str, pieces: Iterable[bytes | memoryview]) -> Iterator[None]:
+        """Write a file and give it its name; within the block the caller puts it into the index.
+
+        If the block raises, the file is removed again.
+        """
+        temporary, file = self._create_locked()
+        path = temporary
+        try:
+            with file:
+                for piece in pieces:
+                    file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
+                os.rename(temporary, self.path(name))
+                path = self.path(name)
+                self._sync_folder()
+                yield
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[tuple[BinaryIO, int]]:
+        """A file to read, and its size.
+
+        Raises:
+            EntryError: it is gone or cannot be read, also while the block reads.
+        """
+        try:
+            # Who can write to the folder may have put something else there: a pipe must not be waited for.
+            fd = os.open(self.path(name), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+            with open(fd, "rb", buffering=0) as file:
+                info = os.fstat(fd)
+                if not stat.S_ISREG(info.st_mode):
+                    raise EntryError("damaged", "its file is no regular file")
+                yield file, info.st_size  # type: ignore[misc]
+        except FileNotFoundError:
+            raise EntryError("missing", "its file is gone") from None
+        except OSError as error:
+            raise EntryError("damaged", f"its file cannot be read: {error.strerror}") from error
+
+    def remove(self, name: str) -> None:
+        """Remove a file; it may be gone already, and what is not of this store is left alone."""
+        if _NAME.fullmatch(name):
+            with suppress(FileNotFoundError, IsADirectoryError):
+                self.path(name).unlink()
+
+    def sizes(self) -> dict[str, int]:
+        """Size of every file that has its final name."""
+        found = {}
+        for item in os.scandir(self.folder):
+            with suppress(FileNotFoundError):
+                if not item.name.endswith(_TEMPORARY) and item.is_file(follow_symlinks=False):
+                    found[item.name] = item.stat(follow_symlinks=False).st_size
+        return found
+
+    def remove_left_behind(self, is_known: Callable[[str], bool]) -> tuple[int, int]:
+        """Remove files that the index does not know and no process is writing: how many unfinished ones, and
+        how many finished.
+        """
+        unfinished = finished = 0
+        for item in list(os.scandir(self.folder)):
+            if not _NAME.fullmatch(item.name) or not item.is_file(follow_symlinks=False):
+                continue  # not of this store: left alone
+            if item.name.endswith(_TEMPORARY):
+                unfinished += _unlink_unlocked(Path(item.path), lambda: False)
+            elif not is_known(item.name):
+                # Under its lock, what is still unknown will stay so.
+                finished += _unlink_unlocked(Path(item.path), lambda name=item.name: is_known(name))
+        return unfinished, finished
+
+    def _create_locked(self) -> tuple[Path, IO[bytes]]:
+        while True:
+            path = self.folder / f"{secrets.token_hex(16)}{_TEMPORARY}"
+            file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if path.exists():
+                    return path, file
+            except BlockingIOError:  # a process that tidies up was faster
+                pass
+            except BaseException:
+                file.close()
+                path.unlink(missing_ok=True)
+                raise
+            file.close()
+
+    def _sync_folder(self) -> None:
+        fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+@contextmanager
+def folder_lock(path: Path) -> Iterator[None]:
+    """Held by the one process that opens and tidies a store."""
+    with open(path, "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def read_all(file: BinaryIO, size: int) -> npt.NDArray[np.uint8]:
+    """A whole file, uint8 [size].
+
+    It is read and not mapped: a mapped file that another program cuts short kills this process, and one that
+    changes after its checks would not have been checked.
+    """
+    if size > _MAX_FILE:
+        raise EntryError("damaged", f"its file has {size} bytes")
+    data = np.empty(size, np.uint8)
+    view = memoryview(data)
+    done = 0
+    while done < size:
+        n: Any = file.readinto(view[done:])  # type: ignore[attr-defined]
+        if not n:
+            raise EntryError("damaged", "its file is cut off")
+        done += n
+    return data
+
+
+def _unlink_unlocked(path: Path, is_known: Callable[[], bool]) -> int:
+    """1 if the file was removed, 0 if a process holds it or the index knows it."""
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if is_known():
+                return 0
+            path.unlink()
+            return 1
+    except (BlockingIOError, FileNotFoundError, IsADirectoryError):
+        return 0

@@ -1,0 +1,76 @@
+"""A cache filled with a made-up state is, for the clock, as one filled by decoding."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from statistics import median
+
+import numpy as np
+import pytest
+
+from mixedkv.bench.harness.cache_settings import Setting, make_settings
+from mixedkv.bench.harness.contexts import Context, Model
+from mixedkv.bench.harness.filling import make_fill
+from mixedkv.bench.speed import Local, Work
+from mixedkv.bundled import model_path
+
+SINKS = 4
+SPECS = ("f16", "q8_0/q4_0", "mixed", "mixed:cold_k=q8_0,threshold=100,group=33,sinks=3")
+SETTINGS = make_settings(SPECS)
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Model]:
+    model = Model(model_path())
+    yield model
+    model.close()
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.name)
+def test_a_made_up_state_has_the_cells_of_a_real_one(model: Model, setting: Setting) -> None:
+    """As many, at the same positions, and with the same of them hot but for the sinks, which are few."""
+    from mixedkv import _core
+
+    context = Context(model, setting, n_ctx=512, threads=1)
+    seen = []
+    for how in ("synthetic", "real"):
+        fill = make_fill(context, 300, how)
+        fill.restore()
+        assert fill.kind == how
+        positions, hot = _core.read_tiers(context.address, 0, 0, 0, -1)
+        seen.append((positions.tolist(), hot[SINKS:].tolist()))
+        context.decode(model.random_tokens(1))
+        assert np.isfinite(context.logits()).all()
+    context.close()
+    assert seen[0] == seen[1]
+
+
+def test_restoring_brings_the_same_logits_again(model: Model) -> None:
+    """With the F16 window as full as before, which rolling back would leave empty."""
+    (setting,) = make_settings(["mixed:threshold=64,group=16"])
+    context = Context(model, setting, n_ctx=512, threads=1)
+    fill = make_fill(context, 200)
+    logits = []
+    for _ in range(2):
+        fill.restore()
+        context.feed(model.random_tokens(100, seed=4))
+        logits.append(context.logits().copy())
+    context.close()
+    assert (logits[0] == logits[1]).all()
+
+
+@pytest.mark.bench
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.name)
+def test_both_fills_take_the_same_time(model: Model, setting: Setting) -> None:
+    """By the time of the one thread, which other processes do not lengthen much."""
+    runners = [
+        Local(model, setting, Work(depth=2000, n_prompt=64, n_gen=16, threads=1, fill=fill), time.thread_time)
+        for fill in ("synthetic", "real")
+    ]
+    times = [[runner.measure() for runner in runners] for _ in range(12)][2:]
+    for runner in runners:
+        runner.close()
+    for i in (0, 1):
+        ratio = median(made[i] / real[i] for made, real in times)
+        assert 0.8 < ratio < 1.25, ratio

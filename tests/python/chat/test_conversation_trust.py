@@ -1,0 +1,379 @@
+"""Nobody is answered from what is not theirs, whatever ids, tenants, stores and input are like."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mixedkv import Llama
+from mixedkv.bundled.corpus import make_recall
+from mixedkv.chat import MessageCache
+from mixedkv.errors import UnsupportedModelError
+from mixedkv.sessions import (
+    CacheSessionMetadata,
+    ContextCacheManager,
+    CreateCacheResponse,
+    CreateContextCacheRequest,
+)
+from mixedkv.store import Identity, KVStore
+from support.conversation_support import (
+    GREEDY,
+    QUESTIONS,
+    cold,
+    converse,
+    empty,
+    journal,
+    n_tokens,
+    open_llama,
+    rendered,
+    user,
+)
+
+# --- ids ---
+
+
+def test_wrong_ids_change_nothing(llm: Llama, cache: MessageCache) -> None:
+    messages, _ = converse(cache, 3)
+    right = cache.chat(messages, **GREEDY)
+    ids = [m["message_id"] for m in messages if "message_id" in m]
+    swapped = iter(reversed(ids))
+    renamed = [{**m, "message_id": next(swapped)} if "message_id" in m else m for m in messages]
+    unknown = [{**m, "message_id": f"other-{i}"} for i, m in enumerate(messages)]
+    missing = [{k: v for k, v in m.items() if k != "message_id"} for m in messages]
+    for variant in (renamed, unknown, missing):
+        empty(llm)
+        result = cache.chat(variant, **GREEDY)
+        assert result.content == right.content
+        assert result.usage.cached_tokens == right.usage.prompt_tokens - 1
+    assert result.usage.matched_message_id is None
+
+
+def test_an_id_that_points_at_other_content_gives_none_of_it(llm: Llama, cache: MessageCache) -> None:
+    messages, _ = converse(cache, 2)
+    other = make_recall(61_002, 30)
+    lying = [
+        user(other.messages[0]["content"], message_id=messages[1]["message_id"]),
+        {**other.messages[1], "message_id": messages[3]["message_id"]},
+        user(other.fact.question),
+    ]
+    result = cache.chat(lying, **GREEDY)
+    assert result.usage.cached_tokens < 5  # <bos><|user|> and the like
+    assert result.usage.matched_message_id is None
+    assert result.content == cold(llm, lying)
+
+
+def test_an_answers_id_can_be_given(cache: MessageCache) -> None:
+    result = cache.chat([journal()], message_id="turn:1", **GREEDY)
+    assert result.message_id == result.message["message_id"] == "turn:1"
+    ids = {cache.chat([journal()], **GREEDY).message_id for _ in range(3)}
+    assert len(ids) == 3
+
+
+def test_forgetting_a_message_removes_it_and_what_follows(llm: Llama, store: KVStore) -> None:
+    cache = MessageCache(llm, store)
+    messages, results = converse(cache, 4)
+    n_entries = len(store.entries())
+    assert cache.forget(results[1].message_id)
+    assert len(store.entries()) < n_entries
+    assert not cache.forget(results[1].message_id)
+    assert not cache.forget("never-was")
+    empty(llm)
+    result = cache.chat(messages, **GREEDY)
+    assert result.usage.cached_tokens < results[2].usage.prompt_tokens
+    assert result.usage.matched_message_id == results[0].message_id
+
+
+def test_forgetting_finds_a_message_that_was_stored_again(llm: Llama, store: KVStore) -> None:
+    """The entry that first held it was evicted; the next turn stored its tokens in another."""
+    cache = MessageCache(llm, store)
+    messages, results = converse(cache, 1)
+    for entry in store.entries():
+        store.remove(entry.id)
+    messages += [cache.chat(messages, **GREEDY).message, user(QUESTIONS[1])]
+    converse_on = cache.chat(messages, **GREEDY)
+    tokens = llm.input_ids[: llm.n_tokens].copy()
+    assert converse_on.usage.stored_tokens > 0
+    assert cache.forget(results[0].message_id)
+    match = store.find(Identity.of(llm), tokens)
+    assert match is None or match.n_tokens <= results[0].usage.prompt_tokens
+
+
+def test_forgetting_the_answer_of_an_edited_history(llm: Llama, store: KVStore) -> None:
+    """It stands elsewhere in the second history, and its KV there goes too."""
+    cache = MessageCache(llm, store)
+    messages, results = converse(cache, 2)
+    edited = [user("Listen. " + messages[0]["content"]), *messages[1:]]
+    empty(llm)
+    prompt = cache.chat(edited, **GREEDY).usage.prompt_tokens
+    tokens = llm.input_ids[:prompt].copy()
+    assert cache.forget(results[0].message_id)
+    n_before = n_tokens(llm, rendered(edited[:1]))
+    match = store.find(Identity.of(llm), tokens)
+    assert match is None or match.n_tokens <= n_before
+
+
+# --- whose ---
+
+
+def test_tenants_share_nothing(llm: Llama, store: KVStore) -> None:
+    ada, bo = MessageCache(llm, store, tenant="ada"), MessageCache(llm, store, tenant="bo")
+    messages, _ = converse(ada, 2)
+    empty(llm)
+    stranger = bo.chat(messages, **GREEDY)
+    assert (stranger.usage.cached_tokens, stranger.usage.matched_message_id) == (0, None)
+    assert not bo.forget(messages[1]["message_id"])
+    empty(llm)
+    assert ada.chat(messages, **GREEDY).usage.cached_tokens > 0
+
+
+def test_tenants_do_not_share_what_is_live(llm: Llama, store: KVStore) -> None:
+    ada, bo = MessageCache(llm, store, tenant="ada"), MessageCache(llm, store, tenant="bo")
+    for cache in (ada, bo):
+        usage = cache.chat([journal()], **GREEDY).usage
+        assert (usage.source, usage.cached_tokens) == ("none", 0)
+    assert bo.chat([journal()], **GREEDY).usage.cached_tokens > 0
+
+
+def test_what_others_left_live_is_not_gone_on_from(llm: Llama, store: KVStore) -> None:
+    cache = MessageCache(llm, store)
+    cache.chat([user("Listen.")], **GREEDY)
+    llm.create_chat_completion([journal()], **GREEDY)  # type: ignore[arg-type]
+    assert cache.chat([journal()], **GREEDY).usage.cached_tokens < 5  # <bos><|user|> and the like
+
+
+@pytest.mark.parametrize("how", ["read on", "closed"])
+def test_an_answer_that_was_overtaken_stores_nothing_of_the_other(
+    how: str, llm: Llama, store: KVStore
+) -> None:
+    stream = MessageCache(llm, store, tenant="ada").stream([journal()], **GREEDY)
+    next(stream)
+    MessageCache(llm, store, tenant="bo").chat([user("Listen.")], **GREEDY)
+    tokens = llm.input_ids[: llm.n_tokens].copy()
+    if how == "closed":
+        stream.close()
+    else:
+        with pytest.raises(RuntimeError, match="another answer was begun"):
+            list(stream)
+    assert stream.result is not None
+    assert "another answer was begun" in stream.result.usage.reason
+    match = store.find(Identity.of(llm, tenant="ada"), tokens)
+    assert match is None or match.n_tokens < 5  # <bos><|user|> and the like
+
+
+def test_what_is_live_under_another_window_is_computed_again() -> None:
+    with open_llama("mixed:threshold=128,group=32") as llm, KVStore(None) as store:
+        cache = MessageCache(llm, store)
+        messages, _ = converse(cache, 1)
+        llm.kv.set_window(quantization_threshold=32)
+        result = cache.chat(messages, **GREEDY)
+        assert (result.usage.cached_tokens, result.usage.exact) == (0, True)
+        assert result.content == cold(llm, messages)
+
+
+def test_a_sessions_kv_goes_with_it(llm: Llama, store: KVStore) -> None:
+    messages, _ = converse(MessageCache(llm, store, session="kv-1", tenant="ada"), 3)
+    assert store.remove(session="kv-1", tenant="bo") == 0
+    assert store.remove(session="kv-1", tenant="ada") > 0
+    assert not store.entries()
+    empty(llm)
+    assert MessageCache(llm, store, tenant="ada").chat(messages, **GREEDY).usage.cached_tokens == 0
+
+
+def test_unregistering_a_session_removes_its_kv(llm: Llama, tmp_path: Path) -> None:
+    async def main() -> None:
+        with KVStore(tmp_path, key=lambda: bytes(range(32))) as store:
+            async with ContextCacheManager("sqlite:", store) as manager:
+                kept, gone = [await register(manager, tenant="ada") for _ in range(2)]
+                messages, _ = converse(MessageCache(llm, store, tenant="ada", session=gone.kv_cache_ref), 2)
+                other = [user("Hi")]
+                MessageCache(llm, store, tenant="ada", session=kept.kv_cache_ref).chat(other, **GREEDY)
+                await manager.unregister_session_cache(gone.session_id, tenant="ada")
+            empty(llm)
+            cache = MessageCache(llm, store, tenant="ada")
+            assert cache.chat(messages, **GREEDY).usage.cached_tokens < 5
+            empty(llm)
+            assert cache.chat(other, **GREEDY).usage.source == "ram"
+
+    asyncio.run(main())
+
+
+def test_a_session_that_is_removed_while_it_answers_stays_removed(llm: Llama, store: KVStore) -> None:
+    async def main() -> None:
+        manager = ContextCacheManager("sqlite:", store)
+        gone = await register(manager, tenant="ada")
+        cache = MessageCache(llm, store, tenant="ada", session=gone.kv_cache_ref)
+        stream = cache.stream([journal()], **GREEDY)
+        next(stream)
+        await manager.unregister_session_cache(gone.session_id, tenant="ada")
+        list(stream)
+        await manager.close()
+        assert stream.result is not None
+        assert stream.result.content == "I have noted that."
+        assert stream.result.usage.stored_tokens == 0
+        assert stream.result.usage.reason
+        assert not store.entries()
+
+    asyncio.run(main())
+
+
+async def register(manager: ContextCacheManager, tenant: str) -> CacheSessionMetadata:
+    request = CreateContextCacheRequest(model="recall-5m", messages=[journal()])
+    answer = await manager.register_session_cache(request, tenant=tenant)
+    assert isinstance(answer, CreateCacheResponse)
+    metadata = await manager.get_session_metadata(answer.session_id, tenant=tenant)
+    assert metadata is not None
+    return metadata
+
+
+# --- others at the same Llama, and stores that fail ---
+
+
+def test_others_may_use_the_llama_in_between(llm: Llama, cache: MessageCache) -> None:
+    messages, _ = converse(cache, 2)
+    right = cache.chat(messages, **GREEDY)
+    llm.create_chat_completion(make_recall(61_003, 20).messages, **GREEDY)  # type: ignore[arg-type]
+    again = cache.chat(messages, **GREEDY)
+    assert again.content == right.content
+    assert again.usage.source == "ram"
+    llm.reset()
+    assert cache.chat(messages, **GREEDY).content == right.content
+
+
+def test_a_damaged_store_costs_time_only(tmp_path: Path) -> None:
+    with open_llama() as llm, KVStore(tmp_path, max_ram_bytes=0) as store:
+        cache = MessageCache(llm, store)
+        messages, _ = converse(cache, 2)
+        right = cache.chat(messages, **GREEDY)
+        for path in tmp_path.rglob("*.safetensors"):
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+        empty(llm)
+        result = cache.chat(messages, **GREEDY)
+        assert result.usage.cached_tokens == 0
+        assert "damaged" in result.usage.reason
+        assert result.content == right.content
+
+
+def test_a_message_index_that_fails_is_said_and_answered(llm: Llama, store: KVStore, tmp_path: Path) -> None:
+    cache = MessageCache(llm, store, index=tmp_path / "messages")
+    messages, _ = converse(cache, 1)
+    with sqlite3.connect(tmp_path / "messages") as db:
+        db.execute("DROP TABLE messages")
+    result = cache.chat(messages, **GREEDY)
+    assert result.content
+    assert result.usage.cached_tokens > 0
+    assert "message index" in result.usage.reason
+
+
+def test_what_cannot_be_stored_is_said_and_answered(llm: Llama) -> None:
+    with KVStore(None, max_ram_bytes=1000) as store:
+        result = MessageCache(llm, store).chat([journal()], **GREEDY)
+    assert result.content == "I have noted that."
+    assert result.usage.stored_tokens == 0
+    assert result.usage.reason
+
+
+def test_exact_only_leaves_out_what_is_not(llm: Llama, store: KVStore) -> None:
+    """A mixed cache that is cut lacks recent F16 rows: allowed and said so, or left out."""
+    messages, _ = converse(MessageCache(llm, store), 1)
+    strict = MessageCache(llm, store, exact_only=True)
+    edited = [user(messages[0]["content"][:-200])]
+    assert strict.chat(edited, **GREEDY).usage.cached_tokens == 0
+    converse(MessageCache(llm, store), 1)
+    loose = MessageCache(llm, store)
+    shorter = [user(messages[0]["content"][:-400])]
+    cut = loose.chat(shorter, **GREEDY)
+    assert cut.usage.cached_tokens > 150
+    assert not cut.usage.exact
+    behind = loose.chat([*shorter, cut.message, user(QUESTIONS[0])], **GREEDY).usage
+    assert (behind.source, behind.exact) == ("live", False)
+    following = strict.chat(messages, **GREEDY).usage
+    assert following.exact
+    assert following.evaluated_tokens < 20
+
+
+# --- bad input ---
+
+_BAD_MESSAGES: list[tuple[Any, str]] = [
+    ([], "messages"),
+    ("Hi", "messages"),
+    ({"role": "user", "content": "Hi"}, "messages"),
+    (["Hi"], r"messages\[0\]"),
+    ([{"content": "Hi"}], r"messages\[0\]"),
+    ([user("Hi"), {"role": "user", "content": 7}], r"messages\[1\]\.content"),
+    ([user("Hi", message_id="../x")], r"messages\[0\]\.message_id"),
+    ([user("Hi", message_id="")], r"messages\[0\]\.message_id"),
+    ([user("Hi", message_id="a\0b")], r"messages\[0\]\.message_id"),
+    ([user("Hi", message_id="a" * 10_000_000)], r"messages\[0\]\.message_id"),
+    ([{**user("Hi"), "message_id": 7}], r"messages\[0\]\.message_id"),
+]
+
+
+@pytest.mark.parametrize(("messages", "message"), _BAD_MESSAGES)
+def test_bad_messages(cache: MessageCache, messages: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        cache.chat(messages, **GREEDY)
+    assert len(str(error.value)) < 500
+
+
+def test_bad_values(llm: Llama, store: KVStore, cache: MessageCache, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="message_id"):
+        cache.chat([journal()], message_id="a/b")
+    with pytest.raises(ValueError, match="message_id"):
+        cache.forget("")
+    with pytest.raises(ValueError, match="call chat or stream"):
+        cache.chat([journal()], stream=True)
+    with pytest.raises(ValueError, match="session"):
+        MessageCache(llm, store, session="../x")
+    with pytest.raises(ValueError, match="tenant"):
+        MessageCache(llm, store, tenant="a/b")
+    (tmp_path / "text").write_text("no database" * 1000)
+    with pytest.raises(ValueError, match="not a message index"):
+        MessageCache(llm, store, index=tmp_path / "text")
+    with sqlite3.connect(tmp_path / "newer") as db:
+        db.execute("PRAGMA user_version = 99")
+    with pytest.raises(ValueError, match="upgrade mixedkv"):
+        MessageCache(llm, store, index=tmp_path / "newer")
+    with pytest.raises(OSError, match="cannot be opened"):
+        MessageCache(llm, store, index=tmp_path / "no" / "folder")
+
+
+def test_sliding_windows_are_cut_where_they_are_whole(zoo_path: Callable[[str], Path]) -> None:
+    """Layers with a sliding window have let go of rows that a shorter prompt needs."""
+    options = {"kv": "f16", "n_ctx": 512, "n_ubatch": 32, "chat_format": "chatml", "verbose": False}
+    long, few = "ab cd " * 50, {**GREEDY, "max_tokens": 4}
+    with Llama(zoo_path("gemma2"), swa_full=False, **options) as llm:
+        for text in (long + "x", long[:30] + "x", long + "y", long[:200]):
+            with KVStore(None) as store:
+                cache = MessageCache(llm, store)
+                cache.chat([user(long)], **few)
+                shared = cache.chat([user(text)], **few)
+            empty(llm)
+            with KVStore(None) as store:
+                assert MessageCache(llm, store).chat([user(text)], **few).content == shared.content
+
+
+def test_models_that_do_not_keep_rows_are_refused(zoo_path: Callable[[str], Path], store: KVStore) -> None:
+    with (
+        Llama(zoo_path("mamba"), kv="f16", n_ctx=256, verbose=False) as llm,
+        pytest.raises(UnsupportedModelError, match="recurrent"),
+    ):
+        MessageCache(llm, store)
+
+
+def test_numbers_of_the_prompt_are_those_of_the_cache(llm: Llama, cache: MessageCache) -> None:
+    """input_ids and the cache agree after a restore, or the next call would continue something else."""
+    messages, _ = converse(cache, 2)
+    empty(llm)
+    cache.chat(messages, **GREEDY)
+    (sequence,) = llm.kv.stats().sequences
+    assert sequence.pos_max + 1 == llm.n_tokens
+    expected = llm.tokenize(rendered(messages).encode(), add_bos=False, special=True)
+    assert np.array_equal(llm.input_ids[: len(expected)], expected)

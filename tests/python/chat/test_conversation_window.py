@@ -1,0 +1,244 @@
+"""A conversation longer than its context goes on, and what is left of it is not taken for a plain prompt."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mixedkv import Llama
+from mixedkv.bundled import model_path
+from mixedkv.bundled.corpus import make_recall
+from mixedkv.chat import ChatResult, MessageCache
+from mixedkv.chat.reuse import reuse_prefix
+from mixedkv.chat.window import Window, can_shift, drop_tokens
+from mixedkv.errors import UnsupportedModelError
+from mixedkv.store import Identity, KVStore
+from support.conversation_support import Message, empty, user
+
+SIZE, SINKS = 448, 8
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 16}
+
+
+@pytest.fixture(scope="module", params=["mixed", "f16"])
+def shared(request: pytest.FixtureRequest) -> Iterator[Llama]:
+    options = {"n_ctx": SIZE, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
+    with Llama(model_path(), kv=request.param, **options) as llm:
+        yield llm
+
+
+def note(i: int, n_sentences: int = 4) -> Message:
+    return user(" ".join(make_recall(62_000 + i, n_sentences).journal))
+
+
+def converse(
+    cache: MessageCache, n_turns: int, messages: list[Message]
+) -> list[tuple[list[Message], ChatResult]]:
+    turns = []
+    for i in range(n_turns):
+        messages.append(note(i))
+        result = cache.chat(messages, **GREEDY)
+        turns.append((list(messages), result))
+        messages.append(result.message)
+    return turns
+
+
+def n_tokens(llm: Llama, messages: list[Message]) -> int:
+    text = "".join(f"<|{m['role']}|>{m['content']}<|end|>" for m in messages) + "<|assistant|>"
+    return len(llm.tokenize(text.encode(), add_bos=False, special=True))
+
+
+# --- dropping ---
+
+
+def test_tokens_in_the_middle_are_dropped_and_the_rest_moves_up(llm: Llama) -> None:
+    tokens = llm.tokenize(note(0, 20)["content"].encode())
+    llm.eval(tokens)
+    values = llm.kv.layer(3).v()
+    drop_tokens(llm, 0, 8, 40)
+    kept = [*range(8), *range(40, len(tokens))]
+    assert llm.input_ids[: llm.n_tokens].tolist() == [tokens[i] for i in kept]
+    llm.eval([tokens[0]])
+    assert llm.kv.layer(3).positions().tolist() == list(range(len(kept) + 1))
+    hot = llm.kv.layer(3).hot()[:-1]
+    same = llm.kv.layer(3).v()[:-1]  # V does not turn with the position
+    still = hot | (llm.kv.stats().kv == "f16")
+    assert still.any()
+    assert np.array_equal(same[still], values[kept][still])
+
+
+@pytest.mark.parametrize(("begin", "end"), [(-1, 4), (4, 4), (5, 4)])
+def test_ranges_that_are_none(llm: Llama, begin: int, end: int) -> None:
+    with pytest.raises(ValueError, match="no range"):
+        drop_tokens(llm, 0, begin, end)
+
+
+# --- long chats ---
+
+
+def test_a_long_chat_goes_on(llm: Llama, store: KVStore, caplog: pytest.LogCaptureFixture) -> None:
+    cache = MessageCache(llm, store, attention_sink_tokens=SINKS)
+    messages: list[Message] = []
+    with caplog.at_level(logging.WARNING, "mixedkv.chat"):
+        turns = converse(cache, 14, messages)
+    usages = [result.usage for _, result in turns]
+    assert usages[-1].prompt_tokens > SIZE + 200
+    assert llm.n_tokens <= SIZE
+    for (asked, _), usage in list(zip(turns, usages, strict=True))[1:]:
+        assert usage.prompt_tokens == n_tokens(llm, asked)
+        assert usage.evaluated_tokens <= n_tokens(llm, asked[-1:]) + 2
+        assert usage.cached_tokens + usage.evaluated_tokens == usage.prompt_tokens
+        assert usage.exact == (usage.dropped_tokens == 0)
+    dropped = [usage.dropped_tokens for usage in usages]
+    assert dropped[0] == 0
+    assert dropped == sorted(dropped)
+    quarter = (SIZE - SINKS) // 4
+    assert dropped[-1] % quarter == 0
+    records = [record for record in caplog.records if "is full" in record.message]
+    assert len(records) == dropped[-1] // quarter
+    assert all(word not in caplog.text for word in messages[0]["content"].split() if len(word) > 5)
+
+
+def test_what_is_recent_is_still_known(llm: Llama, store: KVStore) -> None:
+    cache = MessageCache(llm, store, attention_sink_tokens=SINKS)
+    messages: list[Message] = []
+    converse(cache, 10, messages)
+    recall = make_recall(62_100, 6)
+    last = recall.messages
+    messages += [last[0]]
+    messages += [cache.chat(messages, **GREEDY).message, last[2]]
+    result = cache.chat(messages, **GREEDY)
+    assert result.usage.dropped_tokens > 0
+    assert result.content == recall.fact.answer
+
+
+def test_a_shifted_sequence_is_stored_and_reused_as_nothing_else(llm: Llama, store: KVStore) -> None:
+    cache = MessageCache(llm, store, attention_sink_tokens=SINKS)
+    turns = converse(cache, 12, [])
+    first = next(i for i, (_, result) in enumerate(turns) if result.usage.dropped_tokens)
+    assert all(result.usage.stored_tokens == 0 for _, result in turns[first + 1 :])
+    assert max(entry.p1 for entry in store.entries()) <= SIZE
+    held = llm.input_ids[: llm.n_tokens].tolist()
+    assert llm.kv.exact_tokens == SINKS
+    store.save(llm)
+    match = store.find(Identity.of(llm), held)
+    assert match is None or match.n_tokens <= SINKS
+    # Read as a plain prompt, only the first tokens of it are what they seem.
+    window = Window(llm, SINKS)
+    assert window.dropped > 0
+    with KVStore(None) as other:
+        assert reuse_prefix(llm, window, other, Identity.of(llm), held).n_tokens <= SINKS
+    assert window.dropped == 0
+
+
+def test_two_caches_on_one_llama_know_of_the_shift(llm: Llama, store: KVStore) -> None:
+    """The second goes on with a prompt that reads like what the first has left."""
+    converse(MessageCache(llm, store, attention_sink_tokens=SINKS), 12, [])
+    with KVStore(None) as other:
+        second = MessageCache(llm, other)
+        short = [note(50)]
+        answer = second.chat(short, **GREEDY)
+        assert answer.usage.cached_tokens <= SINKS
+        empty(llm)
+        with KVStore(None) as third:
+            assert MessageCache(llm, third).chat(short, **GREEDY).content == answer.content
+
+
+def test_another_tenant_does_not_go_on_with_a_shifted_sequence(llm: Llama, store: KVStore) -> None:
+    messages: list[Message] = []
+    converse(MessageCache(llm, store, tenant="ada", attention_sink_tokens=SINKS), 12, messages)
+    messages.append(note(90))
+    cache = MessageCache(llm, store, tenant="bo", attention_sink_tokens=SINKS)
+    assert cache.chat(messages, **GREEDY).usage.cached_tokens == 0
+
+
+def test_a_long_chat_in_another_process_begins_with_what_fits(llm: Llama, store: KVStore) -> None:
+    messages: list[Message] = []
+    converse(MessageCache(llm, store, attention_sink_tokens=SINKS), 16, messages)
+    empty(llm)
+    with KVStore(None) as other:
+        cache = MessageCache(llm, other, attention_sink_tokens=SINKS)
+        messages.append(note(90))
+        usage = cache.chat(messages, **GREEDY).usage
+        budget = Window(llm, SINKS).budget
+        assert usage.evaluated_tokens == budget < SIZE
+        assert usage.dropped_tokens >= usage.prompt_tokens - budget
+        assert not usage.exact
+        assert not other.entries()
+        # from here on it goes on as any other
+        messages += [{"role": "assistant", "content": "I have noted that."}, note(91)]
+        assert cache.chat(messages, **GREEDY).usage.evaluated_tokens < 0.3 * budget
+
+
+def test_a_message_longer_than_the_context(llm: Llama, store: KVStore) -> None:
+    cache = MessageCache(llm, store, attention_sink_tokens=SINKS)
+    messages = [note(0)]
+    messages += [cache.chat(messages, **GREEDY).message, note(1, 120)]
+    result = cache.chat(messages, **GREEDY)
+    assert result.usage.prompt_tokens > 2 * SIZE
+    assert result.usage.evaluated_tokens <= SIZE
+    assert result.content == "I have noted that."
+
+
+def test_generation_goes_on_beyond_the_context(
+    llm: Llama, store: KVStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = MessageCache(llm, store, attention_sink_tokens=SINKS)
+    on = {"temperature": 0.0, "logit_bias": {str(llm.token_eos()): -1e9}}
+    with caplog.at_level(logging.WARNING, "mixedkv.chat"):
+        result = cache.chat([note(0)], max_tokens=SIZE + 50, **on)
+    assert result.finish_reason == "length"
+    assert result.usage.completion_tokens == SIZE + 50
+    assert result.usage.dropped_tokens > 0
+    assert "is full" in caplog.text
+    n = result.usage.prompt_tokens  # the plain prefix, stored before anything was dropped
+    assert sorted((entry.p0, entry.p1) for entry in store.entries()) == [(0, n), (n, SIZE)]
+    following = cache.chat([note(0), result.message, note(1)], **GREEDY)
+    assert following.usage.evaluated_tokens < SIZE
+
+
+def test_without_max_tokens_generation_ends(llm: Llama, store: KVStore) -> None:
+    on = {"temperature": 0.0, "logit_bias": {str(llm.token_eos()): -1e9}}
+    result = MessageCache(llm, store).chat([note(0)], **on)
+    assert result.usage.prompt_tokens + result.usage.completion_tokens == SIZE
+
+
+# --- where nothing can be dropped ---
+
+
+def test_without_sinks_a_long_prompt_is_refused(llm: Llama, store: KVStore) -> None:
+    cache = MessageCache(llm, store, attention_sink_tokens=None)
+    with pytest.raises(ValueError, match="exceed context window"):
+        cache.chat([note(0, 60)], **GREEDY)
+    on = {"temperature": 0.0, "logit_bias": {str(llm.token_eos()): -1e9}}
+    result = cache.chat([note(0)], max_tokens=10_000, **on)
+    assert result.usage.prompt_tokens + result.usage.completion_tokens == SIZE
+    assert result.usage.dropped_tokens == 0
+
+
+def test_memories_that_cannot_shift_say_so(zoo_path: Callable[[str], Path], store: KVStore) -> None:
+    options = {"kv": "f16", "n_ctx": 512, "n_ubatch": 64, "chat_format": "chatml", "verbose": False}
+    messages = [user("ab " * 300)]
+    with Llama(zoo_path("gemma2"), swa_full=False, **options) as llm:
+        assert not can_shift(llm)
+        with pytest.raises(UnsupportedModelError, match="swa_full=True"):
+            MessageCache(llm, store).chat(messages, **GREEDY)
+    with Llama(zoo_path("gemma2"), swa_full=True, **options) as llm:
+        assert can_shift(llm)
+        assert MessageCache(llm, store).chat(messages, **GREEDY).usage.dropped_tokens > 0
+
+
+@pytest.mark.parametrize("sinks", [-1, SIZE, 10**12])
+def test_bad_numbers_of_sinks(llm: Llama, store: KVStore, sinks: int) -> None:
+    with pytest.raises(ValueError, match=f"attention_sink_tokens={sinks}: use 0 to {SIZE // 2}"):
+        MessageCache(llm, store, attention_sink_tokens=sinks)
+
+
+@pytest.mark.parametrize("sinks", [True, 1.5, "4"])
+def test_sinks_that_are_no_number(llm: Llama, store: KVStore, sinks: Any) -> None:
+    with pytest.raises(TypeError, match="attention_sink_tokens"):
+        MessageCache(llm, store, attention_sink_tokens=sinks)

@@ -1,0 +1,183 @@
+"""The command line: stdout has the text and nothing else, stderr one line, exit codes say what went wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mixedkv import Llama, __version__
+from mixedkv.bundled import model_path
+from mixedkv.bundled.corpus import make_recall
+from mixedkv.config import parse_kv
+from mixedkv.kv.stats import format_saving
+from mixedkv.model.footprint import footprint, model_shape
+from mixedkv.model.gguf_file import read_model_file
+
+RECALL = make_recall(seed=53_001, n_sentences=12)  # one that the model answers with an F16 cache
+COMMAND = [sys.executable, "-m", "mixedkv"]
+ENDLESS = ["run", "-p", RECALL.text, "-n", "4000", "--n-ctx", "8192"]
+SUMMARY = re.compile(
+    r"prompt (\d+|-), text (\d+|-) tok/s; cache [\d.]+ [KMG]iB, [\d.]+ bits/element, \d+% (below|above) F16"
+)
+
+
+def run(*args: str | Path, stdin: str = "", code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [*COMMAND, *map(str, args)], input=stdin, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def test_run_answers_from_the_bundled_journal() -> None:
+    done = run("run")
+    assert re.fullmatch(r"[A-Z][^\n]*\.\n", done.stdout)
+    (summary,) = done.stderr.splitlines()
+    assert SUMMARY.fullmatch(summary)
+    assert len(summary) <= 80
+
+
+@pytest.mark.parametrize("kv", ["mixed", "f16", "q8_0"])
+def test_run_is_the_same_for_each_cache(kv: str) -> None:
+    done = run("run", "-p", RECALL.prompt, "--kv", kv, "-n", 40, "--n-ctx", 512)
+    assert done.stdout == RECALL.fact.answer + "\n"
+
+
+def test_run_reports_the_cache() -> None:
+    done = run("run", "-p", "Mira", "--kv", "mixed:threshold=64", "-n", 4, "--n-ctx", 512)
+    with Llama(model_path(), kv="mixed:threshold=64", n_ctx=512, verbose=False) as llm:
+        stats = llm.kv.stats()
+    assert f"{stats.bits_per_element:.2f} bits/element, {format_saving(stats.saving)}" in done.stderr
+
+
+def test_run_with_the_chat_template(tmp_path: Path) -> None:
+    question = " ".join(RECALL.journal) + " " + RECALL.fact.question
+    (tmp_path / "prompt.txt").write_text(question)
+    answers = [
+        run("run", "--chat", "-n", 40, "-p", question).stdout,
+        run("run", "--chat", "-n", 40, "-f", tmp_path / "prompt.txt").stdout,
+        run("run", "--chat", "-n", 40, "-f", "-", stdin=question).stdout,
+    ]
+    assert answers[0] == answers[1] == answers[2] != "\n"
+
+
+def test_run_with_another_model_and_a_seed(tmp_path: Path) -> None:
+    (tmp_path / "other.gguf").symlink_to(model_path())
+    sampled = ["run", "-m", tmp_path / "other.gguf", "-p", "On Monday", "--temp", "1", "-n", 20]
+    first, second = run(*sampled, "--seed", 0).stdout, run(*sampled, "--seed", 0).stdout
+    assert first == second != "\n"
+    assert run(*sampled, "--seed", 1).stdout != first
+
+
+def test_run_shows_the_log_only_when_asked() -> None:
+    assert "llama_model_loader" in run("run", "-p", "Mira", "-n", 2, "--n-ctx", 256, "--verbose").stderr
+
+
+# --- info ---
+
+
+def test_info_fits_80_columns() -> None:
+    lines = run("info").stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(line.split()[:1] == ["mixed:compact"] for line in lines)
+    assert any("by formula" in line for line in lines)
+
+
+def test_info_as_json() -> None:
+    report = json.loads(run("info", "--json", "--n-ctx", 4096).stdout)
+    assert report["n_ctx"] == 4096
+    assert report["computed_by"] == "formula"
+    model = report["model"]
+    assert (model["architecture"], model["n_layer"], model["n_ctx_train"]) == ("llama", 6, 8192)
+    assert model["layers"][5] == {"il": 5, "n_head_kv": 2, "head_size_k": 64, "head_size_v": 64}
+    bits = {cache["kv"]: cache["bits_per_element"] for cache in report["caches"]}
+    assert (bits["f16"], bits["q8_0"], bits["q4_0"]) == (16, 8.5, 4.5)
+    assert bits["mixed:compact"] == pytest.approx(4.5 + 16 * 36 / 4096, abs=1e-3)
+
+
+@pytest.mark.parametrize("kv", ["f16", "q8_0", "mixed", "mixed:threshold=256,group=32", "mixed:cold_k=q8_0"])
+@pytest.mark.parametrize("name", ["llama-64", "llama-128", "gemma2", "lfm2", "refact"])
+def test_the_formula_is_what_is_allocated(zoo_path, name: str, kv: str) -> None:
+    path = zoo_path(name)
+    said = footprint(model_shape(read_model_file(path)), parse_kv(kv), 2048)
+    with Llama(path, kv=kv, n_ctx=2048, verbose=False) as llm:
+        stats = llm.kv.stats()
+    assert stats.n_elements == said.n_elements
+    assert stats.bytes_total == pytest.approx(said.bytes, rel=0.05)
+
+
+# --- what goes wrong ---
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["walk"], "invalid choice: 'walk'"),
+        (["run", "-m", "none.gguf", "-p", "x"], "none.gguf: No such file or directory"),
+        (["run", "-m", __file__, "-p", "x"], "no GGUF file"),
+        (["info", "-m", __file__], "no GGUF file"),
+        (["run", "-m", str(model_path())], "add -p TEXT or -f FILE"),
+        (["run", "-p", ""], "the prompt is empty"),
+        (["run", "-p", "x", "-f", "y"], "not allowed with"),
+        (["run", "-f", "none.txt"], "none.txt: No such file or directory"),
+        (["run", "--kv", "mixed:threshold=8"], "quantization_threshold=8 is smaller than group_size=16"),
+        (["run", "--kv", "q3_k"], "kv='q3_k' names no cache"),
+        (["run", "--n-ctx", "16"], "n_ctx=16"),
+        (["run", "--n-ctx", "0"], "'0' is not a positive whole number"),
+        (["run", "-n", "many"], "'many' is not a positive whole number"),
+        (["run", "--temp", "-1"], "'-1' is not a temperature"),
+        (["run", "-p", "word " * 600, "--n-ctx", "256"], "exceed context window of 256"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(args: list[str], message: str) -> None:
+    done = run(*args, code=2)
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("mixedkv: error: ")
+    assert message in line
+
+
+@pytest.mark.parametrize("name", ["llama-48", "deepseek2", "mamba", "bert"])
+def test_unsupported_models_are_one_line_too(zoo_path, name: str) -> None:
+    (line,) = run("run", "-m", zoo_path(name), "-p", "x", code=2).stderr.splitlines()
+    assert line.startswith("mixedkv: error: ")
+    assert "'f16'" in line
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_ctrl_c() -> None:
+    with subprocess.Popen([*COMMAND, *ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"Traceback" not in errors
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX pipes")
+def test_a_closed_pipe_ends_quietly() -> None:
+    with subprocess.Popen([*COMMAND, *ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(1)
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert (process.wait(60), errors) == (0, b"")
+
+
+def test_version() -> None:
+    assert run("--version").stdout.startswith(f"mixedkv {__version__} (llama.cpp ")
+
+
+def test_help_shows_each_cache() -> None:
+    text = run("run", "--help").stdout
+    assert "mixed:cold_k=q8_0,cold_v=q4_0,threshold=256,group=32,sinks=4" in " ".join(text.split())

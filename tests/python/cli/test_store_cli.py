@@ -1,0 +1,111 @@
+"""`mixedkv cache`: what is stored, and looking after it, from the command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mixedkv.store import KVStore
+from support.store_support import identity, make_block, put_chain
+
+WHO = identity()
+TOKENS = list(range(100))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with KVStore(tmp_path / "kv") as store:
+        put_chain(store, WHO, TOKENS, [40, 77])
+        store.put(WHO, make_block([7, *TOKENS]), session="chat")
+    return tmp_path / "kv"
+
+
+def cache(*args: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mixedkv", "cache", *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def ids(folder: Path) -> list[str]:
+    with KVStore(folder) as store:
+        return [entry.id for entry in store.entries()]
+
+
+def test_ls(folder: Path) -> None:
+    lines = cache("ls", "--store", folder).stdout.splitlines()
+    assert lines[0].split() == ["id", "tokens", "size", "used", "model", "and", "cache"]
+    assert [line.split()[0] for line in lines[1:4]] == [entry[:12] for entry in ids(folder)]
+    assert {" ".join(line.split()[1:4]) for line in lines[1:4]} == {"0 to 40", "40 to 77", "0 to 101"}
+    assert all(line.endswith("a.gguf f16") for line in lines[1:4])
+    assert lines[4].startswith("3 entries, ")
+    assert max(map(len, lines)) <= 80
+
+
+def test_rm(folder: Path) -> None:
+    assert cache("rm", "--store", folder, "--session", "chat").stdout == "1 entries removed\n"
+    last = next(iter(ids(folder)))
+    assert cache("rm", "--store", folder, last[:12]).stdout == "1 entries removed\n"
+    assert len(ids(folder)) == 1
+    assert cache("rm", "--store", folder, "--all").stdout == "1 entries removed\n"
+    assert cache("ls", "--store", folder).stdout == "0 entries, 0 B\n"
+
+
+def test_verify(folder: Path) -> None:
+    assert cache("verify", "--store", folder).stdout == "3 entries whole, 0 damaged and removed\n"
+    path = sorted(folder.rglob("*.safetensors"), key=lambda path: path.stat().st_size)[0]
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    lines = cache("verify", "--store", folder).stdout.splitlines()
+    assert lines[0] == f"{path.name[:12]}  damaged: its checksum does not match"
+    assert lines[1] == "2 entries whole, 1 damaged and removed"
+
+
+def test_gc(folder: Path) -> None:
+    (folder / "v1" / "entries" / ("a" * 32 + ".tmp")).write_bytes(b"x")
+    (folder / "v1" / "entries" / ("b" * 32 + ".safetensors")).write_bytes(b"x")
+    lines = cache("gc", "--store", folder).stdout.splitlines()
+    assert lines[0] == "1 unfinished files, 1 files without an entry,"
+    assert lines[1] == "0 entries without a file, 0 over the size: removed"
+    assert lines[2].startswith("3 entries, ")
+    assert "3 over the size" in cache("gc", "--store", folder, "--max-gb", "0").stdout
+
+
+def test_an_encrypted_store(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text((b"k" * 32).hex())
+    (tmp_path / "key").chmod(0o600)
+    with KVStore(tmp_path / "kv", key=lambda: b"k" * 32) as store:
+        store.put(WHO, make_block(TOKENS))
+    assert "1 encrypted (*)" in cache("ls", "--store", tmp_path / "kv").stdout
+    without = cache("verify", "--store", tmp_path / "kv").stdout
+    assert "1 not checked: encrypted with another key, or with none; see --key" in without
+    with_key = cache("verify", "--store", tmp_path / "kv", "--key", f"file:{tmp_path / 'key'}").stdout
+    assert with_key == "1 entries whole, 0 damaged and removed\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "the following arguments are required: ACTION"),
+        (["ls"], "the following arguments are required: --store"),
+        (["ls", "--store", "none"], "none holds no store of this version"),
+        (["rm", "--store", "{}"], "give ids, --session NAME or --all"),
+        (["rm", "--store", "{}", "--all", "abc"], "give ids, --session NAME or --all"),
+        (["rm", "--store", "{}", "xyz"], "'xyz' begins the id of no entries"),
+        (["rm", "--store", "{}", ""], "'' begins the id of 3 entries"),
+        (["rm", "--store", "{}", "--session", "../x"], "it looks like a path"),
+        (["verify", "--store", "{}", "--key", "k"], "use env:NAME or file:PATH"),
+        (["verify", "--store", "{}", "--key", "env:NO_SUCH"], "NO_SUCH is not set"),
+        (["gc", "--store", "{}", "--max-gb", "-1"], "'-1' is not a size in GB"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(folder: Path, args: list[str], message: str) -> None:
+    done = cache(*(folder if arg == "{}" else arg for arg in args), code=2)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("mixedkv: error: ")
+    assert message in line
+    assert len(ids(folder)) == 3

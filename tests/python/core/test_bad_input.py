@@ -1,0 +1,327 @@
+"""Bad input to `Llama`: each kind gives one clear exception, and nothing half-made is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import struct
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mixedkv import Llama, MixedKVConfig, _core
+from mixedkv.bundled import model_path
+from mixedkv.errors import InvalidModelFileError, UnsupportedModelError
+from mixedkv.model.gguf_file import read_model_file
+from support import zoo
+
+TINY = {"n_ctx": 256, "verbose": False}
+
+
+# --- files ---
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"none\.gguf"):
+        Llama(tmp_path / "none.gguf")
+
+
+def test_directory(tmp_path: Path) -> None:
+    with pytest.raises(InvalidModelFileError, match="is a directory"):
+        Llama(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_pipe_does_not_hang(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InvalidModelFileError, match="not a regular file"):
+        Llama(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "it is empty"),
+        (b"PK\x03\x04 a zip file", r"no GGUF file: it starts with b'PK"),
+        (b"GG", r"no GGUF file: it starts with b'GG'"),
+        (b"GGUF", "truncated"),
+        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "GGUF version 1"),
+        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "little-endian"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0), "claims 0 keys and 1152921504606846976 tensors"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 60), "claims 1152921504606846976 keys"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1 << 60), "claims a name or text of 1152921504606846976"),
+    ],
+)
+def test_not_a_model(tmp_path: Path, data: bytes, message: str) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(data)
+    with pytest.raises(InvalidModelFileError, match=message) as error:
+        Llama(path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "n", "message"),
+    [
+        (gguf.GGUFValueType.UINT8, 1 << 62, "truncated"),
+        (gguf.GGUFValueType.STRING, 1 << 62, "claims 4611686018427387904 strings"),
+        (gguf.GGUFValueType.STRING, 1 << 20, "truncated"),
+        (gguf.GGUFValueType.ARRAY, 1, "array of the unknown type 9"),
+        (77, 1, "array of the unknown type 77"),
+    ],
+)
+def test_hostile_arrays(tmp_path: Path, kind: int, n: int, message: str) -> None:
+    path = tmp_path / "bad.gguf"
+    header = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q1sI", 1, b"a", 9)
+    path.write_bytes(header + struct.pack("<IQ", kind, n) + b"\0" * 64)
+    with pytest.raises(InvalidModelFileError, match=message):
+        Llama(path)
+
+
+@pytest.mark.parametrize("share", [0.001, 0.3, 0.9, 0.9999])
+def test_truncated_file(tmp_path: Path, share: float) -> None:
+    data = model_path().read_bytes()
+    path = tmp_path / "short.gguf"
+    path.write_bytes(data[: int(share * len(data))])
+    with pytest.raises(InvalidModelFileError, match=r"short\.gguf cannot be loaded: it is truncated"):
+        Llama(path)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damaged_headers_are_an_error_or_a_header(tmp_path: Path, data: st.DataObject) -> None:
+    """Whatever a few wrong bytes claim, reading ends with a header or with the error."""
+    whole = bytearray(model_path().read_bytes()[:32768])
+    for _ in range(data.draw(st.integers(1, 4))):
+        whole[data.draw(st.integers(4, 2000))] = data.draw(st.integers(0, 255))
+    path = tmp_path / "damaged.gguf"
+    with path.open("wb") as file:
+        file.write(whole)
+        file.truncate(model_path().stat().st_size)
+    with contextlib.suppress(InvalidModelFileError):
+        assert read_model_file(path).n_tensors <= 1 << 20
+
+
+def test_unknown_architecture(tmp_path: Path) -> None:
+    path = tmp_path / "odd.gguf"
+    writer = gguf.GGUFWriter(path, "abacus")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(InvalidModelFileError, match=r"llama.cpp refuses it .*abacus"):
+        Llama(path, verbose=False)
+
+
+def split(folder: Path, count: int = 2) -> Path:
+    """A model of two files, as llama.cpp's own tool names them."""
+    model = zoo.make("llama-64")
+    names = sorted(model.tensors)
+    for no in range(count):
+        writer = gguf.GGUFWriter(folder / f"tiny-{no + 1:05d}-of-{count:05d}.gguf", model.shape.arch)
+        if no == 0:
+            zoo._add_tokenizer(writer)
+            for key, value in model.keys.items():
+                zoo._add_key(writer, f"{model.shape.arch}.{key}", value)
+        writer.add_uint16("split.no", no)
+        writer.add_uint16("split.count", count)
+        writer.add_int32("split.tensors.count", len(names))
+        for name in names[no::count]:
+            writer.add_tensor(name, model.tensors[name])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return folder / f"tiny-00001-of-{count:05d}.gguf"
+
+
+def test_split_model_loads(tmp_path: Path) -> None:
+    with Llama(split(tmp_path), **TINY) as llm:
+        assert llm.kv.stats().n_layer == zoo.SHAPES["llama-64"].n_layer
+
+
+def test_split_model_with_a_part_missing(tmp_path: Path) -> None:
+    first = split(tmp_path)
+    (tmp_path / "tiny-00002-of-00002.gguf").unlink()
+    with pytest.raises(InvalidModelFileError, match=r"2 parts, but tiny-00002-of-00002\.gguf is not"):
+        Llama(first)
+
+
+def test_split_model_by_its_second_part(tmp_path: Path) -> None:
+    split(tmp_path)
+    with pytest.raises(InvalidModelFileError, match="give its part 00001"):
+        Llama(tmp_path / "tiny-00002-of-00002.gguf")
+
+
+def test_split_model_under_another_name(tmp_path: Path) -> None:
+    renamed = split(tmp_path).rename(tmp_path / "model.gguf")
+    with pytest.raises(InvalidModelFileError, match="its name must end in -00001-of-00002"):
+        Llama(renamed)
+
+
+def test_split_model_with_a_truncated_part(tmp_path: Path) -> None:
+    first = split(tmp_path)
+    second = tmp_path / "tiny-00002-of-00002.gguf"
+    second.write_bytes(second.read_bytes()[:-5000])
+    with pytest.raises(InvalidModelFileError, match=r"tiny-00002-of-00002.gguf .*truncated"):
+        Llama(first)
+
+
+# --- settings ---
+
+
+@pytest.mark.parametrize("kv", ["mixed:cold=q9_0", "q3_k", "mixed:hot=f16", MixedKVConfig])
+def test_unknown_cache(kv: object) -> None:
+    with pytest.raises((ValueError, TypeError), match=r"q9_0|q3_k|hot|MixedKVConfig"):
+        Llama(model_path(), kv=kv)  # type: ignore[arg-type]
+
+
+def test_threshold_smaller_than_group() -> None:
+    with pytest.raises(ValueError, match="quantization_threshold=8 is smaller than group_size=16"):
+        Llama(model_path(), kv="mixed:threshold=8")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"n_ctx": 512},
+        {"n_ctx": 1024, "n_seq_max": 2},
+    ],
+    ids=["one sequence", "divided"],
+)
+def test_threshold_above_the_context(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"quantization_threshold=600 .*n_ctx=512"):
+        Llama(model_path(), kv="mixed:threshold=600", **options)  # type: ignore[arg-type]
+
+
+def test_threshold_above_the_context_of_the_model() -> None:
+    with pytest.raises(ValueError, match=r"quantization_threshold=9000 .*n_ctx=8192"):
+        Llama(model_path(), kv="mixed:threshold=9000", n_ctx=0)
+
+
+def test_the_window_may_be_the_whole_context() -> None:
+    with Llama(model_path(), kv="mixed:threshold=256,sinks=0", **TINY) as llm:
+        assert llm.kv.quantization_threshold == 256
+
+
+def test_two_ways_to_choose_the_cache() -> None:
+    with pytest.raises(ValueError, match="kv='q8_0' and type_k=8, type_v=None both choose"):
+        Llama(model_path(), kv="q8_0", type_k=8)
+
+
+@pytest.mark.parametrize("kv", ["mixed", "q8_0", "f16/q4_0", "f16:attention=fused"])
+def test_flash_attention_turned_off_where_it_is_needed(kv: str) -> None:
+    with pytest.raises(ValueError, match=f"flash_attn=False does not go with kv='{kv}'"):
+        Llama(model_path(), kv=kv, flash_attn=False)
+
+
+@pytest.mark.parametrize(
+    ("n", "error"), [(0, ValueError), (257, ValueError), (1.5, TypeError), (True, TypeError)]
+)
+def test_number_of_sequences(n: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"n_seq_max={n}"):
+        Llama(model_path(), n_seq_max=n)  # type: ignore[arg-type]
+
+
+# --- models that cannot have the cache ---
+
+
+@pytest.mark.parametrize("kv", ["mixed", "q8_0"])
+def test_head_size_that_does_not_fit_the_block(zoo_path: Callable[[str], Path], kv: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"48.*'f16'"):
+        Llama(zoo_path("llama-48"), kv=kv, **TINY)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("deepseek2", "MLA"), ("mamba", "recurrent"), ("bert", "no KV cache")]
+)
+def test_memory_that_is_no_kv_cache(zoo_path: Callable[[str], Path], name: str, reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"'{name}' .*{reason}.*'f16'"):
+        Llama(zoo_path(name), **TINY)
+
+
+@pytest.mark.parametrize("name", ["mamba", "bert"])
+def test_the_remedy_works(zoo_path: Callable[[str], Path], name: str) -> None:
+    with (
+        Llama(zoo_path(name), kv="f16", embedding=name == "bert", **TINY) as llm,
+        pytest.raises(LookupError, match="no KV cache"),
+    ):
+        llm.kv.stats()
+
+
+# --- nothing is left behind ---
+
+
+def half_made(error: BaseException) -> Llama:
+    """The object whose __init__ raised."""
+    trace = error.__traceback__
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        if isinstance(owner, Llama):
+            return owner
+        trace = trace.tb_next
+    raise LookupError("no Llama in the traceback")
+
+
+def test_a_failed_context_frees_its_model(zoo_path: Callable[[str], Path]) -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        Llama(zoo_path("llama-48"), **TINY)
+    llm = half_made(caught.value)
+    assert llm._model.model is None
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.kv.stats()
+
+
+def test_a_failure_after_the_context_frees_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(**_: object) -> None:
+        raise MemoryError("batch")
+
+    monkeypatch.setattr("llama_cpp._internals.LlamaBatch", out_of_memory)
+    with pytest.raises(MemoryError, match="batch") as caught:
+        Llama(model_path(), **TINY)
+    llm = half_made(caught.value)
+    assert llm._ctx.ctx is None
+    assert llm._model.model is None
+
+
+def test_a_failure_before_the_model_is_quiet(recwarn: pytest.WarningsRecorder) -> None:
+    with pytest.raises(ValueError, match="n_seq_max"):
+        Llama(model_path(), n_seq_max=0)
+    gc.collect()  # __del__ of the half-made object
+    assert [w for w in recwarn if issubclass(w.category, pytest.PytestUnraisableExceptionWarning)] == []
+
+
+def test_a_failed_setting_does_not_reach_the_next_context(zoo_path: Callable[[str], Path]) -> None:
+    """The native setting is taken by the next context on the thread: a failure must withdraw it."""
+    path = zoo_path("llama-64")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("llama_cpp.llama_cpp.llama_model_load_from_file", lambda *_: None)
+        with pytest.raises(InvalidModelFileError):
+            Llama(path, kv="mixed:threshold=128", **TINY)
+    with Llama(path, kv="f16", **TINY) as llm:
+        assert not llm.kv.stats().mixed
+
+
+def test_closed_objects_say_so(zoo_path: Callable[[str], Path]) -> None:
+    llm = Llama(zoo_path("llama-64"), **TINY)
+    view, layer = llm.kv, llm.kv.layer(0)
+    llm.close()
+    llm.close()
+    uses: list[Callable[[], object]] = [view.stats, layer.k, layer.hot, lambda: view.group_size]
+    for use in uses:
+        with pytest.raises(RuntimeError, match="this Llama is closed"):
+            use()
+
+
+def test_a_null_address_is_refused() -> None:
+    functions = [_core.stats, _core.layers, _core.sequences]
+    for function in functions:
+        assert isinstance(function, types.BuiltinFunctionType)
+        with pytest.raises(ValueError, match="closed"):
+            function(0)

@@ -1,0 +1,183 @@
+"""Clients as people have them: the retries and errors of `openai`, and `langchain-openai` end to end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from mixedkv.bundled.corpus import make_recall
+from support.server_support import MODEL, Server, key_file, running
+
+KEY = "a-key-0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running(
+        "--n-ctx", "2048", "--parallel", "1", "--max-queue", "0", "--request-timeout", "20"
+    ) as server:
+        yield server
+
+
+def make_client(server: Server, key: str = "unused", **options: Any) -> tuple[openai.OpenAI, list[int]]:
+    """A client, and the statuses of the answers it gets."""
+    statuses: list[int] = []
+
+    def note(response: httpx.Response) -> None:
+        statuses.append(response.status_code)
+
+    http = httpx.Client(event_hooks={"response": [note]})
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, http_client=http, **options), statuses
+
+
+def long_answer(client: openai.OpenAI, **options: Any) -> Any:
+    options = {"max_tokens": 1500, "extra_body": {"ignore_eos": True, "use_kv_cache": False}, **options}
+    return client.completions.create(model=MODEL, prompt="Once upon a time", **options)
+
+
+def wait_until(server: Server, n_running: int) -> None:
+    end = time.monotonic() + 10
+    while server.stats()["requests"]["running"] != n_running:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def busy(server: Server) -> Iterator[threading.Thread]:
+    """The one place is taken, for a second or so."""
+    server.wait_until_idle()
+    client, _ = make_client(server, max_retries=0)
+    thread = threading.Thread(target=long_answer, args=(client,))
+    thread.start()
+    wait_until(server, 1)
+    yield thread
+    thread.join()
+
+
+def test_a_client_tries_again_when_the_queue_is_full(server: Server, busy: threading.Thread) -> None:
+    client, statuses = make_client(server, max_retries=10)
+    answer = client.completions.create(model=MODEL, prompt="The", max_tokens=2)
+    assert answer.usage.completion_tokens <= 2
+    assert statuses[0] == 429
+    assert statuses[-1] == 200
+    assert not busy.is_alive()
+
+
+def test_a_full_queue_is_a_rate_limit_error(server: Server, busy: threading.Thread) -> None:
+    client, statuses = make_client(server, max_retries=0)
+    with pytest.raises(openai.RateLimitError) as caught:
+        client.completions.create(model=MODEL, prompt="The", max_tokens=2)
+    assert statuses == [429]
+    assert caught.value.code == "queue_full"
+    assert int(caught.value.response.headers["retry-after"]) >= 1
+
+
+def test_a_client_that_gives_up_frees_its_place(server: Server) -> None:
+    client, _ = make_client(server, max_retries=0, timeout=0.3)
+    with pytest.raises(openai.APITimeoutError):
+        long_answer(client)
+    wait_until(server, 0)
+    assert server.wait_until_idle()["recent"][0]["finish_reason"] == "abort"
+
+
+def test_a_stream_that_is_closed_frees_its_place(server: Server) -> None:
+    client, _ = make_client(server, max_retries=0)
+    with long_answer(client, stream=True) as stream:
+        next(iter(stream))
+        assert server.stats()["requests"]["running"] == 1
+    wait_until(server, 0)
+
+
+def test_refusals_are_not_tried_again(server: Server) -> None:
+    client, statuses = make_client(server, max_retries=3)
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model=MODEL, prompt="The", temperature=1000)
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="other", prompt="The")
+    assert statuses == [400, 404]
+
+
+def test_a_request_that_takes_too_long_is_a_server_error() -> None:
+    with running("--n-ctx", "2048", "--parallel", "1", "--request-timeout", "0.2") as server:
+        client, statuses = make_client(server, max_retries=1)
+        with pytest.raises(openai.InternalServerError) as caught:
+            long_answer(client)
+        assert statuses == [504, 504]
+        assert caught.value.code == "timeout"
+        server.wait_until_idle()
+
+
+def test_a_wrong_key_is_an_authentication_error(tmp_path: Path) -> None:
+    with running("--n-ctx", "512", "--api-key-file", str(key_file(tmp_path, f"one:{KEY}"))) as server:
+        client, statuses = make_client(server, "not-" + KEY, max_retries=3)
+        with pytest.raises(openai.AuthenticationError) as caught:
+            client.models.list()
+        assert statuses == [401]
+        assert KEY not in caught.value.message
+        assert [model.id for model in make_client(server, KEY)[0].models.list()] == [MODEL]
+
+
+def test_a_stopped_server_is_a_connection_error() -> None:
+    with running("--n-ctx", "512") as server:
+        client, _ = make_client(server, max_retries=1)
+        client.models.list()
+        server.stop()
+        with pytest.raises(openai.APIConnectionError):
+            client.models.list()
+
+
+def test_langchain_end_to_end(server: Server) -> None:
+    langchain = pytest.importorskip("langchain_openai", reason="needs the package langchain-openai")
+    from langchain_core.messages import AIMessage, HumanMessage
+    from langchain_core.output_parsers import StrOutputParser
+    from langchain_core.prompts import ChatPromptTemplate
+
+    recall = make_recall(50, 20)
+    system, question = (message["content"] for message in (recall.messages[0], recall.messages[-1]))
+    model = langchain.ChatOpenAI(
+        base_url=f"{server.url}/v1", api_key="unused", model=MODEL, temperature=0, max_tokens=60
+    )
+    prompt = ChatPromptTemplate.from_messages([("system", "{system}"), ("user", "{question}")])
+    wanted = {"system": system, "question": question}
+    assert (prompt | model | StrOutputParser()).invoke(wanted) == recall.fact.answer
+
+    chunks = list((prompt | model).stream(wanted))
+    assert "".join(chunk.content for chunk in chunks) == recall.fact.answer
+
+    history = [*prompt.invoke(wanted).to_messages(), AIMessage(recall.fact.answer), HumanMessage("And then?")]
+    usage = model.invoke(history).usage_metadata
+    assert usage["input_tokens"] > usage["input_token_details"]["cache_read"] > 0
+
+    schema = {
+        "title": "place",
+        "type": "object",
+        "properties": {"code": {"type": "integer", "enum": [1, 22]}},
+        "required": ["code"],
+        "additionalProperties": False,
+    }
+    structured = model.with_structured_output(schema, method="json_schema")
+    assert structured.invoke("Which?")["code"] in (1, 22)
+
+
+def test_who_has_no_key_sends_little(tmp_path: Path) -> None:
+    with running("--n-ctx", "512", "--api-key-file", str(key_file(tmp_path, f"one:{KEY}"))) as server:
+        large = {"prompt": "x" * 10_000, "max_tokens": 1}
+        assert server.request("POST", "/v1/completions", large)[0] == 413
+        assert server.request("POST", "/v1/completions", large, key="not-" + KEY)[0] == 413
+        assert server.request("POST", "/v1/completions", {"prompt": "x"})[0] == 401
+        assert server.request("POST", "/v1/completions", large, key=KEY)[0] == 400  # more than the context
+
+
+def test_grammars_are_taken_when_the_server_is_told_so(server: Server) -> None:
+    body = {"prompt": "x", "max_tokens": 4, "grammar": 'root ::= "ab"'}
+    status, answer, _ = server.request("POST", "/v1/completions", body)
+    assert (status, answer["error"]["param"]) == (400, "grammar")
+    with running("--n-ctx", "512", "--allow-grammar") as other:
+        assert other.post("/v1/completions", body)["choices"][0]["text"] == "ab"

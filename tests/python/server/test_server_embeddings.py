@@ -1,0 +1,466 @@
+"""/v1/embeddings: vectors as llama-cpp-python gives them, between the steps of what else is served."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import openai
+import pytest
+
+from mixedkv import Llama
+from mixedkv.bundled import model_path
+from mixedkv.engine.embedder import Embedder
+from mixedkv.engine.embedding_context import EmbeddingContext, Piece
+from mixedkv.engine.engine import EngineError
+from mixedkv.model.gguf_file import read_model_file
+from mixedkv.server.metrics import Metrics
+from support.server_support import MODEL, Server, key_file, running
+
+TEXTS = ["The harbour", "Once upon a time", "a", "She said <|im_end|> and 「left」.", "one two three " * 25]
+LIMIT = 300  # tokens of an input; a slice has more
+KEY = "a-key-0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running("--n-ctx", "2048", "--embeddings", "--embedding-n-ctx", str(LIMIT)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def bert(zoo_path: Callable[[str], Path]) -> Iterator[Server]:
+    with running("-m", str(zoo_path("bert"))) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return client_of(server)
+
+
+def client_of(server: Server, **options: Any) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, **options)
+
+
+def vectors_of(server: Server, texts: Any, model: str = MODEL, **options: Any) -> np.ndarray:
+    answer = client_of(server).embeddings.create(model=model, input=texts, **options)
+    assert [item.index for item in answer.data] == list(range(len(answer.data)))
+    return np.array([item.embedding for item in answer.data])
+
+
+def by_llama(path: Path, texts: Sequence[str], pooling: int) -> np.ndarray:
+    llm = Llama(
+        path, embedding=True, pooling_type=pooling, n_ctx=512, n_batch=512, n_threads=1, verbose=False
+    )
+    with llm:
+        return np.array(llm.embed(list(texts), normalize=True, truncate=False))
+
+
+def error_of(server: Server, body: Any) -> tuple[int, Any]:
+    status, answer, _ = server.request("POST", "/v1/embeddings", {"model": MODEL, **body})
+    return status, answer["error"]
+
+
+# --- values ---
+
+
+def test_vectors_are_those_of_llama_cpp_python(server: Server) -> None:
+    expected = by_llama(model_path(), TEXTS, llama_cpp.LLAMA_POOLING_TYPE_MEAN)
+    actual = vectors_of(server, TEXTS)
+    assert np.abs(actual - expected).max() < 1e-5
+    assert np.linalg.norm(actual, axis=1) == pytest.approx(1, abs=1e-6)
+    assert np.abs(actual[0] - actual[1]).max() > 0.01  # another text is another vector
+
+
+def test_vectors_of_an_encoder_are_those_of_llama_cpp_python(
+    bert: Server, zoo_path: Callable[[str], Path]
+) -> None:
+    texts = ["the hen", "a", "in the " * 8]
+    expected = by_llama(zoo_path("bert"), texts, llama_cpp.LLAMA_POOLING_TYPE_UNSPECIFIED)  # the model's own
+    assert np.abs(vectors_of(bert, texts, "bert") - expected).max() < 1e-5
+
+
+def test_company_does_not_change_a_vector(server: Server, bert: Server) -> None:
+    for each, model in ((server, MODEL), (bert, "bert")):
+        texts = [f"{i} the hen in " + "there " * (i % 9) for i in range(150)]
+        together = vectors_of(each, texts, model)
+        some = [0, 1, 70, 149]
+        alone = np.concatenate([vectors_of(each, texts[i], model) for i in some])
+        assert np.abs(together[some] - alone).max() < 1e-5
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+@pytest.mark.parametrize("name", ["llama-64", "lfm2", "gemma2"])
+def test_an_input_in_pieces_has_the_same_vector(
+    zoo_path: Callable[[str], Path], name: str, pooling: str
+) -> None:
+    path, file = zoo_path(name), read_model_file(zoo_path(name))
+    file.metadata[f"{file.architecture}.pooling_type"] = ["none", "mean", "cls", "last"].index(pooling)
+    with Llama(path, kv="f16", n_ctx=256, n_threads=1, verbose=False) as llm:
+        tokens = [1 + i * 7 % 250 for i in range(100)]
+        context = EmbeddingContext(llm, file, n_ctx=128, n_batch=128)
+        whole = context.join(list(context.evaluate([Piece(tokens, 0, True)])), [100])
+        parts, sizes = [], [40, 1, 59]
+        # beside others, as slices come
+        parts.append(context.evaluate([Piece([5, 6], 0, True), Piece(tokens[:40], 0, False)])[1])
+        parts.append(context.evaluate([Piece(tokens[40:41], 40, False)])[0])
+        parts.append(context.evaluate([Piece(tokens[41:], 41, True), Piece([7, 8, 9], 0, True)])[0])
+        assert np.abs(context.join(parts, sizes) - whole).max() < 1e-4
+        # what was given up leaves nothing behind
+        context.evaluate([Piece(tokens[:40], 0, False)])
+        again = context.join(list(context.evaluate([Piece(tokens, 0, True)])), [100])
+        assert np.abs(again - whole).max() < 1e-5
+
+
+def test_many_inputs_fit_beside_one_that_fills_the_context(zoo_path: Callable[[str], Path]) -> None:
+    path = zoo_path("llama-64")
+    with Llama(path, kv="f16", n_ctx=256, n_threads=1, verbose=False) as llm:
+        context = EmbeddingContext(llm, read_model_file(path), n_ctx=512, n_batch=128)
+        tokens = [1 + i * 7 % 250 for i in range(512)]
+        for first in range(0, 448, 64):
+            context.evaluate([Piece(tokens[first : first + 64], first, False)])
+        many = [Piece([10 + i], 0, True) for i in range(context.n_seq - 2)]
+        end, next_one = Piece(tokens[448:], 448, True), Piece(tokens[:2], 0, False)
+        vectors = context.evaluate([end, *many, next_one])
+        alone = context.evaluate(many[-1:])
+        assert np.abs(vectors[-2] - alone[0]).max() < 1e-4
+
+
+def test_base64_is_the_same_numbers(server: Server) -> None:
+    def data(encoding: str) -> Any:
+        body = {"model": MODEL, "input": TEXTS[:2], "encoding_format": encoding}
+        return [item["embedding"] for item in server.post("/v1/embeddings", body)["data"]]
+
+    packed = [np.frombuffer(base64.b64decode(text), "<f4") for text in data("base64")]
+    assert np.array_equal(np.array(packed), np.array(data("float"), np.float32))
+
+
+def test_every_form_of_input(server: Server, client: openai.OpenAI) -> None:
+    with Llama(model_path(), n_ctx=64, verbose=False) as llm:
+        ids = [llm.tokenize(text.encode()) for text in TEXTS[:3]]
+    expected = vectors_of(server, TEXTS[:3])
+    for given, vectors in (
+        (TEXTS[0], expected[:1]),
+        (ids[1], expected[1:2]),
+        (ids, expected),
+    ):
+        answer = client.embeddings.create(model=MODEL, input=given)
+        assert (answer.object, answer.model) == ("list", MODEL)
+        assert np.abs(np.array([item.embedding for item in answer.data]) - vectors).max() < 1e-5
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, ids))
+    vectors_of(server, "x", dimensions=expected.shape[1], user="me")
+    assert server.request("GET", "/v1/models")[1]["data"][0]["meta"]["n_embd"] == expected.shape[1]
+
+
+def test_langchain(server: Server) -> None:
+    langchain = pytest.importorskip("langchain_openai", reason="needs the package langchain-openai")
+    # with the check it sends ids of OpenAI's tokenizer
+    embeddings = langchain.OpenAIEmbeddings(
+        base_url=f"{server.url}/v1", api_key="unused", model=MODEL, check_embedding_ctx_length=False
+    )
+    expected = vectors_of(server, TEXTS)
+    assert np.abs(np.array(embeddings.embed_documents(TEXTS)) - expected).max() < 1e-5
+    assert np.abs(np.array(embeddings.embed_query(TEXTS[0])) - expected[0]).max() < 1e-5
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({"input": ""}, "input", "it is empty"),
+        ({"input": []}, "input", "it is empty"),
+        ({"input": ["a", ""]}, "input", "input 1 is empty"),
+        ({"input": [[1, 2], []]}, "input", "input 1 is empty"),
+        ({"input": ["a"] * 2049}, "input", "2049 inputs, at most 2048"),
+        ({"input": ["a", "word " * LIMIT * 2]}, "input", f"1 to {LIMIT} can be embedded"),
+        ({"input": [10**6]}, "input", "token 1000000 is not one of"),
+        ({"input": ["a", 1]}, "input", "a list of texts"),
+        ({"input": {"text": "a"}}, "input", "a list of texts"),
+        ({"input": "a", "dimensions": 8}, "dimensions", "cannot be cut"),
+    ],
+)
+def test_refusals_name_the_field(server: Server, body: Any, param: str, says: str) -> None:
+    status, error = error_of(server, body)
+    assert (status, error["param"], error["type"]) == (400, param, "invalid_request_error")
+    assert says in error["message"]
+
+
+def test_refusals_of_wrong_types(server: Server) -> None:
+    for body in ({"input": [["a"]]}, {"input": [-1]}, {"input": "a", "encoding_format": "int8"}, {}):
+        assert error_of(server, body)[0] == 400
+    assert error_of(server, {"input": "a", "model": "other"})[0] == 404
+
+
+def test_without_the_option_the_refusal_names_it() -> None:
+    with running("--n-ctx", "512") as server:
+        status, error = error_of(server, {"input": "a"})
+        assert (status, error["code"]) == (400, "embeddings_not_supported")
+        assert "--embeddings" in error["message"]
+
+
+def test_the_option_comes_from_the_environment_too() -> None:
+    with running("--n-ctx", "512", environ={"MIXEDKV_EMBEDDINGS": "1"}) as server:
+        assert len(vectors_of(server, "a")) == 1
+
+
+def test_options_that_the_model_cannot_have_end_the_start(
+    zoo_path: Callable[[str], Path], tmp_path: Path
+) -> None:
+    warm = tmp_path / "warm"
+    warm.touch()
+    for options in (
+        ["--embedding-n-ctx", "129"],
+        ["--warm", str(warm)],
+        ["--store", str(tmp_path / "store")],
+    ):
+        server = Server("-m", str(zoo_path("bert")), *options)
+        assert server.process.wait(30) != 0
+        server.stop()
+        assert options[0].strip("-").replace("-", "_") in server.log
+        assert "Traceback" not in server.log
+
+
+def test_keys_are_asked_for(tmp_path: Path) -> None:
+    keys = str(key_file(tmp_path, f"one:{KEY}"))
+    with running("--n-ctx", "512", "--embeddings", "--api-key-file", keys) as server:
+        assert server.request("POST", "/v1/embeddings", {"input": "a"})[0] == 401
+        assert server.request("POST", "/v1/embeddings", {"input": "a"}, key=KEY)[0] == 200
+
+
+# --- a model that only embeds ---
+
+
+def test_a_model_that_only_embeds_says_so(bert: Server) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hello"}]}
+    for path, body in (
+        ("/v1/chat/completions", chat),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/context", {"prompt": "a", "ttl": 60, "model": "bert"}),
+        ("/v1/warm", {"prompt": "a"}),
+    ):
+        status, answer, _ = bert.request("POST", path, body)
+        assert (status, answer["error"]["code"]) == (400, "generation_not_supported")
+        assert "/v1/embeddings" in answer["error"]["message"]
+    assert bert.stats()["cache"]["cells_used"] == 0
+    assert bert.status("GET", "/metrics") == 200
+    assert bert.request("GET", "/v1/models/bert")[1]["meta"]["embedding_n_ctx"] == 128
+
+
+def test_an_encoder_takes_its_longest_input(bert: Server) -> None:
+    assert len(vectors_of(bert, [[5] * 128, [6], [7] * 128], "bert")) == 3
+    status, answer, _ = bert.request("POST", "/v1/embeddings", {"input": [5] * 129})
+    assert status == 400
+    assert "1 to 128" in answer["error"]["message"]
+    assert "embedding_n_ctx" not in answer["error"]["message"]  # more would not help
+    assert bert.stop() == 0
+
+
+# --- beside others ---
+
+
+def metric(server: Server, name: str) -> float:
+    text = server.request("GET", "/metrics")[1]
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"mixedkv:{name}"))
+
+
+def in_background(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """A thread and where its result, or what it raised, will be."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except Exception as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, results
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def long_list(n: int) -> list[str]:
+    return [f"Number {i}: " + "the ship left the harbour in the morning. " * 5 for i in range(n)]
+
+
+def test_a_stream_goes_on_while_many_inputs_are_embedded(server: Server) -> None:
+    options = {"max_tokens": 400, "stream": True, "extra_body": {"ignore_eos": True, "use_kv_cache": False}}
+    with client_of(server).completions.create(model=MODEL, prompt="Once", **options) as stream:
+        chunks = iter(stream)
+        next(chunks)
+        began, n_tokens = metric(server, "embedding_slice_seconds_count"), 0
+        thread, results = in_background(lambda: vectors_of(server, long_list(200)))
+        while thread.is_alive() and next(chunks, None) is not None:
+            n_tokens += 1
+        n_slices = metric(server, "embedding_slice_seconds_count") - began
+    thread.join()
+    assert results[0].shape[0] == 200
+    assert n_slices >= 20  # it came in many slices ...
+    assert n_tokens >= 0.8 * n_slices  # ... with a step after each
+    server.wait_until_idle()
+
+
+def test_a_short_request_does_not_wait_for_a_long_list(server: Server) -> None:
+    began = metric(server, "embedding_inputs_total")
+    thread, results = in_background(lambda: vectors_of(server, long_list(1000)))
+    wait_for(lambda: metric(server, "embedding_inputs_total") > began)
+    vectors_of(server, "a")
+    assert thread.is_alive()
+    assert metric(server, "embedding_inputs_total") - began < 900
+    thread.join()
+    assert results[0].shape[0] == 1000
+
+
+def test_a_client_that_goes_stops_its_list(server: Server) -> None:
+    aborted = metric(server, 'embedding_requests_total{finished_reason="abort"}')
+    before = metric(server, "embedding_inputs_total")
+    with pytest.raises(openai.APITimeoutError):
+        client_of(server, timeout=0.2).embeddings.create(model=MODEL, input=long_list(2048))
+    wait_for(lambda: metric(server, "num_embedding_requests") == 0)
+    assert metric(server, 'embedding_requests_total{finished_reason="abort"}') == aborted + 1
+    wait_for(lambda: is_quiet(server))
+    assert metric(server, "embedding_inputs_total") - before < 2048
+
+
+def is_quiet(server: Server) -> bool:
+    before = metric(server, "embedding_tokens_total")
+    time.sleep(0.1)
+    return metric(server, "embedding_tokens_total") == before
+
+
+def test_measures_and_no_rows(server: Server) -> None:
+    server.wait_until_idle()
+    cells, steps = server.stats()["cache"]["cells_used"], server.stats()["engine"]["steps"]
+    names = ("embedding_inputs_total", "embedding_tokens_total", "embedding_request_latency_seconds_count")
+    before = [metric(server, name) for name in names]
+    answer = client_of(server).embeddings.create(model=MODEL, input=TEXTS)
+    after = [metric(server, name) for name in names]
+    assert np.subtract(after, before).tolist() == [len(TEXTS), answer.usage.prompt_tokens, 1]
+    now = server.stats()
+    assert (now["cache"]["cells_used"], now["engine"]["steps"]) == (cells, steps)
+
+
+def test_when_too_many_wait_and_when_it_takes_too_long() -> None:
+    options = ["--n-ctx", "512", "--parallel", "1", "--max-queue", "0", "--request-timeout", "1"]
+    with running(*options, "--embeddings") as server:
+        body = {"model": MODEL, "input": long_list(2048)}
+        thread, results = in_background(lambda: server.request("POST", "/v1/embeddings", body))
+        wait_for(lambda: metric(server, "num_embedding_requests") == 1)
+        status, answer, headers = server.request("POST", "/v1/embeddings", {"input": "a"})
+        assert (status, answer["error"]["code"]) == (429, "queue_full")
+        assert int(headers["retry-after"]) >= 1
+        thread.join()
+        status, answer, _ = results[0]
+        assert (status, answer["error"]["code"]) == (504, "timeout")
+        assert len(vectors_of(server, "a")) == 1
+
+
+def test_a_shutdown_does_not_wait_for_a_list() -> None:
+    with running("--n-ctx", "512", "--embeddings", "--drain-timeout", "0.2") as server:
+        body = {"model": MODEL, "input": long_list(2048)}
+        thread, results = in_background(lambda: server.request("POST", "/v1/embeddings", body))
+        wait_for(lambda: metric(server, "num_embedding_requests") == 1)
+        assert server.stop(signal.SIGTERM) == 0
+        thread.join()
+        status, answer, _ = results[0]
+        assert (status, answer["error"]["code"]) == (503, "shutting_down")
+        assert "Traceback" not in server.log
+
+
+class Context:
+    """Stands for a context: of a token t it gives (t, 1), and fails on 13."""
+
+    n_embd, n_seq, in_pieces = 2, 4, True
+
+    def __init__(self, n_slice: int = 8, seconds: float = 0) -> None:
+        self.n_slice, self.seconds = n_slice, seconds
+        self.slices: list[list[Piece]] = []
+
+    def evaluate(self, pieces: list[Piece]) -> np.ndarray:
+        self.slices.append(pieces)
+        time.sleep(self.seconds * sum(len(piece.tokens) for piece in pieces))
+        if any(13 in piece.tokens for piece in pieces):
+            raise EngineError("13")
+        return np.array([[np.mean(piece.tokens), 1] for piece in pieces])
+
+    def join(self, vectors: list[np.ndarray], sizes: list[int]) -> np.ndarray:
+        return np.average(vectors, axis=0, weights=sizes)
+
+    def clear(self) -> None: ...
+
+
+class IdleEngine:
+    """Answers calls and has nothing else to do."""
+
+    n_running = n_queued = n_steps = 0
+    alive = True
+
+    def call(self, function: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+async def embed_all(*requests: list[list[int]], context: Context | None = None) -> tuple[Context, list[Any]]:
+    context, metrics = context or Context(), Metrics()
+    embedder = Embedder(IdleEngine(), context, max_requests=9, slowdown=2.0, metrics=metrics)
+    work = [embedder.embed(inputs) for inputs in requests]
+    return context, await asyncio.gather(*work, return_exceptions=True)
+
+
+def test_requests_take_turns_and_only_one_input_is_unfinished() -> None:
+    long = [[i] * 5 for i in range(20, 30)]
+    context, results = asyncio.run(embed_all(long, [[7] * 3], [[8]]))
+    assert results[0].tolist() == [[i, 1] for i in range(20, 30)]
+    assert (results[1].tolist(), results[2].tolist()) == ([[7, 1]], [[8, 1]])
+    assert [piece.tokens[0] for piece in context.slices[0]] == [20, 7]  # the second request after one input
+    for pieces in context.slices:
+        assert sum(len(piece.tokens) for piece in pieces) <= context.n_slice
+        assert all(piece.first == 0 for piece in pieces[1:])
+        assert all(piece.ends for piece in pieces[:-1])
+
+
+def test_a_slice_that_fails_fails_those_in_it() -> None:
+    _, results = asyncio.run(embed_all([[1] * 8, [2] * 8], [[13] * 8], [[3] * 8]))
+    assert isinstance(results[1], EngineError)
+    assert (results[0].tolist(), results[2].tolist()) == ([[1, 1], [2, 1]], [[3, 1]])
+
+
+def test_models_that_rank_are_refused(zoo_path: Callable[[str], Path]) -> None:
+    file = read_model_file(zoo_path("bert"))
+    file.metadata["bert.pooling_type"] = int(llama_cpp.LLAMA_POOLING_TYPE_RANK)
+    with (
+        Llama(zoo_path("bert"), kv="f16", n_ctx=64, verbose=False) as llm,
+        pytest.raises(ValueError, match="ranks texts"),
+    ):
+        EmbeddingContext(llm, file)
+
+
+def test_slices_are_short_on_a_slow_machine() -> None:
+    """Half a second, when nothing runs: whoever comes waits for it."""
+    context, (vectors,) = asyncio.run(embed_all([[20] * 80], context=Context(n_slice=512, seconds=0.02)))
+    assert vectors.tolist() == [[20, 1]]
+    sizes = [sum(len(piece.tokens) for piece in pieces) for pieces in context.slices]
+    assert sizes[0] <= 32  # nothing is known yet
+    assert 0.3 < max(sizes[1:]) * 0.02 <= 0.5

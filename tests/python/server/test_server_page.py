@@ -1,0 +1,386 @@
+"""The page at /, in a real browser."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.server_support import MODEL, Server, key_file, running
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs the Python package playwright")
+_CHROMIUM = shutil.which("chromium")
+pytestmark = pytest.mark.skipif(
+    _CHROMIUM is None, reason="needs the program chromium (Debian's package chromium)"
+)
+
+PHONE = {"width": 360, "height": 740}
+KEYS = ("alice-key-0123456789", "bob-key-0123456789")
+_OVERFLOWS = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
+_SHARES = """() => [...document.querySelectorAll("#bar-rows i")]
+    .map(i => [i.className, i.getBoundingClientRect().width])"""
+# WCAG's contrast of every element that has a text of its own
+_CONTRASTS = r"""() => {
+    const parse = (color) => color.match(/[\d.]+/g).map(Number);
+    const light = ([r, g, b]) => [r, g, b].map((c) => c / 255)
+        .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
+        .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+    const behind = (element) => {
+        for (; element; element = element.parentElement) {
+            const color = parse(getComputedStyle(element).backgroundColor);
+            if (color.length === 3 || color[3] > 0) return color;
+        }
+        return [255, 255, 255];
+    };
+    return [...document.body.querySelectorAll("*")]
+        .filter((e) => [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim()))
+        .filter((e) => e.checkVisibility())
+        .map((e) => {
+            const [a, b] = [light(parse(getComputedStyle(e).color)), light(behind(e))].sort((x, y) => y - x);
+            return [e.textContent.trim().slice(0, 40), (a + 0.05) / (b + 0.05)];
+        });
+}"""
+OpenPage = Callable[..., Any]
+Change = Callable[[Any], None]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(
+        "--n-ctx", "2048", "--parallel", "2", "--store", str(tmp_path_factory.mktemp("store"))
+    ) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=_CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[OpenPage]:
+    """open_page(server, change=None, wait=True, **options of a browser context): the page with numbers.
+
+    `change` alters the stats on their way to the page. `page.noise` has what the page wrote to the console
+    and its errors, `page.asked` the addresses it asked.
+    """
+    contexts = []
+
+    def open_(server: Server, change: Change | None = None, wait: bool = True, **options: Any) -> Any:
+        context = browser.new_context(**{"locale": "de-DE", **options})
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(15_000)
+        page.noise, page.asked = [], []
+        page.on("console", lambda message: page.noise.append(message.text))
+        page.on("pageerror", lambda error: page.noise.append(str(error)))
+        page.on("request", lambda request: page.asked.append(request.url))
+        if change is not None:
+            page.route("**/v1/stats", lambda route: _answer(route, change))
+        page.goto(server.url)
+        if wait:
+            page.wait_for_selector("#state.live")
+        return page
+
+    yield open_
+    for context in contexts:
+        context.close()
+
+
+def chat(server: Server, text: str = "Where is the key?", **options: Any) -> Any:
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 24, "ignore_eos": True, **options}
+    return server.post("/v1/chat/completions", body)
+
+
+def number(page: Any, path: str) -> float:
+    """What the page shows for a member of /v1/stats."""
+    return _number(page.text_content(f'[data-stat="{path}"]'))
+
+
+def _number(text: str) -> float:
+    return float(re.sub(r"[^\d.]", "", text))
+
+
+def cells(page: Any, body: str) -> list[list[str]]:
+    """The texts of a table's rows."""
+    return page.evaluate(
+        "id => [...document.getElementById(id).rows].map(r => [...r.cells].map(c => c.textContent))",
+        body,
+    )
+
+
+def pause(page: Any, server: Server) -> Any:
+    """Stats that the page, paused, shows: nothing happens in between."""
+    stats = server.wait_until_idle()
+    page.click("#pause")
+    page.wait_for_selector("#state:has-text('Paused')")
+    return stats
+
+
+def _answer(route: Any, change: Change) -> None:
+    now = route.fetch().json()
+    change(now)
+    route.fulfill(json=now)
+
+
+def test_it_loads_from_the_server_alone_and_without_a_complaint(server: Server, open_page: OpenPage) -> None:
+    chat(server)
+    page = open_page(server)
+    page.wait_for_timeout(2500)  # one more poll
+    assert page.noise == []
+    assert set(page.asked) == {server.url + "/", server.url + "/v1/stats"}
+    assert page.asked.count(server.url + "/v1/stats") >= 2
+
+
+def test_its_numbers_are_those_of_the_stats(server: Server, open_page: OpenPage) -> None:
+    for text in ("Where is the key?", "Where is the key? And the lamp?", "Something else."):
+        chat(server, text)
+    page = open_page(server)
+    stats = pause(page, server)
+    cache, store = stats["cache"], stats["store"]
+    for path in ("cells_used", "tokens_hot", "tokens_cold"):
+        assert cache[path] > 0, path
+    for path in ("cache.queries_tokens", "cache.tokens_shared", "cache.evictions", "requests.running",
+                 "requests.waiting", "requests.parallel", "requests.max_queue"):  # fmt: skip
+        part, name = path.split(".")
+        assert number(page, path) == stats[part][name], path
+    assert page.text_content('[data-stat="model"]') == MODEL
+    assert number(page, "cache.hit_rate") == pytest.approx(100 * cache["hit_rate"], abs=0.06)
+
+    rows = [_number(row[1]) for row in cells(page, "parts-rows")]
+    assert rows == [cache["tokens_hot"], cache["tokens_cold"], cache["n_ctx"] - cache["cells_used"]]
+    memory = [row[1] for row in cells(page, "parts-memory")]
+    sizes = [cache["bytes_hot"], cache["bytes_cold"], store["bytes_ram"], store["bytes_disk"]]
+    assert [_bytes(text) for text in memory] == pytest.approx(sizes, rel=0.05)
+    hits = cache["hits_tokens"]
+    evaluated = cache["queries_tokens"] - sum(hits.values())
+    assert [_number(row[1]) for row in cells(page, "parts-hits")] == [*hits.values(), evaluated]
+
+    shown = [[_number(cell) for cell in row[1:4]] for row in cells(page, "sequences")]
+    assert shown == [[seq["tokens"], seq["hot"], seq["cold"]] for seq in stats["sequences"]]
+    for kind, summary in stats["latency"].items():
+        if kind != "of_latest_requests":
+            shown_seconds = _seconds(page.text_content(f'[data-stat="latency.{kind}.median_seconds"]'))
+            assert shown_seconds == pytest.approx(summary["median_seconds"], rel=0.1, abs=6e-5), kind
+            assert page.text_content(f"#of-{kind}").startswith(f"median of {summary['count']};")
+    layers = [(int(row[0]), _bytes(row[2]), _bytes(row[3])) for row in cells(page, "layers")]
+    assert [layer[0] for layer in layers] == [layer["il"] for layer in stats["layers"]]
+    assert sum(layer[1] + layer[2] for layer in layers) == pytest.approx(cache["bytes_total"], rel=0.05)
+    recent = [[_number(row[1]), _number(row[4]), row[7]] for row in cells(page, "recent")]
+    names = ("prompt_tokens", "completion_tokens", "finish_reason")
+    assert recent == [[request[name] for name in names] for request in stats["recent"]]
+
+
+def _seconds(text: str) -> float:
+    value, unit = text.split()
+    return float(value) * {"s": 1, "ms": 0.001}[unit]
+
+
+def _bytes(text: str) -> float:
+    value, unit = text.split()
+    return float(value) * 1024 ** ["B", "KiB", "MiB", "GiB"].index(unit)
+
+
+def test_the_bar_is_divided_as_the_rows_are(server: Server, open_page: OpenPage) -> None:
+    chat(server)
+    page = open_page(server)
+    cache = pause(page, server)["cache"]
+    widths = dict(page.evaluate(_SHARES))
+    parts = {
+        "hot": cache["tokens_hot"],
+        "cold": cache["tokens_cold"],
+        "free": cache["n_ctx"] - cache["cells_used"],
+    }
+    for kind, n in parts.items():
+        assert widths[kind] / sum(widths.values()) == pytest.approx(n / cache["n_ctx"], abs=0.02), kind
+
+
+def test_it_follows_a_request(server: Server, open_page: OpenPage) -> None:
+    chat(server, "Before.")
+    page = open_page(server)
+    before, shown = cells(page, "recent")[0], number(page, "cache.queries_tokens")
+    usage = chat(server, "A question that was not asked before, of some more words.")["usage"]
+    playwright.expect(page.locator("#recent td").first).to_have_text(str(usage["prompt_tokens"]))
+    assert cells(page, "recent")[0] != before
+    assert number(page, "cache.queries_tokens") == shown + usage["prompt_tokens"]
+    assert number(page, "engine.generation_tokens_per_second") > 0
+    for kind in ("ttft", "itl"):
+        assert re.search(r"^[\d.]+ m?s$", page.text_content(f'[data-stat="latency.{kind}.median_seconds"]'))
+    assert "question" not in page.content()
+
+
+def test_nothing_has_happened_yet(server: Server, open_page: OpenPage) -> None:
+    """Zeros and empty lists are shown as such."""
+
+    def empty(now: Any) -> None:
+        now.update(sequences=[], recent=[], store=None)
+        now["cache"] |= {
+            "cells_used": 0,
+            "tokens_hot": 0,
+            "tokens_cold": 0,
+            "queries_tokens": 0,
+            "hit_rate": 0.0,
+        }
+        now["cache"]["hits_tokens"] = {"context": 0, "ram": 0, "disk": 0}
+        for kind in ("ttft", "itl"):
+            now["latency"][kind] = {"count": 0, "median_seconds": None, "p95_seconds": None}
+
+    page = open_page(server, empty)
+    assert cells(page, "sequences") == [["The context holds no rows."]]
+    assert cells(page, "recent") == [["No requests yet."]]
+    for kind in ("ttft", "itl"):
+        assert page.text_content(f'[data-stat="latency.{kind}.median_seconds"]') == "\u2013"
+        assert page.text_content(f"#of-{kind}") == "no requests yet"
+    assert number(page, "cache.hit_rate") == 0
+    assert [row[2] for row in cells(page, "parts-hits")] == ["\u2013"] * 4
+    assert "no store" in page.text_content("#store")
+    assert not re.search("NaN|undefined|Infinity", page.inner_text("body"))
+    assert page.noise == []
+
+
+def test_names_are_text_and_never_markup(server: Server, open_page: OpenPage) -> None:
+    bad = "<img src=x onerror=alert(1)>"
+
+    def change(now: Any) -> None:
+        now["model"] = now["recent"][0]["finish_reason"] = now["sequences"][0]["state"] = bad
+
+    chat(server)
+    page = open_page(server, change)
+    assert page.text_content('[data-stat="model"]') == bad
+    assert page.query_selector("img") is None
+
+
+def test_the_keyboard_reaches_everything_in_order(server: Server, open_page: OpenPage) -> None:
+    page = open_page(server)
+    order = []
+    for _ in range(6):
+        page.keyboard.press("Tab")
+        order.append(
+            page.evaluate(
+                "(() => { const e = document.activeElement;"
+                "return e.id || e.getAttribute('aria-labelledby') || e.getAttribute('href'); })()"
+            )
+        )
+        assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid", order
+    assert order == ["pause", "h-sequences", "h-layers", "h-recent", "v1/stats", "metrics"]
+    page.focus("#pause")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#state:has-text('Paused')")
+    polls = len(page.asked)
+    page.wait_for_timeout(3000)
+    assert len(page.asked) == polls
+    page.keyboard.press("Space")
+    page.wait_for_selector("#state.live")
+
+
+def test_landmarks_and_headers(server: Server, open_page: OpenPage) -> None:
+    chat(server)
+    page = open_page(server)
+    tree = page.locator("body").aria_snapshot()
+    for wanted in ("- banner:", "- main:", "- contentinfo:", "- status: Live"):
+        assert wanted in tree, tree
+    for wanted in (
+        '- heading "Latest requests" [level=2]',
+        '- columnheader "Answer tokens"',
+        '- rowheader "0"',
+    ):
+        assert wanted in tree, tree
+    assert re.search(r'img "Hot \(F16\): [\d,]+, Cold \(q4_0\): [\d,]+, Free: [\d,]+"', tree), tree
+    assert page.evaluate("document.documentElement.lang") == "en"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_read(server: Server, open_page: OpenPage, scheme: str) -> None:
+    chat(server)
+    page = open_page(server, color_scheme=scheme)
+    contrasts = page.evaluate(_CONTRASTS)
+    assert len(contrasts) > 50
+    assert [entry for entry in contrasts if entry[1] < 4.5] == []
+    backs = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", backs)[:3])) < 3 * 128) == (scheme == "dark")
+
+
+def test_it_fits_a_phone(server: Server, open_page: OpenPage) -> None:
+    for text in ("One.", "Two and something more.", "Three."):
+        chat(server, text)
+
+    def large(now: Any) -> None:
+        now["model"] = "a-name-of-a-model-that-is-long-" + "x" * 60
+        now["cache"] |= {"n_ctx": 1_048_576, "queries_tokens": 123_456_789}
+        for entry in now["recent"]:
+            entry |= {
+                "prompt_tokens": 131_072,
+                "cached_tokens": 131_071,
+                "ttft_seconds": 12.3,
+                "seconds": 123.4,
+            }
+        for seq in now["sequences"]:
+            seq |= {"tokens": 131_072, "hot": 4_096, "cold": 126_976}
+
+    assert not open_page(server, viewport=PHONE).evaluate(_OVERFLOWS)
+    page = open_page(server, large, viewport=PHONE)
+    assert "131,072" in page.text_content("#recent")
+    assert not page.evaluate(_OVERFLOWS)
+    cut = page.evaluate(
+        "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth).length"
+    )
+    assert cut == 0, "a table is wider than its section"
+
+
+def test_it_says_that_the_server_has_gone_and_comes_back(open_page: OpenPage) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    options = ("--n-ctx", "1024", "--parallel", "2", "--port", port)
+    with running(*options) as first:
+        chat(first)
+        page = open_page(first)
+        n = number(page, "cache.queries_tokens")
+        first.stop()
+        page.wait_for_selector("#state.lost")
+        assert "out of reach" in page.text_content("#state")
+        assert number(page, "cache.queries_tokens") == n  # the last numbers stay
+    with running(*options):
+        page.wait_for_selector("#state.live", timeout=30_000)
+        playwright.expect(page.locator('[data-stat="cache.queries_tokens"]')).to_have_text("0")
+
+
+def test_a_key_is_asked_for_and_stays_in_the_tab(tmp_path: Path, open_page: OpenPage) -> None:
+    keys = key_file(tmp_path, f"alice:{KEYS[0]}", f"bob:{KEYS[1]}")
+    with running("--n-ctx", "1024", "--parallel", "2", "--api-key-file", str(keys)) as server:
+        body = {"prompt": "Where is the key to the old house by the lake and who has it?", "max_tokens": 9}
+        server.post("/v1/completions", body, key=KEYS[1])
+        page = open_page(server, wait=False)
+        page.wait_for_selector("#key")
+        assert not page.is_visible("main")
+        assert page.evaluate("document.activeElement.id") == "secret"
+        page.keyboard.type("not-a-key-of-this-server")
+        page.keyboard.press("Enter")
+        playwright.expect(page.locator("#refused")).to_contain_text("does not know")
+        page.fill("#secret", KEYS[0])
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#state.live")
+        assert page.is_visible("main")
+        assert cells(page, "recent") == [["No requests yet."]]  # bob's are not alice's
+        assert number(page, "cache.queries_tokens") > 0  # sums are
+        page.reload()
+        page.wait_for_selector("#state.live")
+        stored = page.evaluate(
+            "[JSON.stringify(sessionStorage), JSON.stringify(localStorage), document.cookie]"
+        )
+        assert KEYS[0] in stored[0]
+        assert stored[1:] == ["{}", ""]
+        assert not any(KEYS[0] in url for url in page.asked)
+        page.click("#forget")
+        page.wait_for_selector("#key")
+        assert not page.is_visible("main")
+        assert MODEL not in page.inner_text("body")
+        assert page.evaluate("sessionStorage.length") == 0

@@ -1,0 +1,260 @@
+"""Clients that go, send nonsense or ask for too much, and servers that are told to stop."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from mixedkv.bundled.corpus import make_recall
+from support.server_support import MODEL, Server, running
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running("--parallel", "4", "--max-queue", "4", "--n-ctx", "4096", "--max-body-mb", "1") as server:
+        yield server
+
+
+def endless(stream: bool = True, seed: int = 1) -> dict[str, object]:
+    """A request that runs until the context is full."""
+    return {"prompt": make_recall(seed, 5).text, "max_tokens": 3000, "stream": stream, "ignore_eos": True}
+
+
+def connect(server: Server, body: object, path: str = "/v1/completions") -> socket.socket:
+    """Send a request and leave the answer to the caller."""
+    data = json.dumps(body).encode()
+    lines = (
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {len(data)}",
+    )
+    head = "\r\n".join([*lines, "", ""])
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_frees_its_place(server: Server, stream: bool) -> None:
+    connections = [connect(server, endless(stream, seed)) for seed in range(3)]
+    while server.stats()["requests"]["running"] < 3:
+        time.sleep(0.01)
+    for connection in connections:
+        connection.close()
+    end = time.monotonic() + 5
+    while (now := server.stats())["requests"]["running"]:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert all(seq["state"] != "running" for seq in now["sequences"])
+    assert [entry["finish_reason"] for entry in now["recent"][:3]] == ["abort"] * 3
+
+
+def test_a_full_queue_is_429_and_says_when_to_try_again(server: Server) -> None:
+    connections = [connect(server, endless(seed=seed)) for seed in range(4)]
+    while server.stats()["requests"]["running"] < 4:
+        time.sleep(0.01)
+    connections += [connect(server, endless(seed=seed)) for seed in range(4, 8)]
+    while server.stats()["requests"]["waiting"] < 4:
+        time.sleep(0.01)
+    status, answer, headers = server.request("POST", "/v1/completions", endless())
+    assert status == 429
+    assert answer["error"]["type"] == "rate_limit_error"
+    assert int(headers["retry-after"]) >= 1
+    for connection in connections:
+        connection.close()
+    server.wait_until_idle()
+
+
+def test_a_late_answer_is_504_and_its_work_is_stopped() -> None:
+    with running("--request-timeout", "0.2") as server:
+        status, answer, _ = server.request("POST", "/v1/completions", endless(stream=False))
+        assert (status, answer["error"]["type"]) == (504, "timeout_error")
+        server.wait_until_idle()
+        text = server.request("POST", "/v1/completions", endless())[1]
+        assert "timeout_error" in text  # after the status has been sent
+        assert "[DONE]" not in text
+
+
+def test_clients_that_misbehave_leave_nothing(server: Server) -> None:
+    """24 clients for some seconds; afterwards the server is as idle as before, and still answers."""
+    stop = time.monotonic() + 6
+    failures: list[object] = []
+
+    def client(seed: int) -> None:
+        r = random.Random(seed)
+        while time.monotonic() < stop:
+            try:
+                misbehave(server, r)
+            except (OSError, TimeoutError) as error:
+                if server.process.poll() is not None:
+                    failures.append(error)
+
+    threads = [threading.Thread(target=client, args=(seed,)) for seed in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    now = server.wait_until_idle()
+    assert all(seq["state"] != "running" for seq in now["sequences"])
+    recall = make_recall(50, 12)
+    answer = server.post("/v1/chat/completions", {"messages": recall.messages, "temperature": 0})
+    assert answer["choices"][0]["message"]["content"] == recall.fact.answer
+    assert "Traceback" not in server.log
+
+
+def misbehave(server: Server, r: random.Random) -> None:
+    kind = r.randrange(6)
+    if kind == 0:  # goes in the middle of an answer
+        with connect(server, endless(r.random() < 0.5, r.randrange(5))) as connection:
+            connection.settimeout(r.random() * 0.3)
+            try:
+                connection.recv(4096)
+            except TimeoutError:
+                return
+    elif kind == 1:  # goes in the middle of its own body
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+            connection.sendall(b"POST /v1/warm HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+    elif kind == 2:
+        assert (
+            server.status("POST", "/v1/completions", raw=bytes(r.randrange(256) for _ in range(200))) == 400
+        )
+    elif kind == 3:
+        assert server.status("POST", "/v1/completions", {"prompt": "x", "odd": r.random()}) == 400
+    elif kind == 4:
+        server.status("POST", "/v1/completions", raw=b" " * 1_200_000)
+    else:
+        body = {"prompt": make_recall(r.randrange(9), 12).text, "max_tokens": 8, "temperature": 0}
+        assert server.status("POST", "/v1/completions", body) in (200, 429)
+
+
+def test_sigterm_lets_answers_finish_and_exits_0() -> None:
+    with running("--drain-timeout", "20") as server, ThreadPoolExecutor(1) as pool:
+        recall = make_recall(1, 12)
+        body = {"prompt": recall.text, "max_tokens": 300, "ignore_eos": True}
+        answer = pool.submit(server.request, "POST", "/v1/completions", body)
+        while not server.stats()["requests"]["running"]:
+            time.sleep(0.005)
+        assert server.stop(signal.SIGTERM) == 0
+        status, whole, _ = answer.result()
+        assert status == 200
+        assert whole["usage"]["completion_tokens"] == 300
+
+
+def test_sigterm_cuts_off_what_takes_too_long() -> None:
+    with running("--drain-timeout", "0.2", "--n-ctx", "4096") as server, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.request, "POST", "/v1/completions", endless(stream=False))
+        while not server.stats()["requests"]["running"]:
+            time.sleep(0.005)
+        began = time.monotonic()
+        assert server.stop(signal.SIGTERM) == 0
+        assert time.monotonic() - began < 10
+        status, error, _ = answer.result()
+        assert (status, error["error"]["code"]) == (503, "shutting_down")
+
+
+def test_sigterm_waits_for_nobody_who_does_not_finish() -> None:
+    """A head that never ends, a body that never ends, and an answer that is never read."""
+    with running("--drain-timeout", "1", "--n-ctx", "4096") as server, ExitStack() as stack:
+        whole = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
+        for data in (b"", whole[:30], whole):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            connection.sendall(data)
+        deaf = stack.enter_context(socket.socket())
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(("127.0.0.1", server.port))
+        deaf.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 400)
+        time.sleep(0.3)
+        began = time.monotonic()
+        assert server.stop(signal.SIGTERM) == 0
+        assert time.monotonic() - began < 8
+
+
+def test_sigterm_while_prompts_are_warmed_stores_them(tmp_path: Path) -> None:
+    path = tmp_path / "warm.jsonl"
+    texts = [make_recall(i, 40).text for i in range(2000)]
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    store = tmp_path / "store"
+    server = Server("--warm", str(path), "--store", str(store), "--n-ctx", "2048")
+    try:
+        end = time.monotonic() + 30
+        while sum(1 for _ in store.rglob("*.safetensors")) < 3:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        assert server.stop(signal.SIGTERM) == 0
+        assert "Traceback" not in server.log
+    finally:
+        server.stop(signal.SIGKILL)
+    with running("--store", str(store), "--n-ctx", "2048") as again:
+        usage = again.post("/v1/completions", {"prompt": texts[0], "max_tokens": 1})["usage"]
+        assert usage["prompt_tokens_details"]["cached_tier"] == "disk"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_changes_nothing(number: int) -> None:
+    with running("--drain-timeout", "1", "--n-ctx", "4096") as server, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.request, "POST", "/v1/completions", endless(stream=False))
+        while not server.stats()["requests"]["running"]:
+            time.sleep(0.005)
+        server.process.send_signal(number)
+        time.sleep(0.2)
+        assert server.stop(number) == 0
+        assert answer.result()[0] == 503
+        assert "Traceback" not in server.log
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--host", "0.0.0.0"), "api_key_file"),
+        (("--model", "/nowhere.gguf"), "/nowhere.gguf"),
+        (("--kv", "odd"), "odd"),
+        (("--config", "/nowhere.toml"), "/nowhere.toml"),
+        (("--api-key-file", "/nowhere.keys"), "/nowhere.keys"),
+        (("--warm", "/nowhere.jsonl"), "/nowhere.jsonl"),
+        (("--metadata-url", "mysql:x"), "metadata"),
+        (("--chat-format", "odd"), "odd"),
+        (("--port", "x"), "--port"),
+    ],
+)
+def test_a_bad_option_is_one_line_and_exit_code_2(options: tuple[str, ...], message: str) -> None:
+    command = [sys.executable, "-m", "mixedkv", "serve", "--port", "0", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_warm_file_is_evaluated_before_the_server_is_ready(tmp_path: Path) -> None:
+    recall = make_recall(60, 20)
+    path = tmp_path / "warm.jsonl"
+    path.write_text(json.dumps({"messages": recall.messages[:2]}) + "\n")
+    with running("--warm", str(path)) as server:
+        body = {"model": MODEL, "messages": recall.messages, "temperature": 0}
+        answer = server.post("/v1/chat/completions", body)
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
+        assert answer["choices"][0]["message"]["content"] == recall.fact.answer
+
+
+@pytest.mark.parametrize("package", ["fastapi", "uvicorn", "pydantic", "prometheus_client"])
+def test_without_the_extra_the_message_says_what_to_install(package: str) -> None:
+    program = (
+        f"import sys; sys.modules[{package!r}] = None; import mixedkv.cli as c; sys.exit(c.main(['serve']))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert package in done.stderr
+    assert "mixedkv[server]" in done.stderr

@@ -1,0 +1,106 @@
+"""64 clients that do everything wrong: the server stays as it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import soak_clients
+from support.server_support import Server, key_file, running
+from support.soak_clients import KEYS, Clients
+
+N_CLIENTS = 64
+N_CTX = 2048
+PARALLEL = 4
+IDLE = 4
+
+
+def test_a_few_seconds(tmp_path: Path) -> None:
+    soak(tmp_path, seconds=5)
+
+
+@pytest.mark.bench
+def test_three_minutes(tmp_path: Path) -> None:
+    soak(tmp_path, seconds=float(os.environ.get("MIXEDKV_SOAK_SECONDS", "180")))
+
+
+def soak(folder: Path, seconds: float) -> None:
+    options = [
+        "--model-name", soak_clients.MODEL, "--n-ctx", str(N_CTX), "--parallel", str(PARALLEL),
+        "--idle-prefixes", str(IDLE), "--max-queue", "32", "--max-body-mb", str(soak_clients.MAX_BODY / 1e6),
+        "--request-timeout", "10", "--store", str(folder / "store"), "--max-kv-size-gb", "0.02",
+        "--max-ram-gb", "0.005", "--api-key-file", str(key_file(folder, f"a:{KEYS[0]}", f"b:{KEYS[1]}")),
+    ]  # fmt: skip
+    with running(*options) as server:
+        Clients(server.port, N_CLIENTS, seed=1).run(min(3, seconds), lambda: None)  # what is allocated once
+        wait_until_idle(server)
+        n_files = count_files(server)
+        memory: list[float] = []
+        clients = Clients(server.port, N_CLIENTS)
+        clients.run(seconds, lambda: memory.append(resident_mib(server)))
+        print(*sorted(clients.counts.items(), key=str), sep="\n")
+        print("resident MiB:", *(f"{size:.0f}" for size in memory[:: max(1, len(memory) // 40)]))
+
+        assert server.process.poll() is None, server.log
+        assert clients.surprises == []
+        assert {way.__name__ for way, _ in soak_clients.WAYS} == {name for name, _ in clients.counts}
+        assert any(status == 200 for _, status in clients.counts)
+        wait_until_idle(server)
+        all_of_the_context_can_be_used(server)
+        assert count_files(server) <= n_files + 8
+        assert is_flat(memory), memory
+        assert "Traceback" not in server.log
+        assert server.stop(signal.SIGTERM) == 0
+
+
+def wait_until_idle(server: Server) -> None:
+    """Nothing runs, nothing waits, and no sequence is held for an answer that nobody gets."""
+    end = time.monotonic() + 30
+    while True:
+        stats = server.stats(KEYS[0])
+        busy = [
+            stats["requests"]["running"],
+            stats["requests"]["waiting"],
+            stats["cache"]["sequences_running"],
+        ]
+        if not any(busy) and stats["store"]["waiting_to_be_stored"] == 0:
+            break
+        assert time.monotonic() < end, stats
+        time.sleep(0.1)
+    assert stats["cache"]["sequences_idle"] <= PARALLEL + IDLE
+    assert stats["cache"]["cells_used"] <= N_CTX
+
+
+def all_of_the_context_can_be_used(server: Server) -> None:
+    """A prompt that needs every cell gets them, and holds all that are in use then: no rows are lost."""
+    n = N_CTX - 2
+    body: dict[str, Any] = {"prompt": [5] * n, "max_tokens": 1, "ignore_eos": True, "use_kv_cache": False}
+    usage = server.post("/v1/completions", body, key=KEYS[0])["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (n, 1)
+    wait_until_idle(server)
+    stats = server.stats(KEYS[0])
+    assert stats["cache"]["cells_used"] == n
+    assert [seq["tokens"] for seq in stats["sequences"]] == [n]
+
+
+def resident_mib(server: Server) -> float:
+    pages = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def count_files(server: Server) -> int:
+    """Open files and sockets."""
+    return len(os.listdir(f"/proc/{server.process.pid}/fd"))
+
+
+def is_flat(memory: list[float]) -> bool:
+    """What an allocator, a store's tables and compiled templates take grows for the first half minute."""
+    if len(memory) < 60:
+        return memory[-1] < memory[0] + 64
+    third = len(memory) // 3
+    return max(memory[-third:]) < max(memory[third:-third]) * 1.05

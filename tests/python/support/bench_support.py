@@ -1,0 +1,28 @@
+"""What the tests of `mixedkv bench` share."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mixedkv.bench.output import schema
+from mixedkv.cli import main
+
+Row = dict[str, Any]
+
+
+def run(path: Path, *arguments: str) -> dict[str, Any]:
+    """The object that a run of `mixedkv bench` writes, which must be right."""
+    assert main(["bench", *arguments, "--threads", "1", "--json", str(path)]) == 0
+    data = json.loads(path.read_text())
+    assert schema.problems(data) == []
+    assert data["interrupted"] is False
+    return data
+
+
+def by_kv(rows: list[Row], **wanted: object) -> dict[str, Row]:
+    """Rows by their spec, of those that have the wanted values."""
+    chosen = [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+    assert len({row["kv"] for row in chosen}) == len(chosen), "several rows of one setting"
+    return {row["kv"]: row for row in chosen}

@@ -1,0 +1,323 @@
+"""What the cache promises, computed independently in double precision for the zoo's muted models.
+
+Every row is kept twice, rounded to F16 and quantised, with a flag that says whether its F16 copy is still
+held; each query picks one of the two by the hot-set rule. No code is shared with the library but the file
+of weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import gguf
+import numpy as np
+
+from support.harness import Mixed, Uniform
+from support.zoo import Gguf
+
+QUANTS = {
+    name: getattr(gguf.GGMLQuantizationType, name.upper())
+    for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
+}
+
+
+def hadamard(n: int) -> np.ndarray:
+    """Orthonormal Walsh-Hadamard matrix in Sylvester's order; its own inverse."""
+    h = np.ones((1, 1))
+    while len(h) < n:
+        h = np.block([[h, h], [h, -h]])
+    return h / np.sqrt(n)
+
+
+def rotate(x: np.ndarray, n: int) -> np.ndarray:
+    """x [..., head], each run of n elements rotated; n = 0: as it is."""
+    return (x.reshape(*x.shape[:-1], -1, n) @ hadamard(n)).reshape(x.shape) if n else x
+
+
+def stored(x: np.ndarray, kind: str) -> np.ndarray:
+    """x [n_head, head] as it comes back from a cache of type `kind`; rows are quantised over all heads."""
+    if kind == "f32":
+        return x.astype(np.float32).astype(np.float64)
+    if kind == "f16":
+        return x.astype(np.float32).astype(np.float16).astype(np.float64)
+    flat = np.ascontiguousarray(x, dtype=np.float32).reshape(1, -1)
+    return (
+        gguf.quants.dequantize(gguf.quants.quantize(flat, QUANTS[kind]), QUANTS[kind])
+        .reshape(x.shape)
+        .astype(float)
+    )
+
+
+def on_a_step(x: np.ndarray, margin: float = 1e-4) -> bool:
+    """Whether an element lies within `margin` steps of where Q4_0 (quantize_row_q4_0_ref) changes its
+    level.
+    """
+    blocks = x.reshape(-1, 32)
+    top = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1, keepdims=True), axis=1)
+    level = blocks / (top / -8) + 8.5
+    return bool((np.abs(level - np.round(level)) < margin).any())
+
+
+def rope(x: np.ndarray, pos: int, kind: str, base: float = 10000.0) -> np.ndarray:
+    """x [n_head, head] turned to position `pos`."""
+    if kind == "none":
+        return x
+    half = x.shape[-1] // 2
+    angle = pos * base ** (-np.arange(half) / half)
+    c, s = np.cos(angle), np.sin(angle)
+    out = np.empty_like(x)
+    a, b = (x[:, 0::2], x[:, 1::2]) if kind == "norm" else (x[:, :half], x[:, half:])
+    first, second = a * c - b * s, a * s + b * c
+    if kind == "norm":
+        out[:, 0::2], out[:, 1::2] = first, second
+    else:
+        out[:, :half], out[:, half:] = first, second
+    return out
+
+
+def rms_norm(x: np.ndarray, w: np.ndarray | float = 1.0) -> np.ndarray:
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + 1e-5) * w
+
+
+@dataclass
+class Row:
+    pos: int
+    seqs: set[int]
+    held: bool
+    k_hot: np.ndarray
+    v_hot: np.ndarray
+    k_cold: np.ndarray
+    v_cold: np.ndarray
+    shift: int = 0  # positions moved since K was last turned
+
+
+class Oracle:
+    """One layer's attention over a cache of rows; the interface of harness.Ctx as far as it goes."""
+
+    def __init__(
+        self, model: Gguf, il: int, kv: Uniform | Mixed, *, n_seq_max: int = 1, unified: bool = False
+    ) -> None:
+        self.shape, self.il, self.kv = model.shape, il, kv
+        self.n_stream = 1 if unified else n_seq_max
+        self.streams: list[list[Row]] = [[] for _ in range(self.n_stream)]
+        self.w = {name: data.astype(np.float64) for name, data in model.tensors.items()}
+        self.keys = model.keys
+        head = self.shape.head
+        self.rot_k = (
+            next(n for n in (256, 128, 64, 1) if head % n == 0) if kv.k in QUANTS and head % 64 == 0 else 0
+        )
+        self.rot_v = 64 if kv.v in QUANTS and head % 64 == 0 else 0
+
+    def copy(self) -> Oracle:
+        other = copy.copy(self)
+        other.streams = copy.deepcopy(self.streams)
+        return other
+
+    # --- the model ---
+
+    def _embed(self, token: int) -> np.ndarray:
+        x = self.w["token_embd.weight"][token]
+        return x * np.sqrt(self.shape.n_embd) if self.shape.arch.startswith("gemma") else x
+
+    def _part(self, name: str, il: int) -> np.ndarray | None:
+        return self.w.get(f"blk.{il}.{name}")
+
+    def _heads(self, name: str, x: np.ndarray, il: int) -> np.ndarray:
+        return (self.w[f"blk.{il}.{name}.weight"] @ x).reshape(-1, self.shape.head)
+
+    def _kv_layer(self) -> int:
+        """The layer whose K and V layer `il` reads: itself, or the one whose rows it shares (gemma4)."""
+        shared = int(self.keys.get("attention.shared_kv_layers", 0))  # type: ignore[call-overload]
+        return self.il if self.il < self.shape.n_layer - shared else self.shape.n_layer - shared - 1
+
+    def _new_kv(self, x: np.ndarray, pos: int) -> tuple[np.ndarray, np.ndarray]:
+        """K and V [n_head_kv, head] of a token, in the basis of the cache."""
+        il = self._kv_layer()
+        x = rms_norm(x, self._part("attn_norm.weight", il))
+        k, v = self._heads("attn_k", x, il), self._heads("attn_v", x, il)
+        if (norm := self._part("attn_k_norm.weight", il)) is not None:
+            k = rms_norm(k, norm)
+        if self.shape.arch == "gemma4":
+            v = rms_norm(v)
+        return rotate(rope(k, pos, self.shape.rope), self.rot_k), rotate(v, self.rot_v)
+
+    def _new_row(self, x: np.ndarray, pos: int, seqs: Sequence[int]) -> Row:
+        k, v = self._new_kv(x, pos)
+        hot, cold = (stored(k, "f16"), stored(v, "f16")), (stored(k, self.kv.k), stored(v, self.kv.v))
+        return Row(pos, set(seqs), True, *hot, *cold)
+
+    def _query(self, x: np.ndarray, pos: int) -> np.ndarray:
+        q = self._heads("attn_q", rms_norm(x, self._part("attn_norm.weight", self.il)), self.il)
+        if (norm := self._part("attn_q_norm.weight", self.il)) is not None:
+            q = rms_norm(q, norm)
+        return rotate(rope(q, pos, self.shape.rope), self.rot_k)
+
+    def _attend(self, q: np.ndarray, pos: int, rows: list[Row]) -> np.ndarray:
+        """q [n_head, head] over the rows it sees -> [n_head * head]."""
+        s = self.shape
+        k, v = (np.stack([getattr(r, f"{part}_{self._tier(pos, r)}") for r in rows]) for part in "kv")
+        group = s.n_head // k.shape[1]
+        k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
+        score = np.einsum("hd,jhd->hj", q, k) * (1.0 if s.arch == "gemma4" else s.head**-0.5)
+        if (cap := self.keys.get("attn_logit_softcapping")) is not None:
+            score = cap * np.tanh(score / cap)  # type: ignore[operator]
+        if s.arch == "refact":
+            slope = 2.0 ** (-8.0 * np.arange(1, s.n_head + 1) / s.n_head)
+            score = score - slope[:, None] * np.array([abs(pos - r.pos) for r in rows])
+        sinks = self._part("attn_sinks.weight", self.il)
+        top = score.max(axis=1) if sinks is None else np.maximum(score.max(axis=1), sinks)
+        p = np.exp(score - top[:, None])
+        total = p.sum(axis=1) + (0.0 if sinks is None else np.exp(sinks - top))
+        out = np.einsum("hj,jhd->hd", p / total[:, None], v)
+        return rotate(out, self.rot_v).reshape(-1)
+
+    def _tier(self, q: int, row: Row) -> str:
+        return "hot" if isinstance(self.kv, Mixed) and row.held and self.kv.is_hot(q, row.pos) else "cold"
+
+    def _logits(self, x: np.ndarray, attn: np.ndarray) -> np.ndarray:
+        y = self.w[f"blk.{self.il}.attn_output.weight"] @ attn
+        for il in range(self.shape.n_layer):  # biases of muted layers are muted too
+            if (bias := self._part("attn_output.bias", il)) is not None and il == self.il:
+                y = y + bias
+        if self.shape.arch.startswith("gemma"):
+            y = rms_norm(y, self._part("post_attention_norm.weight", self.il))
+        norm = "token_embd_norm" if self.shape.arch == "lfm2" else "output_norm"
+        x = rms_norm(x + y, self.w[f"{norm}.weight"])
+        logits = self.w.get("output.weight", self.w["token_embd.weight"]) @ x
+        if (cap := self.keys.get("final_logit_softcapping")) is not None:
+            logits = cap * np.tanh(logits / cap)  # type: ignore[operator]
+        return logits
+
+    # --- tokens whose rows F32 rounding cannot move to another step of Q4_0 ---
+
+    def safe(self, tokens: Sequence[int], positions: Sequence[int]) -> list[int]:
+        """The tokens; one whose row has an element next to a step is exchanged for the next that has none."""
+        out = []
+        for token, pos in zip(tokens, positions, strict=True):
+            while any(on_a_step(x) for x, kind in self._unrounded(token, pos) if kind == "q4_0"):
+                token = 3 + (token - 2) % 256
+            out.append(token)
+        return out
+
+    def _unrounded(self, token: int, pos: int) -> list[tuple[np.ndarray, str]]:
+        k, v = self._new_kv(self._embed(token), pos)
+        return [(k, self.kv.k), (v, self.kv.v)]
+
+    # --- decoding and sequence operations, as harness.Ctx ---
+
+    def _index(self, seq: int) -> int:
+        return seq if self.n_stream > 1 else 0
+
+    def _stream(self, seq: int) -> list[Row]:
+        return self.streams[self._index(seq)]
+
+    def rows(self, seq: int = 0) -> list[Row]:
+        return sorted((r for r in self._stream(seq) if seq in r.seqs), key=lambda r: r.pos)
+
+    def pos_max(self, seq: int = 0) -> int:
+        return max((r.pos for r in self.rows(seq)), default=-1)
+
+    def decode(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int] | int | None = None,
+        seq_ids: Sequence[Sequence[int]] | int = 0,
+    ) -> np.ndarray:
+        seqs = [[seq_ids]] * len(tokens) if isinstance(seq_ids, int) else [list(s) for s in seq_ids]
+        if positions is None:
+            positions = self.pos_max(seqs[0][0]) + 1
+        if isinstance(positions, int):
+            positions = range(positions, positions + len(tokens))
+        self.settle()
+        out = []
+        for token, pos, ids in zip(tokens, positions, seqs, strict=True):
+            x = self._embed(token)
+            self._stream(ids[0]).append(self._new_row(x, pos, ids))
+            seen = [r for r in self._stream(ids[0]) if ids[0] in r.seqs and r.pos <= pos]
+            out.append(self._logits(x, self._attend(self._query(x, pos), pos, seen)))
+        self.release({self._index(ids[0]) for ids in seqs})
+        return np.stack(out)
+
+    def release(self, streams: Iterable[int]) -> None:
+        """Lets go of the F16 copies that no sequence has in its hot set, seen from its last token."""
+        if not isinstance(self.kv, Mixed):
+            return
+        for stream in (self.streams[s] for s in streams):
+            last = {seq: self.pos_max(seq) for r in stream for seq in r.seqs}
+            for r in stream:
+                r.held = r.held and any(self.kv.is_hot(last[seq], r.pos) for seq in r.seqs)
+
+    def restored(self, seq: int = -1) -> None:
+        """What a state brings back: of the rows still held, those in the hot set of the sequence's last
+        token.
+        """
+        streams = range(self.n_stream) if seq < 0 else [self._index(seq)]
+        others = [r for s in streams for r in self.streams[s] if r.held and seq >= 0 and seq not in r.seqs]
+        self.release(streams)
+        for r in others:
+            r.held = True
+
+    def set_window(self, threshold: int, group: int, sinks: int) -> None:
+        assert isinstance(self.kv, Mixed)
+        self.kv = self.kv.with_(threshold=threshold, group=group, sinks=sinks)
+        self.release(range(self.n_stream))
+
+    def settle(self) -> None:
+        """Turns the keys of moved rows and quantises them again: at the next decode, or when the cache
+        is read.
+        """
+        for r in (r for stream in self.streams for r in stream if r.shift):
+            for tier, kind in (("k_hot", "f16"), ("k_cold", self.kv.k)):
+                k = rope(rotate(getattr(r, tier), self.rot_k), r.shift, self.shape.rope)
+                if self.shape.rope != "none":
+                    setattr(r, tier, stored(rotate(k, self.rot_k), kind))
+            r.shift = 0
+
+    def rm(self, seq: int, p0: int = -1, p1: int = -1) -> None:
+        for stream in self.streams if seq < 0 else [self._stream(seq)]:
+            for r in stream:
+                if p0 <= r.pos and (p1 < 0 or r.pos < p1):
+                    r.seqs -= r.seqs if seq < 0 else {seq}
+            stream[:] = [r for r in stream if r.seqs]
+
+    def cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
+        if self.n_stream == 1:
+            for r in self._range(src, p0, p1):
+                r.seqs.add(dst)
+        else:
+            rows = copy.deepcopy(self.streams[src])
+            for r in rows:
+                r.seqs = {dst}
+            self.streams[dst][:] = rows
+
+    def keep(self, seq: int) -> None:
+        stream = self._stream(seq)
+        stream[:] = [r for r in stream if seq in r.seqs]
+        for r in stream:
+            r.seqs = {seq}
+
+    def add(self, seq: int, p0: int, p1: int, delta: int) -> None:
+        stream = self._stream(seq)
+        for r in self._range(seq, p0, p1):
+            r.pos, r.shift = r.pos + delta, r.shift + delta
+        stream[:] = [r for r in stream if r.pos >= 0]
+
+    def div(self, seq: int, p0: int, p1: int, d: int) -> None:
+        for r in self._range(seq, p0, p1):
+            # llama_kv_cells::pos_div turns K by old - new, seq_add by new - old; a cache does as its host
+            # does
+            r.pos, r.shift = r.pos // d, r.shift + r.pos - r.pos // d
+
+    def _range(self, seq: int, p0: int, p1: int) -> list[Row]:
+        return [r for r in self._stream(seq) if seq in r.seqs and p0 <= r.pos and (p1 < 0 or r.pos < p1)]
+
+    def context_shift(self, keep: int, discard: int, seq: int = 0) -> None:
+        end = self.pos_max(seq) + 1
+        self.rm(seq, keep, keep + discard)
+        self.add(seq, keep + discard, end, -discard)
+
+    def clear(self) -> None:
+        for stream in self.streams:
+            stream.clear()

@@ -1,0 +1,194 @@
+"""A real `mixedkv serve` process for tests, and jobs for an engine without HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mixedkv import Llama
+from mixedkv.bundled import model_path
+from mixedkv.engine.engine import Engine
+from mixedkv.engine.job import Done, Failed, Job
+from mixedkv.engine.sampler import Sampler, Sampling
+
+MODEL = model_path().stem
+_START_SECONDS = 60
+
+
+class Server:
+    """One process. `log` is what it wrote to stderr so far."""
+
+    def __init__(self, *options: str, environ: dict[str, str] | None = None) -> None:
+        command = [sys.executable, "-m", "mixedkv", "serve", "--port", "0", "--threads", "1", *options]
+        env = {name: value for name, value in os.environ.items() if not name.startswith("MIXEDKV_")}
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env={**env, **(environ or {})}
+        )
+        self._lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.port = 0
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self._lines.append(line)
+
+    @property
+    def log(self) -> str:
+        return "".join(self._lines)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def wait_until_ready(self) -> Server:
+        end = time.monotonic() + _START_SECONDS
+        while time.monotonic() < end and self.process.poll() is None:
+            if found := re.search(r" on http://.*:(\d+)$", self.log, re.M):
+                self.port = int(found[1])
+                if self.status("GET", "/ready") == 200:
+                    return self
+            time.sleep(0.05)
+        raise RuntimeError(f"the server did not start:\n{self.log}")
+
+    def stop(self, number: int = signal.SIGTERM, seconds: float = 30) -> int:
+        """Send a signal and return the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        code = self.process.wait(seconds)
+        self._reader.join(5)
+        return code
+
+    def request(
+        self, method: str, path: str, body: Any = None, key: str = "", raw: bytes | None = None
+    ) -> tuple[int, Any, dict[str, str]]:
+        """Status, parsed body and headers."""
+        data = raw if raw is not None else None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        request = urllib.request.Request(self.url + path, data, headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return response.status, _parse(response.read()), dict(response.headers)
+        except urllib.error.HTTPError as error:
+            return error.code, _parse(error.read()), dict(error.headers)
+
+    def status(self, method: str, path: str, body: Any = None, **options: Any) -> int:
+        try:
+            return self.request(method, path, body, **options)[0]
+        except urllib.error.URLError:
+            return 0
+
+    def post(self, path: str, body: Any, **options: Any) -> Any:
+        status, answer, _ = self.request("POST", path, body, **options)
+        assert status < 300, (status, answer)
+        return answer
+
+    def stats(self, key: str = "") -> Any:
+        return self.request("GET", "/v1/stats", key=key)[1]
+
+    def wait_until_idle(self, seconds: float = 20) -> Any:
+        """Stats once nothing runs or waits any more."""
+        end = time.monotonic() + seconds
+        while True:
+            now = self.stats()
+            busy = now["requests"]["running"] + now["requests"]["waiting"]
+            if not busy and not (now["store"] or {}).get("waiting_to_be_stored"):
+                return now
+            assert time.monotonic() < end, now["requests"]
+            time.sleep(0.02)
+
+
+def _parse(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return data.decode("utf-8", "replace")
+
+
+@contextmanager
+def running(*options: str, environ: dict[str, str] | None = None) -> Iterator[Server]:
+    """A server that takes requests; stopped at the end."""
+    server = Server(*options, environ=environ)
+    try:
+        yield server.wait_until_ready()
+    finally:
+        if server.process.poll() is None:
+            server.stop(signal.SIGKILL)
+
+
+def key_file(folder: Path, *lines: str, mode: int = 0o600) -> Path:
+    path = folder / "keys"
+    path.write_text("".join(line + "\n" for line in lines))
+    path.chmod(mode)
+    return path
+
+
+class Direct:
+    """An engine on the bundled model without HTTP."""
+
+    def __init__(
+        self, *, kv: str = "mixed", n_ctx: int = 2048, parallel: int = 4, idle: int = 4, **options: Any
+    ):
+        self.llm = Llama(
+            model_path(), kv=kv, n_ctx=n_ctx, n_seq_max=parallel + idle, kv_unified=True, n_threads=1,
+            n_threads_batch=1, n_batch=256, verbose=False,
+        )  # fmt: skip
+        self.engine = Engine(self.llm, parallel=parallel, **options).start()
+
+    def __enter__(self) -> Direct:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.close()
+
+    def tokens(self, text: str) -> list[int]:
+        return self.llm.tokenize(text.encode(), add_bos=False, special=True)
+
+    def job(
+        self, prompt: str | Sequence[int], max_tokens: int = 32, **options: Any
+    ) -> tuple[Job, queue.Queue[Any]]:
+        """A job that is not submitted yet, greedy unless told otherwise, and its events."""
+        sampling = options.pop("sampling", Sampling(temperature=0))
+        sampler = Sampler(self.llm._model.vocab, sampling, self.engine.n_ctx) if max_tokens else None
+        events: queue.Queue[Any] = queue.Queue()
+        tokens = self.tokens(prompt) if isinstance(prompt, str) else prompt
+        job = Job(tokens, max_tokens=max_tokens, sampler=sampler, deliver=events.put, **options)
+        return job, events
+
+    def start(
+        self, prompt: str | Sequence[int], max_tokens: int = 32, **options: Any
+    ) -> tuple[Job, queue.Queue[Any]]:
+        job, events = self.job(prompt, max_tokens, **options)
+        self.engine.submit([job])
+        return job, events
+
+    def answer(self, prompt: str | Sequence[int], max_tokens: int = 32, **options: Any) -> tuple[Job, Done]:
+        job, events = self.start(prompt, max_tokens, **options)
+        return job, end_of(events)
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        return self.engine.call(function).result(30)
+
+
+def end_of(events: queue.Queue[Any]) -> Done:
+    """Wait for the end of a job; raises what it failed with."""
+    while True:
+        event = events.get(timeout=60)
+        if isinstance(event, Failed):
+            raise event.error
+        if isinstance(event, Done):
+            return event
