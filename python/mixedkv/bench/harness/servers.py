@@ -22,7 +22,7 @@ from mixedkv.model.gguf_file import ModelFile
 
 STOCK, STOCK_CACHE = "llama_cpp", "llama_cpp, RAM cache"
 
-_STOCK_CHILD = Path(__file__).with_name("serve_stock.py")
+_STOCK_CHILD = Path(__file__).with_name("stock_server.py")
 _STOCK_NEEDS = ("uvicorn", "fastapi", "sse_starlette", "starlette_context", "pydantic_settings")
 _DROPPED = ("LLAMA_CPP_LIB_PATH", "HOST", "PORT", "CONFIG_FILE")  # the stock server obeys these first
 _OPEN = urllib.request.build_opener(urllib.request.ProxyHandler({})).open

@@ -15,7 +15,7 @@ from mixedkv.server.snapshot import of_tenant, snapshot
 from mixedkv.server.state import Serving, check_model, serving, tenant
 
 router = APIRouter()
-_PAGE = Path(__file__).parent / "page" / "index.html"
+_PAGE = Path(__file__).parents[1] / "page" / "index.html"
 _PAGE_HEADERS = {  # the page's own <meta> cannot say frame-ancestors
     "Content-Security-Policy": "frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
