@@ -7,12 +7,13 @@ from typing import Any
 
 import gguf
 
+from mixedkv.hot_window import HotWindow
+from mixedkv.limits import INT32_MAX
+
 HOT_TYPES = ("f16",)
 COLD_TYPES = ("q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 UNIFORM_TYPES = ("f16", "bf16", "f32", *COLD_TYPES)
 ATTENTIONS = ("auto", "fused", "merged")
-
-_POSITION_MAX = 2**31 - 1  # llama_pos is an int32
 
 
 def ggml_type(name: str) -> int:
@@ -82,11 +83,15 @@ class MixedKVConfig:
     def type_v(self) -> str:
         return self.cold_type_v
 
-    def hot_begin(self, q: int) -> int:
-        """First position of the recent window of a query at position q, as cpp/cache/hot_window.h has it."""
-        if self.quantization_threshold == 0:
-            return q + 1
-        return max(0, -(-(q + 1 - self.quantization_threshold) // self.group_size)) * self.group_size
+    @property
+    def window(self) -> HotWindow:
+        """Which positions are F16."""
+        return HotWindow(self.quantization_threshold, self.group_size, self.sink_tokens)
+
+    @property
+    def needs_flash(self) -> bool:
+        """Both tiers are read with flash attention only."""
+        return True
 
     def check_context(self, n_ctx: int) -> None:
         """Raise ValueError unless the F16 rows fit a sequence of at most `n_ctx` tokens."""
@@ -132,6 +137,16 @@ class UniformKV:
         _normalise(self, "type_k", UNIFORM_TYPES)
         _normalise(self, "type_v", UNIFORM_TYPES)
         _normalise(self, "attention", ("auto", "fused"))
+
+    @property
+    def window(self) -> HotWindow:
+        """No token has a row of another type."""
+        return HotWindow()
+
+    @property
+    def needs_flash(self) -> bool:
+        """llama.cpp reads a quantised V, and this package's kernels their rows, with flash attention only."""
+        return self.attention == "fused" or type_bits(self.type_v) < 16
 
     def check_context(self, n_ctx: int) -> None:
         """A uniform cache fits any context."""
@@ -230,8 +245,8 @@ def check_window(quantization_threshold: int, group_size: int, sink_tokens: int)
 def _check_int(field: str, value: object, at_least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{field}={value!r}: use a whole number")
-    if not at_least <= value <= _POSITION_MAX:
-        raise ValueError(f"{field}={value}: use a number from {at_least} to {_POSITION_MAX}")
+    if not at_least <= value <= INT32_MAX:
+        raise ValueError(f"{field}={value}: use a number from {at_least} to {INT32_MAX}")
 
 
 def _normalise(setting: KVSetting, field: str, known: tuple[str, ...]) -> None:
@@ -293,6 +308,6 @@ def _mixed_fields(spec: str, options: dict[str, str]) -> dict[str, Any]:
 
 
 def _parse_int(spec: str, key: str, value: str) -> int:
-    if not (value.isascii() and value.isdigit() and len(value) <= len(str(_POSITION_MAX))):
+    if not (value.isascii() and value.isdigit() and len(value) <= len(str(INT32_MAX))):
         raise ValueError(f"kv={spec!r}: {key}={value} is not a whole number of tokens")
     return int(value)

@@ -11,14 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv import _core
-from mixedkv.config import KVSetting, MixedKVConfig, UniformKV, ggml_type, parse_kv, type_bits, type_name
+from mixedkv.config import KVSetting, UniformKV, ggml_type, parse_kv, type_bits, type_name
 from mixedkv.errors import InvalidModelFileError, UnsupportedModelError
 from mixedkv.kv.cache import KVCache
 from mixedkv.kv.exactness import ExactRows
+from mixedkv.limits import MAX_SEQUENCES
 from mixedkv.model.footprint import model_shape
 from mixedkv.model.gguf_file import ModelFile, file_stamp, read_model_file
-
-_MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
 
 
 class Llama(llama_cpp.Llama):
@@ -196,23 +195,19 @@ def _choose_setting(
 
 
 def _choose_flash_attn(setting: KVSetting, flash_attn: bool | None) -> bool:
-    """llama.cpp reads a quantised V, and this package both tiers, with flash attention only."""
-    needed = (
-        isinstance(setting, MixedKVConfig) or setting.attention == "fused" or type_bits(setting.type_v) < 16
-    )
-    if needed and flash_attn is False:
+    if setting.needs_flash and flash_attn is False:
         raise ValueError(
             f"flash_attn=False does not go with kv={str(setting)!r}: this cache is read with flash "
             f"attention only. Leave flash_attn out, or use kv='f16'"
         )
-    return needed or bool(flash_attn)
+    return setting.needs_flash or bool(flash_attn)
 
 
 def _check_sequences(n_seq_max: int) -> int:
     if isinstance(n_seq_max, bool) or not isinstance(n_seq_max, int):
         raise TypeError(f"n_seq_max={n_seq_max!r}: use a whole number")
-    if not 1 <= n_seq_max <= _MAX_SEQUENCES:
-        raise ValueError(f"n_seq_max={n_seq_max}: use a number from 1 to {_MAX_SEQUENCES}")
+    if not 1 <= n_seq_max <= MAX_SEQUENCES:
+        raise ValueError(f"n_seq_max={n_seq_max}: use a number from 1 to {MAX_SEQUENCES}")
     return n_seq_max
 
 

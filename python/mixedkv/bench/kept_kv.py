@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from mixedkv.bench.harness.cache_settings import Setting
 from mixedkv.bench.harness.contexts import CannotRunError, Model
@@ -26,14 +25,13 @@ from mixedkv.bench.harness.page_cache import drop_cached
 from mixedkv.bench.harness.progress import Progress
 from mixedkv.bench.harness.summary import quartiles
 from mixedkv.errors import UnsupportedModelError
+from mixedkv.limits import padded
 
 TIERS = ("cold", "ram", "disk", "disk_dropped", "encrypted", "new_process")
 
-_CELLS = 256
 _SEED = 90_000
 
 Row = dict[str, Any]
-Tokens = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +51,7 @@ class Work:
     @property
     def n_ctx(self) -> int:
         chat = self.n_prompt // 2 + self.turns * (self.n_new + self.n_gen + 1)
-        return -(-max(self.n_prompt + 1, chat) // _CELLS) * _CELLS
+        return padded(max(self.n_prompt + 1, chat))
 
 
 def measure(

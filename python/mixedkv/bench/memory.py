@@ -17,11 +17,10 @@ from mixedkv.bench.harness.contexts import CannotRunError, Context, Model
 from mixedkv.bench.harness.filling import make_fill
 from mixedkv.bench.harness.progress import Progress
 from mixedkv.config import KVSetting, MixedKVConfig
+from mixedkv.limits import CELLS, INT32_MAX
 from mixedkv.model.footprint import ModelShape, footprint
 
-_CELLS = 256
 _CLEAR_PEAK = "5"  # proc(5), clear_refs: set the peak to what is resident now
-_N_CTX_MAX = 1 << 31
 
 Row = dict[str, Any]
 
@@ -56,14 +55,14 @@ def measure(
 
 def longest_context(shape: ModelShape, kv: KVSetting, budget: int) -> int:
     """Tokens of the longest context whose cache fits `budget` bytes, by formula; 0 if none does."""
-    low, high = 0, _N_CTX_MAX // _CELLS  # in units of 256 tokens, as llama.cpp allocates
+    low, high = 0, INT32_MAX // CELLS + 1  # in units of 256 tokens, as llama.cpp allocates
     while low < high:
         middle = (low + high + 1) // 2
-        if footprint(shape, kv, middle * _CELLS).bytes <= budget:
+        if footprint(shape, kv, middle * CELLS).bytes <= budget:
             low = middle
         else:
             high = middle - 1
-    n_ctx = low * _CELLS
+    n_ctx = low * CELLS
     needed = kv.quantization_threshold + kv.sink_tokens if isinstance(kv, MixedKVConfig) else 0
     return n_ctx if n_ctx >= needed else 0
 

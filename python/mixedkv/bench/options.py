@@ -14,6 +14,7 @@ from mixedkv.bench.harness.cache_settings import DEFAULT_SPECS, Setting, make_se
 from mixedkv.bench.harness.filling import FILLS
 from mixedkv.bundled import model_path
 from mixedkv.errors import UnsupportedModelError
+from mixedkv.limits import CELLS
 from mixedkv.model.footprint import ModelShape, model_shape
 from mixedkv.model.gguf_file import ModelFile, read_model_file
 
@@ -25,7 +26,6 @@ _N_PROMPT = {"store": 4096, "serve": 1024}
 _DEPTHS = (0, 4096, 16384)
 _N_CTX = 4096  # of quality
 _N_CTX_RECALL = 2048  # the bundled model answers few questions from further back, whatever its cache
-_MIN_CTX = 256
 _MIN_RECALL = 1024  # a journal with all its questions
 
 
@@ -127,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--depths", metavar="N,N", type=depths, help="tokens before the measured ones")
     parser.add_argument(
-        "--n-ctx", metavar="N", type=number(_MIN_CTX), help="context of quality (4096) and recall (2048)"
+        "--n-ctx", metavar="N", type=number(CELLS), help="context of quality (4096) and recall (2048)"
     )
     parser.add_argument("--threads", metavar="N", type=number(1), help="CPU threads (all)")
     parser.add_argument(
@@ -231,7 +231,7 @@ def _depths(asked: tuple[int, ...] | None, n_new: int, longest: int) -> tuple[in
 
 def _n_ctx(asked: int | None, default: int, trained: int) -> int:
     n_ctx = asked or min(default, trained or default)
-    return max(_MIN_CTX, n_ctx)
+    return max(CELLS, n_ctx)
 
 
 def _read_text(path: str | None) -> str | None:

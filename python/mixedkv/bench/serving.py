@@ -24,9 +24,9 @@ from mixedkv.bench.harness.progress import Progress
 from mixedkv.bench.harness.replay import Conversation, Replay, make_conversation, replay, room
 from mixedkv.bench.harness.stall import Stall, stall
 from mixedkv.bench.harness.summary import quartiles
+from mixedkv.limits import CELLS, padded
 from mixedkv.model.gguf_file import ModelFile
 
-_CELLS = 256
 _MAX_BANNED = 300  # entries of a logit_bias at OpenAI
 _SEED = 100_000
 _LONG = 4096  # tokens of the prompt that others must not notice
@@ -88,7 +88,7 @@ class Script:
     def n_ctx(self) -> int:
         """Tokens that a client needs; some more, since conversations differ."""
         n = room(self.conversations(0), self._work.n_gen, self._count)
-        return -(-(n + n // 16) // _CELLS) * _CELLS
+        return padded(n + n // 16)
 
 
 def measure(
@@ -170,7 +170,7 @@ def _stall(server: servers.Server, no: int, script: Script, work: Work, need: se
     """One client asks for a long prompt while all others generate; they share the room of all."""
     n_streams = work.n_conversations - 1
     n_long = min(_LONG, need.n_ctx * need.clients // 2)
-    n_room = (need.n_ctx * need.clients - n_long - _CELLS) // n_streams - 2 * _SHORT
+    n_room = (need.n_ctx * need.clients - n_long - CELLS) // n_streams - 2 * _SHORT
     seeds = range(no * need.clients, (no + 1) * need.clients)
     *streams, prompt = (script.prompt(1 + i, _SHORT if i < seeds[-1] else n_long) for i in seeds)
     return stall(server.url, streams, prompt, n_room, script.sampling)

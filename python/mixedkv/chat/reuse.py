@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Literal
 import llama_cpp
 import numpy as np
 
-from mixedkv.chat.window import Window, common_prefix
+from mixedkv.chat.window import Window
 from mixedkv.store import Identity, KVStore, Match
+from mixedkv.tokens import common_prefix
 
 if TYPE_CHECKING:
     from mixedkv.llama import Llama

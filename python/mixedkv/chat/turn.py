@@ -11,11 +11,10 @@ import llama_cpp
 
 from mixedkv.chat.reuse import Reuse
 from mixedkv.chat.window import Window, check_can_shift
+from mixedkv.limits import INT32_MAX
 
 if TYPE_CHECKING:
     from mixedkv.llama import Llama
-
-_ENDLESS = 2**31 - 1
 
 
 class Turn:
@@ -58,7 +57,7 @@ class Turn:
     @property
     def _n_ctx(self) -> int:
         """What `_create_completion` limits prompt and answer to: nothing, where old tokens make room."""
-        return self._window.size if self._window.sinks is None else _ENDLESS
+        return self._window.size if self._window.sinks is None else INT32_MAX
 
     def create_completion(self, prompt: Any, max_tokens: int | None = 16, **options: Any) -> Any:
         if max_tokens is None or max_tokens <= 0:

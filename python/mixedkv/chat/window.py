@@ -17,6 +17,7 @@ import llama_cpp
 import numpy as np
 
 from mixedkv.errors import UnsupportedModelError
+from mixedkv.tokens import common_prefix
 
 if TYPE_CHECKING:
     from mixedkv.llama import Llama
@@ -200,10 +201,3 @@ class Window:
             first,
             first + n - 1,
         )
-
-
-def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """How many tokens two sequences begin with alike."""
-    n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if len(different) else n

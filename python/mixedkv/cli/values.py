@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from argparse import ArgumentTypeError
 
+from mixedkv.limits import INT32_MAX
+
 
 def positive(text: str) -> int:
     """A number of something, 1 or more."""
-    if not (text.isascii() and text.isdigit() and 0 < int(text[:10]) < 2**31 and len(text) <= 10):
+    if not (text.isascii() and text.isdigit() and 0 < int(text[:10]) <= INT32_MAX and len(text) <= 10):
         raise ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
 

@@ -13,13 +13,13 @@ import numpy as np
 from mixedkv.engine.embedding_context import EmbeddingContext, Piece, Vectors
 from mixedkv.engine.engine import ClosedError, Engine, EngineError, QueueFullError
 from mixedkv.engine.pacing import Pace
+from mixedkv.limits import MAX_SEQUENCES
 from mixedkv.server.metrics import Metrics
 
 log = logging.getLogger("mixedkv.engine")
 
 _FIRST = 16  # tokens of the first slice
 _LONGEST = 0.5  # seconds: whoever comes to an idle engine waits for a slice
-_MAX_STREAMS = 256
 _YIELD_SECONDS = 0.001
 
 
@@ -72,7 +72,7 @@ class Embedder:
     ) -> None:
         self.context = context
         self._engine, self._metrics, self._max_requests = engine, metrics, max_requests
-        self._pace = Pace(context.n_slice + _MAX_STREAMS, slowdown)
+        self._pace = Pace(context.n_slice + MAX_SEQUENCES, slowdown)
         self._here: set[_Request] = set()
         self._requests: deque[_Request] = deque()  # with inputs not begun
         self._begun: _Input | None = None  # its rows are in the context

@@ -22,8 +22,9 @@ from mixedkv.engine.job import Event, Failed, Job
 from mixedkv.engine.observer import Observer
 from mixedkv.engine.pacing import Pace, share
 from mixedkv.engine.sampler import logits_row, logprob_of
-from mixedkv.engine.sequences import NO_MATCH, HotWindow, Match, NativeMemory, Sequence, SequencePool, common
+from mixedkv.engine.sequences import NO_MATCH, Match, NativeMemory, Sequence, SequencePool
 from mixedkv.llama import Llama
+from mixedkv.tokens import common_prefix
 
 log = logging.getLogger("mixedkv.engine")
 
@@ -96,7 +97,7 @@ class Engine:
         self.pool = SequencePool(
             NativeMemory(llm.ctx),
             n_seq,
-            HotWindow(llm.kv.config),
+            llm.kv.config.window,
             can_cut=can_cut,
             exact_only=exact_only,
         )
@@ -262,7 +263,7 @@ class Engine:
         here = self.pool.match(job.tenant, job.prompt).n
         for other in self._running:
             if other.tenant == job.tenant and other.n_rows < other.n_prompt and other.seq is not None:
-                n = min(common(other.prompt, job.prompt), job.n_prompt - 1)
+                n = min(common_prefix(other.prompt, job.prompt), job.n_prompt - 1)
                 if n - max(here, other.n_rows, job.n_fetched) >= _WAIT_FOR:
                     return self._worth_it(other, n)
         return False
@@ -271,7 +272,7 @@ class Engine:
         """Only rows that can be shared are worth waiting for: a mixed cache needs a copy at that length."""
         if n >= other.n_prompt - 1:
             return True
-        if self.pool.exact_only and not self.pool.window.is_exact(other.n_prompt, n):
+        if self.pool.exact_only and not self.pool.window.cut_is_exact(other.n_prompt, n):
             other.snapshot_at = other.snapshot_at or n
             return other.snapshot_at == n
         return True

@@ -13,7 +13,8 @@ import numpy as np
 
 from mixedkv.engine.detokenizer import TextStream
 from mixedkv.engine.sampler import Sampler, TokenLogprob
-from mixedkv.engine.sequences import Sequence, Tokens
+from mixedkv.engine.sequences import Sequence
+from mixedkv.tokens import Tokens
 
 
 @dataclass(frozen=True, slots=True)

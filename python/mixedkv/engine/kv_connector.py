@@ -19,9 +19,10 @@ import numpy as np
 from mixedkv.config import MixedKVConfig
 from mixedkv.engine.engine import ClosedError, Engine
 from mixedkv.engine.job import Job
-from mixedkv.engine.sequences import Sequence, Tokens
+from mixedkv.engine.sequences import Sequence
 from mixedkv.kv.block import KVBlock
 from mixedkv.store import Identity, KVStore, Match
+from mixedkv.tokens import Tokens
 
 log = logging.getLogger("mixedkv.engine")
 

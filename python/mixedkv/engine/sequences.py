@@ -13,15 +13,13 @@ from typing import Any, Protocol
 
 import llama_cpp
 import numpy as np
-import numpy.typing as npt
 
 from mixedkv import _core
-from mixedkv.config import KVSetting, MixedKVConfig
+from mixedkv.hot_window import HotWindow
+from mixedkv.tokens import Tokens, common_prefix
 
 MIN_SHARED = 16  # tokens; less is not worth a copy
 _MAX_CUT = 32  # tokens an idle sequence loses at most when it is taken over instead of copied
-
-Tokens = npt.NDArray[np.int32]
 
 
 class Memory(Protocol):
@@ -76,34 +74,7 @@ class Sequence:
 
     def common(self, prompt: Tokens) -> int:
         """Number of first tokens that are the same."""
-        return common(np.frombuffer(self.tokens, np.int32), prompt) if self.tokens else 0
-
-
-def common(a: Tokens, b: Tokens) -> int:
-    """Length of the longest common prefix."""
-    n = min(len(a), len(b))
-    if n == 0:
-        return 0
-    differs = a[:n] != b[:n]
-    first = int(differs.argmax())
-    return first if differs[first] else n
-
-
-class HotWindow:
-    """The hot-set rule of a mixed cache: whether a sequence can be cut or copied at a position exactly."""
-
-    def __init__(self, setting: KVSetting) -> None:
-        self._setting = setting if isinstance(setting, MixedKVConfig) else None
-
-    def is_exact(self, length: int, at: int) -> bool:
-        """A sequence of `length` tokens still has every F16 row that the query at `at` would read."""
-        return length == at or self._setting is None or self._begin(length - 1) <= self._begin(at)
-
-    def _begin(self, query: int) -> int:
-        assert self._setting is not None
-        n_old = query + 1 - self._setting.quantization_threshold
-        group = self._setting.group_size
-        return 0 if n_old <= 0 else -(-n_old // group) * group
+        return common_prefix(np.frombuffer(self.tokens, np.int32), prompt) if self.tokens else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +131,7 @@ class SequencePool:
             n = min(seq.common(prompt), len(prompt) - 1)
             if n < MIN_SHARED or (not self.can_cut and n != len(seq.tokens)):
                 continue
-            exact = seq.exact and self.window.is_exact(len(seq.tokens), n)
+            exact = seq.exact and self.window.cut_is_exact(len(seq.tokens), n)
             if self.exact_only and not exact:
                 approximate = max(approximate, n)
             elif (n, exact, not seq.running) > (n_best, exact_best, best is not None and not best.running):

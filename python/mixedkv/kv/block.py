@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv.config import UNIFORM_TYPES
+from mixedkv.limits import INT32_MAX
 
-_POSITION_MAX = 2**31 - 1
 _SIZE_MAX = 2**20  # heads, head sizes and layers above this are not a model's
 
 
@@ -135,8 +135,8 @@ class KVBlock:
             ValueError: something is missing, of another type, or does not fit the rest; the message names it.
         """
         left = dict(arrays)
-        p0 = _whole(description, "p0", 0, _POSITION_MAX - 1)
-        p1 = _whole(description, "p1", p0 + 1, _POSITION_MAX)
+        p0 = _whole(description, "p0", 0, INT32_MAX - 1)
+        p1 = _whole(description, "p1", p0 + 1, INT32_MAX)
         tokens = _take(left, "tokens", np.int32, (p1 - p0,))
         groups = tuple(
             _read_group(f"{i}.", group, left, p0, p1)

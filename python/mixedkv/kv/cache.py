@@ -12,13 +12,12 @@ from mixedkv import _core
 from mixedkv.config import KVSetting, MixedKVConfig, check_window, ggml_type, type_name
 from mixedkv.kv.block import KVBlock, LayerRows, RowGroup
 from mixedkv.kv.stats import KVStats, LayerStats, SequenceStats
+from mixedkv.limits import INT32_MAX
 
 if TYPE_CHECKING:
     from mixedkv.llama import Llama
 
 Basis = Literal["attention", "model"]
-
-_POSITION_MAX = 2**31 - 1  # llama_pos is an int32
 
 
 class KVCache:
@@ -203,8 +202,8 @@ class KVCache:
         address = self._address
         block = KVBlock.from_arrays(block.describe(), block.to_arrays())
         shift = 0 if at is None else at - block.p0
-        if not -block.p0 <= shift <= _POSITION_MAX - block.p1:
-            raise ValueError(f"at={at}: use a position from 0 to {_POSITION_MAX - len(block)}")
+        if not -block.p0 <= shift <= INT32_MAX - block.p1:
+            raise ValueError(f"at={at}: use a position from 0 to {INT32_MAX - len(block)}")
         follows = seq == 0 and block.p0 + shift == self._llama.n_tokens
         drop_from = self._llama.n_tokens if follows else -1
         groups = [_native_group(group) for group in block.groups]
@@ -231,7 +230,7 @@ class KVCache:
         self._llama._ctx.kv_cache_seq_rm(0, n, -1)  # as the evaluation that follows does
         for layer in {layer["group"]: layer for layer in _core.layers(self._address)}.values():
             positions, hot = _core.read_tiers(self._address, layer["il"], 0, 0, n)
-            wanted = (positions >= config.hot_begin(n)) | (positions < config.sink_tokens)
+            wanted = (positions >= config.window.begin(n)) | (positions < config.sink_tokens)
             if not hot[wanted].all():
                 return False
         return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-_ALL = 2**31 - 1
+from mixedkv.limits import INT32_MAX
 
 
 class ExactRows:
@@ -16,7 +16,7 @@ class ExactRows:
     """
 
     def __init__(self) -> None:
-        self._limit = _ALL
+        self._limit = INT32_MAX
         self._end = 0  # where the last evaluation stopped
         self._looked = True  # nobody but the evaluation has touched the window since
 
@@ -31,15 +31,15 @@ class ExactRows:
     def loaded(self, begin: int, end: int) -> None:
         """Rows of [begin, end) came from a block, with the F16 rows it had."""
         if begin == 0:
-            self._limit = _ALL
+            self._limit = INT32_MAX
         self._end, self._looked = end, False
 
     def before_eval(self, n: int, window_is_whole: Callable[[int], bool]) -> None:
         """Evaluation goes on at position `n`; what was behind is gone."""
         if n == 0:
-            self._limit = _ALL
+            self._limit = INT32_MAX
         elif n <= self._limit and not (n == self._end and self._looked):
-            self._limit = _ALL if window_is_whole(n) else n
+            self._limit = INT32_MAX if window_is_whole(n) else n
         self._looked = True
 
     def after_eval(self, end: int) -> None:

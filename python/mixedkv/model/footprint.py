@@ -13,9 +13,9 @@ from typing import Any
 
 from mixedkv.config import KVSetting, MixedKVConfig, type_bits
 from mixedkv.errors import UnsupportedModelError
+from mixedkv.limits import padded
 from mixedkv.model.gguf_file import ModelFile
 
-_CELLS = 256  # llama.cpp rounds a context up to a multiple of this
 # Where the file does not say which layers are recurrent: all but the last of every so many, from llama.cpp's
 # src/models/*.cpp.
 _HYBRID_PERIOD = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4}
@@ -99,7 +99,7 @@ def model_shape(model: ModelFile) -> ModelShape:
 
 def footprint(shape: ModelShape, kv: KVSetting, n_ctx: int) -> Footprint:
     """Bytes that a cache for one sequence of `n_ctx` tokens would take."""
-    n_cells = (n_ctx + _CELLS - 1) // _CELLS * _CELLS
+    n_cells = padded(n_ctx)
     n_k = sum(layer.n_embd_k for layer in shape.layers)
     n_v = sum(layer.n_embd_v for layer in shape.layers)
     bits = n_cells * (n_k * type_bits(kv.type_k) + n_v * type_bits(kv.type_v))

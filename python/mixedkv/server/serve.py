@@ -25,6 +25,7 @@ from mixedkv.engine.embedding_context import EmbeddingContext, only_embeds
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.job import Event, Failed
 from mixedkv.engine.kv_connector import Keeper, SessionRows
+from mixedkv.limits import CELLS
 from mixedkv.llama import Llama
 from mixedkv.model.gguf_file import ModelFile, read_model_file
 from mixedkv.server.api.context import warm_job
@@ -42,7 +43,6 @@ from mixedkv.store import KVStore, key_from_file
 log = logging.getLogger("mixedkv.server")
 
 _DEFAULT_N_CTX = 8192
-_LEAST_N_CTX = 256
 _OWN_FILES = 256  # of the store, the metadata and connections that are being refused
 _LAST_SECONDS = 2.0  # for a client to take its answer, after the drain timeout
 _BACKLOG = 128  # connections that asyncio accepts at once, whatever their limit
@@ -133,7 +133,7 @@ def _load(settings: ServerSettings, path: Path, file: ModelFile, generates: bool
         path,
         # what only embeds has no use for this context
         kv=settings.kv if generates else "f16",
-        n_ctx=n_ctx if generates else _LEAST_N_CTX,
+        n_ctx=n_ctx if generates else CELLS,
         n_seq_max=settings.n_seq,
         kv_unified=True,
         n_batch=settings.n_batch,

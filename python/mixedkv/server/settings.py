@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from mixedkv.config import parse_kv
+from mixedkv.limits import INT32_MAX, MAX_SEQUENCES
 
 ENV_PREFIX = "MIXEDKV_"
-_MAX_SEQUENCES = 256
-_MAX_N_CTX = 2**31 - 1
 
 
 def _option(
@@ -36,11 +35,11 @@ class ServerSettings:
     chat_format: str = _option("", "llama-cpp-python's chat format, for a model without a template", "NAME")
     kv: str = _option("mixed", "KV cache, as in `mixedkv run`", "SPEC")
     n_ctx: int = _option(
-        0, "tokens of the cache, shared by all sequences (default: 8192 or the model's)", "N", 0, _MAX_N_CTX
+        0, "tokens of the cache, shared by all sequences (default: 8192 or the model's)", "N", 0, INT32_MAX
     )
-    parallel: int = _option(8, "answers at a time", "N", 1, _MAX_SEQUENCES - 1)
+    parallel: int = _option(8, "answers at a time", "N", 1, MAX_SEQUENCES - 1)
     idle_prefixes: int = _option(
-        8, "sequences that hold the rows of finished requests", "N", 1, _MAX_SEQUENCES - 1
+        8, "sequences that hold the rows of finished requests", "N", 1, MAX_SEQUENCES - 1
     )
     n_batch: int = _option(512, "tokens in one step at most", "N", 32, 65536)
     threads: int = _option(0, "CPU threads (default: llama_cpp's choice)", "N", 0, 4096)
@@ -59,7 +58,7 @@ class ServerSettings:
     )
     embeddings: bool = _option(False, "answer /v1/embeddings, in a second context on the same model")
     embedding_n_ctx: int = _option(
-        0, "tokens of the longest input to embed (default: 2048 or the model's)", "N", 0, _MAX_N_CTX
+        0, "tokens of the longest input to embed (default: 2048 or the model's)", "N", 0, INT32_MAX
     )
     host: str = _option("127.0.0.1", "address to listen on", "HOST")
     port: int = _option(8000, "port to listen on; 0 takes a free one", "N", 0, 65535)
@@ -90,10 +89,10 @@ class ServerSettings:
         parse_kv(self.kv)
         if self.reuse not in ("exact", "prefix"):
             raise ValueError(f"reuse={self.reuse!r}: use exact or prefix")
-        if self.parallel + self.idle_prefixes > _MAX_SEQUENCES:
+        if self.parallel + self.idle_prefixes > MAX_SEQUENCES:
             raise ValueError(
                 f"parallel={self.parallel} and idle_prefixes={self.idle_prefixes} are more than the "
-                f"{_MAX_SEQUENCES} sequences llama.cpp has: lower one"
+                f"{MAX_SEQUENCES} sequences llama.cpp has: lower one"
             )
         if self.parallel > self.n_batch:
             raise ValueError(f"parallel={self.parallel} is more than n_batch={self.n_batch}: raise n_batch")

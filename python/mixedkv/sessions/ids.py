@@ -7,7 +7,7 @@ import secrets
 
 MAX_LENGTH = 256
 _SHOWN = 40  # characters of a refused value that its error message repeats
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@~+=-]*", re.ASCII)
+PATTERN = r"[A-Za-z0-9_][A-Za-z0-9_.:@~+=-]*"
 _RANDOM_BYTES = 24
 
 
@@ -23,7 +23,7 @@ def check_id(field: str, value: object) -> str:
         raise ValueError(f"{field} is of type {type(value).__name__}: use a string")
     if not 1 <= len(value) <= MAX_LENGTH:
         raise ValueError(f"{field} has {len(value)} characters: use 1 to {MAX_LENGTH}")
-    if not _NAME.fullmatch(value):
+    if not re.fullmatch(PATTERN, value, re.ASCII):
         raise ValueError(
             f"{field}={_shown(value)} is refused: use 1 to {MAX_LENGTH} of A-Z a-z 0-9 _ . : @ ~ + = - "
             f"and start with a letter, a digit or _"

@@ -93,7 +93,7 @@ def _hot_positions(identity: Identity, n: int) -> Runs:
     kv = identity.kv
     if not isinstance(kv, MixedKVConfig):
         return []
-    return [(0, min(kv.sink_tokens, n)), (min(kv.hot_begin(n), n), n)]
+    return [(0, min(kv.sink_tokens, n)), (min(kv.window.begin(n), n), n)]
 
 
 def _runs(positions: npt.NDArray[np.int32]) -> Runs:

@@ -24,7 +24,6 @@ from mixedkv.store.index import EntryRow, Eviction, Index, ParentGoneError, Sess
 from mixedkv.store.lookup import (
     BLOCK,
     Search,
-    Tokens,
     block_hashes,
     content_hash,
     key_context,
@@ -33,6 +32,7 @@ from mixedkv.store.lookup import (
 from mixedkv.store.results import Collected, EntryInfo, Link, Match, Tier, Verified
 from mixedkv.store.tiers.disk import DiskTier, folder_lock, read_all
 from mixedkv.store.tiers.ram import RamTier
+from mixedkv.tokens import Tokens
 
 _LOG = logging.getLogger("mixedkv.store")
 _FORGET_SECONDS = 0.5  # that a removal waits for those who read the index

@@ -17,6 +17,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
+from mixedkv.limits import INT32_MAX
+
 Eviction = Literal["lru", "oldest"]
 
 _SCHEMA = """
@@ -75,7 +77,6 @@ _VARIABLES = 500  # in one statement; SQLite's limit was 999 once
 _BUSY_SECONDS = 30.0
 _REMOVED_SECONDS = 30 * 86400.0  # longer than what is under way when a session is removed
 _ID = re.compile(r"[0-9a-f]{32}")
-_POSITION_MAX = 2**31
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -360,4 +361,4 @@ class Index:
 
 
 def _is_sound(row: EntryRow) -> bool:
-    return bool(_ID.fullmatch(row.id)) and 0 <= row.p0 < row.p1 <= _POSITION_MAX and row.nbytes >= 0
+    return bool(_ID.fullmatch(row.id)) and 0 <= row.p0 < row.p1 <= INT32_MAX and row.nbytes >= 0

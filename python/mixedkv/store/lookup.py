@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from mixedkv.store import coverage
 from mixedkv.store.encryption import Vault
@@ -19,27 +18,11 @@ from mixedkv.store.entry_error import EntryError, Reason
 from mixedkv.store.identity import Identity
 from mixedkv.store.index import EntryRow, Index
 from mixedkv.store.results import Link, Match
+from mixedkv.tokens import Tokens, common_prefix
 
 BLOCK = 32
 _MAX_CANDIDATES = 128  # at one boundary, of the newest and of the oldest; beyond them 31 tokens can be missed
 _MAX_TRIED = 1024  # in one search
-
-Tokens = npt.NDArray[np.int32]
-
-
-def as_tokens(tokens: npt.ArrayLike) -> Tokens:
-    """Token ids as int32 [n], a copy of its own.
-
-    Raises:
-        ValueError: they are no flat list of whole numbers.
-    """
-    ids = np.asarray(tokens)
-    if ids.size == 0:
-        return np.empty(0, np.int32)
-    limits = np.iinfo(np.int32)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < limits.min or ids.max() > limits.max:
-        raise ValueError("tokens: give a flat list of token ids")
-    return ids.astype(np.int32)
 
 
 def block_hashes(vault: Vault, identity: Identity, tokens: Tokens) -> list[bytes]:
@@ -124,7 +107,7 @@ class Search:
         if last is None or last.row.p0 >= len(self._tokens):
             return None
         p0 = last.row.p0
-        n = p0 + _common(last.tokens, self._tokens[p0:])
+        n = p0 + common_prefix(last.tokens, self._tokens[p0:])
         if n == p0 or n < at_least:
             return None
         chain = self._chain(last)
@@ -226,11 +209,3 @@ def _better(best: Match | None, other: Match | None) -> Match | None:
         return match.n_tokens, match.exact, -len(match.links)
 
     return other if rank(other) > rank(best) else best
-
-
-def _common(a: Tokens, b: Tokens) -> int:
-    n = min(len(a), len(b))
-    if n == 0 or a[0] != b[0]:  # as for most of the many that branch off at one place
-        return 0
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if len(different) else n

@@ -21,9 +21,10 @@ from mixedkv.store.entries import Entries, ParentGoneError, SessionRemovedError,
 from mixedkv.store.entry_error import EntryError
 from mixedkv.store.identity import Identity
 from mixedkv.store.index import Eviction
-from mixedkv.store.lookup import BLOCK, Tokens, as_tokens
+from mixedkv.store.lookup import BLOCK
 from mixedkv.store.names import check_session_id, check_tenant
 from mixedkv.store.results import Collected, EntryInfo, Match, Restored, Saved, StoreStats, Tier, Verified
+from mixedkv.tokens import Tokens, as_tokens
 
 if TYPE_CHECKING:
     from mixedkv.llama import Llama

@@ -12,18 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mixedkv.config import MixedKVConfig, UniformKV
+from mixedkv.config import UniformKV
 from mixedkv.engine.detokenizer import TextStream
 from mixedkv.engine.engine import ClosedError, QueueFullError
 from mixedkv.engine.job import Job
 from mixedkv.engine.pacing import Pace, share
-from mixedkv.engine.sequences import NO_MATCH, HotWindow, Sequence, SequencePool
+from mixedkv.engine.sequences import NO_MATCH, Sequence, SequencePool
+from mixedkv.hot_window import HotWindow
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.auth import Keys
 from mixedkv.server.pending import Flight
 from mixedkv.server.settings import ServerSettings, load_settings
 from mixedkv.server.snapshot import of_tenant
-from support.harness import Mixed
 from support.server_support import key_file
 
 # --- text ---
@@ -151,7 +151,7 @@ class FakeMemory:
         return 0
 
 
-F16 = HotWindow(UniformKV())
+F16 = UniformKV().window
 
 
 def make_pool(n: int = 3, window: HotWindow = F16, **options: bool) -> tuple[SequencePool, FakeMemory]:
@@ -229,7 +229,7 @@ def test_a_prefix_that_is_shared_is_in_use() -> None:
 
 def test_a_snapshot_is_copied_again_and_again() -> None:
     """In a mixed cache it is the only sequence that still has the F16 rows at that length."""
-    pool, memory = make_pool(4, HotWindow(MixedKVConfig(quantization_threshold=32, group_size=16)))
+    pool, memory = make_pool(4, HotWindow(32, 16, 4))
     first = run(pool, tokens(0, 50), release=False)
     pool.snapshot(first)
     first.tokens.extend(tokens(500, 600).tolist())
@@ -272,23 +272,8 @@ def test_a_forgotten_session_leaves_nothing() -> None:
     assert pool.match("a", tokens(0, 100)).n == 0
 
 
-@given(st.integers(0, 40), st.integers(1, 16), st.integers(1, 200), st.integers(0, 200))
-def test_a_cut_is_exact_where_the_f16_rows_are_still_there(
-    threshold: int, group: int, length: int, at: int
-) -> None:
-    group, at = min(group, max(1, threshold)), min(at, length)
-    rule = Mixed(threshold=threshold, group=group)
-    window = HotWindow(MixedKVConfig(quantization_threshold=threshold, group_size=group))
-    held = {p for p in range(length) if rule.is_hot(length - 1, p)}
-    wanted = {p for p in range(at) if rule.is_hot(at, p)}
-    if window.is_exact(length, at) and at < length:
-        assert wanted <= held
-    if at < length and not wanted <= held:
-        assert not window.is_exact(length, at)
-
-
 def test_a_mixed_cache_is_cut_only_where_it_is_exact() -> None:
-    window = HotWindow(MixedKVConfig(quantization_threshold=32, group_size=16))
+    window = HotWindow(32, 16, 4)
     pool, _ = make_pool(window=window)
     run(pool, tokens(0, 200))
     match = pool.match("", np.r_[tokens(0, 100), tokens(500, 600)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mixedkv.config import KVSetting, MixedKVConfig, UniformKV, parse_kv, type_bits
+from mixedkv.config import KVSetting, UniformKV, parse_kv
 
 DEFAULT_SPECS = ("f16", "q8_0", "q4_0", "mixed:compact", "mixed:balanced", "mixed:quality")
 FLASH_CHOICES = ("both", "on", "off")
@@ -22,7 +22,7 @@ class Setting:
     @property
     def name(self) -> str:
         """The spec, and whether flash attention is on where that is a choice."""
-        if needs_flash(self.kv):
+        if self.kv.needs_flash:
             return self.spec
         return f"{self.spec} {'flash' if self.flash_attn else 'no flash'}"
 
@@ -40,11 +40,6 @@ class Setting:
 REFERENCE = Setting(spec="f32", kv=UniformKV(type_k="f32", type_v="f32"), flash_attn=False)
 
 
-def needs_flash(kv: KVSetting) -> bool:
-    """llama.cpp reads a quantised V, and this package's kernels their rows, with flash attention only."""
-    return isinstance(kv, MixedKVConfig) or kv.attention == "fused" or type_bits(kv.type_v) < 16
-
-
 def make_settings(specs: Sequence[str], flash: str = "both") -> list[Setting]:
     """The settings that `specs` stand for, one of each.
 
@@ -57,7 +52,7 @@ def make_settings(specs: Sequence[str], flash: str = "both") -> list[Setting]:
     for spec in specs:
         kv = parse_kv(spec)
         choices = (
-            (True,) if needs_flash(kv) else {"both": (False, True), "on": (True,), "off": (False,)}[flash]
+            (True,) if kv.needs_flash else {"both": (False, True), "on": (True,), "off": (False,)}[flash]
         )
         for flash_attn in choices:
             settings.setdefault((kv, flash_attn), Setting(spec=spec, kv=kv, flash_attn=flash_attn))

@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 from mixedkv.bench.harness.cache_settings import Setting
 from mixedkv.config import ggml_type
+from mixedkv.limits import padded
 
 MICRO_BATCH = 512
 _LOG_ERROR = 4  # GGML_LOG_LEVEL_ERROR
-_CELLS = 256  # llama.cpp rounds a context up to a multiple of this
 
 
 class CannotRunError(ValueError):
@@ -85,7 +85,7 @@ class Context:
 
     def __init__(self, model: Model, setting: Setting, *, n_ctx: int, threads: int) -> None:
         self.model, self.setting = model, setting
-        self.n_ctx = (n_ctx + _CELLS - 1) // _CELLS * _CELLS
+        self.n_ctx = padded(n_ctx)
         self.n_past = 0
         self.ptr: Any = self._make(threads)
         self._memory = llama_cpp.llama_get_memory(self.ptr)

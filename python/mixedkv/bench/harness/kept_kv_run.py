@@ -16,17 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from mixedkv.bench.harness.cache_settings import Setting
 from mixedkv.bench.harness.contexts import CannotRunError
 from mixedkv.llama import Llama
 from mixedkv.store import Identity, KVStore
+from mixedkv.tokens import Tokens
 
 _KEY_BYTES = 32
 _KEY = "MIXEDKV_BENCH_KEY"
-
-Tokens = npt.NDArray[np.int32]
 
 
 class Run:

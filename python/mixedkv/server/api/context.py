@@ -24,10 +24,11 @@ from mixedkv.server.state import (
     tenant,
 )
 from mixedkv.sessions import CacheSessionMetadata, CreateContextCacheRequest, ErrorResponse
+from mixedkv.sessions.ids import MAX_LENGTH, PATTERN
 
 router = APIRouter()
 _MAX_RECORD_PER_TOKEN = 128  # characters
-SessionId = Annotated[str, Path(max_length=256, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:@~+=-]*$")]
+SessionId = Annotated[str, Path(max_length=MAX_LENGTH, pattern=f"^{PATTERN}$")]
 
 
 @router.post("/v1/context")

@@ -6,6 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from mixedkv.limits import INT32_MAX
+from mixedkv.sessions.ids import MAX_LENGTH, PATTERN
+
 _MAX_CHOICES = 64
 _MAX_INPUTS = 2048  # OpenAI's
 _MAX_STOPS = 16
@@ -23,9 +26,9 @@ def _encodable(text: str) -> str:
 Text = Annotated[str, AfterValidator(_encodable)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
-Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Token = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Name = Annotated[Text, Field(max_length=256)]
-Id = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:@~+=-]*$")]
+Id = Annotated[str, Field(min_length=1, max_length=MAX_LENGTH, pattern=f"^{PATTERN}$")]
 StopText = Annotated[Text, Field(min_length=1, max_length=1000)]
 StopTexts = Annotated[list[StopText], Field(max_length=_MAX_STOPS)]
 
@@ -84,7 +87,7 @@ class Generation(Model):
     """What chat and completions have in common."""
 
     model: Name | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
     top_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
@@ -102,7 +105,7 @@ class Generation(Model):
         | None
     ) = None
     # ours and llama.cpp's
-    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
     repeat_penalty: Annotated[Finite, Field(gt=0, le=10)] | None = None
     grammar: Annotated[Text, Field(max_length=65536)] | None = Field(
@@ -133,7 +136,7 @@ class Generation(Model):
 
 class ChatRequest(Generation):
     messages: Annotated[list[Message], Field(min_length=1, max_length=100_000)]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
@@ -236,7 +239,7 @@ class EmbeddingRequest(Model):
     input: EmbeddingInput
     model: Name | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     user: Name | None = None
 
     @field_validator("input", mode="before")

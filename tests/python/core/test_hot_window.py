@@ -1,0 +1,54 @@
+"""The hot-set rule in Python, against the rule told as a story, and against what is read of it elsewhere."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import pytest
+
+from mixedkv import MixedKVConfig, UniformKV
+from mixedkv.hot_window import HotWindow
+
+LONGEST = 26
+
+
+def windows() -> Iterator[HotWindow]:
+    """All small ones that a cache can have."""
+    for threshold in range(9):
+        for group in range(1, max(threshold, 1) + 1):
+            for sinks in (0, 1, 2, 5):
+                yield HotWindow(threshold, group, sinks)
+
+
+def hot_by_story(window: HotWindow, n: int) -> set[int]:
+    """Tokens arrive one by one; whenever more than the threshold are hot the oldest group leaves."""
+    recent: deque[int] = deque()
+    for p in range(n):
+        recent.append(p)
+        if len(recent) > window.threshold:
+            for _ in range(min(window.group_size, len(recent))):
+                recent.popleft()
+    return {*recent, *range(min(window.sink_tokens, n))}
+
+
+@pytest.mark.parametrize("window", windows(), ids=str)
+def test_the_rule_is_the_story(window: HotWindow) -> None:
+    for q in range(LONGEST):
+        assert {p for p in range(q + 1) if window.contains(p, q)} == hot_by_story(window, q + 1)
+
+
+@pytest.mark.parametrize("window", windows(), ids=str)
+def test_a_cut_is_exact_exactly_where_the_f16_rows_are_still_there(window: HotWindow) -> None:
+    for n in range(1, LONGEST):
+        held = {p for p in range(n) if window.contains(p, n - 1)}
+        for at in range(n):
+            wanted = {p for p in range(at) if window.contains(p, at)}
+            assert window.cut_is_exact(n, at) == (wanted <= held), (n, at)
+        assert window.cut_is_exact(n, n)
+
+
+def test_settings_have_it() -> None:
+    config = MixedKVConfig(quantization_threshold=48, group_size=24, sink_tokens=3)
+    assert config.window == HotWindow(48, 24, 3)
+    assert UniformKV().window.cut_is_exact(100, 7)
