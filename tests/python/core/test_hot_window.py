@@ -32,13 +32,13 @@ def hot_by_story(window: HotWindow, n: int) -> set[int]:
     return {*recent, *range(min(window.sink_tokens, n))}
 
 
-@pytest.mark.parametrize("window", windows(), ids=str)
+@pytest.mark.parametrize("window", list(windows()), ids=str)
 def test_the_rule_is_the_story(window: HotWindow) -> None:
     for q in range(LONGEST):
         assert {p for p in range(q + 1) if window.contains(p, q)} == hot_by_story(window, q + 1)
 
 
-@pytest.mark.parametrize("window", windows(), ids=str)
+@pytest.mark.parametrize("window", list(windows()), ids=str)
 def test_a_cut_is_exact_exactly_where_the_f16_rows_are_still_there(window: HotWindow) -> None:
     for n in range(1, LONGEST):
         held = {p for p in range(n) if window.contains(p, n - 1)}
