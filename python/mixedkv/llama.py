@@ -7,14 +7,11 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import llama_cpp
-import numpy as np
-import numpy.typing as npt
 
-from mixedkv import _core
+from mixedkv import _core, _llama_cpp
 from mixedkv.config import KVSetting, UniformKV, ggml_type, parse_kv, type_bits, type_name
 from mixedkv.errors import InvalidModelFileError, UnsupportedModelError
 from mixedkv.kv.cache import KVCache
-from mixedkv.kv.exactness import ExactRows
 from mixedkv.limits import MAX_SEQUENCES
 from mixedkv.model.footprint import model_shape
 from mixedkv.model.gguf_file import ModelFile, file_stamp, read_model_file
@@ -66,7 +63,7 @@ class Llama(llama_cpp.Llama):
         self._model_stamp = file_stamp(path)
         lora_path = kwargs.get("lora_path")
         self._lora_stamp = file_stamp(lora_path) if lora_path and os.path.exists(lora_path) else None
-        self._exact = ExactRows()
+        self._kv = KVCache(self, self._setting)
         try:
             if native is not None:  # the context that super().__init__ makes on this thread takes it
                 _core.configure_next(**native)
@@ -79,7 +76,8 @@ class Llama(llama_cpp.Llama):
                 embedding=embedding,
                 **kwargs,
             )
-            self._stack.callback(_core.Threads(self.kv._address).close)  # called before the context goes
+            threads = _core.Threads(_llama_cpp.address(_llama_cpp.context(self)))
+            _llama_cpp.at_close(self, threads.close)
         except BaseException as error:
             try:
                 self._raise_clearly(error, file)
@@ -91,19 +89,16 @@ class Llama(llama_cpp.Llama):
     @property
     def kv(self) -> KVCache:
         """The live cache: its contents and the settings that can be changed."""
-        return KVCache(self, self._setting)
+        return self._kv
 
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluate tokens behind the n_tokens that are there, as in the base class."""
-        self._exact.before_eval(self.n_tokens, self.kv._window_is_whole)
-        try:
+        with self._kv.evaluating():
             super().eval(tokens)
-        finally:
-            self._exact.after_eval(self.n_tokens)
 
     def load_state(self, state: llama_cpp.LlamaState) -> None:
         """As in the base class. What was done before it was saved is unknown: see `KVCache.exact_tokens`."""
-        self._exact.limit(0)
+        self._kv.limit_exact(0)
         super().load_state(state)
 
     # The base class fills in a structure of its own making; these two fields it has no arguments for.
@@ -119,9 +114,7 @@ class Llama(llama_cpp.Llama):
 
     def close(self) -> None:
         """Free the context and the model. Can be called again, and on an object whose making failed."""
-        stack = getattr(self, "_stack", None)
-        if stack is not None:
-            stack.close()
+        _llama_cpp.close(self)
 
     def __enter__(self) -> Llama:
         return self
@@ -134,13 +127,6 @@ class Llama(llama_cpp.Llama):
         del state["type_k"], state["type_v"]
         own = {"kv": str(self._setting), "n_seq_max": self._n_seq_max, "kv_unified": self._kv_unified}
         return {**state, **own}
-
-    def _append_tokens(self, tokens: npt.NDArray[np.int32]) -> None:
-        """The KV of these tokens was loaded behind what is there: go on after them."""
-        end = min(self.n_tokens + len(tokens), len(self.input_ids))
-        self.input_ids[self.n_tokens : end] = tokens[: end - self.n_tokens]
-        self._exact.loaded(self.n_tokens, end)
-        self.n_tokens = end
 
     def _check_context(self, n_ctx: int, embedding: bool) -> None:
         """`n_ctx` is 0 where the file does not tell; llama.cpp then has the last word."""
@@ -174,7 +160,7 @@ class Llama(llama_cpp.Llama):
         n_ctx = self._context_params.n_ctx // (1 if self._kv_unified else self._n_seq_max)
         type_k, type_v = ggml_type(self._setting.type_k), ggml_type(self._setting.type_v)
         try:
-            _core.check(self._model.model, **native, type_k=type_k, type_v=type_v, n_ctx=n_ctx)
+            _core.check(_llama_cpp.model(self), **native, type_k=type_k, type_v=type_v, n_ctx=n_ctx)
         except UnsupportedModelError as error:
             return str(error)
         return ""

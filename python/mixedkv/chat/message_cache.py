@@ -113,7 +113,7 @@ class MessageCache:
         attention_sink_tokens: int | None = 4,
         exact_only: bool = False,
     ) -> None:
-        if llm._is_recurrent or llm._is_hybrid:
+        if not llm.kv.can_cut:
             raise UnsupportedModelError(
                 "recurrent layers keep a state that cannot be cut at a token: use create_chat_completion"
             )

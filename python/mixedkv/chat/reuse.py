@@ -10,6 +10,7 @@ import llama_cpp
 import numpy as np
 
 from mixedkv.chat.window import Window
+from mixedkv.errors import UnsupportedModelError
 from mixedkv.store import Identity, KVStore, Match
 from mixedkv.tokens import common_prefix
 
@@ -55,7 +56,7 @@ def reuse_prefix(
     """
     wanted = np.asarray(tokens, np.intc)[:-1]
     n_live = _live_prefix(llm, window, wanted)
-    exact = not n_live or (n_live <= llm.kv.exact_tokens and llm.kv._window_is_whole(n_live))
+    exact = not n_live or (n_live <= llm.kv.exact_tokens and llm.kv.window_is_whole(n_live))
     if exact_only and not exact:
         n_live = 0
     match = store.find(identity, wanted, exact_only=exact_only) if len(wanted) else None
@@ -91,14 +92,14 @@ def _live_prefix(llm: Llama, window: Window, wanted: np.ndarray) -> int:
 
 def _has_window(llm: Llama, n: int) -> bool:
     """Whether sliding-window layers still hold what the token at position n sees."""
-    first = llama_cpp.llama_memory_seq_pos_min(llama_cpp.llama_get_memory(llm.ctx), 0)
+    first, _ = llm.kv.positions(0)
     return first <= max(0, n - llama_cpp.llama_model_n_swa(llm.model))
 
 
 def _cut(llm: Llama, n: int) -> int:
     """Remove what follows position n; returns n, or 0 where the memory cannot be cut there."""
-    if not llm._ctx.kv_cache_seq_rm(0, n, -1):
-        llm._ctx.kv_cache_seq_rm(0, -1, -1)
-        n = 0
-    llm.n_tokens = n
-    return n
+    try:
+        llm.kv.remove(0, n)
+    except UnsupportedModelError:
+        llm.kv.remove(0)
+    return llm.n_tokens

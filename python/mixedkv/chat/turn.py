@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 
+from mixedkv import _llama_cpp
 from mixedkv.chat.reuse import Reuse
 from mixedkv.chat.window import Window, check_can_shift
 from mixedkv.limits import INT32_MAX
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from mixedkv.llama import Llama
 
 
-class Turn:
+class Turn(_llama_cpp.Completions):
     """Stands in for the `Llama` while an answer is made: chat formatters, tools, grammars, stop strings and
     chunks are llama-cpp-python's, and so are all attributes, but what evaluates and samples tokens
     (`generate`) is here.
@@ -30,10 +31,6 @@ class Turn:
         begin: when the answer was asked for, of time.perf_counter.
     """
 
-    cache = None  # of llama_cpp.Llama.set_cache; the store takes its place
-    create_chat_completion = llama_cpp.Llama.create_chat_completion
-    _create_completion = llama_cpp.Llama._create_completion
-
     def __init__(
         self,
         llm: Llama,
@@ -42,7 +39,7 @@ class Turn:
         keep: Callable[[], None],
         begin: float,
     ) -> None:
-        self._llm = llm
+        super().__init__(llm)
         self._window = window
         self._reuse = reuse
         self._keep = keep
@@ -51,18 +48,15 @@ class Turn:
         self.n_prompt = self.n_evaluated = self.n_generated = 0
         self.seconds_to_first_token = 0.0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._llm, name)
-
     @property
-    def _n_ctx(self) -> int:
-        """What `_create_completion` limits prompt and answer to: nothing, where old tokens make room."""
+    def n_tokens_max(self) -> int:
+        """No limit where old tokens make room."""
         return self._window.size if self._window.sinks is None else INT32_MAX
 
     def create_completion(self, prompt: Any, max_tokens: int | None = 16, **options: Any) -> Any:
         if max_tokens is None or max_tokens <= 0:
             max_tokens = max(self._window.size - len(prompt), self._window.size // 4)
-        return llama_cpp.Llama.create_completion(self, prompt, max_tokens=max_tokens, **options)  # type: ignore[arg-type]
+        return super().create_completion(prompt, max_tokens=max_tokens, **options)
 
     def generate(
         self,
@@ -73,16 +67,18 @@ class Turn:
     ) -> Generator[int, None, None]:
         """As `llama_cpp.Llama.generate`, without draft models."""
         llm = self._llm
-        llm._sampler = llm._init_sampler(**sampling)
+        sample = _llama_cpp.sampler(llm, **sampling)
         self._evaluate(list(tokens))
         first = True
         while True:
-            token = llm._sampler.sample(llm._ctx, -1)
+            token = sample()
             if not self.seconds_to_first_token:
                 self.seconds_to_first_token = time.perf_counter() - self._begin
-            if stopping_criteria is not None and stopping_criteria(llm._input_ids, llm._scores[-1, :]):
-                return
-            self.n_generated += not llama_cpp.llama_vocab_is_eog(llm._model.vocab, token)
+            if stopping_criteria is not None:
+                n = llm.n_tokens
+                if stopping_criteria(llm.input_ids[:n], llm.scores[:n][-1, :]):
+                    return
+            self.n_generated += not llama_cpp.llama_vocab_is_eog(_llama_cpp.vocab(llm), token)
             yield token
             if first:
                 self._keep()
@@ -107,8 +103,7 @@ class Turn:
         n = min(window.aligned(tokens), len(tokens) - 1)
         in_window = n - window.dropped
         if n and in_window > (window.sinks or 0) and len(tokens) - n <= window.budget:
-            llm._ctx.kv_cache_seq_rm(0, in_window, -1)
-            llm.n_tokens = in_window
+            llm.kv.remove(0, in_window)
             reused = Reuse(n_tokens=n, source="live", exact=False)
         else:
             reused = self._reuse(tokens[: window.size])

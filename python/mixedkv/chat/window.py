@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-import llama_cpp
 import numpy as np
 
 from mixedkv.errors import UnsupportedModelError
@@ -27,17 +26,9 @@ logger = logging.getLogger(__name__)
 _DROPPED_SHARE = 4  # a quarter of what may be dropped leaves at once: a shift costs about one pass over K
 
 
-def can_shift(llm: Llama) -> bool:
-    """Whether tokens in the middle of a sequence can be dropped. Not with recurrent layers, nor with M-RoPE,
-    nor with sliding-window layers unless swa_full=True.
-    """
-    memory = llama_cpp.llama_get_memory(llm.ctx)
-    return bool(memory) and not llm._is_recurrent and llama_cpp.llama_memory_can_shift(memory)
-
-
 def check_can_shift(llm: Llama) -> None:
     """Raise UnsupportedModelError unless tokens can be dropped."""
-    if not can_shift(llm):
+    if not llm.kv.can_shift:
         raise UnsupportedModelError(
             "the context is full, and this model's memory cannot drop tokens (recurrent, M-RoPE or "
             "sliding-window layers): raise n_ctx, shorten the conversation, or, with sliding-window layers, "
@@ -48,8 +39,6 @@ def check_can_shift(llm: Llama) -> None:
 def drop_tokens(llm: Llama, seq: int, begin: int, end: int) -> None:
     """Drop positions [begin, end) of a sequence; the tokens behind them move up.
 
-    For sequence 0 the `Llama`'s own tokens follow.
-
     Raises:
         ValueError: the range is empty or negative.
         UnsupportedModelError: the memory cannot shift.
@@ -57,13 +46,8 @@ def drop_tokens(llm: Llama, seq: int, begin: int, end: int) -> None:
     if not 0 <= begin < end:
         raise ValueError(f"[{begin}, {end}) is no range of positions to drop")
     check_can_shift(llm)
-    llm._ctx.kv_cache_seq_rm(seq, begin, end)
-    llm._ctx.kv_cache_seq_shift(seq, end, -1, begin - end)
-    if seq == 0:
-        llm.kv.limit_exact(begin)
-        n = llm.n_tokens - (end - begin)
-        llm.input_ids[begin:n] = llm.input_ids[end : llm.n_tokens].copy()
-        llm.n_tokens = n
+    llm.kv.remove(seq, begin, end)
+    llm.kv.shift(seq, end, -1, begin - end)
 
 
 @dataclass
@@ -131,8 +115,7 @@ class Window:
         else:
             untouched = np.array_equal(last.tokens, self._held())
         if not untouched:
-            self._llm._ctx.kv_cache_seq_rm(0, -1, -1)
-            self._llm.n_tokens = 0
+            self._llm.kv.remove(0)
             self.begin()
 
     @property

@@ -10,7 +10,7 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv import _core
+from mixedkv import _core, _llama_cpp
 from mixedkv.engine.batch import Batch
 from mixedkv.engine.engine import EngineError
 from mixedkv.llama import Llama
@@ -58,7 +58,7 @@ class EmbeddingContext:
     """
 
     def __init__(self, llm: Llama, file: ModelFile, *, n_ctx: int = 0, n_batch: int = 512) -> None:
-        self._model = llm._model.model
+        self._model = _llama_cpp.model(llm)
         n_train = int(llama_cpp.llama_model_n_ctx_train(self._model))
         if n_ctx > n_train:
             raise ValueError(f"embedding_n_ctx={n_ctx}: this model takes {n_train} tokens at most")
@@ -68,7 +68,7 @@ class EmbeddingContext:
         self.in_pieces = not only_embeds(file)
         n_vocab = int(llm.n_vocab())
         self.n_slice = min(n_batch, max(_LEAST_SLICE, _MAX_LOGITS // n_vocab))
-        self.n_seq = _MAX_STATES if llm._is_recurrent or llm._is_hybrid else _MAX_INPUTS
+        self.n_seq = _MAX_STATES if not llm.kv.can_cut else _MAX_INPUTS
         n_ubatch = self.n_slice if self.in_pieces else max(self.n_slice, self.n_ctx)
         self._batch = Batch(n_ubatch)
         self._held = 0  # the sequence whose input goes on
@@ -76,8 +76,8 @@ class EmbeddingContext:
         self._ctx = self._make(llm, n_ubatch)
         self._memory = llama_cpp.llama_get_memory(self._ctx)
         self._threads: _core.Threads | None = None
-        llm._stack.callback(self.close)  # called before the model goes
-        self._threads = _core.Threads(int(getattr(self._ctx, "value", self._ctx)))
+        _llama_cpp.at_close(llm, self.close)
+        self._threads = _core.Threads(_llama_cpp.address(self._ctx))
 
     def _choose_pooling(self, file: ModelFile) -> int:
         pooling = file.get("pooling_type", 0)

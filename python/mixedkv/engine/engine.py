@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from mixedkv import _llama_cpp
 from mixedkv.engine.batch import Batch
 from mixedkv.engine.detokenizer import Pieces
 from mixedkv.engine.inbox import ClosedError, Inbox
@@ -22,7 +23,7 @@ from mixedkv.engine.job import Event, Failed, Job
 from mixedkv.engine.observer import Observer
 from mixedkv.engine.pacing import Pace, share
 from mixedkv.engine.sampler import logits_row, logprob_of
-from mixedkv.engine.sequences import NO_MATCH, Match, NativeMemory, Sequence, SequencePool
+from mixedkv.engine.sequences import NO_MATCH, Match, Sequence, SequencePool
 from mixedkv.llama import Llama
 from mixedkv.tokens import common_prefix
 
@@ -88,19 +89,12 @@ class Engine:
             raise ValueError("kv_unified=False: sequences can share rows in a unified cache only")
         self.llm, self.parallel, self.max_queue = llm, parallel, max_queue
         self.n_ctx = int(llm.n_ctx())
-        self.pieces = Pieces(llm._model.vocab)
+        self.pieces = Pieces(_llama_cpp.vocab(llm))
         self.observe = observe or Observer()
         self.post = post
         self.fetch: Callable[[Job], bool] | None = None
         self.keep: Callable[[Job], None] | None = None
-        can_cut = not (llm._is_recurrent or llm._is_hybrid)
-        self.pool = SequencePool(
-            NativeMemory(llm.ctx),
-            n_seq,
-            llm.kv.config.window,
-            can_cut=can_cut,
-            exact_only=exact_only,
-        )
+        self.pool = SequencePool(llm.kv, n_seq, llm.kv.config.window, exact_only=exact_only)
         self._batch = Batch(llm.n_batch)
         self._pace = Pace(llm.n_batch, slowdown)
         self._waiting: deque[Job] = deque()

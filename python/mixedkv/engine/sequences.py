@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
-import llama_cpp
 import numpy as np
 
-from mixedkv import _core
 from mixedkv.hot_window import HotWindow
 from mixedkv.tokens import Tokens, common_prefix
 
@@ -23,30 +21,17 @@ _MAX_CUT = 32  # tokens an idle sequence loses at most when it is taken over ins
 
 
 class Memory(Protocol):
-    """What of llama.cpp's memory the pool needs."""
+    """What of a `KVCache` the pool needs."""
 
-    def remove(self, seq: int, p0: int) -> bool: ...
+    @property
+    def used(self) -> int: ...
 
-    def copy(self, source: int, target: int, p1: int) -> None: ...
+    @property
+    def can_cut(self) -> bool: ...
 
-    def cells_used(self) -> int: ...
+    def remove(self, seq: int, p0: int = 0) -> None: ...
 
-
-class NativeMemory:
-    """The memory of a llama_context with a unified cache."""
-
-    def __init__(self, context: Any) -> None:
-        self._memory = llama_cpp.llama_get_memory(context)
-        self._address = int(getattr(context, "value", context))
-
-    def remove(self, seq: int, p0: int) -> bool:
-        return bool(llama_cpp.llama_memory_seq_rm(self._memory, seq, p0, -1))
-
-    def copy(self, source: int, target: int, p1: int) -> None:
-        llama_cpp.llama_memory_seq_cp(self._memory, source, target, 0, p1)
-
-    def cells_used(self) -> int:
-        return _core.stats(self._address)["n_cells_used"]
+    def copy(self, source: int, target: int, p0: int = 0, p1: int = -1) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -94,7 +79,6 @@ class SequencePool:
     """All sequences of a context. Belongs to the engine's thread.
 
     Args:
-        can_cut: the memory can drop the tail of a sequence; not so recurrent and hybrid models.
         exact_only: take no prefix whose F16 window has aged out.
     """
 
@@ -104,11 +88,9 @@ class SequencePool:
         n_seq: int,
         window: HotWindow,
         *,
-        can_cut: bool = True,
         exact_only: bool = True,
     ) -> None:
-        self._memory, self.window = memory, window
-        self.can_cut, self.exact_only = can_cut, exact_only
+        self._memory, self.window, self.exact_only = memory, window, exact_only
         self._all = [Sequence(i) for i in range(n_seq)]
         self._clock = 0
         self.n_evicted = 0
@@ -129,7 +111,7 @@ class SequencePool:
             if seq.tenant != tenant or not seq.tokens:
                 continue
             n = min(seq.common(prompt), len(prompt) - 1)
-            if n < MIN_SHARED or (not self.can_cut and n != len(seq.tokens)):
+            if n < MIN_SHARED or (not self._memory.can_cut and n != len(seq.tokens)):
                 continue
             exact = seq.exact and self.window.cut_is_exact(len(seq.tokens), n)
             if self.exact_only and not exact:
@@ -183,7 +165,7 @@ class SequencePool:
 
     def clear(self, seq: Sequence) -> None:
         """Take the rows of a running sequence."""
-        self._memory.remove(seq.id, -1)
+        self._memory.remove(seq.id)
         seq.tokens = array("i")
         seq.version += 1
 
@@ -197,7 +179,7 @@ class SequencePool:
         return False
 
     def cells_used(self) -> int:
-        return self._memory.cells_used()
+        return self._memory.used
 
     def touch(self, seq: Sequence) -> None:
         self._clock += 1
@@ -206,10 +188,9 @@ class SequencePool:
     def _may_continue(self, source: Sequence, n: int) -> bool:
         return not (source.running or source.keep or source.shared) and len(source.tokens) - n <= _MAX_CUT
 
-    def _cut(self, seq: Sequence, n: int) -> Sequence | None:
+    def _cut(self, seq: Sequence, n: int) -> Sequence:
         if n < len(seq.tokens):
-            if not self._memory.remove(seq.id, n):
-                return None
+            self._memory.remove(seq.id, n)
             del seq.tokens[n:]
             seq.version += 1
         return seq
@@ -221,7 +202,7 @@ class SequencePool:
         return self._share(source, target, n)
 
     def _share(self, source: Sequence, target: Sequence, n: int) -> Sequence:
-        self._memory.copy(source.id, target.id, n)
+        self._memory.copy(source.id, target.id, p1=n)
         target.tokens = source.tokens[:n]
         return target
 

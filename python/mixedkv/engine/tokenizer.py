@@ -11,6 +11,7 @@ from typing import Any
 import llama_cpp
 from llama_cpp import llama_chat_format
 
+from mixedkv import _llama_cpp
 from mixedkv.engine.sampler import Sampler, Sampling
 from mixedkv.llama import Llama
 
@@ -34,8 +35,8 @@ class Language:
     """
 
     def __init__(self, llm: Llama, chat_format: str = "") -> None:
-        self._model = llm._model
-        self._vocab = llm._model.vocab
+        self._llm = llm
+        self._vocab = _llama_cpp.vocab(llm)
         self.n_ctx = int(llm.n_ctx())
         self.n_vocab = int(llm.n_vocab())
         self._eos = self._piece_text(llm.token_eos())
@@ -50,7 +51,7 @@ class Language:
         """Tokens of a text; `start`: it begins a sequence, `special`: control tokens are read as such."""
         tokens: list[int] = []
         for chunk in self._chunks(text) if special else [text]:
-            tokens += self._model.tokenize(chunk.encode("utf-8"), start, special)
+            tokens += self._llm.tokenize(chunk.encode("utf-8"), add_bos=start, special=special)
             start = False
         return tokens
 
@@ -130,7 +131,7 @@ class Language:
         return Sampler(self._vocab, sampling, self.n_ctx)
 
     def _piece_text(self, token: int) -> str:
-        return self._model.token_get_text(token) if token >= 0 else ""
+        return llama_cpp.llama_vocab_get_text(self._vocab, token).decode("utf-8") if token >= 0 else ""
 
     def _make_formatter(self, llm: Llama, chat_format: str) -> Any:
         if chat_format:

@@ -2,43 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
+import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv import _core
+from mixedkv import _core, _llama_cpp
 from mixedkv.config import KVSetting, MixedKVConfig, check_window, ggml_type, type_name
+from mixedkv.errors import UnsupportedModelError
 from mixedkv.kv.block import KVBlock, LayerRows, RowGroup
+from mixedkv.kv.exactness import ExactRows
+from mixedkv.kv.layer_view import LayerView, layer_stats
 from mixedkv.kv.stats import KVStats, LayerStats, SequenceStats
 from mixedkv.limits import INT32_MAX
-
-if TYPE_CHECKING:
-    from mixedkv.llama import Llama
-
-Basis = Literal["attention", "model"]
 
 
 class KVCache:
     """The cache of one `Llama`, as its property `kv`. Use it on the thread that decodes.
 
-    Every method raises RuntimeError once the `Llama` is closed.
+    The `Llama` evaluates into sequence 0 and knows its tokens: n_tokens and input_ids follow what is done to
+    it here. Sequences are numbered from 0 to n_seq_max - 1; where p1 < 0 a range of positions [p0, p1) ends
+    at the sequence's end. Every method raises RuntimeError once the `Llama` is closed.
     """
 
-    def __init__(self, llama: Llama, setting: KVSetting) -> None:
+    def __init__(self, llama: llama_cpp.Llama, setting: KVSetting) -> None:
         self._llama = llama
         self._setting = setting
+        self._exact = ExactRows()
 
     def __repr__(self) -> str:
         return f"<KVCache {self._setting}>"
 
     @property
     def _address(self) -> int:
-        context = getattr(self._llama, "_ctx", None)
-        if context is None or context.ctx is None:
-            raise RuntimeError("this Llama is closed: its KV cache is gone")
-        return int(context.ctx)
+        return _llama_cpp.address(_llama_cpp.context(self._llama))
+
+    @property
+    def _memory(self) -> Any:
+        return llama_cpp.llama_get_memory(_llama_cpp.context(self._llama))
 
     @property
     def config(self) -> KVSetting:
@@ -108,7 +113,7 @@ class KVCache:
         _check_capacity("sink_tokens", window[2], self._setting.sink_tokens)
         _core.set_window(self._address, *window)
         if window != (now["threshold"], now["group_size"], now["sink_tokens"]):
-            self._llama._exact.limit(0)
+            self.limit_exact(0)
 
     def stats(self, by_layer: bool = False) -> KVStats:
         """What the cache holds now; `by_layer` adds one entry per layer."""
@@ -142,11 +147,11 @@ class KVCache:
         rollback, or a block cut short), rows were loaded at another place or converted, the window was
         changed, or a state was loaded.
         """
-        return self._llama._exact.count(self._llama.n_tokens)
+        return self._exact.count(self._llama.n_tokens)
 
     def limit_exact(self, p: int) -> None:
         """Say that rows of sequence 0 from `p` on are not exact. For whoever moves rows through llama_cpp."""
-        self._llama._exact.limit(p)
+        self._exact.limit(p)
 
     def layer(self, il: int) -> LayerView:
         """One layer's rows.
@@ -158,7 +163,7 @@ class KVCache:
         if il not in layers:
             known = ", ".join(map(str, layers)) or "none"
             raise IndexError(f"layer {il} has no KV cache; layers that have one: {known}")
-        return LayerView(self, layers[il])
+        return LayerView(lambda: self._address, layers[il])
 
     def export(self, seq: int = 0, p0: int = 0, p1: int = -1, tokens: npt.ArrayLike | None = None) -> KVBlock:
         """Copy the rows at positions [p0, p1) of a sequence out of the cache, which keeps them.
@@ -209,9 +214,157 @@ class KVCache:
         groups = [_native_group(group) for group in block.groups]
         _core.import_rows(address, seq, groups, shift, drop_from)
         if follows:
-            self._llama._append_tokens(block.tokens)
+            self._append_tokens(block.tokens)
         if seq == 0 and not (follows and shift == 0 and self._has_types_of(block)):
             self.limit_exact(block.p0 + shift)
+
+    # --- sequences ---
+
+    @property
+    def used(self) -> int:
+        """Cells that hold a token; one that several sequences share counts once."""
+        return int(_core.stats(self._address)["n_cells_used"])
+
+    @property
+    def can_cut(self) -> bool:
+        """Whether part of a sequence can be removed: not where recurrent layers keep a state of all of it."""
+        return not (_llama_cpp.is_recurrent(self._llama) or _llama_cpp.is_hybrid(self._llama))
+
+    @property
+    def can_shift(self) -> bool:
+        """Whether positions can be moved: not with recurrent layers nor M-RoPE, and with sliding-window
+        layers only where swa_full=True.
+        """
+        memory = self._memory
+        if not memory or _llama_cpp.is_recurrent(self._llama):
+            return False
+        return bool(llama_cpp.llama_memory_can_shift(memory))
+
+    def positions(self, seq: int = 0) -> tuple[int, int]:
+        """Lowest and highest position that all layers still hold of a sequence; (-1, -1) when it is empty."""
+        memory = self._memory
+        self._check_sequence("seq", seq)
+        low = llama_cpp.llama_memory_seq_pos_min(memory, seq)
+        return int(low), int(llama_cpp.llama_memory_seq_pos_max(memory, seq))
+
+    def remove(self, seq: int = 0, p0: int = 0, p1: int = -1) -> None:
+        """Remove the positions [p0, p1) of a sequence; those behind stay where they are: see `shift`.
+
+        Raises:
+            UnsupportedModelError: only the whole sequence can be removed (see `can_cut`). Nothing changed.
+            ValueError: there is no such sequence, or no such range.
+        """
+        self._check_range(seq, p0, p1)
+        if not llama_cpp.llama_memory_seq_rm(self._memory, seq, p0, p1):
+            raise UnsupportedModelError(
+                f"[{p0}, {p1}) of seq={seq} cannot be removed, since this model keeps a state of the whole "
+                f"sequence: remove all of it"
+            )
+        n = self._llama.n_tokens
+        if seq == 0 and p0 < n:
+            if p1 < 0 or p1 >= n:
+                self._llama.n_tokens = p0
+            elif p1 > p0:
+                self.limit_exact(p0)
+
+    def copy(self, source: int, target: int, p0: int = 0, p1: int = -1) -> None:
+        """Let sequence `target` have the positions [p0, p1) of `source` too. In a unified cache both share
+        the cells; otherwise the rows are copied, of whole sequences only.
+
+        The `Llama` does not follow what is copied into its sequence 0.
+
+        Raises:
+            ValueError: there is no such sequence or range, or part of one in a cache that is not unified.
+        """
+        self._check_range(source, p0, p1)
+        self._check_sequence("target", target)
+        if not self._llama.context_params.kv_unified and source != target:
+            low, high = self.positions(source)
+            if p0 > max(0, low) or 0 <= p1 <= high:
+                raise ValueError(
+                    f"[{p0}, {p1}) is part of seq={source}: without kv_unified=True copy whole sequences only"
+                )
+            p0 = p1 = -1  # all: llama.cpp aborts on anything that looks like a part
+        llama_cpp.llama_memory_seq_cp(self._memory, source, target, p0, p1)
+        if target == 0 != source:
+            self.limit_exact(0)
+
+    def shift(self, seq: int, p0: int, p1: int, by: int) -> None:
+        """Add `by` to the positions [p0, p1) of a sequence; K is turned accordingly before the next decode.
+
+        Raises:
+            UnsupportedModelError: positions cannot be moved (see `can_shift`).
+            ValueError: there is no such sequence or range, or it would begin below 0 or end too high.
+        """
+        self._check_range(seq, p0, p1)
+        if not self.can_shift:
+            raise UnsupportedModelError(
+                "this model's positions cannot be moved (recurrent, M-RoPE or sliding-window layers; with "
+                "the last set swa_full=True)"
+            )
+        end = self.positions(seq)[1] + 1 if p1 < 0 else p1
+        if p0 + by < 0 or end + by > INT32_MAX:
+            raise ValueError(f"by={by} moves [{p0}, {end}) out of the range of positions")
+        if seq == 0:
+            self._shift_tokens(p0, min(end, self._llama.n_tokens), by)
+        llama_cpp.llama_memory_seq_add(self._memory, seq, p0, p1, by)
+
+    def keep(self, seq: int) -> None:
+        """Remove all other sequences.
+
+        Raises:
+            ValueError: there is no such sequence.
+        """
+        self._check_sequence("seq", seq)
+        llama_cpp.llama_memory_seq_keep(self._memory, seq)
+        if seq != 0:
+            self._llama.n_tokens = 0
+
+    def clear(self) -> None:
+        """Remove all sequences."""
+        llama_cpp.llama_memory_clear(self._memory, True)
+        self._llama.n_tokens = 0
+
+    def _check_sequence(self, field: str, seq: int) -> None:
+        n_seq_max = self._llama.context_params.n_seq_max
+        if not 0 <= seq < n_seq_max:
+            raise ValueError(f"{field}={seq}: this context has the sequences 0 to {n_seq_max - 1}")
+
+    def _check_range(self, seq: int, p0: int, p1: int) -> None:
+        self._check_sequence("seq", seq)
+        if not 0 <= p0 <= INT32_MAX or p1 > INT32_MAX or 0 <= p1 < p0:
+            raise ValueError(f"[{p0}, {p1}) is no range of positions")
+
+    def _shift_tokens(self, p0: int, end: int, by: int) -> None:
+        """The `Llama`'s tokens of sequence 0 move as the rows do."""
+        llama = self._llama
+        if p0 >= end:
+            return
+        if end + by > len(llama.input_ids):
+            raise ValueError(f"by={by} moves position {end - 1} beyond the context of {len(llama.input_ids)}")
+        llama.input_ids[p0 + by : end + by] = llama.input_ids[p0:end].copy()
+        if end == llama.n_tokens:
+            llama.n_tokens = end + by
+        self.limit_exact(min(p0, p0 + by))
+
+    # --- which rows are exact ---
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Around an evaluation of tokens behind n_tokens: what it does to the exact rows."""
+        self._exact.before_eval(self._llama.n_tokens, self.window_is_whole)
+        try:
+            yield
+        finally:
+            self._exact.after_eval(self._llama.n_tokens)
+
+    def _append_tokens(self, tokens: npt.NDArray[np.int32]) -> None:
+        """The KV of these tokens was loaded behind what is there: go on after them."""
+        llama = self._llama
+        end = min(llama.n_tokens + len(tokens), len(llama.input_ids))
+        llama.input_ids[llama.n_tokens : end] = tokens[: end - llama.n_tokens]
+        self._exact.loaded(llama.n_tokens, end)
+        llama.n_tokens = end
 
     def _has_types_of(self, block: KVBlock) -> bool:
         """The block's rows need no conversion here."""
@@ -222,12 +375,14 @@ class KVCache:
             for layer in group.layers
         )
 
-    def _window_is_whole(self, n: int) -> bool:
-        """The query at position n of sequence 0 finds in F16 what a sequence that was never cut has there."""
+    def window_is_whole(self, n: int) -> bool:
+        """Cut sequence 0 at position n; whether the query there then finds in F16 what a sequence that was
+        never longer has.
+        """
         config = self.config
         if not isinstance(config, MixedKVConfig):
             return True
-        self._llama._ctx.kv_cache_seq_rm(0, n, -1)  # as the evaluation that follows does
+        llama_cpp.llama_memory_seq_rm(self._memory, 0, n, -1)  # as the evaluation that follows does
         for layer in {layer["group"]: layer for layer in _core.layers(self._address)}.values():
             positions, hot = _core.read_tiers(self._address, layer["il"], 0, 0, n)
             wanted = (positions >= config.window.begin(n)) | (positions < config.sink_tokens)
@@ -243,54 +398,7 @@ class KVCache:
         return self._llama.input_ids[p0:p1]
 
     def _layers(self) -> dict[int, LayerStats]:
-        return {layer["il"]: _layer_stats(layer) for layer in _core.layers(self._address)}
-
-
-class LayerView:
-    """The rows of one layer, in order of position, as the query at the last position reads them. Copies."""
-
-    def __init__(self, cache: KVCache, info: LayerStats) -> None:
-        self._cache = cache
-        self.info = info
-
-    def __repr__(self) -> str:
-        return f"<LayerView {self.info}>"
-
-    def k(
-        self, seq: int = 0, p0: int = 0, p1: int = -1, basis: Basis = "attention"
-    ) -> npt.NDArray[np.float32]:
-        """Keys of positions [p0, p1) of a sequence, float32 [n_tokens, n_head_kv, head_size_k].
-
-        p1 < 0 means the end. llama.cpp rotates a quantised cache by a Hadamard matrix, which changes no
-        score. `basis` is "attention" for rows as attention reads them, "model" for rows turned back to
-        what the model computed.
-
-        Raises:
-            LookupError: the cache has no such sequence.
-        """
-        return self._rows("k", seq, p0, p1, basis)
-
-    def v(
-        self, seq: int = 0, p0: int = 0, p1: int = -1, basis: Basis = "attention"
-    ) -> npt.NDArray[np.float32]:
-        """Values, float32 [n_tokens, n_head_kv, head_size_v]; otherwise as `k`."""
-        return self._rows("v", seq, p0, p1, basis)
-
-    def positions(self, seq: int = 0, p0: int = 0, p1: int = -1) -> npt.NDArray[np.int32]:
-        """Positions of the rows, int32 [n_tokens]."""
-        return _core.read_tiers(self._cache._address, self.info.il, seq, p0, p1)[0]
-
-    def hot(self, seq: int = 0, p0: int = 0, p1: int = -1) -> npt.NDArray[np.bool_]:
-        """Which of the rows are read in F16, bool [n_tokens]."""
-        return _core.read_tiers(self._cache._address, self.info.il, seq, p0, p1)[1]
-
-    def _rows(
-        self, which: Literal["k", "v"], seq: int, p0: int, p1: int, basis: Basis
-    ) -> npt.NDArray[np.float32]:
-        if basis not in ("attention", "model"):
-            raise ValueError(f"basis={basis!r} is unknown: use 'attention' or 'model'")
-        unrotate = basis == "model"
-        return _core.read_rows(self._cache._address, self.info.il, seq, which, p0, p1, unrotate)[0]
+        return {layer["il"]: layer_stats(layer) for layer in _core.layers(self._address)}
 
 
 def _row_group(group: _core.RowGroup) -> RowGroup:
@@ -321,19 +429,3 @@ def _check_capacity(field: str, value: int, capacity: int) -> None:
             f"{field}={value} is more than the {capacity} this cache was made with: "
             f"make the Llama with a larger {field}"
         )
-
-
-def _layer_stats(layer: _core.Layer) -> LayerStats:
-    return LayerStats(
-        il=layer["il"],
-        mixed=layer["mixed"],
-        fused=layer["fused"],
-        n_head_kv=layer["n_head_kv"],
-        head_size_k=layer["n_embd_head_k"],
-        head_size_v=layer["n_embd_head_v"],
-        n_cells=layer["n_cells"],
-        type_k=type_name(layer["type_k"]),
-        type_v=type_name(layer["type_v"]),
-        bytes_cold=layer["bytes_cold"],
-        bytes_hot=layer["bytes_hot"],
-    )

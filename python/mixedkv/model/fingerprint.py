@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mixedkv.errors import InvalidModelFileError
-from mixedkv.model.gguf_file import ModelFile, _other_parts, _pad, _Reader
+from mixedkv.model.gguf_file import ModelFile, Reader, other_parts, pad
 
 _SAMPLE = 1 << 12
 _WHOLE = 1 << 24
@@ -63,7 +63,7 @@ def fingerprint(path: str | os.PathLike[str], *, full_hash: bool = False) -> str
 def model_parts(path: str | os.PathLike[str]) -> tuple[FileKey, ...]:
     """All files of a model."""
     key = FileKey.of(path)
-    return key, *(FileKey.of(part) for part in _other_parts(_header(key)))
+    return key, *(FileKey.of(part) for part in other_parts(_header(key)))
 
 
 def adapter_fingerprint(path: str | os.PathLike[str], *, full_hash: bool = False) -> str:
@@ -77,7 +77,7 @@ def adapter_fingerprint(path: str | os.PathLike[str], *, full_hash: bool = False
 @lru_cache(maxsize=64)
 def _header(key: FileKey) -> ModelFile:
     with open(key.path, "rb", buffering=1 << 18) as file:
-        return _Reader(Path(key.path), file).read()
+        return Reader(Path(key.path), file).read()
 
 
 @lru_cache(maxsize=256)
@@ -100,7 +100,7 @@ def _samples(path: Path, file: BinaryIO) -> Iterator[tuple[int, int]]:
     reader = _TensorReader(path, file)
     reader.read()
     yield 0, file.tell()
-    start = _pad(file.tell(), reader.alignment)
+    start = pad(file.tell(), reader.alignment)
     begin = 0
     for i, end in enumerate(sorted(reader.ends)):
         size = min(_SAMPLE, end - begin)
@@ -108,7 +108,7 @@ def _samples(path: Path, file: BinaryIO) -> Iterator[tuple[int, int]]:
         begin = end
 
 
-class _TensorReader(_Reader):
+class _TensorReader(Reader):
     """Notes where the data of each tensor ends."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:

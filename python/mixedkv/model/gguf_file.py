@@ -74,7 +74,7 @@ def read_model_file(path: str | os.PathLike[str]) -> ModelFile:
         OSError: it cannot be read.
     """
     first = _read_part(Path(path))
-    others = [_read_part(part) for part in _other_parts(first)]
+    others = [_read_part(part) for part in other_parts(first)]
     size = first.size + sum(part.size for part in others)
     return ModelFile(first.path, first.metadata, first.n_tensors, size)
 
@@ -85,10 +85,10 @@ def _read_part(path: Path) -> ModelFile:
         kind = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
         raise InvalidModelFileError(f"{path} is {kind}: a GGUF model file is needed")
     with path.open("rb", buffering=1 << 18) as file:
-        return _Reader(path, file).read()
+        return Reader(path, file).read()
 
 
-def _other_parts(first: ModelFile) -> Iterator[Path]:
+def other_parts(first: ModelFile) -> Iterator[Path]:
     count = first.metadata.get("split.count", 0)
     if not isinstance(count, int) or count < 2:
         return
@@ -108,7 +108,7 @@ def _other_parts(first: ModelFile) -> Iterator[Path]:
         yield part
 
 
-class _Reader:
+class Reader:
     """Reads one header from front to back."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
@@ -146,7 +146,7 @@ class _Reader:
         ends = [self._tensor() for _ in range(n_tensors)]
         if not ends:
             return
-        start = _pad(self.file.tell(), self.alignment)
+        start = pad(self.file.tell(), self.alignment)
         name, end = max(ends, key=lambda item: item[1])
         if start + end > self.size:
             self._fail(
@@ -235,5 +235,5 @@ def _tensor_bytes(kind: int, n_elements: int) -> int:
     return n_elements // block * size
 
 
-def _pad(n: int, alignment: int) -> int:
+def pad(n: int, alignment: int) -> int:
     return (n + alignment - 1) // alignment * alignment

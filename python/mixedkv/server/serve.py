@@ -166,7 +166,7 @@ def _open_embedder(
 def _open_store(settings: ServerSettings, engine: Engine) -> KVStore | None:
     if not settings.store:
         return None
-    if not engine.pool.can_cut:
+    if not engine.llm.kv.can_cut:
         raise ValueError(
             "store: this model keeps more than rows of tokens (recurrent layers), serve it without"
         )

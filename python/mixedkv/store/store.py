@@ -418,9 +418,7 @@ def _load(llm: Llama, blocks: list[KVBlock], seq: int) -> None:
 
 
 def _empty(llm: Llama, seq: int) -> None:
-    llm._ctx.kv_cache_seq_rm(seq, -1, -1)
-    if seq == 0:
-        llm.n_tokens = 0
+    llm.kv.remove(seq)
 
 
 def _known_tokens(llm: Llama, seq: int) -> npt.ArrayLike:

@@ -15,7 +15,7 @@ from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.chat import ChatResult, MessageCache
 from mixedkv.chat.reuse import reuse_prefix
-from mixedkv.chat.window import Window, can_shift, drop_tokens
+from mixedkv.chat.window import Window, drop_tokens
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.store import Identity, KVStore
 from support.conversation_support import Message, empty, user
@@ -224,11 +224,11 @@ def test_memories_that_cannot_shift_say_so(zoo_path: Callable[[str], Path], stor
     options = {"kv": "f16", "n_ctx": 512, "n_ubatch": 64, "chat_format": "chatml", "verbose": False}
     messages = [user("ab " * 300)]
     with Llama(zoo_path("gemma2"), swa_full=False, **options) as llm:
-        assert not can_shift(llm)
+        assert not llm.kv.can_shift
         with pytest.raises(UnsupportedModelError, match="swa_full=True"):
             MessageCache(llm, store).chat(messages, **GREEDY)
     with Llama(zoo_path("gemma2"), swa_full=True, **options) as llm:
-        assert can_shift(llm)
+        assert llm.kv.can_shift
         assert MessageCache(llm, store).chat(messages, **GREEDY).usage.dropped_tokens > 0
 
 

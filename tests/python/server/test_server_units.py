@@ -137,25 +137,26 @@ def test_more_prompts_than_streams_get_more() -> None:
 class FakeMemory:
     """Rows as sets of sequence ids, as a unified cache has them."""
 
-    def __init__(self) -> None:
+    used = 0
+
+    def __init__(self, can_cut: bool) -> None:
+        self.can_cut = can_cut
         self.calls: list[tuple[object, ...]] = []
 
-    def remove(self, seq: int, p0: int) -> bool:
+    def remove(self, seq: int, p0: int = 0) -> None:
         self.calls.append(("rm", seq, p0))
-        return True
 
-    def copy(self, source: int, target: int, p1: int) -> None:
+    def copy(self, source: int, target: int, p0: int = 0, p1: int = -1) -> None:
         self.calls.append(("cp", source, target, p1))
-
-    def cells_used(self) -> int:
-        return 0
 
 
 F16 = UniformKV().window
 
 
-def make_pool(n: int = 3, window: HotWindow = F16, **options: bool) -> tuple[SequencePool, FakeMemory]:
-    memory = FakeMemory()
+def make_pool(
+    n: int = 3, window: HotWindow = F16, *, can_cut: bool = True, **options: bool
+) -> tuple[SequencePool, FakeMemory]:
+    memory = FakeMemory(can_cut)
     return SequencePool(memory, n, window, **options), memory
 
 
@@ -215,7 +216,7 @@ def test_eviction_takes_what_was_used_the_longest_ago() -> None:
     assert [seq.id for seq in pool.idle()] == [b.id, c.id, a.id]
     d = run(pool, tokens(9000, 9050))
     assert d is b
-    assert memory.calls == [("rm", b.id, -1)]
+    assert memory.calls == [("rm", b.id, 0)]
 
 
 def test_a_prefix_that_is_shared_is_in_use() -> None:

@@ -59,7 +59,7 @@ class Run:
 
     def clear(self) -> None:
         self.llm.reset()
-        self.llm._ctx.kv_cache_clear()
+        self.llm.kv.clear()
 
     def first_token(self, tokens: Tokens) -> int:
         """Evaluate tokens after what there is, and choose the next one."""

@@ -1,0 +1,89 @@
+"""All that is private in llama-cpp-python, in one place: what a new version of it may move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import llama_cpp
+
+
+def context(llm: llama_cpp.Llama) -> Any:
+    """The llama_context, as llama.cpp's own functions take it.
+
+    Raises:
+        RuntimeError: the `Llama` is closed.
+    """
+    owner = getattr(llm, "_ctx", None)
+    if owner is None or owner.ctx is None:
+        raise RuntimeError("this Llama is closed: its KV cache is gone")
+    return owner.ctx
+
+
+def address(handle: Any) -> int:
+    """Of a llama_context or llama_model, as `_core` takes it."""
+    return int(getattr(handle, "value", handle))
+
+
+def model(llm: llama_cpp.Llama) -> Any:
+    """The llama_model, as llama.cpp's own functions take it."""
+    return llm._model.model
+
+
+def vocab(llm: llama_cpp.Llama) -> Any:
+    """The llama_vocab. It needs no context, so any thread may use it."""
+    return llm._model.vocab
+
+
+def is_recurrent(llm: llama_cpp.Llama) -> bool:
+    """All layers keep a state instead of rows."""
+    return bool(llm._is_recurrent)
+
+
+def is_hybrid(llm: llama_cpp.Llama) -> bool:
+    """Some layers keep a state instead of rows."""
+    return bool(llm._is_hybrid)
+
+
+def at_close(llm: llama_cpp.Llama, function: Callable[[], None]) -> None:
+    """Have a function called by `close`, before the context and the model are freed."""
+    llm._stack.callback(function)
+
+
+def close(llm: llama_cpp.Llama) -> None:
+    """Free the context and the model; also of an object whose making failed."""
+    stack = getattr(llm, "_stack", None)
+    if stack is not None:
+        stack.close()
+
+
+def sampler(llm: llama_cpp.Llama, **sampling: Any) -> Callable[[], int]:
+    """What chooses the next token from the latest logits, as `llama_cpp.Llama.generate` does."""
+    llm._sampler = llm._init_sampler(**sampling)  # where the base class looks for a grammar's state
+    return lambda: int(llm._sampler.sample(llm._ctx, -1))
+
+
+class Completions:
+    """llama-cpp-python's chat formatters, tools, grammars, stop strings and chunks, for an object that stands
+    in for a `Llama` and has its own `generate`.
+    """
+
+    cache = None  # of llama_cpp.Llama.set_cache
+    create_chat_completion = llama_cpp.Llama.create_chat_completion
+    create_completion = llama_cpp.Llama.create_completion
+    _create_completion = llama_cpp.Llama._create_completion
+
+    def __init__(self, llm: llama_cpp.Llama) -> None:
+        self._llm = llm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    @property
+    def _n_ctx(self) -> int:
+        return self.n_tokens_max
+
+    @property
+    def n_tokens_max(self) -> int:
+        """Tokens that a prompt and its answer may have together."""
+        return int(self._llm.n_ctx())
