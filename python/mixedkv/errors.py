@@ -9,3 +9,19 @@ class UnsupportedModelError(ValueError):
 
 class InvalidModelFileError(ValueError):
     """The file is not a GGUF model that can be loaded: not GGUF, truncated, or damaged."""
+
+
+class ContextLengthError(ValueError):
+    """A prompt is empty, or longer than the context."""
+
+
+class EngineError(RuntimeError):
+    """Evaluation failed; the answer is lost, the engine goes on."""
+
+
+class QueueFullError(RuntimeError):
+    """As many requests wait as may."""
+
+
+class ClosedError(RuntimeError):
+    """The engine is shutting down or has stopped."""

@@ -1,1 +1,24 @@
-"""Continuous batching on one context, without HTTP."""
+"""Continuous batching on one context, without HTTP: many prompts are answered at once, and what they have in
+common is evaluated once. docs/engine.md tells more.
+"""
+
+from mixedkv.engine.answer import Answer
+from mixedkv.engine.engine import Engine
+from mixedkv.engine.job import Delta, Done, Failed, Job
+from mixedkv.engine.kv_connector import KVConnector
+from mixedkv.engine.observer import Observer
+from mixedkv.engine.sampler import Sampling
+from mixedkv.engine.store_connector import StoreConnector
+
+__all__ = [
+    "Answer",
+    "Delta",
+    "Done",
+    "Engine",
+    "Failed",
+    "Job",
+    "KVConnector",
+    "Observer",
+    "Sampling",
+    "StoreConnector",
+]

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from mixedkv.engine.embedding_context import EmbeddingContext, Piece, Vectors
-from mixedkv.engine.engine import ClosedError, Engine, EngineError, QueueFullError
+from mixedkv.engine.engine import Engine
 from mixedkv.engine.pacing import Pace
+from mixedkv.errors import ClosedError, EngineError, QueueFullError
 from mixedkv.limits import MAX_SEQUENCES
-from mixedkv.server.metrics import Metrics
 
 log = logging.getLogger("mixedkv.engine")
 
@@ -68,10 +68,9 @@ class Embedder:
         *,
         max_requests: int,
         slowdown: float,
-        metrics: Metrics,
     ) -> None:
         self.context = context
-        self._engine, self._metrics, self._max_requests = engine, metrics, max_requests
+        self._engine, self._observer, self._max_requests = engine, engine.observer, max_requests
         self._pace = Pace(context.n_slice + MAX_SEQUENCES, slowdown)
         self._here: set[_Request] = set()
         self._requests: deque[_Request] = deque()  # with inputs not begun
@@ -91,7 +90,7 @@ class Embedder:
             ClosedError: the server is shutting down.
         """
         if self._closing:
-            raise ClosedError("the server is shutting down")
+            raise ClosedError("the engine is shutting down")
         if len(self._here) >= self._max_requests:
             raise QueueFullError(f"{len(self._here)} requests for embeddings are here already")
 
@@ -109,7 +108,7 @@ class Embedder:
         request = _Request(inputs, self.context.n_embd)
         self._requests.append(request)
         self._here.add(request)
-        self._metrics.embedding_running.set(len(self._here))
+        self._observer.embedding_requests(len(self._here))
         if self._pump is None:
             self._pump = asyncio.get_running_loop().create_task(self._run())
         began, outcome = time.perf_counter(), "abort"
@@ -122,9 +121,8 @@ class Embedder:
         finally:
             self._drop(request)
             self._here.discard(request)
-            self._metrics.embedding_running.set(len(self._here))
-            self._metrics.embedding_requests.labels(outcome).inc()
-            self._metrics.embedding_seconds.observe(time.perf_counter() - began)
+            self._observer.embedding_requests(len(self._here))
+            self._observer.embedded(outcome, time.perf_counter() - began)
         return request.vectors
 
     async def drain(self, seconds: float) -> bool:
@@ -137,7 +135,7 @@ class Embedder:
         while self._here and time.monotonic() < end:
             await asyncio.sleep(0.01)
         finished = not self._here
-        self._fail_all(ClosedError("the server is shutting down"))
+        self._fail_all(ClosedError("the engine is shutting down"))
         if self._pump is not None:
             await asyncio.wait({self._pump})  # a slice at most
         return finished
@@ -186,7 +184,7 @@ class Embedder:
     def _budget(self) -> int:
         """Tokens of the next slice; none in some steps of running answers."""
         n_slice = self.context.n_slice
-        n_streams = self._metrics.last_step[0] if self._engine.n_running else 0
+        n_streams = self._engine.last_step.n_streams if self._engine.n_running else 0
         if n_streams:
             return min(n_slice, self._pace.budget(n_streams))
         return max(1, min(n_slice, int(_LONGEST / self._seconds) if self._seconds else _FIRST))
@@ -222,12 +220,11 @@ class Embedder:
 
     def _take(self, item: _Input, piece: Piece, vector: Vectors) -> None:
         item.vectors.append(vector)
-        self._metrics.embedding_tokens.inc(len(piece.tokens))
+        self._observer.embedded_piece(len(piece.tokens), piece.ends)
         if not piece.ends:
             return
         request = item.request
         request.vectors[item.index] = self.context.join(item.vectors, item.sizes)
-        self._metrics.embedding_inputs.inc()
         request.n_left -= 1
         if not np.isfinite(request.vectors[item.index]).all():
             request.fail(EngineError("the model gave numbers that are not finite"))
@@ -247,7 +244,7 @@ class Embedder:
         began = time.perf_counter()
         vectors = self.context.evaluate(pieces)
         self._slice_seconds = seconds = time.perf_counter() - began
-        self._metrics.embedding_slices.observe(seconds)
+        self._observer.embedding_slice(seconds)
         if n >= min(_FIRST, self.context.n_slice):
             self._seconds = seconds / n
         return vectors
@@ -255,7 +252,7 @@ class Embedder:
     def _watch(self) -> None:
         """Learn from the engine's last step and the slice before it."""
         n_steps = self._engine.n_steps - self._n_steps
-        n_streams, n_prompt, seconds = self._metrics.last_step
-        if n_steps and n_streams and not n_prompt:
+        step, seconds = self._engine.last_step, self._engine.last_step_seconds
+        if n_steps and step.n_streams and not step.n_prompt:
             n_tokens, more = (self._n_tokens, self._slice_seconds) if n_steps == 1 else (0, 0.0)
-            self._pace.observe(n_streams, n_tokens, seconds + more)
+            self._pace.observe(step.n_streams, n_tokens, seconds + more)

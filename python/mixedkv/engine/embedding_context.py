@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from mixedkv import _core, _llama_cpp
 from mixedkv.engine.batch import Batch
-from mixedkv.engine.engine import EngineError
+from mixedkv.errors import EngineError
 from mixedkv.llama import Llama
 from mixedkv.model.gguf_file import ModelFile
 

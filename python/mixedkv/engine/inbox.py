@@ -6,13 +6,12 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from mixedkv.engine.job import Job
+from mixedkv.errors import ClosedError
 
-
-class ClosedError(RuntimeError):
-    """The engine is shutting down or has stopped."""
+_T = TypeVar("_T")
 
 
 class Inbox:
@@ -35,13 +34,13 @@ class Inbox:
         """
         with self._changed:
             if self.closed:
-                raise ClosedError("the server is shutting down")
+                raise ClosedError("the engine is shutting down")
             self._jobs.append(job)
             self._changed.notify()
 
-    def call(self, function: Callable[[], Any]) -> Future[Any]:
+    def call(self, function: Callable[[], _T]) -> Future[_T]:
         """Have a function run between two steps."""
-        future: Future[Any] = Future()
+        future: Future[_T] = Future()
         with self._changed:
             if self.closed:
                 future.set_exception(ClosedError("the engine has stopped"))

@@ -129,6 +129,21 @@ class Job:
         left = self.snapshot_at - self.n_rows
         return min(n, left) if left > 0 else n
 
+    def begin(self, seq: Sequence, n_cached: int) -> bool:
+        """Have a sequence with `n_cached` tokens of the prompt in it; whether it is the first, so not after a
+        preemption.
+        """
+        self.seq, self.exact = seq, self.exact and seq.exact
+        if self.n_cached is not None:
+            return False
+        self.n_cached = n_cached
+        if not self.blocks:
+            self.cached_tier = "context" if n_cached else ""
+        self.t_start = time.perf_counter()
+        if self.sampler is not None:
+            self.sampler.accept_prompt(self.prompt[-64:].tolist())
+        return True
+
     def set_blocks(self, blocks: list[Any], tier: str, exact: bool) -> None:
         """Rows from the store, to be used if the context has fewer."""
         self.blocks, self.cached_tier, self.blocks_exact = blocks, tier, exact

@@ -40,3 +40,17 @@ class Observer:
     def stored(self, n_tokens: int) -> None: ...
 
     def store_failed(self, reason: str) -> None: ...
+
+    # --- embeddings: the first two on the event loop ---
+
+    def embedding_requests(self, n: int) -> None:
+        """So many requests for vectors are at work or wait."""
+
+    def embedded(self, outcome: str, seconds: float) -> None:
+        """A request for vectors ended: "stop", "abort" or "error"."""
+
+    def embedded_piece(self, n_tokens: int, ends: bool) -> None:
+        """Tokens were evaluated; `ends`: their input has its vector."""
+
+    def embedding_slice(self, seconds: float) -> None:
+        """How long running answers waited for a slice."""

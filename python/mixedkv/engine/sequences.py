@@ -178,7 +178,9 @@ class SequencePool:
                 return True
         return False
 
-    def cells_used(self) -> int:
+    @property
+    def used(self) -> int:
+        """Cells that hold rows."""
         return self._memory.used
 
     def touch(self, seq: Sequence) -> None:

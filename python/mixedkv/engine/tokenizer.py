@@ -5,8 +5,8 @@ Needs the vocabulary, not the context, so it works on any thread while the engin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import llama_cpp
 from llama_cpp import llama_chat_format
@@ -14,6 +14,9 @@ from llama_cpp import llama_chat_format
 from mixedkv import _llama_cpp
 from mixedkv.engine.sampler import Sampler, Sampling
 from mixedkv.llama import Llama
+
+Messages = Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int] | Messages
 
 _CHUNK = 1 << 12  # characters
 _SPECIAL = (
@@ -90,6 +93,16 @@ class Language:
                 texts.append(self._piece_text(token))
         return [text for text in texts if text][:_MAX_SPECIAL]
 
+    def encode(self, prompt: Prompt) -> tuple[list[int], list[str]]:
+        """Tokens of a text, of token ids or of the messages of a chat, and strings that end the answer.
+
+        Raises:
+            ValueError: as `prompt` and `chat`.
+        """
+        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
+            return self.chat(cast(Messages, prompt))
+        return self.prompt(cast("str | Sequence[int]", prompt)), []
+
     def prompt(self, prompt: str | Sequence[int], *, start: bool = True) -> list[int]:
         """Tokens of a raw prompt, text or tokens.
 
@@ -102,7 +115,7 @@ class Language:
             raise ValueError(f"prompt: token {bad} is not one of this model's {self.n_vocab}")
         return list(prompt)
 
-    def chat(self, messages: Sequence[dict[str, Any]], *, start: bool = True) -> tuple[list[int], list[str]]:
+    def chat(self, messages: Messages, *, start: bool = True) -> tuple[list[int], list[str]]:
         """Tokens of a chat, up to where the answer begins, and strings that end the answer.
 
         Raises:

@@ -8,6 +8,9 @@ from typing import Any
 
 from starlette.responses import Response
 
+from mixedkv.engine.sampler import DeadEndError
+from mixedkv.errors import ClosedError, ContextLengthError, EngineError, QueueFullError
+
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -54,6 +57,26 @@ class ApiError(Exception):
     def response(self) -> Response:
         # ASCII, since a message may repeat what cannot be encoded
         return Response(json.dumps(self.body()), self.status, self.headers, "application/json")
+
+
+def from_engine(error: Exception, param: str = "prompt") -> ApiError:
+    """What an error of the engine is to a client; `param` is the field that holds the prompt."""
+    message = str(error)
+    if isinstance(error, QueueFullError):
+        return ApiError(429, f"{message}: try again later", code="queue_full", headers={"Retry-After": "1"})
+    if isinstance(error, ClosedError):
+        return ApiError(503, "the server is shutting down", code="shutting_down")
+    if isinstance(error, ContextLengthError):
+        return bad_request(message, param, "context_length_exceeded")
+    if isinstance(error, DeadEndError):
+        return bad_request(message, "grammar")
+    if isinstance(error, EngineError):
+        return ApiError(500, message, code="engine_error")
+    return ApiError(500, "the request failed inside the server; its log has more", code="engine_error")
+
+
+def timed_out(seconds: float) -> ApiError:
+    return ApiError(504, f"the request took more than {seconds:g} seconds and was given up", code="timeout")
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +13,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from mixedkv import __version__
-from mixedkv.engine.job import Event, Job
 from mixedkv.server.api import chat_completions, completions, context, embeddings, info
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.body_limit import BodyLimit
@@ -65,24 +63,13 @@ def make_app(server: Serving) -> FastAPI:
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     server: Serving = app.state.serving
-    loop = asyncio.get_running_loop()
-
-    def post(events: list[tuple[Job, Event]]) -> None:
-        """From the engine's thread: one wake-up of the loop for all events of a step."""
-        loop.call_soon_threadsafe(_dispatch, events)
-
-    server.engine.post = post
+    server.delivery.begin()
     server.contexts.start()
     server.ready = True
     yield
     server.ready = False
-    server.engine.post = lambda events: None
+    server.delivery.end()
     await server.contexts.close()
-
-
-def _dispatch(events: list[tuple[Job, Event]]) -> None:
-    for job, event in events:
-        job.deliver(event)
 
 
 async def _on_api_error(_: Request, error: Any) -> Response:

@@ -60,7 +60,7 @@ class Metrics(Observer):
         self.embedding_running = Gauge(
             "mixedkv:num_embedding_requests", "Requests for vectors at work or waiting.", **r
         )
-        self.embedding_requests = Counter(
+        self.embedding_outcomes = Counter(
             "mixedkv:embedding_requests", "Requests for vectors by how they ended.", ["finished_reason"], **r
         )
         self.embedding_inputs = Counter("mixedkv:embedding_inputs", "Inputs that have a vector.", **r)
@@ -74,7 +74,6 @@ class Metrics(Observer):
         self.http = Counter("mixedkv:http_requests", "By path and status.", ["path", "status"], **r)
         self.recent: deque[dict[str, Any]] = deque(maxlen=WINDOW)
         self._tokens: deque[tuple[float, int, int]] = deque()  # time, generated, evaluated
-        self.last_step = 0, 0, 0.0  # streams, prompt tokens, seconds
         self._hits = {"context": 0, "ram": 0, "disk": 0}
         self._n_queries = 0
         for tier in self._hits:
@@ -110,7 +109,6 @@ class Metrics(Observer):
 
     def step(self, n_streams: int, n_prompt: int, seconds: float) -> None:
         self.steps.observe(seconds)
-        self.last_step = n_streams, n_prompt, seconds
         now = time.monotonic()
         self._tokens.append((now, n_streams, n_prompt))
         while self._tokens and self._tokens[0][0] < now - _RATE_WINDOW:
@@ -145,6 +143,21 @@ class Metrics(Observer):
 
     def store_failed(self, reason: str) -> None:
         self.store_failures.labels(reason).inc()
+
+    def embedding_requests(self, n: int) -> None:
+        self.embedding_running.set(n)
+
+    def embedded(self, outcome: str, seconds: float) -> None:
+        self.embedding_outcomes.labels(outcome).inc()
+        self.embedding_seconds.observe(seconds)
+
+    def embedded_piece(self, n_tokens: int, ends: bool) -> None:
+        self.embedding_tokens.inc(n_tokens)
+        if ends:
+            self.embedding_inputs.inc()
+
+    def embedding_slice(self, seconds: float) -> None:
+        self.embedding_slices.observe(seconds)
 
     def _record(self, job: Job, reason: str) -> None:
         now = time.perf_counter()

@@ -10,10 +10,10 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from mixedkv.engine.engine import ClosedError, Engine, EngineError, QueueFullError
+from mixedkv.engine.engine import Engine
 from mixedkv.engine.job import Delta, Done, Event, Failed, Job
-from mixedkv.engine.sampler import DeadEndError
-from mixedkv.server.api_error import ApiError
+from mixedkv.errors import ClosedError, ContextLengthError, QueueFullError
+from mixedkv.server.api_error import from_engine, timed_out
 
 _T = TypeVar("_T")
 
@@ -57,14 +57,9 @@ class Flight:
 
     def _submit(self) -> None:
         try:
-            self._engine.submit(self.jobs)
-        except QueueFullError as error:
-            message = f"{error}: try again later"
-            raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"}) from None
-        except ClosedError as error:
-            raise ApiError(503, str(error), code="shutting_down") from None
-        except ValueError as error:
-            raise ApiError(400, str(error), param="prompt", code="context_length_exceeded") from None
+            self._engine.submit_jobs(self.jobs)
+        except (QueueFullError, ClosedError, ContextLengthError) as error:
+            raise from_engine(error) from None
 
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()
@@ -95,13 +90,12 @@ class Flight:
     async def next(self) -> tuple[int, Delta | Done]:
         while not self._events:
             if self._late:
-                message = f"the request took more than {self._seconds:g} seconds and was given up"
-                raise ApiError(504, message, code="timeout")
+                raise timed_out(self._seconds)
             self._arrival = self._loop.create_future()
             await self._arrival
         index, event = self._events.popleft()
         if isinstance(event, Failed):
-            raise _as_api_error(event.error)
+            raise from_engine(event.error)
         if isinstance(event, Done):
             self._left -= 1
         return index, event
@@ -117,16 +111,6 @@ class Flight:
             if isinstance(event, Done):
                 ends[index] = event
         return [ends[i] for i in range(len(self.jobs))]
-
-
-def _as_api_error(error: Exception) -> ApiError:
-    if isinstance(error, DeadEndError):
-        return ApiError(400, str(error), param="grammar")
-    if isinstance(error, ClosedError):
-        return ApiError(503, str(error), code="shutting_down")
-    if isinstance(error, EngineError):
-        return ApiError(500, str(error), code="engine_error")
-    return ApiError(500, "the request failed inside the server; its log has more", code="engine_error")
 
 
 async def or_disconnect(request: Request, work: Awaitable[_T]) -> _T:

@@ -20,11 +20,12 @@ from pydantic import ValidationError
 
 from mixedkv.bundled import model_path
 from mixedkv.engine import tokenizer
+from mixedkv.engine.answer import Answer
 from mixedkv.engine.embedder import Embedder
 from mixedkv.engine.embedding_context import EmbeddingContext, only_embeds
 from mixedkv.engine.engine import Engine
-from mixedkv.engine.job import Event, Failed
-from mixedkv.engine.kv_connector import Keeper, SessionRows
+from mixedkv.engine.store_connector import StoreConnector
+from mixedkv.errors import ClosedError, EngineError
 from mixedkv.limits import CELLS
 from mixedkv.llama import Llama
 from mixedkv.model.gguf_file import ModelFile, read_model_file
@@ -32,9 +33,11 @@ from mixedkv.server.api.context import warm_job
 from mixedkv.server.api.schemas import WarmRequest
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.app import make_app
+from mixedkv.server.delivery import Delivery
 from mixedkv.server.http.auth import Keys
 from mixedkv.server.http.connection import Connection
 from mixedkv.server.metrics import Metrics
+from mixedkv.server.session_kv import SessionKV
 from mixedkv.server.settings import ServerSettings
 from mixedkv.server.state import Serving
 from mixedkv.sessions import ContextCacheManager, explain
@@ -46,6 +49,7 @@ _DEFAULT_N_CTX = 8192
 _OWN_FILES = 256  # of the store, the metadata and connections that are being refused
 _LAST_SECONDS = 2.0  # for a client to take its answer, after the drain timeout
 _BACKLOG = 128  # connections that asyncio accepts at once, whatever their limit
+_SIGNAL_SECONDS = 0.2
 _SWITCH_SECONDS = 0.0005  # the interpreter's 5 ms would be several steps of a small model
 
 
@@ -62,8 +66,7 @@ def serve(settings: ServerSettings) -> None:
     warm = read_warm_file(settings.warm) if settings.warm else []
     with ExitStack() as stack:
         listening = stack.enter_context(_listen(settings.host, settings.port))
-        server = open_server(settings, keys)
-        stack.callback(close_server, server)
+        server = open_server(settings, keys, stack)
         signal.signal(signal.SIGTERM, _leave)  # while prompts are warmed: what is done is stored
         for body in warm:
             _warm(server, body)
@@ -71,8 +74,10 @@ def serve(settings: ServerSettings) -> None:
         _Uvicorn(server, settings).run(sockets=[listening])
 
 
-def open_server(settings: ServerSettings, keys: Keys) -> Serving:
-    """Load the model and start the engine."""
+def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Serving:
+    """Load the model and start the engine. Closing the stack gives up what still runs, stores its KV and
+    frees the model.
+    """
     path = Path(settings.model) if settings.model else model_path()
     if not settings.verbose:
         tokenizer.silence()
@@ -80,41 +85,33 @@ def open_server(settings: ServerSettings, keys: Keys) -> Serving:
     generates = not only_embeds(file)
     if not generates and (settings.store or settings.warm):
         raise ValueError("store, warm: this model only embeds texts, it has no KV to keep: serve it without")
-    llm = _load(settings, path, file, generates)
-    metrics = Metrics()
-    try:
-        engine = Engine(
+    llm = stack.enter_context(_load(settings, path, file, generates))
+    store = stack.enter_context(_open_store(settings)) if settings.store else None
+    metrics, delivery = Metrics(), Delivery()
+    engine = stack.enter_context(
+        Engine(
             llm,
             parallel=settings.parallel,
             max_queue=settings.max_queue,
             slowdown=settings.slowdown,
             exact_only=settings.reuse == "exact",
-            observe=metrics,
+            connector=StoreConnector(store) if store is not None else None,
+            observer=metrics,
+            deliver=delivery,
+            tokenizer=tokenizer.Language(llm, settings.chat_format),
         )
-        words = tokenizer.Language(llm, settings.chat_format)
-        embedder = _open_embedder(settings, engine, file, metrics)
-    except BaseException:
-        llm.close()
-        raise
-    engine.start()
-    try:
-        store = _open_store(settings, engine)
-        keeper = Keeper(engine, store) if store is not None else None
-        rows = SessionRows(engine, store)
-        contexts = ContextCacheManager(settings.metadata_url, rows)
-    except BaseException:
-        engine.close()
-        raise
+    )
+    embedder = _open_embedder(settings, engine, file)
+    session_kv = SessionKV(engine, store)
     return Serving(
         settings=settings,
         model_name=settings.model_name or path.stem,
         engine=engine,
-        language=words,
+        delivery=delivery,
         keys=keys,
         metrics=metrics,
-        contexts=contexts,
-        rows=rows,
-        keeper=keeper,
+        contexts=ContextCacheManager(settings.metadata_url, session_kv),
+        session_kv=session_kv,
         embedder=embedder,
         generates=generates,
         facts={
@@ -148,42 +145,21 @@ def _load(settings: ServerSettings, path: Path, file: ModelFile, generates: bool
     return llm
 
 
-def _open_embedder(
-    settings: ServerSettings, engine: Engine, file: ModelFile, metrics: Metrics
-) -> Embedder | None:
+def _open_embedder(settings: ServerSettings, engine: Engine, file: ModelFile) -> Embedder | None:
     if not settings.embeddings and not only_embeds(file):
         return None
     context = EmbeddingContext(engine.llm, file, n_ctx=settings.embedding_n_ctx, n_batch=settings.n_batch)
-    return Embedder(
-        engine,
-        context,
-        max_requests=settings.max_queue + settings.parallel,
-        slowdown=settings.slowdown,
-        metrics=metrics,
-    )
+    max_requests = settings.max_queue + settings.parallel
+    return Embedder(engine, context, max_requests=max_requests, slowdown=settings.slowdown)
 
 
-def _open_store(settings: ServerSettings, engine: Engine) -> KVStore | None:
-    if not settings.store:
-        return None
-    if not engine.llm.kv.can_cut:
-        raise ValueError(
-            "store: this model keeps more than rows of tokens (recurrent layers), serve it without"
-        )
+def _open_store(settings: ServerSettings) -> KVStore:
     return KVStore(
         settings.store,
         max_ram_bytes=int(settings.max_ram_gb * 1e9),
         max_kv_size_gb=settings.max_kv_size_gb,
         key=key_from_file(settings.store_key_file) if settings.store_key_file else None,
     )
-
-
-def close_server(server: Serving) -> None:
-    """Give up what still runs, store its KV, free the model."""
-    server.engine.drain(0)
-    if server.keeper is not None:
-        server.keeper.close()
-    server.engine.close()
 
 
 def read_warm_file(path: str) -> list[WarmRequest]:
@@ -205,18 +181,21 @@ def read_warm_file(path: str) -> list[WarmRequest]:
 
 
 def _warm(server: Serving, body: WarmRequest) -> None:
-    """Before the event loop runs: the engine delivers on its own thread, between two calls."""
+    """Before the event loop runs."""
     try:
         job = warm_job(server, body, "")
     except ApiError as error:
         raise ValueError(f"{server.settings.warm}: {error.message}") from None
-    events: list[Event] = []
-    job.deliver = events.append
-    server.engine.submit([job], force=True)
-    while not events:
-        server.engine.call(lambda: None).result()
-    if isinstance(events[-1], Failed):
-        raise ValueError(f"{server.settings.warm}: {events[-1].error}")
+    answer = Answer(server.engine, job)
+    server.engine.submit_jobs([job], force=True)
+    while True:
+        try:
+            answer.result(timeout=_SIGNAL_SECONDS)  # a main thread that waits on a lock sees no signal
+            return
+        except TimeoutError:
+            continue
+        except (ClosedError, EngineError) as error:
+            raise ValueError(f"{server.settings.warm}: {error}") from None
 
 
 def _leave(*_: Any) -> None:

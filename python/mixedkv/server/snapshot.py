@@ -58,7 +58,7 @@ def snapshot(server: Serving) -> dict[str, Any]:
         },
         "sequences": [_sequence(seq, natives.get(seq.id)) for seq in held],
         "layers": [asdict(layer) for layer in kv.layers or ()],
-        "store": server.keeper.stats() if server.keeper is not None else None,
+        "store": engine.connector_stats(),
         "recent": list(reversed(server.metrics.recent)),
     }
 

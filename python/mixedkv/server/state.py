@@ -1,4 +1,4 @@
-"""What the endpoints share: the engine, the language, who is asking, and how a request becomes jobs."""
+"""What the endpoints share: the engine, who is asking, and how a request becomes jobs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from mixedkv import __version__
 from mixedkv.engine.embedder import Embedder
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.job import Job
-from mixedkv.engine.kv_connector import Keeper, SessionRows
 from mixedkv.engine.sampler import Sampling
-from mixedkv.engine.tokenizer import Language
+from mixedkv.errors import ContextLengthError
 from mixedkv.server.api.schemas import Generation
-from mixedkv.server.api_error import ApiError, bad_request
+from mixedkv.server.api_error import ApiError, bad_request, from_engine
+from mixedkv.server.delivery import Delivery
 from mixedkv.server.http.auth import Keys
 from mixedkv.server.metrics import Metrics
+from mixedkv.server.session_kv import SessionKV
 from mixedkv.server.settings import ServerSettings
 from mixedkv.sessions import CacheSessionMetadata, ContextCacheManager
 
@@ -38,13 +39,12 @@ class Serving:
     settings: ServerSettings
     model_name: str
     engine: Engine
-    language: Language
+    delivery: Delivery
     keys: Keys
     metrics: Metrics
     contexts: ContextCacheManager
-    rows: SessionRows
+    session_kv: SessionKV
     facts: dict[str, Any]
-    keeper: Keeper | None = None
     embedder: Embedder | None = None
     generates: bool = True
     ready: bool = False
@@ -120,9 +120,9 @@ def session_not_found(session_id: str) -> ApiError:
 def context_tokens(server: Serving, session: Any) -> list[int]:
     """Tokens of a session's prompt; of messages those before an answer."""
     if session.prompt is not None:
-        return server.language.prompt(session.prompt)
+        return server.engine.tokenizer.prompt(session.prompt)
     messages = [message.model_dump(exclude_none=True) for message in session.messages]
-    return server.language.chat(messages)[0]
+    return server.engine.tokenizer.chat(messages)[0]
 
 
 def sampling(body: Generation, grammar: str | None, choice: int) -> Sampling:
@@ -154,6 +154,7 @@ def make_jobs(
     stops: Sequence[str] = (),
     n_logprobs: int | None = None,
     session: CacheSessionMetadata | None = None,
+    param: str = "prompt",
 ) -> list[Job]:
     """`body.n` jobs for each prompt. Not for the event loop: grammars take time.
 
@@ -171,10 +172,13 @@ def make_jobs(
     jobs = []
     reuse = body.use_kv_cache is not False
     for prompt in prompts:
-        _check_length(server, len(prompt))
+        try:
+            server.engine.check_prompt(len(prompt))
+        except ContextLengthError as error:
+            raise from_engine(error, param) from None
         for choice in range(n):
             try:
-                sampler = server.language.sampler(sampling(body, grammar, choice))
+                sampler = server.engine.tokenizer.sampler(sampling(body, grammar, choice))
             except ValueError as error:
                 raise bad_request(str(error), str(error).partition(":")[0]) from None
             job = Job(
@@ -211,17 +215,6 @@ def usage(jobs: Sequence[Job], n: int) -> dict[str, Any]:
             "cached_exact": all(job.exact for job in firsts),
         },
     }
-
-
-def _check_length(server: Serving, n: int) -> None:
-    n_ctx = server.engine.n_ctx
-    if not 1 <= n < n_ctx:
-        raise bad_request(
-            f"the prompt has {n} tokens, this server takes 1 to {n_ctx - 1}: "
-            + ("it must not be empty" if n == 0 else "shorten it, or serve with a larger n_ctx"),
-            "prompt" if n == 0 else "messages",
-            "context_length_exceeded" if n else None,
-        )
 
 
 def _check_logprobs(server: Serving, n: int, max_tokens: int | None, n_logprobs: int | None) -> None:

@@ -21,9 +21,10 @@ from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.engine.embedder import Embedder
 from mixedkv.engine.embedding_context import EmbeddingContext, Piece
-from mixedkv.engine.engine import EngineError
+from mixedkv.engine.observer import Observer
+from mixedkv.engine.scheduler import Step
+from mixedkv.errors import EngineError
 from mixedkv.model.gguf_file import read_model_file
-from mixedkv.server.metrics import Metrics
 from support.server_support import MODEL, Server, key_file, running
 
 TEXTS = ["The harbour", "Once upon a time", "a", "She said <|im_end|> and 「left」.", "one two three " * 25]
@@ -411,7 +412,7 @@ class IdleEngine:
     """Answers calls and has nothing else to do."""
 
     n_running = n_queued = n_steps = 0
-    alive = True
+    alive, observer, last_step, last_step_seconds = True, Observer(), Step(), 0.0
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
@@ -423,8 +424,8 @@ class IdleEngine:
 
 
 async def embed_all(*requests: list[list[int]], context: Context | None = None) -> tuple[Context, list[Any]]:
-    context, metrics = context or Context(), Metrics()
-    embedder = Embedder(IdleEngine(), context, max_requests=9, slowdown=2.0, metrics=metrics)
+    context = context or Context()
+    embedder = Embedder(IdleEngine(), context, max_requests=9, slowdown=2.0)
     work = [embedder.embed(inputs) for inputs in requests]
     return context, await asyncio.gather(*work, return_exceptions=True)
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from mixedkv.bundled.corpus import make_recall
-from mixedkv.engine.engine import ClosedError, EngineError, QueueFullError
 from mixedkv.engine.job import Delta, Failed
 from mixedkv.engine.sampler import Sampling
+from mixedkv.errors import ClosedError, EngineError, QueueFullError
 from mixedkv.server.json_schema import schema_grammar
 from support.server_support import Direct, end_of
 
@@ -33,7 +33,7 @@ def _nothing_is_left(direct: Direct) -> Iterator[None]:
         n_running = sum(seq.running for seq in direct.engine.pool.held())
         while direct.engine.pool.evict():
             pass
-        return n_running, direct.engine.pool.cells_used()
+        return n_running, direct.engine.pool.used
 
     assert direct.call(drop_all) == (0, 0)
     assert direct.engine.n_queued == 0
@@ -80,7 +80,7 @@ def test_waiting_for_the_same_prompt_evaluates_it_once(direct: Direct) -> None:
         ends.append(queue.Queue())
         job.deliver = ends[-1].put
     jobs[0].snapshot_at = len(prompt) - 1
-    direct.engine.submit(jobs)
+    direct.engine.submit_jobs(jobs)
     assert len({end_of(events).text for events in ends}) == 1
     assert [job.n_cached for job in jobs] == [0, len(prompt) - 1, len(prompt) - 1]
 
@@ -197,7 +197,7 @@ def test_a_bug_in_one_answer_does_not_stop_the_engine(direct: Direct) -> None:
 
     bad.take = fail  # type: ignore[method-assign]
     other = direct.start(make_recall(12, 5).prompt)[1]
-    direct.engine.submit([bad])
+    direct.engine.submit_jobs([bad])
     with pytest.raises(ZeroDivisionError):
         end_of(events)
     assert end_of(other).text
@@ -254,9 +254,9 @@ def test_a_full_queue_is_refused(direct: Direct) -> None:
     limit, engine.max_queue = engine.max_queue, 2
     try:
         jobs = [direct.job([5 + i] * 20, 200, ignore_end=True)[0] for i in range(engine.parallel + 2)]
-        engine.submit(jobs)
+        engine.submit_jobs(jobs)
         with pytest.raises(QueueFullError):
-            engine.submit([direct.job([5] * 20)[0] for _ in range(3)])
+            engine.submit_jobs([direct.job([5] * 20)[0] for _ in range(3)])
     finally:
         engine.max_queue = limit
         for job in jobs:

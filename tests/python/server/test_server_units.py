@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from mixedkv.config import UniformKV
 from mixedkv.engine.detokenizer import TextStream
-from mixedkv.engine.engine import ClosedError, QueueFullError
 from mixedkv.engine.job import Job
 from mixedkv.engine.pacing import Pace, share
 from mixedkv.engine.sequences import NO_MATCH, Sequence, SequencePool
+from mixedkv.errors import ClosedError, ContextLengthError, QueueFullError
 from mixedkv.hot_window import HotWindow
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.auth import Keys
@@ -295,11 +295,13 @@ class FullEngine:
     def __init__(self, error: type[Exception]) -> None:
         self.error = error
 
-    def submit(self, jobs: list[Job]) -> None:
+    def submit_jobs(self, jobs: list[Job]) -> None:
         raise self.error("no")
 
 
-@pytest.mark.parametrize(("error", "status"), [(QueueFullError, 429), (ClosedError, 503), (ValueError, 400)])
+@pytest.mark.parametrize(
+    ("error", "status"), [(QueueFullError, 429), (ClosedError, 503), (ContextLengthError, 400)]
+)
 def test_a_refused_request_leaves_nothing_in_memory(error: type[Exception], status: int) -> None:
     """Not even until its time would have been over: thousands may be refused in that time."""
 

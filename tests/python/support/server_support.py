@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mixedkv import Llama
+from mixedkv import Llama, _llama_cpp
 from mixedkv.bundled import model_path
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.job import Done, Failed, Job
@@ -147,13 +147,14 @@ class Direct:
             model_path(), kv=kv, n_ctx=n_ctx, n_seq_max=parallel + idle, kv_unified=True, n_threads=1,
             n_threads_batch=1, n_batch=256, verbose=False,
         )  # fmt: skip
-        self.engine = Engine(self.llm, parallel=parallel, **options).start()
+        self.engine = Engine(self.llm, parallel=parallel, **options)
 
     def __enter__(self) -> Direct:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.engine.close()
+        self.llm.close()
 
     def tokens(self, text: str) -> list[int]:
         return self.llm.tokenize(text.encode(), add_bos=False, special=True)
@@ -163,7 +164,7 @@ class Direct:
     ) -> tuple[Job, queue.Queue[Any]]:
         """A job that is not submitted yet, greedy unless told otherwise, and its events."""
         sampling = options.pop("sampling", Sampling(temperature=0))
-        sampler = Sampler(self.llm._model.vocab, sampling, self.engine.n_ctx) if max_tokens else None
+        sampler = Sampler(_llama_cpp.vocab(self.llm), sampling, self.engine.n_ctx) if max_tokens else None
         events: queue.Queue[Any] = queue.Queue()
         tokens = self.tokens(prompt) if isinstance(prompt, str) else prompt
         job = Job(tokens, max_tokens=max_tokens, sampler=sampler, deliver=events.put, **options)
@@ -173,7 +174,7 @@ class Direct:
         self, prompt: str | Sequence[int], max_tokens: int = 32, **options: Any
     ) -> tuple[Job, queue.Queue[Any]]:
         job, events = self.job(prompt, max_tokens, **options)
-        self.engine.submit([job])
+        self.engine.submit_jobs([job])
         return job, events
 
     def answer(self, prompt: str | Sequence[int], max_tokens: int = 32, **options: Any) -> tuple[Job, Done]:

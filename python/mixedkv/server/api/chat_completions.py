@@ -52,7 +52,7 @@ def _jobs(server: Serving, body: ChatRequest, owner: str, session: CacheSessionM
     elif session is not None:
         prefix = context_tokens(server, session)
     try:
-        tokens, stops = server.language.chat(messages, start=not prefix)
+        tokens, stops = server.engine.tokenizer.chat(messages, start=not prefix)
     except ValueError as error:
         raise bad_request(str(error), "messages") from None
     return make_jobs(
@@ -65,6 +65,7 @@ def _jobs(server: Serving, body: ChatRequest, owner: str, session: CacheSessionM
         stops=stops,
         n_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         session=session,
+        param="messages",
     )
 
 

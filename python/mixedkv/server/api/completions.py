@@ -49,7 +49,8 @@ def _jobs(
 ) -> list[Job]:
     try:
         prefix = context_tokens(server, session) if session is not None else []
-        prompts = [prefix + server.language.prompt(prompt, start=not prefix) for prompt in body.prompts]
+        tokenizer = server.engine.tokenizer
+        prompts = [prefix + tokenizer.prompt(prompt, start=not prefix) for prompt in body.prompts]
     except ValueError as error:
         raise bad_request(str(error), "prompt") from None
     return make_jobs(

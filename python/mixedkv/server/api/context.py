@@ -47,7 +47,7 @@ async def create_context(body: CreateContextCacheRequest, request: Request) -> R
         if isinstance(created, ErrorResponse):
             raise ApiError(409, created.detail, param="session_id", code=created.code)
     except BaseException:  # what no session owns would outlive useful KV, and nobody could delete it
-        await in_thread(server.rows.remove, session=reference, tenant=owner)
+        await in_thread(server.session_kv.remove, session=reference, tenant=owner)
         raise
     return JSONResponse(created.model_dump(), 201)
 
@@ -105,7 +105,7 @@ def warm_job(server: Serving, body: WarmRequest, owner: str) -> Job:
             tokens = _without_answer(server, messages)
         else:
             assert body.prompt is not None
-            tokens = server.language.prompt(body.prompt)
+            tokens = server.engine.tokenizer.prompt(body.prompt)
     except ValueError as error:
         raise bad_request(str(error), "prompt" if body.messages is None else "messages") from None
     return Job(tokens, max_tokens=0, sampler=None, tenant=owner, keep=True)
@@ -142,8 +142,8 @@ def _check_kept(body: CreateContextCacheRequest, n_ctx: int) -> None:
 
 def _without_answer(server: Serving, messages: list[dict[str, Any]]) -> list[int]:
     """What the rendered messages have in common with a chat that goes on: not the answer's beginning."""
-    tokens = server.language.chat(messages)[0]
-    longer = server.language.chat([*messages, {"role": "user", "content": "?"}])[0]
+    tokens = server.engine.tokenizer.chat(messages)[0]
+    longer = server.engine.tokenizer.chat([*messages, {"role": "user", "content": "?"}])[0]
     n = next((i for i, (a, b) in enumerate(zip(tokens, longer, strict=False)) if a != b), len(tokens))
     return tokens[:n] or tokens
 

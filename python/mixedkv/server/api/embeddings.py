@@ -12,9 +12,9 @@ from starlette.responses import Response, StreamingResponse
 
 from mixedkv.engine.embedder import Embedder
 from mixedkv.engine.embedding_context import Vectors
-from mixedkv.engine.engine import ClosedError, EngineError, QueueFullError
+from mixedkv.errors import ClosedError, EngineError, QueueFullError
 from mixedkv.server.api.schemas import EmbeddingRequest
-from mixedkv.server.api_error import ApiError, bad_request
+from mixedkv.server.api_error import bad_request, from_engine, timed_out
 from mixedkv.server.pending import or_disconnect
 from mixedkv.server.state import Serving, check_model, in_thread, serving, tenant
 
@@ -35,15 +35,9 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         inputs = await in_thread(_tokens, server, embedder, body)
         vectors = await or_disconnect(request, asyncio.wait_for(embedder.embed(inputs), seconds))
     except asyncio.TimeoutError:
-        message = f"the request took more than {seconds:g} seconds and was given up"
-        raise ApiError(504, message, code="timeout") from None
-    except QueueFullError as error:
-        message = f"{error}: try again later"
-        raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"}) from None
-    except ClosedError as error:
-        raise ApiError(503, str(error), code="shutting_down") from None
-    except EngineError as error:
-        raise ApiError(500, str(error), code="engine_error") from None
+        raise timed_out(seconds) from None
+    except (QueueFullError, ClosedError, EngineError) as error:
+        raise from_engine(error) from None
     n_tokens = sum(map(len, inputs))
     answer = _answer(vectors, body.encoding_format == "base64", server.model_name, n_tokens)
     return StreamingResponse(answer, media_type="application/json")
@@ -69,10 +63,10 @@ def _tokens(server: Serving, embedder: Embedder, body: EmbeddingRequest) -> list
     context, inputs = embedder.context, []
     for i, item in enumerate(body.inputs):
         if isinstance(item, str):
-            tokens = server.language.tokenize(item)
+            tokens = server.engine.tokenizer.tokenize(item)
         else:
             try:
-                tokens = server.language.prompt(item)
+                tokens = server.engine.tokenizer.prompt(item)
             except ValueError as error:
                 raise bad_request(f"input {i}: {str(error).partition(': ')[2]}", "input") from None
         if not 1 <= len(tokens) <= context.n_ctx:

@@ -1,0 +1,151 @@
+"""The answer to a prompt, for who submitted it: as text while it comes, or whole."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Generator, Iterator
+from concurrent.futures import CancelledError
+from typing import Protocol
+
+from mixedkv.engine.job import Done, Event, Failed, Job
+from mixedkv.engine.sampler import TokenLogprob
+
+
+class _Canceller(Protocol):
+    def cancel(self, job: Job) -> None: ...
+
+
+class Answer:
+    """Iterate over it, also with `async for`, for pieces of text; `text`, `result` or `await` for all of it.
+
+    Who leaves an iteration before its end cancels the answer. Each piece comes once; what an iteration has
+    taken is still part of `text`.
+
+    Attributes:
+        job: the numbers: n_prompt, n_cached, n_answer, exact, t_first - t_submit.
+    """
+
+    def __init__(self, engine: _Canceller, job: Job) -> None:
+        self.job = job
+        self._engine = engine
+        self._pieces: deque[str] = deque()  # nobody has taken
+        self._taken: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._end: Done | Failed | None = None
+        self._changed = threading.Condition()
+        self._sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        job.deliver = self._receive
+
+    def cancel(self) -> None:
+        """Stop generating; whoever waits for the rest gets a CancelledError."""
+        with self._changed:
+            if self._end is None:
+                self._end = Failed(CancelledError("the answer was cancelled"))
+                self._engine.cancel(self.job)
+                self._wake()
+
+    @property
+    def text(self) -> str:
+        """All of the answer; waits for its end."""
+        return self.result().text
+
+    def result(self, timeout: float | None = None) -> Done:
+        """All of the answer and why it ended: "stop", or "length" at max_tokens or the context's end.
+
+        Raises:
+            TimeoutError: it has not ended after `timeout` seconds.
+            Exception: what made it fail: EngineError, ClosedError, CancelledError, ...
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._end is not None, timeout):
+                raise TimeoutError(f"the answer has not ended after {timeout} seconds")
+            return self._whole()
+
+    def __iter__(self) -> Iterator[str]:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._pieces or self._end)
+                    piece = self._next_piece()
+                if piece is None:
+                    return
+                yield piece
+        finally:
+            self.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        try:
+            while True:
+                await self._arrival(pieces=True)
+                with self._changed:
+                    piece = self._next_piece()
+                if piece is None:
+                    return
+                yield piece
+        finally:
+            self.cancel()
+
+    def __await__(self) -> Generator[None, None, Done]:
+        try:
+            yield from self._arrival(pieces=False).__await__()
+        finally:
+            self.cancel()
+        with self._changed:
+            return self._whole()
+
+    # --- the engine's thread ---
+
+    def _receive(self, event: Event) -> None:
+        with self._changed:
+            if isinstance(event, Failed):
+                self._end = event
+            else:
+                if event.text:
+                    self._pieces.append(event.text)
+                self._logprobs += event.logprobs
+                if isinstance(event, Done):
+                    self._end = event
+            self._wake()
+
+    def _wake(self) -> None:
+        self._changed.notify_all()
+        sleepers, self._sleepers = self._sleepers, []
+        for loop, future in sleepers:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_finish, future)
+
+    # --- who waits ---
+
+    async def _arrival(self, pieces: bool) -> None:
+        """Until the end, or a piece."""
+        while True:
+            with self._changed:
+                if self._end is not None or (pieces and self._pieces):
+                    return
+                loop = asyncio.get_running_loop()
+                future = loop.create_future()
+                self._sleepers.append((loop, future))
+            await future
+
+    def _next_piece(self) -> str | None:
+        """None at the end."""
+        if self._pieces:
+            self._taken.append(self._pieces.popleft())
+            return self._taken[-1]
+        if isinstance(self._end, Failed):
+            raise self._end.error
+        return None
+
+    def _whole(self) -> Done:
+        if isinstance(self._end, Failed):
+            raise self._end.error
+        assert self._end is not None
+        text = "".join([*self._taken, *self._pieces])
+        return Done(self._end.reason, text, tuple(self._logprobs))
+
+
+def _finish(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

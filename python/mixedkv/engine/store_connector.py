@@ -1,0 +1,215 @@
+"""KV between an engine and a `KVStore`: what a finished job leaves is stored, what a new one needs fetched.
+
+Rows leave and enter the context on the engine's thread, a bounded part per step; hashing, encrypting and
+files are the business of two threads here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from mixedkv.engine.job import Job
+from mixedkv.engine.kv_connector import ConnectedEngine
+from mixedkv.engine.sequences import Sequence
+from mixedkv.errors import ClosedError, UnsupportedModelError
+from mixedkv.kv.block import KVBlock
+from mixedkv.limits import CELLS
+from mixedkv.store import Identity, KVStore, Match
+from mixedkv.tokens import Tokens
+
+log = logging.getLogger("mixedkv.engine")
+
+_SLICE_BYTES = 16 << 20  # copied out or in between two steps: some milliseconds
+_T = TypeVar("_T")
+_LEAST = 32  # tokens worth storing, and worth fetching more than the context has
+
+
+@dataclass(frozen=True, slots=True)
+class _Finished:
+    """Rows that a job left in the context."""
+
+    seq: Sequence
+    version: int
+    tokens: Tokens
+    tenant: str
+    session: str | None
+
+
+class StoreConnector:
+    """Stores and fetches for one engine: a `KVConnector`.
+
+    Args:
+        store: closed with the connector.
+    """
+
+    _engine: ConnectedEngine
+
+    def __init__(self, store: KVStore) -> None:
+        self.store = store
+        self._identities: dict[str, Identity] = {}
+        self._identity_lock = threading.Lock()
+        self._finished: queue.SimpleQueue[_Finished | None] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._n_unstored = 0
+        self._threads: list[threading.Thread] = []
+
+    def attach(self, engine: ConnectedEngine) -> None:
+        """
+        Raises:
+            UnsupportedModelError: the model keeps more than rows of tokens.
+        """
+        if not engine.llm.kv.can_cut:
+            raise UnsupportedModelError(
+                "store: this model keeps more than rows of tokens (recurrent layers), serve it without"
+            )
+        self._engine = engine
+        stats = engine.llm.kv.stats()
+        self._slice = max(CELLS, _SLICE_BYTES * stats.n_ctx // max(1, stats.bytes_total))
+        self._window = engine.llm.kv.config.window.threshold
+        self._identity("")  # what the model file says fails now, not later
+        self._begin("mixedkv-offload", self._finished, self._put, self._stored)
+        self._begin("mixedkv-fetch", self._wanted, self._fetch, engine.ready)
+
+    def _begin(
+        self,
+        name: str,
+        items: queue.SimpleQueue[_T | None],
+        work: Callable[[_T], None],
+        after: Callable[[_T], None],
+    ) -> None:
+        thread = threading.Thread(target=self._work, args=(items, work, after), name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    # --- the engine's hooks ---
+
+    def offload(self, job: Job) -> None:
+        seq = job.seq
+        if seq is not None and seq.exact and len(seq.tokens) >= _LEAST:
+            tokens = np.array(seq.tokens, np.int32)
+            self._n_unstored += 1
+            self._finished.put(_Finished(seq, seq.version, tokens, job.tenant, job.session))
+
+    def fetch(self, job: Job) -> bool:
+        if job.n_prompt <= _LEAST:
+            return False
+        self._wanted.put(job)
+        return True
+
+    # --- outside ---
+
+    def stats(self) -> dict[str, Any]:
+        return {**asdict(self.store.stats()), "waiting_to_be_stored": self._n_unstored}
+
+    def close(self) -> None:
+        """Store what waits, then close the store."""
+        self._finished.put(None)
+        self._wanted.put(None)
+        for thread in self._threads:
+            thread.join()
+        self.store.close()
+
+    # --- the threads ---
+
+    def _work(
+        self,
+        items: queue.SimpleQueue[_T | None],
+        work: Callable[[_T], None],
+        after: Callable[[_T], None],
+    ) -> None:
+        while (item := items.get()) is not None:
+            try:
+                work(item)
+            except ClosedError:
+                pass
+            except Exception as error:  # storing is a service, never a reason to fail a request
+                log.warning("the store: %s: %s", type(error).__name__, error)
+                self._engine.observer.store_failed(type(error).__name__)
+            finally:
+                after(item)
+
+    def _stored(self, _: _Finished) -> None:
+        """Counted on two threads, so on the one that counts up."""
+        with contextlib.suppress(ClosedError):
+            self._engine.call(self._count_down)
+
+    def _count_down(self) -> None:
+        self._n_unstored -= 1
+
+    def _identity(self, tenant: str) -> Identity:
+        with self._identity_lock:
+            if tenant not in self._identities:
+                self._identities[tenant] = Identity.of(self._engine.llm, tenant=tenant)
+            return self._identities[tenant]
+
+    def _fetch(self, job: Job) -> None:
+        if job.cancelled:
+            return
+        tokens = job.prompt[: job.n_prompt - 1]
+        exact_only = self._engine.pool.exact_only
+        match = self.store.find(self._identity(job.tenant), tokens, exact_only=exact_only)
+        if match is None:
+            return
+        have = self._engine.call(lambda: self._engine.pool.match(job.tenant, job.prompt).n).result()
+        if match.n_tokens < have + _LEAST:
+            return
+        found = self.store.read_from(match)
+        if found is None:
+            self._engine.observer.restore_failed("read")
+            return
+        blocks, tier = found
+        job.set_blocks(self._cut(blocks), tier, match.exact)
+
+    def _cut(self, blocks: list[KVBlock]) -> list[KVBlock]:
+        """Blocks of a size that can be loaded between two steps."""
+        return [
+            block.slice(p0, min(p0 + self._slice, block.p1))
+            for block in blocks
+            for p0 in range(block.p0, block.p1, self._slice)
+        ]
+
+    def _put(self, finished: _Finished) -> None:
+        """Store what is not stored yet of a sequence, in slices; each is found by the next."""
+        identity = self._identity(finished.tenant)
+        n = len(finished.tokens)
+        parent = self._parent(identity, finished.tokens)
+        while (p0 := parent.n_tokens if parent is not None else 0) < n:
+            p1 = min(n, p0 + self._slice)
+            p1 = n if n - p1 < self._window else p1  # the last one has the whole F16 window
+            block = self._export(finished, p0, p1)
+            if block is None:
+                return
+            self.store.put(identity, block, parent, session=finished.session)
+            self._engine.observer.stored(p1 - p0)
+            if p1 == n:
+                return
+            parent = self.store.find(identity, finished.tokens, max_tokens=p1)
+            if parent is None or parent.n_tokens != p1:
+                return  # removed meanwhile, or the budget is too small
+
+    def _parent(self, identity: Identity, tokens: Tokens) -> Match | None:
+        """What the new entry builds on. Within another entry it leaves room for the F16 window, whose rows
+        that entry does not have in F16.
+        """
+        match = self.store.find(identity, tokens)
+        if match is None or match.n_tokens == len(tokens) or match.exact:
+            return match
+        return self.store.find(identity, tokens, max_tokens=max(0, len(tokens) - self._window))
+
+    def _export(self, finished: _Finished, p0: int, p1: int) -> KVBlock | None:
+        """None when the sequence has gone or was cut meanwhile."""
+
+        def export() -> KVBlock | None:
+            if finished.seq.version != finished.version:
+                return None
+            return self._engine.llm.kv.export(finished.seq.id, p0, p1, finished.tokens[p0:p1])
+
+        return self._engine.call(export).result()

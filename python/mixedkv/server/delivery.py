@@ -1,0 +1,33 @@
+"""How events come from the engine's thread to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from mixedkv.engine.engine import deliver_directly
+from mixedkv.engine.job import Event, Job
+
+
+class Delivery:
+    """An engine's `deliver`: while an event loop runs it is woken once for all events of a step. Before that,
+    while prompts are warmed, events go directly; after it to nobody.
+    """
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._over = False
+
+    def __call__(self, events: Sequence[tuple[Job, Event]]) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(deliver_directly, events)
+        elif not self._over:
+            deliver_directly(events)
+
+    def begin(self) -> None:
+        """The running loop gets all events from now on."""
+        self._loop = asyncio.get_running_loop()
+
+    def end(self) -> None:
+        """Nobody reads any more."""
+        self._loop, self._over = None, True
