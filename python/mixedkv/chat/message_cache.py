@@ -16,7 +16,7 @@ from mixedkv.chat.reuse import Reuse, Source, reuse_prefix
 from mixedkv.chat.turn import Turn
 from mixedkv.chat.window import Window
 from mixedkv.errors import UnsupportedModelError
-from mixedkv.sessions.ids import check_id, new_id
+from mixedkv.ids import check_id, new_id
 from mixedkv.store import Identity, KVStore, Saved, check_session_id, check_tenant
 
 if TYPE_CHECKING:

@@ -1,7 +1,8 @@
 """Contexts kept under a session id for a time: `ContextCacheManager`. docs/conversations.md tells how."""
 
 from mixedkv.sessions.manager import ContextCacheManager
-from mixedkv.sessions.metadata import MetadataStore, open_metadata
+from mixedkv.sessions.metadata import MetadataStore
+from mixedkv.sessions.metadata_url import open_metadata
 from mixedkv.sessions.records import (
     CacheSessionMetadata,
     ContextMessage,

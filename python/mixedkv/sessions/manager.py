@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from mixedkv.sessions.ids import check_id, new_id
-from mixedkv.sessions.metadata import Key, MetadataStore, open_metadata
+from mixedkv.ids import check_id, check_tenant, new_id
+from mixedkv.sessions.metadata import Key, MetadataStore
+from mixedkv.sessions.metadata_url import open_metadata
 from mixedkv.sessions.records import (
     MAX_TTL,
     CacheSessionMetadata,
@@ -22,7 +23,6 @@ from mixedkv.sessions.records import (
     ErrorResponse,
     Usage,
 )
-from mixedkv.store.names import check_tenant
 
 logger = logging.getLogger(__name__)
 

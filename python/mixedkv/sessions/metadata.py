@@ -1,4 +1,4 @@
-"""Where sessions are written down: one protocol, in SQLite by default and in Redis by URL.
+"""Where sessions are written down: one protocol for SQLite and Redis.
 
 A store of metadata keeps bytes under a name and knows when they expire; what the bytes mean, and that an
 expired session is an unknown one, is the manager's business. Every change is compare-and-swap, so several
@@ -35,29 +35,3 @@ class MetadataStore(Protocol):
 
     async def close(self) -> None:
         """Let go of the connection. Can be called again."""
-
-
-def open_metadata(url: str) -> MetadataStore:
-    """A store by its URL.
-
-    "sqlite:PATH" is a file, "sqlite:" alone lives in memory as long as this process; "redis://...",
-    "rediss://..." and "unix://..." are what the `redis` package understands.
-
-    Raises:
-        ValueError: the URL names no store known here.
-        ImportError: the `redis` package is not installed.
-    """
-    scheme = url.partition(":")[0].lower()
-    if scheme == "sqlite" and ":" in url:
-        from mixedkv.sessions.metadata_sqlite import SQLiteMetadata
-
-        path = url[len("sqlite:") :]
-        return SQLiteMetadata(path[2:] if path.startswith("///") else path)
-    if scheme in ("redis", "rediss", "unix"):
-        from mixedkv.sessions.metadata_redis import RedisMetadata
-
-        return RedisMetadata(url)
-    raise ValueError(
-        f"the metadata URL starts with {scheme[:20]!r}: "
-        f"use sqlite:PATH, redis://..., rediss://... or unix://..."
-    )

@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from mixedkv.sessions.ids import check_id
-from mixedkv.store.names import check_session_id
+from mixedkv.ids import check_id, check_session_id
 
 DEFAULT_TTL = 3600
 MAX_TTL = 365 * 24 * 3600

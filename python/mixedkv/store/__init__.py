@@ -9,6 +9,7 @@
 >>> store.save(llm)
 """
 
+from mixedkv.ids import check_session_id, check_tenant
 from mixedkv.store.encryption import KeySource, key_from_environment, key_from_file, parse_key_source
 from mixedkv.store.entry_error import REASONS, Reason
 from mixedkv.store.formats.packed import (
@@ -19,7 +20,6 @@ from mixedkv.store.formats.packed import (
     unpack_kv_cache_v2,
 )
 from mixedkv.store.identity import FORMAT_VERSION, Identity
-from mixedkv.store.names import check_session_id, check_tenant
 from mixedkv.store.results import (
     Collected,
     EntryInfo,

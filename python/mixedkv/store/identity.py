@@ -12,9 +12,9 @@ from weakref import WeakKeyDictionary
 
 from mixedkv import _core
 from mixedkv.config import KVSetting, parse_kv
+from mixedkv.ids import check_tenant
 from mixedkv.model.fingerprint import FileKey, adapter_fingerprint, fingerprint, model_header, model_parts
 from mixedkv.model.gguf_file import ModelFile, file_stamp
-from mixedkv.store.names import check_tenant
 
 if TYPE_CHECKING:
     from mixedkv.llama import Llama

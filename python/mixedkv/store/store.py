@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, get_args
 import numpy as np
 import numpy.typing as npt
 
+from mixedkv.ids import check_session_id, check_tenant
 from mixedkv.kv.block import KVBlock
 from mixedkv.store import coverage
 from mixedkv.store.encryption import KeySource, KeyVault, PlainVault, Vault
@@ -22,7 +23,6 @@ from mixedkv.store.entry_error import EntryError
 from mixedkv.store.identity import Identity
 from mixedkv.store.index import Eviction
 from mixedkv.store.lookup import BLOCK
-from mixedkv.store.names import check_session_id, check_tenant
 from mixedkv.store.results import Collected, EntryInfo, Match, Restored, Saved, StoreStats, Tier, Verified
 from mixedkv.tokens import Tokens, as_tokens
 

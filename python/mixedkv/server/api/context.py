@@ -9,6 +9,7 @@ from fastapi import APIRouter, Path, Request
 from starlette.responses import JSONResponse, Response
 
 from mixedkv.engine.job import Job
+from mixedkv.ids import MAX_LENGTH, PATTERN
 from mixedkv.server.api.chat_completions import template_message
 from mixedkv.server.api.schemas import ContextPatch, WarmRequest
 from mixedkv.server.api_error import ApiError, bad_request
@@ -24,7 +25,6 @@ from mixedkv.server.state import (
     tenant,
 )
 from mixedkv.sessions import CacheSessionMetadata, CreateContextCacheRequest, ErrorResponse
-from mixedkv.sessions.ids import MAX_LENGTH, PATTERN
 
 router = APIRouter()
 _MAX_RECORD_PER_TOKEN = 128  # characters

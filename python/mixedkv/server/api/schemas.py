@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from mixedkv.ids import MAX_LENGTH, PATTERN
 from mixedkv.limits import INT32_MAX
-from mixedkv.sessions.ids import MAX_LENGTH, PATTERN
 
 _MAX_CHOICES = 64
 _MAX_INPUTS = 2048  # OpenAI's

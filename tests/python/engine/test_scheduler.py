@@ -1,0 +1,267 @@
+"""The scheduler without a model: who starts, who waits, what a step holds, who has to give way."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mixedkv.engine.job import Job
+from mixedkv.engine.observer import Observer
+from mixedkv.engine.pacing import Pace
+from mixedkv.engine.scheduler import Scheduler, Step
+from mixedkv.engine.sequences import SequencePool
+from mixedkv.hot_window import HotWindow
+
+N_CTX, N_BATCH = 256, 64
+
+
+class Cells:
+    """The rows of a unified cache: each cell with the sequences that share it."""
+
+    can_cut = True
+
+    def __init__(self) -> None:
+        self.cells: dict[tuple[int, int], set[int]] = {}  # (owner when evaluated, position) -> sequences
+        self._n = 0
+
+    @property
+    def used(self) -> int:
+        return len(self.cells)
+
+    def evaluate(self, seq: int, p0: int, n: int) -> None:
+        for p in range(p0, p0 + n):
+            self._n += 1
+            self.cells[self._n, p] = {seq}
+
+    def remove(self, seq: int, p0: int = 0) -> None:
+        for key in [key for key, seqs in self.cells.items() if key[1] >= p0 and seq in seqs]:
+            self.cells[key].discard(seq)
+            if not self.cells[key]:
+                del self.cells[key]
+
+    def copy(self, source: int, target: int, p0: int = 0, p1: int = -1) -> None:
+        for (_, p), seqs in self.cells.items():
+            if source in seqs and p0 <= p and (p1 < 0 or p < p1):
+                seqs.add(target)
+
+
+class Log(Observer):
+    def __init__(self) -> None:
+        self.seen: Counter[str] = Counter()
+
+    def started(self, job: Job) -> None:
+        self.seen["started"] += 1
+
+    def cancelled(self, job: Job) -> None:
+        self.seen["cancelled"] += 1
+
+    def evicted(self) -> None:
+        self.seen["evicted"] += 1
+
+    def preempted(self) -> None:
+        self.seen["preempted"] += 1
+
+
+class Desk:
+    """A scheduler, the cells it rules, and steps that choose the token 7 for everybody."""
+
+    def __init__(self, parallel: int = 2, idle: int = 2, window: HotWindow | None = None) -> None:
+        self.cells, self.log = Cells(), Log()
+        self.pool = SequencePool(self.cells, parallel + idle, window or HotWindow())
+        self.scheduler = Scheduler(
+            self.pool,
+            Pace(N_BATCH, 2.0),
+            n_ctx=N_CTX,
+            n_batch=N_BATCH,
+            parallel=parallel,
+            observer=self.log,
+        )
+
+    def add(self, *prompts: range | list[int], **options: object) -> list[Job]:
+        jobs = [Job(list(prompt), max_tokens=8, sampler=None, **options) for prompt in prompts]  # type: ignore[arg-type]
+        self.scheduler.add(jobs)
+        return jobs
+
+    def step(self) -> Step:
+        """One round of the engine; a job leaves after its eighth token."""
+        scheduler = self.scheduler
+        scheduler.drop_cancelled()
+        scheduler.admit()
+        step = scheduler.plan()
+        while self.cells.used + len(step) > N_CTX:
+            if job := scheduler.relieve():
+                scheduler.leave(job)
+            step = scheduler.plan()
+        for run in step.runs:
+            assert run.job.seq is not None
+            self.cells.evaluate(run.job.seq.id, run.job.n_rows, run.n)
+        scheduler.evaluated(step)
+        for run in step.runs:
+            if run.chooses:
+                run.job.tokens.append(7)
+                if run.job.n_answer >= run.job.max_tokens:
+                    scheduler.leave(run.job)
+        scheduler.took(step, 0.001 * max(1, len(step)))
+        return step
+
+    def finish(self, limit: int = 500) -> None:
+        for _ in range(limit):
+            if not (self.scheduler.running or self.scheduler.waiting):
+                return
+            self.step()
+        raise AssertionError("jobs do not end")
+
+
+def test_places_are_given_in_order_of_arrival() -> None:
+    desk = Desk(parallel=2)
+    a, b, c = desk.add(range(40), range(100, 120), range(200, 210))
+    desk.step()
+    assert desk.scheduler.running == [a, b]
+    assert list(desk.scheduler.waiting) == [c]
+    desk.finish()
+    assert [job.n_answer for job in (a, b, c)] == [8, 8, 8]
+    assert desk.log.seen["started"] == 3
+
+
+def test_an_answer_gets_a_token_in_every_step_while_a_prompt_is_evaluated() -> None:
+    desk = Desk()
+    (talker,) = desk.add(range(10))
+    desk.step()
+    (long,) = desk.add(range(1000, 1200))
+    while talker.n_answer < 6:
+        n, step = talker.n_answer, desk.step()
+        assert talker.n_answer == n + 1
+        assert len(step) <= N_BATCH
+    desk.finish()
+    assert long.n_answer == 8
+
+
+def test_a_step_without_answers_takes_a_whole_batch() -> None:
+    desk = Desk()
+    desk.add(range(150))
+    assert [desk.step().n_prompt for _ in range(3)] == [64, 64, 22]
+
+
+def test_who_wants_what_another_evaluates_waits_for_it() -> None:
+    desk = Desk(parallel=4, idle=4)
+    shared = list(range(100))
+    a, b = desk.add([*shared, 500], [*shared, 600])
+    desk.step()
+    assert desk.scheduler.running == [a]
+    desk.finish()
+    assert (a.n_cached, b.n_cached) == (0, 100)
+    assert b.exact
+
+
+def test_tenants_do_not_wait_for_each_other() -> None:
+    desk = Desk(parallel=4, idle=4)
+    a, b = (desk.add(range(100), tenant=name)[0] for name in "ab")
+    desk.finish()
+    assert (a.n_cached, b.n_cached) == (0, 0)
+
+
+def test_a_mixed_cache_takes_a_copy_where_others_branch_off() -> None:
+    """Rows at 100 of a longer sequence have lost their F16 copies: the copy is taken on the way."""
+    desk = Desk(parallel=4, idle=4, window=HotWindow(16, 8, 0))
+    shared = list(range(100))
+    a, b = desk.add([*shared, *range(500, 560)], [*shared, 600])
+    desk.step()
+    assert a.snapshot_at == 100
+    desk.finish()
+    assert b.n_cached == 100
+    assert b.exact
+
+
+def test_idle_prefixes_go_before_answers() -> None:
+    desk = Desk(parallel=2, idle=2)
+    for i in range(6):
+        desk.add(range(1000 * i, 1000 * i + 100))
+        desk.finish()
+    assert desk.log.seen["evicted"] >= 3
+    assert desk.log.seen["preempted"] == 0
+    assert desk.cells.used <= N_CTX
+
+
+def test_the_youngest_gives_way_and_goes_on_later() -> None:
+    desk = Desk(parallel=3, idle=1)
+    jobs = desk.add(range(100), range(1000, 1100), range(2000, 2100))
+    for job in jobs:
+        job.max_tokens = 60  # 3 x 160 of 256 cells
+    desk.finish()
+    assert desk.log.seen["preempted"] > 0
+    assert [job.n_answer for job in jobs] == [60, 60, 60]
+    assert desk.log.seen["started"] == 3  # who comes back has started before
+
+
+def test_the_only_answer_has_to_end_when_nothing_is_left() -> None:
+    desk = Desk(parallel=1, idle=1)
+    (job,) = desk.add(range(200))
+    job.max_tokens = 1000
+    desk.finish()
+    assert job.n_answer == N_CTX - 200 + 1  # the last one has no row
+
+
+def test_cancelled_jobs_leave_before_the_next_step() -> None:
+    desk = Desk(parallel=1, idle=1)
+    running, waiting, other = desk.add(range(10), range(100, 110), range(200, 210), keep=True)
+    desk.step()
+    running.cancelled = waiting.cancelled = True
+    desk.step()
+    assert desk.scheduler.running == [other]
+    assert desk.log.seen["cancelled"] == 2
+    assert not any(seq.keep for seq in desk.pool.held())
+
+
+def test_what_is_abandoned_leaves_no_rows() -> None:
+    desk = Desk()
+    (job,) = desk.add(range(50))
+    desk.step()
+    desk.scheduler.abandon(job)
+    assert (desk.cells.used, desk.scheduler.running, desk.pool.held()) == (0, [], [])
+
+
+def test_clear_returns_everybody() -> None:
+    desk = Desk(parallel=1, idle=1)
+    jobs = desk.add(range(10), range(100, 110))
+    desk.step()
+    assert desk.scheduler.clear() == jobs
+    assert not (desk.scheduler.running or desk.scheduler.waiting)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 180), st.integers(0, 30)), max_size=12), st.data()
+)
+def test_everybody_ends_and_no_cell_is_lost(work: list[tuple[int, int, int]], data: st.DataObject) -> None:
+    """Random prompts that share beginnings, random arrivals and cancellations."""
+    desk = Desk(parallel=3, idle=3, window=data.draw(st.sampled_from([HotWindow(), HotWindow(16, 8, 2)])))
+    jobs: list[Job] = []
+    for stem, n, later in work:
+        jobs += desk.add([stem * 1000 + i for i in range(n)], tenant=data.draw(st.sampled_from("ab")))
+        jobs[-1].max_tokens = 1 + n % 9
+        for _ in range(later):
+            desk.step()
+        if data.draw(st.integers(0, 5)) == 0:
+            data.draw(st.sampled_from(jobs)).cancelled = True
+    desk.finish(2000)
+    assert all(job.cancelled or job.n_answer >= 1 for job in jobs)
+    assert not any(seq.running for seq in desk.pool.held())
+    for seq in desk.pool.held():
+        rows = sorted(p for (_, p), seqs in desk.cells.cells.items() if seq.id in seqs)
+        assert rows == list(range(len(seq.tokens)))
+    while desk.pool.evict():
+        pass
+    assert desk.cells.used == 0
+
+
+@pytest.mark.parametrize("n_prompts", [1, 3])
+def test_plans_hold_what_they_say(n_prompts: int) -> None:
+    desk = Desk(parallel=4, idle=2)
+    desk.add(*(range(1000 * i, 1000 * i + 50) for i in range(n_prompts)))
+    step = desk.step()
+    assert len(step) == sum(run.n for run in step.runs) == step.n_prompt
+    assert np.all([run.chooses == (run.job.n_answer > 0) for run in step.runs])
