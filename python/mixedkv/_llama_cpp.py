@@ -59,8 +59,9 @@ def close(llm: llama_cpp.Llama) -> None:
 
 def sampler(llm: llama_cpp.Llama, **sampling: Any) -> Callable[[], int]:
     """What chooses the next token from the latest logits, as `llama_cpp.Llama.generate` does."""
-    llm._sampler = llm._init_sampler(**sampling)  # where the base class looks for a grammar's state
-    return lambda: int(llm._sampler.sample(llm._ctx, -1))
+    chain = llm._init_sampler(**sampling)
+    llm._sampler = chain  # where the base class looks for it
+    return lambda: int(chain.sample(llm._ctx, -1))
 
 
 class Completions:
@@ -69,15 +70,18 @@ class Completions:
     """
 
     cache = None  # of llama_cpp.Llama.set_cache
-    create_chat_completion = llama_cpp.Llama.create_chat_completion
-    create_completion = llama_cpp.Llama.create_completion
-    _create_completion = llama_cpp.Llama._create_completion
+    create_chat_completion: Any = llama_cpp.Llama.create_chat_completion
+    _create_completion: Any = llama_cpp.Llama._create_completion
 
     def __init__(self, llm: llama_cpp.Llama) -> None:
         self._llm = llm
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)
+
+    def create_completion(self, prompt: Any, **options: Any) -> Any:
+        create: Any = llama_cpp.Llama.create_completion
+        return create(self, prompt, **options)
 
     @property
     def _n_ctx(self) -> int:

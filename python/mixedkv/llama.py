@@ -102,7 +102,7 @@ class Llama(llama_cpp.Llama):
         super().load_state(state)
 
     # The base class fills in a structure of its own making; these two fields it has no arguments for.
-    @property  # type: ignore[override]
+    @property
     def context_params(self) -> llama_cpp.llama_context_params:
         return self._context_params
 
@@ -123,7 +123,7 @@ class Llama(llama_cpp.Llama):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         del state["type_k"], state["type_v"]
         own = {"kv": str(self._setting), "n_seq_max": self._n_seq_max, "kv_unified": self._kv_unified}
         return {**state, **own}

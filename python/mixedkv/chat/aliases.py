@@ -7,6 +7,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 _VERSION = 1
@@ -81,9 +82,9 @@ class MessageAliases:
                     found[message_id] = row
         return found
 
-    def pop(self, tenant: str, message_id: str) -> set[str]:
+    def pop(self, tenant: str, message_id: str) -> AbstractSet[str]:
         """All entries that hold a message, which is unknown from now on."""
-        found = set()
+        found: AbstractSet[str] = frozenset()
         with self._lock, self._db as db:
             for table in ("messages", "copies"):
                 where = f"FROM {table} WHERE tenant = ? AND message_id = ?"

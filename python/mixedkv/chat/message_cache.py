@@ -175,7 +175,8 @@ class MessageCache:
         """
         check_id("message_id", message_id)
         entries = self._aliases.pop(self._tenant, message_id)
-        return sum(self._store.remove(entry) for entry in entries) > 0
+        n_removed = sum(int(self._store.remove(entry)) for entry in entries)
+        return n_removed > 0
 
     def _start(
         self, messages: Sequence[Message], message_id: str | None, options: dict[str, Any], stream: bool

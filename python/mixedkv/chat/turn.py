@@ -40,6 +40,7 @@ class Turn(_llama_cpp.Completions):
         begin: float,
     ) -> None:
         super().__init__(llm)
+        self._llm: Llama = llm
         self._window = window
         self._reuse = reuse
         self._keep = keep
@@ -53,7 +54,7 @@ class Turn(_llama_cpp.Completions):
         """No limit where old tokens make room."""
         return self._window.size if self._window.sinks is None else INT32_MAX
 
-    def create_completion(self, prompt: Any, max_tokens: int | None = 16, **options: Any) -> Any:
+    def create_completion(self, prompt: Any, *, max_tokens: int | None = 16, **options: Any) -> Any:
         if max_tokens is None or max_tokens <= 0:
             max_tokens = max(self._window.size - len(prompt), self._window.size // 4)
         return super().create_completion(prompt, max_tokens=max_tokens, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import llama_cpp
 import numpy as np
@@ -26,7 +27,7 @@ class Batch:
         # llama_batch wants a pointer to the sequence ids of each token: here one id each
         step = self._seq.itemsize
         self._seq_at = self._seq.ctypes.data + step * np.arange(n_max, dtype=np.uintp)
-        fields = dict(llama_cpp.llama_batch._fields_)
+        fields: dict[str, Any] = {field[0]: field[1] for field in llama_cpp.llama_batch._fields_}
         self._native = llama_cpp.llama_batch(
             n_tokens=0,
             token=ctypes.cast(self._token.ctypes.data, fields["token"]),

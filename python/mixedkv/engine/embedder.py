@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -233,7 +233,7 @@ class Embedder:
 
     # --- the engine's thread ---
 
-    def _evaluate(self, pieces: Sequence[Piece]) -> Sequence[Vectors]:
+    def _evaluate(self, pieces: Sequence[Piece]) -> Iterable[Vectors]:
         """No pieces: only wait for a step."""
         self._watch()
         self._n_steps = self._engine.n_steps

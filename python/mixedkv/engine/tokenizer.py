@@ -165,6 +165,6 @@ def silence() -> None:
     llama_cpp.llama_log_set(_no_log, None)
 
 
-@llama_cpp.llama_log_callback
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
 def _no_log(_level: int, _text: bytes, _data: Any) -> None:
     pass

@@ -402,11 +402,13 @@ class KVCache:
 
 
 def _row_group(group: _core.RowGroup) -> RowGroup:
-    layers = (
-        LayerRows(**{**layer, "type_k": type_name(layer["type_k"]), "type_v": type_name(layer["type_v"])})
-        for layer in group["layers"]
-    )
-    return RowGroup(**{**group, "layers": tuple(layers)})
+    layers = []
+    for layer in group["layers"]:
+        names = {"type_k": type_name(layer["type_k"]), "type_v": type_name(layer["type_v"])}
+        values: dict[str, Any] = {**layer, **names}
+        layers.append(LayerRows(**values))
+    arrays: dict[str, Any] = {**group, "layers": tuple(layers)}
+    return RowGroup(**arrays)
 
 
 def _native_group(group: RowGroup) -> dict[str, Any]:

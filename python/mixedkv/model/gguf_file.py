@@ -180,7 +180,8 @@ class Reader:
     def _array(self, key: str) -> list[Any] | None:
         kind, n = self._unpack("<IQ")
         if kind == _STRING:
-            return self._skip_strings(key, n)
+            self._skip_strings(key, n)
+            return None
         if kind not in _SCALARS:
             self._fail(f"its key {key!r} is an array of the unknown type {kind}")
         if n > _MAX_KEPT:

@@ -24,7 +24,7 @@ class Metrics(Observer):
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        r = {"registry": self.registry}
+        r: dict[str, Any] = {"registry": self.registry}
         self.running = Gauge("mixedkv:num_requests_running", "Answers at work.", **r)
         self.waiting = Gauge("mixedkv:num_requests_waiting", "Requests without a sequence yet.", **r)
         self.prompt_tokens = Counter("mixedkv:prompt_tokens", "Tokens of prompts, cached ones included.", **r)

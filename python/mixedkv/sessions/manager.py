@@ -267,7 +267,7 @@ class ContextCacheManager:
         return ttl
 
 
-def _key(session_id: object, tenant: object) -> Key:
+def _key(session_id: object, tenant: str) -> Key:
     return Key(check_tenant(tenant), check_id("session_id", session_id))
 
 

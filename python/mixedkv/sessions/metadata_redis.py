@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 try:
     import redis
     import redis.asyncio
 except ImportError as error:
     raise ImportError("sessions in Redis need the redis package: pip install redis") from error
+
 
 from mixedkv.sessions.metadata import Key
 
@@ -44,7 +46,7 @@ class RedisMetadata:
     """
 
     def __init__(self, url: str, prefix: str = _PREFIX) -> None:
-        self._redis = redis.asyncio.from_url(url)
+        self._redis: Any = redis.asyncio.from_url(url)
         self._prefix = prefix
         self._expiry = f"{prefix}:expiry"
 
@@ -53,7 +55,8 @@ class RedisMetadata:
 
     async def get(self, key: Key) -> bytes | None:
         with _errors():
-            return await self._redis.get(self._name(_member(key)))
+            record: bytes | None = await self._redis.get(self._name(_member(key)))
+            return record
 
     async def replace(self, key: Key, old: bytes, new: bytes, expires_at: float) -> bool:
         return await self._run(_REPLACE, key, new, repr(expires_at), old)

@@ -17,7 +17,7 @@ import numpy as np
 from mixedkv.kv.block import KVBlock
 from mixedkv.store import coverage
 from mixedkv.store.encryption import Vault, decrypt, encrypt, encrypted_size
-from mixedkv.store.entry_error import EntryError
+from mixedkv.store.entry_error import EntryError, Reason
 from mixedkv.store.formats.native import decode, encode
 from mixedkv.store.identity import FORMAT_VERSION, Identity
 from mixedkv.store.index import EntryRow, Eviction, Index, ParentGoneError, SessionRemovedError
@@ -80,7 +80,7 @@ class Entries:
 
     # --- reading ---
 
-    def find(self, identity: Identity, tokens: Tokens, exact_only: bool) -> tuple[Match | None, str]:
+    def find(self, identity: Identity, tokens: Tokens, exact_only: bool) -> tuple[Match | None, Reason]:
         """The longest match, or None and the reason."""
         try:
             with self._lock, self._index.snapshot():

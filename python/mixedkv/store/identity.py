@@ -129,7 +129,7 @@ def _check_files(llm: Llama) -> None:
     parts = model_parts(llm.model_path)
     stamps = [(llm.model_path, llm._model_stamp), (llm.lora_path, llm._lora_stamp)]
     for path, stamp in stamps:
-        if stamp is not None and file_stamp(path) != stamp:
+        if path is not None and stamp is not None and file_stamp(path) != stamp:
             raise ValueError(f"{path} is not the file that was loaded: it was replaced; make the Llama again")
     if _PARTS.setdefault(llm, parts) != parts:
         raise ValueError(f"a part of {llm.model_path} was replaced after it was loaded; make the Llama again")

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mixedkv.limits import INT32_MAX
 
@@ -204,7 +204,7 @@ class Index:
 
     def chain_bytes(self, entry: str) -> int:
         """Bytes of the files of an entry and of all it builds on."""
-        return self._db.execute(_CHAIN, (entry,)).fetchone()[0]
+        return int(self._db.execute(_CHAIN, (entry,)).fetchone()[0])
 
     def sessions(self) -> dict[str, int]:
         """Number of sessions each entry belongs to, without those that belong to none."""
@@ -346,7 +346,7 @@ class Index:
     def _rows(self, rest: str, *values: object) -> Iterator[EntryRow]:
         for row in self._db.execute(f"SELECT {_COLUMNS} {rest}", values):
             entry = EntryRow(**dict(zip(_FIELDS, row, strict=True)))
-            if all(map(isinstance, row, _TYPES)) and _is_sound(entry):
+            if _has_types(row) and _is_sound(entry):
                 yield entry
 
     @contextmanager
@@ -362,3 +362,8 @@ class Index:
 
 def _is_sound(row: EntryRow) -> bool:
     return bool(_ID.fullmatch(row.id)) and 0 <= row.p0 < row.p1 <= INT32_MAX and row.nbytes >= 0
+
+
+def _has_types(row: tuple[object, ...]) -> bool:
+    kinds: tuple[Any, ...] = _TYPES
+    return all(isinstance(value, kind) for value, kind in zip(row, kinds, strict=True))

@@ -41,7 +41,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     session = await find_session(server, body.session_id, owner) if body.session_id else None
     jobs = await in_thread(_jobs, server, body, owner, session)
     answer = _Answer(server, body, jobs)
-    return await respond(request, server, jobs, answer, stream=body.stream, large=bool(body.logprobs))
+    return await respond(request, server, jobs, answer, stream=body.stream is True, large=bool(body.logprobs))
 
 
 def _jobs(server: Serving, body: ChatRequest, owner: str, session: CacheSessionMetadata | None) -> list[Job]:

@@ -40,8 +40,8 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     check_model(server, body.model)
     session = await find_session(server, body.session_id, owner) if body.session_id else None
     jobs = await in_thread(_jobs, server, body, owner, session)
-    answer = _Answer(server, body, jobs)
-    return await respond(request, server, jobs, answer, stream=body.stream, large=body.logprobs is not None)
+    answer, large = _Answer(server, body, jobs), body.logprobs is not None
+    return await respond(request, server, jobs, answer, stream=body.stream is True, large=large)
 
 
 def _jobs(

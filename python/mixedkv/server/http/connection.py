@@ -74,11 +74,11 @@ class Connection(H11Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stall_timer = _cancelled(self._stall_timer)
+        self._stall_timer = _cancel(self._stall_timer)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head_timer = _cancelled(self._head_timer)
-        self._stall_timer = _cancelled(self._stall_timer)
+        self._head_timer = _cancel(self._head_timer)
+        self._stall_timer = _cancel(self._stall_timer)
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
@@ -97,7 +97,7 @@ class Connection(H11Protocol):
     def _await_head(self) -> None:
         """The timer runs while a head is to come; between requests only once its first byte is there."""
         if self.cycle is not None and not self.cycle.response_complete:
-            self._head_timer = _cancelled(self._head_timer)
+            self._head_timer = _cancel(self._head_timer)
         elif self._head_timer is None:
             self._head_timer = self.loop.call_later(self.head_seconds, self._give_up)
 
@@ -133,6 +133,8 @@ class Connection(H11Protocol):
             self.transport.write(self.conn.send(event) or b"")
 
 
-def _cancelled(timer: asyncio.TimerHandle | None) -> None:
+def _cancel(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
+    """None, in its place."""
     if timer is not None:
         timer.cancel()
+    return None

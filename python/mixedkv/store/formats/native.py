@@ -23,7 +23,7 @@ FORMAT = "mixedkv.kv.block"
 VERSION = "1"
 _MAX_HEADER = 1 << 24  # 0.2% of what an entry of 8 GiB takes; a layer needs some 600 bytes
 _MAX_DIM = 1 << 40
-_DTYPES = {"I32": np.dtype("<i4"), "F16": np.dtype("<f2"), "U8": np.dtype("u1")}
+_DTYPES: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "F16": np.dtype("<f2"), "U8": np.dtype("u1")}
 _NO_CHECKSUM = "0" * 64
 
 

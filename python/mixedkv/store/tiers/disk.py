@@ -13,6 +13,7 @@ import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -72,7 +73,7 @@ class DiskTier:
                 info = os.fstat(fd)
                 if not stat.S_ISREG(info.st_mode):
                     raise EntryError("damaged", "its file is no regular file")
-                yield file, info.st_size  # type: ignore[misc]
+                yield file, info.st_size
         except FileNotFoundError:
             raise EntryError("missing", "its file is gone") from None
         except OSError as error:
@@ -105,7 +106,7 @@ class DiskTier:
                 unfinished += _unlink_unlocked(Path(item.path), lambda: False)
             elif not is_known(item.name):
                 # Under its lock, what is still unknown will stay so.
-                finished += _unlink_unlocked(Path(item.path), lambda name=item.name: is_known(name))
+                finished += _unlink_unlocked(Path(item.path), partial(is_known, item.name))
         return unfinished, finished
 
     def _create_locked(self) -> tuple[Path, IO[bytes]]:
