@@ -229,7 +229,8 @@ def test_clear_returns_everybody() -> None:
     jobs = desk.add(range(10), range(100, 110))
     desk.step()
     assert desk.scheduler.clear() == jobs
-    assert not (desk.scheduler.running or desk.scheduler.waiting)
+    assert not desk.scheduler.running
+    assert not desk.scheduler.waiting
 
 
 @settings(max_examples=60, deadline=None)

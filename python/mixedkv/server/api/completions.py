@@ -9,8 +9,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mixedkv.engine.job import Delta, Done, Job
-from mixedkv.server.api.answer import respond
 from mixedkv.server.api.logprobs import completion_logprobs
+from mixedkv.server.api.respond import respond
 from mixedkv.server.api.schemas import CompletionRequest
 from mixedkv.server.api.sse import Template, sse
 from mixedkv.server.api_error import bad_request
