@@ -10,9 +10,9 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
+from mixedkv.engine.constraint import DeadEndError
 from mixedkv.engine.engine import ClosedError, Engine, EngineError, QueueFullError
 from mixedkv.engine.job import Delta, Done, Event, Failed, Job
-from mixedkv.engine.sampler import DeadEndError
 from mixedkv.server.api_error import ApiError
 
 _T = TypeVar("_T")
@@ -121,7 +121,7 @@ class Flight:
 
 def _as_api_error(error: Exception) -> ApiError:
     if isinstance(error, DeadEndError):
-        return ApiError(400, str(error), param="grammar")
+        return ApiError(400, str(error), param=str(error).partition(":")[0])
     if isinstance(error, ClosedError):
         return ApiError(503, str(error), code="shutting_down")
     if isinstance(error, EngineError):

@@ -147,6 +147,7 @@ class Direct:
             model_path(), kv=kv, n_ctx=n_ctx, n_seq_max=parallel + idle, kv_unified=True, n_threads=1,
             n_threads_batch=1, n_batch=256, verbose=False,
         )  # fmt: skip
+        self.language = Language(self.llm)
         self.engine = Engine(self.llm, parallel=parallel, **options).start()
 
     def __enter__(self) -> Direct:
@@ -163,7 +164,7 @@ class Direct:
     ) -> tuple[Job, queue.Queue[Any]]:
         """A job that is not submitted yet, greedy unless told otherwise, and its events."""
         sampling = options.pop("sampling", Sampling(temperature=0))
-        sampler = Sampler(self.llm._model.vocab, sampling, self.engine.n_ctx) if max_tokens else None
+        sampler = self.language.sampler(sampling) if max_tokens else None
         events: queue.Queue[Any] = queue.Queue()
         tokens = self.tokens(prompt) if isinstance(prompt, str) else prompt
         job = Job(tokens, max_tokens=max_tokens, sampler=sampler, deliver=events.put, **options)
