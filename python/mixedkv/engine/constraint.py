@@ -212,7 +212,7 @@ def _message(error: str) -> str:
     first = error.partition("\n")[0]
     if "oneOf constraints are not supported" in first:
         return (
-            "oneOf is enforced only where no value fits two of its members: use anyOf, or a required property "
-            "with another constant in each"
+            "oneOf is enforced only where no value fits two of its members: use anyOf, or a required "
+            "property with another constant in each"
         )
     return first.removeprefix("at 2(8): ").removeprefix("failed to compile JSON schema: ")

@@ -29,6 +29,11 @@ _FORMATS = frozenset(
 )
 _UUID = "^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-%s[0-9a-fA-F]{3}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}$"
 
+_JSON_TYPES = {
+    type(None): "null", bool: "boolean", int: "number", float: "number",
+    str: "string", list: "array", dict: "object",
+}  # fmt: skip
+
 # where schemas are in schemas
 _MAPS = ("properties", "patternProperties")
 _LISTS = ("prefixItems", "allOf", "anyOf", "oneOf")
@@ -83,6 +88,7 @@ class _Walk:
         self._seen: set[tuple[int, bool]] = set()
         self._depths: dict[int, int] = {}  # of each definition
         self._depth = 0  # of all, one in the other
+        self._exclusive: list[dict[str, Any]] = []  # with a oneOf that means the same as anyOf
         self._multiples = Fraction(1)
 
     def run(self) -> None:
@@ -94,8 +100,8 @@ class _Walk:
                 node.pop(name, None)
             if key not in self._shared and not any(name in node for name in _IN_PLACE):
                 _close(node)
-        for node, _ in self._nodes.values():
-            _type_references(node, self)
+        for node in self._exclusive:
+            node["anyOf"] = node.pop("oneOf")
 
     def _visit(self, node: Any, place: str, alone: bool, depth: int, definition: int) -> None:
         if isinstance(node, bool):
@@ -115,6 +121,8 @@ class _Walk:
         if id(node) not in self._nodes:
             self._nodes[id(node)] = node, place
             self._check(node, place)
+            if "oneOf" in node and "anyOf" not in node and self._are_apart(node["oneOf"]):
+                self._exclusive.append(node)
         for name, child, where in _children(node, place):
             self._todo.append((child, where, alone and self._leaves_alone(node, name), depth + 1, definition))
         if "$ref" in node:
@@ -133,21 +141,18 @@ class _Walk:
             return False
         if name == "allOf":
             return len(node[name]) == 1
-        return name != "oneOf" or self._told_apart(node[name])
+        return name != "oneOf" or self._are_apart(node[name])
 
-    def _told_apart(self, members: list[Any]) -> bool:
-        """Whether a required property has another constant in each: then no object fits two of them, closed
-        or open.
+    def _are_apart(self, members: list[Any]) -> bool:
+        """Whether no value fits two of these schemas, closed or open. llguidance knows that of some, but does
+        not look into references.
         """
         nodes = [self.resolve(member) for member in members]
-        if not all(isinstance(node, dict) for node in nodes):
-            return False
-        names = set.intersection(*(set(_strings(node.get("required"))) for node in nodes)) if nodes else set()
-        for name in names:
-            values = [_constants(node, name) for node in nodes]
-            if all(values) and len(frozenset().union(*values)) == sum(map(len, values)):
-                return True
-        return False
+        kinds = [_types(node) for node in nodes]
+        objects = [node for node, kind in zip(nodes, kinds, strict=True) if kind == {"object"}]
+        others = [kind for kind in kinds if kind != {"object"}] + [{"object"}] * bool(objects)
+        distinct = sum(map(len, others)) == len(frozenset().union(*others))
+        return all(kinds) and distinct and (len(objects) < 2 or _told_apart(objects))
 
     def resolve(self, node: Any) -> Any:
         """What a schema refers to, if it does nothing else."""
@@ -229,14 +234,25 @@ def _close(node: dict[str, Any]) -> None:
         node["items"] = False
 
 
-def _type_references(node: dict[str, Any], walk: _Walk) -> None:
-    """llguidance looks into a reference among `oneOf` only if something is beside it."""
-    for member in node.get("oneOf", ()):
-        if isinstance(member, dict) and _ENFORCED & member.keys() == {"$ref"} and "type" not in member:
-            target = walk.resolve(member)
-            if isinstance(target, dict) and isinstance(target.get("type"), str):
-                reference = member.pop("$ref")
-                member.update({"type": target["type"], "$ref": reference})
+def _types(node: Any) -> set[str]:
+    """Of the values that a schema takes; none if it does not say."""
+    if not isinstance(node, dict):
+        return set()
+    if "const" in node or isinstance(node.get("enum"), list):
+        values = [node["const"]] if "const" in node else node["enum"]
+        return {_JSON_TYPES[type(value)] for value in values}
+    kind = node.get("type")
+    kinds = [kind] if isinstance(kind, str) else list(_strings(kind))
+    return {"number" if name == "integer" else name for name in kinds}
+
+
+def _told_apart(nodes: list[dict[str, Any]]) -> bool:
+    """Whether a required property has another constant in each of these objects."""
+    for name in set.intersection(*(set(_strings(node.get("required"))) for node in nodes)):
+        values = [_constants(node, name) for node in nodes]
+        if all(values) and len(frozenset().union(*values)) == sum(map(len, values)):
+            return True
+    return False
 
 
 def _problem(name: str, value: Any) -> str | None:

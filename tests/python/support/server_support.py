@@ -22,7 +22,8 @@ from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.job import Done, Failed, Job
-from mixedkv.engine.sampler import Sampler, Sampling
+from mixedkv.engine.sampler import Sampling
+from mixedkv.engine.tokenizer import Language
 
 MODEL = model_path().stem
 _START_SECONDS = 60
