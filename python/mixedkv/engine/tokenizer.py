@@ -12,6 +12,7 @@ import llama_cpp
 from llama_cpp import llama_chat_format
 
 from mixedkv import _llama_cpp
+from mixedkv.engine.constraint import Constraint, ConstraintCompiler, Matcher
 from mixedkv.engine.sampler import Sampler, Sampling
 from mixedkv.llama import Llama
 
@@ -45,6 +46,7 @@ class Language:
         self._eos = self._piece_text(llm.token_eos())
         self._formatter = self._make_formatter(llm, chat_format)
         self._special = self._special_texts()
+        self._constraints = ConstraintCompiler(self._vocab)
 
     @property
     def has_chat(self) -> bool:
@@ -133,15 +135,29 @@ class Language:
         stops = [result.stop] if isinstance(result.stop, str) else list(result.stop or ())
         return tokens, [stop for stop in stops if stop and stop != self._eos]
 
-    def sampler(self, sampling: Sampling) -> Sampler:
+    def matcher(self, constraint: Constraint) -> Matcher:
         """
         Raises:
-            ValueError: a token of logit_bias is not of this model, or the grammar cannot be read.
+            ValueError: it cannot be read, or not be followed by this model.
+        """
+        return self._constraints.compile(constraint)
+
+    def sampler(self, sampling: Sampling, matcher: Matcher | None = None) -> Sampler:
+        """
+        Args:
+            matcher: of `sampling.constraint`, where it was compiled already; copied.
+
+        Raises:
+            ValueError: a token of logit_bias is not of this model, or the constraint cannot be followed.
         """
         for token, _ in sampling.logit_bias:
             if not 0 <= token < self.n_vocab:
                 raise ValueError(f"logit_bias: token {token} is not one of this model's {self.n_vocab}")
-        return Sampler(self._vocab, sampling, self.n_ctx)
+        if matcher is not None:
+            matcher = matcher.copy()
+        elif sampling.constraint is not None:
+            matcher = self.matcher(sampling.constraint)
+        return Sampler(self._vocab, sampling, self.n_ctx, matcher)
 
     def _piece_text(self, token: int) -> str:
         return llama_cpp.llama_vocab_get_text(self._vocab, token).decode("utf-8") if token >= 0 else ""

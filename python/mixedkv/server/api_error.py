@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from mixedkv.engine.sampler import DeadEndError
+from mixedkv.engine.constraint import DeadEndError
 from mixedkv.errors import ClosedError, ContextLengthError, EngineError, QueueFullError
 
 _TYPES = {
@@ -69,7 +69,7 @@ def from_engine(error: Exception, param: str = "prompt") -> ApiError:
     if isinstance(error, ContextLengthError):
         return bad_request(message, param, "context_length_exceeded")
     if isinstance(error, DeadEndError):
-        return bad_request(message, "grammar")
+        return bad_request(message, message.partition(":")[0])
     if isinstance(error, EngineError):
         return ApiError(500, message, code="engine_error")
     return ApiError(500, "the request failed inside the server; its log has more", code="engine_error")

@@ -77,7 +77,6 @@ class ServerSettings:
         30.0, "seconds a client has to send a request's head, and as long for its body", "S", 0.01, 1e6
     )
     drain_timeout: float = _option(10.0, "seconds that running requests get at shutdown", "S", 0, 1e6)
-    allow_grammar: bool = _option(False, "take GBNF grammars: llama.cpp evaluates some of them without end")
     max_body_mb: float = _option(8.0, "largest request body", "MB", 0.001, 1024)
     max_connections: int = _option(1024, "connections at a time; more are answered 503", "N", 1, 1_000_000)
     warm: str = _option("", "file of JSON lines with prompts (or messages) to evaluate at the start", "FILE")

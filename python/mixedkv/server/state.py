@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mixedkv import __version__
+from mixedkv.engine.constraint import Constraint, Matcher
 from mixedkv.engine.embedder import Embedder
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.job import Job
@@ -125,7 +126,7 @@ def context_tokens(server: Serving, session: Any) -> list[int]:
     return server.engine.tokenizer.chat(messages)[0]
 
 
-def sampling(body: Generation, grammar: str | None, choice: int) -> Sampling:
+def sampling(body: Generation, choice: int) -> Sampling:
     """OpenAI's defaults; each choice gets a seed of its own."""
     seed = body.seed if body.seed is not None else secrets.randbits(32)
     bias = tuple((_token_id(key), value) for key, value in (body.logit_bias or {}).items())
@@ -139,7 +140,6 @@ def sampling(body: Generation, grammar: str | None, choice: int) -> Sampling:
         presence_penalty=body.presence_penalty or 0.0,
         seed=(seed + choice) % 2**32,
         logit_bias=bias,
-        grammar=grammar,
     )
 
 
@@ -150,26 +150,23 @@ def make_jobs(
     *,
     owner: str,
     max_tokens: int | None,
-    grammar: str | None = None,
+    constraint: Constraint | None = None,
     stops: Sequence[str] = (),
     n_logprobs: int | None = None,
     session: CacheSessionMetadata | None = None,
     param: str = "prompt",
 ) -> list[Job]:
-    """`body.n` jobs for each prompt. Not for the event loop: grammars take time.
+    """`body.n` jobs for each prompt. Not for the event loop: constraints take time to compile.
 
     Raises:
         ApiError: 400.
     """
     n = body.n or 1
-    if body.grammar is not None and not server.settings.allow_grammar:
-        raise bad_request(
-            "grammar: this server takes none: use response_format, or serve with allow_grammar", "grammar"
-        )
     _check_logprobs(server, n * len(prompts), max_tokens, n_logprobs)
     if n * len(prompts) > server.settings.max_queue + server.settings.parallel:
         raise bad_request(f"n={n} for {len(prompts)} prompts is more than this server queues", "n")
     jobs = []
+    matcher = _matcher(server, constraint)
     reuse = body.use_kv_cache is not False
     for prompt in prompts:
         try:
@@ -178,7 +175,7 @@ def make_jobs(
             raise from_engine(error, param) from None
         for choice in range(n):
             try:
-                sampler = server.engine.tokenizer.sampler(sampling(body, grammar, choice))
+                sampler = server.engine.tokenizer.sampler(sampling(body, choice), matcher)
             except ValueError as error:
                 raise bad_request(str(error), str(error).partition(":")[0]) from None
             job = Job(
@@ -215,6 +212,28 @@ def usage(jobs: Sequence[Job], n: int) -> dict[str, Any]:
             "cached_exact": all(job.exact for job in firsts),
         },
     }
+
+
+def constraint_of(body: Generation) -> Constraint | None:
+    """Of the fields that raw prompts have too.
+
+    Raises:
+        ApiError: 400, there are two.
+    """
+    if body.grammar is not None and body.regex is not None:
+        raise bad_request("grammar and regex both say what the answer looks like: give one", "regex")
+    if body.grammar is not None:
+        return Constraint("gbnf", body.grammar, "grammar")
+    return Constraint("regex", body.regex, "regex") if body.regex is not None else None
+
+
+def _matcher(server: Serving, constraint: Constraint | None) -> Matcher | None:
+    if constraint is None:
+        return None
+    try:
+        return server.engine.tokenizer.matcher(constraint)
+    except ValueError as error:
+        raise bad_request(str(error), constraint.name) from None
 
 
 def _check_logprobs(server: Serving, n: int, max_tokens: int | None, n_logprobs: int | None) -> None:

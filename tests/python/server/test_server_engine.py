@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from mixedkv.server.json_schema import schema_grammar
 
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.engine.job import Delta, Failed
 from mixedkv.engine.sampler import Sampling
 from mixedkv.errors import ClosedError, EngineError, QueueFullError
-from mixedkv.server.json_schema import schema_grammar
 from support.server_support import Direct, end_of
 
 

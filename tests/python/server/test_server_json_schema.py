@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from mixedkv.server.json_schema import schema_grammar
 from mixedkv.server.patterns import parser as re_parser
 from mixedkv.server.patterns import pattern_gbnf, quoted

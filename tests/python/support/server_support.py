@@ -18,11 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mixedkv import Llama, _llama_cpp
+from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.job import Done, Failed, Job
-from mixedkv.engine.sampler import Sampler, Sampling
+from mixedkv.engine.sampler import Sampling
 
 MODEL = model_path().stem
 _START_SECONDS = 60
@@ -164,7 +164,7 @@ class Direct:
     ) -> tuple[Job, queue.Queue[Any]]:
         """A job that is not submitted yet, greedy unless told otherwise, and its events."""
         sampling = options.pop("sampling", Sampling(temperature=0))
-        sampler = Sampler(_llama_cpp.vocab(self.llm), sampling, self.engine.n_ctx) if max_tokens else None
+        sampler = self.engine.tokenizer.sampler(sampling) if max_tokens else None
         events: queue.Queue[Any] = queue.Queue()
         tokens = self.tokens(prompt) if isinstance(prompt, str) else prompt
         job = Job(tokens, max_tokens=max_tokens, sampler=sampler, deliver=events.put, **options)

@@ -102,6 +102,29 @@ def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_add_space_prefix(False)
 
 
+def write_vocabulary(path: Path, kind: str, tokens: list[str]) -> Path:
+    """A file without weights: `tokens`, then the special ones. For `Llama(path, vocab_only=True)`."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model(kind)
+    n, special = len(tokens), ["<unk>", "<s>", "</s>"]
+    is_byte = [token.startswith("<0x") for token in tokens]
+    writer.add_token_list([*tokens, *special])
+    writer.add_token_scores([-float(i) for i in range(n + len(special))])
+    normal = [gguf.TokenType.BYTE if byte else gguf.TokenType.NORMAL for byte in is_byte]
+    writer.add_token_types([*normal, gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL])
+    if kind == "gpt2":
+        writer.add_token_merges(["t h"])
+        writer.add_tokenizer_pre("gpt-2")
+    writer.add_unk_token_id(n)
+    writer.add_bos_token_id(n + 1)
+    writer.add_eos_token_id(n + 2)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 # --- parts that models share ---
 
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from mixedkv.engine.constraint import Constraint
 from mixedkv.engine.job import Delta, Done, Job
 from mixedkv.server.api.logprobs import chat_logprobs
 from mixedkv.server.api.respond import respond
 from mixedkv.server.api.schemas import ChatRequest, Message
 from mixedkv.server.api.sse import Template, sse
 from mixedkv.server.api_error import bad_request
-from mixedkv.server.json_schema import json_grammar, schema_grammar
 from mixedkv.server.state import (
     FINGERPRINT,
     Serving,
     check_model,
+    constraint_of,
     context_tokens,
     find_session,
     in_thread,
@@ -61,7 +63,7 @@ def _jobs(server: Serving, body: ChatRequest, owner: str, session: CacheSessionM
         [prefix + tokens],
         owner=owner,
         max_tokens=body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens,
-        grammar=_grammar(body),
+        constraint=_constraint(body),
         stops=stops,
         n_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         session=session,
@@ -76,21 +78,17 @@ def template_message(message: Message) -> dict[str, Any]:
     return {"role": role, "content": message.text, **name}
 
 
-def _grammar(body: ChatRequest) -> str | None:
-    wanted = body.response_format
+def _constraint(body: ChatRequest) -> Constraint | None:
+    wanted, other = body.response_format, constraint_of(body)
     if wanted is None or wanted.type == "text":
-        return body.grammar
-    if body.grammar is not None:
+        return other
+    if other is not None:
         raise bad_request(
-            "grammar and response_format both say what the answer looks like: give one", "grammar"
+            f"{other.name} and response_format both say what the answer looks like: give one", other.name
         )
     schema = wanted.json_schema.schema_ if wanted.json_schema is not None else wanted.schema_
-    if schema is None:
-        return json_grammar()
-    try:
-        return schema_grammar(schema)
-    except ValueError as error:
-        raise bad_request(str(error), "response_format") from None
+    text = json.dumps({"type": "object"} if schema is None else schema)
+    return Constraint("json_schema", text, "response_format")
 
 
 class _Answer:

@@ -18,6 +18,7 @@ from mixedkv.server.state import (
     FINGERPRINT,
     Serving,
     check_model,
+    constraint_of,
     context_tokens,
     find_session,
     in_thread,
@@ -59,7 +60,7 @@ def _jobs(
         prompts,
         owner=owner,
         max_tokens=_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
-        grammar=body.grammar,
+        constraint=constraint_of(body),
         n_logprobs=body.logprobs,
         session=session,
     )

@@ -111,6 +111,9 @@ class Generation(Model):
     grammar: Annotated[Text, Field(max_length=65536)] | None = Field(
         None, description="GBNF the answer follows."
     )
+    regex: Annotated[Text, Field(max_length=65536)] | None = Field(
+        None, description="Regular expression the whole answer matches."
+    )
     ignore_eos: bool | None = Field(None, description="Go on to max_tokens.")
     use_kv_cache: bool | None = Field(None, description="False: evaluate everything, keep nothing.")
     session_id: Id | None = Field(None, description="Of /v1/context: its prompt goes before this one.")
