@@ -58,8 +58,9 @@ class Run:
         self.llm.close()
 
     def clear(self) -> None:
-        self.llm.reset()
-        self.llm._ctx.kv_cache_clear()
+        llm: Any = self.llm  # llama_cpp leaves these two without types
+        llm.reset()
+        llm._ctx.kv_cache_clear()
 
     def first_token(self, tokens: Tokens) -> int:
         """Evaluate tokens after what there is, and choose the next one."""
