@@ -21,7 +21,7 @@ class Part(BaseModel):
 class Row(Part):
     """What was measured of one setting."""
 
-    test: str = Field(description="what kind of row it is")
+    test: str = Field(description="what kind of row it is: the name of its section below")
     kv: str = Field(description="the cache, as it was given")
     flash_attn: bool = Field(
         description="whether flash attention was on. Caches that can do without are measured both ways "
@@ -51,10 +51,12 @@ class Row(Part):
 
 
 class CacheRow(Row):
-    """A row of a cache whose size is known: as allocated, from llama.cpp's own memory breakdown."""
+    """A row that says how large the cache is."""
 
     n_ctx: int = Field(description="tokens the cache was made for")
-    kv_bytes: int | None = Field(default=None, description="bytes of the cache")
+    kv_bytes: int | None = Field(
+        default=None, description="bytes of the cache as allocated, from llama.cpp's own memory breakdown"
+    )
     bits_per_element: float | None = Field(
         default=None, description="its bits per K or V element; null if it has none"
     )
