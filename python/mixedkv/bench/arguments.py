@@ -1,10 +1,11 @@
-"""What a run was asked for. Everything that can be wrong is found here, before anything is measured."""
+"""Flags of `mixedkv bench`. What can be wrong with them is found here, before a model is loaded."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -70,7 +71,7 @@ def check(args: argparse.Namespace) -> Options:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that `Options.check` reads."""
+    """The flags that `check` reads."""
     parser.add_argument(
         "test", choices=(*_ALL, "all", *(name for name in TESTS if name not in _ALL)), help="what to measure"
     )
@@ -111,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kept.add_argument("--folder", metavar="DIR", type=Path, help="where store writes (a temporary one)")
 
 
-def number(least: int) -> type[int]:
+def number(least: int) -> Callable[[str], int]:
     """A type for argparse: a whole number, `least` or more."""
 
     def read(text: str) -> int:
@@ -119,7 +120,7 @@ def number(least: int) -> type[int]:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
         return int(text)
 
-    return read  # type: ignore[return-value]
+    return read
 
 
 def depths(text: str) -> tuple[int, ...]:

@@ -22,8 +22,8 @@ def bench(args: argparse.Namespace) -> None:
     result = Result(options.file, options.shape, _command(), options.json)
     try:
         with Progress() as progress, closing(Model(options.file.path)) as model:
-            bench = Bench(model=model, options=options, progress=progress, add=result.add)
-            for measure in [TESTS[name].prepare(bench) for name in options.tests]:
+            work = Bench(model=model, options=options, progress=progress, add=result.add)
+            for measure in [TESTS[name].prepare(work) for name in options.tests]:
                 measure()
         result.finish()
     finally:

@@ -36,7 +36,7 @@ def _option(
 
 
 class ServerSettings(BaseSettings):
-    """Everything `mixedkv serve` can be told; `load_settings` reads it from everywhere.
+    """Everything `mixedkv serve` can be told.
 
     Raises:
         ValueError: a value is out of range or does not go with another; the message names the field.
@@ -191,7 +191,12 @@ def _read_toml(path: str) -> dict[str, Any]:
         values = TomlConfigSettingsSource(ServerSettings, path)()
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    return {name.replace("-", "_"): value for name, value in values.items()}
+    values = {name.replace("-", "_"): value for name, value in values.items()}
+    if unknown := sorted(values.keys() - ServerSettings.model_fields):
+        raise ValueError(
+            f"{path}: unknown option {unknown[0]!r}; known: {', '.join(ServerSettings.model_fields)}"
+        )
+    return values
 
 
 def _read_environ(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -207,8 +212,6 @@ def _explain(error: dict[str, Any], origins: Mapping[str, str]) -> str:
     if not error["loc"]:  # of several options, which it names
         return str(cause)
     origin = origins[error["loc"][0]]
-    if error["type"] == "extra_forbidden":
-        return f"{origin}: no such option; known: {', '.join(ServerSettings.model_fields)}"
     wanted = str(cause) or error["msg"]
     for theirs, ours in _WORDS.items():
         wanted = wanted.replace(theirs, ours)

@@ -345,7 +345,13 @@ def test_the_command_line_comes_before_the_environment_before_the_file(tmp_path:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("colour = 1", "colour"), ("port = 70000", "port"), ('port = "x"', "port"), ("a = [", "serve.toml")],
+    [
+        ("colour = 1", "colour"),
+        ("_env_file = 1", "unknown option '_env_file'"),
+        ("port = 70000", "port"),
+        ('port = "x"', "port"),
+        ("a = [", "serve.toml"),
+    ],
 )
 def test_a_bad_file_is_an_error_that_names_the_option(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "serve.toml"
