@@ -1,10 +1,8 @@
 """`mixedkv bench`: speed, memory, quality and recall of any cache setting, side by side in one run.
 
-cli        the sub-command; options  what was asked for, checked before a model is loaded
-settings   cache settings and flash attention; engine  a driver of llama_cpp's low-level API
-filling    fills a cache to a depth from a short real prefix
-speed, memory, quality, recall       one kind of row each; peers  the stock llama_cpp beside them
-store, serve                         kept KV, and the server beside the stock one; store_*, serve_* are theirs
-sample     text with known answers for the bundled model; models  a random-weight model for speed
-result, schema, report, plots        the JSON object, its fields, the table, the pictures
+memory, speed, quality, recall, kept_kv, serving    one test each: its rows, how it measures, its table
+bench_test   what a test is made of; catalog  all tests, and the object their rows make
+options      what was asked for; arguments  reads and checks it before a model is loaded; run  does it
+harness      what the tests measure with; nothing in it knows a test
+output       the JSON file, the tables, the pictures, docs/bench-schema.md
 """

@@ -6,91 +6,160 @@ per position are kept, so memory does not grow with the text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
-from mixedkv.bench.harness import context_facts
+from mixedkv.bench.bench_test import Bench, BenchTest, Measure
+from mixedkv.bench.harness import context_facts, sample_text
 from mixedkv.bench.harness.cache_settings import REFERENCE, Setting
 from mixedkv.bench.harness.contexts import MICRO_BATCH, CannotRunError, Context, Model
 from mixedkv.bench.harness.progress import Progress
+from mixedkv.bench.harness.row import CacheRow, Part
 from mixedkv.bench.harness.summary import log_softmax, standard_error
+from mixedkv.bench.harness.table import Cells, Table, number
+from mixedkv.bench.options import Options
 
-MODES = ("batch", "token")
-
+_SEED = 50_000
 _CHUNK_FLOATS = 1 << 22  # of one chunk's logits
 _EDGES = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
-Row = dict[str, Any]
-Documents = Sequence[npt.NDArray[np.int32]]
+_MODES = {"batch": "in large batches", "token": "token by token"}
+
+Document = npt.NDArray[np.int32]
 
 
-def measure(
-    model: Model,
-    settings: Sequence[Setting],
-    documents: Documents,
-    modes: Sequence[str],
-    threads: int,
-    progress: Progress,
-    add: Callable[[Row], None],
-) -> None:
+class PositionPart(Part):
+    """Some positions of all documents."""
+
+    start: int = Field(alias="from", description="first position")
+    to: int = Field(description="the one after the last")
+    n_positions: int = Field(description="positions")
+    kld_mean: float = Field(description="as of the row")
+    kld_median: float = Field(description="as of the row")
+    ppl_ratio: float = Field(description="as of the row")
+    same_top1: float = Field(description="as of the row")
+
+
+class QualityRow(CacheRow):
+    """One row per setting and mode.
+
+    The next-token distribution at each position, against that of a reference with an F32 cache and without
+    flash attention which reads the same documents: parts of `--text`, or a sample generated from the bundled
+    model's corpus, the same on every machine. The numbers of a row are those of the second half of each
+    document, as in llama.cpp's perplexity tool: a window of recent tokens would hide the damage to old ones
+    early on.
+    """
+
+    test: Literal["quality"] = "quality"
+    mode: Literal["batch", "token"] = Field(
+        description='`"batch"`: micro-batches of up to 512 tokens; `"token"`: one by one, so that errors add '
+        "up as in decoding"
+    )
+    control: bool = Field(
+        description="true for the reference measured against itself: its divergence must be 0"
+    )
+    n_positions: int | None = Field(default=None, description="positions the numbers are of")
+    kld_mean: float | None = Field(default=None, description="mean KL divergence, nats")
+    kld_se: float | None = Field(
+        default=None, description="its standard error, from means of blocks of 32 neighbours"
+    )
+    kld_median: float | None = Field(default=None, description="median of the divergence, nats")
+    kld_p99: float | None = Field(default=None, description="its 99% quantile")
+    kld_p999: float | None = Field(default=None, description="its 99.9% quantile")
+    kld_max: float | None = Field(default=None, description="its largest value")
+    ppl: float | None = Field(default=None, description="perplexity")
+    ppl_ratio: float | None = Field(default=None, description="its ratio to the reference's")
+    same_top1: float | None = Field(
+        default=None, description="share of positions with the same likeliest token"
+    )
+    rms_p_change: float | None = Field(
+        default=None, description="root mean square of the change of the following token's probability"
+    )
+    by_position: list[PositionPart] | None = Field(
+        default=None, description="the divergence by where it is in a document"
+    )
+
+
+def prepare(bench: Bench) -> Measure:
+    """Raises ValueError if the text is too short for a document."""
+    documents = _documents(bench.model, bench.options)
+    return lambda: measure(bench, documents)
+
+
+def _documents(model: Model, options: Options) -> list[Document]:
+    """`repeats` documents of `n_ctx` tokens each, fewer if the text has no more."""
+    head = [model.bos] if model.adds_bos else []
+    n = options.n_ctx - len(head)
+    if options.text is None:
+
+        def count(text: str) -> int:
+            return len(model.tokenize(text, special=True))
+
+        n_asked, chat = n + n // 16, options.is_bundled  # some more: parts may have fewer tokens together
+        texts = (sample_text.document(_SEED + i, n_asked, count, chat=chat) for i in range(options.repeats))
+        return [np.array(head + model.tokenize(text, special=True)[:n], np.int32) for text in texts]
+    tokens = model.tokenize(options.text)
+    if len(tokens) < n:
+        raise ValueError(
+            f"the text has {len(tokens)} tokens, a context of {options.n_ctx} needs {n}: "
+            f"use a longer --text or a smaller --n-ctx"
+        )
+    starts = range(0, len(tokens) - n + 1, n)
+    return [np.array(head + tokens[i : i + n], np.int32) for i in starts][: options.repeats]
+
+
+def measure(bench: Bench, documents: Sequence[Document]) -> None:
     """Add one row per setting and mode, the reference against itself first.
 
     Every document is one sequence of `n_ctx` tokens. "batch" decodes it in micro-batches, "token" one token
     at a time, so that a row is computed from rows that went through the cache before. What was measured is
     added also when this is interrupted.
     """
-    n_ctx = len(documents[0])
-    progress.add(len(modes) * len(documents) * n_ctx)
-    for mode in modes:
-        _measure_mode(model, settings, documents, mode, threads, progress, add)
+    bench.progress.add(len(bench.options.modes) * sum(map(len, documents)))
+    for mode in bench.options.modes:
+        _measure_mode(bench, documents, mode)
 
 
-def _measure_mode(
-    model: Model,
-    settings: Sequence[Setting],
-    documents: Documents,
-    mode: str,
-    threads: int,
-    progress: Progress,
-    add: Callable[[Row], None],
-) -> None:
+def _measure_mode(bench: Bench, documents: Sequence[Document], mode: str) -> None:
+    threads = bench.options.threads
     n_ctx = len(documents[0])
     with ExitStack() as stack:
 
         def open_(setting: Setting) -> Context:
-            context = Context(model, setting, n_ctx=n_ctx, threads=threads)
+            context = Context(bench.model, setting, n_ctx=n_ctx, threads=threads)
             stack.callback(context.close)
             return context
 
         reference = open_(REFERENCE)
-        tests = [_Test(REFERENCE, open_(REFERENCE))]
-        for setting in settings:
+        contenders = [_Contender(REFERENCE, open_(REFERENCE))]
+        for setting in bench.options.settings:
             try:
-                tests.append(_Test(setting, open_(setting)))
+                contenders.append(_Contender(setting, open_(setting)))
             except CannotRunError as error:
-                tests.append(_Test(setting, None, str(error)))
+                contenders.append(_Contender(setting, None, str(error)))
         try:
             for document in documents:
-                _read(reference, tests, document, mode, progress, f"quality, {mode}")
+                _read(reference, contenders, document, mode, bench.progress)
         finally:
-            for i, test in enumerate(tests):
-                add(_row(test, mode, n_ctx, threads, control=i == 0))
+            for i, contender in enumerate(contenders):
+                bench.add(_row(contender, mode, n_ctx, threads, control=i == 0))
 
 
 @dataclass
-class _Test:
+class _Contender:
     """One context beside the reference, and what was kept of each position."""
 
     setting: Setting
     context: Context | None
     error: str = ""
-    facts: Row = field(default_factory=dict)
+    facts: context_facts.CacheFacts = field(default_factory=context_facts.CacheFacts)
     kept: list[npt.NDArray[np.float64]] = field(default_factory=list)  # [position, column]
     at: list[npt.NDArray[np.int64]] = field(default_factory=list)
 
@@ -101,16 +170,15 @@ class _Test:
 
 def _read(
     reference: Context,
-    tests: Sequence[_Test],
-    document: npt.NDArray[np.int32],
+    contenders: Sequence[_Contender],
+    document: Document,
     mode: str,
     progress: Progress,
-    what: str,
 ) -> None:
     """Every context reads the document; the distributions are compared chunk by chunk."""
     chunk = max(32, min(MICRO_BATCH, _CHUNK_FLOATS // reference.model.n_vocab))
-    running = [test for test in tests if test.context is not None and not test.error]
-    for context in (reference, *(test.context for test in running)):
+    running = [each for each in contenders if each.context is not None and not each.error]
+    for context in (reference, *(each.context for each in running)):
         assert context is not None
         context.clear()
     for start in range(0, len(document) - 1, chunk):
@@ -118,17 +186,17 @@ def _read(
         following = document[start + 1 : start + 1 + len(tokens)]  # one short at the document's end
         n = len(following)
         want = log_softmax(_logits(reference, tokens, mode)[:n])
-        for test in running:
-            progress.show(f"{what}: {test.setting.name}")
-            assert test.context is not None
+        for contender in running:
+            progress.show(f"quality, {mode}: {contender.setting.name}")
+            assert contender.context is not None
             try:
-                got = log_softmax(_logits(test.context, tokens, mode)[:n])
+                got = log_softmax(_logits(contender.context, tokens, mode)[:n])
             except CannotRunError as error:
-                test.error = str(error)
+                contender.error = str(error)
                 continue
-            test.kept.append(_compare(want, got, following))
-            test.at.append(np.arange(start, start + n))
-        running = [test for test in running if not test.error]
+            contender.kept.append(_compare(want, got, following))
+            contender.at.append(np.arange(start, start + n))
+        running = [each for each in running if not each.error]
         progress.step(len(tokens))
 
 
@@ -165,27 +233,26 @@ def _compare(
     )
 
 
-def _row(test: _Test, mode: str, n_ctx: int, threads: int, control: bool) -> Row:
-    row: Row = {
-        "test": "quality",
-        "kv": test.setting.spec,
-        "flash_attn": test.setting.flash_attn,
+def _row(contender: _Contender, mode: str, n_ctx: int, threads: int, control: bool) -> QualityRow:
+    row: dict[str, Any] = {
+        "kv": contender.setting.spec,
+        "flash_attn": contender.setting.flash_attn,
         "mode": mode,
         "control": control,
         "n_ctx": n_ctx,
         "threads": threads,
-        **test.facts,
+        **contender.facts,
     }
-    if test.error:
-        row["error"] = test.error
-    if test.kept:
-        kept, at = np.concatenate(test.kept), np.concatenate(test.at)
+    if contender.error:
+        row["error"] = contender.error
+    if contender.kept:
+        kept, at = np.concatenate(contender.kept), np.concatenate(contender.at)
         row |= _summary(kept[at >= n_ctx // 2])
         row["by_position"] = list(_by_position(kept, at, n_ctx))
-    return row
+    return QualityRow.model_validate(row)
 
 
-def _summary(kept: npt.NDArray[np.float64]) -> Row:
+def _summary(kept: npt.NDArray[np.float64]) -> dict[str, float]:
     """The numbers of some positions: a row's own are of the second half of each document."""
     if not len(kept):
         return {"n_positions": 0}
@@ -208,10 +275,38 @@ def _summary(kept: npt.NDArray[np.float64]) -> Row:
 
 def _by_position(
     kept: npt.NDArray[np.float64], at: npt.NDArray[np.int64], n_ctx: int
-) -> Iterator[dict[str, float]]:
+) -> Iterator[PositionPart]:
     edges = [edge for edge in _EDGES if edge < n_ctx] + [n_ctx]
     for low, high in pairwise(edges):
         summary = _summary(kept[(at >= low) & (at < high)])
         if summary["n_positions"]:
             keys = ("n_positions", "kld_mean", "kld_median", "ppl_ratio", "same_top1")
-            yield {"from": low, "to": high, **{key: summary[key] for key in keys}}
+            part = {key: summary[key] for key in keys}
+            yield PositionPart.model_validate({"from": low, "to": high, **part})
+
+
+def _cells(rows: Sequence[QualityRow]) -> Cells:
+    head = ["cache", "bits", "KLD mean", "", "median", "99%", "99.9%", "max"]
+    return [[*head, "ppl ratio", "same top", "RMS dp"]] + [
+        [
+            row.name,
+            number(row.bits_per_element, ".2f"),
+            number(row.kld_mean, ".2e"),
+            "+-" + number(row.kld_se, ".0e"),
+            number(row.kld_median, ".2e"),
+            *(number(value, ".1e") for value in (row.kld_p99, row.kld_p999, row.kld_max)),
+            number(row.ppl_ratio, ".4f"),
+            number(row.same_top1, ".2%"),
+            number(row.rms_p_change, ".2%"),
+        ]
+        for row in rows
+    ]
+
+
+TABLE = Table(
+    row=QualityRow,
+    title="Quality against an F32 cache, {}",
+    by=lambda row: _MODES[row.mode],
+    cells=_cells,
+)
+TEST = BenchTest(name="quality", tables=(TABLE,), prepare=prepare, in_all=True)

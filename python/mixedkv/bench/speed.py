@@ -7,206 +7,264 @@ same restored state, hot rows included: the steady state of a cache that has bee
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
+from pydantic import Field
 
+from mixedkv.bench.bench_test import Bench, BenchTest, Measure
+from mixedkv.bench.harness import context_facts
 from mixedkv.bench.harness.cache_settings import Setting
-from mixedkv.bench.harness.contexts import MICRO_BATCH, CannotRunError, Context, Model
-from mixedkv.bench.harness.filling import make_fill
+from mixedkv.bench.harness.contexts import CannotRunError, Model
 from mixedkv.bench.harness.progress import Progress
+from mixedkv.bench.harness.row import Row
+from mixedkv.bench.harness.speed_run import Local, RunFacts, Runner, Work
+from mixedkv.bench.harness.stock_peer import Peer
 from mixedkv.bench.harness.summary import quartiles
-
-_ROOM = 1024  # for any window of the presets; the size of a context does not change its speed
-
-Row = dict[str, Any]
+from mixedkv.bench.harness.table import NONE, Cells, Table, number, spread
+from mixedkv.config import KVSetting
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
-    """What is timed: a prompt of `n_prompt` tokens, and `n_gen` tokens one by one, both at `depth`."""
+class SpeedRow(Row):
+    """One row per setting and depth.
 
-    depth: int
-    n_prompt: int
-    n_gen: int
-    threads: int
-    fill: str = "auto"
-
-    @property
-    def n_ctx(self) -> int:
-        return max(_ROOM, self.depth + max(self.n_prompt, self.n_gen + 1))
-
-
-class Runner(Protocol):
-    """One setting at one depth, ready to be timed; of this process or of a peer's."""
-
-    facts: Row
-
-    def measure(self) -> tuple[float, float]:
-        """Seconds for the prompt and for the generated tokens."""
-
-    def close(self) -> None: ...
-
-
-class Local:
-    """A setting in this process.
-
-    Raises:
-        CannotRunError: the model cannot run it at this depth.
+    All settings take turns in one process: every round measures each of them once, every other round in
+    reverse order, and the first round is thrown away. A measurement restores the same state of `depth`
+    tokens, the rows of the F16 window included, and so shows a cache that has been running for long; rolling
+    back would leave a mixed cache with an empty window. Times are wall time around `llama_decode` and
+    `llama_synchronize`.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        setting: Setting,
-        work: Work,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._clock = clock
-        self.context = Context(model, setting, n_ctx=work.n_ctx, threads=work.threads)
-        try:
-            self._fill = make_fill(self.context, work.depth, work.fill)
-        except BaseException:
-            self.context.close()
-            raise
-        self.facts: Row = {"fill": self._fill.kind}
-        self._prompt = model.random_tokens(work.n_prompt, seed=2)
-        self._tokens = model.random_tokens(work.n_gen + 1, seed=3)
-
-    def measure(self) -> tuple[float, float]:
-        self._fill.restore()
-        start = self._clock()
-        for i in range(0, len(self._prompt), MICRO_BATCH):
-            self.context.decode(self._prompt[i : i + MICRO_BATCH])
-        prompt = self._clock() - start
-        self._fill.restore()
-        self.context.decode(
-            self._tokens[:1]
-        )  # the restored rows are in the caches of the CPU: read them once
-        start = self._clock()
-        for i in range(1, len(self._tokens)):
-            self.context.decode(self._tokens[i : i + 1])
-        return prompt, self._clock() - start
-
-    def close(self) -> None:
-        self.context.close()
-
-
-@dataclass
-class Lane:
-    """A line of the table: a setting, who runs it, and what was measured."""
-
-    setting: Setting
-    engine: str  # "mixedkv", or "llama_cpp" for a peer
-    error: str = ""
-    facts: Row = field(default_factory=dict)
-    runner: Runner | None = None
-    times: list[tuple[float, float]] = field(default_factory=list)
+    test: Literal["speed"] = "speed"
+    engine: str = Field(
+        description='`"mixedkv"`, or with `--peer` `"llama_cpp"`: the stock library in a subprocess, in the '
+        "same rounds"
+    )
+    depth: int = Field(description="tokens in the cache before the measured ones")
+    n_prompt: int = Field(description="tokens of the prompt, evaluated in micro-batches of 512")
+    n_gen: int = Field(description="tokens generated one by one")
+    fill: str | None = Field(
+        default=None,
+        description='`"synthetic"`: the state was made of the rows of 64 decoded tokens, repeated up to the '
+        "depth, and as many tokens decoded as the F16 window holds (the few sinks are cold then); "
+        '`"real"`: all were decoded',
+    )
+    pp_tps: float | None = Field(
+        default=None, description="tokens per second of the prompt, median of the rounds"
+    )
+    pp_low: float | None = Field(default=None, description="lower quartile of the rounds")
+    pp_high: float | None = Field(default=None, description="upper quartile of the rounds")
+    pp_samples: list[float] | None = Field(default=None, description="all rounds, in order")
+    pp_vs_f16: float | None = Field(
+        default=None,
+        description="times as fast as the fastest F16 setting of llama.cpp in this run: median of the ratios "
+        "within a round",
+    )
+    pp_vs_uniform: float | None = Field(
+        default=None, description="the same against llama.cpp's own cache of the same K and V types"
+    )
+    tg_tps: float | None = Field(
+        default=None, description="tokens per second of generation, median of the rounds"
+    )
+    tg_low: float | None = Field(default=None, description="as `pp_low`")
+    tg_high: float | None = Field(default=None, description="as `pp_high`")
+    tg_samples: list[float] | None = Field(default=None, description="as `pp_samples`")
+    tg_vs_f16: float | None = Field(default=None, description="as `pp_vs_f16`")
+    tg_vs_uniform: float | None = Field(default=None, description="as `pp_vs_uniform`")
+    peer_version: str | None = Field(default=None, description="version of the stock llama_cpp")
+    peer_extra_buffers: bool | None = Field(
+        default=None,
+        description="false where it ran without repacked weights, since it would have crashed (quantised "
+        "weights on a CPU with AMX, library built by GCC before 13)",
+    )
 
 
 class Opener(Protocol):
-    """Makes the runner of a lane."""
+    """Makes what runs a setting."""
 
     def __call__(self, setting: Setting, work: Work) -> Runner: ...
 
 
-Entry = tuple[Setting, str, Opener]  # a setting, the name of its engine, and who makes its runner
+class Times(NamedTuple):
+    """Seconds of one round."""
+
+    pp: float
+    tg: float
 
 
-def measure(
-    lanes: Sequence[Entry],
-    works: Sequence[Work],
-    repeats: int,
-    progress: Progress,
-    add: Callable[[Row], None],
-) -> None:
-    """Add one row per lane and depth.
+@dataclass
+class Contender:
+    """A setting, who runs it, and what was measured at one depth."""
+
+    setting: Setting
+    engine: str  # "mixedkv", or "llama_cpp" for a peer
+    error: str = ""
+    facts: RunFacts = field(default_factory=RunFacts)
+    runner: Runner | None = None
+    times: list[Times] = field(default_factory=list)
+
+
+def prepare(bench: Bench) -> Measure:
+    return lambda: measure(bench)
+
+
+def measure(bench: Bench) -> None:
+    """Add one row per setting and depth.
 
     What was measured is added also when this is interrupted.
     """
-    progress.add(len(works) * len(lanes) * (repeats + 1))
-    for work in works:
-        running = [Lane(setting, engine) for setting, engine, _ in lanes]
+    options, progress = bench.options, bench.progress
+    with ExitStack() as peers:
+        entries = _entries(bench.model, bench, peers)
+        progress.add(len(options.depths) * len(entries) * (options.repeats + 1))
+        for depth in options.depths:
+            work = Work(
+                depth=depth,
+                n_prompt=options.n_prompt,
+                n_gen=options.n_gen,
+                threads=options.threads,
+                fill=options.fill,
+            )
+            contenders = [Contender(setting, engine) for setting, engine, _ in entries]
+            try:
+                with ExitStack() as stack:
+                    for contender, (_, _, open_) in zip(contenders, entries, strict=True):
+                        _open(contender, open_, work, stack, progress)
+                    _take_turns(contenders, work, options.repeats, progress)
+            finally:
+                for row in _rows(contenders, work):
+                    bench.add(row)
+
+
+def _entries(model: Model, bench: Bench, stack: ExitStack) -> list[tuple[Setting, str, Opener]]:
+    """Who is compared: each setting here, and with `--peer` those that the stock library knows there."""
+
+    def open_here(setting: Setting, work: Work) -> Runner:
+        runner = Local(model, setting, work)
         try:
-            with ExitStack() as stack:
-                for lane, (_, _, open_) in zip(running, lanes, strict=True):
-                    _open(lane, open_, work, stack, progress)
-                _take_turns(running, work, repeats, progress)
-        finally:
-            for row in _rows(running, work):
-                add(row)
+            runner.facts["attention"] = context_facts.attention(runner.context)
+        except CannotRunError:
+            runner.close()
+            raise
+        return runner
+
+    entries: list[tuple[Setting, str, Opener]] = [
+        (setting, "mixedkv", open_here) for setting in bench.options.settings
+    ]
+    if bench.options.peer:
+        peer = Peer(bench.options.file)
+        stack.callback(peer.close)
+        entries += [
+            (setting, "llama_cpp", peer.open) for setting in bench.options.settings if setting.is_peer
+        ]
+    return entries
 
 
-def _open(lane: Lane, open_: Opener, work: Work, stack: ExitStack, progress: Progress) -> None:
-    progress.show(f"speed at {work.depth}: fill {lane.setting.name}")
+def _open(contender: Contender, open_: Opener, work: Work, stack: ExitStack, progress: Progress) -> None:
+    progress.show(f"speed at {work.depth}: fill {contender.setting.name}")
     try:
-        lane.runner = open_(lane.setting, work)
-        stack.callback(lane.runner.close)
-        lane.facts = lane.runner.facts
+        contender.runner = open_(contender.setting, work)
+        stack.callback(contender.runner.close)
+        contender.facts = contender.runner.facts
     except CannotRunError as error:
-        lane.error = str(error)
+        contender.error = str(error)
 
 
-def _take_turns(lanes: Sequence[Lane], work: Work, repeats: int, progress: Progress) -> None:
-    """The first round only warms up. Every other one goes backwards: no lane always follows another."""
+def _take_turns(contenders: Sequence[Contender], work: Work, repeats: int, progress: Progress) -> None:
+    """The first round only warms up. Every other one goes backwards: none always follows another."""
     for no in range(repeats + 1):
-        for lane in lanes[:: -1 if no % 2 else 1]:
-            progress.show(f"speed at {work.depth}: {lane.setting.name}")
-            if lane.runner is not None and not lane.error:
+        for contender in contenders[:: -1 if no % 2 else 1]:
+            progress.show(f"speed at {work.depth}: {contender.setting.name}")
+            if contender.runner is not None and not contender.error:
                 try:
-                    seconds = lane.runner.measure()
+                    seconds = contender.runner.measure()
                 except CannotRunError as error:
-                    lane.error = str(error)
+                    contender.error = str(error)
                     continue
                 if no:
-                    lane.times.append(seconds)
+                    contender.times.append(Times(*seconds))
             progress.step()
 
 
-def _rows(lanes: Sequence[Lane], work: Work) -> Iterator[Row]:
-    ours = [lane for lane in lanes if lane.engine == "mixedkv"]
-    for lane in lanes:
-        row: Row = {
-            "test": "speed",
-            "engine": lane.engine,
-            "kv": lane.setting.spec,
-            "flash_attn": lane.setting.flash_attn,
+def _rows(contenders: Sequence[Contender], work: Work) -> Iterator[SpeedRow]:
+    ours = [contender for contender in contenders if contender.engine == "mixedkv"]
+    for contender in contenders:
+        measured: dict[str, float | list[float]] = {}
+        if contender.times:
+            measured = _rates(contender, ours, "pp", work.n_prompt) | _rates(
+                contender, ours, "tg", work.n_gen
+            )
+        row = {
+            "engine": contender.engine,
+            "kv": contender.setting.spec,
+            "flash_attn": contender.setting.flash_attn,
+            "threads": work.threads,
             "depth": work.depth,
             "n_prompt": work.n_prompt,
             "n_gen": work.n_gen,
-            "threads": work.threads,
-            **lane.facts,
+            **contender.facts,
+            **measured,
         }
-        if lane.error:
-            row["error"] = lane.error
-        for i, (key, n) in enumerate((("pp", work.n_prompt), ("tg", work.n_gen))):
-            if not lane.times:
-                continue
-            samples = [n / times[i] for times in lane.times]
-            low, median, high = quartiles(samples)
-            row |= {f"{key}_tps": median, f"{key}_low": low, f"{key}_high": high, f"{key}_samples": samples}
-            if base := _fastest(ours, i, lambda lane: lane.setting.is_f16):
-                row[f"{key}_vs_f16"] = _ratio(base, lane, i)
-            if base := _fastest(ours, i, lambda other, kv=lane.setting.kv: _is_uniform_twin(other, kv)):
-                row[f"{key}_vs_uniform"] = _ratio(base, lane, i)
-        yield row
+        yield SpeedRow.model_validate(row | ({"error": contender.error} if contender.error else {}))
 
 
-def _is_uniform_twin(lane: Lane, kv: Any) -> bool:
+def _rates(
+    contender: Contender, ours: Sequence[Contender], part: Literal["pp", "tg"], n: int
+) -> dict[str, float | list[float]]:
+    """The fields of one of the two parts."""
+
+    def seconds(of: Contender) -> list[float]:
+        return [getattr(times, part) for times in of.times]
+
+    def fastest(wanted: Callable[[Contender], bool]) -> Contender | None:
+        candidates = [other for other in ours if other.times and wanted(other)]
+        return min(candidates, key=lambda other: float(np.median(seconds(other))), default=None)
+
+    samples = [n / each for each in seconds(contender)]
+    low, median, high = quartiles(samples)
+    fields: dict[str, float | list[float]] = {
+        f"{part}_tps": median, f"{part}_low": low, f"{part}_high": high, f"{part}_samples": samples
+    }  # fmt: skip
+    if base := fastest(lambda other: other.setting.is_f16):
+        fields[f"{part}_vs_f16"] = _ratio(seconds(base), seconds(contender))
+    if base := fastest(lambda other: _is_uniform_twin(other.setting, contender.setting.kv)):
+        fields[f"{part}_vs_uniform"] = _ratio(seconds(base), seconds(contender))
+    return fields
+
+
+def _is_uniform_twin(setting: Setting, kv: KVSetting) -> bool:
     """Whether it is llama.cpp's own cache of the same types."""
-    other = lane.setting.kv
-    return lane.setting.is_peer and (other.type_k, other.type_v) == (kv.type_k, kv.type_v)
+    return setting.is_peer and (setting.kv.type_k, setting.kv.type_v) == (kv.type_k, kv.type_v)
 
 
-def _fastest(lanes: Sequence[Lane], i: int, wanted: Any) -> Lane | None:
-    candidates = [lane for lane in lanes if lane.times and wanted(lane)]
-    return min(candidates, key=lambda lane: float(np.median([t[i] for t in lane.times])), default=None)
+def _ratio(base: Sequence[float], seconds: Sequence[float]) -> float:
+    """Median over rounds of how much less time it took than `base` in the same round."""
+    return float(np.median([b / t for b, t in zip(base, seconds, strict=False)]))
 
 
-def _ratio(base: Lane, lane: Lane, i: int) -> float:
-    """Median over rounds of how much faster `lane` was than `base` in the same round."""
-    return float(np.median([b[i] / t[i] for b, t in zip(base.times, lane.times, strict=False)]))
+def _cells(rows: Sequence[SpeedRow]) -> Cells:
+    n_prompt, n_gen = rows[0].n_prompt, rows[0].n_gen
+    head = ["cache", "attention", f"prompt of {n_prompt}, tok/s", "", "x f16", "x same type"]
+    head += [f"generating {n_gen}, tok/s", "", "x f16", "x same type"]
+    return [head] + [
+        [
+            row.name,
+            row.attention or NONE,
+            number(row.pp_tps, ".1f"),
+            spread(row.pp_low, row.pp_tps, row.pp_high, row.pp_samples),
+            number(row.pp_vs_f16, ".2f"),
+            number(row.pp_vs_uniform, ".2f"),
+            number(row.tg_tps, ".1f"),
+            spread(row.tg_low, row.tg_tps, row.tg_high, row.tg_samples),
+            number(row.tg_vs_f16, ".2f"),
+            number(row.tg_vs_uniform, ".2f"),
+        ]
+        for row in rows
+    ]
+
+
+TABLE = Table(row=SpeedRow, title="Speed at a depth of {} tokens", by=lambda row: row.depth, cells=_cells)
+TEST = BenchTest(name="speed", tables=(TABLE,), prepare=prepare, in_all=True)

@@ -19,12 +19,8 @@ _ID_SHOWN = 12
 _LABEL_SHOWN = 28
 
 
-def add_command(commands: Any) -> None:
-    parser = commands.add_parser(
-        "cache",
-        help="list, check and clean stored KV",
-        description="List, remove, check or clean the KV that is stored in a folder.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "List, remove, check or clean the KV that is stored in a folder."
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
     _add(actions, "ls", _ls, "list what is stored, last used first")
     rm = _add(actions, "rm", _rm, "remove entries, and what builds on them")

@@ -24,11 +24,9 @@ _SETTINGS = (
 )
 
 
-def add_command(commands: Any) -> None:
-    parser = commands.add_parser(
-        "info",
-        help="what a cache would take",
-        description="Show a model's layers and heads, and the bytes of each cache setting. Loads nothing.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Show a model's layers and heads, and the bytes of each cache setting. Loads nothing."
     )
     parser.add_argument("-m", "--model", metavar="FILE", help="GGUF model (default: the bundled one)")
     parser.add_argument(

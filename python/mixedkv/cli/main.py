@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from mixedkv import __version__, _core
-from mixedkv.cli import bench_command, cache_command, info_command, run_command, serve_command
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+
+_COMMANDS = {
+    "run": "generate text from a prompt",
+    "info": "what a cache would take",
+    "serve": "serve a model over HTTP, as OpenAI does",
+    "cache": "list, check and clean stored KV",
+    "bench": "measure speed, memory, quality and recall of cache settings, kept KV, the server",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,9 +46,21 @@ def _one_line(error: Exception) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as every other error here."""
+    """Says what is wrong in one line, as every other error here.
 
-    def error(self, message: str) -> None:  # type: ignore[override]
+    A command's module is imported when the command is called for: `serve` needs packages of an extra.
+    """
+
+    def __init__(self, *, module: str = "", **options: Any) -> None:
+        super().__init__(**options)
+        self._module = module
+
+    def parse_known_args(self, *args: Any, **options: Any) -> Any:
+        if self._module:
+            importlib.import_module(self._module).add_arguments(self)
+        return super().parse_known_args(*args, **options)
+
+    def error(self, message: str) -> NoReturn:
         print(f"mixedkv: error: {message} (see {self.prog} --help)", file=sys.stderr)
         raise SystemExit(EXIT_BAD_INPUT)
 
@@ -51,8 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=_version_line())
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (run_command, info_command, serve_command, cache_command, bench_command):
-        module.add_command(commands)
+    for name, text in _COMMANDS.items():
+        commands.add_parser(name, help=text, module=f"mixedkv.cli.{name}_command")
     return parser
 
 

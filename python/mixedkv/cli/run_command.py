@@ -26,11 +26,9 @@ _N_CTX = 8192
 _DEMO_SEED, _DEMO_SENTENCES = 7, 40
 
 
-def add_command(commands: Any) -> None:
-    parser = commands.add_parser(
-        "run",
-        help="generate text from a prompt",
-        description="Generate text. Without -p the bundled model is asked about a fact in a short journal.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Generate text. Without -p the bundled model is asked about a fact in a short journal."
     )
     parser.add_argument("-m", "--model", metavar="FILE", help="GGUF model (default: the bundled one)")
     prompt = parser.add_mutually_exclusive_group()
@@ -95,7 +93,7 @@ def _read_prompt(args: argparse.Namespace) -> str:
         return Path(args.file).read_text(encoding="utf-8")
     if args.prompt is None:
         raise ValueError("a model of your own needs a prompt: add -p TEXT or -f FILE")
-    return args.prompt
+    return str(args.prompt)
 
 
 def _as_prompt(text: str, chat: bool) -> str | list[dict[str, str]]:
@@ -116,8 +114,7 @@ def _open(path: Path, args: argparse.Namespace) -> Llama:
 
 
 def _default_n_ctx(path: Path) -> int:
-    trained = read_model_file(path).get("context_length", _N_CTX)
-    return min(_N_CTX, trained)
+    return min(_N_CTX, int(read_model_file(path).get("context_length", _N_CTX)))
 
 
 def _stream(llm: Llama, prompt: str | list[dict[str, str]], args: argparse.Namespace) -> Iterator[str]:
@@ -183,6 +180,4 @@ def _set_log(callback: Any) -> None:
     llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
 
 
-@llama_cpp.llama_log_callback
-def _no_log(_level: int, _text: bytes, _data: ctypes.c_void_p) -> None:
-    pass
+_no_log = llama_cpp.llama_log_callback(lambda _level, _text, _data: None)

@@ -3,56 +3,64 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
 
 _SHORT = {"model": "-m"}
 
 
-def add_command(commands: Any) -> None:
-    from mixedkv.server.settings import ENV_PREFIX, option_fields
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    with _naming_the_extra():
+        from mixedkv.server.settings import ENV_PREFIX, ServerSettings
 
-    parser = commands.add_parser(
-        "serve",
-        help="serve a model over HTTP, as OpenAI does",
-        description="Serve a model over HTTP: OpenAI's API with continuous batching and KV that is kept.",
-        epilog=f"Each option can also be an environment variable ({ENV_PREFIX}N_CTX=8192) or a line of a "
+    parser.description = "Serve a model over HTTP: OpenAI's API with continuous batching and KV that is kept."
+    parser.epilog = (
+        f"Each option can also be an environment variable ({ENV_PREFIX}N_CTX=8192) or a line of a "
         f"TOML file (n_ctx = 8192). The command line comes first, then the environment, then the file. "
-        f"See docs/server.md.",
+        f"See docs/server.md."
     )
     parser.add_argument("--config", metavar="FILE", help="TOML file with options")
-    for option in option_fields():
-        _add(parser, option)
+    for name, option in ServerSettings.model_fields.items():
+        _add(parser, name, option)
     parser.set_defaults(command=run)
 
 
-def _add(parser: argparse.ArgumentParser, option: Any) -> None:
-    flags = [_SHORT[option.name]] if option.name in _SHORT else []
-    flags.append("--" + option.name.replace("_", "-"))
-    text = option.metadata["help"]
-    if option.type == "bool":
+def _add(parser: argparse.ArgumentParser, name: str, option: FieldInfo) -> None:
+    flags = [_SHORT[name]] if name in _SHORT else []
+    flags.append("--" + name.replace("_", "-"))
+    text, kind = option.description or "", type(option.default)
+    if kind is bool:
         parser.add_argument(*flags, action=argparse.BooleanOptionalAction, default=None, help=text)
         return
     if option.default not in ("", 0) and "default" not in text:
         text += f" (default: {option.default})"
-    kind = {"int": int, "float": float, "str": str}[option.type]
-    parser.add_argument(*flags, metavar=option.metadata["metavar"], type=kind, default=None, help=text)
+    metavar = cast("dict[str, str]", option.json_schema_extra)["metavar"]
+    parser.add_argument(*flags, metavar=metavar, type=kind, default=None, help=text)
 
 
 def run(args: argparse.Namespace) -> None:
-    from mixedkv.server.settings import load_settings, option_fields
+    from mixedkv.server.settings import ServerSettings, load_settings
 
-    given = {
-        option.name: getattr(args, option.name)
-        for option in option_fields()
-        if getattr(args, option.name) is not None
-    }
+    options = {name: getattr(args, name) for name in ServerSettings.model_fields}
+    given = {name: value for name, value in options.items() if value is not None}
     settings = load_settings(given, args.config)
-    try:
+    with _naming_the_extra():
         from mixedkv.server.serve import serve
+    serve(settings)
+
+
+@contextlib.contextmanager
+def _naming_the_extra() -> Iterator[None]:
+    """A package that is missing is one of the extra `server`, whose name the user must know."""
+    try:
+        yield
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("mixedkv"):
             raise
         raise ValueError(
             f"`mixedkv serve` needs {error.name}, which is not installed: pip install 'mixedkv[server]'"
         ) from None
-    serve(settings)

@@ -1,34 +1,55 @@
-"""Settings of the server: one frozen dataclass, from the command line, the environment and a TOML file."""
+"""Settings of the server: one frozen model, from the command line, the environment and a TOML file."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
 
 from mixedkv.config import parse_kv
 from mixedkv.limits import INT32_MAX, MAX_SEQUENCES
 
 ENV_PREFIX = "MIXEDKV_"
 
+_WORDS = {  # of pydantic's messages, by ours
+    "Input should be greater than or equal to": "use at least",
+    "Input should be less than or equal to": "use at most",
+    "Input should be": "use",
+}
+
 
 def _option(
     default: Any, text: str, metavar: str = "", low: float | None = None, high: float | None = None
 ) -> Any:
-    return field(default=default, metadata={"help": text, "metavar": metavar, "low": low, "high": high})
+    return Field(default=default, description=text, ge=low, le=high, json_schema_extra={"metavar": metavar})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServerSettings:
-    """Everything `mixedkv serve` can be told; `options` tells what each field means.
+class ServerSettings(BaseSettings):
+    """Everything `mixedkv serve` can be told.
 
     Raises:
         ValueError: a value is out of range or does not go with another; the message names the field.
     """
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        env_prefix=ENV_PREFIX,
+        protected_namespaces=(),  # `model_name` is a name of ours
+    )
 
     model: str = _option("", "GGUF model (default: the bundled one)", "FILE")
     model_name: str = _option("", "its name for clients (default: the file's name)", "NAME")
@@ -51,7 +72,7 @@ class ServerSettings:
         1.05,
         1000,
     )
-    reuse: str = _option(
+    reuse: Literal["exact", "prefix"] = _option(
         "exact",
         "exact: what equals an evaluation from the start; prefix: also where the F16 window has aged out",
         "HOW",
@@ -82,12 +103,14 @@ class ServerSettings:
     warm: str = _option("", "file of JSON lines with prompts (or messages) to evaluate at the start", "FILE")
     verbose: bool = _option(False, "show llama.cpp's log")
 
-    def __post_init__(self) -> None:
-        for option in fields(self):
-            _check(option.name, getattr(self, option.name), option.type, option.metadata)
-        parse_kv(self.kv)
-        if self.reuse not in ("exact", "prefix"):
-            raise ValueError(f"reuse={self.reuse!r}: use exact or prefix")
+    @field_validator("kv")
+    @classmethod
+    def _is_a_cache(cls, kv: str) -> str:
+        parse_kv(kv)
+        return kv
+
+    @model_validator(mode="after")
+    def _go_together(self) -> ServerSettings:
         if self.parallel + self.idle_prefixes > MAX_SEQUENCES:
             raise ValueError(
                 f"parallel={self.parallel} and idle_prefixes={self.idle_prefixes} are more than the "
@@ -102,6 +125,18 @@ class ServerSettings:
             )
         if self.store_key_file and not self.store:
             raise ValueError("store_key_file is given without store: there is nothing to encrypt")
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)  # `ServerSettings(...)` is made of what is given and nothing else
 
     @property
     def local_only(self) -> bool:
@@ -135,64 +170,48 @@ def load_settings(
         OSError: the file cannot be read.
     """
     config = config or environ.get(ENV_PREFIX + "CONFIG")
-    values = {**(_read_toml(config) if config else {}), **_read_environ(environ), **given}
-    return ServerSettings(**values)
-
-
-def option_fields() -> list[Any]:
-    return list(fields(ServerSettings))
-
-
-def parse_value(kind: Any, text: str) -> Any:
-    """A value from text, for the type of a field ("int", "float", "bool", "str")."""
-    if kind == "bool":
-        if text.lower() in ("1", "true", "yes", "on"):
-            return True
-        if text.lower() in ("0", "false", "no", "off", ""):
-            return False
-        raise ValueError(f"{text!r} is neither true nor false")
+    file = _read_toml(config) if config else {}
+    environment = _read_environ(environ)
+    origins = (
+        {name: f"{config}: {name}" for name in file}
+        | {name: ENV_PREFIX + name.upper() for name in environment}
+        | {name: "--" + name.replace("_", "-") for name in given}
+    )
     try:
-        return {"int": int, "float": float, "str": str}[kind](text)
-    except ValueError:
-        raise ValueError(f"{text!r} is not a {'whole number' if kind == 'int' else 'number'}") from None
+        return ServerSettings(**{**file, **environment, **given})
+    except ValidationError as error:
+        raise ValueError("; ".join(_explain(dict(one), origins) for one in error.errors())) from None
 
 
 def _read_toml(path: str) -> dict[str, Any]:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib  # of the extra `server`
+    with Path(path).open("rb"):  # a file that is not there would count as an empty one
+        pass
     try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        values = TomlConfigSettingsSource(ServerSettings, path)()
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     values = {name.replace("-", "_"): value for name, value in values.items()}
-    known = {option.name: option.type for option in fields(ServerSettings)}
-    if unknown := sorted(values.keys() - known):
-        raise ValueError(f"{path}: unknown option {unknown[0]!r}; known: {', '.join(known)}")
-    return {
-        name: float(value) if known[name] == "float" and type(value) is int else value
-        for name, value in values.items()
-    }
+    if unknown := sorted(values.keys() - ServerSettings.model_fields):
+        raise ValueError(
+            f"{path}: unknown option {unknown[0]!r}; known: {', '.join(ServerSettings.model_fields)}"
+        )
+    return values
 
 
 def _read_environ(environ: Mapping[str, str]) -> dict[str, Any]:
     """Other MIXEDKV_ variables belong to other parts (kernels, tests): only options are read."""
-    values = {}
-    for option in fields(ServerSettings):
-        name = ENV_PREFIX + option.name.upper()
-        if name in environ:
-            try:
-                values[option.name] = parse_value(option.type, environ[name])
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
-    return values
+    source = EnvSettingsSource(ServerSettings)
+    source.env_vars = {name.lower(): value for name, value in environ.items()}
+    return source()
 
 
-def _check(name: str, value: Any, kind: Any, limits: Mapping[str, Any]) -> None:
-    expected = {"int": int, "float": (int, float), "bool": bool, "str": str}[kind]
-    if not isinstance(value, expected) or (isinstance(value, bool) and kind != "bool"):
-        raise ValueError(f"{name}={value!r}: a value of type {kind} is needed")
-    low, high = limits["low"], limits["high"]
-    if low is not None and not low <= value <= high:
-        raise ValueError(f"{name}={value}: use {low} to {high}")
+def _explain(error: dict[str, Any], origins: Mapping[str, str]) -> str:
+    """One of pydantic's errors in a line: where the value came from, what it is, what is needed."""
+    cause = error.get("ctx", {}).get("error", "")
+    if not error["loc"]:  # of several options, which it names
+        return str(cause)
+    origin = origins[error["loc"][0]]
+    wanted = str(cause) or error["msg"]
+    for theirs, ours in _WORDS.items():
+        wanted = wanted.replace(theirs, ours)
+    return f"{origin}={error['input']!r}: {wanted}"

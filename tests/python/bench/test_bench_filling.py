@@ -12,7 +12,7 @@ import pytest
 from mixedkv.bench.harness.cache_settings import Setting, make_settings
 from mixedkv.bench.harness.contexts import Context, Model
 from mixedkv.bench.harness.filling import make_fill
-from mixedkv.bench.speed import Local, Work
+from mixedkv.bench.harness.speed_run import Local, Work
 from mixedkv.bundled import model_path
 
 SINKS = 4

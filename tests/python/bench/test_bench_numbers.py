@@ -10,8 +10,9 @@ import pytest
 from mixedkv.bench import quality
 from mixedkv.bench.harness import sample_text, summary
 from mixedkv.bench.harness.cache_settings import make_settings
+from mixedkv.bench.harness.speed_run import Work
 from mixedkv.bench.memory import longest_context
-from mixedkv.bench.speed import Lane, Work, _rows
+from mixedkv.bench.speed import Contender, Times, _rows
 from mixedkv.bundled import model_path
 from mixedkv.config import parse_kv
 from mixedkv.model.footprint import footprint, model_shape
@@ -56,13 +57,13 @@ def test_ratios_are_taken_within_a_round() -> None:
     """A machine that slows down during a run slows all settings alike."""
     f16, q4_0 = make_settings(["f16", "q4_0"], "on")
     slowing = [1.0, 2.0, 4.0]
-    lanes = [
-        Lane(f16, "mixedkv", times=[(t, t) for t in slowing]),
-        Lane(q4_0, "mixedkv", times=[(2 * t, 0.5 * t) for t in slowing]),
+    contenders = [
+        Contender(f16, "mixedkv", times=[Times(t, t) for t in slowing]),
+        Contender(q4_0, "mixedkv", times=[Times(2 * t, 0.5 * t) for t in slowing]),
     ]
-    row = list(_rows(lanes, Work(depth=0, n_prompt=8, n_gen=4, threads=1)))[1]
-    assert (row["pp_vs_f16"], row["tg_vs_f16"]) == (0.5, 2.0)
-    assert row["pp_samples"] == [4.0, 2.0, 1.0]
+    row = list(_rows(contenders, Work(depth=0, n_prompt=8, n_gen=4, threads=1)))[1]
+    assert (row.pp_vs_f16, row.tg_vs_f16) == (0.5, 2.0)
+    assert row.pp_samples == [4.0, 2.0, 1.0]
 
 
 @pytest.mark.parametrize("spec", ["f16", "q4_0", "mixed", "mixed:threshold=2048,group=64"])

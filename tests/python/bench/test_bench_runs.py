@@ -15,10 +15,11 @@ from pathlib import Path
 import llama_cpp
 import pytest
 
+from mixedkv.bench.catalog import Document
 from mixedkv.bench.harness.cache_settings import DEFAULT_SPECS, make_settings
 from mixedkv.bench.harness.contexts import CannotRunError
+from mixedkv.bench.harness.speed_run import Work
 from mixedkv.bench.harness.stock_peer import Peer
-from mixedkv.bench.speed import Work
 from mixedkv.bundled import model_path
 from mixedkv.config import PRESETS, MixedKVConfig, parse_kv
 from mixedkv.model.footprint import footprint, model_shape
@@ -263,7 +264,7 @@ def test_plots(quality: dict, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from mixedkv.bench.output import plots
 
-    paths = plots.draw(quality, tmp_path)
+    paths = plots.draw(Document.model_validate(quality), tmp_path)
     assert {path.name for path in paths} == {"frontier.png", "error-by-position.png"}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
 

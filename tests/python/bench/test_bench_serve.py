@@ -19,13 +19,14 @@ from typing import Any
 import llama_cpp
 import pytest
 
+from mixedkv.bench.catalog import Document
 from mixedkv.bench.harness import servers
 from mixedkv.bench.harness.cache_settings import make_settings
 from mixedkv.bench.harness.chat_client import Answer, Sampling, ask
 from mixedkv.bench.harness.contexts import CannotRunError, Model
 from mixedkv.bench.harness.http_connection import connect
 from mixedkv.bench.harness.replay import Replay, make_conversation, replay
-from mixedkv.bench.serving import Lane, Work, _of_replays
+from mixedkv.bench.serving import Contender, Script, Work, _of_replays, _stall
 from mixedkv.bundled import model_path
 from mixedkv.cli import main
 from mixedkv.model.gguf_file import read_model_file
@@ -107,13 +108,13 @@ def test_a_long_prompt_beside_streams(data: dict[str, Any]) -> None:
 def test_the_tables_and_plots(data: dict[str, Any], tmp_path: Path) -> None:
     from mixedkv.bench.output.report import render
 
-    text = render(data)
+    text = render(Document.model_validate(data))
     assert re.search(r"Server with 3 at a time\n.*\n  q8_0 +[\d.]+ +[\d.]+ +- +\d+ ms", text)
     assert "Time between tokens of 2 answers" in text
     pytest.importorskip("matplotlib")
     from mixedkv.bench.output import plots
 
-    (path,) = plots.draw(data, tmp_path)
+    (path,) = plots.draw(Document.model_validate(data), tmp_path)
     assert path.name == "serve.png"
     assert path.read_bytes().startswith(b"\x89PNG")
 
@@ -161,10 +162,10 @@ def test_ratios_are_taken_within_a_round() -> None:
     (setting,) = make_settings(["f16"], "off")
     slowing = [1.0, 2.0, 4.0]
 
-    def lane(engine: str, factor: float) -> Lane:
+    def contender(engine: str, factor: float) -> Contender:
         answer = Answer(times=[0.1], texts=["a"], end="length")
         replays = [Replay(factor * t, [[answer]]) for t in slowing]
-        return Lane(
+        return Contender(
             engine,
             setting,
             lambda port: [],
@@ -172,8 +173,12 @@ def test_ratios_are_taken_within_a_round() -> None:
         )
 
     work = Work(n_prompt=8, n_gen=5, turns=1, clients=(1, 2), threads=1, repeats=3, peer=True)
-    lanes = [lane("mixedkv", 0.5), lane(servers.STOCK, 2.0), lane(servers.STOCK_CACHE, 1.5)]
-    row = _of_replays(lanes[0], lanes, 2, lanes[0].replays[2], work)
+    contenders = [
+        contender("mixedkv", 0.5),
+        contender(servers.STOCK, 2.0),
+        contender(servers.STOCK_CACHE, 1.5),
+    ]
+    row = _of_replays(contenders[0], contenders, 2, contenders[0].replays[2], work)
     assert row["vs_serial"] == 2
     assert row["vs_stock"] == 3  # the faster of the stock server's
     assert row["tps_samples"] == [10.0, 5.0, 2.5]  # n_gen tokens, since the answer ended at its limit
@@ -351,17 +356,25 @@ def test_a_stock_server_that_is_not_installed(
 
 
 def test_every_server_gets_the_same() -> None:
-    need = servers.Need(file=read_model_file(model_path()), n_ctx=1024, clients=8, threads=3)
+    spec = servers.ServerSpec(file=read_model_file(model_path()), n_ctx=1024, clients=8, threads=3)
     (setting,) = make_settings(["mixed"], "off")
-    ours = servers.mixedkv_command(need, setting, 1)
+    ours = servers.mixedkv_command(spec, setting, 1)
     assert ours[ours.index("--n-ctx") + 1] == str(8 * 1024)
     assert ours[ours.index("--parallel") + 1] == "8"
     assert ours[ours.index("--threads") + 1] == "3"
-    stock = servers.stock_command(need, servers.STOCK, 1)
+    stock = servers.stock_command(spec, servers.STOCK, 1)
     assert stock[stock.index("--n_ctx") + 1] == "1024"
     assert stock[stock.index("--n_threads") + 1] == stock[stock.index("--n_threads_batch") + 1] == "3"
     assert "--cache" not in stock
-    assert "--cache" in servers.stock_command(need, servers.STOCK_CACHE, 1)
+    assert "--cache" in servers.stock_command(spec, servers.STOCK_CACHE, 1)
+
+
+def test_a_context_too_small_for_a_stall_is_an_error_with_a_remedy(model: Model) -> None:
+    file = read_model_file(model_path())
+    work = Work(n_prompt=8, n_gen=5, turns=1, clients=(2,), threads=1, repeats=1, peer=False)
+    spec = servers.ServerSpec(file=file, n_ctx=256, clients=2, threads=1)
+    with pytest.raises(CannotRunError, match="use a larger --n-ctx"):
+        _stall(None, 0, Script(model, file, work), work, spec)  # type: ignore[arg-type]
 
 
 @needs_server

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mixedkv.bench.catalog import Document
 from mixedkv.bench.harness.cache_settings import make_settings
 from mixedkv.bench.harness.contexts import CannotRunError
 from mixedkv.bench.harness.kept_kv_run import Place, Run, in_new_process
 from mixedkv.bench.harness.page_cache import drop_cached, resident_share
-from mixedkv.bench.kept_kv import TIERS, Lane, Work, _rows
+from mixedkv.bench.kept_kv import TIERS, TierTimes, Work, _rows
 from mixedkv.bundled import model_path
 from mixedkv.cli import main
 from support.bench_support import by_kv, run
@@ -82,7 +83,7 @@ def test_a_turn_evaluates_its_message(data: dict[str, Any]) -> None:
 def test_the_tables(data: dict[str, Any]) -> None:
     from mixedkv.bench.output.report import render
 
-    text = render(data)
+    text = render(Document.model_validate(data))
     assert re.search(r"Kept KV: a prompt of 400 tokens.*\n.*\n  f16 no flash, cold +[\d.]+", text)
     assert re.search(rf"{MIXED}, disk +[\d.]+.* 3\d\.\d%", text)
     assert re.search(rf"{MIXED} +tokens evaluated +200 +9 +9$", text)
@@ -92,19 +93,20 @@ def test_plots(data: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from mixedkv.bench.output import plots
 
-    paths = plots.draw(data, tmp_path)
+    paths = plots.draw(Document.model_validate(data), tmp_path)
     assert {path.name for path in paths} == {"store.png", "chat.png"}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
 
 
 def test_ratios_are_taken_within_a_round() -> None:
-    lanes = {tier: Lane(ttft=[1.0, 2.0, 4.0]) for tier in TIERS}
-    lanes["encrypted"] = Lane(ttft=[2.0, 4.0, 8.0])
-    lanes["cold"] = Lane(ttft=[10.0, 20.0, 40.0])
+    times = {tier: TierTimes(ttft=[1.0, 2.0, 4.0]) for tier in TIERS}
+    times["encrypted"] = TierTimes(ttft=[2.0, 4.0, 8.0])
+    times["cold"] = TierTimes(ttft=[10.0, 20.0, 40.0])
+    head = {"kv": "f16", "flash_attn": False, "threads": 1}
     work = Work(n_prompt=8, n_new=1, n_gen=1, turns=1, threads=1, repeats=3)
-    rows = {row["tier"]: row for row in _rows(lanes, work, 0)}
-    assert rows["disk"]["vs_cold"] == pytest.approx(0.1)
-    assert rows["encrypted"]["vs_disk"] == 2
+    rows = {row.tier: row for row in _rows(times, head, work, 0)}
+    assert rows["disk"].vs_cold == pytest.approx(0.1)
+    assert rows["encrypted"].vs_disk == 2
 
 
 def test_files_that_were_forgotten(tmp_path: Path) -> None:

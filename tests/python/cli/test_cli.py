@@ -15,6 +15,7 @@ import pytest
 from mixedkv import Llama, __version__
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
+from mixedkv.cli import main
 from mixedkv.config import parse_kv
 from mixedkv.kv.stats import format_saving
 from mixedkv.model.footprint import footprint, model_shape
@@ -143,6 +144,34 @@ def test_bad_input_is_one_line_and_code_2(args: list[str], message: str) -> None
     (line,) = done.stderr.splitlines()
     assert line.startswith("mixedkv: error: ")
     assert message in line
+
+
+def test_serve_without_its_extra_names_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pydantic_settings", None)
+    monkeypatch.delitem(sys.modules, "mixedkv.server.settings", raising=False)
+    assert main(["serve", "--help"]) == 2
+    assert "needs pydantic_settings, which is not installed: pip install 'mixedkv[server]'" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unneeded"),
+    [(["--help"], ("mixedkv.bench", "mixedkv.server")), (["serve", "--help"], ("fastapi", "mixedkv.engine"))],
+)
+def test_help_loads_little(arguments: list[str], unneeded: tuple[str, ...]) -> None:
+    program = (
+        "import atexit, sys; from mixedkv.cli import main; "
+        "atexit.register(lambda: print('LOADED', *sys.modules)); main(sys.argv[1:])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True
+    )
+    loaded = done.stdout.rpartition("LOADED")[2].split()
+    assert "mixedkv.cli.main" in loaded
+    assert not [name for name in loaded if name.startswith(unneeded)]
 
 
 @pytest.mark.parametrize("name", ["llama-48", "deepseek2", "mamba", "bert"])

@@ -348,13 +348,40 @@ def test_the_command_line_comes_before_the_environment_before_the_file(tmp_path:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("colour = 1", "colour"), ("port = 70000", "port"), ('port = "x"', "port"), ("a = [", "serve.toml")],
+    [
+        ("colour = 1", "colour"),
+        ("_env_file = 1", "unknown option '_env_file'"),
+        ("port = 70000", "port"),
+        ('port = "x"', "port"),
+        ("a = [", "serve.toml"),
+    ],
 )
 def test_a_bad_file_is_an_error_that_names_the_option(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "serve.toml"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         load_settings({}, str(path), {})
+
+
+def test_a_bad_value_is_one_line_that_says_where_it_came_from(tmp_path: Path) -> None:
+    path = tmp_path / "serve.toml"
+    path.write_text("n-ctx = -1\nport = 70000\n")
+    environ = {"MIXEDKV_PORT": "many", "MIXEDKV_EMBEDDINGS": "maybe"}
+    with pytest.raises(ValueError, match="n_ctx") as caught:
+        load_settings({"kv": "q3"}, str(path), environ)
+    parts = str(caught.value).split("; ")
+    assert parts[0].startswith("--kv='q3': ")
+    assert parts[1:] == [
+        f"{path}: n_ctx=-1: use at least 0",
+        "MIXEDKV_EMBEDDINGS='maybe': use a valid boolean",
+        "MIXEDKV_PORT='many': use a valid integer",
+    ]
+
+
+def test_the_environment_has_text_for_every_kind(tmp_path: Path) -> None:
+    environ = {"MIXEDKV_SLOWDOWN": "3", "MIXEDKV_EMBEDDINGS": "on", "MIXEDKV_MODEL_NAME": "7"}
+    settings = load_settings({}, None, environ)
+    assert (settings.slowdown, settings.embeddings, settings.model_name) == (3.0, True, "7")
 
 
 @pytest.mark.parametrize(

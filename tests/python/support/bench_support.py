@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mixedkv.bench.output import schema
+from mixedkv.bench.catalog import Document
 from mixedkv.cli import main
 
 Row = dict[str, Any]
@@ -16,7 +16,7 @@ def run(path: Path, *arguments: str) -> dict[str, Any]:
     """The object that a run of `mixedkv bench` writes, which must be right."""
     assert main(["bench", *arguments, "--threads", "1", "--json", str(path)]) == 0
     data = json.loads(path.read_text())
-    assert schema.problems(data) == []
+    assert Document.model_validate(data).as_json() == data
     assert data["interrupted"] is False
     return data
 

@@ -1,1 +1,1 @@
-"""What the benches measure with."""
+"""What the tests of `mixedkv bench` share: contexts, servers, clients, rows and tables."""

@@ -48,7 +48,7 @@ def make_settings(specs: Sequence[str], flash: str = "both") -> list[Setting]:
     Raises:
         ValueError: a spec is unknown.
     """
-    settings = {}
+    settings: dict[tuple[KVSetting, bool], Setting] = {}
     for spec in specs:
         kv = parse_kv(spec)
         choices = (

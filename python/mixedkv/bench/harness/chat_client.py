@@ -91,9 +91,10 @@ async def watch(connection: Connection, body: dict[str, Any], answer: Answer) ->
 
 def _parse(data: bytes) -> dict[str, Any]:
     try:
-        return json.loads(data)
+        event: dict[str, Any] = json.loads(data)
     except ValueError:
         raise CannotRunError(f"the server sent an event that is not JSON: {data[:80]!r}") from None
+    return event
 
 
 def _take(event: dict[str, Any], answer: Answer, seconds: float) -> bool:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypedDict
 
 from mixedkv.bench.harness.contexts import CannotRunError, Context
 
 
-def of_context(context: Context) -> dict[str, Any]:
+class CacheFacts(TypedDict, total=False):
+    """Fields of a row of a cache."""
+
+    kv_bytes: int
+    bits_per_element: float | None
+    attention: str
+
+
+def of_context(context: Context) -> CacheFacts:
     """kv_bytes from llama.cpp's own memory breakdown, bits_per_element, attention; of our library only.
 
     Raises:

@@ -122,7 +122,8 @@ class _Rows:
     def repeat(self, n: int) -> Bytes:
         again = np.arange(n) % self.rows.shape[0]
         rows = self.rows[again]
-        return rows.transpose(1, 0, 2).reshape(-1) if self.transposed else rows.reshape(-1)
+        flat: Bytes = (rows.transpose(1, 0, 2) if self.transposed else rows).reshape(-1)
+        return flat
 
 
 @dataclass

@@ -58,7 +58,6 @@ class Run:
         self.llm.close()
 
     def clear(self) -> None:
-        self.llm.reset()
         self.llm.kv.clear()
 
     def first_token(self, tokens: Tokens) -> int:

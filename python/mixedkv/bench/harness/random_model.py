@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +72,8 @@ class RandomModel:
         random = np.random.default_rng(self.seed)
 
         def matrix(n_out: int, n_in: int) -> npt.NDArray[np.float16]:
-            return (random.standard_normal((n_out, n_in), np.float32) / np.sqrt(n_in)).astype(np.float16)
+            values = random.standard_normal((n_out, n_in), np.float32) / np.sqrt(n_in)
+            return np.asarray(values, np.float16)
 
         ones = np.ones(self.n_embd, np.float32)
         n_q, n_kv = self.n_head * self.head_size, self.n_head_kv * self.head_size
@@ -123,4 +123,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -116,19 +116,18 @@ def _group(random: Random, world: World, variant: str) -> Sequence[Fact]:
         return [world.fact()]
     while True:
         fact = world.fact()
-        if _subject(fact) is not None:
-            return [fact, *_rivals(random, world, fact)]
+        if (subject := _subject(fact)) is not None:
+            return [fact, *_rivals(random, world, *subject)]
 
 
-def _rivals(random: Random, world: World, fact: Fact) -> list[Fact]:
-    kind, *wanted = _subject(fact) or ()
+def _rivals(random: Random, world: World, kind: str, name: str, thing: str) -> list[Fact]:
     rivals: list[Fact] = []
     for _ in range(_TRIES):
         other = World(random).fact()
         subject = _subject(other)
         if subject is None or subject[0] != kind or other.question in world.facts:
             continue
-        if subject[1] == wanted[0] or subject[2] == wanted[1]:
+        if subject[1] == name or subject[2] == thing:
             world.facts[other.question] = other
             rivals.append(other)
             if len(rivals) == _RIVALS:

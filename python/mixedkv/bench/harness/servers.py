@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mixedkv.bench.harness.cache_settings import Setting
 from mixedkv.bench.harness.contexts import CannotRunError
-from mixedkv.bench.harness.stock_peer import _would_crash
+from mixedkv.bench.harness.stock_peer import would_crash
 from mixedkv.model.gguf_file import ModelFile
 
 STOCK, STOCK_CACHE = "llama_cpp", "llama_cpp, RAM cache"
@@ -31,7 +31,7 @@ _STOP_SECONDS = 20.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Need:
+class ServerSpec:
     """What every server gets: `n_ctx` tokens for each of `clients`, and CPU threads."""
 
     file: ModelFile
@@ -40,22 +40,22 @@ class Need:
     threads: int
 
 
-def mixedkv_command(need: Need, setting: Setting, port: int) -> list[str]:
+def mixedkv_command(spec: ServerSpec, setting: Setting, port: int) -> list[str]:
     """One pool of rows for all clients, so that each has as many as the stock server's only one."""
-    command = [sys.executable, "-m", "mixedkv", "serve", "-m", str(need.file.path), "--kv", setting.spec]
-    command += ["--n-ctx", str(need.n_ctx * need.clients), "--parallel", str(need.clients)]
-    return [*command, "--threads", str(need.threads), "--host", "127.0.0.1", "--port", str(port)]
+    command = [sys.executable, "-m", "mixedkv", "serve", "-m", str(spec.file.path), "--kv", setting.spec]
+    command += ["--n-ctx", str(spec.n_ctx * spec.clients), "--parallel", str(spec.clients)]
+    return [*command, "--threads", str(spec.threads), "--host", "127.0.0.1", "--port", str(port)]
 
 
-def stock_command(need: Need, engine: str, port: int) -> list[str]:
+def stock_command(spec: ServerSpec, engine: str, port: int) -> list[str]:
     """The stock server at its best: it writes no logits of prompts, and lets an answer end before the next
     request begins, which by default would cut it off. Without flash attention, which slows down its decoding.
     """
     options = {
-        "model": need.file.path,
-        "n_ctx": need.n_ctx,
-        "n_threads": need.threads,
-        "n_threads_batch": need.threads,
+        "model": spec.file.path,
+        "n_ctx": spec.n_ctx,
+        "n_threads": spec.threads,
+        "n_threads_batch": spec.threads,
         "logits_all": "false",
         "interrupt_requests": "false",
         "verbose": "false",
@@ -64,14 +64,14 @@ def stock_command(need: Need, engine: str, port: int) -> list[str]:
     }
     if engine == STOCK_CACHE:
         options |= {"cache": "true", "cache_type": "ram"}
-    crashes = _would_crash(need.file)
+    crashes = would_crash(spec.file)
     server = [str(_STOCK_CHILD)] if crashes else ["-m", "llama_cpp.server"]
     return [sys.executable, *server, *(text for key in options for text in (f"--{key}", str(options[key])))]
 
 
 def stock_extra_buffers(file: ModelFile) -> bool:
     """Whether the stock server runs on repacked weights: not where it would crash of them."""
-    return not _would_crash(file)
+    return not would_crash(file)
 
 
 def check_stock() -> None:

@@ -86,7 +86,7 @@ async def _stream(url: str, body: dict[str, object], gaps: list[tuple[float, flo
                 last = now
 
 
-async def _until(done: Callable[[], bool], streams: list[asyncio.Future[None]]) -> None:
+async def _until(done: Callable[[], bool], streams: Sequence[asyncio.Future[None]]) -> None:
     end = time.monotonic() + _MAX_SECONDS
     while not done():
         for stream in streams:

@@ -17,7 +17,7 @@ from typing import Any
 
 from mixedkv.bench.harness.cache_settings import Setting
 from mixedkv.bench.harness.contexts import CannotRunError
-from mixedkv.bench.speed import Work
+from mixedkv.bench.harness.speed_run import RunFacts, Work
 from mixedkv.model.gguf_file import ModelFile
 
 _CHILD = Path(__file__).with_name("stock_peer_child.py")
@@ -32,7 +32,7 @@ class Peer:
     """
 
     def __init__(self, model: ModelFile) -> None:
-        extra = "0" if _would_crash(model) else "1"
+        extra = "0" if would_crash(model) else "1"
         environment = {key: value for key, value in os.environ.items() if key != _VARIABLE}
         self._process = subprocess.Popen(
             [sys.executable, str(_CHILD), str(model.path), extra],
@@ -71,7 +71,7 @@ class Peer:
         line = self._process.stdout.readline()
         if not line:
             raise CannotRunError(self._why_dead())
-        answer = json.loads(line)
+        answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise CannotRunError(answer["error"])
         return answer
@@ -101,7 +101,12 @@ class PeerRunner:
         self._peer = peer
         answer = peer.ask(do="open", spec=setting.spec, flash_attn=setting.flash_attn, work=asdict(work))
         self._id = answer["id"]
-        self.facts = {**peer.facts, "fill": answer["fill"], "attention": "llama.cpp"}
+        self.facts: RunFacts = {
+            "fill": answer["fill"],
+            "attention": "llama.cpp",
+            "peer_version": peer.facts["peer_version"],
+            "peer_extra_buffers": peer.facts["peer_extra_buffers"],
+        }
 
     def measure(self) -> tuple[float, float]:
         answer = self._peer.ask(do="measure", id=self._id)
@@ -112,7 +117,7 @@ class PeerRunner:
             self._peer.ask(do="close", id=self._id)
 
 
-def _would_crash(model: ModelFile) -> bool:
+def would_crash(model: ModelFile) -> bool:
     """Built by GCC before 13, llama.cpp dies where AMX repacks quantised weights; our patches mend that."""
     plain = (0, 1, 32)  # general.file_type: F32, F16, BF16
     cpu = Path("/proc/cpuinfo")

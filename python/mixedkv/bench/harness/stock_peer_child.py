@@ -27,7 +27,7 @@ def main() -> None:
 
     from mixedkv.bench.harness.cache_settings import make_settings
     from mixedkv.bench.harness.contexts import Model
-    from mixedkv.bench.speed import Local, Work
+    from mixedkv.bench.harness.speed_run import Local, Work
 
     extra_buffers = sys.argv[2] == "1"
     try:
@@ -36,16 +36,15 @@ def main() -> None:
         _answer(error=str(error))
         return
     _answer(peer_version=llama_cpp.__version__, peer_extra_buffers=extra_buffers)
-    runners = {}
+    runners: list[Local] = []
     for line in sys.stdin:
         request = json.loads(line)
         try:
             if request["do"] == "open":
                 flash = "on" if request["flash_attn"] else "off"
                 (setting,) = make_settings([request["spec"]], flash)
-                runner = Local(model, setting, Work(**request["work"]))
-                runners[len(runners)] = runner
-                _answer(id=len(runners) - 1, **runner.facts)
+                runners.append(Local(model, setting, Work(**request["work"])))
+                _answer(id=len(runners) - 1, **runners[-1].facts)
             elif request["do"] == "measure":
                 prompt, generated = runners[request["id"]].measure()
                 _answer(prompt=prompt, generated=generated)

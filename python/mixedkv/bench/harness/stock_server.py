@@ -16,7 +16,7 @@ _default_params = llama_cpp.llama_model_default_params
 
 
 def _without_extra_buffers() -> llama_cpp.llama_model_params:
-    params = _default_params()
+    params: llama_cpp.llama_model_params = _default_params()
     params.use_extra_bufts = False
     return params
 

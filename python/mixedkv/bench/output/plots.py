@@ -7,7 +7,6 @@ draws them again from a saved result.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,16 +17,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MultipleLocator, NullFormatter
 
+from mixedkv.bench.catalog import Document
+from mixedkv.bench.harness.row import Row
 from mixedkv.bench.output import plots_kept
-from mixedkv.bench.output.cells import setting_name
-
-Row = dict[str, Any]
+from mixedkv.bench.output.plots_kept import Styles
+from mixedkv.bench.quality import QualityRow
+from mixedkv.bench.speed import SpeedRow
 
 # Okabe and Ito (2008): told apart with any colour vision. Llama.cpp's caches are grey and black.
 _MIXED = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#B8A800")
 _UNIFORM = ("#000000", "#767676", "#3F3F3F", "#9A9A9A", "#5A5A5A", "#B0B0B0")
 _MARKERS = "osD^vP*X"
-_STYLE = {
+_STYLE: Any = {  # rc_context wants each key as a literal type
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -41,36 +42,35 @@ _STYLE = {
 _DPI = 160
 
 
-def draw(data: dict[str, Any], folder: Path) -> list[Path]:
+def draw(document: Document, folder: Path) -> list[Path]:
     """Draw what the rows have numbers for; the paths written."""
-    rows = [row for row in data["rows"] if "error" not in row]
-    styles = _styles(rows)
+    rows = [row for row in document.rows if row.error is None]
     written = []
     with mpl.rc_context(_STYLE):
-        for name, figure in _figures(rows, styles, data["model"]["name"]):
+        for name, figure in _figures(rows, _styles(rows), document.model.name):
             path = folder / f"{name}.png"
             figure.savefig(path, dpi=_DPI, bbox_inches="tight")
             written.append(path)
     return written
 
 
-def _figures(rows: Sequence[Row], styles: dict[str, Row], model: str) -> Iterator[tuple[str, Figure]]:
-    quality = [row for row in rows if row["test"] == "quality" and row.get("kld_mean")]
-    mode = "token" if any(row["mode"] == "token" for row in quality) else "batch"
-    quality = [row for row in quality if row["mode"] == mode]
+def _figures(rows: Sequence[Row], styles: Styles, model: str) -> Iterator[tuple[str, Figure]]:
+    quality = [row for row in rows if isinstance(row, QualityRow) and row.kld_mean and not row.control]
+    mode = "token" if any(row.mode == "token" for row in quality) else "batch"
+    quality = [row for row in quality if row.mode == mode]
     if quality:
         yield "frontier", _frontier(quality, styles, model)
         yield "error-by-position", _by_position(quality, styles, model)
-    speed = [row for row in rows if row["test"] == "speed" and "tg_tps" in row]
-    if len({row["depth"] for row in speed}) > 1:
+    speed = [row for row in rows if isinstance(row, SpeedRow) and row.tg_tps is not None]
+    if len({row.depth for row in speed}) > 1:
         yield "speed", _speed(speed, styles, model)
     yield from plots_kept.figures(rows, styles, model, _figure)
 
 
-def _styles(rows: Sequence[Row]) -> dict[str, Row]:
+def _styles(rows: Sequence[Row]) -> Styles:
     """Colour and marker of each setting, the same in every picture."""
-    names = {setting_name(row): row["kv"] for row in rows if not row.get("control")}
-    styles: dict[str, Row] = {}
+    names = {row.name: row.kv for row in rows if not getattr(row, "control", False)}
+    styles: Styles = {}
     for is_mixed, colors in ((True, _MIXED), (False, _UNIFORM)):
         group = [name for name, kv in names.items() if kv.startswith("mixed") == is_mixed]
         for i, name in enumerate(group):
@@ -88,15 +88,15 @@ def _figure(width: float, height: float, n: int = 1) -> tuple[Figure, list[Axes]
     return figure, list(figure.subplots(1, n, squeeze=False)[0])
 
 
-def _frontier(rows: Sequence[Row], styles: dict[str, Row], model: str) -> Figure:
+def _frontier(rows: Sequence[QualityRow], styles: Styles, model: str) -> Figure:
     """Median and mean divergence against what is paid for them."""
     figure, axes = _figure(9.5, 4.4, 2)
     for axis, key, title in zip(axes, ("kld_mean", "kld_median"), ("Mean", "Median"), strict=True):
         for row in rows:
-            name = setting_name(row)
-            if not row.get("control") and row.get("bits_per_element"):
-                style = {**styles[name], "linestyle": "none"}
-                axis.plot(row["bits_per_element"], max(row[key], 1e-9), markersize=8, label=name, **style)
+            if row.bits_per_element:
+                style: Any = {**styles[row.name], "linestyle": "none"}
+                divergence = max(getattr(row, key), 1e-9)
+                axis.plot(row.bits_per_element, divergence, markersize=8, label=row.name, **style)
         axis.set_yscale("log")
         axis.yaxis.set_minor_formatter(NullFormatter())
         axis.xaxis.set_major_locator(MultipleLocator(2))
@@ -108,16 +108,12 @@ def _frontier(rows: Sequence[Row], styles: dict[str, Row], model: str) -> Figure
     return figure
 
 
-def _by_position(rows: Sequence[Row], styles: dict[str, Row], model: str) -> Figure:
+def _by_position(rows: Sequence[QualityRow], styles: Styles, model: str) -> Figure:
     figure, (axis,) = _figure(8.5, 4.4)
     for row in rows:
-        if row.get("control"):
-            continue
-        name = setting_name(row)
-        parts = [part for part in row["by_position"] if part["kld_mean"] > 0]
-        axis.plot(
-            [part["to"] for part in parts], [part["kld_mean"] for part in parts], label=name, **styles[name]
-        )
+        parts = [part for part in row.by_position or () if part.kld_mean > 0]
+        style: Any = styles[row.name]
+        axis.plot([part.to for part in parts], [part.kld_mean for part in parts], label=row.name, **style)
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axis.set_yscale("log")
@@ -128,28 +124,29 @@ def _by_position(rows: Sequence[Row], styles: dict[str, Row], model: str) -> Fig
     return figure
 
 
-def _quality_title(rows: Sequence[Row], model: str) -> str:
-    how = "token by token" if rows[0]["mode"] == "token" else "in large batches"
-    return f"{model}, context of {rows[0]['n_ctx']:,} tokens, {how}"
+def _quality_title(rows: Sequence[QualityRow], model: str) -> str:
+    how = "token by token" if rows[0].mode == "token" else "in large batches"
+    return f"{model}, context of {rows[0].n_ctx:,} tokens, {how}"
 
 
-def _speed(rows: Sequence[Row], styles: dict[str, Row], model: str) -> Figure:
+def _speed(rows: Sequence[SpeedRow], styles: Styles, model: str) -> Figure:
     figure, axes = _figure(10.5, 4.4, 2)
     for axis, key, title in zip(axes, ("tg", "pp"), ("Generation", "Prompt"), strict=True):
         for name, style in styles.items():
-            points = [(row["depth"], row[f"{key}_tps"]) for row in rows if setting_name(row) == name]
-            if points:
-                axis.plot(*zip(*points, strict=True), label=name, **style)
+            chosen = [row for row in rows if row.name == name]
+            if chosen:
+                rates = [getattr(row, f"{key}_tps") for row in chosen]
+                axis.plot([row.depth for row in chosen], rates, label=name, **style)
         axis.set_yscale("log")
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axis.yaxis.set_minor_formatter(NullFormatter())
         axis.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}k" if value else "0")
-        axis.set_xticks(sorted({row["depth"] for row in rows}))
+        axis.set_xticks(sorted({row.depth for row in rows}))
         axis.set_xlabel("tokens in the cache")
         axis.set_title(f"{title}, tokens/s")
     figure.suptitle(
-        f"{model}, on {rows[0]['threads']} CPU {'threads' if rows[0]['threads'] > 1 else 'thread'}",
+        f"{model}, on {rows[0].threads} CPU {'threads' if rows[0].threads > 1 else 'thread'}",
         x=0.01,
         ha="left",
         fontsize=11,
@@ -161,8 +158,8 @@ def _speed(rows: Sequence[Row], styles: dict[str, Row], model: str) -> Figure:
 def main() -> None:
     if len(sys.argv) != 3:
         raise SystemExit("usage: python -m mixedkv.bench.output.plots RESULT.json FOLDER")
-    data = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    for path in draw(data, Path(sys.argv[2])):
+    document = Document.model_validate_json(Path(sys.argv[1]).read_bytes())
+    for path in draw(document, Path(sys.argv[2])):
         print(f"wrote {path}")
 
 

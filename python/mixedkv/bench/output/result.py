@@ -8,16 +8,14 @@ import os
 import platform
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import llama_cpp
 import numpy as np
 
-from mixedkv.bench.output.schema import SCHEMA
+from mixedkv.bench.catalog import Document, Machine, ModelFacts, Versions
+from mixedkv.bench.harness.row import Row
 from mixedkv.model.footprint import ModelShape
 from mixedkv.model.gguf_file import ModelFile
-
-Row = dict[str, Any]
 
 
 class Result:
@@ -25,20 +23,21 @@ class Result:
 
     def __init__(self, file: ModelFile, shape: ModelShape, command: str, path: Path | None) -> None:
         self._path = path
-        self.data: dict[str, Any] = {
-            "schema": SCHEMA,
-            "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "command": command,
-            "interrupted": True,  # until `finish`
-            "machine": _machine(),
-            "versions": _versions(),
-            "model": _model(file, shape),
-            "rows": [],
-        }
+        self.rows: list[Row] = []
+        self._document = Document(
+            schema="mixedkv.bench/1",
+            created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            command=command,
+            interrupted=True,  # until `finish`
+            machine=_machine(),
+            versions=_versions(),
+            model=_model(file, shape),
+            rows=[],
+        )
 
     @property
-    def rows(self) -> list[Row]:
-        return self.data["rows"]
+    def document(self) -> Document:
+        return self._document.model_copy(update={"rows": self.rows})
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
@@ -46,12 +45,12 @@ class Result:
 
     def finish(self) -> None:
         """Everything asked for has been measured."""
-        self.data["interrupted"] = False
+        self._document = self._document.model_copy(update={"interrupted": False})
         self.write()
 
     def write(self) -> None:
         if self._path is not None:
-            write_atomically(self._path, json.dumps(self.data, indent=1) + "\n")
+            write_atomically(self._path, json.dumps(self.document.as_json(), indent=1) + "\n")
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -69,14 +68,14 @@ def write_atomically(path: Path, text: str) -> None:
         raise
 
 
-def _machine() -> Row:
-    return {
-        "cpu": _cpu(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "system": f"{platform.system()} {platform.machine()}",
-        "load_average": [round(x, 2) for x in os.getloadavg()],
-    }
+def _machine() -> Machine:
+    return Machine(
+        cpu=_cpu(),
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        system=f"{platform.system()} {platform.machine()}",
+        load_average=[round(x, 2) for x in os.getloadavg()],
+    )
 
 
 def _cpu() -> str:
@@ -89,30 +88,30 @@ def _cpu() -> str:
     return platform.processor() or platform.machine()
 
 
-def _versions() -> Row:
+def _versions() -> Versions:
     from mixedkv import __version__, _core
 
     native = _core.version()
-    return {
-        "mixedkv": __version__,
-        "llama_commit": native["llama_commit"],
-        "isa": native["isa"],
-        "llama_cpp_python": llama_cpp.__version__,
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-    }
+    return Versions(
+        mixedkv=__version__,
+        llama_commit=native["llama_commit"],
+        isa=native["isa"],
+        llama_cpp_python=llama_cpp.__version__,
+        python=platform.python_version(),
+        numpy=np.__version__,
+    )
 
 
-def _model(file: ModelFile, shape: ModelShape) -> Row:
-    return {
-        "file": file.path.name,
-        "name": shape.name,
-        "architecture": shape.architecture,
-        "bytes": file.size,
-        "n_layer": shape.n_layer,
-        "n_head": sorted(set(shape.n_head)),
-        "n_head_kv": sorted({layer.n_head_kv for layer in shape.layers}),
-        "head_size_k": sorted({layer.head_k for layer in shape.layers}),
-        "head_size_v": sorted({layer.head_v for layer in shape.layers}),
-        "n_ctx_train": shape.n_ctx_train,
-    }
+def _model(file: ModelFile, shape: ModelShape) -> ModelFacts:
+    return ModelFacts(
+        file=file.path.name,
+        name=shape.name,
+        architecture=shape.architecture,
+        bytes=file.size,
+        n_layer=shape.n_layer,
+        n_head=sorted(set(shape.n_head)),
+        n_head_kv=sorted({layer.n_head_kv for layer in shape.layers}),
+        head_size_k=sorted({layer.head_k for layer in shape.layers}),
+        head_size_v=sorted({layer.head_v for layer in shape.layers}),
+        n_ctx_train=shape.n_ctx_train,
+    )

@@ -1,0 +1,224 @@
+"""Flags of `mixedkv bench`. What can be wrong with them is found here, before a model is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+from mixedkv.bench.catalog import TESTS
+from mixedkv.bench.harness.cache_settings import DEFAULT_SPECS, Setting, make_settings
+from mixedkv.bench.harness.filling import FILLS
+from mixedkv.bench.options import Options
+from mixedkv.bench.quality import QualityRow
+from mixedkv.bundled import model_path
+from mixedkv.errors import UnsupportedModelError
+from mixedkv.limits import CELLS
+from mixedkv.model.footprint import ModelShape, model_shape
+from mixedkv.model.gguf_file import ModelFile, read_model_file
+
+_MODES = get_args(QualityRow.model_fields["mode"].annotation)
+_ALL = tuple(name for name, test in TESTS.items() if test.in_all)
+_SERVE_SPECS = ("f16", "mixed")
+_N_PROMPT = {"store": 4096, "serve": 1024}
+_DEPTHS = (0, 4096, 16384)
+_N_CTX = 4096  # of quality
+_N_CTX_RECALL = 2048  # the bundled model answers few questions from further back, whatever its cache
+
+
+def check(args: argparse.Namespace) -> Options:
+    """Raises ValueError or OSError, whose message says what to change."""
+    settings = _settings(args)
+    file = read_model_file(Path(args.model) if args.model else model_path())
+    shape = _shape(file)
+    tests = _tests(args.test, file)
+    _check_outputs(args.json, args.plot)
+    if args.folder is not None:
+        _check_writable(args.folder, f"--folder {args.folder}")
+    n_prompt = args.n_prompt or _N_PROMPT.get(args.test, 512)
+    longest = args.n_ctx or shape.n_ctx_train or max(_DEPTHS) + n_prompt
+    options = Options(
+        tests=tests,
+        file=file,
+        shape=shape,
+        settings=tuple(settings),
+        depths=_depths(args.depths, max(n_prompt, args.n_gen + 1), longest),
+        n_ctx=_n_ctx(args.n_ctx, _N_CTX, shape.n_ctx_train),
+        n_ctx_recall=_n_ctx(args.n_ctx, _N_CTX_RECALL, shape.n_ctx_train),
+        n_ctx_client=args.n_ctx,
+        n_prompt=n_prompt,
+        n_new=args.n_new,
+        n_gen=args.n_gen,
+        turns=args.turns,
+        clients=args.clients,
+        folder=args.folder,
+        threads=args.threads or len(os.sched_getaffinity(0)),
+        repeats=args.repeats,
+        fill=args.fill,
+        modes=_MODES if args.mode == "both" else (args.mode,),
+        text=_read_text(args.text),
+        budget=args.budget,
+        peer=args.test == "serve" if args.peer is None else args.peer,
+        json=args.json,
+        plot=args.plot,
+    )
+    for test in tests:
+        TESTS[test].check(options)
+    return options
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that `check` reads."""
+    parser.add_argument(
+        "test", choices=(*_ALL, "all", *(name for name in TESTS if name not in _ALL)), help="what to measure"
+    )
+    parser.add_argument("-m", "--model", metavar="FILE", help="GGUF model (default: the bundled one)")
+    parser.add_argument("--kv", metavar="SPEC", action="append", help="cache to compare; again for more")
+    parser.add_argument(
+        "--flash-attn", choices=("both", "on", "off"), default="both", help="where it is a choice (both)"
+    )
+    parser.add_argument("--depths", metavar="N,N", type=depths, help="tokens before the measured ones")
+    parser.add_argument(
+        "--n-ctx", metavar="N", type=number(CELLS), help="context of quality (4096) and recall (2048)"
+    )
+    parser.add_argument("--threads", metavar="N", type=number(1), help="CPU threads (all)")
+    parser.add_argument(
+        "--repeats", metavar="N", type=number(1), default=5, help="rounds, documents, journals (5)"
+    )
+    parser.add_argument(
+        "--n-prompt", metavar="N", type=number(1), help="tokens of a prompt (512, store 4096, serve 1024)"
+    )
+    parser.add_argument("--n-gen", metavar="N", type=number(1), default=32, help="tokens generated (32)")
+    parser.add_argument("--fill", choices=FILLS, default="auto", help="how a depth is reached (auto)")
+    parser.add_argument("--mode", choices=(*_MODES, "both"), default="both", help="of quality (both)")
+    parser.add_argument("--text", metavar="FILE", help="text for quality (a generated sample)")
+    parser.add_argument("--budget", metavar="SIZE", type=size, help="memory for the cache, e.g. 2GiB")
+    parser.add_argument(
+        "--peer",
+        action=argparse.BooleanOptionalAction,
+        help="speed of the stock llama_cpp too, or its server, in a subprocess (serve)",
+    )
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the rows")
+    parser.add_argument("--plot", metavar="DIR", type=Path, help="write pictures (needs matplotlib)")
+    kept = parser.add_argument_group("store and serve")
+    kept.add_argument("--n-new", metavar="N", type=number(1), default=32, help="tokens of a message (32)")
+    kept.add_argument("--turns", metavar="N", type=number(1), default=10, help="of a conversation (10)")
+    kept.add_argument(
+        "--clients", metavar="N,N", type=clients, default=(1, 2, 4, 8), help="at a time (1,2,4,8)"
+    )
+    kept.add_argument("--folder", metavar="DIR", type=Path, help="where store writes (a temporary one)")
+
+
+def number(least: int) -> Callable[[str], int]:
+    """A type for argparse: a whole number, `least` or more."""
+
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
+        return int(text)
+
+    return read
+
+
+def depths(text: str) -> tuple[int, ...]:
+    """ "0,4096" as (0, 4096)."""
+    return tuple(sorted({number(0)(part.strip()) for part in text.split(",")}))
+
+
+def clients(text: str) -> tuple[int, ...]:
+    """ "1,8" as (1, 8)."""
+    return tuple(sorted({number(1)(part.strip()) for part in text.split(",")}))
+
+
+def size(text: str) -> int:
+    """Bytes of "2GiB", "500M" or "4096"; units are powers of 1024."""
+    digits = text.strip().upper().removesuffix("B").removesuffix("I")
+    factor = 1024 ** ("KMGT".find(digits[-1:]) + 1) if digits[-1:] in tuple("KMGT") else 1
+    try:
+        value = float(digits.rstrip("KMGT")) * factor
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 2**60:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: use e.g. 2GiB or 500MiB")
+    return int(value)
+
+
+def _settings(args: argparse.Namespace) -> list[Setting]:
+    """The server has no choice of flash attention: it uses it where the cache needs it."""
+    if args.test != "serve":
+        return make_settings(args.kv or DEFAULT_SPECS, args.flash_attn)
+    if args.flash_attn == "on":
+        raise ValueError("--flash-attn on is not a choice of serve: leave it out")
+    return make_settings(args.kv or _SERVE_SPECS, "off")
+
+
+def _tests(asked: str, file: ModelFile) -> tuple[str, ...]:
+    """ "all" of a model of one's own is all but recall, which asks what the bundled model was taught."""
+    if asked != "all":
+        return (asked,)
+    return _ALL if file.path == model_path() else tuple(test for test in _ALL if test != "recall")
+
+
+def _shape(file: ModelFile) -> ModelShape:
+    """The model's shape, without layers where its cache is of a kind that has no formula."""
+    try:
+        return model_shape(file)
+    except UnsupportedModelError:
+        name = str(file.metadata.get("general.name", file.path.name))
+        n_layer, n_ctx = (int(file.get(key, 0)) for key in ("block_count", "context_length"))
+        return ModelShape(file.architecture, name, n_layer, (), n_ctx, 0, ())
+
+
+def _depths(asked: tuple[int, ...] | None, n_new: int, longest: int) -> tuple[int, ...]:
+    """Depths that leave room for the tokens measured there; the default ones are cut to those that do."""
+    if asked is None:
+        return tuple(depth for depth in _DEPTHS if depth + n_new <= longest) or (0,)
+    if max(asked) + n_new > longest:
+        raise ValueError(
+            f"--depths {max(asked)} with {n_new} tokens after it is beyond the context of {longest} tokens: "
+            f"use at most {longest - n_new}, or a larger --n-ctx"
+        )
+    return asked
+
+
+def _n_ctx(asked: int | None, default: int, trained: int) -> int:
+    n_ctx = asked or min(default, trained or default)
+    return max(CELLS, n_ctx)
+
+
+def _read_text(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text {path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+
+
+def _check_outputs(json: Path | None, plot: Path | None) -> None:
+    """An hour of measuring must not end in an error that could be seen at its start."""
+    if json is not None:
+        if json.is_dir():
+            raise ValueError(f"--json {json} is a directory: give a file")
+        _check_writable(json.parent, f"--json {json}")
+    if plot is not None:
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            raise ValueError("--plot needs matplotlib: run pip install 'mixedkv[plot]'") from None
+        try:
+            plot.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--plot {plot} cannot be made: {error.strerror}") from None
+        _check_writable(plot, f"--plot {plot}")
+
+
+def _check_writable(folder: Path, what: str) -> None:
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"{what} cannot be written: {error.strerror}") from None
