@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from mixedkv.engine.constraint import Constraint
 from mixedkv.engine.job import Delta, Done, Job
+from mixedkv.server.api.generation import constraint_of, context_tokens, make_jobs, usage
 from mixedkv.server.api.logprobs import chat_logprobs
 from mixedkv.server.api.respond import respond
 from mixedkv.server.api.schemas import ChatRequest, Message
@@ -20,15 +21,11 @@ from mixedkv.server.state import (
     FINGERPRINT,
     Serving,
     check_model,
-    constraint_of,
-    context_tokens,
     find_session,
     in_thread,
-    make_jobs,
     new_id,
     serving,
     tenant,
-    usage,
 )
 from mixedkv.sessions import CacheSessionMetadata
 

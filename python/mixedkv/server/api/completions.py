@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mixedkv.engine.job import Delta, Done, Job
+from mixedkv.server.api.generation import constraint_of, context_tokens, make_jobs, usage
 from mixedkv.server.api.logprobs import completion_logprobs
 from mixedkv.server.api.respond import respond
 from mixedkv.server.api.schemas import CompletionRequest
@@ -18,15 +19,11 @@ from mixedkv.server.state import (
     FINGERPRINT,
     Serving,
     check_model,
-    constraint_of,
-    context_tokens,
     find_session,
     in_thread,
-    make_jobs,
     new_id,
     serving,
     tenant,
-    usage,
 )
 from mixedkv.sessions import CacheSessionMetadata
 

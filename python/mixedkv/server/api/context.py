@@ -11,13 +11,13 @@ from starlette.responses import JSONResponse, Response
 from mixedkv.engine.job import Job
 from mixedkv.ids import MAX_LENGTH, PATTERN
 from mixedkv.server.api.chat_completions import template_message
+from mixedkv.server.api.generation import context_tokens
 from mixedkv.server.api.schemas import ContextPatch, WarmRequest
 from mixedkv.server.api_error import ApiError, bad_request
 from mixedkv.server.pending import Flight, or_disconnect
 from mixedkv.server.state import (
     Serving,
     check_model,
-    context_tokens,
     find_session,
     in_thread,
     serving,
