@@ -47,7 +47,7 @@ void require(bool ok, mixedkv_status status, const std::string & message) {
 void check_config(const mixedkv_config & config) {
     const mixedkv::hot_window window = { config.threshold, config.group_size, config.sink_tokens };
 
-    require(config.attention >= MIXEDKV_ATTENTION_AUTO && config.attention <= MIXEDKV_ATTENTION_MERGED, MIXEDKV_INVALID,
+    require(uint32_t(config.attention) <= MIXEDKV_ATTENTION_MERGED, MIXEDKV_INVALID,
             "attention must be auto, fused or merged");
     require(!config.mixed || window.problem().empty(), MIXEDKV_INVALID, window.problem());
 }
@@ -318,6 +318,8 @@ mixedkv_status mixedkv_export_group(llama_context * ctx, int32_t seq_id, uint32_
                                     int32_t * slots) {
     return guarded([&] {
         check_blocks(ctx, seq_id);
+        require(n_rows == 0 || positions, MIXEDKV_INVALID, "positions is NULL");
+        require(n_hot == 0 || (hot && slots), MIXEDKV_INVALID, "hot or slots is NULL");
 
         const auto rows = find_range(get_group(ctx, group), seq_id, p0, p1, n_rows, n_hot);
 
@@ -335,6 +337,8 @@ mixedkv_status mixedkv_export_layer(llama_context * ctx, int32_t seq_id, int32_t
                                     uint32_t n_rows, uint32_t n_hot, void * k, void * v, void * k_hot, void * v_hot) {
     return guarded([&] {
         check_blocks(ctx, seq_id);
+        require(n_rows == 0 || (k && v), MIXEDKV_INVALID, "k or v is NULL");
+        require(n_hot == 0 || (k_hot && v_hot), MIXEDKV_INVALID, "k_hot or v_hot is NULL");
 
         const auto & kv = find_layer(ctx, il);
 

@@ -15,17 +15,19 @@ bool llama_kv_mixed_admit(const llama_model * model, llama_context_params & para
 
     llama_kv_mixed_set_error("");
 
-    if (!config || !model) {
+    if (!model) {
         return true;
     }
 
-    if (params.flash_attn_type == LLAMA_FLASH_ATTN_TYPE_AUTO) {
+    if (config && params.flash_attn_type == LLAMA_FLASH_ATTN_TYPE_AUTO) {
         params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_ENABLED;
     }
 
-    std::string problem = llama_kv_mixed_problem(*model, *config, params.type_k, params.type_v);
+    std::string problem = config ?
+        llama_kv_mixed_problem(*model, *config, params.type_k, params.type_v) :
+        llama_kv_mixed_type_problem(params.type_k, params.type_v);
 
-    if (problem.empty() && params.flash_attn_type == LLAMA_FLASH_ATTN_TYPE_DISABLED) {
+    if (config && problem.empty() && params.flash_attn_type == LLAMA_FLASH_ATTN_TYPE_DISABLED) {
         problem = "the mixed KV cache and the fused attention keep V as rows, which llama.cpp does only with flash attention "
             "(architecture '" + model->arch_name() + "'): set flash_attn";
     }

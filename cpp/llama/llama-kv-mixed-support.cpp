@@ -3,6 +3,7 @@
 #include "attention/attention.h"
 
 #include "llama-kv-cache-iswa.h"
+#include "llama-kv-rows-convert.h"
 #include "llama-memory-hybrid-idx.h"
 #include "llama-memory-hybrid-iswa.h"
 #include "llama-memory-hybrid.h"
@@ -58,11 +59,6 @@ static std::string check_memory(const llama_model & model) {
     }
 }
 
-static bool is_cache_type(ggml_type type) {
-    return type >= 0 && type < GGML_TYPE_COUNT && ggml_blck_size(type) > 0 &&
-        (type == GGML_TYPE_F32 || ggml_get_type_traits(type)->to_float);
-}
-
 static std::string check_heads(const llama_model & model, ggml_type type_k, ggml_type type_v) {
     const auto & hparams = model.hparams;
 
@@ -91,14 +87,27 @@ static std::string check_heads(const llama_model & model, ggml_type type_k, ggml
     return "";
 }
 
+std::string llama_kv_mixed_type_problem(ggml_type type_k, ggml_type type_v) {
+    for (const bool is_k : { true, false }) {
+        const ggml_type type = is_k ? type_k : type_v;
+        if (!llama_kv_row_is_writable(type)) {
+            return std::string(is_k ? "type_k " : "type_v ") + std::to_string(int32_t(type)) + " is no type that a KV cache can have: "
+                "use f16, or a type that ggml quantises to without an importance matrix, as q8_0 and q4_0";
+        }
+    }
+
+    return "";
+}
+
 std::string llama_kv_mixed_problem(const llama_model & model, const mixedkv_config & config, ggml_type type_k, ggml_type type_v) {
     const std::string isa = check_isa(config);
     if (!isa.empty()) {
         return isa;
     }
 
-    if (!is_cache_type(type_k) || !is_cache_type(type_v)) {
-        return "type_k " + std::to_string(type_k) + " or type_v " + std::to_string(type_v) + " is no type that a KV cache can have";
+    const std::string types = llama_kv_mixed_type_problem(type_k, type_v);
+    if (!types.empty()) {
+        return types;
     }
 
     const std::string memory = check_memory(model);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "llama-hparams.h"
 #include "llama-kv-cache.h"
 
 // upstream's cache has no getters for these
@@ -12,6 +13,10 @@ struct kv_access : llama_kv_cache {
     static uint32_t get_n_swa  (const llama_kv_cache & kv) { return kv.*(&kv_access::n_swa); }
 
     static llama_swa_type get_swa_type(const llama_kv_cache & kv) { return kv.*(&kv_access::swa_type); }
+
+    static bool is_masked(const llama_kv_cache & kv, llama_pos pos, llama_pos query) {
+        return llama_hparams::is_masked_swa(get_n_swa(kv), get_swa_type(kv), pos, query);
+    }
 
     // edge of the Hadamard blocks, 0: the cache is not rotated; as llama_kv_cache::build_input_k_rot and _v_rot choose them
     static int64_t get_rot(const llama_kv_cache & kv, bool is_k) {

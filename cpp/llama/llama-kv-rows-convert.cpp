@@ -1,7 +1,19 @@
 #include "llama-kv-rows-convert.h"
 
+#include "ggml-cpu.h"
+
 #include <cmath>
 #include <cstring>
+
+bool llama_kv_row_is_readable(ggml_type type) {
+    return uint32_t(type) < GGML_TYPE_COUNT && ggml_blck_size(type) > 0 &&
+        (type == GGML_TYPE_F32 || ggml_get_type_traits(type)->to_float);
+}
+
+bool llama_kv_row_is_writable(ggml_type type) {
+    return llama_kv_row_is_readable(type) && ggml_get_type_traits_cpu(type)->from_float &&
+        (type == GGML_TYPE_F32 || ggml_get_type_traits(type)->from_float_ref);
+}
 
 void llama_kv_rows_rotate(float * x, int64_t n_total, int64_t n) {
     const float scale = 1.0f/sqrtf(n);

@@ -8,6 +8,11 @@
 // x = H x for each block of n, H the orthonormal Walsh-Hadamard matrix in natural order, which is its own inverse
 void llama_kv_rows_rotate(float * x, int64_t n_total, int64_t n);
 
+// Types come from outside as any number; a cache can have the ones whose rows ggml reads and writes without further data:
+// those of an importance matrix have no quantiser, others are only intermediate results.
+bool llama_kv_row_is_readable(ggml_type type);
+bool llama_kv_row_is_writable(ggml_type type);
+
 // a row of the cache: its type and the edge of the Hadamard blocks that it is rotated by, 0: none
 struct llama_kv_row_format {
     ggml_type type;

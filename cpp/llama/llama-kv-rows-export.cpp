@@ -49,7 +49,7 @@ std::vector<llama_kv_row> llama_kv_rows_range(
     }
 
     if (end <= p0 || first + (llama_pos) rows.size() != end) {
-        problem = "sequence " + std::to_string(seq_id) + " has no rows up to position " + std::to_string(std::max(end, p0 + 1) - 1);
+        problem = "sequence " + std::to_string(seq_id) + " has no rows up to position " + std::to_string(std::max(end - 1, p0));
         return {};
     }
 

@@ -2,6 +2,7 @@
 
 #include "llama-kv-cache-mixed.h"
 #include "llama-kv-rows-access.h"
+#include "llama-kv-rows-check.h"
 #include "llama-kv-rows-convert.h"
 #include "llama-kv-rows-view.h"
 
@@ -9,153 +10,6 @@
 
 #include <algorithm>
 #include <cstring>
-
-//
-// what comes from outside
-//
-
-static std::string check_layer(const llama_kv_cache & kv, const mixedkv_layer_rows & rows, const mixedkv_layer_info & have) {
-    const std::string layer = "layer " + std::to_string(rows.il) + ": ";
-
-    if (rows.n_head_kv != have.n_head_kv || rows.n_embd_head_k != have.n_embd_head_k || rows.n_embd_head_v != have.n_embd_head_v) {
-        return layer + "the block has " + std::to_string(rows.n_head_kv) + " KV heads of " + std::to_string(rows.n_embd_head_k) +
-            " and " + std::to_string(rows.n_embd_head_v) + ", the model " + std::to_string(have.n_head_kv) + " of " +
-            std::to_string(have.n_embd_head_k) + " and " + std::to_string(have.n_embd_head_v);
-    }
-
-    for (const bool is_k : { true, false }) {
-        const ggml_type type     = is_k ? rows.type_k : rows.type_v;
-        const int64_t   rotation = is_k ? rows.rotation_k : rows.rotation_v;
-        const int64_t   n_embd   = int64_t(rows.n_head_kv)*(is_k ? rows.n_embd_head_k : rows.n_embd_head_v);
-
-        if (type < 0 || type >= GGML_TYPE_COUNT || ggml_blck_size(type) <= 0 || n_embd % ggml_blck_size(type) != 0 ||
-                (type != GGML_TYPE_F32 && !ggml_get_type_traits(type)->to_float)) {
-            return layer + "no rows can have type " + std::to_string(type);
-        }
-        if (rotation != 0 && ((rotation & (rotation - 1)) != 0 || n_embd % rotation != 0)) {
-            return layer + "rotation " + std::to_string(rotation) + " is no power of 2 that divides a row";
-        }
-
-        const ggml_tensor * t = is_k ? kv_access::get_layers(kv)[kv_access::get_ids(kv).at(rows.il)].k :
-                                       kv_access::get_layers(kv)[kv_access::get_ids(kv).at(rows.il)].v;
-        if (t->ne[0] != n_embd) {
-            return layer + "rows of the cache are padded";
-        }
-    }
-
-    return "";
-}
-
-static std::string check_positions(
-        const llama_kv_cache & kv, llama_seq_id seq_id, const mixedkv_row_group & group, llama_pos shift, llama_pos drop_from) {
-    for (uint32_t i = 0; i < group.n_rows; ++i) {
-        const int64_t pos = int64_t(group.positions[i]) + shift;
-        if (group.positions[i] < 0 || pos < 0 || pos >= INT32_MAX || (i > 0 && group.positions[i] <= group.positions[i - 1])) {
-            return "positions must ascend from 0 at least, before and after the shift";
-        }
-    }
-
-    for (uint32_t i = 0; i < group.n_hot; ++i) {
-        if (group.hot[i] < 0 || uint32_t(group.hot[i]) >= group.n_rows || (i > 0 && group.hot[i] <= group.hot[i - 1])) {
-            return "hot must ascend within the rows";
-        }
-    }
-
-    if (group.n_rows == 0) {
-        return "";
-    }
-
-    const auto &    there = kv.get_cells(seq_id).seq_pos_get(seq_id);
-    const llama_pos first = group.positions[0] + shift;
-    const llama_pos last  = group.positions[group.n_rows - 1] + shift;
-    const auto      it    = there.lower_bound({ first, 0 });
-
-    if (it != there.end() && it->first <= last && (drop_from < 0 || it->first < drop_from)) {
-        return "sequence " + std::to_string(seq_id) + " already has position " + std::to_string(it->first) + ": remove [" +
-            std::to_string(first) + ", " + std::to_string(last + 1) + ") first";
-    }
-
-    return "";
-}
-
-static bool is_masked(const llama_kv_cache & kv, llama_pos pos, llama_pos query) {
-    return llama_hparams::is_masked_swa(kv_access::get_n_swa(kv), kv_access::get_swa_type(kv), pos, query);
-}
-
-// the query after the last row must find its sliding window
-static std::string check_window(
-        const llama_kv_cache & kv, const mixedkv_row_group & group, const mixedkv_row_group & longest, llama_pos shift) {
-    if (kv_access::get_n_swa(kv) == 0 || longest.n_rows == 0) {
-        return group.n_rows == longest.n_rows ? "" : "rows are missing in some layers";
-    }
-
-    const llama_pos next = longest.positions[longest.n_rows - 1] + 1;
-
-    for (uint32_t i = 0, at = 0; i < longest.n_rows; ++i) {
-        const llama_pos pos = longest.positions[i];
-
-        while (at < group.n_rows && group.positions[at] < pos) {
-            ++at;
-        }
-        if ((at == group.n_rows || group.positions[at] != pos) && !is_masked(kv, pos + shift, next + shift)) {
-            return "layers with a sliding window have let go of position " + std::to_string(pos) +
-                ", which the next token reads: end the block where its sequence ended, or make the context with swa_full";
-        }
-    }
-
-    return "";
-}
-
-static std::string check_shift(llama_context & ctx, const llama_kv_cache & kv) {
-    if (!ctx.get_memory()->get_can_shift()) {
-        return "positions of architecture '" + ctx.get_model().arch_name() + "' cannot be shifted: load the block where it was";
-    }
-
-    // upstream's K-shift of a rotated uniform cache reads whole blocks of 64
-    const auto & hparams = ctx.get_model().hparams;
-    for (const auto & layer : kv_access::get_layers(kv)) {
-        if (!dynamic_cast<const llama_kv_cache_mixed *>(&kv) && ggml_is_quantized(layer.k->type) && hparams.n_embd_head_k(layer.il) % 64 != 0) {
-            return "llama.cpp cannot shift a quantised uniform cache with heads of " +
-                std::to_string(hparams.n_embd_head_k(layer.il)) + ": use a mixed cache, or f16";
-        }
-    }
-
-    return "";
-}
-
-static std::string check_group(
-        llama_context & ctx, const llama_kv_cache & kv, llama_seq_id seq_id, const mixedkv_row_group & group,
-        const mixedkv_row_group & longest, llama_pos shift, llama_pos drop_from) {
-    const auto have = llama_kv_rows_layers(kv, ctx.get_model().hparams);
-
-    if (group.n_layers != have.size()) {
-        return "the block has " + std::to_string(group.n_layers) + " layers in a group, the model " + std::to_string(have.size());
-    }
-
-    std::string res;
-
-    for (uint32_t i = 0; i < group.n_layers && res.empty(); ++i) {
-        const auto it = std::find_if(have.begin(), have.end(), [&](const auto & info) { return info.il == group.layers[i].il; });
-        if (it == have.end()) {
-            return "layer " + std::to_string(group.layers[i].il) + " has no KV cache in this group";
-        }
-        for (uint32_t j = 0; j < i; ++j) {
-            if (group.layers[j].il == group.layers[i].il) {
-                return "layer " + std::to_string(group.layers[i].il) + " is there twice";
-            }
-        }
-        res = check_layer(kv, group.layers[i], *it);
-    }
-
-    res = res.empty() ? check_positions(kv, seq_id, group, shift, drop_from) : res;
-    res = res.empty() ? check_window(kv, group, longest, shift) : res;
-
-    return res.empty() && shift != 0 ? check_shift(ctx, kv) : res;
-}
-
-//
-// rows into place
-//
 
 // a group, or the part of it that goes in, and the cells that it goes to
 struct placement {
@@ -375,7 +229,7 @@ static void trim(placement & place, llama_pos shift) {
     const llama_pos next = group.positions[group.n_rows - 1] + 1 + shift;
 
     uint32_t rows = 0;
-    while (is_masked(place.kv, group.positions[rows] + shift, next)) {
+    while (kv_access::is_masked(place.kv, group.positions[rows] + shift, next)) {
         ++rows;
     }
 
@@ -439,22 +293,16 @@ static placement make_place(llama_kv_cache & kv, llama_seq_id seq_id, const mixe
 std::string llama_kv_rows_import(
         llama_context & ctx, llama_seq_id seq_id, const mixedkv_row_group * groups, uint32_t n_groups, llama_pos shift,
         llama_pos drop_from) {
-    const auto caches = llama_kv_rows_groups(ctx);
-
-    if (n_groups != caches.size()) {
-        return "the block has " + std::to_string(n_groups) + " groups of layers, the cache " + std::to_string(caches.size());
+    const std::string problem = llama_kv_rows_check(ctx, seq_id, groups, n_groups, shift, drop_from);
+    if (!problem.empty()) {
+        return problem;
     }
 
-    const auto * longest = std::max_element(groups, groups + n_groups, [](const auto & a, const auto & b) { return a.n_rows < b.n_rows; });
+    const auto caches = llama_kv_rows_groups(ctx);
 
     std::vector<placement> places;
 
     for (uint32_t i = 0; i < n_groups; ++i) {
-        const std::string problem = check_group(ctx, *caches[i], seq_id, groups[i], *longest, shift, drop_from);
-        if (!problem.empty()) {
-            return problem;
-        }
-
         places.push_back(make_place(*caches[i], seq_id, groups[i], shift, drop_from));
         if (count_room(places[i], seq_id, drop_from) < places[i].group.n_rows) {
             return "no room for " + std::to_string(places[i].group.n_rows) + " more tokens in a cache of " +
