@@ -168,4 +168,4 @@ def test_uniform_cache_without_rotation_can_be_shifted(open_ctx: Callable[..., C
         ctx.decode(prompt(48))
         ctx.context_shift(4, 16)
         logits.append(ctx.decode(prompt(8, seed=2))[-1])
-    assert rel_rms(logits[1], logits[0]) < (0.02 if types == "q8_0" else 0.3)
+    assert rel_rms(logits[1], logits[0]) < (0.05 if types == "q8_0" else 0.5)
