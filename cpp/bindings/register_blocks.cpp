@@ -23,8 +23,15 @@ static void unlocked(F && call) {
     check(status);
 }
 
+// Types and sizes may come from a file: ggml only asserts that a row has whole blocks.
 static py::ssize_t row_size(ggml_type type, uint32_t n_head_kv, uint32_t n_embd_head) {
-    return static_cast<py::ssize_t>(ggml_row_size(type, int64_t(n_head_kv) * n_embd_head));
+    const uint64_t n = uint64_t(n_head_kv) * n_embd_head;
+    if (uint32_t(type) >= GGML_TYPE_COUNT || ggml_blck_size(type) <= 0 || n > INT32_MAX ||
+        n % uint64_t(ggml_blck_size(type)) != 0) {
+        throw py::value_error("no rows of " + std::to_string(n) + " elements can have type " +
+                              std::to_string(static_cast<int>(type)));
+    }
+    return static_cast<py::ssize_t>(ggml_row_size(type, int64_t(n)));
 }
 
 struct range {
@@ -88,10 +95,21 @@ static py::list export_rows(uintptr_t ctx_address, int32_t seq, int32_t p0, int3
     return out;
 }
 
+// Arrays are read after this call: the dict keeps them.
+static void check_dict(const py::handle & item) {
+    if (!py::isinstance<py::dict>(item)) {
+        throw py::type_error("groups and layers must be dicts");
+    }
+}
+
 // Sizes are promised to the C API, so they are made sure of here.
 template <typename T>
 static const T * data(const py::handle & item, const char * name, py::ssize_t n_rows, py::ssize_t n_columns) {
-    const auto array  = item[name].cast<py::array>();
+    const py::object value = item[name];
+    if (!py::isinstance<py::array>(value)) { // a list would be converted to an array that is gone after this call
+        throw py::type_error(std::string("'") + name + "' must be a NumPy array");
+    }
+    const auto array  = value.cast<py::array>();
     const bool fits   = n_columns < 0 ? array.ndim() == 1 : array.ndim() == 2 && array.shape(1) == n_columns;
     const bool packed = (array.flags() & py::array::c_style) != 0;
     if (!fits || array.shape(0) != n_rows || array.itemsize() != sizeof(T) || !packed) {
@@ -127,6 +145,7 @@ static void import_rows(uintptr_t ctx_address, int32_t seq, const py::list & ite
     std::vector<mixedkv_row_group>               groups;
     std::vector<std::vector<mixedkv_layer_rows>> layers;
     for (const py::handle & item : items) {
+        check_dict(item);
         mixedkv_row_group g = {};
         g.n_rows            = static_cast<uint32_t>(py::len(item["positions"]));
         g.n_hot             = static_cast<uint32_t>(py::len(item["hot"]));
@@ -136,6 +155,7 @@ static void import_rows(uintptr_t ctx_address, int32_t seq, const py::list & ite
 
         std::vector<mixedkv_layer_rows> rows;
         for (const py::handle & layer : item["layers"]) {
+            check_dict(layer);
             rows.push_back(layer_rows(layer, g.n_rows, g.n_hot));
         }
         g.n_layers = static_cast<uint32_t>(rows.size());

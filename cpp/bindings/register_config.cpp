@@ -1,6 +1,7 @@
 // Version, and the configuration of the next context.
 
 #include "bindings.h"
+#include "hot_set/hot_window.h"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -55,12 +56,24 @@ static void check_model(uintptr_t model, bool mixed, uint32_t threshold, uint32_
                         static_cast<ggml_type>(type_v), n_ctx));
 }
 
+// The rule as C++ has it, for the test that holds Python's against it.
+static int32_t hot_begin(uint32_t threshold, uint32_t group_size, uint32_t sink_tokens, int32_t q) {
+    return mixedkv::hot_window{ threshold, group_size, sink_tokens }.begin(q);
+}
+
+static bool is_hot(uint32_t threshold, uint32_t group_size, uint32_t sink_tokens, int32_t p, int32_t q) {
+    const mixedkv::hot_window window = { threshold, group_size, sink_tokens };
+    return window.contains(p, window.begin(q));
+}
+
 void register_config(py::module_ & m) {
     m.def("version", &version);
     m.def("configure_next", &configure_next, "mixed"_a, "threshold"_a, "group_size"_a, "sink_tokens"_a, "attention"_a);
     m.def("withdraw", &withdraw);
     m.def("check", &check_model, "model"_a, "mixed"_a, "threshold"_a, "group_size"_a, "sink_tokens"_a, "attention"_a,
           "type_k"_a, "type_v"_a, "n_ctx"_a);
+    m.def("hot_begin", &hot_begin, "threshold"_a, "group_size"_a, "sink_tokens"_a, "q"_a);
+    m.def("is_hot", &is_hot, "threshold"_a, "group_size"_a, "sink_tokens"_a, "p"_a, "q"_a);
 }
 
 } // namespace mixedkv_py

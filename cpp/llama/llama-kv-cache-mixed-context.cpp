@@ -1,38 +1,9 @@
 #include "llama-kv-cache-mixed.h"
 
-#include "llama-kv-mixed-store.h"
+#include "llama-kv-node.h"
 
 #include <cmath>
 #include <cstring>
-
-//
-// call sites in upstream's own context
-//
-
-llama_kv_cache_context * llama_kv_cache::make_context(slot_info_vec_t sinfos, std::vector<llama_ubatch> ubatches) {
-    return new llama_kv_cache_context(this, std::move(sinfos), std::move(ubatches));
-}
-
-uint32_t llama_kv_cache_context::get_n_mask(const llama_ubatch & ubatch, uint32_t n_stream) const {
-    GGML_UNUSED(ubatch);
-    GGML_UNUSED(n_stream);
-
-    return get_n_kv();
-}
-
-ggml_tensor * llama_kv_cache_context::build_attn(
-        const llm_graph_context & graph,
-        ggml_tensor * q,
-        ggml_tensor * k,
-        ggml_tensor * v,
-        ggml_tensor * kq_b,
-        ggml_tensor * kq_mask,
-        ggml_tensor * sinks,
-        ggml_tensor * v_mla,
-              float   kq_scale,
-                int   il) const {
-    return graph.build_attn_mha(q, k, v, kq_b, kq_mask, sinks, v_mla, 0, kq_scale, il);
-}
 
 //
 // llama_kv_cache_mixed_context
@@ -146,13 +117,13 @@ ggml_tensor * llama_kv_cache_mixed_context::cpy_k(ggml_context * ctx, ggml_tenso
 ggml_tensor * llama_kv_cache_mixed_context::cpy_v(ggml_context * ctx, ggml_tensor * v_cur, ggml_tensor * v_idxs, int32_t il) const {
     if (kv_mixed->is_fused(il)) {
         auto & rows = cur.at(il);
-        auto & node = kv_mixed->get_fused_node(il);
+        auto & node = kv_mixed->get_node(il);
 
         node.rotation_k = fold.k;
         node.rotation_v = fold.v;
         node.has_ring   = kv_mixed->has_ring();
 
-        rows.stored = llama_kv_mixed_store(ctx, node,
+        rows.stored = llama_kv_node_store(ctx, node,
                 llama_kv_cache_context::get_k(ctx, il)->view_src, llama_kv_cache_context::get_v(ctx, il)->view_src,
                 rows.k, v_cur, rows.k_idxs, v_idxs);
 
@@ -237,7 +208,7 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn_fused(
                 int   il) const {
     const auto & hparams = graph.hparams;
 
-    auto & node = kv_mixed->get_fused_node(il);
+    auto & node = kv_mixed->get_node(il);
 
     node.rotation_k    = fold.k;
     node.rotation_v    = fold.v;
@@ -258,7 +229,7 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn_fused(
         ring_v = kv_mixed->get_v_ring(ctx, il, sinfos[i_cur]);
     }
 
-    ggml_tensor * res = llama_kv_mixed_fused(ctx, node, q, k, v, ring_k, ring_v, rows.stored, rows.ring_idxs, kq_mask, sinks);
+    ggml_tensor * res = llama_kv_node_attention(ctx, node, q, k, v, ring_k, ring_v, rows.stored, rows.ring_idxs, kq_mask, sinks);
 
     graph.cb(res, "fattn_mixed", il);
     ggml_build_forward_expand(graph.gf, res);

@@ -1,7 +1,5 @@
 #include "llama-kv-cache-mixed.h"
 
-#include "llama-kv-mixed-fused.h"
-
 #include "llama-context.h"
 #include "llama-impl.h"
 #include "llama-model.h"
@@ -63,12 +61,9 @@ llama_kv_cache_mixed::llama_kv_cache_mixed(
         fused.push_back(host && config.attention != MIXEDKV_ATTENTION_MERGED);
     }
 
-    scratch = std::make_unique<fused_scratch>();
     begins.assign(n_seq_max, 0);
     dirty.assign(n_stream, false);
 }
-
-llama_kv_cache_mixed::~llama_kv_cache_mixed() = default;
 
 void llama_kv_cache_mixed::make_rings(uint32_t n_cells) {
     // streams of their own hold one sequence each
@@ -176,191 +171,6 @@ std::map<ggml_backend_buffer_type_t, size_t> llama_kv_cache_mixed::memory_breakd
 }
 
 //
-// the hot set
-//
-
-bool llama_kv_cache_mixed::is_wanted(uint32_t strm, uint32_t cell) const {
-    const auto & cells = v_cells[strm];
-
-    const llama_pos p = cells.pos_get(cell);
-
-    if (window.is_sink(p)) {
-        return true;
-    }
-
-    const auto & seqs = cells.seq_get_all(cell);
-
-    for (uint32_t s = 0; s < n_seq_max; ++s) {
-        if (seqs.test(s) && p >= window.begin(cells.seq_pos_max(s))) {
-            return true;
-        }
-    }
-
-    return false;
-}
-
-void llama_kv_cache_mixed::release_dead() {
-    for (uint32_t strm = 0; strm < n_stream; ++strm) {
-        for (uint32_t slot = 0; slot < rings[strm].n_slots(); ++slot) {
-            const int32_t cell = rings[strm].cell_of(slot);
-            if (cell >= 0 && v_cells[strm].is_empty(cell)) {
-                rings[strm].release(slot);
-            }
-        }
-    }
-
-    dirty.assign(n_stream, true);
-}
-
-void llama_kv_cache_mixed::release_unwanted(uint32_t strm) {
-    for (uint32_t slot = 0; slot < rings[strm].n_slots(); ++slot) {
-        const int32_t cell = rings[strm].cell_of(slot);
-        if (cell >= 0 && (v_cells[strm].is_empty(cell) || !is_wanted(strm, cell))) {
-            rings[strm].release(slot);
-        }
-    }
-}
-
-void llama_kv_cache_mixed::release_left(uint32_t strm, const llama_ubatch & ubatch) {
-    const auto & cells = v_cells[strm];
-
-    for (uint32_t i = 0; i < ubatch.n_seqs_unq; ++i) {
-        const llama_seq_id seq_id = ubatch.seq_id_unq[i];
-        if (seq_to_stream[seq_id] != strm) {
-            continue;
-        }
-
-        const llama_pos begin = window.begin(cells.seq_pos_max(seq_id));
-        const auto &    rows  = cells.seq_pos_get(seq_id);
-
-        for (auto it = rows.lower_bound({ begins[seq_id], 0 }); it != rows.end() && it->first < begin; ++it) {
-            const int32_t slot = rings[strm].slot_of(it->second);
-            if (slot >= 0 && !is_wanted(strm, it->second)) {
-                rings[strm].release(slot);
-            }
-        }
-
-        begins[seq_id] = begin;
-    }
-}
-
-int32_t llama_kv_cache_mixed::assign_slot(uint32_t strm, uint32_t cell) {
-    auto & ring = rings[strm];
-
-    const int32_t res = ring.assign(cell);
-    if (res >= 0) {
-        return res;
-    }
-
-    // several tokens at one position: more rows are wanted than positions are in the window
-    const auto & cells = v_cells[strm];
-
-    uint32_t lowest = 0;
-    for (uint32_t slot = 1; slot < ring.n_slots(); ++slot) {
-        if (cells.pos_get(ring.cell_of(slot)) < cells.pos_get(ring.cell_of(lowest))) {
-            lowest = slot;
-        }
-    }
-
-    if (cells.pos_get(ring.cell_of(lowest)) > cells.pos_get(cell)) {
-        return mixedkv::hot_ring::none;
-    }
-
-    ring.release(lowest);
-
-    return ring.assign(cell);
-}
-
-std::vector<int64_t> llama_kv_cache_mixed::advance(const slot_info & sinfo, const llama_ubatch & ubatch) {
-    std::vector<int64_t> res(ubatch.n_tokens, 0);
-
-    for (uint32_t s = 0; s < sinfo.n_stream(); ++s) {
-        const uint32_t strm = sinfo.strm[s];
-
-        // a sliding window takes over cells that its queries no longer see
-        for (const uint32_t cell : sinfo.idxs[s]) {
-            if (rings[strm].slot_of(cell) >= 0) {
-                rings[strm].release(rings[strm].slot_of(cell));
-            }
-        }
-
-        if (dirty[strm]) {
-            for (uint32_t seq_id = 0; seq_id < n_seq_max; ++seq_id) {
-                begins[seq_id] = seq_to_stream[seq_id] == strm ? 0 : begins[seq_id];
-            }
-            release_unwanted(strm);
-            dirty[strm] = false;
-        }
-        release_left(strm, ubatch);
-
-        for (const uint32_t cell : sinfo.idxs[s]) {
-            if (is_wanted(strm, cell)) {
-                assign_slot(strm, cell);
-            }
-        }
-
-        for (uint32_t ii = 0; ii < sinfo.size(); ++ii) {
-            const int32_t slot = rings[strm].slot_of(sinfo.idxs[s][ii]);
-
-            res[s*sinfo.size() + ii] = int64_t(strm)*n_ring + (slot >= 0 ? uint32_t(slot) : get_trash_row());
-        }
-    }
-
-    return res;
-}
-
-std::vector<int32_t> llama_kv_cache_mixed::adopt(
-        uint32_t strm, const std::vector<uint32_t> & cells, const std::vector<int32_t> & wanted) {
-    auto & ring = rings[strm];
-
-    // a sliding window takes over cells that its queries no longer see
-    for (const uint32_t cell : cells) {
-        if (ring.slot_of(cell) >= 0) {
-            ring.release(ring.slot_of(cell));
-        }
-    }
-    release_unwanted(strm);
-    dirty[strm] = true;
-
-    std::vector<int32_t> res(cells.size(), mixedkv::hot_ring::none);
-
-    for (size_t i = 0; i < cells.size(); ++i) {
-        if (wanted[i] != mixedkv::hot_ring::none && is_wanted(strm, cells[i])) {
-            res[i] = ring.assign(cells[i], wanted[i]);
-        }
-    }
-    for (size_t i = 0; i < cells.size(); ++i) {
-        if (wanted[i] != mixedkv::hot_ring::none && res[i] < 0 && is_wanted(strm, cells[i])) {
-            res[i] = assign_slot(strm, cells[i]);
-        }
-    }
-
-    return res;
-}
-
-std::string llama_kv_cache_mixed::set_window(const mixedkv::hot_window & value) {
-    std::string problem = value.problem();
-
-    if (!is_mixed()) {
-        problem = "this KV cache is uniform: only a mixed cache has a window";
-    } else if (problem.empty() && (value.threshold > capacity.threshold || value.sink_tokens > capacity.sink_tokens)) {
-        problem = "quantization_threshold " + std::to_string(value.threshold) + " and sink_tokens " +
-            std::to_string(value.sink_tokens) + " must not exceed the " + std::to_string(capacity.threshold) + " and " +
-            std::to_string(capacity.sink_tokens) + " that the cache was made with";
-    }
-
-    if (problem.empty()) {
-        window = value;
-        dirty.assign(n_stream, true);
-        for (uint32_t strm = 0; strm < n_stream; ++strm) {
-            release_unwanted(strm);
-        }
-    }
-
-    return problem;
-}
-
-//
 // sequence operations
 //
 
@@ -445,12 +255,20 @@ bool llama_kv_cache_mixed::is_last_reader(int32_t il) const {
     return last_reader[map_layer_ids.at(il)] == il;
 }
 
-llama_kv_cache_mixed::fused_node & llama_kv_cache_mixed::get_fused_node(int32_t il) {
-    auto & res = fused_nodes[il];
-    if (!res) {
-        res.reset(new fused_node{ *scratch });
+llama_kv_node & llama_kv_cache_mixed::get_node(int32_t il) {
+    return nodes.try_emplace(il, llama_kv_node{ scratch }).first->second;
+}
+
+void llama_kv_cache_mixed::set_runs(const llama_ubatch & ubatch, uint32_t n_stream) {
+    auto & runs = scratch.runs;
+
+    runs.clear();
+    for (uint32_t i = 0; n_stream == 1 && i < ubatch.n_tokens; ++i) {
+        if (i == 0 || ubatch.seq_id[i][0] != ubatch.seq_id[i - 1][0]) {
+            runs.push_back(0);
+        }
+        runs.back()++;
     }
-    return *res;
 }
 
 static ggml_tensor * ring_view(ggml_context * ctx, ggml_tensor * t, int64_t n_embd_head, int64_t n_head_kv, uint32_t s0, uint32_t s1) {

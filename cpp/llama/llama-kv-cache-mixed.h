@@ -3,15 +3,16 @@
 // A KV cache of mixed precision: upstream's cache of a quantised type is the cold store and holds every token;
 // recent tokens and attention sinks have an F16 copy besides, in a ring.
 //
-// Upstream reaches it through llama_kv_cache_make, through the functions of llama-kv-mixed-sites.h, and through
-// methods of llama_kv_cache and llama_kv_cache_context that vendor/patches makes virtual.
+// Upstream reaches it through llama-kv-mixed-hooks.h, and through methods of llama_kv_cache and llama_kv_cache_context
+// that vendor/patches makes virtual.
 
-#include "cache/hot_ring.h"
-#include "cache/hot_window.h"
+#include "hot_set/hot_ring.h"
+#include "hot_set/hot_window.h"
 #include "mixedkv/mixedkv.h"
 
 #include "llama-kv-cache.h"
-#include "llama-kv-mixed-place.h"
+#include "llama-kv-node.h"
+#include "llama-kv-placement.h"
 
 #include <algorithm>
 #include <map>
@@ -40,8 +41,6 @@ public:
         const  layer_reuse_cb & reuse,
         const  layer_share_cb & share,
                  const char *   name_tag = "");
-
-    ~llama_kv_cache_mixed() override;
 
     //
     // llama_memory_i
@@ -125,10 +124,8 @@ public:
 
     void set_input_ring_shift(ggml_tensor * dst) const;
 
-    // what the fused node of layer il needs when it runs; lives as long as the cache
-    struct fused_node;
-    struct fused_scratch;
-    fused_node & get_fused_node(int32_t il);
+    // what the nodes of layer il need when they run; lives as long as the cache
+    llama_kv_node & get_node(int32_t il);
 
     // chooses the cells of tokens that are about to be stored anew, as many as sinfos have
     void place(slot_info_vec_t & sinfos, const std::vector<llama_ubatch> & ubatches);
@@ -176,8 +173,8 @@ private:
     std::vector<bool>       fused;
 
     // by layer of the model, and the memory that their attention works in, one layer after the other
-    std::map<int32_t, std::unique_ptr<fused_node>> fused_nodes;
-    std::unique_ptr<fused_scratch>                 scratch;
+    std::map<int32_t, llama_kv_node> nodes;
+    llama_kv_scratch                 scratch;
 
     // first hot position of each sequence after its last ubatch: what lies between it and the next one leaves
     std::vector<llama_pos> begins;
@@ -261,7 +258,7 @@ private:
         ggml_tensor * v = nullptr;
         ggml_tensor * k_idxs    = nullptr; // fused
         ggml_tensor * ring_idxs = nullptr; // I64 [n_tokens]
-        ggml_tensor * stored    = nullptr; // fused: what llama_kv_mixed_store returns
+        ggml_tensor * stored    = nullptr; // fused: what llama_kv_node_store returns
     };
 
     mutable std::map<int32_t, cur_rows> cur;
@@ -291,14 +288,3 @@ private:
     // moves the visible entries of hot keys from their cold column to the ring's or the ubatch's
     void route_hot(ggml_tensor * mask, const llama_ubatch & ubatch) const;
 };
-
-// the configuration of the context that this thread is making, nullptr: none
-const mixedkv_config * llama_kv_mixed_config();
-
-// where upstream makes a full-attention cache: what the configuration asks for; the arguments are those of llama_kv_cache
-template <typename... Args> llama_kv_cache * llama_kv_cache_make(Args &&... args) {
-    if (const mixedkv_config * config = llama_kv_mixed_config()) {
-        return new llama_kv_cache_mixed(*config, std::forward<Args>(args)...);
-    }
-    return new llama_kv_cache(std::forward<Args>(args)...);
-}

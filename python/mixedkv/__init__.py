@@ -8,6 +8,7 @@
 from importlib.metadata import version as _version
 
 from mixedkv import _native, errors
+from mixedkv._install_paths import cmake_dir, include_dir
 
 _native.load()  # before anything imports _core or llama_cpp: all must run on one copy of the libraries
 
@@ -17,4 +18,14 @@ from mixedkv.kv.stats import KVStats  # noqa: E402
 from mixedkv.llama import Llama  # noqa: E402
 
 __version__ = _version("mixedkv")
-__all__ = ["KVBlock", "KVStats", "Llama", "MixedKVConfig", "UniformKV", "__version__", "errors"]
+__all__ = [
+    "KVBlock",
+    "KVStats",
+    "Llama",
+    "MixedKVConfig",
+    "UniformKV",
+    "__version__",
+    "cmake_dir",
+    "errors",
+    "include_dir",
+]

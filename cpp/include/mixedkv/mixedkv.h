@@ -91,7 +91,8 @@ LLAMA_API const char * mixedkv_llama_commit(void); // e.g. "0c1e57098..."
 LLAMA_API const char * mixedkv_isa(void);          // instruction set the kernels dispatch to, e.g. "avx512"
 LLAMA_API const char * mixedkv_last_error(void);   // of this thread, "" when the last call succeeded
 
-// Says without making a context whether the model can have this cache. n_ctx is per sequence.
+// Says without making a context whether the model can have this cache. n_ctx is per sequence. Types may be any number:
+// those that do not exist are refused, and those that rows are not quantised to without an importance matrix (IQ2_XXS).
 LLAMA_API enum mixedkv_status mixedkv_check(const struct llama_model * model, const struct mixedkv_config * config,
                                             enum ggml_type type_k, enum ggml_type type_v, uint32_t n_ctx);
 

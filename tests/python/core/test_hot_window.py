@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mixedkv import MixedKVConfig, UniformKV
+from mixedkv import MixedKVConfig, UniformKV, _core
 from mixedkv.hot_window import HotWindow
 
 LONGEST = 26
@@ -36,6 +36,15 @@ def hot_by_story(window: HotWindow, n: int) -> set[int]:
 def test_the_rule_is_the_story(window: HotWindow) -> None:
     for q in range(LONGEST):
         assert {p for p in range(q + 1) if window.contains(p, q)} == hot_by_story(window, q + 1)
+
+
+@pytest.mark.parametrize("window", list(windows()), ids=str)
+def test_the_rule_is_that_of_the_core(window: HotWindow) -> None:
+    numbers = window.threshold, window.group_size, window.sink_tokens
+    for q in range(LONGEST):
+        assert window.begin(q) == _core.hot_begin(*numbers, q)
+        for p in range(q + 1):
+            assert window.contains(p, q) == _core.is_hot(*numbers, p, q)
 
 
 @pytest.mark.parametrize("window", list(windows()), ids=str)

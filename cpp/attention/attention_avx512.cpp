@@ -1,0 +1,36 @@
+#include "kernel.h"
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
+
+#include "x86/vnni_decode.h"
+
+namespace mixedkv {
+namespace {
+
+void run(const attention_item & w) {
+    if (w.few && vnni_decode::fits(*w.args)) {
+        return vnni_decode::run(w);
+    }
+    tile<avx512>::run(w);
+}
+
+} // namespace
+
+const attention_kernels * attention_avx512() {
+    static constexpr attention_kernels kernels = { "avx512", cpu_has_avx512, run, tile<avx512>::merge, rotate };
+    return &kernels;
+}
+
+} // namespace mixedkv
+
+#else
+
+namespace mixedkv {
+
+const attention_kernels * attention_avx512() {
+    return nullptr;
+}
+
+} // namespace mixedkv
+
+#endif

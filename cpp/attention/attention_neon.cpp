@@ -1,0 +1,27 @@
+#include "kernel.h"
+
+#if defined(__aarch64__)
+
+#include "simd/vector_neon.h"
+#include "tile.h"
+
+namespace mixedkv {
+
+const attention_kernels * attention_neon() {
+    static constexpr attention_kernels kernels = { "neon", cpu_has_neon, tile<neon>::run, tile<neon>::merge, rotate };
+    return &kernels;
+}
+
+} // namespace mixedkv
+
+#else
+
+namespace mixedkv {
+
+const attention_kernels * attention_neon() {
+    return nullptr;
+}
+
+} // namespace mixedkv
+
+#endif

@@ -1,0 +1,442 @@
+// The body shared by all vector instruction sets: blocks of up to 64 keys are unpacked to F32 once per KV head, then
+// scored, weighed and added up for all rows of the group. L is a vector layer (vector_*.h).
+
+#pragma once
+
+#include "key_span.h"
+
+#include "simd/half.h"
+#include "simd/rotation.h"
+
+#include <cmath>
+
+namespace mixedkv {
+namespace {
+
+constexpr int panel_floats = 64 * 256; // K or V of a block in F32: 64 KiB, two of them on the stack
+
+template <class L>
+struct tile {
+    using V = typename L::V;
+
+    // What stands for rows that see no key; their acc is not read
+    static void begin(const item_memory & m) {
+        for (int row = 0; row < m.rows; row++) {
+            m.max[row] = -INFINITY;
+            m.sum[row] = 0.0f;
+        }
+    }
+
+    static void clear(const item_memory & m) {
+        begin(m);
+        std::memset(m.acc, 0, size_t(m.rows) * m.d_v_padded * sizeof(float));
+    }
+
+    // One head's row of n elements as F32, zeros up to a multiple of 16.
+    static void unpack(const attention_rows & rows, int64_t key, int head, int n, float * out) {
+        const char * p = key_row(rows, key, head);
+        switch (rows.type) {
+        case row_type::f16: {
+            const int whole = n / L::width * L::width;
+            for (int i = 0; i < whole; i += L::width) {
+                L::store(out + i, L::load_half(p + 2 * i));
+            }
+            for (int i = whole; i < n; i++) {
+                out[i] = half_at(p + 2 * i);
+            }
+            break;
+        }
+        case row_type::q8_0:
+            for (int i = 0; i < n; i += 32, p += q8_0_bytes) {
+                L::q8_0(p, out + i);
+            }
+            break;
+        case row_type::q4_0:
+            for (int i = 0; i < n; i += 32, p += q4_0_bytes) {
+                L::q4_0(p, out + i);
+            }
+            break;
+        case row_type::other:
+            rows.to_float(p, out, n);
+            break;
+        }
+        for (int i = n; i % 16; i++) {
+            out[i] = 0.0f;
+        }
+    }
+
+    // c[R, n] = (accumulate ? c : 0) + a[R, k] b[k, n], n a multiple of C vectors
+    template <int R, int C, bool accumulate>
+    static void product(const float * a, int64_t lda, const float * b, int64_t ldb, float * c, int64_t ldc, int k) {
+        V sum[R][C];
+        for (int r = 0; r < R; r++) {
+            for (int j = 0; j < C; j++) {
+                sum[r][j] = accumulate ? L::load(c + r * ldc + j * L::width) : L::zero();
+            }
+        }
+        for (int i = 0; i < k; i++) {
+            V column[C];
+            for (int j = 0; j < C; j++) {
+                column[j] = L::load(b + i * ldb + j * L::width);
+            }
+            for (int r = 0; r < R; r++) {
+                const V x = L::set(a[r * lda + i]);
+                for (int j = 0; j < C; j++) {
+                    sum[r][j] = L::fma(x, column[j], sum[r][j]);
+                }
+            }
+        }
+        for (int r = 0; r < R; r++) {
+            for (int j = 0; j < C; j++) {
+                L::store(c + r * ldc + j * L::width, sum[r][j]);
+            }
+        }
+    }
+
+    template <int R, bool accumulate>
+    static void product_rows(const float * a, int64_t lda, const float * b, int64_t ldb, float * c, int64_t ldc, int k,
+                             int n) {
+        int j = 0;
+        for (; j + L::cols * L::width <= n; j += L::cols * L::width) {
+            product<R, L::cols, accumulate>(a, lda, b + j, ldb, c + j, ldc, k);
+        }
+        for (; j < n; j += L::width) {
+            product<R, 1, accumulate>(a, lda, b + j, ldb, c + j, ldc, k);
+        }
+    }
+
+    template <bool accumulate>
+    static void multiply(int rows, const float * a, int64_t lda, const float * b, int64_t ldb, float * c, int64_t ldc,
+                         int k, int n) {
+        switch (rows) {
+        case 1:
+            return product_rows<1, accumulate>(a, lda, b, ldb, c, ldc, k, n);
+        case 2:
+            return product_rows<2, accumulate>(a, lda, b, ldb, c, ldc, k, n);
+        case 3:
+            return product_rows<3, accumulate>(a, lda, b, ldb, c, ldc, k, n);
+        case 4:
+            return product_rows<4, accumulate>(a, lda, b, ldb, c, ldc, k, n);
+        case 5:
+            return product_rows<5, accumulate>(a, lda, b, ldb, c, ldc, k, n);
+        default:
+            return product_rows<6, accumulate>(a, lda, b, ldb, c, ldc, k, n);
+        }
+    }
+
+    // s[4 rows][K keys] = q . k over rows of d elements as they lie: no transposition, but a reduction per score
+    template <int K>
+    static void dots(const float * q, const float * k, int64_t d, float * s) {
+        V sum[K][4];
+        for (int j = 0; j < K; j++) {
+            for (int r = 0; r < 4; r++) {
+                sum[j][r] = L::zero();
+            }
+        }
+        for (int64_t i = 0; i < d; i += L::width) {
+            V x[4];
+            for (int r = 0; r < 4; r++) {
+                x[r] = L::load(q + r * d + i);
+            }
+            for (int j = 0; j < K; j++) {
+                const V y = L::load(k + j * d + i);
+                for (int r = 0; r < 4; r++) {
+                    sum[j][r] = L::fma(x[r], y, sum[j][r]);
+                }
+            }
+        }
+        for (int j = 0; j < K; j++) {
+            float four[4];
+            L::sums(sum[j], four);
+            for (int r = 0; r < 4; r++) {
+                s[r * key_block + j] = four[r];
+            }
+        }
+    }
+
+    // Scores of n keys become weights 2^(s - max), zeros from n to a whole vector; acc is rescaled when max grows.
+    static void weigh(const row_rule & rule, float * s, int n, float & max, float & sum, float * acc, int64_t d_v) {
+        const int        padded = int(round_up(n, L::width));
+        uint16_t         local[most_keys];
+        const uint16_t * mask = rule.mask;
+        if (mask && padded != n) {
+            std::memcpy(local, mask, n * sizeof(uint16_t));
+            std::memset(local + n, 0, (padded - n) * sizeof(uint16_t));
+            mask = local;
+        }
+        if (rule.softcap != 0.0f) {
+            for (int j = 0; j < padded; j += L::width) { // cap * tanh(x) = cap * (1 - 2 / (1 + e^2x))
+                const V e = L::exp2(L::mul(L::load(s + j), L::set(2 * log2e)));
+                const V t = L::fma(L::set(-2.0f), L::div(L::set(1.0f), L::add(L::set(1.0f), e)), L::set(1.0f));
+                L::store(s + j, L::mul(L::set(rule.softcap), t));
+            }
+        }
+        for (int j = 0; mask && j < padded; j += L::width) {
+            L::store(s + j, L::fma(L::set(rule.slope), L::load_half(mask + j), L::load(s + j)));
+        }
+        for (int j = n; j < padded; j++) {
+            s[j] = -INFINITY;
+        }
+        V top = L::set(max);
+        for (int j = 0; j < padded; j += L::width) {
+            top = L::max(top, L::load(s + j));
+        }
+        const float highest = L::highest(top);
+        if (highest == -INFINITY) { // nothing visible so far
+            std::memset(s, 0, padded * sizeof(float));
+            return;
+        }
+        if (highest > max) {
+            rescale(highest, max, sum, acc, d_v);
+        }
+        V total = L::zero();
+        for (int j = 0; j < padded; j += L::width) {
+            const V p = L::exp2(L::add(L::load(s + j), L::set(-highest)));
+            L::store(s + j, p);
+            total = L::add(total, p);
+        }
+        sum += L::sum(total);
+    }
+
+    static void rescale(float highest, float & max, float & sum, float * acc, int64_t d_v) {
+        if (max != -INFINITY) {
+            const float correction = exp2_of(max - highest);
+            sum *= correction;
+            for (int64_t i = 0; i < d_v; i += L::width) {
+                L::store(acc + i, L::mul(L::set(correction), L::load(acc + i)));
+            }
+        }
+        max = highest;
+    }
+
+    static float exp2_of(float x) {
+        float out[L::width];
+        L::store(out, L::exp2(L::set(x)));
+        return out[0];
+    }
+
+    // Rows first .. first + 3 as F32, zeros past the last one
+    static void pack_quad(const attention_item & w, int head, const item_memory & m, int first) {
+        const attention_args & a     = *w.args;
+        const int              group = a.n_head / a.n_head_kv;
+        const int64_t          d     = round_up(a.d_k, 16);
+        float *                out   = static_cast<float *>(m.q) + first * d;
+        for (int row = first; row < first + 4; row++, out += d) {
+            const int n = row < m.rows ? a.d_k : 0;
+            if (n > 0) {
+                load_query(a, w.q0 + row / group, head * group + row % group, query_factor(a), out);
+            }
+            std::memset(out + n, 0, (d - n) * sizeof(float));
+        }
+    }
+
+    // Decode: makes the quads of rows that see keys of this span ready, unless they are, and calls pack(m, row) for
+    // each of them and each KV head. In a batch of many sequences most see nothing of an item's keys.
+    template <class Pack>
+    static void prepare(const attention_item & w, const key_span & span, uint32_t & ready, Pack pack) {
+        const int rows = int(w.n_queries) * (w.args->n_head / w.args->n_head_kv);
+        for (int row = 0; row < rows; row += 4) {
+            if (ready >> row / 4 & 1 || !any_visible(w, span, row, 4)) {
+                continue;
+            }
+            ready |= 1u << row / 4;
+            for (int i = 0; i < w.n_head; i++) {
+                const item_memory m(*w.args, w.few, w.n_queries, w.memory, i);
+                const int         n = rows - row < 4 ? rows - row : 4;
+                std::memset(m.acc + row * m.d_v_padded, 0, size_t(n) * m.d_v_padded * sizeof(float));
+                pack_quad(w, w.head0 + i, m, row);
+                pack(m, row);
+            }
+        }
+    }
+
+    // Decode: s[rows][key_block] of all rows, K rows as they lie
+    static void score_rows(const attention_item & w, int head, const item_memory & m, const key_span & span,
+                           float * s) {
+        const int64_t          d = round_up(w.args->d_k, 16);
+        const float *          q = static_cast<const float *>(m.q);
+        alignas(64) float      k[panel_floats];
+        const attention_rows & rows = span.segment->k;
+        prefetcher             ahead(w, rows, span, head, block_keys(*w.args));
+        for (int j = 0; j < span.n; j++) {
+            ahead.step();
+            unpack(rows, span.first + j, head, w.args->d_k, k + j * d);
+        }
+        for (int r = 0; r < m.rows; r += 4) { // rows are padded
+            if (!any_visible(w, span, r, 4)) {
+                continue;
+            }
+            int j = 0;
+            for (; j + L::dot_keys <= span.n; j += L::dot_keys) {
+                dots<L::dot_keys>(q + r * d, k + j * d, d, s + r * key_block + j);
+            }
+            for (; j < span.n; j++) {
+                dots<1>(q + r * d, k + j * d, d, s + r * key_block + j);
+            }
+        }
+    }
+
+    static void unpack_values(const attention_item & w, int head, const key_span & span, float * panel) {
+        const attention_rows & rows = span.segment->v;
+        const int64_t          d    = round_up(w.args->d_v, 16);
+        prefetcher             ahead(w, rows, span, head, block_keys(*w.args));
+        for (int j = 0; j < span.n; j++) {
+            ahead.step();
+            unpack(rows, span.first + j, head, w.args->d_v, panel + j * d);
+        }
+    }
+
+    static void weigh_row(const attention_item & w, int head, const item_memory & m, const key_span & span, int row,
+                          float * s) {
+        if (span.states[row / (w.args->n_head / w.args->n_head_kv)] == all_hidden) {
+            std::memset(s, 0, round_up(span.n, 16) * sizeof(float));
+            return;
+        }
+        weigh(rule_of(w, span, head, row), s, span.n, m.max[row], m.sum[row], m.acc + row * m.d_v_padded, m.d_v_padded);
+    }
+
+    // acc += s v for all rows
+    static void add_values(const attention_item & w, int head, const item_memory & m, const key_span & span,
+                           const float * s) {
+        const int64_t     d = round_up(w.args->d_v, 16);
+        alignas(64) float v[panel_floats];
+        unpack_values(w, head, span, v);
+        for (int row = 0; row < m.rows; row += L::rows) {
+            if (!any_visible(w, span, row, L::rows)) {
+                continue;
+            }
+            multiply<true>(m.rows - row, s + row * key_block, key_block, v, d, m.acc + row * m.d_v_padded, m.d_v_padded,
+                           span.n, int(d));
+        }
+    }
+
+    static void decode_block(const attention_item & w, int head, const item_memory & m, const key_span & span) {
+        alignas(64) float s[few_rows * key_block];
+        score_rows(w, head, m, span, s);
+        for (int row = 0; row < m.rows; row++) {
+            weigh_row(w, head, m, span, row, s + row * key_block);
+        }
+        add_values(w, head, m, span, s);
+    }
+
+    // K turned so that keys are columns: scores of many rows need no reduction
+    static void transpose_keys(const attention_item & w, int head, const key_span & span, int64_t ld, float * panel) {
+        const int64_t     d = round_up(w.args->d_k, 16);
+        alignas(64) float row[L::width * attention_max_head_size];
+        for (int j = 0; j < span.n; j += L::width) {
+            for (int i = 0; i < L::width; i++) { // past the last key, repeat it: its scores are set to -inf later
+                const int key = j + i < span.n ? j + i : span.n - 1;
+                unpack(span.segment->k, span.first + key, head, w.args->d_k, row + i * d);
+            }
+            for (int64_t i = 0; i < d; i += L::width) {
+                L::transpose(row + i, d, panel + i * ld + j, ld);
+            }
+        }
+    }
+
+    static void prefill_block(const attention_item & w, int head, const item_memory & m, const key_span & span) {
+        const int64_t     d   = round_up(w.args->d_k, 16);
+        const int64_t     d_v = round_up(w.args->d_v, 16);
+        const int         ld  = block_keys(*w.args);
+        alignas(64) float k[panel_floats];
+        alignas(64) float v[panel_floats];
+        alignas(64) float s[L::rows * key_block];
+        transpose_keys(w, head, span, ld, k);
+        unpack_values(w, head, span, v);
+        for (int row = 0; row < m.rows; row += L::rows) {
+            const int rows = m.rows - row < L::rows ? m.rows - row : L::rows;
+            if (!any_visible(w, span, row, rows)) {
+                continue;
+            }
+            multiply<false>(rows, static_cast<const float *>(m.q) + row * d, d, k, ld, s, key_block, int(d),
+                            int(round_up(span.n, L::width)));
+            for (int r = 0; r < rows; r++) {
+                weigh_row(w, head, m, span, row + r, s + r * key_block);
+            }
+            multiply<true>(rows, s, key_block, v, d_v, m.acc + row * m.d_v_padded, m.d_v_padded, span.n, int(d_v));
+        }
+    }
+
+    // Keys per block: what the panels hold
+    static int block_keys(const attention_args & a) {
+        const int64_t d = round_up(a.d_k > a.d_v ? a.d_k : a.d_v, 16);
+        return d <= 256 ? 64 : d <= 512 ? 32 : 16;
+    }
+
+    static void run(const attention_item & w) {
+        for (int i = 0; i < w.n_head; i++) {
+            const item_memory m(*w.args, w.few, w.n_queries, w.memory, i);
+            w.few ? begin(m) : clear(m);
+            for (int row = 0; !w.few && row < m.rows; row += 4) {
+                pack_quad(w, w.head0 + i, m, row);
+            }
+        }
+        uint32_t ready = 0;
+        for_each_block(w, block_keys(*w.args), [&](const key_span & span) {
+            if (w.few) {
+                prepare(w, span, ready, [](const item_memory &, int) {});
+            }
+            for (int i = 0; i < w.n_head; i++) {
+                const item_memory m(*w.args, w.few, w.n_queries, w.memory, i);
+                w.few ? decode_block(w, w.head0 + i, m, span) : prefill_block(w, w.head0 + i, m, span);
+            }
+        });
+    }
+
+    static void merge_row(const item_memory & part, int row, int n_chunks, size_t stride, const float * sink, int d_v,
+                          float * out) {
+        float max = sink ? *sink * log2e : -INFINITY;
+        for (int c = 0; c < n_chunks; c++) {
+            const float m = chunk_of(part.max, c, stride)[row];
+            max           = m > max ? m : max;
+        }
+        float   sum    = sink && max != -INFINITY ? exp2_of(*sink * log2e - max) : 0.0f;
+        float * result = part.acc + row * part.d_v_padded; // the first chunk's memory serves as the accumulator
+        for (int c = 0; c < n_chunks; c++) {
+            const float m = chunk_of(part.max, c, stride)[row];
+            if (m == -INFINITY) {
+                if (c == 0) {
+                    std::memset(result, 0, part.d_v_padded * sizeof(float));
+                }
+                continue;
+            }
+            const float   weight = exp2_of(m - max);
+            const float * acc    = chunk_of(part.acc, c, stride) + row * part.d_v_padded;
+            sum += weight * chunk_of(part.sum, c, stride)[row];
+            for (int i = 0; i < d_v; i += L::width) {
+                const V before = c == 0 ? L::zero() : L::load(result + i);
+                L::store(result + i, L::fma(L::set(weight), L::load(acc + i), before));
+            }
+        }
+        const V inverse = L::set(sum > 0.0f ? 1.0f / sum : 0.0f);
+        for (int i = 0; i < d_v; i += L::width) {
+            const V y = L::mul(inverse, L::load(result + i));
+            if (i + L::width <= d_v) {
+                L::store(out + i, y);
+            } else {
+                float last[L::width];
+                L::store(last, y);
+                std::memcpy(out + i, last, (d_v - i) * sizeof(float));
+            }
+        }
+    }
+
+    static void merge(const attention_item & first, int n_chunks, size_t chunk_stride) {
+        const attention_args & a     = *first.args;
+        const int              group = a.n_head / a.n_head_kv;
+        for (int i = 0; i < first.n_head; i++) {
+            const item_memory part(a, first.few, first.n_queries, first.memory, i);
+            for (int row = 0; row < part.rows; row++) {
+                const int head = (first.head0 + i) * group + row % group;
+                float *   out  = output_row(a, first.q0 + row / group, head);
+                merge_row(part, row, n_chunks, chunk_stride, a.sinks ? a.sinks + head : nullptr, a.d_v, out);
+                if (a.rotation_out) {
+                    rotate(out, a.d_v, a.rotation_out);
+                }
+            }
+        }
+    }
+};
+
+} // namespace
+} // namespace mixedkv

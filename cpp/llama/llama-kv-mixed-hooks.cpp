@@ -1,0 +1,122 @@
+// From the configuration of "the next context on this thread" to a cache inside a llama_model's memory.
+
+#include "llama-kv-mixed-hooks.h"
+
+#include "llama-kv-mixed-support.h"
+
+#include "llama-context.h"
+#include "llama-impl.h"
+#include "llama-model.h"
+
+#include <stdexcept>
+
+bool llama_kv_mixed_admit(const llama_model * model, llama_context_params & params) {
+    const mixedkv_config * config = llama_kv_mixed_take_next();
+
+    llama_kv_mixed_set_error("");
+
+    if (!model) {
+        return true;
+    }
+
+    if (config && params.flash_attn_type == LLAMA_FLASH_ATTN_TYPE_AUTO) {
+        params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_ENABLED;
+    }
+
+    std::string problem = config ?
+        llama_kv_mixed_problem(*model, *config, params.type_k, params.type_v) :
+        llama_kv_mixed_type_problem(params.type_k, params.type_v);
+
+    if (config && problem.empty() && params.flash_attn_type == LLAMA_FLASH_ATTN_TYPE_DISABLED) {
+        problem = "the mixed KV cache and the fused attention keep V as rows, which llama.cpp does only with flash attention "
+            "(architecture '" + model->arch_name() + "'): set flash_attn";
+    }
+
+    if (!problem.empty()) {
+        llama_kv_mixed_drop_config();
+        llama_kv_mixed_set_error(problem);
+        LLAMA_LOG_ERROR("%s: %s\n", __func__, problem.c_str());
+    }
+
+    return problem.empty();
+}
+
+void llama_kv_mixed_check(llama_memory_i * memory, const llama_model & model) {
+    if (!llama_kv_mixed_config()) {
+        return;
+    }
+
+    llama_kv_mixed_drop_config();
+
+    for (llama_kv_cache * kv : llama_kv_mixed_caches(memory)) {
+        const auto * mixed = dynamic_cast<llama_kv_cache_mixed *>(kv);
+        if (mixed && !mixed->get_layer_ids().empty()) {
+            return;
+        }
+    }
+
+    const char * reason = memory ? "has no full-attention layers in a cache of a known kind" : "has no KV cache";
+
+    delete memory;
+
+    throw std::runtime_error("the mixed KV cache is not supported: architecture '" + model.arch_name() + "' " + reason +
+            "; use the 'f16' cache with llama.cpp's own attention");
+}
+
+void llama_kv_mixed_settle(llama_context & ctx) {
+    for (llama_kv_cache * kv : llama_kv_mixed_caches(ctx.get_memory())) {
+        if (dynamic_cast<llama_kv_cache_mixed *>(kv)) {
+            ctx.memory_update(false);
+            return;
+        }
+    }
+}
+
+void llama_kv_mixed_failed(const std::exception & err) {
+    llama_kv_mixed_drop_config();
+    llama_kv_mixed_set_error(err.what());
+}
+
+uint32_t llama_kv_mixed_nodes(llama_memory_i * memory) {
+    // the merged view takes most: two casts, two concatenations, views, and the ring's rows, for K and V
+    static constexpr uint32_t n_nodes_layer = 32;
+
+    uint32_t res = 0;
+
+    for (llama_kv_cache * kv : llama_kv_mixed_caches(memory)) {
+        if (const auto * mixed = dynamic_cast<llama_kv_cache_mixed *>(kv)) {
+            res += n_nodes_layer*mixed->get_n_readers();
+        }
+    }
+
+    return res;
+}
+
+//
+// upstream's own context: what vendor/patches makes virtual, as upstream has it
+//
+
+llama_kv_cache_context * llama_kv_cache::make_context(slot_info_vec_t sinfos, std::vector<llama_ubatch> ubatches) {
+    return new llama_kv_cache_context(this, std::move(sinfos), std::move(ubatches));
+}
+
+uint32_t llama_kv_cache_context::get_n_mask(const llama_ubatch & ubatch, uint32_t n_stream) const {
+    GGML_UNUSED(ubatch);
+    GGML_UNUSED(n_stream);
+
+    return get_n_kv();
+}
+
+ggml_tensor * llama_kv_cache_context::build_attn(
+        const llm_graph_context & graph,
+        ggml_tensor * q,
+        ggml_tensor * k,
+        ggml_tensor * v,
+        ggml_tensor * kq_b,
+        ggml_tensor * kq_mask,
+        ggml_tensor * sinks,
+        ggml_tensor * v_mla,
+              float   kq_scale,
+                int   il) const {
+    return graph.build_attn_mha(q, k, v, kq_b, kq_mask, sinks, v_mla, 0, kq_scale, il);
+}

@@ -1,0 +1,221 @@
+#include "llama-kv-node.h"
+
+#include "attention/attention.h"
+
+#include <cstring>
+
+using mixedkv::attention_args;
+using mixedkv::attention_rows;
+using mixedkv::attention_segment;
+using mixedkv::row_type;
+
+static constexpr size_t SCRATCH_ALIGN = 64;
+
+void * llama_kv_scratch::get() {
+    const uintptr_t p = (uintptr_t) data.data();
+    return (void *) ((p + SCRATCH_ALIGN - 1) & ~(uintptr_t) (SCRATCH_ALIGN - 1));
+}
+
+void llama_kv_scratch::reserve(size_t size) {
+    if (data.size() < size + SCRATCH_ALIGN) {
+        data.assign(size + SCRATCH_ALIGN, 0);
+    }
+}
+
+size_t llama_kv_scratch::size() const {
+    return data.empty() ? 0 : data.size() - SCRATCH_ALIGN;
+}
+
+static row_type to_row_type(ggml_type type) {
+    switch (type) {
+        case GGML_TYPE_F16:  return row_type::f16;
+        case GGML_TYPE_Q8_0: return row_type::q8_0;
+        case GGML_TYPE_Q4_0: return row_type::q4_0;
+        default:             return row_type::other;
+    }
+}
+
+static void copy_f32(const void * row, float * out, int64_t n) {
+    memcpy(out, row, n*sizeof(float));
+}
+
+// t: [n_embd_head, n_head_kv, n_rows, n_stream]
+static attention_rows to_rows(const ggml_tensor * t, int64_t strm) {
+    attention_rows res;
+    res.data     = (const char *) t->data + strm*t->nb[3];
+    res.type     = to_row_type(t->type);
+    res.row      = t->nb[2];
+    res.head     = t->nb[1];
+    res.to_float = t->type == GGML_TYPE_F32 ? copy_f32 : ggml_get_type_traits(t->type)->to_float;
+    return res;
+}
+
+static attention_segment to_segment(const ggml_tensor * k, const ggml_tensor * v, int64_t strm) {
+    attention_segment res;
+    res.k = to_rows(k, strm);
+    res.v = to_rows(v, strm);
+    res.n = k->ne[2];
+    return res;
+}
+
+// The rows of the ubatch, K and V side by side
+static attention_segment to_segment(const ggml_tensor * cur, const attention_args & a, int64_t strm, int64_t n_tps) {
+    attention_segment res;
+    res.k.data = (const char *) cur->data + strm*n_tps*cur->nb[1];
+    res.k.row  = cur->nb[1];
+    res.k.head = a.d_k*sizeof(ggml_fp16_t);
+    res.v      = res.k;
+    res.v.data = (const char *) res.k.data + a.n_head_kv*res.k.head;
+    res.v.head = a.d_v*sizeof(ggml_fp16_t);
+    res.n      = n_tps;
+    return res;
+}
+
+// sources of the node, in this order; the ones in brackets are optional
+//   q, cold k, cold v, mask [, ring k, ring v, cur, idxs] [, sinks]
+static attention_args to_args(const ggml_tensor * dst, const llama_kv_node & node, int64_t strm) {
+    const ggml_tensor * const * src = dst->src;
+
+    const ggml_tensor * q    = src[0];
+    const ggml_tensor * mask = src[3];
+
+    const int64_t n_stream = src[1]->ne[3];
+    const int64_t n_tps    = q->ne[2]/n_stream;
+
+    attention_args res;
+    res.n_head    = q->ne[1];
+    res.n_head_kv = src[1]->ne[1];
+    res.d_k       = src[1]->ne[0];
+    res.d_v       = src[2]->ne[0];
+    res.n_queries = n_tps;
+
+    res.q      = (const float *) ((const char *) q->data + strm*n_tps*q->nb[2]);
+    res.q_row  = q->nb[2];
+    res.q_head = q->nb[1];
+
+    res.segments[res.n_segments++] = to_segment(src[1], src[2], strm);
+    if (node.has_ring) {
+        res.segments[res.n_segments++] = to_segment(src[4], src[5], strm);
+        res.segments[res.n_segments++] = to_segment(src[6], res, strm, n_tps);
+    }
+
+    res.mask     = (const uint16_t *) ((const char *) mask->data + strm*mask->nb[3]);
+    res.mask_row = mask->nb[1];
+
+    res.rotation_q   = node.rotation_k;
+    res.rotation_out = node.rotation_v;
+
+    res.scale          = node.scale;
+    res.max_alibi_bias = node.max_bias;
+    res.logit_softcap  = node.logit_softcap;
+    res.sinks          = node.has_sinks ? (const float *) src[node.has_ring ? 8 : 4]->data : nullptr;
+
+    res.out      = (float *) ((char *) dst->data + strm*n_tps*dst->nb[1]);
+    res.out_row  = dst->nb[1];
+    res.out_head = res.d_v*sizeof(float);
+
+    return res;
+}
+
+static attention_args cut(const attention_args & whole, int64_t first, int64_t n) {
+    attention_args res = whole;
+    res.n_queries = n;
+    res.q         = (const float *) ((const char *) whole.q + first*whole.q_row);
+    res.mask      = (const uint16_t *) ((const char *) whole.mask + first*whole.mask_row);
+    res.out       = (float *) ((char *) whole.out + first*whole.out_row);
+    return res;
+}
+
+// One token each of many answers beside a slice of a prompt: together all of them would be worked on as the prompt is,
+// which unpacks every key of every answer for a row or two. So runs of few rows are gathered to calls of few rows, and
+// what lies between them to others.
+static void cut(const attention_args & whole, const std::vector<int64_t> & runs, std::vector<attention_args> & res) {
+    const int64_t most = mixedkv::attention_few_rows/(whole.n_head/whole.n_head_kv);
+
+    int64_t first = 0;
+    int64_t n     = 0;
+    bool    few   = false;
+    for (const int64_t run : runs) {
+        if (n > 0 && (few != (run <= most) || (few && n + run > most))) {
+            res.push_back(cut(whole, first, n));
+            first += n;
+            n = 0;
+        }
+        few = run <= most;
+        n += run;
+    }
+    res.push_back(cut(whole, first, n));
+}
+
+static void to_args(const ggml_tensor * dst, const llama_kv_node & node, std::vector<attention_args> & res) {
+    res.clear();
+    for (int64_t strm = 0; strm < dst->src[1]->ne[3]; ++strm) {
+        res.push_back(to_args(dst, node, strm));
+    }
+}
+
+static const std::vector<attention_args> & to_calls(const ggml_tensor * dst, const llama_kv_node & node) {
+    thread_local std::vector<attention_args> res;
+
+    to_args(dst, node, res);
+
+    const auto & runs = node.scratch.runs;
+    if (runs.size() > 1) {
+        const attention_args whole = res[0];
+
+        res.clear();
+        cut(whole, runs, res);
+        // it was reserved for all queries together
+        if (mixedkv::attention_run_bytes(res.data(), (int) res.size()) > node.scratch.size()) {
+            res.assign(1, whole);
+        }
+    }
+
+    return res;
+}
+
+static void attention_compute(ggml_tensor * dst, int ith, int nth, void * userdata) {
+    auto & node = *(llama_kv_node *) userdata;
+
+    const auto & calls = to_calls(dst, node);
+
+    const bool last = mixedkv::attention_run(calls.data(), (int) calls.size(), node.scratch.get(), ith, nth);
+
+    if (last && node.writes_ring) {
+        llama_kv_node_write_ring(dst->src[6], dst->src[7], dst->src[4]->view_src, dst->src[5]->view_src);
+    }
+}
+
+ggml_tensor * llama_kv_node_attention(
+        ggml_context * ctx,
+        llama_kv_node & node,
+        ggml_tensor * q,
+        ggml_tensor * cold_k, ggml_tensor * cold_v,
+        ggml_tensor * ring_k, ggml_tensor * ring_v,
+        ggml_tensor * cur,    ggml_tensor * idxs,
+        ggml_tensor * mask,
+        ggml_tensor * sinks) {
+    GGML_ASSERT(mask->type == GGML_TYPE_F16 && q->type == GGML_TYPE_F32);
+
+    node.has_ring  = ring_k != nullptr;
+    node.has_sinks = sinks != nullptr;
+
+    std::vector<ggml_tensor *> srcs = { q, cold_k, cold_v, mask };
+
+    if (node.has_ring) {
+        srcs.insert(srcs.end(), { ring_k, ring_v, cur, idxs });
+    }
+    if (node.has_sinks) {
+        srcs.push_back(sinks);
+    }
+
+    ggml_tensor * res = ggml_custom_4d(ctx, GGML_TYPE_F32, cold_v->ne[0]*q->ne[1], q->ne[2], 1, 1,
+            srcs.data(), (int) srcs.size(), attention_compute, GGML_N_TASKS_MAX, &node);
+
+    // nearly always the first graphs of a context are its largest
+    std::vector<attention_args> args;
+    to_args(res, node, args);
+    node.scratch.reserve(mixedkv::attention_scratch_bytes(args.data(), (int) args.size()));
+
+    return res;
+}

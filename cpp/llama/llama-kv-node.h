@@ -1,0 +1,81 @@
+#pragma once
+
+// The two nodes that a layer of the graph has in place of upstream's: one stores K and V, one attends.
+
+#include "ggml.h"
+
+#include <cstdint>
+#include <vector>
+
+// Shared by the threads that run a node, and by the nodes of a context, which run one after the other.
+class llama_kv_scratch {
+public:
+    void * get(); // 64-byte aligned
+    void reserve(size_t size);
+    size_t size() const;
+
+    // lengths of the runs of tokens of one sequence in the ubatch at hand; empty where each stream has one
+    std::vector<int64_t> runs;
+
+private:
+    std::vector<uint8_t> data;
+};
+
+// What the nodes of one layer know besides their sources: the same for every graph of a context.
+// The graph points to it: it lives in the cache, which outlives every graph of its context.
+struct llama_kv_node {
+    llama_kv_scratch & scratch;
+
+    float scale         = 1.0f;
+    float max_bias      = 0.0f;
+    float logit_softcap = 0.0f;
+
+    // edge of the Hadamard blocks by which the nodes rotate K and Q, and V and the output; 0: they come rotated
+    int rotation_k = 0;
+    int rotation_v = 0;
+
+    // which of the optional sources the node has
+    bool has_ring  = false;
+    bool has_sinks = false;
+
+    // nobody after it reads the slots as they were: it writes the ubatch's rows to the ring when it is done
+    bool writes_ring = false;
+};
+
+// Stores K and V of the ubatch, rotated if the node says so, as the cache stores them and rounded to F16 besides.
+// One node instead of two rotations, two casts and two SET_ROWS: what they cost in decoding is the wait after each.
+//
+// cold           k, v of all streams as the cache stores them [n_embd_gqa, kv_size, n_stream]
+// cur            k, v F32 [n_embd_head, n_head_kv, n_tokens]
+// k_idxs, v_idxs I64 [n_tokens] (the first n_tokens are used), rows of the cold tensors
+// returns        F16 [n_embd_k_gqa + n_embd_v_gqa, n_tokens], the rows of the ubatch as the ring will hold them;
+//                nothing is written to it when the node has no ring
+ggml_tensor * llama_kv_node_store(
+        ggml_context * ctx,
+        llama_kv_node & node,
+        ggml_tensor * cold_k, ggml_tensor * cold_v,
+        ggml_tensor * cur_k,  ggml_tensor * cur_v,
+        ggml_tensor * k_idxs, ggml_tensor * v_idxs);
+
+// Writes the F16 rows of the ubatch, as llama_kv_node_store returns them, to the ring rows idxs [n_tokens].
+void llama_kv_node_write_ring(
+        const ggml_tensor * rows, const ggml_tensor * idxs, const ggml_tensor * ring_k, const ggml_tensor * ring_v);
+
+// Attends to the rows as they lie.
+//
+// q       F32 [n_embd_head_k, n_head, n_tokens]
+// cold    k, v as the cache stores them [n_embd_head, n_head_kv, n_kv, n_stream]
+// ring    k, v F16 [n_embd_head, n_head_kv, n_ring, n_stream], nullptr: neither ring nor cur nor idxs
+// cur     F16 [n_embd_k_gqa + n_embd_v_gqa, n_tokens], from llama_kv_node_store
+// idxs    I64 [n_tokens], ring rows of all streams where cur goes
+// mask    F16 [n_kv + n_ring + n_tokens/n_stream, n_tokens/n_stream, 1, n_stream]
+// returns F32 [n_embd_head_v*n_head, n_tokens]
+ggml_tensor * llama_kv_node_attention(
+        ggml_context * ctx,
+        llama_kv_node & node,
+        ggml_tensor * q,
+        ggml_tensor * cold_k, ggml_tensor * cold_v,
+        ggml_tensor * ring_k, ggml_tensor * ring_v,
+        ggml_tensor * cur,    ggml_tensor * idxs,
+        ggml_tensor * mask,
+        ggml_tensor * sinks);

@@ -1,0 +1,77 @@
+#include "llama-kv-rows-convert.h"
+
+#include "ggml-cpu.h"
+
+#include <cmath>
+#include <cstring>
+
+bool llama_kv_row_is_readable(ggml_type type) {
+    return uint32_t(type) < GGML_TYPE_COUNT && ggml_blck_size(type) > 0 &&
+        (type == GGML_TYPE_F32 || ggml_get_type_traits(type)->to_float);
+}
+
+bool llama_kv_row_is_writable(ggml_type type) {
+    return llama_kv_row_is_readable(type) && ggml_get_type_traits_cpu(type)->from_float &&
+        (type == GGML_TYPE_F32 || ggml_get_type_traits(type)->from_float_ref);
+}
+
+void llama_kv_rows_rotate(float * x, int64_t n_total, int64_t n) {
+    const float scale = 1.0f/sqrtf(n);
+
+    for (float * block = x; block < x + n_total; block += n) {
+        for (int64_t h = 1; h < n; h *= 2) {
+            for (int64_t i = 0; i < n; ++i) {
+                if (i & h) {
+                    continue;
+                }
+                const float a = block[i];
+                const float b = block[i + h];
+                block[i]     = a + b;
+                block[i + h] = a - b;
+            }
+        }
+        for (int64_t i = 0; i < n; ++i) {
+            block[i] *= scale;
+        }
+    }
+}
+
+llama_kv_row_converter::llama_kv_row_converter(llama_kv_row_format src, llama_kv_row_format dst, int64_t n_embd) :
+    src(src), dst(dst), n_embd(n_embd), row(n_embd) {
+}
+
+void llama_kv_row_converter::convert(const void * from, void * to, int64_t n_rows) {
+    if (is_copy()) {
+        memcpy(to, from, n_rows*src_size());
+        return;
+    }
+
+    const auto to_float   = ggml_get_type_traits(src.type)->to_float;
+    const auto from_float = ggml_get_type_traits(dst.type)->from_float_ref;
+
+    for (int64_t i = 0; i < n_rows; ++i) {
+        const auto * from_row = (const uint8_t *) from + i*src_size();
+        auto *       to_row   = (uint8_t *) to + i*dst_size();
+
+        if (src.type == GGML_TYPE_F32) {
+            memcpy(row.data(), from_row, src_size());
+        } else {
+            to_float(from_row, row.data(), n_embd);
+        }
+
+        if (src.rotation != dst.rotation) {
+            if (src.rotation) {
+                llama_kv_rows_rotate(row.data(), n_embd, src.rotation);
+            }
+            if (dst.rotation) {
+                llama_kv_rows_rotate(row.data(), n_embd, dst.rotation);
+            }
+        }
+
+        if (dst.type == GGML_TYPE_F32) {
+            memcpy(to_row, row.data(), dst_size());
+        } else {
+            from_float(row.data(), to_row, n_embd);
+        }
+    }
+}

@@ -1,0 +1,41 @@
+#pragma once
+
+#include "ggml.h"
+
+#include <cstdint>
+#include <vector>
+
+// x = H x for each block of n, H the orthonormal Walsh-Hadamard matrix in natural order, which is its own inverse
+void llama_kv_rows_rotate(float * x, int64_t n_total, int64_t n);
+
+// Types come from outside as any number; a cache can have the ones whose rows ggml reads and writes without further data:
+// those of an importance matrix have no quantiser, others are only intermediate results.
+bool llama_kv_row_is_readable(ggml_type type);
+bool llama_kv_row_is_writable(ggml_type type);
+
+// a row of the cache: its type and the edge of the Hadamard blocks that it is rotated by, 0: none
+struct llama_kv_row_format {
+    ggml_type type;
+    uint32_t  rotation;
+
+    bool operator==(const llama_kv_row_format & other) const { return type == other.type && rotation == other.rotation; }
+};
+
+// rows of one format to rows of another
+class llama_kv_row_converter {
+public:
+    llama_kv_row_converter(llama_kv_row_format src, llama_kv_row_format dst, int64_t n_embd);
+
+    size_t src_size() const { return ggml_row_size(src.type, n_embd); }
+    size_t dst_size() const { return ggml_row_size(dst.type, n_embd); }
+
+    bool is_copy() const { return src == dst; }
+
+    void convert(const void * from, void * to, int64_t n_rows);
+
+private:
+    llama_kv_row_format src;
+    llama_kv_row_format dst;
+    int64_t             n_embd;
+    std::vector<float>  row;
+};

@@ -1,0 +1,122 @@
+#include "llama-kv-rows-export.h"
+
+#include "llama-kv-cache-mixed.h"
+#include "llama-kv-rows-access.h"
+
+#include "llama-kv-cache-iswa.h"
+#include "llama-model.h"
+
+#include <algorithm>
+#include <cstring>
+
+std::string llama_kv_rows_problem(llama_context & ctx) {
+    auto * memory = ctx.get_memory();
+
+    const std::string arch = "architecture '" + ctx.get_model().arch_name() + "' ";
+
+    if (!dynamic_cast<llama_kv_cache *>(memory) && !dynamic_cast<llama_kv_cache_iswa *>(memory)) {
+        return arch + "keeps more than attention rows, which no token range can be cut from: save its whole state instead";
+    }
+
+    for (const llama_kv_cache * kv : llama_kv_rows_groups(ctx)) {
+        if (kv->has_cell_ext()) {
+            return arch + "has positions of several dimensions, or token ids in its cache: save its whole state instead";
+        }
+        for (const auto & layer : kv_access::get_layers(*kv)) {
+            if (!layer.v) {
+                return arch + "stores no values (MLA): save its whole state instead";
+            }
+        }
+    }
+
+    return "";
+}
+
+std::vector<llama_kv_row> llama_kv_rows_range(
+        const llama_kv_cache & kv, llama_seq_id seq_id, llama_pos p0, llama_pos p1, std::string & problem) {
+    auto rows = llama_kv_rows_find(kv, seq_id, p0, p1);
+
+    // a sliding window lets go of old positions, and only of these
+    const llama_pos first = kv_access::get_n_swa(kv) > 0 && !rows.empty() ? rows.front().pos : p0;
+    const llama_pos end   = p1 < 0 ? kv.get_cells(seq_id).seq_pos_max(seq_id) + 1 : p1;
+
+    for (size_t i = 0; i < rows.size(); ++i) {
+        if (rows[i].pos != first + (llama_pos) i) {
+            problem = "sequence " + std::to_string(seq_id) + " does not have position " + std::to_string(first + (llama_pos) i) +
+                " exactly once";
+            return {};
+        }
+    }
+
+    if (end <= p0 || first + (llama_pos) rows.size() != end) {
+        problem = "sequence " + std::to_string(seq_id) + " has no rows up to position " + std::to_string(std::max(end - 1, p0));
+        return {};
+    }
+
+    return rows;
+}
+
+// rows at consecutive cells are copied at once
+template <typename F> static void for_each_run(const std::vector<llama_kv_row> & rows, F && body) {
+    for (size_t i = 0, n; i < rows.size(); i += n) {
+        for (n = 1; i + n < rows.size() && rows[i + n].cell == rows[i].cell + n; ++n) {
+        }
+        body(i, rows[i].cell, n);
+    }
+}
+
+static void export_rows(const ggml_tensor * t, const std::vector<llama_kv_row> & rows, void * dst) {
+    for_each_run(rows, [&](size_t i, uint32_t cell, size_t n) {
+        ggml_backend_tensor_get(t, (uint8_t *) dst + i*t->nb[1], cell*t->nb[1], n*t->nb[1]);
+    });
+}
+
+// without flash attention upstream keeps V transposed: element j of a cell at j*n_cells + cell
+static void export_columns(const ggml_tensor * t, const std::vector<llama_kv_row> & rows, void * dst) {
+    const size_t size = ggml_type_size(t->type);
+
+    std::vector<uint8_t> column;
+
+    for_each_run(rows, [&](size_t i, uint32_t cell, size_t n) {
+        column.resize(n*size);
+        for (int64_t j = 0; j < t->ne[0]; ++j) {
+            ggml_backend_tensor_get(t, column.data(), (j*t->ne[1] + cell)*size, n*size);
+            for (size_t r = 0; r < n; ++r) {
+                memcpy((uint8_t *) dst + ((i + r)*t->ne[0] + j)*size, column.data() + r*size, size);
+            }
+        }
+    });
+}
+
+static void export_hot(const ggml_tensor * t, const std::vector<llama_kv_row> & rows, void * dst) {
+    auto * out = (uint8_t *) dst;
+
+    for (const auto & row : rows) {
+        if (row.slot >= 0) {
+            ggml_backend_tensor_get(t, out, row.slot*t->nb[1], t->nb[1]);
+            out += t->nb[1];
+        }
+    }
+}
+
+void llama_kv_rows_export(
+        const llama_kv_cache & kv, int32_t il, llama_seq_id seq_id, const std::vector<llama_kv_row> & rows,
+        void * k, void * v, void * k_hot, void * v_hot) {
+    const auto &   layer = kv_access::get_layers(kv)[kv_access::get_ids(kv).at(il)];
+    const uint32_t strm  = kv.get_stream(seq_id);
+
+    export_rows(layer.k_stream[strm], rows, k);
+
+    if (kv_access::get_v_trans(kv)) {
+        export_columns(layer.v_stream[strm], rows, v);
+    } else {
+        export_rows(layer.v_stream[strm], rows, v);
+    }
+
+    const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(&kv);
+
+    if (mixed && mixed->has_ring()) {
+        export_hot(mixed->get_k_ring_stream(il, strm), rows, k_hot);
+        export_hot(mixed->get_v_ring_stream(il, strm), rows, v_hot);
+    }
+}

@@ -1,0 +1,336 @@
+#include "llama-kv-rows-import.h"
+
+#include "llama-kv-cache-mixed.h"
+#include "llama-kv-rows-access.h"
+#include "llama-kv-rows-check.h"
+#include "llama-kv-rows-convert.h"
+#include "llama-kv-rows-view.h"
+
+#include "llama-model.h"
+
+#include <algorithm>
+#include <cstring>
+
+// a group, or the part of it that goes in, and the cells that it goes to
+struct placement {
+    llama_kv_cache &  kv;
+    mixedkv_row_group group;
+
+    // of a part
+    std::vector<int32_t>            hot;
+    std::vector<mixedkv_layer_rows> layers;
+
+    // rows of the sequence below this position make room too
+    llama_pos forget = 0;
+
+    llama_kv_cache::slot_info sinfo;
+
+    const std::vector<uint32_t> & cells() const { return sinfo.idxs[0]; }
+};
+
+static void import_rows(ggml_tensor * t, const std::vector<uint32_t> & cells, const uint8_t * rows) {
+    for (size_t i = 0, n; i < cells.size(); i += n) {
+        for (n = 1; i + n < cells.size() && cells[i + n] == cells[i] + n; ++n) {
+        }
+        ggml_backend_tensor_set(t, rows + i*t->nb[1], cells[i]*t->nb[1], n*t->nb[1]);
+    }
+}
+
+static void import_columns(ggml_tensor * t, const std::vector<uint32_t> & cells, const uint8_t * rows) {
+    const size_t size = ggml_type_size(t->type);
+
+    std::vector<uint8_t> column(cells.size()*size);
+
+    for (int64_t j = 0; j < t->ne[0]; ++j) {
+        for (size_t i = 0; i < cells.size(); ++i) {
+            memcpy(column.data() + i*size, rows + (i*t->ne[0] + j)*size, size);
+        }
+        for (size_t i = 0, n; i < cells.size(); i += n) {
+            for (n = 1; i + n < cells.size() && cells[i + n] == cells[i] + n; ++n) {
+            }
+            ggml_backend_tensor_set(t, column.data() + i*size, (j*t->ne[1] + cells[i])*size, n*size);
+        }
+    }
+}
+
+// K or V of a layer in a block, and what the cache makes of it
+struct source {
+    llama_kv_row_format format;
+    llama_kv_row_format cold;
+    int64_t             n_embd;
+    const uint8_t *     rows;
+    const uint8_t *     hot;
+};
+
+static source get_source(const llama_kv_cache & kv, const mixedkv_layer_rows & rows, bool is_k) {
+    source res;
+
+    res.format = is_k ? llama_kv_row_format{ rows.type_k, rows.rotation_k } : llama_kv_row_format{ rows.type_v, rows.rotation_v };
+    res.cold   = { is_k ? kv.type_k() : kv.type_v(), uint32_t(kv_access::get_rot(kv, is_k)) };
+    res.n_embd = int64_t(rows.n_head_kv)*(is_k ? rows.n_embd_head_k : rows.n_embd_head_v);
+    res.rows   = (const uint8_t *) (is_k ? rows.k : rows.v);
+    res.hot    = (const uint8_t *) (is_k ? rows.k_hot : rows.v_hot);
+
+    return res;
+}
+
+// the cold rows of the cache, from the most precise copy there is
+static std::vector<uint8_t> convert_cold(const source & src, const mixedkv_row_group & group) {
+    llama_kv_row_converter cold(src.format, src.cold, src.n_embd);
+    llama_kv_row_converter hot({ GGML_TYPE_F16, src.format.rotation }, src.cold, src.n_embd);
+
+    std::vector<uint8_t> res(group.n_rows*cold.dst_size());
+
+    cold.convert(src.rows, res.data(), group.n_rows);
+
+    for (uint32_t i = 0; i < group.n_hot && !cold.is_copy(); ++i) {
+        hot.convert(src.hot + i*hot.src_size(), res.data() + group.hot[i]*hot.dst_size(), 1);
+    }
+
+    return res;
+}
+
+static void import_layer(const placement & place, uint32_t strm, const mixedkv_layer_rows & rows, bool is_k) {
+    const auto & layer = kv_access::get_layers(place.kv)[kv_access::get_ids(place.kv).at(rows.il)];
+    const auto   src   = get_source(place.kv, rows, is_k);
+
+    std::vector<uint8_t> converted;
+    const uint8_t *      data = src.rows;
+
+    if (!(src.format == src.cold)) {
+        converted = convert_cold(src, place.group);
+        data      = converted.data();
+    }
+
+    if (is_k || !kv_access::get_v_trans(place.kv)) {
+        import_rows(is_k ? layer.k_stream[strm] : layer.v_stream[strm], place.cells(), data);
+    } else {
+        import_columns(layer.v_stream[strm], place.cells(), data);
+    }
+}
+
+// for each row the ring slot that it would like, or none: its cold row holds all that is known of it
+static std::vector<int32_t> wanted_slots(const placement & place) {
+    const auto & group = place.group;
+
+    bool better = false;
+    for (uint32_t i = 0; i < group.n_layers; ++i) {
+        for (const bool is_k : { true, false }) {
+            const auto src = get_source(place.kv, group.layers[i], is_k);
+            better = better || ggml_type_size(src.format.type)*ggml_blck_size(src.cold.type) >
+                               ggml_type_size(src.cold.type)*ggml_blck_size(src.format.type);
+        }
+    }
+
+    std::vector<int32_t> res(group.n_rows, better ? llama_kv_cache_mixed::any_slot : mixedkv::hot_ring::none);
+
+    for (uint32_t i = 0; i < group.n_hot; ++i) {
+        res[group.hot[i]] = group.slots[i];
+    }
+
+    return res;
+}
+
+static void import_hot(const placement & place, uint32_t strm, llama_kv_cache_mixed & kv) {
+    const auto & group = place.group;
+    const auto   slots = kv.adopt(strm, place.cells(), wanted_slots(place));
+
+    for (uint32_t il = 0; il < group.n_layers; ++il) {
+        for (const bool is_k : { true, false }) {
+            const auto src  = get_source(kv, group.layers[il], is_k);
+            auto *     ring = const_cast<ggml_tensor *>(is_k ? kv.get_k_ring_stream(group.layers[il].il, strm) :
+                                                               kv.get_v_ring_stream(group.layers[il].il, strm));
+
+            const llama_kv_row_format dst = { GGML_TYPE_F16, src.cold.rotation };
+
+            llama_kv_row_converter from_hot ({ GGML_TYPE_F16, src.format.rotation }, dst, src.n_embd);
+            llama_kv_row_converter from_cold(src.format, dst, src.n_embd);
+
+            std::vector<uint8_t> row(from_hot.dst_size());
+
+            for (uint32_t i = 0, hot = 0; i < group.n_rows; ++i) {
+                const bool is_hot = hot < group.n_hot && uint32_t(group.hot[hot]) == i;
+                if (slots[i] >= 0) {
+                    if (is_hot) {
+                        from_hot.convert(src.hot + hot*from_hot.src_size(), row.data(), 1);
+                    } else {
+                        from_cold.convert(src.rows + i*from_cold.src_size(), row.data(), 1);
+                    }
+                    ggml_backend_tensor_set(ring, row.data(), slots[i]*ring->nb[1], ring->nb[1]);
+                }
+                hot += is_hot;
+            }
+        }
+    }
+}
+
+// the lowest ones, so that where rows lie does not depend on what was there before
+static std::vector<uint32_t> empty_cells(const llama_kv_cells & cells, uint32_t n) {
+    std::vector<uint32_t> res;
+
+    for (uint32_t i = 0; i < cells.size() && res.size() < n; ++i) {
+        if (cells.is_empty(i)) {
+            res.push_back(i);
+        }
+    }
+
+    return res;
+}
+
+static void import_group(llama_context & ctx, placement & place, llama_seq_id seq_id, llama_pos shift) {
+    const auto & group = place.group;
+    const auto   strm  = place.kv.get_stream(seq_id);
+    auto &       cells = kv_access::get_cells(place.kv)[strm];
+
+    place.sinfo.s0   = strm;
+    place.sinfo.s1   = strm;
+    place.sinfo.strm = { strm };
+    place.sinfo.idxs = { empty_cells(cells, group.n_rows) };
+
+    llama_batch_allocr balloc(ctx.get_model().hparams.n_pos_per_embd());
+    llama_ubatch       ubatch = balloc.ubatch_reserve(group.n_rows, 1);
+
+    ubatch.seq_id_unq[0] = seq_id;
+    for (uint32_t i = 0; i < group.n_rows; ++i) {
+        ubatch.pos[i]      = group.positions[i];
+        ubatch.n_seq_id[i] = 1;
+        ubatch.seq_id[i]   = &seq_id;
+    }
+
+    auto * mixed = dynamic_cast<llama_kv_cache_mixed *>(&place.kv);
+    if (mixed) {
+        llama_kv_cache::slot_info_vec_t sinfos = { place.sinfo };
+        mixed->place(sinfos, { ubatch });
+        place.sinfo = sinfos[0];
+    }
+
+    place.kv.apply_ubatch(place.sinfo, ubatch);
+
+    for (const uint32_t cell : place.cells()) {
+        if (shift != 0) {
+            cells.pos_add(cell, shift);
+        }
+    }
+
+    for (uint32_t il = 0; il < group.n_layers; ++il) {
+        import_layer(place, strm, group.layers[il], true);
+        import_layer(place, strm, group.layers[il], false);
+    }
+
+    if (mixed && mixed->has_ring()) {
+        import_hot(place, strm, *mixed);
+    }
+}
+
+// only the rows that the token after the block reads
+static void trim(placement & place, llama_pos shift) {
+    auto & group = place.group;
+
+    const llama_pos next = group.positions[group.n_rows - 1] + 1 + shift;
+
+    uint32_t rows = 0;
+    while (kv_access::is_masked(place.kv, group.positions[rows] + shift, next)) {
+        ++rows;
+    }
+
+    uint32_t n_hot = 0;
+    for (uint32_t i = 0; i < group.n_hot; ++i) {
+        if (group.hot[i] >= int32_t(rows)) {
+            place.hot.push_back(group.hot[i] - rows);
+        } else {
+            ++n_hot;
+        }
+    }
+
+    for (uint32_t i = 0; i < group.n_layers; ++i) {
+        mixedkv_layer_rows layer = group.layers[i];
+
+        const int64_t n_k = int64_t(layer.n_head_kv)*layer.n_embd_head_k;
+        const int64_t n_v = int64_t(layer.n_head_kv)*layer.n_embd_head_v;
+
+        layer.k     = (const uint8_t *) layer.k     + rows*ggml_row_size(layer.type_k, n_k);
+        layer.v     = (const uint8_t *) layer.v     + rows*ggml_row_size(layer.type_v, n_v);
+        layer.k_hot = (const uint8_t *) layer.k_hot + n_hot*ggml_row_size(GGML_TYPE_F16, n_k);
+        layer.v_hot = (const uint8_t *) layer.v_hot + n_hot*ggml_row_size(GGML_TYPE_F16, n_v);
+
+        place.layers.push_back(layer);
+    }
+
+    place.forget = group.positions[rows] + shift;
+
+    group.positions += rows;
+    group.slots     += n_hot;
+    group.n_rows    -= rows;
+    group.n_hot      = place.hot.size();
+    group.hot        = place.hot.data();
+    group.layers     = place.layers.data();
+}
+
+// cells that are empty, or will be
+static uint32_t count_room(const placement & place, llama_seq_id seq_id, llama_pos drop_from) {
+    const auto & cells = place.kv.get_cells(seq_id);
+
+    uint32_t res = cells.size() - cells.get_used();
+
+    for (const auto & [pos, cell] : cells.seq_pos_get(seq_id)) {
+        const bool goes = pos < place.forget || (drop_from >= 0 && pos >= drop_from);
+        res += goes && cells.seq_count(cell) == 1;
+    }
+
+    return res;
+}
+
+static placement make_place(llama_kv_cache & kv, llama_seq_id seq_id, const mixedkv_row_group & group, llama_pos shift, llama_pos drop_from) {
+    placement res = { kv, group, {}, {}, 0, {} };
+
+    if (count_room(res, seq_id, drop_from) < group.n_rows && kv_access::get_n_swa(kv) > 0) {
+        trim(res, shift);
+    }
+
+    return res;
+}
+
+std::string llama_kv_rows_import(
+        llama_context & ctx, llama_seq_id seq_id, const mixedkv_row_group * groups, uint32_t n_groups, llama_pos shift,
+        llama_pos drop_from) {
+    const std::string problem = llama_kv_rows_check(ctx, seq_id, groups, n_groups, shift, drop_from);
+    if (!problem.empty()) {
+        return problem;
+    }
+
+    const auto caches = llama_kv_rows_groups(ctx);
+
+    std::vector<placement> places;
+
+    for (uint32_t i = 0; i < n_groups; ++i) {
+        places.push_back(make_place(*caches[i], seq_id, groups[i], shift, drop_from));
+        if (count_room(places[i], seq_id, drop_from) < places[i].group.n_rows) {
+            return "no room for " + std::to_string(places[i].group.n_rows) + " more tokens in a cache of " +
+                std::to_string(caches[i]->get_size()) + ": remove sequences, or make the context with a larger n_ctx";
+        }
+    }
+
+    for (auto & place : places) {
+        if (drop_from >= 0) {
+            place.kv.seq_rm(seq_id, drop_from, -1);
+        }
+        place.kv.seq_rm(seq_id, 0, place.forget);
+    }
+
+    try {
+        for (auto & place : places) {
+            if (place.group.n_rows > 0) {
+                import_group(ctx, place, seq_id, shift);
+            }
+        }
+    } catch (...) {
+        for (const auto & place : places) {
+            if (place.group.n_rows > 0) {
+                place.kv.seq_rm(seq_id, place.group.positions[0] + shift, place.group.positions[place.group.n_rows - 1] + shift + 1);
+            }
+        }
+        throw;
+    }
+
+    return "";
+}

@@ -1,0 +1,17 @@
+"""Where the C API lies, for programs that are compiled against it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mixedkv import _native
+
+
+def include_dir() -> Path:
+    """The folder of `mixedkv/mixedkv.h`, `llama.h` and the ggml headers it needs."""
+    return _native.library_folder().parent / "include"
+
+
+def cmake_dir() -> Path:
+    """The folder of the CMake package, for `-Dmixedkv_DIR=`."""
+    return _native.library_folder().parent / "share" / "cmake" / "mixedkv"

@@ -1,0 +1,478 @@
+// Each argument of each function out of its range: a status and a message, never a crash. The last line names the call.
+//
+// test_arguments MODEL, one with heads of 256, which every type divides
+
+#include <llama.h>
+#include <mixedkv/mixedkv.h>
+
+#include <limits.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { N_CTX = 256, N_TOKENS = 48, MAX_LAYERS = 8, MAX_ROW = 4096 };
+
+static int n_failed = 0;
+
+static void expect(int want, int got) {
+    const int silent = got != MIXEDKV_OK && mixedkv_last_error()[0] == '\0';
+    if (got != want || silent) {
+        printf("FAILED, status %d instead of %d%s: %s\n", got, want, silent ? ", no message" : "",
+               mixedkv_last_error());
+        n_failed++;
+    }
+}
+
+#define EXPECT(want, call)     \
+    do {                       \
+        printf("%s\n", #call); \
+        expect(want, call);    \
+    } while (0)
+
+#define OK            MIXEDKV_OK
+#define INVALID       MIXEDKV_INVALID
+#define UNSUPPORTED   MIXEDKV_UNSUPPORTED
+#define NOT_AVAILABLE MIXEDKV_NOT_AVAILABLE
+
+static struct mixedkv_config make_config(uint32_t threshold, uint32_t group_size, uint32_t sink_tokens, int attention) {
+    const struct mixedkv_config res = { true, threshold, group_size, sink_tokens, (enum mixedkv_attention)attention };
+    return res;
+}
+
+// --- configuration
+
+static void test_configurations(const struct llama_model * model) {
+    const struct {
+        struct mixedkv_config config;
+        uint32_t              n_ctx;
+        enum mixedkv_status   status;
+    } cases[] = {
+        { make_config(32, 8, 4, 0), N_CTX, OK },
+        { make_config(0, 1, 0, 0), 0, OK },
+        { make_config(32, 8, 4, 3), N_CTX, INVALID },
+        { make_config(32, 8, 4, -1), N_CTX, INVALID },
+        { make_config(32, 8, 4, INT_MAX), N_CTX, INVALID },
+        { make_config(32, 8, 4, INT_MIN), N_CTX, INVALID },
+        { make_config(32, 0, 4, 0), N_CTX, INVALID },
+        { make_config(8, 32, 4, 0), N_CTX, INVALID },
+        { make_config(32, 8, 4, 0), 35, INVALID },
+        { make_config(UINT32_MAX, 8, 4, 0), UINT32_MAX, INVALID },
+        { make_config(32, UINT32_MAX, 4, 0), UINT32_MAX, INVALID },
+        { make_config(32, 8, UINT32_MAX, 0), UINT32_MAX, INVALID },
+        { make_config(UINT32_MAX, UINT32_MAX, UINT32_MAX, 0), UINT32_MAX, INVALID },
+        { make_config(INT32_MAX, INT32_MAX, INT32_MAX, 0), N_CTX, INVALID },
+        { make_config(INT32_MAX, INT32_MAX, INT32_MAX, 0), UINT32_MAX, OK },
+    };
+    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        const struct mixedkv_config c = cases[i].config;
+        printf("case %zu: ", i);
+        EXPECT((int)cases[i].status, mixedkv_check(model, &c, GGML_TYPE_Q4_0, GGML_TYPE_Q4_0, cases[i].n_ctx));
+    }
+    const struct mixedkv_config good = make_config(32, 8, 4, 0);
+    EXPECT(INVALID, mixedkv_check(NULL, &good, GGML_TYPE_Q4_0, GGML_TYPE_Q4_0, N_CTX));
+    EXPECT(INVALID, mixedkv_check(model, NULL, GGML_TYPE_Q4_0, GGML_TYPE_Q4_0, N_CTX));
+
+    const struct mixedkv_config bad = make_config(32, 8, 4, 7);
+    EXPECT(INVALID, mixedkv_configure_next(&bad));
+    EXPECT(OK, mixedkv_configure_next(NULL));
+}
+
+// --- types
+
+static int decode(struct llama_context * ctx, int n, int first, int seq) {
+    struct llama_batch batch = llama_batch_init(n, 0, 1);
+    batch.n_tokens           = n;
+    for (int i = 0; i < n; i++) {
+        batch.token[i]     = 3 + (first + i) * 7 % 200;
+        batch.pos[i]       = first + i;
+        batch.n_seq_id[i]  = 1;
+        batch.seq_id[i][0] = seq;
+        batch.logits[i]    = i == n - 1;
+    }
+    const int res = llama_decode(ctx, batch);
+    llama_batch_free(batch);
+    return res;
+}
+
+static struct llama_context * make_context(struct llama_model * model, const struct mixedkv_config * config, int type_k,
+                                           int type_v) {
+    struct llama_context_params params = llama_context_default_params();
+    params.n_ctx                       = 2 * N_CTX;
+    params.n_seq_max                   = 2;
+    params.n_threads                   = 1;
+    params.n_threads_batch             = 1;
+    params.flash_attn_type             = LLAMA_FLASH_ATTN_TYPE_ENABLED;
+    params.type_k                      = (enum ggml_type)type_k;
+    params.type_v                      = (enum ggml_type)type_v;
+    EXPECT(OK, mixedkv_configure_next(config));
+    return llama_init_from_model(model, params);
+}
+
+// A block of rows as a caller holds it.
+struct block {
+    struct mixedkv_row_group  group;
+    struct mixedkv_layer_rows layers[MAX_LAYERS];
+    int32_t                   positions[N_CTX], hot[N_CTX], slots[N_CTX];
+};
+
+static void free_block(struct block * b) {
+    for (uint32_t i = 0; i < b->group.n_layers; i++) {
+        free((void *)b->layers[i].k);
+        free((void *)b->layers[i].v);
+        free((void *)b->layers[i].k_hot);
+        free((void *)b->layers[i].v_hot);
+    }
+    free(b);
+}
+
+static struct block * export_block(struct llama_context * ctx) {
+    struct mixedkv_layer_info  infos[MAX_LAYERS];
+    struct block *             b = calloc(1, sizeof(*b));
+    struct mixedkv_row_group * g = &b->group;
+
+    EXPECT(OK, mixedkv_get_layers(ctx, infos, MAX_LAYERS, &g->n_layers));
+    EXPECT(OK, mixedkv_count_rows(ctx, 0, 0, 0, -1, &g->n_rows, &g->n_hot));
+    EXPECT(OK, mixedkv_export_group(ctx, 0, 0, 0, -1, g->n_rows, g->n_hot, b->positions, b->hot, b->slots));
+    g->positions = b->positions;
+    g->hot       = b->hot;
+    g->slots     = b->slots;
+    g->layers    = b->layers;
+    for (uint32_t i = 0; i < g->n_layers; i++) {
+        const struct mixedkv_layer_info l = infos[i];
+        void *                          k = calloc(N_CTX, MAX_ROW), *v = calloc(N_CTX, MAX_ROW);
+        void *                          k_hot = calloc(N_CTX, MAX_ROW), *v_hot = calloc(N_CTX, MAX_ROW);
+        EXPECT(OK, mixedkv_export_layer(ctx, 0, l.il, 0, -1, g->n_rows, g->n_hot, k, v, k_hot, v_hot));
+        b->layers[i] = (struct mixedkv_layer_rows){ l.il,     l.n_head_kv, l.n_embd_head_k, l.n_embd_head_v,
+                                                    l.type_k, l.type_v,    l.rotation_k,    l.rotation_v,
+                                                    k,        v,           k_hot,           v_hot };
+    }
+    return b;
+}
+
+// Everything that reads or writes rows of a type, in a context that was admitted.
+static void use_context(struct llama_context * ctx) {
+    if (decode(ctx, N_TOKENS, 0, 0) != 0) {
+        printf("FAILED to decode\n");
+        n_failed++;
+        return;
+    }
+    struct block * b = export_block(ctx);
+    EXPECT(OK, mixedkv_import_rows(ctx, 1, &b->group, 1, 3, -1));
+    for (uint32_t i = 0; i < b->group.n_layers; i++) { // as if another cache had stored them
+        b->layers[i].type_k = b->layers[i].type_v = GGML_TYPE_F16;
+        b->layers[i].k                            = memset((void *)b->layers[i].k, 0, (size_t)N_CTX * MAX_ROW);
+        b->layers[i].v                            = memset((void *)b->layers[i].v, 0, (size_t)N_CTX * MAX_ROW);
+    }
+    EXPECT(OK, mixedkv_import_rows(ctx, 1, &b->group, 1, 0, 0));
+    free_block(b);
+
+    llama_memory_seq_rm(llama_get_memory(ctx), 0, 4, 12);
+    llama_memory_seq_add(llama_get_memory(ctx), 0, 12, -1, -8);
+    float *  data = calloc(N_CTX, MAX_ROW);
+    uint32_t n    = 0;
+    EXPECT(OK, mixedkv_read_rows(ctx, 0, 0, 'k', 0, -1, true, data, NULL, NULL, N_CTX, &n));
+    EXPECT(OK, mixedkv_read_rows(ctx, 0, 0, 'v', 0, -1, true, data, NULL, NULL, N_CTX, &n));
+    free(data);
+    if (decode(ctx, 8, N_TOKENS - 8, 0) != 0 || decode(ctx, 8, N_TOKENS, 1) != 0) {
+        printf("FAILED to decode\n");
+        n_failed++;
+    }
+}
+
+static int is_stored(int type) {
+    const int known[] = { GGML_TYPE_F32,   GGML_TYPE_F16,   GGML_TYPE_BF16, GGML_TYPE_Q4_0,   GGML_TYPE_Q4_1,
+                          GGML_TYPE_Q5_0,  GGML_TYPE_Q5_1,  GGML_TYPE_Q8_0, GGML_TYPE_Q2_K,   GGML_TYPE_Q3_K,
+                          GGML_TYPE_Q4_K,  GGML_TYPE_Q5_K,  GGML_TYPE_Q6_K, GGML_TYPE_IQ4_NL, GGML_TYPE_IQ4_XS,
+                          GGML_TYPE_TQ1_0, GGML_TYPE_TQ2_0, GGML_TYPE_Q1_0, GGML_TYPE_Q2_0,   GGML_TYPE_MXFP4,
+                          GGML_TYPE_NVFP4 };
+    for (size_t i = 0; i < sizeof(known) / sizeof(known[0]); i++) {
+        if (known[i] == type) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+// In each place of a type: K, V; a mixed cache of each attention, a uniform one of ours, llama.cpp's own.
+static void test_type(struct llama_model * model, int type) {
+    const struct mixedkv_config uniform = { false, 0, 1, 0, MIXEDKV_ATTENTION_FUSED };
+    const struct mixedkv_config fused   = make_config(32, 8, 4, MIXEDKV_ATTENTION_AUTO);
+    const struct mixedkv_config merged  = make_config(32, 8, 4, MIXEDKV_ATTENTION_MERGED);
+
+    const struct mixedkv_config * configs[] = { &fused, &merged, &uniform, NULL };
+
+    for (int i = 0; i < 8; i++) {
+        const struct mixedkv_config * config = configs[i / 2];
+        const int                     type_k = i % 2 ? GGML_TYPE_F16 : type;
+        const int                     type_v = i % 2 ? type : GGML_TYPE_F16;
+        printf("type %d of %s, cache %d\n", type, i % 2 ? "V" : "K", i / 2);
+        if (config) {
+            EXPECT(is_stored(type) ? OK : UNSUPPORTED,
+                   mixedkv_check(model, config, (enum ggml_type)type_k, (enum ggml_type)type_v, N_CTX));
+        }
+        struct llama_context * ctx = make_context(model, config, type_k, type_v);
+        if ((ctx != NULL) != is_stored(type) || (!ctx && mixedkv_last_error()[0] == '\0')) {
+            printf("FAILED, %s context: %s\n", ctx ? "a" : "no", mixedkv_last_error());
+            n_failed++;
+        }
+        if (ctx) {
+            use_context(ctx);
+            llama_free(ctx);
+        }
+    }
+}
+
+static void test_types(struct llama_model * model) {
+    for (int type = -2; type < GGML_TYPE_COUNT + 3; type++) {
+        test_type(model, type);
+    }
+    const int far[] = { 1000, 1 << 20, INT_MAX, INT_MIN };
+    for (int i = 0; i < 4; i++) {
+        test_type(model, far[i]);
+    }
+}
+
+// --- what is read
+
+static void test_lists(struct llama_context * ctx) {
+    struct mixedkv_stats      stats;
+    struct mixedkv_layer_info layers[MAX_LAYERS];
+    struct mixedkv_seq_info   seqs[2];
+    uint32_t                  n = 0;
+
+    EXPECT(INVALID, mixedkv_get_stats(NULL, &stats));
+    EXPECT(INVALID, mixedkv_get_stats(ctx, NULL));
+    EXPECT(INVALID, mixedkv_get_layers(NULL, layers, MAX_LAYERS, &n));
+    EXPECT(INVALID, mixedkv_get_layers(ctx, NULL, 1, &n));
+    EXPECT(INVALID, mixedkv_get_layers(ctx, layers, MAX_LAYERS, NULL));
+    EXPECT(OK, mixedkv_get_layers(ctx, NULL, 0, &n));
+    EXPECT(OK, mixedkv_get_layers(ctx, layers, UINT32_MAX, &n)); // as many as there are
+    EXPECT(INVALID, mixedkv_get_sequences(NULL, seqs, 2, &n));
+    EXPECT(INVALID, mixedkv_get_sequences(ctx, NULL, 1, &n));
+    EXPECT(INVALID, mixedkv_get_sequences(ctx, seqs, 2, NULL));
+    EXPECT(OK, mixedkv_get_sequences(ctx, seqs, UINT32_MAX, &n));
+}
+
+static void test_window(struct llama_context * ctx) {
+    EXPECT(INVALID, mixedkv_set_window(NULL, 32, 8, 4));
+    EXPECT(INVALID, mixedkv_set_window(ctx, 33, 8, 4));
+    EXPECT(INVALID, mixedkv_set_window(ctx, 32, 8, 5));
+    EXPECT(INVALID, mixedkv_set_window(ctx, 32, 0, 4));
+    EXPECT(INVALID, mixedkv_set_window(ctx, 8, 32, 4));
+    EXPECT(INVALID, mixedkv_set_window(ctx, UINT32_MAX, 8, 4));
+    EXPECT(INVALID, mixedkv_set_window(ctx, 32, UINT32_MAX, 4));
+    EXPECT(INVALID, mixedkv_set_window(ctx, 32, 8, UINT32_MAX));
+    EXPECT(INVALID, mixedkv_set_window(ctx, UINT32_MAX, UINT32_MAX, UINT32_MAX));
+    EXPECT(OK, mixedkv_set_window(ctx, 0, INT32_MAX, 0));
+    EXPECT(OK, mixedkv_set_window(ctx, 32, 8, 4));
+}
+
+static void test_read_rows(struct llama_context * ctx) {
+    float *  data = calloc(N_CTX, MAX_ROW);
+    uint32_t n    = 0;
+
+    EXPECT(INVALID, mixedkv_read_rows(NULL, 0, 0, 'k', 0, -1, false, data, NULL, NULL, N_CTX, &n));
+    EXPECT(INVALID, mixedkv_read_rows(ctx, 0, 0, 'k', 0, -1, false, data, NULL, NULL, N_CTX, NULL));
+    EXPECT(INVALID, mixedkv_read_rows(ctx, 0, 0, 'x', 0, -1, false, data, NULL, NULL, N_CTX, &n));
+    EXPECT(INVALID, mixedkv_read_rows(ctx, 0, 0, 0, 0, -1, false, data, NULL, NULL, N_CTX, &n));
+    for (int i = 0; i < 4; i++) {
+        const int32_t far = (const int32_t[]){ -1, 1000, INT32_MAX, INT32_MIN }[i];
+        EXPECT(NOT_AVAILABLE, mixedkv_read_rows(ctx, far, 0, 'k', 0, -1, false, data, NULL, NULL, N_CTX, &n));
+        EXPECT(NOT_AVAILABLE, mixedkv_read_rows(ctx, 0, far, 'k', 0, -1, false, data, NULL, NULL, N_CTX, &n));
+    }
+    EXPECT(NOT_AVAILABLE, mixedkv_read_rows(ctx, 0, 2, 'k', 0, -1, false, data, NULL, NULL, N_CTX, &n));
+    EXPECT(OK, mixedkv_read_rows(ctx, 0, 0, 'k', 20, 10, false, data, NULL, NULL, N_CTX, &n));
+    expect(0, (int)n); // the range is empty
+    EXPECT(OK, mixedkv_read_rows(ctx, 0, 0, 'k', INT32_MAX, INT32_MAX, false, data, NULL, NULL, N_CTX, &n));
+    EXPECT(OK, mixedkv_read_rows(ctx, 0, 0, 'k', INT32_MIN, INT32_MIN, false, data, NULL, NULL, N_CTX, &n));
+    EXPECT(OK, mixedkv_read_rows(ctx, 0, 0, 'k', 0, -1, false, data, NULL, NULL, UINT32_MAX, &n));
+    EXPECT(OK, mixedkv_read_rows(ctx, 0, 0, 'k', 0, -1, false, NULL, NULL, NULL, UINT32_MAX, &n));
+    EXPECT(OK, mixedkv_read_rows(ctx, 0, 1, 'k', 0, -1, false, data, NULL, NULL, N_CTX, &n));
+    free(data);
+}
+
+// --- rows that leave
+
+static void test_count_rows(struct llama_context * ctx) {
+    uint32_t n_rows = 0, n_hot = 0;
+
+    EXPECT(INVALID, mixedkv_count_rows(NULL, 0, 0, 0, -1, &n_rows, &n_hot));
+    EXPECT(INVALID, mixedkv_count_rows(ctx, 0, 0, 0, -1, NULL, &n_hot));
+    EXPECT(INVALID, mixedkv_count_rows(ctx, 0, 0, 0, -1, &n_rows, NULL));
+    EXPECT(INVALID, mixedkv_count_rows(ctx, 0, 0, -1, -1, &n_rows, &n_hot));
+    EXPECT(INVALID, mixedkv_count_rows(ctx, 0, 0, INT32_MIN, -1, &n_rows, &n_hot));
+    EXPECT(NOT_AVAILABLE, mixedkv_count_rows(ctx, -1, 0, 0, -1, &n_rows, &n_hot));
+    EXPECT(NOT_AVAILABLE, mixedkv_count_rows(ctx, 2, 0, 0, -1, &n_rows, &n_hot));
+    EXPECT(NOT_AVAILABLE, mixedkv_count_rows(ctx, INT32_MAX, 0, 0, -1, &n_rows, &n_hot));
+    EXPECT(NOT_AVAILABLE, mixedkv_count_rows(ctx, 0, 1, 0, -1, &n_rows, &n_hot));
+    EXPECT(NOT_AVAILABLE, mixedkv_count_rows(ctx, 0, UINT32_MAX, 0, -1, &n_rows, &n_hot));
+    EXPECT(NOT_AVAILABLE, mixedkv_count_rows(ctx, 0, 0, 20, 10, &n_rows, &n_hot));
+    EXPECT(NOT_AVAILABLE, mixedkv_count_rows(ctx, 0, 0, 0, N_TOKENS + 1, &n_rows, &n_hot));
+    EXPECT(NOT_AVAILABLE, mixedkv_count_rows(ctx, 0, 0, 0, INT32_MAX, &n_rows, &n_hot));
+    EXPECT(NOT_AVAILABLE, mixedkv_count_rows(ctx, 0, 0, INT32_MAX, -1, &n_rows, &n_hot));
+    EXPECT(NOT_AVAILABLE, mixedkv_count_rows(ctx, 0, 0, INT32_MAX, INT32_MAX, &n_rows, &n_hot));
+    EXPECT(NOT_AVAILABLE, mixedkv_count_rows(ctx, 1, 0, 0, -1, &n_rows, &n_hot)); // it is empty
+}
+
+static void test_export(struct llama_context * ctx) {
+    int32_t  ints[3][N_CTX];
+    void *   k      = calloc(N_CTX, MAX_ROW);
+    uint32_t n_rows = 0, n_hot = 0;
+
+    EXPECT(OK, mixedkv_count_rows(ctx, 0, 0, 0, -1, &n_rows, &n_hot));
+    EXPECT(INVALID, mixedkv_export_group(NULL, 0, 0, 0, -1, n_rows, n_hot, ints[0], ints[1], ints[2]));
+    EXPECT(INVALID, mixedkv_export_group(ctx, 0, 0, 0, -1, n_rows, n_hot, NULL, ints[1], ints[2]));
+    EXPECT(INVALID, mixedkv_export_group(ctx, 0, 0, 0, -1, n_rows, n_hot, ints[0], NULL, ints[2]));
+    EXPECT(INVALID, mixedkv_export_group(ctx, 0, 0, 0, -1, n_rows, n_hot, ints[0], ints[1], NULL));
+    EXPECT(INVALID, mixedkv_export_group(ctx, 0, 0, -5, -1, n_rows, n_hot, ints[0], ints[1], ints[2]));
+    EXPECT(NOT_AVAILABLE, mixedkv_export_group(ctx, 2, 0, 0, -1, n_rows, n_hot, ints[0], ints[1], ints[2]));
+    EXPECT(NOT_AVAILABLE, mixedkv_export_group(ctx, 0, UINT32_MAX, 0, -1, n_rows, n_hot, ints[0], ints[1], ints[2]));
+    EXPECT(NOT_AVAILABLE, mixedkv_export_group(ctx, 0, 0, 0, -1, UINT32_MAX, n_hot, ints[0], ints[1], ints[2]));
+    EXPECT(NOT_AVAILABLE, mixedkv_export_group(ctx, 0, 0, 0, -1, n_rows, UINT32_MAX, ints[0], ints[1], ints[2]));
+    EXPECT(NOT_AVAILABLE, mixedkv_export_group(ctx, 0, 0, 20, 10, 0, 0, ints[0], ints[1], ints[2]));
+
+    EXPECT(INVALID, mixedkv_export_layer(NULL, 0, 0, 0, -1, n_rows, n_hot, k, k, k, k));
+    EXPECT(INVALID, mixedkv_export_layer(ctx, 0, 0, 0, -1, n_rows, n_hot, NULL, k, k, k));
+    EXPECT(INVALID, mixedkv_export_layer(ctx, 0, 0, 0, -1, n_rows, n_hot, k, NULL, k, k));
+    EXPECT(INVALID, mixedkv_export_layer(ctx, 0, 0, 0, -1, n_rows, n_hot, k, k, NULL, k));
+    EXPECT(INVALID, mixedkv_export_layer(ctx, 0, 0, 0, -1, n_rows, n_hot, k, k, k, NULL));
+    EXPECT(INVALID, mixedkv_export_layer(ctx, 0, 0, -5, -1, n_rows, n_hot, k, k, k, k));
+    EXPECT(NOT_AVAILABLE, mixedkv_export_layer(ctx, -1, 0, 0, -1, n_rows, n_hot, k, k, k, k));
+    EXPECT(NOT_AVAILABLE, mixedkv_export_layer(ctx, 0, -1, 0, -1, n_rows, n_hot, k, k, k, k));
+    EXPECT(NOT_AVAILABLE, mixedkv_export_layer(ctx, 0, INT32_MAX, 0, -1, n_rows, n_hot, k, k, k, k));
+    EXPECT(NOT_AVAILABLE, mixedkv_export_layer(ctx, 0, 0, 0, -1, UINT32_MAX, n_hot, k, k, k, k));
+    EXPECT(NOT_AVAILABLE, mixedkv_export_layer(ctx, 0, 0, 20, 10, 0, 0, k, k, k, k));
+    free(k);
+}
+
+// --- rows that come back
+
+// One field wrong at a time, then right again.
+#define EXPECT_WRONG(field, value)                                         \
+    do {                                                                   \
+        const struct block good = *b;                                      \
+        field                   = (value);                                 \
+        printf("%s = %s: ", #field, #value);                               \
+        EXPECT(INVALID, mixedkv_import_rows(ctx, 1, &b->group, 1, 0, -1)); \
+        *b = good;                                                         \
+    } while (0)
+
+static void test_import_group(struct llama_context * ctx, struct block * b) {
+    EXPECT_WRONG(b->group.positions, NULL);
+    EXPECT_WRONG(b->group.hot, NULL);
+    EXPECT_WRONG(b->group.slots, NULL);
+    EXPECT_WRONG(b->group.layers, NULL);
+    EXPECT_WRONG(b->group.n_rows, UINT32_MAX);
+    EXPECT_WRONG(b->group.n_rows, INT32_MAX);
+    EXPECT_WRONG(b->group.n_rows, 0);
+    EXPECT_WRONG(b->group.n_hot, UINT32_MAX);
+    EXPECT_WRONG(b->group.n_layers, 0);
+    EXPECT_WRONG(b->group.n_layers, UINT32_MAX);
+    EXPECT_WRONG(b->positions[0], -1);
+    EXPECT_WRONG(b->positions[5], 4);
+    EXPECT_WRONG(b->positions[5], INT32_MIN);
+    EXPECT_WRONG(b->positions[N_TOKENS - 1], INT32_MAX);
+    EXPECT_WRONG(b->hot[0], -1);
+    EXPECT_WRONG(b->hot[1], b->hot[0]);
+    EXPECT_WRONG(b->hot[b->group.n_hot - 1], N_TOKENS);
+    EXPECT_WRONG(b->hot[b->group.n_hot - 1], INT32_MAX);
+}
+
+static void test_import_layer(struct llama_context * ctx, struct block * b) {
+    const int types[] = { -1,
+                          4,
+                          5,
+                          GGML_TYPE_I8,
+                          GGML_TYPE_I32,
+                          GGML_TYPE_F64,
+                          GGML_TYPE_Q8_1,
+                          GGML_TYPE_Q8_K,
+                          31,
+                          36,
+                          GGML_TYPE_COUNT,
+                          1000,
+                          INT_MAX,
+                          INT_MIN };
+    for (size_t i = 0; i < sizeof(types) / sizeof(types[0]); i++) {
+        EXPECT_WRONG(b->layers[0].type_k, (enum ggml_type)types[i]);
+        EXPECT_WRONG(b->layers[1].type_v, (enum ggml_type)types[i]);
+    }
+    EXPECT_WRONG(b->layers[0].il, -1);
+    EXPECT_WRONG(b->layers[0].il, INT32_MAX);
+    EXPECT_WRONG(b->layers[0].il, b->layers[1].il);
+    EXPECT_WRONG(b->layers[0].n_head_kv, 0);
+    EXPECT_WRONG(b->layers[0].n_head_kv, UINT32_MAX);
+    EXPECT_WRONG(b->layers[0].n_embd_head_k, UINT32_MAX);
+    EXPECT_WRONG(b->layers[0].n_embd_head_v, UINT32_MAX);
+    EXPECT_WRONG(b->layers[0].rotation_k, 3);
+    EXPECT_WRONG(b->layers[0].rotation_k, 1u << 31);
+    EXPECT_WRONG(b->layers[0].rotation_v, UINT32_MAX);
+    EXPECT_WRONG(b->layers[0].k, NULL);
+    EXPECT_WRONG(b->layers[0].v, NULL);
+    EXPECT_WRONG(b->layers[1].k_hot, NULL);
+    EXPECT_WRONG(b->layers[1].v_hot, NULL);
+}
+
+static void test_import(struct llama_context * ctx) {
+    struct block *           b      = export_block(ctx);
+    struct mixedkv_row_group two[2] = { b->group, b->group };
+    struct mixedkv_row_group none   = { 0 };
+    const int32_t            far[]  = { INT32_MAX, INT32_MIN, INT32_MAX - N_TOKENS + 1, -1 };
+
+    EXPECT(INVALID, mixedkv_import_rows(NULL, 1, &b->group, 1, 0, -1));
+    EXPECT(INVALID, mixedkv_import_rows(ctx, 1, NULL, 1, 0, -1));
+    EXPECT(INVALID, mixedkv_import_rows(ctx, 1, &b->group, 0, 0, -1));
+    EXPECT(INVALID, mixedkv_import_rows(ctx, 1, &b->group, UINT32_MAX, 0, -1));
+    EXPECT(INVALID, mixedkv_import_rows(ctx, 1, two, 2, 0, -1));
+    EXPECT(INVALID, mixedkv_import_rows(ctx, 1, &none, 1, 0, -1));
+    EXPECT(NOT_AVAILABLE, mixedkv_import_rows(ctx, 2, &b->group, 1, 0, -1));
+    EXPECT(NOT_AVAILABLE, mixedkv_import_rows(ctx, -1, &b->group, 1, 0, -1));
+    EXPECT(NOT_AVAILABLE, mixedkv_import_rows(ctx, INT32_MIN, &b->group, 1, 0, -1));
+    for (int i = 0; i < 4; i++) {
+        EXPECT(INVALID, mixedkv_import_rows(ctx, 1, &b->group, 1, far[i], -1));
+    }
+    test_import_group(ctx, b);
+    test_import_layer(ctx, b);
+
+    for (uint32_t i = 0; i < b->group.n_hot; i++) { // slots are a wish
+        b->slots[i] = (const int32_t[]){ INT32_MIN, -2, -1, INT32_MAX, 1 << 20, 0 }[i % 6];
+    }
+    uint32_t n = 0;
+    EXPECT(OK, mixedkv_read_rows(ctx, 0, 1, 'k', 0, -1, false, NULL, NULL, NULL, 0, &n));
+    expect(0, (int)n); // nothing has been changed so far
+    EXPECT(OK, mixedkv_import_rows(ctx, 1, &b->group, 1, 0, INT32_MIN));
+    EXPECT(INVALID, mixedkv_import_rows(ctx, 1, &b->group, 1, 0, INT32_MAX)); // they are there already
+    EXPECT(OK, mixedkv_import_rows(ctx, 1, &b->group, 1, 0, 0));
+    free_block(b);
+}
+
+int main(int argc, char ** argv) {
+    if (argc != 2) {
+        fprintf(stderr, "usage: %s MODEL\n", argv[0]);
+        return EXIT_FAILURE;
+    }
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    llama_backend_init();
+    struct llama_model * model = llama_model_load_from_file(argv[1], llama_model_default_params());
+    if (!model) {
+        return EXIT_FAILURE;
+    }
+    test_configurations(model);
+    test_types(model);
+
+    const struct mixedkv_config config = make_config(32, 8, 4, MIXEDKV_ATTENTION_AUTO);
+    struct llama_context *      ctx    = make_context(model, &config, GGML_TYPE_Q4_0, GGML_TYPE_Q4_0);
+    if (!ctx || decode(ctx, N_TOKENS, 0, 0) != 0) {
+        return EXIT_FAILURE;
+    }
+    test_lists(ctx);
+    test_read_rows(ctx);
+    test_count_rows(ctx);
+    test_export(ctx);
+    test_import(ctx);
+    test_window(ctx); // what it lets go of does not come back
+    llama_free(ctx);
+    llama_model_free(model);
+    printf("%d failed\n", n_failed);
+    return n_failed == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+}

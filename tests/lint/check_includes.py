@@ -1,0 +1,71 @@
+"""The layers of cpp/: no circle of includes, of modules or of folders; no name that means two things.
+
+A module is a header and the source file of its name. Only an include that names a file of cpp/ is a tie.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+PATHS = ("", "include", "llama")  # as CMake gives them to the compiler, besides the file's own folder
+ALONE = ("attention", "hot_set")  # tested without llama.cpp
+MOST_LINES = 500
+
+INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^">]+)[">]', re.M)
+
+Graph = dict[str, set[str]]
+
+
+def find(name: str, file: Path, root: Path) -> Path | None:
+    """The file of this tree that an include in `file` means, without its suffix."""
+    for folder in (file.parent, *(root / path for path in PATHS)):
+        if (folder / name).is_file():
+            return (folder / name).resolve().relative_to(root).with_suffix("")
+    return None
+
+
+def circle(graph: Graph, kind: str) -> list[str]:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return [f"{kind} include each other: {' <- '.join(error.args[1])}"]
+    return []
+
+
+def twice(modules: Graph) -> list[str]:
+    names: dict[str, list[str]] = {}
+    for module in modules:
+        names.setdefault(Path(module).name, []).append(module)
+    return [f"one name, two meanings: {', '.join(same)}" for same in names.values() if len(same) > 1]
+
+
+def check(root: Path) -> list[str]:
+    """What is wrong, one line each."""
+    problems: list[str] = []
+    modules: Graph = {}
+    folders: Graph = {}
+    for file in sorted(path for path in root.rglob("*") if path.suffix in (".h", ".c", ".cpp")):
+        module = file.relative_to(root).with_suffix("")
+        top = module.parts[0]
+        text = file.read_text(encoding="utf-8")
+        if text.count("\n") >= MOST_LINES:
+            problems.append(f"{file} has {MOST_LINES} lines or more")
+        needs, needed = modules.setdefault(str(module), set()), folders.setdefault(top, set())
+        for name in INCLUDE.findall(text):
+            other = find(name, file, root)
+            if other:
+                needs |= {str(other)} - {str(module)}
+                needed |= {other.parts[0]} - {top}
+            outside = name.startswith(("llama", "ggml")) if other is None else other.parts[0] != top
+            if top in ALONE and outside:
+                problems.append(f"{file} includes {name}: its folder is tested alone")
+    return problems + twice(modules) + circle(modules, "modules") + circle(folders, "folders")
+
+
+if __name__ == "__main__":
+    found = check(Path(sys.argv[1] if len(sys.argv) > 1 else "cpp").resolve())
+    print("\n".join(found) or "cpp: no include circle, no name twice")
+    sys.exit(bool(found))
