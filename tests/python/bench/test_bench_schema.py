@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 
 from mixedkv.bench.output import schema
+from support import REPOSITORY
 from support.bench_support import run
 
-DOCS = Path(__file__).parents[2] / "docs" / "bench-schema.md"
+DOCS = REPOSITORY / "docs" / "bench-schema.md"
 
 
 def test_every_field_is_documented() -> None:
