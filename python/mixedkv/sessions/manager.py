@@ -215,7 +215,8 @@ class ContextCacheManager:
         await self._metadata.close()
 
     async def _sweep_forever(self) -> None:
-        while True:
+        # until `stop`, even if its cancellation is lost: redis-py swallows one that comes at a bad moment
+        while self._sweeper is asyncio.current_task():
             await asyncio.sleep(self._sweep_seconds)
             try:
                 if n := await self.sweep():

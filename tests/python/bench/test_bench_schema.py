@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from mixedkv.bench.catalog import Document
 from mixedkv.bench.output.schema_page import page
+from support import REPOSITORY
 from support.bench_support import run
 
-DOCS = Path(__file__).parents[3] / "docs" / "bench-schema.md"
+DOCS = REPOSITORY / "docs" / "bench-schema.md"
 
 
 def test_the_documentation_is_that_of_the_models() -> None:

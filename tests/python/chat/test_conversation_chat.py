@@ -27,6 +27,7 @@ from support.conversation_support import (
     rendered,
     user,
 )
+from support.patience import PATIENCE
 
 # --- what is evaluated ---
 
@@ -247,7 +248,7 @@ def test_a_new_process_goes_on_from_the_store(kv: str, tmp_path: Path) -> None:
     for n_done in (0, 3):
         arguments = [str(TESTS), str(tmp_path), str(n_done), json.dumps(messages), kv]
         command = [sys.executable, "-c", _CHILD, *arguments]
-        out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=120).stdout
+        out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=PATIENCE).stdout
         for i, line in enumerate(out.splitlines()):
             message, source, n_evaluated, matched = json.loads(line)
             if n_done and not i:

@@ -20,6 +20,7 @@ from mixedkv.config import parse_kv
 from mixedkv.kv.stats import format_saving
 from mixedkv.model.footprint import footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file
+from support.patience import PATIENCE
 
 RECALL = make_recall(seed=53_001, n_sentences=12)  # one that the model answers with an F16 cache
 COMMAND = [sys.executable, "-m", "mixedkv"]
@@ -31,7 +32,12 @@ SUMMARY = re.compile(
 
 def run(*args: str | Path, stdin: str = "", code: int = 0) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [*COMMAND, *map(str, args)], input=stdin, capture_output=True, text=True, timeout=300, check=False
+        [*COMMAND, *map(str, args)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
     assert done.returncode == code, done.stderr
     return done
@@ -187,7 +193,7 @@ def test_ctrl_c() -> None:
         assert process.stdout is not None
         assert process.stdout.read(1)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert b"Traceback" not in errors
 
@@ -200,7 +206,7 @@ def test_a_closed_pipe_ends_quietly() -> None:
         assert process.stdout.read(1)
         process.stdout.close()
         errors = process.stderr.read()
-    assert (process.wait(60), errors) == (0, b"")
+    assert (process.wait(PATIENCE), errors) == (0, b"")
 
 
 def test_version() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mixedkv.store import KVStore
+from support.patience import PATIENCE
 from support.store_support import identity, make_block, put_chain
 
 WHO = identity()
@@ -25,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 
 def cache(*args: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mixedkv", "cache", *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == code, done.stderr
     return done
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.bundled import model_path
+from support import TESTS
+from support.patience import PATIENCE
 
 PROMPT = [5 + i % 200 for i in range(300)]
 N_DECODE = 40
@@ -30,15 +33,15 @@ def make(n_threads: int, n_threads_batch: int | None = None) -> Llama:
     )
 
 
-def decode_time(llm: Llama) -> float:
+def decode_time(llm: Llama, clock: Callable[[], float] = time.perf_counter) -> float:
     """Seconds of a decode step: the fastest of some, so that what else runs has little say."""
     llm.reset()
     llm.eval(PROMPT)
     times = []
     for _ in range(N_DECODE):
-        begin = time.perf_counter()
+        begin = clock()
         llm.eval([7])
-        times.append(time.perf_counter() - begin)
+        times.append(clock() - begin)
     return min(times)
 
 
@@ -54,8 +57,14 @@ def in_thread(work: Callable[[], float]) -> float:
 def test_another_thread_is_as_fast() -> None:
     """OpenMP's was 14 times slower there."""
     with make(2) as llm:
-        here = decode_time(llm)
-        assert in_thread(lambda: decode_time(llm)) < 4 * here
+        # in turns, until both have had a core each for some microseconds
+        here = there = math.inf
+        for _ in range(20):
+            here = min(here, decode_time(llm))
+            there = min(there, in_thread(lambda: decode_time(llm)))
+            if there < 4 * here:
+                break
+        assert there < 4 * here
 
 
 def logits_of(llm: Llama) -> bytes:
@@ -96,19 +105,22 @@ def test_a_number_no_pool_can_have_is_refused() -> None:
 
 
 ONE_CORE = """
-import os, sys
+import os, sys, time
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-from test_threads import decode_time, make
+from core.test_threads import decode_time, make
 with make(1) as one, make(2) as two:
-    print(min(decode_time(one) for _ in range(3)), min(decode_time(two) for _ in range(3)))
+    print(*(min(decode_time(llm, time.process_time) for _ in range(3)) for llm in (one, two)))
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads are bound with sched_setaffinity")
 def test_two_threads_on_one_core_get_on() -> None:
-    """Without a yield in ggml's barrier each of a token's barriers lasts a time slice."""
+    """Without a yield in ggml's barrier each of a token's barriers lasts a time slice, and takes it from the
+    process: what other processes take is not counted.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", ONE_CORE], capture_output=True, text=True, timeout=120, check=True
-    )
+        [sys.executable, "-c", ONE_CORE],
+        capture_output=True, text=True, timeout=PATIENCE, check=True, cwd=TESTS,
+    )  # fmt: skip
     one, two = map(float, done.stdout.split())
     assert two < 10 * one

@@ -10,6 +10,7 @@ import pytest
 
 from support import TESTS
 from support.harness import Mixed, Uniform
+from support.patience import PATIENCE
 
 BITS = {
     name: 8 * size / block
@@ -75,7 +76,7 @@ def test_process_memory_agrees(zoo_path) -> None:
 
     def grows_by(kv: str) -> tuple[int, int]:
         command = [sys.executable, "-c", GROWTH, str(TESTS), str(zoo_path("llama-128")), kv]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
         grown, said = map(int, done.stdout.split()[-2:])
         return grown, said
 

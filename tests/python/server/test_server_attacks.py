@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import select
 import socket
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.engine.tokenizer import Language
+from support.patience import PATIENCE, wait_for
 from support.server_support import MODEL, Server, key_file, running
 
 CHAT = [{"role": "user", "content": "x"}]
@@ -32,14 +34,16 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with keys that gives a request all the time it needs."""
     keys = key_file(tmp_path_factory.mktemp("keys"), f"anna:{KEYS[0]}", f"ben:{KEYS[1]}")
-    with running("--n-ctx", "1024", "--parallel", "2", "--api-key-file", str(keys)) as server:
+    options = ("--n-ctx", "1024", "--parallel", "2", "--max-body-mb", "1", "--read-timeout", "1000")
+    with running(*options, "--api-key-file", str(keys)) as server:
         yield server
 
 
 @contextmanager
-def connected(server: Server, data: bytes = b"", seconds: float = 10) -> Iterator[socket.socket]:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=seconds) as connection:
+def connected(server: Server, data: bytes = b"") -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as connection:
         connection.sendall(data)
         yield connection
 
@@ -156,15 +160,16 @@ def test_a_second_head_that_never_ends_is_given_up(server: Server) -> None:
 
 
 def test_dripping_a_head_wins_no_time(server: Server) -> None:
-    with connected(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\n", seconds=0.1) as connection:
-        end = time.monotonic() + 5
-        while time.monotonic() < end:
+    with connected(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\n") as connection:
+
+        def is_refused() -> bool:
             try:
                 connection.sendall(b"X-A: b\r\n")
             except ConnectionError:
-                return
-            time.sleep(0.1)
-    pytest.fail("still open")
+                return True
+            return False
+
+        wait_for(is_refused, pause=0.1)
 
 
 def test_an_answer_may_take_longer_than_its_request(server: Server) -> None:
@@ -177,14 +182,13 @@ def test_an_answer_may_take_longer_than_its_request(server: Server) -> None:
 
 
 def test_many_idle_connections_do_not_lock_others_out() -> None:
-    options = ("--n-ctx", "256", "--parallel", "1", "--max-connections", "20", "--read-timeout", "1")
+    options = ("--n-ctx", "256", "--parallel", "1", "--max-connections", "20", "--read-timeout", "3")
     with running(*options) as server:
         idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(40)]
         status, body, headers = server.request("GET", "/health")
         assert (status, body["error"]["code"]) == (503, "too_many_connections")
         assert int(headers["retry-after"]) >= 1
-        time.sleep(1.2)
-        assert server.status("GET", "/health") == 200
+        wait_for(lambda: server.status("GET", "/health") == 200)
         for connection in idle:
             connection.close()
 
@@ -197,14 +201,10 @@ def test_who_never_reads_is_given_up() -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", server.port))
         ask = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
-        n_open = open_connections(server)
+        n_open, began = open_connections(server), time.monotonic()
         connection.sendall(ask * 400)
-        time.sleep(0.5)
-        assert open_connections(server) == n_open
-        end = time.monotonic() + 10
-        while open_connections(server) == n_open:
-            assert time.monotonic() < end, "still open"
-            time.sleep(0.05)
+        wait_for(lambda: open_connections(server) < n_open)
+        assert time.monotonic() - began >= 2  # not sooner
         connection.close()
 
 
@@ -215,28 +215,45 @@ def open_connections(server: Server) -> int:
     return sum(line.split()[1].endswith(":" + port) and line.split()[3] == "01" for line in lines)
 
 
-def test_many_large_bodies_are_not_held_at_a_time(server: Server) -> None:
+def test_many_large_bodies_are_not_held_at_a_time(keyed: Server) -> None:
+    key = f"Authorization: Bearer {KEYS[0]}"
+    with ExitStack() as stack:
+        part = post(b" " * 900_000, key)[:-1]
+        connections = [stack.enter_context(connected(keyed, part)) for _ in range(20)]
+        assert send(keyed, post(b" " * 60_000, key))[0] == 400  # small ones are taken all the same
+        wait_for(lambda: len(readable(connections)) >= 3)
+        answers = [answer(connection)[0] for connection in readable(connections)]
+        assert answers == [429] * 3  # 17 are as many bytes as 16 of the largest size
+    wait_for(lambda: send(keyed, post(b" " * 900_000, key))[0] == 400)  # all is given back
+
+
+def readable(connections: list[socket.socket]) -> list[socket.socket]:
+    """Those that have been sent something."""
+    return select.select(connections, (), (), 0)[0]
+
+
+def test_large_bodies_that_never_end_are_given_up(server: Server) -> None:
     with ExitStack() as stack:
         part = post(b" " * 900_000)[:-1]
-        connections = [stack.enter_context(connected(server, part)) for _ in range(20)]
-        assert send(server, post(b" " * 60_000))[0] == 400  # small ones are taken all the same
-        statuses = [answer(connection)[0] for connection in connections]
-    assert statuses == [408] * 17 + [429] * 3  # 16 of the largest size
-    assert send(server, post(b" " * 900_000))[0] == 400  # all is given back
+        connections = [stack.enter_context(connected(server, part)) for _ in range(17)]
+        assert [answer(connection)[0] for connection in connections] == [408] * 17
+    wait_for(lambda: send(server, post(b" " * 900_000))[0] == 400)  # all is given back
 
 
-def test_tiny_chunks_hold_nobody_up(server: Server) -> None:
-    """h11 takes some 40 microseconds for each: read at once they would be a pause of a second or two."""
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
-    data = head + b"1\r\na\r\n" * 300_000 + b"0\r\n\r\n"
+def test_tiny_chunks_hold_nobody_up(keyed: Server) -> None:
+    """h11 takes some 40 microseconds for each: with 256 KiB read at a time others are answered once or
+    twice meanwhile, with 8 KiB 15 times and more.
+    """
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+    key = f"Authorization: Bearer {KEYS[0]}\r\n\r\n".encode()
+    data = head + key + b"1\r\na\r\n" * 150_000 + b"0\r\n\r\n"
     with ThreadPoolExecutor(1) as pool:
-        sending = pool.submit(send, server, data)
-        longest = 0.0
+        sending, n_others = pool.submit(send, keyed, data), 0
         while not sending.done():
-            began = time.perf_counter()
-            assert server.status("GET", "/health") == 200
-            longest = max(longest, time.perf_counter() - began)
-    assert longest < 0.3
+            assert keyed.status("GET", "/health") == 200
+            n_others += 1
+    assert sending.result()[0] == 400
+    assert n_others >= 6
 
 
 @pytest.mark.parametrize(
@@ -315,24 +332,37 @@ def test_a_text_in_chunks_has_the_tokens_of_the_whole(
 
 def test_many_special_tokens_take_time_by_their_number(language: Language) -> None:
     """llama.cpp alone takes half a minute for these."""
-    began = time.perf_counter()
-    n = 60_000
-    assert len(language.tokenize("<|end|>x" * n, start=False, special=True)) >= 2 * n
-    assert time.perf_counter() - began < 5
+
+    def seconds(n: int) -> float:
+        """Of this process alone, whatever else runs."""
+        began = time.process_time()
+        assert len(language.tokenize("<|end|>x" * n, start=False, special=True)) >= 2 * n
+        return time.process_time() - began
+
+    assert seconds(20_000) < 10 * seconds(5_000)
 
 
 # --- clients that go ---
 
 
 def test_a_context_whose_client_has_gone_leaves_nothing(tmp_path: Path) -> None:
-    """Whether it was registered or not: what is kept and stored is that of sessions that can be deleted."""
+    """Whether it was registered or not: what is kept and stored is that of sessions that can be deleted.
+
+    They leave at any time between asking and well after the answer.
+    """
     options = ("--n-ctx", "4096", "--parallel", "2", "--idle-prefixes", "60", "--store", str(tmp_path))
     r = random.Random(5)
     with running(*options) as server:
         for i in range(40):
-            body = {"model": MODEL, "prompt": make_recall(i, 6).text, "ttl": 600, "session_id": f"s{i}"}
-            with connected(server, post(body, "Content-Type: application/json", path="/v1/context")):
-                time.sleep(0.5 if i % 4 == 0 else r.random() * 0.01)
+            body = {"model": MODEL, "prompt": make_recall(i, 6).text, "ttl": 6000, "session_id": f"s{i}"}
+            data = post(body, "Content-Type: application/json", path="/v1/context")
+            with connected(server, data) as connection:
+                if i % 4 == 0:
+                    began = time.monotonic()
+                    assert answer(connection)[0] == 201
+                    whole = time.monotonic() - began
+                else:
+                    time.sleep(r.choice((0, 1.5)) * r.random() * whole)
         server.wait_until_idle()
         sessions = [f"/v1/context/s{i}" for i in range(40)]
         lost = [path for path in sessions if server.status("GET", path) == 404]
@@ -342,11 +372,8 @@ def test_a_context_whose_client_has_gone_leaves_nothing(tmp_path: Path) -> None:
         assert n_kept == 40 - len(lost)
         for path in set(sessions) - set(lost):
             assert server.status("DELETE", path) == 200
-        end = time.monotonic() + 10
-        while (now := server.wait_until_idle())["store"]["n_entries"]:
-            assert time.monotonic() < end, now["store"]
-            time.sleep(0.05)
-        assert all(seq["state"] != "kept" for seq in now["sequences"])
+        wait_for(lambda: not server.wait_until_idle()["store"]["n_entries"])
+        assert all(seq["state"] != "kept" for seq in server.stats()["sequences"])
 
 
 def test_the_page_is_not_given_in_a_thousand_ranges(server: Server) -> None:

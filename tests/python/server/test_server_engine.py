@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import queue
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +12,10 @@ from mixedkv.server.json_schema import schema_grammar
 
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.engine.job import Delta, Failed
+from mixedkv.engine.pacing import Pace
 from mixedkv.engine.sampler import Sampling
 from mixedkv.errors import ClosedError, EngineError, QueueFullError
+from support.patience import PATIENCE, wait_for
 from support.server_support import Direct, end_of
 
 
@@ -51,16 +52,27 @@ def test_answers_are_the_same_alone_and_together(direct: Direct) -> None:
     assert sum(text == recall.fact.answer for text, recall in zip(alone, recalls, strict=True)) >= 10
 
 
-def test_a_long_prompt_does_not_stall_the_others(direct: Direct) -> None:
+def test_a_long_prompt_does_not_stall_the_others(direct: Direct, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of a running answer keep coming while a prompt of 1,500 tokens is evaluated."""
-    running, events = direct.start(make_recall(1, 5).prompt, 400, stream=True, ignore_end=True)
-    while not isinstance(events.get(timeout=30), Delta):
-        pass
-    before = running.n_answer
-    long, end = direct.start(make_recall(2, 110).prompt, 1)
-    end_of(end)
+    observe = Pace.observe
+
+    def steadily(pace: Pace, n_streams: int, n_prompt: int, _: float) -> None:
+        observe(pace, n_streams, n_prompt, n_streams + n_prompt / 16)
+
+    monkeypatch.setattr(Pace, "observe", steadily)  # 16 tokens of a prompt take as long as an answer's token
+    running, _ = direct.job(make_recall(1, 5).prompt, 400, ignore_end=True)
+    long, events = direct.job(make_recall(2, 110).prompt, 1)
+    answered: list[int] = []
+
+    def deliver(event: Any) -> None:
+        answered.append(running.n_answer)
+        events.put(event)
+
+    long.deliver = deliver
+    direct.engine.submit([running, long])
+    end_of(events)
     assert long.n_prompt > 1000
-    assert running.n_answer - before > 20  # steps of at most a fraction of the prompt each
+    assert answered[0] > 20  # steps of at most a fraction of the prompt each
     direct.engine.cancel(running)
     direct.call(lambda: None)
 
@@ -105,7 +117,7 @@ def test_streamed_pieces_make_the_whole(direct: Direct) -> None:
     _, events = direct.start(recall.prompt, stream=True, stop=["nowhere"])
     text = ""
     while True:
-        event = events.get(timeout=30)
+        event = events.get(timeout=PATIENCE)
         text += event.text
         if not isinstance(event, Delta):
             break
@@ -169,23 +181,21 @@ def test_a_dead_end_fails_its_own_request_only(direct: Direct) -> None:
 
 
 def test_a_cancelled_job_leaves_at_the_next_step(direct: Direct) -> None:
-    job, events = direct.start(make_recall(10, 5).prompt, 1000, stream=True, ignore_end=True)
-    while not isinstance(events.get(timeout=30), Delta):
+    job, events = direct.start(make_recall(10, 5).prompt, 1800, stream=True, ignore_end=True)
+    while not isinstance(events.get(timeout=PATIENCE), Delta):
         pass
     direct.engine.cancel(job)
     steps = direct.engine.n_steps
-    while direct.engine.n_running:
-        time.sleep(0.001)
+    wait_for(lambda: not direct.engine.n_running, pause=0.001)
     assert direct.engine.n_steps <= steps + 2
 
 
 def test_a_cancelled_job_keeps_no_prefix(direct: Direct) -> None:
-    job, events = direct.start(make_recall(10, 5).prompt, 1000, stream=True, ignore_end=True, keep=True)
-    while not isinstance(events.get(timeout=30), Delta):
+    job, events = direct.start(make_recall(10, 5).prompt, 1800, stream=True, ignore_end=True, keep=True)
+    while not isinstance(events.get(timeout=PATIENCE), Delta):
         pass
     direct.engine.cancel(job)
-    while direct.engine.n_running:
-        time.sleep(0.001)
+    wait_for(lambda: not direct.engine.n_running, pause=0.001)
     assert not any(seq.keep for seq in direct.call(direct.engine.pool.held))
 
 
@@ -261,14 +271,13 @@ def test_a_full_queue_is_refused(direct: Direct) -> None:
         engine.max_queue = limit
         for job in jobs:
             engine.cancel(job)
-        while engine.n_running or engine.n_queued:
-            time.sleep(0.001)
+        wait_for(lambda: not (engine.n_running or engine.n_queued), pause=0.001)
 
 
 def test_drain_lets_answers_finish_and_takes_no_more() -> None:
     with Direct() as own:
         _, events = own.start(make_recall(14, 5).prompt)
-        assert own.engine.drain(30)
+        assert own.engine.drain(PATIENCE)
         assert end_of(events).text == make_recall(14, 5).fact.answer
         with pytest.raises(ClosedError):
             own.start("x")
@@ -276,9 +285,9 @@ def test_drain_lets_answers_finish_and_takes_no_more() -> None:
 
 def test_close_fails_what_is_left() -> None:
     own = Direct()
-    _, events = own.start(make_recall(15, 5).prompt, 1000, ignore_end=True)
+    _, events = own.start(make_recall(15, 5).prompt, 1800, ignore_end=True)
     assert not own.engine.drain(0)
-    event = events.get(timeout=10)
+    event = events.get(timeout=PATIENCE)
     assert isinstance(event, Failed)
     assert isinstance(event.error, ClosedError)
     own.engine.close()

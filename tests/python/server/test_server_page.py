@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from support.patience import PATIENCE
 from support.server_support import MODEL, Server, key_file, running
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the Python package playwright")
@@ -78,7 +79,8 @@ def open_page(browser: Any) -> Iterator[OpenPage]:
         context = browser.new_context(**{"locale": "de-DE", **options})
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(15_000)
+        page.set_default_timeout(1000 * PATIENCE)
+        playwright.expect.set_options(timeout=1000 * PATIENCE)
         page.noise, page.asked = [], []
         page.on("console", lambda message: page.noise.append(message.text))
         page.on("pageerror", lambda error: page.noise.append(str(error)))
@@ -97,7 +99,9 @@ def open_page(browser: Any) -> Iterator[OpenPage]:
 
 def chat(server: Server, text: str = "Where is the key?", **options: Any) -> Any:
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": 24, "ignore_eos": True, **options}
-    return server.post("/v1/chat/completions", body)
+    answer = server.post("/v1/chat/completions", body)
+    server.wait_until_idle()  # what it changes in the stats has changed
+    return answer
 
 
 def number(page: Any, path: str) -> float:
@@ -134,7 +138,8 @@ def _answer(route: Any, change: Change) -> None:
 def test_it_loads_from_the_server_alone_and_without_a_complaint(server: Server, open_page: OpenPage) -> None:
     chat(server)
     page = open_page(server)
-    page.wait_for_timeout(2500)  # one more poll
+    with page.expect_response("**/v1/stats"):  # one more poll
+        pass
     assert page.noise == []
     assert set(page.asked) == {server.url + "/", server.url + "/v1/stats"}
     assert page.asked.count(server.url + "/v1/stats") >= 2
@@ -349,7 +354,7 @@ def test_it_says_that_the_server_has_gone_and_comes_back(open_page: OpenPage) ->
         assert "out of reach" in page.text_content("#state")
         assert number(page, "cache.queries_tokens") == n  # the last numbers stay
     with running(*options):
-        page.wait_for_selector("#state.live", timeout=30_000)
+        page.wait_for_selector("#state.live", timeout=1000 * PATIENCE)
         playwright.expect(page.locator('[data-stat="cache.queries_tokens"]')).to_have_text("0")
 
 

@@ -18,17 +18,18 @@ from pathlib import Path
 import pytest
 
 from mixedkv.bundled.corpus import make_recall
+from support.patience import PATIENCE, wait_for
 from support.server_support import MODEL, Server, running
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with running("--parallel", "4", "--max-queue", "4", "--n-ctx", "4096", "--max-body-mb", "1") as server:
+    with running("--parallel", "4", "--max-queue", "4", "--n-ctx", "16384", "--max-body-mb", "1") as server:
         yield server
 
 
 def endless(stream: bool = True, seed: int = 1) -> dict[str, object]:
-    """A request that runs until the context is full."""
+    """A request that runs for some seconds; four of them fit the context of the shared server."""
     return {"prompt": make_recall(seed, 5).text, "max_tokens": 3000, "stream": stream, "ignore_eos": True}
 
 
@@ -42,7 +43,7 @@ def connect(server: Server, body: object, path: str = "/v1/completions") -> sock
         f"Content-Length: {len(data)}",
     )
     head = "\r\n".join([*lines, "", ""])
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE)
     connection.sendall(head.encode() + data)
     return connection
 
@@ -50,25 +51,19 @@ def connect(server: Server, body: object, path: str = "/v1/completions") -> sock
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_frees_its_place(server: Server, stream: bool) -> None:
     connections = [connect(server, endless(stream, seed)) for seed in range(3)]
-    while server.stats()["requests"]["running"] < 3:
-        time.sleep(0.01)
+    wait_for(lambda: server.stats()["requests"]["running"] == 3)
     for connection in connections:
         connection.close()
-    end = time.monotonic() + 5
-    while (now := server.stats())["requests"]["running"]:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    now = server.wait_until_idle()
     assert all(seq["state"] != "running" for seq in now["sequences"])
     assert [entry["finish_reason"] for entry in now["recent"][:3]] == ["abort"] * 3
 
 
 def test_a_full_queue_is_429_and_says_when_to_try_again(server: Server) -> None:
     connections = [connect(server, endless(seed=seed)) for seed in range(4)]
-    while server.stats()["requests"]["running"] < 4:
-        time.sleep(0.01)
+    wait_for(lambda: server.stats()["requests"]["running"] == 4)
     connections += [connect(server, endless(seed=seed)) for seed in range(4, 8)]
-    while server.stats()["requests"]["waiting"] < 4:
-        time.sleep(0.01)
+    wait_for(lambda: server.stats()["requests"]["waiting"] == 4)
     status, answer, headers = server.request("POST", "/v1/completions", endless())
     assert status == 429
     assert answer["error"]["type"] == "rate_limit_error"
@@ -79,13 +74,14 @@ def test_a_full_queue_is_429_and_says_when_to_try_again(server: Server) -> None:
 
 
 def test_a_late_answer_is_504_and_its_work_is_stopped() -> None:
-    with running("--request-timeout", "0.2") as server:
+    with running("--request-timeout", "1") as server:
         status, answer, _ = server.request("POST", "/v1/completions", endless(stream=False))
         assert (status, answer["error"]["type"]) == (504, "timeout_error")
         server.wait_until_idle()
-        text = server.request("POST", "/v1/completions", endless())[1]
-        assert "timeout_error" in text  # after the status has been sent
-        assert "[DONE]" not in text
+        status, text, _ = server.request("POST", "/v1/completions", endless())
+        assert "timeout_error" in str(text)
+        assert "[DONE]" not in str(text)
+        assert status == 200  # it had been sent
 
 
 def test_clients_that_misbehave_leave_nothing(server: Server) -> None:
@@ -142,33 +138,30 @@ def misbehave(server: Server, r: random.Random) -> None:
 
 
 def test_sigterm_lets_answers_finish_and_exits_0() -> None:
-    with running("--drain-timeout", "20") as server, ThreadPoolExecutor(1) as pool:
+    with running("--drain-timeout", "1000") as server, ThreadPoolExecutor(1) as pool:
         recall = make_recall(1, 12)
-        body = {"prompt": recall.text, "max_tokens": 300, "ignore_eos": True}
+        body = {"prompt": recall.text, "max_tokens": 1000, "ignore_eos": True}
         answer = pool.submit(server.request, "POST", "/v1/completions", body)
-        while not server.stats()["requests"]["running"]:
-            time.sleep(0.005)
+        wait_for(lambda: server.stats()["requests"]["running"])
         assert server.stop(signal.SIGTERM) == 0
         status, whole, _ = answer.result()
         assert status == 200
-        assert whole["usage"]["completion_tokens"] == 300
+        assert whole["usage"]["completion_tokens"] == 1000
 
 
 def test_sigterm_cuts_off_what_takes_too_long() -> None:
     with running("--drain-timeout", "0.2", "--n-ctx", "4096") as server, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(server.request, "POST", "/v1/completions", endless(stream=False))
-        while not server.stats()["requests"]["running"]:
-            time.sleep(0.005)
-        began = time.monotonic()
+        wait_for(lambda: server.stats()["requests"]["running"])
         assert server.stop(signal.SIGTERM) == 0
-        assert time.monotonic() - began < 10
         status, error, _ = answer.result()
         assert (status, error["error"]["code"]) == (503, "shutting_down")
 
 
 def test_sigterm_waits_for_nobody_who_does_not_finish() -> None:
-    """A head that never ends, a body that never ends, and an answer that is never read."""
-    with running("--drain-timeout", "1", "--n-ctx", "4096") as server, ExitStack() as stack:
+    """A head that never ends, a body that never ends, and an answer that is never read: they have hours."""
+    options = ("--n-ctx", "4096", "--read-timeout", "9999", "--request-timeout", "9999")
+    with running("--drain-timeout", "1", *options) as server, ExitStack() as stack:
         whole = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
         for data in (b"", whole[:30], whole):
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
@@ -178,9 +171,7 @@ def test_sigterm_waits_for_nobody_who_does_not_finish() -> None:
         deaf.connect(("127.0.0.1", server.port))
         deaf.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 400)
         time.sleep(0.3)
-        began = time.monotonic()
         assert server.stop(signal.SIGTERM) == 0
-        assert time.monotonic() - began < 8
 
 
 def test_sigterm_while_prompts_are_warmed_stores_them(tmp_path: Path) -> None:
@@ -190,10 +181,7 @@ def test_sigterm_while_prompts_are_warmed_stores_them(tmp_path: Path) -> None:
     store = tmp_path / "store"
     server = Server("--warm", str(path), "--store", str(store), "--n-ctx", "2048")
     try:
-        end = time.monotonic() + 30
-        while sum(1 for _ in store.rglob("*.safetensors")) < 3:
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        wait_for(lambda: sum(1 for _ in store.rglob("*.safetensors")) >= 3)
         assert server.stop(signal.SIGTERM) == 0
         assert "Traceback" not in server.log
     finally:
@@ -207,8 +195,7 @@ def test_sigterm_while_prompts_are_warmed_stores_them(tmp_path: Path) -> None:
 def test_a_second_signal_changes_nothing(number: int) -> None:
     with running("--drain-timeout", "1", "--n-ctx", "4096") as server, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(server.request, "POST", "/v1/completions", endless(stream=False))
-        while not server.stats()["requests"]["running"]:
-            time.sleep(0.005)
+        wait_for(lambda: server.stats()["requests"]["running"])
         server.process.send_signal(number)
         time.sleep(0.2)
         assert server.stop(number) == 0
@@ -232,7 +219,7 @@ def test_a_second_signal_changes_nothing(number: int) -> None:
 )
 def test_a_bad_option_is_one_line_and_exit_code_2(options: tuple[str, ...], message: str) -> None:
     command = [sys.executable, "-m", "mixedkv", "serve", "--port", "0", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -254,7 +241,7 @@ def test_without_the_extra_the_message_says_what_to_install(package: str) -> Non
     program = (
         f"import sys; sys.modules[{package!r}] = None; import mixedkv.cli as c; sys.exit(c.main(['serve']))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2
     assert package in done.stderr
     assert "mixedkv[server]" in done.stderr

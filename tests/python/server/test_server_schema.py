@@ -10,6 +10,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from support.patience import PATIENCE
 from support.server_support import MODEL, Server, running
 
 schemathesis = pytest.importorskip("schemathesis", reason="needs the Python package schemathesis")
@@ -81,7 +82,7 @@ def _run(operation: Any, mode: Any) -> Counter[int]:
     def check(case: Any) -> None:
         if mode is _GOOD and isinstance(case.body, dict):
             case.body["model"] = MODEL  # a made-up name gets no further than a 404
-        response = case.call(timeout=60)
+        response = case.call(timeout=PATIENCE)
         _check(response, case)
         statuses[response.status_code] += 1
 

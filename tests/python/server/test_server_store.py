@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from mixedkv.bundled.corpus import make_recall
+from support.patience import wait_for
 from support.server_support import MODEL, Server, key_file, running
 
 ANNA, BEN = "0123456789abcdef-anna", "0123456789abcdef-ben"
@@ -174,7 +175,7 @@ def test_a_session_outlives_a_restart_and_is_deleted_whole(tmp_path: Path) -> No
         assert usage["prompt_tokens_details"]["cached_tokens"] >= made["n_tokens"]
         n_before = server.wait_until_idle()["store"]["n_entries"]
         assert server.status("DELETE", f"/v1/context/{made['session_id']}") == 200
-        assert server.stats()["store"]["n_entries"] < n_before
+        wait_for(lambda: server.stats()["store"]["n_entries"] < n_before)
     with running(*options) as server:
         assert chat(server, recall.messages)[1]["prompt_tokens_details"]["cached_tokens"] == 0
 

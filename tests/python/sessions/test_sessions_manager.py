@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from mixedkv.sessions import (
 )
 from mixedkv.sessions.metadata import Key
 from mixedkv.store import KVStore
+from support.patience import PATIENCE, wait_for
 
 _NUMBER = itertools.count()
 
@@ -64,15 +65,12 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     options = ["--port", "0", "--unixsocket", str(socket), "--save", "", "--appendonly", "no"]
     server = subprocess.Popen([program, *options, "--dir", str(folder)], stdout=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 20
-        while not socket.exists():
-            assert server.poll() is None, "redis-server ended at once"
-            assert time.monotonic() < deadline, "redis-server does not listen"
-            time.sleep(0.02)
+        wait_for(lambda: socket.exists() or server.poll() is not None)
+        assert server.poll() is None, "redis-server ended at once"
         yield f"unix://{socket}"
     finally:
         server.terminate()
-        server.wait(20)
+        server.wait(PATIENCE)
 
 
 @pytest.fixture(params=["sqlite", "sqlite-memory", "redis"])
@@ -290,6 +288,16 @@ def test_an_expired_id_can_be_registered_again_and_has_other_kv(
     run(body)
 
 
+async def come(what: Callable[[], bool]) -> None:
+    """Wait for what another task does."""
+
+    async def look() -> None:
+        while not what():
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(look(), PATIENCE)
+
+
 def test_the_background_sweep_starts_works_and_stops(url: str, clock: Clock, entries: Entries) -> None:
     async def main() -> None:
         await _empty(url)
@@ -301,10 +309,7 @@ def test_the_background_sweep_starts_works_and_stops(url: str, clock: Clock, ent
             await asyncio.sleep(0.05)
             assert not entries.removed
             clock.now += 5
-            for _ in range(500):
-                if entries.removed:
-                    break
-                await asyncio.sleep(0.01)
+            await come(lambda: bool(entries.removed))
             assert len(entries.removed) == 1
         assert all(task.get_name() != "mixedkv-sweep" for task in asyncio.all_tasks())
         await manager.close()
@@ -325,15 +330,31 @@ def test_the_background_sweep_survives_errors(clock: Clock, caplog: pytest.LogCa
         async with ContextCacheManager("sqlite:", entries, clock=clock, sweep_seconds=0.01) as manager:
             await manager.register_session_cache(wanted(ttl=1))
             clock.now += 1
-            for _ in range(500):
-                if len(entries.removed) == 2:
-                    break
-                await asyncio.sleep(0.01)
+            await come(lambda: len(entries.removed) == 2)
         return len(entries.removed)
 
     with caplog.at_level(logging.WARNING, "mixedkv.sessions"):
         assert asyncio.run(main()) == 2
     assert "disk on fire" in caplog.text
+
+
+def test_the_background_sweep_stops_though_a_client_swallows_the_cancellation() -> None:
+    class Deaf(ContextCacheManager):
+        async def sweep(self) -> int:
+            began.append(1)
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(2 * PATIENCE)
+            return 0
+
+    began: list[int] = []
+
+    async def main() -> None:
+        manager = Deaf("sqlite:", sweep_seconds=0.01)
+        manager.start()
+        await come(lambda: bool(began))
+        await asyncio.wait_for(manager.close(), PATIENCE)
+
+    asyncio.run(main())
 
 
 # --- whose ---
@@ -453,7 +474,7 @@ def test_several_processes(kind: str, tmp_path: Path, request: pytest.FixtureReq
         subprocess.Popen([sys.executable, "-c", _CHILD, url, f"child{c}"], stdout=subprocess.PIPE, text=True)
         for c in range(2)
     ]
-    assert [child.communicate(timeout=60)[0] for child in children] == ["Once upon a time\n"] * 2
+    assert [child.communicate(timeout=PATIENCE)[0] for child in children] == ["Once upon a time\n"] * 2
     assert asyncio.run(after()) == 40
 
 

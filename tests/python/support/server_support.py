@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -23,9 +22,9 @@ from mixedkv.bundled import model_path
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.job import Done, Failed, Job
 from mixedkv.engine.sampler import Sampling
+from support.patience import PATIENCE, wait_for
 
 MODEL = model_path().stem
-_START_SECONDS = 60
 
 
 class Server:
@@ -56,21 +55,22 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def wait_until_ready(self) -> Server:
-        end = time.monotonic() + _START_SECONDS
-        while time.monotonic() < end and self.process.poll() is None:
-            if found := re.search(r" on http://.*:(\d+)$", self.log, re.M):
-                self.port = int(found[1])
-                if self.status("GET", "/ready") == 200:
-                    return self
-            time.sleep(0.05)
-        raise RuntimeError(f"the server did not start:\n{self.log}")
+        wait_for(lambda: self._is_ready() or self.process.poll() is not None)
+        if self.process.poll() is not None:
+            raise RuntimeError(f"the server did not start:\n{self.log}")
+        return self
 
-    def stop(self, number: int = signal.SIGTERM, seconds: float = 30) -> int:
+    def _is_ready(self) -> bool:
+        if found := re.search(r" on http://.*:(\d+)$", self.log, re.M):
+            self.port = int(found[1])
+        return bool(self.port) and self.status("GET", "/ready") == 200
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
         """Send a signal and return the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(number)
-        code = self.process.wait(seconds)
-        self._reader.join(5)
+        code = self.process.wait(PATIENCE)
+        self._reader.join(PATIENCE)
         return code
 
     def request(
@@ -81,7 +81,7 @@ class Server:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         request = urllib.request.Request(self.url + path, data, headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=60) as response:
+            with urllib.request.urlopen(request, timeout=PATIENCE) as response:
                 return response.status, _parse(response.read()), dict(response.headers)
         except urllib.error.HTTPError as error:
             return error.code, _parse(error.read()), dict(error.headers)
@@ -100,16 +100,17 @@ class Server:
     def stats(self, key: str = "") -> Any:
         return self.request("GET", "/v1/stats", key=key)[1]
 
-    def wait_until_idle(self, seconds: float = 20) -> Any:
+    def wait_until_idle(self, key: str = "") -> Any:
         """Stats once nothing runs or waits any more."""
-        end = time.monotonic() + seconds
-        while True:
-            now = self.stats()
+        now: Any = {}
+
+        def is_idle() -> bool:
+            now.update(self.stats(key))
             busy = now["requests"]["running"] + now["requests"]["waiting"]
-            if not busy and not (now["store"] or {}).get("waiting_to_be_stored"):
-                return now
-            assert time.monotonic() < end, now["requests"]
-            time.sleep(0.02)
+            return not busy and not (now["store"] or {}).get("waiting_to_be_stored")
+
+        wait_for(is_idle)
+        return now
 
 
 def _parse(data: bytes) -> Any:
@@ -182,13 +183,13 @@ class Direct:
         return job, end_of(events)
 
     def call(self, function: Callable[[], Any]) -> Any:
-        return self.engine.call(function).result(30)
+        return self.engine.call(function).result(PATIENCE)
 
 
 def end_of(events: queue.Queue[Any]) -> Done:
     """Wait for the end of a job; raises what it failed with."""
     while True:
-        event = events.get(timeout=60)
+        event = events.get(timeout=PATIENCE)
         if isinstance(event, Failed):
             raise event.error
         if isinstance(event, Done):

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from support.patience import PATIENCE
+
 KEYS = ("alice-key-0123456789", "bob-key-0123456789")
 MAX_BODY = 100_000
 _WORDS = (
@@ -48,18 +50,22 @@ class Clients:
         self._threads = [threading.Thread(target=self._run, args=(f"{seed}.{i}",)) for i in range(n)]
 
     def run(self, seconds: float, watch: Callable[[], None]) -> None:
-        """Let them ask for so long; `watch` is called twice a second."""
+        """Let them ask for so long, and until each way has been tried; `watch` is called twice a second."""
         for thread in self._threads:
             thread.start()
         end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        while time.monotonic() < end or (not self.has_tried_all and time.monotonic() < end + PATIENCE):
             watch()
             time.sleep(0.5)
         self._stop.set()
         for thread in self._threads:
-            thread.join(120)
+            thread.join(PATIENCE)
             if thread.is_alive():
                 self.surprises.append("a client still waits for its answer")
+
+    @property
+    def has_tried_all(self) -> bool:
+        return {way.__name__ for way, _ in WAYS} == {name for name, _ in list(self.counts)}
 
     def _run(self, seed: str) -> None:
         rng = random.Random(seed)
@@ -79,7 +85,7 @@ class Clients:
 def request(
     port: int, method: str, path: str, body: Any = None, key: str | None = KEYS[0], raw: bytes | None = None
 ) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
     try:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         connection.request(method, path, json.dumps(body) if raw is None else raw, headers)
@@ -97,7 +103,7 @@ def _body(rng: random.Random, **options: Any) -> dict[str, Any]:
 
 
 def _send(port: int, head: str, body: bytes = b"") -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", port), timeout=60)
+    connection = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE)
     connection.sendall(head.replace("\n", "\r\n").encode() + b"\r\n" + body)
     return connection
 
@@ -167,7 +173,7 @@ def leaves_while_making_a_session(port: int, rng: random.Random) -> int:
 def session(port: int, rng: random.Random) -> int:
     """Made, used and deleted."""
     text = " ".join(rng.choices(_WORDS, k=rng.randint(20, 60)))
-    made, data = request(port, "POST", "/v1/context", {"model": MODEL, "prompt": text, "ttl": 60})
+    made, data = request(port, "POST", "/v1/context", {"model": MODEL, "prompt": text, "ttl": 6000})
     if made != 201:
         return made
     name = json.loads(data)["session_id"]

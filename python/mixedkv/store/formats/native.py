@@ -19,7 +19,7 @@ from safetensors.numpy import save
 from mixedkv.kv.block import KVBlock
 from mixedkv.store.entry_error import EntryError
 
-FORMAT = "mixedkv.kv.block"
+FORMAT = "mixedkv.block"
 VERSION = "1"
 _MAX_HEADER = 1 << 24  # 0.2% of what an entry of 8 GiB takes; a layer needs some 600 bytes
 _MAX_DIM = 1 << 40
