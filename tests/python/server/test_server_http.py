@@ -90,7 +90,6 @@ def test_json_schema(client: openai.OpenAI) -> None:
         {"type": "string", "pattern": r'^"\\\n[\u00e9\u4e00]\U0001f600-\d$'},
         {"enum": ['a"b\\c', "\t\u00e9\U0001f600"]},
         {"type": "object", "properties": {'"\\': {"const": None}}, "required": ['"\\']},
-        {"type": "string", "pattern": "^" + "a?" * 900 + "$"},
         {"type": "string", "pattern": "^(a?){1000}$"},
     ],
 )
@@ -111,6 +110,7 @@ def test_a_schema_that_cannot_be_followed_is_refused(client: openai.OpenAI) -> N
         {"type": "array", "items": {"uniqueItems": True}},
         {"$ref": "https://x/y"},
         {"type": "array", "minItems": 3, "maxItems": 2},
+        {"type": "string", "pattern": "^" + "a?" * 900 + "$"},  # takes too much
     ):
         wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         with pytest.raises(openai.BadRequestError) as caught:
