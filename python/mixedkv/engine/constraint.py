@@ -41,13 +41,17 @@ _LIMITS = {
     "max_grammar_size": 200_000,
     # of one mask, on the engine's thread: 15 ms at most of all that was tried, with 150,000 tokens
     "step_lexer_fuel": 100_000,
-    "step_max_items": 5_000,
     "max_lexer_states": 25_000,  # memory: 1 to 2 KB each
     "verbose_errors": False,
 }
-# Where a text can be read in many ways, each byte takes the square of this. Grammars of schemas have few
-# readings, but some items for each property that may come next.
-_MAX_ITEMS: dict[Kind, int] = {"json_schema": 2000, "regex": 500, "gbnf": 500, "lark": 500}
+# Of the parser, at one byte and in one mask. Where a text can be read in many ways each byte takes the square
+# of the first. Schemas have few readings, but some items for each property that may come next.
+_MAX_ITEMS: dict[Kind, tuple[int, int]] = {
+    "json_schema": (2000, 25_000),
+    "regex": (500, 5000),
+    "gbnf": (500, 5000),
+    "lark": (500, 5000),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +179,7 @@ _compiling = ThreadPoolExecutor(max_workers=2, thread_name_prefix="mixedkv-const
 _starting = threading.Lock()
 
 
-def _compile(tokenizer: Any, lark: str, max_items: int) -> Any:
+def _compile(tokenizer: Any, lark: str, max_items: tuple[int, int]) -> Any:
     """In a thread with a deep stack; two at a time, so that they do not take all processors."""
     with _starting:
         before = threading.stack_size(_STACK)
@@ -186,8 +190,9 @@ def _compile(tokenizer: Any, lark: str, max_items: int) -> Any:
     return future.result()
 
 
-def _make(tokenizer: Any, lark: str, max_items: int) -> Any:
-    limits = llguidance.LLParserLimits(max_items_in_row=max_items, **_LIMITS)
+def _make(tokenizer: Any, lark: str, max_items: tuple[int, int]) -> Any:
+    row, step = max_items
+    limits = llguidance.LLParserLimits(max_items_in_row=row, step_max_items=step, **_LIMITS)
     return llguidance.LLMatcher(tokenizer, lark, log_level=0, limits=limits)
 
 

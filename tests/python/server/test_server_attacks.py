@@ -337,8 +337,8 @@ def _chain(depth: int) -> dict[str, Any]:
 
 def _hostile() -> list[dict[str, Any]]:
     """Fields of requests."""
-    patterns = ["^(a?){40}a{40}$", "^(a|a)*$", "^(a{900}){900}$", "[a-z].{100}$", ".*foo", "\ud800", "\\ud800",
-                "^([\\p{L}\\p{N}]{1,50}[^a]{1,50}){50}$"]  # fmt: skip
+    patterns = ["^(a?){40}a{40}$", "^(a|a)*$", "^(a{900}){900}$", "[a-z].{100}$", ".*foo", "\ud800",
+                "\\ud800", "^([\\p{L}\\p{N}]{1,50}[^a]{1,50}){50}$"]  # fmt: skip
     schemas: list[dict[str, Any]] = [{"type": "string", "pattern": pattern} for pattern in patterns]
     schemas += [
         {"properties": {"a": {"$ref": "#"}}},
@@ -371,7 +371,7 @@ def _stream(server: Server, stop: threading.Event) -> list[float]:
     gaps = []
     body = {"prompt": "x", "max_tokens": 500, "stream": True, "ignore_eos": True}
     while not stop.is_set():
-        with connected(server, post(body)) as connection:
+        with connected(server, post(body, "Content-Type: application/json")) as connection:
             last = None
             for line in connection.makefile("rb"):
                 now = time.perf_counter()
