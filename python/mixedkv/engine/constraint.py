@@ -8,10 +8,12 @@ own answer.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import llguidance
 import numpy as np
@@ -20,6 +22,9 @@ import numpy.typing as npt
 from mixedkv.engine.detokenizer import Pieces
 from mixedkv.engine.gbnf import gbnf_to_lark
 from mixedkv.engine.json_schema import MAX_SCHEMA, closed_schema
+from mixedkv.llama import Llama
+
+log = logging.getLogger("mixedkv.engine")
 
 Kind = Literal["json_schema", "regex", "gbnf", "lark"]
 
@@ -36,13 +41,17 @@ _LIMITS = {
     "max_grammar_size": 200_000,
     # of one mask, on the engine's thread: 15 ms at most of all that was tried, with 150,000 tokens
     "step_lexer_fuel": 100_000,
-    "step_max_items": 5_000,
     "max_lexer_states": 25_000,  # memory: 1 to 2 KB each
     "verbose_errors": False,
 }
-# Where a text can be read in many ways, each byte takes the square of this. Grammars of schemas have few
-# readings, but some items for each property that may come next.
-_MAX_ITEMS: dict[Kind, int] = {"json_schema": 2000, "regex": 500, "gbnf": 500, "lark": 500}
+# Of the parser, at one byte and in one mask. Where a text can be read in many ways each byte takes the square
+# of the first. Schemas have few readings, but some items for each property that may come next.
+_MAX_ITEMS: dict[Kind, tuple[int, int]] = {
+    "json_schema": (2000, 25_000),
+    "regex": (500, 5000),
+    "gbnf": (500, 5000),
+    "lark": (500, 5000),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +179,7 @@ _compiling = ThreadPoolExecutor(max_workers=2, thread_name_prefix="mixedkv-const
 _starting = threading.Lock()
 
 
-def _compile(tokenizer: Any, lark: str, max_items: int) -> Any:
+def _compile(tokenizer: Any, lark: str, max_items: tuple[int, int]) -> Any:
     """In a thread with a deep stack; two at a time, so that they do not take all processors."""
     with _starting:
         before = threading.stack_size(_STACK)
@@ -181,8 +190,9 @@ def _compile(tokenizer: Any, lark: str, max_items: int) -> Any:
     return future.result()
 
 
-def _make(tokenizer: Any, lark: str, max_items: int) -> Any:
-    limits = llguidance.LLParserLimits(max_items_in_row=max_items, **_LIMITS)
+def _make(tokenizer: Any, lark: str, max_items: tuple[int, int]) -> Any:
+    row, step = max_items
+    limits = llguidance.LLParserLimits(max_items_in_row=row, step_max_items=step, **_LIMITS)
     return llguidance.LLMatcher(tokenizer, lark, log_level=0, limits=limits)
 
 
@@ -216,3 +226,42 @@ def _message(error: str) -> str:
             "property with another constant in each"
         )
     return first.removeprefix("at 2(8): ").removeprefix("failed to compile JSON schema: ")
+
+
+class ConstrainedLogits:
+    """A logits_processor of llama-cpp-python for one answer; see `constrain`."""
+
+    def __init__(self, matcher: Matcher, ends: list[int]) -> None:
+        self._matcher, self._ends = matcher, ends
+        self._n_seen = -1  # tokens, those of the prompt included
+
+    def __call__(
+        self, input_ids: npt.NDArray[np.intc], scores: npt.NDArray[np.single]
+    ) -> npt.NDArray[np.single]:
+        try:
+            for token in input_ids[self._n_seen :].tolist() if self._n_seen >= 0 else []:
+                self._matcher.accept(token)
+            allowed = self._matcher.allowed()
+        except DeadEndError as error:  # what is raised here, inside llama.cpp, would be lost
+            log.warning("the answer ends unfinished: %s", error)
+            allowed = np.array(self._ends, np.int32)
+        self._n_seen = len(input_ids)
+        masked = np.full(len(scores), -np.inf, np.single)
+        masked[allowed] = scores[allowed]
+        return masked
+
+
+_compilers: WeakKeyDictionary[Llama, ConstraintCompiler] = WeakKeyDictionary()
+
+
+def constrain(llm: Llama, kind: Kind, text: str | dict[str, Any]) -> ConstrainedLogits:
+    """What to give as `logits_processor=LogitsProcessorList([...])`, a new one for each answer.
+
+    Raises:
+        ValueError: the schema or grammar cannot be read, or not be followed.
+    """
+    if llm not in _compilers:
+        _compilers[llm] = ConstraintCompiler(llm._model.vocab)
+    compiler = _compilers[llm]
+    constraint = Constraint(kind, text if isinstance(text, str) else json.dumps(text), kind)
+    return ConstrainedLogits(compiler.compile(constraint), compiler.ends)

@@ -171,9 +171,8 @@ def test_who_has_no_key_sends_little(tmp_path: Path) -> None:
         assert server.request("POST", "/v1/completions", large, key=KEY)[0] == 400  # more than the context
 
 
-def test_grammars_are_taken_when_the_server_is_told_so(server: Server) -> None:
-    body = {"prompt": "x", "max_tokens": 4, "grammar": 'root ::= "ab"'}
-    status, answer, _ = server.request("POST", "/v1/completions", body)
-    assert (status, answer["error"]["param"]) == (400, "grammar")
-    with running("--n-ctx", "512", "--allow-grammar") as other:
-        assert other.post("/v1/completions", body)["choices"][0]["text"] == "ab"
+def test_grammars_and_regular_expressions_are_followed(server: Server) -> None:
+    for change in ({"grammar": 'root ::= "ab"'}, {"regex": "ab"}, {"regex": "(ab|ab)", "n": 2}):
+        answer = server.post("/v1/completions", {"prompt": "x", "max_tokens": 4, **change})
+        assert {choice["text"] for choice in answer["choices"]} == {"ab"}
+        assert {choice["finish_reason"] for choice in answer["choices"]} == {"stop"}

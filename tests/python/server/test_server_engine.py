@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from mixedkv.server.json_schema import schema_grammar
 
 from mixedkv.bundled.corpus import make_recall
+from mixedkv.engine.constraint import Constraint
 from mixedkv.engine.job import Delta, Failed
 from mixedkv.engine.pacing import Pace
 from mixedkv.engine.sampler import Sampling
@@ -163,7 +163,8 @@ def test_penalties_change_the_choice_after_a_repetition(direct: Direct, change: 
 
 def test_a_grammar_is_followed_among_others(direct: Direct) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
-    sampling = Sampling(temperature=1.5, seed=3, grammar=schema_grammar(schema))
+    constraint = Constraint("json_schema", json.dumps(schema))
+    sampling = Sampling(temperature=1.5, seed=3, constraint=constraint)
     jobs = [direct.start(recall.prompt, 40, sampling=sampling)[1] for recall in prompts(3)]
     other = direct.start(make_recall(9, 12).prompt)[1]
     for events in jobs:
@@ -172,9 +173,10 @@ def test_a_grammar_is_followed_among_others(direct: Direct) -> None:
 
 
 def test_a_dead_end_fails_its_own_request_only(direct: Direct) -> None:
-    """A grammar that asks for a token the model does not have."""
+    """A grammar that nothing completes."""
     other = direct.start(make_recall(9, 12).prompt, 200, ignore_end=True)[1]
-    _, events = direct.start("x", 4, sampling=Sampling(temperature=0, grammar="root ::= <[900000]>"))
+    endless = Constraint("gbnf", 'root ::= "a" x\nx ::= x "b"')
+    _, events = direct.start("x", 4, sampling=Sampling(temperature=0, constraint=endless))
     with pytest.raises(ValueError, match="grammar"):
         end_of(events)
     assert end_of(other).reason == "length"

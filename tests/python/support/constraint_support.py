@@ -11,14 +11,26 @@ from hypothesis import strategies as st
 
 from mixedkv.engine.constraint import Matcher
 
+# single bytes, and two tokens that end an answer
+BYTEWISE = ([*(bytes([byte]) for byte in range(256)), b"\xff<end>", b"\xff<turn>"], [256, 257])
 _MAX_TOKENS = 600
 _CLOSING = (b'"', b"}", b"]", b":", b"0", b"1", b"a", b"-", b"T", b"Z")  # in the order they are taken
 
 
+def follow(matcher: Matcher, text: str) -> bool:
+    """Whether the whole text is allowed, byte by byte, and can end there."""
+    for byte in text.encode():
+        if not matcher.allows(byte):
+            return False
+        matcher.accept(byte)
+    return BYTEWISE[1][0] in matcher.allowed()
+
+
 def random_answer(
-    matcher: Matcher, tokens: list[bytes], ends: list[int], rng: random.Random, free: int = 30
+    matcher: Matcher, tokens: list[bytes], ends: list[int], random_seed: int, free: int = 30
 ) -> bytes | None:
     """A complete text. After `free` tokens whatever closes is taken; None if it still does not end."""
+    rng = random.Random(random_seed)
     taken: list[int] = []
     first = {token: i for i, token in reversed(list(enumerate(tokens)))}
     closing = [first[text] for text in _CLOSING if text in first]
