@@ -19,6 +19,7 @@ import llguidance
 import numpy as np
 import numpy.typing as npt
 
+from mixedkv import _llama_cpp
 from mixedkv.engine.detokenizer import Pieces
 from mixedkv.engine.gbnf import gbnf_to_lark
 from mixedkv.engine.json_schema import MAX_SCHEMA, closed_schema
@@ -35,7 +36,7 @@ _SPACE = r"[ ]|\n[ \t]{0,20}"
 # Tokens are the model's choice. Else llguidance tokenizes what is certain itself and allows no other tokens.
 _HEAD = '%llguidance {"no_forcing": true}\n'
 _STACK = 64 << 20  # llguidance compiles by recursion; 8 MB end at a chain of 1,000 references
-_LIMITS = {
+_LIMITS: dict[str, Any] = {
     # milliseconds in the worker thread
     "initial_lexer_fuel": 200_000,
     "max_grammar_size": 200_000,
@@ -261,7 +262,7 @@ def constrain(llm: Llama, kind: Kind, text: str | dict[str, Any]) -> Constrained
         ValueError: the schema or grammar cannot be read, or not be followed.
     """
     if llm not in _compilers:
-        _compilers[llm] = ConstraintCompiler(llm._model.vocab)
+        _compilers[llm] = ConstraintCompiler(_llama_cpp.vocab(llm))
     compiler = _compilers[llm]
     constraint = Constraint(kind, text if isinstance(text, str) else json.dumps(text), kind)
     return ConstrainedLogits(compiler.compile(constraint), compiler.ends)

@@ -69,7 +69,7 @@ def test_a_long_prompt_does_not_stall_the_others(direct: Direct, monkeypatch: py
         events.put(event)
 
     long.deliver = deliver
-    direct.engine.submit([running, long])
+    direct.engine.submit_jobs([running, long])
     end_of(events)
     assert long.n_prompt > 1000
     assert answered[0] > 20  # steps of at most a fraction of the prompt each
