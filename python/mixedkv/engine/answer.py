@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Generator, Iterator
@@ -41,10 +42,11 @@ class Answer:
     def cancel(self) -> None:
         """Stop generating; whoever waits for the rest gets a CancelledError."""
         with self._changed:
-            if self._end is None:
-                self._end = Failed(CancelledError("the answer was cancelled"))
-                self._engine.cancel(self.job)
-                self._wake()
+            if self._end is not None:
+                return
+            self._end = Failed(CancelledError("the answer was cancelled"))
+            self._wake()
+        self._engine.cancel(self.job)
 
     @property
     def text(self) -> str:
@@ -99,6 +101,8 @@ class Answer:
 
     def _receive(self, event: Event) -> None:
         with self._changed:
+            if self._end is not None:  # cancelled meanwhile
+                return
             if isinstance(event, Failed):
                 self._end = event
             else:
@@ -113,7 +117,7 @@ class Answer:
         self._changed.notify_all()
         sleepers, self._sleepers = self._sleepers, []
         for loop, future in sleepers:
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # a loop that was closed: nobody waits
                 loop.call_soon_threadsafe(_finish, future)
 
     # --- who waits ---

@@ -7,9 +7,12 @@ through `deliver`, which gets the events of a step all at once.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
@@ -41,9 +44,12 @@ Deliver = Callable[[Sequence[tuple[Job, Event]]], None]
 
 
 def deliver_directly(events: Sequence[tuple[Job, Event]]) -> None:
-    """On the engine's thread."""
+    """On this thread. Whose `deliver` fails takes no other job's events away."""
     for job, event in events:
-        job.deliver(event)
+        try:
+            job.deliver(event)
+        except Exception:
+            log.exception("an event could not be delivered")
 
 
 class Engine:
@@ -56,7 +62,8 @@ class Engine:
     ...         print(answer.text)
 
     Args:
-        llm: the engine's alone until it is closed, which leaves it open.
+        llm: the engine's alone until it is closed, which leaves it open; what its cache holds is dropped.
+            Closing the `Llama` closes the engine first, and so does the end of the program.
         parallel: answers at a time, fewer than the context's sequences: the others hold idle prefixes. None
             takes half of them.
         max_queue: jobs that may wait.
@@ -116,12 +123,18 @@ class Engine:
         self._inbox = Inbox()
         self._fetching: set[Job] = set()
         self._draining = False
+        self._submitting = threading.RLock()  # what begins to close finds no job on its way
         self._connector = connector
         self._closed = False
+        self._closing = threading.RLock()
         self._thread = threading.Thread(target=self._run, name="mixedkv-engine", daemon=True)
+        llm.kv.clear()  # the pool takes all sequences for empty
         if connector is not None:
             connector.attach(self)
         self._thread.start()
+        atexit.register(self.close)  # llama.cpp does not outlive the main thread
+        closing = weakref.WeakMethod(self.close)
+        _llama_cpp.at_close(llm, lambda: (close := closing()) and close())
 
     # --- any thread ---
 
@@ -143,7 +156,7 @@ class Engine:
         prompt: Prompt,
         *,
         max_tokens: int = 256,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         n_logprobs: int | None = None,
         tenant: str = "",
         reuse: bool = True,
@@ -154,7 +167,7 @@ class Engine:
         Args:
             prompt: a text, token ids, or the messages of a chat.
             max_tokens: of the answer.
-            stop: strings that end it.
+            stop: a string that ends it, or several.
             n_logprobs: how many of the likeliest tokens to tell with each token; None for none.
             tenant: answers of one tenant share the rows of what their prompts have in common.
             reuse: start from rows that are there; False evaluates everything.
@@ -165,13 +178,19 @@ class Engine:
             QueueFullError: max_queue jobs wait.
             ClosedError: the engine is shutting down.
         """
+        self._check_open()  # the tokenizer's vocabulary goes with the `Llama`
+        if n_logprobs is not None and n_logprobs < 0:
+            raise ValueError(f"n_logprobs={n_logprobs}: use 0 or more, or None for none")
+        given = [stop] if isinstance(stop, str) else list(stop)
+        if not all(given):
+            raise ValueError("stop: an empty string ends every answer at once: leave it out")
         tokens, stops = self.tokenizer.encode(prompt)
         job = Job(
             tokens,
             max_tokens=max_tokens,
             sampler=self.tokenizer.sampler(Sampling(**sampling)),
             tenant=tenant,
-            stop=[*stop, *stops],
+            stop=[*given, *stops],
             stream=True,
             n_logprobs=n_logprobs,
             reuse=reuse,
@@ -190,13 +209,17 @@ class Engine:
         """
         for job in jobs:
             self.check_prompt(job.n_prompt)
+        with self._submitting:
+            self._check_open()
+            room = self.max_queue + max(0, self.parallel - self.n_running) - self.n_queued
+            if not force and len(jobs) > room:
+                raise QueueFullError(f"{self.n_queued} requests wait already")
+            for job in jobs:
+                self._fetch_or_put(job)
+
+    def _check_open(self) -> None:
         if self._inbox.closed or self._draining:
             raise ClosedError("the engine is shutting down")
-        room = self.max_queue + max(0, self.parallel - self.n_running) - self.n_queued
-        if not force and len(jobs) > room:
-            raise QueueFullError(f"{self.n_queued} requests wait already")
-        for job in jobs:
-            self._fetch_or_put(job)
 
     def check_prompt(self, n_tokens: int) -> None:
         """
@@ -232,25 +255,31 @@ class Engine:
 
         Returns whether all could finish.
         """
-        self._draining = True
+        with self._submitting:
+            self._draining = True
         end = time.monotonic() + timeout
         while (self.n_running or self.n_queued) and time.monotonic() < end and self.alive:
             time.sleep(0.01)
         finished = not (self.n_running or self.n_queued)
         if not finished and self.alive:
-            self.call(lambda: self._fail_all(ClosedError("the engine is shutting down"))).result()
+            with contextlib.suppress(ClosedError):  # it stopped by itself, and failed them all
+                self.call(lambda: self._fail_all(ClosedError("the engine is shutting down"))).result()
         return finished
 
     def close(self) -> None:
         """Give up what still runs, let the connector finish, and stop the thread. The `Llama` stays open."""
-        if self._closed:
-            return
-        self._closed = True
-        self.drain(0)
-        if self._connector is not None:
-            self._connector.close()
-        self._inbox.close()
-        self._thread.join()
+        with self._closing:  # who comes second, or after an interrupt, goes on when the thread has ended
+            if self._closed:
+                return
+            try:
+                self.drain(0)
+                if self._connector is not None:
+                    self._connector.close()
+            finally:
+                self._inbox.close()
+                self._thread.join()
+                self._closed = True
+                atexit.unregister(self.close)
 
     def __enter__(self) -> Engine:
         return self

@@ -83,4 +83,6 @@ class Inbox:
 
     def fail_calls(self, error: Exception) -> None:
         while self._calls:
-            self._calls.popleft()[1].set_exception(error)
+            future = self._calls.popleft()[1]
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)

@@ -16,7 +16,10 @@ import pytest
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import Recall, make_recall
-from mixedkv.engine import Engine, Job, StoreConnector
+from mixedkv.engine import Delta, Engine, Job, StoreConnector
+from mixedkv.engine.engine import deliver_directly
+from mixedkv.engine.inbox import Inbox
+from mixedkv.engine.job import Event
 from mixedkv.errors import ClosedError, ContextLengthError
 from mixedkv.store import KVStore
 
@@ -47,7 +50,6 @@ def llm() -> Iterator[Llama]:
 def engine(llm: Llama) -> Iterator[Engine]:
     with Engine(llm) as engine:
         yield engine
-    llm.kv.clear()
 
 
 def right(texts: list[str], recalls: list[Recall] = RECALLS) -> int:
@@ -163,12 +165,145 @@ def test_closing_leaves_the_llama(llm: Llama) -> None:
     with pytest.raises(ClosedError):
         engine.submit("x")
     assert not engine.alive
-    llm.kv.clear()
-    llm.reset()
-    assert (
-        llm(RECALLS[0].prompt, max_tokens=24, temperature=0)["choices"][0]["text"] == RECALLS[0].fact.answer
-    )
-    llm.kv.clear()
+    text = llm(RECALLS[0].prompt, max_tokens=24, temperature=0)["choices"][0]["text"]
+    assert text == RECALLS[0].fact.answer
+
+
+def test_an_engine_takes_a_llama_that_was_used(llm: Llama) -> None:
+    """By itself, and by another engine."""
+    llm(RECALLS[1].prompt, max_tokens=4)
+    for recall in RECALLS[:3]:
+        with Engine(llm) as engine:
+            answer = engine.submit(recall.prompt, **GREEDY)
+            assert (answer.text, answer.job.n_cached) == (recall.fact.answer, 0)
+
+
+@pytest.mark.parametrize("end", ["llm.close()", ""])
+def test_an_engine_that_nobody_closed_ends_before_its_llama(end: str) -> None:
+    """llama.cpp would decode in a context that is gone."""
+    code = f"""
+import contextlib
+from mixedkv import Llama
+from mixedkv.bundled import model_path
+from mixedkv.engine import Engine
+from mixedkv.errors import ClosedError
+llm = Llama(model_path(), n_ctx=2048, n_seq_max=8, kv_unified=True, verbose=False)
+engine = Engine(llm)
+answers = [engine.submit("Once upon a time", max_tokens=1500) for _ in range(3)]
+next(iter(answers[0]))
+{end}
+if not engine.alive:
+    with contextlib.suppress(ClosedError):
+        engine.submit("x")
+print(engine.alive, isinstance(getattr(answers[1]._end, "error", None), ClosedError))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip() == ("False True" if end else "True False")
+
+
+def test_who_closes_second_waits_for_the_first(llm: Llama) -> None:
+    class Slow(Recorder):
+        def close(self) -> None:
+            super().close()
+            begun.set()
+            assert go_on.wait(60)
+
+    begun, go_on = threading.Event(), threading.Event()
+    engine = Engine(llm, connector=Slow())
+    first = threading.Thread(target=engine.close)
+    first.start()
+    assert begun.wait(60)
+    threading.Timer(0.05, go_on.set).start()
+    engine.close()
+    assert not engine._thread.is_alive()
+    first.join()
+
+
+def test_a_connector_that_fails_to_close_leaves_no_thread(llm: Llama) -> None:
+    class Broken(Recorder):
+        def close(self) -> None:
+            raise OSError("the disk is gone")
+
+    engine = Engine(llm, connector=Broken())
+    with pytest.raises(OSError, match="disk is gone"):
+        engine.close()
+    engine.close()
+    assert not engine._thread.is_alive()
+
+
+def test_no_job_gets_lost_between_submit_and_close(llm: Llama) -> None:
+    """A connector that has closed answers nobody."""
+
+    class Closing(Recorder):
+        closed = False
+
+        def fetch(self, job: Job) -> bool:
+            if not self.closed:
+                closer.start()
+                closer.join(0.2)  # it shall not get through
+            return not self.closed and super().fetch(job)
+
+        def close(self) -> None:
+            super().close()
+            self.closed = True
+
+    connector = Closing()
+    engine = Engine(llm, connector=connector)
+    closer = threading.Thread(target=engine.close)
+    answer = engine.submit(RECALLS[0].prompt, **GREEDY)
+    closer.join()
+    assert connector.calls[:2] == ["attach", "fetch"]
+    with pytest.raises(ClosedError):
+        answer.result(60)
+
+
+def test_calls_that_were_cancelled_do_not_stop_others() -> None:
+    inbox = Inbox()
+    first, second = inbox.call(int), inbox.call(int)
+    assert first.cancel()
+    inbox.fail_calls(ClosedError("the engine has stopped"))
+    with pytest.raises(ClosedError):
+        second.result(0)
+
+
+def test_one_receiver_that_fails_leaves_the_others_alone(engine: Engine) -> None:
+    answers = [engine.submit(recall.prompt, **GREEDY) for recall in RECALLS[:1]]
+    jobs = [Job(answers[0].job.prompt, max_tokens=0, sampler=None, deliver=fail) for _ in range(2)]
+    engine.submit_jobs(jobs)
+    answers += [engine.submit(recall.prompt, **GREEDY) for recall in RECALLS[1:2]]
+    assert right([answer.text for answer in answers], RECALLS[:2]) == 2
+    seen: list[Job] = []
+    done = Job([5, 6], max_tokens=0, sampler=None, deliver=lambda _: seen.append(done))
+    deliver_directly([(jobs[0], Delta("x")), (done, Delta("x"))])
+    assert seen == [done]
+
+
+def fail(_: Event) -> None:
+    raise RuntimeError("nobody takes this")
+
+
+def test_a_loop_that_closes_meanwhile_takes_no_other_answer_along(engine: Engine) -> None:
+    answer = engine.submit(RECALLS[0].prompt, max_tokens=1500, logit_bias=no_end(engine))
+    loop = asyncio.new_event_loop()
+    with answer._changed:
+        answer._sleepers.append((loop, loop.create_future()))
+        loop.close()
+        loop.is_closed = lambda: False  # type: ignore[method-assign]  # as if it closed right after the question
+    other = engine.submit(RECALLS[1].prompt, **GREEDY)
+    assert other.result(60).text == RECALLS[1].fact.answer
+    del loop.is_closed
+    answer.cancel()
+
+
+def test_one_stop_string_is_one(engine: Engine) -> None:
+    whole = engine.submit(RECALLS[0].prompt, **GREEDY).text
+    stop = whole[2:5]
+    assert engine.submit(RECALLS[0].prompt, stop=stop, **GREEDY).text == whole.partition(stop)[0]
+    with pytest.raises(ValueError, match="stop: an empty string"):
+        engine.submit("x", stop=["a", ""])
+    with pytest.raises(ValueError, match="n_logprobs=-1"):
+        engine.submit("x", n_logprobs=-1)
 
 
 class Recorder:
@@ -208,7 +343,6 @@ def test_a_connector_of_ones_own(llm: Llama) -> None:
         jobs = [answer.job for answer in answers]
     assert recorder.calls == ["attach", "fetch", "fetch", "close"]
     assert sorted(recorder.offloaded) == sorted(list(job.tokens) for job in jobs)
-    llm.kv.clear()
 
 
 def test_what_one_engine_stored_another_fetches(llm: Llama, tmp_path: Path) -> None:
@@ -217,7 +351,6 @@ def test_what_one_engine_stored_another_fetches(llm: Llama, tmp_path: Path) -> N
         with Engine(llm, connector=StoreConnector(KVStore(tmp_path))) as engine:
             answer = engine.submit(RECALLS[0].prompt, **GREEDY)
             texts.append(answer.text)
-        llm.kv.clear()
     assert texts[0] == texts[1] == RECALLS[0].fact.answer
     assert answer.job.cached_tier == "disk"
     assert answer.job.n_cached == answer.job.n_prompt - 1
