@@ -222,7 +222,11 @@ class KVCache:
 
     @property
     def used(self) -> int:
-        """Cells that hold a token; one that several sequences share counts once."""
+        """Cells that hold a token; one that several sequences share counts once. 0 where all layers keep a state
+        instead.
+        """
+        if _llama_cpp.is_recurrent(self._llama):
+            return 0
         return int(_core.stats(self._address)["n_cells_used"])
 
     @property
@@ -236,9 +240,7 @@ class KVCache:
         layers only where swa_full=True.
         """
         memory = self._memory
-        if not memory or _llama_cpp.is_recurrent(self._llama):
-            return False
-        return bool(llama_cpp.llama_memory_can_shift(memory))
+        return bool(memory) and self.can_cut and bool(llama_cpp.llama_memory_can_shift(memory))
 
     def positions(self, seq: int = 0) -> tuple[int, int]:
         """Lowest and highest position that all layers still hold of a sequence; (-1, -1) when it is empty."""
@@ -268,25 +270,26 @@ class KVCache:
                 self.limit_exact(p0)
 
     def copy(self, source: int, target: int, p0: int = 0, p1: int = -1) -> None:
-        """Let sequence `target` have the positions [p0, p1) of `source` too. In a unified cache both share
-        the cells; otherwise the rows are copied, of whole sequences only.
+        """Let sequence `target` have the positions [p0, p1) of `source`, instead of its own there. In a unified
+        cache both share the cells; otherwise the rows are copied, of whole sequences only.
 
         The `Llama` does not follow what is copied into its sequence 0.
 
         Raises:
+            UnsupportedModelError: this model keeps a state of the whole sequence, and this is a part of it.
             ValueError: there is no such sequence or range, or part of one in a cache that is not unified.
         """
         self._check_range(source, p0, p1)
         self._check_sequence("target", target)
-        if not self._llama.context_params.kv_unified and source != target:
-            low, high = self.positions(source)
-            if p0 > max(0, low) or 0 <= p1 <= high:
-                raise ValueError(
-                    f"[{p0}, {p1}) is part of seq={source}: without kv_unified=True copy whole sequences only"
-                )
+        if source == target:
+            return
+        if not (self._llama.context_params.kv_unified and self.can_cut):
+            self._check_whole(source, p0, p1)
             p0 = p1 = -1  # all: llama.cpp aborts on anything that looks like a part
+        if self.positions(target)[1] >= 0:  # llama.cpp would have some positions twice
+            self.remove(target, max(0, p0), p1)
         llama_cpp.llama_memory_seq_cp(self._memory, source, target, p0, p1)
-        if target == 0 != source:
+        if target == 0:
             self.limit_exact(0)
 
     def shift(self, seq: int, p0: int, p1: int, by: int) -> None:
@@ -334,6 +337,17 @@ class KVCache:
         self._check_sequence("seq", seq)
         if not 0 <= p0 <= INT32_MAX or p1 > INT32_MAX or 0 <= p1 < p0:
             raise ValueError(f"[{p0}, {p1}) is no range of positions")
+
+    def _check_whole(self, seq: int, p0: int, p1: int) -> None:
+        low, high = self.positions(seq)
+        if not self.can_cut:  # the state is at the highest position, however many rows there are
+            low = 0
+        if p0 <= max(0, low) and not 0 <= p1 <= high:
+            return
+        part = f"[{p0}, {p1}) is part of seq={seq}"
+        if not self.can_cut:
+            raise UnsupportedModelError(f"{part}, and this model keeps a state of the whole: copy all of it")
+        raise ValueError(f"{part}: without kv_unified=True copy whole sequences only")
 
     def _shift_tokens(self, p0: int, end: int, by: int) -> None:
         """The `Llama`'s tokens of sequence 0 move as the rows do."""

@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
@@ -354,6 +354,20 @@ def test_what_one_engine_stored_another_fetches(llm: Llama, tmp_path: Path) -> N
     assert texts[0] == texts[1] == RECALLS[0].fact.answer
     assert answer.job.cached_tier == "disk"
     assert answer.job.n_cached == answer.job.n_prompt - 1
+
+
+@pytest.mark.parametrize(("name", "kv"), [("mamba", "f16"), ("lfm2", "mixed"), ("gemma2", "mixed")])
+def test_models_of_all_kinds(zoo_path: Callable[[str], Path], name: str, kv: str) -> None:
+    """Where layers keep a state there are no cells to count, and only whole sequences are shared."""
+    options: dict[str, Any] = {"n_ctx": 512, "n_seq_max": 6, "kv_unified": True, "n_threads": 1}
+    tokens = [3 + i * 7 % 90 for i in range(60)]
+    greedy: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "logit_bias": ((2, -100.0),)}
+    with Llama(zoo_path(name), kv=kv, verbose=False, **options) as llm, Engine(llm) as engine:
+        first = engine.submit(tokens, **greedy)
+        assert first.result(60).reason == "length"
+        longer = engine.submit([*first.job.tokens[:-1], 5, 6], **greedy)
+        assert longer.result(60).reason == "length"
+        assert longer.job.n_cached == len(first.job.tokens) - 1
 
 
 def test_no_http_is_imported() -> None:

@@ -13,6 +13,7 @@ from mixedkv.errors import UnsupportedModelError
 
 OPTIONS = {"n_ctx": 256, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
 TOKENS = [3 + i * 7 % 90 for i in range(60)]
+OTHER = TOKENS[::-1]
 
 
 @pytest.fixture(params=["f16", "mixed:threshold=16,group=8"])
@@ -127,6 +128,35 @@ def test_models_with_states_say_what_they_cannot(zoo_path: Callable[[str], Path]
         assert (llm.n_tokens, llm.kv.positions(0)[1]) == (60, 59)
         llm.kv.remove(0)
         assert (llm.n_tokens, llm.kv.used) == (0, 0)
+
+
+@pytest.mark.parametrize(("name", "kv"), [("lfm2", "mixed"), ("mamba", "f16")])
+def test_states_are_copied_whole(zoo_path: Callable[[str], Path], name: str, kv: str) -> None:
+    """Of part of the tokens there is no state."""
+    with Llama(zoo_path(name), kv=kv, n_seq_max=3, kv_unified=True, **OPTIONS) as llm:
+        llm.eval(TOKENS)
+        for p0, p1 in ((0, 30), (30, -1)):
+            with pytest.raises(UnsupportedModelError, match="copy all of it"):
+                llm.kv.copy(0, 1, p0, p1)
+        assert llm.kv.positions(1) == (-1, -1)
+        llm.kv.copy(0, 1)
+        llm.kv.copy(0, 2, 0, 60)
+        assert llm.kv.positions(1) == llm.kv.positions(2) == llm.kv.positions(0)
+        assert not llm.kv.can_shift
+        with pytest.raises(UnsupportedModelError, match="cannot be moved"):
+            llm.kv.shift(0, 0, -1, 3)
+
+
+def test_a_copy_takes_the_place_of_what_was_there(llm: Llama) -> None:
+    """Every position once, as attention wants it."""
+    llm.kv.copy(0, 1)
+    llm.kv.remove(0)
+    llm.eval(OTHER)
+    llm.kv.copy(0, 1, 10, 40)
+    assert llm.kv.export(1, tokens=range(60)).p1 == 60
+    assert np.array_equal(llm.kv.layer(0).positions(1), np.arange(60))
+    llm.kv.copy(0, 0)
+    assert (llm.n_tokens, llm.kv.positions(0)) == (60, (0, 59))
 
 
 def test_models_whose_positions_stay_say_so(zoo_path: Callable[[str], Path]) -> None:
