@@ -295,6 +295,9 @@ class KVCache:
     def shift(self, seq: int, p0: int, p1: int, by: int) -> None:
         """Add `by` to the positions [p0, p1) of a sequence; K is turned accordingly before the next decode.
 
+        Cells have one position: those that sequences share (see `copy`) move in all of them. Where sequence 0
+        is one of the others, the `Llama` begins anew: its n_tokens is 0.
+
         Raises:
             UnsupportedModelError: positions cannot be moved (see `can_shift`).
             ValueError: there is no such sequence or range, or it would begin below 0 or end too high.
@@ -310,7 +313,10 @@ class KVCache:
             raise ValueError(f"by={by} moves [{p0}, {end}) out of the range of positions")
         if seq == 0:
             self._shift_tokens(p0, min(end, self._llama.n_tokens), by)
+        before = self.positions(0)
         llama_cpp.llama_memory_seq_add(self._memory, seq, p0, p1, by)
+        if seq != 0 and self.positions(0) != before:
+            self._llama.n_tokens = 0
 
     def keep(self, seq: int) -> None:
         """Remove all other sequences.

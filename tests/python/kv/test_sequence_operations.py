@@ -159,6 +159,15 @@ def test_a_copy_takes_the_place_of_what_was_there(llm: Llama) -> None:
     assert (llm.n_tokens, llm.kv.positions(0)) == (60, (0, 59))
 
 
+def test_what_moves_in_another_sequence_too_is_no_longer_the_llamas(llm: Llama) -> None:
+    llm.kv.copy(0, 1)
+    llm.kv.shift(1, 0, -1, 7)
+    assert llm.kv.positions(0) == llm.kv.positions(1) == (7, 66)
+    assert llm.n_tokens == 0
+    llm.eval(TOKENS)
+    assert (llm.kv.positions(0), llm.kv.exact_tokens) == ((0, 59), 60)
+
+
 def test_models_whose_positions_stay_say_so(zoo_path: Callable[[str], Path]) -> None:
     with Llama(zoo_path("gemma2"), kv="f16", swa_full=False, n_ubatch=64, **{**OPTIONS, "n_ctx": 512}) as llm:
         llm.eval(TOKENS)
