@@ -201,8 +201,9 @@ def _read_toml(path: str) -> dict[str, Any]:
 def _read_environ(environ: Mapping[str, str]) -> dict[str, Any]:
     """Other MIXEDKV_ variables belong to other parts (kernels, tests): only options are read."""
     source = EnvSettingsSource(ServerSettings)
-    source.env_vars = {name.lower(): value for name, value in environ.items()}
-    return source()
+    source.env_vars = {name.lower(): value for name, value in environ.items() if name.isupper()}
+    switches = {name for name, option in ServerSettings.model_fields.items() if option.annotation is bool}
+    return {name: value or "false" if name in switches else value for name, value in source().items()}
 
 
 def _explain(error: dict[str, Any], origins: Mapping[str, str]) -> str:

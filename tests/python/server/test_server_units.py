@@ -382,6 +382,8 @@ def test_the_environment_has_text_for_every_kind(tmp_path: Path) -> None:
     environ = {"MIXEDKV_SLOWDOWN": "3", "MIXEDKV_EMBEDDINGS": "on", "MIXEDKV_MODEL_NAME": "7"}
     settings = load_settings({}, None, environ)
     assert (settings.slowdown, settings.embeddings, settings.model_name) == (3.0, True, "7")
+    assert not load_settings({}, None, {"MIXEDKV_EMBEDDINGS": ""}).embeddings  # as compose files leave them
+    assert load_settings({}, None, {"mixedkv_port": "77"}).port == 8000
 
 
 @pytest.mark.parametrize(
