@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -78,10 +77,8 @@ def test_a_schema_that_cannot_be_followed_is_an_error(schema: dict[str, object])
     ],
 )
 def test_a_schema_takes_time_by_its_size(schema: dict[str, object]) -> None:
-    began = time.perf_counter()
-    grammar = schema_grammar(schema)
-    assert time.perf_counter() - began < 2
-    assert len(grammar) < 1_000_000
+    """Without end, or without memory, if each step doubles it."""
+    assert len(schema_grammar(schema)) < 1_000_000
 
 
 @pytest.mark.parametrize("text", ['\\" | root "a', 'a"b\\', "\n\x00", "\u00e9\U0001f600", "$& \\u0041"])
