@@ -251,7 +251,7 @@ def test_pressure_evicts_idle_prefixes_first(direct: Direct) -> None:
 def test_answers_that_outgrow_the_cache_all_end(direct: Direct) -> None:
     """Four answers that need 4 x 800 cells of 2,048: some give their rows back and go on later."""
     alone = [
-        direct.answer(recall.prompt, 500, ignore_end=True, reuse=False)[1].text for recall in prompts(4, 30)
+        direct.answer(recall.prompt, 20, ignore_end=True, reuse=False)[1].text for recall in prompts(4, 30)
     ]
     jobs = [direct.start(recall.prompt, 500, ignore_end=True, reuse=False) for recall in prompts(4, 30)]
     ends = [end_of(events) for _, events in jobs]
