@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 import mixedkv  # noqa: F401  (before llama_cpp)
@@ -16,6 +17,12 @@ from support import zoo
 from support.conversation_support import empty, open_llama
 from support.harness import Ctx, Mixed, Model, Uniform
 from support.oracle import Oracle
+
+# no example is too slow: a machine may be
+hypothesis.settings.register_profile(
+    "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")

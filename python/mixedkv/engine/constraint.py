@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import llguidance
 import numpy as np
 import numpy.typing as npt
+from llama_cpp import LogitsProcessorList
 
 from mixedkv import _llama_cpp
 from mixedkv.engine.detokenizer import Pieces
@@ -229,8 +230,8 @@ def _message(error: str) -> str:
     return first.removeprefix("at 2(8): ").removeprefix("failed to compile JSON schema: ")
 
 
-class ConstrainedLogits:
-    """A logits_processor of llama-cpp-python for one answer; see `constrain`."""
+class _Logits:
+    """A logits processor of llama-cpp-python, for one answer."""
 
     def __init__(self, matcher: Matcher, ends: list[int]) -> None:
         self._matcher, self._ends = matcher, ends
@@ -255,8 +256,8 @@ class ConstrainedLogits:
 _compilers: WeakKeyDictionary[Llama, ConstraintCompiler] = WeakKeyDictionary()
 
 
-def constrain(llm: Llama, kind: Kind, text: str | dict[str, Any]) -> ConstrainedLogits:
-    """What to give as `logits_processor=LogitsProcessorList([...])`, a new one for each answer.
+def constrain(llm: Llama, kind: Kind, text: str | dict[str, Any]) -> LogitsProcessorList:
+    """For `logits_processor=` of a `Llama`; a new one for each answer.
 
     Raises:
         ValueError: the schema or grammar cannot be read, or not be followed.
@@ -265,4 +266,4 @@ def constrain(llm: Llama, kind: Kind, text: str | dict[str, Any]) -> Constrained
         _compilers[llm] = ConstraintCompiler(_llama_cpp.vocab(llm))
     compiler = _compilers[llm]
     constraint = Constraint(kind, text if isinstance(text, str) else json.dumps(text), kind)
-    return ConstrainedLogits(compiler.compile(constraint), compiler.ends)
+    return LogitsProcessorList([_Logits(compiler.compile(constraint), compiler.ends)])

@@ -25,6 +25,7 @@ from mixedkv.config import PRESETS, MixedKVConfig, parse_kv
 from mixedkv.model.footprint import footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file
 from support.bench_support import by_kv, run
+from support.patience import PATIENCE
 
 MIXED = "mixed:threshold=64,group=16"
 
@@ -245,12 +246,15 @@ def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
     ]
     first = [*command[:-1], "0", "--repeats", "1", "--n-prompt", "8", "--n-gen", "2", "--threads", "1"]
     subprocess.run(first, check=True, capture_output=True)  # so that the second one starts at once
+    began = time.monotonic()
+    subprocess.run(first, check=True, capture_output=True)
+    whole = time.monotonic() - began
     process = subprocess.Popen(
         [*command, *endless], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    time.sleep(4)
+    time.sleep(3 * whole)  # by then it has measured more than once
     os.kill(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert "Traceback" not in err
     data = json.loads(path.read_text())

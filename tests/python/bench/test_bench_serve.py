@@ -31,6 +31,7 @@ from mixedkv.bundled import model_path
 from mixedkv.cli import main
 from mixedkv.model.gguf_file import read_model_file
 from support.bench_support import run
+from support.patience import PATIENCE
 
 N_GEN, TURNS = 8, 3
 
@@ -289,16 +290,16 @@ def test_the_first_failure_ends_a_replay(model: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "message"),
+    ("code", "seconds", "message"),
     [
-        ("import sys; sys.exit('no such option')", "ended with status 1. no such option"),
-        ("import os; os.kill(os.getpid(), 9)", "died of signal 9"),
-        ("import time; time.sleep(60)", "not ready in time"),
+        ("import sys; sys.exit('no such option')", PATIENCE, "ended with status 1. no such option"),
+        ("import os; os.kill(os.getpid(), 9)", PATIENCE, "died of signal 9"),
+        ("import time; time.sleep(9999)", 1.0, "not ready in time"),
     ],
 )
-def test_a_server_that_does_not_start(code: str, message: str) -> None:
+def test_a_server_that_does_not_start(code: str, seconds: float, message: str) -> None:
     with pytest.raises(CannotRunError, match=message):
-        servers.Server([sys.executable, "-c", code], servers.free_port(), seconds=1.0)
+        servers.Server([sys.executable, "-c", code], servers.free_port(), seconds=seconds)
 
 
 @needs_server

@@ -93,7 +93,7 @@ def test_truncated_file(tmp_path: Path, share: float) -> None:
         Llama(path)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_damaged_headers_are_an_error_or_a_header(tmp_path: Path, data: st.DataObject) -> None:
     """Whatever a few wrong bytes claim, reading ends with a header or with the error."""

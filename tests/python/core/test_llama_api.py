@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import sys
 import threading
@@ -16,6 +17,7 @@ import pytest
 from mixedkv import Llama, MixedKVConfig
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
+from mixedkv.engine.constraint import constrain
 
 RECALL = make_recall(seed=52_001, n_sentences=30, where=0.2)
 CHAT = {"temperature": 0.0, "max_tokens": 40}
@@ -62,6 +64,27 @@ def test_raw_prompt_and_template_agree(llm: Llama) -> None:
 def test_grammar(llm: Llama) -> None:
     grammar = llama_cpp.LlamaGrammar.from_string('root ::= " " ("red" | "teal") "!"', verbose=False)
     assert llm(TEXT, grammar=grammar, **CHAT)["choices"][0]["text"] in (" teal!", " red!")
+
+
+def test_a_schema_is_followed(llm: Llama) -> None:
+    code = {"type": "integer", "minimum": 0, "maximum": 99}
+    schema = {"type": "object", "properties": {"code": code}, "required": ["code"]}
+    for _ in range(2):  # a new processor for each answer
+        answer = llm.create_chat_completion(
+            RECALL.messages, logits_processor=constrain(llm, "json_schema", schema), **CHAT
+        )
+        assert json.loads(answer["choices"][0]["message"]["content"])["code"] <= 99
+        assert answer["choices"][0]["finish_reason"] == "stop"
+    red = constrain(llm, "regex", " (red|teal)!")
+    assert llm(TEXT, logits_processor=red, **CHAT)["choices"][0]["text"] in (" teal!", " red!")
+
+
+def test_a_grammar_that_nothing_completes_ends_the_answer(
+    llm: Llama, caplog: pytest.LogCaptureFixture
+) -> None:
+    endless = constrain(llm, "gbnf", 'root ::= "ab" x\nx ::= x "b"')
+    assert llm(TEXT, logits_processor=endless, **CHAT)["choices"][0]["text"] in ("ab", "")
+    assert "gbnf: no token of this model" in caplog.text
 
 
 def test_logits_processors(llm: Llama) -> None:

@@ -130,7 +130,7 @@ def test_description_and_arrays_read_back(block: KVBlock) -> None:
     assert all(np.array_equal(have[name], want[name]) for name in want)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(cut=st.lists(st.integers(0, 300), min_size=2, max_size=2, unique=True).map(sorted))
 def test_slices(block: KVBlock, cut: list[int]) -> None:
     p0, p1 = cut
@@ -178,7 +178,7 @@ def _damage(description: dict[str, Any], arrays: dict[str, Any], data: st.DataOb
             arrays[name] = arrays[name][::-1]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_bytes_from_outside(block: KVBlock, data: st.DataObject) -> None:
     description, arrays = json.loads(json.dumps(block.describe())), block.to_arrays()

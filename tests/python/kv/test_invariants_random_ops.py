@@ -126,7 +126,6 @@ class Player:
 def fuzz(examples: int):
     return settings(
         max_examples=examples,
-        deadline=None,
         derandomize=True,
         database=None,
         phases=[Phase.explicit, Phase.generate],  # to shrink a plan takes minutes

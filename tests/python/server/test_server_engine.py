@@ -251,7 +251,7 @@ def test_pressure_evicts_idle_prefixes_first(direct: Direct) -> None:
 def test_answers_that_outgrow_the_cache_all_end(direct: Direct) -> None:
     """Four answers that need 4 x 800 cells of 2,048: some give their rows back and go on later."""
     alone = [
-        direct.answer(recall.prompt, 500, ignore_end=True, reuse=False)[1].text for recall in prompts(4, 30)
+        direct.answer(recall.prompt, 20, ignore_end=True, reuse=False)[1].text for recall in prompts(4, 30)
     ]
     jobs = [direct.start(recall.prompt, 500, ignore_end=True, reuse=False) for recall in prompts(4, 30)]
     ends = [end_of(events) for _, events in jobs]
@@ -259,6 +259,21 @@ def test_answers_that_outgrow_the_cache_all_end(direct: Direct) -> None:
     assert [job.n_answer for job, _ in jobs] == [500] * 4
     # what follows the model's own end is chaotic: other roundings make other texts
     assert [end.text[:20] for end in ends] == [text[:20] for text in alone]
+
+
+def test_an_answer_that_goes_on_later_still_follows_its_schema(direct: Direct) -> None:
+    items = {"type": "integer", "minimum": 100, "maximum": 999}
+    schema = {"type": "array", "items": items, "minItems": 150, "maxItems": 150}
+    sampling = Sampling(temperature=1, seed=5, constraint=Constraint("json_schema", json.dumps(schema)))
+    preempted: list[int] = []
+    direct.engine.observe.preempted = lambda: preempted.append(1)  # type: ignore[method-assign]
+    try:
+        jobs = [direct.start(recall.prompt, 1500, sampling=sampling) for recall in prompts(4, 30)]
+        values = [json.loads(end_of(events).text) for _, events in jobs]
+    finally:
+        del direct.engine.observe.preempted
+    assert preempted
+    assert all(len(value) == 150 and all(100 <= n <= 999 for n in value) for value in values)
 
 
 def test_a_full_queue_is_refused(direct: Direct) -> None:

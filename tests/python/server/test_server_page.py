@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import random
 import re
 import shutil
 import socket
@@ -341,10 +344,7 @@ def test_it_fits_a_phone(server: Server, open_page: OpenPage) -> None:
 
 
 def test_it_says_that_the_server_has_gone_and_comes_back(open_page: OpenPage) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    options = ("--n-ctx", "1024", "--parallel", "2", "--port", port)
+    options = ("--n-ctx", "1024", "--parallel", "2", "--port", str(free_port()))
     with running(*options) as first:
         chat(first)
         page = open_page(first)
@@ -356,6 +356,15 @@ def test_it_says_that_the_server_has_gone_and_comes_back(open_page: OpenPage) ->
     with running(*options):
         page.wait_for_selector("#state.live", timeout=1000 * PATIENCE)
         playwright.expect(page.locator('[data-stat="cache.queries_tokens"]')).to_have_text("0")
+
+
+def free_port() -> int:
+    """One that stays free while nobody listens: the system gives these to no connection."""
+    for port in random.Random(os.getpid()).sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no free port among a hundred")
 
 
 def test_a_key_is_asked_for_and_stays_in_the_tab(tmp_path: Path, open_page: OpenPage) -> None:

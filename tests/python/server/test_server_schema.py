@@ -72,7 +72,6 @@ def _run(operation: Any, mode: Any) -> Counter[int]:
 
     @hypothesis.settings(
         max_examples=_EXAMPLES,
-        deadline=None,
         derandomize=True,
         database=None,
         phases=[hypothesis.Phase.generate],

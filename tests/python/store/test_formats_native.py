@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
@@ -31,7 +31,6 @@ def read(data: bytes, **options: Any) -> Any:
     return decode(np.frombuffer(data, np.uint8), **{"identity": IDENTITY, "entry": ENTRY, **options})
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=20),
     st.integers(0, 1000),

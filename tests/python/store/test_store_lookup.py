@@ -168,7 +168,7 @@ def test_a_parent_that_is_gone(store: KVStore) -> None:
     assert store.stats().n_entries == 0
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_the_longest_prefix_is_found(data: st.DataObject) -> None:
     """Against a plain list of all that was stored. Few different tokens, so that much is shared."""
