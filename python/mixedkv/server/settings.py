@@ -203,7 +203,7 @@ def _read_environ(environ: Mapping[str, str]) -> dict[str, Any]:
     source = EnvSettingsSource(ServerSettings)
     source.env_vars = {name.lower(): value for name, value in environ.items() if name.isupper()}
     switches = {name for name, option in ServerSettings.model_fields.items() if option.annotation is bool}
-    return {name: value or "false" if name in switches else value for name, value in source().items()}
+    return {name: value or False if name in switches else value for name, value in source().items()}
 
 
 def _explain(error: dict[str, Any], origins: Mapping[str, str]) -> str:
