@@ -19,8 +19,9 @@ class Delivery:
         self._over = False
 
     def __call__(self, events: Sequence[tuple[Job, Event]]) -> None:
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(deliver_directly, events)
+        loop = self._loop
+        if loop is not None:
+            loop.call_soon_threadsafe(deliver_directly, events)
         elif not self._over:
             deliver_directly(events)
 
@@ -30,4 +31,5 @@ class Delivery:
 
     def end(self) -> None:
         """Nobody reads any more."""
-        self._loop, self._over = None, True
+        self._over = True
+        self._loop = None

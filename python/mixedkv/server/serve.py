@@ -25,7 +25,6 @@ from mixedkv.engine.embedder import Embedder
 from mixedkv.engine.embedding_context import EmbeddingContext, only_embeds
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.store_connector import StoreConnector
-from mixedkv.errors import ClosedError, EngineError
 from mixedkv.limits import CELLS
 from mixedkv.llama import Llama
 from mixedkv.model.gguf_file import ModelFile, read_model_file
@@ -49,7 +48,6 @@ _DEFAULT_N_CTX = 8192
 _OWN_FILES = 256  # of the store, the metadata and connections that are being refused
 _LAST_SECONDS = 2.0  # for a client to take its answer, after the drain timeout
 _BACKLOG = 128  # connections that asyncio accepts at once, whatever their limit
-_SIGNAL_SECONDS = 0.2
 _SWITCH_SECONDS = 0.0005  # the interpreter's 5 ms would be several steps of a small model
 
 
@@ -187,15 +185,11 @@ def _warm(server: Serving, body: WarmRequest) -> None:
     except ApiError as error:
         raise ValueError(f"{server.settings.warm}: {error.message}") from None
     answer = Answer(server.engine, job)
-    server.engine.submit_jobs([job], force=True)
-    while True:
-        try:
-            answer.result(timeout=_SIGNAL_SECONDS)  # a main thread that waits on a lock sees no signal
-            return
-        except TimeoutError:
-            continue
-        except (ClosedError, EngineError) as error:
-            raise ValueError(f"{server.settings.warm}: {error}") from None
+    try:
+        server.engine.submit_jobs([job], force=True)
+        answer.result()
+    except Exception as error:
+        raise ValueError(f"{server.settings.warm}: {error}") from None
 
 
 def _leave(*_: Any) -> None:

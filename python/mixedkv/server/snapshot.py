@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import asdict
 from statistics import median
@@ -25,7 +26,7 @@ _NO_CACHE = KVStats(
 def snapshot(server: Serving) -> dict[str, Any]:
     """Everything, of all tenants; `sequences` and `recent` say whose each entry is."""
     engine = server.engine
-    kv = engine.llm.kv.stats(by_layer=True) if server.generates else _NO_CACHE
+    kv = _cache(server)
     natives = {seq.seq_id: seq for seq in kv.sequences}
     held = engine.pool.held()
     return {
@@ -61,6 +62,14 @@ def snapshot(server: Serving) -> dict[str, Any]:
         "store": engine.connector_stats(),
         "recent": list(reversed(server.metrics.recent)),
     }
+
+
+def _cache(server: Serving) -> KVStats:
+    """`_NO_CACHE` of a model that only embeds, or whose layers all keep a state."""
+    if server.generates:
+        with contextlib.suppress(LookupError):
+            return server.engine.llm.kv.stats(by_layer=True)
+    return _NO_CACHE
 
 
 def of_tenant(now: dict[str, Any], owner: str) -> dict[str, Any]:

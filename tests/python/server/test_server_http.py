@@ -6,7 +6,8 @@ import asyncio
 import json
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -403,3 +404,13 @@ def test_the_page_is_shown_in_no_frame(server: Server) -> None:
     assert headers["x-content-type-options"] == "nosniff"
     assert headers["referrer-policy"] == "no-referrer"
     assert headers["cache-control"] == "no-cache"
+
+
+def test_a_recurrent_model_is_served(zoo_path: Callable[[str], Path]) -> None:
+    """All its layers keep a state: there are no rows to count."""
+    with running("-m", str(zoo_path("mamba")), "--kv", "f16", "--n-ctx", "512") as server:
+        body = {"prompt": [5, 6, 7] * 8, "max_tokens": 4, "ignore_eos": True}
+        for _ in range(2):
+            assert server.post("/v1/completions", body)["usage"]["completion_tokens"] == 4
+        assert server.stats()["cache"]["kv"] == "none"
+        assert server.status("GET", "/metrics") == 200
