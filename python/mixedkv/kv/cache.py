@@ -222,8 +222,8 @@ class KVCache:
 
     @property
     def used(self) -> int:
-        """Cells that hold a token; one that several sequences share counts once. 0 where all layers keep a state
-        instead.
+        """Cells that hold a token; one that several sequences share counts once. 0 where all layers keep a
+        state instead.
         """
         if _llama_cpp.is_recurrent(self._llama):
             return 0
@@ -270,8 +270,8 @@ class KVCache:
                 self.limit_exact(p0)
 
     def copy(self, source: int, target: int, p0: int = 0, p1: int = -1) -> None:
-        """Let sequence `target` have the positions [p0, p1) of `source`, instead of its own there. In a unified
-        cache both share the cells; otherwise the rows are copied, of whole sequences only.
+        """Let sequence `target` have the positions [p0, p1) of `source`, instead of its own there. In a
+        unified cache both share the cells; otherwise the rows are copied, of whole sequences only.
 
         The `Llama` does not follow what is copied into its sequence 0.
 
