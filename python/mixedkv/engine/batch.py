@@ -41,10 +41,6 @@ class Batch:
     def __len__(self) -> int:
         return int(self._native.n_tokens)
 
-    @property
-    def room(self) -> int:
-        return self.n_max - len(self)
-
     def clear(self) -> None:
         self._native.n_tokens = 0
 
