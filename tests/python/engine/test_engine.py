@@ -266,12 +266,12 @@ def test_an_answer_that_goes_on_later_still_follows_its_schema(direct: Direct) -
     schema = {"type": "array", "items": items, "minItems": 150, "maxItems": 150}
     sampling = Sampling(temperature=1, seed=5, constraint=Constraint("json_schema", json.dumps(schema)))
     preempted: list[int] = []
-    direct.engine.observe.preempted = lambda: preempted.append(1)  # type: ignore[method-assign]
+    direct.engine.observer.preempted = lambda: preempted.append(1)  # type: ignore[method-assign]
     try:
         jobs = [direct.start(recall.prompt, 1500, sampling=sampling) for recall in prompts(4, 30)]
         values = [json.loads(end_of(events).text) for _, events in jobs]
     finally:
-        del direct.engine.observe.preempted
+        del direct.engine.observer.preempted
     assert preempted
     assert all(len(value) == 150 and all(100 <= n <= 999 for n in value) for value in values)
 

@@ -1,4 +1,4 @@
-"""Parts of the server that need no model: text, pace, sequences, settings, keys."""
+"""Parts of the server that need no model: refused requests, statistics, settings, keys."""
 
 from __future__ import annotations
 
