@@ -21,7 +21,7 @@ import numpy.typing as npt
 from llama_cpp import LogitsProcessorList
 
 from mixedkv import _llama_cpp
-from mixedkv.engine.detokenizer import Pieces
+from mixedkv.engine.detokenizer import Detokenizer
 from mixedkv.engine.gbnf import gbnf_to_lark
 from mixedkv.engine.json_schema import MAX_SCHEMA, closed_schema
 from mixedkv.llama import Llama
@@ -122,7 +122,7 @@ class ConstraintCompiler:
     """Makes matchers for one vocabulary, on any thread. Itself takes a second to make for 150,000 tokens."""
 
     def __init__(self, vocab: Any) -> None:
-        pieces = Pieces(vocab)
+        pieces = Detokenizer(vocab)
         tokens = [pieces[token] or _named(pieces.name(token)) for token in range(pieces.n_vocab)]
         self._init(tokens, [token for token in range(pieces.n_vocab) if pieces.is_end(token)])
 

@@ -12,7 +12,7 @@ from mixedkv.kv.stats import KVStats
 from mixedkv.server.metrics import WINDOW
 
 if TYPE_CHECKING:
-    from mixedkv.server.state import Serving
+    from mixedkv.server.state import ServerState
 
 _STARTED = time.time()
 _SHOWN = 50  # latest requests
@@ -23,7 +23,7 @@ _NO_CACHE = KVStats(
 )  # fmt: skip
 
 
-def snapshot(server: Serving) -> dict[str, Any]:
+def snapshot(server: ServerState) -> dict[str, Any]:
     """Everything, of all tenants; `sequences` and `recent` say whose each entry is."""
     engine = server.engine
     kv = _cache(server)

@@ -28,7 +28,7 @@ FINGERPRINT = f"mixedkv-{__version__}"
 
 
 @dataclass(kw_only=True)
-class Serving:
+class ServerState:
     """One running server. Without `generates` its model can only embed."""
 
     settings: ServerSettings
@@ -46,8 +46,8 @@ class Serving:
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-def serving(request: Request) -> Serving:
-    return request.app.state.serving  # type: ignore[no-any-return]
+def server_state(request: Request) -> ServerState:
+    return request.app.state.server  # type: ignore[no-any-return]
 
 
 def tenant(request: Request) -> str:
@@ -56,7 +56,7 @@ def tenant(request: Request) -> str:
     Raises:
         ApiError: 401, nobody's.
     """
-    found = serving(request).keys.tenant(request.headers.get("authorization"))
+    found = server_state(request).keys.tenant(request.headers.get("authorization"))
     if found is None:
         raise ApiError(
             401,
@@ -73,7 +73,7 @@ async def check_generates(request: Request) -> None:  # FastAPI runs others in a
         ApiError: 400, the model only embeds; 401 before that.
     """
     tenant(request)
-    server = serving(request)
+    server = server_state(request)
     if not server.generates:
         raise bad_request(
             f"the model {server.model_name!r} only embeds texts: use /v1/embeddings, or serve another model",
@@ -82,7 +82,7 @@ async def check_generates(request: Request) -> None:  # FastAPI runs others in a
         )
 
 
-def check_model(server: Serving, model: str | None) -> None:
+def check_model(server: ServerState, model: str | None) -> None:
     if model is not None and model != server.model_name:
         raise ApiError(
             404,
@@ -96,7 +96,7 @@ def new_id(kind: str) -> str:
     return f"{kind}-{secrets.token_hex(12)}"
 
 
-async def find_session(server: Serving, session_id: str, owner: str) -> CacheSessionMetadata:
+async def find_session(server: ServerState, session_id: str, owner: str) -> CacheSessionMetadata:
     """
     Raises:
         ApiError: 404, there is no such session, it has expired, or is another tenant's.
