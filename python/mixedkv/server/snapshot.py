@@ -64,7 +64,7 @@ def snapshot(server: ServerState) -> dict[str, Any]:
     }
 
 
-def _cache(server: Serving) -> KVStats:
+def _cache(server: ServerState) -> KVStats:
     """`_NO_CACHE` of a model that only embeds, or whose layers all keep a state."""
     if server.generates:
         with contextlib.suppress(LookupError):

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from mixedkv.config import KVSetting, UniformKV, parse_kv
 
 DEFAULT_SPECS = ("f16", "q8_0", "q4_0", "mixed:compact", "mixed:balanced", "mixed:quality")
-FLASH_CHOICES = ("both", "on", "off")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
