@@ -267,7 +267,13 @@ class Engine:
         return finished
 
     def close(self) -> None:
-        """Give up what still runs, let the connector finish, and stop the thread. The `Llama` stays open."""
+        """Give up what still runs, let the connector finish, and stop the thread. The `Llama` stays open.
+
+        Raises:
+            RuntimeError: this is the engine's own thread, which cannot wait for itself.
+        """
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("an engine cannot be closed by what it calls: close it on another thread")
         with self._closing:  # who comes second, or after an interrupt, goes on when the thread has ended
             if self._closed:
                 return

@@ -12,15 +12,26 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv.engine.constraint import Constraint, Matcher
+from mixedkv.limits import INT32_MAX
 
 _REPEAT_LAST_N = 64  # llama.cpp's window of repeat_penalty, prompt included
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 100),
+    "top_k": (0, INT32_MAX),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repeat_penalty": (0.01, 100),
+    "frequency_penalty": (-100, 100),
+    "presence_penalty": (-100, 100),
+    "seed": (0, 2**32 - 1),
+}
 _TOP = np.dtype([("token", np.int32), ("logprob", np.float64)])
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How tokens are chosen. Ranges are checked where requests come in.
+    """How tokens are chosen.
 
     Attributes:
         temperature: 0 takes the likeliest token.
@@ -30,6 +41,9 @@ class Sampling:
         seed: of the random choice.
         logit_bias: token ids and what is added to their logits.
         constraint: what the answer must be.
+
+    Raises:
+        ValueError: a number is out of its range; the message names it.
     """
 
     temperature: float = 1.0
@@ -42,6 +56,12 @@ class Sampling:
     seed: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
     constraint: Constraint | None = None
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if not low <= value <= high:  # nor NaN
+                raise ValueError(f"{name}={value}: use {low} to {high}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -144,6 +144,9 @@ def test_bad_prompts(engine: Engine) -> None:
         engine.submit([5] * 5000)
     with pytest.raises(ValueError, match="token 900000 is not one"):
         engine.submit([900_000])
+    for name, value in {"temperature": float("nan"), "top_p": -0.5, "repeat_penalty": 0, "seed": -1}.items():
+        with pytest.raises(ValueError, match=f"{name}={value}: use"):
+            engine.submit("x", **{name: value})
     with pytest.raises(TypeError, match="heat"):
         engine.submit("x", heat=3)
 
@@ -374,3 +377,9 @@ def test_no_http_is_imported() -> None:
     code = "import sys, mixedkv.engine; print(sys.modules.keys() & {'fastapi', 'starlette', 'uvicorn'})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_an_engine_is_not_closed_by_what_it_calls(engine: Engine) -> None:
+    with pytest.raises(RuntimeError, match="on another thread"):
+        engine.call(engine.close).result(60)
+    assert engine.alive
