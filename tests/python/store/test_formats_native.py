@@ -50,7 +50,7 @@ def test_another_program_can_read_it(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(to_bytes(block))
     with safe_open(tmp_path / "x.safetensors", framework="numpy") as file:
         metadata = file.metadata()
-        assert metadata["format"] == "mixedkv.kv.block"
+        assert metadata["format"] == "mixedkv.block"
         assert metadata["version"] == "1"
         assert metadata["identity"] == IDENTITY.hex()
         assert json.loads(metadata["block"]) == block.describe()
