@@ -16,7 +16,7 @@ from mixedkv.server.api.logprobs import chat_logprobs
 from mixedkv.server.api.respond import respond
 from mixedkv.server.api.schemas import ChatRequest, Message
 from mixedkv.server.api.sse import Template, sse
-from mixedkv.server.api_error import bad_request
+from mixedkv.server.api_error import bad_request, prompt_error
 from mixedkv.server.state import (
     FINGERPRINT,
     Serving,
@@ -53,7 +53,7 @@ def _jobs(server: Serving, body: ChatRequest, owner: str, session: CacheSessionM
     try:
         tokens, stops = server.engine.tokenizer.chat(messages, start=not prefix)
     except ValueError as error:
-        raise bad_request(str(error), "messages") from None
+        raise prompt_error(error, "messages") from None
     return make_jobs(
         server,
         body,

@@ -14,7 +14,7 @@ from mixedkv.server.api.logprobs import completion_logprobs
 from mixedkv.server.api.respond import respond
 from mixedkv.server.api.schemas import CompletionRequest
 from mixedkv.server.api.sse import Template, sse
-from mixedkv.server.api_error import bad_request
+from mixedkv.server.api_error import prompt_error
 from mixedkv.server.state import (
     FINGERPRINT,
     Serving,
@@ -50,7 +50,7 @@ def _jobs(
         tokenizer = server.engine.tokenizer
         prompts = [prefix + tokenizer.prompt(prompt, start=not prefix) for prompt in body.prompts]
     except ValueError as error:
-        raise bad_request(str(error), "prompt") from None
+        raise prompt_error(error, "prompt") from None
     return make_jobs(
         server,
         body,

@@ -13,7 +13,7 @@ from mixedkv.ids import MAX_LENGTH, PATTERN
 from mixedkv.server.api.chat_completions import template_message
 from mixedkv.server.api.generation import context_tokens
 from mixedkv.server.api.schemas import ContextPatch, WarmRequest
-from mixedkv.server.api_error import ApiError, bad_request
+from mixedkv.server.api_error import ApiError, prompt_error
 from mixedkv.server.pending import Flight, or_disconnect
 from mixedkv.server.state import (
     Serving,
@@ -107,7 +107,7 @@ def warm_job(server: Serving, body: WarmRequest, owner: str) -> Job:
             assert body.prompt is not None
             tokens = server.engine.tokenizer.prompt(body.prompt)
     except ValueError as error:
-        raise bad_request(str(error), "prompt" if body.messages is None else "messages") from None
+        raise prompt_error(error, "prompt" if body.messages is None else "messages") from None
     return Job(tokens, max_tokens=0, sampler=None, tenant=owner, keep=True)
 
 
@@ -119,7 +119,7 @@ def _context_job(server: Serving, body: CreateContextCacheRequest, owner: str, r
         else:
             tokens = context_tokens(server, body)
     except ValueError as error:
-        raise bad_request(str(error), "prompt" if body.messages is None else "messages") from None
+        raise prompt_error(error, "prompt" if body.messages is None else "messages") from None
     return Job(tokens, max_tokens=0, sampler=None, tenant=owner, keep=True, session=reference)
 
 

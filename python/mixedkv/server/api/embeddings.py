@@ -14,7 +14,7 @@ from mixedkv.engine.embedder import Embedder
 from mixedkv.engine.embedding_context import Vectors
 from mixedkv.errors import ClosedError, EngineError, QueueFullError
 from mixedkv.server.api.schemas import EmbeddingRequest
-from mixedkv.server.api_error import bad_request, from_engine, timed_out
+from mixedkv.server.api_error import bad_request, from_engine, prompt_error, timed_out
 from mixedkv.server.pending import or_disconnect
 from mixedkv.server.state import Serving, check_model, in_thread, serving, tenant
 
@@ -63,7 +63,10 @@ def _tokens(server: Serving, embedder: Embedder, body: EmbeddingRequest) -> list
     context, inputs = embedder.context, []
     for i, item in enumerate(body.inputs):
         if isinstance(item, str):
-            tokens = server.engine.tokenizer.tokenize(item)
+            try:
+                tokens = server.engine.tokenizer.tokenize(item, n_ctx=context.n_ctx)
+            except ValueError as error:
+                raise prompt_error(error, "input", f"input {i}: ") from None
         else:
             try:
                 tokens = server.engine.tokenizer.prompt(item)
