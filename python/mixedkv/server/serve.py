@@ -37,6 +37,7 @@ from mixedkv.server.delivery import Delivery
 from mixedkv.server.http.auth import Keys
 from mixedkv.server.http.connection import Connection
 from mixedkv.server.metrics import Metrics
+from mixedkv.server.pools import Pools
 from mixedkv.server.session_kv import SessionKV
 from mixedkv.server.settings import ServerSettings
 from mixedkv.server.state import Serving
@@ -103,6 +104,7 @@ def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Servi
     )
     embedder = _open_embedder(settings, engine, file)
     session_kv = SessionKV(engine, store)
+    pools = stack.enter_context(Pools())
     return Serving(
         settings=settings,
         model_name=settings.model_name or path.stem,
@@ -112,6 +114,7 @@ def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Servi
         metrics=metrics,
         contexts=ContextCacheManager(settings.metadata_url, session_kv),
         session_kv=session_kv,
+        pools=pools,
         embedder=embedder,
         generates=generates,
         facts={
@@ -259,7 +262,7 @@ class _Uvicorn(uvicorn.Server):
                 server_header=False,
                 limit_concurrency=_allow_connections(settings.max_connections),
                 backlog=_BACKLOG,
-                timeout_graceful_shutdown=None,
+                timeout_graceful_shutdown=int(settings.drain_timeout + 2 * _LAST_SECONDS) + 1,
                 h11_max_incomplete_event_size=65536,
             )
         )

@@ -15,19 +15,20 @@ from mixedkv.server.api.respond import respond
 from mixedkv.server.api.schemas import CompletionRequest
 from mixedkv.server.api.sse import Template, sse
 from mixedkv.server.api_error import prompt_error
+from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.state import (
     FINGERPRINT,
     Serving,
     check_model,
     find_session,
-    in_thread,
     new_id,
+    read_prompt,
     serving,
     tenant,
 )
 from mixedkv.sessions import CacheSessionMetadata
 
-router = APIRouter()
+router = APIRouter(route_class=JSONRoute)
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
@@ -37,7 +38,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     server, owner = serving(request), tenant(request)
     check_model(server, body.model)
     session = await find_session(server, body.session_id, owner) if body.session_id else None
-    jobs = await in_thread(_jobs, server, body, owner, session)
+    jobs = await read_prompt(request, _jobs, server, body, owner, session, session=session)
     answer, large = _Answer(server, body, jobs), body.logprobs is not None
     return await respond(request, server, jobs, answer, stream=body.stream is True, large=large)
 

@@ -14,19 +14,21 @@ from mixedkv.server.api.chat_completions import template_message
 from mixedkv.server.api.generation import context_tokens
 from mixedkv.server.api.schemas import ContextPatch, WarmRequest
 from mixedkv.server.api_error import ApiError, prompt_error
+from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.pending import Flight, or_disconnect
 from mixedkv.server.state import (
     Serving,
     check_model,
     find_session,
     in_thread,
+    read_prompt,
     serving,
     session_not_found,
     tenant,
 )
 from mixedkv.sessions import CacheSessionMetadata, CreateContextCacheRequest, ErrorResponse
 
-router = APIRouter()
+router = APIRouter(route_class=JSONRoute)
 _MAX_RECORD_PER_TOKEN = 128  # characters
 SessionId = Annotated[str, Path(max_length=MAX_LENGTH, pattern=f"^{PATTERN}$")]
 
@@ -37,7 +39,7 @@ async def create_context(body: CreateContextCacheRequest, request: Request) -> R
     server, owner = serving(request), tenant(request)
     check_model(server, body.model)
     reference = server.contexts.new_kv_cache_ref()
-    job = await in_thread(_context_job, server, body, owner, reference)
+    job = await read_prompt(request, _context_job, server, body, owner, reference)
     try:
         with Flight(server.engine, [job], server.settings.request_timeout) as flight:
             await or_disconnect(request, flight.done())
@@ -84,7 +86,7 @@ async def warm(body: WarmRequest, request: Request) -> Response:
     server, owner = serving(request), tenant(request)
     check_model(server, body.model)
     began = time.perf_counter()
-    job = await in_thread(warm_job, server, body, owner)
+    job = await read_prompt(request, warm_job, server, body, owner)
     with Flight(server.engine, [job], server.settings.request_timeout) as flight:
         await or_disconnect(request, flight.done())
     return JSONResponse(

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from mixedkv.engine.job import Delta, Done, Job
 from mixedkv.server.api.sse import EventStream
 from mixedkv.server.pending import Flight, or_disconnect
-from mixedkv.server.state import Serving, json_answer
+from mixedkv.server.state import Serving, json_answer, time_left
 
 
 class Answer(Protocol):
@@ -35,10 +35,10 @@ async def respond(
     Raises:
         ApiError: before anything was sent: see `Flight`.
     """
-    flight = Flight(server.engine, jobs, server.settings.request_timeout)
+    flight = Flight(server.engine, jobs, server.settings.request_timeout, time_left(request))
     if stream:
         return await EventStream(flight, answer.first(), answer.event, answer.last).begin(request)
     with flight:
         ends = await or_disconnect(request, flight.done())
     make = partial(answer.whole, ends)
-    return await json_answer(make if large else make())
+    return await json_answer(server, make if large else make())
