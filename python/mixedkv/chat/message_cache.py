@@ -13,7 +13,7 @@ from llama_cpp import llama_chat_format
 
 from mixedkv.chat.aliases import MessageAliases
 from mixedkv.chat.reuse import Reuse, Source, reuse_prefix
-from mixedkv.chat.turn import Turn
+from mixedkv.chat.turn import ChatTurn
 from mixedkv.chat.window import Window
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.ids import check_id, new_id
@@ -274,10 +274,10 @@ class ChatStream:
             elif not window.dropped:
                 self._save(identity, turn)
 
-        turn = Turn(llm, window, reuse, keep, begin)
+        turn = ChatTurn(llm, window, reuse, keep, begin)
         window.claim(identity.digest)
         answer: Any = turn.create_chat_completion(messages, **options)
-        collected = _Collected()
+        collected = _Chunks()
         try:
             for chunk in answer if options["stream"] else [answer]:
                 collected.add(chunk, self.message_id)
@@ -290,7 +290,7 @@ class ChatStream:
                 self.result = self._finish(turn, window, collected)
                 window.leave()
 
-    def _save(self, identity: Identity, turn: Turn) -> None:
+    def _save(self, identity: Identity, turn: ChatTurn) -> None:
         cache, saved = self._cache, self._cache._save(identity)
         self._n_stored += saved.n_stored
         self._reason = saved.reason
@@ -302,7 +302,7 @@ class ChatStream:
         except sqlite3.Error as error:
             self._reason = f"the message index cannot be used: {error}"
 
-    def _finish(self, turn: Turn, window: Window, collected: _Collected) -> ChatResult:
+    def _finish(self, turn: ChatTurn, window: Window, collected: _Chunks) -> ChatResult:
         reused = turn.reused
         assert reused is not None
         usage = ChatUsage(
@@ -322,7 +322,7 @@ class ChatStream:
         return ChatResult(message=message, finish_reason=collected.finish_reason, usage=usage)
 
 
-class _Collected:
+class _Chunks:
     """An assistant message put together from chunks, or from the one whole answer."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mixedkv.llama import Llama
 
 
-class Turn(_llama_cpp.Completions):
+class ChatTurn(_llama_cpp.Completions):
     """Stands in for the `Llama` while an answer is made: chat formatters, tools, grammars, stop strings and
     chunks are llama-cpp-python's, and so are all attributes, but what evaluates and samples tokens
     (`generate`) is here.

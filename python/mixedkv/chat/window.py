@@ -59,7 +59,7 @@ class _Shifted:
 
 
 @dataclass
-class _Claim:
+class _Owner:
     """Whose sequence 0 is, and what was left in it; None while an answer is being made."""
 
     owner: bytes
@@ -68,7 +68,7 @@ class _Claim:
 
 # By `Llama`, not by window: whoever uses one next must know what its sequence is.
 _shifted: WeakKeyDictionary[Llama, _Shifted] = WeakKeyDictionary()
-_claims: WeakKeyDictionary[Llama, _Claim] = WeakKeyDictionary()
+_owners: WeakKeyDictionary[Llama, _Owner] = WeakKeyDictionary()
 
 
 class Window:
@@ -86,7 +86,7 @@ class Window:
         self._llm = llm
         self.sinks = sinks
         self._before_first = before_first
-        self._claim: _Claim | None = None
+        self._owner: _Owner | None = None
         self.size = min(llm.kv.stats().n_ctx, len(llm.input_ids))
 
     @property
@@ -108,8 +108,8 @@ class Window:
 
     def claim(self, owner: bytes) -> None:
         """Go on from what was left for this owner; what anyone else has evaluated since is dropped."""
-        last = _claims.get(self._llm)
-        self._claim = _claims[self._llm] = _Claim(owner)
+        last = _owners.get(self._llm)
+        self._owner = _owners[self._llm] = _Owner(owner)
         if last is None or last.tokens is None or last.owner != owner:
             untouched = False
         else:
@@ -121,12 +121,12 @@ class Window:
     @property
     def mine(self) -> bool:
         """Nobody has claimed the sequence after this window."""
-        return self._claim is not None and _claims.get(self._llm) is self._claim
+        return self._owner is not None and _owners.get(self._llm) is self._owner
 
     def leave(self) -> None:
         """Leave the sequence as it is to who claims it next as the same owner."""
-        if self._claim is not None:
-            self._claim.tokens = self._held().copy()
+        if self._owner is not None:
+            self._owner.tokens = self._held().copy()
 
     def _held(self) -> np.ndarray:
         return self._llm.input_ids[: self._llm.n_tokens]

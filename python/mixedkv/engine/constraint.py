@@ -17,7 +17,7 @@ import llguidance
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.engine.detokenizer import Pieces
+from mixedkv.engine.detokenizer import Detokenizer
 from mixedkv.engine.gbnf import gbnf_to_lark
 from mixedkv.engine.json_schema import MAX_SCHEMA, closed_schema
 
@@ -111,7 +111,7 @@ class ConstraintCompiler:
     """Makes matchers for one vocabulary, on any thread. Itself takes a second to make for 150,000 tokens."""
 
     def __init__(self, vocab: Any) -> None:
-        pieces = Pieces(vocab)
+        pieces = Detokenizer(vocab)
         tokens = [pieces[token] or _named(pieces.name(token)) for token in range(pieces.n_vocab)]
         self._init(tokens, [token for token in range(pieces.n_vocab) if pieces.is_end(token)])
 

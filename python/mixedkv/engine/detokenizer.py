@@ -10,7 +10,7 @@ from typing import Any
 import llama_cpp
 
 
-class Pieces:
+class Detokenizer:
     """The bytes each token stands for; b"" for control tokens. Filled as tokens are met."""
 
     def __init__(self, vocab: Any) -> None:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from mixedkv import _llama_cpp
 from mixedkv.engine.answer import Answer
 from mixedkv.engine.batch import Batch
-from mixedkv.engine.detokenizer import Pieces
+from mixedkv.engine.detokenizer import Detokenizer
 from mixedkv.engine.inbox import Inbox
 from mixedkv.engine.job import Event, Failed, Job
 from mixedkv.engine.kv_connector import KVConnector
@@ -27,7 +27,7 @@ from mixedkv.engine.pacing import Pace
 from mixedkv.engine.sampler import Sampling, logits_row, logprob_of
 from mixedkv.engine.scheduler import Run, Scheduler, Step
 from mixedkv.engine.sequences import SequencePool
-from mixedkv.engine.tokenizer import Language, Prompt
+from mixedkv.engine.tokenizer import Prompt, Tokenizer
 from mixedkv.errors import ClosedError, ContextLengthError, EngineError, QueueFullError
 from mixedkv.llama import Llama
 
@@ -82,7 +82,7 @@ class Engine:
         connector: KVConnector | None = None,
         observer: Observer | None = None,
         deliver: Deliver = deliver_directly,
-        tokenizer: Language | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         n_seq = llm.context_params.n_seq_max
         if not llm.context_params.kv_unified:
@@ -95,8 +95,8 @@ class Engine:
             )
         self.llm, self.parallel, self.max_queue = llm, parallel, max_queue
         self.n_ctx = int(llm.n_ctx())
-        self.pieces = Pieces(_llama_cpp.vocab(llm))
-        self.tokenizer = tokenizer or Language(llm)
+        self.detokenizer = Detokenizer(_llama_cpp.vocab(llm))
+        self.tokenizer = tokenizer or Tokenizer(llm)
         self.observer = observer or Observer()
         self.pool = SequencePool(llm.kv, n_seq, llm.kv.config.window, exact_only=exact_only)
         self.n_steps = 0
@@ -359,15 +359,15 @@ class Engine:
         now = time.perf_counter()
         self.observer.token(job, now)
         job.t_first, job.t_last = job.t_first or now, now
-        if self.pieces.is_end(token) and not job.ignore_end:
+        if self.detokenizer.is_end(token) and not job.ignore_end:
             self._finish(job, "stop")
             return
         logprob = None
         if job.n_logprobs is not None:
-            row = logits_row(self.llm.ctx, index, self.pieces.n_vocab)
+            row = logits_row(self.llm.ctx, index, self.detokenizer.n_vocab)
             logprob = logprob_of(row, token, job.n_logprobs)
         job.tokens.append(token)
-        delta = job.take(self.pieces[token], logprob)
+        delta = job.take(self.detokenizer[token], logprob)
         if delta is not None:
             self._events.append((job, delta))
         if job.text.stopped:

@@ -29,7 +29,7 @@ _SPECIAL = (
 _MAX_SPECIAL = 2000
 
 
-class Language:
+class Tokenizer:
     """The tokenizer and the chat template of a model.
 
     Args:

@@ -18,7 +18,7 @@ from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.body_limit import BodyLimit
 from mixedkv.server.http.origin import OwnPagesOnly
 from mixedkv.server.pending import Disconnected
-from mixedkv.server.state import Serving, check_generates
+from mixedkv.server.state import ServerState, check_generates
 
 log = logging.getLogger("mixedkv.server")
 
@@ -27,7 +27,7 @@ _MAX_PARAM = 200  # characters: names of unknown fields are the client's
 _GONE = 499  # nginx' status for a client that went; nobody reads it
 
 
-def make_app(server: Serving) -> FastAPI:
+def make_app(server: ServerState) -> FastAPI:
     app = FastAPI(
         title="mixedkv",
         version=__version__,
@@ -36,7 +36,7 @@ def make_app(server: Serving) -> FastAPI:
         docs_url=None,  # these pages load scripts from outside
         redoc_url=None,
     )
-    app.state.serving = server
+    app.state.server = server
     for module in (chat_completions, completions, context):
         app.include_router(module.router, dependencies=[Depends(check_generates)])
     for module in (embeddings, info):
@@ -63,7 +63,7 @@ def make_app(server: Serving) -> FastAPI:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    server: Serving = app.state.serving
+    server: ServerState = app.state.server
     server.delivery.begin()
     server.contexts.start()
     server.ready = True

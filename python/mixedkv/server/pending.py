@@ -22,7 +22,7 @@ class Disconnected(Exception):  # noqa: N818
     """The client has gone: nobody waits for an answer."""
 
 
-class Flight:
+class PendingRequest:
     """Submits jobs and yields their events until all are done. Use it as a context manager: whatever
     happens, what is not done is cancelled.
 
@@ -48,7 +48,7 @@ class Flight:
         for i, job in enumerate(self.jobs):
             job.deliver = partial(self._deliver, i)
 
-    def __enter__(self) -> Flight:
+    def __enter__(self) -> PendingRequest:
         try:
             self._submit()
         except BaseException:

@@ -40,7 +40,7 @@ from mixedkv.server.metrics import Metrics
 from mixedkv.server.pools import Pools
 from mixedkv.server.session_kv import SessionKV
 from mixedkv.server.settings import ServerSettings
-from mixedkv.server.state import Serving
+from mixedkv.server.state import ServerState
 from mixedkv.sessions import ContextCacheManager, explain
 from mixedkv.store import KVStore, key_from_file
 
@@ -75,7 +75,7 @@ def serve(settings: ServerSettings) -> None:
         _Uvicorn(server, settings).run(sockets=[listening])
 
 
-def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Serving:
+def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> ServerState:
     """Load the model and start the engine. Closing the stack gives up what still runs, stores its KV and
     frees the model.
     """
@@ -99,13 +99,13 @@ def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Servi
             connector=StoreConnector(store) if store is not None else None,
             observer=metrics,
             deliver=delivery,
-            tokenizer=tokenizer.Language(llm, settings.chat_format),
+            tokenizer=tokenizer.Tokenizer(llm, settings.chat_format),
         )
     )
     embedder = _open_embedder(settings, engine, file)
     session_kv = SessionKV(engine, store)
     pools = stack.enter_context(Pools())
-    return Serving(
+    return ServerState(
         settings=settings,
         model_name=settings.model_name or path.stem,
         engine=engine,
@@ -183,7 +183,7 @@ def read_warm_file(path: str) -> list[WarmRequest]:
     return bodies
 
 
-def _warm(server: Serving, body: WarmRequest) -> None:
+def _warm(server: ServerState, body: WarmRequest) -> None:
     """Before the event loop runs."""
     try:
         job = warm_job(server, body, "")
@@ -234,7 +234,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _announce(server: Serving, listening: socket.socket) -> None:
+def _announce(server: ServerState, listening: socket.socket) -> None:
     host, port = listening.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
     engine = server.engine
@@ -251,7 +251,7 @@ def _announce(server: Serving, listening: socket.socket) -> None:
 class _Uvicorn(uvicorn.Server):
     """Tells the engine when a signal comes, so that waiting requests end and running ones finish."""
 
-    def __init__(self, server: Serving, settings: ServerSettings) -> None:
+    def __init__(self, server: ServerState, settings: ServerSettings) -> None:
         super().__init__(
             uvicorn.Config(
                 make_app(server),
@@ -266,7 +266,7 @@ class _Uvicorn(uvicorn.Server):
                 h11_max_incomplete_event_size=65536,
             )
         )
-        self._serving = server
+        self._state = server
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -286,12 +286,12 @@ class _Uvicorn(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: Any = None) -> None:
-        self._serving.ready = False
-        seconds = self._serving.settings.drain_timeout
+        self._state.ready = False
+        seconds = self._state.settings.drain_timeout
         end = time.monotonic() + seconds
-        drains = [asyncio.to_thread(self._serving.engine.drain, seconds)]
-        if self._serving.embedder is not None:
-            drains.append(self._serving.embedder.drain(seconds))
+        drains = [asyncio.to_thread(self._state.engine.drain, seconds)]
+        if self._state.embedder is not None:
+            drains.append(self._state.embedder.drain(seconds))
         if not all(await asyncio.gather(*drains)):
             log.warning("requests were cut off after %g seconds", seconds)
         # who does not take its answer holds nobody up

@@ -11,7 +11,7 @@ from mixedkv.kv.stats import KVStats
 from mixedkv.server.metrics import WINDOW
 
 if TYPE_CHECKING:
-    from mixedkv.server.state import Serving
+    from mixedkv.server.state import ServerState
 
 _STARTED = time.time()
 _SHOWN = 50  # latest requests
@@ -22,7 +22,7 @@ _NO_CACHE = KVStats(
 )  # fmt: skip
 
 
-def snapshot(server: Serving) -> dict[str, Any]:
+def snapshot(server: ServerState) -> dict[str, Any]:
     """Everything, of all tenants; `sequences` and `recent` say whose each entry is."""
     engine = server.engine
     kv = engine.llm.kv.stats(by_layer=True) if server.generates else _NO_CACHE

@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(kw_only=True)
-class Serving:
+class ServerState:
     """One running server. Without `generates` its model can only embed."""
 
     settings: ServerSettings
@@ -50,8 +50,8 @@ class Serving:
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-def serving(request: Request) -> Serving:
-    return request.app.state.serving  # type: ignore[no-any-return]
+def server_state(request: Request) -> ServerState:
+    return request.app.state.server  # type: ignore[no-any-return]
 
 
 def tenant(request: Request) -> str:
@@ -60,7 +60,7 @@ def tenant(request: Request) -> str:
     Raises:
         ApiError: 401, nobody's.
     """
-    found = serving(request).keys.tenant(request.headers.get("authorization"))
+    found = server_state(request).keys.tenant(request.headers.get("authorization"))
     if found is None:
         raise ApiError(
             401,
@@ -77,7 +77,7 @@ async def check_generates(request: Request) -> None:  # FastAPI runs others in a
         ApiError: 400, the model only embeds; 401 before that.
     """
     tenant(request)
-    server = serving(request)
+    server = server_state(request)
     if not server.generates:
         raise bad_request(
             f"the model {server.model_name!r} only embeds texts: use /v1/embeddings, or serve another model",
@@ -86,7 +86,7 @@ async def check_generates(request: Request) -> None:  # FastAPI runs others in a
         )
 
 
-def check_model(server: Serving, model: str | None) -> None:
+def check_model(server: ServerState, model: str | None) -> None:
     if model is not None and model != server.model_name:
         raise ApiError(
             404,
@@ -100,7 +100,7 @@ def new_id(kind: str) -> str:
     return f"{kind}-{secrets.token_hex(12)}"
 
 
-async def find_session(server: Serving, session_id: str, owner: str) -> CacheSessionMetadata:
+async def find_session(server: ServerState, session_id: str, owner: str) -> CacheSessionMetadata:
     """
     Raises:
         ApiError: 404, there is no such session, it has expired, or is another tenant's.
@@ -125,7 +125,7 @@ async def read_prompt(
     request: Request, function: Callable[..., _T], *args: Any, session: CacheSessionMetadata | None = None
 ) -> _T:
     """Templates, tokens and schemas of a request, off the event loop: large ones among themselves."""
-    pools = serving(request).pools
+    pools = server_state(request).pools
     large = len(await request.body()) > LARGE or (session is not None and session.n_tokens > LARGE // 4)
     return await in_pool(pools.large_prompts if large else pools.prompts, function, *args)
 
@@ -135,7 +135,7 @@ def time_left(request: Request) -> float:
     return max(0.0, float(request.scope[DEADLINE]) - asyncio.get_running_loop().time())
 
 
-async def json_answer(server: Serving, answer: dict[str, Any] | Callable[[], dict[str, Any]]) -> Response:
+async def json_answer(server: ServerState, answer: dict[str, Any] | Callable[[], dict[str, Any]]) -> Response:
     """An answer; a function makes one that is large. Choices are then encoded one by one, off the event loop:
     the interpreter does nothing else while it encodes an object.
     """

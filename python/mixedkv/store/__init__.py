@@ -21,8 +21,8 @@ from mixedkv.store.formats.packed import (
 )
 from mixedkv.store.identity import FORMAT_VERSION, Identity
 from mixedkv.store.results import (
-    Collected,
     EntryInfo,
+    GCResult,
     Link,
     Match,
     Restored,
@@ -35,8 +35,8 @@ from mixedkv.store.store import KVStore
 __all__ = [
     "FORMAT_VERSION",
     "REASONS",
-    "Collected",
     "EntryInfo",
+    "GCResult",
     "Identity",
     "KVStore",
     "KeySource",

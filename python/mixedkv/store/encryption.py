@@ -101,7 +101,7 @@ def _check_key(key: object, where: str) -> bytes:
 # --- what a store does with it ---
 
 
-class PlainVault:
+class PlainCipher:
     """A store without a key: hashes are SHA-256, nothing is encrypted."""
 
     key_id = ""
@@ -124,7 +124,7 @@ class PlainVault:
         return data
 
 
-class KeyVault(PlainVault):
+class KeyCipher(PlainCipher):
     """A store with a master key: hashes are keyed, each entry has a data key, wrapped in the index."""
 
     def __init__(self, source: KeySource) -> None:
@@ -164,7 +164,7 @@ class KeyVault(PlainVault):
             raise EntryError("damaged", "its tokens in the index are not what was written") from None
 
 
-Vault = PlainVault | KeyVault
+Cipher = PlainCipher | KeyCipher
 
 
 def _derive(master: bytes, purpose: bytes) -> bytes:

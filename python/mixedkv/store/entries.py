@@ -16,7 +16,7 @@ import numpy as np
 
 from mixedkv.kv.block import KVBlock
 from mixedkv.store import coverage
-from mixedkv.store.encryption import Vault, decrypt, encrypt, encrypted_size
+from mixedkv.store.encryption import Cipher, decrypt, encrypt, encrypted_size
 from mixedkv.store.entry_error import EntryError, Reason
 from mixedkv.store.formats.native import decode, encode
 from mixedkv.store.identity import FORMAT_VERSION, Identity
@@ -29,7 +29,7 @@ from mixedkv.store.lookup import (
     key_context,
     token_context,
 )
-from mixedkv.store.results import Collected, EntryInfo, Link, Match, Tier, Verified
+from mixedkv.store.results import EntryInfo, GCResult, Link, Match, Tier, Verified
 from mixedkv.store.tiers.disk import DiskTier, folder_lock, read_all
 from mixedkv.store.tiers.ram import RamTier
 from mixedkv.tokens import Tokens
@@ -57,9 +57,9 @@ class Entries:
     """
 
     def __init__(
-        self, root: Path | None, vault: Vault, *, max_bytes: int, max_ram_bytes: int, eviction: Eviction
+        self, root: Path | None, cipher: Cipher, *, max_bytes: int, max_ram_bytes: int, eviction: Eviction
     ) -> None:
-        self._root, self._vault, self._eviction = root, vault, eviction
+        self._root, self._cipher, self._eviction = root, cipher, eviction
         self.max_bytes = max_bytes
         self.ram = RamTier(max_ram_bytes)
         self.counts: Counter[str] = Counter()
@@ -84,7 +84,7 @@ class Entries:
         """The longest match, or None and the reason."""
         try:
             with self._lock, self._index.snapshot():
-                search = Search(self._index, self._vault, identity, tokens)
+                search = Search(self._index, self._cipher, identity, tokens)
                 match = search.find(exact_only)
             for entry, error in search.broken.items():
                 self._remove_broken(entry, error)
@@ -124,13 +124,13 @@ class Entries:
             raise EntryError("index", f"the index cannot be read: {error}") from error
         if row is None or self._disk is None:
             raise EntryError("missing", "it has been removed")
-        if row.key_id != self._vault.key_id:
+        if row.key_id != self._cipher.key_id:
             raise EntryError("key", "it is encrypted with another master key, or with none")
         with self._disk.open(_file_name(row)) as (file, size):
             if size != row.nbytes:
                 raise EntryError("damaged", f"its file has {size} bytes, not {row.nbytes}")
             if row.key_id:
-                key = self._vault.open_key(row.key, key_context(row.identity, row.id))
+                key = self._cipher.open_key(row.key, key_context(row.identity, row.id))
                 data = decrypt(key, file, size, _file_context(row.identity, row.id))
             else:
                 data = read_all(file, size)
@@ -155,8 +155,8 @@ class Entries:
             OSError: it cannot be written.
         """
         before = parent.tokens if parent else np.empty(0, np.int32)
-        hashes = block_hashes(self._vault, identity, np.concatenate([before, block.tokens]))
-        content = content_hash(self._vault, hashes, before, block.tokens)
+        hashes = block_hashes(self._cipher, identity, np.concatenate([before, block.tokens]))
+        content = content_hash(self._cipher, hashes, before, block.tokens)
         if session is not None:
             self.add_to_session(session, [link.entry for link in parent.links] if parent else [])
         try:
@@ -186,8 +186,8 @@ class Entries:
         content: bytes,
         hashes: list[bytes],
     ) -> str:
-        entry, key_id = secrets.token_hex(16), self._vault.key_id
-        key, wrapped = self._vault.new_key(key_context(identity.digest, entry))
+        entry, key_id = secrets.token_hex(16), self._cipher.key_id
+        key, wrapped = self._cipher.new_key(key_context(identity.digest, entry))
         rows = coverage.to_text(coverage.of_block(block))
         sealed = token_context(identity.digest, entry, content, rows)
         pieces = encode(block, identity=identity.digest, entry=entry)
@@ -205,7 +205,7 @@ class Entries:
             parent=parent.entry if parent else None,
             p0=block.p0,
             p1=block.p1,
-            tokens=self._vault.seal(key, block.tokens.astype("<i4").tobytes(), sealed),
+            tokens=self._cipher.seal(key, block.tokens.astype("<i4").tobytes(), sealed),
             rows=rows,
             nbytes=size,
             key_id=key_id,
@@ -340,7 +340,7 @@ class Entries:
         with self._lock, _as_os_error():
             rows = self._index.entries()
         for row in rows:
-            if row.key_id != self._vault.key_id:
+            if row.key_id != self._cipher.key_id:
                 unreadable.append(row.id)
                 continue
             try:
@@ -352,7 +352,7 @@ class Entries:
                 self._remove_broken(row.id, error)
         return Verified(n_whole=whole, damaged=damaged, unreadable=tuple(unreadable))
 
-    def collect(self) -> Collected:
+    def collect(self) -> GCResult:
         """Remove what is over the budget and what was left behind; opening has begun with that."""
         with self._lock, _as_os_error():
             self._note_used()
@@ -365,9 +365,7 @@ class Entries:
         self._remove_files(evicted)
         with _as_os_error():
             self._forget(_FORGET_SECONDS)
-        return Collected(
-            n_unfinished=unfinished, n_orphans=orphans, n_missing=missing, n_evicted=len(evicted)
-        )
+        return GCResult(n_unfinished=unfinished, n_orphans=orphans, n_missing=missing, n_evicted=len(evicted))
 
     def _open(self) -> Index:
         if self._root is None:

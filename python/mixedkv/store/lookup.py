@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mixedkv.store import coverage
-from mixedkv.store.encryption import Vault
+from mixedkv.store.encryption import Cipher
 from mixedkv.store.entry_error import EntryError, Reason
 from mixedkv.store.identity import Identity
 from mixedkv.store.index import EntryRow, Index
@@ -25,12 +25,12 @@ _MAX_CANDIDATES = 128  # at one boundary, of the newest and of the oldest; beyon
 _MAX_TRIED = 1024  # in one search
 
 
-def block_hashes(vault: Vault, identity: Identity, tokens: Tokens) -> list[bytes]:
+def block_hashes(cipher: Cipher, identity: Identity, tokens: Tokens) -> list[bytes]:
     """The hash at each boundary, from 0 up to the last whole block."""
-    return _extend(vault, [vault.digest(b"identity" + identity.digest)[:16]], tokens)
+    return _extend(cipher, [cipher.digest(b"identity" + identity.digest)[:16]], tokens)
 
 
-def content_hash(vault: Vault, hashes: list[bytes], before: Tokens, tokens: Tokens) -> bytes:
+def content_hash(cipher: Cipher, hashes: list[bytes], before: Tokens, tokens: Tokens) -> bytes:
     """The same for two entries of the same identity, tokens and range only.
 
     Args:
@@ -40,15 +40,15 @@ def content_hash(vault: Vault, hashes: list[bytes], before: Tokens, tokens: Toke
     """
     p0 = len(before)
     rest = np.concatenate([before[p0 // BLOCK * BLOCK :], tokens])
-    last = _extend(vault, [hashes[p0 // BLOCK]], rest)[-1]
+    last = _extend(cipher, [hashes[p0 // BLOCK]], rest)[-1]
     tail = rest[len(rest) // BLOCK * BLOCK :].astype("<i4").tobytes()
-    return vault.digest(b"content" + last + p0.to_bytes(8, "little") + tail)[:16]
+    return cipher.digest(b"content" + last + p0.to_bytes(8, "little") + tail)[:16]
 
 
-def _extend(vault: Vault, hashes: list[bytes], tokens: Tokens) -> list[bytes]:
+def _extend(cipher: Cipher, hashes: list[bytes], tokens: Tokens) -> list[bytes]:
     data = tokens.astype("<i4").tobytes()
     for begin in range(0, len(data) - 4 * BLOCK + 1, 4 * BLOCK):
-        hashes.append(vault.digest(hashes[-1] + data[begin : begin + 4 * BLOCK])[:16])
+        hashes.append(cipher.digest(hashes[-1] + data[begin : begin + 4 * BLOCK])[:16])
     return hashes
 
 
@@ -70,14 +70,14 @@ class _Stored:
 class Search:
     """One search. `broken` has the entries whose rows in the index turned out to be damaged."""
 
-    def __init__(self, index: Index, vault: Vault, identity: Identity, tokens: Tokens) -> None:
-        self._index, self._vault = index, vault
+    def __init__(self, index: Index, cipher: Cipher, identity: Identity, tokens: Tokens) -> None:
+        self._index, self._cipher = index, cipher
         self._identity, self._tokens = identity, tokens
         self._stored: dict[str, _Stored | None] = {}
         self._agreed: dict[tuple[str, int], bool] = {}
         self._own: dict[str, bool] = {}
         self._tried: set[str] = set()
-        self._hashes = block_hashes(vault, identity, tokens)
+        self._hashes = block_hashes(cipher, identity, tokens)
         self.broken: dict[str, EntryError] = {}
         self.reason: Reason = "unknown"
 
@@ -95,7 +95,7 @@ class Search:
                 if entry not in self._tried:
                     self._tried.add(entry)
                     best = _better(best, self._match(entry, exact_only, best.n_tokens if best else 0))
-        if not self._tried and self._index.has_other_key(self._identity.digest, self._vault.key_id):
+        if not self._tried and self._index.has_other_key(self._identity.digest, self._cipher.key_id):
             self.reason = "key"
         return best
 
@@ -155,7 +155,7 @@ class Search:
         """Whether it was computed behind the tokens that are wanted before it, and not put there later."""
         row = stored.row
         if row.id not in self._own:
-            content = content_hash(self._vault, self._hashes, self._tokens[: row.p0], stored.tokens)
+            content = content_hash(self._cipher, self._hashes, self._tokens[: row.p0], stored.tokens)
             self._own[row.id] = content == row.content
             if not self._own[row.id]:
                 self._note_broken(
@@ -193,8 +193,9 @@ class Search:
     def _row_tokens(self, row: EntryRow) -> Tokens:
         if row.identity != self._identity.digest:
             raise EntryError("identity", "it is listed under another identity")
-        key = self._vault.open_key(row.key, key_context(row.identity, row.id))
-        data = self._vault.unseal(key, row.tokens, token_context(row.identity, row.id, row.content, row.rows))
+        key = self._cipher.open_key(row.key, key_context(row.identity, row.id))
+        context = token_context(row.identity, row.id, row.content, row.rows)
+        data = self._cipher.unseal(key, row.tokens, context)
         if len(data) != 4 * (row.p1 - row.p0):
             raise EntryError("damaged", "its tokens in the index do not fit its range")
         return np.frombuffer(data, "<i4").astype(np.int32, copy=False)

@@ -126,7 +126,7 @@ class Verified:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Collected:
+class GCResult:
     """What `KVStore.gc` removed: unfinished files, files without an entry, entries without their file, and
     entries that were over the budget.
     """

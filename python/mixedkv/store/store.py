@@ -17,13 +17,13 @@ import numpy.typing as npt
 from mixedkv.ids import check_session_id, check_tenant
 from mixedkv.kv.block import KVBlock
 from mixedkv.store import coverage
-from mixedkv.store.encryption import KeySource, KeyVault, PlainVault, Vault
+from mixedkv.store.encryption import Cipher, KeyCipher, KeySource, PlainCipher
 from mixedkv.store.entries import Entries, ParentGoneError, SessionRemovedError, TooLargeError, store_root
 from mixedkv.store.entry_error import EntryError
 from mixedkv.store.identity import Identity
 from mixedkv.store.index import Eviction
 from mixedkv.store.lookup import BLOCK
-from mixedkv.store.results import Collected, EntryInfo, Match, Restored, Saved, StoreStats, Tier, Verified
+from mixedkv.store.results import EntryInfo, GCResult, Match, Restored, Saved, StoreStats, Tier, Verified
 from mixedkv.tokens import Tokens, as_tokens
 
 if TYPE_CHECKING:
@@ -68,11 +68,11 @@ class KVStore:
             raise ValueError(f"eviction={eviction!r}: use one of {', '.join(get_args(Eviction))}")
         max_ram_bytes = int(_check_number("max_ram_bytes", max_ram_bytes))
         max_disk_bytes = int(_check_number("max_kv_size_gb", max_kv_size_gb) * _GB)
-        self._vault: Vault = PlainVault() if key is None else KeyVault(key)
+        self._cipher: Cipher = PlainCipher() if key is None else KeyCipher(key)
         self._has_folder = folder is not None
         self._entries = Entries(
             store_root(folder) if folder is not None else None,
-            self._vault,
+            self._cipher,
             max_bytes=max_ram_bytes if folder is None else max_disk_bytes,
             max_ram_bytes=max_ram_bytes,
             eviction=eviction,
@@ -351,7 +351,7 @@ class KVStore:
         """Read every file of the store from beginning to end; what is damaged is removed."""
         return self._entries.verify()
 
-    def gc(self) -> Collected:
+    def gc(self) -> GCResult:
         """Remove files that were left behind, entries whose file is gone, and what is over the budget."""
         return self._entries.collect()
 
@@ -381,7 +381,7 @@ class KVStore:
             )
 
     def _session_hash(self, session: str, tenant: str) -> bytes:
-        return self._vault.digest(b"session" + json.dumps([tenant, session]).encode())[:16]
+        return self._cipher.digest(b"session" + json.dumps([tenant, session]).encode())[:16]
 
     def _hit(self, tier: Tier, n_tokens: int) -> None:
         with self._lock:

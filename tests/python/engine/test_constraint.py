@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.engine.constraint import Constraint, ConstraintCompiler, DeadEndError, Matcher
-from mixedkv.engine.detokenizer import Pieces
+from mixedkv.engine.detokenizer import Detokenizer
 from support import zoo
 from support.constraint_support import random_answer, schemas
 
@@ -36,7 +36,7 @@ def bundled() -> Iterator[tuple[ConstraintCompiler, list[bytes], list[int]]]:
     """The bundled model's vocabulary."""
     with Llama(model_path(), n_ctx=64, verbose=False) as llm:
         compiler = ConstraintCompiler(llm._model.vocab)
-        pieces = Pieces(llm._model.vocab)
+        pieces = Detokenizer(llm._model.vocab)
         yield compiler, [pieces[token] for token in range(pieces.n_vocab)], compiler.ends
 
 

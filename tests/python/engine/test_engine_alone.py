@@ -101,7 +101,7 @@ def test_who_stops_reading_stops_the_answer(engine: Engine) -> None:
 
 def no_end(engine: Engine) -> tuple[tuple[int, float], ...]:
     n_vocab = engine.llm.n_vocab()
-    return tuple((token, -100.0) for token in range(n_vocab) if engine.pieces.is_end(token))
+    return tuple((token, -100.0) for token in range(n_vocab) if engine.detokenizer.is_end(token))
 
 
 def test_a_task_that_is_cancelled_cancels_its_answer(engine: Engine) -> None:

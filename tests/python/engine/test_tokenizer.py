@@ -11,7 +11,7 @@ import llama_cpp
 import pytest
 
 from mixedkv import Llama
-from mixedkv.engine.tokenizer import Language
+from mixedkv.engine.tokenizer import Tokenizer
 from mixedkv.errors import ContextLengthError, InvalidModelFileError
 from mixedkv.long_text import MAX_STRETCH, OWN_SPLITTERS
 from support import zoo
@@ -87,7 +87,7 @@ def test_a_vocabulary_without_byte_tokens_is_refused(tmp_path: Path) -> None:
 def test_a_text_that_cannot_fit_the_context_is_not_read(tmp_path: Path) -> None:
     path = zoo.write_byte_vocabulary(tmp_path / "v.gguf", "tekken")
     with Llama(path, vocab_only=True, n_ctx=256, verbose=False) as llm:
-        language, longest = Language(llm), len("<unk>")
+        language, longest = Tokenizer(llm), len("<unk>")
         assert len(language.tokenize("a" * 256 * longest)) == 256 * longest + 1
         with pytest.raises(
             ContextLengthError, match="1281 bytes, 256 tokens of this model have 1280 at most"

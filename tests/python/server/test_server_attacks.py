@@ -17,7 +17,7 @@ import pytest
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
-from mixedkv.engine.tokenizer import Language
+from mixedkv.engine.tokenizer import Tokenizer
 from support.server_support import MODEL, Server, key_file, running
 
 CHAT = [{"role": "user", "content": "x"}]
@@ -290,14 +290,14 @@ def test_a_long_name_of_a_field_is_not_repeated(server: Server) -> None:
 
 
 @pytest.fixture(scope="module")
-def language() -> Iterator[Language]:
+def language() -> Iterator[Tokenizer]:
     llm = Llama(model_path(), n_ctx=256, n_threads=1, verbose=False)
-    yield Language(llm)
+    yield Tokenizer(llm)
     llm.close()
 
 
 def test_a_text_in_chunks_has_the_tokens_of_the_whole(
-    language: Language, monkeypatch: pytest.MonkeyPatch
+    language: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     special = [language._piece_text(token) for token in range(language.n_vocab)]
     special = [text for text in special if text.startswith("<|") and text.endswith("|>")]
@@ -313,7 +313,7 @@ def test_a_text_in_chunks_has_the_tokens_of_the_whole(
             assert [language.tokenize(text, start=start, special=True) for text in texts] == whole
 
 
-def test_many_special_tokens_take_time_by_their_number(language: Language) -> None:
+def test_many_special_tokens_take_time_by_their_number(language: Tokenizer) -> None:
     """llama.cpp alone takes half a minute for these."""
     began = time.perf_counter()
     n = 60_000

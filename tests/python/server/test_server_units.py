@@ -21,7 +21,7 @@ from mixedkv.errors import ClosedError, ContextLengthError, QueueFullError
 from mixedkv.hot_window import HotWindow
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.auth import Keys
-from mixedkv.server.pending import Flight
+from mixedkv.server.pending import PendingRequest
 from mixedkv.server.settings import ServerSettings, load_settings
 from mixedkv.server.snapshot import of_tenant
 from support.server_support import key_file
@@ -308,11 +308,11 @@ def test_a_refused_request_leaves_nothing_in_memory(error: type[Exception], stat
     async def refuse() -> None:
         job = Job([1, 2, 3], max_tokens=0, sampler=None)
         left = weakref.ref(job)
-        flight = Flight(FullEngine(error), [job], 600)  # type: ignore[arg-type]
+        pending = PendingRequest(FullEngine(error), [job], 600)  # type: ignore[arg-type]
         with pytest.raises(ApiError) as caught:
-            flight.__enter__()
+            pending.__enter__()
         assert caught.value.status == status
-        del job, flight, caught
+        del job, pending, caught
         gc.collect()
         assert left() is None
 

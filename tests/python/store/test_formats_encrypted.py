@@ -18,7 +18,7 @@ from mixedkv.store import key_from_environment, key_from_file, parse_key_source
 from mixedkv.store.encryption import (
     CHUNK,
     HEADER,
-    KeyVault,
+    KeyCipher,
     _rechunk,
     decrypt,
     encrypt,
@@ -124,23 +124,23 @@ def test_headers(at: int, value: bytes, reason: str) -> None:
 
 
 def test_data_keys_are_wrapped_for_one_entry() -> None:
-    vault = KeyVault(lambda: MASTER)
-    key, wrapped = vault.new_key(b"key of a")
-    sealed = vault.seal(key, b"text", b"")
-    assert vault.unseal(vault.open_key(wrapped, b"key of a"), sealed, b"") == b"text"
+    cipher = KeyCipher(lambda: MASTER)
+    key, wrapped = cipher.new_key(b"key of a")
+    sealed = cipher.seal(key, b"text", b"")
+    assert cipher.unseal(cipher.open_key(wrapped, b"key of a"), sealed, b"") == b"text"
     changed = bytes([wrapped[0] ^ 1]) + wrapped[1:]
     for other, context in ((wrapped, b"key of b"), (changed, b"key of a"), (b"", b"key of a")):
         with pytest.raises(EntryError) as error:
-            vault.open_key(other, context)
+            cipher.open_key(other, context)
         assert error.value.reason == "key"
     with pytest.raises(EntryError, match="master key"):
-        KeyVault(lambda: MASTER[::-1]).open_key(wrapped, b"key of a")
+        KeyCipher(lambda: MASTER[::-1]).open_key(wrapped, b"key of a")
 
 
 def test_vaults_differ_by_their_key_alone() -> None:
-    a, b = KeyVault(lambda: MASTER), KeyVault(lambda: MASTER[::-1])
-    assert a.key_id == KeyVault(lambda: MASTER).key_id != b.key_id
-    assert a.digest(b"x") == KeyVault(lambda: MASTER).digest(b"x") != b.digest(b"x")
+    a, b = KeyCipher(lambda: MASTER), KeyCipher(lambda: MASTER[::-1])
+    assert a.key_id == KeyCipher(lambda: MASTER).key_id != b.key_id
+    assert a.digest(b"x") == KeyCipher(lambda: MASTER).digest(b"x") != b.digest(b"x")
     assert a.new_key(b"")[1] != a.new_key(b"")[1]
 
 
@@ -199,7 +199,7 @@ def test_a_key_of_another_length_is_refused(tmp_path: Path, content: bytes) -> N
     with pytest.raises(ValueError, match="does not hold 32 bytes"):
         key_from_file(path)()
     with pytest.raises(ValueError, match="does not hold 32 bytes"):
-        KeyVault(lambda: content)
+        KeyCipher(lambda: content)
 
 
 @pytest.mark.parametrize("text", ["0f" * 16, "a pass phrase of 32 characters!!"])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mixedkv.store import KVStore, key_from_file
-from mixedkv.store.encryption import KeyVault, decrypt
+from mixedkv.store.encryption import KeyCipher, decrypt
 from mixedkv.store.entry_error import EntryError
 from mixedkv.store.index import Index
 from mixedkv.store.lookup import key_context
@@ -118,12 +118,12 @@ def test_removing_destroys_the_key(tmp_path: Path) -> None:
         db.close()
     # The copy opens with the old key only.
     context = b"file" + WHO.digest + entry.encode()
-    vault = KeyVault(lambda: KEY)
+    cipher = KeyCipher(lambda: KEY)
     with copy.open("rb") as file:
-        key = vault.open_key(wrapped, key_context(WHO.digest, entry))
+        key = cipher.open_key(wrapped, key_context(WHO.digest, entry))
         assert len(decrypt(key, file, copy.stat().st_size, context)) > 0
     with pytest.raises(EntryError, match="key"):
-        vault.open_key(other, key_context(WHO.digest, entry))
+        cipher.open_key(other, key_context(WHO.digest, entry))
 
 
 def test_a_key_that_a_reader_of_the_index_keeps(tmp_path: Path) -> None:

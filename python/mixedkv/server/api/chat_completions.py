@@ -20,12 +20,12 @@ from mixedkv.server.api_error import bad_request, prompt_error
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.state import (
     FINGERPRINT,
-    Serving,
+    ServerState,
     check_model,
     find_session,
     new_id,
     read_prompt,
-    serving,
+    server_state,
     tenant,
 )
 from mixedkv.sessions import CacheSessionMetadata
@@ -36,7 +36,7 @@ router = APIRouter(route_class=JSONRoute)
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """An answer to a chat, whole or as server-sent events."""
-    server, owner = serving(request), tenant(request)
+    server, owner = server_state(request), tenant(request)
     check_model(server, body.model)
     session = await find_session(server, body.session_id, owner) if body.session_id else None
     jobs = await read_prompt(request, _jobs, server, body, owner, session, session=session)
@@ -44,7 +44,9 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     return await respond(request, server, jobs, answer, stream=body.stream is True, large=bool(body.logprobs))
 
 
-def _jobs(server: Serving, body: ChatRequest, owner: str, session: CacheSessionMetadata | None) -> list[Job]:
+def _jobs(
+    server: ServerState, body: ChatRequest, owner: str, session: CacheSessionMetadata | None
+) -> list[Job]:
     prefix: list[int] = []
     messages = [template_message(message) for message in body.messages]
     if session is not None and session.messages is not None:
@@ -92,7 +94,7 @@ def _constraint(body: ChatRequest) -> Constraint | None:
 class _Answer:
     """OpenAI's objects of one request."""
 
-    def __init__(self, server: Serving, body: ChatRequest, jobs: list[Job]) -> None:
+    def __init__(self, server: ServerState, body: ChatRequest, jobs: list[Job]) -> None:
         self._server, self._body, self._jobs = server, body, jobs
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
         # the answer's own name, by which a client may call it in the next turn
@@ -150,7 +152,7 @@ class _Answer:
         return {} if self._ids is None else {"message_id": self._ids[i]}
 
     def _logprobs(self, event: Delta | Done) -> Any:
-        return chat_logprobs(self._server.engine.pieces, event.logprobs) if self._body.logprobs else None
+        return chat_logprobs(self._server.engine.detokenizer, event.logprobs) if self._body.logprobs else None
 
     def _usage(self) -> dict[str, Any]:
         return usage(self._jobs, self._body.n or 1)

@@ -18,12 +18,12 @@ from mixedkv.server.api_error import prompt_error
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.state import (
     FINGERPRINT,
-    Serving,
+    ServerState,
     check_model,
     find_session,
     new_id,
     read_prompt,
-    serving,
+    server_state,
     tenant,
 )
 from mixedkv.sessions import CacheSessionMetadata
@@ -35,7 +35,7 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """The continuation of prompts, whole or as server-sent events."""
-    server, owner = serving(request), tenant(request)
+    server, owner = server_state(request), tenant(request)
     check_model(server, body.model)
     session = await find_session(server, body.session_id, owner) if body.session_id else None
     jobs = await read_prompt(request, _jobs, server, body, owner, session, session=session)
@@ -44,7 +44,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 
 
 def _jobs(
-    server: Serving, body: CompletionRequest, owner: str, session: CacheSessionMetadata | None
+    server: ServerState, body: CompletionRequest, owner: str, session: CacheSessionMetadata | None
 ) -> list[Job]:
     try:
         prefix = context_tokens(server, session) if session is not None else []
@@ -67,7 +67,7 @@ def _jobs(
 class _Answer:
     """OpenAI's objects of one request."""
 
-    def __init__(self, server: Serving, body: CompletionRequest, jobs: list[Job]) -> None:
+    def __init__(self, server: ServerState, body: CompletionRequest, jobs: list[Job]) -> None:
         self._server, self._body, self._jobs = server, body, jobs
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._n = body.n or 1
@@ -109,7 +109,7 @@ class _Answer:
     def _choice(self, i: int, event: Delta | Done, text: str, reason: str | None) -> dict[str, Any]:
         logprobs = None
         if self._body.logprobs is not None:
-            logprobs = completion_logprobs(self._server.engine.pieces, event.logprobs, self._offsets[i])
+            logprobs = completion_logprobs(self._server.engine.detokenizer, event.logprobs, self._offsets[i])
             self._offsets[i] += sum(map(len, logprobs["tokens"]))
         return {"index": i, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
@@ -123,7 +123,7 @@ class _Answer:
         prompt = self._body.prompts[i // self._n]
         if isinstance(prompt, str):
             return prompt
-        return b"".join(self._server.engine.pieces[token] for token in prompt).decode("utf-8", "replace")
+        return b"".join(self._server.engine.detokenizer[token] for token in prompt).decode("utf-8", "replace")
 
     def _usage(self) -> dict[str, Any]:
         return usage(self._jobs, self._n)

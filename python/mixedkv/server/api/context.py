@@ -15,14 +15,14 @@ from mixedkv.server.api.generation import context_tokens
 from mixedkv.server.api.schemas import ContextPatch, WarmRequest
 from mixedkv.server.api_error import ApiError, prompt_error
 from mixedkv.server.http.json_body import JSONRoute
-from mixedkv.server.pending import Flight, or_disconnect
+from mixedkv.server.pending import PendingRequest, or_disconnect
 from mixedkv.server.state import (
-    Serving,
+    ServerState,
     check_model,
     find_session,
     in_thread,
     read_prompt,
-    serving,
+    server_state,
     session_not_found,
     tenant,
 )
@@ -36,13 +36,13 @@ SessionId = Annotated[str, Path(max_length=MAX_LENGTH, pattern=f"^{PATTERN}$")]
 @router.post("/v1/context")
 async def create_context(body: CreateContextCacheRequest, request: Request) -> Response:
     """Evaluate a prompt and keep it under a session id for `ttl` seconds."""
-    server, owner = serving(request), tenant(request)
+    server, owner = server_state(request), tenant(request)
     check_model(server, body.model)
     reference = server.contexts.new_kv_cache_ref()
     job = await read_prompt(request, _context_job, server, body, owner, reference)
     try:
-        with Flight(server.engine, [job], server.settings.request_timeout) as flight:
-            await or_disconnect(request, flight.done())
+        with PendingRequest(server.engine, [job], server.settings.request_timeout) as pending:
+            await or_disconnect(request, pending.done())
         created = await server.contexts.register_session_cache(
             body, tenant=owner, n_tokens=job.n_prompt, kv_cache_ref=reference
         )
@@ -57,13 +57,13 @@ async def create_context(body: CreateContextCacheRequest, request: Request) -> R
 @router.get("/v1/context/{session_id}")
 async def get_context(session_id: SessionId, request: Request) -> Response:
     """What is known of a session, without its prompt."""
-    return JSONResponse(_describe(await find_session(serving(request), session_id, tenant(request))))
+    return JSONResponse(_describe(await find_session(server_state(request), session_id, tenant(request))))
 
 
 @router.patch("/v1/context/{session_id}")
 async def patch_context(session_id: SessionId, body: ContextPatch, request: Request) -> Response:
     """Let a session live `ttl` seconds from now on."""
-    renewed = await serving(request).contexts.renew_session_cache(
+    renewed = await server_state(request).contexts.renew_session_cache(
         session_id, body.ttl, tenant=tenant(request)
     )
     if isinstance(renewed, ErrorResponse):
@@ -74,7 +74,7 @@ async def patch_context(session_id: SessionId, body: ContextPatch, request: Requ
 @router.delete("/v1/context/{session_id}")
 async def delete_context(session_id: SessionId, request: Request) -> Response:
     """Forget a session and its KV in the store."""
-    gone = await serving(request).contexts.unregister_session_cache(session_id, tenant=tenant(request))
+    gone = await server_state(request).contexts.unregister_session_cache(session_id, tenant=tenant(request))
     if isinstance(gone, ErrorResponse):
         raise _as_error(gone, session_id)
     return JSONResponse(gone.model_dump())
@@ -83,12 +83,12 @@ async def delete_context(session_id: SessionId, request: Request) -> Response:
 @router.post("/v1/warm")
 async def warm(body: WarmRequest, request: Request) -> Response:
     """Evaluate a prompt now, so that requests that start with it find it."""
-    server, owner = serving(request), tenant(request)
+    server, owner = server_state(request), tenant(request)
     check_model(server, body.model)
     began = time.perf_counter()
     job = await read_prompt(request, warm_job, server, body, owner)
-    with Flight(server.engine, [job], server.settings.request_timeout) as flight:
-        await or_disconnect(request, flight.done())
+    with PendingRequest(server.engine, [job], server.settings.request_timeout) as pending:
+        await or_disconnect(request, pending.done())
     return JSONResponse(
         {
             "object": "warm",
@@ -100,7 +100,7 @@ async def warm(body: WarmRequest, request: Request) -> Response:
     )
 
 
-def warm_job(server: Serving, body: WarmRequest, owner: str) -> Job:
+def warm_job(server: ServerState, body: WarmRequest, owner: str) -> Job:
     try:
         if body.messages is not None:
             messages = [template_message(message) for message in body.messages]
@@ -113,7 +113,7 @@ def warm_job(server: Serving, body: WarmRequest, owner: str) -> Job:
     return Job(tokens, max_tokens=0, sampler=None, tenant=owner, keep=True)
 
 
-def _context_job(server: Serving, body: CreateContextCacheRequest, owner: str, reference: str) -> Job:
+def _context_job(server: ServerState, body: CreateContextCacheRequest, owner: str, reference: str) -> Job:
     try:
         _check_kept(body, server.engine.n_ctx)
         if body.messages is not None:
@@ -142,7 +142,7 @@ def _check_kept(body: CreateContextCacheRequest, n_ctx: int) -> None:
         raise ValueError(f"{len(text)} characters are more than the {largest} that a context here can need")
 
 
-def _without_answer(server: Serving, messages: list[dict[str, Any]]) -> list[int]:
+def _without_answer(server: ServerState, messages: list[dict[str, Any]]) -> list[int]:
     """What the rendered messages have in common with a chat that goes on: not the answer's beginning."""
     tokens = server.engine.tokenizer.chat(messages)[0]
     longer = server.engine.tokenizer.chat([*messages, {"role": "user", "content": "?"}])[0]

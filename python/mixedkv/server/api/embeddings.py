@@ -17,7 +17,7 @@ from mixedkv.server.api.schemas import EmbeddingRequest
 from mixedkv.server.api_error import bad_request, from_engine, prompt_error, timed_out
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.pending import or_disconnect
-from mixedkv.server.state import Serving, check_model, read_prompt, serving, tenant
+from mixedkv.server.state import ServerState, check_model, read_prompt, server_state, tenant
 
 router = APIRouter(route_class=JSONRoute)
 _CHUNK = 1 << 16
@@ -27,7 +27,7 @@ _CHUNK = 1 << 16
 async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """A vector of length 1 for each input."""
     tenant(request)
-    server = serving(request)
+    server = server_state(request)
     check_model(server, body.model)
     embedder = _embedder(server, body)
     seconds = server.settings.request_timeout
@@ -44,7 +44,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     return StreamingResponse(answer, media_type="application/json")
 
 
-def _embedder(server: Serving, body: EmbeddingRequest) -> Embedder:
+def _embedder(server: ServerState, body: EmbeddingRequest) -> Embedder:
     if server.embedder is None:
         raise bad_request(
             "this server gives no embeddings: serve with --embeddings (MIXEDKV_EMBEDDINGS=1)",
@@ -59,7 +59,7 @@ def _embedder(server: Serving, body: EmbeddingRequest) -> Embedder:
     return server.embedder
 
 
-def _tokens(server: Serving, embedder: Embedder, body: EmbeddingRequest) -> list[list[int]]:
+def _tokens(server: ServerState, embedder: Embedder, body: EmbeddingRequest) -> list[list[int]]:
     """Token ids of each input. A text is text: what looks like a control token in it is none."""
     context, inputs = embedder.context, []
     for i, item in enumerate(body.inputs):

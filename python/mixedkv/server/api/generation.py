@@ -12,13 +12,13 @@ from mixedkv.engine.sampler import Sampling
 from mixedkv.errors import ContextLengthError
 from mixedkv.server.api.schemas import Generation
 from mixedkv.server.api_error import bad_request, from_engine
-from mixedkv.server.state import Serving
+from mixedkv.server.state import ServerState
 from mixedkv.sessions import CacheSessionMetadata
 
 _MAX_LOGPROBS = 4_000_000  # of one request; 30 to 100 bytes each as JSON
 
 
-def context_tokens(server: Serving, session: Any) -> list[int]:
+def context_tokens(server: ServerState, session: Any) -> list[int]:
     """Tokens of a session's prompt; of messages those before an answer."""
     if session.prompt is not None:
         return server.engine.tokenizer.prompt(session.prompt)
@@ -44,7 +44,7 @@ def sampling(body: Generation, choice: int) -> Sampling:
 
 
 def make_jobs(
-    server: Serving,
+    server: ServerState,
     body: Generation,
     prompts: Sequence[Sequence[int]],
     *,
@@ -127,7 +127,7 @@ def constraint_of(body: Generation) -> Constraint | None:
     return Constraint("regex", body.regex, "regex") if body.regex is not None else None
 
 
-def _matcher(server: Serving, constraint: Constraint | None) -> Matcher | None:
+def _matcher(server: ServerState, constraint: Constraint | None) -> Matcher | None:
     if constraint is None:
         return None
     try:
@@ -136,7 +136,7 @@ def _matcher(server: Serving, constraint: Constraint | None) -> Matcher | None:
         raise bad_request(str(error), constraint.name) from None
 
 
-def _check_logprobs(server: Serving, n: int, max_tokens: int | None, n_logprobs: int | None) -> None:
+def _check_logprobs(server: ServerState, n: int, max_tokens: int | None, n_logprobs: int | None) -> None:
     """They take a hundred times the memory of the text."""
     n_tokens = min(max_tokens or server.engine.n_ctx, server.engine.n_ctx)
     if n * n_tokens * (n_logprobs or 0) > _MAX_LOGPROBS:

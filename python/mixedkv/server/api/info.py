@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.snapshot import of_tenant, snapshot
-from mixedkv.server.state import Serving, check_model, serving, tenant
+from mixedkv.server.state import ServerState, check_model, server_state, tenant
 
 router = APIRouter()
 _PAGE = Path(__file__).parents[1] / "page" / "index.html"
@@ -28,20 +28,20 @@ _PAGE_HEADERS = {  # the page's own <meta> cannot say frame-ancestors
 async def models(request: Request) -> Response:
     """The one model that is served."""
     tenant(request)
-    return JSONResponse({"object": "list", "data": [_model(serving(request))]})
+    return JSONResponse({"object": "list", "data": [_model(server_state(request))]})
 
 
 @router.get("/v1/models/{model:path}")
 async def model(model: str, request: Request) -> Response:
     tenant(request)
-    check_model(serving(request), model)
-    return JSONResponse(_model(serving(request)))
+    check_model(server_state(request), model)
+    return JSONResponse(_model(server_state(request)))
 
 
 @router.get("/v1/stats")
 async def stats(request: Request) -> Response:
     """What the cache holds, by sequence and by layer, rates, and the latest requests without their text."""
-    owner, server = tenant(request), serving(request)
+    owner, server = tenant(request), server_state(request)
     future = server.engine.call(lambda: snapshot(server))
     try:
         now: dict[str, Any] = await asyncio.wait_for(asyncio.wrap_future(future), 30)
@@ -53,7 +53,7 @@ async def stats(request: Request) -> Response:
 @router.get("/health")
 async def health(request: Request) -> Response:
     """200 while the engine is alive."""
-    if not serving(request).engine.alive:
+    if not server_state(request).engine.alive:
         raise ApiError(503, "the engine has stopped", code="engine_stopped")
     return JSONResponse({"status": "ok"})
 
@@ -61,7 +61,7 @@ async def health(request: Request) -> Response:
 @router.get("/ready")
 async def ready(request: Request) -> Response:
     """200 when requests are taken: the model is loaded and warm, and the server is not shutting down."""
-    server = serving(request)
+    server = server_state(request)
     if not (server.ready and server.engine.alive):
         raise ApiError(503, "the server is starting or shutting down", code="not_ready")
     return JSONResponse({"status": "ready"})
@@ -70,7 +70,7 @@ async def ready(request: Request) -> Response:
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Prometheus' text format."""
-    server = serving(request)
+    server = server_state(request)
     if server.engine.alive:
         future = server.engine.call(lambda: snapshot(server))
         now = await asyncio.wait_for(asyncio.wrap_future(future), 30)
@@ -86,7 +86,7 @@ async def page() -> Response:
     return Response(_PAGE.read_bytes(), media_type="text/html; charset=utf-8", headers=_PAGE_HEADERS)
 
 
-def _model(server: Serving) -> dict[str, Any]:
+def _model(server: ServerState) -> dict[str, Any]:
     return {
         "id": server.model_name,
         "object": "model",

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mixedkv.engine.detokenizer import Pieces
+from mixedkv.engine.detokenizer import Detokenizer
 from mixedkv.engine.sampler import TokenLogprob
 
 _LOWEST = -9999.0  # JSON has no infinity
 
 
-def chat_logprobs(pieces: Pieces, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+def chat_logprobs(pieces: Detokenizer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
     """`choices[].logprobs` of a chat."""
     content = [
         {
@@ -23,7 +23,7 @@ def chat_logprobs(pieces: Pieces, logprobs: Sequence[TokenLogprob]) -> dict[str,
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(pieces: Pieces, logprobs: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+def completion_logprobs(pieces: Detokenizer, logprobs: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
     """`choices[].logprobs` of a completion; `offset`: characters before the first token."""
     tokens = [_name(pieces, lp.token) for lp in logprobs]
     offsets = []
@@ -38,7 +38,7 @@ def completion_logprobs(pieces: Pieces, logprobs: Sequence[TokenLogprob], offset
     }
 
 
-def _entry(pieces: Pieces, token: int, logprob: float) -> dict[str, Any]:
+def _entry(pieces: Detokenizer, token: int, logprob: float) -> dict[str, Any]:
     return {
         "token": _name(pieces, token),
         "logprob": max(logprob, _LOWEST),
@@ -46,5 +46,5 @@ def _entry(pieces: Pieces, token: int, logprob: float) -> dict[str, Any]:
     }
 
 
-def _name(pieces: Pieces, token: int) -> str:
+def _name(pieces: Detokenizer, token: int) -> str:
     return pieces.name(token).decode("utf-8", "replace")

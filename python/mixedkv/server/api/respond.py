@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from mixedkv.engine.job import Delta, Done, Job
 from mixedkv.server.api.sse import EventStream
-from mixedkv.server.pending import Flight, or_disconnect
-from mixedkv.server.state import Serving, json_answer, time_left
+from mixedkv.server.pending import PendingRequest, or_disconnect
+from mixedkv.server.state import ServerState, json_answer, time_left
 
 
 class Answer(Protocol):
@@ -28,17 +28,17 @@ class Answer(Protocol):
 
 
 async def respond(
-    request: Request, server: Serving, jobs: Sequence[Job], answer: Answer, *, stream: bool, large: bool
+    request: Request, server: ServerState, jobs: Sequence[Job], answer: Answer, *, stream: bool, large: bool
 ) -> Response:
     """Run the jobs and answer; a `large` object is made and encoded off the event loop.
 
     Raises:
-        ApiError: before anything was sent: see `Flight`.
+        ApiError: before anything was sent: see `PendingRequest`.
     """
-    flight = Flight(server.engine, jobs, server.settings.request_timeout, time_left(request))
+    pending = PendingRequest(server.engine, jobs, server.settings.request_timeout, time_left(request))
     if stream:
-        return await EventStream(flight, answer.first(), answer.event, answer.last).begin(request)
-    with flight:
-        ends = await or_disconnect(request, flight.done())
+        return await EventStream(pending, answer.first(), answer.event, answer.last).begin(request)
+    with pending:
+        ends = await or_disconnect(request, pending.done())
     make = partial(answer.whole, ends)
     return await json_answer(server, make if large else make())

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from mixedkv.engine.job import Delta, Done
 from mixedkv.server.api_error import ApiError
-from mixedkv.server.pending import Flight, disconnected, or_disconnect
+from mixedkv.server.pending import PendingRequest, disconnected, or_disconnect
 
 _DONE = b"data: [DONE]\n\n"
 _HEADERS = [
@@ -45,7 +45,7 @@ class Template:
 
 
 class EventStream(Response):
-    """Answers with the events of a flight. What fails before there is one has an HTTP status: see `begin`.
+    """Answers with the events of a pending. What fails before there is one has an HTTP status: see `begin`.
 
     Args:
         first: bytes before everything else.
@@ -55,13 +55,13 @@ class EventStream(Response):
 
     def __init__(
         self,
-        flight: Flight,
+        pending: PendingRequest,
         first: bytes,
         make: Callable[[int, Delta | Done], bytes],
         last: Callable[[], bytes],
     ) -> None:
         self.status_code, self.background = 200, None
-        self._flight, self._first, self._make, self._last = flight, first, make, last
+        self._pending, self._first, self._make, self._last = pending, first, make, last
         self._begin: tuple[int, Delta | Done] | None = None
 
     async def begin(self, request: Any) -> EventStream:
@@ -70,11 +70,11 @@ class EventStream(Response):
         Raises:
             ApiError: there is none.
         """
-        self._flight.__enter__()
+        self._pending.__enter__()
         try:
-            self._begin = await or_disconnect(request, self._flight.next())
+            self._begin = await or_disconnect(request, self._pending.next())
         except BaseException:
-            self._flight.__exit__()
+            self._pending.__exit__()
             raise
         return self
 
@@ -86,7 +86,7 @@ class EventStream(Response):
             if writing.done():
                 writing.result()
         finally:
-            self._flight.__exit__()  # first of all: the engine need not wait for the rest
+            self._pending.__exit__()  # first of all: the engine need not wait for the rest
             for task in (writing, gone):
                 task.cancel()
             await asyncio.gather(writing, gone, return_exceptions=True)
@@ -94,13 +94,13 @@ class EventStream(Response):
     async def _write(self, send: Send) -> None:
         assert self._begin is not None
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-        flight, out = self._flight, [self._first, self._make(*self._begin)]
+        pending, out = self._pending, [self._first, self._make(*self._begin)]
         try:
-            while not flight.over:
-                if flight.waiting():
+            while not pending.over:
+                if pending.waiting():
                     await send({"type": "http.response.body", "body": b"".join(out), "more_body": True})
                     out = []
-                out.append(self._make(*await flight.next()))
+                out.append(self._make(*await pending.next()))
             out += [self._last(), _DONE]
         except ApiError as error:  # the status has been sent
             out.append(sse(error.body()))

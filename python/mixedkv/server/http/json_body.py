@@ -34,7 +34,7 @@ class _JSONRequest(Request):
         body = await self.body()
         if len(body) <= LARGE:
             return json.loads(body)
-        return await in_pool(self.app.state.serving.pools.bodies, _parse, body)
+        return await in_pool(self.app.state.server.pools.bodies, _parse, body)
 
 
 def _parse(body: bytes) -> Any:
