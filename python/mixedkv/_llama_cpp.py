@@ -35,6 +35,27 @@ def vocab(llm: llama_cpp.Llama) -> Any:
     return llm._model.vocab
 
 
+def pre_tokenizer(llm: llama_cpp.Llama) -> str:
+    """Name of what cuts a text into words before it has tokens; "" where there is none."""
+    if llama_cpp.llama_vocab_type(vocab(llm)) != llama_cpp.LLAMA_VOCAB_TYPE_BPE:
+        return ""
+    key = "tokenizer.ggml.pre"
+    return str((llm.kv_overrides or {}).get(key) or llm.metadata.get(key) or "default")
+
+
+def missing_byte(llm: llama_cpp.Llama) -> int | None:
+    """A byte that SentencePiece's kind of vocabulary has no token for; texts with it end the process."""
+    if llama_cpp.llama_vocab_type(vocab(llm)) != llama_cpp.LLAMA_VOCAB_TYPE_SPM:
+        return None
+    missing = {text: byte for byte in range(256) for text in (b"<0x%02X>" % byte, bytes([byte]))}
+    bytes_left = set(range(256))
+    for token in range(llama_cpp.llama_vocab_n_tokens(vocab(llm))):
+        bytes_left.discard(missing.get(llama_cpp.llama_vocab_get_text(vocab(llm), token), -1))
+        if not bytes_left:
+            return None
+    return min(bytes_left)
+
+
 def is_recurrent(llm: llama_cpp.Llama) -> bool:
     """All layers keep a state instead of rows."""
     return bool(llm._is_recurrent)

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import llama_cpp
 
-from mixedkv import _core, _llama_cpp
+from mixedkv import _core, _llama_cpp, long_text
 from mixedkv.config import KVSetting, UniformKV, ggml_type, parse_kv, type_bits, type_name
 from mixedkv.errors import InvalidModelFileError, UnsupportedModelError
 from mixedkv.kv.cache import KVCache
@@ -76,6 +76,8 @@ class Llama(llama_cpp.Llama):
                 embedding=embedding,
                 **kwargs,
             )
+            self._check_bytes(file)
+            self._pre_tokenizer = _llama_cpp.pre_tokenizer(self)
             threads = _core.Threads(_llama_cpp.address(_llama_cpp.context(self)))
             _llama_cpp.at_close(self, threads.close)
         except BaseException as error:
@@ -90,6 +92,15 @@ class Llama(llama_cpp.Llama):
     def kv(self) -> KVCache:
         """The live cache: its contents and the settings that can be changed."""
         return self._kv
+
+    def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
+        """As in the base class, on a stack that is deep enough for the text.
+
+        Raises:
+            ValueError: none would be: a line of more than 262,144 characters, for some vocabularies.
+        """
+        base = super().tokenize
+        return long_text.tokenize(self._pre_tokenizer, text, lambda text: base(text, add_bos, special))
 
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluate tokens behind the n_tokens that are there, as in the base class."""
@@ -133,6 +144,13 @@ class Llama(llama_cpp.Llama):
         n_seq = 1 if self._kv_unified or embedding else self._n_seq_max
         if n_ctx:
             self._setting.check_context(n_ctx // n_seq)
+
+    def _check_bytes(self, file: ModelFile) -> None:
+        if (byte := _llama_cpp.missing_byte(self)) is not None:
+            raise InvalidModelFileError(
+                f"{file.path} has no token for the byte 0x{byte:02X}: llama.cpp could not read every text. "
+                f"Convert the model again, with its byte tokens"
+            )
 
     def _raise_clearly(self, error: BaseException, file: ModelFile) -> NoReturn:
         """Say what the base class leaves to llama.cpp's log."""

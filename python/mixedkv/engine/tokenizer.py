@@ -14,6 +14,7 @@ from llama_cpp import llama_chat_format
 from mixedkv import _llama_cpp
 from mixedkv.engine.constraint import Constraint, ConstraintCompiler, Matcher
 from mixedkv.engine.sampler import Sampler, Sampling
+from mixedkv.errors import ContextLengthError
 from mixedkv.llama import Llama
 
 Messages = Sequence[Mapping[str, Any]]
@@ -46,19 +47,52 @@ class Tokenizer:
         self._eos = self._piece_text(llm.token_eos())
         self._formatter = self._make_formatter(llm, chat_format)
         self._special = self._special_texts()
+        self._longest = self._longest_token()
         self._constraints = ConstraintCompiler(self._vocab)
 
     @property
     def has_chat(self) -> bool:
         return self._formatter is not None
 
-    def tokenize(self, text: str, *, start: bool = True, special: bool = False) -> list[int]:
-        """Tokens of a text; `start`: it begins a sequence, `special`: control tokens are read as such."""
+    def tokenize(
+        self, text: str, *, start: bool = True, special: bool = False, n_ctx: int | None = None
+    ) -> list[int]:
+        """Tokens of a text.
+
+        Args:
+            start: it begins a sequence.
+            special: control tokens are read as such.
+            n_ctx: what cannot be within so many tokens is refused unread; None for the model's context.
+
+        Raises:
+            ContextLengthError: it is too long.
+            ValueError: it has a line that is too long for the tokenizer.
+        """
+        self._check_size(text, self.n_ctx if n_ctx is None else n_ctx)
         tokens: list[int] = []
         for chunk in self._chunks(text) if special else [text]:
             tokens += self._llm.tokenize(chunk.encode("utf-8"), add_bos=start, special=special)
             start = False
         return tokens
+
+    def _check_size(self, text: str, n_ctx: int) -> None:
+        size, largest = len(text.encode("utf-8")), n_ctx * self._longest
+        if self._longest and size > largest:
+            raise ContextLengthError(
+                f"the text has {size} bytes, {n_ctx} tokens of this model have {largest} at most: shorten it"
+            )
+
+    def _longest_token(self) -> int:
+        """Bytes of a text that a token stands for at most, 0 if not known: what is unknown to WordPiece and
+        Unigram is one token however long it is.
+        """
+        if llama_cpp.llama_vocab_type(self._vocab) not in (
+            llama_cpp.LLAMA_VOCAB_TYPE_SPM,
+            llama_cpp.LLAMA_VOCAB_TYPE_BPE,
+        ):
+            return 0
+        tokens = range(self.n_vocab)  # in the file's spelling, which is never shorter
+        return max(len(llama_cpp.llama_vocab_get_text(self._vocab, token)) for token in tokens)
 
     def _chunks(self, text: str) -> Iterator[str]:
         """A text cut before special tokens, where tokenizing the parts gives the tokens of the whole.

@@ -75,6 +75,12 @@ def from_engine(error: Exception, param: str = "prompt") -> ApiError:
     return ApiError(500, "the request failed inside the server; its log has more", code="engine_error")
 
 
+def prompt_error(error: ValueError, param: str, where: str = "") -> ApiError:
+    """What is wrong with a text that has no tokens."""
+    code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
+    return bad_request(f"{where}{error}", param, code)
+
+
 def timed_out(seconds: float) -> ApiError:
     return ApiError(504, f"the request took more than {seconds:g} seconds and was given up", code="timeout")
 

@@ -51,7 +51,8 @@ def make_app(server: ServerState) -> FastAPI:
     app.add_middleware(
         BodyLimit,
         max_bytes=max_bytes,
-        seconds=server.settings.read_timeout,
+        read_seconds=server.settings.read_timeout,
+        seconds=server.settings.request_timeout,
         keys=server.keys,
         count=server.metrics.http,
     )
@@ -76,9 +77,16 @@ async def _on_api_error(_: Request, error: Any) -> Response:
     return error.response()  # type: ignore[no-any-return]
 
 
-async def _on_invalid(_: Request, error: Any) -> Response:
+async def _on_invalid(request: Request, error: Any) -> Response:
     """The first thing that is wrong, without what was sent."""
     first = error.errors()[0]
+    if first["loc"] == ("body",) and first["type"] == "model_attributes_type":
+        kind = request.headers.get("content-type", "")
+        if "json" not in kind:
+            return ApiError(
+                400, "the body is not said to be JSON: send the header Content-Type: application/json"
+            ).response()
+        return ApiError(400, "the body is not a JSON object", code="invalid_json").response()
     where = [str(part) for part in first["loc"] if part not in ("body", "path", "query")]
     message = first["msg"].removeprefix("Value error, ")
     param = ".".join(where)[:_MAX_PARAM] or None

@@ -27,20 +27,23 @@ class PendingRequest:
     happens, what is not done is cancelled.
 
     Args:
-        timeout: seconds from now until the request is given up.
+        timeout: seconds until the request is given up.
+        left: those of them that are left, if not all.
 
     Raises:
         ApiError: 429, 503 or 400 when the jobs are not accepted; 504, 500 while they run.
     """
 
-    def __init__(self, engine: Engine, jobs: Sequence[Job], timeout: float) -> None:
+    def __init__(
+        self, engine: Engine, jobs: Sequence[Job], timeout: float, left: float | None = None
+    ) -> None:
         self._engine, self.jobs = engine, list(jobs)
         self._events: deque[tuple[int, Event]] = deque()
         self._arrival: asyncio.Future[None] | None = None
         self._left = len(self.jobs)
         self._loop = asyncio.get_running_loop()
         self._seconds = timeout
-        self._timer = self._loop.call_later(timeout, self._time_out)
+        self._timer = self._loop.call_later(timeout if left is None else left, self._time_out)
         self._late = False
         for i, job in enumerate(self.jobs):
             job.deliver = partial(self._deliver, i)

@@ -36,6 +36,7 @@ from mixedkv.server.delivery import Delivery
 from mixedkv.server.http.auth import Keys
 from mixedkv.server.http.connection import Connection
 from mixedkv.server.metrics import Metrics
+from mixedkv.server.pools import Pools
 from mixedkv.server.session_kv import SessionKV
 from mixedkv.server.settings import ServerSettings
 from mixedkv.server.state import ServerState
@@ -101,6 +102,7 @@ def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Serve
     )
     embedder = _open_embedder(settings, engine, file)
     session_kv = SessionKV(engine, store)
+    pools = stack.enter_context(Pools())
     return ServerState(
         settings=settings,
         model_name=settings.model_name or path.stem,
@@ -110,6 +112,7 @@ def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Serve
         metrics=metrics,
         contexts=ContextCacheManager(settings.metadata_url, session_kv),
         session_kv=session_kv,
+        pools=pools,
         embedder=embedder,
         generates=generates,
         facts={
@@ -253,7 +256,7 @@ class _Uvicorn(uvicorn.Server):
                 server_header=False,
                 limit_concurrency=_allow_connections(settings.max_connections),
                 backlog=_BACKLOG,
-                timeout_graceful_shutdown=None,
+                timeout_graceful_shutdown=int(settings.drain_timeout + 2 * _LAST_SECONDS) + 1,
                 h11_max_incomplete_event_size=65536,
             )
         )

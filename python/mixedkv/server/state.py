@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -19,12 +19,15 @@ from mixedkv.engine.engine import Engine
 from mixedkv.server.api_error import ApiError, bad_request
 from mixedkv.server.delivery import Delivery
 from mixedkv.server.http.auth import Keys
+from mixedkv.server.http.body_limit import DEADLINE
 from mixedkv.server.metrics import Metrics
+from mixedkv.server.pools import LARGE, Pools, in_pool
 from mixedkv.server.session_kv import SessionKV
 from mixedkv.server.settings import ServerSettings
 from mixedkv.sessions import CacheSessionMetadata, ContextCacheManager
 
 FINGERPRINT = f"mixedkv-{__version__}"
+_T = TypeVar("_T")
 
 
 @dataclass(kw_only=True)
@@ -40,6 +43,7 @@ class ServerState:
     contexts: ContextCacheManager
     session_kv: SessionKV
     facts: dict[str, Any]
+    pools: Pools
     embedder: Embedder | None = None
     generates: bool = True
     ready: bool = False
@@ -113,17 +117,33 @@ def session_not_found(session_id: str) -> ApiError:
 
 
 async def in_thread(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Work that may take a while, off the event loop."""
+    """Work on sessions, off the event loop."""
     return await asyncio.to_thread(function, *args, **kwargs)
 
 
-async def json_answer(answer: dict[str, Any] | Callable[[], dict[str, Any]]) -> Response:
+async def read_prompt(
+    request: Request, function: Callable[..., _T], *args: Any, session: CacheSessionMetadata | None = None
+) -> _T:
+    """Templates, tokens and schemas of a request, off the event loop: large ones among themselves."""
+    pools = server_state(request).pools
+    large = len(await request.body()) > LARGE or (session is not None and session.n_tokens > LARGE // 4)
+    return await in_pool(pools.large_prompts if large else pools.prompts, function, *args)
+
+
+def time_left(request: Request) -> float:
+    """Seconds until the request is given up."""
+    return max(0.0, float(request.scope[DEADLINE]) - asyncio.get_running_loop().time())
+
+
+async def json_answer(server: ServerState, answer: dict[str, Any] | Callable[[], dict[str, Any]]) -> Response:
     """An answer; a function makes one that is large. Choices are then encoded one by one, off the event loop:
     the interpreter does nothing else while it encodes an object.
     """
     if not callable(answer):
         return JSONResponse(answer)
-    return Response(await in_thread(_encode_choices, answer), media_type="application/json")
+    return Response(
+        await in_pool(server.pools.answers, _encode_choices, answer), media_type="application/json"
+    )
 
 
 def _encode_choices(make: Callable[[], dict[str, Any]]) -> bytes:

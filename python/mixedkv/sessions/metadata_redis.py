@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+import asyncio
+from collections.abc import Awaitable
+from typing import Any, TypeVar
 
 try:
     import redis
@@ -17,6 +17,8 @@ from mixedkv.sessions.metadata import Key
 
 # In braces: a cluster keeps all keys with the same braces on one node, which the scripts need.
 _PREFIX = "{mixedkv}"
+_SECONDS = 5.0  # for a server to answer: a stopped one keeps its connections open
+_T = TypeVar("_T")
 
 # KEYS: record, expiry set. Each runs as one transaction.
 _ADD = """
@@ -46,7 +48,9 @@ class RedisMetadata:
     """
 
     def __init__(self, url: str, prefix: str = _PREFIX) -> None:
-        self._redis: Any = redis.asyncio.from_url(url)
+        self._redis: Any = redis.asyncio.from_url(
+            url, socket_timeout=_SECONDS, socket_connect_timeout=_SECONDS
+        )
         self._prefix = prefix
         self._expiry = f"{prefix}:expiry"
 
@@ -54,9 +58,8 @@ class RedisMetadata:
         return await self._run(_ADD, key, record, repr(expires_at))
 
     async def get(self, key: Key) -> bytes | None:
-        with _errors():
-            record: bytes | None = await self._redis.get(self._name(_member(key)))
-            return record
+        record: bytes | None = await _answer(self._redis.get(self._name(_member(key))))
+        return record
 
     async def replace(self, key: Key, old: bytes, new: bytes, expires_at: float) -> bool:
         return await self._run(_REPLACE, key, new, repr(expires_at), old)
@@ -65,16 +68,15 @@ class RedisMetadata:
         return await self._run(_REMOVE, key, old)
 
     async def expired(self, now: float, limit: int) -> list[tuple[Key, bytes]]:
-        with _errors():
-            members = await self._redis.zrange(
-                self._expiry, "-inf", repr(now), byscore=True, offset=0, num=limit
-            )
-            if not members:
-                return []
-            records = await self._redis.mget([self._name(member.decode()) for member in members])
-            gone = [member for member, record in zip(members, records, strict=True) if record is None]
-            if gone:  # evicted by the server
-                await self._redis.zrem(self._expiry, *gone)
+        members = await _answer(
+            self._redis.zrange(self._expiry, "-inf", repr(now), byscore=True, offset=0, num=limit)
+        )
+        if not members:
+            return []
+        records = await _answer(self._redis.mget([self._name(member.decode()) for member in members]))
+        gone = [member for member, record in zip(members, records, strict=True) if record is None]
+        if gone:  # evicted by the server
+            await _answer(self._redis.zrem(self._expiry, *gone))
         return [
             (_key(member.decode()), record)
             for member, record in zip(members, records, strict=True)
@@ -82,16 +84,15 @@ class RedisMetadata:
         ]
 
     async def close(self) -> None:
-        with _errors():
-            await self._redis.aclose()
+        await _answer(self._redis.aclose())
 
     def _name(self, member: str) -> str:
         return f"{self._prefix}:session:{member}"
 
     async def _run(self, script: str, key: Key, *values: bytes | str) -> bool:
         member = _member(key)
-        with _errors():
-            return bool(await self._redis.eval(script, 2, self._name(member), self._expiry, member, *values))
+        keys = (self._name(member), self._expiry)
+        return bool(await _answer(self._redis.eval(script, 2, *keys, member, *values)))
 
 
 def _member(key: Key) -> str:
@@ -104,9 +105,14 @@ def _key(member: str) -> Key:
     return Key(rest[: int(length)], rest[int(length) + 1 :])
 
 
-@contextmanager
-def _errors() -> Iterator[None]:
+async def _answer(question: Awaitable[_T]) -> _T:
+    """
+    Raises:
+        OSError: there is none, or none in time, however often the client tries.
+    """
     try:
-        yield
+        return await asyncio.wait_for(question, 2 * _SECONDS)
+    except asyncio.TimeoutError:
+        raise OSError(f"Redis did not answer within {2 * _SECONDS:g} seconds") from None
     except redis.RedisError as error:
         raise OSError(f"Redis does not answer as it should: {error}") from error

@@ -15,6 +15,7 @@ from mixedkv.ids import check_id, check_session_id
 DEFAULT_TTL = 3600
 MAX_TTL = 365 * 24 * 3600
 MAX_MESSAGES = 100_000
+_MAX_FIELDS = 256  # of an object
 MAX_CHARACTERS = 16 * 1024 * 1024
 
 SessionId = Annotated[str, AfterValidator(lambda value: check_id("session_id", value))]
@@ -28,6 +29,14 @@ class _Model(BaseModel):
     # hide_input: an error message never repeats a prompt
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, value: Any) -> Any:
+        """Each unknown one gives an error of its own, of a kilobyte."""
+        if isinstance(value, dict) and len(value) > _MAX_FIELDS:
+            raise ValueError(f"it has {len(value)} fields, at most {_MAX_FIELDS} are taken: leave some out")
+        return value
+
 
 class ContextMessage(_Model):
     """A chat message in OpenAI's form, text only."""
@@ -36,7 +45,7 @@ class ContextMessage(_Model):
     content: Text | None = None
     message_id: MessageId | None = None
     name: str | None = Field(default=None, max_length=MAX_CHARACTERS)
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = Field(default=None, max_length=MAX_CHARACTERS)
 
 
@@ -48,7 +57,9 @@ class CreateContextCacheRequest(_Model):
 
     model: str = Field(min_length=1, max_length=MAX_CHARACTERS)
     prompt: Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)] | None = None
-    messages: list[ContextMessage] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
+    messages: (
+        Annotated[list[ContextMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None
+    ) = None
     ttl: Ttl = DEFAULT_TTL
     session_id: SessionId | None = None
 

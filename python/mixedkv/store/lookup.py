@@ -194,9 +194,8 @@ class Search:
         if row.identity != self._identity.digest:
             raise EntryError("identity", "it is listed under another identity")
         key = self._cipher.open_key(row.key, key_context(row.identity, row.id))
-        data = self._cipher.unseal(
-            key, row.tokens, token_context(row.identity, row.id, row.content, row.rows)
-        )
+        context = token_context(row.identity, row.id, row.content, row.rows)
+        data = self._cipher.unseal(key, row.tokens, context)
         if len(data) != 4 * (row.p1 - row.p0):
             raise EntryError("damaged", "its tokens in the index do not fit its range")
         return np.frombuffer(data, "<i4").astype(np.int32, copy=False)

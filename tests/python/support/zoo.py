@@ -102,10 +102,17 @@ def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_add_space_prefix(False)
 
 
-def write_vocabulary(path: Path, kind: str, tokens: list[str]) -> Path:
-    """A file without weights: `tokens`, then the special ones. For `Llama(path, vocab_only=True)`."""
+def write_vocabulary(
+    path: Path, kind: str, tokens: list[str], *, pre: str = "gpt-2", all_bytes: bool = True
+) -> Path:
+    """A file without weights: `tokens`, then the special ones. For `Llama(path, vocab_only=True)`.
+
+    `all_bytes`: bytes that SentencePiece would not find among them follow; `pre` is how GPT-2's kind cuts.
+    """
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model(kind)
+    if kind == "llama" and all_bytes:
+        tokens = [*tokens, *(f"<0x{b:02X}>" for b in range(256) if f"<0x{b:02X}>" not in tokens)]
     n, special = len(tokens), ["<unk>", "<s>", "</s>"]
     is_byte = [token.startswith("<0x") for token in tokens]
     writer.add_token_list([*tokens, *special])
@@ -114,7 +121,7 @@ def write_vocabulary(path: Path, kind: str, tokens: list[str]) -> Path:
     writer.add_token_types([*normal, gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL])
     if kind == "gpt2":
         writer.add_token_merges(["t h"])
-        writer.add_tokenizer_pre("gpt-2")
+        writer.add_tokenizer_pre(pre)
     writer.add_unk_token_id(n)
     writer.add_bos_token_id(n + 1)
     writer.add_eos_token_id(n + 2)
@@ -123,6 +130,14 @@ def write_vocabulary(path: Path, kind: str, tokens: list[str]) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def write_byte_vocabulary(path: Path, pre: str) -> Path:
+    """As `write_vocabulary`: GPT-2's letters for bytes and no other tokens, cut as `pre` says."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    return write_vocabulary(path, "gpt2", [letters[byte] for byte in range(256)], pre=pre)
 
 
 # --- parts that models share ---

@@ -16,20 +16,21 @@ from mixedkv.server.api.logprobs import chat_logprobs
 from mixedkv.server.api.respond import respond
 from mixedkv.server.api.schemas import ChatRequest, Message
 from mixedkv.server.api.sse import Template, sse
-from mixedkv.server.api_error import bad_request
+from mixedkv.server.api_error import bad_request, prompt_error
+from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.state import (
     FINGERPRINT,
     ServerState,
     check_model,
     find_session,
-    in_thread,
     new_id,
+    read_prompt,
     server_state,
     tenant,
 )
 from mixedkv.sessions import CacheSessionMetadata
 
-router = APIRouter()
+router = APIRouter(route_class=JSONRoute)
 
 
 @router.post("/v1/chat/completions")
@@ -38,7 +39,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     server, owner = server_state(request), tenant(request)
     check_model(server, body.model)
     session = await find_session(server, body.session_id, owner) if body.session_id else None
-    jobs = await in_thread(_jobs, server, body, owner, session)
+    jobs = await read_prompt(request, _jobs, server, body, owner, session, session=session)
     answer = _Answer(server, body, jobs)
     return await respond(request, server, jobs, answer, stream=body.stream is True, large=bool(body.logprobs))
 
@@ -55,7 +56,7 @@ def _jobs(
     try:
         tokens, stops = server.engine.tokenizer.chat(messages, start=not prefix)
     except ValueError as error:
-        raise bad_request(str(error), "messages") from None
+        raise prompt_error(error, "messages") from None
     return make_jobs(
         server,
         body,

@@ -14,20 +14,21 @@ from mixedkv.server.api.logprobs import completion_logprobs
 from mixedkv.server.api.respond import respond
 from mixedkv.server.api.schemas import CompletionRequest
 from mixedkv.server.api.sse import Template, sse
-from mixedkv.server.api_error import bad_request
+from mixedkv.server.api_error import prompt_error
+from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.state import (
     FINGERPRINT,
     ServerState,
     check_model,
     find_session,
-    in_thread,
     new_id,
+    read_prompt,
     server_state,
     tenant,
 )
 from mixedkv.sessions import CacheSessionMetadata
 
-router = APIRouter()
+router = APIRouter(route_class=JSONRoute)
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
@@ -37,7 +38,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     server, owner = server_state(request), tenant(request)
     check_model(server, body.model)
     session = await find_session(server, body.session_id, owner) if body.session_id else None
-    jobs = await in_thread(_jobs, server, body, owner, session)
+    jobs = await read_prompt(request, _jobs, server, body, owner, session, session=session)
     answer, large = _Answer(server, body, jobs), body.logprobs is not None
     return await respond(request, server, jobs, answer, stream=body.stream is True, large=large)
 
@@ -50,7 +51,7 @@ def _jobs(
         tokenizer = server.engine.tokenizer
         prompts = [prefix + tokenizer.prompt(prompt, start=not prefix) for prompt in body.prompts]
     except ValueError as error:
-        raise bad_request(str(error), "prompt") from None
+        raise prompt_error(error, "prompt") from None
     return make_jobs(
         server,
         body,

@@ -13,20 +13,22 @@ from mixedkv.ids import MAX_LENGTH, PATTERN
 from mixedkv.server.api.chat_completions import template_message
 from mixedkv.server.api.generation import context_tokens
 from mixedkv.server.api.schemas import ContextPatch, WarmRequest
-from mixedkv.server.api_error import ApiError, bad_request
+from mixedkv.server.api_error import ApiError, prompt_error
+from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.pending import PendingRequest, or_disconnect
 from mixedkv.server.state import (
     ServerState,
     check_model,
     find_session,
     in_thread,
+    read_prompt,
     server_state,
     session_not_found,
     tenant,
 )
 from mixedkv.sessions import CacheSessionMetadata, CreateContextCacheRequest, ErrorResponse
 
-router = APIRouter()
+router = APIRouter(route_class=JSONRoute)
 _MAX_RECORD_PER_TOKEN = 128  # characters
 SessionId = Annotated[str, Path(max_length=MAX_LENGTH, pattern=f"^{PATTERN}$")]
 
@@ -37,7 +39,7 @@ async def create_context(body: CreateContextCacheRequest, request: Request) -> R
     server, owner = server_state(request), tenant(request)
     check_model(server, body.model)
     reference = server.contexts.new_kv_cache_ref()
-    job = await in_thread(_context_job, server, body, owner, reference)
+    job = await read_prompt(request, _context_job, server, body, owner, reference)
     try:
         with PendingRequest(server.engine, [job], server.settings.request_timeout) as pending:
             await or_disconnect(request, pending.done())
@@ -84,7 +86,7 @@ async def warm(body: WarmRequest, request: Request) -> Response:
     server, owner = server_state(request), tenant(request)
     check_model(server, body.model)
     began = time.perf_counter()
-    job = await in_thread(warm_job, server, body, owner)
+    job = await read_prompt(request, warm_job, server, body, owner)
     with PendingRequest(server.engine, [job], server.settings.request_timeout) as pending:
         await or_disconnect(request, pending.done())
     return JSONResponse(
@@ -107,7 +109,7 @@ def warm_job(server: ServerState, body: WarmRequest, owner: str) -> Job:
             assert body.prompt is not None
             tokens = server.engine.tokenizer.prompt(body.prompt)
     except ValueError as error:
-        raise bad_request(str(error), "prompt" if body.messages is None else "messages") from None
+        raise prompt_error(error, "prompt" if body.messages is None else "messages") from None
     return Job(tokens, max_tokens=0, sampler=None, tenant=owner, keep=True)
 
 
@@ -119,7 +121,7 @@ def _context_job(server: ServerState, body: CreateContextCacheRequest, owner: st
         else:
             tokens = context_tokens(server, body)
     except ValueError as error:
-        raise bad_request(str(error), "prompt" if body.messages is None else "messages") from None
+        raise prompt_error(error, "prompt" if body.messages is None else "messages") from None
     return Job(tokens, max_tokens=0, sampler=None, tenant=owner, keep=True, session=reference)
 
 

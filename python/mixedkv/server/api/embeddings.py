@@ -14,11 +14,12 @@ from mixedkv.engine.embedder import Embedder
 from mixedkv.engine.embedding_context import Vectors
 from mixedkv.errors import ClosedError, EngineError, QueueFullError
 from mixedkv.server.api.schemas import EmbeddingRequest
-from mixedkv.server.api_error import bad_request, from_engine, timed_out
+from mixedkv.server.api_error import bad_request, from_engine, prompt_error, timed_out
+from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.pending import or_disconnect
-from mixedkv.server.state import ServerState, check_model, in_thread, server_state, tenant
+from mixedkv.server.state import ServerState, check_model, read_prompt, server_state, tenant
 
-router = APIRouter()
+router = APIRouter(route_class=JSONRoute)
 _CHUNK = 1 << 16
 
 
@@ -32,7 +33,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     seconds = server.settings.request_timeout
     try:
         embedder.check_room()
-        inputs = await in_thread(_tokens, server, embedder, body)
+        inputs = await read_prompt(request, _tokens, server, embedder, body)
         vectors = await or_disconnect(request, asyncio.wait_for(embedder.embed(inputs), seconds))
     except asyncio.TimeoutError:
         raise timed_out(seconds) from None
@@ -63,7 +64,10 @@ def _tokens(server: ServerState, embedder: Embedder, body: EmbeddingRequest) -> 
     context, inputs = embedder.context, []
     for i, item in enumerate(body.inputs):
         if isinstance(item, str):
-            tokens = server.engine.tokenizer.tokenize(item)
+            try:
+                tokens = server.engine.tokenizer.tokenize(item, n_ctx=context.n_ctx)
+            except ValueError as error:
+                raise prompt_error(error, "input", f"input {i}: ") from None
         else:
             try:
                 tokens = server.engine.tokenizer.prompt(item)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from mixedkv.engine.job import Delta, Done, Job
 from mixedkv.server.api.sse import EventStream
 from mixedkv.server.pending import PendingRequest, or_disconnect
-from mixedkv.server.state import ServerState, json_answer
+from mixedkv.server.state import ServerState, json_answer, time_left
 
 
 class Answer(Protocol):
@@ -35,10 +35,10 @@ async def respond(
     Raises:
         ApiError: before anything was sent: see `PendingRequest`.
     """
-    pending = PendingRequest(server.engine, jobs, server.settings.request_timeout)
+    pending = PendingRequest(server.engine, jobs, server.settings.request_timeout, time_left(request))
     if stream:
         return await EventStream(pending, answer.first(), answer.event, answer.last).begin(request)
     with pending:
         ends = await or_disconnect(request, pending.done())
     make = partial(answer.whole, ends)
-    return await json_answer(make if large else make())
+    return await json_answer(server, make if large else make())

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 from mixedkv.ids import MAX_LENGTH, PATTERN
 from mixedkv.limits import INT32_MAX
@@ -13,6 +21,8 @@ _MAX_CHOICES = 64
 _MAX_INPUTS = 2048  # OpenAI's
 _MAX_STOPS = 16
 _MAX_SEED = 2**63 - 1
+_MAX_FIELDS = 256  # of an object of ours
+_MAX_ENTRIES = 4096  # of logit_bias and metadata
 
 
 def _encodable(text: str) -> str:
@@ -23,19 +33,33 @@ def _encodable(text: str) -> str:
     return text
 
 
+def _few(value: Any, most: int = _MAX_FIELDS) -> Any:
+    """Before each of them gives an error of its own, of a kilobyte."""
+    if isinstance(value, dict) and len(value) > most:
+        raise ValueError(f"it has {len(value)} fields, at most {most} are taken: leave some out")
+    return value
+
+
 Text = Annotated[str, AfterValidator(_encodable)]
+Few = BeforeValidator(lambda value: _few(value, _MAX_ENTRIES))
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Token = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Name = Annotated[Text, Field(max_length=256)]
 Id = Annotated[str, Field(min_length=1, max_length=MAX_LENGTH, pattern=f"^{PATTERN}$")]
 StopText = Annotated[Text, Field(min_length=1, max_length=1000)]
-StopTexts = Annotated[list[StopText], Field(max_length=_MAX_STOPS)]
+StopTexts = Annotated[list[StopText], Field(max_length=_MAX_STOPS, fail_fast=True)]
+Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 
 
 class Model(BaseModel):
     # hide_input: an error message never repeats a prompt
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, value: Any) -> Any:
+        return _few(value)
 
 
 class StreamOptions(Model):
@@ -50,7 +74,7 @@ class TextPart(Model):
 
 class Message(Model):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart] | None = None
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: Name | None = None
     refusal: Text | None = None
     message_id: Id | None = None
@@ -60,6 +84,9 @@ class Message(Model):
         if isinstance(self.content, list):
             return "".join(part.text for part in self.content)
         return self.content or ""
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=100_000, fail_fast=True)]
 
 
 class JsonSchemaFormat(Model):
@@ -100,7 +127,7 @@ class Generation(Model):
     logit_bias: (
         Annotated[
             dict[Annotated[str, Field(max_length=10)], Annotated[Finite, Field(ge=-100, le=100)]],
-            Field(max_length=4096),
+            Few,
         ]
         | None
     ) = None
@@ -138,14 +165,14 @@ class Generation(Model):
 
 
 class ChatRequest(Generation):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=100_000)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
     # accepted and ignored
     store: bool | None = None
-    metadata: dict[Name, Annotated[Text, Field(max_length=4096)]] | None = None
+    metadata: Annotated[dict[Name, Annotated[Text, Field(max_length=4096)]], Few] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Name | None = None
     verbosity: Name | None = None
@@ -176,11 +203,9 @@ class ChatRequest(Generation):
 
 Prompt = (
     Text
-    | Annotated[list[Text], Field(min_length=1, max_length=_MAX_CHOICES)]
-    | Annotated[list[Token], Field(min_length=1)]
-    | Annotated[
-        list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1, max_length=_MAX_CHOICES)
-    ]
+    | Annotated[list[Text], Field(min_length=1, max_length=_MAX_CHOICES, fail_fast=True)]
+    | Tokens
+    | Annotated[list[Tokens], Field(min_length=1, max_length=_MAX_CHOICES, fail_fast=True)]
 )
 
 
@@ -214,8 +239,8 @@ class WarmRequest(Model):
     """A prompt to evaluate and keep: requests that start with it then do not wait for it."""
 
     model: Name | None = None
-    prompt: Text | Annotated[list[Token], Field(min_length=1)] | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=100_000)] | None = None
+    prompt: Text | Tokens | None = None
+    messages: Messages | None = None
 
     @model_validator(mode="after")
     def _one_of_both(self) -> WarmRequest:
@@ -230,11 +255,12 @@ class ContextPatch(Model):
 
 EmbeddingInput = (
     Annotated[Text, Field(min_length=1)]
-    | Annotated[list[Annotated[Text, Field(min_length=1)]], Field(min_length=1, max_length=_MAX_INPUTS)]
-    | Annotated[list[Token], Field(min_length=1)]
     | Annotated[
-        list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1, max_length=_MAX_INPUTS)
+        list[Annotated[Text, Field(min_length=1)]],
+        Field(min_length=1, max_length=_MAX_INPUTS, fail_fast=True),
     ]
+    | Tokens
+    | Annotated[list[Tokens], Field(min_length=1, max_length=_MAX_INPUTS, fail_fast=True)]
 )
 
 

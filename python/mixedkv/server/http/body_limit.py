@@ -1,4 +1,4 @@
-"""Reads a request's body first, up to limits in size and time; counts answers by status."""
+"""Reads a request's body first, up to limits in size and time; ends what takes too long; counts answers."""
 
 from __future__ import annotations
 
@@ -9,22 +9,27 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mixedkv.server.api_error import ApiError
+from mixedkv.server.api_error import ApiError, timed_out
 from mixedkv.server.http.auth import Keys
 
 _MAX_BYTES_OF_STRANGERS = 4096  # who has no key fills no memory
 _LINGER_SECONDS = 1.0
+DEADLINE = "mixedkv.deadline"  # in a request's scope: time of the event loop at which it is given up
 _LARGEST_AT_A_TIME = 16  # bodies of the largest size, or as many bytes in smaller ones
 _SMALL = 1 << 16  # bytes of a body that is always taken: as many as there are connections are no danger
 
 
 class BodyLimit:
     """413 for a body of more than `max_bytes`, however it is sent; without a key for a smaller one. 408 for
-    one that is not complete after `seconds`, 429 while all bodies together are too large.
+    one that is not complete after `read_seconds`, 429 while all bodies together are too large. 504 where no
+    answer begins within `seconds`.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float, keys: Keys, count: Any) -> None:
-        self._app, self._max_bytes, self._seconds = app, max_bytes, seconds
+    def __init__(
+        self, app: ASGIApp, max_bytes: int, read_seconds: float, seconds: float, keys: Keys, count: Any
+    ) -> None:
+        self._app, self._max_bytes = app, max_bytes
+        self._read_seconds, self._seconds = read_seconds, seconds
         self._keys, self._count = keys, count
         self._held = 0  # bytes of all requests at work
 
@@ -41,20 +46,43 @@ class BodyLimit:
             await send(message)
 
         held = _Held()
+        scope[DEADLINE] = asyncio.get_running_loop().time() + self._seconds
         try:
             error = await self._read_or_refuse(scope, receive, held)
             if error is not None:
                 await error.response()(scope, receive, counted)
             elif held.parts is not None:
-                await self._app(scope, held.replay(receive), counted)
+                await self._answer(scope, held.replay(receive), counted)
         finally:
             self._held -= held.size
 
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        work = asyncio.ensure_future(self._app(scope, receive, noted))
+        try:
+            left = scope[DEADLINE] - asyncio.get_running_loop().time()
+            await asyncio.wait({work}, timeout=max(0.0, left))
+            if work.done() or begun:
+                await work
+                return
+        finally:
+            work.cancel()
+        await asyncio.wait({work}, timeout=_LINGER_SECONDS)
+        if not begun:
+            await timed_out(self._seconds).response()(scope, receive, send)
+        begun = True
+
     async def _read_or_refuse(self, scope: Scope, receive: Receive, held: _Held) -> ApiError | None:
         try:
-            await asyncio.wait_for(self._read(scope, receive, held), self._seconds)
+            await asyncio.wait_for(self._read(scope, receive, held), self._read_seconds)
         except asyncio.TimeoutError:
-            message = f"the body did not come within {self._seconds:g} seconds: send it faster, or less"
+            message = f"the body did not come within {self._read_seconds:g} seconds: send it faster, or less"
             refusal = ApiError(408, message, code="request_timeout", headers={"Connection": "close"})
         except ApiError as error:
             refusal = error

@@ -1,0 +1,136 @@
+"""Bodies that cost more than they are: invalid in a million places, or large and many."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.server_support import MODEL, Server, running
+
+MB = 10**6
+USER = {"role": "user", "content": "x"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running("--n-ctx", "1024", "--parallel", "2", "--embeddings") as server:
+        yield server
+
+
+def memory(server: Server, name: str) -> int:
+    """Bytes: VmRSS, what the process has; VmHWM, the most it had."""
+    lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def repeated(part: str, size: int = 7_900_000) -> str:
+    return ",".join([part] * (size // (len(part) + 1)))
+
+
+BODIES = {
+    "parts": ("/v1/chat/completions", '{"messages":[{"role":"user","content":[' + repeated("{}") + "]}]}"),
+    "parts that are none": (
+        "/v1/chat/completions",
+        '{"messages":[{"role":"user","content":[' + repeated("1") + "]}]}",
+    ),
+    "messages": ("/v1/chat/completions", '{"messages":[' + repeated('{"role":1,"content":[],"x":1}') + "]}"),
+    "few messages": (
+        "/v1/chat/completions",
+        '{"messages":[' + repeated('{"role":1,"content":[],"x":1}', 30 * 100_000) + "]}",
+    ),
+    "unknown fields": (
+        "/v1/chat/completions",
+        json.dumps({"messages": [USER], **{str(i): 1 for i in range(550_000)}}),
+    ),
+    "fields of a message": (
+        "/v1/chat/completions",
+        json.dumps({"messages": [{**USER, **{str(i): 1 for i in range(550_000)}}]}),
+    ),
+    "metadata": (
+        "/v1/chat/completions",
+        json.dumps({"messages": [USER], "metadata": {str(i): 1 for i in range(550_000)}}),
+    ),
+    "logit_bias": (
+        "/v1/completions",
+        json.dumps({"prompt": "x", "logit_bias": {str(i): "" for i in range(500_000)}}),
+    ),
+    "negative tokens": ("/v1/completions", '{"prompt":[' + repeated("-1") + "]}"),
+    "lists of them": ("/v1/completions", '{"prompt":[' + repeated("[-1]") + "]}"),
+    "stops": ("/v1/completions", '{"prompt":"x","stop":[' + repeated("1") + "]}"),
+    "inputs": ("/v1/embeddings", '{"input":[' + repeated("-1") + "]}"),
+    "lists of inputs": ("/v1/embeddings", '{"input":[' + repeated("[-1]") + "]}"),
+    "warm": ("/v1/warm", '{"prompt":[' + repeated("-1") + "]}"),
+    "context": ("/v1/context", '{"model":"m","messages":[' + repeated('{"role":1}', 11 * 90_000) + "]}"),
+    "tool calls": (
+        "/v1/context",
+        '{"model":"m","messages":[{"role":"user","tool_calls":[' + repeated("1") + "]}]}",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_what_is_wrong_in_many_places_is_said_once(server: Server, name: str) -> None:
+    path, body = BODIES[name]
+    before = memory(server, "VmRSS")
+    Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")  # VmHWM begins anew
+    status, answer, _ = server.request("POST", path, raw=body.encode())
+    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+    assert len(json.dumps(answer)) < 1000
+    assert memory(server, "VmHWM") - before < 300 * MB
+
+
+def test_large_prompts_hold_no_small_one_up(server: Server) -> None:
+    """Whatever they take, a small request does not queue behind them: it is answered before the last."""
+    large: dict[str, Any] = {"messages": [USER] * 90_000, "max_tokens": 1}
+    data = json.dumps(large).encode()
+    with ThreadPoolExecutor(6) as pool:
+        sent = [pool.submit(server.request, "POST", "/v1/chat/completions", raw=data) for _ in range(6)]
+        statuses = [
+            server.status("POST", "/v1/completions", {"prompt": "x", "max_tokens": 1}) for _ in range(3)
+        ]
+        waiting = [future for future in sent if not future.done()]
+        assert statuses == [200] * 3
+        assert waiting, "too few to tell"
+        assert {future.result()[0] for future in sent} == {400}
+
+
+def test_an_unknown_type_of_content_is_named(server: Server) -> None:
+    command = ["curl", "-s", f"{server.url}/v1/completions", "-d", '{"prompt": "x"}']
+    answer = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    assert "Content-Type: application/json" in answer["error"]["message"]
+
+
+def test_a_stopped_redis_holds_up_sessions_only(tmp_path: Path) -> None:
+    program = "redis-server"
+    try:
+        redis = subprocess.Popen(
+            [program, "--port", "0", "--unixsocket", str(tmp_path / "s"), "--save", ""],
+            stdout=subprocess.DEVNULL,
+        )
+    except FileNotFoundError:
+        pytest.skip("no redis-server on the path: apt-get install redis-server")
+    try:
+        while not (tmp_path / "s").exists():
+            assert redis.poll() is None
+        options = ("--n-ctx", "512", "--parallel", "2", "--request-timeout", "3", "--drain-timeout", "1")
+        with running(*options, "--metadata-url", f"unix://{tmp_path / 's'}") as server:
+            made = {"model": MODEL, "prompt": "x", "session_id": "a"}
+            assert server.status("POST", "/v1/context", made) == 201
+            os.kill(redis.pid, signal.SIGSTOP)
+            with ThreadPoolExecutor(1) as pool:
+                asking = pool.submit(server.request, "GET", "/v1/context/a")
+                assert server.status("POST", "/v1/completions", {"prompt": "x", "max_tokens": 1}) == 200
+                status, answer, _ = asking.result()
+            assert (status, answer["error"]["code"]) == (504, "timeout")
+            assert server.stop(seconds=50) == 0
+    finally:
+        redis.kill()
+        redis.wait()
