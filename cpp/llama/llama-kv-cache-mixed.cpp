@@ -144,6 +144,12 @@ llama_memory_context_ptr llama_kv_cache_mixed::init_full() {
     return std::make_unique<llama_kv_cache_mixed_context>(this);
 }
 
+llama_memory_context_ptr llama_kv_cache_mixed::init_update(llama_context * lctx, bool optimize) {
+    this->lctx = lctx;
+
+    return llama_kv_cache::init_update(lctx, optimize);
+}
+
 void llama_kv_cache_mixed::place(slot_info_vec_t & sinfos, const std::vector<llama_ubatch> & ubatches) {
     if (n_stream == 1 && n_seq_max > 1 && n_swa == 0) {
         placement.place(v_cells[0], sinfos, ubatches);

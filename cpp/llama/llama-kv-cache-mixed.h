@@ -16,6 +16,7 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -67,6 +68,8 @@ public:
 
     llama_kv_cache_context * make_context(slot_info_vec_t sinfos, std::vector<llama_ubatch> ubatches) override;
 
+    llama_memory_context_ptr init_update(llama_context * lctx, bool optimize) override;
+
     bool update(llama_context * lctx, bool do_shift, const stream_copy_info & sc_info) override;
 
     ggml_cgraph * build_graph_shift(llm_graph_result * res, llama_context * lctx) const override;
@@ -98,6 +101,22 @@ public:
     // after a ubatch has been placed: lets go of the slots that its queries no longer read,
     //   gives slots to its hot tokens and returns the ring row of each token over all streams
     std::vector<int64_t> advance(const slot_info & sinfo, const llama_ubatch & ubatch);
+
+    // the cache before a ubatch was placed, as far as llama_context::decode does not restore it when the graph fails
+    struct checkpoint {
+        slot_info                         sinfo;
+        std::vector<uint32_t>             heads;  // by stream of sinfo, as the others
+        std::vector<std::vector<int32_t>> owners; // who held which ring slot
+        std::vector<std::vector<uint8_t>> rows;   // of the slots in `taken`, see copy_rows
+        std::vector<std::vector<uint32_t>> taken; // slots that the ubatch gets from live cells
+    };
+
+    checkpoint begin_step(const slot_info & sinfo) const;
+
+    // after the ubatch has been placed, before its graph runs: keeps the rows that it overwrites
+    void keep_rows(checkpoint & step) const;
+
+    void roll_back(const checkpoint & step);
 
     // rows from outside were put into these cells, wanted[i] is the slot that row i would like, any_slot or none:
     //   lets go of the slots that nobody reads any more and returns the slot that each row gets, or none
@@ -203,6 +222,18 @@ private:
     // a slot for the cell; when they run short the row at the lowest position goes
     int32_t assign_slot(uint32_t strm, uint32_t cell);
 
+    // the context that computes on this cache, once it has
+    llama_context * lctx = nullptr;
+
+    // waits for graphs that may still write rows
+    void synchronize() const;
+
+    // rows of all layers at these slots, one after the other, to `rows` or from there
+    void copy_rows(uint32_t strm, const std::vector<uint32_t> & slots, std::vector<uint8_t> & rows) const;
+    void put_rows (uint32_t strm, const std::vector<uint32_t> & slots, const std::vector<uint8_t> & rows);
+
+    template <typename F> void for_each_run(uint32_t strm, const std::vector<uint32_t> & slots, F && body) const;
+
     // cells in the order in which upstream's state_write stores them
     std::vector<uint32_t> saved_cells(uint32_t strm, llama_seq_id seq_id) const;
 
@@ -218,6 +249,10 @@ public:
     // used to create a batch processing context from a batch
     llama_kv_cache_mixed_context(llama_kv_cache_mixed * kv, slot_info_vec_t sinfos, std::vector<llama_ubatch> ubatches);
 
+    // takes the last ubatch back unless next() has said that its graph was computed
+    ~llama_kv_cache_mixed_context() override;
+
+    bool next()  override;
     bool apply() override;
 
     uint32_t get_n_mask(const llama_ubatch & ubatch, uint32_t n_stream) const override;
@@ -266,8 +301,8 @@ private:
     // edges of the Hadamard blocks that the fused nodes of the graph rotate by, 0: none, or the graph itself does
     mutable struct { int k = 0, v = 0; } fold;
 
-    // who held which ring slot before the ubatch was placed, by stream of the ubatch: what its queries may read
-    std::vector<std::vector<int32_t>> owners;
+    // the cache before the ubatch that is under way was placed; its owners are what the queries may read
+    std::optional<llama_kv_cache_mixed::checkpoint> step;
 
     // ring row of each token of the ubatch
     std::vector<int64_t> ring_rows;
