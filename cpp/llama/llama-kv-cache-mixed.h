@@ -118,10 +118,10 @@ public:
 
     void roll_back(const checkpoint & step);
 
-    // rows from outside were put into these cells, wanted[i] is the slot that row i would like, any_slot or none:
-    //   lets go of the slots that nobody reads any more and returns the slot that each row gets, or none
+    // rows from outside were put into these cells, wanted[i] is the slot that row i would like, as get_own_slot tells it,
+    //   any_slot or none: lets go of the slots that nobody holds any more and returns the slot that each row gets, or none
     static constexpr int32_t any_slot = INT32_MAX;
-    std::vector<int32_t> adopt(uint32_t strm, const std::vector<uint32_t> & cells, const std::vector<int32_t> & wanted);
+    std::vector<int32_t> adopt(llama_seq_id seq_id, const std::vector<uint32_t> & cells, const std::vector<int32_t> & wanted);
 
     // attention of this layer reads the rows with the fused node
     bool is_fused(int32_t il) const;
@@ -155,7 +155,7 @@ public:
     // layers that attend to the rows of this cache
     uint32_t get_n_readers() const { return map_layer_ids.size(); }
 
-    // live cells that hold a slot
+    // live cells that are read in F16
     uint32_t get_n_cells_hot() const;
 
     // K and V of the ring
@@ -163,6 +163,9 @@ public:
 
     // the slot that a query whose window begins at `begin` reads, -1: it reads the cold row
     int32_t get_hot_slot(uint32_t strm, uint32_t cell, llama_pos begin) const;
+
+    // the slot as counted from the first one of a sequence
+    int32_t get_own_slot(int32_t slot) const { return slot < 0 ? slot : slot % int32_t(capacity.rows()); }
 
     // F16 [n_embd_gqa, n_ring]
     const ggml_tensor * get_k_ring_stream(int32_t il, uint32_t strm) const { return ring_layers[map_layer_ids.at(il)].k_stream[strm]; }
@@ -209,17 +212,22 @@ private:
     void make_rings(uint32_t n_cells);
     void alloc_rings();
 
-    // does any sequence of the cell have it in its hot set, seen from the sequence's last token?
-    bool is_wanted(uint32_t strm, uint32_t cell) const;
+    // does any sequence of the cell hold its row, seen from the sequence's last token?
+    bool is_wanted(uint32_t strm, uint32_t cell, const mixedkv::hot_window & window) const;
 
     // slots of cells that died, and of cells that nobody wants any more
     void release_dead();
-    void release_unwanted(uint32_t strm);
+    void release_unwanted(uint32_t strm, const mixedkv::hot_window & window);
 
     // the same for the sequences of a ubatch, when only they went on
     void release_left(uint32_t strm, const llama_ubatch & ubatch);
 
-    // a slot for the cell; when they run short the row at the lowest position goes
+    // Each sequence has slots of its own, sinks first and then, by turns, the window's. A token takes the one after that of
+    // the token before it, so drafts that were rejected leave no trace, and neither does a state that was restored.
+    uint32_t first_slot(llama_seq_id seq_id) const;
+    uint32_t next_slot(uint32_t strm, uint32_t cell) const;
+
+    // a slot for the cell; when they run short the row at the lowest position behind the sinks goes
     int32_t assign_slot(uint32_t strm, uint32_t cell);
 
     // the context that computes on this cache, once it has

@@ -133,6 +133,8 @@ class Player:
         if any(self.shares(seq)) or not len(positions) or len(positions) != last - first:
             return  # a block has no holes
         block = self.ctx.export(seq, first, last)
+        if isinstance(self.other, Oracle):
+            self.other.cut_out(seq, first, last)
         self.ctx.rm(seq, first, last)
         self.ctx.put(block, seq)
         if isinstance(self.other, Oracle):
