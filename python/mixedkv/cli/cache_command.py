@@ -50,7 +50,7 @@ def _open(args: argparse.Namespace, max_gb: float = _ANY_SIZE_GB) -> KVStore:
     if not store_root(args.store).is_dir():
         raise ValueError(f"{args.store} holds no store of this version")
     key = parse_key_source(args.key) if args.key else None
-    return KVStore(args.store, max_ram_bytes=0, max_kv_size_gb=max_gb, key=key)
+    return KVStore(args.store, max_ram_bytes=0, max_kv_size_gb=max_gb, key=key, check_key=False)
 
 
 def _ls(args: argparse.Namespace) -> None:

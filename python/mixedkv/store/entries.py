@@ -30,7 +30,7 @@ from mixedkv.store.lookup import (
     token_context,
 )
 from mixedkv.store.results import EntryInfo, GCResult, Link, Match, Tier, Verified
-from mixedkv.store.tiers.disk import DiskTier, folder_lock, read_all
+from mixedkv.store.tiers.disk import DiskTier, folder_lock, is_full, make_own_folder, open_own, read_all
 from mixedkv.store.tiers.ram import RamTier
 from mixedkv.tokens import Tokens
 
@@ -66,8 +66,9 @@ class Entries:
         self._lock = RLock()
         self._used: dict[str, float] = {}
         self.unerased = False
+        self._told_full = False
         if root is not None:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)  # what is in it can be read back as text
+            make_own_folder(root)
         self._disk = DiskTier(root / "entries") if root else None
         self._tidied = (0, 0, 0)
         self._index = self._open()
@@ -77,6 +78,11 @@ class Entries:
             self._note_used()
             self._forget()
             self._index.close()
+
+    def key_ids(self) -> set[str]:
+        """Names of the master keys that entries are encrypted with, "" for none."""
+        with self._lock, _as_os_error():
+            return self._index.key_ids()
 
     # --- reading ---
 
@@ -218,13 +224,37 @@ class Entries:
         if self._disk is None:
             self._insert(row, listed, old, session)
         else:
-            data = encrypt(key, pieces, _file_context(identity.digest, entry)) if key_id else pieces
-            with self._disk.publish(_file_name(row), data):
-                self._insert(row, listed, old, session)
+            context = _file_context(identity.digest, entry)
+            while True:
+                data = encrypt(key, pieces, context) if key_id else pieces
+                try:
+                    with self._disk.publish(_file_name(row), data):
+                        self._insert(row, listed, old, session)
+                    break
+                except (OSError, sqlite3.OperationalError) as error:
+                    if not (is_full(error) and self._make_room(size, parent)):
+                        raise
             with self._lock:
                 self.counts["bytes_written"] += size
         self.ram.put(entry, block)
         return entry
+
+    def _make_room(self, size: int, parent: Match | None) -> bool:
+        """Evict what a new entry needs; False if there is nothing to evict."""
+        if not self._told_full:
+            self._told_full = True
+            _LOG.warning("the disk is full before the store is: entries are evicted for new ones")
+        kept = {link.entry for link in parent.links} if parent else set()
+        with self._lock:
+            chosen: dict[str, int] = {}
+            for row in self._index.leaves(self._eviction):
+                if row.id not in kept and sum(chosen.values()) < size:
+                    chosen[row.id] = row.nbytes
+            self._remove_files(chosen)  # first: without room not even the index can change
+            for entry in chosen:
+                self._index.remove(entry)
+            self.counts["evicted"] += len(chosen)
+        return bool(chosen)
 
     def _check_budget(self, size: int, parent: Match | None) -> None:
         """An entry and what it builds on must fit together: none of them can leave before the others."""
@@ -384,6 +414,7 @@ class Entries:
         return index
 
     def _open_index(self, path: Path) -> Index:
+        open_own(path).close()  # with the mode that its log and its index take from it
         index = Index(path)
         try:
             self._tidied = self._tidy(index)

@@ -196,6 +196,15 @@ class Index:
         query = "SELECT 1 FROM entries WHERE identity = ? AND key_id != ? LIMIT 1"
         return self._db.execute(query, (identity, key_id)).fetchone() is not None
 
+    def key_ids(self) -> set[str]:
+        """Names of the master keys that entries are encrypted with, "" for none."""
+        return {str(key_id) for (key_id,) in self._db.execute("SELECT DISTINCT key_id FROM entries")}
+
+    def leaves(self, eviction: Eviction) -> list[EntryRow]:
+        """Entries that no other builds on, in the order in which they leave."""
+        none = "NOT EXISTS (SELECT 1 FROM entries AS child WHERE child.parent = entries.id)"
+        return list(self._rows(f"FROM entries WHERE {none} ORDER BY {_ORDER[eviction]}"))
+
     def totals(self) -> tuple[int, int]:
         """Entries and bytes of their files."""
         query = "SELECT COUNT(*), COALESCE(SUM(CAST(nbytes AS INTEGER)), 0) FROM entries"

@@ -49,9 +49,10 @@ class KVStore:
             others build on leaves after them.
         key: where the master key comes from, e.g. `key_from_file(path)` or a callable that returns 32 bytes;
             None stores without encryption.
+        check_key: refuse a folder whose entries are encrypted, none of them with this key.
 
     Raises:
-        ValueError: a setting is wrong.
+        ValueError: a setting is wrong, or the key is not the folder's.
         OSError: the folder or the key cannot be read or written.
     """
 
@@ -63,6 +64,7 @@ class KVStore:
         max_kv_size_gb: float = 10.0,
         eviction: Eviction = "lru",
         key: KeySource | None = None,
+        check_key: bool = True,
     ) -> None:
         if eviction not in get_args(Eviction):
             raise ValueError(f"eviction={eviction!r}: use one of {', '.join(get_args(Eviction))}")
@@ -77,6 +79,12 @@ class KVStore:
             max_ram_bytes=max_ram_bytes,
             eviction=eviction,
         )
+        if check_key:
+            try:
+                _check_key(self._entries.key_ids(), self._cipher.key_id, folder)
+            except BaseException:
+                self._entries.close()
+                raise
         self._lock = Lock()
         self._hits: Counter[str] = Counter()
         self._misses: Counter[str] = Counter()
@@ -458,6 +466,13 @@ def _worth_building_on(match: Match | None, window: int) -> Match | None:
     if not links:
         return None
     return replace(match, links=links, tokens=match.tokens[: links[-1].end])
+
+
+def _check_key(stored: set[str], given: str, folder: str | Path | None) -> None:
+    encrypted = stored - {""}
+    if encrypted and given not in encrypted:
+        what = "with another key: give that one" if given else "with a key: give it"
+        raise ValueError(f"{folder}: what is stored there is encrypted {what}, or use another folder")
 
 
 def _check_number(field: str, value: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -134,3 +135,35 @@ def test_a_stopped_redis_holds_up_sessions_only(tmp_path: Path) -> None:
     finally:
         redis.kill()
         redis.wait()
+
+
+def test_a_body_of_two_lengths_is_refused(server: Server) -> None:
+    """What a proxy takes for the end of a request and what we do would not be the same."""
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    head += "Content-Length: 5\r\nTransfer-Encoding: chunked\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(f"{head}\r\n0\r\n\r\n".encode())
+        answer = connection.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"do not go together" in answer
+
+
+def test_an_answer_of_openais_can_be_sent_back(server: Server) -> None:
+    echo = {"audio": None, "function_call": None, "tool_calls": None, "annotations": [], "refusal": None}
+    messages = [USER, {"role": "assistant", "content": "y", **echo}, USER]
+    server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+    messages[1]["tool_calls"] = [{"id": "a"}]
+    assert server.status("POST", "/v1/chat/completions", {"messages": messages}) == 400
+
+
+@pytest.mark.parametrize("field", ["prediction", "web_search_options"])
+def test_what_is_not_done_is_not_ignored(server: Server, field: str) -> None:
+    status, answer, _ = server.request("POST", "/v1/chat/completions", {"messages": [USER], field: {}})
+    assert (status, answer["error"]["message"]) == (
+        400,
+        f"{field} is not supported by this server: leave it out",
+    )
+
+
+def test_health_has_a_head(server: Server) -> None:
+    assert server.request("HEAD", "/health")[:2] == (200, "")

@@ -151,12 +151,17 @@ def test_an_encrypted_store_is_read_with_its_key_only(tmp_path: Path) -> None:
         path.write_text(f"{i:064x}\n")
         path.chmod(0o600)
     messages: list[dict[str, str]] = []
-    for secret, tier in ((0, None), (0, "disk"), (1, None)):
-        with running("--store", str(tmp_path / "store"), "--store-key-file", str(secrets[secret])) as server:
+    for tier in (None, "disk"):
+        with running("--store", str(tmp_path / "store"), "--store-key-file", str(secrets[0])) as server:
             usage = turn(server, messages, len(messages))
             assert usage["prompt_tokens_details"]["cached_tier"] == tier
             server.wait_until_idle()
             assert server.stop() == 0
+    for options in (["--store-key-file", str(secrets[1])], []):
+        server = Server("--store", str(tmp_path / "store"), *options)
+        assert server.process.wait(60) != 0
+        server.stop()
+        assert "encrypted with" in server.log
 
 
 def test_a_session_outlives_a_restart_and_is_deleted_whole(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 
 
 def open_store(folder: Path, key: bytes | None = KEY, **options: int) -> KVStore:
-    return KVStore(folder, max_ram_bytes=0, key=key and (lambda: key), **options)
+    return KVStore(folder, max_ram_bytes=0, key=key and (lambda: key), check_key=False, **options)
 
 
 def everything(folder: Path) -> bytes:
@@ -170,3 +170,14 @@ def test_a_large_entry(tmp_path: Path) -> None:
         (read,) = store.read(store.find(WHO, np.arange(10_000))) or []  # type: ignore[arg-type]
     assert same(read, block)
     assert block.nbytes > 3 * 2**20
+
+
+@pytest.mark.parametrize("key", [OTHER_KEY, None])
+def test_a_store_is_not_opened_without_its_key(tmp_path: Path, key: bytes | None) -> None:
+    """Plain entries would come to lie beside encrypted ones, and a wrong key would be a count of misses."""
+    with open_store(tmp_path) as store:
+        store.put(WHO, BLOCK)
+    with pytest.raises(ValueError, match=r"encrypted with .*: give"):
+        KVStore(tmp_path, key=key and (lambda: key))
+    with open_store(tmp_path) as store:
+        assert store.find(WHO, TOKENS) is not None

@@ -58,6 +58,11 @@ async def health(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
+@router.head("/health", include_in_schema=False)
+async def health_head(request: Request) -> Response:
+    return await health(request)
+
+
 @router.get("/ready")
 async def ready(request: Request) -> Response:
     """200 when requests are taken: the model is loaded and warm, and the server is not shutting down."""

@@ -78,6 +78,11 @@ class Message(Model):
     name: Name | None = None
     refusal: Text | None = None
     message_id: Id | None = None
+    # what OpenAI's answers have, to be sent back in the next turn
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
     @property
     def text(self) -> str:
@@ -189,8 +194,8 @@ class ChatRequest(Generation):
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> ChatRequest:
         """Fields that ask for another kind of answer than text."""
-        for name in ("tools", "functions", "audio", "web_search_options"):
-            if getattr(self, name):
+        for name in ("tools", "functions", "audio", "prediction", "web_search_options"):
+            if getattr(self, name) not in (None, []):
                 raise ValueError(f"{name} is not supported by this server: leave it out")
         if self.tool_choice not in (None, "none", "auto") or self.function_call not in (None, "none", "auto"):
             raise ValueError("tool_choice is not supported by this server: leave it out, or use none")

@@ -100,9 +100,16 @@ class BodyLimit:
     async def _read(self, scope: Scope, receive: Receive, held: _Held) -> None:
         """
         Raises:
-            ApiError: 413, it is too large; 429, all together are.
+            ApiError: 400, it says in two ways how long it is; 413, it is too large; 429, all together are.
         """
         limit = self._limit(scope)
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+            raise ApiError(
+                400,
+                "Content-Length and Transfer-Encoding do not go together: send one of them",
+                code="invalid_http",
+                headers={"Connection": "close"},
+            )
         for name, value in scope["headers"]:
             if name == b"content-length" and value.isdigit():
                 self._reserve(held, int(value[:20]), limit)

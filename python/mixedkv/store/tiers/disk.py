@@ -6,6 +6,7 @@ however that ends, so what nobody locks and the index does not know was left beh
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -136,9 +137,49 @@ class DiskTier:
 @contextmanager
 def folder_lock(path: Path) -> Iterator[None]:
     """Held by the one process that opens and tidies a store."""
-    with open(path, "wb") as file:
+    with open_own(path) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def open_own(path: Path) -> IO[bytes]:
+    """A file of the store, made if it is not there: never what a link leads to, never cut short.
+
+    Raises:
+        OSError: it is a link, or cannot be opened.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        file = os.fdopen(os.open(path, flags, 0o600), "r+b")
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(error.errno, "it is a link, which no file of a store is", str(path)) from None
+        raise
+    os.fchmod(file.fileno(), 0o600)
+    return file
+
+
+def make_own_folder(path: Path) -> None:
+    """What is in it can be read back as text.
+
+    Raises:
+        PermissionError: it is another user's, or others may write to it.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    info = path.stat()
+    if info.st_uid != os.geteuid():
+        raise PermissionError(f"{path} belongs to another user: use a folder of your own")
+    if info.st_mode & 0o022:
+        raise PermissionError(
+            f"{path} can be written by others ({stat.S_IMODE(info.st_mode):o}): chmod 700 it"
+        )
+
+
+def is_full(error: Exception) -> bool:
+    """Whether something could not be written because there is no room for it."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return "full" in str(error)  # sqlite3's; its errors have had a code since Python 3.11 only
 
 
 def read_all(file: BinaryIO, size: int) -> npt.NDArray[np.uint8]:
