@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
+from mixedkv.server.pools import LARGE, Pools
+from mixedkv.server.state import read_prompt
 from support.server_support import MODEL, Server, running
 
 MB = 10**6
@@ -88,19 +92,30 @@ def test_what_is_wrong_in_many_places_is_said_once(server: Server, name: str) ->
     assert memory(server, "VmHWM") - before < 300 * MB
 
 
-def test_large_prompts_hold_no_small_one_up(server: Server) -> None:
-    """Whatever they take, a small request does not queue behind them: it is answered before the last."""
-    large: dict[str, Any] = {"messages": [USER] * 90_000, "max_tokens": 1}
-    data = json.dumps(large).encode()
-    with ThreadPoolExecutor(6) as pool:
-        sent = [pool.submit(server.request, "POST", "/v1/chat/completions", raw=data) for _ in range(6)]
-        statuses = [
-            server.status("POST", "/v1/completions", {"prompt": "x", "max_tokens": 1}) for _ in range(3)
+def test_large_prompts_hold_no_small_one_up() -> None:
+    """However many there are, and whatever each takes."""
+
+    class Request:
+        def __init__(self, pools: Pools, size: int) -> None:
+            state = SimpleNamespace(serving=SimpleNamespace(pools=pools))
+            self.app, self._size = SimpleNamespace(state=state), size
+
+        async def body(self) -> bytes:
+            return bytes(self._size)
+
+    async def ask(pools: Pools) -> str:
+        release = threading.Event()
+        large = [
+            asyncio.ensure_future(read_prompt(Request(pools, LARGE + 1), release.wait)) for _ in range(50)
         ]
-        waiting = [future for future in sent if not future.done()]
-        assert statuses == [200] * 3
-        assert waiting, "too few to tell"
-        assert {future.result()[0] for future in sent} == {400}
+        try:
+            return await asyncio.wait_for(read_prompt(Request(pools, LARGE), lambda: "answered"), 30)
+        finally:
+            release.set()
+            await asyncio.gather(*large)
+
+    with Pools() as pools:
+        assert asyncio.run(ask(pools)) == "answered"
 
 
 def test_an_unknown_type_of_content_is_named(server: Server) -> None:
