@@ -97,7 +97,7 @@ def test_large_prompts_hold_no_small_one_up() -> None:
 
     class Request:
         def __init__(self, pools: Pools, size: int) -> None:
-            state = SimpleNamespace(serving=SimpleNamespace(pools=pools))
+            state = SimpleNamespace(server=SimpleNamespace(pools=pools))
             self.app, self._size = SimpleNamespace(state=state), size
 
         async def body(self) -> bytes:
