@@ -24,7 +24,6 @@ class Stats(TypedDict):
     threshold_capacity: int
     group_size: int
     sink_tokens: int
-    n_draft: int
     ring_rows: int
     n_cells_used: int
     n_cells_hot: int
@@ -80,7 +79,7 @@ class RowGroup(TypedDict):
 def version() -> Version: ...
 def last_error() -> str: ...
 def configure_next(
-    mixed: bool, threshold: int, group_size: int, sink_tokens: int, attention: str, n_draft: int = 0
+    mixed: bool, threshold: int, group_size: int, sink_tokens: int, attention: str
 ) -> None: ...
 def withdraw() -> None: ...
 def check(
@@ -93,7 +92,6 @@ def check(
     type_k: int,
     type_v: int,
     n_ctx: int,
-    n_draft: int = 0,
 ) -> None: ...
 def hot_begin(threshold: int, group_size: int, sink_tokens: int, q: int) -> int: ...
 def is_hot(threshold: int, group_size: int, sink_tokens: int, p: int, q: int) -> bool: ...
