@@ -50,10 +50,6 @@ class Tokenizer:
         self._longest = self._longest_token()
         self._constraints = ConstraintCompiler(self._vocab)
 
-    @property
-    def has_chat(self) -> bool:
-        return self._formatter is not None
-
     def tokenize(
         self, text: str, *, start: bool = True, special: bool = False, n_ctx: int | None = None
     ) -> list[int]:

@@ -10,9 +10,9 @@ class SessionKV:
     """What `ContextCacheManager` removes with a session: its rows in the context, and its KV in the store."""
 
     def __init__(self, engine: Engine, store: KVStore | None) -> None:
-        self._engine, self.store = engine, store
+        self._engine, self._store = engine, store
 
     def remove(self, entry: str | None = None, *, session: str | None = None, tenant: str = "") -> int:
         if session is not None and self._engine.alive:
             self._engine.call(lambda: self._engine.pool.forget(tenant, session)).result()
-        return self.store.remove(entry, session=session, tenant=tenant) if self.store is not None else 0
+        return self._store.remove(entry, session=session, tenant=tenant) if self._store is not None else 0
