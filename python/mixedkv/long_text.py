@@ -31,6 +31,14 @@ OWN_SPLITTERS = frozenset({
     "smollm", "solar-open", "stablelm2", "starcoder", "trillion",
 })  # fmt: skip
 
+# Where llama.cpp's pattern reads a run to its end at each of its characters: what it is a run of, and how
+# many of them take a second or two.
+_QUADRATIC = {
+    "superbpe": (r"\d", 1 << 12),
+    "deepseek-llm": (r"\s", 1 << 12),
+    "jais-2": (r"\s", 1 << 16),
+}
+
 # A line with the white space before it and the newlines after it: no pattern matches beyond the next one's.
 _STRETCH = re.compile(r"\s*[^\r\n]*[\r\n]*")
 _WHITE_SPACE = re.compile(  # in UTF-8
@@ -52,6 +60,8 @@ def tokenize(pre: str, text: bytes, tokenizer: Callable[[bytes], list[int]]) -> 
         text = _WHITE_SPACE.sub(b" ", text)
     if not pre or pre in OWN_SPLITTERS or len(text) <= _ANY_THREAD:
         return tokenizer(text)
+    if pre in _QUADRATIC:
+        _check_runs(text, *_QUADRATIC[pre])
     if len(text) > MAX_STRETCH:
         _check_stretches(text)
     stack = _STACK_FOR_ALL + _STACK_PER_CHARACTER * min(len(text), MAX_STRETCH)
@@ -66,6 +76,14 @@ def _check_stretches(text: bytes) -> None:
                 f"a line of {n} characters is more than the {MAX_STRETCH} that this model's tokenizer takes: "
                 f"break it with newlines"
             )
+
+
+def _check_runs(text: bytes, of: str, most: int) -> None:
+    if run := re.search(f"{of}{{{most + 1}}}", text.decode("utf-8", "replace")):
+        raise ValueError(
+            f"more than {most} characters like {run[0][0]!r} in a row, from character {run.start()}: "
+            f"this model's tokenizer takes hours over such runs, break them up"
+        )
 
 
 def _on_stack_of(size: int, call: Callable[[], list[int]]) -> list[int]:

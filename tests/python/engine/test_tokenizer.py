@@ -15,6 +15,7 @@ from mixedkv.engine.tokenizer import Tokenizer
 from mixedkv.errors import ContextLengthError, InvalidModelFileError
 from mixedkv.long_text import MAX_STRETCH, OWN_SPLITTERS
 from support import zoo
+from support.tokenize_child import LONG
 
 # Where llama.cpp takes std::regex, which calls itself for each character: those that are widely used, ...
 RECURSIVE = (
@@ -35,6 +36,9 @@ OTHERS = (
     "spark2_5", "superbpe", "tiny_aya", "ufakzeka", "viking", "whitespace", "youtu",
 )  # fmt: skip
 
+# Runs that would take them hours: each character of one is followed to the run's end.
+QUADRATIC = {"deepseek-llm": (" ", 1 << 12), "jais-2": (" ", 1 << 16), "superbpe": ("7", 1 << 12)}
+
 
 def tokenize_in_child(folder: Path, n: int, names: Sequence[str]) -> None:
     command = [sys.executable, "-m", "support.tokenize_child", str(folder), str(n), *names]
@@ -45,15 +49,14 @@ def tokenize_in_child(folder: Path, n: int, names: Sequence[str]) -> None:
 
 
 def test_a_long_run_of_a_character_has_tokens(tmp_path: Path) -> None:
-    tokenize_in_child(tmp_path, 40_000, RECURSIVE)
+    tokenize_in_child(tmp_path, 40_000, sorted(set(RECURSIVE) - QUADRATIC.keys()))
     tokenize_in_child(tmp_path, MAX_STRETCH, ["tekken"])
 
 
 @pytest.mark.slow
 def test_no_vocabulary_ends_the_process(tmp_path: Path) -> None:
-    quadratic = {"deepseek-llm"}  # "\\s+$" is tried at every space
-    tokenize_in_child(tmp_path, MAX_STRETCH, sorted({*RECURSIVE, *OTHERS} - quadratic))
-    tokenize_in_child(tmp_path, 1 << 20, sorted(OWN_SPLITTERS))
+    tokenize_in_child(tmp_path, MAX_STRETCH, sorted({*RECURSIVE, *OTHERS} - QUADRATIC.keys()))
+    tokenize_in_child(tmp_path, LONG, sorted(OWN_SPLITTERS))
 
 
 def test_a_line_that_no_stack_is_deep_enough_for_is_refused(tmp_path: Path) -> None:
@@ -67,6 +70,17 @@ def test_a_line_that_no_stack_is_deep_enough_for_is_refused(tmp_path: Path) -> N
     path = zoo.write_byte_vocabulary(tmp_path / "v.gguf", "llama-bpe")
     with Llama(path, vocab_only=True, verbose=False) as llm:
         assert len(llm.tokenize(b"a" * (MAX_STRETCH + 1), add_bos=False)) == MAX_STRETCH + 1
+
+
+@pytest.mark.parametrize("pre", QUADRATIC)
+def test_a_run_that_would_take_hours_is_refused(tmp_path: Path, pre: str) -> None:
+    character, most = QUADRATIC[pre]
+    run = (character * most).encode()
+    path = zoo.write_byte_vocabulary(tmp_path / "v.gguf", pre)
+    with Llama(path, vocab_only=True, verbose=False) as llm:
+        assert len(llm.tokenize(b"a" + run + b"!", add_bos=False)) == most + 2
+        with pytest.raises(ValueError, match=f"more than {most} characters like '{character}'"):
+            llm.tokenize(b"a" + run + character.encode() + b"!")
 
 
 def test_the_tokens_do_not_depend_on_the_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
