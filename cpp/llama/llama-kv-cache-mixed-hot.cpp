@@ -74,6 +74,13 @@ uint32_t llama_kv_cache_mixed::first_slot(llama_seq_id seq_id) const {
     return n_stream == 1 ? uint32_t(seq_id)*capacity.rows() : 0;
 }
 
+int32_t llama_kv_cache_mixed::get_own_slot(llama_seq_id seq_id, int32_t slot) const {
+    const int32_t first = first_slot(seq_id);
+    const int32_t n     = capacity.rows();
+
+    return slot >= first && slot < first + n ? slot - first : n + slot;
+}
+
 uint32_t llama_kv_cache_mixed::next_slot(uint32_t strm, uint32_t cell) const {
     const auto & cells = v_cells[strm];
 
@@ -193,8 +200,8 @@ std::vector<int32_t> llama_kv_cache_mixed::adopt(
     std::vector<int32_t> res(cells.size(), mixedkv::hot_ring::none);
 
     for (size_t i = 0; i < cells.size(); ++i) {
-        if (wanted[i] != mixedkv::hot_ring::none && is_wanted(strm, cells[i], window)) {
-            res[i] = wanted[i] == any_slot ? res[i] : ring.assign(cells[i], first_slot(seq_id) + wanted[i] % capacity.rows());
+        if (wanted[i] >= 0 && wanted[i] < int64_t(capacity.rows()) && is_wanted(strm, cells[i], window)) {
+            res[i] = ring.assign(cells[i], first_slot(seq_id) + wanted[i]);
         }
     }
     for (size_t i = 0; i < cells.size(); ++i) {

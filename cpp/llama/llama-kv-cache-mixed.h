@@ -164,8 +164,9 @@ public:
     // the slot that a query whose window begins at `begin` reads, -1: it reads the cold row
     int32_t get_hot_slot(uint32_t strm, uint32_t cell, llama_pos begin) const;
 
-    // the slot as counted from the first one of a sequence
-    int32_t get_own_slot(int32_t slot) const { return slot < 0 ? slot : slot % int32_t(capacity.rows()); }
+    // the slot as counted from the first one of the sequence; behind its last one for a row that has a slot elsewhere, as
+    //   rows that it shares with another sequence may
+    int32_t get_own_slot(llama_seq_id seq_id, int32_t slot) const;
 
     // F16 [n_embd_gqa, n_ring]
     const ggml_tensor * get_k_ring_stream(int32_t il, uint32_t strm) const { return ring_layers[map_layer_ids.at(il)].k_stream[strm]; }

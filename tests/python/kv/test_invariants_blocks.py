@@ -314,3 +314,23 @@ class TestBadBlocks:
         ctx.rm(0, 5, 6)
         with pytest.raises(LookupError, match="position 5 exactly once"):
             ctx.export()
+
+
+def test_a_sequence_with_slots_of_another_leaves_and_comes_back(open_ctx, attention: str) -> None:
+    """Its own are taken by rows that it once shared, then they are free again."""
+    kv = KV.with_(attention=attention, threshold=64)
+    ctx = open_ctx("llama-64", kv, n_ctx=768, n_seq_max=3, unified=True)
+    ctx.decode(tokens[200:210], seq_ids=0)
+    ctx.decode(tokens[:60], seq_ids=1)
+    ctx.cp(1, 2)
+    ctx.rm(1)
+    ctx.decode(tokens[100:130], seq_ids=1)
+    ctx.rm(2)
+    ctx.decode(tokens[130:150], positions=30, seq_ids=1)
+    groups = ctx.export(seq=1)
+    for group in groups:
+        assert len(set(group["slots"])) == len(group["slots"]) == 50
+    away = open_ctx("llama-64", kv)
+    away.put(groups)
+    mine, theirs = away.decode(tokens[150:153]), ctx.decode(tokens[150:153], positions=50, seq_ids=1)
+    assert rel_rms(mine, theirs) < ROUNDING
