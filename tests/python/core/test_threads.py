@@ -139,13 +139,15 @@ def decode_seconds(llm: Llama, n: int) -> float:
 @pytest.mark.skipif(not TWO_CORES, reason="two threads need two cores")
 def test_neighbours_that_only_compute_leave_two_threads_their_share() -> None:
     """Threads that yielded at barriers waited for the neighbours at each: 200 ms a step, not 2."""
-    busy = [sys.executable, "-c", "while True: pass"]
-    neighbours = [subprocess.Popen(busy) for _ in range(os.cpu_count() or 2)]
+    busy = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]
+    neighbours = [subprocess.Popen(busy, stdout=subprocess.PIPE) for _ in range(os.cpu_count() or 2)]
     try:
+        for neighbour in neighbours:
+            assert neighbour.stdout and neighbour.stdout.readline()
         with make(1) as one, make(2) as two:
             ratios = [decode_seconds(two, 20) / decode_seconds(one, 20) for _ in range(5)]
     finally:
         for neighbour in neighbours:
             neighbour.kill()
-            neighbour.wait()
+            neighbour.communicate()
     assert statistics.median(ratios) < 20
