@@ -143,7 +143,8 @@ def test_neighbours_that_only_compute_leave_two_threads_their_share() -> None:
     neighbours = [subprocess.Popen(busy, stdout=subprocess.PIPE) for _ in range(os.cpu_count() or 2)]
     try:
         for neighbour in neighbours:
-            assert neighbour.stdout and neighbour.stdout.readline()
+            assert neighbour.stdout
+            assert neighbour.stdout.readline()
         with make(1) as one, make(2) as two:
             ratios = [decode_seconds(two, 20) / decode_seconds(one, 20) for _ in range(5)]
     finally:
