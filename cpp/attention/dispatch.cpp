@@ -124,6 +124,26 @@ plan_cursor walk(const attention_args * streams, int n_streams) {
     }
 }
 
+// A query with NaN has no weights; a body may find none above minus infinity and answer with zeros, or round NaN to an
+// integer. It must not go unnoticed.
+void spread_nan(const attention_item & w) {
+    const attention_args & a      = *w.args;
+    const int              group  = a.n_head / a.n_head_kv;
+    const int              head_0 = w.head0 * group;
+    for (int64_t query = w.q0; query < w.q0 + w.n_queries; query++) {
+        for (int head = head_0; head < head_0 + w.n_head * group; head++) {
+            const float * x   = query_row(a, query, head);
+            int           nan = 0;
+            for (int i = 0; i < a.d_k; i++) {
+                nan |= x[i] != x[i];
+            }
+            if (nan) {
+                std::fill_n(output_row(a, query, head), a.d_v, NAN);
+            }
+        }
+    }
+}
+
 struct isa_choice {
     const attention_kernels * kernels = nullptr;
     std::string               error;
@@ -223,7 +243,9 @@ bool attention_run(const attention_args * streams, int n_streams, void * scratch
             }
         }
         if (last) {
-            kernels->merge(cursor.make_item(group, 0, data), int(n_chunks), cursor.plan.item_bytes);
+            const attention_item first = cursor.make_item(group, 0, data);
+            kernels->merge(first, int(n_chunks), cursor.plan.item_bytes);
+            spread_nan(first);
         }
     }
     // Every thread draws one ticket past the end, so this one is the last of the call.

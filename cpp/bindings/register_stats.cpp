@@ -13,9 +13,9 @@ static py::dict stats(uintptr_t ctx) {
     return py::dict("mixed"_a = s.mixed, "n_ctx_seq"_a = s.n_ctx_seq, "n_seq_max"_a = s.n_seq_max,
                     "n_stream"_a = s.n_stream, "n_layer"_a = s.n_layer, "threshold"_a = s.threshold,
                     "threshold_capacity"_a = s.threshold_capacity, "group_size"_a = s.group_size,
-                    "sink_tokens"_a = s.sink_tokens, "ring_rows"_a = s.ring_rows, "n_cells_used"_a = s.n_cells_used,
-                    "n_cells_hot"_a = s.n_cells_hot, "n_elements"_a = s.n_elements, "bytes_total"_a = s.bytes_total,
-                    "bytes_cold"_a = s.bytes_cold, "bytes_hot"_a = s.bytes_hot);
+                    "sink_tokens"_a = s.sink_tokens, "n_draft"_a = s.n_draft, "ring_rows"_a = s.ring_rows,
+                    "n_cells_used"_a = s.n_cells_used, "n_cells_hot"_a = s.n_cells_hot, "n_elements"_a = s.n_elements,
+                    "bytes_total"_a = s.bytes_total, "bytes_cold"_a = s.bytes_cold, "bytes_hot"_a = s.bytes_hot);
 }
 
 static py::dict layer_dict(const mixedkv_layer_info & l) {

@@ -45,7 +45,7 @@ void require(bool ok, mixedkv_status status, const std::string & message) {
 }
 
 void check_config(const mixedkv_config & config) {
-    const mixedkv::hot_window window = { config.threshold, config.group_size, config.sink_tokens };
+    const mixedkv::hot_window window = { config.threshold, config.group_size, config.sink_tokens, config.n_draft };
 
     require(uint32_t(config.attention) <= MIXEDKV_ATTENTION_MERGED, MIXEDKV_INVALID,
             "attention must be auto, fused or merged");
@@ -166,6 +166,7 @@ mixedkv_stats get_stats(llama_context * ctx) {
         res.threshold_capacity = mixed->get_capacity().threshold;
         res.group_size         = mixed->get_window().group_size;
         res.sink_tokens        = mixed->get_window().sink_tokens;
+        res.n_draft            = mixed->get_capacity().n_draft;
         res.ring_rows          = mixed->get_n_ring();
         res.n_cells_hot        = mixed->get_n_cells_hot();
     }
@@ -321,13 +322,15 @@ mixedkv_status mixedkv_export_group(llama_context * ctx, int32_t seq_id, uint32_
         require(n_rows == 0 || positions, MIXEDKV_INVALID, "positions is NULL");
         require(n_hot == 0 || (hot && slots), MIXEDKV_INVALID, "hot or slots is NULL");
 
-        const auto rows = find_range(get_group(ctx, group), seq_id, p0, p1, n_rows, n_hot);
+        const auto & kv    = get_group(ctx, group);
+        const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(&kv);
+        const auto   rows  = find_range(kv, seq_id, p0, p1, n_rows, n_hot);
 
         for (size_t i = 0; i < rows.size(); ++i) {
             positions[i] = rows[i].pos;
             if (rows[i].slot >= 0) {
                 *hot++   = i;
-                *slots++ = rows[i].slot;
+                *slots++ = mixed->get_own_slot(seq_id, rows[i].slot);
             }
         }
     });

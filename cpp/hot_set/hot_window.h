@@ -3,9 +3,12 @@
 // A rule on positions alone, so a result does not depend on how a prompt was cut into batches. Tokens are hot
 // until `threshold` of them are, then the oldest `group_size` leave together; the first `sink_tokens` never leave
 // (attention sinks, Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks").
+//
+// Rows are held a little longer than they are read: `n_draft` tokens may be taken back as if they had never come.
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 
@@ -15,6 +18,7 @@ struct hot_window {
     uint32_t threshold   = 0; // 0: no recent window
     uint32_t group_size  = 1;
     uint32_t sink_tokens = 0;
+    uint32_t n_draft     = 0;
 
     // First position of the recent window of a query at position q. Monotone in q; more than q when nothing is hot.
     int32_t begin(int32_t q) const {
@@ -33,16 +37,22 @@ struct hot_window {
     // Is the key at position p hot for a query whose window begins at `begin`?
     bool contains(int32_t p, int32_t begin) const { return p >= begin || is_sink(p); }
 
-    // Rows that one sequence can hold at a time.
-    uint64_t rows() const { return uint64_t(threshold) + sink_tokens; }
+    // First position of the recent rows that a sequence holds whose last token is at position q.
+    int32_t held_begin(int32_t q) const {
+        return threshold == 0 ? begin(q) : begin(int32_t(std::max(int64_t(q) - n_draft, int64_t(-1))));
+    }
+
+    // Rows that one sequence can hold at a time: the sinks and, by turns, the recent ones.
+    uint64_t rows() const { return uint64_t(sink_tokens) + recent_rows(); }
+    uint64_t recent_rows() const { return threshold == 0 ? 0 : uint64_t(threshold) + n_draft; }
 
     // Empty, or the reason why the settings make no sense.
     std::string problem() const {
         if (group_size == 0) {
             return "group_size must be at least 1";
         }
-        if (group_size > INT32_MAX || threshold > INT32_MAX || sink_tokens > INT32_MAX) {
-            return "quantization_threshold, group_size and sink_tokens must be positions, at most 2147483647";
+        if (group_size > INT32_MAX || threshold > INT32_MAX || sink_tokens > INT32_MAX || n_draft > INT32_MAX) {
+            return "quantization_threshold, group_size, sink_tokens and n_draft must be positions, at most 2147483647";
         }
         if (threshold != 0 && threshold < group_size) {
             return "quantization_threshold " + std::to_string(threshold) + " is smaller than group_size " +

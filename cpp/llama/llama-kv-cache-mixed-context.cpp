@@ -18,23 +18,22 @@ llama_kv_cache_mixed_context::llama_kv_cache_mixed_context(
         std::vector<llama_ubatch> ubatches) :
     llama_kv_cache_context(kv, std::move(sinfos), std::move(ubatches)), kv_mixed(kv) {}
 
+llama_kv_cache_mixed_context::~llama_kv_cache_mixed_context() {
+    if (step) {
+        kv_mixed->roll_back(*step);
+    }
+}
+
+bool llama_kv_cache_mixed_context::next() {
+    step.reset();
+
+    return llama_kv_cache_context::next();
+}
+
 bool llama_kv_cache_mixed_context::apply() {
     const auto & sinfo = sinfos[i_cur];
 
-    // the ring's rows are written after the attention of the ubatch: its queries read what was there before
-    owners.clear();
-    for (uint32_t s = 0; s < sinfo.n_stream(); ++s) {
-        const auto & ring = kv_mixed->get_ring(sinfo.strm[s]);
-
-        owners.push_back(ring.owners());
-
-        // cells that a sliding window takes over hold another token from here on
-        for (const uint32_t cell : sinfo.idxs[s]) {
-            if (ring.slot_of(cell) >= 0) {
-                owners.back()[ring.slot_of(cell)] = mixedkv::hot_ring::none;
-            }
-        }
-    }
+    step = kv_mixed->begin_step(sinfo);
 
     if (!llama_kv_cache_context::apply()) {
         return false;
@@ -42,7 +41,10 @@ bool llama_kv_cache_mixed_context::apply() {
 
     kv_mixed->set_runs(ubatches[i_cur], sinfo.n_stream());
 
-    ring_rows = kv_mixed->has_ring() ? kv_mixed->advance(sinfo, ubatches[i_cur]) : std::vector<int64_t>();
+    if (kv_mixed->has_ring()) {
+        ring_rows = kv_mixed->advance(sinfo, ubatches[i_cur]);
+        kv_mixed->keep_rows(*step);
+    }
 
     return true;
 }
@@ -281,7 +283,8 @@ void llama_kv_cache_mixed_context::route_hot(ggml_tensor * mask, const llama_uba
     const int64_t n_tps  = sinfo.size();
 
     for (uint32_t s = 0; s < sinfo.n_stream(); ++s) {
-        const auto & cells = kv_mixed->get_stream_cells(sinfo.strm[s]);
+        const auto & cells  = kv_mixed->get_stream_cells(sinfo.strm[s]);
+        const auto & owners = step->owners[s];
 
         for (int64_t ii = 0; ii < n_tps; ++ii) {
             const int64_t i = s*n_tps + ii;
@@ -297,9 +300,9 @@ void llama_kv_cache_mixed_context::route_hot(ggml_tensor * mask, const llama_uba
                 }
             };
 
-            for (size_t slot = 0; slot < owners[s].size(); ++slot) {
-                const int64_t cell = owners[s][slot];
-                if (cell >= 0 && cell < n_kv) {
+            for (size_t slot = 0; slot < owners.size(); ++slot) {
+                const int64_t cell = owners[slot];
+                if (cell >= 0 && cell < n_kv && !cells.is_empty(cell)) {
                     route(cell, cells.pos_get(cell), n_kv + slot);
                 }
             }

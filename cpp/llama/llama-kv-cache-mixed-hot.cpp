@@ -2,7 +2,10 @@
 
 #include "llama-kv-cache-mixed.h"
 
-bool llama_kv_cache_mixed::is_wanted(uint32_t strm, uint32_t cell) const {
+#include <iterator>
+#include <utility>
+
+bool llama_kv_cache_mixed::is_wanted(uint32_t strm, uint32_t cell, const mixedkv::hot_window & window) const {
     const auto & cells = v_cells[strm];
 
     const llama_pos p = cells.pos_get(cell);
@@ -14,7 +17,7 @@ bool llama_kv_cache_mixed::is_wanted(uint32_t strm, uint32_t cell) const {
     const auto & seqs = cells.seq_get_all(cell);
 
     for (uint32_t s = 0; s < n_seq_max; ++s) {
-        if (seqs.test(s) && p >= window.begin(cells.seq_pos_max(s))) {
+        if (seqs.test(s) && p >= window.held_begin(cells.seq_pos_max(s))) {
             return true;
         }
     }
@@ -35,10 +38,10 @@ void llama_kv_cache_mixed::release_dead() {
     dirty.assign(n_stream, true);
 }
 
-void llama_kv_cache_mixed::release_unwanted(uint32_t strm) {
+void llama_kv_cache_mixed::release_unwanted(uint32_t strm, const mixedkv::hot_window & window) {
     for (uint32_t slot = 0; slot < rings[strm].n_slots(); ++slot) {
         const int32_t cell = rings[strm].cell_of(slot);
-        if (cell >= 0 && (v_cells[strm].is_empty(cell) || !is_wanted(strm, cell))) {
+        if (cell >= 0 && (v_cells[strm].is_empty(cell) || !is_wanted(strm, cell, window))) {
             rings[strm].release(slot);
         }
     }
@@ -53,12 +56,12 @@ void llama_kv_cache_mixed::release_left(uint32_t strm, const llama_ubatch & ubat
             continue;
         }
 
-        const llama_pos begin = window.begin(cells.seq_pos_max(seq_id));
+        const llama_pos begin = window.held_begin(cells.seq_pos_max(seq_id));
         const auto &    rows  = cells.seq_pos_get(seq_id);
 
         for (auto it = rows.lower_bound({ begins[seq_id], 0 }); it != rows.end() && it->first < begin; ++it) {
             const int32_t slot = rings[strm].slot_of(it->second);
-            if (slot >= 0 && !is_wanted(strm, it->second)) {
+            if (slot >= 0 && !is_wanted(strm, it->second, window)) {
                 rings[strm].release(slot);
             }
         }
@@ -67,25 +70,72 @@ void llama_kv_cache_mixed::release_left(uint32_t strm, const llama_ubatch & ubat
     }
 }
 
+uint32_t llama_kv_cache_mixed::first_slot(llama_seq_id seq_id) const {
+    return n_stream == 1 ? uint32_t(seq_id)*capacity.rows() : 0;
+}
+
+int32_t llama_kv_cache_mixed::get_own_slot(llama_seq_id seq_id, int32_t slot) const {
+    const int32_t first = first_slot(seq_id);
+    const int32_t n     = capacity.rows();
+
+    return slot >= first && slot < first + n ? slot - first : n + slot;
+}
+
+uint32_t llama_kv_cache_mixed::next_slot(uint32_t strm, uint32_t cell) const {
+    const auto & cells = v_cells[strm];
+
+    llama_seq_id seq_id = 0;
+    while (!cells.seq_has(cell, seq_id)) {
+        ++seq_id;
+    }
+
+    const uint32_t  first = first_slot(seq_id);
+    const uint32_t  turn  = first + capacity.sink_tokens;
+    const uint32_t  n     = capacity.recent_rows();
+    const llama_pos p     = cells.pos_get(cell);
+
+    if (n == 0 || capacity.sink_tokens > uint32_t(p)) {
+        return first + std::min<uint32_t>(p, capacity.sink_tokens);
+    }
+
+    const auto & rows = cells.seq_pos_get(seq_id);
+    const auto   it   = rows.lower_bound({ p, 0 });
+
+    if (it != rows.begin() && std::prev(it)->first == p - 1) {
+        const int32_t slot = rings[strm].slot_of(std::prev(it)->second);
+        if (slot >= int32_t(turn) && slot < int32_t(turn + n)) {
+            return turn + (slot - turn + 1) % n;
+        }
+    }
+
+    return turn + (p - capacity.sink_tokens) % n;
+}
+
 int32_t llama_kv_cache_mixed::assign_slot(uint32_t strm, uint32_t cell) {
     auto & ring = rings[strm];
 
-    const int32_t res = ring.assign(cell);
+    int32_t res = ring.assign(cell, next_slot(strm, cell));
+    if (res < 0) {
+        res = ring.assign(cell);
+    }
     if (res >= 0) {
         return res;
     }
 
-    // several tokens at one position: more rows are wanted than positions are in the window
+    // several tokens at one position: more rows are wanted than positions are in the window. Sinks stay.
     const auto & cells = v_cells[strm];
+    const auto   rank  = [&](uint32_t i) {
+        return std::make_pair(window.is_sink(cells.pos_get(i)), cells.pos_get(i));
+    };
 
     uint32_t lowest = 0;
     for (uint32_t slot = 1; slot < ring.n_slots(); ++slot) {
-        if (cells.pos_get(ring.cell_of(slot)) < cells.pos_get(ring.cell_of(lowest))) {
+        if (rank(ring.cell_of(slot)) < rank(ring.cell_of(lowest))) {
             lowest = slot;
         }
     }
 
-    if (cells.pos_get(ring.cell_of(lowest)) > cells.pos_get(cell)) {
+    if (window.is_sink(cells.pos_get(ring.cell_of(lowest))) || rank(ring.cell_of(lowest)) > rank(cell)) {
         return mixedkv::hot_ring::none;
     }
 
@@ -111,13 +161,13 @@ std::vector<int64_t> llama_kv_cache_mixed::advance(const slot_info & sinfo, cons
             for (uint32_t seq_id = 0; seq_id < n_seq_max; ++seq_id) {
                 begins[seq_id] = seq_to_stream[seq_id] == strm ? 0 : begins[seq_id];
             }
-            release_unwanted(strm);
+            release_unwanted(strm, window);
             dirty[strm] = false;
         }
         release_left(strm, ubatch);
 
         for (const uint32_t cell : sinfo.idxs[s]) {
-            if (is_wanted(strm, cell)) {
+            if (is_wanted(strm, cell, window)) {
                 assign_slot(strm, cell);
             }
         }
@@ -133,7 +183,9 @@ std::vector<int64_t> llama_kv_cache_mixed::advance(const slot_info & sinfo, cons
 }
 
 std::vector<int32_t> llama_kv_cache_mixed::adopt(
-        uint32_t strm, const std::vector<uint32_t> & cells, const std::vector<int32_t> & wanted) {
+        llama_seq_id seq_id, const std::vector<uint32_t> & cells, const std::vector<int32_t> & wanted) {
+    const uint32_t strm = seq_to_stream[seq_id];
+
     auto & ring = rings[strm];
 
     // a sliding window takes over cells that its queries no longer see
@@ -142,18 +194,18 @@ std::vector<int32_t> llama_kv_cache_mixed::adopt(
             ring.release(ring.slot_of(cell));
         }
     }
-    release_unwanted(strm);
+    release_unwanted(strm, window);
     dirty[strm] = true;
 
     std::vector<int32_t> res(cells.size(), mixedkv::hot_ring::none);
 
     for (size_t i = 0; i < cells.size(); ++i) {
-        if (wanted[i] != mixedkv::hot_ring::none && is_wanted(strm, cells[i])) {
-            res[i] = ring.assign(cells[i], wanted[i]);
+        if (wanted[i] >= 0 && wanted[i] < int64_t(capacity.rows()) && is_wanted(strm, cells[i], window)) {
+            res[i] = ring.assign(cells[i], first_slot(seq_id) + wanted[i]);
         }
     }
     for (size_t i = 0; i < cells.size(); ++i) {
-        if (wanted[i] != mixedkv::hot_ring::none && res[i] < 0 && is_wanted(strm, cells[i])) {
+        if (wanted[i] != mixedkv::hot_ring::none && res[i] < 0 && is_wanted(strm, cells[i], window)) {
             res[i] = assign_slot(strm, cells[i]);
         }
     }
@@ -173,11 +225,13 @@ std::string llama_kv_cache_mixed::set_window(const mixedkv::hot_window & value) 
     }
 
     if (problem.empty()) {
-        window = value;
-        dirty.assign(n_stream, true);
+        // a window that is opened again fills from new tokens alone: no row is held for drafts
         for (uint32_t strm = 0; strm < n_stream; ++strm) {
-            release_unwanted(strm);
+            release_unwanted(strm, value);
         }
+        dirty.assign(n_stream, true);
+        window         = value;
+        window.n_draft = capacity.n_draft;
     }
 
     return problem;

@@ -146,10 +146,15 @@ void llama_kv_cache_mixed::ring_read(llama_io_read_i & io, llama_seq_id seq_id, 
             }
 
             // the slot that it had: attention sums its rows in order of slots, so the next logits are the same bits
-            const uint32_t cell = sinfo.idxs[0][ordinal];
-            int32_t        slot = rings[strm].assign(cell, read_u32());
-            if (slot < 0) {
-                slot = rings[strm].assign(cell);
+            const uint32_t cell   = sinfo.idxs[0][ordinal];
+            const uint32_t wanted = read_u32();
+
+            int32_t slot = mixedkv::hot_ring::none;
+            if (is_wanted(strm, cell, window)) { // else it was saved with a wider window than this cache has now
+                slot = rings[strm].assign(cell, wanted);
+                if (slot < 0) {
+                    slot = rings[strm].assign(cell);
+                }
             }
             rows[i] = slot >= 0 ? slot : get_trash_row();
         }
@@ -160,7 +165,5 @@ void llama_kv_cache_mixed::ring_read(llama_io_read_i & io, llama_seq_id seq_id, 
                 io.read_tensor(layer.v_stream[strm], row*layer.v->nb[1], layer.v->nb[1]);
             }
         }
-
-        release_unwanted(strm); // saved with a wider window than this cache has now
     }
 }

@@ -39,7 +39,7 @@ llama_kv_cache_mixed::llama_kv_cache_mixed(
     }
 
     if (config.mixed) {
-        capacity = { config.threshold, config.group_size, config.sink_tokens };
+        capacity = { config.threshold, config.group_size, config.sink_tokens, config.n_draft };
     }
     window = capacity;
 
@@ -142,6 +142,12 @@ void llama_kv_cache_mixed::alloc_rings() {
 
 llama_memory_context_ptr llama_kv_cache_mixed::init_full() {
     return std::make_unique<llama_kv_cache_mixed_context>(this);
+}
+
+llama_memory_context_ptr llama_kv_cache_mixed::init_update(llama_context * lctx, bool optimize) {
+    this->lctx = lctx;
+
+    return llama_kv_cache::init_update(lctx, optimize);
 }
 
 void llama_kv_cache_mixed::place(slot_info_vec_t & sinfos, const std::vector<llama_ubatch> & ubatches) {
@@ -308,8 +314,13 @@ ggml_tensor * llama_kv_cache_mixed::cpy_v_ring(ggml_context * ctx, ggml_tensor *
 uint32_t llama_kv_cache_mixed::get_n_cells_hot() const {
     uint32_t res = 0;
 
-    for (const auto & ring : rings) {
-        res += ring.n_used();
+    auto hot = window;
+    hot.n_draft = 0;
+
+    for (uint32_t strm = 0; strm < n_stream; ++strm) {
+        for (const int32_t cell : rings[strm].owners()) {
+            res += cell >= 0 && is_wanted(strm, cell, hot);
+        }
     }
 
     return res;

@@ -16,6 +16,7 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -67,6 +68,8 @@ public:
 
     llama_kv_cache_context * make_context(slot_info_vec_t sinfos, std::vector<llama_ubatch> ubatches) override;
 
+    llama_memory_context_ptr init_update(llama_context * lctx, bool optimize) override;
+
     bool update(llama_context * lctx, bool do_shift, const stream_copy_info & sc_info) override;
 
     ggml_cgraph * build_graph_shift(llm_graph_result * res, llama_context * lctx) const override;
@@ -99,10 +102,26 @@ public:
     //   gives slots to its hot tokens and returns the ring row of each token over all streams
     std::vector<int64_t> advance(const slot_info & sinfo, const llama_ubatch & ubatch);
 
-    // rows from outside were put into these cells, wanted[i] is the slot that row i would like, any_slot or none:
-    //   lets go of the slots that nobody reads any more and returns the slot that each row gets, or none
+    // the cache before a ubatch was placed, as far as llama_context::decode does not restore it when the graph fails
+    struct checkpoint {
+        slot_info                         sinfo;
+        std::vector<uint32_t>             heads;  // by stream of sinfo, as the others
+        std::vector<std::vector<int32_t>> owners; // who held which ring slot
+        std::vector<std::vector<uint8_t>> rows;   // of the slots in `taken`, see copy_rows
+        std::vector<std::vector<uint32_t>> taken; // slots that the ubatch gets from live cells
+    };
+
+    checkpoint begin_step(const slot_info & sinfo) const;
+
+    // after the ubatch has been placed, before its graph runs: keeps the rows that it overwrites
+    void keep_rows(checkpoint & step) const;
+
+    void roll_back(const checkpoint & step);
+
+    // rows from outside were put into these cells, wanted[i] is the slot that row i would like, as get_own_slot tells it,
+    //   any_slot or none: lets go of the slots that nobody holds any more and returns the slot that each row gets, or none
     static constexpr int32_t any_slot = INT32_MAX;
-    std::vector<int32_t> adopt(uint32_t strm, const std::vector<uint32_t> & cells, const std::vector<int32_t> & wanted);
+    std::vector<int32_t> adopt(llama_seq_id seq_id, const std::vector<uint32_t> & cells, const std::vector<int32_t> & wanted);
 
     // attention of this layer reads the rows with the fused node
     bool is_fused(int32_t il) const;
@@ -136,7 +155,7 @@ public:
     // layers that attend to the rows of this cache
     uint32_t get_n_readers() const { return map_layer_ids.size(); }
 
-    // live cells that hold a slot
+    // live cells that are read in F16
     uint32_t get_n_cells_hot() const;
 
     // K and V of the ring
@@ -144,6 +163,10 @@ public:
 
     // the slot that a query whose window begins at `begin` reads, -1: it reads the cold row
     int32_t get_hot_slot(uint32_t strm, uint32_t cell, llama_pos begin) const;
+
+    // the slot as counted from the first one of the sequence; behind its last one for a row that has a slot elsewhere, as
+    //   rows that it shares with another sequence may
+    int32_t get_own_slot(llama_seq_id seq_id, int32_t slot) const;
 
     // F16 [n_embd_gqa, n_ring]
     const ggml_tensor * get_k_ring_stream(int32_t il, uint32_t strm) const { return ring_layers[map_layer_ids.at(il)].k_stream[strm]; }
@@ -190,18 +213,35 @@ private:
     void make_rings(uint32_t n_cells);
     void alloc_rings();
 
-    // does any sequence of the cell have it in its hot set, seen from the sequence's last token?
-    bool is_wanted(uint32_t strm, uint32_t cell) const;
+    // does any sequence of the cell hold its row, seen from the sequence's last token?
+    bool is_wanted(uint32_t strm, uint32_t cell, const mixedkv::hot_window & window) const;
 
     // slots of cells that died, and of cells that nobody wants any more
     void release_dead();
-    void release_unwanted(uint32_t strm);
+    void release_unwanted(uint32_t strm, const mixedkv::hot_window & window);
 
     // the same for the sequences of a ubatch, when only they went on
     void release_left(uint32_t strm, const llama_ubatch & ubatch);
 
-    // a slot for the cell; when they run short the row at the lowest position goes
+    // Each sequence has slots of its own, sinks first and then, by turns, the window's. A token takes the one after that of
+    // the token before it, so drafts that were rejected leave no trace, and neither does a state that was restored.
+    uint32_t first_slot(llama_seq_id seq_id) const;
+    uint32_t next_slot(uint32_t strm, uint32_t cell) const;
+
+    // a slot for the cell; when they run short the row at the lowest position behind the sinks goes
     int32_t assign_slot(uint32_t strm, uint32_t cell);
+
+    // the context that computes on this cache, once it has
+    llama_context * lctx = nullptr;
+
+    // waits for graphs that may still write rows
+    void synchronize() const;
+
+    // rows of all layers at these slots, one after the other, to `rows` or from there
+    void copy_rows(uint32_t strm, const std::vector<uint32_t> & slots, std::vector<uint8_t> & rows) const;
+    void put_rows (uint32_t strm, const std::vector<uint32_t> & slots, const std::vector<uint8_t> & rows);
+
+    template <typename F> void for_each_run(uint32_t strm, const std::vector<uint32_t> & slots, F && body) const;
 
     // cells in the order in which upstream's state_write stores them
     std::vector<uint32_t> saved_cells(uint32_t strm, llama_seq_id seq_id) const;
@@ -218,6 +258,10 @@ public:
     // used to create a batch processing context from a batch
     llama_kv_cache_mixed_context(llama_kv_cache_mixed * kv, slot_info_vec_t sinfos, std::vector<llama_ubatch> ubatches);
 
+    // takes the last ubatch back unless next() has said that its graph was computed
+    ~llama_kv_cache_mixed_context() override;
+
+    bool next()  override;
     bool apply() override;
 
     uint32_t get_n_mask(const llama_ubatch & ubatch, uint32_t n_stream) const override;
@@ -266,8 +310,8 @@ private:
     // edges of the Hadamard blocks that the fused nodes of the graph rotate by, 0: none, or the graph itself does
     mutable struct { int k = 0, v = 0; } fold;
 
-    // who held which ring slot before the ubatch was placed, by stream of the ubatch: what its queries may read
-    std::vector<std::vector<int32_t>> owners;
+    // the cache before the ubatch that is under way was placed; its owners are what the queries may read
+    std::optional<llama_kv_cache_mixed::checkpoint> step;
 
     // ring row of each token of the ubatch
     std::vector<int64_t> ring_rows;

@@ -4,7 +4,26 @@
 
 #include "ggml-cpu.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
+
+// Beyond the largest F16 number lies an infinite row of the ring, and an infinite scale in most cold types. A product with
+// it is NaN even where its weight is zero: it would reach every query that has a key of the same block.
+static void saturate(float * x, int64_t n) {
+    constexpr float   max  = 65504.0f;
+    constexpr int32_t bits = 0x477fe000; // its own: larger ones belong to larger magnitudes, infinity and NaN
+
+    int32_t beyond = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        int32_t xi;
+        memcpy(&xi, x + i, sizeof(xi));
+        beyond |= (xi & INT32_MAX) > bits;
+    }
+    for (int64_t i = 0; beyond && i < n; ++i) {
+        x[i] = std::isnan(x[i]) ? 0.0f : std::clamp(x[i], -max, max);
+    }
+}
 
 // One token's row of K or V, all heads, F32 and rotated. Valid until the thread's next call.
 static const float * load_row(const ggml_tensor * cur, int64_t token, int rotation) {
@@ -19,6 +38,8 @@ static const float * load_row(const ggml_tensor * cur, int64_t token, int rotati
     if (rotation) {
         mixedkv::rotate_row(row.data(), row.size(), rotation);
     }
+
+    saturate(row.data(), row.size());
 
     return row.data();
 }

@@ -131,9 +131,10 @@ static std::vector<int32_t> wanted_slots(const placement & place) {
     return res;
 }
 
-static void import_hot(const placement & place, uint32_t strm, llama_kv_cache_mixed & kv) {
+static void import_hot(const placement & place, llama_seq_id seq_id, llama_kv_cache_mixed & kv) {
     const auto & group = place.group;
-    const auto   slots = kv.adopt(strm, place.cells(), wanted_slots(place));
+    const auto   strm  = kv.get_stream(seq_id);
+    const auto   slots = kv.adopt(seq_id, place.cells(), wanted_slots(place));
 
     for (uint32_t il = 0; il < group.n_layers; ++il) {
         for (const bool is_k : { true, false }) {
@@ -218,7 +219,7 @@ static void import_group(llama_context & ctx, placement & place, llama_seq_id se
     }
 
     if (mixed && mixed->has_ring()) {
-        import_hot(place, strm, *mixed);
+        import_hot(place, seq_id, *mixed);
     }
 }
 

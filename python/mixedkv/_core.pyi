@@ -24,6 +24,7 @@ class Stats(TypedDict):
     threshold_capacity: int
     group_size: int
     sink_tokens: int
+    n_draft: int
     ring_rows: int
     n_cells_used: int
     n_cells_hot: int
@@ -79,7 +80,7 @@ class RowGroup(TypedDict):
 def version() -> Version: ...
 def last_error() -> str: ...
 def configure_next(
-    mixed: bool, threshold: int, group_size: int, sink_tokens: int, attention: str
+    mixed: bool, threshold: int, group_size: int, sink_tokens: int, attention: str, n_draft: int = 0
 ) -> None: ...
 def withdraw() -> None: ...
 def check(
@@ -92,6 +93,7 @@ def check(
     type_k: int,
     type_v: int,
     n_ctx: int,
+    n_draft: int = 0,
 ) -> None: ...
 def hot_begin(threshold: int, group_size: int, sink_tokens: int, q: int) -> int: ...
 def is_hot(threshold: int, group_size: int, sink_tokens: int, p: int, q: int) -> bool: ...

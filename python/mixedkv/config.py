@@ -46,6 +46,9 @@ class MixedKVConfig:
         hot_type_k, hot_type_v: type of the recent tokens; only "f16".
         cold_type_k, cold_type_v: type of the older tokens, one of `COLD_TYPES`.
         sink_tokens: the first tokens of a sequence, which stay F16 for good.
+        n_draft: tokens that can be taken back, as speculative decoding does with drafts that are
+            rejected, and leave the window as if they had never come: a sequence has F16 rows for so
+            many more. Of no effect without a recent window.
         attention: "fused" reads both tiers in one CPU kernel, "merged" through one F16 view of all
             rows on any backend, "auto" takes the fused kernel where the cache lies in CPU memory.
 
@@ -63,6 +66,7 @@ class MixedKVConfig:
     cold_type_v: str = "q4_0"
     sink_tokens: int = 4
     attention: str = "auto"
+    n_draft: int = 16
 
     def __post_init__(self) -> None:
         if not isinstance(self.enable_quantization, bool):
@@ -73,6 +77,13 @@ class MixedKVConfig:
             _normalise(self, field, COLD_TYPES)
         _normalise(self, "attention", ATTENTIONS)
         check_window(self.quantization_threshold, self.group_size, self.sink_tokens)
+        _check_int("n_draft", self.n_draft, at_least=0)
+
+    @property
+    def hot_rows(self) -> int:
+        """F16 rows that a sequence has room for: the window, the sinks, and drafts that may be rejected."""
+        recent = self.quantization_threshold and self.quantization_threshold + self.n_draft
+        return recent + self.sink_tokens
 
     @property
     def type_k(self) -> str:
@@ -111,6 +122,7 @@ class MixedKVConfig:
             "group_size": self.group_size,
             "sink_tokens": self.sink_tokens,
             "attention": self.attention,
+            "n_draft": self.n_draft,
         }
 
     def __str__(self) -> str:
@@ -173,6 +185,7 @@ _KEYS = {
     "group": "group_size",
     "sinks": "sink_tokens",
     "attention": "attention",
+    "draft": "n_draft",
 }
 _KNOWN_KEYS = "cold, " + ", ".join(_KEYS)
 
@@ -194,7 +207,7 @@ def parse_kv(kv: str | KVSetting) -> KVSetting:
     """Read the setting of a cache: a spec or a setting itself.
 
     Specs: "mixed" (the defaults of `MixedKVConfig`), and with other values
-    "mixed:cold_k=q8_0,cold_v=q4_0,threshold=256,group=32,sinks=4"; "cold=q8_0" sets both cold types.
+    "mixed:cold_k=q8_0,cold_v=q4_0,threshold=256,group=32,sinks=4,draft=16"; "cold=q8_0" sets both cold types.
     A type such as "f16" or "q8_0" is llama.cpp's uniform cache of it, "q8_0/q4_0" one with another
     type for V. Each takes "attention=" too. "mixed:compact", "mixed:balanced" and "mixed:quality" are presets
     to start from, as in "mixed:quality,sinks=8". Case does not matter. `str()` of the result reads back
@@ -302,7 +315,7 @@ def _mixed_fields(spec: str, options: dict[str, str]) -> dict[str, Any]:
         cold = options.pop("cold")
         options.update(cold_k=cold, cold_v=cold)
     return {
-        _KEYS[key]: _parse_int(spec, key, value) if key in ("threshold", "group", "sinks") else value
+        _KEYS[key]: _parse_int(spec, key, value) if key in ("threshold", "group", "sinks", "draft") else value
         for key, value in options.items()
     }
 

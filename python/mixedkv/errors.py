@@ -15,6 +15,10 @@ class ContextLengthError(ValueError):
     """A prompt is empty, or longer than the context."""
 
 
+class ContextBusyError(RuntimeError):
+    """Another thread is using the context; nothing was done."""
+
+
 class EngineError(RuntimeError):
     """Evaluation failed; the answer is lost, the engine goes on."""
 

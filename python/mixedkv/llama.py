@@ -109,8 +109,14 @@ class Llama(llama_cpp.Llama):
 
     def load_state(self, state: llama_cpp.LlamaState) -> None:
         """As in the base class. What was done before it was saved is unknown: see `KVCache.exact_tokens`."""
-        self._kv.limit_exact(0)
-        super().load_state(state)
+        with self._kv.busy.at_once("load_state"):
+            self._kv.limit_exact(0)
+            super().load_state(state)
+
+    def save_state(self) -> llama_cpp.LlamaState:
+        """As in the base class."""
+        with self._kv.busy.at_once("save_state"):
+            return super().save_state()
 
     # The base class fills in a structure of its own making; these two fields it has no arguments for.
     @property

@@ -48,11 +48,11 @@ struct avx2 {
         return _cvtsh_ss(h);
     }
 
-    // 2^x with a relative error below 2e-7; 0 below -126.
+    // 2^x with a relative error below 2e-7; 0 below -126, 2^127 above 127, x if that is NaN.
     static V exp2(V x) {
         const V floor   = set(-126.0f);
-        const V live    = _mm256_cmp_ps(x, floor, _CMP_GE_OQ);
-        x               = _mm256_max_ps(x, floor);
+        const V live    = _mm256_cmp_ps(x, floor, _CMP_NLT_UQ);
+        x               = _mm256_max_ps(floor, _mm256_min_ps(set(127.0f), x)); // of NaN and a number, the second
         const V n       = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
         const V f       = _mm256_sub_ps(x, n);
         V       p       = _mm256_fmadd_ps(f, set(0.0013276470f), set(0.0096755410f));

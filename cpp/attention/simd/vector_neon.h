@@ -38,11 +38,11 @@ struct neon {
     static float highest(V v) { return vmaxvq_f32(v); }
     static float scale_of(const void * block) { return half_at(block); }
 
-    // 2^x with a relative error below 2e-7; 0 below -126.
+    // 2^x with a relative error below 2e-7; 0 below -126, 2^127 above 127, NaN if x is.
     static V exp2(V x) {
         const V          floor = set(-126.0f);
-        const uint32x4_t live  = vcgeq_f32(x, floor);
-        x                      = vmaxq_f32(x, floor);
+        const uint32x4_t live  = vmvnq_u32(vcltq_f32(x, floor));
+        x                      = vminq_f32(vmaxq_f32(x, floor), set(127.0f));
         const V n              = vrndnq_f32(x);
         const V f              = vsubq_f32(x, n);
         V       p              = fma(f, set(0.0013276470f), set(0.0096755410f));

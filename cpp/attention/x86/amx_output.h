@@ -112,8 +112,16 @@ struct amx_output {
         if (!used) {
             return;
         }
+        bool extreme = false;
         for (int b = 0; b < n_blocks; b++) {
             units[b].find(v.scales.half[b], used);
+            extreme |= units[b].is_extreme();
+        }
+        if (extreme && rows > 1) {
+            for (int r = 0; r < rows; r++) {
+                add(v, ahead, n_blocks, 1, s + r * key_block, acc + r * ld, ld);
+            }
+            return;
         }
         for (int r = 0; r < rows; r++) {
             __m512 p[4];

@@ -127,6 +127,10 @@ struct weight_unit {
     alignas(64) float ratios[key_block]; // scale / unit
     float unit;
 
+    // Rows that are worked on together share it, which is too coarse for one that does not see the key of the largest
+    // scale if that is of another order than all others, as an overflow's is: values of models stay far below 8192.
+    bool is_extreme() const { return unit > 1024.0f / int16_limit; }
+
     void find(const uint16_t * scales, uint64_t used) {
         __m512 d[4];
         __m512 largest = _mm512_setzero_ps();

@@ -29,15 +29,16 @@ struct vnni_decode {
         return reinterpret_cast<quad *>(static_cast<char *>(m.q) + m.rows_padded * round_up(a.d_k, 128) * 4);
     }
 
-    static void pack_block(const float * x, int row, quad & out) {
-        const __m512 half[2] = { _mm512_loadu_ps(x), _mm512_loadu_ps(x + 16) };
+    static void pack_block(const float * q, int row, quad & out) {
+        const __m512 half[2] = { _mm512_loadu_ps(q), _mm512_loadu_ps(q + 16) };
         const float  largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(half[0]), _mm512_abs_ps(half[1])));
         const __m512 to_int  = _mm512_set1_ps(largest > 0.0f ? int16_limit / largest : 0.0f);
         out.scale[row]       = largest / int16_limit;
         out.sum[row]         = 0;
         for (int i = 0; i < 2; i++) {
             alignas(16) int32_t high[4], low[4];
-            const __m512i       n = _mm512_cvtps_epi32(_mm512_mul_ps(half[i], to_int));
+            const __m512        x = _mm512_mul_ps(half[i], to_int);
+            const __m512i       n = _mm512_maskz_cvtps_epi32(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), x); // else INT_MIN
             const __m512i       h = _mm512_srai_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(128)), 8);
             _mm_store_si128(reinterpret_cast<__m128i *>(high), _mm512_cvtepi32_epi8(h));
             _mm_store_si128(reinterpret_cast<__m128i *>(low), _mm512_cvtepi32_epi8(n));
@@ -235,6 +236,41 @@ struct vnni_decode {
         }
     }
 
+    // Up to 4 rows
+    template <row_type type>
+    static void add_quad(const char * p, int64_t row, int n, int n_blocks, const key_scales & scales,
+                         prefetcher & ahead, int rows, const float * weights, float * acc, int64_t ld) {
+        const uint64_t used = used_keys(weights, rows);
+        if (!used) {
+            return;
+        }
+        weight_unit units[4];
+        bool        extreme = false;
+        for (int b = 0; b < n_blocks; b++) {
+            units[b].find(scales.half[b], used);
+            extreme |= units[b].is_extreme();
+        }
+        if (extreme && rows > 1) {
+            for (int r = 0; r < rows; r++) {
+                add_quad<type>(p, row, n, n_blocks, scales, ahead, 1, weights + r * key_block, acc + r * ld, ld);
+            }
+            return;
+        }
+        switch (rows) {
+        case 1:
+            add_rows<type, 1>(p, row, n, n_blocks, ahead, units, weights, acc, ld);
+            break;
+        case 2:
+            add_rows<type, 2>(p, row, n, n_blocks, ahead, units, weights, acc, ld);
+            break;
+        case 3:
+            add_rows<type, 3>(p, row, n, n_blocks, ahead, units, weights, acc, ld);
+            break;
+        default:
+            add_rows<type, 4>(p, row, n, n_blocks, ahead, units, weights, acc, ld);
+        }
+    }
+
     template <row_type type>
     static void add_values(const attention_item & w, int head, const item_memory & m, const key_span & span,
                            prefetcher & ahead, float * s) {
@@ -247,29 +283,8 @@ struct vnni_decode {
             const char * p        = key_row(rows, span.first, head) + g * 4 * block_bytes(type);
             scales.load_all<type>(p, rows.row, span.n, n_blocks);
             for (int row = 0; row < m.rows; row += 4) {
-                const float *  weights = s + row * key_block;
-                float *        acc     = m.acc + row * m.d_v_padded + 128 * g;
-                const uint64_t used    = used_keys(weights, m.rows - row < 4 ? m.rows - row : 4);
-                weight_unit    units[4];
-                for (int b = 0; used && b < n_blocks; b++) {
-                    units[b].find(scales.half[b], used);
-                }
-                if (!used) {
-                    continue;
-                }
-                switch (m.rows - row) {
-                case 1:
-                    add_rows<type, 1>(p, rows.row, span.n, n_blocks, ahead, units, weights, acc, m.d_v_padded);
-                    break;
-                case 2:
-                    add_rows<type, 2>(p, rows.row, span.n, n_blocks, ahead, units, weights, acc, m.d_v_padded);
-                    break;
-                case 3:
-                    add_rows<type, 3>(p, rows.row, span.n, n_blocks, ahead, units, weights, acc, m.d_v_padded);
-                    break;
-                default:
-                    add_rows<type, 4>(p, rows.row, span.n, n_blocks, ahead, units, weights, acc, m.d_v_padded);
-                }
+                add_quad<type>(p, rows.row, span.n, n_blocks, scales, ahead, m.rows - row < 4 ? m.rows - row : 4,
+                               s + row * key_block, m.acc + row * m.d_v_padded + 128 * g, m.d_v_padded);
             }
         }
     }

@@ -36,6 +36,7 @@ struct mixedkv_config {
     uint32_t               group_size;  // G: once there are more than T, the oldest G leave together
     uint32_t               sink_tokens; // the first positions of a sequence, kept hot for good
     enum mixedkv_attention attention;
+    uint32_t               n_draft; // tokens that may be taken back as if they had never come: so many more F16 rows
 };
 
 // One layer as the cache stores it.
@@ -76,9 +77,10 @@ struct mixedkv_stats {
     uint32_t threshold_capacity; // as chosen at creation: the setter's upper bound
     uint32_t group_size;
     uint32_t sink_tokens;
+    uint32_t n_draft;
     uint32_t ring_rows;    // F16 rows per stream, padding included
     uint32_t n_cells_used; // live cells over all streams of the full-attention cache
-    uint32_t n_cells_hot;  // of these, those that hold a ring slot
+    uint32_t n_cells_hot;  // of these, those that are read in F16
     uint64_t n_elements;   // K and V elements of all cells: what bits per element divides by
     uint64_t bytes_total;  // from llama.cpp's own memory breakdown of the KV cache
     uint64_t bytes_cold;
@@ -145,7 +147,7 @@ struct mixedkv_row_group {
     uint32_t                          n_hot;
     const int32_t *                   positions; // [n_rows], ascending
     const int32_t *                   hot;       // [n_hot], which rows have an F16 copy, ascending
-    const int32_t *                   slots;     // [n_hot], where in the ring it lay
+    const int32_t *                   slots;     // [n_hot], where in the sequence's part of the ring it lay
     uint32_t                          n_layers;
     const struct mixedkv_layer_rows * layers;
 };

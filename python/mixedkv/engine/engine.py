@@ -326,6 +326,11 @@ class Engine:
         scheduler = self._scheduler
         if not scheduler.running:  # with jobs waiting only a call can change something: look again soon
             self._inbox.wait(0.01 if scheduler.waiting else None)
+        with self.llm.kv.busy.waiting():
+            self._use_context(scheduler)
+        self._flush()
+
+    def _use_context(self, scheduler: Scheduler) -> None:
         # one call a step while answers run: what a call takes, every stream waits
         while self._inbox.answer_call() and not scheduler.running:
             pass
@@ -339,7 +344,6 @@ class Engine:
             except Exception as error:
                 log.exception("a step failed")
                 self._abandon(scheduler.running, error)
-        self._flush()
 
     def _step(self, began: float) -> None:
         self._restore()

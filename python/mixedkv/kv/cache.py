@@ -15,6 +15,7 @@ from mixedkv import _core, _llama_cpp
 from mixedkv.config import KVSetting, MixedKVConfig, check_window, ggml_type, type_name
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.kv.block import KVBlock, LayerRows, RowGroup
+from mixedkv.kv.busy import BusyGuard, exclusive
 from mixedkv.kv.exactness import ExactRows
 from mixedkv.kv.layer_view import LayerView, layer_stats
 from mixedkv.kv.stats import KVStats, LayerStats, SequenceStats
@@ -26,13 +27,15 @@ class KVCache:
 
     The `Llama` evaluates into sequence 0 and knows its tokens: n_tokens and input_ids follow what is done to
     it here. Sequences are numbered from 0 to n_seq_max - 1; where p1 < 0 a range of positions [p0, p1) ends
-    at the sequence's end. Every method raises RuntimeError once the `Llama` is closed.
+    at the sequence's end. Every method raises RuntimeError once the `Llama` is closed, and those that touch
+    rows ContextBusyError while another thread evaluates or touches them.
     """
 
     def __init__(self, llama: llama_cpp.Llama, setting: KVSetting) -> None:
         self._llama = llama
         self._setting = setting
         self._exact = ExactRows()
+        self.busy = BusyGuard()
 
     def __repr__(self) -> str:
         return f"<KVCache {self._setting}>"
@@ -88,6 +91,7 @@ class KVCache:
     def sink_tokens(self, value: int) -> None:
         self.set_window(sink_tokens=value)
 
+    @exclusive
     def set_window(
         self,
         *,
@@ -163,8 +167,9 @@ class KVCache:
         if il not in layers:
             known = ", ".join(map(str, layers)) or "none"
             raise IndexError(f"layer {il} has no KV cache; layers that have one: {known}")
-        return LayerView(lambda: self._address, layers[il])
+        return LayerView(lambda: self._address, layers[il], self.busy)
 
+    @exclusive
     def export(self, seq: int = 0, p0: int = 0, p1: int = -1, tokens: npt.ArrayLike | None = None) -> KVBlock:
         """Copy the rows at positions [p0, p1) of a sequence out of the cache, which keeps them.
 
@@ -187,6 +192,7 @@ class KVCache:
             raise ValueError(f"tokens has the shape {ids.shape}: give the {end - p0} at [{p0}, {end})")
         return KVBlock(p0=p0, p1=end, tokens=ids, groups=groups)
 
+    @exclusive
     def load(self, block: KVBlock, seq: int = 0, at: int | None = None) -> None:
         """Put a block into a sequence, which must not have these positions.
 
@@ -249,6 +255,7 @@ class KVCache:
         low = llama_cpp.llama_memory_seq_pos_min(memory, seq)
         return int(low), int(llama_cpp.llama_memory_seq_pos_max(memory, seq))
 
+    @exclusive
     def remove(self, seq: int = 0, p0: int = 0, p1: int = -1) -> None:
         """Remove the positions [p0, p1) of a sequence; those behind stay where they are: see `shift`.
 
@@ -269,6 +276,7 @@ class KVCache:
             elif p1 > p0:
                 self.limit_exact(p0)
 
+    @exclusive
     def copy(self, source: int, target: int, p0: int = 0, p1: int = -1) -> None:
         """Let sequence `target` have the positions [p0, p1) of `source`, instead of its own there. In a
         unified cache both share the cells; otherwise the rows are copied, of whole sequences only.
@@ -292,6 +300,7 @@ class KVCache:
         if target == 0:
             self.limit_exact(0)
 
+    @exclusive
     def shift(self, seq: int, p0: int, p1: int, by: int) -> None:
         """Add `by` to the positions [p0, p1) of a sequence; K is turned accordingly before the next decode.
 
@@ -318,6 +327,7 @@ class KVCache:
         if seq != 0 and self.positions(0) != before:
             self._llama.n_tokens = 0
 
+    @exclusive
     def keep(self, seq: int) -> None:
         """Remove all other sequences.
 
@@ -329,6 +339,7 @@ class KVCache:
         if seq != 0:
             self._llama.n_tokens = 0
 
+    @exclusive
     def clear(self) -> None:
         """Remove all sequences."""
         llama_cpp.llama_memory_clear(self._memory, True)
@@ -371,12 +382,13 @@ class KVCache:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Around an evaluation of tokens behind n_tokens: what it does to the exact rows."""
-        self._exact.before_eval(self._llama.n_tokens, self.window_is_whole)
-        try:
-            yield
-        finally:
-            self._exact.after_eval(self._llama.n_tokens)
+        """Around an evaluation of tokens behind n_tokens, on one thread: what it does to the exact rows."""
+        with self.busy.waiting():
+            self._exact.before_eval(self._llama.n_tokens, self.window_is_whole)
+            try:
+                yield
+            finally:
+                self._exact.after_eval(self._llama.n_tokens)
 
     def _append_tokens(self, tokens: npt.NDArray[np.int32]) -> None:
         """The KV of these tokens was loaded behind what is there: go on after them."""
@@ -395,6 +407,7 @@ class KVCache:
             for layer in group.layers
         )
 
+    @exclusive
     def window_is_whole(self, n: int) -> bool:
         """Cut sequence 0 at position n; whether the query there then finds in F16 what a sequence that was
         never longer has.

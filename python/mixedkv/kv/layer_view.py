@@ -10,21 +10,27 @@ import numpy.typing as npt
 
 from mixedkv import _core
 from mixedkv.config import type_name
+from mixedkv.kv.busy import BusyGuard, exclusive
 from mixedkv.kv.stats import LayerStats
 
 Basis = Literal["attention", "model"]
 
 
 class LayerView:
-    """The rows of one layer, in order of position, as the query at the last position reads them. Copies."""
+    """The rows of one layer, in order of position, as the query at the last position reads them. Copies.
 
-    def __init__(self, address: Callable[[], int], info: LayerStats) -> None:
+    Every method raises ContextBusyError while another thread evaluates or touches rows.
+    """
+
+    def __init__(self, address: Callable[[], int], info: LayerStats, busy: BusyGuard) -> None:
         self._address = address
         self.info = info
+        self.busy = busy
 
     def __repr__(self) -> str:
         return f"<LayerView {self.info}>"
 
+    @exclusive
     def k(
         self, seq: int = 0, p0: int = 0, p1: int = -1, basis: Basis = "attention"
     ) -> npt.NDArray[np.float32]:
@@ -39,16 +45,19 @@ class LayerView:
         """
         return self._rows("k", seq, p0, p1, basis)
 
+    @exclusive
     def v(
         self, seq: int = 0, p0: int = 0, p1: int = -1, basis: Basis = "attention"
     ) -> npt.NDArray[np.float32]:
         """Values, float32 [n_tokens, n_head_kv, head_size_v]; otherwise as `k`."""
         return self._rows("v", seq, p0, p1, basis)
 
+    @exclusive
     def positions(self, seq: int = 0, p0: int = 0, p1: int = -1) -> npt.NDArray[np.int32]:
         """Positions of the rows, int32 [n_tokens]."""
         return _core.read_tiers(self._address(), self.info.il, seq, p0, p1)[0]
 
+    @exclusive
     def hot(self, seq: int = 0, p0: int = 0, p1: int = -1) -> npt.NDArray[np.bool_]:
         """Which of the rows are read in F16, bool [n_tokens]."""
         return _core.read_tiers(self._address(), self.info.il, seq, p0, p1)[1]

@@ -104,7 +104,7 @@ def footprint(shape: ModelShape, kv: KVSetting, n_ctx: int) -> Footprint:
     n_v = sum(layer.n_embd_v for layer in shape.layers)
     bits = n_cells * (n_k * type_bits(kv.type_k) + n_v * type_bits(kv.type_v))
     if isinstance(kv, MixedKVConfig):
-        bits += (kv.quantization_threshold + kv.sink_tokens) * (n_k + n_v) * type_bits("f16")
+        bits += min(kv.hot_rows, n_cells) * (n_k + n_v) * type_bits("f16")
     return Footprint(bytes=int(bits / 8), n_elements=n_cells * (n_k + n_v))
 
 

@@ -35,7 +35,9 @@ static void expect(int want, int got) {
 #define NOT_AVAILABLE MIXEDKV_NOT_AVAILABLE
 
 static struct mixedkv_config make_config(uint32_t threshold, uint32_t group_size, uint32_t sink_tokens, int attention) {
-    const struct mixedkv_config res = { true, threshold, group_size, sink_tokens, (enum mixedkv_attention)attention };
+    const struct mixedkv_config res = {
+        true, threshold, group_size, sink_tokens, (enum mixedkv_attention)attention, 8
+    };
     return res;
 }
 
@@ -195,7 +197,7 @@ static int is_stored(int type) {
 
 // In each place of a type: K, V; a mixed cache of each attention, a uniform one of ours, llama.cpp's own.
 static void test_type(struct llama_model * model, int type) {
-    const struct mixedkv_config uniform = { false, 0, 1, 0, MIXEDKV_ATTENTION_FUSED };
+    const struct mixedkv_config uniform = { false, 0, 1, 0, MIXEDKV_ATTENTION_FUSED, 0 };
     const struct mixedkv_config fused   = make_config(32, 8, 4, MIXEDKV_ATTENTION_AUTO);
     const struct mixedkv_config merged  = make_config(32, 8, 4, MIXEDKV_ATTENTION_MERGED);
 

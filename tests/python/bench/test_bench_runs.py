@@ -67,7 +67,7 @@ def test_memory(tmp_path: Path) -> None:
     rows = by_kv(data["rows"])
     per_token = 6 * 2 * 2 * 64  # elements: layers, K and V, heads, size
     assert rows["q4_0"]["kv_bytes"] == 1024 * per_token * 4.5 / 8
-    hot_bits = 16 * (64 + 4) / 1024
+    hot_bits = 16 * (64 + 4 + 16) / 1024  # window, sinks, drafts
     assert rows[MIXED]["bits_per_element"] == pytest.approx(4.5 + hot_bits, rel=0.05)
     for row in rows.values():
         # a process with numpy and the model; bytes taken for KiB or the other way round would show

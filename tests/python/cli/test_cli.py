@@ -106,7 +106,7 @@ def test_info_as_json() -> None:
     assert model["layers"][5] == {"il": 5, "n_head_kv": 2, "head_size_k": 64, "head_size_v": 64}
     bits = {cache["kv"]: cache["bits_per_element"] for cache in report["caches"]}
     assert (bits["f16"], bits["q8_0"], bits["q4_0"]) == (16, 8.5, 4.5)
-    assert bits["mixed:compact"] == pytest.approx(4.5 + 16 * 36 / 4096, abs=1e-3)
+    assert bits["mixed:compact"] == pytest.approx(4.5 + 16 * 52 / 4096, abs=1e-3)
 
 
 @pytest.mark.parametrize("kv", ["f16", "q8_0", "mixed", "mixed:threshold=256,group=32", "mixed:cold_k=q8_0"])

@@ -6,13 +6,15 @@ step the books are in order. Whole models run against a uniform F16 cache that d
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from support.checks import TOL_STEP, check_books, check_rows, distances, tolerance
-from support.harness import Ctx, Mixed, Uniform, prompt, rel_rms
+from support.harness import Ctx, DecodeError, Mixed, Uniform, prompt, rel_rms
 from support.oracle import Oracle
 
 N_SEQ, N_CTX = 3, 768
@@ -22,6 +24,7 @@ fractions = st.floats(0, 1)
 steps = st.one_of(
     st.tuples(st.just("decode"), seqs, st.integers(1, 40), st.integers(0, 999)),
     st.tuples(st.just("decode"), seqs, st.integers(1, 3), st.integers(0, 999)),
+    st.tuples(st.just("abort"), seqs, st.integers(1, 40), st.integers(0, 60)),
     st.tuples(st.just("rollback"), seqs, fractions),
     st.tuples(st.just("cut"), seqs, fractions, fractions),
     st.tuples(st.just("copy"), seqs, seqs),
@@ -58,6 +61,19 @@ class Player:
         first = self.ctx.pos_max(seq) + 1
         tokens = prompt(n, seed)
         return tuple(side.decode(tokens, positions=first, seq_ids=seq) for side in (self.ctx, self.other))  # type: ignore[return-value]
+
+    def on_abort(self, seq: int, n: int, n_calls: int) -> None:
+        """What was processed before it stays."""
+        first = self.ctx.pos_max(seq) + 1
+        if first + n > 200:
+            return
+        tokens = prompt(n, n_calls)
+        self.ctx.abort_after(n_calls)
+        with suppress(DecodeError):
+            self.ctx.decode(tokens, positions=first, seq_ids=seq)
+        self.ctx.abort_after(None)
+        if (done := self.ctx.pos_max(seq) + 1 - first) > 0:
+            self.other.decode(tokens[:done], positions=first, seq_ids=seq)
 
     def on_rollback(self, seq: int, fraction: float) -> None:
         self.both("rm", seq, self.at(seq, fraction), -1)
@@ -117,6 +133,8 @@ class Player:
         if any(self.shares(seq)) or not len(positions) or len(positions) != last - first:
             return  # a block has no holes
         block = self.ctx.export(seq, first, last)
+        if isinstance(self.other, Oracle):
+            self.other.cut_out(seq, first, last)
         self.ctx.rm(seq, first, last)
         self.ctx.put(block, seq)
         if isinstance(self.other, Oracle):

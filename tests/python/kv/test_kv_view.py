@@ -56,7 +56,7 @@ def test_stats_bytes(llm: Llama) -> None:
     assert stats.bytes_f16 == 2 * n_elements
     assert stats.bytes_total == pytest.approx(stats.bytes_hot + stats.bytes_cold, rel=0.01)
     assert stats.bytes_cold * 8 / n_elements == (8.5 + 4.5) / 2
-    assert stats.bits_per_element == pytest.approx((8.5 + 4.5) / 2 + 16 * (64 + 4) / 512, rel=0.05)
+    assert stats.bits_per_element == pytest.approx((8.5 + 4.5) / 2 + 16 * (64 + 16 + 4) / 512, rel=0.05)
     assert stats.saving == pytest.approx(1 - stats.bits_per_element / 16)
     assert stats.layers is not None
     assert [layer.il for layer in stats.layers] == list(range(6))

@@ -37,7 +37,7 @@ def test_the_formula(open_ctx, k: str, v: str, threshold: int, sinks: int, n_seq
     n_ctx = 8192
     kv = Mixed(k=k, v=v, threshold=threshold, group=min(32, max(threshold, 1)), sinks=sinks)
     ctx = open_ctx("llama-64", kv, n_ctx=n_ctx, n_seq_max=n_seq, unified=unified)
-    rows = min((threshold + sinks) * n_seq, n_ctx)
+    rows = min(kv.slots * n_seq, n_ctx)
     want = (BITS[k] + BITS[v]) / 2 + 16 * rows / n_ctx
     assert bits_per_element(ctx.stats()) == pytest.approx(want, rel=0.05)
 

@@ -44,6 +44,7 @@ class Mixed:
     sinks: int = 0
     attention: str = "auto"
     flash: bool = True
+    draft: int = 16
 
     def with_(self, **changes: Any) -> Mixed:
         return replace(self, **changes)
@@ -56,6 +57,15 @@ class Mixed:
     def is_hot(self, q: int, p: int) -> bool:
         """Whether key position p is in the hot set of a query at position q."""
         return p < self.sinks or p >= self.hot_begin(q)
+
+    def is_held(self, q: int, p: int) -> bool:
+        """Whether a sequence whose last token is at q has not let go of the F16 row at position p."""
+        return self.is_hot(max(q - self.draft, -1) if self.threshold else q, p)
+
+    @property
+    def slots(self) -> int:
+        """F16 rows that a sequence has room for."""
+        return self.sinks + (self.threshold and self.threshold + self.draft)
 
 
 class DecodeError(RuntimeError):
@@ -120,7 +130,7 @@ class Ctx:
         if isinstance(kv, Mixed):
             from mixedkv import _core
 
-            _core.configure_next(True, kv.threshold, kv.group, kv.sinks, kv.attention)
+            _core.configure_next(True, kv.threshold, kv.group, kv.sinks, kv.attention, kv.draft)
         self._abort: Any = None  # keeps the callback alive
         self.ptr: Any = llama_cpp.llama_init_from_model(model.ptr, params)
         if not self.ptr:

@@ -240,14 +240,15 @@ class Oracle:
         self.release({self._index(ids[0]) for ids in seqs})
         return np.stack(out)
 
-    def release(self, streams: Iterable[int]) -> None:
-        """Lets go of the F16 copies that no sequence has in its hot set, seen from its last token."""
+    def release(self, streams: Iterable[int], drafts: bool = True) -> None:
+        """Lets go of the F16 copies that no sequence holds, seen from its last token."""
         if not isinstance(self.kv, Mixed):
             return
+        keeps = self.kv.is_held if drafts else self.kv.is_hot
         for stream in (self.streams[s] for s in streams):
             last = {seq: self.pos_max(seq) for r in stream for seq in r.seqs}
             for r in stream:
-                r.held = r.held and any(self.kv.is_hot(last[seq], r.pos) for seq in r.seqs)
+                r.held = r.held and any(keeps(last[seq], r.pos) for seq in r.seqs)
 
     def restored(self, seq: int = -1) -> None:
         """What a state brings back: of the rows still held, those in the hot set of the sequence's last
@@ -259,10 +260,17 @@ class Oracle:
         for r in others:
             r.held = True
 
+    def cut_out(self, seq: int, p0: int, p1: int) -> None:
+        """What a block takes along: of the rows in its range, those in the hot set of the last token."""
+        assert isinstance(self.kv, Mixed)
+        last = self.pos_max(seq)
+        for r in self._range(seq, p0, p1):
+            r.held = r.held and self.kv.is_hot(last, r.pos)
+
     def set_window(self, threshold: int, group: int, sinks: int) -> None:
         assert isinstance(self.kv, Mixed)
         self.kv = self.kv.with_(threshold=threshold, group=group, sinks=sinks)
-        self.release(range(self.n_stream))
+        self.release(range(self.n_stream), drafts=False)
 
     def settle(self) -> None:
         """Turns the keys of moved rows and quantises them again: at the next decode, or when the cache
