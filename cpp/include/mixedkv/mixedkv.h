@@ -36,6 +36,7 @@ struct mixedkv_config {
     uint32_t               group_size;  // G: once there are more than T, the oldest G leave together
     uint32_t               sink_tokens; // the first positions of a sequence, kept hot for good
     enum mixedkv_attention attention;
+    bool                   equalize; // K is stored times one scale for each rotary pair, from the model's weights
 };
 
 // One layer as the cache stores it.
