@@ -4,15 +4,14 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 
-// 32 random inputs tell a pair's RMS to 9%: scales are powers of two, which is coarser
-static constexpr int64_t N_PROBES = 32;
+// 64 random inputs tell the RMS of two rows to 6%, a step of the scales is 41%
+static constexpr int64_t N_PROBES = 64;
 
-// beyond 2^12 between channels F16 rows would lose what they have
-static constexpr int MAX_EXPONENT = 12;
+// scales are powers of 2^(1/2), at most 2^12: F16 rows have a range of 2^30
+static constexpr int MAX_EXPONENT = 24;
 
 //
 // how large the elements of a projection are
@@ -146,72 +145,76 @@ static int64_t get_partner(const llama_hparams & hparams, uint32_t il, int64_t i
     return hparams.rope_type == LLAMA_ROPE_TYPE_NORM ? i ^ 1 : (i + n_rot/2) % n_rot;
 }
 
-llama_kv_scales llama_kv_make_scales(const llama_model & model, uint32_t il) {
+// mean squares of the channels of K, and of the same channels of the query heads that share each head of K; or none
+struct channels {
+    std::vector<double> k;
+    std::vector<double> q;
+};
+
+static channels measure(const llama_model & model, uint32_t il) {
     const auto & hparams = model.hparams;
     const auto & layer   = model.layers[il];
 
-    const int64_t n_head_kv = hparams.n_head_kv(il);
-    const int64_t n_head    = hparams.n_head(il);
     const int64_t d         = hparams.n_embd_head_k(il);
-    const int64_t n_k       = d*n_head_kv;
-    const int64_t n_q       = d*n_head;
+    const int64_t n_k       = d*hparams.n_head_kv(il);
+    const int64_t n_q       = d*hparams.n_head(il);
+    const int64_t n_head_kq = hparams.n_head(il)/std::max(hparams.n_head_kv(il), 1u);
 
+    // rows of Q and K in one tensor, or in two
+    ggml_tensor * wq = layer.wqkv ? layer.wqkv : layer.wq;
     ggml_tensor * wk = layer.wqkv ? layer.wqkv : layer.wk;
-    if (!wk || !wk->buffer || hparams.no_alloc || wk->ne[1] < n_k + (layer.wqkv ? n_q : 0)) {
+
+    const ggml_tensor * bq = layer.wqkv && layer.wqkv_b ? layer.wqkv_b : layer.wq_b;
+    const ggml_tensor * bk = layer.wqkv && layer.wqkv_b ? layer.wqkv_b : layer.wk_b;
+
+    const bool usual = layer.wqkv ? wk->ne[1] >= n_q + n_k : wq && wk && wq->ne[1] == n_q && wk->ne[1] == n_k;
+    if (!usual || n_k == 0 || hparams.no_alloc || !wq->buffer || !wk->buffer) {
         return {};
     }
 
     const auto probes = make_probes(layer, wk->ne[0]);
-    const auto y      = project(wk, probes, N_PROBES + 1);
+    const auto y_k    = project(wk, probes, N_PROBES + 1);
+    const auto y_q    = wq == wk ? y_k : project(wq, probes, N_PROBES + 1);
 
-    const ggml_tensor * wqkv_b = layer.wqkv ? layer.wqkv_b : nullptr;
+    channels res;
 
-    auto k = mean_squares(y, wk->ne[1], layer.wqkv ? n_q : 0, n_k, wqkv_b ? wqkv_b : layer.wk_b, wqkv_b ? n_q : 0);
-    apply_norm(k, layer.attn_k_norm);
+    res.k = mean_squares(y_k, wk->ne[1], wq == wk ? n_q : 0, n_k, bk, bk == layer.wk_b ? 0 : n_q);
+    apply_norm(res.k, layer.attn_k_norm);
 
-    std::vector<double> q(n_k, 1.0);
-    const bool use_q = getenv("EQ_Q") && (layer.wqkv || (layer.wq && layer.wq->ne[1] == n_q));
-    if (use_q) {
-        const auto yq = layer.wqkv ? y : project(layer.wq, probes, N_PROBES + 1);
-        auto all = mean_squares(yq, layer.wqkv ? wk->ne[1] : n_q, 0, n_q, wqkv_b ? wqkv_b : layer.wq_b, 0);
-        apply_norm(all, layer.attn_q_norm);
-        std::fill(q.begin(), q.end(), 0.0);
-        const int64_t g = n_head/n_head_kv;
-        for (int64_t i = 0; i < n_q; ++i) {
-            q[i/(d*g)*d + i % d] += all[i]/g;
-        }
-    }
+    auto q = mean_squares(y_q, wq->ne[1], 0, n_q, bq, 0);
+    apply_norm(q, layer.attn_q_norm);
 
-    llama_kv_scales res;
-    res.k.resize(n_k);
-    res.q.resize(n_k);
-
-    for (int64_t i = 0; i < n_k; ++i) {
-        const int64_t p = i/d*d + get_partner(hparams, il, i % d);
-
-        // RMS of the pair is the root of its mean square
-        double exponent = -0.5*std::log2((k[i] + k[p])/2);
-        if (use_q) {
-            exponent = 0.25*std::log2((q[i] + q[p])/(k[i] + k[p]));
-        }
-        exponent = std::isfinite(exponent) ? std::clamp<double>(std::round(exponent), -MAX_EXPONENT, MAX_EXPONENT) : 0.0;
-
-        res.k[i] = std::ldexp(1.0f, int(exponent));
-        res.q[i] = std::ldexp(1.0f, -int(exponent));
+    res.q.assign(n_k, 0.0);
+    for (int64_t i = 0; i < n_q; ++i) {
+        res.q[i/(d*n_head_kq)*d + i % d] += q[i]/n_head_kq;
     }
 
     return res;
 }
 
-// FNV-1a
-uint32_t llama_kv_scales::id() const {
-    uint32_t res = 2166136261u;
+llama_kv_scales llama_kv_make_scales(const llama_model & model, uint32_t il) {
+    const auto    ms = measure(model, il);
+    const int64_t d  = model.hparams.n_embd_head_k(il);
 
-    for (const float scale : k) {
-        res = (res ^ uint32_t(std::ilogb(scale) + 128))*16777619u;
+    llama_kv_scales res;
+
+    if (!ms.k.empty()) {
+        res.id = 2166136261u; // FNV-1a
     }
 
-    return k.empty() ? 0 : std::max(res, 1u);
+    for (size_t i = 0; i < ms.k.size(); ++i) {
+        const size_t p = i/d*d + get_partner(model.hparams, il, i % d);
+
+        // sqrt(RMS of Q / RMS of K), in steps
+        const double step     = std::round(0.5*std::log2((ms.q[i] + ms.q[p])/(ms.k[i] + ms.k[p])));
+        const int    exponent = std::isfinite(step) ? (int) std::clamp<double>(step, -MAX_EXPONENT, MAX_EXPONENT) : 0;
+
+        res.k.push_back(std::exp2( 0.5f*exponent));
+        res.q.push_back(std::exp2(-0.5f*exponent));
+        res.id = (res.id ^ uint32_t(exponent + MAX_EXPONENT))*16777619u;
+    }
+
+    return res;
 }
 
 //

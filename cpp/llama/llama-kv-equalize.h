@@ -1,7 +1,7 @@
 #pragma once
 
 // Keys of real models have a few channels tens of times larger than the others, which 4-bit blocks cannot hold. So K is
-// stored times one power of two for each rotary pair of a head, and Q comes divided by it: see docs/decisions/011.
+// stored times one scale for each rotary pair of a head, and Q comes divided by it: see docs/decisions/011.
 
 #include "ggml-cpp.h"
 
@@ -15,11 +15,10 @@ struct llama_kv_scales {
     std::vector<float> k; // [n_embd_head_k*n_head_kv], empty: keys are stored as they are
     std::vector<float> q; // 1/k
 
-    // tells scales apart, 0: none
-    uint32_t id() const;
+    uint32_t id = 0; // tells scales apart, 0: none
 };
 
-// From the weights alone. Empty for a layer whose keys come from other tensors than these.
+// From the weights alone. Empty for a layer whose keys or queries are not those of the usual tensors.
 llama_kv_scales llama_kv_make_scales(const llama_model & model, uint32_t il);
 
 // Scales of the layers of a cache; as tensors where graphs multiply by them.
