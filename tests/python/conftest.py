@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import hypothesis
-import numpy as np
 import pytest
 
 import mixedkv  # noqa: F401  (before llama_cpp)
@@ -72,8 +71,7 @@ def open_pair(load: Callable[..., Model]) -> Iterator[Callable[..., tuple[Ctx, O
             ctx = stack.enter_context(Ctx(load(name, only=il), kv, **options))  # type: ignore[arg-type]
             shared = {key: options[key] for key in ("n_seq_max", "unified") if key in options}
             oracle = Oracle(zoo.muted(name, il), il, kv, **shared)  # type: ignore[arg-type]
-            if isinstance(kv, Mixed) and (scales := ctx.scales(oracle._kv_layer())) is not None:
-                oracle.scales = scales.astype(np.float64)
+            oracle.take_scales(ctx)
             return ctx, oracle
 
         yield open_

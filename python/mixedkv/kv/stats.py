@@ -31,7 +31,7 @@ class LayerStats:
         types = self.type_k if self.type_k == self.type_v else f"{self.type_k}/{self.type_v}"
         hot = f" + F16 {format_bytes(self.bytes_hot)}" if self.mixed else ""
         path = "fused" if self.fused else "merged" if self.mixed else "llama.cpp"
-        scales = ", K equalised" if self.equalization else ""
+        scales = ", equalised" if self.equalization else ""
         return f"layer {self.il:<3} {heads:<16} {types} {format_bytes(self.bytes_cold)}{hot}, {path}{scales}"
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import gguf
 import numpy as np
 
-from support.harness import Mixed, Uniform
+from support.harness import Ctx, Mixed, Uniform
 from support.zoo import Gguf
 
 QUANTS = {
@@ -110,6 +110,11 @@ class Oracle:
         )
         self.scales = np.ones((1, head))  # of K, as the cache has them
         self.rot_v = 64 if kv.v in QUANTS and head % 64 == 0 else 0
+
+    def take_scales(self, ctx: Ctx) -> None:
+        """Those that the context's cache stores K times; test_equalization.py says whether they are right."""
+        if isinstance(self.kv, Mixed) and (scales := ctx.scales(self._kv_layer())) is not None:
+            self.scales = scales.astype(np.float64)
 
     def copy(self) -> Oracle:
         other = copy.copy(self)

@@ -461,7 +461,41 @@ _MAKERS: dict[str, _Maker] = {s.name: make for s, make in [*_SUPPORTED, *_REFUSE
 
 def make(name: str) -> Gguf:
     """The named model in memory: metadata and tensors as they go to the file."""
-    return _MAKERS[name](SHAPES[name])
+    g = _MAKERS[name](SHAPES[name])
+    if name in SUPPORTED:
+        _plant(g)
+    return g
+
+
+def _plant(g: Gguf) -> None:
+    """Some pairs of channels of K are twice as large as the others and some half as large. Q makes up
+    for it, by powers of two, so scores stay as they are.
+    """
+    for il in range(g.shape.n_layer):
+        if (q := g.tensors.get(f"blk.{il}.attn_q.weight")) is None:
+            continue
+        d = len(q) // g.shape.n_head
+        k = g.tensors.get(f"blk.{il}.attn_k.weight")
+        normed = f"blk.{il}.attn_q_norm.weight" in g.tensors
+        n_kv = 1 if normed or k is None else len(k) // d
+        scales = planted(g.shape, d, n_kv)
+        for which, factors in (
+            ("k", scales),
+            ("q", np.repeat(1 / scales, 1 if normed else g.shape.n_head // n_kv, 0)),
+        ):
+            for part in ("_norm.weight",) if normed else (".weight", ".bias"):
+                if (data := g.tensors.get(f"blk.{il}.attn_{which}{part}")) is not None:
+                    flat = factors.astype(np.float32).reshape((-1,) + (1,) * (data.ndim - 1))
+                    g.tensors[f"blk.{il}.attn_{which}{part}"] = data * flat
+
+
+def planted(shape: Shape, d: int, n_kv: int) -> np.ndarray:
+    """What _plant multiplies K by, [n_kv, d]: the same in all layers, as some read the rows of others."""
+    rng = np.random.default_rng(zlib.crc32(f"{shape.name}/outliers/{d}".encode()))
+    pairs = np.exp2(rng.choice([-1, 0, 0, 0, 0, 0, 0, 1], (n_kv, d if shape.rope == "none" else d // 2)))
+    if shape.rope == "none":
+        return pairs
+    return np.repeat(pairs, 2, axis=1) if shape.rope == "norm" else np.tile(pairs, 2)
 
 
 def write(name: str, folder: Path) -> Path:
