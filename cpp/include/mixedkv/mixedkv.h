@@ -53,9 +53,9 @@ struct mixedkv_layer_info {
     uint32_t       rotation_k; // edge of the Hadamard blocks that the rows are rotated by, 0: they are not
     uint32_t       rotation_v;
     uint32_t       equalization; // tells the scales of K apart, see mixedkv_get_scales(); 0: K is stored as it is
-    uint32_t       group;      // layers of one group hold the same positions
-    uint64_t       bytes_cold; // K and V, capacity
-    uint64_t       bytes_hot;  // K and V of the F16 ring, capacity
+    uint32_t       group;        // layers of one group hold the same positions
+    uint64_t       bytes_cold;   // K and V, capacity
+    uint64_t       bytes_hot;    // K and V of the F16 ring, capacity
 };
 
 // One sequence, as the query at its last position sees it.
@@ -110,8 +110,8 @@ LLAMA_API enum mixedkv_status mixedkv_get_layers(struct llama_context * ctx, str
 LLAMA_API enum mixedkv_status mixedkv_get_sequences(struct llama_context * ctx, struct mixedkv_seq_info * out,
                                                     uint32_t n, uint32_t * n_out);
 
-// What K of a layer is stored times: F32 [n_head_kv, n_embd_head_k], *n_out of them; 0: K is stored as it is. Up to n are
-// written.
+// What K of a layer is stored times: F32 [n_head_kv, n_embd_head_k], *n_out of them; 0: K is stored as it is. Up to n
+// are written.
 LLAMA_API enum mixedkv_status mixedkv_get_scales(struct llama_context * ctx, int32_t il, float * out, uint32_t n,
                                                  uint32_t * n_out);
 
@@ -142,7 +142,7 @@ struct mixedkv_layer_rows {
     uint32_t       rotation_k;
     uint32_t       rotation_v;
     uint32_t       equalization; // of mixedkv_layer_info
-    const void *   k; // [n_rows] rows of type_k, as the cache stores them
+    const void *   k;            // [n_rows] rows of type_k, as the cache stores them
     const void *   v;
     const void *   k_hot; // F16 [n_hot] rows
     const void *   v_hot;
@@ -173,9 +173,10 @@ LLAMA_API enum mixedkv_status mixedkv_export_layer(struct llama_context * ctx, i
                                                    void * k_hot, void * v_hot);
 
 // Puts rows into a sequence, each at its position + shift. Nothing is changed unless it succeeds. Rows of other types
-// than the cache's, or with other scales of K, are converted; a shift turns K. Groups come in order of mixedkv_layer_info::group. Layers with a
-// sliding window that lack room take only the rows that the next token reads. drop_from: rows of the sequence from this
-// position on make room first; -1: none do. Sizes of the arrays are the caller's promise; everything else is checked.
+// than the cache's, or with other scales of K, are converted; a shift turns K. Groups come in order of
+// mixedkv_layer_info::group. Layers with a sliding window that lack room take only the rows that the next token reads.
+// drop_from: rows of the sequence from this position on make room first; -1: none do. Sizes of the arrays are the
+// caller's promise; everything else is checked.
 LLAMA_API enum mixedkv_status mixedkv_import_rows(struct llama_context * ctx, int32_t seq_id,
                                                   const struct mixedkv_row_group * groups, uint32_t n_groups,
                                                   int32_t shift, int32_t drop_from);
