@@ -60,6 +60,8 @@ struct attention_args {
     const uint16_t * mask     = nullptr; // F16 [n_queries, n_keys], nullptr: every key is visible
     size_t           mask_row = 0;       // bytes from query to query
 
+    const float * scale_q = nullptr; // [n_head_kv, d_k], Q times it before it is rotated; nullptr: 1
+
     // Edge of the Hadamard blocks by which Q is rotated before use and the output after, 0: none. Divides the head
     // size.
     int rotation_q   = 0;

@@ -52,7 +52,7 @@ std::vector<T> fetch(llama_context * ctx, list_fn<T> list) {
 }
 
 mixedkv_config make_config(bool mixed, uint32_t threshold, uint32_t group_size, uint32_t sink_tokens,
-                           const std::string & attention, uint32_t n_draft);
+                           const std::string & attention, uint32_t n_draft, bool equalize);
 
 void register_errors(pybind11::module_ & m);
 void register_config(pybind11::module_ & m);

@@ -62,8 +62,8 @@ static py::dict export_layer(const range & r, const mixedkv_layer_info & l, py::
     return py::dict("il"_a = l.il, "n_head_kv"_a = l.n_head_kv, "head_size_k"_a = l.n_embd_head_k,
                     "head_size_v"_a = l.n_embd_head_v, "type_k"_a = static_cast<int>(l.type_k),
                     "type_v"_a = static_cast<int>(l.type_v), "rotation_k"_a = l.rotation_k,
-                    "rotation_v"_a = l.rotation_v, "k"_a = k, "v"_a = v, "k_hot"_a = as_float16(k_hot),
-                    "v_hot"_a = as_float16(v_hot));
+                    "rotation_v"_a = l.rotation_v, "equalization"_a = l.equalization, "k"_a = k, "v"_a = v,
+                    "k_hot"_a = as_float16(k_hot), "v_hot"_a = as_float16(v_hot));
 }
 
 static py::list export_rows(uintptr_t ctx_address, int32_t seq, int32_t p0, int32_t p1) {
@@ -128,6 +128,7 @@ static mixedkv_layer_rows layer_rows(const py::handle & item, py::ssize_t n_rows
     l.type_v             = static_cast<ggml_type>(item["type_v"].cast<int>());
     l.rotation_k         = item["rotation_k"].cast<uint32_t>();
     l.rotation_v         = item["rotation_v"].cast<uint32_t>();
+    l.equalization       = item["equalization"].cast<uint32_t>();
 
     const py::ssize_t n_k = py::ssize_t(l.n_head_kv) * l.n_embd_head_k;
     const py::ssize_t n_v = py::ssize_t(l.n_head_kv) * l.n_embd_head_v;

@@ -22,7 +22,7 @@ static mixedkv_attention parse_attention(const std::string & name) {
 }
 
 mixedkv_config make_config(bool mixed, uint32_t threshold, uint32_t group_size, uint32_t sink_tokens,
-                           const std::string & attention, uint32_t n_draft) {
+                           const std::string & attention, uint32_t n_draft, bool equalize) {
     mixedkv_config config = {};
 
     config.mixed       = mixed;
@@ -31,6 +31,7 @@ mixedkv_config make_config(bool mixed, uint32_t threshold, uint32_t group_size, 
     config.sink_tokens = sink_tokens;
     config.attention   = parse_attention(attention);
     config.n_draft     = n_draft;
+    config.equalize    = equalize;
     return config;
 }
 
@@ -41,8 +42,8 @@ static py::dict version() {
 
 // The configuration and the message of a failure belong to the calling thread, which keeps the GIL here.
 static void configure_next(bool mixed, uint32_t threshold, uint32_t group_size, uint32_t sink_tokens,
-                           const std::string & attention, uint32_t n_draft) {
-    const mixedkv_config config = make_config(mixed, threshold, group_size, sink_tokens, attention, n_draft);
+                           const std::string & attention, uint32_t n_draft, bool equalize) {
+    const mixedkv_config config = make_config(mixed, threshold, group_size, sink_tokens, attention, n_draft, equalize);
     check(mixedkv_configure_next(&config));
 }
 
@@ -51,8 +52,9 @@ static void withdraw() {
 }
 
 static void check_model(uintptr_t model, bool mixed, uint32_t threshold, uint32_t group_size, uint32_t sink_tokens,
-                        const std::string & attention, int type_k, int type_v, uint32_t n_ctx, uint32_t n_draft) {
-    const mixedkv_config config = make_config(mixed, threshold, group_size, sink_tokens, attention, n_draft);
+                        const std::string & attention, int type_k, int type_v, uint32_t n_ctx, uint32_t n_draft,
+                        bool equalize) {
+    const mixedkv_config config = make_config(mixed, threshold, group_size, sink_tokens, attention, n_draft, equalize);
     check(mixedkv_check(pointer<const llama_model>(model), &config, static_cast<ggml_type>(type_k),
                         static_cast<ggml_type>(type_v), n_ctx));
 }
@@ -70,10 +72,10 @@ static bool is_hot(uint32_t threshold, uint32_t group_size, uint32_t sink_tokens
 void register_config(py::module_ & m) {
     m.def("version", &version);
     m.def("configure_next", &configure_next, "mixed"_a, "threshold"_a, "group_size"_a, "sink_tokens"_a, "attention"_a,
-          "n_draft"_a = 0);
+          "n_draft"_a = 0, "equalize"_a = false);
     m.def("withdraw", &withdraw);
     m.def("check", &check_model, "model"_a, "mixed"_a, "threshold"_a, "group_size"_a, "sink_tokens"_a, "attention"_a,
-          "type_k"_a, "type_v"_a, "n_ctx"_a, "n_draft"_a = 0);
+          "type_k"_a, "type_v"_a, "n_ctx"_a, "n_draft"_a = 0, "equalize"_a = false);
     m.def("hot_begin", &hot_begin, "threshold"_a, "group_size"_a, "sink_tokens"_a, "q"_a);
     m.def("is_hot", &is_hot, "threshold"_a, "group_size"_a, "sink_tokens"_a, "p"_a, "q"_a);
 }

@@ -2,6 +2,8 @@
 
 #include "bindings.h"
 
+#include <pybind11/numpy.h>
+
 namespace py = pybind11;
 using namespace py::literals;
 
@@ -22,8 +24,8 @@ static py::dict layer_dict(const mixedkv_layer_info & l) {
     return py::dict("il"_a = l.il, "mixed"_a = l.mixed, "fused"_a = l.fused, "n_head_kv"_a = l.n_head_kv,
                     "n_embd_head_k"_a = l.n_embd_head_k, "n_embd_head_v"_a = l.n_embd_head_v, "n_cells"_a = l.n_cells,
                     "type_k"_a = static_cast<int>(l.type_k), "type_v"_a = static_cast<int>(l.type_v),
-                    "rotation_k"_a = l.rotation_k, "rotation_v"_a = l.rotation_v, "group"_a = l.group,
-                    "bytes_cold"_a = l.bytes_cold, "bytes_hot"_a = l.bytes_hot);
+                    "rotation_k"_a = l.rotation_k, "rotation_v"_a = l.rotation_v, "equalization"_a = l.equalization,
+                    "group"_a = l.group, "bytes_cold"_a = l.bytes_cold, "bytes_hot"_a = l.bytes_hot);
 }
 
 static py::dict sequence_dict(const mixedkv_seq_info & s) {
@@ -52,9 +54,22 @@ static py::list sequences(uintptr_t ctx) {
     return to_list(fetch(pointer<llama_context>(ctx), &mixedkv_get_sequences), &sequence_dict);
 }
 
+static py::object scales(uintptr_t ctx, int32_t il) {
+    for (const mixedkv_layer_info & l : fetch(pointer<llama_context>(ctx), &mixedkv_get_layers)) {
+        if (l.il == il && l.equalization != 0) {
+            py::array_t<float> res({ py::ssize_t(l.n_head_kv), py::ssize_t(l.n_embd_head_k) });
+            uint32_t           n = 0;
+            check(mixedkv_get_scales(pointer<llama_context>(ctx), il, res.mutable_data(), uint32_t(res.size()), &n));
+            return res;
+        }
+    }
+    return py::none();
+}
+
 void register_stats(py::module_ & m) {
     m.def("stats", &stats, "ctx"_a);
     m.def("layers", &layers, "ctx"_a);
+    m.def("scales", &scales, "ctx"_a, "il"_a);
     m.def("sequences", &sequences, "ctx"_a);
     m.def("set_window", &set_window, "ctx"_a, "threshold"_a, "group_size"_a, "sink_tokens"_a);
 }

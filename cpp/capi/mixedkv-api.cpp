@@ -255,6 +255,13 @@ mixedkv_status mixedkv_get_sequences(llama_context * ctx, mixedkv_seq_info * out
     });
 }
 
+mixedkv_status mixedkv_get_scales(llama_context * ctx, int32_t il, float * out, uint32_t n, uint32_t * n_out) {
+    return guarded([&] {
+        const auto * scales = llama_kv_rows_scales(find_layer(ctx, il), il);
+        copy_out(scales ? scales->k : std::vector<float>(), out, n, n_out);
+    });
+}
+
 mixedkv_status mixedkv_set_window(llama_context * ctx, uint32_t threshold, uint32_t group_size, uint32_t sink_tokens) {
     return guarded([&] {
         for (auto * kv : get_caches(ctx)) {

@@ -82,6 +82,13 @@ static ggml_tensor * idxs_row(ggml_context * ctx, ggml_tensor * k_idxs, int64_t 
     return ggml_view_1d(ctx, k_idxs, k_idxs->ne[0], row*k_idxs->nb[1]);
 }
 
+// where all layers are fused their nodes do it
+void llama_kv_cache_mixed_context::equalize(ggml_context * ctx, ggml_tensor *& q, ggml_tensor *& k, int32_t il) const {
+    if (!kv_mixed->is_fused()) {
+        kv_mixed->scale_qk(ctx, q, k, il);
+    }
+}
+
 // the fused nodes rotate by themselves: upstream gets no matrix, and so leaves the rotation out of its graph
 ggml_tensor * llama_kv_cache_mixed_context::build_input_k_rot(ggml_context * ctx) const {
     ggml_tensor * rot = llama_kv_cache_context::build_input_k_rot(ctx);
@@ -123,6 +130,7 @@ ggml_tensor * llama_kv_cache_mixed_context::cpy_v(ggml_context * ctx, ggml_tenso
 
         node.rotation_k = fold.k;
         node.rotation_v = fold.v;
+        node.scales     = kv_mixed->is_fused() ? kv_mixed->get_scales(il) : nullptr;
         node.has_ring   = kv_mixed->has_ring();
 
         rows.stored = llama_kv_node_store(ctx, node,
@@ -214,6 +222,7 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn_fused(
 
     node.rotation_k    = fold.k;
     node.rotation_v    = fold.v;
+    node.scales        = kv_mixed->is_fused() ? kv_mixed->get_scales(il) : nullptr;
     node.writes_ring   = kv_mixed->has_ring() && kv_mixed->is_last_reader(il);
     node.scale         = kq_scale;
     node.max_bias      = hparams.f_max_alibi_bias;

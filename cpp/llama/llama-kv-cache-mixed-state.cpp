@@ -9,7 +9,7 @@
 #include <stdexcept>
 
 static constexpr uint32_t RING_STATE_MAGIC   = 0x31564b4d; // "MKV1"
-static constexpr uint32_t RING_STATE_VERSION = 1;
+static constexpr uint32_t RING_STATE_VERSION = 2;
 
 // upstream counts blocks as elements there and restores a part of each row
 static void check_flags(llama_state_seq_flags flags) {
@@ -74,6 +74,9 @@ void llama_kv_cache_mixed::ring_write(llama_io_write_i & io, llama_seq_id seq_id
     write_u32(RING_STATE_MAGIC);
     write_u32(RING_STATE_VERSION);
     write_u32(layers.size());
+    for (const auto & layer : layers) {
+        write_u32(get_scales(layer.il) ? get_scales(layer.il)->id : 0);
+    }
 
     for (uint32_t strm = 0; strm < n_stream; ++strm) {
         const auto cells = saved_cells(strm, seq_id);
@@ -113,6 +116,12 @@ void llama_kv_cache_mixed::ring_read(llama_io_read_i & io, llama_seq_id seq_id, 
 
     if (read_u32() != RING_STATE_MAGIC || read_u32() != RING_STATE_VERSION || read_u32() != layers.size()) {
         throw std::runtime_error("failed to restore the KV cache: the state was not saved by this version's mixed cache");
+    }
+
+    for (const auto & layer : layers) {
+        if (read_u32() != (get_scales(layer.il) ? get_scales(layer.il)->id : 0)) {
+            throw std::runtime_error("failed to restore the KV cache: its keys were saved with other scales: set equalize as it was");
+        }
     }
 
     for (uint32_t s = 0; s < n_stream; ++s) {

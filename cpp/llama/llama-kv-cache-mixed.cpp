@@ -61,8 +61,25 @@ llama_kv_cache_mixed::llama_kv_cache_mixed(
         fused.push_back(host && config.attention != MIXEDKV_ATTENTION_MERGED);
     }
 
+    if (config.mixed && config.equalize) {
+        make_scales();
+    }
+
     begins.assign(n_seq_max, 0);
     dirty.assign(n_stream, false);
+}
+
+void llama_kv_cache_mixed::make_scales() {
+    std::vector<uint32_t> n_embd_head;
+
+    for (const auto & layer : layers) {
+        equalizer.add(llama_kv_make_scales(model, layer.il), ggml_backend_buffer_get_type(layer.k->buffer));
+        n_embd_head.push_back(hparams.n_embd_head_k(layer.il));
+    }
+
+    if (!is_fused()) {
+        equalizer.alloc(n_embd_head);
+    }
 }
 
 void llama_kv_cache_mixed::make_rings(uint32_t n_cells) {
@@ -305,6 +322,13 @@ ggml_tensor * llama_kv_cache_mixed::cpy_k_ring(ggml_context * ctx, ggml_tensor *
 
 ggml_tensor * llama_kv_cache_mixed::cpy_v_ring(ggml_context * ctx, ggml_tensor * cur, ggml_tensor * idxs, int32_t il) const {
     return ring_store(ctx, ring_layers[map_layer_ids.at(il)].v, cur, idxs);
+}
+
+void llama_kv_cache_mixed::scale_qk(ggml_context * ctx, ggml_tensor *& q, ggml_tensor *& k, int32_t il) const {
+    if (get_scales(il)) {
+        q = equalizer.scale_q(ctx, q, map_layer_ids.at(il));
+        k = k ? equalizer.scale_k(ctx, k, map_layer_ids.at(il)) : nullptr;
+    }
 }
 
 //

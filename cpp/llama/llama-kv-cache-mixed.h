@@ -11,6 +11,7 @@
 #include "mixedkv/mixedkv.h"
 
 #include "llama-kv-cache.h"
+#include "llama-kv-equalize.h"
 #include "llama-kv-node.h"
 #include "llama-kv-placement.h"
 
@@ -146,6 +147,12 @@ public:
     // what the nodes of layer il need when they run; lives as long as the cache
     llama_kv_node & get_node(int32_t il);
 
+    // what keys of layer il are stored times, nullptr: nothing
+    const llama_kv_scales * get_scales(int32_t il) const { return equalizer.get(map_layer_ids.at(il)); }
+
+    // the same for graphs that do it by themselves
+    void scale_qk(ggml_context * ctx, ggml_tensor *& q, ggml_tensor *& k, int32_t il) const;
+
     // chooses the cells of tokens that are about to be stored anew, as many as sinfos have
     void place(slot_info_vec_t & sinfos, const std::vector<llama_ubatch> & ubatches);
 
@@ -199,6 +206,8 @@ private:
     std::map<int32_t, llama_kv_node> nodes;
     llama_kv_scratch                 scratch;
 
+    llama_kv_equalizer equalizer;
+
     // first hot position of each sequence after its last ubatch: what lies between it and the next one leaves
     std::vector<llama_pos> begins;
 
@@ -210,6 +219,7 @@ private:
     // of several sequences in one stream; sliding windows take over cells, which upstream chooses
     llama_kv_placement placement;
 
+    void make_scales();
     void make_rings(uint32_t n_cells);
     void alloc_rings();
 
@@ -274,6 +284,8 @@ public:
 
     // two rows: the cells of the tokens, and their ring rows
     ggml_tensor * build_input_k_idxs(ggml_context * ctx, const llama_ubatch & ubatch) const override;
+
+    void equalize(ggml_context * ctx, ggml_tensor *& q, ggml_tensor *& k, int32_t il) const override;
 
     ggml_tensor * build_input_k_rot(ggml_context * ctx) const override;
     ggml_tensor * build_input_v_rot(ggml_context * ctx) const override;

@@ -107,6 +107,13 @@ uint32_t llama_kv_cache_context::get_n_mask(const llama_ubatch & ubatch, uint32_
     return get_n_kv();
 }
 
+void llama_kv_cache_context::equalize(ggml_context * ctx, ggml_tensor *& q, ggml_tensor *& k, int32_t il) const {
+    GGML_UNUSED(ctx);
+    GGML_UNUSED(q);
+    GGML_UNUSED(k);
+    GGML_UNUSED(il);
+}
+
 ggml_tensor * llama_kv_cache_context::build_attn(
         const llm_graph_context & graph,
         ggml_tensor * q,

@@ -102,6 +102,7 @@ static attention_args to_args(const ggml_tensor * dst, const llama_kv_node & nod
     res.mask     = (const uint16_t *) ((const char *) mask->data + strm*mask->nb[3]);
     res.mask_row = mask->nb[1];
 
+    res.scale_q      = node.scales ? node.scales->q.data() : nullptr;
     res.rotation_q   = node.rotation_k;
     res.rotation_out = node.rotation_v;
 

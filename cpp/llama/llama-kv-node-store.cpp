@@ -25,8 +25,8 @@ static void saturate(float * x, int64_t n) {
     }
 }
 
-// One token's row of K or V, all heads, F32 and rotated. Valid until the thread's next call.
-static const float * load_row(const ggml_tensor * cur, int64_t token, int rotation) {
+// One token's row of K or V, all heads, F32, scaled and rotated. Valid until the thread's next call.
+static const float * load_row(const ggml_tensor * cur, int64_t token, const llama_kv_scales * scales, int rotation) {
     thread_local std::vector<float> row;
 
     const size_t n_head = cur->ne[0];
@@ -34,6 +34,9 @@ static const float * load_row(const ggml_tensor * cur, int64_t token, int rotati
 
     for (int64_t h = 0; h < cur->ne[1]; ++h) {
         memcpy(row.data() + h*n_head, (const char *) cur->data + token*cur->nb[2] + h*cur->nb[1], n_head*sizeof(float));
+    }
+    for (size_t j = 0; scales && j < row.size(); ++j) {
+        row[j] *= scales->k[j];
     }
     if (rotation) {
         mixedkv::rotate_row(row.data(), row.size(), rotation);
@@ -52,7 +55,7 @@ static void store_token(ggml_tensor * dst, const llama_kv_node & node, int i, in
     const int64_t row = ((const int64_t *) dst->src[i + 4]->data)[token];
     const int64_t n   = cur->ne[0]*cur->ne[1];
 
-    const float * x = load_row(cur, token, i == 0 ? node.rotation_k : node.rotation_v);
+    const float * x = i == 0 ? load_row(cur, token, node.scales, node.rotation_k) : load_row(cur, token, nullptr, node.rotation_v);
 
     // as SET_ROWS does it
     ggml_get_type_traits_cpu(cold->type)->from_float(x, (char *) cold->data + row*cold->nb[1], n);

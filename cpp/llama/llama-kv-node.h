@@ -3,6 +3,7 @@
 // The two nodes that a layer of the graph has in place of upstream's: one stores K and V, one attends.
 
 #include "ggml.h"
+#include "llama-kv-equalize.h"
 
 #include <cstdint>
 #include <vector>
@@ -33,6 +34,9 @@ struct llama_kv_node {
     // edge of the Hadamard blocks by which the nodes rotate K and Q, and V and the output; 0: they come rotated
     int rotation_k = 0;
     int rotation_v = 0;
+
+    // K is stored times scales->k, Q comes divided by it; nullptr: the graph has done it, or nobody does
+    const llama_kv_scales * scales = nullptr;
 
     // which of the optional sources the node has
     bool has_ring  = false;

@@ -139,8 +139,19 @@ static std::string check_arrays(const llama_kv_cache & kv, const mixedkv_row_gro
     return "";
 }
 
+// rows with other scales than the cache's are converted if the scales are known
+static std::string check_scales(const llama_model & model, const mixedkv_layer_rows & rows, const mixedkv_layer_info & have) {
+    if (rows.equalization == 0 || rows.equalization == have.equalization ||
+        rows.equalization == llama_kv_make_scales(model, rows.il).id) {
+        return "";
+    }
+
+    return "layer " + std::to_string(rows.il) + ": keys of the block are equalised by scales that this machine does not get from the "
+        "model: evaluate its tokens anew, or export blocks with equalize=false";
+}
+
 static std::string check_layers(
-        const llama_kv_cache & kv, const mixedkv_row_group & group, const std::vector<mixedkv_layer_info> & have) {
+        const llama_model & model, const llama_kv_cache & kv, const mixedkv_row_group & group, const std::vector<mixedkv_layer_info> & have) {
     for (uint32_t i = 0; i < group.n_layers; ++i) {
         const auto it = std::find_if(have.begin(), have.end(), [&](const auto & info) { return info.il == group.layers[i].il; });
         if (it == have.end()) {
@@ -152,7 +163,8 @@ static std::string check_layers(
             }
         }
 
-        const std::string res = check_layer(kv, group.layers[i], *it);
+        std::string res = check_layer(kv, group.layers[i], *it);
+        res = res.empty() ? check_scales(model, group.layers[i], *it) : res;
         if (!res.empty()) {
             return res;
         }
@@ -176,7 +188,7 @@ std::string llama_kv_rows_check(
         const auto have = llama_kv_rows_layers(*caches[i], ctx.get_model().hparams);
 
         res = check_arrays(*caches[i], groups[i], have.size());
-        res = res.empty() ? check_layers(*caches[i], groups[i], have) : res;
+        res = res.empty() ? check_layers(ctx.get_model(), *caches[i], groups[i], have) : res;
         res = res.empty() ? check_positions(*caches[i], seq_id, groups[i], shift, drop_from) : res;
     }
 

@@ -40,6 +40,33 @@ llama_kv_row_converter::llama_kv_row_converter(llama_kv_row_format src, llama_kv
     src(src), dst(dst), n_embd(n_embd), row(n_embd) {
 }
 
+void llama_kv_rows_scale(float * x, const std::vector<float> & scale) {
+    for (size_t i = 0; i < scale.size(); ++i) {
+        x[i] *= scale[i];
+    }
+}
+
+void llama_kv_row_converter::change_basis() {
+    const bool rescale = src.scales_id() != dst.scales_id();
+
+    if (src.rotation == dst.rotation && !rescale) {
+        return;
+    }
+
+    if (src.rotation) {
+        llama_kv_rows_rotate(row.data(), n_embd, src.rotation);
+    }
+    if (rescale && src.scales) {
+        llama_kv_rows_scale(row.data(), src.scales->q);
+    }
+    if (rescale && dst.scales) {
+        llama_kv_rows_scale(row.data(), dst.scales->k);
+    }
+    if (dst.rotation) {
+        llama_kv_rows_rotate(row.data(), n_embd, dst.rotation);
+    }
+}
+
 void llama_kv_row_converter::convert(const void * from, void * to, int64_t n_rows) {
     if (is_copy()) {
         memcpy(to, from, n_rows*src_size());
@@ -59,14 +86,7 @@ void llama_kv_row_converter::convert(const void * from, void * to, int64_t n_row
             to_float(from_row, row.data(), n_embd);
         }
 
-        if (src.rotation != dst.rotation) {
-            if (src.rotation) {
-                llama_kv_rows_rotate(row.data(), n_embd, src.rotation);
-            }
-            if (dst.rotation) {
-                llama_kv_rows_rotate(row.data(), n_embd, dst.rotation);
-            }
-        }
+        change_basis();
 
         if (dst.type == GGML_TYPE_F32) {
             memcpy(to_row, row.data(), dst_size());

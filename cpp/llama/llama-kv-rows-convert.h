@@ -1,6 +1,7 @@
 #pragma once
 
 #include "ggml.h"
+#include "llama-kv-equalize.h"
 
 #include <cstdint>
 #include <vector>
@@ -8,17 +9,27 @@
 // x = H x for each block of n, H the orthonormal Walsh-Hadamard matrix in natural order, which is its own inverse
 void llama_kv_rows_rotate(float * x, int64_t n_total, int64_t n);
 
+// x = x times scale, element by element
+void llama_kv_rows_scale(float * x, const std::vector<float> & scale);
+
 // Types come from outside as any number; a cache can have the ones whose rows ggml reads and writes without further data:
 // those of an importance matrix have no quantiser, others are only intermediate results.
 bool llama_kv_row_is_readable(ggml_type type);
 bool llama_kv_row_is_writable(ggml_type type);
 
-// a row of the cache: its type and the edge of the Hadamard blocks that it is rotated by, 0: none
+// a row of the cache: its type, the edge of the Hadamard blocks that it is rotated by, 0: none, and what it was
+// multiplied by before that, nullptr: nothing
 struct llama_kv_row_format {
     ggml_type type;
     uint32_t  rotation;
 
-    bool operator==(const llama_kv_row_format & other) const { return type == other.type && rotation == other.rotation; }
+    const llama_kv_scales * scales = nullptr;
+
+    uint32_t scales_id() const { return scales ? scales->id : 0; }
+
+    bool operator==(const llama_kv_row_format & other) const {
+        return type == other.type && rotation == other.rotation && scales_id() == other.scales_id();
+    }
 };
 
 // rows of one format to rows of another
@@ -34,6 +45,8 @@ public:
     void convert(const void * from, void * to, int64_t n_rows);
 
 private:
+    void change_basis(); // of `row`
+
     llama_kv_row_format src;
     llama_kv_row_format dst;
     int64_t             n_embd;

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 
 // a group, or the part of it that goes in, and the cells that it goes to
 struct placement {
@@ -19,6 +20,9 @@ struct placement {
     // of a part
     std::vector<int32_t>            hot;
     std::vector<mixedkv_layer_rows> layers;
+
+    // of layers whose rows have other scales than the cache, by layer
+    std::map<int32_t, llama_kv_scales> scales;
 
     // rows of the sequence below this position make room too
     llama_pos forget = 0;
@@ -62,11 +66,18 @@ struct source {
     const uint8_t *     hot;
 };
 
-static source get_source(const llama_kv_cache & kv, const mixedkv_layer_rows & rows, bool is_k) {
+static source get_source(const placement & place, const mixedkv_layer_rows & rows, bool is_k) {
+    const auto & kv = place.kv;
+
     source res;
 
     res.format = is_k ? llama_kv_row_format{ rows.type_k, rows.rotation_k } : llama_kv_row_format{ rows.type_v, rows.rotation_v };
     res.cold   = { is_k ? kv.type_k() : kv.type_v(), uint32_t(kv_access::get_rot(kv, is_k)) };
+    if (is_k) {
+        const auto other = place.scales.find(rows.il);
+        res.cold.scales   = llama_kv_rows_scales(kv, rows.il);
+        res.format.scales = rows.equalization == 0 ? nullptr : other != place.scales.end() ? &other->second : res.cold.scales;
+    }
     res.n_embd = int64_t(rows.n_head_kv)*(is_k ? rows.n_embd_head_k : rows.n_embd_head_v);
     res.rows   = (const uint8_t *) (is_k ? rows.k : rows.v);
     res.hot    = (const uint8_t *) (is_k ? rows.k_hot : rows.v_hot);
@@ -77,7 +88,7 @@ static source get_source(const llama_kv_cache & kv, const mixedkv_layer_rows & r
 // the cold rows of the cache, from the most precise copy there is
 static std::vector<uint8_t> convert_cold(const source & src, const mixedkv_row_group & group) {
     llama_kv_row_converter cold(src.format, src.cold, src.n_embd);
-    llama_kv_row_converter hot({ GGML_TYPE_F16, src.format.rotation }, src.cold, src.n_embd);
+    llama_kv_row_converter hot({ GGML_TYPE_F16, src.format.rotation, src.format.scales }, src.cold, src.n_embd);
 
     std::vector<uint8_t> res(group.n_rows*cold.dst_size());
 
@@ -92,7 +103,7 @@ static std::vector<uint8_t> convert_cold(const source & src, const mixedkv_row_g
 
 static void import_layer(const placement & place, uint32_t strm, const mixedkv_layer_rows & rows, bool is_k) {
     const auto & layer = kv_access::get_layers(place.kv)[kv_access::get_ids(place.kv).at(rows.il)];
-    const auto   src   = get_source(place.kv, rows, is_k);
+    const auto   src   = get_source(place, rows, is_k);
 
     std::vector<uint8_t> converted;
     const uint8_t *      data = src.rows;
@@ -116,7 +127,7 @@ static std::vector<int32_t> wanted_slots(const placement & place) {
     bool better = false;
     for (uint32_t i = 0; i < group.n_layers; ++i) {
         for (const bool is_k : { true, false }) {
-            const auto src = get_source(place.kv, group.layers[i], is_k);
+            const auto src = get_source(place, group.layers[i], is_k);
             better = better || ggml_type_size(src.format.type)*ggml_blck_size(src.cold.type) >
                                ggml_type_size(src.cold.type)*ggml_blck_size(src.format.type);
         }
@@ -138,13 +149,13 @@ static void import_hot(const placement & place, llama_seq_id seq_id, llama_kv_ca
 
     for (uint32_t il = 0; il < group.n_layers; ++il) {
         for (const bool is_k : { true, false }) {
-            const auto src  = get_source(kv, group.layers[il], is_k);
+            const auto src  = get_source(place, group.layers[il], is_k);
             auto *     ring = const_cast<ggml_tensor *>(is_k ? kv.get_k_ring_stream(group.layers[il].il, strm) :
                                                                kv.get_v_ring_stream(group.layers[il].il, strm));
 
-            const llama_kv_row_format dst = { GGML_TYPE_F16, src.cold.rotation };
+            const llama_kv_row_format dst = { GGML_TYPE_F16, src.cold.rotation, src.cold.scales };
 
-            llama_kv_row_converter from_hot ({ GGML_TYPE_F16, src.format.rotation }, dst, src.n_embd);
+            llama_kv_row_converter from_hot ({ GGML_TYPE_F16, src.format.rotation, src.format.scales }, dst, src.n_embd);
             llama_kv_row_converter from_cold(src.format, dst, src.n_embd);
 
             std::vector<uint8_t> row(from_hot.dst_size());
@@ -281,8 +292,17 @@ static uint32_t count_room(const placement & place, llama_seq_id seq_id, llama_p
     return res;
 }
 
-static placement make_place(llama_kv_cache & kv, llama_seq_id seq_id, const mixedkv_row_group & group, llama_pos shift, llama_pos drop_from) {
-    placement res = { kv, group, {}, {}, 0, {} };
+static placement make_place(
+        const llama_model & model, llama_kv_cache & kv, llama_seq_id seq_id, const mixedkv_row_group & group, llama_pos shift, llama_pos drop_from) {
+    placement res = { kv, group, {}, {}, {}, 0, {} };
+
+    for (uint32_t i = 0; i < group.n_layers; ++i) {
+        const auto & rows   = group.layers[i];
+        const auto * scales = llama_kv_rows_scales(kv, rows.il);
+        if (rows.equalization != 0 && rows.equalization != (scales ? scales->id : 0)) {
+            res.scales[rows.il] = llama_kv_make_scales(model, rows.il);
+        }
+    }
 
     if (count_room(res, seq_id, drop_from) < group.n_rows && kv_access::get_n_swa(kv) > 0) {
         trim(res, shift);
@@ -304,7 +324,7 @@ std::string llama_kv_rows_import(
     std::vector<placement> places;
 
     for (uint32_t i = 0; i < n_groups; ++i) {
-        places.push_back(make_place(*caches[i], seq_id, groups[i], shift, drop_from));
+        places.push_back(make_place(ctx.get_model(), *caches[i], seq_id, groups[i], shift, drop_from));
         if (count_room(places[i], seq_id, drop_from) < places[i].group.n_rows) {
             return "no room for " + std::to_string(places[i].group.n_rows) + " more tokens in a cache of " +
                 std::to_string(caches[i]->get_size()) + ": remove sequences, or make the context with a larger n_ctx";

@@ -27,6 +27,11 @@ bool llama_kv_rows_has_layer(const llama_kv_cache & kv, int32_t il) {
     return kv_access::get_ids(kv).count(il) > 0;
 }
 
+const llama_kv_scales * llama_kv_rows_scales(const llama_kv_cache & kv, int32_t il) {
+    const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(&kv);
+    return mixed ? mixed->get_scales(il) : nullptr;
+}
+
 std::vector<mixedkv_layer_info> llama_kv_rows_layers(const llama_kv_cache & kv, const llama_hparams & hparams) {
     std::vector<mixedkv_layer_info> res;
 
@@ -36,6 +41,8 @@ std::vector<mixedkv_layer_info> llama_kv_rows_layers(const llama_kv_cache & kv, 
         if (!layer.v) {
             continue; // MLA: keys only
         }
+
+        const auto * scales = llama_kv_rows_scales(kv, layer.il);
 
         mixedkv_layer_info info = {};
 
@@ -50,6 +57,7 @@ std::vector<mixedkv_layer_info> llama_kv_rows_layers(const llama_kv_cache & kv, 
         info.type_v        = layer.v->type;
         info.rotation_k    = kv_access::get_rot(kv, true);
         info.rotation_v    = kv_access::get_rot(kv, false);
+        info.equalization  = scales ? scales->id : 0;
         info.bytes_cold    = ggml_nbytes(layer.k) + ggml_nbytes(layer.v);
         info.bytes_hot     = mixed ? mixed->get_ring_bytes(layer.il) : 0;
 
@@ -151,6 +159,8 @@ bool llama_kv_rows_read(
 
     const int64_t n_embd = int64_t(is_k ? hparams.n_embd_head_k(il) : hparams.n_embd_head_v(il))*hparams.n_head_kv(il);
 
+    const auto * scales = is_k ? llama_kv_rows_scales(kv, il) : nullptr;
+
     std::vector<float>   row(cold->ne[0]);
     std::vector<uint8_t> buf;
 
@@ -165,6 +175,9 @@ bool llama_kv_rows_read(
 
         if (unrotate && n_rot) {
             llama_kv_rows_rotate(row.data(), n_embd, n_rot);
+        }
+        if (unrotate && scales) {
+            llama_kv_rows_scale(row.data(), scales->q);
         }
 
         data = std::copy_n(row.begin(), n_embd, data);

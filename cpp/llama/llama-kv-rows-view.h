@@ -4,6 +4,7 @@
 
 #include "llama-context.h"
 #include "llama-kv-cache.h"
+#include "llama-kv-equalize.h"
 
 #include <vector>
 
@@ -13,6 +14,9 @@
 std::vector<llama_kv_cache *> llama_kv_rows_groups(llama_context & ctx);
 
 std::vector<mixedkv_layer_info> llama_kv_rows_layers(const llama_kv_cache & kv, const llama_hparams & hparams);
+
+// what K of a layer is stored times, nullptr: nothing
+const llama_kv_scales * llama_kv_rows_scales(const llama_kv_cache & kv, int32_t il);
 
 // cells that hold a token, over all streams
 uint32_t llama_kv_rows_used(const llama_kv_cache & kv);
@@ -32,7 +36,7 @@ std::vector<llama_kv_row> llama_kv_rows_find(
         const llama_kv_cache & kv, llama_seq_id seq_id, llama_pos p0, llama_pos p1);
 
 // these rows in F32 [n_rows, n_head_kv, n_embd_head]; false: the layer stores no values (MLA)
-//   unrotate: in the model's basis, without the Hadamard rotation of a quantised cache
+//   unrotate: in the model's basis, without the Hadamard rotation and the scales of a quantised cache
 bool llama_kv_rows_read(
         const llama_kv_cache & kv, const llama_hparams & hparams, int32_t il, llama_seq_id seq_id, bool is_k,
         const std::vector<llama_kv_row> & rows, bool unrotate, float * data);

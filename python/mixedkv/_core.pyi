@@ -45,6 +45,7 @@ class Layer(TypedDict):
     type_v: int
     rotation_k: int
     rotation_v: int
+    equalization: int
     group: int
     bytes_cold: int
     bytes_hot: int
@@ -66,6 +67,7 @@ class LayerRows(TypedDict):
     type_v: int
     rotation_k: int
     rotation_v: int
+    equalization: int
     k: npt.NDArray[np.uint8]
     v: npt.NDArray[np.uint8]
     k_hot: npt.NDArray[np.float16]
@@ -80,7 +82,13 @@ class RowGroup(TypedDict):
 def version() -> Version: ...
 def last_error() -> str: ...
 def configure_next(
-    mixed: bool, threshold: int, group_size: int, sink_tokens: int, attention: str, n_draft: int = 0
+    mixed: bool,
+    threshold: int,
+    group_size: int,
+    sink_tokens: int,
+    attention: str,
+    n_draft: int = 0,
+    equalize: bool = False,
 ) -> None: ...
 def withdraw() -> None: ...
 def check(
@@ -94,11 +102,13 @@ def check(
     type_v: int,
     n_ctx: int,
     n_draft: int = 0,
+    equalize: bool = False,
 ) -> None: ...
 def hot_begin(threshold: int, group_size: int, sink_tokens: int, q: int) -> int: ...
 def is_hot(threshold: int, group_size: int, sink_tokens: int, p: int, q: int) -> bool: ...
 def stats(ctx: int) -> Stats: ...
 def layers(ctx: int) -> list[Layer]: ...
+def scales(ctx: int, il: int) -> npt.NDArray[np.float32] | None: ...
 def sequences(ctx: int) -> list[Sequence]: ...
 def set_window(ctx: int, threshold: int, group_size: int, sink_tokens: int) -> None: ...
 def read_rows(

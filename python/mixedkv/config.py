@@ -51,6 +51,9 @@ class MixedKVConfig:
             many more. Of no effect without a recent window.
         attention: "fused" reads both tiers in one CPU kernel, "merged" through one F16 view of all
             rows on any backend, "auto" takes the fused kernel where the cache lies in CPU memory.
+        equalize: store K times one power of two for each rotary pair, chosen from the model's weights, and
+            divide Q by it. Without it keys with a few huge channels, which real models have, do not survive
+            4 bits.
 
     Raises:
         ValueError: a value is out of range or unknown; the message names the field.
@@ -67,10 +70,12 @@ class MixedKVConfig:
     sink_tokens: int = 4
     attention: str = "auto"
     n_draft: int = 16
+    equalize: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.enable_quantization, bool):
-            raise TypeError(f"enable_quantization={self.enable_quantization!r}: use True or False")
+        for field in ("enable_quantization", "equalize"):
+            if not isinstance(getattr(self, field), bool):
+                raise TypeError(f"{field}={getattr(self, field)!r}: use True or False")
         for field in ("hot_type_k", "hot_type_v"):
             _normalise(self, field, HOT_TYPES)
         for field in ("cold_type_k", "cold_type_v"):
@@ -123,6 +128,7 @@ class MixedKVConfig:
             "sink_tokens": self.sink_tokens,
             "attention": self.attention,
             "n_draft": self.n_draft,
+            "equalize": self.equalize,
         }
 
     def __str__(self) -> str:
@@ -186,6 +192,7 @@ _KEYS = {
     "sinks": "sink_tokens",
     "attention": "attention",
     "draft": "n_draft",
+    "equalize": "equalize",
 }
 _KNOWN_KEYS = "cold, " + ", ".join(_KEYS)
 
@@ -207,7 +214,8 @@ def parse_kv(kv: str | KVSetting) -> KVSetting:
     """Read the setting of a cache: a spec or a setting itself.
 
     Specs: "mixed" (the defaults of `MixedKVConfig`), and with other values
-    "mixed:cold_k=q8_0,cold_v=q4_0,threshold=256,group=32,sinks=4,draft=16"; "cold=q8_0" sets both cold types.
+    "mixed:cold_k=q8_0,cold_v=q4_0,threshold=256,group=32,sinks=4,draft=16,equalize=false"; "cold=q8_0" sets both
+    cold types.
     A type such as "f16" or "q8_0" is llama.cpp's uniform cache of it, "q8_0/q4_0" one with another
     type for V. Each takes "attention=" too. "mixed:compact", "mixed:balanced" and "mixed:quality" are presets
     to start from, as in "mixed:quality,sinks=8". Case does not matter. `str()` of the result reads back
@@ -291,7 +299,8 @@ def _changes(config: MixedKVConfig) -> dict[str, object]:
 
 
 def _spec(name: str, options: dict[str, object]) -> str:
-    return name + (":" if options else "") + ",".join(f"{key}={value}" for key, value in options.items())
+    items = (f"{key}={str(value).lower()}" for key, value in options.items())
+    return name + (":" if options else "") + ",".join(items)
 
 
 def _parse_options(spec: str, text: str) -> dict[str, str]:
@@ -314,10 +323,17 @@ def _mixed_fields(spec: str, options: dict[str, str]) -> dict[str, Any]:
     if "cold" in options:
         cold = options.pop("cold")
         options.update(cold_k=cold, cold_v=cold)
-    return {
-        _KEYS[key]: _parse_int(spec, key, value) if key in ("threshold", "group", "sinks", "draft") else value
-        for key, value in options.items()
-    }
+    return {_KEYS[key]: _parse_value(spec, key, value) for key, value in options.items()}
+
+
+def _parse_value(spec: str, key: str, value: str) -> str | int | bool:
+    if key in ("threshold", "group", "sinks", "draft"):
+        return _parse_int(spec, key, value)
+    if key != "equalize":
+        return value
+    if value not in ("true", "false"):
+        raise ValueError(f"kv={spec!r}: equalize={value} is neither true nor false")
+    return value == "true"
 
 
 def _parse_int(spec: str, key: str, value: str) -> int:

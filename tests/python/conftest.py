@@ -70,7 +70,9 @@ def open_pair(load: Callable[..., Model]) -> Iterator[Callable[..., tuple[Ctx, O
         def open_(name: str, il: int, kv: Uniform | Mixed, **options: object) -> tuple[Ctx, Oracle]:
             ctx = stack.enter_context(Ctx(load(name, only=il), kv, **options))  # type: ignore[arg-type]
             shared = {key: options[key] for key in ("n_seq_max", "unified") if key in options}
-            return ctx, Oracle(zoo.muted(name, il), il, kv, **shared)  # type: ignore[arg-type]
+            oracle = Oracle(zoo.muted(name, il), il, kv, **shared)  # type: ignore[arg-type]
+            oracle.take_scales(ctx)
+            return ctx, oracle
 
         yield open_
 

@@ -38,9 +38,15 @@ inline void rotate(float * x, int64_t n, int edge) {
     }
 }
 
-// d_k floats of one query, rotated if need be, times `factor`
+// d_k floats of one query, scaled and rotated if need be, times `factor`
 inline void load_query(const attention_args & a, int64_t query, int head, float factor, float * out) {
     std::memcpy(out, query_row(a, query, head), a.d_k * sizeof(float));
+    if (a.scale_q) {
+        const float * scale = a.scale_q + int64_t(head / (a.n_head / a.n_head_kv)) * a.d_k;
+        for (int i = 0; i < a.d_k; i++) {
+            out[i] *= scale[i];
+        }
+    }
     if (a.rotation_q) {
         rotate(out, a.d_k, a.rotation_q);
     }

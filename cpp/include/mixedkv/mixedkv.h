@@ -37,6 +37,7 @@ struct mixedkv_config {
     uint32_t               sink_tokens; // the first positions of a sequence, kept hot for good
     enum mixedkv_attention attention;
     uint32_t               n_draft; // tokens that may be taken back as if they had never come: so many more F16 rows
+    bool                   equalize; // K is stored times one scale for each rotary pair, from the model's weights
 };
 
 // One layer as the cache stores it.
@@ -52,9 +53,10 @@ struct mixedkv_layer_info {
     enum ggml_type type_v;
     uint32_t       rotation_k; // edge of the Hadamard blocks that the rows are rotated by, 0: they are not
     uint32_t       rotation_v;
-    uint32_t       group;      // layers of one group hold the same positions
-    uint64_t       bytes_cold; // K and V, capacity
-    uint64_t       bytes_hot;  // K and V of the F16 ring, capacity
+    uint32_t       equalization; // tells the scales of K apart, see mixedkv_get_scales(); 0: K is stored as it is
+    uint32_t       group;        // layers of one group hold the same positions
+    uint64_t       bytes_cold;   // K and V, capacity
+    uint64_t       bytes_hot;    // K and V of the F16 ring, capacity
 };
 
 // One sequence, as the query at its last position sees it.
@@ -110,6 +112,11 @@ LLAMA_API enum mixedkv_status mixedkv_get_layers(struct llama_context * ctx, str
 LLAMA_API enum mixedkv_status mixedkv_get_sequences(struct llama_context * ctx, struct mixedkv_seq_info * out,
                                                     uint32_t n, uint32_t * n_out);
 
+// What K of a layer is stored times: F32 [n_head_kv, n_embd_head_k], *n_out of them; 0: K is stored as it is. Up to n
+// are written.
+LLAMA_API enum mixedkv_status mixedkv_get_scales(struct llama_context * ctx, int32_t il, float * out, uint32_t n,
+                                                 uint32_t * n_out);
+
 // Live settings of a mixed cache, threshold and sinks up to what it was made with. What has aged out stays cold;
 // a wider window fills from new tokens.
 LLAMA_API enum mixedkv_status mixedkv_set_window(struct llama_context * ctx, uint32_t threshold, uint32_t group_size,
@@ -118,7 +125,7 @@ LLAMA_API enum mixedkv_status mixedkv_set_window(struct llama_context * ctx, uin
 // Pending shifts and copies of the context are carried out first, as the next decode would.
 // Rows of one layer and sequence in order of position, as the query at the last position reads them.
 // `which` is 'k' or 'v'. data: F32 [n_rows, n_head_kv, n_embd_head]; positions, hot: [n_rows]; any may be NULL.
-// unrotate: undo the Hadamard rotation that llama.cpp applies to a quantised cache.
+// unrotate: undo the Hadamard rotation that llama.cpp applies to a quantised cache, and the equalisation of K.
 // *n_rows_out is how many rows lie in [p0, p1); p1 < 0 means the end. Nothing is written if n_rows is smaller.
 LLAMA_API enum mixedkv_status mixedkv_read_rows(struct llama_context * ctx, int32_t il, int32_t seq_id, char which,
                                                 int32_t p0, int32_t p1, bool unrotate, float * data,
@@ -136,7 +143,8 @@ struct mixedkv_layer_rows {
     enum ggml_type type_v;
     uint32_t       rotation_k;
     uint32_t       rotation_v;
-    const void *   k; // [n_rows] rows of type_k, as the cache stores them
+    uint32_t       equalization; // of mixedkv_layer_info
+    const void *   k;            // [n_rows] rows of type_k, as the cache stores them
     const void *   v;
     const void *   k_hot; // F16 [n_hot] rows
     const void *   v_hot;
@@ -167,9 +175,10 @@ LLAMA_API enum mixedkv_status mixedkv_export_layer(struct llama_context * ctx, i
                                                    void * k_hot, void * v_hot);
 
 // Puts rows into a sequence, each at its position + shift. Nothing is changed unless it succeeds. Rows of other types
-// than the cache's are converted; a shift turns K. Groups come in order of mixedkv_layer_info::group. Layers with a
-// sliding window that lack room take only the rows that the next token reads. drop_from: rows of the sequence from this
-// position on make room first; -1: none do. Sizes of the arrays are the caller's promise; everything else is checked.
+// than the cache's, or with other scales of K, are converted; a shift turns K. Groups come in order of
+// mixedkv_layer_info::group. Layers with a sliding window that lack room take only the rows that the next token reads.
+// drop_from: rows of the sequence from this position on make room first; -1: none do. Sizes of the arrays are the
+// caller's promise; everything else is checked.
 LLAMA_API enum mixedkv_status mixedkv_import_rows(struct llama_context * ctx, int32_t seq_id,
                                                   const struct mixedkv_row_group * groups, uint32_t n_groups,
                                                   int32_t shift, int32_t drop_from);

@@ -33,6 +33,7 @@ class LayerRows:
         type_k, type_v: ggml types of `k` and `v`, e.g. "q4_0".
         rotation_k, rotation_v: edge of the Hadamard blocks that K and V are rotated by; 0: they are not.
         n_head_kv, head_size_k, head_size_v: of the layer; a row holds all its KV heads.
+        equalization: tells apart the scales that K was stored times; 0: K is as the model computes it.
         k, v: rows as the cache stores them, uint8 [n_rows, bytes of a row].
         k_hot, v_hot: F16 copies of the rows that attention read in F16, [n_hot, n_head_kv * head size].
     """
@@ -49,6 +50,7 @@ class LayerRows:
     v: npt.NDArray[np.uint8]
     k_hot: npt.NDArray[np.float16]
     v_hot: npt.NDArray[np.float16]
+    equalization: int = 0
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         return {name: getattr(self, name) for name in _LAYER_ARRAYS}
@@ -121,10 +123,7 @@ class KVBlock:
 
     def describe(self) -> dict[str, Any]:
         """All but the arrays, as JSON can hold it."""
-        groups = [
-            {"layers": [{name: getattr(layer, name) for name in _LAYER_FIELDS} for layer in group.layers]}
-            for group in self.groups
-        ]
+        groups = [{"layers": [_describe_layer(layer) for layer in group.layers]} for group in self.groups]
         return {"p0": self.p0, "p1": self.p1, "groups": groups}
 
     @classmethod
@@ -155,6 +154,11 @@ class KVBlock:
 _LAYER_ARRAYS = ("k", "v", "k_hot", "v_hot")
 _GROUP_ARRAYS = ("positions", "hot", "slots")
 _LAYER_FIELDS = tuple(field.name for field in fields(LayerRows) if field.name not in _LAYER_ARRAYS)
+
+
+def _describe_layer(layer: LayerRows) -> dict[str, Any]:
+    values = {name: getattr(layer, name) for name in _LAYER_FIELDS}
+    return values if layer.equalization else {name: values[name] for name in values if name != "equalization"}
 
 
 def _named_arrays(groups: tuple[RowGroup, ...]) -> Iterator[tuple[str, npt.NDArray[Any]]]:
@@ -208,7 +212,8 @@ def _read_layer(
     _check_mapping("layer", description)
     il = _whole(description, "il", 0, _SIZE_MAX)
     n_head_kv = _whole(description, "n_head_kv", 1, _SIZE_MAX)
-    values: dict[str, Any] = {"il": il, "n_head_kv": n_head_kv}
+    equalization = _whole({"equalization": 0, **description}, "equalization", 0, 2**32 - 1)
+    values: dict[str, Any] = {"il": il, "n_head_kv": n_head_kv, "equalization": equalization}
     for which in ("k", "v"):
         head_size = _whole(description, f"head_size_{which}", 1, _SIZE_MAX)
         kind = description.get(f"type_{which}")

@@ -402,7 +402,8 @@ class KVCache:
         """The block's rows need no conversion here."""
         layers = self._layers()
         return all(
-            (layer.type_k, layer.type_v) == (layers[layer.il].type_k, layers[layer.il].type_v)
+            (layer.type_k, layer.type_v, layer.equalization)
+            == (layers[layer.il].type_k, layers[layer.il].type_v, layers[layer.il].equalization)
             for group in block.groups
             for layer in group.layers
         )

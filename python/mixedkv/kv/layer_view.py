@@ -82,6 +82,7 @@ def layer_stats(layer: _core.Layer) -> LayerStats:
         n_cells=layer["n_cells"],
         type_k=type_name(layer["type_k"]),
         type_v=type_name(layer["type_v"]),
+        equalization=layer["equalization"],
         bytes_cold=layer["bytes_cold"],
         bytes_hot=layer["bytes_hot"],
     )

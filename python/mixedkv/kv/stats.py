@@ -20,6 +20,7 @@ class LayerStats:
     n_cells: int
     type_k: str
     type_v: str
+    equalization: int  # tells scales of K apart, 0: none
     bytes_cold: int
     bytes_hot: int
 
@@ -30,7 +31,8 @@ class LayerStats:
         types = self.type_k if self.type_k == self.type_v else f"{self.type_k}/{self.type_v}"
         hot = f" + F16 {format_bytes(self.bytes_hot)}" if self.mixed else ""
         path = "fused" if self.fused else "merged" if self.mixed else "llama.cpp"
-        return f"layer {self.il:<3} {heads:<16} {types} {format_bytes(self.bytes_cold)}{hot}, {path}"
+        scales = ", equalised" if self.equalization else ""
+        return f"layer {self.il:<3} {heads:<16} {types} {format_bytes(self.bytes_cold)}{hot}, {path}{scales}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -54,9 +54,9 @@ class Identity:
         """The identity of what a `Llama` computes now.
 
         It covers the model file (all parts), metadata overrides, the adapter and its scale, RoPE settings,
-        the cache setting with the window as it is now, flash attention, the kind of attention, the llama.cpp
-        that computes, and the version of the format. Threads, batch sizes and where layers run change
-        rounding only and are left out.
+        the cache setting with the window as it is now, the scales of K, flash attention, the kind of
+        attention, the llama.cpp that computes, and the version of the format. Threads, batch sizes and where
+        layers run change rounding only and are left out.
 
         Args:
             tenant: another tenant's KV is never found.
@@ -75,6 +75,7 @@ class Identity:
             "overrides": _overrides(llm),
             "adapters": _adapters(llm, full_hash),
             "kv": str(llm.kv.config),
+            **_equalization(llm),
             "context": _context(llm, file),
             "sliding_window": _whole(file.get("attention.sliding_window", 0)),
             "extra": extra,
@@ -112,6 +113,12 @@ def _context(llm: Llama, file: ModelFile) -> dict[str, Any]:
     )
     n_ctx = llm.n_ctx() if params.kv_unified else llm.n_ctx() // max(1, params.n_seq_max)
     return {**facts, "beyond_training": bool(trained) and n_ctx > trained}
+
+
+def _equalization(llm: Llama) -> dict[str, Any]:
+    """Machines of other kinds may round the scales of K differently: what they keep is not for each other."""
+    scales = [layer.equalization for layer in llm.kv.stats(by_layer=True).layers or ()]
+    return {"equalization": scales} if any(scales) else {}
 
 
 def _overrides(llm: Llama) -> list[list[str]]:

@@ -138,10 +138,11 @@ std::string options::describe() const {
     static const char * const types[] = { "f16", "q8_0", "q4_0", "other" };
     static const char * const masks[] = { "none", "causal", "window", "holes", "all_hidden", "alibi" };
     char                      text[256];
-    std::snprintf(text, sizeof(text),
-                  "heads %d/%d d %d/%d queries %d mask %s softcap %g rotation %d/%d sinks %d permuted %d keys", n_head,
-                  n_head_kv, d_k, d_v, n_queries, masks[int(mask)], double(softcap), rotation_q, rotation_out, sinks,
-                  permuted);
+    std::snprintf(
+        text, sizeof(text),
+        "heads %d/%d d %d/%d queries %d mask %s softcap %g scaled %d rotation %d/%d sinks %d permuted %d keys", n_head,
+        n_head_kv, d_k, d_v, n_queries, masks[int(mask)], double(softcap), scaled, rotation_q, rotation_out, sinks,
+        permuted);
     std::string s = text;
     for (size_t i = 0; i < n_keys.size(); i++) {
         s += " " + std::to_string(n_keys[i]) + ":" + types[int(type_k[i])] + "/" + types[int(type_v[i])];
@@ -176,6 +177,9 @@ problem::problem(rng & r, const options & options) : o(options) {
     q.resize(size_t(o.n_queries) * o.n_head * o.d_k);
     for (float & x : q) {
         x = o.score_std * r.gauss();
+    }
+    for (int i = 0; o.scaled && i < o.n_head_kv * o.d_k; i++) {
+        scale_q.push_back(0.5f + 0.25f * float(i % 5)); // 0.5 to 1.5, others for each head
     }
     for (int h = 0; o.sinks && h < o.n_head; h++) {
         sinks.push_back(2.0f * r.gauss());
@@ -214,6 +218,7 @@ mixedkv::attention_args problem::args() {
     a.scale          = 1.0f / std::sqrt(float(o.d_k));
     a.max_alibi_bias = o.mask == mask_kind::alibi ? 8.0f : 0.0f;
     a.logit_softcap  = o.softcap;
+    a.scale_q        = scale_q.empty() ? nullptr : scale_q.data();
     a.rotation_q     = o.rotation_q;
     a.rotation_out   = o.rotation_out;
     a.sinks          = sinks.empty() ? nullptr : sinks.data();
@@ -268,6 +273,9 @@ std::vector<double> problem::reference() const {
             const float *       x = q.data() + (o.permuted ? h * o.n_queries + i : i * o.n_head + h) * o.d_k;
             std::vector<double> query(x, x + o.d_k);
             std::vector<double> score(n);
+            for (int e = 0; o.scaled && e < o.d_k; e++) {
+                query[e] *= scale_q[g * o.d_k + e];
+            }
             if (o.rotation_q) {
                 query = rotated(query, o.rotation_q);
             }

@@ -53,6 +53,7 @@ struct options {
     float                          score_std  = 3.0f; // of scale * q.k
     float                          softcap    = 0.0f;
     int                            rotation_q = 0, rotation_out = 0;
+    bool                           scaled   = false; // Q times a scale for each KV head and channel
     bool                           sinks    = false;
     bool                           permuted = false; // Q as [n_head, n_queries, d] and gaps between K and V rows
 
@@ -62,7 +63,7 @@ struct options {
 struct problem {
     options               o;
     std::vector<rows>     k, v;
-    std::vector<float>    q, sinks, out;
+    std::vector<float>    q, scale_q, sinks, out;
     std::vector<uint16_t> mask;
 
     problem(rng & r, const options & o);

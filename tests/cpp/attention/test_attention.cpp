@@ -94,6 +94,7 @@ void test_random_shapes(int n) {
         test::rng     s(i);
         o.rotation_q   = random_edge(s, o.d_k);
         o.rotation_out = random_edge(s, o.d_v);
+        o.scaled       = i % 2 == 1;
         test::problem p(r, o);
         test::run({ p.args() }, 1 + i % 3);
         expect_close(p, "random shape");

@@ -51,9 +51,12 @@ static const float * evaluate(struct llama_context * ctx, const llama_token * to
 }
 
 static struct llama_context * make_context(struct llama_model * model) {
-    const struct mixedkv_config config = {
-        .mixed = true, .threshold = 32, .group_size = 8, .sink_tokens = 4, .attention = MIXEDKV_ATTENTION_AUTO
-    };
+    const struct mixedkv_config config = { .mixed       = true,
+                                           .threshold   = 32,
+                                           .group_size  = 8,
+                                           .sink_tokens = 4,
+                                           .attention   = MIXEDKV_ATTENTION_AUTO,
+                                           .equalize    = true };
     struct llama_context_params params = llama_context_default_params();
 
     params.n_ctx     = 2 * MAX_TOKENS;
@@ -115,9 +118,19 @@ static void copy_rows(struct llama_context * ctx, const struct mixedkv_layer_inf
         void *                          k_hot = reserve(n_hot * ggml_row_size(GGML_TYPE_F16, n_k));
         void *                          v_hot = reserve(n_hot * ggml_row_size(GGML_TYPE_F16, n_v));
         check(mixedkv_export_layer(ctx, 0, l.il, 0, -1, n_rows, n_hot, k, v, k_hot, v_hot));
-        rows[i] = (struct mixedkv_layer_rows){ l.il,     l.n_head_kv, l.n_embd_head_k, l.n_embd_head_v,
-                                               l.type_k, l.type_v,    l.rotation_k,    l.rotation_v,
-                                               k,        v,           k_hot,           v_hot };
+        rows[i] = (struct mixedkv_layer_rows){ l.il,
+                                               l.n_head_kv,
+                                               l.n_embd_head_k,
+                                               l.n_embd_head_v,
+                                               l.type_k,
+                                               l.type_v,
+                                               l.rotation_k,
+                                               l.rotation_v,
+                                               l.equalization,
+                                               k,
+                                               v,
+                                               k_hot,
+                                               v_hot };
     }
     const struct mixedkv_row_group group = { n_rows, n_hot, positions, hot, slots, n_layers, rows };
     check(mixedkv_import_rows(ctx, 1, &group, 1, 0, -1));

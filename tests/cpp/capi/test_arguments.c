@@ -36,7 +36,7 @@ static void expect(int want, int got) {
 
 static struct mixedkv_config make_config(uint32_t threshold, uint32_t group_size, uint32_t sink_tokens, int attention) {
     const struct mixedkv_config res = {
-        true, threshold, group_size, sink_tokens, (enum mixedkv_attention)attention, 8
+        true, threshold, group_size, sink_tokens, (enum mixedkv_attention)attention, 8, true
     };
     return res;
 }
@@ -144,9 +144,19 @@ static struct block * export_block(struct llama_context * ctx) {
         void *                          k = calloc(N_CTX, MAX_ROW), *v = calloc(N_CTX, MAX_ROW);
         void *                          k_hot = calloc(N_CTX, MAX_ROW), *v_hot = calloc(N_CTX, MAX_ROW);
         EXPECT(OK, mixedkv_export_layer(ctx, 0, l.il, 0, -1, g->n_rows, g->n_hot, k, v, k_hot, v_hot));
-        b->layers[i] = (struct mixedkv_layer_rows){ l.il,     l.n_head_kv, l.n_embd_head_k, l.n_embd_head_v,
-                                                    l.type_k, l.type_v,    l.rotation_k,    l.rotation_v,
-                                                    k,        v,           k_hot,           v_hot };
+        b->layers[i] = (struct mixedkv_layer_rows){ l.il,
+                                                    l.n_head_kv,
+                                                    l.n_embd_head_k,
+                                                    l.n_embd_head_v,
+                                                    l.type_k,
+                                                    l.type_v,
+                                                    l.rotation_k,
+                                                    l.rotation_v,
+                                                    l.equalization,
+                                                    k,
+                                                    v,
+                                                    k_hot,
+                                                    v_hot };
     }
     return b;
 }
@@ -197,7 +207,7 @@ static int is_stored(int type) {
 
 // In each place of a type: K, V; a mixed cache of each attention, a uniform one of ours, llama.cpp's own.
 static void test_type(struct llama_model * model, int type) {
-    const struct mixedkv_config uniform = { false, 0, 1, 0, MIXEDKV_ATTENTION_FUSED, 0 };
+    const struct mixedkv_config uniform = { false, 0, 1, 0, MIXEDKV_ATTENTION_FUSED, 0, false };
     const struct mixedkv_config fused   = make_config(32, 8, 4, MIXEDKV_ATTENTION_AUTO);
     const struct mixedkv_config merged  = make_config(32, 8, 4, MIXEDKV_ATTENTION_MERGED);
 

@@ -163,6 +163,7 @@ def run_on_oracle(load, name: str, attention: str, unified: bool, plan: list[tup
     options = {"n_seq_max": N_SEQ, "unified": unified}
     with Ctx(load(name, only=il), kv, n_ctx=N_CTX, n_ubatch=16, **options) as ctx:
         oracle = Oracle(zoo.muted(name, il), il, kv, **options)
+        oracle.take_scales(ctx)
         player = Player(ctx, oracle, unified)
         for step in [("decode", 0, 40, 1), *plan, ("decode", 0, 12, 2)]:
             out = player.play(step)

@@ -104,7 +104,7 @@ def test_the_cold_row_is_there_from_the_start(open_pair) -> None:
 
 
 def test_unrotate_gives_back_the_plain_keys(open_pair) -> None:
-    """A rotated row of the cache, turned back, is the K that the model computed."""
+    """A scaled and rotated row of the cache, turned back, is the K that the model computed."""
     from support.oracle import rotate
 
     ctx, oracle = open_pair("llama-128", 0, WINDOW)
@@ -113,6 +113,6 @@ def test_unrotate_gives_back_the_plain_keys(open_pair) -> None:
     rows: list[Row] = oracle.rows()
     plain, _, hot = ctx.rows(0, "k", unrotate=True)
     turned, _, _ = ctx.rows(0, "k")
-    want = np.stack([rotate(r.k_hot, oracle.rot_k) for r in rows])
+    want = np.stack([rotate(r.k_hot, oracle.rot_k) / oracle.scales for r in rows])
     assert np.allclose(plain[hot], want[hot], rtol=0, atol=4e-3 * np.abs(want).max())
     assert not np.allclose(turned[hot], want[hot], rtol=0, atol=0.1 * np.abs(want).max())

@@ -43,6 +43,7 @@ class Mixed:
     group: int = 16
     sinks: int = 0
     attention: str = "auto"
+    equalize: bool = True
     flash: bool = True
     draft: int = 16
 
@@ -130,7 +131,7 @@ class Ctx:
         if isinstance(kv, Mixed):
             from mixedkv import _core
 
-            _core.configure_next(True, kv.threshold, kv.group, kv.sinks, kv.attention, kv.draft)
+            _core.configure_next(True, kv.threshold, kv.group, kv.sinks, kv.attention, kv.draft, kv.equalize)
         self._abort: Any = None  # keeps the callback alive
         self.ptr: Any = llama_cpp.llama_init_from_model(model.ptr, params)
         if not self.ptr:
@@ -303,6 +304,12 @@ class Ctx:
 
         data, positions, hot = _core.read_rows(self.address, il, seq, which, p0, p1, unrotate)
         return np.asarray(data), np.asarray(positions), np.asarray(hot).astype(bool)
+
+    def scales(self, il: int) -> np.ndarray | None:
+        """What K of a layer is stored times, float32 [n_head_kv, head]; None: as it is."""
+        from mixedkv import _core
+
+        return _core.scales(self.address, il)
 
     def set_window(self, threshold: int, group: int, sinks: int) -> None:
         from mixedkv import _core

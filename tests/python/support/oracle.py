@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import gguf
 import numpy as np
 
-from support.harness import Mixed, Uniform
+from support.harness import Ctx, Mixed, Uniform
 from support.zoo import Gguf
 
 QUANTS = {
@@ -108,7 +108,13 @@ class Oracle:
         self.rot_k = (
             next(n for n in (256, 128, 64, 1) if head % n == 0) if kv.k in QUANTS and head % 64 == 0 else 0
         )
+        self.scales = np.ones((1, head))  # of K, as the cache has them
         self.rot_v = 64 if kv.v in QUANTS and head % 64 == 0 else 0
+
+    def take_scales(self, ctx: Ctx) -> None:
+        """Those that the context's cache stores K times; test_equalization.py says whether they are right."""
+        if isinstance(self.kv, Mixed) and (scales := ctx.scales(self._kv_layer())) is not None:
+            self.scales = scales.astype(np.float64)
 
     def copy(self) -> Oracle:
         other = copy.copy(self)
@@ -141,7 +147,8 @@ class Oracle:
             k = rms_norm(k, norm)
         if self.shape.arch == "gemma4":
             v = rms_norm(v)
-        return rotate(rope(k, pos, self.shape.rope), self.rot_k), rotate(v, self.rot_v)
+        k = rope(k, pos, self.shape.rope) * self.scales
+        return rotate(k, self.rot_k), rotate(v, self.rot_v)
 
     def _new_row(self, x: np.ndarray, pos: int, seqs: Sequence[int]) -> Row:
         k, v = self._new_kv(x, pos)
@@ -152,7 +159,8 @@ class Oracle:
         q = self._heads("attn_q", rms_norm(x, self._part("attn_norm.weight", self.il)), self.il)
         if (norm := self._part("attn_q_norm.weight", self.il)) is not None:
             q = rms_norm(q, norm)
-        return rotate(rope(q, pos, self.shape.rope), self.rot_k)
+        q = rope(q, pos, self.shape.rope)
+        return rotate(q / np.repeat(self.scales, len(q) // len(self.scales), axis=0), self.rot_k)
 
     def _attend(self, q: np.ndarray, pos: int, rows: list[Row]) -> np.ndarray:
         """q [n_head, head] over the rows it sees -> [n_head * head]."""

@@ -196,7 +196,7 @@ def _ffn(g: Gguf, il: int, n_ff: int = 96, norm: str = "ffn_norm") -> None:
 # --- models the cache supports ---
 
 
-def _decoder(shape: Shape, *, qk_norm: bool = False) -> Gguf:
+def decoder(shape: Shape, *, qk_norm: bool = False) -> Gguf:
     """llama and its nearest relatives: pre-norm attention and a gated FFN."""
     g = _base(shape)
     _output(g)
@@ -417,16 +417,16 @@ _Maker = Callable[[Shape], Gguf]
 
 
 _SUPPORTED: list[tuple[Shape, _Maker]] = [
-    (Shape("llama-64", "llama"), _decoder),
-    (Shape("llama-128", "llama", head=128, n_head_kv=1), _decoder),
-    (Shape("qwen3", "qwen3", rope="neox"), lambda s: _decoder(s, qk_norm=True)),
+    (Shape("llama-64", "llama"), decoder),
+    (Shape("llama-128", "llama", head=128, n_head_kv=1), decoder),
+    (Shape("qwen3", "qwen3", rope="neox"), lambda s: decoder(s, qk_norm=True)),
     (Shape("gemma2", "gemma2", kv_layers=(1,), swa_layers=(0,), rope="neox"), _gemma2),
     (
         Shape("gemma4", "gemma4", n_layer=6, head=128, kv_layers=(1, 3), swa_layers=(0, 2), rope="neox"),
         _gemma4,
     ),
     (Shape("gpt-oss", "gpt-oss", kv_layers=(1,), swa_layers=(0,), rope="neox"), _gpt_oss),
-    (Shape("refact", "refact", n_head_kv=1, rope="none"), _decoder),  # ALiBi
+    (Shape("refact", "refact", n_head_kv=1, rope="none"), decoder),  # ALiBi
     (
         Shape(
             "lfm2",
@@ -442,12 +442,12 @@ _SUPPORTED: list[tuple[Shape, _Maker]] = [
     ),
     (
         Shape("llama-96", "llama", head=96),
-        _decoder,
+        decoder,
     ),  # fits the block of 32, but is not rotated (not a multiple of 64)
 ]
 
 _REFUSED: list[tuple[Shape, _Maker]] = [
-    (Shape("llama-48", "llama", head=48), _decoder),  # 48 % 32 != 0
+    (Shape("llama-48", "llama", head=48), decoder),  # 48 % 32 != 0
     (Shape("deepseek2", "deepseek2", head=96, n_head_kv=1), _deepseek2),
     (Shape("mamba", "mamba", kv_layers=(), rope="none"), _mamba),
     (Shape("bert", "bert", n_embd=64, n_head=2, head=32, kv_layers=(), rope="none"), _bert),
@@ -461,7 +461,41 @@ _MAKERS: dict[str, _Maker] = {s.name: make for s, make in [*_SUPPORTED, *_REFUSE
 
 def make(name: str) -> Gguf:
     """The named model in memory: metadata and tensors as they go to the file."""
-    return _MAKERS[name](SHAPES[name])
+    g = _MAKERS[name](SHAPES[name])
+    if name in SUPPORTED:
+        _plant(g)
+    return g
+
+
+def _plant(g: Gguf) -> None:
+    """Some pairs of channels of K are twice as large as the others and some half as large. Q makes up
+    for it, by powers of two, so scores stay as they are.
+    """
+    for il in range(g.shape.n_layer):
+        if (q := g.tensors.get(f"blk.{il}.attn_q.weight")) is None:
+            continue
+        d = len(q) // g.shape.n_head
+        k = g.tensors.get(f"blk.{il}.attn_k.weight")
+        normed = f"blk.{il}.attn_q_norm.weight" in g.tensors
+        n_kv = 1 if normed or k is None else len(k) // d
+        scales = planted(g.shape, d, n_kv)
+        for which, factors in (
+            ("k", scales),
+            ("q", np.repeat(1 / scales, 1 if normed else g.shape.n_head // n_kv, 0)),
+        ):
+            for part in ("_norm.weight",) if normed else (".weight", ".bias"):
+                if (data := g.tensors.get(f"blk.{il}.attn_{which}{part}")) is not None:
+                    flat = factors.astype(np.float32).reshape((-1,) + (1,) * (data.ndim - 1))
+                    g.tensors[f"blk.{il}.attn_{which}{part}"] = data * flat
+
+
+def planted(shape: Shape, d: int, n_kv: int) -> np.ndarray:
+    """What _plant multiplies K by, [n_kv, d]: the same in all layers, as some read the rows of others."""
+    rng = np.random.default_rng(zlib.crc32(f"{shape.name}/outliers/{d}".encode()))
+    pairs = np.exp2(rng.choice([-1, 0, 0, 0, 0, 0, 0, 1], (n_kv, d if shape.rope == "none" else d // 2)))
+    if shape.rope == "none":
+        return pairs
+    return np.repeat(pairs, 2, axis=1) if shape.rope == "norm" else np.tile(pairs, 2)
 
 
 def write(name: str, folder: Path) -> Path:

@@ -1,0 +1,272 @@
+#include "llama-kv-equalize.h"
+
+#include "llama-model.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+
+// 64 random inputs tell the RMS of two rows to 6%, a step of the scales is 41%
+static constexpr int64_t N_PROBES = 64;
+
+// scales are powers of 2^(1/2), at most 2^12: F16 rows have a range of 2^30
+static constexpr int MAX_EXPONENT = 24;
+
+//
+// how large the elements of a projection are
+//
+
+// a small tensor (norm or bias) in F32, times what is there; n values or none
+static bool read_vector(const ggml_tensor * t, int64_t n, std::vector<float> & res) {
+    if (!t || ggml_nelements(t) != n) {
+        return false;
+    }
+
+    std::vector<uint8_t> data(ggml_nbytes(t));
+    ggml_backend_tensor_get(t, data.data(), 0, data.size());
+
+    res.resize(n);
+    if (t->type == GGML_TYPE_F32) {
+        memcpy(res.data(), data.data(), data.size());
+    } else {
+        ggml_get_type_traits(t->type)->to_float(data.data(), res.data(), n);
+    }
+
+    return true;
+}
+
+// w x for each column of x [w->ne[0], n], by the device that holds w: weights that a backend has repacked cannot be read
+static std::vector<float> project(ggml_tensor * w, const std::vector<float> & x, int64_t n) {
+    ggml_backend_dev_t dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(w->buffer));
+    dev = dev ? dev : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+
+    ggml_backend_ptr backend(dev ? ggml_backend_dev_init(dev, nullptr) : nullptr);
+    ggml_context_ptr ctx(ggml_init({ 8*ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true }));
+    if (!backend || !ctx) {
+        throw std::runtime_error("failed to prepare the equalisation of K");
+    }
+
+    ggml_tensor * in  = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, w->ne[0], n);
+    ggml_tensor * out = ggml_mul_mat(ctx.get(), w, in);
+    ggml_cgraph * gf  = ggml_new_graph(ctx.get());
+    ggml_build_forward_expand(gf, out);
+
+    ggml_backend_buffer_ptr buf(ggml_backend_alloc_ctx_tensors(ctx.get(), backend.get()));
+    if (!buf) {
+        throw std::runtime_error("failed to allocate the equalisation of K");
+    }
+
+    ggml_backend_tensor_set(in, x.data(), 0, ggml_nbytes(in));
+    if (ggml_backend_graph_compute(backend.get(), gf) != GGML_STATUS_SUCCESS) {
+        throw std::runtime_error("failed to compute the equalisation of K");
+    }
+
+    std::vector<float> res(ggml_nelements(out));
+    ggml_backend_tensor_get(out, res.data(), 0, ggml_nbytes(out));
+
+    return res;
+}
+
+// what the projection sees: random signs times the norm's weight, and at last the norm's bias
+static std::vector<float> make_probes(const llama_layer & layer, int64_t n_embd) {
+    std::vector<float> weight(n_embd, 1.0f);
+    std::vector<float> bias(n_embd, 0.0f);
+
+    read_vector(layer.attn_norm,   n_embd, weight);
+    read_vector(layer.attn_norm_b, n_embd, bias);
+
+    std::vector<float> res;
+
+    uint32_t state = 1; // xorshift
+    for (int64_t i = 0; i < N_PROBES*n_embd; ++i) {
+        state ^= state << 13;
+        state ^= state >> 17;
+        state ^= state << 5;
+        res.push_back(state & 1 ? weight[i % n_embd] : -weight[i % n_embd]);
+    }
+    res.insert(res.end(), bias.begin(), bias.end());
+
+    return res;
+}
+
+// mean squares of the elements [first, first + n) of a projection [n_out, N_PROBES + 1], and of a bias
+static std::vector<double> mean_squares(const std::vector<float> & y, int64_t n_out, int64_t first, int64_t n, const ggml_tensor * b, int64_t b_first) {
+    std::vector<float> bias(b ? ggml_nelements(b) : 0);
+    if (b) {
+        read_vector(b, ggml_nelements(b), bias);
+    }
+
+    std::vector<double> res(n, 0.0);
+
+    for (int64_t i = 0; i < n; ++i) {
+        for (int64_t c = 0; c < N_PROBES; ++c) {
+            res[i] += std::pow(y[c*n_out + first + i], 2)/N_PROBES;
+        }
+        const double constant = y[N_PROBES*n_out + first + i] + (b ? bias[b_first + i] : 0.0f);
+        res[i] += constant*constant;
+    }
+
+    return res;
+}
+
+// heads, or all of them together, are brought to a mean square of 1 and multiplied by the norm's weight
+static void apply_norm(std::vector<double> & ms, const ggml_tensor * norm) {
+    const int64_t n = norm ? norm->ne[0] : 0;
+
+    std::vector<float> weight;
+    if (n == 0 || ms.size() % ggml_nelements(norm) != 0 || !read_vector(norm, ggml_nelements(norm), weight)) {
+        return;
+    }
+
+    for (size_t first = 0; first < ms.size(); first += n) {
+        double mean = 1e-12;
+        for (int64_t i = 0; i < n; ++i) {
+            mean += ms[first + i]/n;
+        }
+        for (int64_t i = 0; i < n; ++i) {
+            ms[first + i] *= std::pow(weight[(first + i) % weight.size()], 2)/mean;
+        }
+    }
+}
+
+//
+// scales
+//
+
+// the element that RoPE turns together with element i of a head, or i
+static int64_t get_partner(const llama_hparams & hparams, uint32_t il, int64_t i) {
+    const int64_t n_rot = hparams.rope_type != LLAMA_ROPE_TYPE_NONE && hparams.has_rope(il) ? hparams.n_rot(il) : 0;
+
+    if (i >= n_rot) {
+        return i;
+    }
+
+    return hparams.rope_type == LLAMA_ROPE_TYPE_NORM ? i ^ 1 : (i + n_rot/2) % n_rot;
+}
+
+// mean squares of the channels of K, and of the same channels of the query heads that share each head of K; or none
+struct channels {
+    std::vector<double> k;
+    std::vector<double> q;
+};
+
+static channels measure(const llama_model & model, uint32_t il) {
+    const auto & hparams = model.hparams;
+    const auto & layer   = model.layers[il];
+
+    const int64_t d         = hparams.n_embd_head_k(il);
+    const int64_t n_k       = d*hparams.n_head_kv(il);
+    const int64_t n_q       = d*hparams.n_head(il);
+    const int64_t n_head_kq = hparams.n_head(il)/std::max(hparams.n_head_kv(il), 1u);
+
+    // rows of Q and K in one tensor, or in two
+    ggml_tensor * wq = layer.wqkv ? layer.wqkv : layer.wq;
+    ggml_tensor * wk = layer.wqkv ? layer.wqkv : layer.wk;
+
+    const ggml_tensor * bq = layer.wqkv && layer.wqkv_b ? layer.wqkv_b : layer.wq_b;
+    const ggml_tensor * bk = layer.wqkv && layer.wqkv_b ? layer.wqkv_b : layer.wk_b;
+
+    const bool usual = layer.wqkv ? wk->ne[1] >= n_q + n_k : wq && wk && wq->ne[1] == n_q && wk->ne[1] == n_k;
+    if (!usual || n_k == 0 || hparams.no_alloc || !wq->buffer || !wk->buffer) {
+        return {};
+    }
+
+    const auto probes = make_probes(layer, wk->ne[0]);
+    const auto y_k    = project(wk, probes, N_PROBES + 1);
+    const auto y_q    = wq == wk ? y_k : project(wq, probes, N_PROBES + 1);
+
+    channels res;
+
+    res.k = mean_squares(y_k, wk->ne[1], wq == wk ? n_q : 0, n_k, bk, bk == layer.wk_b ? 0 : n_q);
+    apply_norm(res.k, layer.attn_k_norm);
+
+    auto q = mean_squares(y_q, wq->ne[1], 0, n_q, bq, 0);
+    apply_norm(q, layer.attn_q_norm);
+
+    res.q.assign(n_k, 0.0);
+    for (int64_t i = 0; i < n_q; ++i) {
+        res.q[i/(d*n_head_kq)*d + i % d] += q[i]/n_head_kq;
+    }
+
+    return res;
+}
+
+llama_kv_scales llama_kv_make_scales(const llama_model & model, uint32_t il) {
+    const auto    ms = measure(model, il);
+    const int64_t d  = model.hparams.n_embd_head_k(il);
+
+    llama_kv_scales res;
+
+    if (!ms.k.empty()) {
+        res.id = 2166136261u; // FNV-1a
+    }
+
+    for (size_t i = 0; i < ms.k.size(); ++i) {
+        const size_t p = i/d*d + get_partner(model.hparams, il, i % d);
+
+        // sqrt(RMS of Q / RMS of K), in steps
+        const double step     = std::round(0.5*std::log2((ms.q[i] + ms.q[p])/(ms.k[i] + ms.k[p])));
+        const int    exponent = std::isfinite(step) ? (int) std::clamp<double>(step, -MAX_EXPONENT, MAX_EXPONENT) : 0;
+
+        res.k.push_back(std::exp2( 0.5f*exponent));
+        res.q.push_back(std::exp2(-0.5f*exponent));
+        res.id = (res.id ^ uint32_t(exponent + MAX_EXPONENT))*16777619u;
+    }
+
+    return res;
+}
+
+//
+// llama_kv_equalizer
+//
+
+void llama_kv_equalizer::add(llama_kv_scales scales, ggml_backend_buffer_type_t buft) {
+    layers.push_back({ std::move(scales), buft });
+}
+
+const llama_kv_scales * llama_kv_equalizer::get(size_t ikv) const {
+    return ikv < layers.size() && !layers[ikv].scales.k.empty() ? &layers[ikv].scales : nullptr;
+}
+
+void llama_kv_equalizer::alloc(const std::vector<uint32_t> & n_embd_head) {
+    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
+        auto & layer = layers[ikv];
+        if (layer.scales.k.empty()) {
+            continue;
+        }
+
+        ggml_context_ptr ctx(ggml_init({ 2*ggml_tensor_overhead(), nullptr, true }));
+
+        const int64_t d         = n_embd_head[ikv];
+        const int64_t n_head_kv = layer.scales.k.size()/d;
+
+        layer.k = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, d, n_head_kv);
+        layer.q = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, d, 1, n_head_kv);
+
+        ggml_backend_buffer_ptr buf(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), layer.buft));
+        if (!buf) {
+            throw std::runtime_error("failed to allocate the scales of the KV cache");
+        }
+
+        ggml_backend_tensor_set(layer.k, layer.scales.k.data(), 0, ggml_nbytes(layer.k));
+        ggml_backend_tensor_set(layer.q, layer.scales.q.data(), 0, ggml_nbytes(layer.q));
+
+        bufs.emplace_back(std::move(ctx), std::move(buf));
+    }
+}
+
+ggml_tensor * llama_kv_equalizer::scale_k(ggml_context * ctx, ggml_tensor * k, size_t ikv) const {
+    return ggml_mul(ctx, k, layers[ikv].k);
+}
+
+ggml_tensor * llama_kv_equalizer::scale_q(ggml_context * ctx, ggml_tensor * q, size_t ikv) const {
+    ggml_tensor * scale = layers[ikv].q;
+
+    // heads that share keys share the scale
+    ggml_tensor * cur = ggml_is_contiguous(q) ? q : ggml_cont(ctx, q);
+
+    cur = ggml_reshape_4d(ctx, cur, q->ne[0], q->ne[1]/scale->ne[2], scale->ne[2], q->ne[2]);
+
+    return ggml_reshape_3d(ctx, ggml_mul(ctx, cur, scale), q->ne[0], q->ne[1], q->ne[2]);
+}

@@ -1,0 +1,48 @@
+"""Outlier channels in the keys of a GGUF file, planted without changing what the model computes.
+
+Real models have a few channels of K that are tens of times larger than the others; small trained models and
+random weights have none.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+
+def plant(source: Path | str, target: Path, seed: int, low: float = 12, high: float = 40) -> Path:
+    """A copy of a llama model with two pairs of channels of each KV head `low` to `high` times as large, and
+    the others spread a little; Q is divided by as much. K and Q become F16.
+    """
+    reader = gguf.GGUFReader(source)
+    keys = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    n_head, n_kv = (keys[f"llama.attention.head_count{part}"].contents() for part in ("", "_kv"))
+    rng = np.random.default_rng(seed)
+    writer = gguf.GGUFWriter(target, "llama")
+    for name, field in keys.items():
+        if name != "general.architecture":
+            kind = field.types[0]
+            writer.add_key_value(
+                name, field.contents(), kind, field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+            )
+    planted = {}
+    for il in range(keys["llama.block_count"].contents()):
+        pairs = np.exp(rng.normal(0, 0.6, (n_kv, keys["llama.rope.dimension_count"].contents() // 2)))
+        for head in pairs:
+            head[rng.choice(len(head), 2, replace=False)] *= rng.uniform(low, high, 2)
+        scales = np.repeat(pairs, 2, axis=1)
+        planted[f"blk.{il}.attn_k.weight"] = scales.ravel()
+        planted[f"blk.{il}.attn_q.weight"] = np.repeat(1 / scales, n_head // n_kv, axis=0).ravel()
+    for tensor in reader.tensors:
+        if tensor.name in planted:
+            wide = gguf.dequantize(tensor.data, tensor.tensor_type) * planted[tensor.name][:, None]
+            writer.add_tensor(tensor.name, wide.astype(np.float16))
+        else:
+            writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
