@@ -18,7 +18,6 @@ from mixedkv.engine.json_schema import closed_schema
 _RULE = re.compile(r"^([\w-]+) ::= (.*)$", re.MULTILINE)
 _PARTS = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|[A-Za-z][\w-]*')
 _CLOSED_TEXT = re.compile(r"ac-(\d+)")  # the number is that of the parser's node
-_FURTHER = re.compile(r'\(space "," space (?:\([^()]*\)|[\w-]+)\)\*')  # calls after the first of a list
 _OTHER = re.compile(r"[^a-zA-Z0-9-]+")  # what llama.cpp makes a hyphen in a rule's name
 
 
@@ -39,7 +38,7 @@ def tool_grammar(
         schemas: of each tool's arguments.
         space: the pattern of white space in JSON.
         first: what comes before the calls.
-        parallel: more than one call. llama.cpp lets a list have several either way.
+        parallel: more than one call. llama.cpp has them in any case where each has tags of its own.
 
     Raises:
         ValueError: there is no call in it, a schema cannot be followed, or it is too large.
@@ -49,13 +48,18 @@ def tool_grammar(
     if not calls:
         raise ValueError("llama.cpp has no grammar of this model's tool calls")
     rules["root"] = f"{json.dumps(first, ensure_ascii=False)} {calls[-1]}" if first else calls[-1]
-    if not parallel:
-        rules.update({n: _FURTHER.sub("", body) for n, body in rules.items() if n.startswith("tool-call")})
+    if not parallel and rules.get("tool-calls") == "(tool-call space)+":
+        rules["tool-calls"] = "tool-call"
     given = {**_closed_texts(rules, parser), **_objects(rules, schemas, space)}
     for name in given:  # a rule that calls itself: the converter would merge another one into a lexeme
         rules[name] = f'"x" | "x" {name}'
     used = _reached(rules)
-    lark = convert("\n".join(f"{_renamed(name)} ::= {_renamed(rules[name])}" for name in used))
+    try:
+        lark = convert("\n".join(f"{_renamed(name)} ::= {_renamed(rules[name])}" for name in used))
+    except ValueError as error:
+        raise ValueError(
+            f"a call of so many cannot be forced ({error}): name it in tool_choice, or give fewer"
+        ) from None
     for name in given.keys() & set(used):
         lark = _replace(lark, name.replace("-", "_"), given[name])
     return lark
@@ -105,7 +109,10 @@ def _objects(
     out = {}
     for tool, name in names.items():
         if name in rules:
-            schema = {**closed_schema(schemas[tool]), "x-guidance": {"whitespace_pattern": space}}
+            try:
+                schema = {**closed_schema(schemas[tool]), "x-guidance": {"whitespace_pattern": space}}
+            except ValueError as error:
+                raise ValueError(f"the parameters of {tool}: {error}") from None
             out[name] = f": %json {json.dumps(schema)}"
     return out
 
