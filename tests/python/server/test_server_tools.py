@@ -148,7 +148,11 @@ def test_results_are_in_the_prompt(server: Server, client: openai.OpenAI) -> Non
     assert without["usage"]["prompt_tokens"] < short.usage.prompt_tokens
 
 
-def test_a_prompt_with_tools_can_be_warmed(server: Server, client: openai.OpenAI) -> None:
+def test_a_prompt_with_tools_can_be_warmed(
+    server: Server, client: openai.OpenAI, request: pytest.FixtureRequest
+) -> None:
+    if "mistral" in request.node.callspec.params["server"]:
+        pytest.skip("its template has the tools in the last turn only, and no two turns of a user")
     tools = [{**ADD, "function": {**ADD["function"], "description": "warm " * 50}}]
     server.post("/v1/warm", {"messages": [USER], "tools": tools})
     usage = ask(client, tools=tools, tool_choice="required").usage
@@ -240,7 +244,7 @@ def test_what_does_not_go_together_is_refused(
     assert param is None or error["param"].startswith(param), error
 
 
-def test_deep_arguments_are_refused(server: Server) -> None:
+def test_arguments_that_templates_cannot_read_are_refused(server: Server) -> None:
     for n in (200, 100_000):
         deep = {**CALL, "function": {"name": "add", "arguments": "[" * n + "]" * n}}
         body = {"messages": [USER, {**CALLED, "tool_calls": [deep]}], "max_tokens": 1}
@@ -249,7 +253,9 @@ def test_deep_arguments_are_refused(server: Server) -> None:
         assert "nested" in answer["error"]["message"]
     cut = {**CALL, "function": {"name": "add", "arguments": '{"a": 1, "b'}}
     body = {"messages": [USER, {**CALLED, "tool_calls": [cut]}], "max_tokens": 1}
-    assert server.status("POST", "/v1/chat/completions", body) == 200
+    status, answer, _ = server.request("POST", "/v1/chat/completions", body)
+    assert (status, answer["error"]["param"]) == (400, "messages"), answer
+    assert "messages[1].tool_calls[0].function.arguments: no JSON" in answer["error"]["message"]
 
 
 def test_a_session_has_no_tools(server: Server) -> None:

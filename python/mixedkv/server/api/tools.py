@@ -152,13 +152,15 @@ def _check_calls(messages: Sequence[Message]) -> None:
 
 
 def _check_arguments(text: str, where: str) -> None:
-    """What is no JSON, as of an answer that was cut off, stays the text it is."""
+    """Templates go through them."""
     try:
         arguments = json.loads(text)
     except RecursionError:
-        raise _wrong(f"{where}: nested too deep") from None
-    except ValueError:
-        return
+        raise _wrong(f"{where}: nested too deep: make it flatter") from None
+    except ValueError as error:
+        raise _wrong(
+            f"{where}: no JSON ({error}): leave a call out that was cut off, and its result"
+        ) from None
     try:
         check_depth(arguments, where)
     except ValueError as error:
