@@ -1,7 +1,7 @@
-"""llama.cpp's chat templates, and its parsers of what families of models answer: cpp/chat/module.cpp.
+"""llama.cpp's chat templates, and its parsers of what families of models answer: cpp/chat/chat_module.cpp.
 
-Messages, tools and read answers are JSON in OpenAI's form. What a template or an answer does wrong is a RuntimeError
-or a ValueError.
+Messages, tools and read answers are JSON in OpenAI's form. What a template or an answer does wrong is a
+RuntimeError or a ValueError.
 """
 
 class ChatPrompt:
@@ -32,8 +32,8 @@ class ChatPrompt:
     @property
     def thinking_ends(self) -> list[str]: ...
     def parse(self, answer: str, partial: bool) -> str:
-        """{"content", "reasoning_content", "tool_calls": [{"id", "name", "arguments"}]}; what is certain of an answer
-        that is `partial`.
+        """{"content", "reasoning_content", "tool_calls": [{"id", "name", "arguments"}]}; what is certain of an
+        answer that is `partial`.
         """
 
 class ChatTemplate:

@@ -63,8 +63,8 @@ class Constraint:
     """What an answer must be.
 
     Attributes:
-        kind: the language of `text`. Lark is for authors that are trusted: it can compile for hours. Calls are
-            Lark of ours, with schemas in it.
+        kind: the language of `text`. Lark is for authors that are trusted: it can compile for hours. Calls
+            are Lark of ours, with schemas in it.
         name: what error messages call it.
         shown: control tokens that stand for their text in it.
     """
@@ -130,7 +130,6 @@ class ConstraintCompiler:
         pieces = Detokenizer(vocab)
         tokens = [pieces[token] or _named(pieces.name(token)) for token in range(pieces.n_vocab)]
         self._init(tokens, [token for token in range(pieces.n_vocab) if pieces.is_end(token)])
-        self._names = {pieces.name(token): token for token, text in enumerate(tokens) if text[:1] == _SPECIAL}
 
     @classmethod
     def of_tokens(cls, tokens: list[bytes], ends: list[int]) -> ConstraintCompiler:
@@ -142,7 +141,7 @@ class ConstraintCompiler:
     def _init(self, tokens: list[bytes], ends: list[int]) -> None:
         self.ends = ends
         self._tokens, self._n_vocab = tokens, len(tokens)
-        self._names: dict[bytes, int] = {}
+        self._names = {name[1:]: token for token, name in enumerate(tokens) if name[:1] == _SPECIAL}
         self._tokenizers: dict[tuple[int, ...], Any] = {}
         self._making = threading.Lock()
 
@@ -154,7 +153,9 @@ class ConstraintCompiler:
         if not self.ends:
             raise ValueError(f"{constraint.name}: this model has no token that ends an answer")
         try:
-            inner = _compile(self._tokenizer(self.shown(constraint.shown)), _lark(constraint), _MAX_ITEMS[constraint.kind])
+            inner = _compile(
+                self._tokenizer(self.shown(constraint.shown)), _lark(constraint), _MAX_ITEMS[constraint.kind]
+            )
             if inner.is_error():
                 raise ValueError(_message(inner.get_error()))
         except (ValueError, RecursionError) as error:

@@ -1,5 +1,5 @@
-"""Chats with tools, by llama.cpp's own chat layer: it knows how each family of models is told of tools, and how it
-writes calls.
+"""Chats with tools, by llama.cpp's own chat layer: it knows how each family of models is told of tools, and
+how it writes calls.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class ToolTemplate:
         try:
             return _chat.ChatTemplate(self._source, self._bos, self._eos)
         except (RuntimeError, ValueError) as error:
-            raise ValueError(f"tools: llama.cpp cannot read the model's chat template: {_short(error)}") from None
+            raise ValueError(f"tools: the model's chat template cannot be read: {_short(error)}") from None
 
     @cached_property
     def _takes_tools(self) -> bool:
@@ -153,9 +153,7 @@ def check_depth(value: Any, name: str) -> None:
         todo += [(part, depth + 1) for part in inner]
 
 
-def _calls_only(
-    prompt: _chat.ChatPrompt, tools: Sequence[Mapping[str, Any]], parallel: bool
-) -> Constraint:
+def _calls_only(prompt: _chat.ChatPrompt, tools: Sequence[Mapping[str, Any]], parallel: bool) -> Constraint:
     """A call is forced at once: where a template has begun a thought, that is ended."""
     functions = [tool["function"] for tool in tools]
     schemas = {each["name"]: each.get("parameters") or _NO_ARGUMENTS for each in functions}

@@ -1,8 +1,8 @@
-"""The grammar of tool calls, for llguidance: how a family writes them by llama.cpp, arguments by their schema.
+"""The grammar of tool calls, for llguidance: their form by llama.cpp, arguments by their schema.
 
-llama.cpp says it in GBNF, arguments too. Of these a JSON object becomes llguidance's own JSON, so that a schema
-means here what it means in `response_format`; and a text up to its closing tag becomes one lexeme, which as
-GBNF is a rule per character.
+llama.cpp says it in GBNF, arguments too. Of these a JSON object becomes llguidance's own JSON, so that a
+schema means here what it means in `response_format`; and a text up to its closing tag becomes one lexeme,
+which as GBNF is a rule per character.
 """
 
 from __future__ import annotations
@@ -99,9 +99,7 @@ def _pattern(text: str) -> str:
     return re.sub(r"[^a-zA-Z0-9]", lambda c: f"\\x{{{ord(c[0]):x}}}", text)
 
 
-def _objects(
-    rules: Mapping[str, str], schemas: Mapping[str, dict[str, Any]], space: str
-) -> dict[str, str]:
+def _objects(rules: Mapping[str, str], schemas: Mapping[str, dict[str, Any]], space: str) -> dict[str, str]:
     """The arguments of families that write them as one JSON object."""
     names = {tool: f"tool-{_OTHER.sub('-', tool)}-schema" for tool in schemas}
     if len(set(names.values())) < len(names) or any("schema" in tool for tool in schemas):
@@ -119,6 +117,4 @@ def _objects(
 
 def _replace(lark: str, rule: str, body: str) -> str:
     """Give a rule another body; it goes on in lines that are indented."""
-    return re.sub(
-        rf"^{rule}:.*\n?(?:[ \t]+.*\n?)*", lambda _: f"{rule}{body}\n", lark, flags=re.MULTILINE
-    )
+    return re.sub(rf"^{rule}:.*\n?(?:[ \t]+.*\n?)*", lambda _: f"{rule}{body}\n", lark, flags=re.MULTILINE)

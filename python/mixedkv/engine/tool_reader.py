@@ -69,7 +69,11 @@ class ToolReader:
         except (RuntimeError, ValueError):
             if not last or self.answer.calls:
                 return []
-            message = {"content": self._text, "reasoning_content": "", "tool_calls": []}  # not as its family does
+            message = {
+                "content": self._text,
+                "reasoning_content": "",
+                "tool_calls": [],
+            }  # not as its family does
         return [*self._texts(message), *self._calls(message["tool_calls"], last)]
 
     def _texts(self, message: dict[str, Any]) -> list[Part]:

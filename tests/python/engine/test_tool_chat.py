@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ END = 256
 BYTES = ConstraintCompiler.of_tokens([*(bytes([i]) for i in range(256)), b"\xff<end>"], [END])
 
 
-@lru_cache(maxsize=None)
+@cache
 def family(name: str) -> ToolTemplate:
     return ToolTemplate(template(name), "<s>", "</s>")
 
@@ -91,7 +91,7 @@ def test_forced_arguments_follow_the_schema(name: str) -> None:
     at = text.index(b'"days": 3') + len(b'"days": ')
     for byte in text[:at]:
         matcher.accept(byte)
-    digits = {chr(token) for token in matcher.allowed() if chr(token) in "-0123456789\""}
+    digits = {chr(token) for token in matcher.allowed() if chr(token) in '-0123456789"'}
     assert digits == set("123456789")
 
 
@@ -121,7 +121,9 @@ def test_one_call_or_several(parallel: bool) -> None:
 
 
 def test_many_tools_can_be_forced() -> None:
-    tools = [{"type": "function", "function": {**WEATHER["function"], "name": f"tool_{i}"}} for i in range(32)]
+    tools = [
+        {"type": "function", "function": {**WEATHER["function"], "name": f"tool_{i}"}} for i in range(32)
+    ]
     prompt = render("Qwen-Qwen2.5-7B-Instruct", "required", tools)
     assert prompt.constraint is not None
     BYTES.compile(prompt.constraint)

@@ -1,7 +1,7 @@
 """Tools through the server, with clients as people have them.
 
-The bundled model has never seen a tool. So the server has the template of a model that has, and calls are forced:
-which words come is chance, their form is not.
+The bundled model has never seen a tool. So the server has the template of a model that has, and calls are
+forced: which words come is chance, their form is not.
 """
 
 from __future__ import annotations
@@ -126,9 +126,10 @@ def test_a_model_may_answer_with_text(client: openai.OpenAI, choice: str) -> Non
 
 def test_a_chat_goes_on_after_its_results(client: openai.OpenAI) -> None:
     messages: list[Any] = [USER]
+    before = 0
     for turn in range(3):
         answer = ask(client, messages, tool_choice="required", seed=turn, temperature=1.0)
-        assert turn == 0 or answer.usage.prompt_tokens_details.cached_tokens > 0.8 * before
+        assert answer.usage.prompt_tokens_details.cached_tokens >= 0.8 * before
         before = answer.usage.prompt_tokens
         message = answer.choices[0].message
         messages.append(message.model_dump(exclude_none=True))

@@ -1,4 +1,4 @@
-"""One call as each family of models writes it, and the chat templates of these families, which come with llama.cpp."""
+"""One call as each family of models writes it, and their chat templates, which come with llama.cpp."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ CALLS = {
         f"{ARGUMENTS}}}\n]<|END_ACTION|>"
     ),
     "MiniMax-M2": (
-        'Rain, then.</think><minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Oslo</parameter>\n'
+        'Rain, then.</think><minimax:tool_call>\n<invoke name="get_weather">\n'
+        '<parameter name="city">Oslo</parameter>\n'
         '<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>'
     ),
     "LFM2-8B-A1B": '<|tool_call_start|>[get_weather(city="Oslo", days=3)]<|tool_call_end|>',
@@ -96,7 +97,7 @@ CALLS = {
 
 
 def template_path(name: str) -> Path:
-    """The file of a family's template; skips the test where llama.cpp was not unpacked by a build in this tree."""
+    """The file of a family's template; skips the test where no build in this tree unpacked llama.cpp."""
     path = TEMPLATES / f"{name}.jinja"
     if not path.is_file():
         pytest.skip(f"needs {path}: build in this tree")

@@ -6,13 +6,17 @@
 
 #include <climits>
 
-int common_log_get_verbosity_thold(void) { return INT_MIN; }
+int common_log_get_verbosity_thold(void) {
+    return INT_MIN;
+}
 
-common_log * common_log_main() { return nullptr; }
+common_log * common_log_main() {
+    return nullptr;
+}
 
 void common_log_add(common_log *, ggml_log_level, const char *, ...) {}
 
-// Of templates that are read from a model and of delimiters that are tokenized: `module.cpp` has neither.
+// Of templates that are read from a model and of delimiters that are tokenized: `chat_module.cpp` has neither.
 std::string common_token_to_piece(const llama_vocab *, llama_token, bool) {
     throw std::logic_error("common_token_to_piece: not part of this build");
 }

@@ -30,9 +30,9 @@ class chat_prompt {
         common_chat_msg message = common_chat_parse(answer, partial, reading);
         common_json     calls   = common_json::array();
         for (const auto & call : message.tool_calls) {
-            calls.push_back({{"id", call.id}, {"name", call.name}, {"arguments", call.arguments}});
+            calls.push_back({ { "id", call.id }, { "name", call.name }, { "arguments", call.arguments } });
         }
-        common_json out = {{"content", message.content}, {"reasoning_content", message.reasoning_content}};
+        common_json out   = { { "content", message.content }, { "reasoning_content", message.reasoning_content } };
         out["tool_calls"] = std::move(calls);
         return out.dump();
     }
@@ -48,7 +48,7 @@ class chat_prompt {
         return out;
     }
 
-    common_chat_params        params;
+    common_chat_params params;
 
   private:
     common_chat_parser_params reading;
@@ -56,8 +56,8 @@ class chat_prompt {
 
 class chat_template {
   public:
-    chat_template(const std::string & source, const std::string & bos, const std::string & eos)
-        : templates(common_chat_templates_init(nullptr, source, bos, eos)) {}
+    chat_template(const std::string & source, const std::string & bos, const std::string & eos) :
+        templates(common_chat_templates_init(nullptr, source, bos, eos)) {}
 
     bool takes_tools() const {
         const auto caps  = common_chat_templates_get_caps(templates.get());
@@ -68,12 +68,12 @@ class chat_template {
     chat_prompt apply(const std::string & messages, const std::string & tools, const std::string & tool_choice,
                       bool parallel, bool thinking) const {
         common_chat_templates_inputs inputs;
-        inputs.messages              = common_chat_msgs_parse_oaicompat(common_json::parse(messages));
-        inputs.tools                 = common_chat_tools_parse_oaicompat(common_json::parse(tools));
-        inputs.tool_choice           = common_chat_tool_choice_parse_oaicompat(tool_choice);
-        inputs.parallel_tool_calls   = parallel;
-        inputs.enable_thinking       = thinking;
-        inputs.reasoning_format      = COMMON_REASONING_FORMAT_DEEPSEEK;
+        inputs.messages            = common_chat_msgs_parse_oaicompat(common_json::parse(messages));
+        inputs.tools               = common_chat_tools_parse_oaicompat(common_json::parse(tools));
+        inputs.tool_choice         = common_chat_tool_choice_parse_oaicompat(tool_choice);
+        inputs.parallel_tool_calls = parallel;
+        inputs.enable_thinking     = thinking;
+        inputs.reasoning_format    = COMMON_REASONING_FORMAT_DEEPSEEK;
         return chat_prompt(common_chat_templates_apply(templates.get(), inputs));
     }
 
@@ -95,7 +95,8 @@ PYBIND11_MODULE(_chat, m) {
         .def_property_readonly("triggers", &chat_prompt::triggers)
         .def_property_readonly("preserved", [](const chat_prompt & self) { return self.params.preserved_tokens; })
         .def_property_readonly("stops", [](const chat_prompt & self) { return self.params.additional_stops; })
-        .def_property_readonly("thinking_start", [](const chat_prompt & self) { return self.params.thinking_start_tag; })
+        .def_property_readonly("thinking_start",
+                               [](const chat_prompt & self) { return self.params.thinking_start_tag; })
         .def_property_readonly("thinking_ends", [](const chat_prompt & self) { return self.params.thinking_end_tags; })
         .def("parse", &chat_prompt::parse, "answer"_a, "partial"_a, py::call_guard<py::gil_scoped_release>());
 
