@@ -32,8 +32,8 @@ class ChatPrompt:
     @property
     def thinking_ends(self) -> list[str]: ...
     def parse(self, answer: str, partial: bool) -> str:
-        """{"content", "reasoning_content", "tool_calls": [{"id", "name", "arguments"}]}; what is certain of an
-        answer that is `partial`.
+        """{"content", "reasoning_content", "tool_calls": [{"id", "name", "arguments"}]}; what is certain of
+        an answer that is `partial`.
         """
 
 class ChatTemplate:

@@ -120,15 +120,27 @@ def test_one_call_or_several(parallel: bool) -> None:
     assert len(reader.answer.calls) == 1 + parallel
 
 
+def test_a_control_token_stands_for_its_text_in_a_call() -> None:
+    prompt = render("mistralai-Mistral-Nemo-Instruct-2407", "required", parallel=False)
+    assert prompt.constraint is not None
+    tokens = [*(bytes([i]) for i in range(256)), b"\xff<end>", b"\xff[TOOL_CALLS]", b"\xff[INST]"]
+    matcher = ConstraintCompiler.of_tokens(tokens, [END]).compile(prompt.constraint)
+    assert matcher.allowed().tolist() == [ord("["), END + 1]
+    matcher.accept(END + 1)
+    for byte in CALLS["mistralai-Mistral-Nemo-Instruct-2407"].removeprefix("[TOOL_CALLS]").encode():
+        assert matcher.allows(byte)
+        matcher.accept(byte)
+
+
 def test_many_tools_can_be_forced() -> None:
     tools = [
         {"type": "function", "function": {**WEATHER["function"], "name": f"tool_{i}"}} for i in range(32)
     ]
-    prompt = render("Qwen-Qwen2.5-7B-Instruct", "required", tools)
+    prompt = render("Qwen-Qwen2.5-7B-Instruct", "required", tools[:32])
     assert prompt.constraint is not None
     BYTES.compile(prompt.constraint)
     with pytest.raises(ValueError, match=r"^tools: .*name it in tool_choice"):
-        render("Qwen-Qwen2.5-7B-Instruct", "required", tools * 5)
+        render("Qwen-Qwen2.5-7B-Instruct", "required", tools)
 
 
 def test_a_schema_that_is_not_followed_is_an_error_where_a_call_is_forced() -> None:
@@ -155,6 +167,20 @@ def test_thoughts_are_split_off() -> None:
     assert "".join(part.reasoning for part in parts) == reader.answer.reasoning
     assert reader.answer.content.strip() == ""
     assert len(reader.answer.calls) == 1
+
+
+def test_a_long_answer_is_not_read_at_every_token() -> None:
+    prompt = render("Qwen-Qwen2.5-7B-Instruct")
+    lengths: list[int] = []
+
+    def parse(text: str, partial: bool) -> str:
+        lengths.append(len(text))
+        return prompt.prompt.parse(text, partial)
+
+    reader = ToolReader(parse)
+    parts = read_in_pieces(reader, "It rains. " * 5000, 5)
+    assert "".join(part.content for part in parts) == "It rains. " * 5000
+    assert sum(lengths) < 100 * 50_000, "it would be 5,000 times without a limit"
 
 
 def test_an_answer_that_is_cut_off_has_the_calls_so_far() -> None:
