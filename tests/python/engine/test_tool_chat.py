@@ -133,9 +133,8 @@ def test_a_control_token_stands_for_its_text_in_a_call() -> None:
 
 
 def test_many_tools_can_be_forced() -> None:
-    tools = [
-        {"type": "function", "function": {**WEATHER["function"], "name": f"tool_{i}"}} for i in range(32)
-    ]
+    functions = [{**WEATHER["function"], "name": f"tool_{i}"} for i in range(128)]
+    tools = [{"type": "function", "function": function} for function in functions]
     prompt = render("Qwen-Qwen2.5-7B-Instruct", "required", tools[:32])
     assert prompt.constraint is not None
     BYTES.compile(prompt.constraint)
