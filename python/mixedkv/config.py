@@ -214,8 +214,8 @@ def parse_kv(kv: str | KVSetting) -> KVSetting:
     """Read the setting of a cache: a spec or a setting itself.
 
     Specs: "mixed" (the defaults of `MixedKVConfig`), and with other values
-    "mixed:cold_k=q8_0,cold_v=q4_0,threshold=256,group=32,sinks=4,draft=16,equalize=false"; "cold=q8_0" sets both
-    cold types.
+    "mixed:cold_k=q8_0,cold_v=q4_0,threshold=256,group=32,sinks=4,draft=16,equalize=false"; "cold=q8_0" sets
+    both cold types.
     A type such as "f16" or "q8_0" is llama.cpp's uniform cache of it, "q8_0/q4_0" one with another
     type for V. Each takes "attention=" too. "mixed:compact", "mixed:balanced" and "mixed:quality" are presets
     to start from, as in "mixed:quality,sinks=8". Case does not matter. `str()` of the result reads back

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,12 +29,12 @@ from mixedkv.llama import Llama
 
 log = logging.getLogger("mixedkv.engine")
 
-Kind = Literal["json_schema", "regex", "gbnf", "lark"]
+Kind = Literal["json_schema", "regex", "gbnf", "lark", "calls"]
 
 _MAX_REGEX = 1 << 15  # characters
 _SPECIAL = b"\xff"  # llguidance's mark of tokens that are no text
 # At most one space or line break with its indent, as llama.cpp has it: a model that likes spaces gets on.
-_SPACE = r"[ ]|\n[ \t]{0,20}"
+SPACE = r"[ ]|\n[ \t]{0,20}"
 # Tokens are the model's choice. Else llguidance tokenizes what is certain itself and allows no other tokens.
 _HEAD = '%llguidance {"no_forcing": true}\n'
 _STACK = 64 << 20  # llguidance compiles by recursion; 8 MB end at a chain of 1,000 references
@@ -53,6 +54,7 @@ _MAX_ITEMS: dict[Kind, tuple[int, int]] = {
     "regex": (500, 5000),
     "gbnf": (500, 5000),
     "lark": (500, 5000),
+    "calls": (2000, 25_000),
 }
 
 
@@ -61,13 +63,16 @@ class Constraint:
     """What an answer must be.
 
     Attributes:
-        kind: the language of `text`. Lark is for authors that are trusted: it can compile for hours.
+        kind: the language of `text`. Lark is for authors that are trusted: it can compile for hours. Calls
+            are Lark of ours, with schemas in it.
         name: what error messages call it.
+        shown: control tokens that stand for their text in it.
     """
 
     kind: Kind
     text: str
     name: str = "grammar"
+    shown: tuple[str, ...] = ()
 
 
 class DeadEndError(ValueError):
@@ -135,18 +140,22 @@ class ConstraintCompiler:
 
     def _init(self, tokens: list[bytes], ends: list[int]) -> None:
         self.ends = ends
-        self._n_vocab = len(tokens)
-        self._tokenizer = _tokenizer(tokens, ends) if ends else None
+        self._tokens, self._n_vocab = tokens, len(tokens)
+        self._names = {name[1:]: token for token, name in enumerate(tokens) if name[:1] == _SPECIAL}
+        self._tokenizers: dict[tuple[int, ...], Any] = {}
+        self._making = threading.Lock()
 
     def compile(self, constraint: Constraint) -> Matcher:
         """
         Raises:
             ValueError: it cannot be read or followed, or is too large; the message begins with its name.
         """
-        if self._tokenizer is None:
+        if not self.ends:
             raise ValueError(f"{constraint.name}: this model has no token that ends an answer")
         try:
-            inner = _compile(self._tokenizer, _lark(constraint), _MAX_ITEMS[constraint.kind])
+            inner = _compile(
+                self._tokenizer(self.shown(constraint.shown)), _lark(constraint), _MAX_ITEMS[constraint.kind]
+            )
             if inner.is_error():
                 raise ValueError(_message(inner.get_error()))
         except (ValueError, RecursionError) as error:
@@ -154,6 +163,20 @@ class ConstraintCompiler:
         matcher = Matcher(inner, constraint.name, self._n_vocab)
         matcher.allowed()  # the first mask takes longest, and a dead end shows early
         return matcher
+
+    def shown(self, names: Sequence[str]) -> tuple[int, ...]:
+        """The control tokens of these names that are no end."""
+        tokens = {self._names.get(name.encode("utf-8"), -1) for name in names}
+        return tuple(sorted(tokens - {-1} - set(self.ends)))
+
+    def _tokenizer(self, shown: tuple[int, ...]) -> Any:
+        with self._making:
+            if shown not in self._tokenizers:
+                tokens = list(self._tokens)
+                for token in shown:
+                    tokens[token] = tokens[token].removeprefix(_SPECIAL)
+                self._tokenizers[shown] = _tokenizer(tokens, self.ends)
+            return self._tokenizers[shown]
 
 
 class _Vocabulary:
@@ -204,7 +227,7 @@ def _lark(constraint: Constraint) -> str:
         if len(text) > MAX_SCHEMA:
             raise ValueError(f"it has {len(text)} characters, at most {MAX_SCHEMA} are taken")
         schema = closed_schema(json.loads(text, parse_constant=_refuse_constant))
-        schema["x-guidance"] = {"whitespace_pattern": _SPACE}
+        schema["x-guidance"] = {"whitespace_pattern": SPACE}
         return f"{_HEAD}start: %json {json.dumps(schema)}"
     if kind == "regex":
         if len(text) > _MAX_REGEX:

@@ -406,7 +406,8 @@ class Engine:
             row = logits_row(self.llm.ctx, index, self.detokenizer.n_vocab)
             logprob = logprob_of(row, token, job.n_logprobs)
         job.tokens.append(token)
-        delta = job.take(self.detokenizer[token], logprob)
+        piece = self.detokenizer.name(token) if token in job.shown else self.detokenizer[token]
+        delta = job.take(piece, logprob)
         if delta is not None:
             self._events.append((job, delta))
         if job.text.stopped:

@@ -18,6 +18,15 @@ def gbnf_to_lark(text: str) -> str:
     Raises:
         ValueError: it is not GBNF with a rule `root`, or too large.
     """
+    return _as_one(convert(text))
+
+
+def convert(text: str) -> str:
+    """The same rule by rule.
+
+    Raises:
+        ValueError: as `gbnf_to_lark`.
+    """
     n_rules = text.count("::=")
     if len(text) > _MAX_LENGTH or n_rules + text.count("(") > _MAX_DEPTH or len(text) * n_rules > _MAX_WORK:
         raise ValueError(
@@ -25,12 +34,11 @@ def gbnf_to_lark(text: str) -> str:
             f"and {_MAX_WORK} characters times rules are taken"
         )
     try:
-        lark = str(converter.gbnf_to_lark(_PARTS.sub(_plain, text)))
+        return str(converter.gbnf_to_lark(_PARTS.sub(_plain, text)))
     except RecursionError:
         raise ValueError("it is nested too deep") from None
     except Exception as error:  # the converter raises Exception and indexes past the end
         raise ValueError(f"not GBNF with a rule `root`: {error}") from None
-    return _as_one(lark)
 
 
 def _plain(part: re.Match[str]) -> str:

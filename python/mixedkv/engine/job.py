@@ -62,6 +62,7 @@ class Job:
         store: keep the KV in the store, if there is one.
         keep: the rows stay as a prefix that others start from.
         session: what the store files the KV under.
+        shown: control tokens whose names are part of the answer.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Job:
         store: bool = True,
         keep: bool = False,
         session: str | None = None,
+        shown: Seq[int] = (),
         deliver: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self.prompt: Tokens = np.asarray(prompt, dtype=np.int32)
@@ -86,6 +88,7 @@ class Job:
         self.max_tokens, self.sampler = max_tokens, sampler
         self.stream, self.n_logprobs, self.ignore_end = stream, n_logprobs, ignore_end
         self.reuse, self.store, self.keep = reuse, store, keep
+        self.shown = frozenset(shown)
         self.deliver = deliver
         self.cancelled = False  # set from any thread, read between steps
 

@@ -14,6 +14,7 @@ from llama_cpp import llama_chat_format
 from mixedkv import _llama_cpp
 from mixedkv.engine.constraint import Constraint, ConstraintCompiler, Matcher
 from mixedkv.engine.sampler import Sampler, Sampling
+from mixedkv.engine.tool_chat import ToolChoice, ToolPrompt, ToolTemplate
 from mixedkv.errors import ContextLengthError
 from mixedkv.llama import Llama
 
@@ -34,18 +35,22 @@ class Tokenizer:
 
     Args:
         chat_format: name of one of llama-cpp-python's formats, for a model that has no template; "" is none.
+        chat_template: Jinja text in place of the model's own.
 
     Raises:
         ValueError: there is no such format.
     """
 
-    def __init__(self, llm: Llama, chat_format: str = "") -> None:
+    def __init__(self, llm: Llama, chat_format: str = "", chat_template: str = "") -> None:
         self._llm = llm
         self._vocab = _llama_cpp.vocab(llm)
         self.n_ctx = int(llm.n_ctx())
         self.n_vocab = int(llm.n_vocab())
         self._eos = self._piece_text(llm.token_eos())
-        self._formatter = self._make_formatter(llm, chat_format)
+        bos = self._piece_text(llm.token_bos())
+        template = "" if chat_format else chat_template or llm.metadata.get("tokenizer.chat_template", "")
+        self._formatter = _make_formatter(chat_format, template, bos, self._eos)
+        self._tools = ToolTemplate(template, bos, self._eos)
         self._special = self._special_texts()
         self._longest = self._longest_token()
         self._constraints = ConstraintCompiler(self._vocab)
@@ -165,6 +170,21 @@ class Tokenizer:
         stops = [result.stop] if isinstance(result.stop, str) else list(result.stop or ())
         return tokens, [stop for stop in stops if stop and stop != self._eos]
 
+    def tool_chat(
+        self, messages: Messages, tools: Sequence[Mapping[str, Any]], choice: ToolChoice
+    ) -> tuple[list[int], ToolPrompt]:
+        """Tokens of a chat with tools, and how its answer is to be made and read.
+
+        Raises:
+            ValueError: as `ToolTemplate.render`, or it is too long.
+        """
+        prompt = self._tools.render(messages, tools, choice)
+        return self.tokenize(prompt.text, start=False, special=True), prompt  # the template begins it
+
+    def shown(self, names: Sequence[str]) -> tuple[int, ...]:
+        """Control tokens by their names, without those that end an answer."""
+        return self._constraints.shown(names)
+
     def matcher(self, constraint: Constraint) -> Matcher:
         """
         Raises:
@@ -192,18 +212,16 @@ class Tokenizer:
     def _piece_text(self, token: int) -> str:
         return llama_cpp.llama_vocab_get_text(self._vocab, token).decode("utf-8") if token >= 0 else ""
 
-    def _make_formatter(self, llm: Llama, chat_format: str) -> Any:
-        if chat_format:
-            name = "format_" + chat_format.replace("-", "_")
-            formatter = getattr(llama_chat_format, name, None)
-            if formatter is None:
-                raise ValueError(f"chat_format={chat_format!r} is not one of llama-cpp-python's")
-            return formatter
-        template = llm.metadata.get("tokenizer.chat_template")
-        if not template:
-            return None
-        bos = self._piece_text(llm.token_bos())
-        return llama_chat_format.Jinja2ChatFormatter(template=template, eos_token=self._eos, bos_token=bos)
+
+def _make_formatter(chat_format: str, template: str, bos: str, eos: str) -> Any:
+    if chat_format:
+        formatter = getattr(llama_chat_format, "format_" + chat_format.replace("-", "_"), None)
+        if formatter is None:
+            raise ValueError(f"chat_format={chat_format!r} is not one of llama-cpp-python's")
+        return formatter
+    if not template:
+        return None
+    return llama_chat_format.Jinja2ChatFormatter(template=template, eos_token=eos, bos_token=bos)
 
 
 def silence() -> None:

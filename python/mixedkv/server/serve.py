@@ -97,7 +97,9 @@ def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Serve
             connector=StoreConnector(store) if store is not None else None,
             observer=metrics,
             deliver=delivery,
-            tokenizer=tokenizer.Tokenizer(llm, settings.chat_format),
+            tokenizer=tokenizer.Tokenizer(
+                llm, settings.chat_format, read_chat_template(settings.chat_template)
+            ),
         )
     )
     embedder = _open_embedder(settings, engine, file)
@@ -161,6 +163,19 @@ def _open_store(settings: ServerSettings) -> KVStore:
         max_kv_size_gb=settings.max_kv_size_gb,
         key=key_from_file(settings.store_key_file) if settings.store_key_file else None,
     )
+
+
+def read_chat_template(path: str) -> str:
+    """
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    if not path:
+        return ""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"chat_template={path}: {error}") from None
 
 
 def read_warm_file(path: str) -> list[WarmRequest]:

@@ -54,6 +54,7 @@ class ServerSettings(BaseSettings):
     model: str = _option("", "GGUF model (default: the bundled one)", "FILE")
     model_name: str = _option("", "its name for clients (default: the file's name)", "NAME")
     chat_format: str = _option("", "llama-cpp-python's chat format, for a model without a template", "NAME")
+    chat_template: str = _option("", "Jinja chat template in place of the model's own", "FILE")
     kv: str = _option("mixed", "KV cache, as in `mixedkv run`", "SPEC")
     n_ctx: int = _option(
         0, "tokens of the cache, shared by all sequences (default: 8192 or the model's)", "N", 0, INT32_MAX
@@ -123,6 +124,8 @@ class ServerSettings(BaseSettings):
                 f"host={self.host} can be reached from elsewhere, and there are no keys: give api_key_file, "
                 f"or allow_no_keys if that is what you want"
             )
+        if self.chat_format and self.chat_template:
+            raise ValueError("chat_format and chat_template both say how chats are written: give one")
         if self.store_key_file and not self.store:
             raise ValueError("store_key_file is given without store: there is nothing to encrypt")
         return self

@@ -161,6 +161,13 @@ def test_penalties_change_the_choice_after_a_repetition(direct: Direct, change: 
     assert n_held < n_free
 
 
+def test_a_control_token_is_text_where_it_is_shown(direct: Direct) -> None:
+    (user,) = direct.engine.tokenizer.shown(["<|user|>", "<|end|>", "no such token"])
+    forced = Sampling(temperature=0, logit_bias=((user, 1000.0),))
+    assert direct.answer("The", 2, sampling=forced)[1].text == ""
+    assert direct.answer("The", 2, sampling=forced, shown=[user])[1].text == "<|user|>" * 2
+
+
 def test_a_grammar_is_followed_among_others(direct: Direct) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     constraint = Constraint("json_schema", json.dumps(schema))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -11,11 +12,20 @@ from starlette.responses import Response
 
 from mixedkv.engine.constraint import Constraint
 from mixedkv.engine.job import Delta, Done, Job
+from mixedkv.engine.tool_chat import ToolPrompt
 from mixedkv.server.api.generation import constraint_of, context_tokens, make_jobs, usage
 from mixedkv.server.api.logprobs import chat_logprobs
 from mixedkv.server.api.respond import respond
-from mixedkv.server.api.schemas import ChatRequest, Message
+from mixedkv.server.api.schemas import ChatRequest
 from mixedkv.server.api.sse import Template, sse
+from mixedkv.server.api.tools import (
+    ToolRequest,
+    call_json,
+    choice_of,
+    delta,
+    template_message,
+    tool_request,
+)
 from mixedkv.server.api_error import bad_request, prompt_error
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.state import (
@@ -39,12 +49,27 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     server, owner = server_state(request), tenant(request)
     check_model(server, body.model)
     session = await find_session(server, body.session_id, owner) if body.session_id else None
-    jobs = await read_prompt(request, _jobs, server, body, owner, session, session=session)
-    answer = _Answer(server, body, jobs)
-    return await respond(request, server, jobs, answer, stream=body.stream is True, large=bool(body.logprobs))
+    jobs, prompt = await read_prompt(request, _jobs, server, body, owner, session, session=session)
+    answer = _Answer(server, body, jobs, prompt)
+    large = bool(body.logprobs) or prompt is not None
+    return await respond(request, server, jobs, answer, stream=body.stream is True, large=large)
 
 
 def _jobs(
+    server: ServerState, body: ChatRequest, owner: str, session: CacheSessionMetadata | None
+) -> tuple[list[Job], ToolPrompt | None]:
+    """And how their answers are read, of a chat with tools."""
+    tools = tool_request(body.messages, body.tools, choice_of(body))
+    if tools is None:
+        return _plain_jobs(server, body, owner, session), None
+    if session is not None:
+        raise bad_request(
+            "tools, calls and their results do not go with session_id: leave one out", "session_id"
+        )
+    return _tool_jobs(server, body, owner, tools)
+
+
+def _plain_jobs(
     server: ServerState, body: ChatRequest, owner: str, session: CacheSessionMetadata | None
 ) -> list[Job]:
     prefix: list[int] = []
@@ -57,25 +82,40 @@ def _jobs(
         tokens, stops = server.engine.tokenizer.chat(messages, start=not prefix)
     except ValueError as error:
         raise prompt_error(error, "messages") from None
-    return make_jobs(
-        server,
-        body,
-        [prefix + tokens],
-        owner=owner,
-        max_tokens=body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens,
-        constraint=_constraint(body),
-        stops=stops,
-        n_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        session=session,
-        param="messages",
+    return _make(
+        server, body, prefix + tokens, owner, constraint=_constraint(body), stops=stops, session=session
     )
 
 
-def template_message(message: Message) -> dict[str, Any]:
-    """A message as chat templates know it."""
-    role = "system" if message.role == "developer" else message.role
-    name = {"name": message.name} if message.name else {}
-    return {"role": role, "content": message.text, **name}
+def _tool_jobs(
+    server: ServerState, body: ChatRequest, owner: str, request: ToolRequest
+) -> tuple[list[Job], ToolPrompt]:
+    tokens, prompt = request.tokens(server)
+    jobs = _make(
+        server,
+        body,
+        tokens,
+        owner,
+        constraint=prompt.constraint or _constraint(body),
+        stops=prompt.stops,
+        shown=server.engine.tokenizer.shown(prompt.shown),
+    )
+    return jobs, prompt
+
+
+def _make(server: ServerState, body: ChatRequest, tokens: list[int], owner: str, **options: Any) -> list[Job]:
+    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return make_jobs(
+        server,
+        body,
+        [tokens],
+        owner=owner,
+        max_tokens=max_tokens,
+        n_logprobs=n_logprobs,
+        param="messages",
+        **options,
+    )
 
 
 def _constraint(body: ChatRequest) -> Constraint | None:
@@ -92,10 +132,17 @@ def _constraint(body: ChatRequest) -> Constraint | None:
 
 
 class _Answer:
-    """OpenAI's objects of one request."""
+    """OpenAI's objects of one request.
 
-    def __init__(self, server: ServerState, body: ChatRequest, jobs: list[Job]) -> None:
+    Args:
+        prompt: of a chat with tools, says how its answers are read.
+    """
+
+    def __init__(
+        self, server: ServerState, body: ChatRequest, jobs: list[Job], prompt: ToolPrompt | None
+    ) -> None:
         self._server, self._body, self._jobs = server, body, jobs
+        self._readers = [prompt.reader() for _ in jobs] if prompt is not None else []
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
         # the answer's own name, by which a client may call it in the next turn
         self._ids = [new_id("msg") for _ in jobs] if body.use_kv_cache else None
@@ -111,9 +158,9 @@ class _Answer:
         choices = [
             {
                 "index": i,
-                "message": {"role": "assistant", "content": end.text, "refusal": None, **self._message_id(i)},
+                "message": {"role": "assistant", **self._content(i, end), **self._message_id(i)},
                 "logprobs": self._logprobs(end),
-                "finish_reason": end.reason,
+                "finish_reason": self._reason(i, end),
             }
             for i, end in enumerate(ends)
         ]
@@ -124,6 +171,8 @@ class _Answer:
         return b"".join(sse(self._chunk(i, role)) for i, role in enumerate(roles))
 
     def event(self, i: int, event: Delta | Done) -> bytes:
+        if self._readers:
+            return b"".join(map(sse, self._tool_chunks(i, event)))
         out = b""
         if event.logprobs:
             out = sse(self._chunk(i, {"content": event.text}, self._logprobs(event)))
@@ -137,6 +186,35 @@ class _Answer:
         if not self._include_usage:
             return b""
         return sse({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self._usage()})
+
+    def _tool_chunks(self, i: int, event: Delta | Done) -> Iterable[dict[str, Any]]:
+        parts = self._readers[i].feed(event.text, last=isinstance(event, Done))
+        logprobs = self._logprobs(event) if event.logprobs else None
+        deltas = [delta(part) for part in parts] or ([{}] if logprobs else [])
+        for fields in deltas:
+            yield self._chunk(i, fields, logprobs)
+            logprobs = None
+        if isinstance(event, Done):
+            yield self._chunk(i, {}, reason=self._reason(i, event))
+
+    def _content(self, i: int, end: Done) -> dict[str, Any]:
+        if not self._readers:
+            return {"content": end.text, "refusal": None}
+        self._readers[i].feed(end.text, last=True)
+        answer = self._readers[i].answer
+        message: dict[str, Any] = {
+            "content": answer.content or (None if answer.calls else ""),
+            "refusal": None,
+        }
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if answer.calls:
+            message["tool_calls"] = [call_json(call) for call in answer.calls]
+        return message
+
+    def _reason(self, i: int, end: Done) -> str:
+        called = bool(self._readers) and bool(self._readers[i].answer.calls)
+        return "tool_calls" if called and end.reason == "stop" else end.reason
 
     def _template(self, i: int) -> Template:
         if i not in self._templates:

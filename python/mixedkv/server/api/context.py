@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request
 from starlette.responses import JSONResponse, Response
 
 from mixedkv.engine.job import Job
+from mixedkv.engine.tool_chat import ToolChoice
 from mixedkv.ids import MAX_LENGTH, PATTERN
-from mixedkv.server.api.chat_completions import template_message
 from mixedkv.server.api.generation import context_tokens
 from mixedkv.server.api.schemas import ContextPatch, WarmRequest
+from mixedkv.server.api.tools import ToolRequest, template_message, tool_request
 from mixedkv.server.api_error import ApiError, prompt_error
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.pending import PendingRequest, or_disconnect
@@ -103,8 +107,9 @@ async def warm(body: WarmRequest, request: Request) -> Response:
 def warm_job(server: ServerState, body: WarmRequest, owner: str) -> Job:
     try:
         if body.messages is not None:
+            tools = tool_request(body.messages, body.tools, ToolChoice())
             messages = [template_message(message) for message in body.messages]
-            tokens = _without_answer(server, messages)
+            tokens = _without_answer(partial(_tokens, server, tools), messages)
         else:
             assert body.prompt is not None
             tokens = server.engine.tokenizer.prompt(body.prompt)
@@ -117,7 +122,8 @@ def _context_job(server: ServerState, body: CreateContextCacheRequest, owner: st
     try:
         _check_kept(body, server.engine.n_ctx)
         if body.messages is not None:
-            tokens = _without_answer(server, [m.model_dump(exclude_none=True) for m in body.messages])
+            messages = [message.model_dump(exclude_none=True) for message in body.messages]
+            tokens = _without_answer(partial(_tokens, server, None), messages)
         else:
             tokens = context_tokens(server, body)
     except ValueError as error:
@@ -142,10 +148,18 @@ def _check_kept(body: CreateContextCacheRequest, n_ctx: int) -> None:
         raise ValueError(f"{len(text)} characters are more than the {largest} that a context here can need")
 
 
-def _without_answer(server: ServerState, messages: list[dict[str, Any]]) -> list[int]:
+def _tokens(server: ServerState, tools: ToolRequest | None, messages: list[dict[str, Any]]) -> list[int]:
+    if tools is None:
+        return server.engine.tokenizer.chat(messages)[0]
+    return replace(tools, messages=messages).tokens(server)[0]
+
+
+def _without_answer(
+    tokenize: Callable[[list[dict[str, Any]]], list[int]], messages: list[dict[str, Any]]
+) -> list[int]:
     """What the rendered messages have in common with a chat that goes on: not the answer's beginning."""
-    tokens = server.engine.tokenizer.chat(messages)[0]
-    longer = server.engine.tokenizer.chat([*messages, {"role": "user", "content": "?"}])[0]
+    tokens = tokenize(messages)
+    longer = tokenize([*messages, {"role": "user", "content": "?"}])
     n = next((i for i, (a, b) in enumerate(zip(tokens, longer, strict=False)) if a != b), len(tokens))
     return tokens[:n] or tokens
 

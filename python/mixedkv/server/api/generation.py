@@ -55,6 +55,7 @@ def make_jobs(
     n_logprobs: int | None = None,
     session: CacheSessionMetadata | None = None,
     param: str = "prompt",
+    shown: Sequence[int] = (),
 ) -> list[Job]:
     """`body.n` jobs for each prompt. Not for the event loop: constraints take time to compile.
 
@@ -90,6 +91,7 @@ def make_jobs(
                 reuse=reuse or choice > 0,
                 store=reuse,
                 session=session.kv_cache_ref if session is not None else None,
+                shown=shown,
             )
             if n > 1 and choice == 0:
                 job.snapshot_at = len(prompt) - 1  # where the other choices start

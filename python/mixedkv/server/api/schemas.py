@@ -22,6 +22,7 @@ _MAX_INPUTS = 2048  # OpenAI's
 _MAX_STOPS = 16
 _MAX_SEED = 2**63 - 1
 _MAX_FIELDS = 256  # of an object of ours
+MAX_TOOLS = 128  # OpenAI's
 _MAX_ENTRIES = 4096  # of logit_bias and metadata
 
 
@@ -72,16 +73,29 @@ class TextPart(Model):
     text: Text
 
 
+class CalledFunction(Model):
+    name: Name
+    arguments: Text
+
+
+class ToolCall(Model):
+    id: Annotated[Name, Field(min_length=1)]
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(Model):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: Name | None = None
     refusal: Text | None = None
     message_id: Id | None = None
-    # what OpenAI's answers have, to be sent back in the next turn
+    # what answers have, to be sent back in the next turn
+    reasoning_content: Text | None = None
     audio: None = None
     function_call: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_call_id: Name | None = Field(None, description="Of role tool: the call that it answers.")
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
     @property
@@ -92,6 +106,30 @@ class Message(Model):
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=100_000, fail_fast=True)]
+
+
+class Function(Model):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = Field(None, description="JSON Schema of an object.")
+    strict: bool | None = Field(None, description="Accepted and ignored: forced calls always follow it.")
+
+
+class Tool(Model):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Model):
+    name: Name
+
+
+class NamedTool(Model):
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class JsonSchemaFormat(Model):
@@ -175,15 +213,15 @@ class ChatRequest(Generation):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     # accepted and ignored
     store: bool | None = None
     metadata: Annotated[dict[Name, Annotated[Text, Field(max_length=4096)]], Few] | None = None
-    parallel_tool_calls: bool | None = None
     reasoning_effort: Name | None = None
     verbosity: Name | None = None
     # known, but not what this server does: see `_refuse_unsupported`
-    tools: list[Any] | None = None
-    tool_choice: Any = None
     functions: list[Any] | None = None
     function_call: Any = None
     modalities: list[Any] | None = None
@@ -194,11 +232,11 @@ class ChatRequest(Generation):
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> ChatRequest:
         """Fields that ask for another kind of answer than text."""
-        for name in ("tools", "functions", "audio", "prediction", "web_search_options"):
+        for name in ("functions", "audio", "prediction", "web_search_options"):
             if getattr(self, name) not in (None, []):
                 raise ValueError(f"{name} is not supported by this server: leave it out")
-        if self.tool_choice not in (None, "none", "auto") or self.function_call not in (None, "none", "auto"):
-            raise ValueError("tool_choice is not supported by this server: leave it out, or use none")
+        if self.function_call not in (None, "none", "auto"):
+            raise ValueError("function_call is not supported by this server: use tools and tool_choice")
         if self.modalities not in (None, ["text"]):
             raise ValueError("modalities: this server answers in text only")
         if self.top_logprobs is not None and not self.logprobs:
@@ -246,9 +284,12 @@ class WarmRequest(Model):
     model: Name | None = None
     prompt: Text | Tokens | None = None
     messages: Messages | None = None
+    tools: Tools | None = None
 
     @model_validator(mode="after")
     def _one_of_both(self) -> WarmRequest:
+        if self.tools and self.messages is None:
+            raise ValueError("tools goes with messages only")
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
         return self

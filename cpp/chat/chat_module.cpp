@@ -1,0 +1,109 @@
+// mixedkv._chat: llama.cpp's chat layer, which knows how each family of models is told of tools and how it calls them.
+// Requests and messages cross as OpenAI's JSON. Its types are in python/mixedkv/_chat.pyi.
+
+#include "chat.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace {
+
+// A rendered chat, and how its answer is to be read.
+class chat_prompt {
+  public:
+    explicit chat_prompt(common_chat_params params) : params(std::move(params)), reading(this->params) {
+        reading.reasoning_format = COMMON_REASONING_FORMAT_DEEPSEEK;
+        if (!this->params.parser.empty()) {
+            reading.parser.load(this->params.parser);
+        }
+    }
+
+    // The assistant's message as JSON; of an answer that goes on, what is certain of it.
+    std::string parse(const std::string & answer, bool partial) const {
+        common_chat_msg message = common_chat_parse(answer, partial, reading);
+        common_json     calls   = common_json::array();
+        for (const auto & call : message.tool_calls) {
+            calls.push_back({ { "id", call.id }, { "name", call.name }, { "arguments", call.arguments } });
+        }
+        common_json out   = { { "content", message.content }, { "reasoning_content", message.reasoning_content } };
+        out["tool_calls"] = std::move(calls);
+        return out.dump();
+    }
+
+    // Texts at which a call begins, in an answer that may have none.
+    std::vector<std::string> triggers() const {
+        std::vector<std::string> out;
+        for (const auto & trigger : params.grammar_triggers) {
+            if (trigger.type == COMMON_GRAMMAR_TRIGGER_TYPE_WORD) {
+                out.push_back(trigger.value);
+            }
+        }
+        return out;
+    }
+
+    common_chat_params params;
+
+  private:
+    common_chat_parser_params reading;
+};
+
+class chat_template {
+  public:
+    chat_template(const std::string & source, const std::string & bos, const std::string & eos) :
+        templates(common_chat_templates_init(nullptr, source, bos, eos)) {}
+
+    bool takes_tools() const {
+        const auto caps  = common_chat_templates_get_caps(templates.get());
+        const auto found = caps.find("supports_tools");
+        return found != caps.end() && found->second;
+    }
+
+    chat_prompt apply(const std::string & messages, const std::string & tools, const std::string & tool_choice,
+                      bool parallel, bool thinking) const {
+        common_chat_templates_inputs inputs;
+        inputs.messages            = common_chat_msgs_parse_oaicompat(common_json::parse(messages));
+        inputs.tools               = common_chat_tools_parse_oaicompat(common_json::parse(tools));
+        inputs.tool_choice         = common_chat_tool_choice_parse_oaicompat(tool_choice);
+        inputs.parallel_tool_calls = parallel;
+        inputs.enable_thinking     = thinking;
+        inputs.reasoning_format    = COMMON_REASONING_FORMAT_DEEPSEEK;
+        return chat_prompt(common_chat_templates_apply(templates.get(), inputs));
+    }
+
+  private:
+    common_chat_templates_ptr templates;
+};
+
+} // namespace
+
+PYBIND11_MODULE(_chat, m) {
+    m.doc() = "llama.cpp's chat templates and parsers of answers (private)";
+
+    // Neither class is written to once made: any number of threads may use one.
+    py::class_<chat_prompt>(m, "ChatPrompt")
+        .def_property_readonly("prompt", [](const chat_prompt & self) { return self.params.prompt; })
+        .def_property_readonly("opening", [](const chat_prompt & self) { return self.params.generation_prompt; })
+        .def_property_readonly("grammar", [](const chat_prompt & self) { return self.params.grammar; })
+        .def_property_readonly("parser", [](const chat_prompt & self) { return self.params.parser; })
+        .def_property_readonly("triggers", &chat_prompt::triggers)
+        .def_property_readonly("preserved", [](const chat_prompt & self) { return self.params.preserved_tokens; })
+        .def_property_readonly("stops", [](const chat_prompt & self) { return self.params.additional_stops; })
+        .def_property_readonly("thinking_start",
+                               [](const chat_prompt & self) { return self.params.thinking_start_tag; })
+        .def_property_readonly("thinking_ends", [](const chat_prompt & self) { return self.params.thinking_end_tags; })
+        .def("parse", &chat_prompt::parse, "answer"_a, "partial"_a, py::call_guard<py::gil_scoped_release>());
+
+    py::class_<chat_template>(m, "ChatTemplate")
+        .def(py::init<const std::string &, const std::string &, const std::string &>(), "source"_a, "bos"_a, "eos"_a,
+             py::call_guard<py::gil_scoped_release>())
+        .def_property_readonly("takes_tools", &chat_template::takes_tools)
+        .def("apply", &chat_template::apply, "messages"_a, "tools"_a, "tool_choice"_a, "parallel"_a, "thinking"_a,
+             py::call_guard<py::gil_scoped_release>());
+}

@@ -1,0 +1,188 @@
+"""Tools of a chat: what a request may say of them, its prompt, and calls in OpenAI's form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mixedkv.engine.tool_chat import ToolChoice, ToolPrompt, check_depth
+from mixedkv.engine.tool_reader import Call, Part
+from mixedkv.errors import ContextLengthError
+from mixedkv.server.api.schemas import ChatRequest, Message, NamedTool, Tool
+from mixedkv.server.api_error import ApiError, bad_request, prompt_error
+from mixedkv.server.state import ServerState
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolRequest:
+    """What of a request is about tools."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    choice: ToolChoice
+
+    def tokens(self, server: ServerState) -> tuple[list[int], ToolPrompt]:
+        """
+        Raises:
+            ApiError: 400.
+        """
+        try:
+            return server.engine.tokenizer.tool_chat(self.messages, self.tools, self.choice)
+        except ContextLengthError as error:
+            raise prompt_error(error, "messages") from None
+        except ValueError as error:
+            raise bad_request(str(error), str(error).partition(":")[0]) from None
+
+
+def tool_request(
+    messages: Sequence[Message], tools: Sequence[Tool] | None, choice: ToolChoice
+) -> ToolRequest | None:
+    """None where nothing is about tools.
+
+    Raises:
+        ApiError: 400, something does not go together; it names the field.
+    """
+    if not tools and choice.mode == "required":
+        raise bad_request("tool_choice asks for a call, and there are no tools: give tools", "tool_choice")
+    _check_calls(messages)
+    if not tools and not any(message.role == "tool" or message.tool_calls for message in messages):
+        return None
+    return ToolRequest(
+        messages=[template_message(message) for message in messages],
+        tools=_checked(tools or [], choice),
+        choice=choice,
+    )
+
+
+def choice_of(body: ChatRequest) -> ToolChoice:
+    """
+    Raises:
+        ApiError: 400, calls do not go with what else is asked for.
+    """
+    wanted, parallel = body.tool_choice, body.parallel_tool_calls is not False
+    if isinstance(wanted, NamedTool):
+        choice = ToolChoice(mode="required", name=wanted.function.name, parallel=False)
+    else:
+        choice = ToolChoice(mode=wanted or "auto", parallel=parallel)
+    if not body.tools or choice.mode == "none":
+        return choice
+    formats = {"response_format": body.response_format, "grammar": body.grammar, "regex": body.regex}
+    for name, value in formats.items():
+        if value is not None and getattr(value, "type", "") != "text":
+            raise bad_request(
+                f"{name} and tools both say what the answer looks like: leave one out, or set "
+                "tool_choice to none",
+                name,
+            )
+    return choice
+
+
+def template_message(message: Message) -> dict[str, Any]:
+    """A message as chat templates know it."""
+    out: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": message.text,
+    }
+    if message.name:
+        out["name"] = message.name
+    if message.tool_calls:
+        out["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+    if message.tool_call_id:
+        out["tool_call_id"] = message.tool_call_id
+    return out
+
+
+def _checked(tools: Sequence[Tool], choice: ToolChoice) -> list[dict[str, Any]]:
+    names: set[str] = set()
+    for i, tool in enumerate(tools):
+        name, where = tool.function.name, f"tools[{i}].function"
+        if name in names:
+            raise bad_request(f"{where}.name: there are two tools {name!r}: rename one", "tools")
+        names.add(name)
+        if tool.function.parameters:
+            _check_parameters(tool.function.parameters, f"{where}.parameters")
+    if choice.name and choice.name not in names:
+        raise bad_request(f"tool_choice: there is no tool {choice.name!r} in tools", "tool_choice")
+    return [tool.model_dump(exclude_none=True) for tool in tools]
+
+
+def _check_parameters(schema: dict[str, Any], where: str) -> None:
+    """As far as templates and parsers go through it; a forced call reads all of it."""
+    try:
+        check_depth(schema, where)
+        json.dumps(schema, ensure_ascii=False, allow_nan=False).encode("utf-8")
+    except ValueError as error:
+        message = str(error) if where in str(error) else f"{where}: {error}"
+        raise bad_request(message, "tools") from None
+    if schema.get("type") != "object":
+        raise bad_request(f'{where}: arguments are an object: give it "type": "object"', "tools")
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, dict) or not all(isinstance(v, dict | bool) for v in properties.values()):
+        raise bad_request(f"{where}.properties: give an object of schemas", "tools")
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise bad_request(f"{where}.required: give a list of names", "tools")
+
+
+def _check_calls(messages: Sequence[Message]) -> None:
+    """Each result answers a call before it, once."""
+    open_calls: set[str] = set()
+    for i, message in enumerate(messages):
+        where = f"messages[{i}]"
+        if message.tool_calls and message.role != "assistant":
+            raise _wrong(f"{where}.tool_calls: only assistants call: leave them out")
+        if message.tool_call_id and message.role != "tool":
+            raise _wrong(f"{where}.tool_call_id goes with role tool only: leave it out")
+        if message.role == "tool":
+            if not message.tool_call_id:
+                raise _wrong(f"{where}.tool_call_id is missing: give the id of the call it answers")
+            if message.tool_call_id not in open_calls:
+                raise _wrong(
+                    f"{where}.tool_call_id: no assistant message before it has an unanswered call "
+                    f"{message.tool_call_id!r}: send the message that called, with its tool_calls"
+                )
+            open_calls.remove(message.tool_call_id)
+        for j, call in enumerate(message.tool_calls or ()):
+            name = f"{where}.tool_calls[{j}]"
+            if call.id in open_calls:
+                raise _wrong(f"{name}.id: {call.id!r} is another call's: give each its own")
+            open_calls.add(call.id)
+            _check_arguments(call.function.arguments, f"{name}.function.arguments")
+
+
+def _check_arguments(text: str, where: str) -> None:
+    """Templates go through them."""
+    try:
+        arguments = json.loads(text)
+    except RecursionError:
+        raise _wrong(f"{where}: nested too deep: make it flatter") from None
+    except ValueError as error:
+        raise _wrong(
+            f"{where}: no JSON ({error}): leave a call out that was cut off, and its result"
+        ) from None
+    try:
+        check_depth(arguments, where)
+    except ValueError as error:
+        raise _wrong(str(error)) from None
+
+
+def _wrong(message: str) -> ApiError:
+    return bad_request(message, "messages")
+
+
+def call_json(call: Call) -> dict[str, Any]:
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def delta(part: Part) -> dict[str, Any]:
+    """A piece of a stream."""
+    if part.index < 0:
+        return {"reasoning_content": part.reasoning} if part.reasoning else {"content": part.content}
+    if not part.name:
+        return {"tool_calls": [{"index": part.index, "function": {"arguments": part.arguments}}]}
+    return {"tool_calls": [{"index": part.index, **call_json(Call(part.id, part.name, part.arguments))}]}

@@ -1,0 +1,272 @@
+"""Tools through the server, with clients as people have them.
+
+The bundled model has never seen a tool. So the server has the template of a model that has, and calls are
+forced: which words come is chance, their form is not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from support.families import ADD, WEATHER, template_path
+from support.server_support import MODEL, Server, running
+
+USER = {"role": "user", "content": "Will it rain in Oslo?"}
+OPTIONS: dict[str, Any] = {"seed": 3, "max_tokens": 200, "temperature": 0}
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+RESULT = {"role": "tool", "tool_call_id": "abcdefghi", "content": "3"}
+
+
+@pytest.fixture(scope="module", params=["Qwen-Qwen2.5-7B-Instruct", "mistralai-Mistral-Nemo-Instruct-2407"])
+def server(request: Any) -> Iterator[Server]:
+    with running("--n-ctx", "8192", "--chat-template", str(template_path(request.param))) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Server]:
+    """With the bundled model's own template, which has no tools."""
+    with running("--n-ctx", "1024") as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
+
+
+def ask(client: openai.OpenAI, messages: Any = (USER,), **options: Any) -> Any:
+    options = {"tools": [WEATHER, ADD], "parallel_tool_calls": False, **OPTIONS, **options}
+    return client.chat.completions.create(model=MODEL, messages=list(messages), **options)
+
+
+def check(name: str, arguments: str) -> dict[str, Any]:
+    """Arguments that follow their schema."""
+    given = json.loads(arguments)
+    if name == "add":
+        assert given.keys() == {"a", "b"}
+        assert given["a"] <= 99
+        assert given["b"] in (1, 2)
+    else:
+        assert (name, given.keys()) == ("get_weather", {"city", "days"})
+        assert len(given["city"]) <= 12
+        assert 1 <= given["days"] <= 9
+    return given
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", {"get_weather", "add"}),
+        ({"type": "function", "function": {"name": "add"}}, {"add"}),
+        ({"type": "function", "function": {"name": "get_weather"}}, {"get_weather"}),
+    ],
+)
+def test_forced_calls(client: openai.OpenAI, choice: Any, names: set[str]) -> None:
+    answer = ask(client, tool_choice=choice).choices[0]
+    (call,) = answer.message.tool_calls
+    assert answer.finish_reason == "tool_calls"
+    assert answer.message.content is None
+    assert call.type == "function"
+    assert call.id
+    assert call.function.name in names
+    check(call.function.name, call.function.arguments)
+
+
+def test_a_forced_call_in_a_stream(client: openai.OpenAI) -> None:
+    whole = ask(client, tool_choice="required").choices[0].message.tool_calls[0].function
+    chunks = list(ask(client, tool_choice="required", stream=True, stream_options={"include_usage": True}))
+    assert chunks.pop().usage.completion_tokens > 5
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert len(calls) > 2, "arguments come piece by piece"
+    assert [(call.index, call.function.name) for call in calls if call.id] == [(0, whole.name)]
+    assert "".join(call.function.arguments or "" for call in calls) == whole.arguments
+
+
+def test_choices_call_each_for_itself(client: openai.OpenAI) -> None:
+    answer = ask(client, tool_choice="required", n=3, temperature=1.0)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    ids = set()
+    for choice in answer.choices:
+        (call,) = choice.message.tool_calls
+        check(call.function.name, call.function.arguments)
+        ids.add(call.id)
+    chunks = ask(client, tool_choice="required", n=3, temperature=1.0, stream=True)
+    assert {c.choices[0].index for c in chunks if c.choices[0].delta.tool_calls} == {0, 1, 2}
+
+
+def test_an_answer_that_is_cut_off_says_so(client: openai.OpenAI) -> None:
+    assert ask(client, tool_choice="required", max_tokens=20).choices[0].finish_reason == "length"
+
+
+def test_logprobs_come_with_calls(client: openai.OpenAI) -> None:
+    whole = ask(client, tool_choice="required", logprobs=True).choices[0]
+    assert whole.message.tool_calls
+    chunks = list(ask(client, tool_choice="required", logprobs=True, stream=True))
+    streamed = [e for c in chunks if c.choices[0].logprobs for e in c.choices[0].logprobs.content]
+    assert [entry.token for entry in streamed] == [entry.token for entry in whole.logprobs.content]
+
+
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_a_model_may_answer_with_text(client: openai.OpenAI, choice: str) -> None:
+    answer = ask(client, tool_choice=choice, max_tokens=8).choices[0]
+    assert answer.message.tool_calls is None
+    assert answer.message.content
+    assert answer.finish_reason == "length"
+    streamed = ask(client, tool_choice=choice, max_tokens=8, stream=True)
+    assert "".join(c.choices[0].delta.content or "" for c in streamed) == answer.message.content
+
+
+def test_a_chat_goes_on_after_its_results(client: openai.OpenAI) -> None:
+    messages: list[Any] = [USER]
+    before = 0
+    for turn in range(3):
+        answer = ask(client, messages, tool_choice="required", seed=turn, temperature=1.0)
+        assert answer.usage.prompt_tokens_details.cached_tokens >= 0.8 * before
+        before = answer.usage.prompt_tokens
+        message = answer.choices[0].message
+        messages.append(message.model_dump(exclude_none=True))
+        call = message.tool_calls[0]
+        messages[-1]["tool_calls"][0]["id"] = f"call0000{turn}"  # Mistral takes its own form only
+        messages.append({"role": "tool", "tool_call_id": f"call0000{turn}", "content": f"turn {turn}"})
+        check(call.function.name, call.function.arguments)
+    final = ask(client, messages, tool_choice="none", max_tokens=4)
+    assert final.choices[0].message.content
+
+
+def test_results_are_in_the_prompt(server: Server, client: openai.OpenAI) -> None:
+    short = ask(client, [USER, CALLED, RESULT], tool_choice="none", max_tokens=1)
+    long = ask(client, [USER, CALLED, {**RESULT, "content": "3" * 200}], tool_choice="none", max_tokens=1)
+    assert long.usage.prompt_tokens > short.usage.prompt_tokens + 50
+    without = server.post("/v1/chat/completions", {"messages": [USER, CALLED, RESULT], "max_tokens": 1})
+    assert without["usage"]["prompt_tokens"] < short.usage.prompt_tokens
+
+
+def test_a_prompt_with_tools_can_be_warmed(
+    server: Server, client: openai.OpenAI, request: pytest.FixtureRequest
+) -> None:
+    if "mistral" in request.node.callspec.params["server"]:
+        pytest.skip("its template has the tools in the last turn only, and no two turns of a user")
+    tools = [{**ADD, "function": {**ADD["function"], "description": "warm " * 50}}]
+    server.post("/v1/warm", {"messages": [USER], "tools": tools})
+    usage = ask(client, tools=tools, tool_choice="required").usage
+    assert usage.prompt_tokens_details.cached_tokens > 0.8 * usage.prompt_tokens
+
+
+def test_langchain_binds_tools(server: Server) -> None:
+    langchain = pytest.importorskip("langchain_openai", reason="needs the package langchain-openai")
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_core.tools import tool
+
+    @tool
+    def multiply(a: int, b: int) -> int:
+        """The product of two numbers."""
+        return a * b
+
+    model = langchain.ChatOpenAI(
+        base_url=f"{server.url}/v1", api_key="unused", model=MODEL, temperature=0, max_tokens=200
+    )
+    # numbers have no end to a model that does not know what it says
+    multiply_two = {
+        "title": "multiply",
+        "description": "The product of two numbers.",
+        "type": "object",
+        "properties": {"a": {"type": "integer", "maximum": 99, "minimum": 0}, "b": {"enum": [1, 2]}},
+        "required": ["a", "b"],
+    }
+    bound = model.bind_tools([multiply_two], tool_choice="multiply", parallel_tool_calls=False)
+    history: list[Any] = [HumanMessage("What is 6 times 7?")]
+    answer = bound.invoke(history)
+    (call,) = answer.tool_calls
+    assert call["name"] == "multiply"
+    assert not answer.invalid_tool_calls
+
+    whole = None
+    for chunk in bound.stream(history):
+        whole = chunk if whole is None else whole + chunk
+    assert [(each["name"], each["args"]) for each in whole.tool_calls] == [("multiply", call["args"])]
+
+    answer.tool_calls[0]["id"] = "abcdefghi"
+    history += [answer, ToolMessage(str(multiply.invoke(call["args"])), tool_call_id="abcdefghi")]
+    assert model.bind_tools([multiply]).invoke(history).content
+
+
+FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+
+
+def with_parameters(parameters: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}]}
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "says"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools", "function"),
+        ({"tools": [{"type": "retrieval", "function": FUNCTION}]}, "tools", "function"),
+        ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools", "name"),
+        ({"tools": [ADD, ADD]}, "tools", "two tools 'add'"),
+        ({"tools": [ADD] * 129}, "tools", "128"),
+        (with_parameters({"type": "array"}), "tools", '"type": "object"'),
+        (with_parameters({"properties": {}}), "tools", '"type": "object"'),
+        (with_parameters({"type": "object", "properties": 5}), "tools", "properties"),
+        (with_parameters({"type": "object", "required": "a"}), "tools", "required"),
+        (with_parameters(json.loads('{"type": "object", "a": ' * 70 + "1" + "}" * 70)), "tools", "nested"),
+        ({"tool_choice": "sometimes"}, "tool_choice", "required"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "no tool 'g'"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "give tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "tool_choice to none"),
+        ({"regex": "a"}, "regex", "tool_choice to none"),
+        ({"grammar": 'root ::= "a"'}, "grammar", "tool_choice to none"),
+        ({"functions": [FUNCTION]}, None, "functions"),
+        ({"messages": [USER, RESULT]}, "messages", "messages[1].tool_call_id"),
+        ({"messages": [USER, CALLED, {**RESULT, "tool_call_id": "other"}]}, "messages", "'other'"),
+        ({"messages": [USER, CALLED, RESULT, RESULT]}, "messages", "messages[3]"),
+        ({"messages": [USER, {"role": "tool", "content": "3"}]}, "messages", "is missing"),
+        ({"messages": [{**USER, "tool_calls": [CALL]}]}, "messages", "only assistants call"),
+        ({"messages": [{**USER, "tool_call_id": "a"}]}, "messages", "role tool only"),
+        ({"messages": [USER, {**CALLED, "tool_calls": [CALL, CALL]}]}, "messages", "tool_calls[1].id"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused(
+    server: Server, change: dict[str, Any], param: str | None, says: str
+) -> None:
+    body = {"messages": [USER], "tools": [ADD], "max_tokens": 1, **change}
+    status, answer, _ = server.request("POST", "/v1/chat/completions", body)
+    error = answer["error"]
+    assert status == 400, answer
+    assert says in error["message"] or says in (error["param"] or ""), error
+    assert param is None or error["param"].startswith(param), error
+
+
+def test_arguments_that_templates_cannot_read_are_refused(server: Server) -> None:
+    for n in (200, 100_000):
+        deep = {**CALL, "function": {"name": "add", "arguments": "[" * n + "]" * n}}
+        body = {"messages": [USER, {**CALLED, "tool_calls": [deep]}], "max_tokens": 1}
+        status, answer, _ = server.request("POST", "/v1/chat/completions", body)
+        assert (status, answer["error"]["param"]) == (400, "messages"), answer
+        assert "nested" in answer["error"]["message"]
+    cut = {**CALL, "function": {"name": "add", "arguments": '{"a": 1, "b'}}
+    body = {"messages": [USER, {**CALLED, "tool_calls": [cut]}], "max_tokens": 1}
+    status, answer, _ = server.request("POST", "/v1/chat/completions", body)
+    assert (status, answer["error"]["param"]) == (400, "messages"), answer
+    assert "messages[1].tool_calls[0].function.arguments: no JSON" in answer["error"]["message"]
+
+
+def test_a_session_has_no_tools(server: Server) -> None:
+    session = server.post("/v1/context", {"model": MODEL, "prompt": "The"})["session_id"]
+    body = {"messages": [USER], "tools": [ADD], "session_id": session}
+    status, answer, _ = server.request("POST", "/v1/chat/completions", body)
+    assert (status, answer["error"]["param"]) == (400, "session_id")
+
+
+def test_a_model_without_tools_says_so(plain: Server) -> None:
+    status, answer, _ = plain.request("POST", "/v1/chat/completions", {"messages": [USER], "tools": [ADD]})
+    assert (status, answer["error"]["param"]) == (400, "tools")
+    assert "chat_template" in answer["error"]["message"]
