@@ -53,6 +53,7 @@ class Metrics(Observer):
         self.preemptions = Counter(
             "mixedkv:num_preemptions", "Answers that had to give their rows back.", **r
         )
+        self.pauses = Counter("mixedkv:num_pauses", "Answers that had to let another tenant's go first.", **r)
         self.restores = Counter("mixedkv:kv_restores", "Prompts whose KV came from the store.", **r)
         self.restore_failures = Counter("mixedkv:kv_restore_failures", "By reason.", ["reason"], **r)
         self.stored_tokens = Counter("mixedkv:kv_stored_tokens", "Tokens whose KV went to the store.", **r)
@@ -128,6 +129,9 @@ class Metrics(Observer):
 
     def evicted(self) -> None:
         self.evictions.labels("context").inc()
+
+    def paused(self) -> None:
+        self.pauses.inc()
 
     def preempted(self) -> None:
         self.preemptions.inc()

@@ -92,7 +92,7 @@ class ServerSettings(BaseSettings):
     metadata_url: str = _option(
         "sqlite:", "where sessions are written down: redis://... or sqlite:PATH", "URL"
     )
-    max_queue: int = _option(64, "requests that may wait", "N", 0, 100_000)
+    max_queue: int = _option(64, "requests of a tenant that may wait", "N", 0, 100_000)
     request_timeout: float = _option(600.0, "seconds after which a request is given up", "S", 0.01, 1e6)
     read_timeout: float = _option(
         30.0, "seconds a client has to send a request's head, and as long for its body", "S", 0.01, 1e6
