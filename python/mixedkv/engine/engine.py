@@ -109,7 +109,13 @@ class Engine:
         self.detokenizer = Detokenizer(_llama_cpp.vocab(llm))
         self.tokenizer = tokenizer or Tokenizer(llm)
         self.observer = observer or Observer()
-        self.pool = SequencePool(llm.kv, n_seq, llm.kv.config.window, exact_only=exact_only)
+        self.pool = SequencePool(
+            llm.kv,
+            n_seq,
+            llm.kv.config.window,
+            exact_only=exact_only,
+            max_kept=max(1, (n_seq - parallel) // 2),
+        )
         self.n_steps = 0
         self.last_step = Step()
         self.last_step_seconds = 0.0

@@ -12,9 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from mixedkv.engine.job import Job
 from mixedkv.engine.tenant_limits import Limits
 
-_TURN = (
-    16  # steps for which a place stays where it is although others want it: shorter turns pause more often
-)
+_TURN = 16  # steps that a place stays where it is although others want it; less means more pauses
 
 
 class Service:

@@ -40,7 +40,7 @@ class Sequence:
 
     Attributes:
         exact: its rows are what evaluating the tokens from the start gives.
-        keep: a prefix that was asked for; it is copied, never continued, and evicted last.
+        keep: a prefix that was asked for; it is copied, never continued, and evicted after others.
         paused: rows of an answer that goes on later: not continued by others, and evicted last of all.
         shared: a prefix that several prompts have in common; copied, continued only for want of a place.
         session: whose prefix it then is, if it is a session's.
@@ -82,6 +82,8 @@ class SequencePool:
 
     Args:
         exact_only: take no prefix whose F16 window has aged out.
+        max_kept: prefixes that are evicted last because that was asked for; None is half of all. Tenants that
+            ask share them.
     """
 
     def __init__(
@@ -91,9 +93,11 @@ class SequencePool:
         window: HotWindow,
         *,
         exact_only: bool = True,
+        max_kept: int | None = None,
     ) -> None:
         self._memory, self.window, self.exact_only = memory, window, exact_only
         self._all = [Sequence(i) for i in range(n_seq)]
+        self._max_kept = max(1, n_seq // 2) if max_kept is None else max_kept
         self._clock = 0
         self.n_evicted = 0
 
@@ -103,8 +107,18 @@ class SequencePool:
 
     def idle(self) -> list[Sequence]:
         """Idle prefixes, in the order of their eviction."""
-        idle = (seq for seq in self._all if seq.tokens and not seq.running)
-        return sorted(idle, key=lambda seq: (seq.paused, seq.keep, seq.used_at))
+        idle = [seq for seq in self._all if seq.tokens and not seq.running]
+        kept = self._kept(idle)
+        return sorted(idle, key=lambda seq: (seq.paused, seq.id in kept, seq.used_at))
+
+    def _kept(self, idle: list[Sequence]) -> set[int]:
+        """Of those with `keep` each tenant's latest, as many as is its share."""
+        by_tenant: dict[str, list[Sequence]] = {}
+        for seq in sorted(idle, key=lambda seq: -seq.used_at):
+            if seq.keep:
+                by_tenant.setdefault(seq.tenant, []).append(seq)
+        share = self._max_kept // max(1, len(by_tenant))
+        return {seq.id for seqs in by_tenant.values() for seq in seqs[:share]}
 
     def match(self, tenant: str, prompt: Tokens) -> Match:
         """The longest usable prefix of a prompt, one token short of the whole at most."""
