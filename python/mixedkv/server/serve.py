@@ -67,6 +67,8 @@ def serve(settings: ServerSettings) -> None:
         listening = stack.enter_context(_listen(settings.host, settings.port))
         server = open_server(settings, keys, stack)
         signal.signal(signal.SIGTERM, _leave)  # while prompts are warmed: what is done is stored
+        if keys:
+            signal.signal(signal.SIGHUP, lambda *_: _reload(keys))
         for body in warm:
             _warm(server, body)
         _announce(server, listening)
@@ -98,6 +100,7 @@ def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Serve
             observer=metrics,
             deliver=delivery,
             tokenizer=tokenizer.Tokenizer(llm, settings.chat_format),
+            limits=keys.limits,
         )
     )
     embedder = _open_embedder(settings, engine, file)
@@ -193,6 +196,15 @@ def _warm(server: ServerState, body: WarmRequest) -> None:
         answer.result()
     except Exception as error:
         raise ValueError(f"{server.settings.warm}: {error}") from None
+
+
+def _reload(keys: Keys) -> None:
+    try:
+        keys.reload()
+    except (ValueError, OSError) as error:
+        log.error("the keys and limits stay as they were: %s", error)
+    else:
+        log.info("keys and limits were read again")
 
 
 def _leave(*_: Any) -> None:
