@@ -33,7 +33,7 @@ from mixedkv.server.api.schemas import WarmRequest
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.app import make_app
 from mixedkv.server.delivery import Delivery
-from mixedkv.server.http.auth import Keys
+from mixedkv.server.http.auth import Keys, MetricsKey
 from mixedkv.server.http.connection import Connection
 from mixedkv.server.metrics import Metrics
 from mixedkv.server.pools import Pools
@@ -88,7 +88,8 @@ def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Serve
         raise ValueError("store, warm: this model only embeds texts, it has no KV to keep: serve it without")
     llm = stack.enter_context(_load(settings, path, file, generates))
     store = stack.enter_context(_open_store(settings)) if settings.store else None
-    metrics, delivery = Metrics(), Delivery()
+    metrics_key = MetricsKey.load(settings.metrics_key_file) if settings.metrics_key_file else None
+    metrics, delivery = Metrics(by_tenant=metrics_key is not None), Delivery()
     engine = stack.enter_context(
         Engine(
             llm,
@@ -113,6 +114,7 @@ def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Serve
         delivery=delivery,
         keys=keys,
         metrics=metrics,
+        metrics_key=metrics_key,
         contexts=ContextCacheManager(settings.metadata_url, session_kv),
         session_kv=session_kv,
         pools=pools,

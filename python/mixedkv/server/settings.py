@@ -84,6 +84,9 @@ class ServerSettings(BaseSettings):
     host: str = _option("127.0.0.1", "address to listen on", "HOST")
     port: int = _option(8000, "port to listen on; 0 takes a free one", "N", 0, 65535)
     api_key_file: str = _option("", "file of tenant:key lines, readable by its owner only", "FILE")
+    metrics_key_file: str = _option(
+        "", "file with the key that /metrics then needs; it tells tenants apart", "FILE"
+    )
     allow_no_keys: bool = _option(False, "serve a public address without keys")
     store: str = _option("", "folder that keeps KV across restarts", "DIR")
     store_key_file: str = _option("", "file with the key that encrypts the store", "FILE")

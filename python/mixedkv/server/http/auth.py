@@ -57,13 +57,33 @@ class Keys:
         """Whose key an Authorization header carries; None if nobody's. Takes the same time for every key."""
         if not self._tenants:
             return ""
-        scheme, _, key = (authorization or "").partition(" ")
-        wanted = _digest(key.strip().encode("utf-8", "surrogateescape"))
-        found = None
+        wanted, found = _bearer(authorization), None
         for digest, tenant in self._tenants:
             if hmac.compare_digest(digest, wanted):
                 found = tenant
-        return found if scheme.lower() == "bearer" else None
+        return found
+
+
+class MetricsKey:
+    """The key that opens /metrics, and with it what tenants are told apart by."""
+
+    def __init__(self, key: str) -> None:
+        self._digest = _digest(key.encode())
+
+    @classmethod
+    def load(cls, path: str) -> MetricsKey:
+        """
+        Raises:
+            ValueError: others than the owner can read the file, or it is not one key.
+            OSError: the file cannot be read.
+        """
+        lines = _lines(path)
+        if len(lines) != 1 or not _KEY.fullmatch(lines[0]):
+            raise ValueError(f"{path}: write one key, of 16 to 512 printable characters without spaces")
+        return cls(lines[0])
+
+    def opens(self, authorization: str | None) -> bool:
+        return hmac.compare_digest(self._digest, _bearer(authorization))
 
 
 def _read(path: str) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
@@ -116,6 +136,12 @@ def _add_limit(where: str, text: str, limits: dict[str, int]) -> None:
     if name in limits:
         raise ValueError(f"{where}: {name} is there already for this tenant")
     limits[name] = int(value)
+
+
+def _bearer(authorization: str | None) -> bytes:
+    """The digest of the key in an Authorization header; nobody's without one."""
+    scheme, _, key = (authorization or "").partition(" ")
+    return _digest(key.strip().encode("utf-8", "surrogateescape") if scheme.lower() == "bearer" else b"")
 
 
 def _digest(key: bytes) -> bytes:
