@@ -28,6 +28,7 @@ from mixedkv.engine.store_connector import StoreConnector
 from mixedkv.limits import CELLS
 from mixedkv.llama import Llama
 from mixedkv.model.gguf_file import ModelFile, read_model_file
+from mixedkv.server import logs
 from mixedkv.server.api.context import warm_job
 from mixedkv.server.api.schemas import WarmRequest
 from mixedkv.server.api_error import ApiError
@@ -35,6 +36,7 @@ from mixedkv.server.app import make_app
 from mixedkv.server.delivery import Delivery
 from mixedkv.server.http.auth import Keys, MetricsKey
 from mixedkv.server.http.connection import Connection
+from mixedkv.server.http.request_id import RequestIds
 from mixedkv.server.metrics import Metrics
 from mixedkv.server.pools import Pools
 from mixedkv.server.session_kv import SessionKV
@@ -58,8 +60,7 @@ def serve(settings: ServerSettings) -> None:
     Raises:
         ValueError, OSError: something cannot be opened; the message says what.
     """
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logs.install()
     sys.setswitchinterval(_SWITCH_SECONDS)
     keys = Keys.load(settings.api_key_file) if settings.api_key_file else Keys()
     warm = read_warm_file(settings.warm) if settings.warm else []
@@ -262,11 +263,12 @@ class _Uvicorn(uvicorn.Server):
     def __init__(self, server: ServerState, settings: ServerSettings) -> None:
         super().__init__(
             uvicorn.Config(
-                make_app(server),
+                RequestIds(make_app(server), settings.access_log),
                 http=Connection.within(settings.read_timeout, settings.request_timeout),
                 ws="none",
+                log_config=None,  # its tracebacks go through `logs`
                 log_level="error",  # a warning for each malformed request would fill the log
-                access_log=False,  # paths have session ids in them
+                access_log=False,  # paths have session ids in them; `RequestIds` writes routes
                 server_header=False,
                 limit_concurrency=_allow_connections(settings.max_connections),
                 backlog=_BACKLOG,
