@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import select
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -137,6 +139,24 @@ def misbehave(server: Server, r: random.Random) -> None:
     else:
         body = {"prompt": make_recall(r.randrange(9), 12).text, "max_tokens": 8, "temperature": 0}
         assert server.status("POST", "/v1/completions", body) in (200, 429)
+
+
+def test_a_locked_session_database_holds_up_no_plain_request(tmp_path: Path) -> None:
+    """Another program has locked it: requests for sessions wait, and fail; nothing else does."""
+    path = tmp_path / "sessions.sqlite3"
+    with running("--n-ctx", "1024", "--metadata-url", f"sqlite:{path}") as server, ExitStack() as stack:
+        body = {"model": MODEL, "prompt": "a session"}
+        session_id = server.post("/v1/context", body)["session_id"]
+        lock = sqlite3.connect(path, isolation_level=None)
+        stack.callback(lock.close)
+        lock.execute("BEGIN EXCLUSIVE")
+        waiting = [stack.enter_context(connect(server, body, "/v1/context")) for _ in range(64)]
+        for i in range(10):
+            chat = {"messages": [{"role": "user", "content": f"{i}"}], "max_tokens": 2}
+            assert server.status("POST", "/v1/chat/completions", chat) == 200
+        assert len(select.select(waiting, (), (), 0)[0]) < 64  # who writes sessions still waits
+        lock.execute("ROLLBACK")
+        assert server.status("DELETE", f"/v1/context/{session_id}") == 200
 
 
 def test_sigterm_lets_answers_finish_and_exits_0() -> None:
