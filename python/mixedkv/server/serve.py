@@ -63,7 +63,7 @@ def serve(settings: ServerSettings) -> None:
     logs.install()
     sys.setswitchinterval(_SWITCH_SECONDS)
     keys = Keys.load(settings.api_key_file) if settings.api_key_file else Keys()
-    warm = read_warm_file(settings.warm) if settings.warm else []
+    warm = read_warm_file(settings.warm, keys) if settings.warm else []
     with ExitStack() as stack:
         listening = stack.enter_context(_listen(settings.host, settings.port))
         server = open_server(settings, keys, stack)
@@ -169,28 +169,37 @@ def _open_store(settings: ServerSettings) -> KVStore:
     )
 
 
-def read_warm_file(path: str) -> list[WarmRequest]:
-    """One body of /v1/warm per line.
+class WarmLine(WarmRequest):
+    """A body of /v1/warm, and whose prompt it is."""
 
-    Raises:
-        ValueError: a line is not one; the message has its number.
+    tenant: str = ""
+
+
+def read_warm_file(path: str, keys: Keys) -> list[WarmLine]:
     """
-    bodies = []
+    Raises:
+        ValueError: a line is not a WarmLine, or its tenant has no key; the message has its number.
+    """
+    lines = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
         if line.strip():
             try:
-                bodies.append(WarmRequest.model_validate(json.loads(line)))
+                body = WarmLine.model_validate(json.loads(line))
             except ValidationError as error:
                 raise ValueError(f"{path}, line {number}: {explain(error)}") from None
             except ValueError:
                 raise ValueError(f"{path}, line {number}: not JSON") from None
-    return bodies
+            if not keys.has(body.tenant):
+                remedy = "one of the key file's" if keys else "none, since there are no keys"
+                raise ValueError(f"{path}, line {number}: tenant={body.tenant!r}: use {remedy}")
+            lines.append(body)
+    return lines
 
 
-def _warm(server: ServerState, body: WarmRequest) -> None:
+def _warm(server: ServerState, body: WarmLine) -> None:
     """Before the event loop runs."""
     try:
-        job = warm_job(server, body, "")
+        job = warm_job(server, body, body.tenant)
     except ApiError as error:
         raise ValueError(f"{server.settings.warm}: {error.message}") from None
     answer = Answer(server.engine, job)

@@ -21,7 +21,7 @@ import pytest
 
 from mixedkv.bundled.corpus import make_recall
 from support.patience import PATIENCE, wait_for
-from support.server_support import MODEL, Server, running
+from support.server_support import MODEL, Server, key_file, running
 
 
 @pytest.fixture(scope="module")
@@ -256,6 +256,18 @@ def test_a_warm_file_is_evaluated_before_the_server_is_ready(tmp_path: Path) -> 
         answer = server.post("/v1/chat/completions", body)
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
         assert answer["choices"][0]["message"]["content"] == recall.fact.answer
+
+
+def test_a_line_of_the_warm_file_is_a_tenants(tmp_path: Path) -> None:
+    recall = make_recall(61, 20)
+    path, keys = tmp_path / "warm.jsonl", ("anna-key-0123456789", "ben-key-01234567890")
+    path.write_text(json.dumps({"tenant": "ben", "messages": recall.messages[:2]}) + "\n")
+    file = key_file(tmp_path, f"anna:{keys[0]}", f"ben:{keys[1]}")
+    with running("--warm", str(path), "--api-key-file", str(file)) as server:
+        for key, is_warm in zip(keys, (False, True), strict=True):
+            body = {"model": MODEL, "messages": recall.messages, "temperature": 0}
+            usage = server.post("/v1/chat/completions", body, key=key)["usage"]
+            assert (usage["prompt_tokens_details"]["cached_tokens"] > 100) == is_warm
 
 
 @pytest.mark.parametrize("package", ["fastapi", "uvicorn", "pydantic", "prometheus_client"])

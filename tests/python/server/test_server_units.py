@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import weakref
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from mixedkv.errors import ClosedError, ContextLengthError, QueueFullError
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.auth import Keys
 from mixedkv.server.pending import PendingRequest
+from mixedkv.server.serve import read_warm_file
 from mixedkv.server.settings import ServerSettings, load_settings
 from mixedkv.server.snapshot import of_tenant
 from support.server_support import key_file
@@ -170,6 +172,24 @@ def test_keys_are_read_again(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="line 1"):
         keys.reload()
     assert keys.tenant("Bearer 0123456789abcdef") == "anna"  # as it was
+
+
+@pytest.mark.parametrize(
+    ("keys", "line", "message"),
+    [
+        ("anna:0123456789abcdef", {"prompt": "x"}, "line 1.*tenant"),
+        ("anna:0123456789abcdef", {"prompt": "x", "tenant": "ben"}, "line 1.*tenant"),
+        ("anna:0123456789abcdef", {"prompt": "x", "tenant": ["anna"]}, "line 1.*tenant"),
+        ("", {"prompt": "x", "tenant": "anna"}, "line 1.*tenant"),
+        ("", {"odd": "x"}, "line 1.*odd"),
+        ("", ["x"], "line 1"),
+    ],
+)
+def test_a_bad_line_of_a_warm_file_is_refused(tmp_path: Path, keys: str, line: object, message: str) -> None:
+    path = tmp_path / "warm.jsonl"
+    path.write_text(json.dumps(line))
+    with pytest.raises(ValueError, match=message):
+        read_warm_file(str(path), Keys.load(str(key_file(tmp_path, keys))) if keys else Keys())
 
 
 @pytest.mark.parametrize(

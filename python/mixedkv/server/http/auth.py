@@ -53,6 +53,9 @@ class Keys:
     def limits(self, tenant: str) -> TenantLimits:
         return self._limits.get(tenant, _NO_LIMITS)
 
+    def has(self, tenant: str) -> bool:
+        return tenant in {name for _, name in self._tenants} if self._tenants else not tenant
+
     def tenant(self, authorization: str | None) -> str | None:
         """Whose key an Authorization header carries; None if nobody's. Takes the same time for every key."""
         if not self._tenants:
