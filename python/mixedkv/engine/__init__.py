@@ -9,6 +9,7 @@ from mixedkv.engine.kv_connector import KVConnector
 from mixedkv.engine.observer import Observer
 from mixedkv.engine.sampler import Sampling
 from mixedkv.engine.store_connector import StoreConnector
+from mixedkv.engine.tenant_limits import TenantLimits
 
 __all__ = [
     "Answer",
@@ -21,4 +22,5 @@ __all__ = [
     "Observer",
     "Sampling",
     "StoreConnector",
+    "TenantLimits",
 ]

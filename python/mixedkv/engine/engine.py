@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
@@ -30,6 +31,7 @@ from mixedkv.engine.pacing import Pace
 from mixedkv.engine.sampler import Sampling, logits_row, logprob_of
 from mixedkv.engine.scheduler import Run, Scheduler, Step
 from mixedkv.engine.sequences import SequencePool
+from mixedkv.engine.tenant_limits import Limits, unlimited
 from mixedkv.engine.tokenizer import Prompt, Tokenizer
 from mixedkv.errors import ClosedError, ContextLengthError, EngineError, QueueFullError
 from mixedkv.llama import Llama
@@ -66,13 +68,14 @@ class Engine:
             Closing the `Llama` closes the engine first, and so does the end of the program.
         parallel: answers at a time, fewer than the context's sequences: the others hold idle prefixes. None
             takes half of them.
-        max_queue: jobs that may wait.
+        max_queue: jobs of a tenant that may wait.
         slowdown: how much longer a step of running answers may take because of prompts.
         exact_only: reuse only rows that equal those of an evaluation from the start.
         connector: fetches the KV of prompts and takes that of answers; closed with the engine.
         observer: gets the measures.
         deliver: gets events; the default calls `job.deliver` on the engine's thread.
         tokenizer: of texts and chats; None makes one of the model's own template.
+        limits: of a tenant, by its name; called on any thread. Tenants are equal unless it says otherwise.
 
     Raises:
         ValueError: the `Llama` has too few sequences for `parallel`, or no unified cache.
@@ -90,6 +93,7 @@ class Engine:
         observer: Observer | None = None,
         deliver: Deliver = deliver_directly,
         tokenizer: Tokenizer | None = None,
+        limits: Limits = unlimited,
     ) -> None:
         n_seq = llm.context_params.n_seq_max
         if not llm.context_params.kv_unified:
@@ -105,7 +109,13 @@ class Engine:
         self.detokenizer = Detokenizer(_llama_cpp.vocab(llm))
         self.tokenizer = tokenizer or Tokenizer(llm)
         self.observer = observer or Observer()
-        self.pool = SequencePool(llm.kv, n_seq, llm.kv.config.window, exact_only=exact_only)
+        self.pool = SequencePool(
+            llm.kv,
+            n_seq,
+            llm.kv.config.window,
+            exact_only=exact_only,
+            max_kept=max(1, (n_seq - parallel) // 2),
+        )
         self.n_steps = 0
         self.last_step = Step()
         self.last_step_seconds = 0.0
@@ -116,7 +126,9 @@ class Engine:
             n_batch=llm.n_batch,
             parallel=parallel,
             observer=self.observer,
+            limits=limits,
         )
+        self._limits = limits
         self._batch = Batch(llm.n_batch)
         self._deliver = deliver
         self._events: list[tuple[Job, Event]] = []
@@ -175,7 +187,7 @@ class Engine:
 
         Raises:
             ValueError: the prompt is empty or too long, or an argument is wrong.
-            QueueFullError: max_queue jobs wait.
+            QueueFullError: max_queue jobs of this tenant wait.
             ClosedError: the engine is shutting down.
         """
         self._check_open()  # the tokenizer's vocabulary goes with the `Llama`
@@ -203,7 +215,7 @@ class Engine:
         """Queue jobs, all or none.
 
         Raises:
-            QueueFullError: max_queue jobs wait; not with `force`.
+            QueueFullError: too many jobs of this tenant wait; not with `force`.
             ClosedError: the engine is shutting down.
             ContextLengthError: a prompt is empty or does not fit the context.
         """
@@ -211,11 +223,33 @@ class Engine:
             self.check_prompt(job.n_prompt)
         with self._submitting:
             self._check_open()
-            room = self.max_queue + max(0, self.parallel - self.n_running) - self.n_queued
-            if not force and len(jobs) > room:
-                raise QueueFullError(f"{self.n_queued} requests wait already")
+            if not force:
+                for tenant, n in Counter(job.tenant for job in jobs).items():
+                    self._check_room(tenant, n)
             for job in jobs:
                 self._fetch_or_put(job)
+
+    def most_jobs(self, tenant: str) -> int:
+        """That a tenant may have, those that run and those that wait."""
+        limits = self._limits(tenant)
+        return min(self.parallel, limits.running or self.parallel) + self._most_queued(tenant)
+
+    def _most_queued(self, tenant: str) -> int:
+        queued = self._limits(tenant).queued
+        return self.max_queue if queued is None else queued
+
+    def _check_room(self, tenant: str, n: int) -> None:
+        """
+        Raises:
+            QueueFullError: n more jobs of this tenant are too many. Who has none at all may bring one.
+        """
+        coming = [*self._inbox.jobs(), *self._fetching.copy()]
+        waiting = self._scheduler.waiting.n_of(tenant) + sum(job.tenant == tenant for job in coming)
+        running = sum(job.tenant == tenant for job in list(self._scheduler.running))
+        most = self._limits(tenant).running or self.parallel
+        free = max(0, min(self.parallel - self.n_running, most - running))
+        if n > max(self._most_queued(tenant) + free - waiting, 0 if waiting or running else 1):
+            raise QueueFullError(f"{waiting} requests wait already")
 
     def _check_open(self) -> None:
         if self._inbox.closed or self._draining:
@@ -429,7 +463,7 @@ class Engine:
             log.warning("a stored block could not be loaded: %s", error)
             self.observer.restore_failed("load")
             job.forget_blocks()
-        if not job.evaluated:  # not after a preemption
+        if not job.evaluated:  # not after a pause or a preemption
             job.n_cached = job.n_rows
         if not job.blocks:
             self.observer.restored(job)

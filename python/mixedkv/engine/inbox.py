@@ -27,6 +27,10 @@ class Inbox:
         """Jobs that nobody has taken yet."""
         return len(self._jobs)
 
+    def jobs(self) -> list[Job]:
+        """Those that nobody has taken yet."""
+        return list(self._jobs)
+
     def put(self, job: Job) -> None:
         """
         Raises:

@@ -95,6 +95,7 @@ class Job:
         self.tokens = array("i", self.prompt.tobytes())  # prompt and answer
         self.n_prompt = len(self.tokens)
         self.seq: Sequence | None = None
+        self.paused: Sequence | None = None  # what holds its rows while it has no place
         self.snapshot_at = 0  # keep a copy of the sequence when it is this long
         self.text = TextStream(stop)
         self.answer: list[str] = []
@@ -124,7 +125,7 @@ class Job:
 
     @property
     def all_tokens(self) -> Tokens:
-        """Prompt and answer so far: what a preempted job has to evaluate."""
+        """Prompt and answer so far: where a paused or preempted job goes on."""
         return np.array(self.tokens, np.int32)
 
     def up_to_snapshot(self, n: int) -> int:
@@ -134,7 +135,7 @@ class Job:
 
     def begin(self, seq: Sequence, n_cached: int) -> bool:
         """Have a sequence with `n_cached` tokens of the prompt in it; whether it is the first, so not after a
-        preemption.
+        pause or a preemption.
         """
         self.seq, self.exact = seq, self.exact and seq.exact
         if self.n_cached is not None:

@@ -30,6 +30,9 @@ class Observer:
 
     def evicted(self) -> None: ...
 
+    def paused(self) -> None:
+        """An answer has to let another tenant's go first."""
+
     def preempted(self) -> None: ...
 
     def restored(self, job: Job) -> None:

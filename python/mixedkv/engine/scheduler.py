@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from mixedkv.engine.fair_queue import FairQueue, Service
 from mixedkv.engine.job import Job
 from mixedkv.engine.observer import Observer
 from mixedkv.engine.pacing import Pace, share
 from mixedkv.engine.sequences import NO_MATCH, Match, Sequence, SequencePool
+from mixedkv.engine.tenant_limits import Limits, unlimited
 from mixedkv.tokens import common_prefix
 
 _WAIT_FOR = 32  # tokens that another job is about to evaluate and that are worth waiting for
@@ -39,8 +41,8 @@ class Step:
 
 
 class Scheduler:
-    """Admission in order of arrival, prompts in slices beside running answers, eviction of idle prefixes and
-    preemption of the youngest answer when cells run out.
+    """Admission by weighted turns of tenants, each one's jobs in order of arrival; prompts in slices beside
+    running answers; eviction of idle prefixes and preemption of the youngest answer when cells run out.
 
     Args:
         pool: the sequences of the context.
@@ -48,7 +50,8 @@ class Scheduler:
         n_ctx: cells of the context.
         n_batch: tokens in a step at most.
         parallel: answers at a time.
-        observer: told who starts, is cancelled, evicted or preempted.
+        observer: told who starts, is cancelled, evicted, paused or preempted.
+        limits: of each tenant.
     """
 
     def __init__(
@@ -60,28 +63,33 @@ class Scheduler:
         n_batch: int,
         parallel: int,
         observer: Observer,
+        limits: Limits = unlimited,
     ) -> None:
         self.pool, self.parallel = pool, parallel
-        self.waiting: deque[Job] = deque()
+        self.waiting = FairQueue(limits)
         self.running: list[Job] = []
+        self._limits = limits
+        self._prompt_service = Service(limits)  # prompt tokens, counted while tenants have them at a time
+        self._prompting: set[str] = set()  # tenants with prompts in the last step
         self._pace, self._observer = pace, observer
         self._n_ctx, self._n_batch = n_ctx, n_batch
 
     # --- jobs come and go ---
 
     def add(self, jobs: Iterable[Job]) -> None:
-        self.waiting.extend(jobs)
+        for job in jobs:
+            self.waiting.append(job)
 
     def drop_cancelled(self) -> None:
         for job in [job for job in self.running if job.cancelled]:
             self.leave(job)
             self._observer.cancelled(job)
-        if any(job.cancelled for job in self.waiting):
-            for job in self.waiting:
-                if job.cancelled:
-                    job.close()
-                    self._observer.cancelled(job)
-            self.waiting = deque(job for job in self.waiting if not job.cancelled)
+        for job in [job for job in self.waiting if job.cancelled]:
+            self.waiting.remove(job)
+            if job.paused is not None:
+                job.paused.paused = False
+            job.close()
+            self._observer.cancelled(job)
 
     def leave(self, job: Job) -> None:
         """A job's place is free; its rows stay as an idle prefix."""
@@ -102,7 +110,8 @@ class Scheduler:
         jobs = [*self.running, *self.waiting]
         for job in jobs:
             job.close()
-        self.running, self.waiting = [], deque()
+        self.running = []
+        self.waiting.clear()
         return jobs
 
     def _take(self, job: Job) -> Sequence:
@@ -113,15 +122,31 @@ class Scheduler:
     # --- admission ---
 
     def admit(self) -> None:
-        """Give places to waiting jobs in their order, past those that wait for another's prompt."""
-        for job in list(self.waiting):
-            if len(self.running) >= self.parallel:
-                return
-            if job.reuse and self._comes_soon(job):
-                continue
-            if not self._start(job):
-                return
-            self.waiting.remove(job)
+        """Give places to waiting jobs. Where none is free, a tenant that is served more than another one that
+        waits gives one back.
+        """
+        while self.waiting and self._admit_one():
+            pass
+
+    def _admit_one(self) -> bool:
+        """Past jobs that wait for another's prompt; False when nobody can start."""
+        places = Counter(job.tenant for job in self.running)
+        for tenant in self.waiting.by_turn(places):
+            is_full, victim = len(self.running) >= self.parallel, None
+            if is_full and (other := self.waiting.who_gives_way(tenant, places)) is not None:
+                victim = self._youngest(other)
+            if is_full and victim is None:
+                return False
+            ready = (job for job in self.waiting.of(tenant) if not (job.reuse and self._comes_soon(job)))
+            if job := next(ready, None):
+                if victim is not None:
+                    self._pause(victim)
+                return self._start(job)
+        return False
+
+    def _youngest(self, tenant: str) -> Job | None:
+        """Of a tenant's running jobs that can be paused: not while rows are being loaded."""
+        return next((job for job in reversed(self.running) if job.tenant == tenant and not job.blocks), None)
 
     def _comes_soon(self, job: Job) -> bool:
         """A running job is about to evaluate what this one can then share."""
@@ -144,12 +169,12 @@ class Scheduler:
 
     def _start(self, job: Job) -> bool:
         """Give a job a sequence and the rows that are there for it; False when there is no room."""
-        match = self.pool.match(job.tenant, job.all_tokens) if job.reuse else NO_MATCH
+        match = self._match(job)
         if job.n_fetched < match.n + _WAIT_FOR:
             job.forget_blocks()
         elif job.n_fetched:
             match = Match(None, 0, job.blocks_exact, 0)
-        if not self._make_room(len(job.tokens) - match.n + _HEADROOM, match.source):
+        if not self._make_room(job, len(job.tokens) - match.n + _HEADROOM, match.source):
             return False
         seq = self.pool.acquire(job.tenant, match)
         if seq is None:
@@ -158,19 +183,47 @@ class Scheduler:
             self._observer.started(job)
         if match.approximate > match.n:
             job.snapshot_at = match.approximate
+        job.paused = None
+        self.waiting.remove(job)
         self.running.append(job)
         return True
 
-    def _make_room(self, n_cells: int, spare: Sequence | None) -> bool:
-        """Evict idle prefixes until `n_cells` are free besides what running prompts still need."""
+    def _match(self, job: Job) -> Match:
+        if job.paused is not None and (match := self.pool.own_rows(job.paused, job.tenant, job.all_tokens)).n:
+            return match
+        return self.pool.match(job.tenant, job.all_tokens) if job.reuse else NO_MATCH
+
+    def _make_room(self, job: Job, n_cells: int, spare: Sequence | None) -> bool:
+        """Until `n_cells` are free besides what running prompts still need, evict idle prefixes and pause
+        answers of tenants that hold more.
+        """
         while True:
-            promised = sum(job.n_remaining for job in self.running)
+            promised = sum(other.n_remaining for other in self.running)
             if self.pool.used + promised + n_cells <= self._n_ctx:
                 return True
-            if not self.pool.evict(spare):
+            if self.pool.evict(spare):
+                self._observer.evicted()
+            elif victim := self._holds_more(job, n_cells):
+                self._pause(victim)
+            else:
                 # alone it may have what there is; else it waits until another answer is done
                 return not self.running
-            self._observer.evicted()
+
+    def _holds_more(self, job: Job, n_cells: int) -> Job | None:
+        """The youngest job of the tenant with the most cells, if these are more than the given job's tenant
+        would have with `n_cells` more.
+        """
+        cells = self._cells()
+        wanted = cells.pop(job.tenant, 0.0) + n_cells / self._limits(job.tenant).weight
+        most = max(cells, key=cells.__getitem__, default="")
+        return self._youngest(most) if most in cells and cells[most] > wanted else None
+
+    def _cells(self) -> dict[str, float]:
+        """Cells of each tenant's running jobs by its weight; those that jobs share count for each."""
+        cells: dict[str, float] = {}
+        for job in self.running:
+            cells[job.tenant] = cells.get(job.tenant, 0.0) + len(job.tokens) / self._limits(job.tenant).weight
+        return cells
 
     # --- a step ---
 
@@ -178,7 +231,7 @@ class Scheduler:
         """What to evaluate next: a token of every answer, and slices of prompts as the pace allows."""
         step = Step([Run(job, 1, chooses=True) for job in self.running if job.n_remaining == 1])
         step.n_streams = len(step.runs)
-        prompts = [job for job in self.running if job.n_remaining > 1 and not job.blocks]
+        prompts = self._by_turn([job for job in self.running if job.n_remaining > 1 and not job.blocks])
         budget = self._pace.budget(step.n_streams, len(prompts))
         budget = min(budget, self._n_batch - step.n_streams)
         for job, n in zip(prompts, share(budget, [job.n_remaining for job in prompts]), strict=True):
@@ -188,8 +241,21 @@ class Scheduler:
                 step.n_prompt += n
         return step
 
+    def _by_turn(self, prompts: list[Job]) -> list[Job]:
+        """Prompts of the tenant first of which the fewest tokens were evaluated by its weight."""
+        tenants = {job.tenant for job in prompts}
+        if len(tenants) <= 1:
+            self._prompt_service.clear()
+        for tenant in tenants - self._prompting:
+            self._prompt_service.join(tenant, tenants & self._prompting)
+        self._prompting = tenants
+        return sorted(prompts, key=lambda job: self._prompt_service.of(job.tenant))
+
     def evaluated(self, step: Step) -> None:
         """The step's tokens have rows now."""
+        self.waiting.count_step(self.running)
+        for run in step.runs[step.n_streams :]:
+            self._prompt_service.add(run.job.tenant, run.n)
         for run in step.runs:
             job, seq = run.job, run.job.seq
             assert seq is not None
@@ -204,20 +270,34 @@ class Scheduler:
         self._observer.step(step.n_streams, step.n_prompt, seconds)
 
     def relieve(self) -> Job | None:
-        """Free cells for a step that found none: of an idle prefix, else of the youngest answer. The only
-        answer there is has to end: it is returned.
+        """Free cells for a step that found none: of an idle prefix, else of the youngest answer of the tenant
+        that holds the most. The only answer there is has to end: it is returned.
         """
         if self.pool.evict():
             self._observer.evicted()
         elif len(self.running) > 1:
-            self._preempt(self.running[-1])
+            cells = self._cells()
+            most = max(cells, key=cells.__getitem__)
+            self._preempt(next(job for job in reversed(self.running) if job.tenant == most))
         else:
             return self.running[0]
         return None
 
+    def _pause(self, job: Job) -> None:
+        """Take a job's place; it goes on later from its rows, if nobody needs the cells meanwhile."""
+        seq = self._take(job)
+        self.pool.pause(seq)
+        job.paused = seq
+        self._wait_again(job)
+        self._observer.paused()
+
     def _preempt(self, job: Job) -> None:
         """Take a job's rows and let it go on later from its tokens."""
         self.pool.drop(self._take(job))
-        job.seq = None
-        self.waiting.appendleft(job)
+        self._wait_again(job)
         self._observer.preempted()
+
+    def _wait_again(self, job: Job) -> None:
+        job.seq = None
+        job.forget_blocks()
+        self.waiting.appendleft(job)

@@ -40,7 +40,8 @@ class Sequence:
 
     Attributes:
         exact: its rows are what evaluating the tokens from the start gives.
-        keep: a prefix that was asked for; it is copied, never continued, and evicted last.
+        keep: a prefix that was asked for; it is copied, never continued, and evicted after others.
+        paused: rows of an answer that goes on later: not continued by others, and evicted last of all.
         shared: a prefix that several prompts have in common; copied, continued only for want of a place.
         session: whose prefix it then is, if it is a session's.
         version: changes whenever rows are taken away, so that who reads rows later can tell.
@@ -52,6 +53,7 @@ class Sequence:
     running: bool = False
     exact: bool = True
     keep: bool = False
+    paused: bool = False
     shared: bool = False
     session: str | None = None
     used_at: int = 0
@@ -80,6 +82,8 @@ class SequencePool:
 
     Args:
         exact_only: take no prefix whose F16 window has aged out.
+        max_kept: prefixes that are evicted last because that was asked for; None is half of all. Tenants that
+            ask share them.
     """
 
     def __init__(
@@ -89,9 +93,11 @@ class SequencePool:
         window: HotWindow,
         *,
         exact_only: bool = True,
+        max_kept: int | None = None,
     ) -> None:
         self._memory, self.window, self.exact_only = memory, window, exact_only
         self._all = [Sequence(i) for i in range(n_seq)]
+        self._max_kept = max(1, n_seq // 2) if max_kept is None else max_kept
         self._clock = 0
         self.n_evicted = 0
 
@@ -101,8 +107,18 @@ class SequencePool:
 
     def idle(self) -> list[Sequence]:
         """Idle prefixes, in the order of their eviction."""
-        idle = (seq for seq in self._all if seq.tokens and not seq.running)
-        return sorted(idle, key=lambda seq: (seq.keep, seq.used_at))
+        idle = [seq for seq in self._all if seq.tokens and not seq.running]
+        kept = self._kept(idle)
+        return sorted(idle, key=lambda seq: (seq.paused, seq.id in kept, seq.used_at))
+
+    def _kept(self, idle: list[Sequence]) -> set[int]:
+        """Of those with `keep` each tenant's latest, as many as is its share."""
+        by_tenant: dict[str, list[Sequence]] = {}
+        for seq in sorted(idle, key=lambda seq: -seq.used_at):
+            if seq.keep:
+                by_tenant.setdefault(seq.tenant, []).append(seq)
+        share = self._max_kept // max(1, len(by_tenant))
+        return {seq.id for seqs in by_tenant.values() for seq in seqs[:share]}
 
     def match(self, tenant: str, prompt: Tokens) -> Match:
         """The longest usable prefix of a prompt, one token short of the whole at most."""
@@ -131,7 +147,8 @@ class SequencePool:
             seq = self._copy(source, match.n)
         if seq is None:
             return None
-        seq.tenant, seq.running, seq.keep, seq.shared, seq.session = tenant, True, False, False, None
+        seq.tenant, seq.running, seq.session = tenant, True, None
+        seq.keep = seq.paused = seq.shared = False
         seq.exact = match.exact
         if source is not None:  # a prefix that many share is in use, however old it is
             self.touch(source)
@@ -151,6 +168,18 @@ class SequencePool:
         seq.running, seq.keep, seq.session = False, keep, session if keep else None
         self.touch(seq)
 
+    def pause(self, seq: Sequence) -> None:
+        """The work goes on later: the rows wait for it."""
+        seq.running, seq.paused = False, True
+        self.touch(seq)
+
+    def own_rows(self, seq: Sequence, tenant: str, tokens: Tokens) -> Match:
+        """Where a paused job with these tokens goes on, if its rows still wait for it."""
+        n = len(seq.tokens)
+        if seq.paused and seq.tenant == tenant and n < len(tokens) and seq.common(tokens) == n:
+            return Match(seq, n, seq.exact, 0)
+        return NO_MATCH
+
     def forget(self, tenant: str, session: str) -> None:
         """Drop the prefix of a session."""
         for seq in self.idle():
@@ -160,7 +189,7 @@ class SequencePool:
     def drop(self, seq: Sequence) -> None:
         """Give the rows and the place back."""
         self.clear(seq)
-        seq.running = seq.keep = seq.shared = False
+        seq.running = seq.keep = seq.paused = seq.shared = False
         seq.exact, seq.session = True, None
 
     def clear(self, seq: Sequence) -> None:
@@ -188,7 +217,10 @@ class SequencePool:
         seq.used_at = self._clock
 
     def _may_continue(self, source: Sequence, n: int) -> bool:
-        return not (source.running or source.keep or source.shared) and len(source.tokens) - n <= _MAX_CUT
+        n_cut = len(source.tokens) - n
+        return not (source.running or source.keep or source.shared) and n_cut <= (
+            0 if source.paused else _MAX_CUT
+        )
 
     def _cut(self, seq: Sequence, n: int) -> Sequence:
         if n < len(seq.tokens):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
@@ -18,6 +19,8 @@ from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.body_limit import BodyLimit
 from mixedkv.server.http.origin import OwnPagesOnly
 from mixedkv.server.pending import Disconnected
+from mixedkv.server.shared_text import SharedText
+from mixedkv.server.snapshot import metrics_text
 from mixedkv.server.state import ServerState, check_generates
 
 log = logging.getLogger("mixedkv.server")
@@ -37,6 +40,7 @@ def make_app(server: ServerState) -> FastAPI:
         redoc_url=None,
     )
     app.state.server = server
+    app.state.metrics_text = SharedText(partial(metrics_text, server))
     for module in (chat_completions, completions, context):
         app.include_router(module.router, dependencies=[Depends(check_generates)])
     for module in (embeddings, info):

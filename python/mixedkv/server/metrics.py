@@ -20,9 +20,13 @@ WINDOW = 1000  # latest requests that are remembered
 
 
 class Metrics(Observer):
-    """All metrics of a server, and the latest requests without their text."""
+    """All metrics of a server, and the latest requests without their text.
 
-    def __init__(self) -> None:
+    Args:
+        by_tenant: count each tenant's tokens too.
+    """
+
+    def __init__(self, by_tenant: bool = False) -> None:
         self.registry = CollectorRegistry()
         r: dict[str, Any] = {"registry": self.registry}
         self.running = Gauge("mixedkv:num_requests_running", "Answers at work.", **r)
@@ -53,6 +57,7 @@ class Metrics(Observer):
         self.preemptions = Counter(
             "mixedkv:num_preemptions", "Answers that had to give their rows back.", **r
         )
+        self.pauses = Counter("mixedkv:num_pauses", "Answers that had to let another tenant's go first.", **r)
         self.restores = Counter("mixedkv:kv_restores", "Prompts whose KV came from the store.", **r)
         self.restore_failures = Counter("mixedkv:kv_restore_failures", "By reason.", ["reason"], **r)
         self.stored_tokens = Counter("mixedkv:kv_stored_tokens", "Tokens whose KV went to the store.", **r)
@@ -71,6 +76,12 @@ class Metrics(Observer):
         self.embedding_slices = Histogram(
             "mixedkv:embedding_slice_seconds", "What running answers wait for a slice.", buckets=_STEP, **r
         )
+        self.by_tenant = by_tenant
+        self.tenant_prompts = Counter("mixedkv:tenant_prompt_tokens", "Tokens of prompts.", ["tenant"], **r)
+        self.tenant_evaluated = Counter(
+            "mixedkv:tenant_prompt_tokens_evaluated", "Those that were evaluated.", ["tenant"], **r
+        )
+        self.tenant_generated = Counter("mixedkv:tenant_generation_tokens", "Of answers.", ["tenant"], **r)
         self.http = Counter("mixedkv:http_requests", "By path and status.", ["path", "status"], **r)
         self.recent: deque[dict[str, Any]] = deque(maxlen=WINDOW)
         self._tokens: deque[tuple[float, int, int]] = deque()  # time, generated, evaluated
@@ -89,10 +100,14 @@ class Metrics(Observer):
         assert job.t_start is not None
         self.queue.observe(job.t_start - job.t_submit)
         self.prompt_tokens.inc(job.n_prompt)
+        if self.by_tenant:
+            self.tenant_prompts.labels(job.tenant).inc(job.n_prompt)
 
     def prompt_done(self, job: Job) -> None:
         n_cached = job.n_cached or 0
         self.evaluated.inc(job.n_prompt - n_cached)
+        if self.by_tenant:
+            self.tenant_evaluated.labels(job.tenant).inc(job.n_prompt - n_cached)
         if job.reuse:
             self.queries.inc(job.n_prompt)
             self._n_queries += job.n_prompt
@@ -102,6 +117,8 @@ class Metrics(Observer):
 
     def token(self, job: Job, now: float) -> None:
         self.generated.inc()
+        if self.by_tenant:
+            self.tenant_generated.labels(job.tenant).inc()
         if job.t_last is None:
             self.ttft.observe(now - job.t_submit)
         else:
@@ -128,6 +145,9 @@ class Metrics(Observer):
 
     def evicted(self) -> None:
         self.evictions.labels("context").inc()
+
+    def paused(self) -> None:
+        self.pauses.inc()
 
     def preempted(self) -> None:
         self.preemptions.inc()

@@ -28,13 +28,15 @@ from mixedkv.engine.store_connector import StoreConnector
 from mixedkv.limits import CELLS
 from mixedkv.llama import Llama
 from mixedkv.model.gguf_file import ModelFile, read_model_file
+from mixedkv.server import logs
 from mixedkv.server.api.context import warm_job
 from mixedkv.server.api.schemas import WarmRequest
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.app import make_app
 from mixedkv.server.delivery import Delivery
-from mixedkv.server.http.auth import Keys
+from mixedkv.server.http.auth import Keys, MetricsKey
 from mixedkv.server.http.connection import Connection
+from mixedkv.server.http.request_id import RequestIds
 from mixedkv.server.metrics import Metrics
 from mixedkv.server.pools import Pools
 from mixedkv.server.session_kv import SessionKV
@@ -58,15 +60,16 @@ def serve(settings: ServerSettings) -> None:
     Raises:
         ValueError, OSError: something cannot be opened; the message says what.
     """
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logs.install()
     sys.setswitchinterval(_SWITCH_SECONDS)
     keys = Keys.load(settings.api_key_file) if settings.api_key_file else Keys()
-    warm = read_warm_file(settings.warm) if settings.warm else []
+    warm = read_warm_file(settings.warm, keys) if settings.warm else []
     with ExitStack() as stack:
         listening = stack.enter_context(_listen(settings.host, settings.port))
         server = open_server(settings, keys, stack)
         signal.signal(signal.SIGTERM, _leave)  # while prompts are warmed: what is done is stored
+        if keys:
+            signal.signal(signal.SIGHUP, lambda *_: _reload(keys))
         for body in warm:
             _warm(server, body)
         _announce(server, listening)
@@ -86,7 +89,8 @@ def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Serve
         raise ValueError("store, warm: this model only embeds texts, it has no KV to keep: serve it without")
     llm = stack.enter_context(_load(settings, path, file, generates))
     store = stack.enter_context(_open_store(settings)) if settings.store else None
-    metrics, delivery = Metrics(), Delivery()
+    metrics_key = MetricsKey.load(settings.metrics_key_file) if settings.metrics_key_file else None
+    metrics, delivery = Metrics(by_tenant=metrics_key is not None), Delivery()
     engine = stack.enter_context(
         Engine(
             llm,
@@ -97,9 +101,14 @@ def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Serve
             connector=StoreConnector(store) if store is not None else None,
             observer=metrics,
             deliver=delivery,
+<<<<<<< HEAD
             tokenizer=tokenizer.Tokenizer(
                 llm, settings.chat_format, read_chat_template(settings.chat_template)
             ),
+=======
+            tokenizer=tokenizer.Tokenizer(llm, settings.chat_format),
+            limits=keys.limits,
+>>>>>>> fair
         )
     )
     embedder = _open_embedder(settings, engine, file)
@@ -112,6 +121,7 @@ def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Serve
         delivery=delivery,
         keys=keys,
         metrics=metrics,
+        metrics_key=metrics_key,
         contexts=ContextCacheManager(settings.metadata_url, session_kv),
         session_kv=session_kv,
         pools=pools,
@@ -165,6 +175,7 @@ def _open_store(settings: ServerSettings) -> KVStore:
     )
 
 
+<<<<<<< HEAD
 def read_chat_template(path: str) -> str:
     """
     Raises:
@@ -180,26 +191,39 @@ def read_chat_template(path: str) -> str:
 
 def read_warm_file(path: str) -> list[WarmRequest]:
     """One body of /v1/warm per line.
+=======
+class WarmLine(WarmRequest):
+    """A body of /v1/warm, and whose prompt it is."""
+>>>>>>> fair
 
-    Raises:
-        ValueError: a line is not one; the message has its number.
+    tenant: str = ""
+
+
+def read_warm_file(path: str, keys: Keys) -> list[WarmLine]:
     """
-    bodies = []
+    Raises:
+        ValueError: a line is not a WarmLine, or its tenant has no key; the message has its number.
+    """
+    lines = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
         if line.strip():
             try:
-                bodies.append(WarmRequest.model_validate(json.loads(line)))
+                body = WarmLine.model_validate(json.loads(line))
             except ValidationError as error:
                 raise ValueError(f"{path}, line {number}: {explain(error)}") from None
             except ValueError:
                 raise ValueError(f"{path}, line {number}: not JSON") from None
-    return bodies
+            if not keys.has(body.tenant):
+                remedy = "one of the key file's" if keys else "none, since there are no keys"
+                raise ValueError(f"{path}, line {number}: tenant={body.tenant!r}: use {remedy}")
+            lines.append(body)
+    return lines
 
 
-def _warm(server: ServerState, body: WarmRequest) -> None:
+def _warm(server: ServerState, body: WarmLine) -> None:
     """Before the event loop runs."""
     try:
-        job = warm_job(server, body, "")
+        job = warm_job(server, body, body.tenant)
     except ApiError as error:
         raise ValueError(f"{server.settings.warm}: {error.message}") from None
     answer = Answer(server.engine, job)
@@ -208,6 +232,15 @@ def _warm(server: ServerState, body: WarmRequest) -> None:
         answer.result()
     except Exception as error:
         raise ValueError(f"{server.settings.warm}: {error}") from None
+
+
+def _reload(keys: Keys) -> None:
+    try:
+        keys.reload()
+    except (ValueError, OSError) as error:
+        log.error("the keys and limits stay as they were: %s", error)
+    else:
+        log.info("keys and limits were read again")
 
 
 def _leave(*_: Any) -> None:
@@ -263,11 +296,12 @@ class _Uvicorn(uvicorn.Server):
     def __init__(self, server: ServerState, settings: ServerSettings) -> None:
         super().__init__(
             uvicorn.Config(
-                make_app(server),
+                RequestIds(make_app(server), settings.access_log),
                 http=Connection.within(settings.read_timeout, settings.request_timeout),
                 ws="none",
+                log_config=None,  # its tracebacks go through `logs`
                 log_level="error",  # a warning for each malformed request would fill the log
-                access_log=False,  # paths have session ids in them
+                access_log=False,  # paths have session ids in them; `RequestIds` writes routes
                 server_header=False,
                 limit_concurrency=_allow_connections(settings.max_connections),
                 backlog=_BACKLOG,

@@ -85,6 +85,9 @@ class ServerSettings(BaseSettings):
     host: str = _option("127.0.0.1", "address to listen on", "HOST")
     port: int = _option(8000, "port to listen on; 0 takes a free one", "N", 0, 65535)
     api_key_file: str = _option("", "file of tenant:key lines, readable by its owner only", "FILE")
+    metrics_key_file: str = _option(
+        "", "file with the key that /metrics then needs; it tells tenants apart", "FILE"
+    )
     allow_no_keys: bool = _option(False, "serve a public address without keys")
     store: str = _option("", "folder that keeps KV across restarts", "DIR")
     store_key_file: str = _option("", "file with the key that encrypts the store", "FILE")
@@ -93,7 +96,7 @@ class ServerSettings(BaseSettings):
     metadata_url: str = _option(
         "sqlite:", "where sessions are written down: redis://... or sqlite:PATH", "URL"
     )
-    max_queue: int = _option(64, "requests that may wait", "N", 0, 100_000)
+    max_queue: int = _option(64, "requests of a tenant that may wait", "N", 0, 100_000)
     request_timeout: float = _option(600.0, "seconds after which a request is given up", "S", 0.01, 1e6)
     read_timeout: float = _option(
         30.0, "seconds a client has to send a request's head, and as long for its body", "S", 0.01, 1e6
@@ -102,6 +105,7 @@ class ServerSettings(BaseSettings):
     max_body_mb: float = _option(8.0, "largest request body", "MB", 0.001, 1024)
     max_connections: int = _option(1024, "connections at a time; more are answered 503", "N", 1, 1_000_000)
     warm: str = _option("", "file of JSON lines with prompts (or messages) to evaluate at the start", "FILE")
+    access_log: bool = _option(False, "log each answer: its id, route, status, bytes and seconds")
     verbose: bool = _option(False, "show llama.cpp's log")
 
     @field_validator("kv")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from dataclasses import asdict
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +72,23 @@ def _cache(server: ServerState) -> KVStats:
         with contextlib.suppress(LookupError):
             return server.engine.llm.kv.stats(by_layer=True)
     return _NO_CACHE
+
+
+async def metrics_text(server: ServerState) -> tuple[bytes, float]:
+    """The metrics with what the cache holds now, and the seconds they took the engine and the event loop."""
+    seconds = 0.0
+    if server.engine.alive:
+        future = server.engine.call(partial(_timed_snapshot, server))
+        now, seconds = await asyncio.wait_for(asyncio.wrap_future(future), 30)
+        server.metrics.set_gauges(now)
+    began = time.perf_counter()
+    text = server.metrics.expose()
+    return text, seconds + time.perf_counter() - began
+
+
+def _timed_snapshot(server: ServerState) -> tuple[dict[str, Any], float]:
+    began = time.perf_counter()
+    return snapshot(server), time.perf_counter() - began
 
 
 def of_tenant(now: dict[str, Any], owner: str) -> dict[str, Any]:

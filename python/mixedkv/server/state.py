@@ -18,7 +18,7 @@ from mixedkv.engine.embedder import Embedder
 from mixedkv.engine.engine import Engine
 from mixedkv.server.api_error import ApiError, bad_request
 from mixedkv.server.delivery import Delivery
-from mixedkv.server.http.auth import Keys
+from mixedkv.server.http.auth import Keys, MetricsKey
 from mixedkv.server.http.body_limit import DEADLINE
 from mixedkv.server.metrics import Metrics
 from mixedkv.server.pools import LARGE, Pools, in_pool
@@ -46,6 +46,7 @@ class ServerState:
     pools: Pools
     embedder: Embedder | None = None
     generates: bool = True
+    metrics_key: MetricsKey | None = None
     ready: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 

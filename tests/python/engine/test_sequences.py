@@ -29,7 +29,7 @@ F16 = UniformKV().window
 
 
 def make_pool(
-    n: int = 3, window: HotWindow = F16, *, can_cut: bool = True, **options: bool
+    n: int = 3, window: HotWindow = F16, *, can_cut: bool = True, **options: int
 ) -> tuple[SequencePool, FakeMemory]:
     memory = FakeMemory(can_cut)
     return SequencePool(memory, n, window, **options), memory
@@ -49,6 +49,39 @@ def run(
     if release:
         pool.release(seq, keep)
     return seq
+
+
+def kept(pool: SequencePool, tenant: str, n: int) -> list[Sequence]:
+    """Warmed prefixes that have nothing in common."""
+    first = 10_000 * ord(tenant)
+    return [run(pool, tokens(first + 100 * i, first + 100 * i + 50), tenant, keep=True) for i in range(n)]
+
+
+def test_warmed_prefixes_leave_half_of_the_places_to_others() -> None:
+    pool, _ = make_pool(8, max_kept=4)
+    assert len({id(seq) for seq in kept(pool, "a", 16)}) == 8
+    ordinary = [run(pool, tokens(100 * i, 100 * i + 50), "b") for i in range(4)]
+    assert [seq.tenant for seq in ordinary] == ["b"] * 4
+    assert sorted(seq.tenant for seq in pool.idle()) == ["a"] * 4 + ["b"] * 4
+    run(pool, tokens(5000, 5050), "b")  # from now on these are its own
+    assert sorted(seq.tenant for seq in pool.idle()) == ["a"] * 4 + ["b"] * 4
+
+
+def test_who_keeps_prefixes_shares_their_places() -> None:
+    pool, _ = make_pool(8, max_kept=4)
+    kept(pool, "a", 16)
+    kept(pool, "b", 2)
+    for i in range(20):
+        run(pool, tokens(100 * i, 100 * i + 50), "c")
+    assert sorted(seq.tenant for seq in pool.idle() if seq.keep) == ["a", "a", "b", "b"]
+
+
+def test_a_warmed_prefix_beyond_the_share_is_still_copied() -> None:
+    pool, _ = make_pool(4, max_kept=1)
+    first, _ = kept(pool, "a", 2)
+    prompt = tokens(970_000, 970_080)
+    assert run(pool, prompt, "a") is not first
+    assert len(first.tokens) == 50
 
 
 def test_an_idle_sequence_is_continued() -> None:

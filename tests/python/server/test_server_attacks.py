@@ -228,6 +228,17 @@ def test_many_large_bodies_are_not_held_at_a_time(keyed: Server) -> None:
     wait_for(lambda: send(keyed, post(b" " * 900_000, key))[0] == 400)  # all is given back
 
 
+def test_lengths_that_are_only_said_hold_nothing(keyed: Server) -> None:
+    """17 heads of large bodies without a byte of them: what others send is taken."""
+    key = f"Authorization: Bearer {KEYS[0]}"
+    with ExitStack() as stack:
+        whole = post(b" " * 999_000, key)
+        head = whole[: whole.index(b"\r\n\r\n") + 4]
+        for _ in range(17):
+            stack.enter_context(connected(keyed, head))
+        assert send(keyed, post(b" " * 900_000, key))[0] == 400
+
+
 def readable(connections: list[socket.socket]) -> list[socket.socket]:
     """Those that have been sent something."""
     return select.select(connections, (), (), 0)[0]

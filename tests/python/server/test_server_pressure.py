@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import select
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -19,7 +21,7 @@ import pytest
 
 from mixedkv.bundled.corpus import make_recall
 from support.patience import PATIENCE, wait_for
-from support.server_support import MODEL, Server, running
+from support.server_support import MODEL, Server, key_file, running
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +141,24 @@ def misbehave(server: Server, r: random.Random) -> None:
         assert server.status("POST", "/v1/completions", body) in (200, 429)
 
 
+def test_a_locked_session_database_holds_up_no_plain_request(tmp_path: Path) -> None:
+    """Another program has locked it: requests for sessions wait, and fail; nothing else does."""
+    path = tmp_path / "sessions.sqlite3"
+    with running("--n-ctx", "1024", "--metadata-url", f"sqlite:{path}") as server, ExitStack() as stack:
+        body = {"model": MODEL, "prompt": "a session"}
+        session_id = server.post("/v1/context", body)["session_id"]
+        lock = sqlite3.connect(path, isolation_level=None)
+        stack.callback(lock.close)
+        lock.execute("BEGIN EXCLUSIVE")
+        waiting = [stack.enter_context(connect(server, body, "/v1/context")) for _ in range(64)]
+        for i in range(10):
+            chat = {"messages": [{"role": "user", "content": f"{i}"}], "max_tokens": 2}
+            assert server.status("POST", "/v1/chat/completions", chat) == 200
+        assert len(select.select(waiting, (), (), 0)[0]) < 64  # who writes sessions still waits
+        lock.execute("ROLLBACK")
+        assert server.status("DELETE", f"/v1/context/{session_id}") == 200
+
+
 def test_sigterm_lets_answers_finish_and_exits_0() -> None:
     with running("--drain-timeout", "1000") as server, ThreadPoolExecutor(1) as pool:
         recall = make_recall(1, 12)
@@ -236,6 +256,18 @@ def test_a_warm_file_is_evaluated_before_the_server_is_ready(tmp_path: Path) -> 
         answer = server.post("/v1/chat/completions", body)
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
         assert answer["choices"][0]["message"]["content"] == recall.fact.answer
+
+
+def test_a_line_of_the_warm_file_is_a_tenants(tmp_path: Path) -> None:
+    recall = make_recall(61, 20)
+    path, keys = tmp_path / "warm.jsonl", ("anna-key-0123456789", "ben-key-01234567890")
+    path.write_text(json.dumps({"tenant": "ben", "messages": recall.messages[:2]}) + "\n")
+    file = key_file(tmp_path, f"anna:{keys[0]}", f"ben:{keys[1]}")
+    with running("--warm", str(path), "--api-key-file", str(file)) as server:
+        for key, is_warm in zip(keys, (False, True), strict=True):
+            body = {"model": MODEL, "messages": recall.messages, "temperature": 0}
+            usage = server.post("/v1/chat/completions", body, key=key)["usage"]
+            assert (usage["prompt_tokens_details"]["cached_tokens"] > 100) == is_warm
 
 
 @pytest.mark.parametrize("package", ["fastapi", "uvicorn", "pydantic", "prometheus_client"])

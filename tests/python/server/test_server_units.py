@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import weakref
 from pathlib import Path
 
 import pytest
 
 from mixedkv.engine.job import Job
+from mixedkv.engine.tenant_limits import TenantLimits
 from mixedkv.errors import ClosedError, ContextLengthError, QueueFullError
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.auth import Keys
 from mixedkv.server.pending import PendingRequest
+from mixedkv.server.serve import read_warm_file
 from mixedkv.server.settings import ServerSettings, load_settings
 from mixedkv.server.snapshot import of_tenant
 from support.server_support import key_file
@@ -149,6 +152,62 @@ def test_keys_name_tenants(tmp_path: Path) -> None:
     for header in (None, "", "Bearer", "Bearer x", "Basic 0123456789abcdef", "Bearer 0123456789abcde\xe9"):
         assert keys.tenant(header) is None
     assert Keys().tenant(None) == ""
+
+
+def test_keys_say_what_a_tenant_may_have(tmp_path: Path) -> None:
+    first = "anna:0123456789abcdef weight=3 running=2 queued=0"
+    keys = Keys.load(str(key_file(tmp_path, first, "anna:another-0123456789", "ben:fedcba9876543210")))
+    assert keys.tenant("Bearer another-0123456789") == "anna"
+    assert keys.limits("anna") == TenantLimits(weight=3, running=2, queued=0)
+    assert keys.limits("ben") == keys.limits("nobody") == TenantLimits()
+
+
+def test_keys_are_read_again(tmp_path: Path) -> None:
+    keys = Keys.load(str(key_file(tmp_path, "anna:0123456789abcdef")))
+    key_file(tmp_path, "anna:0123456789abcdef weight=2", "ben:fedcba9876543210")
+    keys.reload()
+    assert keys.limits("anna").weight == 2
+    assert keys.tenant("Bearer fedcba9876543210") == "ben"
+    key_file(tmp_path, "ben:short")
+    with pytest.raises(ValueError, match="line 1"):
+        keys.reload()
+    assert keys.tenant("Bearer 0123456789abcdef") == "anna"  # as it was
+
+
+@pytest.mark.parametrize(
+    ("keys", "line", "message"),
+    [
+        ("anna:0123456789abcdef", {"prompt": "x"}, "line 1.*tenant"),
+        ("anna:0123456789abcdef", {"prompt": "x", "tenant": "ben"}, "line 1.*tenant"),
+        ("anna:0123456789abcdef", {"prompt": "x", "tenant": ["anna"]}, "line 1.*tenant"),
+        ("", {"prompt": "x", "tenant": "anna"}, "line 1.*tenant"),
+        ("", {"odd": "x"}, "line 1.*odd"),
+        ("", ["x"], "line 1"),
+    ],
+)
+def test_a_bad_line_of_a_warm_file_is_refused(tmp_path: Path, keys: str, line: object, message: str) -> None:
+    path = tmp_path / "warm.jsonl"
+    path.write_text(json.dumps(line))
+    with pytest.raises(ValueError, match=message):
+        read_warm_file(str(path), Keys.load(str(key_file(tmp_path, keys))) if keys else Keys())
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("anna:0123456789abcdef weight=0", "weight.*1 to 1000"),
+        ("anna:0123456789abcdef weight=1.5", "weight"),
+        ("anna:0123456789abcdef running=-1", "running"),
+        ("anna:0123456789abcdef queued=x", "queued"),
+        ("anna:0123456789abcdef odd=1", "weight, running, queued"),
+        ("anna:0123456789abcdef weight=1 weight=2", "weight is there already"),
+        ("anna:0123456789abcdef weight=1\nanna:fedcba9876543210 weight=2", "line 2.*weight is there already"),
+    ],
+)
+def test_a_bad_limit_is_refused(tmp_path: Path, line: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        Keys.load(str(key_file(tmp_path, line)))
+    assert "0123456789abcdef" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def make_jobs(
     """
     n = body.n or 1
     _check_logprobs(server, n * len(prompts), max_tokens, n_logprobs)
-    if n * len(prompts) > server.settings.max_queue + server.settings.parallel:
+    if n * len(prompts) > server.engine.most_jobs(owner):
         raise bad_request(f"n={n} for {len(prompts)} prompts is more than this server queues", "n")
     jobs = []
     matcher = _matcher(server, constraint)

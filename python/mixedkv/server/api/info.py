@@ -76,11 +76,15 @@ async def ready(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Prometheus' text format."""
     server = server_state(request)
-    if server.engine.alive:
-        future = server.engine.call(lambda: snapshot(server))
-        now = await asyncio.wait_for(asyncio.wrap_future(future), 30)
-        server.metrics.set_gauges(now)
-    return Response(server.metrics.expose(), media_type=CONTENT_TYPE_LATEST)
+    key = server.metrics_key
+    if key is not None and not key.opens(request.headers.get("authorization")):
+        raise ApiError(
+            401,
+            "the metrics need their key: send the header `Authorization: Bearer KEY` with it",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+    return Response(await request.app.state.metrics_text.get(), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/", include_in_schema=False)

@@ -9,68 +9,142 @@ import re
 import stat
 from pathlib import Path
 
+from mixedkv.engine.tenant_limits import TenantLimits
+
 _TENANT = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # the store refuses ".."
 _KEY = re.compile(r"[\x21-\x7e]{16,512}")
 _MAX_KEYS = 10_000
+_NO_LIMITS = TenantLimits()
+
+
+_LIMITS = {"weight": (1, 1000), "running": (1, 1_000_000), "queued": (0, 1_000_000)}  # smallest and largest
 
 
 class Keys:
-    """The keys of all tenants; without any, everybody is the tenant ""."""
+    """The keys and limits of all tenants; without any, everybody is the tenant ""."""
 
-    def __init__(self, by_key: dict[str, str] | None = None) -> None:
-        self._tenants = [(_digest(key.encode()), tenant) for key, tenant in (by_key or {}).items()]
+    def __init__(self, path: str = "") -> None:
+        self._path = path
+        self._tenants: list[tuple[bytes, str]] = []
+        self._limits: dict[str, TenantLimits] = {}
 
     def __bool__(self) -> bool:
         return bool(self._tenants)
 
     @classmethod
     def load(cls, path: str) -> Keys:
-        """Read a file of `tenant:key` lines; `#` starts a comment line. A tenant may have several keys.
+        """Read a file of lines `tenant:key`, and after that limits like `weight=3`; `#` starts a comment. A
+        tenant may have several keys.
 
         Raises:
             ValueError: others than the owner can read the file, or a line is wrong; keys are not repeated.
             OSError: the file cannot be read.
         """
-        with Path(path).open(encoding="utf-8") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            if mode & (stat.S_IRWXG | stat.S_IRWXO):
-                raise ValueError(f"{path} can be read by others (mode {stat.S_IMODE(mode):o}): chmod 600 it")
-            try:
-                lines = file.read().splitlines()
-            except UnicodeDecodeError:
-                raise ValueError(f"{path} is not UTF-8 text") from None
-        keys: dict[str, str] = {}
-        for number, line in enumerate(lines, 1):
-            if line.strip() and not line.lstrip().startswith("#"):
-                tenant, key = _parse(path, number, line)
-                if key in keys:
-                    raise ValueError(f"{path}, line {number}: this key is there already")
-                keys[key] = tenant
-        if not 1 <= len(keys) <= _MAX_KEYS:
-            raise ValueError(f"{path} has {len(keys)} keys: 1 to {_MAX_KEYS} are needed")
-        return cls(keys)
+        keys = cls(path)
+        keys.reload()
+        return keys
+
+    def reload(self) -> None:
+        """Read the file again. Where that fails, see `load`, nothing changes."""
+        by_key, limits = _read(self._path)
+        self._tenants = [(_digest(key.encode()), tenant) for key, tenant in by_key.items()]
+        self._limits = {tenant: TenantLimits(**given) for tenant, given in limits.items()}
+
+    def limits(self, tenant: str) -> TenantLimits:
+        return self._limits.get(tenant, _NO_LIMITS)
+
+    def has(self, tenant: str) -> bool:
+        return tenant in {name for _, name in self._tenants} if self._tenants else not tenant
 
     def tenant(self, authorization: str | None) -> str | None:
         """Whose key an Authorization header carries; None if nobody's. Takes the same time for every key."""
         if not self._tenants:
             return ""
-        scheme, _, key = (authorization or "").partition(" ")
-        wanted = _digest(key.strip().encode("utf-8", "surrogateescape"))
-        found = None
+        wanted, found = _bearer(authorization), None
         for digest, tenant in self._tenants:
             if hmac.compare_digest(digest, wanted):
                 found = tenant
-        return found if scheme.lower() == "bearer" else None
+        return found
 
 
-def _parse(path: str, number: int, line: str) -> tuple[str, str]:
-    tenant, colon, key = line.strip().partition(":")
+class MetricsKey:
+    """The key that opens /metrics, and with it what tenants are told apart by."""
+
+    def __init__(self, key: str) -> None:
+        self._digest = _digest(key.encode())
+
+    @classmethod
+    def load(cls, path: str) -> MetricsKey:
+        """
+        Raises:
+            ValueError: others than the owner can read the file, or it is not one key.
+            OSError: the file cannot be read.
+        """
+        lines = _lines(path)
+        if len(lines) != 1 or not _KEY.fullmatch(lines[0]):
+            raise ValueError(f"{path}: write one key, of 16 to 512 printable characters without spaces")
+        return cls(lines[0])
+
+    def opens(self, authorization: str | None) -> bool:
+        return hmac.compare_digest(self._digest, _bearer(authorization))
+
+
+def _read(path: str) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
+    """The tenant of each key, and the limits of each tenant that has some."""
+    keys: dict[str, str] = {}
+    limits: dict[str, dict[str, int]] = {}
+    for number, line in enumerate(_lines(path), 1):
+        if line.strip() and not line.lstrip().startswith("#"):
+            where = f"{path}, line {number}"
+            first, *rest = line.split()
+            tenant, key = _parse(where, first)
+            if key in keys:
+                raise ValueError(f"{where}: this key is there already")
+            keys[key] = tenant
+            for text in rest:
+                _add_limit(where, text, limits.setdefault(tenant, {}))
+    if not 1 <= len(keys) <= _MAX_KEYS:
+        raise ValueError(f"{path} has {len(keys)} keys: 1 to {_MAX_KEYS} are needed")
+    return keys, limits
+
+
+def _lines(path: str) -> list[str]:
+    with Path(path).open(encoding="utf-8") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise ValueError(f"{path} can be read by others (mode {stat.S_IMODE(mode):o}): chmod 600 it")
+        try:
+            return file.read().splitlines()
+        except UnicodeDecodeError:
+            raise ValueError(f"{path} is not UTF-8 text") from None
+
+
+def _parse(where: str, text: str) -> tuple[str, str]:
+    tenant, colon, key = text.partition(":")
     if not (colon and _TENANT.fullmatch(tenant) and _KEY.fullmatch(key)):
         raise ValueError(
-            f"{path}, line {number}: write tenant:key, a tenant of letters, digits and _ . - without .., "
+            f"{where}: write tenant:key, a tenant of letters, digits and _ . - without .., "
             f"a key of 16 to 512 printable characters without spaces"
         )
     return tenant, key
+
+
+def _add_limit(where: str, text: str, limits: dict[str, int]) -> None:
+    name, _, value = text.partition("=")
+    if name not in _LIMITS:
+        raise ValueError(f"{where}: after tenant:key come limits, of {', '.join(_LIMITS)}, like weight=3")
+    low, high = _LIMITS[name]
+    if not (value.isascii() and value.isdigit() and len(value) < 10 and low <= int(value) <= high):
+        raise ValueError(f"{where}: {name} is a whole number from {low} to {high}")
+    if name in limits:
+        raise ValueError(f"{where}: {name} is there already for this tenant")
+    limits[name] = int(value)
+
+
+def _bearer(authorization: str | None) -> bytes:
+    """The digest of the key in an Authorization header; nobody's without one."""
+    scheme, _, key = (authorization or "").partition(" ")
+    return _digest(key.strip().encode("utf-8", "surrogateescape") if scheme.lower() == "bearer" else b"")
 
 
 def _digest(key: bytes) -> bytes:

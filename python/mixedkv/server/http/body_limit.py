@@ -54,7 +54,7 @@ class BodyLimit:
             elif held.parts is not None:
                 await self._answer(scope, held.replay(receive), counted)
         finally:
-            self._held -= held.size
+            self._release(held)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
@@ -88,6 +88,7 @@ class BodyLimit:
             refusal = error
         else:
             return None
+        self._release(held)  # of one that took too long
         await _let_it_end(scope, receive)
         return refusal
 
@@ -111,8 +112,8 @@ class BodyLimit:
                 headers={"Connection": "close"},
             )
         for name, value in scope["headers"]:
-            if name == b"content-length" and value.isdigit():
-                self._reserve(held, int(value[:20]), limit)
+            if name == b"content-length" and value.isdigit() and int(value[:20]) > limit:
+                raise self._too_large(limit)
         size, more = 0, True
         while more:
             message = await receive()
@@ -130,6 +131,7 @@ class BodyLimit:
             raise self._too_large(limit)
         more = max(0, size - held.size)
         if size > _SMALL and self._held + more > _LARGEST_AT_A_TIME * self._max_bytes:
+            self._release(held)  # at once: what comes in the same turn of the event loop has room then
             raise ApiError(
                 429,
                 "the bodies of requests at work take all the memory they may: try again later",
@@ -139,6 +141,10 @@ class BodyLimit:
         held.size += more
         self._held += more
 
+    def _release(self, held: _Held) -> None:
+        self._held -= held.size
+        held.size, held.parts = 0, None
+
     def _too_large(self, limit: int) -> ApiError:
         message = f"the body is larger than {limit} bytes, which is what this server takes"
         if limit < self._max_bytes:
@@ -147,7 +153,7 @@ class BodyLimit:
 
 
 class _Held:
-    """A body in memory: its size as far as it is known, its parts, None if it did not come to its end."""
+    """A body in memory: the size of what has come, its parts, None if it did not come to its end."""
 
     def __init__(self) -> None:
         self.size = 0

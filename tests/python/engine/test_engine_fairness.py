@@ -1,0 +1,105 @@
+"""Tenants of a real engine: one with many endless answers does not keep others from theirs."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mixedkv.bundled.corpus import make_recall
+from mixedkv.engine.job import Job
+from mixedkv.engine.observer import Observer
+from mixedkv.engine.tenant_limits import TenantLimits
+from mixedkv.errors import QueueFullError
+from support.patience import wait_for
+from support.server_support import Direct, end_of
+
+LIMITS = {"few": TenantLimits(running=1, queued=1), "heavy": TenantLimits(weight=3)}
+
+
+class Tokens(Observer):
+    """What was evaluated and chosen."""
+
+    def __init__(self) -> None:
+        self.n_evaluated = self.n_paused = 0
+
+    def step(self, n_streams: int, n_prompt: int, seconds: float) -> None:
+        self.n_evaluated += n_streams + n_prompt
+
+    def paused(self) -> None:
+        self.n_paused += 1
+
+
+@pytest.fixture
+def direct() -> Iterator[Direct]:
+    def limits(tenant: str) -> TenantLimits:
+        return LIMITS.get(tenant, TenantLimits())
+
+    with Direct(n_ctx=4096, parallel=2, idle=4, observer=Tokens(), limits=limits, max_queue=8) as direct:
+        yield direct
+
+
+def endless(direct: Direct, n: int, tenant: str, n_tokens: int = 1000) -> list[tuple[Job, queue.Queue[Any]]]:
+    return [direct.start([5 + i] * 20, n_tokens, tenant=tenant, ignore_end=True) for i in range(n)]
+
+
+def stop(direct: Direct, jobs: list[Job]) -> None:
+    for job in jobs:
+        direct.engine.cancel(job)
+    wait_for(lambda: not (direct.engine.n_running or direct.engine.n_queued), pause=0.001)
+
+
+def test_an_answer_comes_while_another_tenants_are_endless(direct: Direct) -> None:
+    many = [job for job, _ in endless(direct, 8, "many", 100_000)]
+    wait_for(lambda: direct.engine.n_running == 2)
+    recall = make_recall(3, 12)
+    assert direct.answer(recall.prompt, tenant="one")[1].text == recall.fact.answer
+    assert not any(job.n_answer >= 3000 for job in many)  # none had to end for it
+    stop(direct, many)
+
+
+def test_paused_answers_cost_nothing_and_are_whole(direct: Direct) -> None:
+    """What was evaluated is each prompt and each answer once, whoever was paused."""
+    alone = [direct.answer([5 + i] * 20, 200, ignore_end=True)[1].text for i in range(3)]
+    observer = direct.engine.observer
+    assert isinstance(observer, Tokens)
+    before = observer.n_evaluated
+    started = [pair for tenant in ("a", "b", "c") for pair in endless(direct, 3, tenant, 200)]
+    ends = [end_of(events) for _, events in started]
+    assert observer.n_paused >= 6
+    assert observer.n_evaluated - before == 9 * (20 + 199)
+    assert all(job.exact and job.n_answer == 200 for job, _ in started)
+    assert [end.text[:30] for end in ends] == [text[:30] for text in alone] * 3
+
+
+def test_tokens_go_by_weight(direct: Direct) -> None:
+    light, heavy = ([job for job, _ in endless(direct, 2, tenant, 2000)] for tenant in ("light", "heavy"))
+    wait_for(lambda: sum(job.n_answer for job in heavy) >= 2000)
+    n_light, n_heavy = direct.call(lambda: [sum(job.n_answer for job in jobs) for jobs in (light, heavy)])
+    assert n_heavy / n_light == pytest.approx(3, rel=0.1)
+    stop(direct, [*light, *heavy])
+
+
+def test_each_tenant_has_a_queue_of_its_own(direct: Direct) -> None:
+    engine = direct.engine
+    assert (engine.most_jobs("few"), engine.most_jobs("any")) == (2, 10)
+    many = [job for job, _ in endless(direct, 10, "many", 100_000)]
+    wait_for(lambda: engine.n_running == 2)
+    with pytest.raises(QueueFullError, match="8 requests wait"):
+        endless(direct, 1, "many")
+    few = [job for job, _ in endless(direct, 1, "few", 100_000)]
+    wait_for(lambda: any(job.tenant == "few" for job in engine._scheduler.running))
+    few += [job for job, _ in endless(direct, 1, "few", 100_000)]
+    with pytest.raises(QueueFullError, match="1 requests wait"):
+        endless(direct, 1, "few")
+    stop(direct, [*many, *few])
+
+
+def test_who_has_nothing_here_may_bring_one(direct: Direct) -> None:
+    direct.engine.max_queue = 0
+    many = [job for job, _ in endless(direct, 2, "many", 100_000)]
+    wait_for(lambda: direct.engine.n_running == 2)
+    assert direct.answer([9] * 20, 3, tenant="one", ignore_end=True)[0].n_answer == 3
+    stop(direct, many)

@@ -1,0 +1,116 @@
+"""Tenants of a real server: what one asks for does not keep others from their share."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from support.patience import PATIENCE, wait_for
+from support.server_support import Server, key_file, running
+
+ANNA, BEN, CLEO = (f"{name}-key-0123456789" for name in ("anna", "ben", "cleo"))
+
+
+class Stream:
+    """A streamed request in a thread, and how many events came."""
+
+    def __init__(self, server: Server, key: str, n: int, max_tokens: int) -> None:
+        self.n_events, self.done = 0, False
+        body = {"prompt": "x", "n": n, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+        self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+        self._connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        self._stop = False
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        with suppress(OSError, http.client.HTTPException):  # `stop`
+            for line in self._connection.getresponse():  # which comes with the first token
+                self.n_events += line.startswith(b"data: {")
+            self.done = not self._stop
+        self._connection.close()
+
+    def stop(self) -> None:
+        self._stop = True
+        if self._connection.sock is not None:
+            with suppress(OSError):
+                self._connection.sock.shutdown(socket.SHUT_RDWR)
+        self._thread.join(PATIENCE)
+
+
+@contextmanager
+def streams(server: Server, *asked: tuple[str, int, int]) -> Iterator[list[Stream]]:
+    opened: list[Stream] = []
+    try:
+        for key, n, max_tokens in asked:
+            opened.append(Stream(server, key, n, max_tokens))
+        yield opened
+    finally:
+        for stream in opened:
+            stream.stop()
+        server.wait_until_idle(ANNA)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    keys = key_file(tmp_path_factory.mktemp("keys"), f"anna:{ANNA}", f"ben:{BEN} weight=3", f"cleo:{CLEO}")
+    with running("--n-ctx", "16384", "--parallel", "4", "--api-key-file", str(keys)) as server:
+        yield server
+
+
+def test_64_endless_answers_leave_a_place_to_another_tenant(server: Server) -> None:
+    """With four places at least every fourth token is the other's."""
+    with streams(server, (ANNA, 64, 3000)) as opened:
+        many = opened[0]
+        wait_for(lambda: many.n_events > 100)
+        opened.append(one := Stream(server, CLEO, 1, 400))
+        wait_for(lambda: one.n_events > 20)
+        before_many, before_one = many.n_events, one.n_events
+        wait_for(lambda: one.done)
+        n_many, n_one = many.n_events - before_many, one.n_events - before_one
+        assert n_many <= 3 * n_one * 1.25 + 50
+        assert server.stats(ANNA)["requests"]["waiting"] > 50  # all that was asked for is still there
+
+
+def test_a_full_queue_of_one_tenant_is_not_anothers(server: Server) -> None:
+    asked = [(ANNA, 64, 3000), (ANNA, 4, 3000)]
+    with streams(server, *asked):
+        wait_for(lambda: server.stats(ANNA)["requests"]["waiting"] == 64)
+        body = {"prompt": "y", "max_tokens": 2}
+        assert server.status("POST", "/v1/completions", {**body, "n": 64}, key=ANNA) == 429
+        assert server.status("POST", "/v1/completions", body, key=CLEO) == 200
+
+
+def test_tokens_go_by_weight(server: Server) -> None:
+    with streams(server, (ANNA, 16, 3000), (BEN, 16, 3000)) as (anna, ben):
+        wait_for(lambda: min(anna.n_events, ben.n_events) > 50)
+        before = anna.n_events, ben.n_events
+        wait_for(lambda: ben.n_events - before[1] > 3000)
+        n_anna, n_ben = anna.n_events - before[0], ben.n_events - before[1]
+    assert n_ben / n_anna == pytest.approx(3, rel=0.1)
+
+
+def test_sighup_reads_keys_and_limits_again(tmp_path: Path) -> None:
+    body = {"prompt": "x", "max_tokens": 1, "n": 3}
+    options = ("--n-ctx", "1024", "--parallel", "2", "--max-queue", "8")
+    with running(*options, "--api-key-file", str(key_file(tmp_path, f"anna:{ANNA}"))) as server:
+        assert server.status("POST", "/v1/completions", body, key=ANNA) == 200
+        key_file(tmp_path, f"anna:{ANNA} running=1 queued=1", f"ben:{BEN}")
+        server.process.send_signal(signal.SIGHUP)
+        wait_for(lambda: server.status("POST", "/v1/completions", body, key=BEN) == 200)
+        assert server.status("POST", "/v1/completions", body, key=ANNA) == 400
+        key_file(tmp_path, f"ben:{BEN} weight=0")
+        server.process.send_signal(signal.SIGHUP)
+        wait_for(lambda: "line 1: weight" in server.log)
+        assert server.status("POST", "/v1/completions", {**body, "n": 2}, key=ANNA) == 200
+        assert server.stop() == 0
+    assert BEN not in server.log
