@@ -36,7 +36,7 @@ struct mixedkv_config {
     uint32_t               group_size;  // G: once there are more than T, the oldest G leave together
     uint32_t               sink_tokens; // the first positions of a sequence, kept hot for good
     enum mixedkv_attention attention;
-    uint32_t               n_draft; // tokens that may be taken back as if they had never come: so many more F16 rows
+    uint32_t               n_draft;  // tokens that may be taken back as if they had never come: so many more F16 rows
     bool                   equalize; // K is stored times one scale for each rotary pair, from the model's weights
 };
 

@@ -101,14 +101,10 @@ def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Serve
             connector=StoreConnector(store) if store is not None else None,
             observer=metrics,
             deliver=delivery,
-<<<<<<< HEAD
             tokenizer=tokenizer.Tokenizer(
                 llm, settings.chat_format, read_chat_template(settings.chat_template)
             ),
-=======
-            tokenizer=tokenizer.Tokenizer(llm, settings.chat_format),
             limits=keys.limits,
->>>>>>> fair
         )
     )
     embedder = _open_embedder(settings, engine, file)
@@ -175,7 +171,6 @@ def _open_store(settings: ServerSettings) -> KVStore:
     )
 
 
-<<<<<<< HEAD
 def read_chat_template(path: str) -> str:
     """
     Raises:
@@ -189,12 +184,8 @@ def read_chat_template(path: str) -> str:
         raise ValueError(f"chat_template={path}: {error}") from None
 
 
-def read_warm_file(path: str) -> list[WarmRequest]:
-    """One body of /v1/warm per line.
-=======
 class WarmLine(WarmRequest):
     """A body of /v1/warm, and whose prompt it is."""
->>>>>>> fair
 
     tenant: str = ""
 

@@ -35,9 +35,8 @@ static void expect(int want, int got) {
 #define NOT_AVAILABLE MIXEDKV_NOT_AVAILABLE
 
 static struct mixedkv_config make_config(uint32_t threshold, uint32_t group_size, uint32_t sink_tokens, int attention) {
-    const struct mixedkv_config res = {
-        true, threshold, group_size, sink_tokens, (enum mixedkv_attention)attention, 8, true
-    };
+    const struct mixedkv_config res = { true, threshold, group_size, sink_tokens, (enum mixedkv_attention)attention,
+                                        8,    true };
     return res;
 }
 
