@@ -94,6 +94,7 @@ def test_wheel_carries_licences_model_and_type_marker() -> None:
     files = [str(path) for path in wheel_files()]
     folder = Path(_native.__file__).parent
     assert "ggml authors" in (folder / "licenses" / "llama.cpp").read_text()
+    assert "Niels Lohmann" in (folder / "licenses" / "nlohmann-json").read_text()
     assert any(path.endswith(".dist-info/licenses/LICENSE") for path in files)
     assert "mixedkv/py.typed" in files
     assert any(PurePosixPath(path).match("mixedkv/bundled/*.gguf") for path in files)
