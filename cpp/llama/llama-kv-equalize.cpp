@@ -19,7 +19,7 @@ static constexpr int MAX_EXPONENT = 24;
 
 // a small tensor (norm or bias) in F32, times what is there; n values or none
 static bool read_vector(const ggml_tensor * t, int64_t n, std::vector<float> & res) {
-    if (!t || ggml_nelements(t) != n) {
+    if (!t || ggml_nelements(t) != n || (t->type != GGML_TYPE_F32 && !ggml_get_type_traits(t->type)->to_float)) {
         return false;
     }
 
@@ -36,15 +36,22 @@ static bool read_vector(const ggml_tensor * t, int64_t n, std::vector<float> & r
     return true;
 }
 
+[[noreturn]] static void fail() {
+    throw std::runtime_error("failed to compute the scales of K from the weights: set equalize=false");
+}
+
 // w x for each column of x [w->ne[0], n], by the device that holds w: weights that a backend has repacked cannot be read
 static std::vector<float> project(ggml_tensor * w, const std::vector<float> & x, int64_t n) {
-    ggml_backend_dev_t dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(w->buffer));
+    ggml_backend_buffer_type_t buft = ggml_backend_buffer_get_type(w->buffer);
+
+    // host memory that belongs to a GPU is the CPU's to compute from
+    ggml_backend_dev_t dev = ggml_backend_buft_is_host(buft) ? nullptr : ggml_backend_buft_get_device(buft);
     dev = dev ? dev : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
 
     ggml_backend_ptr backend(dev ? ggml_backend_dev_init(dev, nullptr) : nullptr);
     ggml_context_ptr ctx(ggml_init({ 8*ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true }));
     if (!backend || !ctx) {
-        throw std::runtime_error("failed to prepare the equalisation of K");
+        fail();
     }
 
     ggml_tensor * in  = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, w->ne[0], n);
@@ -53,13 +60,13 @@ static std::vector<float> project(ggml_tensor * w, const std::vector<float> & x,
     ggml_build_forward_expand(gf, out);
 
     ggml_backend_buffer_ptr buf(ggml_backend_alloc_ctx_tensors(ctx.get(), backend.get()));
-    if (!buf) {
-        throw std::runtime_error("failed to allocate the equalisation of K");
+    if (!buf || !ggml_backend_dev_supports_op(dev, out)) {
+        fail();
     }
 
     ggml_backend_tensor_set(in, x.data(), 0, ggml_nbytes(in));
     if (ggml_backend_graph_compute(backend.get(), gf) != GGML_STATUS_SUCCESS) {
-        throw std::runtime_error("failed to compute the equalisation of K");
+        fail();
     }
 
     std::vector<float> res(ggml_nelements(out));
@@ -92,8 +99,8 @@ static std::vector<float> make_probes(const llama_layer & layer, int64_t n_embd)
 
 // mean squares of the elements [first, first + n) of a projection [n_out, N_PROBES + 1], and of a bias
 static std::vector<double> mean_squares(const std::vector<float> & y, int64_t n_out, int64_t first, int64_t n, const ggml_tensor * b, int64_t b_first) {
-    std::vector<float> bias(b ? ggml_nelements(b) : 0);
-    if (b) {
+    std::vector<float> bias(b_first + n, 0.0f);
+    if (b && ggml_nelements(b) >= b_first + n) {
         read_vector(b, ggml_nelements(b), bias);
     }
 
@@ -103,7 +110,7 @@ static std::vector<double> mean_squares(const std::vector<float> & y, int64_t n_
         for (int64_t c = 0; c < N_PROBES; ++c) {
             res[i] += std::pow(y[c*n_out + first + i], 2)/N_PROBES;
         }
-        const double constant = y[N_PROBES*n_out + first + i] + (b ? bias[b_first + i] : 0.0f);
+        const double constant = y[N_PROBES*n_out + first + i] + bias[b_first + i];
         res[i] += constant*constant;
     }
 
@@ -168,7 +175,7 @@ static channels measure(const llama_model & model, uint32_t il) {
     const ggml_tensor * bk = layer.wqkv && layer.wqkv_b ? layer.wqkv_b : layer.wk_b;
 
     const bool usual = layer.wqkv ? wk->ne[1] >= n_q + n_k : wq && wk && wq->ne[1] == n_q && wk->ne[1] == n_k;
-    if (!usual || n_k == 0 || hparams.no_alloc || !wq->buffer || !wk->buffer) {
+    if (!usual || wq->ne[0] != wk->ne[0] || n_k == 0 || hparams.no_alloc || !wq->buffer || !wk->buffer) {
         return {};
     }
 

@@ -36,6 +36,7 @@ def mixed_configs(draw: st.DrawFn) -> MixedKVConfig:
         cold_type_k=draw(any_case(COLD_TYPES)),
         cold_type_v=draw(any_case(COLD_TYPES)),
         attention=draw(any_case(("auto", "fused", "merged"))),
+        equalize=draw(st.booleans()),
     )
 
 
@@ -73,6 +74,11 @@ def test_defaults_of_the_seed_design() -> None:
         ("mixed:cold=q8_0", MixedKVConfig(cold_type_k="q8_0", cold_type_v="q8_0")),
         ("MIXED: Cold=Q8_0, attention=Merged", parse_kv("mixed:attention=merged,cold=q8_0")),
         ("mixed:threshold=0", MixedKVConfig(quantization_threshold=0)),
+        (
+            "mixed:balanced,equalize=False",
+            parse_kv("mixed:equalize=false,cold_k=q8_0,threshold=128,group=32"),
+        ),
+        ("mixed:equalize=true", MixedKVConfig(equalize=True)),
         ("f16", UniformKV()),
         ("Q8_0", UniformKV(type_k="q8_0", type_v="q8_0")),
         ("q8_0/q4_0", UniformKV(type_k="q8_0", type_v="q4_0")),
@@ -135,6 +141,7 @@ def test_frozen_and_keyword_only() -> None:
         ("cold_type_v", 8, TypeError),
         ("attention", "fast", ValueError),
         ("enable_quantization", 1, TypeError),
+        ("equalize", "false", TypeError),
     ],
 )
 def test_wrong_values_are_named(field: str, value: object, error: type[Exception]) -> None:
@@ -172,6 +179,8 @@ def test_threshold_above_the_context() -> None:
         ("mixed:threshold=many", r"threshold=many is not a whole number"),
         ("mixed:threshold=-1", r"threshold=-1 is not a whole number"),
         ("mixed:threshold=" + "9" * 5000, r"is not a whole number"),
+        ("mixed:equalize=maybe", r"equalize=maybe is neither true nor false"),
+        ("f16:equalize=true", r"a uniform cache takes attention only, not equalize"),
         ("mixed:cold=q9_9", r"cold_type_k='q9_9' is not one of q8_0"),
         ("mixed:cold=q8_0,cold_k=q4_0", r"gives cold_k twice"),
         ("mixed:cold_k=q8_0,cold=q4_0", r"cold stands for both"),

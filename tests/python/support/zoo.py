@@ -196,7 +196,7 @@ def _ffn(g: Gguf, il: int, n_ff: int = 96, norm: str = "ffn_norm") -> None:
 # --- models the cache supports ---
 
 
-def decoder(shape: Shape, *, qk_norm: bool = False) -> Gguf:
+def _decoder(shape: Shape, *, qk_norm: bool = False) -> Gguf:
     """llama and its nearest relatives: pre-norm attention and a gated FFN."""
     g = _base(shape)
     _output(g)
@@ -417,16 +417,16 @@ _Maker = Callable[[Shape], Gguf]
 
 
 _SUPPORTED: list[tuple[Shape, _Maker]] = [
-    (Shape("llama-64", "llama"), decoder),
-    (Shape("llama-128", "llama", head=128, n_head_kv=1), decoder),
-    (Shape("qwen3", "qwen3", rope="neox"), lambda s: decoder(s, qk_norm=True)),
+    (Shape("llama-64", "llama"), _decoder),
+    (Shape("llama-128", "llama", head=128, n_head_kv=1), _decoder),
+    (Shape("qwen3", "qwen3", rope="neox"), lambda s: _decoder(s, qk_norm=True)),
     (Shape("gemma2", "gemma2", kv_layers=(1,), swa_layers=(0,), rope="neox"), _gemma2),
     (
         Shape("gemma4", "gemma4", n_layer=6, head=128, kv_layers=(1, 3), swa_layers=(0, 2), rope="neox"),
         _gemma4,
     ),
     (Shape("gpt-oss", "gpt-oss", kv_layers=(1,), swa_layers=(0,), rope="neox"), _gpt_oss),
-    (Shape("refact", "refact", n_head_kv=1, rope="none"), decoder),  # ALiBi
+    (Shape("refact", "refact", n_head_kv=1, rope="none"), _decoder),  # ALiBi
     (
         Shape(
             "lfm2",
@@ -442,12 +442,12 @@ _SUPPORTED: list[tuple[Shape, _Maker]] = [
     ),
     (
         Shape("llama-96", "llama", head=96),
-        decoder,
+        _decoder,
     ),  # fits the block of 32, but is not rotated (not a multiple of 64)
 ]
 
 _REFUSED: list[tuple[Shape, _Maker]] = [
-    (Shape("llama-48", "llama", head=48), decoder),  # 48 % 32 != 0
+    (Shape("llama-48", "llama", head=48), _decoder),  # 48 % 32 != 0
     (Shape("deepseek2", "deepseek2", head=96, n_head_kv=1), _deepseek2),
     (Shape("mamba", "mamba", kv_layers=(), rope="none"), _mamba),
     (Shape("bert", "bert", n_embd=64, n_head=2, head=32, kv_layers=(), rope="none"), _bert),
