@@ -1,7 +1,7 @@
 """Jobs that wait, by tenant, and whose turn it is.
 
 Places are dealt by weighted turns: each tenant's service is counted, and a place goes to who has been served
-least by its weight. docs/decisions/010-fair-shares.md has the reasons.
+least by its weight. docs/decisions/013-fair-shares.md has the reasons.
 """
 
 from __future__ import annotations
