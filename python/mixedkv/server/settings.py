@@ -103,7 +103,9 @@ class ServerSettings(BaseSettings):
     )
     drain_timeout: float = _option(10.0, "seconds that running requests get at shutdown", "S", 0, 1e6)
     max_body_mb: float = _option(8.0, "largest request body", "MB", 0.001, 1024)
-    max_connections: int = _option(1024, "connections at a time; more are answered 503", "N", 1, 1_000_000)
+    max_connections: int = _option(
+        1024, "connections at a time; if all are at work, more are answered 503", "N", 1, 1_000_000
+    )
     warm: str = _option("", "file of JSON lines with prompts (or messages) to evaluate at the start", "FILE")
     access_log: bool = _option(False, "log each answer: its id, route, status, bytes and seconds")
     verbose: bool = _option(False, "show llama.cpp's log")

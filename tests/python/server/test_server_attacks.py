@@ -186,12 +186,29 @@ def test_many_idle_connections_do_not_lock_others_out() -> None:
     options = ("--n-ctx", "256", "--parallel", "1", "--max-connections", "20", "--read-timeout", "3")
     with running(*options) as server:
         idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(40)]
-        status, body, headers = server.request("GET", "/health")
-        assert (status, body["error"]["code"]) == (503, "too_many_connections")
-        assert int(headers["retry-after"]) >= 1
-        wait_for(lambda: server.status("GET", "/health") == 200)
+        for path in ("/health", "/v1/models", "/metrics"):
+            assert server.status("GET", path) == 200
+        assert is_closed(idle[0])  # the idlest made room
         for connection in idle:
             connection.close()
+
+
+def test_connections_at_work_leave_some_for_health() -> None:
+    options = ("--n-ctx", "2048", "--parallel", "1", "--max-connections", "8", "--read-timeout", "1000")
+    with running(*options) as server, ExitStack() as stack:
+        head = post(b"x" * 100, "Expect: 100-continue")[:-100]  # the body never comes
+        busy = [stack.enter_context(connected(server, head)) for _ in range(8)]
+        assert all(b"100 Continue" in connection.recv(1000) for connection in busy)  # at work
+        status, body, headers = server.request("GET", "/v1/models")
+        assert (status, body["error"]["code"]) == (503, "too_many_connections")
+        assert int(headers["retry-after"]) >= 1
+        with connected(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") as connection:
+            assert answer(connection)[0] == 200
+            assert is_closed(connection)  # the place is free for the next one
+        assert server.status("GET", "/metrics") == server.status("GET", "/ready") == 200
+        assert not readable(busy)
+        busy[0].close()
+        wait_for(lambda: server.status("GET", "/v1/models") == 200)
 
 
 def test_who_never_reads_is_given_up() -> None:

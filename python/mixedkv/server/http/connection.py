@@ -10,13 +10,15 @@ import json
 from typing import Any
 
 import h11
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mixedkv.server.api_error import ApiError
 
 _READ_BYTES = 8192  # in a turn of the event loop: for 256 KiB of tiny chunks h11 takes more than a second
-_HEAD_SECONDS_BEYOND = 1.0  # of connections that get no more than a refusal
-_REFUSED_AT_A_TIME = 64
+_HEAD_SECONDS_BEYOND = 1.0  # of connections that get no more than a refusal, or health
+_BEYOND = 64
+_HEALTH = ("/health", "/ready", "/metrics")
 _TOO_MANY = ApiError(
     503,
     "this server has as many connections as it takes: try again later",
@@ -29,8 +31,9 @@ class Connection(H11Protocol):
     """uvicorn's protocol on h11, which bounds the size of a request's head, with bounds in time.
 
     A connection is closed when a head is not complete `head_seconds` after the connection was made or the
-    head's first byte came, and when the client takes nothing for `stall_seconds` while more than the write
-    buffer's 64 KiB waits for it. What uvicorn answers itself has OpenAI's form.
+    head's first byte came, when it is the idlest of too many, and when the client takes nothing for
+    `stall_seconds` while more than the write buffer's 64 KiB waits for it. What uvicorn answers itself has
+    OpenAI's form.
     """
 
     head_seconds: float
@@ -45,15 +48,30 @@ class Connection(H11Protocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         super().connection_made(transport)
+        self.idle_since = self.loop.time()
         if hasattr(transport, "max_size"):  # asyncio's; others read less at a time
             transport.max_size = _READ_BYTES
         limit, self.limit_concurrency = self.limit_concurrency, None  # uvicorn's own answer is plain text
-        if limit is not None and len(self.connections) > limit + _REFUSED_AT_A_TIME:
-            transport.abort()
-        elif limit is not None and len(self.connections) > limit:
-            self.app = _TOO_MANY.response()
-            self.head_seconds = min(self.head_seconds, _HEAD_SECONDS_BEYOND)
+        if limit is not None and len(self.connections) > limit:
+            self._go_beyond(limit)
         self._await_head()
+
+    def _go_beyond(self, limit: int) -> None:
+        """Take the place of the idlest connection; where all are at work, that of a few for health alone."""
+        others = (other for other in self.connections if other is not self)
+        idle = [other for other in others if isinstance(other, Connection) and other.is_idle]
+        if idle:
+            min(idle, key=lambda other: other.idle_since).transport.abort()
+        elif len(self.connections) > limit + _BEYOND:
+            self.transport.abort()
+        else:
+            self.app = _health_only(self.app)
+            self.head_seconds = min(self.head_seconds, _HEAD_SECONDS_BEYOND)
+
+    @property
+    def is_idle(self) -> bool:
+        """Between requests, or before the first."""
+        return (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -61,6 +79,7 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self.idle_since = self.loop.time()
         if self.transport.is_closing():  # what it was sent may still wait
             self._await_reader()
 
@@ -131,6 +150,23 @@ class Connection(H11Protocol):
         response = h11.Response(status_code=error.status, headers=headers)
         for event in (response, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
+
+
+def _health_only(app: ASGIApp) -> ASGIApp:
+    """One answer, of a few paths; a refusal on others."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def last(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+            await send(message)
+
+        if scope["path"] in _HEALTH:
+            await app(scope, receive, last)
+        else:
+            await _TOO_MANY.response()(scope, receive, send)
+
+    return answer
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
