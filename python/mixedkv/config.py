@@ -51,7 +51,7 @@ class MixedKVConfig:
             many more. Of no effect without a recent window.
         attention: "fused" reads both tiers in one CPU kernel, "merged" through one F16 view of all
             rows on any backend, "auto" takes the fused kernel where the cache lies in CPU memory.
-        equalize: store K times one power of two for each rotary pair, chosen from the model's weights, and
+        equalize: store K times one scale for each rotary pair, chosen from the model's weights, and
             divide Q by it. Without it keys with a few huge channels, which real models have, do not survive
             4 bits.
 

@@ -25,7 +25,7 @@ FILLS = ("auto", "synthetic", "real")
 _PREFIX = 64  # tokens decoded for their rows
 _CELL = np.dtype([("pos", "<i4"), ("n_seq", "<u4"), ("seq", "<i4")])
 _RING_MAGIC = 0x31564B4D
-_RING_HEAD = 12  # magic, version, layers; then how many F16 rows
+_RING_HEAD = 12  # magic, version, layers; then each layer's scales of K, and how many F16 rows
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -160,7 +160,7 @@ class _Template:
         read_v = _read_transposed if transposed else _read_rows
         template.layers += [read_v(reader, n) for _ in range(n_layer)]
         if isinstance(context.setting.kv, MixedKVConfig):
-            ring = reader.take(_RING_HEAD)
+            ring = reader.take(_RING_HEAD + 4 * n_layer)
             if ring[:4].view("<u4")[0] != _RING_MAGIC:
                 raise UnknownLayoutError("its F16 rows have another layout")
             template.tail = np.concatenate([ring, _u4(0)])
