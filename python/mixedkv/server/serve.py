@@ -7,7 +7,6 @@ import json
 import logging
 import resource
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -37,6 +36,7 @@ from mixedkv.server.delivery import Delivery
 from mixedkv.server.http.auth import Keys, MetricsKey
 from mixedkv.server.http.connection import Connection
 from mixedkv.server.http.request_id import RequestIds
+from mixedkv.server.listening import TLS, listen, url
 from mixedkv.server.metrics import Metrics
 from mixedkv.server.pools import Pools
 from mixedkv.server.session_kv import SessionKV
@@ -65,15 +65,16 @@ def serve(settings: ServerSettings) -> None:
     keys = Keys.load(settings.api_key_file) if settings.api_key_file else Keys()
     warm = read_warm_file(settings.warm, keys) if settings.warm else []
     with ExitStack() as stack:
-        listening = stack.enter_context(_listen(settings.host, settings.port))
+        tls = TLS(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
+        listening = stack.enter_context(listen(settings))
         server = open_server(settings, keys, stack)
         signal.signal(signal.SIGTERM, _leave)  # while prompts are warmed: what is done is stored
-        if keys:
-            signal.signal(signal.SIGHUP, lambda *_: _reload(keys))
+        if keys or tls:
+            signal.signal(signal.SIGHUP, lambda *_: _reload(keys, tls))
         for body in warm:
             _warm(server, body)
-        _announce(server, listening)
-        _Uvicorn(server, settings).run(sockets=[listening])
+        _announce(server, url(listening, tls is not None))
+        _Uvicorn(server, settings, tls).run(sockets=[listening])
 
 
 def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> ServerState:
@@ -225,13 +226,15 @@ def _warm(server: ServerState, body: WarmLine) -> None:
         raise ValueError(f"{server.settings.warm}: {error}") from None
 
 
-def _reload(keys: Keys) -> None:
-    try:
-        keys.reload()
-    except (ValueError, OSError) as error:
-        log.error("the keys and limits stay as they were: %s", error)
-    else:
-        log.info("keys and limits were read again")
+def _reload(keys: Keys, tls: TLS | None) -> None:
+    for what, part in {"keys and limits": keys or None, "certificate": tls}.items():
+        if part is not None:
+            try:
+                part.reload()
+            except (ValueError, OSError) as error:
+                log.error("%s: as before: %s", what, error)
+            else:
+                log.info("%s: read again", what)
 
 
 def _leave(*_: Any) -> None:
@@ -254,28 +257,13 @@ def _allow_connections(wanted: int) -> int:
     return allowed
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    # asyncio sets TCP_NODELAY only where the protocol is named; without it a kept-alive client waits 40 ms
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-    except OSError as error:
-        listening.close()
-        raise ValueError(f"{host} port {port} cannot be listened on: {error.strerror}") from None
-    return listening
-
-
-def _announce(server: ServerState, listening: socket.socket) -> None:
-    host, port = listening.getsockname()[:2]
-    host = f"[{host}]" if ":" in host else host
+def _announce(server: ServerState, where: str) -> None:
     engine = server.engine
     what = f"kv {engine.llm.kv.config}, {engine.n_ctx} tokens, {engine.parallel} at a time"
     if not server.generates and server.embedder is not None:
         what = f"embeddings only, {server.embedder.context.n_ctx} tokens"
     print(
-        f"mixedkv serves {server.model_name} ({what}) on http://{host}:{port}",
+        f"mixedkv serves {server.model_name} ({what}) on {where}",
         file=sys.stderr,
         flush=True,
     )
@@ -284,7 +272,7 @@ def _announce(server: ServerState, listening: socket.socket) -> None:
 class _Uvicorn(uvicorn.Server):
     """Tells the engine when a signal comes, so that waiting requests end and running ones finish."""
 
-    def __init__(self, server: ServerState, settings: ServerSettings) -> None:
+    def __init__(self, server: ServerState, settings: ServerSettings, tls: TLS | None) -> None:
         super().__init__(
             uvicorn.Config(
                 RequestIds(make_app(server), settings.access_log),
@@ -300,6 +288,9 @@ class _Uvicorn(uvicorn.Server):
                 h11_max_incomplete_event_size=65536,
             )
         )
+        if tls is not None:
+            self.config.load()
+            self.config.ssl = tls.context
         self._state = server
 
     @contextmanager

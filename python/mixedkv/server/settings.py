@@ -84,6 +84,9 @@ class ServerSettings(BaseSettings):
     )
     host: str = _option("127.0.0.1", "address to listen on", "HOST")
     port: int = _option(8000, "port to listen on; 0 takes a free one", "N", 0, 65535)
+    unix_socket: str = _option("", "listen on this Unix socket instead, its owner's only", "PATH")
+    tls_cert: str = _option("", "PEM certificate (chain): speak TLS", "FILE")
+    tls_key: str = _option("", "PEM key of tls_cert, without a password", "FILE")
     api_key_file: str = _option("", "file of tenant:key lines, readable by its owner only", "FILE")
     metrics_key_file: str = _option(
         "", "file with the key that /metrics then needs; it tells tenants apart", "FILE"
@@ -125,7 +128,11 @@ class ServerSettings(BaseSettings):
             )
         if self.parallel > self.n_batch:
             raise ValueError(f"parallel={self.parallel} is more than n_batch={self.n_batch}: raise n_batch")
-        if not (self.api_key_file or self.allow_no_keys or is_local(self.host)):
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ValueError("tls_cert and tls_key go together: give both, or none")
+        if self.tls_cert and self.unix_socket:
+            raise ValueError("tls_cert and unix_socket: a Unix socket needs no TLS: leave one out")
+        if not (self.api_key_file or self.allow_no_keys or self.unix_socket or is_local(self.host)):
             raise ValueError(
                 f"host={self.host} can be reached from elsewhere, and there are no keys: give api_key_file, "
                 f"or allow_no_keys if that is what you want"
@@ -150,7 +157,7 @@ class ServerSettings(BaseSettings):
     @property
     def local_only(self) -> bool:
         """Requests come from this machine, and nothing but that says who may make them."""
-        return is_local(self.host) and not (self.api_key_file or self.allow_no_keys)
+        return is_local(self.host) and not (self.api_key_file or self.allow_no_keys or self.unix_socket)
 
     @property
     def n_seq(self) -> int:

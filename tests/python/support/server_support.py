@@ -40,6 +40,7 @@ class Server:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self.port = 0
+        self.scheme, self.tls = "http", None  # an ssl.SSLContext that knows the certificate
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -52,7 +53,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{self.scheme}://127.0.0.1:{self.port}"
 
     def wait_until_ready(self) -> Server:
         wait_for(lambda: self._is_ready() or self.process.poll() is not None)
@@ -61,8 +62,8 @@ class Server:
         return self
 
     def _is_ready(self) -> bool:
-        if found := re.search(r" on http://.*:(\d+)$", self.log, re.M):
-            self.port = int(found[1])
+        if found := re.search(r" on (https?)://.*:(\d+)$", self.log, re.M):
+            self.scheme, self.port = found[1], int(found[2])
         return bool(self.port) and self.status("GET", "/ready") == 200
 
     def stop(self, number: int = signal.SIGTERM) -> int:
@@ -81,7 +82,7 @@ class Server:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         request = urllib.request.Request(self.url + path, data, headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=PATIENCE) as response:
+            with urllib.request.urlopen(request, timeout=PATIENCE, context=self.tls) as response:
                 return response.status, _parse(response.read()), dict(response.headers)
         except urllib.error.HTTPError as error:
             return error.code, _parse(error.read()), dict(error.headers)

@@ -1,0 +1,123 @@
+"""Where the server listens: an address or a Unix socket, with TLS or without."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from mixedkv.server.settings import ServerSettings
+
+
+@contextmanager
+def listen(settings: ServerSettings) -> Iterator[socket.socket]:
+    """A socket that is bound; a Unix socket's file goes away with it.
+
+    Raises:
+        ValueError: it cannot be.
+    """
+    if not settings.unix_socket:
+        with _bind_address(settings.host, settings.port) as listening:
+            yield listening
+        return
+    with _bind_path(settings.unix_socket) as listening:
+        own = os.stat(settings.unix_socket).st_ino
+        try:
+            yield listening
+        finally:
+            with suppress(OSError):
+                if os.stat(settings.unix_socket).st_ino == own:
+                    os.unlink(settings.unix_socket)
+
+
+def url(listening: socket.socket, tls: bool) -> str:
+    """As a client would write it."""
+    if listening.family == socket.AF_UNIX:
+        return f"unix:{listening.getsockname()}"
+    host, port = listening.getsockname()[:2]
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+class TLS:
+    """The certificate and its key, which can be read again when they were renewed.
+
+    Raises:
+        ValueError: a file cannot be read, they do not belong together, or the key has a password.
+    """
+
+    def __init__(self, cert: str, key: str) -> None:
+        self._cert, self._key = cert, key
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self.reload()
+
+    def reload(self) -> None:
+        """New connections get what the files have now; where that fails, nothing changes."""
+        self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+        self._load(self.context)
+
+    def _load(self, context: ssl.SSLContext) -> None:
+        try:
+            context.load_cert_chain(self._cert, self._key, password=self._no_password)
+        except ssl.SSLError as error:
+            reason = error.reason or error.strerror or "not PEM"
+            raise ValueError(
+                f"tls_cert={self._cert}, tls_key={self._key}: {reason}: give a PEM certificate and its key"
+            ) from None
+        except OSError as error:  # does not say which
+            unread = next(
+                (path for path in (self._cert, self._key) if not os.access(path, os.R_OK)), self._cert
+            )
+            raise ValueError(f"{unread}: {error.strerror}") from None
+
+    def _no_password(self) -> str:
+        raise ValueError(f"tls_key={self._key} has a password: give a key without")
+
+
+def _bind_address(host: str, port: int) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    # asyncio sets TCP_NODELAY only where the protocol is named; without it a kept-alive client waits 40 ms
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except OSError as error:
+        listening.close()
+        raise ValueError(f"{host} port {port} cannot be listened on: {error.strerror}") from None
+    return listening
+
+
+def _bind_path(path: str) -> socket.socket:
+    """For its owner only; `chmod` opens it to others."""
+    _remove_stale(path)
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)
+    try:
+        listening.bind(path)
+    except OSError as error:
+        listening.close()
+        raise ValueError(f"unix_socket={path} cannot be listened on: {error.strerror or error}") from None
+    finally:
+        os.umask(before)
+    return listening
+
+
+def _remove_stale(path: str) -> None:
+    """What a server that was killed has left behind."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ValueError(f"unix_socket={path}: there is a file of that name: remove it, or choose another")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(path)
+        else:
+            raise ValueError(f"unix_socket={path}: another process listens there: choose another")
