@@ -14,7 +14,8 @@ import openai
 import pytest
 
 from mixedkv.bundled.corpus import make_recall
-from mixedkv.server.serve import _listen
+from mixedkv.server.listening import listen
+from mixedkv.server.settings import ServerSettings
 from support.server_support import MODEL, Server, running
 
 SCHEMA = {
@@ -382,7 +383,7 @@ def test_accepted_connections_do_not_wait_for_full_packets() -> None:
 
     async def nodelay() -> int:
         accepted = asyncio.get_running_loop().create_future()
-        with _listen("127.0.0.1", 0) as listening:
+        with listen(ServerSettings(port=0)) as listening:
             port = listening.getsockname()[1]
             async with await asyncio.start_server(
                 lambda _, writer: accepted.set_result(writer), sock=listening
