@@ -11,9 +11,10 @@
 #include <unistd.h>
 #endif
 
-// Looks before a thread falls asleep, with a pause of the CPU after each: at most some 50 microseconds. Fewer where the
-// others did not come in time the last times, as on a core that two of them share.
-enum { THREAD_WAIT_MOST = 1024, THREAD_WAIT_LEAST = 16 };
+// Looks before a thread falls asleep, with a pause of the CPU after each: at most some 3 milliseconds, since to
+// wake costs a token more than it saves where nobody else wants the core. Fewer where the others did not come in time
+// the last times, as on a core that two of them share.
+enum { THREAD_WAIT_MOST = 65536, THREAD_WAIT_LEAST = 16 };
 
 // Returns when *value is no longer `old`, or before that for no reason. The threads asleep are counted in *n_asleep.
 static inline void thread_wait_asleep(atomic_int * n_asleep, atomic_int * value, int old) {
