@@ -1,4 +1,4 @@
-// A ubatch whose graph fails or is aborted leaves nothing behind, see docs/decisions/008: llama_context::decode removes its
+// A ubatch whose graph fails or is aborted leaves nothing behind, see docs/decisions/010: llama_context::decode removes its
 // tokens from their first sequence and knows nothing of the hot set.
 
 #include "llama-kv-cache-mixed.h"

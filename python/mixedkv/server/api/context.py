@@ -31,6 +31,7 @@ from mixedkv.server.state import (
     tenant,
 )
 from mixedkv.sessions import CacheSessionMetadata, CreateContextCacheRequest, ErrorResponse
+from mixedkv.tokens import as_tokens, common_prefix
 
 router = APIRouter(route_class=JSONRoute)
 _MAX_RECORD_PER_TOKEN = 128  # characters
@@ -160,8 +161,7 @@ def _without_answer(
     """What the rendered messages have in common with a chat that goes on: not the answer's beginning."""
     tokens = tokenize(messages)
     longer = tokenize([*messages, {"role": "user", "content": "?"}])
-    n = next((i for i, (a, b) in enumerate(zip(tokens, longer, strict=False)) if a != b), len(tokens))
-    return tokens[:n] or tokens
+    return tokens[: common_prefix(as_tokens(tokens), as_tokens(longer))] or tokens
 
 
 def _describe(session: CacheSessionMetadata) -> dict[str, Any]:
