@@ -14,11 +14,16 @@
 
 namespace mixedkv {
 
+// Blocks of 32 elements, as ggml lays them out: F16 scale d, F16 minimum m, integers or nibbles q, low ones first.
 enum class row_type : uint8_t {
     f16,
-    q8_0,  // blocks of 32: F16 scale d, 32 x int8;            value = d * q
-    q4_0,  // blocks of 32: F16 scale d, 16 bytes of nibbles;  value = d * (q - 8), low nibbles first half
-    other, // any type with a to-float conversion
+    q8_0,   // value = d * q
+    q4_0,   // d * (q - 8)
+    iq4_nl, // d * table[q]
+    q4_1,   // d * q + m
+    q5_0,   // d * (q - 16), the fifth bits in 4 bytes
+    q5_1,   // d * q + m
+    other,  // any type with a to-float conversion
 };
 
 using to_float_fn = void (*)(const void * row, float * out, int64_t n);
@@ -32,15 +37,30 @@ struct attention_rows {
     to_float_fn  to_float = nullptr; // for row_type::other
 };
 
+// What the rows of K lack: two elements of each head that turn with the key, k[first] + c x - s y and k[second] + s x +
+// c y, where (x, y) is `lacking` of the head and c and s are the key's cosine and sine. In the basis of the queries as
+// they come. One element alone: first and second are the same, y and the sines are zero.
+struct attention_pair {
+    int           first   = 0;
+    int           second  = 0;
+    const float * lacking = nullptr; // [n_head_kv, 2]
+    const float * cosines = nullptr; // [keys], readable up to a multiple of 16 keys, as the sines
+    const float * sines   = nullptr;
+};
+
 struct attention_segment {
     attention_rows k;
     attention_rows v;
     int64_t        n = 0; // keys
+
+    const attention_pair * pairs      = nullptr; // that K lacks
+    int                    n_pairs    = 0;
+    int64_t                first_turn = 0; // of the pairs' cosines and sines: that of the first key
 };
 
 constexpr int attention_max_segments  = 3;    // cold rows, hot ring, running micro-batch
 constexpr int attention_few_rows      = 32;   // queries times heads per KV head up to which a call is decode
-constexpr int attention_max_head_size = 1024; // of d_k and d_v; a multiple of 32 for q8_0 and q4_0
+constexpr int attention_max_head_size = 1024; // of d_k and d_v; a multiple of 32 for rows in blocks
 
 // One stream. Mask columns are the segments' keys in order.
 struct attention_args {

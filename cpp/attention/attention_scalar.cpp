@@ -2,6 +2,7 @@
 // reference as this one, and it is what runs on processors without a body of their own.
 
 #include "kernel.h"
+#include "row_types.h"
 
 #include "simd/half.h"
 #include "simd/rotation.h"
@@ -11,35 +12,8 @@
 namespace mixedkv {
 namespace {
 
-void unpack(const attention_rows & rows, int64_t key, int head, int d, float * out) {
-    const char * p = key_row(rows, key, head);
-    switch (rows.type) {
-    case row_type::f16:
-        for (int i = 0; i < d; i++) {
-            out[i] = half_at(p + 2 * i);
-        }
-        break;
-    case row_type::q8_0:
-        for (int i = 0; i < d; i++) {
-            const char * block = p + i / 32 * q8_0_bytes;
-            out[i]             = half_at(block) * static_cast<int8_t>(block[2 + i % 32]);
-        }
-        break;
-    case row_type::q4_0:
-        for (int i = 0; i < d; i++) {
-            const char * block = p + i / 32 * q4_0_bytes;
-            const int    byte  = static_cast<uint8_t>(block[2 + i % 16]);
-            out[i]             = half_at(block) * ((i % 32 < 16 ? byte & 15 : byte >> 4) - 8);
-        }
-        break;
-    case row_type::other:
-        rows.to_float(p, out, d);
-        break;
-    }
-}
-
-float score(const attention_args & a, const float * q, const float * k, float bias) {
-    float dot = 0.0f;
+float score(const attention_args & a, const float * q, const float * k, float lacking, float bias) {
+    float dot = lacking;
     for (int i = 0; i < a.d_k; i++) {
         dot += q[i] * k[i];
     }
@@ -86,8 +60,8 @@ void run_head(const attention_item & w, int i) {
             if (first + key < w.k0 || first + key >= w.k1) {
                 continue;
             }
-            unpack(s.k, key, w.head0 + i, a.d_k, k);
-            unpack(s.v, key, w.head0 + i, a.d_v, v);
+            unpack_row(s.k, key, w.head0 + i, a.d_k, k);
+            unpack_row(s.v, key, w.head0 + i, a.d_v, v);
             for (int row = 0; row < m.rows; row++) {
                 const int64_t query = w.q0 + row / group;
                 const int     head  = (w.head0 + i) * group + row % group;
@@ -96,7 +70,8 @@ void run_head(const attention_item & w, int i) {
                     bias = alibi_slope(a, head) * half_to_float(mask_row(a, query)[first + key]);
                 }
                 if (bias != -INFINITY) {
-                    accumulate(m, row, a.d_v, score(a, queries + row * a.d_k, k, bias), v);
+                    const float lacking = score_pairs(a, s, key, query, head);
+                    accumulate(m, row, a.d_v, score(a, queries + row * a.d_k, k, lacking, bias), v);
                 }
             }
         }

@@ -100,6 +100,30 @@ inline const float * query_row(const attention_args & a, int64_t query, int head
     return reinterpret_cast<const float *>(reinterpret_cast<const char *>(a.q) + query * a.q_row + head * a.q_head);
 }
 
+// What a pair that K lacks adds to q . k of a query: times the cosine and the sine of the key's turn.
+struct pair_score {
+    float by_cosine;
+    float by_sine;
+};
+
+inline pair_score score_of(const attention_args & a, const attention_pair & pair, int64_t query, int head) {
+    const float * q = query_row(a, query, head);
+    const float * b = pair.lacking + 2 * (head / (a.n_head / a.n_head_kv));
+    const float   x = q[pair.first];
+    const float   y = q[pair.second];
+    return { x * b[0] + y * b[1], y * b[0] - x * b[1] };
+}
+
+// All that K of a key lacks
+inline float score_pairs(const attention_args & a, const attention_segment & s, int64_t key, int64_t query, int head) {
+    float sum = 0.0f;
+    for (int i = 0; i < s.n_pairs; i++) {
+        const pair_score x = score_of(a, s.pairs[i], query, head);
+        sum += x.by_cosine * s.pairs[i].cosines[s.first_turn + key] + x.by_sine * s.pairs[i].sines[s.first_turn + key];
+    }
+    return sum;
+}
+
 inline float * output_row(const attention_args & a, int64_t query, int head) {
     return reinterpret_cast<float *>(reinterpret_cast<char *>(a.out) + query * a.out_row + head * a.out_head);
 }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "key_span.h"
+#include "row_types.h"
 
 #include "simd/half.h"
 #include "simd/rotation.h"
@@ -46,19 +47,15 @@ struct tile {
             }
             break;
         }
-        case row_type::q8_0:
-            for (int i = 0; i < n; i += 32, p += q8_0_bytes) {
-                L::q8_0(p, out + i);
-            }
-            break;
-        case row_type::q4_0:
-            for (int i = 0; i < n; i += 32, p += q4_0_bytes) {
-                L::q4_0(p, out + i);
-            }
-            break;
         case row_type::other:
             rows.to_float(p, out, n);
             break;
+        default:
+            with_block_type(rows.type, [&](auto type) {
+                for (int i = 0; i < n; i += block_elements, p += block_bytes(type.value)) {
+                    L::unpack(type, p, out + i);
+                }
+            });
         }
         for (int i = n; i % 16; i++) {
             out[i] = 0.0f;
@@ -286,12 +283,33 @@ struct tile {
         }
     }
 
+    // Scores of what K lacks
+    static void add_pairs(const attention_item & w, int head_kv, const key_span & span, int row, float * s) {
+        const attention_args & a     = *w.args;
+        const int              group = a.n_head / a.n_head_kv;
+        const int64_t          first = span.segment->first_turn + span.first;
+        for (int i = 0; i < span.segment->n_pairs; i++) {
+            const attention_pair & pair = span.segment->pairs[i];
+            const pair_score       x    = score_of(a, pair, w.q0 + row / group, head_kv * group + row % group);
+            if (x.by_cosine == 0.0f && x.by_sine == 0.0f) {
+                continue; // another head's
+            }
+            const V by_cosine = L::set(query_factor(a) * x.by_cosine);
+            const V by_sine   = L::set(query_factor(a) * x.by_sine);
+            for (int j = 0; j < span.n; j += L::width) {
+                const V sum = L::fma(by_cosine, L::load(pair.cosines + first + j), L::load(s + j));
+                L::store(s + j, L::fma(by_sine, L::load(pair.sines + first + j), sum));
+            }
+        }
+    }
+
     static void weigh_row(const attention_item & w, int head, const item_memory & m, const key_span & span, int row,
                           float * s) {
         if (span.states[row / (w.args->n_head / w.args->n_head_kv)] == all_hidden) {
             std::memset(s, 0, round_up(span.n, 16) * sizeof(float));
             return;
         }
+        add_pairs(w, head, span, row, s);
         weigh(rule_of(w, span, head, row), s, span.n, m.max[row], m.sum[row], m.acc + row * m.d_v_padded, m.d_v_padded);
     }
 

@@ -52,7 +52,7 @@ std::vector<T> fetch(llama_context * ctx, list_fn<T> list) {
 }
 
 mixedkv_config make_config(bool mixed, uint32_t threshold, uint32_t group_size, uint32_t sink_tokens,
-                           const std::string & attention, uint32_t n_draft, bool equalize);
+                           const std::string & attention, uint32_t n_draft, bool equalize, uint32_t hot_budget);
 
 void register_errors(pybind11::module_ & m);
 void register_config(pybind11::module_ & m);
@@ -60,5 +60,6 @@ void register_stats(pybind11::module_ & m);
 void register_rows(pybind11::module_ & m);
 void register_blocks(pybind11::module_ & m);
 void register_threads(pybind11::module_ & m);
+void register_matrix(pybind11::module_ & m);
 
 } // namespace mixedkv_py

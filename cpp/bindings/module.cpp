@@ -11,4 +11,5 @@ PYBIND11_MODULE(_core, m) {
     mixedkv_py::register_rows(m);
     mixedkv_py::register_blocks(m);
     mixedkv_py::register_threads(m);
+    mixedkv_py::register_matrix(m);
 }

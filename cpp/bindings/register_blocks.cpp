@@ -140,9 +140,9 @@ static mixedkv_layer_rows layer_rows(const py::handle & item, py::ssize_t n_rows
     return l;
 }
 
-static void import_rows(uintptr_t ctx_address, int32_t seq, const py::list & items, int32_t shift, int32_t drop_from) {
-    llama_context * ctx = pointer<llama_context>(ctx_address);
-
+// call(groups, their number) with the arrays as the C API takes them
+template <typename F>
+static void with_groups(const py::list & items, F && call) {
     std::vector<mixedkv_row_group>               groups;
     std::vector<std::vector<mixedkv_layer_rows>> layers;
     for (const py::handle & item : items) {
@@ -167,14 +167,51 @@ static void import_rows(uintptr_t ctx_address, int32_t seq, const py::list & ite
         groups[i].layers = layers[i].data();
     }
 
-    unlocked([&] {
-        return mixedkv_import_rows(ctx, seq, groups.data(), static_cast<uint32_t>(groups.size()), shift, drop_from);
+    unlocked([&] { return call(groups.data(), static_cast<uint32_t>(groups.size())); });
+}
+
+static void import_rows(uintptr_t ctx, int32_t seq, const py::list & items, int32_t shift, int32_t drop_from) {
+    with_groups(items, [&](const mixedkv_row_group * groups, uint32_t n) {
+        return mixedkv_import_rows(pointer<llama_context>(ctx), seq, groups, n, shift, drop_from);
     });
 }
 
+static void import_part(uintptr_t ctx, int32_t seq, const py::list & items) {
+    with_groups(items, [&](const mixedkv_row_group * groups, uint32_t n) {
+        return mixedkv_import_part(pointer<llama_context>(ctx), seq, groups, n);
+    });
+}
+
+static void restore_window(uintptr_t ctx, int32_t seq, const py::list & items) {
+    with_groups(items, [&](const mixedkv_row_group * groups, uint32_t n) {
+        return mixedkv_restore_window(pointer<llama_context>(ctx), seq, groups, n);
+    });
+}
+
+static py::object fill(uintptr_t ctx_address, int32_t seq, const py::array_t<int32_t> & tokens,
+                       const py::array_t<int32_t> & positions, bool logits, int32_t last_layer, uint32_t n_mass) {
+    llama_context * ctx = pointer<llama_context>(ctx_address);
+    if (tokens.ndim() != 1 || positions.ndim() != 1 || tokens.size() != positions.size()) {
+        throw py::value_error("tokens and positions must be of one length");
+    }
+
+    py::array_t<float> mass(n_mass);
+    std::fill_n(mass.mutable_data(), n_mass, 0.0f);
+
+    float * const   out = n_mass > 0 ? mass.mutable_data() : nullptr;
+    const int32_t * ids = tokens.data();
+    const int32_t * at  = positions.data();
+    const auto      n   = static_cast<uint32_t>(tokens.size());
+    unlocked([&] { return mixedkv_fill(ctx, seq, ids, at, n, logits, last_layer, out, n_mass); });
+    return mass;
+}
+
 void register_blocks(py::module_ & m) {
+    m.def("fill", &fill, "ctx"_a, "seq"_a, "tokens"_a, "positions"_a, "logits"_a, "last_layer"_a, "n_mass"_a);
     m.def("export_rows", &export_rows, "ctx"_a, "seq"_a, "p0"_a, "p1"_a);
     m.def("import_rows", &import_rows, "ctx"_a, "seq"_a, "groups"_a, "shift"_a, "drop_from"_a);
+    m.def("import_part", &import_part, "ctx"_a, "seq"_a, "groups"_a);
+    m.def("restore_window", &restore_window, "ctx"_a, "seq"_a, "groups"_a);
 }
 
 } // namespace mixedkv_py

@@ -22,7 +22,7 @@ static mixedkv_attention parse_attention(const std::string & name) {
 }
 
 mixedkv_config make_config(bool mixed, uint32_t threshold, uint32_t group_size, uint32_t sink_tokens,
-                           const std::string & attention, uint32_t n_draft, bool equalize) {
+                           const std::string & attention, uint32_t n_draft, bool equalize, uint32_t hot_budget) {
     mixedkv_config config = {};
 
     config.mixed       = mixed;
@@ -32,6 +32,7 @@ mixedkv_config make_config(bool mixed, uint32_t threshold, uint32_t group_size, 
     config.attention   = parse_attention(attention);
     config.n_draft     = n_draft;
     config.equalize    = equalize;
+    config.hot_budget  = hot_budget;
     return config;
 }
 
@@ -42,8 +43,9 @@ static py::dict version() {
 
 // The configuration and the message of a failure belong to the calling thread, which keeps the GIL here.
 static void configure_next(bool mixed, uint32_t threshold, uint32_t group_size, uint32_t sink_tokens,
-                           const std::string & attention, uint32_t n_draft, bool equalize) {
-    const mixedkv_config config = make_config(mixed, threshold, group_size, sink_tokens, attention, n_draft, equalize);
+                           const std::string & attention, uint32_t n_draft, bool equalize, uint32_t hot_budget) {
+    const mixedkv_config config =
+        make_config(mixed, threshold, group_size, sink_tokens, attention, n_draft, equalize, hot_budget);
     check(mixedkv_configure_next(&config));
 }
 
@@ -53,10 +55,22 @@ static void withdraw() {
 
 static void check_model(uintptr_t model, bool mixed, uint32_t threshold, uint32_t group_size, uint32_t sink_tokens,
                         const std::string & attention, int type_k, int type_v, uint32_t n_ctx, uint32_t n_draft,
-                        bool equalize) {
-    const mixedkv_config config = make_config(mixed, threshold, group_size, sink_tokens, attention, n_draft, equalize);
+                        bool equalize, uint32_t hot_budget) {
+    const mixedkv_config config =
+        make_config(mixed, threshold, group_size, sink_tokens, attention, n_draft, equalize, hot_budget);
     check(mixedkv_check(pointer<const llama_model>(model), &config, static_cast<ggml_type>(type_k),
                         static_cast<ggml_type>(type_v), n_ctx));
+}
+
+static py::tuple count_ring_rows(uint32_t threshold, uint32_t group_size, uint32_t sink_tokens, uint32_t n_draft,
+                                 uint32_t hot_budget, uint32_t n_seq, uint32_t n_cells, uint64_t bytes_cold,
+                                 uint64_t bytes_f16) {
+    const mixedkv_config config =
+        make_config(true, threshold, group_size, sink_tokens, "auto", n_draft, false, hot_budget);
+    uint32_t n     = 0;
+    uint32_t least = 0;
+    check(mixedkv_count_ring_rows(&config, n_seq, n_cells, bytes_cold, bytes_f16, &n, &least));
+    return py::make_tuple(n, least);
 }
 
 // The rule as C++ has it, for the test that holds Python's against it.
@@ -72,10 +86,13 @@ static bool is_hot(uint32_t threshold, uint32_t group_size, uint32_t sink_tokens
 void register_config(py::module_ & m) {
     m.def("version", &version);
     m.def("configure_next", &configure_next, "mixed"_a, "threshold"_a, "group_size"_a, "sink_tokens"_a, "attention"_a,
-          "n_draft"_a = 0, "equalize"_a = false);
+          "n_draft"_a = 0, "equalize"_a = false, "hot_budget"_a = MIXEDKV_HOT_BUDGET_AUTO);
     m.def("withdraw", &withdraw);
     m.def("check", &check_model, "model"_a, "mixed"_a, "threshold"_a, "group_size"_a, "sink_tokens"_a, "attention"_a,
-          "type_k"_a, "type_v"_a, "n_ctx"_a, "n_draft"_a = 0, "equalize"_a = false);
+          "type_k"_a, "type_v"_a, "n_ctx"_a, "n_draft"_a = 0, "equalize"_a = false,
+          "hot_budget"_a = MIXEDKV_HOT_BUDGET_AUTO);
+    m.def("count_ring_rows", &count_ring_rows, "threshold"_a, "group_size"_a, "sink_tokens"_a, "n_draft"_a,
+          "hot_budget"_a, "n_seq"_a, "n_cells"_a, "bytes_cold"_a, "bytes_f16"_a);
     m.def("hot_begin", &hot_begin, "threshold"_a, "group_size"_a, "sink_tokens"_a, "q"_a);
     m.def("is_hot", &is_hot, "threshold"_a, "group_size"_a, "sink_tokens"_a, "p"_a, "q"_a);
 }

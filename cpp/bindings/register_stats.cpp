@@ -3,6 +3,7 @@
 #include "bindings.h"
 
 #include <pybind11/numpy.h>
+#include <pybind11/stl.h>
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -17,7 +18,9 @@ static py::dict stats(uintptr_t ctx) {
                     "threshold_capacity"_a = s.threshold_capacity, "group_size"_a = s.group_size,
                     "sink_tokens"_a = s.sink_tokens, "n_draft"_a = s.n_draft, "ring_rows"_a = s.ring_rows,
                     "n_cells_used"_a = s.n_cells_used, "n_cells_hot"_a = s.n_cells_hot, "n_elements"_a = s.n_elements,
-                    "bytes_total"_a = s.bytes_total, "bytes_cold"_a = s.bytes_cold, "bytes_hot"_a = s.bytes_hot);
+                    "hot_slots"_a = s.hot_slots, "hot_shared"_a = s.hot_shared, "n_evicted"_a = s.n_evicted,
+                    "bytes_total"_a = s.bytes_total, "bytes_cold"_a = s.bytes_cold, "bytes_hot"_a = s.bytes_hot,
+                    "bytes_view"_a = s.bytes_view, "bytes_compute"_a = s.bytes_compute);
 }
 
 static py::dict layer_dict(const mixedkv_layer_info & l) {
@@ -25,12 +28,14 @@ static py::dict layer_dict(const mixedkv_layer_info & l) {
                     "n_embd_head_k"_a = l.n_embd_head_k, "n_embd_head_v"_a = l.n_embd_head_v, "n_cells"_a = l.n_cells,
                     "type_k"_a = static_cast<int>(l.type_k), "type_v"_a = static_cast<int>(l.type_v),
                     "rotation_k"_a = l.rotation_k, "rotation_v"_a = l.rotation_v, "equalization"_a = l.equalization,
-                    "group"_a = l.group, "bytes_cold"_a = l.bytes_cold, "bytes_hot"_a = l.bytes_hot);
+                    "group"_a = l.group, "bytes_cold"_a = l.bytes_cold, "bytes_hot"_a = l.bytes_hot,
+                    "n_swa"_a = l.n_swa);
 }
 
 static py::dict sequence_dict(const mixedkv_seq_info & s) {
     return py::dict("seq_id"_a = s.seq_id, "pos_min"_a = s.pos_min, "pos_max"_a = s.pos_max,
-                    "hot_begin"_a = s.hot_begin, "n_hot"_a = s.n_hot, "n_cold"_a = s.n_cold);
+                    "hot_begin"_a = s.hot_begin, "n_hot"_a = s.n_hot, "n_cold"_a = s.n_cold,
+                    "short_from"_a = s.short_from);
 }
 
 template <typename T>
@@ -54,6 +59,16 @@ static py::list sequences(uintptr_t ctx) {
     return to_list(fetch(pointer<llama_context>(ctx), &mixedkv_get_sequences), &sequence_dict);
 }
 
+static std::vector<int32_t> short_from(uintptr_t ctx) {
+    return fetch(pointer<llama_context>(ctx), &mixedkv_get_short);
+}
+
+static bool window_is_whole(uintptr_t ctx, int32_t seq, int32_t pos) {
+    bool res = false;
+    check(mixedkv_window_is_whole(pointer<llama_context>(ctx), seq, pos, &res));
+    return res;
+}
+
 static py::object scales(uintptr_t ctx, int32_t il) {
     for (const mixedkv_layer_info & l : fetch(pointer<llama_context>(ctx), &mixedkv_get_layers)) {
         if (l.il == il && l.equalization != 0) {
@@ -71,6 +86,8 @@ void register_stats(py::module_ & m) {
     m.def("layers", &layers, "ctx"_a);
     m.def("scales", &scales, "ctx"_a, "il"_a);
     m.def("sequences", &sequences, "ctx"_a);
+    m.def("short_from", &short_from, "ctx"_a);
+    m.def("window_is_whole", &window_is_whole, "ctx"_a, "seq"_a, "pos"_a);
     m.def("set_window", &set_window, "ctx"_a, "threshold"_a, "group_size"_a, "sink_tokens"_a);
 }
 

@@ -4,6 +4,7 @@
 
 #include "attention/attention.h"
 #include "llama-kv-cache-mixed.h"
+#include "llama-kv-fill.h"
 #include "llama-kv-mixed-setup.h"
 #include "llama-kv-mixed-support.h"
 #include "llama-kv-rows-export.h"
@@ -113,6 +114,15 @@ void settle(llama_context * ctx) {
     ctx->synchronize();
 }
 
+// The next decode turns K of all cells in one pass, however many blocks came before it. That can wait where this
+// library sees to it that K is turned before it is saved, and where no copy between streams is pending.
+bool can_turn_later(llama_context * ctx) {
+    const auto caches = get_caches(ctx);
+    return std::all_of(caches.begin(), caches.end(), [](const llama_kv_cache * kv) {
+        return dynamic_cast<const llama_kv_cache_mixed *>(kv) && kv->get_n_stream() == 1;
+    });
+}
+
 void check_blocks(llama_context * ctx, int32_t seq_id) {
     check_seq(ctx, seq_id);
     const std::string problem = llama_kv_rows_problem(*ctx);
@@ -169,6 +179,9 @@ mixedkv_stats get_stats(llama_context * ctx) {
         res.n_draft            = mixed->get_capacity().n_draft;
         res.ring_rows          = mixed->get_n_ring();
         res.n_cells_hot        = mixed->get_n_cells_hot();
+        res.hot_slots          = mixed->get_n_slots() * mixed->get_n_stream();
+        res.hot_shared         = mixed->is_shared();
+        res.n_evicted          = mixed->get_use().n_evicted;
     }
 
     for (const auto & layer : get_layers(ctx)) {
@@ -182,6 +195,14 @@ mixedkv_stats get_stats(llama_context * ctx) {
         for (const auto & [buft, size] : cache->memory_breakdown()) {
             res.bytes_total += size;
         }
+        if (const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(cache)) {
+            res.bytes_view = std::max<uint64_t>(res.bytes_view, mixed->get_view_bytes());
+        }
+    }
+    res.bytes_total += res.bytes_view;
+
+    for (const auto & [buft, memory] : ctx->memory_breakdown()) {
+        res.bytes_compute += memory.compute;
     }
 
     return res;
@@ -255,6 +276,54 @@ mixedkv_status mixedkv_get_sequences(llama_context * ctx, mixedkv_seq_info * out
     });
 }
 
+mixedkv_status mixedkv_get_short(llama_context * ctx, int32_t * out, uint32_t n, uint32_t * n_out) {
+    return guarded([&] {
+        std::vector<int32_t> res(get_cache(ctx).get_n_seq_max(), -1);
+
+        for (const auto * kv : get_caches(ctx)) {
+            const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(kv);
+            for (uint32_t s = 0; mixed && s < res.size(); ++s) {
+                const int32_t from = mixed->get_use().short_from[s];
+                res[s]             = from < 0 ? res[s] : res[s] < 0 ? from : std::min(res[s], from);
+            }
+        }
+
+        copy_out(res, out, n, n_out);
+    });
+}
+
+mixedkv_status mixedkv_window_is_whole(llama_context * ctx, int32_t seq_id, int32_t pos, bool * out) {
+    return guarded([&] {
+        check_seq(ctx, seq_id);
+        require(out && pos >= 0, MIXEDKV_INVALID, "out is NULL or pos is negative");
+
+        *out = true;
+        for (const auto * kv : get_caches(ctx)) {
+            const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(kv);
+            *out               = *out && (!mixed || !mixed->is_mixed() || mixed->is_window_whole(seq_id, pos));
+        }
+    });
+}
+
+mixedkv_status mixedkv_count_ring_rows(const mixedkv_config * config, uint32_t n_seq, uint32_t n_cells,
+                                       uint64_t bytes_cold, uint64_t bytes_f16, uint32_t * n_out,
+                                       uint32_t * least_out) {
+    return guarded([&] {
+        require(config && n_out && least_out, MIXEDKV_INVALID, "config, n_out or least_out is NULL");
+        check_config(*config);
+
+        const mixedkv::hot_window capacity = { config->threshold, config->group_size, config->sink_tokens,
+                                               config->n_draft };
+
+        *least_out = uint32_t(mixedkv::hot_layout::least(capacity, n_seq, n_cells));
+
+        const uint64_t budget = config->hot_budget != MIXEDKV_HOT_BUDGET_AUTO
+                                    ? config->hot_budget
+                                    : mixedkv::hot_layout::automatic(capacity, n_seq, n_cells, bytes_cold, bytes_f16);
+        *n_out = mixedkv::hot_layout::rows(mixedkv::hot_layout::make(capacity, n_seq, n_cells, budget).n_slots);
+    });
+}
+
 mixedkv_status mixedkv_get_scales(llama_context * ctx, int32_t il, float * out, uint32_t n, uint32_t * n_out) {
     return guarded([&] {
         const auto * scales = llama_kv_rows_scales(find_layer(ctx, il), il);
@@ -292,8 +361,7 @@ mixedkv_status mixedkv_read_rows(llama_context * ctx, int32_t il, int32_t seq_id
             return;
         }
 
-        require(!data ||
-                    llama_kv_rows_read(kv, ctx->get_model().hparams, il, seq_id, which == 'k', rows, unrotate, data),
+        require(!data || llama_kv_rows_read(*ctx, kv, il, seq_id, which == 'k', rows, unrotate, data),
                 MIXEDKV_NOT_AVAILABLE, "layer " + std::to_string(il) + " stores no values (MLA)");
 
         for (size_t i = 0; i < rows.size(); ++i) {
@@ -356,16 +424,68 @@ mixedkv_status mixedkv_export_layer(llama_context * ctx, int32_t seq_id, int32_t
     });
 }
 
-mixedkv_status mixedkv_import_rows(llama_context * ctx, int32_t seq_id, const mixedkv_row_group * groups,
-                                   uint32_t n_groups, int32_t shift, int32_t drop_from) {
+namespace {
+
+// import(context): empty, or the problem; may_wait: rows that are there may still have to be turned
+template <typename F>
+mixedkv_status import_with(llama_context * ctx, int32_t seq_id, const mixedkv_row_group * groups, uint32_t n_groups,
+                           bool may_wait, F && import) {
     return guarded([&] {
         require(groups && n_groups > 0, MIXEDKV_INVALID, "groups is NULL or empty");
         check_blocks(ctx, seq_id);
-        settle(ctx);
+        const bool turns_later = may_wait && can_turn_later(ctx);
+        if (!turns_later) {
+            settle(ctx);
+        }
 
-        const std::string problem = llama_kv_rows_import(*ctx, seq_id, groups, n_groups, shift, drop_from);
+        const std::string problem = import(*ctx);
         require(problem.empty(), MIXEDKV_INVALID, problem);
 
-        settle(ctx); // upstream saves K as if a pending shift had been done
+        if (!turns_later) {
+            settle(ctx); // upstream saves K as if a pending shift had been done
+        }
+    });
+}
+
+} // namespace
+
+mixedkv_status mixedkv_import_rows(llama_context * ctx, int32_t seq_id, const mixedkv_row_group * groups,
+                                   uint32_t n_groups, int32_t shift, int32_t drop_from) {
+    return import_with(ctx, seq_id, groups, n_groups, true, [&](llama_context & to) {
+        return llama_kv_rows_import(to, seq_id, groups, n_groups, shift, drop_from, true);
+    });
+}
+
+mixedkv_status mixedkv_import_part(llama_context * ctx, int32_t seq_id, const mixedkv_row_group * groups,
+                                   uint32_t n_groups) {
+    return import_with(ctx, seq_id, groups, n_groups, true, [&](llama_context & to) {
+        return llama_kv_rows_import(to, seq_id, groups, n_groups, 0, -1, false);
+    });
+}
+
+mixedkv_status mixedkv_restore_window(llama_context * ctx, int32_t seq_id, const mixedkv_row_group * groups,
+                                      uint32_t n_groups) {
+    return import_with(ctx, seq_id, groups, n_groups, false,
+                       [&](llama_context & to) { return llama_kv_rows_restore_window(to, seq_id, groups, n_groups); });
+}
+
+mixedkv_status mixedkv_fill(llama_context * ctx, int32_t seq_id, const llama_token * tokens,
+                            const llama_pos * positions, uint32_t n, bool logits, int32_t last_layer, float * mass,
+                            uint32_t n_mass) {
+    return guarded([&] {
+        require(tokens && positions, MIXEDKV_INVALID, "tokens or positions is NULL");
+        require(mass || n_mass == 0, MIXEDKV_INVALID, "mass is NULL");
+        check_blocks(ctx, seq_id);
+        require(!llama_model_is_hybrid(&ctx->get_model()), MIXEDKV_UNSUPPORTED,
+                "recurrent layers read tokens one after the other: none can be evaluated between others");
+
+        const llama_kv_fill fill    = { seq_id, tokens, positions, n, logits, last_layer, mass, n_mass };
+        const std::string   problem = llama_kv_fill_problem(*ctx, fill);
+        require(problem.empty(), MIXEDKV_INVALID, problem);
+
+        const int32_t res = llama_kv_fill_decode(*ctx, fill);
+        require(res != 1, MIXEDKV_NOT_AVAILABLE, "no cells are free for " + std::to_string(n) + " tokens");
+        require(res == 0, MIXEDKV_INVALID,
+                "llama_decode returned " + std::to_string(res) + ": is every token in the vocabulary?");
     });
 }

@@ -6,9 +6,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <map>
 #include <string>
 #include <utility>
-#include <vector>
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -37,17 +37,6 @@ class chat_prompt {
         return out.dump();
     }
 
-    // Texts at which a call begins, in an answer that may have none.
-    std::vector<std::string> triggers() const {
-        std::vector<std::string> out;
-        for (const auto & trigger : params.grammar_triggers) {
-            if (trigger.type == COMMON_GRAMMAR_TRIGGER_TYPE_WORD) {
-                out.push_back(trigger.value);
-            }
-        }
-        return out;
-    }
-
     common_chat_params params;
 
   private:
@@ -59,21 +48,22 @@ class chat_template {
     chat_template(const std::string & source, const std::string & bos, const std::string & eos) :
         templates(common_chat_templates_init(nullptr, source, bos, eos)) {}
 
-    bool takes_tools() const {
-        const auto caps  = common_chat_templates_get_caps(templates.get());
-        const auto found = caps.find("supports_tools");
-        return found != caps.end() && found->second;
-    }
-
+    // Of `variables` each value is JSON. With `continues` the last message is the answer's beginning.
     chat_prompt apply(const std::string & messages, const std::string & tools, const std::string & tool_choice,
-                      bool parallel, bool thinking) const {
+                      bool parallel, bool thinking, std::map<std::string, std::string> variables,
+                      bool continues) const {
         common_chat_templates_inputs inputs;
-        inputs.messages            = common_chat_msgs_parse_oaicompat(common_json::parse(messages));
-        inputs.tools               = common_chat_tools_parse_oaicompat(common_json::parse(tools));
-        inputs.tool_choice         = common_chat_tool_choice_parse_oaicompat(tool_choice);
-        inputs.parallel_tool_calls = parallel;
-        inputs.enable_thinking     = thinking;
-        inputs.reasoning_format    = COMMON_REASONING_FORMAT_DEEPSEEK;
+        inputs.messages             = common_chat_msgs_parse_oaicompat(common_json::parse(messages));
+        inputs.tools                = common_chat_tools_parse_oaicompat(common_json::parse(tools));
+        inputs.tool_choice          = common_chat_tool_choice_parse_oaicompat(tool_choice);
+        inputs.parallel_tool_calls  = parallel;
+        inputs.enable_thinking      = thinking;
+        inputs.reasoning_format     = COMMON_REASONING_FORMAT_DEEPSEEK;
+        inputs.chat_template_kwargs = std::move(variables);
+        if (continues) {
+            inputs.continue_final_message = COMMON_CHAT_CONTINUATION_AUTO;
+            inputs.add_generation_prompt  = false;
+        }
         return chat_prompt(common_chat_templates_apply(templates.get(), inputs));
     }
 
@@ -92,7 +82,6 @@ PYBIND11_MODULE(_chat, m) {
         .def_property_readonly("opening", [](const chat_prompt & self) { return self.params.generation_prompt; })
         .def_property_readonly("grammar", [](const chat_prompt & self) { return self.params.grammar; })
         .def_property_readonly("parser", [](const chat_prompt & self) { return self.params.parser; })
-        .def_property_readonly("triggers", &chat_prompt::triggers)
         .def_property_readonly("preserved", [](const chat_prompt & self) { return self.params.preserved_tokens; })
         .def_property_readonly("stops", [](const chat_prompt & self) { return self.params.additional_stops; })
         .def_property_readonly("thinking_start",
@@ -103,7 +92,6 @@ PYBIND11_MODULE(_chat, m) {
     py::class_<chat_template>(m, "ChatTemplate")
         .def(py::init<const std::string &, const std::string &, const std::string &>(), "source"_a, "bos"_a, "eos"_a,
              py::call_guard<py::gil_scoped_release>())
-        .def_property_readonly("takes_tools", &chat_template::takes_tools)
         .def("apply", &chat_template::apply, "messages"_a, "tools"_a, "tool_choice"_a, "parallel"_a, "thinking"_a,
-             py::call_guard<py::gil_scoped_release>());
+             "variables"_a, "continues"_a, py::call_guard<py::gil_scoped_release>());
 }

@@ -1,5 +1,6 @@
 #include "llama-kv-cache-mixed.h"
 
+#include "llama-kv-mixed-guard.h"
 #include "llama-kv-node.h"
 
 #include <cmath>
@@ -40,6 +41,7 @@ bool llama_kv_cache_mixed_context::apply() {
     }
 
     kv_mixed->set_runs(ubatches[i_cur], sinfo.n_stream());
+    kv_mixed->update_turns(sinfo);
 
     if (kv_mixed->has_ring()) {
         ring_rows = kv_mixed->advance(sinfo, ubatches[i_cur]);
@@ -54,10 +56,51 @@ bool llama_kv_cache_mixed_context::apply() {
 //
 
 uint32_t llama_kv_cache_mixed_context::get_n_mask(const llama_ubatch & ubatch, uint32_t n_stream) const {
-    return get_n_kv() + (kv_mixed->has_ring() ? kv_mixed->get_n_ring() + ubatch.n_tokens/n_stream : 0);
+    if (!kv_mixed->has_ring()) {
+        return get_n_kv();
+    }
+
+    const uint32_t n = get_n_kv() + kv_mixed->get_n_ring() + ubatch.n_tokens/n_stream;
+
+    return kv_mixed->is_fused() ? n : GGML_PAD(n, llama_kv_cache_mixed::n_pad_view);
+}
+
+// cosines and sines of the biases that K lacks, for layers that are not fused
+class llm_graph_input_turns : public llm_graph_input_i {
+public:
+    llm_graph_input_turns(llama_kv_cache_mixed * kv, ggml_tensor * cur, ggml_tensor * cells) : kv(kv), cur(cur), cells(cells) {}
+
+    void set_input(const llama_ubatch * ubatch) override {
+        kv->set_input_turns(cur, cells, *ubatch);
+    }
+
+    // the mask has the same numbers of tokens and cells, and its input looks at them
+    bool can_reuse(const llm_graph_params & params) override {
+        GGML_UNUSED(params);
+        return true;
+    }
+
+    llama_kv_cache_mixed * kv;
+
+    ggml_tensor * cur;   // F32 [n_turns, n_tokens]
+    ggml_tensor * cells; // F32 [n_turns, n_kv, n_stream]
+};
+
+void llama_kv_cache_mixed_context::build_input_turns(ggml_context * ctx, const llama_ubatch & ubatch) const {
+    turns = {};
+
+    if (const int64_t n_turns = kv_mixed->get_n_turns()) {
+        turns.cur   = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_turns, ubatch.n_tokens, 1);
+        turns.cells = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_turns, get_n_kv(), sinfos[i_cur].n_stream());
+
+        ggml_set_input(turns.cur);
+        ggml_set_input(turns.cells);
+    }
 }
 
 ggml_tensor * llama_kv_cache_mixed_context::build_input_k_idxs(ggml_context * ctx, const llama_ubatch & ubatch) const {
+    build_input_turns(ctx, ubatch);
+
     if (!kv_mixed->has_ring()) {
         return llama_kv_cache_context::build_input_k_idxs(ctx, ubatch);
     }
@@ -112,30 +155,40 @@ ggml_tensor * llama_kv_cache_mixed_context::cpy_k(ggml_context * ctx, ggml_tenso
         return k_cur;
     }
 
+    ggml_tensor * lacking = turns.cur ? kv_mixed->build_lacking(ctx, turns.cur, il) : nullptr;
+    ggml_tensor * cold    = lacking ? ggml_sub(ctx, k_cur, lacking) : k_cur;
+
     if (!kv_mixed->has_ring()) {
-        return llama_kv_cache_context::cpy_k(ctx, k_cur, k_idxs, il);
+        return llama_kv_cache_context::cpy_k(ctx, cold, k_idxs, il);
     }
 
     // rounded as the ring rounds: a key reads the same in its own ubatch and in the next
     cur[il].k         = ggml_cast(ctx, k_cur, GGML_TYPE_F16);
     cur[il].ring_idxs = idxs_row(ctx, k_idxs, 1);
 
-    return llama_kv_cache_context::cpy_k(ctx, k_cur, idxs_row(ctx, k_idxs, 0), il);
+    return llama_kv_cache_context::cpy_k(ctx, cold, idxs_row(ctx, k_idxs, 0), il);
 }
 
 ggml_tensor * llama_kv_cache_mixed_context::cpy_v(ggml_context * ctx, ggml_tensor * v_cur, ggml_tensor * v_idxs, int32_t il) const {
     if (kv_mixed->is_fused(il)) {
-        auto & rows = cur.at(il);
+        auto & rows = cur[il];
         auto & node = kv_mixed->get_node(il);
+
+        llama_kv_guard(rows.k, "a graph stores K of a layer and then V");
 
         node.rotation_k = fold.k;
         node.rotation_v = fold.v;
         node.scales     = kv_mixed->is_fused() ? kv_mixed->get_scales(il) : nullptr;
+        node.pairs      = kv_mixed->is_fused() ? kv_mixed->get_pairs(il) : nullptr;
         node.has_ring   = kv_mixed->has_ring();
 
-        rows.stored = llama_kv_node_store(ctx, node,
-                llama_kv_cache_context::get_k(ctx, il)->view_src, llama_kv_cache_context::get_v(ctx, il)->view_src,
-                rows.k, v_cur, rows.k_idxs, v_idxs);
+        ggml_tensor * cold_k = llama_kv_cache_context::get_k(ctx, il)->view_src;
+        ggml_tensor * cold_v = llama_kv_cache_context::get_v(ctx, il)->view_src;
+
+        llama_kv_guard(cold_k && cold_v && cold_k->ne[1] == kv_mixed->get_size() && cold_v->ne[1] == kv_mixed->get_size(),
+                "what a graph reads of the cache are views of all its rows");
+
+        rows.stored = llama_kv_node_store(ctx, node, cold_k, cold_v, rows.k, v_cur, rows.k_idxs, v_idxs);
 
         return rows.stored;
     }
@@ -147,25 +200,48 @@ ggml_tensor * llama_kv_cache_mixed_context::cpy_v(ggml_context * ctx, ggml_tenso
     return llama_kv_cache_context::cpy_v(ctx, v_cur, v_idxs, il);
 }
 
+const llama_kv_cache_mixed_context::cur_rows & llama_kv_cache_mixed_context::get_cur(int32_t il) const {
+    const auto rows = cur.find(kv_mixed->get_layer_id(il));
+
+    llama_kv_guard(rows != cur.end() && (rows->second.stored || (rows->second.k && rows->second.v)),
+            "a graph stores the rows of a layer before it reads them");
+
+    return rows->second;
+}
+
+// via F32: backends convert quantised rows to nothing else
+static ggml_tensor * cast_rows(ggml_context * ctx, ggml_tensor * cold, ggml_tensor * lacking) {
+    ggml_tensor * res = ggml_cast(ctx, cold, GGML_TYPE_F32);
+
+    return ggml_cast(ctx, lacking ? ggml_add(ctx, res, lacking) : res, GGML_TYPE_F16);
+}
+
 ggml_tensor * llama_kv_cache_mixed_context::merge(ggml_context * ctx, ggml_tensor * cold, ggml_tensor * ring, ggml_tensor * rows) const {
     const int64_t n_stream = cold->ne[3];
 
-    // via F32: backends convert quantised rows to nothing else
-    ggml_tensor * res = ggml_cast(ctx, ggml_cast(ctx, cold, GGML_TYPE_F32), GGML_TYPE_F16);
+    ggml_tensor * hot = ggml_concat(ctx, ring, ggml_reshape_4d(ctx, rows, rows->ne[0], rows->ne[1], rows->ne[2]/n_stream, n_stream), 2);
 
-    res = ggml_concat(ctx, res, ring, 2);
+    // any rows: the mask hides them
+    const int64_t n_pad = GGML_PAD(cold->ne[2] + hot->ne[2], llama_kv_cache_mixed::n_pad_view) - cold->ne[2] - hot->ne[2];
+    if (n_pad > 0) {
+        llama_kv_guard(n_pad <= cold->ne[2], "a graph reads 256 cells at least");
+        hot = ggml_concat(ctx, hot, ggml_view_4d(ctx, cold, cold->ne[0], cold->ne[1], n_pad, n_stream, cold->nb[1], cold->nb[2], cold->nb[3], 0), 2);
+    }
 
-    return ggml_concat(ctx, res, ggml_reshape_4d(ctx, rows, rows->ne[0], rows->ne[1], rows->ne[2]/n_stream, n_stream), 2);
+    return ggml_concat(ctx, cold, hot, 2);
 }
 
 ggml_tensor * llama_kv_cache_mixed_context::get_k(ggml_context * ctx, int32_t il) const {
-    ggml_tensor * cold = llama_kv_cache_context::get_k(ctx, il);
+    ggml_tensor * cold    = llama_kv_cache_context::get_k(ctx, il);
+    ggml_tensor * lacking = turns.cells && !kv_mixed->is_fused(il) ? kv_mixed->build_lacking(ctx, turns.cells, il) : nullptr;
 
-    if (!kv_mixed->has_ring() || kv_mixed->is_fused(il)) {
+    if (kv_mixed->is_fused(il) || (!kv_mixed->has_ring() && !lacking)) {
         return cold;
     }
 
-    return merge(ctx, cold, kv_mixed->get_k_ring(ctx, il, sinfos[i_cur]), cur.at(kv_mixed->get_layer_id(il)).k);
+    cold = cast_rows(ctx, cold, lacking);
+
+    return kv_mixed->has_ring() ? merge(ctx, cold, kv_mixed->get_k_ring(ctx, il, sinfos[i_cur]), get_cur(il).k) : cold;
 }
 
 ggml_tensor * llama_kv_cache_mixed_context::get_v(ggml_context * ctx, int32_t il) const {
@@ -175,7 +251,7 @@ ggml_tensor * llama_kv_cache_mixed_context::get_v(ggml_context * ctx, int32_t il
         return cold;
     }
 
-    return merge(ctx, cold, kv_mixed->get_v_ring(ctx, il, sinfos[i_cur]), cur.at(kv_mixed->get_layer_id(il)).v);
+    return merge(ctx, cast_rows(ctx, cold, nullptr), kv_mixed->get_v_ring(ctx, il, sinfos[i_cur]), get_cur(il).v);
 }
 
 ggml_tensor * llama_kv_cache_mixed_context::build_attn(
@@ -189,8 +265,14 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn(
         ggml_tensor * v_mla,
               float   kq_scale,
                 int   il) const {
-    // models with either are refused when the context is made
-    GGML_ASSERT(!kq_b && !v_mla);
+    llama_kv_guard(!kq_b && !v_mla, "neither a bias nor compressed values reach attention");
+    llama_kv_guard_mask(kq_mask, get_n_mask(graph.ubatch, kq_mask->ne[3]), q->ne[2]);
+
+    // the first layer that needs them
+    if (turns.cur && !turns.added && kv_mixed->get_pairs(il)) {
+        graph.res->add_input(std::make_unique<llm_graph_input_turns>(kv_mixed, turns.cur, turns.cells));
+        turns.added = true;
+    }
 
     ggml_tensor * res = kv_mixed->is_fused(il) ?
         build_attn_fused(graph, q, k, v, kq_mask, sinks, kq_scale, il) :
@@ -198,7 +280,7 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn(
 
     // after the last attention that reads the slots as they were
     if (kv_mixed->has_ring() && kv_mixed->is_last_reader(il) && !kv_mixed->is_fused(il)) {
-        const auto & rows = cur.at(kv_mixed->get_layer_id(il));
+        const auto & rows = get_cur(il);
 
         ggml_build_forward_expand(graph.gf, kv_mixed->cpy_k_ring(graph.ctx0, rows.k, rows.ring_idxs, il));
         ggml_build_forward_expand(graph.gf, kv_mixed->cpy_v_ring(graph.ctx0, rows.v, rows.ring_idxs, il));
@@ -223,6 +305,7 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn_fused(
     node.rotation_k    = fold.k;
     node.rotation_v    = fold.v;
     node.scales        = kv_mixed->is_fused() ? kv_mixed->get_scales(il) : nullptr;
+    node.pairs         = kv_mixed->is_fused() ? kv_mixed->get_pairs(il) : nullptr;
     node.writes_ring   = kv_mixed->has_ring() && kv_mixed->is_last_reader(il);
     node.scale         = kq_scale;
     node.max_bias      = hparams.f_max_alibi_bias;
@@ -235,12 +318,17 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn_fused(
     ggml_tensor * ring_v = nullptr;
 
     if (kv_mixed->has_ring()) {
-        rows   = cur.at(kv_mixed->get_layer_id(il));
+        rows   = get_cur(il);
         ring_k = kv_mixed->get_k_ring(ctx, il, sinfos[i_cur]);
         ring_v = kv_mixed->get_v_ring(ctx, il, sinfos[i_cur]);
     }
 
     ggml_tensor * res = llama_kv_node_attention(ctx, node, q, k, v, ring_k, ring_v, rows.stored, rows.ring_idxs, kq_mask, sinks);
+
+    // the nodes call functions of this process, and a backend that computes elsewhere (RPC) takes any node
+    for (ggml_tensor * cur : { get_cur(il).stored, res }) {
+        ggml_backend_sched_set_tensor_backend(graph.sched, cur, graph.backend_cpu);
+    }
 
     graph.cb(res, "fattn_mixed", il);
     ggml_build_forward_expand(graph.gf, res);
@@ -260,14 +348,15 @@ void llama_kv_cache_mixed_context::set_input_kq_mask(ggml_tensor * dst, const ll
         return;
     }
 
-    GGML_ASSERT(dst->type == GGML_TYPE_F16); // flash attention is on
-
     const int64_t n_kv   = get_n_kv();
     const int64_t n_mask = dst->ne[0];
 
     // upstream decides what is visible, in rows of n_kv columns at the front of the same memory
     ggml_tensor narrow = *dst;
     narrow.ne[0] = n_kv;
+    for (int i = 1; i < GGML_MAX_DIMS; ++i) {
+        narrow.nb[i] = narrow.nb[i - 1]*narrow.ne[i - 1];
+    }
     llama_kv_cache_context::set_input_kq_mask(&narrow, ubatch, causal_attn);
 
     ggml_fp16_t * data = (ggml_fp16_t *) dst->data;

@@ -36,6 +36,7 @@ void llama_kv_cache_mixed::release_dead() {
     }
 
     dirty.assign(n_stream, true);
+    trim_use();
 }
 
 void llama_kv_cache_mixed::release_unwanted(uint32_t strm, const mixedkv::hot_window & window) {
@@ -70,42 +71,60 @@ void llama_kv_cache_mixed::release_left(uint32_t strm, const llama_ubatch & ubat
     }
 }
 
-uint32_t llama_kv_cache_mixed::first_slot(llama_seq_id seq_id) const {
-    return n_stream == 1 ? uint32_t(seq_id)*capacity.rows() : 0;
+uint32_t llama_kv_cache_mixed::first_sink(llama_seq_id seq_id) const {
+    return n_stream == 1 ? uint32_t(seq_id)*capacity.sink_tokens : 0;
+}
+
+uint32_t llama_kv_cache_mixed::first_turn(llama_seq_id seq_id) const {
+    return layout.n_sinks + (n_stream == 1 ? uint32_t(seq_id)*capacity.recent_rows() : 0);
 }
 
 int32_t llama_kv_cache_mixed::get_own_slot(llama_seq_id seq_id, int32_t slot) const {
-    const int32_t first = first_slot(seq_id);
-    const int32_t n     = capacity.rows();
+    const int32_t sink    = slot - int32_t(first_sink(seq_id));
+    const int32_t turn    = slot - int32_t(first_turn(seq_id));
+    const int32_t n_sinks = capacity.sink_tokens;
 
-    return slot >= first && slot < first + n ? slot - first : n + slot;
+    if (sink >= 0 && sink < n_sinks) {
+        return sink;
+    }
+    if (!layout.is_shared() && turn >= 0 && turn < int32_t(capacity.recent_rows())) {
+        return n_sinks + turn;
+    }
+
+    return capacity.rows() + slot;
+}
+
+llama_seq_id llama_kv_cache_mixed::get_seq(uint32_t strm, uint32_t cell) const {
+    llama_seq_id res = 0;
+    while (!v_cells[strm].seq_has(cell, res)) {
+        ++res;
+    }
+    return res;
+}
+
+int32_t llama_kv_cache_mixed::last_slot(uint32_t strm, uint32_t cell) const {
+    const auto &    cells = v_cells[strm];
+    const llama_pos p     = cells.pos_get(cell);
+    const auto &    rows  = cells.seq_pos_get(get_seq(strm, cell));
+    const auto      it    = rows.lower_bound({ p, 0 });
+
+    return it != rows.begin() && std::prev(it)->first == p - 1 ? rings[strm].slot_of(std::prev(it)->second) : mixedkv::hot_ring::none;
 }
 
 uint32_t llama_kv_cache_mixed::next_slot(uint32_t strm, uint32_t cell) const {
-    const auto & cells = v_cells[strm];
+    const llama_seq_id seq_id = get_seq(strm, cell);
 
-    llama_seq_id seq_id = 0;
-    while (!cells.seq_has(cell, seq_id)) {
-        ++seq_id;
-    }
-
-    const uint32_t  first = first_slot(seq_id);
-    const uint32_t  turn  = first + capacity.sink_tokens;
-    const uint32_t  n     = capacity.recent_rows();
-    const llama_pos p     = cells.pos_get(cell);
+    const uint32_t  turn = first_turn(seq_id);
+    const uint32_t  n    = capacity.recent_rows();
+    const llama_pos p    = v_cells[strm].pos_get(cell);
 
     if (n == 0 || capacity.sink_tokens > uint32_t(p)) {
-        return first + std::min<uint32_t>(p, capacity.sink_tokens);
+        return first_sink(seq_id) + std::min<uint32_t>(p, capacity.sink_tokens);
     }
 
-    const auto & rows = cells.seq_pos_get(seq_id);
-    const auto   it   = rows.lower_bound({ p, 0 });
-
-    if (it != rows.begin() && std::prev(it)->first == p - 1) {
-        const int32_t slot = rings[strm].slot_of(std::prev(it)->second);
-        if (slot >= int32_t(turn) && slot < int32_t(turn + n)) {
-            return turn + (slot - turn + 1) % n;
-        }
+    const int32_t last = last_slot(strm, cell);
+    if (last >= int32_t(turn) && last < int32_t(turn + n)) {
+        return turn + (last - turn + 1) % n;
     }
 
     return turn + (p - capacity.sink_tokens) % n;
@@ -113,6 +132,10 @@ uint32_t llama_kv_cache_mixed::next_slot(uint32_t strm, uint32_t cell) const {
 
 int32_t llama_kv_cache_mixed::assign_slot(uint32_t strm, uint32_t cell) {
     auto & ring = rings[strm];
+
+    if (layout.is_shared()) {
+        return capacity.is_sink(v_cells[strm].pos_get(cell)) ? assign_sink(strm, cell) : assign_in_page(strm, cell);
+    }
 
     int32_t res = ring.assign(cell, next_slot(strm, cell));
     if (res < 0) {
@@ -136,16 +159,41 @@ int32_t llama_kv_cache_mixed::assign_slot(uint32_t strm, uint32_t cell) {
     }
 
     if (window.is_sink(cells.pos_get(ring.cell_of(lowest))) || rank(ring.cell_of(lowest)) > rank(cell)) {
+        lose(strm, cell);
         return mixedkv::hot_ring::none;
     }
 
-    ring.release(lowest);
+    evict(strm, lowest);
 
     return ring.assign(cell);
 }
 
+int32_t llama_kv_cache_mixed::assign_own_slot(llama_seq_id seq_id, uint32_t cell, uint32_t wanted, bool is_alone) {
+    const uint32_t strm = seq_to_stream[seq_id];
+    const uint32_t own  = capacity.rows();
+
+    auto & ring = rings[strm];
+
+    if (wanted < own) {
+        const bool is_sink = wanted < capacity.sink_tokens;
+        if (layout.is_shared() && !is_sink) {
+            return mixedkv::hot_ring::none;
+        }
+        return ring.assign(cell, is_sink ? first_sink(seq_id) + wanted : first_turn(seq_id) + wanted - capacity.sink_tokens);
+    }
+
+    // elsewhere: as it was, if nobody else can be in the way
+    const uint32_t slot = wanted - own;
+    if (!is_alone || capacity.is_sink(v_cells[strm].pos_get(cell)) != (slot < layout.n_sinks)) {
+        return mixedkv::hot_ring::none;
+    }
+    return ring.assign(cell, slot);
+}
+
 std::vector<int64_t> llama_kv_cache_mixed::advance(const slot_info & sinfo, const llama_ubatch & ubatch) {
     std::vector<int64_t> res(ubatch.n_tokens, 0);
+
+    use_by(ubatch);
 
     for (uint32_t s = 0; s < sinfo.n_stream(); ++s) {
         const uint32_t strm = sinfo.strm[s];
@@ -197,18 +245,27 @@ std::vector<int32_t> llama_kv_cache_mixed::adopt(
     release_unwanted(strm, window);
     dirty[strm] = true;
 
-    std::vector<int32_t> res(cells.size(), mixedkv::hot_ring::none);
+    const auto is_hot   = [&](size_t i) { return wanted[i] != mixedkv::hot_ring::none && is_wanted(strm, cells[i], window); };
+    const bool is_alone = layout.is_shared() && ring.n_used() == 0;
 
     for (size_t i = 0; i < cells.size(); ++i) {
-        if (wanted[i] >= 0 && wanted[i] < int64_t(capacity.rows()) && is_wanted(strm, cells[i], window)) {
-            res[i] = ring.assign(cells[i], first_slot(seq_id) + wanted[i]);
+        if (is_hot(i) && wanted[i] != any_slot) {
+            assign_own_slot(seq_id, cells[i], wanted[i], is_alone);
         }
     }
+    use.step[seq_id] = use.n_steps;
     for (size_t i = 0; i < cells.size(); ++i) {
-        if (wanted[i] != mixedkv::hot_ring::none && res[i] < 0 && is_wanted(strm, cells[i], window)) {
-            res[i] = assign_slot(strm, cells[i]);
+        if (is_hot(i) && ring.slot_of(cells[i]) < 0) {
+            assign_slot(strm, cells[i]);
         }
     }
+
+    // rows that came first may have made room for later ones
+    std::vector<int32_t> res(cells.size(), mixedkv::hot_ring::none);
+    for (size_t i = 0; i < cells.size(); ++i) {
+        res[i] = is_hot(i) ? ring.slot_of(cells[i]) : mixedkv::hot_ring::none;
+    }
+    renew_use(seq_id);
 
     return res;
 }

@@ -7,6 +7,7 @@
 #include "llama-model.h"
 
 #include <algorithm>
+#include <cmath>
 
 class llm_graph_input_mixed_shift : public llm_graph_input_i {
 public:
@@ -49,6 +50,15 @@ void llama_kv_cache_mixed::set_input_ring_shift(ggml_tensor * dst) const {
     }
 }
 
+// upstream's shift multiplies K by the factor that YaRN and LongRoPE have besides the turn, although K has it already; with
+// biases that are not stored hot and cold rows would differ by it
+static llama_cparams without_factor(const llama_cparams & cparams, float freq_scale) {
+    llama_cparams res = cparams;
+    // what ggml multiplies by if there is an extrapolation
+    res.yarn_attn_factor = cparams.yarn_ext_factor != 0.0f ? 1.0f/(1.0f + 0.1f*std::log(1.0f/freq_scale)) : 1.0f;
+    return res;
+}
+
 // whole heads, unlike upstream: the Hadamard rotation of a quantised cache mixes all of a head, RoPE may turn a part of it
 ggml_cgraph * llama_kv_cache_mixed::build_graph_shift(llm_graph_result * res, llama_context * lctx) const {
     if (!is_mixed() && !ggml_is_quantized(type_k())) {
@@ -89,8 +99,10 @@ ggml_cgraph * llama_kv_cache_mixed::build_graph_shift(llm_graph_result * res, ll
 
         ggml_tensor * turned = ggml_view_3d(ctx, cur, n_rot, n_head_kv, cur->ne[2], cur->nb[1], cur->nb[2], n_nope*cur->nb[0]);
 
-        ggml_build_forward_expand(gf, build_rope_shift(cparams, ctx, turned, shift, nullptr, model.get_rope_factors(cparams, il),
-                model.get_rope_freq_base(cparams, il), model.get_rope_freq_scale(cparams, il), il));
+        const float freq_scale = model.get_rope_freq_scale(cparams, il);
+
+        ggml_build_forward_expand(gf, build_rope_shift(without_factor(cparams, freq_scale), ctx, turned, shift, nullptr,
+                model.get_rope_factors(cparams, il), model.get_rope_freq_base(cparams, il), freq_scale, il));
 
         cur = inp->k_rot ? llama_mul_mat_hadamard(ctx, cur, inp->k_rot) : cur;
 

@@ -6,10 +6,12 @@
 #include "llama-hparams.h"
 #include "llama-io.h"
 
+#include <algorithm>
 #include <stdexcept>
+#include <utility>
 
 static constexpr uint32_t RING_STATE_MAGIC   = 0x31564b4d; // "MKV1"
-static constexpr uint32_t RING_STATE_VERSION = 2;
+static constexpr uint32_t RING_STATE_VERSION = 3;
 
 // upstream counts blocks as elements there and restores a part of each row
 static void check_flags(llama_state_seq_flags flags) {
@@ -95,7 +97,7 @@ void llama_kv_cache_mixed::ring_write(llama_io_write_i & io, llama_seq_id seq_id
         write_u32(ordinals.size());
         for (size_t i = 0; i < ordinals.size(); ++i) {
             write_u32(ordinals[i]);
-            write_u32(slots[i]);
+            write_u32(get_own_slot(seq_id == -1 ? get_seq(strm, cells[ordinals[i]]) : seq_id, slots[i]));
         }
 
         for (const auto & layer : ring_layers) {
@@ -103,6 +105,37 @@ void llama_kv_cache_mixed::ring_write(llama_io_write_i & io, llama_seq_id seq_id
                 io.write_tensor(layer.k_stream[strm], slot*layer.k->nb[1], layer.k->nb[1]);
                 io.write_tensor(layer.v_stream[strm], slot*layer.v->nb[1], layer.v->nb[1]);
             }
+        }
+    }
+}
+
+// the slots that they had: attention sums its rows in order of slots, so the next logits are the same bits
+void llama_kv_cache_mixed::restore_slots(
+        uint32_t strm, llama_seq_id seq_id, const std::vector<uint32_t> & cells, const std::vector<uint32_t> & wanted) {
+    const bool is_alone = seq_id == -1 || rings[strm].n_used() == 0;
+
+    // in order of position, as tokens come
+    std::vector<std::pair<llama_pos, size_t>> left;
+
+    for (size_t i = 0; i < cells.size(); ++i) {
+        const llama_seq_id owner = seq_id == -1 ? get_seq(strm, cells[i]) : seq_id;
+        // else it was saved with a wider window than this cache has now
+        if (is_wanted(strm, cells[i], window)) {
+            use.step[owner] = use.n_steps;
+            if (assign_own_slot(owner, cells[i], wanted[i], is_alone) < 0) {
+                left.emplace_back(v_cells[strm].pos_get(cells[i]), i);
+            }
+        }
+    }
+
+    std::sort(left.begin(), left.end());
+    for (const auto & [_, i] : left) {
+        assign_slot(strm, cells[i]);
+    }
+
+    for (uint32_t s = 0; s < n_seq_max; ++s) {
+        if (seq_to_stream[s] == strm && (seq_id == -1 || seq_id == llama_seq_id(s))) {
+            renew_use(s);
         }
     }
 }
@@ -141,6 +174,8 @@ void llama_kv_cache_mixed::ring_read(llama_io_read_i & io, llama_seq_id seq_id, 
 
         const uint32_t strm = seq_id == -1 ? s : seq_to_stream[seq_id];
 
+        std::vector<uint32_t> cells(n_hot);
+        std::vector<uint32_t> wanted(n_hot);
         std::vector<uint32_t> rows(n_hot);
 
         for (uint32_t i = 0, next = 0; i < n_hot; ++i) {
@@ -154,17 +189,13 @@ void llama_kv_cache_mixed::ring_read(llama_io_read_i & io, llama_seq_id seq_id, 
                 throw std::runtime_error("failed to restore the KV cache: an F16 row without a token of its own");
             }
 
-            // the slot that it had: attention sums its rows in order of slots, so the next logits are the same bits
-            const uint32_t cell   = sinfo.idxs[0][ordinal];
-            const uint32_t wanted = read_u32();
+            cells[i]  = sinfo.idxs[0][ordinal];
+            wanted[i] = read_u32();
+        }
 
-            int32_t slot = mixedkv::hot_ring::none;
-            if (is_wanted(strm, cell, window)) { // else it was saved with a wider window than this cache has now
-                slot = rings[strm].assign(cell, wanted);
-                if (slot < 0) {
-                    slot = rings[strm].assign(cell);
-                }
-            }
+        restore_slots(strm, seq_id, cells, wanted);
+        for (uint32_t i = 0; i < n_hot; ++i) {
+            const int32_t slot = rings[strm].slot_of(cells[i]);
             rows[i] = slot >= 0 ? slot : get_trash_row();
         }
 

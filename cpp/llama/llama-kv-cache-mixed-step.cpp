@@ -5,10 +5,14 @@
 
 #include "llama.h"
 
+// of the ring's buffers
+static constexpr auto on_host = [](const auto & ring) { return ggml_backend_buffer_is_host(ring.second.get()); };
+
 llama_kv_cache_mixed::checkpoint llama_kv_cache_mixed::begin_step(const slot_info & sinfo) const {
     checkpoint res;
 
     res.sinfo = sinfo;
+    res.use   = use;
 
     for (uint32_t s = 0; s < sinfo.n_stream(); ++s) {
         const auto & ring = rings[sinfo.strm[s]];
@@ -28,8 +32,6 @@ llama_kv_cache_mixed::checkpoint llama_kv_cache_mixed::begin_step(const slot_inf
 }
 
 void llama_kv_cache_mixed::keep_rows(checkpoint & step) const {
-    const auto on_host = [](const auto & ring) { return ggml_backend_buffer_is_host(ring.second.get()); };
-
     for (uint32_t s = 0; s < step.sinfo.n_stream(); ++s) {
         const uint32_t strm   = step.sinfo.strm[s];
         const auto &   owners = step.owners[s];
@@ -84,12 +86,11 @@ void llama_kv_cache_mixed::roll_back(const checkpoint & step) {
         }
     }
 
+    use = *step.use;
     dirty.assign(n_stream, true);
 }
 
 void llama_kv_cache_mixed::synchronize() const {
-    const auto on_host = [](const auto & ring) { return ggml_backend_buffer_is_host(ring.second.get()); };
-
     if (lctx && !std::all_of(ring_bufs.begin(), ring_bufs.end(), on_host)) {
         llama_synchronize(lctx);
     }

@@ -1,7 +1,9 @@
 #include "llama-kv-cache-mixed.h"
+#include "llama-kv-rows-access.h"
 
 #include "llama-context.h"
 #include "llama-impl.h"
+#include "llama-kv-mixed-guard.h"
 #include "llama-model.h"
 
 #include <algorithm>
@@ -38,6 +40,8 @@ llama_kv_cache_mixed::llama_kv_cache_mixed(
         throw std::runtime_error("the mixed KV cache needs flash attention and rows of its own for K and V");
     }
 
+    llama_kv_guard_rotation(*this);
+
     if (config.mixed) {
         capacity = { config.threshold, config.group_size, config.sink_tokens, config.n_draft };
     }
@@ -59,6 +63,10 @@ llama_kv_cache_mixed::llama_kv_cache_mixed(
         }
 
         fused.push_back(host && config.attention != MIXEDKV_ATTENTION_MERGED);
+
+        if (!fused.back() && has_ring()) {
+            llama_kv_guard_flash(ggml_backend_buft_get_device(ggml_backend_buffer_get_type(layer.k->buffer)), hparams, layer.il);
+        }
     }
 
     if (config.mixed && config.equalize) {
@@ -67,30 +75,93 @@ llama_kv_cache_mixed::llama_kv_cache_mixed(
 
     begins.assign(n_seq_max, 0);
     dirty.assign(n_stream, false);
+
+    use.step.assign(n_seq_max, 0);
+    use.lost.assign(n_seq_max, -1);
+    use.short_from.assign(n_seq_max, -1);
 }
 
 void llama_kv_cache_mixed::make_scales() {
-    std::vector<uint32_t> n_embd_head;
+    std::vector<ggml_backend_buffer_type_t> bufts;
+    std::vector<uint32_t>                   n_embd_head;
 
     for (const auto & layer : layers) {
-        equalizer.add(llama_kv_make_scales(model, layer.il), ggml_backend_buffer_get_type(layer.k->buffer));
+        bufts.push_back(ggml_backend_buffer_get_type(layer.k->buffer));
         n_embd_head.push_back(hparams.n_embd_head_k(layer.il));
+        equalizer.add(llama_kv_make_scales(model, layer.il), bufts.back());
     }
 
-    if (!is_fused()) {
-        equalizer.alloc(n_embd_head);
+    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
+        turns.add(model, layers[ikv].il, equalizer.get(ikv));
     }
+    turns.alloc(get_size(), n_stream);
+
+    if (is_fused()) {
+        return;
+    }
+
+    // the graph scales and rotates for all layers, also for those whose node would look for biases in Q as it was
+    for (const auto & [il, ikv] : map_layer_ids) {
+        fused[ikv] = fused[ikv] && !get_pairs(il);
+    }
+    equalizer.alloc(n_embd_head);
+    turns.alloc_tensors(bufts, n_embd_head, kv_access::get_rot(*this, true));
+}
+
+const std::vector<mixedkv::attention_pair> * llama_kv_cache_mixed::get_pairs(int32_t il) const {
+    const auto * pairs = turns.empty() ? nullptr : &turns.get(map_layer_ids.at(il));
+    return pairs && !pairs->empty() ? pairs : nullptr;
+}
+
+void llama_kv_cache_mixed::update_turns(const slot_info & sinfo) {
+    turns_s0 = sinfo.s0;
+    for (uint32_t s = 0; s < sinfo.n_stream() && !turns.empty(); ++s) {
+        turns.update(model, lctx->get_cparams(), sinfo.strm[s], v_cells[sinfo.strm[s]]);
+    }
+}
+
+void llama_kv_cache_mixed::set_input_turns(ggml_tensor * cur, ggml_tensor * cells, const llama_ubatch & ubatch) {
+    std::vector<float> data(ggml_nelements(cur));
+    for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
+        turns.get_position(ubatch.pos[i], data.data() + i*cur->ne[0]);
+    }
+    ggml_backend_tensor_set(cur, data.data(), 0, ggml_nbytes(cur));
+
+    turns.get_cells(turns_s0, cells);
+}
+
+ggml_tensor * llama_kv_cache_mixed::build_lacking(ggml_context * ctx, ggml_tensor * turns, int32_t il) const {
+    ggml_tensor * res = get_pairs(il) ? this->turns.build_lacking(ctx, map_layer_ids.at(il), turns) : nullptr;
+
+    return res ? ggml_reshape_4d(ctx, res, hparams.n_embd_head_k(il), hparams.n_head_kv(il), turns->ne[1], turns->ne[2]) : nullptr;
 }
 
 void llama_kv_cache_mixed::make_rings(uint32_t n_cells) {
     // streams of their own hold one sequence each
-    const uint32_t n_seq   = n_stream == 1 ? n_seq_max : 1;
-    const uint32_t n_slots = std::min<uint64_t>(uint64_t(capacity.rows())*n_seq, n_cells);
+    const uint32_t n_seq = n_stream == 1 ? n_seq_max : 1;
 
-    n_ring = n_slots == 0 ? 0 : GGML_PAD(n_slots + 1, 8);
+    uint64_t cold = 0;
+    uint64_t f16  = 0;
+    for (const auto & layer : layers) {
+        cold += layer.k->nb[1] + layer.v->nb[1];
+        f16  += (layer.k->ne[0] + layer.v->ne[0])*sizeof(ggml_fp16_t);
+    }
+
+    const uint64_t least  = mixedkv::hot_layout::least(capacity, n_seq, n_cells);
+    const uint64_t budget = config.hot_budget == MIXEDKV_HOT_BUDGET_AUTO ?
+        mixedkv::hot_layout::automatic(capacity, n_seq, n_cells, cold, f16) : config.hot_budget/n_stream;
+
+    if (budget < least) {
+        throw std::runtime_error("hot_budget " + std::to_string(config.hot_budget) + " is less than the " +
+                std::to_string(least*n_stream) + " F16 rows of one window" + (n_stream > 1 ? " of each stream" : "") + " and the sinks of "
+                + std::to_string(n_seq_max) + " sequences: raise it, or lower quantization_threshold or the number of sequences");
+    }
+
+    layout = mixedkv::hot_layout::make(capacity, n_seq, n_cells, budget);
+    n_ring = mixedkv::hot_layout::rows(layout.n_slots);
 
     for (uint32_t s = 0; s < n_stream; ++s) {
-        rings.emplace_back(n_slots, n_cells);
+        rings.emplace_back(layout.n_slots, n_cells);
     }
 }
 
@@ -205,6 +276,7 @@ void llama_kv_cache_mixed::clear(bool data) {
     }
 
     std::fill(begins.begin(), begins.end(), 0);
+    trim_use();
 
     if (data) {
         for (auto & [_, buf] : ring_bufs) {
@@ -229,6 +301,15 @@ void llama_kv_cache_mixed::seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_d
     if (s0 != s1) {
         rings[s1] = rings[s0];
     }
+
+    // what is known of both holds, since the target may have had rows of its own
+    const llama_pos a = use.short_from[seq_id_src];
+    const llama_pos b = use.short_from[seq_id_dst];
+
+    use.short_from[seq_id_dst] = a < 0 ? b : b < 0 ? a : std::min(a, b);
+    use.lost[seq_id_dst]       = std::max(use.lost[seq_id_src], use.lost[seq_id_dst]);
+    use.step[seq_id_dst]       = std::max(use.step[seq_id_src], use.step[seq_id_dst]);
+
     release_dead();
 }
 
@@ -239,11 +320,25 @@ void llama_kv_cache_mixed::seq_keep(llama_seq_id seq_id) {
 
 void llama_kv_cache_mixed::seq_add(llama_seq_id seq_id, llama_pos p0, llama_pos p1, llama_pos shift) {
     llama_kv_cache::seq_add(seq_id, p0, p1, shift);
+
+    // cells have one position: those of other sequences may have moved as well
+    for (uint32_t s = 0; s < n_seq_max; ++s) {
+        if (use.lost[s] >= 0) {
+            use.lost[s] += std::max(shift, 0);
+        }
+        if (use.short_from[s] >= 0) {
+            use.short_from[s] = std::max(use.short_from[s] + std::min(shift, 0), 0);
+        }
+    }
+
     release_dead(); // cells moved below position 0 are gone
 }
 
 void llama_kv_cache_mixed::seq_div(llama_seq_id seq_id, llama_pos p0, llama_pos p1, int d) {
     llama_kv_cache::seq_div(seq_id, p0, p1, d);
+    for (auto & p : use.short_from) {
+        p = p < 0 ? p : p/d;
+    }
     dirty.assign(n_stream, true);
 }
 
@@ -358,6 +453,42 @@ size_t llama_kv_cache_mixed::get_ring_bytes(int32_t il) const {
     const auto & ring = ring_layers[map_layer_ids.at(il)];
 
     return ggml_nbytes(ring.k) + ggml_nbytes(ring.v);
+}
+
+uint64_t llama_kv_cache_mixed::get_bytes() const {
+    uint64_t res = 0;
+
+    for (const auto & layer : layers) {
+        res += ggml_nbytes(layer.k) + ggml_nbytes(layer.v) + get_ring_bytes(layer.il);
+    }
+
+    return res;
+}
+
+uint64_t llama_kv_cache_mixed::get_bytes_f16() const {
+    uint64_t res = 0;
+
+    for (const auto & layer : layers) {
+        res += (ggml_nelements(layer.k) + ggml_nelements(layer.v))*sizeof(ggml_fp16_t);
+    }
+
+    return res;
+}
+
+size_t llama_kv_cache_mixed::get_view_bytes() const {
+    size_t res = 0;
+
+    for (size_t ikv = 0; has_ring() && ikv < layers.size(); ++ikv) {
+        if (!fused[ikv]) {
+            // F16 rows of K, then besides them V's in F32 and F16
+            const size_t n_rows = GGML_PAD(get_size() + n_ring, n_pad_view)*n_stream;
+            const size_t k      = layers[ikv].k->ne[0]*sizeof(ggml_fp16_t);
+            const size_t v      = layers[ikv].v->ne[0]*sizeof(ggml_fp16_t);
+            res = std::max(res, n_rows*std::max(3*k, k + 3*v));
+        }
+    }
+
+    return res;
 }
 
 int32_t llama_kv_cache_mixed::get_hot_slot(uint32_t strm, uint32_t cell, llama_pos begin) const {

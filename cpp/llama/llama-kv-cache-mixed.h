@@ -6,6 +6,7 @@
 // Upstream reaches it through llama-kv-mixed-hooks.h, and through methods of llama_kv_cache and llama_kv_cache_context
 // that vendor/patches makes virtual.
 
+#include "hot_set/hot_layout.h"
 #include "hot_set/hot_ring.h"
 #include "hot_set/hot_window.h"
 #include "mixedkv/mixedkv.h"
@@ -14,6 +15,7 @@
 #include "llama-kv-equalize.h"
 #include "llama-kv-node.h"
 #include "llama-kv-placement.h"
+#include "llama-kv-turns.h"
 
 #include <algorithm>
 #include <map>
@@ -103,6 +105,26 @@ public:
     //   gives slots to its hot tokens and returns the ring row of each token over all streams
     std::vector<int64_t> advance(const slot_info & sinfo, const llama_ubatch & ubatch);
 
+    // What the ring's pool knows of the sequences that share it, by sequence, see llama-kv-cache-mixed-pool.cpp.
+    struct pool_use {
+        uint64_t               n_steps   = 0;
+        uint64_t               n_evicted = 0;  // rows that went before their window did
+        std::vector<uint64_t>  step;           // when the sequence was evaluated last
+        std::vector<llama_pos> lost;           // highest position whose row went, -1: none
+        std::vector<llama_pos> short_from;     // first position that was evaluated without such rows, -1: none
+    };
+
+    const pool_use & get_use() const { return use; }
+
+    // slots of a stream's ring
+    uint32_t get_n_slots() const { return layout.n_slots; }
+
+    // they are fewer than the windows of all sequences
+    bool is_shared() const { return layout.is_shared(); }
+
+    // whether a query at `pos` finds all keys of its window, sinks included, in F16
+    bool is_window_whole(llama_seq_id seq_id, llama_pos pos) const;
+
     // the cache before a ubatch was placed, as far as llama_context::decode does not restore it when the graph fails
     struct checkpoint {
         slot_info                         sinfo;
@@ -110,6 +132,7 @@ public:
         std::vector<std::vector<int32_t>> owners; // who held which ring slot
         std::vector<std::vector<uint8_t>> rows;   // of the slots in `taken`, see copy_rows
         std::vector<std::vector<uint32_t>> taken; // slots that the ubatch gets from live cells
+        std::optional<pool_use>           use;    // of the whole cache
     };
 
     checkpoint begin_step(const slot_info & sinfo) const;
@@ -123,6 +146,12 @@ public:
     //   any_slot or none: lets go of the slots that nobody holds any more and returns the slot that each row gets, or none
     static constexpr int32_t any_slot = INT32_MAX;
     std::vector<int32_t> adopt(llama_seq_id seq_id, const std::vector<uint32_t> & cells, const std::vector<int32_t> & wanted);
+
+    // the merged view has a multiple of these rows: flash attention of backends has its fast bodies for those alone
+    static constexpr uint32_t n_pad_view = 256;
+
+    // what the merged view of a layer takes of the context's compute buffers at most
+    size_t get_view_bytes() const;
 
     // attention of this layer reads the rows with the fused node
     bool is_fused(int32_t il) const;
@@ -150,6 +179,18 @@ public:
     // what keys of layer il are stored times, nullptr: nothing
     const llama_kv_scales * get_scales(int32_t il) const { return equalizer.get(map_layer_ids.at(il)); }
 
+    // what cold rows of K of the layer lack, nullptr: nothing
+    const std::vector<mixedkv::attention_pair> * get_pairs(int32_t il) const;
+
+    // cells of these streams have got positions
+    void update_turns(const slot_info & sinfo);
+
+    // where graphs add that by themselves: cosines and sines [n_turns, n_tokens] and [n_turns, n_kv, n_stream], and what
+    //   rows [n_embd_head, n_head_kv, ...] with such turns lack, nullptr: nothing
+    uint32_t get_n_turns() const { return is_fused() ? 0 : turns.n_turns(); }
+    void set_input_turns(ggml_tensor * cur, ggml_tensor * cells, const llama_ubatch & ubatch);
+    ggml_tensor * build_lacking(ggml_context * ctx, ggml_tensor * turns, int32_t il) const;
+
     // the same for graphs that do it by themselves
     void scale_qk(ggml_context * ctx, ggml_tensor *& q, ggml_tensor *& k, int32_t il) const;
 
@@ -159,6 +200,11 @@ public:
     // tells the fused nodes which tokens of the ubatch belong together
     void set_runs(const llama_ubatch & ubatch, uint32_t n_stream);
 
+    // where the fused nodes add up the attention that they compute, nullptr: nowhere
+    void set_mass(llama_kv_mass * mass) { scratch.mass = mass; }
+
+    const llama_kv_cells & get_seq_cells(llama_seq_id seq_id) const { return v_cells[seq_to_stream[seq_id]]; }
+
     // layers that attend to the rows of this cache
     uint32_t get_n_readers() const { return map_layer_ids.size(); }
 
@@ -167,6 +213,10 @@ public:
 
     // K and V of the ring
     size_t get_ring_bytes(int32_t il) const;
+
+    // of all layers, and what an F16 cache would take
+    uint64_t get_bytes() const;
+    uint64_t get_bytes_f16() const;
 
     // the slot that a query whose window begins at `begin` reads, -1: it reads the cold row
     int32_t get_hot_slot(uint32_t strm, uint32_t cell, llama_pos begin) const;
@@ -193,7 +243,11 @@ private:
     mixedkv::hot_window capacity;
     mixedkv::hot_window window;
 
+    mixedkv::hot_layout layout;
+
     uint32_t n_ring = 0;
+
+    pool_use use;
 
     std::vector<mixedkv::hot_ring> rings; // per stream
 
@@ -207,6 +261,8 @@ private:
     llama_kv_scratch                 scratch;
 
     llama_kv_equalizer equalizer;
+    llama_kv_turns     turns;
+    uint32_t           turns_s0 = 0; // first stream of the ubatch at hand
 
     // first hot position of each sequence after its last ubatch: what lies between it and the next one leaves
     std::vector<llama_pos> begins;
@@ -233,13 +289,46 @@ private:
     // the same for the sequences of a ubatch, when only they went on
     void release_left(uint32_t strm, const llama_ubatch & ubatch);
 
-    // Each sequence has slots of its own, sinks first and then, by turns, the window's. A token takes the one after that of
-    // the token before it, so drafts that were rejected leave no trace, and neither does a state that was restored.
-    uint32_t first_slot(llama_seq_id seq_id) const;
+    // Each sequence has slots of its own for its sinks, and where there is room for all one for its window, by turns. A
+    // token takes the one after that of the token before it, so drafts that were rejected leave no trace, and neither does a
+    // state that was restored.
+    uint32_t first_sink(llama_seq_id seq_id) const;
+    uint32_t first_turn(llama_seq_id seq_id) const;
     uint32_t next_slot(uint32_t strm, uint32_t cell) const;
 
-    // a slot for the cell; when they run short the row at the lowest position behind the sinks goes
+    // the slot of the token before that of the cell, none: there is no such token, or it is cold
+    int32_t last_slot(uint32_t strm, uint32_t cell) const;
+
+    // the first sequence of a cell
+    llama_seq_id get_seq(uint32_t strm, uint32_t cell) const;
+
+    // a slot for the cell, or none
     int32_t assign_slot(uint32_t strm, uint32_t cell);
+
+    // the slot that get_own_slot told, if the cell can have it
+    int32_t assign_own_slot(llama_seq_id seq_id, uint32_t cell, uint32_t wanted, bool is_alone);
+
+    // the same where windows of their own are too many: see llama-kv-cache-mixed-pool.cpp
+    struct page_info;
+
+    int32_t assign_sink   (uint32_t strm, uint32_t cell);
+    int32_t assign_in_page(uint32_t strm, uint32_t cell);
+    int32_t next_page     (uint32_t strm, llama_seq_id seq_id, int32_t last);
+
+    std::vector<page_info> get_pages(uint32_t strm) const;
+
+    // the row goes before its window does
+    void evict(uint32_t strm, uint32_t slot);
+    void lose (uint32_t strm, uint32_t cell);
+
+    // sequences of a ubatch go on: were they evaluated without rows that went?
+    void use_by(const llama_ubatch & ubatch);
+
+    // what is known of positions that no longer are there is forgotten
+    void trim_use();
+
+    // rows came from elsewhere
+    void renew_use(llama_seq_id seq_id);
 
     // the context that computes on this cache, once it has
     llama_context * lctx = nullptr;
@@ -255,6 +344,9 @@ private:
 
     // cells in the order in which upstream's state_write stores them
     std::vector<uint32_t> saved_cells(uint32_t strm, llama_seq_id seq_id) const;
+
+    void restore_slots(
+            uint32_t strm, llama_seq_id seq_id, const std::vector<uint32_t> & cells, const std::vector<uint32_t> & wanted);
 
     void ring_write(llama_io_write_i & io, llama_seq_id seq_id) const;
     void ring_read (llama_io_read_i  & io, llama_seq_id seq_id, const slot_info_vec_t & sinfos);
@@ -319,6 +411,18 @@ private:
 
     mutable std::map<int32_t, cur_rows> cur;
 
+    // those that layer il reads
+    const cur_rows & get_cur(int32_t il) const;
+
+    // what layers that are not fused add to K, while the graph is built: inputs, nullptr: nothing
+    mutable struct {
+        ggml_tensor * cur   = nullptr; // F32 [n_turns, n_tokens]
+        ggml_tensor * cells = nullptr; // F32 [n_turns, n_kv, n_stream]
+        bool          added = false;
+    } turns;
+
+    void build_input_turns(ggml_context * ctx, const llama_ubatch & ubatch) const;
+
     // edges of the Hadamard blocks that the fused nodes of the graph rotate by, 0: none, or the graph itself does
     mutable struct { int k = 0, v = 0; } fold;
 
@@ -338,7 +442,7 @@ private:
                   float   kq_scale,
                     int   il) const;
 
-    // [cold | ring | ubatch] in F16
+    // [cold | ring | ubatch] in F16, the first cast
     ggml_tensor * merge(ggml_context * ctx, ggml_tensor * cold, ggml_tensor * ring, ggml_tensor * cur) const;
 
     // moves the visible entries of hot keys from their cold column to the ring's or the ubatch's

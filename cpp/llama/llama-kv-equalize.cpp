@@ -97,20 +97,25 @@ static std::vector<float> make_probes(const llama_layer & layer, int64_t n_embd)
     return res;
 }
 
-// mean squares of the elements [first, first + n) of a projection [n_out, N_PROBES + 1], and of a bias
-static std::vector<double> mean_squares(const std::vector<float> & y, int64_t n_out, int64_t first, int64_t n, const ggml_tensor * b, int64_t b_first) {
-    std::vector<float> bias(b_first + n, 0.0f);
-    if (b && ggml_nelements(b) >= b_first + n) {
-        read_vector(b, ggml_nelements(b), bias);
+// elements [first, first + n) of a bias, zeros without one
+static std::vector<float> read_bias(const ggml_tensor * b, int64_t first, int64_t n) {
+    std::vector<float> res;
+    if (!b || ggml_nelements(b) < first + n || !read_vector(b, ggml_nelements(b), res)) {
+        return std::vector<float>(n, 0.0f);
     }
 
-    std::vector<double> res(n, 0.0);
+    return { res.begin() + first, res.begin() + first + n };
+}
 
-    for (int64_t i = 0; i < n; ++i) {
+// mean squares of the elements [first, first + bias.size()) of a projection [n_out, N_PROBES + 1]
+static std::vector<double> mean_squares(const std::vector<float> & y, int64_t n_out, int64_t first, const std::vector<float> & bias) {
+    std::vector<double> res(bias.size(), 0.0);
+
+    for (size_t i = 0; i < bias.size(); ++i) {
         for (int64_t c = 0; c < N_PROBES; ++c) {
             res[i] += std::pow(y[c*n_out + first + i], 2)/N_PROBES;
         }
-        const double constant = y[N_PROBES*n_out + first + i] + bias[b_first + i];
+        const double constant = y[N_PROBES*n_out + first + i] + bias[i];
         res[i] += constant*constant;
     }
 
@@ -156,6 +161,10 @@ static int64_t get_partner(const llama_hparams & hparams, uint32_t il, int64_t i
 struct channels {
     std::vector<double> k;
     std::vector<double> q;
+
+    // K's bias and mean squares without it; none where a norm comes between it and RoPE
+    std::vector<float>  bias;
+    std::vector<double> unbiased;
 };
 
 static channels measure(const llama_model & model, uint32_t il) {
@@ -185,10 +194,19 @@ static channels measure(const llama_model & model, uint32_t il) {
 
     channels res;
 
-    res.k = mean_squares(y_k, wk->ne[1], wq == wk ? n_q : 0, n_k, bk, bk == layer.wk_b ? 0 : n_q);
+    const int64_t first = wq == wk ? n_q : 0;
+    const auto    bias  = read_bias(bk, bk == layer.wk_b ? 0 : n_q, n_k);
+
+    res.k = mean_squares(y_k, wk->ne[1], first, bias);
     apply_norm(res.k, layer.attn_k_norm);
 
-    auto q = mean_squares(y_q, wq->ne[1], 0, n_q, bq, 0);
+    // positions of several dimensions have no one angle
+    if (bk && !layer.attn_k_norm && hparams.n_pos_per_embd() == 1) {
+        res.bias     = bias;
+        res.unbiased = mean_squares(y_k, wk->ne[1], first, std::vector<float>(n_k, 0.0f));
+    }
+
+    auto q = mean_squares(y_q, wq->ne[1], 0, read_bias(bq, 0, n_q));
     apply_norm(q, layer.attn_q_norm);
 
     res.q.assign(n_k, 0.0);
@@ -199,18 +217,94 @@ static channels measure(const llama_model & model, uint32_t il) {
     return res;
 }
 
+// What four bits lose of a score goes with the norm of K times that of Q, and with the best scales a pair's share of this is
+// RMS of K times RMS of Q. A bias is taken from a pair while that makes the whole of a head less by at least a part:
+static constexpr double LEAST_GAIN = 1.0/16;
+static constexpr size_t MOST_PAIRS = 8;
+
+// takes the biases of a head that weigh most; returns the pairs by their first elements
+static std::vector<int32_t> take_biases(channels & ms, const std::vector<int64_t> & partner, size_t first) {
+    const size_t d = partner.size();
+
+    const auto norm = [&](const std::vector<double> & x, size_t i) {
+        return std::sqrt(x[first + i] + (partner[i] == int64_t(i) ? 0.0 : x[first + partner[i]]));
+    };
+
+    std::vector<int32_t> res;
+
+    while (res.size() < MOST_PAIRS) {
+        double whole = 0.0;
+        double most  = 0.0;
+        size_t best  = 0;
+        for (size_t i = 0; i < d; ++i) {
+            if (partner[i] < int64_t(i)) {
+                continue;
+            }
+            const double gain = (norm(ms.k, i) - norm(ms.unbiased, i))*norm(ms.q, i);
+            whole += norm(ms.k, i)*norm(ms.q, i);
+            best = gain > most ? i : best;
+            most = std::max(gain, most);
+        }
+        if (!(most > LEAST_GAIN*whole)) {
+            break;
+        }
+        for (const size_t i : { best, size_t(partner[best]) }) {
+            ms.k[first + i] = ms.unbiased[first + i];
+        }
+        res.push_back(best);
+    }
+
+    return res;
+}
+
+// of all heads, those that take the same pair together
+static void take_biases(channels & ms, const std::vector<int64_t> & partner, llama_kv_scales & res) {
+    const size_t d      = partner.size();
+    const size_t n_head = ms.bias.size()/d;
+
+    for (size_t h = 0; h < n_head; ++h) {
+        for (const int32_t i : take_biases(ms, partner, h*d)) {
+            size_t j = 0;
+            while (j < res.pairs.size() && res.pairs[j] != i) {
+                j += 2;
+            }
+            if (j == res.pairs.size()) {
+                res.pairs.insert(res.pairs.end(), { i, int32_t(partner[i]) });
+                res.bias.resize(res.pairs.size()*n_head, 0.0f);
+            }
+            float * b = res.bias.data() + j*n_head + 2*h;
+            b[0] = ms.bias[h*d + i];
+            b[1] = partner[i] == i ? 0.0f : ms.bias[h*d + partner[i]];
+        }
+    }
+}
+
+static uint32_t hash(uint32_t id, const void * data, size_t size) { // FNV-1a
+    for (size_t i = 0; i < size; ++i) {
+        id = (id ^ ((const uint8_t *) data)[i])*16777619u;
+    }
+    return id;
+}
+
 llama_kv_scales llama_kv_make_scales(const llama_model & model, uint32_t il) {
-    const auto    ms = measure(model, il);
+    auto          ms = measure(model, il);
     const int64_t d  = model.hparams.n_embd_head_k(il);
 
     llama_kv_scales res;
 
     if (!ms.k.empty()) {
-        res.id = 2166136261u; // FNV-1a
+        res.id = 2166136261u;
     }
 
+    std::vector<int64_t> partner;
+    for (int64_t i = 0; i < d; ++i) {
+        partner.push_back(get_partner(model.hparams, il, i));
+    }
+
+    take_biases(ms, partner, res);
+
     for (size_t i = 0; i < ms.k.size(); ++i) {
-        const size_t p = i/d*d + get_partner(model.hparams, il, i % d);
+        const size_t p = i/d*d + partner[i % d];
 
         // sqrt(RMS of Q / RMS of K), in steps
         const double step     = std::round(0.5*std::log2((ms.q[i] + ms.q[p])/(ms.k[i] + ms.k[p])));
@@ -220,6 +314,9 @@ llama_kv_scales llama_kv_make_scales(const llama_model & model, uint32_t il) {
         res.q.push_back(std::exp2(-0.5f*exponent));
         res.id = (res.id ^ uint32_t(exponent + MAX_EXPONENT))*16777619u;
     }
+
+    res.id = hash(res.id, res.pairs.data(), res.pairs.size()*sizeof(res.pairs[0]));
+    res.id = hash(res.id, res.bias.data(),  res.bias.size()*sizeof(res.bias[0]));
 
     return res;
 }

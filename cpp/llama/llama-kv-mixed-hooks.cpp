@@ -41,18 +41,52 @@ bool llama_kv_mixed_admit(const llama_model * model, llama_context_params & para
     return problem.empty();
 }
 
+// a mixed cache that takes more than an F16 one saves nothing
+static std::string size_problem(const std::vector<llama_kv_cache *> & caches) {
+    uint64_t mine = 0;
+    uint64_t f16  = 0;
+
+    for (const llama_kv_cache * kv : caches) {
+        const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(kv);
+        if (mixed && mixed->is_mixed()) {
+            mine += mixed->get_bytes();
+            f16  += mixed->get_bytes_f16();
+        }
+    }
+
+    return mine <= f16 ? "" : "the mixed KV cache would take " + std::to_string(mine) + " bytes, more than the " + std::to_string(f16) +
+        " of an F16 cache: raise n_ctx, lower quantization_threshold, n_draft or the number of sequences, use the 'f16' cache, or "
+        "set hot_budget if that is what you want";
+}
+
 void llama_kv_mixed_check(llama_memory_i * memory, const llama_model & model) {
     if (!llama_kv_mixed_config()) {
         return;
     }
 
+    const uint32_t hot_budget = llama_kv_mixed_config()->hot_budget;
+
     llama_kv_mixed_drop_config();
 
+    uint32_t n_mixed = 0;
+    uint32_t n_other = 0;
+
     for (llama_kv_cache * kv : llama_kv_mixed_caches(memory)) {
-        const auto * mixed = dynamic_cast<llama_kv_cache_mixed *>(kv);
-        if (mixed && !mixed->get_layer_ids().empty()) {
-            return;
+        if (!kv->get_layer_ids().empty()) {
+            ++(dynamic_cast<llama_kv_cache_mixed *>(kv) ? n_mixed : n_other);
         }
+    }
+
+    if (n_mixed > 0 && n_other == 0) {
+        const std::string problem = size_problem(llama_kv_mixed_caches(memory));
+        if (!problem.empty() && hot_budget == MIXEDKV_HOT_BUDGET_AUTO) {
+            delete memory;
+            throw std::runtime_error(problem);
+        }
+        if (!problem.empty()) {
+            LLAMA_LOG_WARN("%s: %s\n", __func__, problem.c_str());
+        }
+        return;
     }
 
     const char * reason = memory ? "has no full-attention layers in a cache of a known kind" : "has no KV cache";
@@ -78,8 +112,8 @@ void llama_kv_mixed_failed(const std::exception & err) {
 }
 
 uint32_t llama_kv_mixed_nodes(llama_memory_i * memory) {
-    // the merged view takes most: two casts, two concatenations, views, and the ring's rows, for K and V
-    static constexpr uint32_t n_nodes_layer = 32;
+    // the merged view takes most: two casts, three concatenations, views, the biases of K, and the ring's rows, for K and V
+    static constexpr uint32_t n_nodes_layer = 40;
 
     uint32_t res = 0;
 

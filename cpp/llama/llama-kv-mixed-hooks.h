@@ -22,6 +22,9 @@ uint32_t llama_kv_mixed_nodes(llama_memory_i * memory);
 // llama_context: carries out pending shifts and copies, before rows are saved and before others replace them
 void llama_kv_mixed_settle(llama_context & ctx);
 
+// llama_batch_allocr: this batch has gaps between its positions and goes between others; who made it has checked that
+bool llama_kv_mixed_fills();
+
 // where upstream makes a full-attention cache: what the configuration asks for; the arguments are those of llama_kv_cache
 template <typename... Args> llama_kv_cache * llama_kv_cache_make(Args &&... args) {
     if (const mixedkv_config * config = llama_kv_mixed_config()) {

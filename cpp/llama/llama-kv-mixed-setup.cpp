@@ -7,6 +7,8 @@ static thread_local std::optional<mixedkv_config> config_active; // of the conte
 
 static thread_local std::string last_error;
 
+static thread_local bool fills = false;
+
 void llama_kv_mixed_set_error(const std::string & message) {
     last_error = message;
 }
@@ -32,4 +34,12 @@ const mixedkv_config * llama_kv_mixed_config() {
 
 void llama_kv_mixed_drop_config() {
     config_active.reset();
+}
+
+void llama_kv_mixed_set_fills(bool value) {
+    fills = value;
+}
+
+bool llama_kv_mixed_fills() {
+    return fills;
 }

@@ -1,7 +1,11 @@
 #include "llama-kv-node.h"
 
-#include "attention/attention.h"
+#include "llama-kv-mixed-guard.h"
 
+#include "attention/attention.h"
+#include "attention/mass.h"
+
+#include <algorithm>
 #include <cstring>
 
 using mixedkv::attention_args;
@@ -22,16 +26,16 @@ void llama_kv_scratch::reserve(size_t size) {
     }
 }
 
-size_t llama_kv_scratch::size() const {
-    return data.empty() ? 0 : data.size() - SCRATCH_ALIGN;
-}
-
 static row_type to_row_type(ggml_type type) {
     switch (type) {
-        case GGML_TYPE_F16:  return row_type::f16;
-        case GGML_TYPE_Q8_0: return row_type::q8_0;
-        case GGML_TYPE_Q4_0: return row_type::q4_0;
-        default:             return row_type::other;
+        case GGML_TYPE_F16:    return row_type::f16;
+        case GGML_TYPE_Q8_0:   return row_type::q8_0;
+        case GGML_TYPE_Q4_0:   return row_type::q4_0;
+        case GGML_TYPE_IQ4_NL: return row_type::iq4_nl;
+        case GGML_TYPE_Q4_1:   return row_type::q4_1;
+        case GGML_TYPE_Q5_0:   return row_type::q5_0;
+        case GGML_TYPE_Q5_1:   return row_type::q5_1;
+        default:               return row_type::other;
     }
 }
 
@@ -94,6 +98,12 @@ static attention_args to_args(const ggml_tensor * dst, const llama_kv_node & nod
     res.q_head = q->nb[1];
 
     res.segments[res.n_segments++] = to_segment(src[1], src[2], strm);
+    if (node.pairs) {
+        auto & cold = res.segments[0];
+        cold.pairs      = node.pairs->data();
+        cold.n_pairs    = (int) node.pairs->size();
+        cold.first_turn = ((const char *) cold.k.data - (const char *) src[1]->view_src->data)/src[1]->nb[2];
+    }
     if (node.has_ring) {
         res.segments[res.n_segments++] = to_segment(src[4], src[5], strm);
         res.segments[res.n_segments++] = to_segment(src[6], res, strm, n_tps);
@@ -166,8 +176,8 @@ static const std::vector<attention_args> & to_calls(const ggml_tensor * dst, con
 
         res.clear();
         cut(whole, runs, res);
-        // it was reserved for all queries together
-        if (mixedkv::attention_run_bytes(res.data(), (int) res.size()) > node.scratch.size()) {
+        // what a context has for its largest ubatch; not what it has grown to since, or bits would depend on that
+        if (mixedkv::attention_run_bytes(res.data(), (int) res.size()) > node.cut_bytes) {
             res.assign(1, whole);
         }
     }
@@ -175,8 +185,21 @@ static const std::vector<attention_args> & to_calls(const ggml_tensor * dst, con
     return res;
 }
 
+static void add_mass(ggml_tensor * dst, const llama_kv_node & node, int ith, int nth) {
+    const attention_args args = to_args(dst, node, 0);
+
+    auto & mass = node.scratch.mass->by_thread[ith];
+    mass.resize(std::max<size_t>(mass.size(), args.segments[0].n));
+
+    mixedkv::attention_mass(args, ith, nth, mass.data());
+}
+
 static void attention_compute(ggml_tensor * dst, int ith, int nth, void * userdata) {
     auto & node = *(llama_kv_node *) userdata;
+
+    if (node.scratch.mass) {
+        add_mass(dst, node, ith, nth);
+    }
 
     const auto & calls = to_calls(dst, node);
 
@@ -196,7 +219,7 @@ ggml_tensor * llama_kv_node_attention(
         ggml_tensor * cur,    ggml_tensor * idxs,
         ggml_tensor * mask,
         ggml_tensor * sinks) {
-    GGML_ASSERT(mask->type == GGML_TYPE_F16 && q->type == GGML_TYPE_F32);
+    llama_kv_guard(q->type == GGML_TYPE_F32 && q->nb[0] == sizeof(float), "Q of a token comes as rows of F32");
 
     node.has_ring  = ring_k != nullptr;
     node.has_sinks = sinks != nullptr;
@@ -213,10 +236,13 @@ ggml_tensor * llama_kv_node_attention(
     ggml_tensor * res = ggml_custom_4d(ctx, GGML_TYPE_F32, cold_v->ne[0]*q->ne[1], q->ne[2], 1, 1,
             srcs.data(), (int) srcs.size(), attention_compute, GGML_N_TASKS_MAX, &node);
 
-    // nearly always the first graphs of a context are its largest
+    // the first graph of a context is the one that llama.cpp reserves memory with: its largest
     std::vector<attention_args> args;
     to_args(res, node, args);
-    node.scratch.reserve(mixedkv::attention_scratch_bytes(args.data(), (int) args.size()));
+    const size_t bytes = mixedkv::attention_scratch_bytes(args.data(), (int) args.size());
+
+    node.scratch.reserve(bytes);
+    node.cut_bytes = node.cut_bytes == 0 ? bytes : node.cut_bytes;
 
     return res;
 }

@@ -1,4 +1,7 @@
 #include "llama-kv-node.h"
+#include "llama-kv-turns.h"
+
+#include "llama-kv-mixed-guard.h"
 
 #include "attention/attention.h"
 
@@ -25,8 +28,8 @@ static void saturate(float * x, int64_t n) {
     }
 }
 
-// One token's row of K or V, all heads, F32, scaled and rotated. Valid until the thread's next call.
-static const float * load_row(const ggml_tensor * cur, int64_t token, const llama_kv_scales * scales, int rotation) {
+// One token's row of K or V, all heads, F32, as the model computes it. Valid until the thread's next call.
+static std::vector<float> & load_row(const ggml_tensor * cur, int64_t token) {
     thread_local std::vector<float> row;
 
     const size_t n_head = cur->ne[0];
@@ -35,6 +38,12 @@ static const float * load_row(const ggml_tensor * cur, int64_t token, const llam
     for (int64_t h = 0; h < cur->ne[1]; ++h) {
         memcpy(row.data() + h*n_head, (const char *) cur->data + token*cur->nb[2] + h*cur->nb[1], n_head*sizeof(float));
     }
+
+    return row;
+}
+
+// scaled and rotated
+static const float * change_basis(std::vector<float> & row, const llama_kv_scales * scales, int rotation) {
     for (size_t j = 0; scales && j < row.size(); ++j) {
         row[j] *= scales->k[j];
     }
@@ -47,24 +56,44 @@ static const float * load_row(const ggml_tensor * cur, int64_t token, const llam
     return row.data();
 }
 
+static void take_bias(std::vector<float> & row, const llama_kv_node & node, int64_t n_embd_head, int64_t cell) {
+    thread_local std::vector<float> turns;
+
+    turns.clear();
+    for (const auto & pair : *node.pairs) {
+        turns.insert(turns.end(), { pair.cosines[cell], pair.sines[cell] });
+    }
+
+    llama_kv_take_bias(row.data(), n_embd_head, *node.scales, turns.data());
+}
+
 // cur: src[i], cold: src[i + 2], idxs: src[i + 4]; i = 0 for K, 1 for V
 static void store_token(ggml_tensor * dst, const llama_kv_node & node, int i, int64_t token) {
     const ggml_tensor * cur  = dst->src[i];
     const ggml_tensor * cold = dst->src[i + 2];
 
-    const int64_t row = ((const int64_t *) dst->src[i + 4]->data)[token];
-    const int64_t n   = cur->ne[0]*cur->ne[1];
+    const int64_t cell = ((const int64_t *) dst->src[i + 4]->data)[token];
+    const int64_t n    = cur->ne[0]*cur->ne[1];
 
-    const float * x = i == 0 ? load_row(cur, token, node.scales, node.rotation_k) : load_row(cur, token, nullptr, node.rotation_v);
+    const auto * scales   = i == 0 ? node.scales : nullptr;
+    const int    rotation = i == 0 ? node.rotation_k : node.rotation_v;
 
-    // as SET_ROWS does it
-    ggml_get_type_traits_cpu(cold->type)->from_float(x, (char *) cold->data + row*cold->nb[1], n);
+    const float * x = change_basis(load_row(cur, token), scales, rotation);
 
     if (node.has_ring) {
         const size_t first = i == 0 ? 0 : dst->src[0]->ne[0]*dst->src[0]->ne[1];
         ggml_get_type_traits_cpu(GGML_TYPE_F16)->from_float(
                 x, (char *) dst->data + token*dst->nb[1] + first*sizeof(ggml_fp16_t), n);
     }
+
+    if (i == 0 && node.pairs) {
+        auto & row = load_row(cur, token);
+        take_bias(row, node, cur->ne[0], cell);
+        x = change_basis(row, scales, rotation);
+    }
+
+    // as SET_ROWS does it
+    ggml_get_type_traits_cpu(cold->type)->from_float(x, (char *) cold->data + cell*cold->nb[1], n);
 }
 
 static void store_compute(ggml_tensor * dst, int ith, int nth, void * userdata) {
@@ -83,8 +112,12 @@ ggml_tensor * llama_kv_node_store(
         ggml_tensor * cold_k, ggml_tensor * cold_v,
         ggml_tensor * cur_k,  ggml_tensor * cur_v,
         ggml_tensor * k_idxs, ggml_tensor * v_idxs) {
-    GGML_ASSERT(cur_k->type == GGML_TYPE_F32 && cur_k->nb[0] == sizeof(float));
-    GGML_ASSERT(cur_v->type == GGML_TYPE_F32 && cur_v->nb[0] == sizeof(float));
+    for (const ggml_tensor * cur : { cur_k, cur_v }) {
+        llama_kv_guard(cur->type == GGML_TYPE_F32 && cur->nb[0] == sizeof(float), "K and V of a token come as rows of F32");
+    }
+    for (const ggml_tensor * idxs : { k_idxs, v_idxs }) {
+        llama_kv_guard(idxs->type == GGML_TYPE_I64 && idxs->ne[0] == cur_k->ne[2], "each token comes with the row that it goes to");
+    }
 
     ggml_tensor * srcs[] = { cur_k, cur_v, cold_k, cold_v, k_idxs, v_idxs };
 
@@ -94,9 +127,15 @@ ggml_tensor * llama_kv_node_store(
 
 void llama_kv_node_write_ring(
         const ggml_tensor * rows, const ggml_tensor * idxs, const ggml_tensor * ring_k, const ggml_tensor * ring_v) {
+    const int64_t n_ring = ring_k->ne[1];
+
     for (int64_t token = 0; token < rows->ne[1]; ++token) {
         const int64_t row = ((const int64_t *) idxs->data)[token];
         const char *  src = (const char *) rows->data + token*rows->nb[1];
+
+        if (row % n_ring == n_ring - 1) {
+            continue; // the row that nobody reads
+        }
 
         memcpy((char *) ring_k->data + row*ring_k->nb[1], src,                  ring_k->nb[1]);
         memcpy((char *) ring_v->data + row*ring_v->nb[1], src + ring_k->nb[1], ring_v->nb[1]);

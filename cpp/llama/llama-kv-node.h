@@ -2,21 +2,29 @@
 
 // The two nodes that a layer of the graph has in place of upstream's: one stores K and V, one attends.
 
+#include "attention/attention.h"
 #include "ggml.h"
 #include "llama-kv-equalize.h"
 
 #include <cstdint>
 #include <vector>
 
+// Attention that the queries of a graph pay to each cell, summed over its layers: what each thread has seen.
+struct llama_kv_mass {
+    std::vector<std::vector<float>> by_thread = std::vector<std::vector<float>>(GGML_MAX_N_THREADS);
+};
+
 // Shared by the threads that run a node, and by the nodes of a context, which run one after the other.
 class llama_kv_scratch {
 public:
     void * get(); // 64-byte aligned
     void reserve(size_t size);
-    size_t size() const;
 
     // lengths of the runs of tokens of one sequence in the ubatch at hand; empty where each stream has one
     std::vector<int64_t> runs;
+
+    // where attention is watched; the ubatch is of one stream then
+    llama_kv_mass * mass = nullptr;
 
 private:
     std::vector<uint8_t> data;
@@ -31,12 +39,18 @@ struct llama_kv_node {
     float max_bias      = 0.0f;
     float logit_softcap = 0.0f;
 
+    // memory that calls may take into which the queries are cut, see to_calls: that of the layer's first graph
+    size_t cut_bytes = 0;
+
     // edge of the Hadamard blocks by which the nodes rotate K and Q, and V and the output; 0: they come rotated
     int rotation_k = 0;
     int rotation_v = 0;
 
     // K is stored times scales->k, Q comes divided by it; nullptr: the graph has done it, or nobody does
     const llama_kv_scales * scales = nullptr;
+
+    // what cold rows of K lack, with the turns of the cells of all streams; nullptr: nothing
+    const std::vector<mixedkv::attention_pair> * pairs = nullptr;
 
     // which of the optional sources the node has
     bool has_ring  = false;

@@ -56,6 +56,23 @@ private:
 
 } // namespace
 
+// upstream gives each token an empty cell of its own; where it does otherwise its choice stands
+static bool is_usual(
+        const llama_kv_cells & cells,
+        const llama_kv_cache::slot_info_vec_t & sinfos,
+        const std::vector<llama_ubatch> & ubatches) {
+    size_t n_tokens = 0;
+
+    for (size_t u = 0; u < ubatches.size(); ++u) {
+        if (u >= sinfos.size() || sinfos[u].n_stream() != 1 || sinfos[u].size() != ubatches[u].n_tokens) {
+            return false;
+        }
+        n_tokens += ubatches[u].n_tokens;
+    }
+
+    return n_tokens <= cells.size() - cells.get_used();
+}
+
 int64_t llama_kv_placement::find_tail(const llama_kv_cells & cells, llama_seq_id seq_id) const {
     const llama_pos last = cells.seq_pos_max(seq_id);
     const auto is_tail   = [&](uint32_t i) {
@@ -80,6 +97,10 @@ void llama_kv_placement::place(
         const llama_kv_cells & cells,
         llama_kv_cache::slot_info_vec_t & sinfos,
         const std::vector<llama_ubatch> & ubatches) {
+    if (!is_usual(cells, sinfos, ubatches)) {
+        return;
+    }
+
     empty_cells          empty(cells);
     std::vector<int64_t> at(tails.size(), -2); // not looked for
 

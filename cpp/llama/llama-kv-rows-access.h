@@ -3,6 +3,8 @@
 #include "llama-hparams.h"
 #include "llama-kv-cache.h"
 
+#include "ggml-cpp.h"
+
 // upstream's cache has no getters for these
 struct kv_access : llama_kv_cache {
     static const auto & get_layers(const llama_kv_cache & kv) { return kv.*(&kv_access::layers); }
@@ -18,15 +20,15 @@ struct kv_access : llama_kv_cache {
         return llama_hparams::is_masked_swa(get_n_swa(kv), get_swa_type(kv), pos, query);
     }
 
-    // edge of the Hadamard blocks, 0: the cache is not rotated; as llama_kv_cache::build_input_k_rot and _v_rot choose them
+    // the matrix that rows are rotated by, nullptr: they are not
+    static ggml_tensor * build_rot(const llama_kv_cache & kv, bool is_k, ggml_context * ctx) {
+        return is_k ? kv.build_input_k_rot(ctx) : kv.build_input_v_rot(ctx);
+    }
+
+    // its edge, 0: the cache is not rotated
     static int64_t get_rot(const llama_kv_cache & kv, bool is_k) {
-        if (!(is_k ? kv.*(&kv_access::attn_rot_k) : kv.*(&kv_access::attn_rot_v))) {
-            return 0;
-        }
-        int64_t res = 64;
-        while (is_k && kv.*(&kv_access::n_embd_head_k_all) % (2*res) == 0) {
-            res *= 2;
-        }
-        return res;
+        ggml_context_ptr    ctx(ggml_init({ ggml_tensor_overhead(), nullptr, true }));
+        const ggml_tensor * rot = build_rot(kv, is_k, ctx.get());
+        return rot ? rot->ne[0] : 0;
     }
 };

@@ -40,8 +40,7 @@ static std::string check_layer(const llama_kv_cache & kv, const mixedkv_layer_ro
     return "";
 }
 
-static std::string check_positions(
-        const llama_kv_cache & kv, llama_seq_id seq_id, const mixedkv_row_group & group, llama_pos shift, llama_pos drop_from) {
+static std::string check_order(const mixedkv_row_group & group, llama_pos shift) {
     for (uint32_t i = 0; i < group.n_rows; ++i) {
         const int64_t pos = int64_t(group.positions[i]) + shift;
         if (group.positions[i] < 0 || pos < 0 || pos >= INT32_MAX || (i > 0 && group.positions[i] <= group.positions[i - 1])) {
@@ -55,6 +54,12 @@ static std::string check_positions(
         }
     }
 
+    return "";
+}
+
+// the positions must not be there yet
+static std::string check_absent(
+        const llama_kv_cache & kv, llama_seq_id seq_id, const mixedkv_row_group & group, llama_pos shift, llama_pos drop_from) {
     if (group.n_rows == 0) {
         return "";
     }
@@ -67,6 +72,21 @@ static std::string check_positions(
     if (it != there.end() && it->first <= last && (drop_from < 0 || it->first < drop_from)) {
         return "sequence " + std::to_string(seq_id) + " already has position " + std::to_string(it->first) + ": remove [" +
             std::to_string(first) + ", " + std::to_string(last + 1) + ") first";
+    }
+
+    return "";
+}
+
+// rows whose F16 copies come must be there
+static std::string check_present(const llama_kv_cache & kv, llama_seq_id seq_id, const mixedkv_row_group & group) {
+    const auto & there = kv.get_cells(seq_id).seq_pos_get(seq_id);
+
+    for (uint32_t i = 0; i < group.n_rows; ++i) {
+        const auto it = there.lower_bound({ group.positions[i], 0 });
+        if (it == there.end() || it->first != group.positions[i]) {
+            return "sequence " + std::to_string(seq_id) + " does not have position " + std::to_string(group.positions[i]) +
+                ", whose F16 copy comes: import its rows first";
+        }
     }
 
     return "";
@@ -175,7 +195,7 @@ static std::string check_layers(
 
 std::string llama_kv_rows_check(
         llama_context & ctx, llama_seq_id seq_id, const mixedkv_row_group * groups, uint32_t n_groups, llama_pos shift,
-        llama_pos drop_from) {
+        llama_pos drop_from, llama_kv_rows_mode mode) {
     const auto caches = llama_kv_rows_groups(ctx);
 
     if (n_groups != caches.size()) {
@@ -189,13 +209,18 @@ std::string llama_kv_rows_check(
 
         res = check_arrays(*caches[i], groups[i], have.size());
         res = res.empty() ? check_layers(ctx.get_model(), *caches[i], groups[i], have) : res;
-        res = res.empty() ? check_positions(*caches[i], seq_id, groups[i], shift, drop_from) : res;
+        res = res.empty() ? check_order(groups[i], shift) : res;
+        if (res.empty() && mode == LLAMA_KV_ROWS_WINDOW) {
+            res = kv_access::get_n_swa(*caches[i]) == 0 ? check_present(*caches[i], seq_id, groups[i]) : "";
+        } else if (res.empty()) {
+            res = check_absent(*caches[i], seq_id, groups[i], shift, drop_from);
+        }
     }
 
     const auto * longest = std::max_element(groups, groups + n_groups, [](const auto & a, const auto & b) { return a.n_rows < b.n_rows; });
 
     for (uint32_t i = 0; i < n_groups && res.empty(); ++i) {
-        res = check_window(*caches[i], groups[i], *longest, shift);
+        res = mode == LLAMA_KV_ROWS_WHOLE ? check_window(*caches[i], groups[i], *longest, shift) : "";
         res = res.empty() && shift != 0 ? check_shift(ctx, *caches[i]) : res;
     }
 

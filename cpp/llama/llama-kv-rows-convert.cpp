@@ -1,6 +1,7 @@
 #include "llama-kv-rows-convert.h"
 
 #include "ggml-cpu.h"
+#include "llama-model.h"
 
 #include <cmath>
 #include <cstring>
@@ -36,8 +37,15 @@ void llama_kv_rows_rotate(float * x, int64_t n_total, int64_t n) {
     }
 }
 
-llama_kv_row_converter::llama_kv_row_converter(llama_kv_row_format src, llama_kv_row_format dst, int64_t n_embd) :
-    src(src), dst(dst), n_embd(n_embd), row(n_embd) {
+llama_kv_row_converter::llama_kv_row_converter(
+        const llama_kv_row_layer & layer, llama_kv_row_format src, llama_kv_row_format dst, int64_t n_embd) :
+    src(src), dst(dst), n_embd(n_embd), n_embd_head(layer.model.hparams.n_embd_head_k(layer.il)), row(n_embd) {
+    if (src.is_lacking()) {
+        src_rope.emplace(layer.model, layer.cparams, layer.il, src.scales->pairs);
+    }
+    if (dst.is_lacking()) {
+        dst_rope.emplace(layer.model, layer.cparams, layer.il, dst.scales->pairs);
+    }
 }
 
 void llama_kv_rows_scale(float * x, const std::vector<float> & scale) {
@@ -46,8 +54,8 @@ void llama_kv_rows_scale(float * x, const std::vector<float> & scale) {
     }
 }
 
-void llama_kv_row_converter::change_basis() {
-    const bool rescale = src.scales_id() != dst.scales_id();
+void llama_kv_row_converter::change_basis(llama_pos pos) {
+    const bool rescale = src.scales_id() != dst.scales_id() || src.is_lacking() != dst.is_lacking();
 
     if (src.rotation == dst.rotation && !rescale) {
         return;
@@ -59,6 +67,12 @@ void llama_kv_row_converter::change_basis() {
     if (rescale && src.scales) {
         llama_kv_rows_scale(row.data(), src.scales->q);
     }
+    if (rescale && src_rope) {
+        llama_kv_take_bias(row.data(), n_embd_head, *src.scales, src_rope->at(pos), -1.0f);
+    }
+    if (rescale && dst_rope) {
+        llama_kv_take_bias(row.data(), n_embd_head, *dst.scales, dst_rope->at(pos));
+    }
     if (rescale && dst.scales) {
         llama_kv_rows_scale(row.data(), dst.scales->k);
     }
@@ -67,7 +81,7 @@ void llama_kv_row_converter::change_basis() {
     }
 }
 
-void llama_kv_row_converter::convert(const void * from, void * to, int64_t n_rows) {
+void llama_kv_row_converter::convert(const void * from, void * to, const llama_pos * pos, int64_t n_rows) {
     if (is_copy()) {
         memcpy(to, from, n_rows*src_size());
         return;
@@ -86,7 +100,7 @@ void llama_kv_row_converter::convert(const void * from, void * to, int64_t n_row
             to_float(from_row, row.data(), n_embd);
         }
 
-        change_basis();
+        change_basis(pos[i]);
 
         if (dst.type == GGML_TYPE_F32) {
             memcpy(to_row, row.data(), dst_size());

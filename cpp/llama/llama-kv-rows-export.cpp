@@ -3,19 +3,16 @@
 #include "llama-kv-cache-mixed.h"
 #include "llama-kv-rows-access.h"
 
-#include "llama-kv-cache-iswa.h"
 #include "llama-model.h"
 
 #include <algorithm>
 #include <cstring>
 
 std::string llama_kv_rows_problem(llama_context & ctx) {
-    auto * memory = ctx.get_memory();
-
     const std::string arch = "architecture '" + ctx.get_model().arch_name() + "' ";
 
-    if (!dynamic_cast<llama_kv_cache *>(memory) && !dynamic_cast<llama_kv_cache_iswa *>(memory)) {
-        return arch + "keeps more than attention rows, which no token range can be cut from: save its whole state instead";
+    if (llama_kv_rows_groups(ctx).empty()) {
+        return arch + "keeps no rows in a cache of a known kind, which no token range can be cut from: save its whole state instead";
     }
 
     for (const llama_kv_cache * kv : llama_kv_rows_groups(ctx)) {
@@ -36,19 +33,28 @@ std::vector<llama_kv_row> llama_kv_rows_range(
         const llama_kv_cache & kv, llama_seq_id seq_id, llama_pos p0, llama_pos p1, std::string & problem) {
     auto rows = llama_kv_rows_find(kv, seq_id, p0, p1);
 
-    // a sliding window lets go of old positions, and only of these
-    const llama_pos first = kv_access::get_n_swa(kv) > 0 && !rows.empty() ? rows.front().pos : p0;
-    const llama_pos end   = p1 < 0 ? kv.get_cells(seq_id).seq_pos_max(seq_id) + 1 : p1;
+    const llama_pos last = kv.get_cells(seq_id).seq_pos_max(seq_id);
+    const llama_pos end  = p1 < 0 ? last + 1 : p1;
+
+    // a sliding window lets go of old positions, and of those between: the latest that follow each other are left
+    if (kv_access::get_n_swa(kv) > 0 && p0 < end && end <= last + 1) {
+        size_t n = !rows.empty() && rows.back().pos == end - 1;
+        while (n > 0 && n < rows.size() && rows[rows.size() - n - 1].pos == end - 1 - (llama_pos) n) {
+            ++n;
+        }
+        rows.erase(rows.begin(), rows.end() - n);
+        return rows;
+    }
 
     for (size_t i = 0; i < rows.size(); ++i) {
-        if (rows[i].pos != first + (llama_pos) i) {
-            problem = "sequence " + std::to_string(seq_id) + " does not have position " + std::to_string(first + (llama_pos) i) +
+        if (rows[i].pos != p0 + (llama_pos) i) {
+            problem = "sequence " + std::to_string(seq_id) + " does not have position " + std::to_string(p0 + (llama_pos) i) +
                 " exactly once";
             return {};
         }
     }
 
-    if (end <= p0 || first + (llama_pos) rows.size() != end) {
+    if (end <= p0 || p0 + (llama_pos) rows.size() != end) {
         problem = "sequence " + std::to_string(seq_id) + " has no rows up to position " + std::to_string(std::max(end - 1, p0));
         return {};
     }

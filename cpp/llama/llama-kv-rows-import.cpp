@@ -14,6 +14,7 @@
 
 // a group, or the part of it that goes in, and the cells that it goes to
 struct placement {
+    llama_context &   ctx;
     llama_kv_cache &  kv;
     mixedkv_row_group group;
 
@@ -59,6 +60,7 @@ static void import_columns(ggml_tensor * t, const std::vector<uint32_t> & cells,
 
 // K or V of a layer in a block, and what the cache makes of it
 struct source {
+    llama_kv_row_layer  layer;
     llama_kv_row_format format;
     llama_kv_row_format cold;
     int64_t             n_embd;
@@ -69,7 +71,7 @@ struct source {
 static source get_source(const placement & place, const mixedkv_layer_rows & rows, bool is_k) {
     const auto & kv = place.kv;
 
-    source res;
+    source res = { { place.ctx.get_model(), place.ctx.get_cparams(), uint32_t(rows.il) }, {}, {}, 0, nullptr, nullptr };
 
     res.format = is_k ? llama_kv_row_format{ rows.type_k, rows.rotation_k } : llama_kv_row_format{ rows.type_v, rows.rotation_v };
     res.cold   = { is_k ? kv.type_k() : kv.type_v(), uint32_t(kv_access::get_rot(kv, is_k)) };
@@ -77,6 +79,8 @@ static source get_source(const placement & place, const mixedkv_layer_rows & row
         const auto other = place.scales.find(rows.il);
         res.cold.scales   = llama_kv_rows_scales(kv, rows.il);
         res.format.scales = rows.equalization == 0 ? nullptr : other != place.scales.end() ? &other->second : res.cold.scales;
+        res.format.cold   = true;
+        res.cold.cold     = true;
     }
     res.n_embd = int64_t(rows.n_head_kv)*(is_k ? rows.n_embd_head_k : rows.n_embd_head_v);
     res.rows   = (const uint8_t *) (is_k ? rows.k : rows.v);
@@ -87,15 +91,15 @@ static source get_source(const placement & place, const mixedkv_layer_rows & row
 
 // the cold rows of the cache, from the most precise copy there is
 static std::vector<uint8_t> convert_cold(const source & src, const mixedkv_row_group & group) {
-    llama_kv_row_converter cold(src.format, src.cold, src.n_embd);
-    llama_kv_row_converter hot({ GGML_TYPE_F16, src.format.rotation, src.format.scales }, src.cold, src.n_embd);
+    llama_kv_row_converter cold(src.layer, src.format, src.cold, src.n_embd);
+    llama_kv_row_converter hot(src.layer, { GGML_TYPE_F16, src.format.rotation, src.format.scales }, src.cold, src.n_embd);
 
     std::vector<uint8_t> res(group.n_rows*cold.dst_size());
 
-    cold.convert(src.rows, res.data(), group.n_rows);
+    cold.convert(src.rows, res.data(), group.positions, group.n_rows);
 
     for (uint32_t i = 0; i < group.n_hot && !cold.is_copy(); ++i) {
-        hot.convert(src.hot + i*hot.src_size(), res.data() + group.hot[i]*hot.dst_size(), 1);
+        hot.convert(src.hot + i*hot.src_size(), res.data() + group.hot[i]*hot.dst_size(), group.positions + group.hot[i], 1);
     }
 
     return res;
@@ -155,8 +159,8 @@ static void import_hot(const placement & place, llama_seq_id seq_id, llama_kv_ca
 
             const llama_kv_row_format dst = { GGML_TYPE_F16, src.cold.rotation, src.cold.scales };
 
-            llama_kv_row_converter from_hot ({ GGML_TYPE_F16, src.format.rotation, src.format.scales }, dst, src.n_embd);
-            llama_kv_row_converter from_cold(src.format, dst, src.n_embd);
+            llama_kv_row_converter from_hot (src.layer, { GGML_TYPE_F16, src.format.rotation, src.format.scales }, dst, src.n_embd);
+            llama_kv_row_converter from_cold(src.layer, src.format, dst, src.n_embd);
 
             std::vector<uint8_t> row(from_hot.dst_size());
 
@@ -164,9 +168,9 @@ static void import_hot(const placement & place, llama_seq_id seq_id, llama_kv_ca
                 const bool is_hot = hot < group.n_hot && uint32_t(group.hot[hot]) == i;
                 if (slots[i] >= 0) {
                     if (is_hot) {
-                        from_hot.convert(src.hot + hot*from_hot.src_size(), row.data(), 1);
+                        from_hot.convert(src.hot + hot*from_hot.src_size(), row.data(), group.positions + i, 1);
                     } else {
-                        from_cold.convert(src.rows + i*from_cold.src_size(), row.data(), 1);
+                        from_cold.convert(src.rows + i*from_cold.src_size(), row.data(), group.positions + i, 1);
                     }
                     ggml_backend_tensor_set(ring, row.data(), slots[i]*ring->nb[1], ring->nb[1]);
                 }
@@ -174,6 +178,50 @@ static void import_hot(const placement & place, llama_seq_id seq_id, llama_kv_ca
             }
         }
     }
+}
+
+// the same for rows that are there; those that have a slot keep it. False when the ring has no room.
+static bool restore_hot(const placement & place, llama_seq_id seq_id, llama_kv_cache_mixed & kv) {
+    const auto & group = place.group;
+    const auto   strm  = kv.get_stream(seq_id);
+    const auto & there = kv.get_cells(seq_id).seq_pos_get(seq_id);
+
+    std::vector<uint32_t> hot;
+    std::vector<uint32_t> cells;
+    std::vector<int32_t>  wanted;
+
+    for (uint32_t i = 0; i < group.n_hot; ++i) {
+        const uint32_t cell = there.lower_bound({ group.positions[group.hot[i]], 0 })->second;
+        if (kv.get_ring(strm).slot_of(cell) < 0) {
+            hot.push_back(i);
+            cells.push_back(cell);
+            wanted.push_back(group.slots[i]);
+        }
+    }
+
+    const auto slots = kv.adopt(seq_id, cells, wanted);
+
+    for (uint32_t il = 0; il < group.n_layers; ++il) {
+        for (const bool is_k : { true, false }) {
+            const auto src  = get_source(place, group.layers[il], is_k);
+            auto *     ring = const_cast<ggml_tensor *>(is_k ? kv.get_k_ring_stream(group.layers[il].il, strm) :
+                                                               kv.get_v_ring_stream(group.layers[il].il, strm));
+
+            llama_kv_row_converter from_hot(src.layer, { GGML_TYPE_F16, src.format.rotation, src.format.scales },
+                                            { GGML_TYPE_F16, src.cold.rotation, src.cold.scales }, src.n_embd);
+
+            std::vector<uint8_t> row(from_hot.dst_size());
+
+            for (size_t i = 0; i < hot.size(); ++i) {
+                if (slots[i] >= 0) {
+                    from_hot.convert(src.hot + hot[i]*from_hot.src_size(), row.data(), group.positions + group.hot[hot[i]], 1);
+                    ggml_backend_tensor_set(ring, row.data(), slots[i]*ring->nb[1], ring->nb[1]);
+                }
+            }
+        }
+    }
+
+    return std::find(slots.begin(), slots.end(), mixedkv::hot_ring::none) == slots.end();
 }
 
 // the lowest ones, so that where rows lie does not depend on what was there before
@@ -196,7 +244,7 @@ static void import_group(llama_context & ctx, placement & place, llama_seq_id se
 
     place.sinfo.s0   = strm;
     place.sinfo.s1   = strm;
-    place.sinfo.strm = { strm };
+    place.sinfo.strm = { llama_seq_id(strm) };
     place.sinfo.idxs = { empty_cells(cells, group.n_rows) };
 
     llama_batch_allocr balloc(ctx.get_model().hparams.n_pos_per_embd());
@@ -293,14 +341,14 @@ static uint32_t count_room(const placement & place, llama_seq_id seq_id, llama_p
 }
 
 static placement make_place(
-        const llama_model & model, llama_kv_cache & kv, llama_seq_id seq_id, const mixedkv_row_group & group, llama_pos shift, llama_pos drop_from) {
-    placement res = { kv, group, {}, {}, {}, 0, {} };
+        llama_context & ctx, llama_kv_cache & kv, llama_seq_id seq_id, const mixedkv_row_group & group, llama_pos shift, llama_pos drop_from) {
+    placement res = { ctx, kv, group, {}, {}, {}, 0, {} };
 
     for (uint32_t i = 0; i < group.n_layers; ++i) {
         const auto & rows   = group.layers[i];
         const auto * scales = llama_kv_rows_scales(kv, rows.il);
         if (rows.equalization != 0 && rows.equalization != (scales ? scales->id : 0)) {
-            res.scales[rows.il] = llama_kv_make_scales(model, rows.il);
+            res.scales[rows.il] = llama_kv_make_scales(ctx.get_model(), rows.il);
         }
     }
 
@@ -313,8 +361,9 @@ static placement make_place(
 
 std::string llama_kv_rows_import(
         llama_context & ctx, llama_seq_id seq_id, const mixedkv_row_group * groups, uint32_t n_groups, llama_pos shift,
-        llama_pos drop_from) {
-    const std::string problem = llama_kv_rows_check(ctx, seq_id, groups, n_groups, shift, drop_from);
+        llama_pos drop_from, bool whole) {
+    const std::string problem =
+        llama_kv_rows_check(ctx, seq_id, groups, n_groups, shift, drop_from, whole ? LLAMA_KV_ROWS_WHOLE : LLAMA_KV_ROWS_PART);
     if (!problem.empty()) {
         return problem;
     }
@@ -324,7 +373,7 @@ std::string llama_kv_rows_import(
     std::vector<placement> places;
 
     for (uint32_t i = 0; i < n_groups; ++i) {
-        places.push_back(make_place(ctx.get_model(), *caches[i], seq_id, groups[i], shift, drop_from));
+        places.push_back(make_place(ctx, *caches[i], seq_id, groups[i], shift, drop_from));
         if (count_room(places[i], seq_id, drop_from) < places[i].group.n_rows) {
             return "no room for " + std::to_string(places[i].group.n_rows) + " more tokens in a cache of " +
                 std::to_string(caches[i]->get_size()) + ": remove sequences, or make the context with a larger n_ctx";
@@ -354,4 +403,38 @@ std::string llama_kv_rows_import(
     }
 
     return "";
+}
+
+std::string llama_kv_rows_restore_window(
+        llama_context & ctx, llama_seq_id seq_id, const mixedkv_row_group * groups, uint32_t n_groups) {
+    const std::string problem = llama_kv_rows_check(ctx, seq_id, groups, n_groups, 0, -1, LLAMA_KV_ROWS_WINDOW);
+    if (!problem.empty()) {
+        return problem;
+    }
+
+    const auto caches = llama_kv_rows_groups(ctx);
+
+    std::vector<placement> places;
+
+    for (uint32_t i = 0; i < n_groups; ++i) {
+        const bool slides = kv_access::get_n_swa(*caches[i]) > 0;
+        places.push_back(make_place(ctx, *caches[i], seq_id, groups[i], 0, slides ? 0 : -1));
+        if (slides && count_room(places[i], seq_id, 0) < places[i].group.n_rows) {
+            return "no room for a sliding window of " + std::to_string(places[i].group.n_rows) + " tokens: remove sequences";
+        }
+    }
+
+    bool complete = true;
+
+    for (auto & place : places) {
+        auto * mixed = dynamic_cast<llama_kv_cache_mixed *>(&place.kv);
+        if (place.group.n_rows > 0 && kv_access::get_n_swa(place.kv) > 0) {
+            place.kv.seq_rm(seq_id, -1, -1);
+            import_group(ctx, place, seq_id, 0);
+        } else if (place.group.n_hot > 0 && mixed && mixed->has_ring()) {
+            complete = restore_hot(place, seq_id, *mixed) && complete;
+        }
+    }
+
+    return complete ? "" : "no room for all F16 rows of the window: remove sequences";
 }

@@ -4,9 +4,11 @@
 #include "llama-kv-mixed-support.h"
 #include "llama-kv-rows-access.h"
 #include "llama-kv-rows-convert.h"
+#include "llama-kv-turns.h"
 
 #include "ggml-backend.h"
 #include "llama-hparams.h"
+#include "llama-model.h"
 
 #include <algorithm>
 #include <cstring>
@@ -60,6 +62,7 @@ std::vector<mixedkv_layer_info> llama_kv_rows_layers(const llama_kv_cache & kv, 
         info.equalization  = scales ? scales->id : 0;
         info.bytes_cold    = ggml_nbytes(layer.k) + ggml_nbytes(layer.v);
         info.bytes_hot     = mixed ? mixed->get_ring_bytes(layer.il) : 0;
+        info.n_swa         = kv_access::get_n_swa(kv);
 
         res.push_back(info);
     }
@@ -86,6 +89,7 @@ mixedkv_seq_info llama_kv_rows_seq(const llama_kv_cache & kv, llama_seq_id seq_i
     res.seq_id    = seq_id;
     res.pos_min   = cells.seq_pos_min(seq_id);
     res.pos_max   = cells.seq_pos_max(seq_id);
+    res.short_from = mixed ? mixed->get_use().short_from[seq_id] : -1;
     res.hot_begin = mixed && mixed->is_mixed() ? mixed->get_window().begin(res.pos_max) : res.pos_max + 1;
 
     for (const auto & [pos, cell] : cells.seq_pos_get(seq_id)) {
@@ -134,18 +138,20 @@ std::vector<llama_kv_row> llama_kv_rows_find(
 
     std::vector<llama_kv_row> res;
 
-    for (const auto & [pos, cell] : cells.seq_pos_get(seq_id)) {
-        if (pos >= p0 && (p1 < 0 || pos < p1)) {
-            res.push_back({ pos, cell, ringed ? mixed->get_hot_slot(kv.get_stream(seq_id), cell, begin) : -1 });
-        }
+    const auto & rows = cells.seq_pos_get(seq_id);
+
+    for (auto it = rows.lower_bound({ p0, 0 }); it != rows.end() && (p1 < 0 || it->first < p1); ++it) {
+        res.push_back({ it->first, it->second, ringed ? mixed->get_hot_slot(kv.get_stream(seq_id), it->second, begin) : -1 });
     }
 
     return res;
 }
 
 bool llama_kv_rows_read(
-        const llama_kv_cache & kv, const llama_hparams & hparams, int32_t il, llama_seq_id seq_id, bool is_k,
+        const llama_context & ctx, const llama_kv_cache & kv, int32_t il, llama_seq_id seq_id, bool is_k,
         const std::vector<llama_kv_row> & rows, bool unrotate, float * data) {
+    const auto & hparams = ctx.get_model().hparams;
+
     const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(&kv);
     const auto & layer = kv_access::get_layers(kv)[kv_access::get_ids(kv).at(il)];
 
@@ -160,6 +166,8 @@ bool llama_kv_rows_read(
     const int64_t n_embd = int64_t(is_k ? hparams.n_embd_head_k(il) : hparams.n_embd_head_v(il))*hparams.n_head_kv(il);
 
     const auto * scales = is_k ? llama_kv_rows_scales(kv, il) : nullptr;
+
+    llama_kv_rope rope(ctx.get_model(), ctx.get_cparams(), il, scales ? scales->pairs : std::vector<int32_t>());
 
     std::vector<float>   row(cold->ne[0]);
     std::vector<uint8_t> buf;
@@ -178,6 +186,9 @@ bool llama_kv_rows_read(
         }
         if (unrotate && scales) {
             llama_kv_rows_scale(row.data(), scales->q);
+            if (r.slot < 0 && !scales->pairs.empty()) {
+                llama_kv_take_bias(row.data(), hparams.n_embd_head_k(il), *scales, rope.at(r.pos), -1.0f);
+            }
         }
 
         data = std::copy_n(row.begin(), n_embd, data);

@@ -36,7 +36,7 @@ std::vector<llama_kv_row> llama_kv_rows_find(
         const llama_kv_cache & kv, llama_seq_id seq_id, llama_pos p0, llama_pos p1);
 
 // these rows in F32 [n_rows, n_head_kv, n_embd_head]; false: the layer stores no values (MLA)
-//   unrotate: in the model's basis, without the Hadamard rotation and the scales of a quantised cache
+//   unrotate: in the model's basis, without the Hadamard rotation and the scales of a quantised cache, and with the biases that cold rows lack
 bool llama_kv_rows_read(
-        const llama_kv_cache & kv, const llama_hparams & hparams, int32_t il, llama_seq_id seq_id, bool is_k,
+        const llama_context & ctx, const llama_kv_cache & kv, int32_t il, llama_seq_id seq_id, bool is_k,
         const std::vector<llama_kv_row> & rows, bool unrotate, float * data);

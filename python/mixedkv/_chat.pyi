@@ -20,8 +20,6 @@ class ChatPrompt:
     @property
     def parser(self) -> str: ...
     @property
-    def triggers(self) -> list[str]: ...
-    @property
     def preserved(self) -> list[str]:
         """Control tokens that are part of a call."""
 
@@ -40,8 +38,18 @@ class ChatTemplate:
     """A Jinja template; any number of threads may use it."""
 
     def __init__(self, source: str, bos: str, eos: str) -> None: ...
-    @property
-    def takes_tools(self) -> bool: ...
     def apply(
-        self, messages: str, tools: str, tool_choice: str, parallel: bool, thinking: bool
-    ) -> ChatPrompt: ...
+        self,
+        messages: str,
+        tools: str,
+        tool_choice: str,
+        parallel: bool,
+        thinking: bool,
+        variables: dict[str, str],
+        continues: bool,
+    ) -> ChatPrompt:
+        """
+        Args:
+            variables: of the template, each value as JSON.
+            continues: the last message is the answer's beginning.
+        """

@@ -28,10 +28,15 @@ class Stats(TypedDict):
     ring_rows: int
     n_cells_used: int
     n_cells_hot: int
+    hot_slots: int
+    hot_shared: bool
+    n_evicted: int
     n_elements: int
     bytes_total: int
     bytes_cold: int
     bytes_hot: int
+    bytes_view: int
+    bytes_compute: int
 
 class Layer(TypedDict):
     il: int
@@ -49,6 +54,7 @@ class Layer(TypedDict):
     group: int
     bytes_cold: int
     bytes_hot: int
+    n_swa: int
 
 class Sequence(TypedDict):
     seq_id: int
@@ -57,6 +63,7 @@ class Sequence(TypedDict):
     hot_begin: int
     n_hot: int
     n_cold: int
+    short_from: int
 
 class LayerRows(TypedDict):
     il: int
@@ -89,6 +96,7 @@ def configure_next(
     attention: str,
     n_draft: int = 0,
     equalize: bool = False,
+    hot_budget: int = 0,
 ) -> None: ...
 def withdraw() -> None: ...
 def check(
@@ -103,13 +111,27 @@ def check(
     n_ctx: int,
     n_draft: int = 0,
     equalize: bool = False,
+    hot_budget: int = 0,
 ) -> None: ...
+def count_ring_rows(
+    threshold: int,
+    group_size: int,
+    sink_tokens: int,
+    n_draft: int,
+    hot_budget: int,
+    n_seq: int,
+    n_cells: int,
+    bytes_cold: int,
+    bytes_f16: int,
+) -> tuple[int, int]: ...
 def hot_begin(threshold: int, group_size: int, sink_tokens: int, q: int) -> int: ...
 def is_hot(threshold: int, group_size: int, sink_tokens: int, p: int, q: int) -> bool: ...
 def stats(ctx: int) -> Stats: ...
 def layers(ctx: int) -> list[Layer]: ...
 def scales(ctx: int, il: int) -> npt.NDArray[np.float32] | None: ...
 def sequences(ctx: int) -> list[Sequence]: ...
+def short_from(ctx: int) -> list[int]: ...
+def window_is_whole(ctx: int, seq: int, pos: int) -> bool: ...
 def set_window(ctx: int, threshold: int, group_size: int, sink_tokens: int) -> None: ...
 def read_rows(
     ctx: int, il: int, seq: int, which: Literal["k", "v"], p0: int, p1: int, unrotate: bool
@@ -119,9 +141,29 @@ def read_tiers(
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]: ...
 def export_rows(ctx: int, seq: int, p0: int, p1: int) -> list[RowGroup]: ...
 def import_rows(ctx: int, seq: int, groups: list[dict[str, Any]], shift: int, drop_from: int) -> None: ...
+def fill(
+    ctx: int,
+    seq: int,
+    tokens: npt.NDArray[np.int32],
+    positions: npt.NDArray[np.int32],
+    logits: bool,
+    last_layer: int,
+    n_mass: int,
+) -> npt.NDArray[np.float32]: ...
+def import_part(ctx: int, seq: int, groups: list[dict[str, Any]]) -> None: ...
+def restore_window(ctx: int, seq: int, groups: list[dict[str, Any]]) -> None: ...
 
 class Threads:
     """CPU threads for a context, as many as it is set to; close them before it."""
 
     def __init__(self, ctx: int) -> None: ...
     def close(self) -> None: ...
+
+class Matrix:
+    """A matrix of a GGUF file as it lies in memory, [n_rows, n_in], of a ggml type; for one thread at a time.
+    The arithmetic is llama.cpp's on a CPU.
+    """
+
+    def __init__(self, data: Any, type: int, n_in: int, n_rows: int, n_threads: int) -> None: ...
+    def rows(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]: ...
+    def multiply(self, vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]: ...

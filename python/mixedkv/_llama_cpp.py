@@ -35,6 +35,11 @@ def vocab(llm: llama_cpp.Llama) -> Any:
     return llm._model.vocab
 
 
+def has_vocabulary(llm: llama_cpp.Llama) -> bool:
+    """False of the body of a split model: what llama.cpp is asked about tokens then ends the process."""
+    return bool(llama_cpp.llama_vocab_type(vocab(llm)) != llama_cpp.LLAMA_VOCAB_TYPE_NONE)
+
+
 def pre_tokenizer(llm: llama_cpp.Llama) -> str:
     """Name of what cuts a text into words before it has tokens; "" where there is none."""
     if llama_cpp.llama_vocab_type(vocab(llm)) != llama_cpp.LLAMA_VOCAB_TYPE_BPE:

@@ -14,6 +14,7 @@ HOT_TYPES = ("f16",)
 COLD_TYPES = ("q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 UNIFORM_TYPES = ("f16", "bf16", "f32", *COLD_TYPES)
 ATTENTIONS = ("auto", "fused", "merged")
+HOT_BUDGETS = ("auto", "all")
 
 
 def ggml_type(name: str) -> int:
@@ -51,6 +52,10 @@ class MixedKVConfig:
             many more. Of no effect without a recent window.
         attention: "fused" reads both tiers in one CPU kernel, "merged" through one F16 view of all
             rows on any backend, "auto" takes the fused kernel where the cache lies in CPU memory.
+        hot_budget: F16 tokens that all sequences of a context share. "auto" takes a quarter of the bytes of
+            the cold rows, but one window and the sinks of all sequences at least, and refuses what takes
+            more than F16. "all" has a window for every sequence. Where a number or "all" takes more than
+            F16, there is a warning only. See docs/architecture.md for what happens when it runs out.
         equalize: store K times one scale for each rotary pair, chosen from the model's weights, and
             divide Q by it. Without it keys with a few huge channels, which real models have, do not survive
             4 bits.
@@ -71,6 +76,7 @@ class MixedKVConfig:
     attention: str = "auto"
     n_draft: int = 16
     equalize: bool = True
+    hot_budget: int | str = "auto"
 
     def __post_init__(self) -> None:
         for field in ("enable_quantization", "equalize"):
@@ -83,12 +89,15 @@ class MixedKVConfig:
         _normalise(self, "attention", ATTENTIONS)
         check_window(self.quantization_threshold, self.group_size, self.sink_tokens)
         _check_int("n_draft", self.n_draft, at_least=0)
+        if isinstance(self.hot_budget, str):
+            _normalise(self, "hot_budget", HOT_BUDGETS)
+        else:
+            _check_int("hot_budget", self.hot_budget, at_least=1)
 
     @property
-    def hot_rows(self) -> int:
-        """F16 rows that a sequence has room for: the window, the sinks, and drafts that may be rejected."""
-        recent = self.quantization_threshold and self.quantization_threshold + self.n_draft
-        return recent + self.sink_tokens
+    def native_budget(self) -> int:
+        """`hot_budget` as the C API has it."""
+        return _NATIVE_BUDGETS.get(self.hot_budget, self.hot_budget)  # type: ignore[arg-type]
 
     @property
     def type_k(self) -> str:
@@ -102,7 +111,7 @@ class MixedKVConfig:
     @property
     def window(self) -> HotWindow:
         """Which positions are F16."""
-        return HotWindow(self.quantization_threshold, self.group_size, self.sink_tokens)
+        return HotWindow(self.quantization_threshold, self.group_size, self.sink_tokens, self.n_draft)
 
     @property
     def needs_flash(self) -> bool:
@@ -129,6 +138,7 @@ class MixedKVConfig:
             "attention": self.attention,
             "n_draft": self.n_draft,
             "equalize": self.equalize,
+            "hot_budget": self.native_budget,
         }
 
     def __str__(self) -> str:
@@ -184,6 +194,8 @@ class UniformKV:
 
 KVSetting = MixedKVConfig | UniformKV
 
+_NATIVE_BUDGETS = {"auto": 0, "all": 2**32 - 1}  # MIXEDKV_HOT_BUDGET_*
+
 _KEYS = {
     "cold_k": "cold_type_k",
     "cold_v": "cold_type_v",
@@ -193,6 +205,7 @@ _KEYS = {
     "attention": "attention",
     "draft": "n_draft",
     "equalize": "equalize",
+    "hot_budget": "hot_budget",
 }
 _KNOWN_KEYS = "cold, " + ", ".join(_KEYS)
 
@@ -214,8 +227,8 @@ def parse_kv(kv: str | KVSetting) -> KVSetting:
     """Read the setting of a cache: a spec or a setting itself.
 
     Specs: "mixed" (the defaults of `MixedKVConfig`), and with other values
-    "mixed:cold_k=q8_0,cold_v=q4_0,threshold=256,group=32,sinks=4,draft=16,equalize=false"; "cold=q8_0" sets
-    both cold types.
+    "mixed:cold_k=q8_0,cold_v=q4_0,threshold=256,group=32,sinks=4,draft=16,equalize=false,
+    hot_budget=2048"; "cold=q8_0" sets both cold types.
     A type such as "f16" or "q8_0" is llama.cpp's uniform cache of it, "q8_0/q4_0" one with another
     type for V. Each takes "attention=" too. "mixed:compact", "mixed:balanced" and "mixed:quality" are presets
     to start from, as in "mixed:quality,sinks=8". Case does not matter. `str()` of the result reads back
@@ -329,6 +342,8 @@ def _mixed_fields(spec: str, options: dict[str, str]) -> dict[str, Any]:
 def _parse_value(spec: str, key: str, value: str) -> str | int | bool:
     if key in ("threshold", "group", "sinks", "draft"):
         return _parse_int(spec, key, value)
+    if key == "hot_budget":
+        return value if value in HOT_BUDGETS else _parse_int(spec, key, value)
     if key != "equalize":
         return value
     if value not in ("true", "false"):

@@ -27,5 +27,13 @@ class QueueFullError(RuntimeError):
     """As many requests wait as may."""
 
 
+class RowsGoneError(RuntimeError):
+    """The rows that vectors build on are not in the context any more: all of them are needed again."""
+
+
 class ClosedError(RuntimeError):
     """The engine is shutting down or has stopped."""
+
+
+class ModelChangedError(ClosedError):
+    """The model's file was changed in place; the engine has stopped."""

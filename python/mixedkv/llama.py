@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import llama_cpp
 
 from mixedkv import _core, _llama_cpp, long_text
-from mixedkv.config import KVSetting, UniformKV, ggml_type, parse_kv, type_bits, type_name
+from mixedkv.config import KVSetting, MixedKVConfig, UniformKV, ggml_type, parse_kv, type_bits, type_name
 from mixedkv.errors import InvalidModelFileError, UnsupportedModelError
 from mixedkv.kv.cache import KVCache
 from mixedkv.limits import MAX_SEQUENCES
 from mixedkv.model.footprint import model_shape
 from mixedkv.model.gguf_file import ModelFile, file_stamp, read_model_file
+
+NO_VOCABULARY = "this model has no vocabulary, so it takes no text: the body of a split model needs its head"
 
 
 class Llama(llama_cpp.Llama):
@@ -77,6 +80,8 @@ class Llama(llama_cpp.Llama):
                 **kwargs,
             )
             self._check_bytes(file)
+            if not kwargs.get("vocab_only"):
+                self._warn_of_size()
             self._pre_tokenizer = _llama_cpp.pre_tokenizer(self)
             threads = _core.Threads(_llama_cpp.address(_llama_cpp.context(self)))
             _llama_cpp.at_close(self, threads.close)
@@ -98,7 +103,10 @@ class Llama(llama_cpp.Llama):
 
         Raises:
             ValueError: none would be: a line of more than 262,144 characters, for some vocabularies.
+            UnsupportedModelError: the model has no vocabulary.
         """
+        if not _llama_cpp.has_vocabulary(self):
+            raise UnsupportedModelError(NO_VOCABULARY)
         base = super().tokenize
         return long_text.tokenize(self._pre_tokenizer, text, lambda text: base(text, add_bos, special))
 
@@ -156,6 +164,15 @@ class Llama(llama_cpp.Llama):
             raise InvalidModelFileError(
                 f"{file.path} has no token for the byte 0x{byte:02X}: llama.cpp could not read every text. "
                 f"Convert the model again, with its byte tokens"
+            )
+
+    def _warn_of_size(self) -> None:
+        """Without a hot_budget such a cache is refused."""
+        if isinstance(self._setting, MixedKVConfig) and (stats := self._kv.stats()).saving < 0:
+            warnings.warn(
+                f"kv={str(self._setting)!r} takes {stats.bytes_total} bytes here, more than the "
+                f"{stats.bytes_f16} of kv='f16'",
+                stacklevel=3,
             )
 
     def _raise_clearly(self, error: BaseException, file: ModelFile) -> NoReturn:

@@ -1,4 +1,4 @@
-// IEEE half precision in plain integer arithmetic, and the block sizes of the quantised types.
+// IEEE half precision in plain integer arithmetic.
 
 #pragma once
 
@@ -7,9 +7,6 @@
 
 namespace mixedkv {
 namespace {
-
-constexpr int q8_0_bytes = 34; // F16 scale, 32 x int8
-constexpr int q4_0_bytes = 18; // F16 scale, 16 bytes of nibbles
 
 inline float half_to_float(uint16_t h) {
     const uint32_t sign      = uint32_t(h & 0x8000) << 16;

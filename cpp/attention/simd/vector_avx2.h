@@ -2,14 +2,14 @@
 
 #pragma once
 
-#include "half.h"
+#include "attention/row_types.h"
 
 #include <immintrin.h>
 
 namespace mixedkv {
 namespace {
 
-struct avx2 {
+struct avx2 : plain_blocks {
     using V                    = __m256;
     static constexpr int width = 8;
     static constexpr int rows  = 6; // of a product tile: 6 x 2 accumulators, 2 columns and a broadcast fit 16 registers
@@ -64,26 +64,32 @@ struct avx2 {
         return _mm256_and_ps(live, _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), e)));
     }
 
-    static void q8_0(const void * block, float * out) {
-        const char * q = static_cast<const char *>(block) + 2;
-        const V      d = set(scale_of(block));
-        for (int i = 0; i < 4; i++) {
-            const __m128i x = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(q + 8 * i));
-            store(out + 8 * i, mul(d, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x))));
+    using plain_blocks::unpack;
+
+    // 16 integers times d
+    static void scaled(__m128i x, V d, float * out) {
+        store(out, mul(d, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x))));
+        store(out + 8, mul(d, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(x, 8)))));
+    }
+
+    static void unpack(type_constant<row_type::q8_0>, const char * block, float * out) {
+        const V d = set(scale_of(block));
+        for (int i = 0; i < 2; i++) {
+            scaled(_mm_loadu_si128(reinterpret_cast<const __m128i *>(block + 2) + i), d, out + 16 * i);
         }
     }
 
-    static void q4_0(const void * block, float * out) {
-        const char *  q = static_cast<const char *>(block) + 2;
-        const V       d = set(scale_of(block));
-        const __m256i m = _mm256_set1_epi32(15);
-        const __m256i e = _mm256_set1_epi32(8);
-        for (int i = 0; i < 2; i++) {
-            const __m256i n = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(q + 8 * i)));
-            store(out + 8 * i, mul(d, _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_and_si256(n, m), e))));
-            store(out + 16 + 8 * i, mul(d, _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_srli_epi32(n, 4), e))));
-        }
+    template <class Values>
+    static void look_up(const char * block, float * out) {
+        const V       d      = set(scale_of(block));
+        const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i *>(Values::at));
+        const __m128i x      = _mm_loadu_si128(reinterpret_cast<const __m128i *>(block + 2));
+        const __m128i nibble = _mm_set1_epi8(15);
+        scaled(_mm_shuffle_epi8(values, _mm_and_si128(x, nibble)), d, out);
+        scaled(_mm_shuffle_epi8(values, _mm_and_si128(_mm_srli_epi16(x, 4), nibble)), d, out + 16);
     }
+    static void unpack(type_constant<row_type::q4_0>, const char * p, float * out) { look_up<q4_0_values>(p, out); }
+    static void unpack(type_constant<row_type::iq4_nl>, const char * p, float * out) { look_up<iq4_nl_values>(p, out); }
 
     // out[j * out_stride + i] = in[i * in_stride + j] for 8 x 8
     static void transpose(const float * in, int64_t in_stride, float * out, int64_t out_stride) {

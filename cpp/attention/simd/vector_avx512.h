@@ -2,14 +2,14 @@
 
 #pragma once
 
-#include "half.h"
+#include "attention/row_types.h"
 
 #include <immintrin.h>
 
 namespace mixedkv {
 namespace {
 
-struct avx512 {
+struct avx512 : plain_blocks {
     using V                    = __m512;
     static constexpr int width = 16;
     static constexpr int rows  = 6; // of a product tile: 6 x 4 accumulators, 4 columns and a broadcast fit 32 registers
@@ -51,24 +51,27 @@ struct avx512 {
         return _mm512_maskz_scalef_ps(live, p, n);
     }
 
-    static void q8_0(const void * block, float * out) {
-        const char * q = static_cast<const char *>(block) + 2;
-        const V      d = set(scale_of(block));
+    using plain_blocks::unpack;
+
+    static void unpack(type_constant<row_type::q8_0>, const char * block, float * out) {
+        const V d = set(scale_of(block));
         for (int i = 0; i < 2; i++) {
-            const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i *>(q) + i);
+            const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i *>(block + 2) + i);
             store(out + 16 * i, mul(d, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x))));
         }
     }
 
     // The 16 values of a block are looked up in a register: the index is the low nibble of each dword.
-    static void q4_0(const void * block, float * out) {
-        const V values =
-            mul(set(scale_of(block)), _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7));
-        const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i *>(static_cast<const char *>(block) + 2));
-        const __m512i n = _mm512_cvtepu8_epi32(x);
+    template <class Values>
+    static void look_up(const char * block, float * out) {
+        const __m128i bytes  = _mm_loadu_si128(reinterpret_cast<const __m128i *>(Values::at));
+        const V       values = mul(set(scale_of(block)), _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)));
+        const __m512i n      = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(block + 2)));
         store(out, _mm512_permutexvar_ps(n, values));
         store(out + 16, _mm512_permutexvar_ps(_mm512_srli_epi32(n, 4), values));
     }
+    static void unpack(type_constant<row_type::q4_0>, const char * p, float * out) { look_up<q4_0_values>(p, out); }
+    static void unpack(type_constant<row_type::iq4_nl>, const char * p, float * out) { look_up<iq4_nl_values>(p, out); }
 
     // out[j * out_stride + i] = in[i * in_stride + j] for 16 x 16
     static void transpose(const float * in, int64_t in_stride, float * out, int64_t out_stride) {

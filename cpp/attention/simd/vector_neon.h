@@ -2,14 +2,14 @@
 
 #pragma once
 
-#include "half.h"
+#include "attention/row_types.h"
 
 #include <arm_neon.h>
 
 namespace mixedkv {
 namespace {
 
-struct neon {
+struct neon : plain_blocks {
     using V                    = float32x4_t;
     static constexpr int width = 4;
     static constexpr int rows  = 6; // of a product tile: 6 x 4 accumulators, 4 columns and a broadcast fit 32 registers
@@ -63,20 +63,25 @@ struct neon {
         }
     }
 
-    static void q8_0(const void * block, float * out) {
-        const int8_t * q = static_cast<const int8_t *>(block) + 2;
+    using plain_blocks::unpack;
+
+    static void unpack(type_constant<row_type::q8_0>, const char * block, float * out) {
+        const int8_t * q = reinterpret_cast<const int8_t *>(block + 2);
         const V        d = set(scale_of(block));
         scaled(vld1q_s8(q), d, out);
         scaled(vld1q_s8(q + 16), d, out + 16);
     }
 
-    static void q4_0(const void * block, float * out) {
-        const uint8x16_t q = vld1q_u8(static_cast<const uint8_t *>(block) + 2);
-        const V          d = set(scale_of(block));
-        const int8x16_t  e = vdupq_n_s8(8);
-        scaled(vsubq_s8(vreinterpretq_s8_u8(vandq_u8(q, vdupq_n_u8(15))), e), d, out);
-        scaled(vsubq_s8(vreinterpretq_s8_u8(vshrq_n_u8(q, 4)), e), d, out + 16);
+    template <class Values>
+    static void look_up(const char * block, float * out) {
+        const uint8x16_t q      = vld1q_u8(reinterpret_cast<const uint8_t *>(block + 2));
+        const V          d      = set(scale_of(block));
+        const int8x16_t  values = vld1q_s8(Values::at);
+        scaled(vqtbl1q_s8(values, vandq_u8(q, vdupq_n_u8(15))), d, out);
+        scaled(vqtbl1q_s8(values, vshrq_n_u8(q, 4)), d, out + 16);
     }
+    static void unpack(type_constant<row_type::q4_0>, const char * p, float * out) { look_up<q4_0_values>(p, out); }
+    static void unpack(type_constant<row_type::iq4_nl>, const char * p, float * out) { look_up<iq4_nl_values>(p, out); }
 
     // out[j * out_stride + i] = in[i * in_stride + j] for 4 x 4
     static void transpose(const float * in, int64_t in_stride, float * out, int64_t out_stride) {

@@ -30,7 +30,7 @@ struct amx_decode {
         alignas(64) float s[few_rows * key_block];
         prefetcher        keys(w, span.segment->k, span, head, key_block);
         prefetcher        values(w, span.segment->v, span, head, key_block);
-        if (is_quantised(span.segment->k.type)) {
+        if (has_integers(span.segment->k.type)) {
             amx_scores::run(w, head, m, span, keys, s);
         } else {
             base::score_rows(w, head, m, span, s);
@@ -39,7 +39,7 @@ struct amx_decode {
             keys.step(3);
             base::weigh_row(w, head, m, span, row, s + row * key_block);
         }
-        if (is_quantised(span.segment->v.type)) {
+        if (has_integers(span.segment->v.type)) {
             amx_output::run(w, head, m, span, values, s);
         } else {
             base::add_values(w, head, m, span, s);

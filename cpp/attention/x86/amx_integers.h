@@ -17,6 +17,19 @@ inline __m512i nibbles(__m512i x, __m512i which) {
     return _mm512_gf2p8affine_epi64_epi8(x, which, 0xf8);
 }
 
+// What the nibbles of x stand for: the low ones in lanes of `low_nibble`, the high ones in the others
+template <row_type type>
+__m512i values_of(__m512i x, __m512i which) {
+    if constexpr (integer_rows<type>::even) {
+        return nibbles(x, which);
+    } else {
+        const __m512i  low_lanes = _mm512_set1_epi64(low_nibble);
+        const __mmask8 low       = _mm512_cmpeq_epi64_mask(which, low_lanes);
+        const __m512i  n         = _mm512_mask_mov_epi64(_mm512_srli_epi16(x, 4), low, x);
+        return _mm512_shuffle_epi8(in_lanes(integer_rows<type>::at), _mm512_and_si512(n, _mm512_set1_epi8(15)));
+    }
+}
+
 using tile_sums = int32_t[2][tile_bytes / 4]; // two result tiles
 
 } // namespace

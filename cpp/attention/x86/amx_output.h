@@ -30,9 +30,9 @@ struct amx_output {
         constexpr int bytes = block_bytes(type);
         for (int b = 0; b < n_blocks; b++) {
             const __m512i x = interleave(p + b * bytes + 2, row);
-            if (type == row_type::q4_0) {
-                _mm512_store_si512(v.ints[b][0] + at, nibbles(x, _mm512_set1_epi64(low_nibble)));
-                _mm512_store_si512(v.ints[b][1] + at, nibbles(x, _mm512_set1_epi64(high_nibble)));
+            if constexpr (integer_rows<type>::nibbles) {
+                _mm512_store_si512(v.ints[b][0] + at, values_of<type>(x, _mm512_set1_epi64(low_nibble)));
+                _mm512_store_si512(v.ints[b][1] + at, values_of<type>(x, _mm512_set1_epi64(high_nibble)));
             } else {
                 _mm512_store_si512(v.ints[b][0] + at, x);
                 _mm512_store_si512(v.ints[b][1] + at, interleave(p + b * bytes + 18, row));
@@ -46,7 +46,7 @@ struct amx_output {
     template <row_type type>
     static void unpack(const char * p, const attention_rows & rows, prefetcher & ahead, int n, int n_blocks,
                        panel & v) {
-        constexpr int64_t most = 4 * q8_0_bytes;
+        constexpr int64_t most = 4 * most_block_bytes;
         for (int j = 0; j < key_block; j += 4) {
             const int at = 64 * (j % 16 + j / 16);
             if (j + 4 <= n) {
@@ -150,7 +150,7 @@ struct amx_output {
             const int    left     = w.args->d_v / 32 - int(g) * 4;
             const int    n_blocks = left < 4 ? left : 4;
             const char * p        = key_row(rows, span.first, head) + g * 4 * block_bytes(rows.type);
-            with_type(rows.type, [&](auto type) {
+            with_integers(rows.type, [&](auto type) {
                 if (n_blocks == 4) { // twice, so that one of them is compiled for 4
                     unpack<decltype(type)::value>(p, rows, ahead, span.n, 4, v);
                 } else {

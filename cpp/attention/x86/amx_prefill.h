@@ -198,6 +198,7 @@ struct amx_prefill {
             float * weights = s + r * most_keys;
             int     used    = 0;
             if (row + r < m.rows && span.states[(row + r) / group] != all_hidden) {
+                base::add_pairs(w, head, span, row + r, weights);
                 base::weigh(rule_of(w, span, head, row + r), weights, span.n, m.max[row + r], m.sum[row + r],
                             m.acc + (row + r) * m.d_v_padded, m.d_v_padded);
                 used = int(round_up(span.n, 16));

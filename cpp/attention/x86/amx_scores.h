@@ -77,13 +77,15 @@ struct amx_scores {
     // Two blocks in order of their elements
     template <row_type type>
     static __m512i unpack_pair(const char * a, const char * b) {
-        if (type == row_type::q8_0) {
+        if constexpr (!integer_rows<type>::nibbles) {
             return _mm512_inserti64x4(_mm512_castsi256_si512(load_32(a + 2)), load_32(b + 2), 1);
+        } else {
+            const __m512i x =
+                _mm512_mask_broadcast_i32x4(_mm512_broadcast_i32x4(load_16(a + 2)), 0xff00, load_16(b + 2));
+            const __m512i which = _mm512_setr_epi64(low_nibble, low_nibble, high_nibble, high_nibble, low_nibble,
+                                                    low_nibble, high_nibble, high_nibble);
+            return values_of<type>(x, which);
         }
-        const __m512i x = _mm512_mask_broadcast_i32x4(_mm512_broadcast_i32x4(load_16(a + 2)), 0xff00, load_16(b + 2));
-        const __m512i which = _mm512_setr_epi64(low_nibble, low_nibble, high_nibble, high_nibble, low_nibble,
-                                                low_nibble, high_nibble, high_nibble);
-        return nibbles(x, which);
     }
 
     // 16 keys of a group of n_blocks <= 2 * pairs; absent blocks repeat the last one and meet zeros of Q.
@@ -212,7 +214,7 @@ struct amx_scores {
                     prefetcher & ahead, float * s) {
         for (int64_t g = 0; g < groups(w.args->d_k); g++) {
             const int left = w.args->d_k / 32 - int(g) * 4;
-            with_type(span.segment->k.type, [&](auto type) {
+            with_integers(span.segment->k.type, [&](auto type) {
                 if (left > 2) {
                     score_group<decltype(type)::value, 2>(w, head, m, span, g, left < 4 ? left : 4, ahead, s);
                 } else {

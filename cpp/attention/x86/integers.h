@@ -10,13 +10,54 @@ namespace {
 
 constexpr float int16_limit = 32512; // 127 * 256: both bytes stay within [-128, 127]
 
-inline bool is_quantised(row_type t) {
-    return t == row_type::q8_0 || t == row_type::q4_0;
+// Types whose values are a scale times a byte: F16 scale, then 32 bytes, or 16 bytes of nibbles that stand for them.
+// A minimum would need the sum of Q as well.
+template <row_type type>
+struct integer_rows;
+
+template <>
+struct integer_rows<row_type::q8_0> {
+    static constexpr bool nibbles = false;
+    static constexpr int  offset  = 128; // makes integers unsigned
+};
+
+template <>
+struct integer_rows<row_type::q4_0> : q4_0_values {
+    static constexpr bool nibbles = true;
+    static constexpr bool even    = true; // a nibble less the offset is its value
+    static constexpr int  offset  = 8;
+};
+
+template <>
+struct integer_rows<row_type::iq4_nl> : iq4_nl_values {
+    static constexpr bool nibbles = true;
+    static constexpr bool even    = false;
+    static constexpr int  offset  = 128;
+};
+
+// Calls f with the type as a constant if it is one of these
+template <class F>
+bool with_integers(row_type type, F f) {
+    switch (type) {
+    case row_type::q8_0:
+        f(type_constant<row_type::q8_0>{});
+        return true;
+    case row_type::q4_0:
+        f(type_constant<row_type::q4_0>{});
+        return true;
+    case row_type::iq4_nl:
+        f(type_constant<row_type::iq4_nl>{});
+        return true;
+    default:
+        return false;
+    }
 }
 
-constexpr int block_bytes(row_type t) {
-    return t == row_type::q8_0 ? q8_0_bytes : q4_0_bytes;
+inline bool has_integers(row_type type) {
+    return with_integers(type, [](auto) {});
 }
+
+constexpr int most_block_bytes = block_bytes(row_type::q8_0);
 
 inline __m128i load_16(const char * p) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i *>(p));
@@ -34,20 +75,16 @@ inline __m512i load_lanes(const char * p, int64_t row) {
     return _mm512_mask_broadcast_i32x4(x, 0xf000, load_16(p + 3 * row));
 }
 
-template <class T, T v>
-struct constant {
-    static constexpr T value = v;
-};
-
-template <class F>
-void with_type(row_type type, F f) {
-    type == row_type::q4_0 ? f(constant<row_type, row_type::q4_0>{}) : f(constant<row_type, row_type::q8_0>{});
+// Bytes of a table in every 128-bit lane, and what nibbles stand for there
+inline __m512i in_lanes(const int8_t * table, int plus = 0) {
+    const __m128i x = _mm_add_epi8(load_16(reinterpret_cast<const char *>(table)), _mm_set1_epi8(char(plus)));
+    return _mm512_broadcast_i32x4(x);
 }
 
 // The scales of 4 blocks as F16 in the lower 64 bits; b1, b2, b3: bytes from the first block to the others
 template <row_type type>
 static __m128i four_scales(const char * p, int n_blocks, int b1, int b2, int b3) {
-    if (type == row_type::q4_0 && n_blocks == 4) { // all within the first 64 of 72 bytes
+    if (integer_rows<type>::nibbles && n_blocks == 4) { // all within the first 64 of 72 bytes
         const __m512i at = _mm512_castsi128_si512(_mm_setr_epi8(0, 1, 18, 19, 36, 37, 54, 55, 0, 0, 0, 0, 0, 0, 0, 0));
         return _mm512_castsi512_si128(_mm512_permutexvar_epi8(at, _mm512_loadu_si512(p)));
     }
@@ -94,7 +131,7 @@ struct key_scales {
     // of n keys; past the last key it is repeated up to a whole block
     template <row_type type>
     void load_all(const char * p, int64_t row, int n, int n_blocks) {
-        constexpr int64_t most = 4 * q8_0_bytes;
+        constexpr int64_t most = 4 * most_block_bytes;
         for (int j = 0; j < key_block; j += 4) {
             if (j + 4 <= n) {
                 load<type>(p + j * row, row, n_blocks, j);

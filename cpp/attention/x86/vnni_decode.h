@@ -1,5 +1,5 @@
-// Decode on AVX-512 VNNI over q4_0 and q8_0 rows: their integers are multiplied as they are, with Q and the weights as
-// 16-bit integers. Sums are exact in 32 bits; scales are applied to them in F32.
+// Decode on AVX-512 VNNI over rows of a scale and integers (integers.h): their integers are multiplied as they are,
+// with Q and the weights as 16-bit integers. Sums are exact in 32 bits; scales are applied to them in F32.
 //
 // Scores: 16 keys are turned so that each is a column of dwords (4 elements). Bytes are multiplied unsigned by signed:
 // K gets an offset, whose share of the sum is known from Q alone, and Q comes in two signed bytes (high * 256 + low).
@@ -15,7 +15,7 @@ namespace {
 struct vnni_decode {
     using base = tile<avx512>;
 
-    static constexpr int max_row_bytes = 256 / 32 * q8_0_bytes;
+    static constexpr int max_row_bytes = 256 / 32 * most_block_bytes;
 
     // Four rows of Q, one block of 32 elements
     struct quad {
@@ -61,12 +61,11 @@ struct vnni_decode {
         }
     }
 
-    static constexpr int offset(row_type t) { return t == row_type::q4_0 ? 8 : 128; }
-
     // Elements 4 i .. 4 i + 3 of a block of 16 keys, plus the offset, as unsigned bytes in x[i]
     template <row_type type>
     static void columns(const char * p, int64_t row, __m512i * x) {
-        for (int part = 0; part < (type == row_type::q4_0 ? 1 : 2); part++) {
+        using rows = integer_rows<type>;
+        for (int part = 0; part < (rows::nibbles ? 1 : 2); part++) {
             __m512i r[4]; // keys i, 4 + i, 8 + i, 12 + i
             for (int i = 0; i < 4; i++) {
                 r[i] = load_lanes(p + i * row + 2 + 16 * part, 4 * row);
@@ -76,10 +75,15 @@ struct vnni_decode {
             const __m512i t[4] = { _mm512_unpacklo_epi64(a, c), _mm512_unpackhi_epi64(a, c),
                                    _mm512_unpacklo_epi64(b, d), _mm512_unpackhi_epi64(b, d) };
             for (int i = 0; i < 4; i++) {
-                if (type == row_type::q4_0) {
+                if constexpr (rows::nibbles) {
                     const __m512i nibble = _mm512_set1_epi8(15);
                     x[i]                 = _mm512_and_si512(t[i], nibble);
                     x[i + 4]             = _mm512_and_si512(_mm512_srli_epi16(t[i], 4), nibble);
+                    if constexpr (!rows::even) {
+                        const __m512i values = in_lanes(rows::at, rows::offset);
+                        x[i]                 = _mm512_shuffle_epi8(values, x[i]);
+                        x[i + 4]             = _mm512_shuffle_epi8(values, x[i + 4]);
+                    }
                 } else {
                     x[4 * part + i] = _mm512_xor_si512(t[i], _mm512_set1_epi8(-128));
                 }
@@ -93,7 +97,7 @@ struct vnni_decode {
         __m512i high[4], low[4];
         for (int r = 0; r < 4; r++) {
             high[r] = _mm512_setzero_si512();
-            low[r]  = _mm512_set1_epi32(-offset(type) * q.sum[r]);
+            low[r]  = _mm512_set1_epi32(-integer_rows<type>::offset * q.sum[r]);
         }
         for (int i = 0; i < 8; i++) {
             for (int r = 0; r < 4; r++) {
@@ -160,15 +164,15 @@ struct vnni_decode {
     // Elements 0..15 and 16..31 of a block of two keys, as 16-bit integers side by side
     template <row_type type>
     static void pair(const char * p, int64_t row, __m512i & first, __m512i & second) {
-        if (type == row_type::q4_0) {
-            alignas(
-                64) static constexpr int16_t values[32] = { -8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7,
-                                                            -8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7 };
-            const __m512i                    a          = _mm512_cvtepu8_epi32(load_16(p + 2));
-            const __m512i                    b          = _mm512_cvtepu8_epi32(load_16(p + row + 2));
-            const __m512i                    x          = _mm512_or_si512(a, _mm512_slli_epi32(b, 16));
-            first  = _mm512_permutexvar_epi16(x, _mm512_load_si512(values)); // bit 4 of the index does nothing
-            second = _mm512_permutexvar_epi16(_mm512_srli_epi16(x, 4), _mm512_load_si512(values));
+        using rows = integer_rows<type>;
+        if constexpr (rows::nibbles) {
+            const __m256i values = _mm256_cvtepi8_epi16(load_16(reinterpret_cast<const char *>(rows::at)));
+            const __m512i table  = _mm512_broadcast_i64x4(values); // bit 4 of an index does nothing
+            const __m512i a      = _mm512_cvtepu8_epi32(load_16(p + 2));
+            const __m512i b      = _mm512_cvtepu8_epi32(load_16(p + row + 2));
+            const __m512i x      = _mm512_or_si512(a, _mm512_slli_epi32(b, 16));
+            first                = _mm512_permutexvar_epi16(x, table);
+            second               = _mm512_permutexvar_epi16(_mm512_srli_epi16(x, 4), table);
             return;
         }
         const auto both = [&](int i) {
@@ -293,19 +297,15 @@ struct vnni_decode {
         alignas(64) float s[few_rows * key_block];
         prefetcher        keys(w, span.segment->k, span, head, key_block);
         prefetcher        values(w, span.segment->v, span, head, key_block);
-        if (is_quantised(span.segment->k.type)) {
-            with_type(span.segment->k.type,
-                      [&](auto type) { score_keys<decltype(type)::value>(w, head, m, span, keys, s); });
-        } else {
+        if (!with_integers(span.segment->k.type,
+                           [&](auto type) { score_keys<decltype(type)::value>(w, head, m, span, keys, s); })) {
             base::score_rows(w, head, m, span, s);
         }
         for (int row = 0; row < m.rows; row++) {
             base::weigh_row(w, head, m, span, row, s + row * key_block);
         }
-        if (is_quantised(span.segment->v.type)) {
-            with_type(span.segment->v.type,
-                      [&](auto type) { add_values<decltype(type)::value>(w, head, m, span, values, s); });
-        } else {
+        if (!with_integers(span.segment->v.type,
+                           [&](auto type) { add_values<decltype(type)::value>(w, head, m, span, values, s); })) {
             base::add_values(w, head, m, span, s);
         }
     }

@@ -36,9 +36,13 @@ struct mixedkv_config {
     uint32_t               group_size;  // G: once there are more than T, the oldest G leave together
     uint32_t               sink_tokens; // the first positions of a sequence, kept hot for good
     enum mixedkv_attention attention;
-    uint32_t               n_draft;  // tokens that may be taken back as if they had never come: so many more F16 rows
-    bool                   equalize; // K is stored times one scale for each rotary pair, from the model's weights
+    uint32_t               n_draft;    // tokens that may be taken back as if they had never come: so many more F16 rows
+    bool                   equalize;   // K is stored times one scale for each rotary pair, from the model's weights
+    uint32_t               hot_budget; // F16 rows that all sequences of the context share, or one of these two
 };
+
+#define MIXEDKV_HOT_BUDGET_AUTO 0u // a quarter of the cold rows' bytes, one window at least, less than F16 in all
+#define MIXEDKV_HOT_BUDGET_ALL  UINT32_MAX // a window for every sequence
 
 // One layer as the cache stores it.
 struct mixedkv_layer_info {
@@ -57,6 +61,7 @@ struct mixedkv_layer_info {
     uint32_t       group;        // layers of one group hold the same positions
     uint64_t       bytes_cold;   // K and V, capacity
     uint64_t       bytes_hot;    // K and V of the F16 ring, capacity
+    uint32_t       n_swa;        // tokens that the layer's sliding window sees, older rows may be gone; 0: it keeps all
 };
 
 // One sequence, as the query at its last position sees it.
@@ -64,9 +69,10 @@ struct mixedkv_seq_info {
     int32_t seq_id;
     int32_t pos_min; // -1: the sequence is empty
     int32_t pos_max;
-    int32_t hot_begin; // first position of the recent window, pos_max + 1 when it is empty
-    int32_t n_hot;     // live rows that attention reads in F16
-    int32_t n_cold;    // live rows that attention reads in the cold type
+    int32_t hot_begin;  // first position of the recent window, pos_max + 1 when it is empty
+    int32_t n_hot;      // live rows that attention reads in F16
+    int32_t n_cold;     // live rows that attention reads in the cold type
+    int32_t short_from; // first position that was evaluated without F16 rows which made room for others, -1: none
 };
 
 struct mixedkv_stats {
@@ -83,10 +89,15 @@ struct mixedkv_stats {
     uint32_t ring_rows;    // F16 rows per stream, padding included
     uint32_t n_cells_used; // live cells over all streams of the full-attention cache
     uint32_t n_cells_hot;  // of these, those that are read in F16
+    uint32_t hot_slots;    // F16 rows that the sequences of the context share
+    bool     hot_shared;   // these are less than a window for every sequence
+    uint64_t n_evicted;    // F16 rows that made room for others before their window had let go of them
     uint64_t n_elements;   // K and V elements of all cells: what bits per element divides by
-    uint64_t bytes_total;  // from llama.cpp's own memory breakdown of the KV cache
+    uint64_t bytes_total;  // from llama.cpp's own memory breakdown of the KV cache, and bytes_view
     uint64_t bytes_cold;
     uint64_t bytes_hot;
+    uint64_t bytes_view;    // of the compute buffers: the F16 view of a layer's rows, 0 if every layer is fused
+    uint64_t bytes_compute; // all compute buffers of the context
 };
 
 // Which llama.cpp the library was built from, and what it can run on this machine.
@@ -111,6 +122,20 @@ LLAMA_API enum mixedkv_status mixedkv_get_layers(struct llama_context * ctx, str
                                                  uint32_t n, uint32_t * n_out);
 LLAMA_API enum mixedkv_status mixedkv_get_sequences(struct llama_context * ctx, struct mixedkv_seq_info * out,
                                                     uint32_t n, uint32_t * n_out);
+
+// mixedkv_seq_info::short_from of every sequence, and nothing else: cheap enough for every step.
+LLAMA_API enum mixedkv_status mixedkv_get_short(struct llama_context * ctx, int32_t * out, uint32_t n,
+                                                uint32_t * n_out);
+
+// Whether a token of the sequence that is evaluated at `pos` next finds every key of its window in F16, in all layers.
+LLAMA_API enum mixedkv_status mixedkv_window_is_whole(struct llama_context * ctx, int32_t seq_id, int32_t pos,
+                                                      bool * out);
+
+// F16 rows that a cache of n_cells for n_seq sequences allocates, for a token that takes so many bytes in all layers,
+// cold and in F16. *least_out is the least hot_budget that it takes.
+LLAMA_API enum mixedkv_status mixedkv_count_ring_rows(const struct mixedkv_config * config, uint32_t n_seq,
+                                                      uint32_t n_cells, uint64_t bytes_cold, uint64_t bytes_f16,
+                                                      uint32_t * n_out, uint32_t * least_out);
 
 // What K of a layer is stored times: F32 [n_head_kv, n_embd_head_k], *n_out of them; 0: K is stored as it is. Up to n
 // are written.
@@ -182,6 +207,24 @@ LLAMA_API enum mixedkv_status mixedkv_export_layer(struct llama_context * ctx, i
 LLAMA_API enum mixedkv_status mixedkv_import_rows(struct llama_context * ctx, int32_t seq_id,
                                                   const struct mixedkv_row_group * groups, uint32_t n_groups,
                                                   int32_t shift, int32_t drop_from);
+
+// Evaluates tokens of one sequence at positions that it lacks: they see what the sequence has before them, and each
+// other. Rows behind them stay as they are. positions: [n], ascending; n is n_batch at most. logits: of the last token.
+// last_layer: -1; otherwise evaluation ends after the attention of this layer, rows of later ones are then whatever was
+// there, and the tokens must be removed again. mass: F32 [n_mass] or NULL: the attention that these tokens pay to each
+// position of the sequence is added to it, summed over layers, heads and tokens. What is read in F16 is left out.
+// The last two need the fused attention in every layer.
+LLAMA_API enum mixedkv_status mixedkv_fill(struct llama_context * ctx, int32_t seq_id, const llama_token * tokens,
+                                           const llama_pos * positions, uint32_t n, bool logits, int32_t last_layer,
+                                           float * mass, uint32_t n_mass);
+// The same without shift, of rows that lack what the next token reads: more rows follow, or their window does.
+LLAMA_API enum mixedkv_status mixedkv_import_part(struct llama_context * ctx, int32_t seq_id,
+                                                  const struct mixedkv_row_group * groups, uint32_t n_groups);
+
+// Gives a sequence back what it had where it stood once, for a sequence that was cut there: F16 copies of rows that it
+// has, and in layers with a sliding window these rows instead of its own. When this fails the copies may be incomplete.
+LLAMA_API enum mixedkv_status mixedkv_restore_window(struct llama_context * ctx, int32_t seq_id,
+                                                     const struct mixedkv_row_group * groups, uint32_t n_groups);
 
 #ifdef __cplusplus
 }

@@ -22,8 +22,9 @@ from mixedkv.model.gguf_file import ModelFile, read_model_file
 
 _MODES = get_args(QualityRow.model_fields["mode"].annotation)
 _ALL = tuple(name for name, test in TESTS.items() if test.in_all)
+_REUSE_SPECS = ("mixed:cold=q8_0", "mixed")
 _SERVE_SPECS = ("f16", "mixed")
-_N_PROMPT = {"store": 4096, "serve": 1024}
+_N_PROMPT = {"store": 4096, "reuse": 1700, "serve": 1024}
 _DEPTHS = (0, 4096, 16384)
 _N_CTX = 4096  # of quality
 _N_CTX_RECALL = 2048  # the bundled model answers few questions from further back, whatever its cache
@@ -56,12 +57,15 @@ def check(args: argparse.Namespace) -> Options:
         clients=args.clients,
         folder=args.folder,
         threads=args.threads or len(os.sched_getaffinity(0)),
+        busy=args.busy,
         repeats=args.repeats,
         fill=args.fill,
         modes=_MODES if args.mode == "both" else (args.mode,),
         text=_read_text(args.text),
         budget=args.budget,
         peer=args.test == "serve" if args.peer is None else args.peer,
+        calibrate=args.calibrate,
+        max_kld=args.max_kld,
         json=args.json,
         plot=args.plot,
     )
@@ -86,10 +90,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--threads", metavar="N", type=number(1), help="CPU threads (all)")
     parser.add_argument(
+        "--busy", metavar="N", type=number(0), default=0, help="processes that only compute beside speed (0)"
+    )
+    parser.add_argument(
         "--repeats", metavar="N", type=number(1), default=5, help="rounds, documents, journals (5)"
     )
     parser.add_argument(
-        "--n-prompt", metavar="N", type=number(1), help="tokens of a prompt (512, store 4096, serve 1024)"
+        "--n-prompt",
+        metavar="N",
+        type=number(1),
+        help="tokens of a prompt (512, store 4096, reuse 1700, serve 1024)",
     )
     parser.add_argument("--n-gen", metavar="N", type=number(1), default=32, help="tokens generated (32)")
     parser.add_argument("--fill", choices=FILLS, default="auto", help="how a depth is reached (auto)")
@@ -110,6 +120,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--clients", metavar="N,N", type=clients, default=(1, 2, 4, 8), help="at a time (1,2,4,8)"
     )
     kept.add_argument("--folder", metavar="DIR", type=Path, help="where store writes (a temporary one)")
+    reuse = parser.add_argument_group("reuse")
+    reuse.add_argument(
+        "--calibrate", action="store_true", help="more methods, and what was found into the store in --folder"
+    )
+    reuse.add_argument(
+        "--max-kld", metavar="NATS", type=nats, default=0.01, help="divergence a calibration allows (0.01)"
+    )
 
 
 def number(least: int) -> Callable[[str], int]:
@@ -133,6 +150,17 @@ def clients(text: str) -> tuple[int, ...]:
     return tuple(sorted({number(1)(part.strip()) for part in text.split(",")}))
 
 
+def nats(text: str) -> float:
+    """A positive divergence."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of nats")
+    return value
+
+
 def size(text: str) -> int:
     """Bytes of "2GiB", "500M" or "4096"; units are powers of 1024."""
     digits = text.strip().upper().removesuffix("B").removesuffix("I")
@@ -148,10 +176,11 @@ def size(text: str) -> int:
 
 def _settings(args: argparse.Namespace) -> list[Setting]:
     """The server has no choice of flash attention: it uses it where the cache needs it."""
-    if args.test != "serve":
-        return make_settings(args.kv or DEFAULT_SPECS, args.flash_attn)
+    if args.test not in ("serve", "split"):
+        default = _REUSE_SPECS if args.test == "reuse" else DEFAULT_SPECS
+        return make_settings(args.kv or default, args.flash_attn)
     if args.flash_attn == "on":
-        raise ValueError("--flash-attn on is not a choice of serve: leave it out")
+        raise ValueError(f"--flash-attn on is not a choice of {args.test}: leave it out")
     return make_settings(args.kv or _SERVE_SPECS, "off")
 
 

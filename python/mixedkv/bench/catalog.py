@@ -6,21 +6,35 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mixedkv.bench import kept_kv, memory, quality, recall, serving, speed
+from mixedkv.bench import aged, kept_kv, memory, moved_kv, quality, recall, serving, speed, splitting
+from mixedkv.bench.aged import AgedRow
 from mixedkv.bench.harness.row import Part
 from mixedkv.bench.kept_kv import ChatRow, StoreRow
 from mixedkv.bench.memory import MemoryRow
+from mixedkv.bench.moved_kv import ReuseRow
 from mixedkv.bench.quality import QualityRow
 from mixedkv.bench.recall import RecallRow
 from mixedkv.bench.serving import ServeRow, StallRow
 from mixedkv.bench.speed import SpeedRow
+from mixedkv.bench.splitting import SplitRow
 
 TESTS = {
-    module.TEST.name: module.TEST for module in (memory, speed, quality, recall, kept_kv, serving)
+    module.TEST.name: module.TEST
+    for module in (memory, speed, aged, quality, recall, kept_kv, moved_kv, serving, splitting)
 }  # in the order of `all`
 
 AnyRow = Annotated[
-    MemoryRow | SpeedRow | QualityRow | RecallRow | StoreRow | ChatRow | ServeRow | StallRow,
+    MemoryRow
+    | SpeedRow
+    | AgedRow
+    | QualityRow
+    | RecallRow
+    | StoreRow
+    | ChatRow
+    | ReuseRow
+    | ServeRow
+    | StallRow
+    | SplitRow,
     Field(discriminator="test"),
 ]
 

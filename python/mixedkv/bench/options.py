@@ -30,12 +30,15 @@ class Options:
     clients: tuple[int, ...]
     folder: Path | None
     threads: int
+    busy: int
     repeats: int
     fill: str
     modes: tuple[str, ...]
     text: str | None
     budget: int | None
     peer: bool
+    calibrate: bool
+    max_kld: float
     json: Path | None
     plot: Path | None
 

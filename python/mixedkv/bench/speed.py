@@ -19,6 +19,7 @@ from mixedkv.bench.bench_test import Bench, BenchTest, Measure
 from mixedkv.bench.harness import context_facts
 from mixedkv.bench.harness.cache_settings import Setting
 from mixedkv.bench.harness.contexts import CannotRunError, Model
+from mixedkv.bench.harness.neighbours import neighbours
 from mixedkv.bench.harness.progress import Progress
 from mixedkv.bench.harness.row import Row
 from mixedkv.bench.harness.speed_run import Local, RunFacts, Runner, Work
@@ -46,6 +47,7 @@ class SpeedRow(Row):
     depth: int = Field(description="tokens in the cache before the measured ones")
     n_prompt: int = Field(description="tokens of the prompt, evaluated in micro-batches of 512")
     n_gen: int = Field(description="tokens generated one by one")
+    busy: int = Field(default=0, description="processes that only computed beside (`--busy`)")
     fill: str | None = Field(
         default=None,
         description='`"synthetic"`: the state was made of the rows of 64 decoded tokens, repeated up to the '
@@ -66,6 +68,10 @@ class SpeedRow(Row):
     pp_vs_uniform: float | None = Field(
         default=None, description="the same against llama.cpp's own cache of the same K and V types"
     )
+    pp_vs_stock: float | None = Field(
+        default=None,
+        description="with `--peer`: times as fast as the fastest F16 setting of the stock library, likewise",
+    )
     tg_tps: float | None = Field(
         default=None, description="tokens per second of generation, median of the rounds"
     )
@@ -74,6 +80,7 @@ class SpeedRow(Row):
     tg_samples: list[float] | None = Field(default=None, description="as `pp_samples`")
     tg_vs_f16: float | None = Field(default=None, description="as `pp_vs_f16`")
     tg_vs_uniform: float | None = Field(default=None, description="as `pp_vs_uniform`")
+    tg_vs_stock: float | None = Field(default=None, description="as `pp_vs_stock`")
     peer_version: str | None = Field(default=None, description="version of the stock llama_cpp")
     peer_extra_buffers: bool | None = Field(
         default=None,
@@ -133,9 +140,10 @@ def measure(bench: Bench) -> None:
                 with ExitStack() as stack:
                     for contender, (_, _, open_) in zip(contenders, entries, strict=True):
                         _open(contender, open_, work, stack, progress)
-                    _take_turns(contenders, work, options.repeats, progress)
+                    with neighbours(options.busy):
+                        _take_turns(contenders, work, options.repeats, progress)
             finally:
-                for row in _rows(contenders, work):
+                for row in _rows(contenders, work, options.busy):
                     bench.add(row)
 
 
@@ -189,13 +197,12 @@ def _take_turns(contenders: Sequence[Contender], work: Work, repeats: int, progr
             progress.step()
 
 
-def _rows(contenders: Sequence[Contender], work: Work) -> Iterator[SpeedRow]:
-    ours = [contender for contender in contenders if contender.engine == "mixedkv"]
+def _rows(contenders: Sequence[Contender], work: Work, busy: int) -> Iterator[SpeedRow]:
     for contender in contenders:
         measured: dict[str, float | list[float]] = {}
         if contender.times:
-            measured = _rates(contender, ours, "pp", work.n_prompt) | _rates(
-                contender, ours, "tg", work.n_gen
+            measured = _rates(contender, contenders, "pp", work.n_prompt) | _rates(
+                contender, contenders, "tg", work.n_gen
             )
         row = {
             "engine": contender.engine,
@@ -205,6 +212,7 @@ def _rows(contenders: Sequence[Contender], work: Work) -> Iterator[SpeedRow]:
             "depth": work.depth,
             "n_prompt": work.n_prompt,
             "n_gen": work.n_gen,
+            "busy": busy,
             **contender.facts,
             **measured,
         }
@@ -212,16 +220,16 @@ def _rows(contenders: Sequence[Contender], work: Work) -> Iterator[SpeedRow]:
 
 
 def _rates(
-    contender: Contender, ours: Sequence[Contender], part: Literal["pp", "tg"], n: int
+    contender: Contender, contenders: Sequence[Contender], part: Literal["pp", "tg"], n: int
 ) -> dict[str, float | list[float]]:
     """The fields of one of the two parts."""
 
     def seconds(of: Contender) -> list[float]:
         return [getattr(times, part) for times in of.times]
 
-    def fastest(wanted: Callable[[Contender], bool]) -> Contender | None:
-        candidates = [other for other in ours if other.times and wanted(other)]
-        return min(candidates, key=lambda other: float(np.median(seconds(other))), default=None)
+    def fastest(wanted: Callable[[Contender], bool], engine: str = "mixedkv") -> Contender | None:
+        candidates = [each for each in contenders if each.engine == engine and each.times and wanted(each)]
+        return min(candidates, key=lambda each: float(np.median(seconds(each))), default=None)
 
     samples = [n / each for each in seconds(contender)]
     low, median, high = quartiles(samples)
@@ -230,6 +238,8 @@ def _rates(
     }  # fmt: skip
     if base := fastest(lambda other: other.setting.is_f16):
         fields[f"{part}_vs_f16"] = _ratio(seconds(base), seconds(contender))
+    if base := fastest(lambda other: other.setting.is_f16, "llama_cpp"):
+        fields[f"{part}_vs_stock"] = _ratio(seconds(base), seconds(contender))
     if base := fastest(lambda other: _is_uniform_twin(other.setting, contender.setting.kv)):
         fields[f"{part}_vs_uniform"] = _ratio(seconds(base), seconds(contender))
     return fields
@@ -247,8 +257,9 @@ def _ratio(base: Sequence[float], seconds: Sequence[float]) -> float:
 
 def _cells(rows: Sequence[SpeedRow]) -> Cells:
     n_prompt, n_gen = rows[0].n_prompt, rows[0].n_gen
-    head = ["cache", "attention", f"prompt of {n_prompt}, tok/s", "", "x f16", "x same type"]
-    head += [f"generating {n_gen}, tok/s", "", "x f16", "x same type"]
+    stock = ["x stock"] if any(row.engine == "llama_cpp" for row in rows) else []
+    head = ["cache", "attention", f"prompt of {n_prompt}, tok/s", "", "x f16", "x same type", *stock]
+    head += [f"generating {n_gen}, tok/s", "", "x f16", "x same type", *stock]
     return [head] + [
         [
             row.name,
@@ -257,10 +268,12 @@ def _cells(rows: Sequence[SpeedRow]) -> Cells:
             spread(row.pp_low, row.pp_tps, row.pp_high, row.pp_samples),
             number(row.pp_vs_f16, ".2f"),
             number(row.pp_vs_uniform, ".2f"),
+            *([number(row.pp_vs_stock, ".2f")] if stock else []),
             number(row.tg_tps, ".1f"),
             spread(row.tg_low, row.tg_tps, row.tg_high, row.tg_samples),
             number(row.tg_vs_f16, ".2f"),
             number(row.tg_vs_uniform, ".2f"),
+            *([number(row.tg_vs_stock, ".2f")] if stock else []),
         ]
         for row in rows
     ]

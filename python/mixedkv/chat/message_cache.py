@@ -98,7 +98,7 @@ class MessageCache:
         exact_only: reuse only what goes on exactly as if it had never left, see `Reuse.exact`.
 
     Raises:
-        UnsupportedModelError: the model keeps more than rows of tokens, or takes pictures.
+        UnsupportedModelError: the model takes pictures.
         ValueError: a setting is wrong.
     """
 
@@ -113,10 +113,6 @@ class MessageCache:
         attention_sink_tokens: int | None = 4,
         exact_only: bool = False,
     ) -> None:
-        if not llm.kv.can_cut:
-            raise UnsupportedModelError(
-                "recurrent layers keep a state that cannot be cut at a token: use create_chat_completion"
-            )
         if isinstance(llm.chat_handler, _PICTURES):
             raise UnsupportedModelError("tokens do not tell pictures apart: use create_chat_completion")
         self._llm = llm

@@ -56,7 +56,7 @@ def reuse_prefix(
     """
     wanted = np.asarray(tokens, np.intc)[:-1]
     n_live = _live_prefix(llm, window, wanted)
-    exact = not n_live or (n_live <= llm.kv.exact_tokens and llm.kv.window_is_whole(n_live))
+    exact = not n_live or (n_live <= llm.kv.exact_tokens and llm.kv.holds(0, n_live))
     if exact_only and not exact:
         n_live = 0
     match = store.find(identity, wanted, exact_only=exact_only) if len(wanted) else None
@@ -87,7 +87,7 @@ def reuse_prefix(
 
 def _live_prefix(llm: Llama, window: Window, wanted: np.ndarray) -> int:
     n = common_prefix(llm.input_ids[: window.whole], wanted)
-    return n if n == llm.n_tokens or _has_window(llm, n) else 0
+    return n if n == llm.n_tokens or (llm.kv.can_cut and _has_window(llm, n)) else 0
 
 
 def _has_window(llm: Llama, n: int) -> bool:

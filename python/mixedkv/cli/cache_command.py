@@ -20,7 +20,7 @@ _LABEL_SHOWN = 28
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "List, remove, check or clean the KV that is stored in a folder."
+    parser.description = "List, remove, check, clean or rekey the KV that is stored in a folder."
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
     _add(actions, "ls", _ls, "list what is stored, last used first")
     rm = _add(actions, "rm", _rm, "remove entries, and what builds on them")
@@ -29,6 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rm.add_argument("--tenant", metavar="NAME", default="", help="the session's tenant")
     rm.add_argument("--all", action="store_true", help="everything")
     _add(actions, "verify", _verify, "read everything, remove what is damaged")
+    rekey = _add(actions, "rekey", _rekey, "give an encrypted store another master key, also its sessions")
+    rekey.add_argument("--new-key", metavar="SOURCE", required=True, help="the new one, as --key")
     gc = _add(actions, "gc", _gc, "remove what was left behind by killed programs")
     gc.add_argument("--max-gb", metavar="N", type=_gigabytes, help="also shrink the store to this size")
 
@@ -45,12 +47,17 @@ def _add(actions: Any, name: str, command: Any, text: str) -> argparse.ArgumentP
 
 def _open(args: argparse.Namespace, max_gb: float = _ANY_SIZE_GB) -> KVStore:
     from mixedkv.store import KVStore, parse_key_source
-    from mixedkv.store.entries import store_root
 
-    if not store_root(args.store).is_dir():
-        raise ValueError(f"{args.store} holds no store of this version")
+    _check_store(args.store)
     key = parse_key_source(args.key) if args.key else None
     return KVStore(args.store, max_ram_bytes=0, max_kv_size_gb=max_gb, key=key, check_key=False)
+
+
+def _check_store(folder: Path) -> None:
+    from mixedkv.store.folder import store_root
+
+    if not store_root(folder).is_dir():
+        raise ValueError(f"{folder} holds no store of this version")
 
 
 def _ls(args: argparse.Namespace) -> None:
@@ -109,6 +116,19 @@ def _gc(args: argparse.Namespace) -> None:
     print(f"{report.n_unfinished} unfinished files, {report.n_orphans} files without an entry,")
     print(f"{report.n_missing} entries without a file, {report.n_evicted} over the size: removed")
     print(f"{stats.n_entries} entries, {format_bytes(stats.bytes_disk)} stay")
+
+
+def _rekey(args: argparse.Namespace) -> None:
+    from mixedkv.sessions.reseal import reseal
+    from mixedkv.store import parse_key_source, rekey
+
+    if not args.key:
+        raise ValueError("rekey: give the old key with --key")
+    _check_store(args.store)
+    old, new = parse_key_source(args.key), parse_key_source(args.new_key)
+    n_entries = rekey(args.store, old, new)
+    n_sessions = reseal(args.store, old, new)
+    print(f"{n_entries} entries and {n_sessions} sessions have the new key; the old one reads none of them")
 
 
 def _gigabytes(text: str) -> float:

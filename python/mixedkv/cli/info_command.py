@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-m", "--model", metavar="FILE", help="GGUF model (default: the bundled one)")
     parser.add_argument(
-        "--n-ctx", metavar="N", type=positive, help=f"context (default: {_N_CTX} or the model's)"
+        "--n-ctx",
+        metavar="N",
+        type=positive,
+        nargs="+",
+        help=f"contexts (default: {_N_CTX} or the model's)",
     )
+    parser.add_argument(
+        "--sequences",
+        metavar="N",
+        type=positive,
+        nargs="+",
+        default=[1],
+        help="how many sequences share the context (default: 1; the server has 16)",
+    )
+    parser.add_argument("--kv", metavar="SPEC", nargs="+", default=_SETTINGS, help="caches to compare")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(command=info)
 
@@ -39,12 +53,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def info(args: argparse.Namespace) -> None:
     file = read_model_file(Path(args.model) if args.model else model_path())
     shape = model_shape(file)
-    n_ctx = args.n_ctx or min(_N_CTX, shape.n_ctx_train or _N_CTX)
-    report = _report(file, shape, n_ctx)
-    print(json.dumps(report, indent=2) if args.json else "\n".join(_lines(report)))
+    contexts = args.n_ctx or [min(_N_CTX, shape.n_ctx_train or _N_CTX)]
+    sizes = list(product(contexts, args.sequences))
+    report = _report(file, shape, args.kv, sizes)
+    print(json.dumps(report, indent=2) if args.json else "\n".join(_lines(report, sizes)))
 
 
-def _report(file: ModelFile, shape: ModelShape, n_ctx: int) -> dict[str, Any]:
+def _report(
+    file: ModelFile, shape: ModelShape, specs: Iterable[str], sizes: list[tuple[int, int]]
+) -> dict[str, Any]:
     return {
         "model": {
             "path": str(file.path),
@@ -60,37 +77,58 @@ def _report(file: ModelFile, shape: ModelShape, n_ctx: int) -> dict[str, Any]:
                 for x in shape.layers
             ],
         },
-        "n_ctx": n_ctx,
+        "n_ctx": sizes[0][0],
         "computed_by": "formula",
-        "caches": [_cache(shape, spec, n_ctx) for spec in _SETTINGS],
+        "caches": [_cache(shape, spec, *size) for spec in specs for size in sizes],
     }
 
 
-def _cache(shape: ModelShape, spec: str, n_ctx: int) -> dict[str, Any]:
-    size = footprint(shape, parse_kv(spec), n_ctx)
+def _cache(shape: ModelShape, spec: str, n_ctx: int, n_seq: int) -> dict[str, Any]:
+    size = footprint(shape, parse_kv(spec), n_ctx, n_seq)
     f16 = footprint(shape, parse_kv("f16"), n_ctx).bytes
     return {
         "kv": spec,
+        "n_ctx": n_ctx,
+        "sequences": n_seq,
         "bytes": size.bytes,
+        "bytes_view": size.view,
         "bits_per_element": round(size.bits_per_element, 3),
         "saving": round(1 - size.bytes / f16, 4) if f16 else 0.0,
     }
 
 
-def _lines(report: dict[str, Any]) -> Iterable[str]:
+def _lines(report: dict[str, Any], sizes: list[tuple[int, int]]) -> Iterable[str]:
     model = report["model"]
     yield f"model    {model['name']} ({model['architecture']}, {format_bytes(model['bytes'])})"
     yield f"layers   {_layers_text(model)}"
     yield f"heads    {_spread(model['n_head'])} query, {_kv_heads(model['layers'])}"
     yield f"context  {model['n_ctx_train']} tokens in training"
     yield ""
-    yield f"KV cache for {report['n_ctx']} tokens, by formula: nothing was loaded or allocated"
-    yield f"  {'--kv':<32}{'size':>12}{'bits/element':>16}{'below F16':>13}"
-    for cache in report["caches"]:
-        size, bits = format_bytes(cache["bytes"]), f"{cache['bits_per_element']:.2f}"
-        yield f"  {cache['kv']:<32}{size:>12}{bits:>16}{cache['saving']:>13.0%}"
+    yield from _table(report["caches"], *sizes[0]) if len(sizes) == 1 else _matrix(report["caches"], sizes)
+    if any(cache["saving"] < 0 for cache in report["caches"]):
+        yield "  More than F16 is refused where hot_budget is not given."
+    if view := max(cache["bytes_view"] for cache in report["caches"]):
+        yield f"  Mixed and in an accelerator's memory: up to {format_bytes(view)} more to read it."
     if model["sliding_window"]:
         yield f"  Sliding-window layers ({model['sliding_window']}) count with the whole context."
+
+
+def _table(caches: list[dict[str, Any]], n_ctx: int, n_seq: int) -> Iterable[str]:
+    shared = f" that {n_seq} sequences share" if n_seq > 1 else ""
+    yield f"KV cache for {n_ctx} tokens{shared}, by formula: nothing was loaded or allocated"
+    yield f"  {'--kv':<32}{'size':>12}{'bits/element':>16}{'below F16':>13}"
+    for cache in caches:
+        size, bits = format_bytes(cache["bytes"]), f"{cache['bits_per_element']:.2f}"
+        yield f"  {cache['kv']:<32}{size:>12}{bits:>16}{cache['saving']:>13.0%}"
+
+
+def _matrix(caches: list[dict[str, Any]], sizes: list[tuple[int, int]]) -> Iterable[str]:
+    yield "Bits per element, by formula: nothing was loaded or allocated"
+    yield f"  {'tokens':<32}" + "".join(f"{n_ctx:>8}" for n_ctx, _ in sizes)
+    yield f"  {'sequences':<32}" + "".join(f"{n_seq:>8}" for _, n_seq in sizes)
+    for i in range(0, len(caches), len(sizes)):
+        bits = (cache["bits_per_element"] for cache in caches[i : i + len(sizes)])
+        yield f"  {caches[i]['kv']:<32}" + "".join(f"{x:>8.2f}" for x in bits)
 
 
 def _layers_text(model: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Command line: `run` generates text, `serve` serves it, `cache` looks after stored KV, `bench` measures."""
+"""Command line: `run`, `chat` and `serve` answer, `split` divides a model, `cache`, `bench`, `info`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ EXIT_INTERRUPTED = 130
 
 _COMMANDS = {
     "run": "generate text from a prompt",
+    "chat": "talk to a model, and go on another day",
     "info": "what a cache would take",
     "serve": "serve a model over HTTP, as OpenAI does",
+    "split": "a model on two machines: layers and cache here, embeddings and output head there",
     "cache": "list, check and clean stored KV",
     "bench": "measure speed, memory, quality and recall of cache settings, kept KV, the server",
 }

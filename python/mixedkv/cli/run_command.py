@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import llama_cpp
-from llama_cpp import _logger
-
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import Recall, make_recall
+from mixedkv.cli.model import DEFAULT_N_CTX, open_model, quiet
 from mixedkv.cli.values import positive, temperature
 from mixedkv.config import parse_kv
 from mixedkv.kv.stats import KVStats, format_bytes, format_saving
 from mixedkv.llama import Llama
-from mixedkv.model.gguf_file import read_model_file
 
-_N_CTX = 8192
 _DEMO_SEED, _DEMO_SENTENCES = 7, 40
 
 
@@ -40,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-n", "--n-predict", metavar="N", type=positive, default=128, help="tokens (default: 128)"
     )
     parser.add_argument(
-        "--n-ctx", metavar="N", type=positive, help=f"context (default: {_N_CTX} or the model's)"
+        "--n-ctx", metavar="N", type=positive, help=f"context (default: {DEFAULT_N_CTX} or the model's)"
     )
     parser.add_argument(
         "--threads", metavar="N", type=positive, help="CPU threads (default: llama_cpp's choice)"
@@ -62,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
     demo = _demo(args)
     prompt = demo.messages if demo else _as_prompt(_read_prompt(args), args.chat)
     path = Path(args.model) if args.model else model_path()
-    with _quiet(not args.verbose), _open(path, args) as llm:
+    with quiet(not args.verbose), open_model(path, args) as llm:
         if demo and sys.stderr.isatty():
             print(_introduce(demo), file=sys.stderr)
         clock = _Clock(llm)
@@ -100,21 +94,6 @@ def _as_prompt(text: str, chat: bool) -> str | list[dict[str, str]]:
     if not text:
         raise ValueError("the prompt is empty")
     return [{"role": "user", "content": text}] if chat else text
-
-
-def _open(path: Path, args: argparse.Namespace) -> Llama:
-    return Llama(
-        path,
-        kv=args.kv,
-        n_ctx=args.n_ctx or _default_n_ctx(path),
-        n_threads=args.threads,
-        n_threads_batch=args.threads,
-        verbose=args.verbose,
-    )
-
-
-def _default_n_ctx(path: Path) -> int:
-    return min(_N_CTX, int(read_model_file(path).get("context_length", _N_CTX)))
 
 
 def _stream(llm: Llama, prompt: str | list[dict[str, str]], args: argparse.Namespace) -> Iterator[str]:
@@ -162,22 +141,3 @@ def _summary(clock: _Clock, stats: KVStats) -> str:
 
 def _rate(n: int, seconds: float) -> str:
     return f"{n / seconds:.0f}" if n > 0 and seconds > 0 else "-"
-
-
-@contextlib.contextmanager
-def _quiet(wanted: bool) -> Iterator[None]:
-    """Errors reach the user as exceptions: without llama.cpp's log each is one line."""
-    if wanted:
-        _set_log(_no_log)
-    try:
-        yield
-    finally:
-        if wanted:
-            _set_log(_logger.llama_log_callback)
-
-
-def _set_log(callback: Any) -> None:
-    llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
-
-
-_no_log = llama_cpp.llama_log_callback(lambda _level, _text, _data: None)

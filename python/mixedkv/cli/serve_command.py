@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, cast
+
+from mixedkv.cli.extra import naming_the_extra
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -14,7 +14,7 @@ _SHORT = {"model": "-m"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    with _naming_the_extra():
+    with naming_the_extra("server"):
         from mixedkv.server.settings import ENV_PREFIX, ServerSettings
 
     parser.description = "Serve a model over HTTP: OpenAI's API with continuous batching and KV that is kept."
@@ -48,19 +48,6 @@ def run(args: argparse.Namespace) -> None:
     options = {name: getattr(args, name) for name in ServerSettings.model_fields}
     given = {name: value for name, value in options.items() if value is not None}
     settings = load_settings(given, args.config)
-    with _naming_the_extra():
+    with naming_the_extra("server"):
         from mixedkv.server.serve import serve
     serve(settings)
-
-
-@contextlib.contextmanager
-def _naming_the_extra() -> Iterator[None]:
-    """A package that is missing is one of the extra `server`, whose name the user must know."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("mixedkv"):
-            raise
-        raise ValueError(
-            f"`mixedkv serve` needs {error.name}, which is not installed: pip install 'mixedkv[server]'"
-        ) from None

@@ -7,6 +7,7 @@ from mixedkv.engine.engine import Engine
 from mixedkv.engine.job import Delta, Done, Failed, Job
 from mixedkv.engine.kv_connector import KVConnector
 from mixedkv.engine.observer import Observer
+from mixedkv.engine.prompt_cache import Generation, PromptCache
 from mixedkv.engine.sampler import Sampling
 from mixedkv.engine.store_connector import StoreConnector
 from mixedkv.engine.tenant_limits import TenantLimits
@@ -17,9 +18,11 @@ __all__ = [
     "Done",
     "Engine",
     "Failed",
+    "Generation",
     "Job",
     "KVConnector",
     "Observer",
+    "PromptCache",
     "Sampling",
     "StoreConnector",
     "TenantLimits",

@@ -8,6 +8,7 @@ from typing import Any
 
 import llama_cpp
 import numpy as np
+import numpy.typing as npt
 
 
 class Batch:
@@ -15,11 +16,17 @@ class Batch:
 
     Each token belongs to one sequence. `add` returns the index of the run's last token, the one
     whose logits can be asked for.
+
+    Args:
+        width: 0 for token ids; else each token is given as a vector of so many numbers.
     """
 
-    def __init__(self, n_max: int) -> None:
+    def __init__(self, n_max: int, width: int = 0) -> None:
         self.n_max = n_max
-        self._token = np.zeros(n_max, np.int32)
+        self._outputs_all = width > 0  # so llama.cpp wants it of a context that gives hidden states
+        self._input: npt.NDArray[Any] = (
+            np.zeros((n_max, width), np.float32) if width else np.zeros(n_max, np.int32)
+        )
         self._pos = np.zeros(n_max, np.int32)
         self._n_seq = np.ones(n_max, np.int32)
         self._seq = np.zeros(n_max, np.int32)
@@ -30,8 +37,8 @@ class Batch:
         fields: dict[str, Any] = {field[0]: field[1] for field in llama_cpp.llama_batch._fields_}
         self._native = llama_cpp.llama_batch(
             n_tokens=0,
-            token=ctypes.cast(self._token.ctypes.data, fields["token"]),
-            embd=None,
+            token=None if width else ctypes.cast(self._input.ctypes.data, fields["token"]),
+            embd=ctypes.cast(self._input.ctypes.data, fields["embd"]) if width else None,
             pos=ctypes.cast(self._pos.ctypes.data, fields["pos"]),
             n_seq_id=ctypes.cast(self._n_seq.ctypes.data, fields["n_seq_id"]),
             seq_id=ctypes.cast(self._seq_at.ctypes.data, fields["seq_id"]),
@@ -44,14 +51,16 @@ class Batch:
     def clear(self) -> None:
         self._native.n_tokens = 0
 
-    def add(self, tokens: Sequence[int], pos: int, seq: int, logits: bool, every: bool = False) -> int:
+    def add(
+        self, tokens: Sequence[int] | npt.NDArray[Any], pos: int, seq: int, logits: bool, every: bool = False
+    ) -> int:
         """Append a run of one sequence from position `pos` on; `logits`: of its last token, or of `every`."""
         first, last = len(self), len(self) + len(tokens)
-        self._token[first:last] = tokens
+        self._input[first:last] = tokens
         self._pos[first:last] = np.arange(pos, pos + len(tokens), dtype=np.int32)
         self._seq[first:last] = seq
-        self._logits[first:last] = logits and every
-        self._logits[last - 1] = logits
+        self._logits[first:last] = self._outputs_all or (logits and every)
+        self._logits[last - 1] = self._outputs_all or logits
         self._native.n_tokens = last
         return last - 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import ctypes
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import llama_cpp
@@ -36,6 +37,11 @@ class Detokenizer:
         """Whether the model ends its answer with this token."""
         return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
 
+    @cached_property
+    def ends(self) -> list[int]:
+        """All tokens that end an answer."""
+        return [token for token in range(self.n_vocab) if self.is_end(token)]
+
     def _look_up(self, token: int, special: bool) -> bytes:
         size = 64
         while True:
@@ -58,12 +64,21 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self.n_released = 0  # characters
-        self.stopped = False
+        self.stopped_by = ""  # the stop string that ended it
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self.stopped_by)
 
     @property
     def n_seen(self) -> int:
         """Characters so far, held ones included: where the next token's text starts."""
         return self.n_released + len(self._held)
+
+    @property
+    def within_character(self) -> bool:
+        """Whether the last one's bytes are not all there."""
+        return bool(self._decoder.getstate()[0])
 
     def feed(self, piece: bytes) -> str:
         """Take a token's bytes and return what can be released now; sets `stopped` at a stop string."""
@@ -81,10 +96,10 @@ class TextStream:
             self.n_released += len(text)
             return text
         self._held += text
-        cuts = [at for at in map(self._held.find, self._stop) if at >= 0]
+        cuts = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if cuts:
-            self.stopped = True
-            released = self._release(min(cuts))
+            at, self.stopped_by = min(cuts)
+            released = self._release(at)
             self._held = ""
             return released
         return self._release(len(self._held) - self._n_undecided())

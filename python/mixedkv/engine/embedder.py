@@ -12,8 +12,10 @@ import numpy as np
 
 from mixedkv.engine.embedding_context import EmbeddingContext, Piece, Vectors
 from mixedkv.engine.engine import Engine
+from mixedkv.engine.fair_queue import Service
 from mixedkv.engine.pacing import Pace
-from mixedkv.errors import ClosedError, EngineError, QueueFullError
+from mixedkv.engine.tenant_limits import Limits, unlimited
+from mixedkv.errors import ClosedError, EngineError, ModelChangedError, QueueFullError
 from mixedkv.limits import MAX_SEQUENCES
 
 log = logging.getLogger("mixedkv.engine")
@@ -39,7 +41,8 @@ class _Input:
 
 
 class _Request:
-    def __init__(self, inputs: Sequence[Sequence[int]], n_embd: int) -> None:
+    def __init__(self, inputs: Sequence[Sequence[int]], n_embd: int, tenant: str) -> None:
+        self.tenant = tenant
         self.inputs = deque(_Input(self, i, tokens) for i, tokens in enumerate(inputs))  # not begun
         self.vectors = np.empty((len(inputs), n_embd), np.float32)
         self.n_left = len(inputs)
@@ -53,12 +56,14 @@ class _Request:
 class Embedder:
     """Takes requests on the event loop, evaluates them on the engine's thread, one slice per call.
 
-    A slice takes from all requests in turn, so that a short one does not wait for a long list. One call is
-    under way at a time: between two of them the engine makes a step.
+    A slice takes from the tenant of which the fewest tokens were evaluated by its weight, and from its
+    requests in turn, so that a short one does not wait for a long list. One call is under way at a time:
+    between two of them the engine makes a step.
 
     Args:
-        max_requests: that may be at work or wait.
+        max_requests: of a tenant that may be at work or wait, if it has no limits of its own.
         slowdown: how much longer the time between two tokens of an answer may get.
+        limits: of each tenant.
     """
 
     def __init__(
@@ -68,12 +73,15 @@ class Embedder:
         *,
         max_requests: int,
         slowdown: float,
+        limits: Limits = unlimited,
     ) -> None:
         self.context = context
         self._engine, self._observer, self._max_requests = engine, engine.observer, max_requests
         self._pace = Pace(context.n_slice + MAX_SEQUENCES, slowdown)
         self._here: set[_Request] = set()
-        self._requests: deque[_Request] = deque()  # with inputs not begun
+        self._limits = limits
+        self._requests: dict[str, deque[_Request]] = {}  # with inputs not begun, by tenant; none empty
+        self._service = Service(limits)  # tokens, counted while several tenants want some
         self._begun: _Input | None = None  # its rows are in the context
         self._pump: asyncio.Task[None] | None = None
         self._closing = False
@@ -83,30 +91,40 @@ class Embedder:
 
     # --- the event loop ---
 
-    def check_room(self) -> None:
+    def check_room(self, tenant: str = "") -> None:
         """
         Raises:
-            QueueFullError: as many requests are here as may.
+            QueueFullError: as many requests of this tenant are here as may.
             ClosedError: the server is shutting down.
         """
         if self._closing:
             raise ClosedError("the engine is shutting down")
-        if len(self._here) >= self._max_requests:
-            raise QueueFullError(f"{len(self._here)} requests for embeddings are here already")
+        if (error := self._engine.closing_error) is not None:
+            raise error
+        n, limits = sum(request.tenant == tenant for request in self._here), self._limits(tenant)
+        most = self._max_requests
+        if limits.queued is not None:
+            most = max(1, limits.queued + (limits.running or 0))
+        if n >= most:
+            raise QueueFullError(f"{n} requests for embeddings are here already")
 
-    async def embed(self, inputs: Sequence[Sequence[int]]) -> Vectors:
+    async def embed(self, inputs: Sequence[Sequence[int]], tenant: str = "") -> Vectors:
         """Vectors of length 1, [len(inputs), n_embd]. Cancel it and no further input is begun.
 
         Args:
             inputs: token ids, each of 1 to `context.n_ctx`.
+            tenant: whose they are.
 
         Raises:
             QueueFullError, ClosedError: as `check_room`.
             EngineError: llama.cpp failed.
         """
-        self.check_room()
-        request = _Request(inputs, self.context.n_embd)
-        self._requests.append(request)
+        self.check_room(tenant)
+        request = _Request(inputs, self.context.n_embd, tenant)
+        if tenant not in self._requests:
+            self._service.join(tenant, self._requests)
+            self._requests[tenant] = deque()
+        self._requests[tenant].append(request)
         self._here.add(request)
         self._observer.embedding_requests(len(self._here))
         if self._pump is None:
@@ -146,8 +164,9 @@ class Embedder:
 
     def _drop(self, request: _Request) -> None:
         """Begin no more of it, and go on with none of it."""
-        if request in self._requests:
-            self._requests.remove(request)
+        if request in (queue := self._requests.get(request.tenant, ())):
+            queue.remove(request)  # type: ignore[union-attr]
+            self._forget_if_empty(request.tenant)
         if self._begun is not None and self._begun.request is request:
             self._begun = None
 
@@ -198,25 +217,40 @@ class Embedder:
                 break
             if not self.context.in_pieces and len(item.tokens) > budget:
                 if parts:
-                    item.request.inputs.appendleft(item)
-                    if item.request not in self._requests:
-                        self._requests.appendleft(item.request)
+                    self._put_back(item)
                     break
                 budget = len(item.tokens)
             piece = item.next_piece(budget)
             self._begun = None if piece.ends else item
             parts.append((item, piece))
+            self._service.add(item.request.tenant, len(piece.tokens))
             budget -= len(piece.tokens)
         return parts
 
     def _next_input(self) -> _Input | None:
         if not self._requests:
+            self._service.clear()  # everybody has what it wants
             return None
-        request = self._requests.popleft()
+        tenant = min(self._requests, key=self._service.of)
+        queue = self._requests[tenant]
+        request = queue.popleft()
         item = request.inputs.popleft()
         if request.inputs:
-            self._requests.append(request)
+            queue.append(request)
+        self._forget_if_empty(tenant)
         return item
+
+    def _put_back(self, item: _Input) -> None:
+        """It begins the next slice."""
+        request = item.request
+        request.inputs.appendleft(item)
+        queue = self._requests.setdefault(request.tenant, deque())
+        if request not in queue:
+            queue.appendleft(request)
+
+    def _forget_if_empty(self, tenant: str) -> None:
+        if not self._requests[tenant]:
+            del self._requests[tenant]
 
     def _take(self, item: _Input, piece: Piece, vector: Vectors) -> None:
         item.vectors.append(vector)
@@ -241,6 +275,8 @@ class Embedder:
         self._slice_seconds = 0.0
         if not pieces:
             return ()
+        if isinstance(error := self._engine.closing_error, ModelChangedError):
+            raise error
         began = time.perf_counter()
         vectors = self.context.evaluate(pieces)
         self._slice_seconds = seconds = time.perf_counter() - began

@@ -22,36 +22,30 @@ from typing import Any, TypeVar
 from mixedkv import _llama_cpp
 from mixedkv.engine.answer import Answer
 from mixedkv.engine.batch import Batch
+from mixedkv.engine.checkpoints import CheckpointLimits
+from mixedkv.engine.deliver import Deliver, deliver_directly
 from mixedkv.engine.detokenizer import Detokenizer
 from mixedkv.engine.inbox import Inbox
 from mixedkv.engine.job import Event, Failed, Job
 from mixedkv.engine.kv_connector import KVConnector
+from mixedkv.engine.next_token import next_token, take
 from mixedkv.engine.observer import Observer
 from mixedkv.engine.pacing import Pace
-from mixedkv.engine.sampler import Sampling, logits_row, logprob_of
-from mixedkv.engine.scheduler import Run, Scheduler, Step
+from mixedkv.engine.sampler import Sampling
+from mixedkv.engine.scheduler import Scheduler, Step
 from mixedkv.engine.sequences import SequencePool
 from mixedkv.engine.tenant_limits import Limits, unlimited
 from mixedkv.engine.tokenizer import Prompt, Tokenizer
+from mixedkv.engine.vector_job import VectorJob, take_hidden, vector_width
 from mixedkv.errors import ClosedError, ContextLengthError, EngineError, QueueFullError
 from mixedkv.llama import Llama
 
 log = logging.getLogger("mixedkv.engine")
 
+_CLOSING = "the engine is shutting down"
 _NO_CELLS = 1  # llama_decode: no free cells for the batch; nothing has changed
 
 _T = TypeVar("_T")
-
-Deliver = Callable[[Sequence[tuple[Job, Event]]], None]
-
-
-def deliver_directly(events: Sequence[tuple[Job, Event]]) -> None:
-    """On this thread. Whose `deliver` fails takes no other job's events away."""
-    for job, event in events:
-        try:
-            job.deliver(event)
-        except Exception:
-            log.exception("an event could not be delivered")
 
 
 class Engine:
@@ -76,6 +70,7 @@ class Engine:
         deliver: gets events; the default calls `job.deliver` on the engine's thread.
         tokenizer: of texts and chats; None makes one of the model's own template.
         limits: of a tenant, by its name; called on any thread. Tenants are equal unless it says otherwise.
+        checkpoints: how many are kept of what a sequence holds besides rows, and where they are taken.
 
     Raises:
         ValueError: the `Llama` has too few sequences for `parallel`, or no unified cache.
@@ -94,6 +89,7 @@ class Engine:
         deliver: Deliver = deliver_directly,
         tokenizer: Tokenizer | None = None,
         limits: Limits = unlimited,
+        checkpoints: CheckpointLimits | None = None,
     ) -> None:
         n_seq = llm.context_params.n_seq_max
         if not llm.context_params.kv_unified:
@@ -105,16 +101,19 @@ class Engine:
                 f"and n_batch={llm.n_batch} at most"
             )
         self.llm, self.parallel, self.max_queue = llm, parallel, max_queue
-        self.n_ctx = int(llm.n_ctx())
-        self.detokenizer = Detokenizer(_llama_cpp.vocab(llm))
-        self.tokenizer = tokenizer or Tokenizer(llm)
+        self.n_ctx, self.width = int(llm.n_ctx()), vector_width(llm)
+        if self.width == 0:  # else the model has no vocabulary, and takes `VectorJob`s only
+            self.detokenizer = Detokenizer(_llama_cpp.vocab(llm))
+            self.tokenizer = tokenizer or Tokenizer(llm)
         self.observer = observer or Observer()
         self.pool = SequencePool(
             llm.kv,
             n_seq,
-            llm.kv.config.window,
+            llm.kv.cut_rule,
             exact_only=exact_only,
             max_kept=max(1, (n_seq - parallel) // 2),
+            limits=checkpoints,
+            tenants=limits,
         )
         self.n_steps = 0
         self.last_step = Step()
@@ -129,12 +128,12 @@ class Engine:
             limits=limits,
         )
         self._limits = limits
-        self._batch = Batch(llm.n_batch)
+        self._batch = Batch(llm.n_batch, self.width)
         self._deliver = deliver
         self._events: list[tuple[Job, Event]] = []
         self._inbox = Inbox()
         self._fetching: set[Job] = set()
-        self._draining = False
+        self._closing_error: ClosedError | None = None  # why no more jobs are taken
         self._submitting = threading.RLock()  # what begins to close finds no job on its way
         self._connector = connector
         self._closed = False
@@ -190,6 +189,8 @@ class Engine:
             QueueFullError: max_queue jobs of this tenant wait.
             ClosedError: the engine is shutting down.
         """
+        if self.width:
+            raise ValueError("a model without vocabulary takes vectors: use `submit_jobs` with a VectorJob")
         self._check_open()  # the tokenizer's vocabulary goes with the `Llama`
         if n_logprobs is not None and n_logprobs < 0:
             raise ValueError(f"n_logprobs={n_logprobs}: use 0 or more, or None for none")
@@ -218,9 +219,14 @@ class Engine:
             QueueFullError: too many jobs of this tenant wait; not with `force`.
             ClosedError: the engine is shutting down.
             ContextLengthError: a prompt is empty or does not fit the context.
+            ValueError: it is of vectors and the model takes tokens, or the other way round.
         """
         for job in jobs:
             self.check_prompt(job.n_prompt)
+            if isinstance(job, VectorJob) != bool(self.width):
+                raise ValueError("a model without vocabulary takes vectors, and no other one does")
+            if not self.width and not self.pool.rule.anywhere:
+                job.boundaries = self.tokenizer.boundaries(job.prompt)
         with self._submitting:
             self._check_open()
             if not force:
@@ -251,9 +257,14 @@ class Engine:
         if n > max(self._most_queued(tenant) + free - waiting, 0 if waiting or running else 1):
             raise QueueFullError(f"{waiting} requests wait already")
 
+    @property
+    def closing_error(self) -> ClosedError | None:
+        """Why no more jobs are taken; None while they are."""
+        return self._closing_error or (ClosedError(_CLOSING) if self._inbox.closed else None)
+
     def _check_open(self) -> None:
-        if self._inbox.closed or self._draining:
-            raise ClosedError("the engine is shutting down")
+        if (error := self.closing_error) is not None:
+            raise error
 
     def check_prompt(self, n_tokens: int) -> None:
         """
@@ -284,20 +295,19 @@ class Engine:
         """Run a function on the engine's thread between two steps."""
         return self._inbox.call(function)
 
-    def drain(self, timeout: float) -> bool:
-        """Take no more jobs and wait for those at work; cancel what is left after `timeout` seconds.
-
-        Returns whether all could finish.
+    def drain(self, timeout: float, error: ClosedError | None = None) -> bool:
+        """Take no more jobs, as `error` says, and wait for those at work; cancel what is left after `timeout`
+        seconds. Returns whether all could finish.
         """
         with self._submitting:
-            self._draining = True
+            error = self._closing_error = self._closing_error or error or ClosedError(_CLOSING)
         end = time.monotonic() + timeout
         while (self.n_running or self.n_queued) and time.monotonic() < end and self.alive:
             time.sleep(0.01)
         finished = not (self.n_running or self.n_queued)
         if not finished and self.alive:
             with contextlib.suppress(ClosedError):  # it stopped by itself, and failed them all
-                self.call(lambda: self._fail_all(ClosedError("the engine is shutting down"))).result()
+                self.call(lambda: self._fail_all(error)).result()
         return finished
 
     def close(self) -> None:
@@ -354,7 +364,7 @@ class Engine:
             self._inbox.close()
             raise
         finally:
-            self._fail_all(ClosedError("the engine is shutting down"))
+            self._fail_all(ClosedError(_CLOSING))
 
     def _one_round(self) -> None:
         scheduler = self._scheduler
@@ -372,6 +382,7 @@ class Engine:
         scheduler.add(self._inbox.take())
         scheduler.drop_cancelled()
         scheduler.admit()
+        self._events += scheduler.take_lost()
         if scheduler.running:
             try:
                 self._step(began)
@@ -391,8 +402,10 @@ class Engine:
         if code != 0:
             self._abandon(self._scheduler.running, EngineError(f"llama_decode returned {code}"))
             return
+        if self.width:
+            take_hidden(self.llm.ctx, step)
         self._scheduler.evaluated(step)
-        for index, run in self._outputs(step):
+        for index, run in step.outputs():
             try:
                 self._choose(run.job, index)
             except Exception as error:
@@ -408,17 +421,8 @@ class Engine:
         for run in step.runs:
             job, first = run.job, run.job.n_rows
             assert job.seq is not None
-            self._batch.add(job.tokens[first : first + run.n], first, job.seq.id, logits=run.chooses)
+            self._batch.add(job.inputs(first, first + run.n), first, job.seq.id, logits=run.chooses)
         return step, self._batch.decode(self.llm.ctx) if step.runs else 0
-
-    def _outputs(self, step: Step) -> list[tuple[int, Run]]:
-        """The runs whose next token can be chosen, each with its last row of the batch."""
-        outputs, end = [], 0
-        for run in step.runs:
-            end += run.n
-            if run.chooses:
-                outputs.append((end - 1, run))
-        return outputs
 
     def _choose(self, job: Job, index: int) -> None:
         """Take a job's next token from the step's logits, or end the job."""
@@ -428,20 +432,14 @@ class Engine:
         if job.sampler is None or job.n_answer >= job.max_tokens:
             self._finish(job, "length")
             return
-        token = job.sampler.sample(self.llm.ctx, index)
+        token = next_token(job, job.sampler, self.llm.ctx, index, self.detokenizer)
         now = time.perf_counter()
         self.observer.token(job, now)
         job.t_first, job.t_last = job.t_first or now, now
-        if self.detokenizer.is_end(token) and not job.ignore_end:
+        if token in job.stop_tokens or (self.detokenizer.is_end(token) and not job.ignore_end):
             self._finish(job, "stop")
             return
-        logprob = None
-        if job.n_logprobs is not None:
-            row = logits_row(self.llm.ctx, index, self.detokenizer.n_vocab)
-            logprob = logprob_of(row, token, job.n_logprobs)
-        job.tokens.append(token)
-        piece = self.detokenizer.name(token) if token in job.shown else self.detokenizer[token]
-        delta = job.take(piece, logprob)
+        delta = take(job, token, self.llm.ctx, index, self.detokenizer)
         if delta is not None:
             self._events.append((job, delta))
         if job.text.stopped:
@@ -457,12 +455,14 @@ class Engine:
         assert job.seq is not None
         block = job.blocks.pop(0)
         try:
-            self.llm.kv.load(block, seq=job.seq.id)
+            self.llm.kv.load(block, seq=job.seq.id, more=bool(job.blocks))
             job.seq.tokens.extend(block.tokens.tolist())
+            job.seq.checkpoints.extend(block.checkpoints)
         except Exception as error:  # what is not restored is evaluated
             log.warning("a stored block could not be loaded: %s", error)
             self.observer.restore_failed("load")
             job.forget_blocks()
+            self.pool.clear(job.seq)
         if not job.evaluated:  # not after a pause or a preemption
             job.n_cached = job.n_rows
         if not job.blocks:

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mixedkv.engine.detokenizer import TextStream
 from mixedkv.engine.sampler import Sampler, TokenLogprob
 from mixedkv.engine.sequences import Sequence
+from mixedkv.engine.thought import Thought
 from mixedkv.tokens import Tokens
 
 
@@ -63,6 +65,11 @@ class Job:
         keep: the rows stay as a prefix that others start from.
         session: what the store files the KV under.
         shown: control tokens whose names are part of the answer.
+        min_tokens: of the answer before it may end by a token.
+        stop_tokens: tokens that end the answer, beside the model's own.
+        thought: follows the answer of a model that thinks.
+        boundary: tokens of the prompt that a later turn's begins with too, where thoughts are left out of the
+            history; 0 for all of them.
     """
 
     def __init__(
@@ -81,6 +88,10 @@ class Job:
         keep: bool = False,
         session: str | None = None,
         shown: Seq[int] = (),
+        min_tokens: int = 0,
+        stop_tokens: Seq[int] = (),
+        thought: Thought | None = None,
+        boundary: int = 0,
         deliver: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self.prompt: Tokens = np.asarray(prompt, dtype=np.int32)
@@ -88,15 +99,21 @@ class Job:
         self.max_tokens, self.sampler = max_tokens, sampler
         self.stream, self.n_logprobs, self.ignore_end = stream, n_logprobs, ignore_end
         self.reuse, self.store, self.keep = reuse, store, keep
+        self.min_tokens, self.stop_tokens = min_tokens, frozenset(stop_tokens)
         self.shown = frozenset(shown)
+        self.thought, self.boundary = thought, boundary
         self.deliver = deliver
+        self.first = 0  # position of the first token that can be evaluated: rows before it must be there
+        self.most_cut = 0  # of the last rows of `paused` that are not this job's
+        self.goes_on = False  # another job does: the rows wait for it, as its `paused`
         self.cancelled = False  # set from any thread, read between steps
 
         self.tokens = array("i", self.prompt.tobytes())  # prompt and answer
         self.n_prompt = len(self.tokens)
         self.seq: Sequence | None = None
         self.paused: Sequence | None = None  # what holds its rows while it has no place
-        self.snapshot_at = 0  # keep a copy of the sequence when it is this long
+        self.boundaries: Seq[int] = ()  # where messages of the prompt begin and end
+        self.save_at: list[int] = []  # take a checkpoint of the sequence when it is this long, ascending
         self.text = TextStream(stop)
         self.answer: list[str] = []
         self.logprobs: list[tuple[int, TokenLogprob]] = []  # with the character where the token starts
@@ -112,6 +129,7 @@ class Job:
         self.t_start: float | None = None
         self.t_first: float | None = None
         self.t_last: float | None = None
+        self.t_end: float | None = None
 
     @property
     def n_rows(self) -> int:
@@ -128,10 +146,18 @@ class Job:
         """Prompt and answer so far: where a paused or preempted job goes on."""
         return np.array(self.tokens, np.int32)
 
-    def up_to_snapshot(self, n: int) -> int:
-        """Of the next `n` tokens those before the snapshot."""
-        left = self.snapshot_at - self.n_rows
-        return min(n, left) if left > 0 else n
+    def inputs(self, p0: int, p1: int) -> Seq[int] | npt.NDArray[Any]:
+        """What a `Batch` takes of the tokens at positions p0 to p1."""
+        return self.tokens[p0:p1]
+
+    def save_also(self, n: int) -> None:
+        """Take a checkpoint after `n` tokens too."""
+        self.save_at = sorted({*self.save_at, n})
+
+    def up_to_checkpoint(self, n: int) -> int:
+        """Of the next `n` tokens those before the next checkpoint."""
+        left = next((at - self.n_rows for at in self.save_at if at > self.n_rows), n)
+        return min(n, left)
 
     def begin(self, seq: Sequence, n_cached: int) -> bool:
         """Have a sequence with `n_cached` tokens of the prompt in it; whether it is the first, so not after a
@@ -174,6 +200,7 @@ class Job:
         return Delta(released, self._certain_logprobs())
 
     def finish(self, reason: str) -> Done:
+        self.t_end = time.perf_counter()
         rest = self.text.finish()
         if self.text.stopped:
             self.logprobs = [entry for entry in self.logprobs if entry[0] < self.text.n_released]

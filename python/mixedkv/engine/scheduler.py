@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from mixedkv.engine.checkpoints import places
 from mixedkv.engine.fair_queue import FairQueue, Service
-from mixedkv.engine.job import Job
+from mixedkv.engine.job import Failed, Job
 from mixedkv.engine.observer import Observer
 from mixedkv.engine.pacing import Pace, share
 from mixedkv.engine.sequences import NO_MATCH, Match, Sequence, SequencePool
 from mixedkv.engine.tenant_limits import Limits, unlimited
+from mixedkv.errors import RowsGoneError
 from mixedkv.tokens import common_prefix
 
 _WAIT_FOR = 32  # tokens that another job is about to evaluate and that are worth waiting for
@@ -38,6 +40,14 @@ class Step:
     def __len__(self) -> int:
         """Tokens."""
         return self.n_streams + self.n_prompt
+
+    def outputs(self) -> Iterator[tuple[int, Run]]:
+        """The runs whose next token can be chosen, each with its last row of the batch."""
+        end = 0
+        for run in self.runs:
+            end += run.n
+            if run.chooses:
+                yield end - 1, run
 
 
 class Scheduler:
@@ -68,6 +78,7 @@ class Scheduler:
         self.pool, self.parallel = pool, parallel
         self.waiting = FairQueue(limits)
         self.running: list[Job] = []
+        self._lost: list[Job] = []
         self._limits = limits
         self._prompt_service = Service(limits)  # prompt tokens, counted while tenants have them at a time
         self._prompting: set[str] = set()  # tenants with prompts in the last step
@@ -94,7 +105,9 @@ class Scheduler:
     def leave(self, job: Job) -> None:
         """A job's place is free; its rows stay as an idle prefix."""
         seq = self._take(job)
-        if seq.tokens:
+        if seq.tokens and job.goes_on:
+            self.pool.pause(seq)
+        elif seq.tokens:
             self.pool.release(seq, job.keep and not job.cancelled, job.session)
         else:
             self.pool.drop(seq)
@@ -113,6 +126,14 @@ class Scheduler:
         self.running = []
         self.waiting.clear()
         return jobs
+
+    def take_lost(self) -> list[tuple[Job, Failed]]:
+        """Jobs that cannot start, since the rows they go on from have gone, each with its end."""
+        lost, self._lost = self._lost, []
+        for job in lost:
+            job.close()
+            self._observer.cancelled(job)
+        return [(job, Failed(RowsGoneError("the rows before these vectors have gone"))) for job in lost]
 
     def _take(self, job: Job) -> Sequence:
         self.running.remove(job)
@@ -159,17 +180,22 @@ class Scheduler:
         return False
 
     def _worth_it(self, other: Job, n: int) -> bool:
-        """Only rows that can be shared are worth waiting for: a mixed cache needs a copy at that length."""
-        if n >= other.n_prompt - 1:
+        """Only rows that can be shared are worth waiting for: most caches need a checkpoint there."""
+        pool = self.pool
+        if pool.rule.cut_is_exact(other.n_prompt, n) or (pool.rule.only_approximate and not pool.exact_only):
             return True
-        if self.pool.exact_only and not self.pool.window.cut_is_exact(other.n_prompt, n):
-            other.snapshot_at = other.snapshot_at or n
-            return other.snapshot_at == n
-        return True
+        at = pool.rule.save_at(n, other.n_prompt)
+        if at not in other.save_at and len(other.save_at) < pool.limits.per_sequence:
+            other.save_also(at)
+        return at in other.save_at
 
     def _start(self, job: Job) -> bool:
         """Give a job a sequence and the rows that are there for it; False when there is no room."""
         match = self._match(job)
+        if match.n < job.first:
+            self.waiting.remove(job)
+            self._lost.append(job)
+            return True
         if job.n_fetched < match.n + _WAIT_FOR:
             job.forget_blocks()
         elif job.n_fetched:
@@ -181,16 +207,32 @@ class Scheduler:
             return False
         if job.begin(seq, match.n):
             self._observer.started(job)
-        if match.approximate > match.n:
-            job.snapshot_at = match.approximate
+        self._plan_checkpoints(job, seq, match)
         job.paused = None
         self.waiting.remove(job)
         self.running.append(job)
         return True
 
+    def _plan_checkpoints(self, job: Job, seq: Sequence, match: Match) -> None:
+        pool, n = self.pool, job.n_prompt
+        job.save_at = places(pool.rule, pool.limits, job.boundaries, match.n, n)
+        if pool.limits.per_sequence and not pool.rule.anywhere:
+            for at in (match.longest, job.boundary):  # others may branch off there, and later turns do
+                if match.n < at < n:
+                    job.save_also(pool.rule.save_at(at, n))
+        if match.n and match.n in job.save_at:
+            pool.save(seq)
+
     def _match(self, job: Job) -> Match:
-        if job.paused is not None and (match := self.pool.own_rows(job.paused, job.tenant, job.all_tokens)).n:
-            return match
+        while not self.pool.confirm(match := self._find(job)):
+            pass
+        return match
+
+    def _find(self, job: Job) -> Match:
+        if job.paused is not None:
+            own = self.pool.own_rows(job.paused, job.tenant, job.all_tokens, job.most_cut)
+            if own.n:
+                return own
         return self.pool.match(job.tenant, job.all_tokens) if job.reuse else NO_MATCH
 
     def _make_room(self, job: Job, n_cells: int, spare: Sequence | None) -> bool:
@@ -235,7 +277,7 @@ class Scheduler:
         budget = self._pace.budget(step.n_streams, len(prompts))
         budget = min(budget, self._n_batch - step.n_streams)
         for job, n in zip(prompts, share(budget, [job.n_remaining for job in prompts]), strict=True):
-            n = job.up_to_snapshot(n)
+            n = job.up_to_checkpoint(n)
             if n:
                 step.runs.append(Run(job, n, chooses=n == job.n_remaining))
                 step.n_prompt += n
@@ -254,15 +296,16 @@ class Scheduler:
     def evaluated(self, step: Step) -> None:
         """The step's tokens have rows now."""
         self.waiting.count_step(self.running)
+        self.pool.evaluated()
         for run in step.runs[step.n_streams :]:
             self._prompt_service.add(run.job.tenant, run.n)
         for run in step.runs:
             job, seq = run.job, run.job.seq
             assert seq is not None
             seq.tokens.extend(job.tokens[job.n_rows : job.n_rows + run.n])
-            if job.n_rows == job.snapshot_at:
-                self.pool.snapshot(seq)
-                job.snapshot_at = 0
+            job.exact = job.exact and seq.exact
+            if job.n_rows in job.save_at:
+                self.pool.save(seq)
 
     def took(self, step: Step, seconds: float) -> None:
         """How long a step was: the pace follows."""

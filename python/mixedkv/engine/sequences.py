@@ -2,19 +2,26 @@
 
 A sequence that ends its work stays as an idle prefix until its place or its rows are needed. A new prompt
 starts from the longest prefix that a sequence of the same tenant has, idle or running: `seq_cp` shares the
-rows, llama.cpp counts the references. Nothing is shared between tenants.
+rows, llama.cpp counts the references. What belongs to a moment (F16 copies, sliding windows, recurrent state)
+comes from a checkpoint of that sequence. Nothing is shared between tenants.
 """
 
 from __future__ import annotations
 
+import logging
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
-from mixedkv.hot_window import HotWindow
+from mixedkv.cut_rule import CutRule
+from mixedkv.engine.checkpoints import CheckpointLimits, thinned
+from mixedkv.engine.tenant_limits import Limits, unlimited
+from mixedkv.kv.checkpoint import Checkpoint, served
 from mixedkv.tokens import Tokens, common_prefix
+
+log = logging.getLogger("mixedkv.engine")
 
 MIN_SHARED = 16  # tokens; less is not worth a copy
 _MAX_CUT = 32  # tokens an idle sequence loses at most when it is taken over instead of copied
@@ -26,12 +33,17 @@ class Memory(Protocol):
     @property
     def used(self) -> int: ...
 
-    @property
-    def can_cut(self) -> bool: ...
-
     def remove(self, seq: int, p0: int = 0) -> None: ...
 
     def copy(self, source: int, target: int, p0: int = 0, p1: int = -1) -> None: ...
+
+    def checkpoint(self, seq: int) -> Checkpoint | None: ...
+
+    def resume(self, point: Checkpoint, n: int, source: int, target: int) -> None: ...
+
+    def holds(self, seq: int, n: int) -> bool: ...
+
+    def short_from(self) -> list[int]: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -42,7 +54,8 @@ class Sequence:
         exact: its rows are what evaluating the tokens from the start gives.
         keep: a prefix that was asked for; it is copied, never continued, and evicted after others.
         paused: rows of an answer that goes on later: not continued by others, and evicted last of all.
-        shared: a prefix that several prompts have in common; copied, continued only for want of a place.
+        checkpoints: what it held besides rows when it was shorter, in order of length.
+        whole: it still holds what the token at its end reads.
         session: whose prefix it then is, if it is a session's.
         version: changes whenever rows are taken away, so that who reads rows later can tell.
     """
@@ -54,7 +67,8 @@ class Sequence:
     exact: bool = True
     keep: bool = False
     paused: bool = False
-    shared: bool = False
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    whole: bool = True
     session: str | None = None
     used_at: int = 0
     version: int = 0
@@ -66,12 +80,15 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The best start for a prompt: `n` tokens of `source`; `approximate` more would not be exact."""
+    """The best start for a prompt: `n` tokens of `source`, with a checkpoint where a plain cut would not do;
+    up to `longest` are the same, but cannot be gone on from exactly.
+    """
 
     source: Sequence | None
     n: int
     exact: bool
-    approximate: int
+    longest: int
+    checkpoint: Checkpoint | None = None
 
 
 NO_MATCH = Match(None, 0, True, 0)
@@ -81,21 +98,27 @@ class SequencePool:
     """All sequences of a context. Belongs to the engine's thread.
 
     Args:
-        exact_only: take no prefix whose F16 window has aged out.
+        rule: where the context's sequences can be cut.
+        exact_only: take no prefix whose F16 window is not whole.
         max_kept: prefixes that are evicted last because that was asked for; None is half of all. Tenants that
             ask share them.
+        limits: of checkpoints.
+        tenants: of prefixes that were asked for.
     """
 
     def __init__(
         self,
         memory: Memory,
         n_seq: int,
-        window: HotWindow,
+        rule: CutRule,
         *,
         exact_only: bool = True,
         max_kept: int | None = None,
+        limits: CheckpointLimits | None = None,
+        tenants: Limits = unlimited,
     ) -> None:
-        self._memory, self.window, self.exact_only = memory, window, exact_only
+        self._memory, self.rule, self.exact_only = memory, rule, exact_only
+        self.limits, self._tenants = limits or CheckpointLimits(), tenants
         self._all = [Sequence(i) for i in range(n_seq)]
         self._max_kept = max(1, n_seq // 2) if max_kept is None else max_kept
         self._clock = 0
@@ -112,29 +135,50 @@ class SequencePool:
         return sorted(idle, key=lambda seq: (seq.paused, seq.id in kept, seq.used_at))
 
     def _kept(self, idle: list[Sequence]) -> set[int]:
-        """Of those with `keep` each tenant's latest, as many as is its share."""
+        """Of those with `keep` each tenant's latest, as many as is its share and its limit."""
         by_tenant: dict[str, list[Sequence]] = {}
         for seq in sorted(idle, key=lambda seq: -seq.used_at):
             if seq.keep:
                 by_tenant.setdefault(seq.tenant, []).append(seq)
         share = self._max_kept // max(1, len(by_tenant))
-        return {seq.id for seqs in by_tenant.values() for seq in seqs[:share]}
+        kept: set[int] = set()
+        for tenant, seqs in by_tenant.items():
+            most = self._tenants(tenant).kept
+            kept.update(seq.id for seq in seqs[: share if most is None else min(share, most)])
+        return kept
 
     def match(self, tenant: str, prompt: Tokens) -> Match:
         """The longest usable prefix of a prompt, one token short of the whole at most."""
-        best, n_best, exact_best, approximate = None, 0, True, 0
+        best = NO_MATCH
         for seq in self._all:
-            if seq.tenant != tenant or not seq.tokens:
-                continue
-            n = min(seq.common(prompt), len(prompt) - 1)
-            if n < MIN_SHARED or (not self._memory.can_cut and n != len(seq.tokens)):
-                continue
-            exact = seq.exact and self.window.cut_is_exact(len(seq.tokens), n)
-            if self.exact_only and not exact:
-                approximate = max(approximate, n)
-            elif (n, exact, not seq.running) > (n_best, exact_best, best is not None and not best.running):
-                best, n_best, exact_best = seq, n, exact
-        return Match(best, n_best, exact_best, approximate)
+            if seq.tenant == tenant and seq.tokens:
+                n = min(seq.common(prompt), len(prompt) - 1)
+                if n >= MIN_SHARED:
+                    best = _better(best, self._match(seq, n))
+        return best
+
+    def _match(self, seq: Sequence, n: int) -> Match:
+        """With the first n tokens of a sequence, or as many of them as can be used."""
+        if seq.whole and self.rule.cut_is_exact(len(seq.tokens), n):
+            if seq.exact or not self.exact_only:
+                return Match(seq, n, seq.exact, n)
+            return replace(NO_MATCH, longest=n)
+        if not self.exact_only and self.rule.only_approximate:
+            return Match(seq, n, False, n)
+        at, point = served(seq.checkpoints, n)
+        if point is None or at < MIN_SHARED or (self.exact_only and not seq.exact):
+            return replace(NO_MATCH, longest=n)
+        return Match(seq, at, seq.exact, n, point)
+
+    def confirm(self, match: Match) -> bool:
+        """Whether the source still holds what the match needs, which may have been needed elsewhere; if not,
+        it does not match like this again.
+        """
+        source = match.source
+        if source is None or match.checkpoint or not match.exact:
+            return True
+        source.whole = self._memory.holds(source.id, match.n)
+        return source.whole
 
     def acquire(self, tenant: str, match: Match) -> Sequence | None:
         """A running sequence that starts with the match's rows; None when all are running."""
@@ -142,26 +186,40 @@ class SequencePool:
         if source is None:
             seq = self._free(None)
         elif self._may_continue(source, match.n):
-            seq = self._cut(source, match.n)
+            seq = self._cut(source, match)
         else:
-            seq = self._copy(source, match.n)
+            seq = self._copy(source, match)
         if seq is None:
             return None
         seq.tenant, seq.running, seq.session = tenant, True, None
-        seq.keep = seq.paused = seq.shared = False
-        seq.exact = match.exact
+        seq.keep = seq.paused = False
+        seq.exact, seq.whole = match.exact, True
         if source is not None:  # a prefix that many share is in use, however old it is
             self.touch(source)
         self.touch(seq)
         return seq
 
-    def snapshot(self, source: Sequence) -> None:
-        """Keep a copy of a running sequence as it is now, if a place is free or idle."""
-        target = self._free(source)
-        if target is not None:
-            self._share(source, target, len(source.tokens))
-            target.tenant, target.exact, target.shared = source.tenant, source.exact, True
-            self.touch(target)
+    def save(self, seq: Sequence) -> None:
+        """Keep what a running sequence holds now besides its rows."""
+        n = len(seq.tokens)
+        if not seq.exact or any(point.n == n for point in seq.checkpoints):
+            return
+        point = self._memory.checkpoint(seq.id)
+        if point is not None:
+            seq.checkpoints = thinned([*seq.checkpoints, point], self.limits.per_sequence)
+            self._make_room(seq)
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """Of all sequences; those that several share once."""
+        return list({id(point): point for seq in self._all for point in seq.checkpoints}.values())
+
+    def _make_room(self, spare: Sequence) -> None:
+        """Until the checkpoints fit their limit, take one from the sequence used the longest ago."""
+        order = sorted(self._all, key=lambda seq: (seq is spare, seq.running, seq.used_at))
+        while sum(point.nbytes for point in self.checkpoints) > self.limits.max_bytes:
+            seq = next(seq for seq in order if seq.checkpoints)
+            seq.checkpoints = thinned(seq.checkpoints, len(seq.checkpoints) - 1)
 
     def release(self, seq: Sequence, keep: bool = False, session: str | None = None) -> None:
         """The work is done: the rows stay as an idle prefix."""
@@ -173,12 +231,20 @@ class SequencePool:
         seq.running, seq.paused = False, True
         self.touch(seq)
 
-    def own_rows(self, seq: Sequence, tenant: str, tokens: Tokens) -> Match:
-        """Where a paused job with these tokens goes on, if its rows still wait for it."""
-        n = len(seq.tokens)
-        if seq.paused and seq.tenant == tenant and n < len(tokens) and seq.common(tokens) == n:
-            return Match(seq, n, seq.exact, 0)
-        return NO_MATCH
+    def own_rows(self, seq: Sequence, tenant: str, tokens: Tokens, most_cut: int = 0) -> Match:
+        """Where a paused job with these tokens goes on, if its rows still wait for it. Up to `most_cut` of
+        the last ones that are not of these tokens are taken away.
+        """
+        n = min(seq.common(tokens), len(tokens) - 1)
+        if not seq.paused or seq.tenant != tenant or n == 0 or len(seq.tokens) - n > most_cut:
+            return NO_MATCH
+        match = Match(seq, n, seq.exact and self._memory.holds(seq.id, n), 0)
+        return match if n == len(seq.tokens) or self._cut(seq, match) is not None else NO_MATCH
+
+    def evaluated(self) -> None:
+        """A step is done: which sequences lacked F16 rows that had made room for others."""
+        for seq, first in zip(self._all, self._memory.short_from(), strict=True):
+            seq.exact = seq.exact and first < 0
 
     def forget(self, tenant: str, session: str) -> None:
         """Drop the prefix of a session."""
@@ -189,13 +255,13 @@ class SequencePool:
     def drop(self, seq: Sequence) -> None:
         """Give the rows and the place back."""
         self.clear(seq)
-        seq.running = seq.keep = seq.paused = seq.shared = False
+        seq.running = seq.keep = seq.paused = False
         seq.exact, seq.session = True, None
 
     def clear(self, seq: Sequence) -> None:
         """Take the rows of a running sequence."""
         self._memory.remove(seq.id)
-        seq.tokens = array("i")
+        seq.tokens, seq.checkpoints, seq.whole = array("i"), [], True
         seq.version += 1
 
     def evict(self, spare: Sequence | None = None) -> bool:
@@ -218,27 +284,44 @@ class SequencePool:
 
     def _may_continue(self, source: Sequence, n: int) -> bool:
         n_cut = len(source.tokens) - n
-        return not (source.running or source.keep or source.shared) and n_cut <= (
-            0 if source.paused else _MAX_CUT
-        )
+        return not (source.running or source.keep) and n_cut <= (0 if source.paused else _MAX_CUT)
 
-    def _cut(self, seq: Sequence, n: int) -> Sequence:
-        if n < len(seq.tokens):
-            self._memory.remove(seq.id, n)
-            del seq.tokens[n:]
+    def _cut(self, seq: Sequence, match: Match) -> Sequence | None:
+        if not self._take_rows(seq, seq, match):
+            return None
+        if match.n < len(seq.tokens):
+            del seq.tokens[match.n :]
+            seq.checkpoints = [point for point in seq.checkpoints if point.n <= match.n]
             seq.version += 1
         return seq
 
-    def _copy(self, source: Sequence, n: int) -> Sequence | None:
+    def _copy(self, source: Sequence, match: Match) -> Sequence | None:
         target = self._free(source)
         if target is None:  # every other one runs: the source itself has to serve
-            return None if source.running else self._cut(source, n)
-        return self._share(source, target, n)
-
-    def _share(self, source: Sequence, target: Sequence, n: int) -> Sequence:
-        self._memory.copy(source.id, target.id, p1=n)
-        target.tokens = source.tokens[:n]
+            return None if source.running else self._cut(source, match)
+        if not self._take_rows(source, target, match):
+            return None
+        target.tokens = source.tokens[: match.n]
+        target.checkpoints = [point for point in source.checkpoints if point.n <= match.n]
         return target
+
+    def _take_rows(self, source: Sequence, target: Sequence, match: Match) -> bool:
+        """Give the target its rows; False when the checkpoint turns out to be of no use, and is dropped."""
+        n, point = match.n, match.checkpoint
+        if point is not None:
+            try:
+                self._memory.resume(point, n, source.id, target.id)
+            except ValueError as error:
+                log.warning("a checkpoint cannot be used: %s", error)
+                source.checkpoints = [other for other in source.checkpoints if other is not point]
+                if source is target:
+                    self.drop(source)
+                return False
+        elif source is not target:
+            self._memory.copy(source.id, target.id, p1=n)
+        elif n < len(source.tokens):
+            self._memory.remove(source.id, n)
+        return True
 
     def _free(self, spare: Sequence | None) -> Sequence | None:
         """A sequence without rows, made by eviction if need be."""
@@ -249,3 +332,13 @@ class SequencePool:
             if not self.evict(spare):
                 return None
         return None
+
+
+def _better(a: Match, b: Match) -> Match:
+    """The longer one, then the exact one, then that of an idle sequence."""
+
+    def rank(match: Match) -> tuple[int, bool, bool]:
+        return match.n, match.exact, match.source is not None and not match.source.running
+
+    best = b if b.n and rank(b) > rank(a) else a
+    return replace(best, longest=max(a.longest, b.longest))

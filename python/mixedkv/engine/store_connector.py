@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,10 +19,11 @@ import numpy as np
 from mixedkv.engine.job import Job
 from mixedkv.engine.kv_connector import ConnectedEngine
 from mixedkv.engine.sequences import Sequence
-from mixedkv.errors import ClosedError, UnsupportedModelError
+from mixedkv.errors import ClosedError
 from mixedkv.kv.block import KVBlock
 from mixedkv.limits import CELLS
 from mixedkv.store import Identity, KVStore, Match
+from mixedkv.store.tiers.disk import is_full
 from mixedkv.tokens import Tokens
 
 log = logging.getLogger("mixedkv.engine")
@@ -62,17 +63,11 @@ class StoreConnector:
         self._threads: list[threading.Thread] = []
 
     def attach(self, engine: ConnectedEngine) -> None:
-        """
-        Raises:
-            UnsupportedModelError: the model keeps more than rows of tokens.
-        """
-        if not engine.llm.kv.can_cut:
-            raise UnsupportedModelError(
-                "store: this model keeps more than rows of tokens (recurrent layers), serve it without"
-            )
         self._engine = engine
         stats = engine.llm.kv.stats()
         self._slice = max(CELLS, _SLICE_BYTES * stats.n_ctx // max(1, stats.bytes_total))
+        if not engine.pool.rule.only_approximate:  # a slice is found only where a checkpoint is
+            self._slice = stats.n_ctx
         self._window = engine.llm.kv.config.window.threshold
         self._identity("")  # what the model file says fails now, not later
         self._begin("mixedkv-offload", self._finished, self._put, self._stored)
@@ -131,7 +126,8 @@ class StoreConnector:
             except ClosedError:
                 pass
             except Exception as error:  # storing is a service, never a reason to fail a request
-                log.warning("the store: %s: %s", type(error).__name__, error)
+                if not is_full(error):  # which the store has said, once
+                    log.warning("the store: %s: %s", type(error).__name__, error)
                 self._engine.observer.store_failed(type(error).__name__)
             finally:
                 after(item)
@@ -210,6 +206,8 @@ class StoreConnector:
         def export() -> KVBlock | None:
             if finished.seq.version != finished.version:
                 return None
-            return self._engine.llm.kv.export(finished.seq.id, p0, p1, finished.tokens[p0:p1])
+            block = self._engine.llm.kv.export(finished.seq.id, p0, p1, finished.tokens[p0:p1])
+            points = {point.n: point for point in (*finished.seq.checkpoints, *block.checkpoints)}
+            return replace(block, checkpoints=tuple(points[n] for n in sorted(points) if p0 < n <= p1))
 
         return self._engine.call(export).result()

@@ -13,11 +13,13 @@ class TenantLimits:
         weight: its share beside other tenants that want something.
         running: answers at a time; None for all places there are.
         queued: jobs that may wait; None for the engine's max_queue.
+        kept: prefixes that are evicted last because that was asked for; None for an equal share of them.
     """
 
     weight: int = 1
     running: int | None = None
     queued: int | None = None
+    kept: int | None = None
 
 
 Limits = Callable[[str], TenantLimits]

@@ -9,14 +9,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import llama_cpp
+import numpy as np
 from llama_cpp import llama_chat_format
 
 from mixedkv import _llama_cpp
+from mixedkv.engine.chat_template import NOTHING_SAID, ChatRenderer, RenderedChat, TemplateOptions, ToolChoice
 from mixedkv.engine.constraint import Constraint, ConstraintCompiler, Matcher
 from mixedkv.engine.sampler import Sampler, Sampling
-from mixedkv.engine.tool_chat import ToolChoice, ToolPrompt, ToolTemplate
-from mixedkv.errors import ContextLengthError
-from mixedkv.llama import Llama
+from mixedkv.engine.thought import Thought, ThoughtTags
+from mixedkv.errors import ContextLengthError, UnsupportedModelError
+from mixedkv.llama import NO_VOCABULARY, Llama
+from mixedkv.tokens import Tokens
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Sequence[int] | Messages
@@ -27,7 +30,9 @@ _SPECIAL = (
     | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
     | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
 )
+_CONTROL = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL
 _MAX_SPECIAL = 2000
+_AUTO = ToolChoice()
 
 
 class Tokenizer:
@@ -39,9 +44,12 @@ class Tokenizer:
 
     Raises:
         ValueError: there is no such format.
+        UnsupportedModelError: the model has no vocabulary.
     """
 
     def __init__(self, llm: Llama, chat_format: str = "", chat_template: str = "") -> None:
+        if not _llama_cpp.has_vocabulary(llm):
+            raise UnsupportedModelError(NO_VOCABULARY)
         self._llm = llm
         self._vocab = _llama_cpp.vocab(llm)
         self.n_ctx = int(llm.n_ctx())
@@ -50,10 +58,17 @@ class Tokenizer:
         bos = self._piece_text(llm.token_bos())
         template = "" if chat_format else chat_template or llm.metadata.get("tokenizer.chat_template", "")
         self._formatter = _make_formatter(chat_format, template, bos, self._eos)
-        self._tools = ToolTemplate(template, bos, self._eos)
+        self._renderer = ChatRenderer(template, bos, self._eos)
         self._special = self._special_texts()
         self._longest = self._longest_token()
+        self._is_control = np.array([self._has(token, _CONTROL) for token in range(self.n_vocab)], bool)
         self._constraints = ConstraintCompiler(self._vocab)
+        self._fim = (
+            llama_cpp.llama_vocab_fim_pre(self._vocab),
+            llama_cpp.llama_vocab_fim_suf(self._vocab),
+            llama_cpp.llama_vocab_fim_mid(self._vocab),
+        )
+        self._fim_file = llama_cpp.llama_vocab_fim_sep(self._vocab)
 
     def tokenize(
         self, text: str, *, start: bool = True, special: bool = False, n_ctx: int | None = None
@@ -119,6 +134,13 @@ class Tokenizer:
             overlap, cut = first < cut, min(cut, first)
         return cut if cut > begin else -1
 
+    def boundaries(self, tokens: Tokens) -> list[int]:
+        """Where messages of a chat begin and end: at the control tokens of its template."""
+        return np.flatnonzero(self._is_control[tokens]).tolist()
+
+    def _has(self, token: int, attributes: int) -> bool:
+        return bool(llama_cpp.llama_vocab_get_attr(self._vocab, token) & attributes)
+
     def _special_texts(self) -> list[str]:
         """Of the tokens a text can be cut at."""
         if llama_cpp.llama_vocab_get_add_eos(self._vocab) or llama_cpp.llama_vocab_get_add_sep(self._vocab):
@@ -152,34 +174,88 @@ class Tokenizer:
             raise ValueError(f"prompt: token {bad} is not one of this model's {self.n_vocab}")
         return list(prompt)
 
+    def infill(
+        self, before: str, after: str, *, beginning: str = "", files: Sequence[tuple[str, str]] = ()
+    ) -> list[int]:
+        """Tokens of a prompt that asks for what is missing between two texts.
+
+        Args:
+            beginning: of what is missing.
+            files: names and texts of others, for models that know of several.
+
+        Raises:
+            ValueError: the model was not made for this, or the texts are too long.
+        """
+        if min(self._fim) < 0:
+            raise ValueError("this model has no tokens for infilling (FIM): serve one that was made for it")
+        if files and self._fim_file < 0:
+            raise ValueError("input_extra: this model has no token for other files: leave it out")
+        prefix, suffix, middle = self._fim
+        tokens = self.tokenize("", start=True)
+        for name, text in files:
+            tokens += [self._fim_file, *self.tokenize(f"{name}\n{text}", start=False)]
+        tokens += [prefix, *self.tokenize(before, start=False), suffix, *self.tokenize(after, start=False)]
+        return [*tokens, middle, *self.tokenize(beginning, start=False)]
+
     def chat(self, messages: Messages, *, start: bool = True) -> tuple[list[int], list[str]]:
         """Tokens of a chat, up to where the answer begins, and strings that end the answer.
 
         Raises:
             ValueError: the model has no chat template, or its template refuses the messages.
         """
+        if self.thinks:
+            tokens, chat = self.render(messages)
+            return tokens, list(chat.stops)
+        result = self._format(messages)
+        tokens = self.tokenize(result.prompt, start=start and not result.added_special, special=True)
+        stops = [result.stop] if isinstance(result.stop, str) else list(result.stop or ())
+        return tokens, [stop for stop in stops if stop and stop != self._eos]
+
+    def chat_text(self, messages: Messages) -> str:
+        """The text of a chat, up to where the answer begins.
+
+        Raises:
+            ValueError: as `chat`.
+        """
+        if self.thinks:
+            return self._renderer.render(messages, [], _AUTO).text
+        return str(self._format(messages).prompt)
+
+    def _format(self, messages: Messages) -> Any:
         if self._formatter is None:
             raise ValueError(
                 "this model has no chat template: use /v1/completions, or serve it with chat_format"
             )
         try:
-            result = self._formatter(messages=list(messages))
+            return self._formatter(messages=list(messages))
         except Exception as error:  # templates are programs of the model's file
             raise ValueError(f"messages: the model's chat template refuses them: {error}") from None
-        tokens = self.tokenize(result.prompt, start=start and not result.added_special, special=True)
-        stops = [result.stop] if isinstance(result.stop, str) else list(result.stop or ())
-        return tokens, [stop for stop in stops if stop and stop != self._eos]
 
-    def tool_chat(
-        self, messages: Messages, tools: Sequence[Mapping[str, Any]], choice: ToolChoice
-    ) -> tuple[list[int], ToolPrompt]:
-        """Tokens of a chat with tools, and how its answer is to be made and read.
+    @property
+    def thinks(self) -> bool:
+        """Whether chats with this model are rendered and read by llama.cpp's chat layer, tools or not."""
+        return self._renderer.thinks
+
+    def render(
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]] = (),
+        choice: ToolChoice = _AUTO,
+        options: TemplateOptions = NOTHING_SAID,
+    ) -> tuple[list[int], RenderedChat]:
+        """Tokens of a chat by llama.cpp's chat layer, and how its answer is to be made and read.
 
         Raises:
-            ValueError: as `ToolTemplate.render`, or it is too long.
+            ValueError: as `ChatRenderer.render`, or it is too long.
         """
-        prompt = self._tools.render(messages, tools, choice)
-        return self.tokenize(prompt.text, start=False, special=True), prompt  # the template begins it
+        chat = self._renderer.render(messages, tools, choice, options)
+        return self.tokenize(chat.text, start=False, special=True), chat  # the template begins it
+
+    def thought(self, tags: ThoughtTags, budget: int | None = None) -> Thought:
+        """For one answer; see `Thought`."""
+        opening = self.tokenize(tags.start, start=False, special=True)
+        close = self.tokenize(tags.ends[0], start=False, special=True)
+        return Thought(tags, close=close, opening=opening[0] if len(opening) == 1 else -1, budget=budget)
 
     def shown(self, names: Sequence[str]) -> tuple[int, ...]:
         """Control tokens by their names, without those that end an answer."""

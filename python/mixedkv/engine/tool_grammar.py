@@ -54,14 +54,16 @@ def tool_grammar(
     for name in given:  # a rule that calls itself: the converter would merge another one into a lexeme
         rules[name] = f'"x" | "x" {name}'
     used = _reached(rules)
+    # the converter knows no capitals, and Lark's first rule is `start`, a name that some families have
+    short = {name: name if name == "root" else f"rule-{i}" for i, name in enumerate(used)}
     try:
-        lark = convert("\n".join(f"{_renamed(name)} ::= {_renamed(rules[name])}" for name in used))
+        lark = convert("\n".join(f"{short[name]} ::= {_renamed(rules[name], short)}" for name in used))
     except ValueError as error:
         raise ValueError(
             f"a call of so many cannot be forced ({error}): name it in tool_choice, or give fewer"
         ) from None
     for name in given.keys() & set(used):
-        lark = _replace(lark, name.replace("-", "_"), given[name])
+        lark = _replace(lark, short[name].replace("-", "_"), given[name])
     return lark
 
 
@@ -80,9 +82,8 @@ def _reached(rules: Mapping[str, str]) -> list[str]:
     return found
 
 
-def _renamed(body: str) -> str:
-    """Lark's first rule is `start`, a name that some families have."""
-    return _PARTS.sub(lambda part: "begin" if part[0] == "start" else part[0], body)
+def _renamed(body: str, names: Mapping[str, str]) -> str:
+    return _PARTS.sub(lambda part: names.get(part[0], part[0]), body)
 
 
 def _closed_texts(rules: Mapping[str, str], parser: str) -> dict[str, str]:

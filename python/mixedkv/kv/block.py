@@ -2,78 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-import gguf
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.config import UNIFORM_TYPES
+from mixedkv.kv.checkpoint import Checkpoint, named_checkpoints, read_checkpoints
+from mixedkv.kv.rows import (
+    LayerRows,
+    RowGroup,
+    cold_group,
+    describe_group,
+    read_group,
+    row_bytes,
+    slice_group,
+    take,
+    take_list,
+    take_whole,
+)
 from mixedkv.limits import INT32_MAX
-
-_SIZE_MAX = 2**20  # heads, head sizes and layers above this are not a model's
-
-
-def row_bytes(kind: str, n: int) -> int:
-    """Bytes of a row of `n` elements of a ggml type; ValueError if its blocks do not divide the row."""
-    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind.upper()]]
-    if n % block:
-        raise ValueError(f"rows of {n} elements do not fit {kind}, which packs {block}")
-    return n // block * size
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerRows:
-    """One layer's rows, in order of position.
-
-    Args:
-        il: index of the layer in the model.
-        type_k, type_v: ggml types of `k` and `v`, e.g. "q4_0".
-        rotation_k, rotation_v: edge of the Hadamard blocks that K and V are rotated by; 0: they are not.
-        n_head_kv, head_size_k, head_size_v: of the layer; a row holds all its KV heads.
-        equalization: tells apart the scales that K was stored times; 0: K is as the model computes it.
-        k, v: rows as the cache stores them, uint8 [n_rows, bytes of a row].
-        k_hot, v_hot: F16 copies of the rows that attention read in F16, [n_hot, n_head_kv * head size].
-    """
-
-    il: int
-    type_k: str
-    type_v: str
-    rotation_k: int
-    rotation_v: int
-    n_head_kv: int
-    head_size_k: int
-    head_size_v: int
-    k: npt.NDArray[np.uint8]
-    v: npt.NDArray[np.uint8]
-    k_hot: npt.NDArray[np.float16]
-    v_hot: npt.NDArray[np.float16]
-    equalization: int = 0
-
-    def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        return {name: getattr(self, name) for name in _LAYER_ARRAYS}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowGroup:
-    """Layers that hold the same positions: all of them, or those with a sliding window and those without.
-
-    Args:
-        positions: int32 [n_rows], ascending.
-        hot: which of the rows have an F16 copy, int32 [n_hot], ascending.
-        slots: where in the F16 ring each of these lay, int32 [n_hot]. Attention sums in this order.
-        layers: their rows.
-    """
-
-    positions: npt.NDArray[np.int32]
-    hot: npt.NDArray[np.int32]
-    slots: npt.NDArray[np.int32]
-    layers: tuple[LayerRows, ...]
-
-    def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        return {name: getattr(self, name) for name in _GROUP_ARRAYS}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,13 +34,15 @@ class KVBlock:
     Args:
         p0, p1: the positions.
         tokens: token ids, int32 [p1 - p0].
-        groups: the rows.
+        groups: the rows; none where no layer keeps any.
+        checkpoints: of the sequence, at tokens within the block or at its end.
     """
 
     p0: int
     p1: int
     tokens: npt.NDArray[np.int32]
     groups: tuple[RowGroup, ...]
+    checkpoints: tuple[Checkpoint, ...] = ()
 
     def __len__(self) -> int:
         return self.p1 - self.p0
@@ -106,7 +57,8 @@ class KVBlock:
         return sum(array.nbytes for array in self.to_arrays().values())
 
     def slice(self, p0: int, p1: int) -> KVBlock:
-        """The part at positions [p0, p1); its rows are views of this block's.
+        """The part at positions [p0, p1); its rows are views of this block's. A checkpoint that serves its
+        end is cut to it.
 
         Raises:
             ValueError: the range is empty or not within this block's.
@@ -114,17 +66,30 @@ class KVBlock:
         if not self.p0 <= p0 < p1 <= self.p1:
             raise ValueError(f"positions [{p0}, {p1}) are not within this block's [{self.p0}, {self.p1})")
         tokens = self.tokens[p0 - self.p0 : p1 - self.p0]
-        groups = tuple(_slice_group(group, p0, p1) for group in self.groups)
-        return KVBlock(p0=p0, p1=p1, tokens=tokens, groups=groups)
+        groups = tuple(slice_group(group, p0, p1) for group in self.groups)
+        points = [point for point in self.checkpoints if p0 < point.n <= p1]
+        if all(point.n < p1 for point in points) and (last := self.checkpoint_at(p1)) is not None:
+            points.append(last.cut(p1))
+        return KVBlock(p0=p0, p1=p1, tokens=tokens, groups=groups, checkpoints=tuple(points))
+
+    def checkpoint_at(self, n: int) -> Checkpoint | None:
+        """One that serves a sequence of `n` tokens."""
+        return next((point for point in self.checkpoints if point.serves(n)), None)
+
+    def without_hot(self) -> KVBlock:
+        """The same without F16 copies and checkpoints: for a place where these are not the recent tokens."""
+        return replace(self, groups=tuple(map(cold_group, self.groups)), checkpoints=())
 
     def to_arrays(self) -> dict[str, npt.NDArray[Any]]:
         """The arrays by name: "tokens", "<group>.positions", "<group>.<layer>.k" and so on."""
-        return {"tokens": self.tokens, **dict(_named_arrays(self.groups))}
+        rows = {name: array for i, group in enumerate(self.groups) for name, array in group.named(f"{i}.")}
+        return {"tokens": self.tokens, **rows, **dict(named_checkpoints(self.checkpoints))}
 
     def describe(self) -> dict[str, Any]:
         """All but the arrays, as JSON can hold it."""
-        groups = [{"layers": [_describe_layer(layer) for layer in group.layers]} for group in self.groups]
-        return {"p0": self.p0, "p1": self.p1, "groups": groups}
+        rows = {"p0": self.p0, "p1": self.p1, "groups": [describe_group(group) for group in self.groups]}
+        points = [point.describe() for point in self.checkpoints]
+        return {**rows, "checkpoints": points} if points or not self.groups else rows
 
     @classmethod
     def from_arrays(cls, description: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> KVBlock:
@@ -134,143 +99,24 @@ class KVBlock:
             ValueError: something is missing, of another type, or does not fit the rest; the message names it.
         """
         left = dict(arrays)
-        p0 = _whole(description, "p0", 0, INT32_MAX - 1)
-        p1 = _whole(description, "p1", p0 + 1, INT32_MAX)
-        tokens = _take(left, "tokens", np.int32, (p1 - p0,))
+        p0 = take_whole(description, "p0", 0, INT32_MAX - 1)
+        p1 = take_whole(description, "p1", p0 + 1, INT32_MAX)
+        tokens = take(left, "tokens", np.int32, (p1 - p0,))
         groups = tuple(
-            _read_group(f"{i}.", group, left, p0, p1)
-            for i, group in enumerate(_list(description, "groups", at_least=1))
+            read_group(f"{i}.", group, left, p0, p1)
+            for i, group in enumerate(
+                take_list(description, "groups", 0 if "checkpoints" in description else 1)
+            )
         )
+        points = read_checkpoints(description, left, p0, p1)
         layers = [layer.il for group in groups for layer in group.layers]
         if len(set(layers)) != len(layers):
             raise ValueError("groups: a layer is there twice")
-        if all(len(group.positions) < p1 - p0 for group in groups):
+        if groups and all(len(group.positions) < p1 - p0 for group in groups):
             raise ValueError(f"groups: none has all rows of [{p0}, {p1})")
         if left:
             raise ValueError(f"array {sorted(left)[0]!r} belongs to no layer of the description")
-        return cls(p0=p0, p1=p1, tokens=tokens, groups=groups)
+        return cls(p0=p0, p1=p1, tokens=tokens, groups=groups, checkpoints=points)
 
 
-_LAYER_ARRAYS = ("k", "v", "k_hot", "v_hot")
-_GROUP_ARRAYS = ("positions", "hot", "slots")
-_LAYER_FIELDS = tuple(field.name for field in fields(LayerRows) if field.name not in _LAYER_ARRAYS)
-
-
-def _describe_layer(layer: LayerRows) -> dict[str, Any]:
-    values = {name: getattr(layer, name) for name in _LAYER_FIELDS}
-    return values if layer.equalization else {name: values[name] for name in values if name != "equalization"}
-
-
-def _named_arrays(groups: tuple[RowGroup, ...]) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-    for i, group in enumerate(groups):
-        yield from ((f"{i}.{name}", array) for name, array in group.arrays().items())
-        for layer in group.layers:
-            yield from ((f"{i}.{layer.il}.{name}", array) for name, array in layer.arrays().items())
-
-
-def _slice_group(group: RowGroup, p0: int, p1: int) -> RowGroup:
-    begin, end = np.searchsorted(group.positions, [p0, p1])
-    hot_begin, hot_end = np.searchsorted(group.hot, [begin, end])
-    rows, hot = slice(begin, end), slice(hot_begin, hot_end)
-    return RowGroup(
-        positions=group.positions[rows],
-        hot=group.hot[hot] - np.int32(begin),
-        slots=group.slots[hot],
-        layers=tuple(
-            replace(
-                layer,
-                k=layer.k[rows],
-                v=layer.v[rows],
-                k_hot=layer.k_hot[hot],
-                v_hot=layer.v_hot[hot],
-            )
-            for layer in group.layers
-        ),
-    )
-
-
-def _read_group(
-    prefix: str, description: Any, arrays: dict[str, npt.NDArray[Any]], p0: int, p1: int
-) -> RowGroup:
-    positions = _take(arrays, prefix + "positions", np.int32, (None,))
-    hot = _take(arrays, prefix + "hot", np.int32, (None,))
-    slots = _take(arrays, prefix + "slots", np.int32, (len(hot),))
-    _check_ascending(prefix + "positions", positions, p0, p1)
-    _check_ascending(prefix + "hot", hot, 0, len(positions))
-    if len(slots) and (slots.min() < 0 or len(np.unique(slots)) != len(slots)):
-        raise ValueError(f"{prefix}slots: each row needs a slot of its own, from 0")
-    layers = tuple(
-        _read_layer(prefix, layer, arrays, len(positions), len(hot))
-        for layer in _list(description, "layers", at_least=1)
-    )
-    return RowGroup(positions=positions, hot=hot, slots=slots, layers=layers)
-
-
-def _read_layer(
-    prefix: str, description: Any, arrays: dict[str, npt.NDArray[Any]], n_rows: int, n_hot: int
-) -> LayerRows:
-    _check_mapping("layer", description)
-    il = _whole(description, "il", 0, _SIZE_MAX)
-    n_head_kv = _whole(description, "n_head_kv", 1, _SIZE_MAX)
-    equalization = _whole({"equalization": 0, **description}, "equalization", 0, 2**32 - 1)
-    values: dict[str, Any] = {"il": il, "n_head_kv": n_head_kv, "equalization": equalization}
-    for which in ("k", "v"):
-        head_size = _whole(description, f"head_size_{which}", 1, _SIZE_MAX)
-        kind = description.get(f"type_{which}")
-        if not isinstance(kind, str) or kind not in UNIFORM_TYPES:
-            raise ValueError(f"layer {il}: type_{which}={kind!r} is not one of {', '.join(UNIFORM_TYPES)}")
-        n = n_head_kv * head_size
-        rotation = _whole(description, f"rotation_{which}", 0, _SIZE_MAX)
-        if rotation and (rotation & (rotation - 1) or n % rotation):
-            raise ValueError(f"layer {il}: rotation_{which}={rotation} is no power of 2 that divides {n}")
-        name = f"{prefix}{il}.{which}"
-        values |= {
-            f"head_size_{which}": head_size,
-            f"type_{which}": kind,
-            f"rotation_{which}": rotation,
-            which: _take(arrays, name, np.uint8, (n_rows, row_bytes(kind, n))),
-            f"{which}_hot": _take(arrays, name + "_hot", np.float16, (n_hot, n)),
-        }
-    return LayerRows(**values)
-
-
-def _take(
-    arrays: dict[str, npt.NDArray[Any]], name: str, dtype: Any, shape: tuple[int | None, ...]
-) -> npt.NDArray[Any]:
-    array = arrays.pop(name, None)
-    if array is None:
-        raise ValueError(f"array {name!r} is missing")
-    if array.dtype != dtype or array.ndim != len(shape):
-        raise ValueError(f"array {name!r} is {array.dtype} of {array.ndim} dimensions, not {np.dtype(dtype)}")
-    if any(want is not None and have != want for have, want in zip(array.shape, shape, strict=True)):
-        raise ValueError(f"array {name!r} has the shape {array.shape}, not {shape}")
-    return array
-
-
-def _check_ascending(name: str, values: npt.NDArray[np.int32], low: int, high: int) -> None:
-    """Strictly ascending and within [low, high)."""
-    if len(values) and (
-        values[0] < low or values[-1] >= high or (np.diff(values.astype(np.int64)) <= 0).any()
-    ):
-        raise ValueError(f"array {name!r} does not ascend within [{low}, {high})")
-
-
-def _check_mapping(name: str, value: Any) -> None:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{name}: not an object")
-
-
-def _whole(description: Any, field: str, low: int, high: int) -> int:
-    _check_mapping(field, description)
-    value = description.get(field)
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ValueError(f"{field}={value!r}: use a whole number from {low} to {high}")
-    return value
-
-
-def _list(description: Any, field: str, at_least: int) -> list[Any]:
-    _check_mapping(field, description)
-    value = description.get(field)
-    if not isinstance(value, list) or not at_least <= len(value) <= _SIZE_MAX:
-        raise ValueError(f"{field}: a list of at least {at_least} is missing")
-    return value
+__all__ = ["Checkpoint", "KVBlock", "LayerRows", "RowGroup", "row_bytes"]

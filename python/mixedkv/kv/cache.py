@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
 from typing import Any
 
 import llama_cpp
@@ -12,17 +11,21 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv import _core, _llama_cpp
-from mixedkv.config import KVSetting, MixedKVConfig, check_window, ggml_type, type_name
+from mixedkv.config import KVSetting, MixedKVConfig
+from mixedkv.cut_rule import CutRule
 from mixedkv.errors import UnsupportedModelError
-from mixedkv.kv.block import KVBlock, LayerRows, RowGroup
-from mixedkv.kv.busy import BusyGuard, exclusive
+from mixedkv.kv import block_rows, sequence_state
+from mixedkv.kv.block import KVBlock
+from mixedkv.kv.busy import exclusive
+from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.kv.exactness import ExactRows
 from mixedkv.kv.layer_view import LayerView, layer_stats
 from mixedkv.kv.stats import KVStats, LayerStats, SequenceStats
+from mixedkv.kv.window_settings import WindowSettings
 from mixedkv.limits import INT32_MAX
 
 
-class KVCache:
+class KVCache(WindowSettings):
     """The cache of one `Llama`, as its property `kv`. Use it on the thread that decodes.
 
     The `Llama` evaluates into sequence 0 and knows its tokens: n_tokens and input_ids follow what is done to
@@ -32,10 +35,9 @@ class KVCache:
     """
 
     def __init__(self, llama: llama_cpp.Llama, setting: KVSetting) -> None:
+        super().__init__(setting)
         self._llama = llama
-        self._setting = setting
         self._exact = ExactRows()
-        self.busy = BusyGuard()
 
     def __repr__(self) -> str:
         return f"<KVCache {self._setting}>"
@@ -48,80 +50,12 @@ class KVCache:
     def _memory(self) -> Any:
         return llama_cpp.llama_get_memory(_llama_cpp.context(self._llama))
 
-    @property
-    def config(self) -> KVSetting:
-        """The setting, a mixed one with its window as it is now."""
-        if not isinstance(self._setting, MixedKVConfig):
-            return self._setting
-        return replace(
-            self._setting,
-            quantization_threshold=self.quantization_threshold,
-            group_size=self.group_size,
-            sink_tokens=self.sink_tokens,
-        )
-
-    @property
-    def quantization_threshold(self) -> int:
-        """F16 tokens at most in the recent window of a sequence.
-
-        Can be set up to the value the cache was made with. A smaller window takes effect at once; a larger
-        one fills from new tokens only, since what has left it stays quantised.
-        """
-        return _core.stats(self._address)["threshold"]
-
-    @quantization_threshold.setter
-    def quantization_threshold(self, value: int) -> None:
-        self.set_window(quantization_threshold=value)
-
-    @property
-    def group_size(self) -> int:
-        """Tokens that leave the window together. Can be set, to the threshold at most."""
-        return _core.stats(self._address)["group_size"]
-
-    @group_size.setter
-    def group_size(self, value: int) -> None:
-        self.set_window(group_size=value)
-
-    @property
-    def sink_tokens(self) -> int:
-        """First tokens of a sequence, kept in F16 for good. Can be set, to the value at creation at most."""
-        return _core.stats(self._address)["sink_tokens"]
-
-    @sink_tokens.setter
-    def sink_tokens(self, value: int) -> None:
-        self.set_window(sink_tokens=value)
-
     @exclusive
-    def set_window(
-        self,
-        *,
-        quantization_threshold: int | None = None,
-        group_size: int | None = None,
-        sink_tokens: int | None = None,
-    ) -> None:
-        """Set several of the window's settings at once; what is None stays.
-
-        Raises:
-            ValueError: a value is out of range, above what the cache was made with, or the cache is uniform.
-        """
-        now = _core.stats(self._address)
-        if not isinstance(self._setting, MixedKVConfig):
-            raise ValueError(f"kv={str(self._setting)!r} is a uniform cache: it has no window to set")
-        window = (
-            now["threshold"] if quantization_threshold is None else quantization_threshold,
-            now["group_size"] if group_size is None else group_size,
-            now["sink_tokens"] if sink_tokens is None else sink_tokens,
-        )
-        check_window(*window)
-        _check_capacity("quantization_threshold", window[0], now["threshold_capacity"])
-        _check_capacity("sink_tokens", window[2], self._setting.sink_tokens)
-        _core.set_window(self._address, *window)
-        if window != (now["threshold"], now["group_size"], now["sink_tokens"]):
-            self.limit_exact(0)
-
     def stats(self, by_layer: bool = False) -> KVStats:
         """What the cache holds now; `by_layer` adds one entry per layer."""
         address = self._address
+        if _llama_cpp.is_recurrent(self._llama):
+            return KVStats.without_rows(self._llama.n_ctx(), self._llama.context_params.n_seq_max, by_layer)
         now = _core.stats(address)
         return KVStats(
             kv=str(self.config),
@@ -135,12 +69,17 @@ class KVCache:
             sink_tokens=now["sink_tokens"],
             tokens_hot=now["n_cells_hot"],
             tokens_cold=now["n_cells_used"] - now["n_cells_hot"],
+            hot_budget=now["hot_slots"],
+            hot_shared=now["hot_shared"],
+            hot_evicted=now["n_evicted"],
             bytes_total=now["bytes_total"],
             bytes_cold=now["bytes_cold"],
             bytes_hot=now["bytes_hot"],
+            bytes_view=now["bytes_view"],
+            bytes_compute=now["bytes_compute"],
             n_elements=now["n_elements"],
             sequences=tuple(SequenceStats(**seq) for seq in _core.sequences(address)),
-            layers=tuple(self._layers().values()) if by_layer else None,
+            layers=self.layers if by_layer else None,
         )
 
     @property
@@ -148,14 +87,19 @@ class KVCache:
         """How many leading tokens of sequence 0 have the rows that evaluating them from the start would give.
 
         All of n_tokens, unless tokens were evaluated behind a mixed window that had lost F16 rows (after a
-        rollback, or a block cut short), rows were loaded at another place or converted, the window was
-        changed, or a state was loaded.
+        rollback, a block cut short, or where other sequences needed the room), rows were loaded at another
+        place or converted, the window was changed, or a state was loaded.
         """
         return self._exact.count(self._llama.n_tokens)
 
     def limit_exact(self, p: int) -> None:
         """Say that rows of sequence 0 from `p` on are not exact. For whoever moves rows through llama_cpp."""
         self._exact.limit(p)
+
+    @property
+    def layers(self) -> tuple[LayerStats, ...]:
+        """What is allocated for each layer that has a KV cache, in order. Any thread may ask."""
+        return tuple(self._layers().values())
 
     def layer(self, il: int) -> LayerView:
         """One layer's rows.
@@ -171,7 +115,8 @@ class KVCache:
 
     @exclusive
     def export(self, seq: int = 0, p0: int = 0, p1: int = -1, tokens: npt.ArrayLike | None = None) -> KVBlock:
-        """Copy the rows at positions [p0, p1) of a sequence out of the cache, which keeps them.
+        """Copy the rows at positions [p0, p1) of a sequence out of the cache, which keeps them. At the end of
+        the sequence the state of recurrent layers comes along.
 
         Args:
             seq: the sequence.
@@ -181,19 +126,21 @@ class KVCache:
         Raises:
             LookupError: the sequence does not have all of these positions.
             ValueError: the range is empty, or `tokens` has another length.
-            UnsupportedModelError: the model keeps more than rows of tokens (recurrent layers, M-RoPE).
+            UnsupportedModelError: the model keeps more than rows of tokens and a state (M-RoPE, MLA).
         """
-        groups = tuple(map(_row_group, _core.export_rows(self._address, seq, p0, p1)))
-        end = int(groups[0].positions[-1]) + 1
+        last = self.positions(seq)[1] + 1
+        end = last if p1 < 0 else p1
+        groups = block_rows.out(self._llama, seq, p0, end, last)
         if tokens is None:
             tokens = self._known_tokens(seq, p0, end)
         ids = np.array(tokens, np.int32)
         if ids.shape != (end - p0,):
             raise ValueError(f"tokens has the shape {ids.shape}: give the {end - p0} at [{p0}, {end})")
-        return KVBlock(p0=p0, p1=end, tokens=ids, groups=groups)
+        point = self.checkpoint(seq) if end == last and not self.can_cut else None
+        return KVBlock(p0=p0, p1=end, tokens=ids, groups=groups, checkpoints=(point,) if point else ())
 
     @exclusive
-    def load(self, block: KVBlock, seq: int = 0, at: int | None = None) -> None:
+    def load(self, block: KVBlock, seq: int = 0, at: int | None = None, *, more: bool = False) -> None:
         """Put a block into a sequence, which must not have these positions.
 
         Blocks of consecutive ranges, loaded in order into an empty sequence, leave the cache as if they had
@@ -205,28 +152,131 @@ class KVCache:
             block: from `export`, of this or another context of the same model.
             seq: the sequence.
             at: position of the block's first token; None is where it was. Another one turns K (RoPE).
+            more: the next block follows, so what the token behind this one reads may be missing.
 
         Raises:
-            ValueError: the block does not fit the model, the sequence or the room there is. Nothing changed.
-            UnsupportedModelError: the model keeps more than rows of tokens (recurrent layers, M-RoPE).
+            ValueError: the block does not fit the model, the sequence or the room there is, or lacks what the
+                token behind it reads. Nothing changed, or, where a state is refused, the sequence is empty.
+            UnsupportedModelError: the model keeps more than rows of tokens and a state (M-RoPE, MLA).
         """
-        address = self._address
         block = KVBlock.from_arrays(block.describe(), block.to_arrays())
         shift = 0 if at is None else at - block.p0
         if not -block.p0 <= shift <= INT32_MAX - block.p1:
             raise ValueError(f"at={at}: use a position from 0 to {INT32_MAX - len(block)}")
         follows = seq == 0 and block.p0 + shift == self._llama.n_tokens
         drop_from = self._llama.n_tokens if follows else -1
-        groups = [_native_group(group) for group in block.groups]
-        _core.import_rows(address, seq, groups, shift, drop_from)
+        try:
+            block_rows.into(self._llama, block, seq, shift, drop_from, more)
+        except block_rows.StateRefusedError as error:
+            self.remove(seq)
+            raise ValueError(str(error)) from error
         if follows:
             self._append_tokens(block.tokens)
         if seq == 0 and not (follows and shift == 0 and self._has_types_of(block)):
             self.limit_exact(block.p0 + shift)
 
+    # --- what a sequence holds besides rows of all its tokens ---
+
+    @property
+    def cut_rule(self) -> CutRule:
+        """Where a sequence can be cut."""
+        return sequence_state.cut_rule(self._llama, self.config)
+
+    @exclusive
+    def checkpoint(self, seq: int = 0) -> Checkpoint | None:
+        """What the sequence holds now besides rows of all its tokens: F16 copies of the recent rows, rows of
+        sliding windows, the state of recurrent layers. With it `resume` goes on from here later.
+
+        None where there is nothing of the kind, or not all of it any more.
+        """
+        return sequence_state.take(self._llama, self.cut_rule, seq)
+
+    @exclusive
+    def resume(self, point: Checkpoint, n: int, source: int, target: int) -> None:
+        """Let sequence `target` go on from the first `n` tokens of `source`, which has their rows, with what
+        the checkpoint holds besides. They may be the same sequence.
+
+        The `Llama` does not follow what is done to its sequence 0.
+
+        Raises:
+            ValueError: the checkpoint does not serve this cut or this model, rows are missing, or there is no
+                room. The target is empty then.
+        """
+        self._check_sequence("source", source)
+        self._check_sequence("target", target)
+        try:
+            sequence_state.resume(self._llama, point, n, source, target)
+        except ValueError:
+            llama_cpp.llama_memory_seq_rm(self._memory, target, -1, -1)
+            raise
+        finally:
+            if target == 0:
+                self.limit_exact(0)
+
+    @exclusive
+    def holds(self, seq: int, n: int) -> bool:
+        """Whether the sequence, cut at n tokens, has all that the token there reads as it was evaluated."""
+        return sequence_state.holds(self._llama, self.cut_rule, seq, n)
+
+    @exclusive
+    def fill(
+        self,
+        tokens: npt.ArrayLike,
+        positions: npt.ArrayLike,
+        seq: int = 0,
+        *,
+        logits: bool = False,
+        last_layer: int | None = None,
+        watch: int = 0,
+    ) -> npt.NDArray[np.float32]:
+        """Evaluate tokens at positions that a sequence lacks, between others that it has: they see what is
+        before them, and each other. The `Llama` does not follow it: see `assume`.
+
+        Args:
+            tokens: token ids, [n]; n_batch at most.
+            positions: theirs, ascending, [n].
+            seq: the sequence.
+            logits: compute those of the last token, where `llama_get_logits_ith(context, -1)` finds them.
+            last_layer: compute rows up to this layer only; the tokens must then be removed again.
+            watch: positions [0, watch) whose attention is watched.
+
+        Returns:
+            float32 [watch]: attention that the tokens pay to the quantised row at each position, summed over
+            tokens, heads and layers.
+
+        Raises:
+            ValueError: the sequence has one of the positions, they do not ascend, or a token is none; or
+                attention is watched, or evaluation cut short, where a layer does not have the fused
+                attention.
+            LookupError: there is no such sequence, or no room.
+            UnsupportedModelError: the model keeps more than rows of tokens (recurrent layers, M-RoPE).
+        """
+        ids, at = np.ascontiguousarray(tokens, np.int32), np.ascontiguousarray(positions, np.int32)
+        if ids.ndim != 1 or ids.shape != at.shape:
+            raise ValueError(
+                f"positions has the shape {at.shape}: give one for each of the tokens {ids.shape}"
+            )
+        last = -1 if last_layer is None else last_layer
+        return _core.fill(self._address, seq, ids, at, logits, last, watch)
+
+    def assume(self, tokens: npt.ArrayLike, n_exact: int) -> None:
+        """Say which tokens sequence 0 holds from position 0 on, of which the first `n_exact` have exact rows.
+
+        Raises:
+            ValueError: the sequence has another length.
+        """
+        ids = np.asarray(tokens, np.intc)
+        if self.positions(0) != (0, len(ids) - 1):
+            raise ValueError(f"tokens: {len(ids)} are no description of positions {self.positions(0)}")
+        self._llama.input_ids[: len(ids)] = ids
+        self._llama.n_tokens = len(ids)
+        if n_exact < len(ids):
+            self.limit_exact(n_exact)
+
     # --- sequences ---
 
     @property
+    @exclusive
     def used(self) -> int:
         """Cells that hold a token; one that several sequences share counts once. 0 where all layers keep a
         state instead.
@@ -248,6 +298,7 @@ class KVCache:
         memory = self._memory
         return bool(memory) and self.can_cut and bool(llama_cpp.llama_memory_can_shift(memory))
 
+    @exclusive
     def positions(self, seq: int = 0) -> tuple[int, int]:
         """Lowest and highest position that all layers still hold of a sequence; (-1, -1) when it is empty."""
         memory = self._memory
@@ -384,11 +435,11 @@ class KVCache:
     def evaluating(self) -> Iterator[None]:
         """Around an evaluation of tokens behind n_tokens, on one thread: what it does to the exact rows."""
         with self.busy.waiting():
-            self._exact.before_eval(self._llama.n_tokens, self.window_is_whole)
+            self._exact.before_eval(self._llama.n_tokens, self._cut_is_whole)
             try:
                 yield
             finally:
-                self._exact.after_eval(self._llama.n_tokens)
+                self._exact.after_eval(self._llama.n_tokens, self.short_from()[0])
 
     def _append_tokens(self, tokens: npt.NDArray[np.int32]) -> None:
         """The KV of these tokens was loaded behind what is there: go on after them."""
@@ -409,20 +460,19 @@ class KVCache:
         )
 
     @exclusive
-    def window_is_whole(self, n: int) -> bool:
-        """Cut sequence 0 at position n; whether the query there then finds in F16 what a sequence that was
-        never longer has.
+    def short_from(self) -> list[int]:
+        """For every sequence the first position that was evaluated without F16 rows which had made room for
+        those of other sequences; -1 where there is none. Its rows are not exact from there on.
         """
-        config = self.config
-        if not isinstance(config, MixedKVConfig):
+        if not isinstance(self._setting, MixedKVConfig):
+            return [-1] * self._llama.context_params.n_seq_max
+        return _core.short_from(self._address)
+
+    def _cut_is_whole(self, n: int) -> bool:
+        if not isinstance(self._setting, MixedKVConfig):
             return True
         llama_cpp.llama_memory_seq_rm(self._memory, 0, n, -1)  # as the evaluation that follows does
-        for layer in {layer["group"]: layer for layer in _core.layers(self._address)}.values():
-            positions, hot = _core.read_tiers(self._address, layer["il"], 0, 0, n)
-            wanted = (positions >= config.window.begin(n)) | (positions < config.sink_tokens)
-            if not hot[wanted].all():
-                return False
-        return True
+        return self.holds(0, n)
 
     def _known_tokens(self, seq: int, p0: int, p1: int) -> npt.NDArray[np.int32]:
         if seq != 0 or self._llama.n_tokens < p1:
@@ -432,36 +482,6 @@ class KVCache:
         return self._llama.input_ids[p0:p1]
 
     def _layers(self) -> dict[int, LayerStats]:
+        if _llama_cpp.is_recurrent(self._llama):
+            return {}
         return {layer["il"]: layer_stats(layer) for layer in _core.layers(self._address)}
-
-
-def _row_group(group: _core.RowGroup) -> RowGroup:
-    layers = []
-    for layer in group["layers"]:
-        names = {"type_k": type_name(layer["type_k"]), "type_v": type_name(layer["type_v"])}
-        values: dict[str, Any] = {**layer, **names}
-        layers.append(LayerRows(**values))
-    arrays: dict[str, Any] = {**group, "layers": tuple(layers)}
-    return RowGroup(**arrays)
-
-
-def _native_group(group: RowGroup) -> dict[str, Any]:
-    layers = []
-    for layer in group.layers:
-        values = {field.name: getattr(layer, field.name) for field in fields(layer)}
-        values |= {"type_k": ggml_type(layer.type_k), "type_v": ggml_type(layer.type_v)}
-        layers.append({name: _packed(value) for name, value in values.items()})
-    arrays = {name: _packed(array) for name, array in group.arrays().items()}
-    return {**arrays, "layers": layers}
-
-
-def _packed(value: Any) -> Any:
-    return np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
-
-
-def _check_capacity(field: str, value: int, capacity: int) -> None:
-    if value > capacity:
-        raise ValueError(
-            f"{field}={value} is more than the {capacity} this cache was made with: "
-            f"make the Llama with a larger {field}"
-        )

@@ -11,8 +11,9 @@ class ExactRows:
     """Follows what is done to sequence 0 of a `Llama`.
 
     A token's rows depend on what its layers could read when it was evaluated. They stop being exact where
-    tokens are evaluated behind a window whose F16 rows have aged out (after a rollback or a cut block), or
-    behind rows that were moved, converted or computed under another window.
+    tokens are evaluated behind a window whose F16 rows have aged out (after a rollback or a cut block) or
+    made room for those of other sequences, or behind rows that were moved, converted or computed under
+    another window.
     """
 
     def __init__(self) -> None:
@@ -42,5 +43,8 @@ class ExactRows:
             self._limit = INT32_MAX if window_is_whole(n) else n
         self._looked = True
 
-    def after_eval(self, end: int) -> None:
+    def after_eval(self, end: int, short_from: int) -> None:
+        """It stopped at `end`; what is at `short_from` and after, if that is 0 or more, found rows gone."""
         self._end = end
+        if short_from >= 0:
+            self.limit(short_from)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 _F16_BYTES = 2
 
@@ -30,9 +31,14 @@ class LayerStats:
             heads += f"/{self.head_size_v}"
         types = self.type_k if self.type_k == self.type_v else f"{self.type_k}/{self.type_v}"
         hot = f" + F16 {format_bytes(self.bytes_hot)}" if self.mixed else ""
-        path = "fused" if self.fused else "merged" if self.mixed else "llama.cpp"
         scales = ", equalised" if self.equalization else ""
-        return f"layer {self.il:<3} {heads:<16} {types} {format_bytes(self.bytes_cold)}{hot}, {path}{scales}"
+        cold = f"{types} {format_bytes(self.bytes_cold)}"
+        return f"layer {self.il:<3} {heads:<16} {cold}{hot}, {self.attention}{scales}"
+
+    @property
+    def attention(self) -> str:
+        """How the rows are read: "fused", "merged" or by "llama.cpp" as they are."""
+        return "fused" if self.fused else "merged" if self.mixed else "llama.cpp"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +46,8 @@ class SequenceStats:
     """One sequence, as the query at its last position sees it; positions are -1 when it is empty.
 
     `hot_begin` is the first position of the recent window. `n_hot` rows are read in F16, sinks included,
-    `n_cold` in the cold type.
+    `n_cold` in the cold type. `short_from` is the first position that was evaluated without F16 rows which
+    had made room for other sequences, -1 if there is none.
     """
 
     seq_id: int
@@ -49,9 +56,12 @@ class SequenceStats:
     hot_begin: int
     n_hot: int
     n_cold: int
+    short_from: int
 
     def __str__(self) -> str:
         tiers = f"{self.n_hot} hot, {self.n_cold} cold"
+        if self.short_from >= 0:
+            tiers += f", window not whole at {self.short_from}"
         return f"seq {self.seq_id:<5} positions {self.pos_min} to {self.pos_max}, {tiers}"
 
 
@@ -65,7 +75,12 @@ class KVStats:
         n_layer: layers with a KV cache.
         quantization_threshold, threshold_capacity: the window as set now, and the most it can be set to.
         tokens_hot, tokens_cold: tokens that hold an F16 row, and those that do not.
-        bytes_total: from llama.cpp's own memory breakdown; the cold and the hot rows are parts of it.
+        hot_budget: F16 rows that all sequences share.
+        hot_shared: they are fewer than a window for every sequence.
+        hot_evicted: F16 rows that made room for others before their window had let go of them.
+        bytes_total: from llama.cpp's own memory breakdown; the cold and the hot rows are parts of it, and
+            `bytes_view`, which a merged layer takes of the compute buffers for its F16 view of all rows.
+        bytes_compute: all compute buffers of the context, the view among them.
         n_elements: K and V elements of all cells, what `bits_per_element` divides by.
         layers: one entry per layer, or None if not asked for.
     """
@@ -81,12 +96,24 @@ class KVStats:
     sink_tokens: int
     tokens_hot: int
     tokens_cold: int
+    hot_budget: int
+    hot_shared: bool
+    hot_evicted: int
     bytes_total: int
     bytes_cold: int
     bytes_hot: int
+    bytes_view: int
+    bytes_compute: int
     n_elements: int
     sequences: tuple[SequenceStats, ...]
     layers: tuple[LayerStats, ...] | None
+
+    @classmethod
+    def without_rows(cls, n_ctx: int, n_seq_max: int, by_layer: bool) -> KVStats:
+        """Of a context whose layers all keep a state instead."""
+        numbers: dict[str, Any] = {field.name: 0 for field in fields(cls)}
+        named = {"kv": "none", "mixed": False, "n_ctx": n_ctx, "n_seq_max": n_seq_max, "sequences": ()}
+        return cls(**{**numbers, **named, "layers": () if by_layer else None})
 
     @property
     def tokens(self) -> int:
@@ -122,13 +149,16 @@ class KVStats:
         if not self.mixed:
             return str(self.tokens)
         window = f"window {self.quantization_threshold}, group {self.group_size}, sinks {self.sink_tokens}"
+        if self.hot_shared:
+            window += f", room for {self.hot_budget} F16 tokens, {self.hot_evicted} made room"
         return f"{self.tokens} = {self.tokens_hot} hot + {self.tokens_cold} cold ({window})"
 
     def _bytes_text(self) -> str:
         total = format_bytes(self.bytes_total)
         if not self.mixed:
             return total
-        return f"{total} = {format_bytes(self.bytes_hot)} hot + {format_bytes(self.bytes_cold)} cold"
+        view = f" + {format_bytes(self.bytes_view)} merged view" if self.bytes_view else ""
+        return f"{total} = {format_bytes(self.bytes_hot)} hot + {format_bytes(self.bytes_cold)} cold{view}"
 
 
 def format_bytes(n: int) -> str:

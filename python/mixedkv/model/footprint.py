@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from mixedkv import _core
 from mixedkv.config import KVSetting, MixedKVConfig, type_bits
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.limits import padded
@@ -58,10 +59,15 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of a cache by formula, and the K and V elements they hold."""
+    """Bytes of a cache by formula, and the K and V elements they hold.
+
+    `view` is what merged attention takes of the compute buffers, for an F16 view of the rows of a layer. It
+    is a part of `bytes` if the setting asks for that.
+    """
 
     bytes: int
     n_elements: int
+    view: int = 0
 
     @property
     def bits_per_element(self) -> float:
@@ -97,15 +103,42 @@ def model_shape(model: ModelFile) -> ModelShape:
     )
 
 
-def footprint(shape: ModelShape, kv: KVSetting, n_ctx: int) -> Footprint:
-    """Bytes that a cache for one sequence of `n_ctx` tokens would take."""
+def footprint(shape: ModelShape, kv: KVSetting, n_ctx: int, n_seq: int = 1) -> Footprint:
+    """Bytes that a cache of `n_ctx` tokens would take, which `n_seq` sequences share.
+
+    Raises:
+        ValueError: `hot_budget` is less than one window.
+    """
     n_cells = padded(n_ctx)
     n_k = sum(layer.n_embd_k for layer in shape.layers)
     n_v = sum(layer.n_embd_v for layer in shape.layers)
-    bits = n_cells * (n_k * type_bits(kv.type_k) + n_v * type_bits(kv.type_v))
-    if isinstance(kv, MixedKVConfig):
-        bits += min(kv.hot_rows, n_cells) * (n_k + n_v) * type_bits("f16")
-    return Footprint(bytes=int(bits / 8), n_elements=n_cells * (n_k + n_v))
+    cold, f16 = int(n_k * type_bits(kv.type_k) + n_v * type_bits(kv.type_v)) // 8, 2 * (n_k + n_v)
+    n_rows = _ring_rows(kv, n_seq, n_cells, cold, f16) if isinstance(kv, MixedKVConfig) else 0
+    view = max((_view_bytes(layer, n_cells + n_rows) for layer in shape.layers), default=0) if n_rows else 0
+    merged = isinstance(kv, MixedKVConfig) and kv.attention == "merged"
+    return Footprint(
+        bytes=n_cells * cold + n_rows * f16 + (view if merged else 0),
+        n_elements=n_cells * (n_k + n_v),
+        view=view,
+    )
+
+
+def _ring_rows(kv: MixedKVConfig, n_seq: int, n_cells: int, bytes_cold: int, bytes_f16: int) -> int:
+    """F16 rows that are allocated."""
+    window = kv.quantization_threshold, kv.group_size, kv.sink_tokens, kv.n_draft
+    n_rows, least = _core.count_ring_rows(*window, kv.native_budget, n_seq, n_cells, bytes_cold, bytes_f16)
+    if least and not n_rows:
+        raise ValueError(
+            f"hot_budget={kv.hot_budget} is less than the {least} F16 tokens of one window and the sinks of "
+            f"{n_seq} sequences: raise it, or lower quantization_threshold or the number of sequences"
+        )
+    return n_rows
+
+
+def _view_bytes(layer: LayerShape, n_rows: int) -> int:
+    """As llama_kv_cache_mixed::get_view_bytes: K in F16, then besides it V in F32 and F16."""
+    k, v = 2 * layer.n_embd_k, 2 * layer.n_embd_v
+    return padded(n_rows) * max(3 * k, k + 3 * v)
 
 
 def _layers(model: ModelFile, n_layer: int) -> Iterator[LayerShape]:

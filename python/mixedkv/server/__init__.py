@@ -1,5 +1,4 @@
-"""An OpenAI-compatible server on one llama.cpp context: `mixedkv serve`.
+"""An OpenAI-compatible server on one llama.cpp context: `mixedkv serve`, or `python -m mixedkv.server`.
 
-The engine (`engine`, `scheduler`, `sequences`, `sampling`, `detokenize`) needs nothing but numpy and
-llama-cpp-python and can be used alone; the HTTP side (`app` and what it imports) needs `mixedkv[server]`.
+What it answers with is `mixedkv.engine`; this package is the HTTP side and needs `mixedkv[server]`.
 """

@@ -9,7 +9,13 @@ from typing import Any
 from starlette.responses import Response
 
 from mixedkv.engine.constraint import DeadEndError
-from mixedkv.errors import ClosedError, ContextLengthError, EngineError, QueueFullError
+from mixedkv.errors import (
+    ClosedError,
+    ContextLengthError,
+    EngineError,
+    ModelChangedError,
+    QueueFullError,
+)
 
 _TYPES = {
     400: "invalid_request_error",
@@ -54,9 +60,11 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
+    def response(self, path: str = "") -> Response:
+        """At `path`: Anthropic's API calls an error by its type, too."""
+        body = {"type": "error", **self.body()} if path.startswith("/v1/messages") else self.body()
         # ASCII, since a message may repeat what cannot be encoded
-        return Response(json.dumps(self.body()), self.status, self.headers, "application/json")
+        return Response(json.dumps(body), self.status, self.headers, "application/json")
 
 
 def from_engine(error: Exception, param: str = "prompt") -> ApiError:
@@ -64,6 +72,8 @@ def from_engine(error: Exception, param: str = "prompt") -> ApiError:
     message = str(error)
     if isinstance(error, QueueFullError):
         return ApiError(429, f"{message}: try again later", code="queue_full", headers={"Retry-After": "1"})
+    if isinstance(error, ModelChangedError):
+        return ApiError(503, message, code="model_changed")
     if isinstance(error, ClosedError):
         return ApiError(503, "the server is shutting down", code="shutting_down")
     if isinstance(error, ContextLengthError):

@@ -14,7 +14,17 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from mixedkv import __version__
-from mixedkv.server.api import chat_completions, completions, context, embeddings, info
+from mixedkv.server.api import (
+    chat_completions,
+    completions,
+    context,
+    embeddings,
+    infill,
+    info,
+    messages,
+    responses,
+    tokenizing,
+)
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.body_limit import BodyLimit
 from mixedkv.server.http.origin import OwnPagesOnly
@@ -41,7 +51,7 @@ def make_app(server: ServerState) -> FastAPI:
     )
     app.state.server = server
     app.state.metrics_text = SharedText(partial(metrics_text, server))
-    for module in (chat_completions, completions, context):
+    for module in (chat_completions, completions, context, infill, messages, responses, tokenizing):
         app.include_router(module.router, dependencies=[Depends(check_generates)])
     for module in (embeddings, info):
         app.include_router(module.router)
@@ -77,8 +87,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     await server.contexts.close()
 
 
-async def _on_api_error(_: Request, error: Any) -> Response:
-    return error.response()  # type: ignore[no-any-return]
+async def _on_api_error(request: Request, error: Any) -> Response:
+    return error.response(request.url.path)  # type: ignore[no-any-return]
 
 
 async def _on_invalid(request: Request, error: Any) -> Response:
@@ -90,15 +100,15 @@ async def _on_invalid(request: Request, error: Any) -> Response:
             return ApiError(
                 400, "the body is not said to be JSON: send the header Content-Type: application/json"
             ).response()
-        return ApiError(400, "the body is not a JSON object", code="invalid_json").response()
+        return ApiError(400, "the body is not a JSON object", code="invalid_json").response(request.url.path)
     where = [str(part) for part in first["loc"] if part not in ("body", "path", "query")]
     message = first["msg"].removeprefix("Value error, ")
     param = ".".join(where)[:_MAX_PARAM] or None
     if first["type"] == "json_invalid":
-        return ApiError(400, "the body is not valid JSON", code="invalid_json").response()
+        return ApiError(400, "the body is not valid JSON", code="invalid_json").response(request.url.path)
     if first["type"] == "extra_forbidden":
         message = "this field is not known: leave it out"
-    return ApiError(400, f"{param}: {message}" if param else message, param=param).response()
+    return ApiError(400, f"{param}: {message}" if param else message, param=param).response(request.url.path)
 
 
 async def _on_http_error(request: Request, error: Any) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from mixedkv.engine.engine import deliver_directly
+from mixedkv.engine.deliver import deliver_directly
 from mixedkv.engine.job import Event, Job
 
 

@@ -62,6 +62,8 @@ class Metrics(Observer):
         self.restore_failures = Counter("mixedkv:kv_restore_failures", "By reason.", ["reason"], **r)
         self.stored_tokens = Counter("mixedkv:kv_stored_tokens", "Tokens whose KV went to the store.", **r)
         self.store_failures = Counter("mixedkv:kv_store_failures", "By reason.", ["reason"], **r)
+        self.sessions = Gauge("mixedkv:sessions", "Sessions that live, of all tenants.", **r)
+        self.session_bytes = Gauge("mixedkv:session_bytes", "Bytes of their records.", **r)
         self.embedding_running = Gauge(
             "mixedkv:num_embedding_requests", "Requests for vectors at work or waiting.", **r
         )

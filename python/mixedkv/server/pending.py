@@ -16,6 +16,7 @@ from mixedkv.errors import ClosedError, ContextLengthError, QueueFullError
 from mixedkv.server.api_error import from_engine, timed_out
 
 _T = TypeVar("_T")
+OnEvent = Callable[[Delta | Done], Awaitable[None]]
 
 
 class Disconnected(Exception):  # noqa: N818
@@ -29,14 +30,21 @@ class PendingRequest:
     Args:
         timeout: seconds until the request is given up.
         left: those of them that are left, if not all.
+        on_event: awaited with each event before it is handed out; what it raises takes the event's place.
 
     Raises:
         ApiError: 429, 503 or 400 when the jobs are not accepted; 504, 500 while they run.
     """
 
     def __init__(
-        self, engine: Engine, jobs: Sequence[Job], timeout: float, left: float | None = None
+        self,
+        engine: Engine,
+        jobs: Sequence[Job],
+        timeout: float,
+        left: float | None = None,
+        on_event: OnEvent | None = None,
     ) -> None:
+        self._on_event = on_event
         self._engine, self.jobs = engine, list(jobs)
         self._events: deque[tuple[int, Event]] = deque()
         self._arrival: asyncio.Future[None] | None = None
@@ -45,6 +53,8 @@ class PendingRequest:
         self._seconds = timeout
         self._timer = self._loop.call_later(timeout if left is None else left, self._time_out)
         self._late = False
+        self._tick: asyncio.TimerHandle | None = None
+        self._quiet = self._ticked = False
         for i, job in enumerate(self.jobs):
             job.deliver = partial(self._deliver, i)
 
@@ -66,13 +76,24 @@ class PendingRequest:
 
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()
+        if self._tick is not None:
+            self._tick.cancel()
         if self._left:
             for job in self.jobs:
                 self._engine.cancel(job)
 
     def _deliver(self, index: int, event: Event) -> None:
         self._events.append((index, event))
+        self._quiet = False
         self._wake()
+
+    def tick_every(self, seconds: float) -> None:
+        """From now on `next` gives None where nothing has come for so long, or up to twice that."""
+        if self._quiet and not self._events:
+            self._ticked = True
+            self._wake()
+        self._quiet = True
+        self._tick = self._loop.call_later(seconds, self.tick_every, seconds)
 
     def _time_out(self) -> None:
         self._late = True
@@ -90,10 +111,17 @@ class PendingRequest:
     def over(self) -> bool:
         return self._left == 0
 
-    async def next(self) -> tuple[int, Delta | Done]:
+    async def next(self) -> tuple[int, Delta | Done] | None:
+        """
+        Raises:
+            ApiError: a job has failed, or the time is up.
+        """
         while not self._events:
             if self._late:
                 raise timed_out(self._seconds)
+            if self._ticked:
+                self._ticked = False
+                return None
             self._arrival = self._loop.create_future()
             await self._arrival
         index, event = self._events.popleft()
@@ -101,11 +129,14 @@ class PendingRequest:
             raise from_engine(event.error)
         if isinstance(event, Done):
             self._left -= 1
+        if self._on_event is not None:
+            await self._on_event(event)
         return index, event
 
     async def events(self) -> AsyncIterator[tuple[int, Delta | Done]]:
         while self._left:
-            yield await self.next()
+            if (event := await self.next()) is not None:
+                yield event
 
     async def done(self) -> list[Done]:
         """The ends of all jobs, in their order."""

@@ -10,7 +10,8 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,15 @@ from pydantic import ValidationError
 from mixedkv.bundled import model_path
 from mixedkv.engine import tokenizer
 from mixedkv.engine.answer import Answer
+from mixedkv.engine.checkpoints import CheckpointLimits
 from mixedkv.engine.embedder import Embedder
 from mixedkv.engine.embedding_context import EmbeddingContext, only_embeds
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.store_connector import StoreConnector
+from mixedkv.errors import ClosedError, ModelChangedError
 from mixedkv.limits import CELLS
 from mixedkv.llama import Llama
+from mixedkv.model.fingerprint import model_parts
 from mixedkv.model.gguf_file import ModelFile, read_model_file
 from mixedkv.server import logs
 from mixedkv.server.api.context import warm_job
@@ -36,19 +40,26 @@ from mixedkv.server.delivery import Delivery
 from mixedkv.server.http.auth import Keys, MetricsKey
 from mixedkv.server.http.connection import Connection
 from mixedkv.server.http.request_id import RequestIds
+from mixedkv.server.http.root_path import RootPath
 from mixedkv.server.listening import TLS, listen, url
 from mixedkv.server.metrics import Metrics
+from mixedkv.server.model_watch import ModelWatch
 from mixedkv.server.pools import Pools
 from mixedkv.server.session_kv import SessionKV
-from mixedkv.server.settings import ServerSettings
-from mixedkv.server.state import ServerState
+from mixedkv.server.settings import IN_MEMORY, ServerSettings
+from mixedkv.server.shutdown import end_within
+from mixedkv.server.state import ServerState, session_quota
 from mixedkv.sessions import ContextCacheManager, explain
-from mixedkv.store import KVStore, key_from_file
+from mixedkv.sessions.record_codec import PLAIN, RecordCodec
+from mixedkv.store import KeySource, KVStore, key_from_file
+from mixedkv.store.encryption import KeyCipher
 
 log = logging.getLogger("mixedkv.server")
 
 _DEFAULT_N_CTX = 8192
 _OWN_FILES = 256  # of the store, the metadata and connections that are being refused
+_REGISTER_SECONDS = 60.0  # after the prompt of a session is evaluated
+_LONGEST_END = 60.0  # seconds for storing KV and closing everything, after the drain timeout
 _LAST_SECONDS = 2.0  # for a client to take its answer, after the drain timeout
 _BACKLOG = 128  # connections that asyncio accepts at once, whatever their limit
 _SWITCH_SECONDS = 0.0005  # the interpreter's 5 ms would be several steps of a small model
@@ -88,8 +99,10 @@ def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Serve
     generates = not only_embeds(file)
     if not generates and (settings.store or settings.warm):
         raise ValueError("store, warm: this model only embeds texts, it has no KV to keep: serve it without")
+    watch = stack.enter_context(ModelWatch(part.path for part in model_parts(path)))
     llm = stack.enter_context(_load(settings, path, file, generates))
-    store = stack.enter_context(_open_store(settings)) if settings.store else None
+    key = key_from_file(settings.store_key_file) if settings.store_key_file else None
+    store = stack.enter_context(_open_store(settings, keys, key)) if settings.store else None
     metrics_key = MetricsKey.load(settings.metrics_key_file) if settings.metrics_key_file else None
     metrics, delivery = Metrics(by_tenant=metrics_key is not None), Delivery()
     engine = stack.enter_context(
@@ -106,9 +119,13 @@ def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Serve
                 llm, settings.chat_format, read_chat_template(settings.chat_template)
             ),
             limits=keys.limits,
+            checkpoints=CheckpointLimits(
+                settings.checkpoints, settings.checkpoint_every, int(settings.max_checkpoint_gb * 1e9)
+            ),
         )
     )
-    embedder = _open_embedder(settings, engine, file)
+    watch.begin(partial(_stop_reading, engine))
+    embedder = _open_embedder(settings, engine, file, keys)
     session_kv = SessionKV(engine, store)
     pools = stack.enter_context(Pools())
     return ServerState(
@@ -119,7 +136,13 @@ def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Serve
         keys=keys,
         metrics=metrics,
         metrics_key=metrics_key,
-        contexts=ContextCacheManager(settings.metadata_url, session_kv),
+        contexts=ContextCacheManager(
+            settings.sessions_url,
+            session_kv,
+            codec=RecordCodec(KeyCipher(key)) if key is not None else PLAIN,
+            pending_seconds=settings.request_timeout + _REGISTER_SECONDS,
+            quota=partial(session_quota, settings, keys),
+        ),
         session_kv=session_kv,
         pools=pools,
         embedder=embedder,
@@ -132,6 +155,18 @@ def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Serve
             "embedding_n_ctx": embedder.context.n_ctx if embedder is not None else None,
         },
     )
+
+
+def _stop_reading(engine: Engine) -> None:
+    """Who waits for the model's file may have it after this."""
+    error = ModelChangedError(
+        "the model's file was changed, or opened to be: restart the server, and replace a model by renaming "
+        "another file over it"
+    )
+    log.error("no more requests are taken: %s", error)
+    engine.drain(0, error)
+    with suppress(ClosedError):  # vectors that are being made
+        engine.call(lambda: None).result()
 
 
 def _load(settings: ServerSettings, path: Path, file: ModelFile, generates: bool) -> Llama:
@@ -155,20 +190,25 @@ def _load(settings: ServerSettings, path: Path, file: ModelFile, generates: bool
     return llm
 
 
-def _open_embedder(settings: ServerSettings, engine: Engine, file: ModelFile) -> Embedder | None:
+def _open_embedder(settings: ServerSettings, engine: Engine, file: ModelFile, keys: Keys) -> Embedder | None:
     if not settings.embeddings and not only_embeds(file):
         return None
     context = EmbeddingContext(engine.llm, file, n_ctx=settings.embedding_n_ctx, n_batch=settings.n_batch)
     max_requests = settings.max_queue + settings.parallel
-    return Embedder(engine, context, max_requests=max_requests, slowdown=settings.slowdown)
+    return Embedder(
+        engine, context, max_requests=max_requests, slowdown=settings.slowdown, limits=keys.limits
+    )
 
 
-def _open_store(settings: ServerSettings) -> KVStore:
+def _open_store(settings: ServerSettings, keys: Keys, key: KeySource | None) -> KVStore:
     return KVStore(
         settings.store,
         max_ram_bytes=int(settings.max_ram_gb * 1e9),
         max_kv_size_gb=settings.max_kv_size_gb,
-        key=key_from_file(settings.store_key_file) if settings.store_key_file else None,
+        key=key,
+        shares=keys.disk_share,
+        # in memory sessions end with the process: nobody else may remove another one's
+        session_owner="" if settings.sessions_url == IN_MEMORY else settings.sessions_url,
     )
 
 
@@ -275,8 +315,8 @@ class _Uvicorn(uvicorn.Server):
     def __init__(self, server: ServerState, settings: ServerSettings, tls: TLS | None) -> None:
         super().__init__(
             uvicorn.Config(
-                RequestIds(make_app(server), settings.access_log),
-                http=Connection.within(settings.read_timeout, settings.request_timeout),
+                RootPath(RequestIds(make_app(server), settings.access_log), settings.root_path),
+                http=Connection.within(settings.read_timeout, settings.request_timeout, settings.root_path),
                 ws="none",
                 log_config=None,  # its tracebacks go through `logs`
                 log_level="error",  # a warning for each malformed request would fill the log
@@ -308,6 +348,8 @@ class _Uvicorn(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """A second signal changes nothing: `drain_timeout` bounds what is still to be done."""
+        if not self.should_exit:
+            end_within(self._state.settings.drain_timeout + _LONGEST_END)
         self.should_exit = True
 
     async def shutdown(self, sockets: Any = None) -> None:

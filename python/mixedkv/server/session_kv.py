@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from mixedkv.engine.engine import Engine
 from mixedkv.store import KVStore
 
@@ -16,3 +18,6 @@ class SessionKV:
         if session is not None and self._engine.alive:
             self._engine.call(lambda: self._engine.pool.forget(tenant, session)).result()
         return self._store.remove(entry, session=session, tenant=tenant) if self._store is not None else 0
+
+    def remove_orphans(self, living: Iterable[tuple[str, str]], before: float) -> int:
+        return self._store.remove_orphans(living, before) if self._store is not None else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -19,9 +20,12 @@ from pydantic_settings import (
 
 from mixedkv.config import parse_kv
 from mixedkv.limits import INT32_MAX, MAX_SEQUENCES
+from mixedkv.sessions.metadata_url import beside
 
 ENV_PREFIX = "MIXEDKV_"
+IN_MEMORY = "sqlite:"
 
+_ROOT_PATH = re.compile(r"(/[A-Za-z0-9_.~-]+)+")
 _WORDS = {  # of pydantic's messages, by ours
     "Input should be greater than or equal to": "use at least",
     "Input should be less than or equal to": "use at most",
@@ -73,6 +77,17 @@ class ServerSettings(BaseSettings):
         1.05,
         1000,
     )
+    checkpoints: int = _option(
+        16, "places of a sequence that later prompts can go on from; 0 keeps none", "N", 0, 4096
+    )
+    checkpoint_every: int = _option(
+        0,
+        "take one after so many tokens of a prompt too; 0: where messages begin and at the end",
+        "N",
+        0,
+        INT32_MAX,
+    )
+    max_checkpoint_gb: float = _option(1.0, "memory that checkpoints may take", "GB", 0, 1e6)
     reuse: Literal["exact", "prefix"] = _option(
         "exact",
         "exact: what equals an evaluation from the start; prefix: also where the F16 window has aged out",
@@ -85,6 +100,7 @@ class ServerSettings(BaseSettings):
     host: str = _option("127.0.0.1", "address to listen on", "HOST")
     port: int = _option(8000, "port to listen on; 0 takes a free one", "N", 0, 65535)
     unix_socket: str = _option("", "listen on this Unix socket instead, its owner's only", "PATH")
+    root_path: str = _option("", "path before all others, e.g. /llm; without it they are served too", "PATH")
     tls_cert: str = _option("", "PEM certificate (chain): speak TLS", "FILE")
     tls_key: str = _option("", "PEM key of tls_cert, without a password", "FILE")
     api_key_file: str = _option("", "file of tenant:key lines, readable by its owner only", "FILE")
@@ -97,8 +113,13 @@ class ServerSettings(BaseSettings):
     max_kv_size_gb: float = _option(10.0, "disk the store may take", "GB", 0.001, 1e6)
     max_ram_gb: float = _option(1.0, "memory the store may take", "GB", 0, 1e6)
     metadata_url: str = _option(
-        "sqlite:", "where sessions are written down: redis://... or sqlite:PATH", "URL"
+        "",
+        "where sessions are written down: redis://..., sqlite:PATH, or sqlite: for memory (default: "
+        "sessions.sqlite3 in the store, else memory)",
+        "URL",
     )
+    max_sessions: int = _option(1000, "sessions of a tenant", "N", 0, 1_000_000)
+    max_sessions_mb: float = _option(100.0, "what the sessions of a tenant may take", "MB", 0, 1e6)
     max_queue: int = _option(64, "requests of a tenant that may wait", "N", 0, 100_000)
     request_timeout: float = _option(600.0, "seconds after which a request is given up", "S", 0.01, 1e6)
     read_timeout: float = _option(
@@ -118,6 +139,13 @@ class ServerSettings(BaseSettings):
     def _is_a_cache(cls, kv: str) -> str:
         parse_kv(kv)
         return kv
+
+    @field_validator("root_path")
+    @classmethod
+    def _is_a_path(cls, path: str) -> str:
+        if path and not _ROOT_PATH.fullmatch(path):
+            raise ValueError("begin with a slash, end with none, and use letters, digits, - . _ ~ between")
+        return path
 
     @model_validator(mode="after")
     def _go_together(self) -> ServerSettings:
@@ -158,6 +186,13 @@ class ServerSettings(BaseSettings):
     def local_only(self) -> bool:
         """Requests come from this machine, and nothing but that says who may make them."""
         return is_local(self.host) and not (self.api_key_file or self.allow_no_keys or self.unix_socket)
+
+    @property
+    def sessions_url(self) -> str:
+        """Where sessions are written down: beside the KV that is kept of them."""
+        if self.metadata_url:
+            return self.metadata_url
+        return f"sqlite:{beside(self.store)}" if self.store else IN_MEMORY
 
     @property
     def n_seq(self) -> int:

@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 
 _STARTED = time.time()
 _SHOWN = 50  # latest requests
+_SESSION_SECONDS = 1.0  # that the metrics wait for where sessions are written down
 _NO_CACHE = KVStats(
     kv="none", mixed=False, n_ctx=0, n_seq_max=0, n_layer=0, quantization_threshold=0, threshold_capacity=0,
-    group_size=0, sink_tokens=0, tokens_hot=0, tokens_cold=0, bytes_total=0, bytes_cold=0, bytes_hot=0,
-    n_elements=0, sequences=(), layers=(),
+    group_size=0, sink_tokens=0, tokens_hot=0, tokens_cold=0, hot_budget=0, hot_shared=False, hot_evicted=0,
+    bytes_total=0, bytes_cold=0, bytes_hot=0, bytes_view=0, bytes_compute=0, n_elements=0,
+    sequences=(), layers=(),
 )  # fmt: skip
 
 
@@ -48,6 +50,9 @@ def snapshot(server: ServerState) -> dict[str, Any]:
             "cells_used": kv.tokens,
             "tokens_hot": kv.tokens_hot,
             "tokens_cold": kv.tokens_cold,
+            "hot_budget": kv.hot_budget,
+            "hot_shared": kv.hot_shared,
+            "hot_evicted": kv.hot_evicted,
             # rows that sequences see, less the rows there are: what sharing saves
             "tokens_shared": sum(len(seq.tokens) for seq in held) - kv.tokens,
             "bytes_total": kv.bytes_total,
@@ -81,6 +86,10 @@ async def metrics_text(server: ServerState) -> tuple[bytes, float]:
         future = server.engine.call(partial(_timed_snapshot, server))
         now, seconds = await asyncio.wait_for(asyncio.wrap_future(future), 30)
         server.metrics.set_gauges(now)
+    with contextlib.suppress(OSError, ValueError, asyncio.TimeoutError):  # the last known ones stay
+        held = await asyncio.wait_for(server.contexts.held(), _SESSION_SECONDS)
+        server.metrics.sessions.set(held.sessions)
+        server.metrics.session_bytes.set(held.nbytes)
     began = time.perf_counter()
     text = server.metrics.expose()
     return text, seconds + time.perf_counter() - began

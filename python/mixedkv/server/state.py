@@ -24,7 +24,7 @@ from mixedkv.server.metrics import Metrics
 from mixedkv.server.pools import LARGE, Pools, in_pool
 from mixedkv.server.session_kv import SessionKV
 from mixedkv.server.settings import ServerSettings
-from mixedkv.sessions import CacheSessionMetadata, ContextCacheManager
+from mixedkv.sessions import CacheSessionMetadata, ContextCacheManager, Quota
 
 FINGERPRINT = f"mixedkv-{__version__}"
 _T = TypeVar("_T")
@@ -49,6 +49,14 @@ class ServerState:
     metrics_key: MetricsKey | None = None
     ready: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def session_quota(self, owner: str) -> Quota:
+        return session_quota(self.settings, self.keys, owner)
+
+
+def session_quota(settings: ServerSettings, keys: Keys, owner: str) -> Quota:
+    """What the sessions of a tenant may be."""
+    return keys.session_quota(owner, Quota(settings.max_sessions, int(settings.max_sessions_mb * 1e6)))
 
 
 def server_state(request: Request) -> ServerState:

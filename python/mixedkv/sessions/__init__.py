@@ -1,7 +1,7 @@
 """Contexts kept under a session id for a time: `ContextCacheManager`. docs/conversations.md tells how."""
 
 from mixedkv.sessions.manager import ContextCacheManager
-from mixedkv.sessions.metadata import MetadataStore
+from mixedkv.sessions.metadata import Held, Listed, MetadataStore, Quota
 from mixedkv.sessions.metadata_url import open_metadata
 from mixedkv.sessions.records import (
     CacheSessionMetadata,
@@ -21,7 +21,10 @@ __all__ = [
     "CreateContextCacheRequest",
     "DeleteCacheResponse",
     "ErrorResponse",
+    "Held",
+    "Listed",
     "MetadataStore",
+    "Quota",
     "explain",
     "open_metadata",
 ]

@@ -6,14 +6,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from pydantic import ValidationError
-
 from mixedkv.ids import check_id, check_tenant, new_id
-from mixedkv.sessions.metadata import Key, MetadataStore
+from mixedkv.sessions.metadata import Held, Key, Listed, MetadataStore, Outcome, Quota
 from mixedkv.sessions.metadata_url import open_metadata
+from mixedkv.sessions.record_codec import PLAIN, RecordCodec
 from mixedkv.sessions.records import (
     MAX_TTL,
     CacheSessionMetadata,
@@ -26,8 +25,8 @@ from mixedkv.sessions.records import (
 
 logger = logging.getLogger(__name__)
 
-_MAGIC = b"mixedkv-session 1\n"  # before the JSON of a record
 _SWEEP_BATCH = 256
+_ORPHAN_SECONDS = 3600.0  # between two looks for KV without a session
 _ATTEMPTS = 16  # against other writers of the same session
 
 
@@ -36,6 +35,9 @@ class SessionEntries(Protocol):
 
     def remove(self, entry: str | None = None, *, session: str | None = None, tenant: str = "") -> Any:
         """Remove all entries of a session, with the keys that read them."""
+
+    def remove_orphans(self, living: Iterable[tuple[str, str]], before: float) -> int:
+        """Remove sessions that are not among the living tenants and sessions; how many."""
 
 
 class ContextCacheManager:
@@ -48,8 +50,11 @@ class ContextCacheManager:
     Args:
         metadata: a store, or the URL of one, see `open_metadata`. In memory unless given.
         store: the `KVStore` that holds the sessions' KV; None if there is none to remove.
-        sweep_seconds: between two background sweeps.
+        sweep_seconds: between two background sweeps; the first is at once.
+        pending_seconds: from storing KV of a session to registering it at most.
         max_ttl: the longest time to live that is granted, in seconds.
+        codec: how sessions are written down; `RecordCodec` of a store's cipher encrypts them.
+        quota: what the sessions of a tenant may be, by its name; None, or None for a tenant, is no limit.
         clock: the time, Unix seconds.
 
     Methods raise ValueError for a bad id or value, naming it, and OSError when the metadata store cannot be
@@ -62,7 +67,10 @@ class ContextCacheManager:
         store: SessionEntries | None = None,
         *,
         sweep_seconds: float = 60.0,
+        pending_seconds: float = 3600.0,
         max_ttl: int = MAX_TTL,
+        codec: RecordCodec = PLAIN,
+        quota: Callable[[str], Quota | None] = lambda tenant: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         if not sweep_seconds > 0:
@@ -71,8 +79,9 @@ class ContextCacheManager:
             raise ValueError(f"max_ttl={max_ttl}: use 1 to {MAX_TTL} seconds")
         self._metadata = open_metadata(metadata) if isinstance(metadata, str) else metadata
         self._store = store
-        self._sweep_seconds = sweep_seconds
+        self._sweep_seconds, self._pending_seconds = sweep_seconds, pending_seconds
         self._max_ttl = max_ttl
+        self._codec, self._quota = codec, quota
         self._clock = clock
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -98,7 +107,8 @@ class ContextCacheManager:
     ) -> CreateCacheResponse | ErrorResponse:
         """Register a context; `n_tokens` and `kv_cache_ref` tell of its KV, where that is stored already.
 
-        Returns ErrorResponse "session_exists" if the request names a session that lives.
+        Returns ErrorResponse "session_exists" if the request names a session that lives, "session_quota" if
+        the tenant has no room for it.
         """
         now = self._clock()
         session_id = new_id("session") if request.session_id is None else request.session_id
@@ -113,9 +123,12 @@ class ContextCacheManager:
             n_tokens=n_tokens,
             prompt=request.prompt,
             messages=request.messages,
+            mode=request.mode,
         )
-        key = Key(tenant, session_id)
-        if not await self._add(key, metadata):
+        outcome = await self._add(Key(tenant, session_id), metadata)
+        if outcome == "full":
+            return await self._over_quota(tenant)
+        if outcome == "conflict":
             return ErrorResponse(
                 detail=f"session_id={session_id!r} is in use: leave it out, or delete that session first",
                 code="session_exists",
@@ -140,7 +153,8 @@ class ContextCacheManager:
             record, metadata = found
             seconds = metadata.ttl if new_ttl is None else new_ttl
             renewed = _changed(metadata, ttl=seconds, expires_at=self._clock() + seconds)
-            if await self._metadata.replace(key, record, _dump(renewed), renewed.expires_at):
+            outcome = await self._metadata.replace(key, record, self._codec.dump(renewed), renewed.expires_at)
+            if outcome == "done":
                 return renewed
         return _changed_meanwhile(session_id)
 
@@ -149,22 +163,48 @@ class ContextCacheManager:
     ) -> CacheSessionMetadata | ErrorResponse:
         """Change `n_tokens`, `prompt` or `messages` of a session, e.g. after a turn, given what it was.
 
-        Returns ErrorResponse "session_changed" if it is not what it was: read it again and decide.
+        Its version goes up by one. Returns ErrorResponse "session_changed" if it is not at the version that
+        it was: read it again and decide.
         """
         if unknown := changes.keys() - {"n_tokens", "prompt", "messages"}:
             raise ValueError(
                 f"{', '.join(sorted(unknown))} cannot be changed: only n_tokens, prompt and messages"
             )
-        key = _key(metadata.session_id, metadata.tenant)
-        updated = _changed(metadata, **changes)
-        found = await self._find(key)
-        if found is None:
-            return _not_found(metadata.session_id)
-        record, current = found
-        same = current == metadata
-        if not (same and await self._metadata.replace(key, record, _dump(updated), updated.expires_at)):
-            return _changed_meanwhile(metadata.session_id)
-        return updated
+        key, quota = _key(metadata.session_id, metadata.tenant), self._quota(metadata.tenant)
+        _changed(metadata, **changes)  # bad ones are refused first
+        for _ in range(_ATTEMPTS):
+            found = await self._find(key)
+            if found is None:
+                return _not_found(metadata.session_id)
+            record, current = found
+            if (current.kv_cache_ref, current.version) != (metadata.kv_cache_ref, metadata.version):
+                break
+            updated = _changed(current, **changes, version=current.version + 1)
+            outcome = await self._metadata.replace(
+                key, record, self._codec.dump(updated), updated.expires_at, now=self._clock(), quota=quota
+            )
+            if outcome == "full":
+                return await self._over_quota(key.tenant)
+            if outcome == "done":
+                return updated
+        return _changed_meanwhile(metadata.session_id)
+
+    async def list_sessions(self, tenant: str = "", *, after: str = "", limit: int = 20) -> list[Listed]:
+        """Sessions of a tenant that live, in the order of their ids, from the one after `after` on."""
+        return await self._metadata.page(check_tenant(tenant), self._clock(), after, limit)
+
+    async def held(self, tenant: str | None = None) -> Held:
+        """How many sessions live and bytes of their records: a tenant's, or all."""
+        return await self._metadata.held(self._clock(), tenant)
+
+    async def check_quota(self, tenant: str = "") -> ErrorResponse | None:
+        """Whether one more session has no room, before work is done for it."""
+        quota = self._quota(check_tenant(tenant))
+        if quota is None:
+            return None
+        held = await self.held(tenant)
+        full = held.sessions >= quota.sessions or held.nbytes >= quota.nbytes
+        return await self._over_quota(tenant, held) if full else None
 
     async def unregister_session_cache(
         self, session_id: str, *, tenant: str = ""
@@ -194,6 +234,24 @@ class ContextCacheManager:
             if results.count(False) == len(results):  # other processes are at the same work
                 return n
 
+    async def sweep_orphans(self, seconds: float) -> int:
+        """Remove KV in the store whose session nobody knows any more, after a crash for example; how many
+        sessions. Not of those stored in the last `seconds`: their session may be about to be registered.
+        """
+        if self._store is None:
+            return 0
+        before = self._clock() - seconds
+        living = []
+        for key in await self._metadata.keys():
+            record = await self._metadata.get(key)
+            metadata = None if record is None else self._codec.load(key, record)
+            if metadata is not None:
+                living.append((metadata.tenant, metadata.kv_cache_ref))
+            elif record is not None:
+                logger.warning("KV without a session stays, since a session cannot be read")
+                return 0
+        return await asyncio.to_thread(self._store.remove_orphans, living, before)
+
     def start(self) -> None:
         """Begin the background sweep on the running event loop. A second call changes nothing."""
         if self._sweeper is None or self._sweeper.done():
@@ -216,33 +274,51 @@ class ContextCacheManager:
 
     async def _sweep_forever(self) -> None:
         # until `stop`, even if its cancellation is lost: redis-py swallows one that comes at a bad moment
+        orphans = self._clock()  # when they are looked for next
         while self._sweeper is asyncio.current_task():
-            await asyncio.sleep(self._sweep_seconds)
             try:
+                if orphans <= self._clock():
+                    orphans = self._clock() + _ORPHAN_SECONDS
+                    if n := await self.sweep_orphans(self._pending_seconds):
+                        logger.info("KV of %d sessions that are gone was removed", n)
                 if n := await self.sweep():
                     logger.info("%d expired sessions removed", n)
             except (OSError, ValueError) as error:
                 logger.warning(
                     "expired sessions were not removed, next try in %g s: %s", self._sweep_seconds, error
                 )
+            await asyncio.sleep(self._sweep_seconds)
 
-    async def _add(self, key: Key, metadata: CacheSessionMetadata) -> bool:
+    async def _add(self, key: Key, metadata: CacheSessionMetadata) -> Outcome:
         """An expired session of that name makes room, KV first."""
+        quota = self._quota(key.tenant)
         for _ in range(_ATTEMPTS):
-            if await self._metadata.add(key, _dump(metadata), metadata.expires_at):
-                return True
+            outcome = await self._metadata.add(
+                key, self._codec.dump(metadata), metadata.expires_at, now=self._clock(), quota=quota
+            )
+            if outcome != "conflict":
+                return outcome
             record = await self._metadata.get(key)
             if record is None:
                 continue
-            old = _load(key, record)
+            old = self._codec.load(key, record)
             if old is not None and old.expires_at > self._clock():
-                return False
+                return "conflict"
             await self._purge(key, record, old)
-        return False
+        return "conflict"
+
+    async def _over_quota(self, tenant: str, held: Held | None = None) -> ErrorResponse:
+        held, quota = held or await self.held(tenant), self._quota(tenant)
+        most = f", at most {quota.sessions} and {quota.nbytes} bytes are kept" if quota is not None else ""
+        return ErrorResponse(
+            detail=f"{held.sessions} sessions of {held.nbytes} bytes are here{most}: delete some, or wait "
+            f"until some expire",
+            code="session_quota",
+        )
 
     async def _find(self, key: Key) -> tuple[bytes, CacheSessionMetadata] | None:
         record = await self._metadata.get(key)
-        metadata = None if record is None else _load(key, record)
+        metadata = None if record is None else self._codec.load(key, record)
         if record is None or metadata is None or metadata.expires_at <= self._clock():
             return None
         return record, metadata
@@ -256,7 +332,7 @@ class ContextCacheManager:
     async def _purge_expired(self, key: Key, record: bytes) -> bool | None:
         """None if it cannot be removed: whatever is wrong with one session, the others go."""
         try:
-            return await self._purge(key, record, _load(key, record))
+            return await self._purge(key, record, self._codec.load(key, record))
         except Exception as error:
             logger.warning("an expired session was not removed, the next sweep tries again: %s", error)
             return None
@@ -270,25 +346,6 @@ class ContextCacheManager:
 
 def _key(session_id: object, tenant: str) -> Key:
     return Key(check_tenant(tenant), check_id("session_id", session_id))
-
-
-def _dump(metadata: CacheSessionMetadata) -> bytes:
-    return _MAGIC + metadata.model_dump_json(exclude_none=True).encode()
-
-
-def _load(key: Key, record: bytes) -> CacheSessionMetadata | None:
-    """None for what is not a record of this session: the store may hold anything."""
-    try:
-        if not record.startswith(_MAGIC):
-            raise ValueError("unknown format")
-        metadata = CacheSessionMetadata.model_validate_json(record[len(_MAGIC) :])
-        if (metadata.tenant, metadata.session_id) != key:
-            raise ValueError("filed under another name")
-    except ValueError as error:
-        reason = "bad fields" if isinstance(error, ValidationError) else error
-        logger.warning("a session record cannot be read and counts as unknown: %s", reason)
-        return None
-    return metadata
 
 
 def _changed(metadata: CacheSessionMetadata, **changes: Any) -> CacheSessionMetadata:

@@ -7,7 +7,9 @@ processes may share a store.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
+
+Outcome = Literal["done", "conflict", "full"]  # there is another record, or it would be over the quota
 
 
 class Key(NamedTuple):
@@ -15,23 +17,67 @@ class Key(NamedTuple):
     session_id: str
 
 
-class MetadataStore(Protocol):
-    """All methods raise OSError when the store cannot be reached."""
+class Quota(NamedTuple):
+    """What a tenant's sessions may be: how many, and bytes of their records."""
 
-    async def add(self, key: Key, record: bytes, expires_at: float) -> bool:
-        """File a record; False if there is one, expired or not."""
+    sessions: int
+    nbytes: int
+
+
+class Held(NamedTuple):
+    """How many sessions there are, and bytes of their records."""
+
+    sessions: int
+    nbytes: int
+
+
+class Listed(NamedTuple):
+    """A session, without what is in it."""
+
+    session_id: str
+    expires_at: float
+    nbytes: int
+
+
+class MetadataStore(Protocol):
+    """All methods raise OSError when the store cannot be reached. With `now` only records that have not
+    expired by then count.
+    """
+
+    async def add(
+        self, key: Key, record: bytes, expires_at: float, *, now: float = 0.0, quota: Quota | None = None
+    ) -> Outcome:
+        """File a record; "conflict" if there is one, expired or not."""
 
     async def get(self, key: Key) -> bytes | None:
         """The record, expired or not."""
 
-    async def replace(self, key: Key, old: bytes, new: bytes, expires_at: float) -> bool:
-        """Put `new` in the place of `old`; False if the record is another one by now, or gone."""
+    async def replace(
+        self,
+        key: Key,
+        old: bytes,
+        new: bytes,
+        expires_at: float,
+        *,
+        now: float = 0.0,
+        quota: Quota | None = None,
+    ) -> Outcome:
+        """Put `new` in the place of `old`; "conflict" if the record is another one by now, or gone."""
 
     async def remove(self, key: Key, old: bytes) -> bool:
         """Remove `old`; False if the record is another one by now, or gone."""
 
     async def expired(self, now: float, limit: int) -> list[tuple[Key, bytes]]:
         """Up to `limit` records with `expires_at <= now`, the oldest first."""
+
+    async def keys(self) -> list[Key]:
+        """Of all records, expired or not."""
+
+    async def page(self, tenant: str, now: float, after: str, limit: int) -> list[Listed]:
+        """Up to `limit` sessions of a tenant in the order of their ids, from the one after `after` on."""
+
+    async def held(self, now: float, tenant: str | None = None) -> Held:
+        """How much a tenant has; None is for all of them."""
 
     async def close(self) -> None:
         """Let go of the connection. Can be called again."""

@@ -13,31 +13,43 @@ except ImportError as error:
     raise ImportError("sessions in Redis need the redis package: pip install redis") from error
 
 
-from mixedkv.sessions.metadata import Key
+from mixedkv.sessions.metadata import Held, Key, Listed, Outcome, Quota
 
 # In braces: a cluster keeps all keys with the same braces on one node, which the scripts need.
 _PREFIX = "{mixedkv}"
 _SECONDS = 5.0  # for a server to answer: a stopped one keeps its connections open
+_CHUNK = 1000  # questions in one message
 _T = TypeVar("_T")
 
-# KEYS: record, expiry set. Each runs as one transaction.
-_ADD = """
-if not redis.call('SET', KEYS[1], ARGV[2], 'NX') then return 0 end
-redis.call('ZADD', KEYS[2], ARGV[3], ARGV[1])
-return 1
+# KEYS: record, expiry set, the tenant's own expiry set. Each runs as one transaction.
+_FITS = """
+local function fits(record, prefix, now, sessions, nbytes)
+    if sessions == '' then return true end
+    local n, total = 0, 0
+    for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[3], '(' .. now, '+inf')) do
+        local size = redis.call('STRLEN', prefix .. member)
+        if prefix .. member ~= KEYS[1] and size > 0 then n, total = n + 1, total + size end
+    end
+    return n + 1 <= tonumber(sessions) and total + #record <= tonumber(nbytes)
+end
 """
-_REPLACE = """
-if redis.call('GET', KEYS[1]) ~= ARGV[4] then return 0 end
+_PUT = """
+if not fits(ARGV[2], ARGV[4], ARGV[5], ARGV[6], ARGV[7]) then return 2 end
 redis.call('SET', KEYS[1], ARGV[2])
 redis.call('ZADD', KEYS[2], ARGV[3], ARGV[1])
+redis.call('ZADD', KEYS[3], ARGV[3], ARGV[1])
 return 1
 """
+_ADD = f"{_FITS} if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end {_PUT}"
+_REPLACE = f"{_FITS} if redis.call('GET', KEYS[1]) ~= ARGV[8] then return 0 end {_PUT}"
 _REMOVE = """
 if redis.call('GET', KEYS[1]) ~= ARGV[2] then return 0 end
 redis.call('DEL', KEYS[1])
 redis.call('ZREM', KEYS[2], ARGV[1])
+redis.call('ZREM', KEYS[3], ARGV[1])
 return 1
 """
+_OUTCOMES: tuple[Outcome, ...] = ("conflict", "done", "full")
 
 
 class RedisMetadata:
@@ -54,18 +66,29 @@ class RedisMetadata:
         self._prefix = prefix
         self._expiry = f"{prefix}:expiry"
 
-    async def add(self, key: Key, record: bytes, expires_at: float) -> bool:
-        return await self._run(_ADD, key, record, repr(expires_at))
+    async def add(
+        self, key: Key, record: bytes, expires_at: float, *, now: float = 0.0, quota: Quota | None = None
+    ) -> Outcome:
+        return _OUTCOMES[await self._run(_ADD, key, *self._put(record, expires_at, now, quota))]
 
     async def get(self, key: Key) -> bytes | None:
         record: bytes | None = await _answer(self._redis.get(self._name(_member(key))))
         return record
 
-    async def replace(self, key: Key, old: bytes, new: bytes, expires_at: float) -> bool:
-        return await self._run(_REPLACE, key, new, repr(expires_at), old)
+    async def replace(
+        self,
+        key: Key,
+        old: bytes,
+        new: bytes,
+        expires_at: float,
+        *,
+        now: float = 0.0,
+        quota: Quota | None = None,
+    ) -> Outcome:
+        return _OUTCOMES[await self._run(_REPLACE, key, *self._put(new, expires_at, now, quota), old)]
 
     async def remove(self, key: Key, old: bytes) -> bool:
-        return await self._run(_REMOVE, key, old)
+        return bool(await self._run(_REMOVE, key, old))
 
     async def expired(self, now: float, limit: int) -> list[tuple[Key, bytes]]:
         members = await _answer(
@@ -83,16 +106,56 @@ class RedisMetadata:
             if record is not None
         ]
 
+    async def keys(self) -> list[Key]:
+        return [_key(member.decode()) for member in await _answer(self._redis.zrange(self._expiry, 0, -1))]
+
+    async def page(self, tenant: str, now: float, after: str, limit: int) -> list[Listed]:
+        found = await self._living(self._expiry_of(tenant), now)
+        ids = sorted((_key(member).session_id, member, when) for member, when in found.items())
+        ids = [item for item in ids if item[0] > after]
+        sizes = await self._sizes([member for _, member, _ in ids])
+        listed = [Listed(*item[::2], sizes[item[1]]) for item in ids if sizes[item[1]]]
+        return listed[:limit]
+
+    async def held(self, now: float, tenant: str | None = None) -> Held:
+        name = self._expiry if tenant is None else self._expiry_of(tenant)
+        sizes = [size for size in (await self._sizes(list(await self._living(name, now)))).values() if size]
+        return Held(len(sizes), sum(sizes))
+
     async def close(self) -> None:
         await _answer(self._redis.aclose())
 
     def _name(self, member: str) -> str:
         return f"{self._prefix}:session:{member}"
 
-    async def _run(self, script: str, key: Key, *values: bytes | str) -> bool:
+    def _expiry_of(self, tenant: str) -> str:
+        return f"{self._prefix}:expiry:{tenant}"
+
+    async def _living(self, name: str, now: float) -> dict[str, float]:
+        """Members of an expiry set that have not expired, and when they will."""
+        found = await _answer(self._redis.zrange(name, f"({now!r}", "+inf", byscore=True, withscores=True))
+        return {member.decode(): when for member, when in found}
+
+    async def _sizes(self, members: list[str]) -> dict[str, int]:
+        """Bytes of each one's record, 0 for none: the server may have evicted it."""
+        sizes: list[int] = []
+        for begin in range(0, len(members), _CHUNK):
+            pipeline = self._redis.pipeline(transaction=False)
+            for member in members[begin : begin + _CHUNK]:
+                pipeline.strlen(self._name(member))
+            sizes += await _answer(pipeline.execute())
+        return dict(zip(members, sizes, strict=True))
+
+    def _put(
+        self, record: bytes, expires_at: float, now: float, quota: Quota | None
+    ) -> tuple[bytes | str, ...]:
+        bounds = ("", "") if quota is None else (str(quota.sessions), str(quota.nbytes))
+        return (record, repr(expires_at), self._name(""), repr(now), *bounds)
+
+    async def _run(self, script: str, key: Key, *values: bytes | str) -> int:
         member = _member(key)
-        keys = (self._name(member), self._expiry)
-        return bool(await _answer(self._redis.eval(script, 2, *keys, member, *values)))
+        keys = (self._name(member), self._expiry, self._expiry_of(key.tenant))
+        return int(await _answer(self._redis.eval(script, len(keys), *keys, member, *values)))
 
 
 def _member(key: Key) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
@@ -10,8 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mixedkv.sessions.metadata import Key
+from mixedkv.sessions.metadata import Held, Key, Listed, Outcome, Quota
+from mixedkv.store.tiers.disk import inode, open_own
 
+_LOG = logging.getLogger(__name__)
 _VERSION = 1  # of the table, in PRAGMA user_version
 _BUSY_SECONDS = 10.0
 _T = TypeVar("_T")
@@ -39,25 +42,37 @@ class SQLiteMetadata:
     def __init__(self, path: str) -> None:
         self._path = path or ":memory:"
         self._lock = threading.Lock()
+        self._file = (0, 0)
         self._db: sqlite3.Connection | None = self._open()
 
-    async def add(self, key: Key, record: bytes, expires_at: float) -> bool:
-        return await self._changed(
+    async def add(
+        self, key: Key, record: bytes, expires_at: float, *, now: float = 0.0, quota: Quota | None = None
+    ) -> Outcome:
+        sql = (
             "INSERT INTO sessions (tenant, session_id, expires_at, record) VALUES (?, ?, ?, ?) "
-            "ON CONFLICT DO NOTHING",
-            (*key, expires_at, record),
+            "ON CONFLICT DO NOTHING"
         )
+        return await self._put(sql, (*key, expires_at, record), key.tenant, now, quota)
 
     async def get(self, key: Key) -> bytes | None:
         rows = await self._rows("SELECT record FROM sessions WHERE tenant = ? AND session_id = ?", key)
         return rows[0][0] if rows else None
 
-    async def replace(self, key: Key, old: bytes, new: bytes, expires_at: float) -> bool:
-        return await self._changed(
+    async def replace(
+        self,
+        key: Key,
+        old: bytes,
+        new: bytes,
+        expires_at: float,
+        *,
+        now: float = 0.0,
+        quota: Quota | None = None,
+    ) -> Outcome:
+        sql = (
             "UPDATE sessions SET record = ?, expires_at = ? "
-            "WHERE tenant = ? AND session_id = ? AND record = ?",
-            (new, expires_at, *key, old),
+            "WHERE tenant = ? AND session_id = ? AND record = ?"
         )
+        return await self._put(sql, (new, expires_at, *key, old), key.tenant, now, quota)
 
     async def remove(self, key: Key, old: bytes) -> bool:
         return await self._changed(
@@ -72,6 +87,24 @@ class SQLiteMetadata:
         )
         return [(Key(tenant, session_id), record) for tenant, session_id, record in rows]
 
+    async def keys(self) -> list[Key]:
+        return [Key(*row) for row in await self._rows("SELECT tenant, session_id FROM sessions", ())]
+
+    async def page(self, tenant: str, now: float, after: str, limit: int) -> list[Listed]:
+        rows = await self._rows(
+            "SELECT session_id, expires_at, LENGTH(record) FROM sessions "
+            "WHERE tenant = ? AND session_id > ? AND expires_at > ? ORDER BY session_id LIMIT ?",
+            (tenant, after, now, limit),
+        )
+        return [Listed(*row) for row in rows]
+
+    async def held(self, now: float, tenant: str | None = None) -> Held:
+        return await asyncio.to_thread(self._locked, lambda db: _held(db, now, tenant))
+
+    async def forget(self) -> None:
+        """Move the write-ahead log into the file, so that what was replaced is in neither."""
+        await self._rows("PRAGMA wal_checkpoint(TRUNCATE)", ())
+
     async def close(self) -> None:
         with self._lock:
             if self._db is not None:
@@ -81,7 +114,8 @@ class SQLiteMetadata:
     def _open(self) -> sqlite3.Connection:
         with self._errors():
             if self._path != ":memory:":  # prompts are in it: nobody else's to read
-                Path(self._path).touch(mode=0o600)
+                open_own(Path(self._path)).close()
+                self._file = inode(Path(self._path))
             # autocommit: every statement here is one transaction
             db = sqlite3.connect(
                 self._path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
@@ -105,6 +139,22 @@ class SQLiteMetadata:
         db.execute(_INDEX)
         db.execute(f"PRAGMA user_version = {_VERSION}")
 
+    async def _put(
+        self, sql: str, values: tuple[Any, ...], tenant: str, now: float, quota: Quota | None
+    ) -> Outcome:
+        def put(db: sqlite3.Connection) -> Outcome:
+            db.execute("BEGIN IMMEDIATE")
+            outcome: Outcome = "conflict"
+            try:
+                if db.execute(sql, values).rowcount == 1:
+                    held = _held(db, now, tenant) if quota is not None else None
+                    outcome = "done" if held is None or _fits(held, quota) else "full"
+            finally:
+                db.execute("COMMIT" if outcome == "done" else "ROLLBACK")
+            return outcome
+
+        return await asyncio.to_thread(self._locked, put)
+
     async def _changed(self, sql: str, values: tuple[Any, ...]) -> bool:
         return await asyncio.to_thread(self._locked, lambda db: db.execute(sql, values).rowcount == 1)
 
@@ -115,7 +165,16 @@ class SQLiteMetadata:
         with self._lock, self._errors():
             if self._db is None:
                 raise OSError(f"{self._path} is closed")
+            if self._path != ":memory:" and inode(Path(self._path)) != self._file:
+                self._begin_again(self._db)
             return work(self._db)
+
+    def _begin_again(self, old: sqlite3.Connection) -> None:
+        """Who deletes the file while it is open deletes what is in it; it is made again, empty."""
+        _LOG.warning("the session database was deleted or replaced: it is opened again")
+        Path(self._path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._db = self._open()
+        old.close()
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -125,3 +184,13 @@ class SQLiteMetadata:
             raise OSError(f"the session database {self._path} cannot be used: {error}") from error
         except sqlite3.DatabaseError as error:
             raise ValueError(f"{self._path} is not a session database: {error}") from error
+
+
+def _held(db: sqlite3.Connection, now: float, tenant: str | None) -> Held:
+    one = " AND tenant = ?" if tenant is not None else ""
+    query = f"SELECT COUNT(*), COALESCE(SUM(LENGTH(record)), 0) FROM sessions WHERE expires_at > ?{one}"
+    return Held(*db.execute(query, (now, tenant) if tenant is not None else (now,)).fetchone())
+
+
+def _fits(held: Held, quota: Quota | None) -> bool:
+    return quota is None or (held.sessions <= quota.sessions and held.nbytes <= quota.nbytes)

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from mixedkv.sessions.metadata import MetadataStore
+
+
+def beside(store: str | Path) -> Path:
+    """Where the sessions of a store are written down unless another place is named."""
+    return Path(store).absolute() / "sessions.sqlite3"
 
 
 def open_metadata(url: str) -> MetadataStore:

@@ -21,6 +21,7 @@ MAX_CHARACTERS = 16 * 1024 * 1024
 SessionId = Annotated[str, AfterValidator(lambda value: check_id("session_id", value))]
 KvCacheRef = Annotated[str, AfterValidator(lambda value: check_session_id(check_id("kv_cache_ref", value)))]
 MessageId = Annotated[str, AfterValidator(lambda value: check_id("message_id", value))]
+Mode = Literal["prefix", "append"]
 Ttl = Annotated[int, Field(ge=1, le=MAX_TTL)]
 Text = Annotated[str, Field(max_length=MAX_CHARACTERS)]
 
@@ -52,7 +53,8 @@ class ContextMessage(_Model):
 class CreateContextCacheRequest(_Model):
     """A context to keep: a raw `prompt` or chat `messages`, for `ttl` seconds.
 
-    Without `session_id` one is made; a caller's own is taken as it is, see `ids.check_id`.
+    Without `session_id` one is made; a caller's own is taken as it is, see `ids.check_id`. With the mode
+    "append" answered turns become part of it.
     """
 
     model: str = Field(min_length=1, max_length=MAX_CHARACTERS)
@@ -62,6 +64,7 @@ class CreateContextCacheRequest(_Model):
     ) = None
     ttl: Ttl = DEFAULT_TTL
     session_id: SessionId | None = None
+    mode: Mode = "prefix"
 
     @model_validator(mode="after")
     def _one_content(self) -> CreateContextCacheRequest:
@@ -79,6 +82,8 @@ class CacheSessionMetadata(_Model):
             `session_id` never used twice.
         n_tokens: tokens of the context, 0 while not known.
         prompt, messages: the context itself, so that KV which was evicted can be computed again.
+        mode: whether turns become part of it unless they say otherwise.
+        version: how often its content was changed.
     """
 
     session_id: SessionId
@@ -91,6 +96,8 @@ class CacheSessionMetadata(_Model):
     n_tokens: int = Field(default=0, ge=0)
     prompt: str | None = None
     messages: list[ContextMessage] | None = None
+    mode: Mode = "prefix"
+    version: int = Field(default=0, ge=0)
 
 
 class Usage(_Model):
@@ -125,12 +132,12 @@ class DeleteCacheResponse(_Model):
 
 
 class ErrorResponse(_Model):
-    """Why something was not done. `code` is for programs: "session_not_found", "session_exists" or
-    "session_changed".
+    """Why something was not done. `code` is for programs: "session_not_found", "session_exists",
+    "session_changed" or "session_quota".
     """
 
     detail: str
-    code: Literal["session_not_found", "session_exists", "session_changed"]
+    code: Literal["session_not_found", "session_exists", "session_changed", "session_quota"]
 
 
 def explain(error: ValidationError) -> str:

@@ -20,6 +20,7 @@ from mixedkv.store.formats.packed import (
     unpack_kv_cache_v2,
 )
 from mixedkv.store.identity import FORMAT_VERSION, Identity
+from mixedkv.store.rekey import rekey
 from mixedkv.store.results import (
     EntryInfo,
     GCResult,
@@ -27,6 +28,7 @@ from mixedkv.store.results import (
     Match,
     Restored,
     Saved,
+    Share,
     StoreStats,
     Verified,
 )
@@ -45,6 +47,7 @@ __all__ = [
     "Reason",
     "Restored",
     "Saved",
+    "Share",
     "StoreStats",
     "Verified",
     "check_session_id",
@@ -54,6 +57,7 @@ __all__ = [
     "pack_kv_cache",
     "pack_kv_cache_v2",
     "parse_key_source",
+    "rekey",
     "unpack_kv_cache",
     "unpack_kv_cache_flat",
     "unpack_kv_cache_v2",

@@ -2,14 +2,15 @@
 
 A cache of one type can be cut anywhere. A sliding-window layer may hold only the rows of its window, which
 stood at the end of the block when it was exported; a mixed cache holds its recent rows in F16 as of then. Cut
-elsewhere, a window may lack rows, which cannot be used, or F16 copies, which is not exact.
+elsewhere, a window may lack rows, which cannot be used, or F16 copies, which is not exact. What recurrent
+layers keep is in checkpoints alone. A checkpoint serves a cut whatever the rows there lack.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -32,45 +33,73 @@ class GroupRows:
     hot: Runs
 
 
-def of_block(block: KVBlock) -> list[GroupRows]:
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What a block has: the rows of its groups, and where its checkpoints serve, [first, last] each."""
+
+    groups: list[GroupRows]
+    served: list[tuple[int, int]] = field(default_factory=list)
+
+    def serves(self, n: int) -> bool:
+        return any(first <= n <= last for first, last in self.served)
+
+    def served_before(self, n: int) -> int:
+        """The longest cut up to n that a checkpoint serves; 0: none."""
+        return max((min(n, last) for first, last in self.served if first <= n), default=0)
+
+
+def of_block(block: KVBlock) -> Coverage:
     """What a block has."""
-    return [GroupRows(_runs(group.positions), _runs(group.positions[group.hot])) for group in block.groups]
+    groups = [GroupRows(_runs(group.positions), _runs(group.positions[group.hot])) for group in block.groups]
+    return Coverage(groups, [(point.first, point.n) for point in block.checkpoints])
 
 
-def to_text(groups: list[GroupRows]) -> str:
-    return json.dumps([[group.rows, group.hot] for group in groups], separators=(",", ":"))
+def to_text(coverage: Coverage) -> str:
+    groups = [[group.rows, group.hot] for group in coverage.groups]
+    what = {"groups": groups, "served": coverage.served} if coverage.served else groups
+    return json.dumps(what, separators=(",", ":"))
 
 
-def from_text(text: str) -> list[GroupRows]:
+def from_text(text: str) -> Coverage:
     """Read what `to_text` wrote.
 
     Raises:
         EntryError: it is something else.
     """
     try:
-        return [GroupRows(_checked(rows), _checked(hot)) for rows, hot in json.loads(text)]
-    except (ValueError, TypeError, RecursionError) as error:
+        what = json.loads(text)
+        groups, served = (what["groups"], what["served"]) if isinstance(what, dict) else (what, [])
+        rows = [GroupRows(_checked(rows), _checked(hot)) for rows, hot in groups]
+        ranges = _checked([[first, last + 1] for first, last in served])
+        return Coverage(rows, [(begin, end - 1) for begin, end in ranges])
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise EntryError("damaged", f"the rows of an entry are not readable: {error}") from error
 
 
-def verdict(identity: Identity, chain: Sequence[tuple[list[GroupRows], int, int]], n: int) -> Verdict:
+def verdict(identity: Identity, chain: Sequence[tuple[Coverage, int, int]], n: int) -> Verdict:
     """What a chain of blocks is worth when cut at position n.
 
     Args:
         identity: of the blocks.
-        chain: rows of each block, and the positions [begin, end) it is used for; together they are [0, n).
+        chain: what each block has, and the positions [begin, end) it is used for; together they are [0, n).
         n: where the restored sequence ends.
     """
-    if len({len(groups) for groups, _, _ in chain}) != 1:
+    if len({len(coverage.groups) for coverage, _, _ in chain}) != 1:
+        return "unusable"
+    served = chain[-1][0].serves(n)
+    if identity.recurrent and not served:
         return "unusable"
     whole = True
-    for i in range(len(chain[0][0])):
-        rows = _union(run for groups, begin, end in chain for run in _clip(groups[i].rows, begin, end))
+    for i in range(len(chain[0][0].groups)):
+        used = [(coverage.groups[i], begin, end) for coverage, begin, end in chain]
+        rows = _union(run for group, begin, end in used for run in _clip(group.rows, begin, end))
         if rows != [(0, n)]:
             window = identity.sliding_window
-            if not window or not _covers(rows, max(0, n - window), n):
+            if not window or not (served or _covers(rows, max(0, n - window), n)):
                 return "unusable"
-        hot = _union(run for groups, begin, end in chain for run in _clip(groups[i].hot, begin, end))
+        if served:
+            continue
+        hot = _union(run for group, begin, end in used for run in _clip(group.hot, begin, end))
         wanted = [part for begin, end in _hot_positions(identity, n) for part in _clip(rows, begin, end)]
         whole = whole and all(_covers(hot, begin, end) for begin, end in wanted)
     return "exact" if whole else "inexact"
@@ -81,11 +110,11 @@ def window_begin(identity: Identity, n: int) -> int:
     return min((begin for begin, _ in _hot_positions(identity, n)[1:]), default=n)
 
 
-def verdict_of_end(identity: Identity, groups: list[GroupRows], p0: int, p1: int) -> Verdict:
+def verdict_of_end(identity: Identity, coverage: Coverage, p0: int, p1: int) -> Verdict:
     """What a block [p0, p1) is worth at its own end, if nothing is amiss before it."""
-    before = [GroupRows([(0, p0)], [(0, p0)])] * len(groups) if p0 else []
+    before = Coverage([GroupRows([(0, p0)], [(0, p0)])] * len(coverage.groups))
     chain = [(before, 0, p0)] if p0 else []
-    return verdict(identity, [*chain, (groups, p0, p1)], p1)
+    return verdict(identity, [*chain, (coverage, p0, p1)], p1)
 
 
 def _hot_positions(identity: Identity, n: int) -> Runs:
@@ -130,3 +159,19 @@ def _union(runs: Iterable[tuple[int, int]]) -> Runs:
 
 def _covers(runs: Runs, begin: int, end: int) -> bool:
     return begin >= end or any(a <= begin and end <= b for a, b in runs)
+
+
+def is_better(identity: Identity, block: KVBlock, rows: str) -> bool:
+    """Whether a block can be continued from its end more exactly than the same tokens that are stored."""
+    try:
+        stored = from_text(rows)
+    except EntryError:
+        return True
+    new, old = (
+        _WORTH.index(verdict_of_end(identity, groups, block.p0, block.p1))
+        for groups in (of_block(block), stored)
+    )
+    return new > old
+
+
+_WORTH = ("unusable", "inexact", "exact")

@@ -31,6 +31,8 @@ _MAGIC = b"MKVCRYPT"
 _KEY_BYTES = 32
 _NONCE_BYTES = 12
 _TAG_BYTES = 16
+_WRAPPED_BYTES = _NONCE_BYTES + _KEY_BYTES + _TAG_BYTES
+_HASHING = b"hashing"
 _MAX_CHUNKS = 1 << 32
 _NAME_NONCE = b"\xff" * _NONCE_BYTES  # of the tokens in the index; chunks count from 0 and never get there
 
@@ -123,6 +125,17 @@ class PlainCipher:
     def unseal(self, key: Any, data: bytes, context: bytes) -> bytes:
         return data
 
+    def seal_alone(self, data: bytes, context: bytes) -> bytes:
+        """Encrypt a text that lies outside of the store, with its data key before it."""
+        return data
+
+    def unseal_alone(self, data: bytes, context: bytes) -> bytes:
+        """
+        Raises:
+            EntryError: it is of another master key, or not what was written.
+        """
+        return data
+
 
 class KeyCipher(PlainCipher):
     """A store with a master key: hashes are keyed, each entry has a data key, wrapped in the index."""
@@ -142,15 +155,37 @@ class KeyCipher(PlainCipher):
         return hmac.digest(self._hashing, data, "sha256")
 
     def new_key(self, context: bytes) -> tuple[Any, bytes]:
-        key, nonce = os.urandom(_KEY_BYTES), os.urandom(_NONCE_BYTES)
-        return self._gcm(key), nonce + self._wrapping.encrypt(nonce, key, context)
+        key = os.urandom(_KEY_BYTES)
+        return self._gcm(key), self._wrap(key, context)
 
     def open_key(self, wrapped: bytes, context: bytes) -> Any:
-        if len(wrapped) != _NONCE_BYTES + _KEY_BYTES + _TAG_BYTES:
+        return self._gcm(self._unwrap(wrapped, context))
+
+    def rewrap(self, other: KeyCipher, wrapped: bytes, context: bytes) -> bytes:
+        """A data key of this master key, wrapped by another."""
+        return other._wrap(self._unwrap(wrapped, context), context)
+
+    def wrap_hashing_key(self) -> bytes:
+        """What hashes are keyed with, for a store that gets another master key."""
+        return self._wrap(self._hashing, _HASHING)
+
+    def rewrap_hashing_key(self, other: KeyCipher) -> bytes:
+        return other._wrap(self._hashing, _HASHING)
+
+    def unwrap_hashing_key(self, wrapped: bytes) -> None:
+        """Hash as a store does that had another master key before."""
+        self._hashing = self._unwrap(wrapped, _HASHING)
+
+    def _wrap(self, key: bytes, context: bytes) -> bytes:
+        nonce = os.urandom(_NONCE_BYTES)
+        return nonce + bytes(self._wrapping.encrypt(nonce, key, context))
+
+    def _unwrap(self, wrapped: bytes, context: bytes) -> bytes:
+        if len(wrapped) != _WRAPPED_BYTES:
             raise EntryError("key", "its data key has been destroyed")
         nonce, sealed = wrapped[:_NONCE_BYTES], wrapped[_NONCE_BYTES:]
         try:
-            return self._gcm(self._wrapping.decrypt(nonce, sealed, context))
+            return bytes(self._wrapping.decrypt(nonce, sealed, context))
         except self._invalid:
             raise EntryError("key", "its data key is not of this master key, or is damaged") from None
 
@@ -161,7 +196,15 @@ class KeyCipher(PlainCipher):
         try:
             return bytes(key.decrypt(_NAME_NONCE, data, context))
         except self._invalid:
-            raise EntryError("damaged", "its tokens in the index are not what was written") from None
+            raise EntryError("damaged", "its text is not what was written") from None
+
+    def seal_alone(self, data: bytes, context: bytes) -> bytes:
+        key, wrapped = self.new_key(context)
+        return wrapped + self.seal(key, data, context)
+
+    def unseal_alone(self, data: bytes, context: bytes) -> bytes:
+        key = self.open_key(data[:_WRAPPED_BYTES], context)
+        return self.unseal(key, data[_WRAPPED_BYTES:], context)
 
 
 Cipher = PlainCipher | KeyCipher
@@ -170,6 +213,18 @@ Cipher = PlainCipher | KeyCipher
 def _derive(master: bytes, purpose: bytes) -> bytes:
     """HKDF-Expand (RFC 5869) of a master key that is random already: one block of it."""
     return hmac.digest(master, b"mixedkv store v1 " + purpose + b"\x01", "sha256")
+
+
+def check_key_id(stored: set[str], given: str, folder: object) -> None:
+    """A store without its key would put plain text beside what is encrypted.
+
+    Raises:
+        ValueError: it is encrypted, and not with the given key.
+    """
+    encrypted = stored - {""}
+    if encrypted and given not in encrypted:
+        what = "with another key: give that one" if given else "with a key: give it"
+        raise ValueError(f"{folder}: what is stored there is encrypted {what}, or use another folder")
 
 
 # --- files ---

@@ -7,7 +7,7 @@ import secrets
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import RLock
@@ -16,35 +16,38 @@ import numpy as np
 
 from mixedkv.kv.block import KVBlock
 from mixedkv.store import coverage
-from mixedkv.store.encryption import Cipher, decrypt, encrypt, encrypted_size
+from mixedkv.store.encryption import Cipher, KeyCipher, decrypt, encrypt, encrypted_size
 from mixedkv.store.entry_error import EntryError, Reason
+from mixedkv.store.eviction import Eviction
+from mixedkv.store.folder import StoreFolder, file_name, store_root
 from mixedkv.store.formats.native import decode, encode
-from mixedkv.store.identity import FORMAT_VERSION, Identity
-from mixedkv.store.index import EntryRow, Eviction, Index, ParentGoneError, SessionRemovedError
+from mixedkv.store.full_disk import FullDisk
+from mixedkv.store.identity import Identity
+from mixedkv.store.index import NOBODY, EntryRow, Index, Owner, ParentGoneError, SessionRemovedError
 from mixedkv.store.lookup import (
     BLOCK,
     Search,
     block_hashes,
+    check_tokens,
     content_hash,
+    file_context,
     key_context,
+    stored_sequences,
     token_context,
 )
-from mixedkv.store.results import EntryInfo, GCResult, Link, Match, Tier, Verified
-from mixedkv.store.tiers.disk import DiskTier, folder_lock, is_full, make_own_folder, open_own, read_all
+from mixedkv.store.results import EntryInfo, GCResult, Match, Tier, Verified
+from mixedkv.store.tiers.disk import read_all
 from mixedkv.store.tiers.ram import RamTier
+from mixedkv.store.use_log import UseLog
 from mixedkv.tokens import Tokens
 
 _LOG = logging.getLogger("mixedkv.store")
+_TRIES = 16
 _FORGET_SECONDS = 0.5  # that a removal waits for those who read the index
 
 
 class TooLargeError(ValueError):
     """An entry, with what it builds on, is larger than the whole budget."""
-
-
-def store_root(folder: str | Path) -> Path:
-    """Where in a folder this version of the format lives; another version leaves it alone."""
-    return Path(folder) / f"v{FORMAT_VERSION}"
 
 
 class Entries:
@@ -54,72 +57,111 @@ class Entries:
         root: the folder, None for memory only.
         max_bytes: of all files, or in memory only of all blocks.
         max_ram_bytes: of the blocks kept in memory.
+        owner: whose the entries of an identity are.
     """
 
     def __init__(
-        self, root: Path | None, cipher: Cipher, *, max_bytes: int, max_ram_bytes: int, eviction: Eviction
+        self,
+        root: Path | None,
+        cipher: Cipher,
+        *,
+        max_bytes: int,
+        max_ram_bytes: int,
+        eviction: Eviction,
+        owner: Callable[[Identity], Owner] = lambda identity: NOBODY,
     ) -> None:
-        self._root, self._cipher, self._eviction = root, cipher, eviction
+        self._cipher, self._eviction, self._owner = cipher, eviction, owner
         self.max_bytes = max_bytes
         self.ram = RamTier(max_ram_bytes)
         self.counts: Counter[str] = Counter()
         self._lock = RLock()
-        self._used: dict[str, float] = {}
+        self._uses = UseLog()
         self.unerased = False
-        self._told_full = False
-        if root is not None:
-            make_own_folder(root)
-        self._disk = DiskTier(root / "entries") if root else None
-        self._tidied = (0, 0, 0)
-        self._index = self._open()
+        self._full_disk = FullDisk()
+        self._folder = StoreFolder(root)
+        self._index = self._folder.open()
+        with suppress(sqlite3.Error):
+            self.unerased = not self._index.forget()
 
     def close(self) -> None:
         with self._lock, suppress(sqlite3.Error):
-            self._note_used()
+            self._uses.write(self._index)
             self._forget()
             self._index.close()
 
     def key_ids(self) -> set[str]:
-        """Names of the master keys that entries are encrypted with, "" for none."""
+        """Names of the master keys of this store, "" for none."""
         with self._lock, _as_os_error():
             return self._index.key_ids()
+
+    def adopt_key(self) -> None:
+        """Note that the store is encrypted, and hash as it did before it got this master key.
+
+        Raises:
+            OSError: the index cannot be written, or its hashing key is damaged.
+        """
+        if not isinstance(self._cipher, KeyCipher):
+            return
+        with self._lock, _as_os_error():
+            hashing = self._index.hashing_key(self._cipher.key_id)
+            if hashing is None:
+                self._index.note_key(self._cipher.key_id, self._cipher.wrap_hashing_key())
+                return
+        try:
+            self._cipher.unwrap_hashing_key(hashing)
+        except EntryError as error:
+            raise OSError(f"the index cannot be used: {error}") from None
 
     # --- reading ---
 
     def find(self, identity: Identity, tokens: Tokens, exact_only: bool) -> tuple[Match | None, Reason]:
         """The longest match, or None and the reason."""
         try:
+            with self._lock:
+                self._look()
             with self._lock, self._index.snapshot():
                 search = Search(self._index, self._cipher, identity, tokens)
                 match = search.find(exact_only)
             for entry, error in search.broken.items():
                 self._remove_broken(entry, error)
             return match, search.reason
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             _LOG.warning("the index cannot be read: %s", error)
             return None, "index"
 
-    def read(self, match: Match) -> tuple[list[KVBlock], Tier]:
-        """The blocks of a match, cut to it.
+    def sequences(self, identity: Identity, known: Collection[str]) -> list[Match]:
+        """Every stored sequence that none goes on from, without those that end in a `known` entry."""
+        try:
+            with self._lock:
+                self._look()
+                with self._index.snapshot():
+                    return stored_sequences(self._index, self._cipher, identity, known)
+        except (sqlite3.Error, OSError) as error:
+            _LOG.warning("the index cannot be read: %s", error)
+            return []
+
+    def read(self, match: Match, begin: int = 0) -> tuple[list[KVBlock], Tier]:
+        """The blocks of a match, cut to it; without those that end before position `begin`.
 
         Raises:
             EntryError: one cannot be used. It and what builds on it are removed.
         """
         blocks: list[KVBlock] = []
         tier: Tier = "ram"
-        for link in match.links:
+        links = [link for link in match.links if link.end > begin]
+        for link in links:
             try:
                 block = self.ram.get(link.entry)
                 if block is None:
                     tier = "disk"
                     block = self._read_file(link.entry)
                     self.ram.put(link.entry, block)
-                _check_tokens(block, link, match)
+                check_tokens(block, link, match)
             except EntryError as error:
                 self._remove_broken(link.entry, error)
                 raise
             blocks.append(block if link.end == block.p1 else block.slice(block.p0, link.end))
-        self._use(link.entry for link in match.links)
+        self._uses.note(link.entry for link in links)
         return blocks, tier
 
     def _read_file(self, entry: str) -> KVBlock:
@@ -128,16 +170,16 @@ class Entries:
                 row = self._index.get(entry)
         except sqlite3.Error as error:
             raise EntryError("index", f"the index cannot be read: {error}") from error
-        if row is None or self._disk is None:
+        if row is None or self._folder.disk is None:
             raise EntryError("missing", "it has been removed")
         if row.key_id != self._cipher.key_id:
             raise EntryError("key", "it is encrypted with another master key, or with none")
-        with self._disk.open(_file_name(row)) as (file, size):
+        with self._folder.disk.open(file_name(row)) as (file, size):
             if size != row.nbytes:
                 raise EntryError("damaged", f"its file has {size} bytes, not {row.nbytes}")
             if row.key_id:
                 key = self._cipher.open_key(row.key, key_context(row.identity, row.id))
-                data = decrypt(key, file, size, _file_context(row.identity, row.id))
+                data = decrypt(key, file, size, file_context(row.identity, row.id))
             else:
                 data = read_all(file, size)
         block = decode(data, identity=row.identity, entry=row.id, trusted=bool(row.key_id))
@@ -160,27 +202,43 @@ class Entries:
             SessionRemovedError: its session has been removed.
             OSError: it cannot be written.
         """
+        with self._lock:
+            self._look()
         before = parent.tokens if parent else np.empty(0, np.int32)
         hashes = block_hashes(self._cipher, identity, np.concatenate([before, block.tokens]))
         content = content_hash(self._cipher, hashes, before, block.tokens)
         if session is not None:
-            self.add_to_session(session, [link.entry for link in parent.links] if parent else [])
+            self.add_to_session(session, [link.entry for link in parent.links] if parent else [], identity)
+        row = self._write_new(identity, block, parent, session, content, hashes)
+        if isinstance(row, str):
+            return row, True
+        if session is not None:
+            self.add_to_session(session, [row.id], identity)
+        self._uses.note([row.id])
+        return row.id, False
+
+    def _write_new(
+        self,
+        identity: Identity,
+        block: KVBlock,
+        parent: Match | None,
+        session: bytes | None,
+        content: bytes,
+        hashes: list[bytes],
+    ) -> EntryRow | str:
+        """The id of the new entry, or the one that is there already and as good."""
         try:
-            with self._lock:
-                row = self._index.by_content(content)
-            if row is None or _is_better(identity, block, row):
-                return self._write(identity, block, parent, session, row, content, hashes), True
-        except sqlite3.IntegrityError:  # another thread or process has just stored the same
-            with self._lock:
-                row = self._index.by_content(content)
-            if row is None:
-                raise OSError("the index changes faster than it can be read") from None
+            for _ in range(_TRIES):
+                with self._lock:
+                    row = self._index.by_content(content)
+                if row is not None and not coverage.is_better(identity, block, row.rows):
+                    return row
+                # another thread or process may just store the same, and a third evict it
+                with suppress(sqlite3.IntegrityError):
+                    return self._write(identity, block, parent, session, row, content, hashes)
         except sqlite3.Error as error:
             raise OSError(f"the index cannot be written: {error}") from error
-        if session is not None:
-            self.add_to_session(session, [row.id])
-        self._use([row.id])
-        return row.id, False
+        raise OSError("the index changes faster than it can be read")
 
     def _write(
         self,
@@ -198,11 +256,12 @@ class Entries:
         sealed = token_context(identity.digest, entry, content, rows)
         pieces = encode(block, identity=identity.digest, entry=entry)
         size = sum(map(len, pieces))
-        if self._disk is None:
+        if self._folder.disk is None:
             size = block.nbytes
         elif key_id:
             size = encrypted_size(size)
-        self._check_budget(size, parent)
+        owner = self._owner(identity)
+        self._check_budget(size, parent, owner)
         row = EntryRow(
             id=entry,
             content=content,
@@ -221,19 +280,18 @@ class Entries:
         )
         listed = hashes[block.p0 // BLOCK :]
         old = replaced.id if replaced else None
-        if self._disk is None:
-            self._insert(row, listed, old, session)
+        disk = self._folder.disk
+        if disk is None:
+            self._insert(row, listed, owner, old, session)
         else:
-            context = _file_context(identity.digest, entry)
-            while True:
+
+            def publish() -> None:
+                context = file_context(identity.digest, entry)
                 data = encrypt(key, pieces, context) if key_id else pieces
-                try:
-                    with self._disk.publish(_file_name(row), data):
-                        self._insert(row, listed, old, session)
-                    break
-                except (OSError, sqlite3.OperationalError) as error:
-                    if not (is_full(error) and self._make_room(size, parent)):
-                        raise
+                with disk.publish(file_name(row), data):
+                    self._insert(row, listed, owner, old, session)
+
+            self._full_disk.store(publish, lambda more: self._make_room(more, parent), size)
             with self._lock:
                 self.counts["bytes_written"] += size
         self.ram.put(entry, block)
@@ -241,38 +299,45 @@ class Entries:
 
     def _make_room(self, size: int, parent: Match | None) -> bool:
         """Evict what a new entry needs; False if there is nothing to evict."""
-        if not self._told_full:
-            self._told_full = True
-            _LOG.warning("the disk is full before the store is: entries are evicted for new ones")
+        self._full_disk.tell()
         kept = {link.entry for link in parent.links} if parent else set()
         with self._lock:
             chosen: dict[str, int] = {}
-            for row in self._index.leaves(self._eviction):
-                if row.id not in kept and sum(chosen.values()) < size:
-                    chosen[row.id] = row.nbytes
+            while sum(chosen.values()) < size:
+                leaf = self._index.next_to_leave(self._eviction, kept | chosen.keys())
+                if leaf is None:
+                    break
+                chosen[leaf[0]] = leaf[1]
             self._remove_files(chosen)  # first: without room not even the index can change
             for entry in chosen:
-                self._index.remove(entry)
+                self._index.remove(entry, evicted=True)
             self.counts["evicted"] += len(chosen)
         return bool(chosen)
 
-    def _check_budget(self, size: int, parent: Match | None) -> None:
+    def _check_budget(self, size: int, parent: Match | None, owner: Owner) -> None:
         """An entry and what it builds on must fit together: none of them can leave before the others."""
         with self._lock:
             n_bytes = size + (self._index.chain_bytes(parent.entry) if parent else 0)
-        if n_bytes > self.max_bytes:
-            raise TooLargeError(f"{n_bytes} bytes are more than the budget of {self.max_bytes}")
+        most = self.max_bytes if owner.max_bytes is None else min(self.max_bytes, owner.max_bytes)
+        if n_bytes > most:
+            raise TooLargeError(f"{n_bytes} bytes are more than the budget of {most}")
 
     def _insert(
-        self, row: EntryRow, hashes: list[bytes], replaced: str | None, session: bytes | None
+        self,
+        row: EntryRow,
+        hashes: list[bytes],
+        owner: Owner,
+        replaced: str | None,
+        session: bytes | None,
     ) -> None:
         with self._lock:
-            self._note_used()
+            self._uses.write(self._index)
             evicted = self._index.insert(
                 row,
                 hashes,
                 max_bytes=self.max_bytes,
                 eviction=self._eviction,
+                owner=owner,
                 replaced=replaced,
                 session=session,
             )
@@ -281,9 +346,9 @@ class Entries:
                 self.unerased = not self._index.forget()
         self._remove_files([replaced, *evicted] if replaced else evicted)
 
-    def add_to_session(self, session: bytes, entries: Iterable[str]) -> None:
+    def add_to_session(self, session: bytes, entries: Iterable[str], identity: Identity) -> None:
         with self._lock, _as_os_error():
-            self._index.add_to_session(session, entries)
+            self._index.add_to_session(session, entries, self._owner(identity).sessions)
 
     # --- removing ---
 
@@ -294,6 +359,14 @@ class Entries:
     def remove_session(self, session: bytes) -> int:
         """Remove what belongs to a session alone; how many entries."""
         return self._remove_from(lambda index: index.remove_session(session))
+
+    def remove_orphans(self, owner: bytes, living: set[bytes], before: float) -> int:
+        """Remove sessions of an owner that it knows no more; how many."""
+        with self._lock, _as_os_error():
+            gone = [session for session in self._index.sessions_of(owner, before) if session not in living]
+        for session in gone:
+            self.remove_session(session)
+        return len(gone)
 
     def _remove_from(self, remove: Callable[[Index], list[str]]) -> int:
         with self._lock, _as_os_error():
@@ -329,16 +402,14 @@ class Entries:
         """After their rows: a row without its file is a miss, a file without its row would stay."""
         for entry in entries:
             self.ram.remove(entry)
-            if self._disk is not None:
-                for suffix in _SUFFIXES.values():
-                    self._disk.remove(f"{entry}{suffix}")
+            self._folder.remove(entry)
 
     # --- looking after it ---
 
     def list(self) -> list[EntryInfo]:
         """All entries, last used first."""
         with self._lock, _as_os_error():
-            self._note_used()
+            self._uses.write(self._index)
             rows, sessions = self._index.entries(), self._index.sessions()
         return [
             EntryInfo(
@@ -374,7 +445,7 @@ class Entries:
                 unreadable.append(row.id)
                 continue
             try:
-                if self._disk is not None:
+                if self._folder.disk is not None:
                     self._read_file(row.id)
                 whole += 1
             except EntryError as error:
@@ -385,10 +456,8 @@ class Entries:
     def collect(self) -> GCResult:
         """Remove what is over the budget and what was left behind; opening has begun with that."""
         with self._lock, _as_os_error():
-            self._note_used()
-            found = zip(self._tidied, self._tidy(self._index), strict=True)
-            unfinished, orphans, missing = map(sum, found)
-            self._tidied = (0, 0, 0)
+            self._uses.write(self._index)
+            unfinished, orphans, missing = self._folder.tidy(self._index)
             evicted = self._index.evict(self.max_bytes, self._eviction)
             self.counts["evicted"] += len(evicted)
             self.ram.keep_only(self._index.ids())
@@ -397,56 +466,20 @@ class Entries:
             self._forget(_FORGET_SECONDS)
         return GCResult(n_unfinished=unfinished, n_orphans=orphans, n_missing=missing, n_evicted=len(evicted))
 
-    def _open(self) -> Index:
-        if self._root is None:
-            return Index(None)
-        path = self._root / "index.sqlite3"
-        with folder_lock(self._root / "lock"):
-            try:
-                index = self._open_index(path)
-            except sqlite3.OperationalError as error:
-                raise OSError(f"{path}: {error}") from error
-            except sqlite3.DatabaseError as error:
-                _LOG.warning("%s is damaged (%s): the store starts empty", path, error)
-                for suffix in ("", "-wal", "-shm"):
-                    Path(f"{path}{suffix}").unlink(missing_ok=True)
-                index = self._open_index(path)
-        return index
+    def _look(self) -> None:
+        """A folder that was deleted while it is open is made again, empty.
 
-    def _open_index(self, path: Path) -> Index:
-        open_own(path).close()  # with the mode that its log and its index take from it
-        index = Index(path)
-        try:
-            self._tidied = self._tidy(index)
-            self.unerased = not index.forget()
-        except BaseException:
-            index.close()
-            raise
-        return index
-
-    def _tidy(self, index: Index) -> tuple[int, int, int]:
-        """Remove unfinished files, files without a row, and rows without their file; how many of each."""
-        if self._disk is None:
-            return 0, 0, 0
-        # In this order: a file is there before its row, and goes after it.
-        rows = index.ids()
-        sizes = {name.partition(".")[0]: size for name, size in self._disk.sizes().items()}
-        gone = [entry for entry, n_bytes in rows.items() if sizes.get(entry) != n_bytes]
-        missing = [removed for entry in gone for removed in index.remove(entry)]
-        self._remove_files(missing)
-        unfinished, orphans = self._disk.remove_left_behind(
-            lambda name: index.get(name.partition(".")[0]) is not None
-        )
-        return unfinished, orphans, len(missing)
-
-    def _use(self, entries: Iterable[str]) -> None:
-        with self._lock:
-            self._used.update(dict.fromkeys(entries, time.time()))
-
-    def _note_used(self) -> None:
-        """Reading writes nothing: when it happened is written with the next change."""
-        used, self._used = self._used, {}
-        self._index.touch(used)
+        Raises:
+            OSError: it cannot be.
+        """
+        if self._folder.is_there():
+            return
+        _LOG.warning("the store's folder was deleted or replaced: it is opened again")
+        old, self._index = self._index, self._folder.open()
+        self.ram.keep_only(self._index.ids())
+        with suppress(sqlite3.Error):
+            old.close()
+        self.adopt_key()
 
 
 @contextmanager
@@ -455,39 +488,6 @@ def _as_os_error() -> Iterator[None]:
         yield
     except sqlite3.Error as error:
         raise OSError(f"the index cannot be used: {error}") from error
-
-
-def _is_better(identity: Identity, block: KVBlock, row: EntryRow) -> bool:
-    """Whether a block can be continued from its end more exactly than the same tokens that are stored."""
-    try:
-        stored = coverage.from_text(row.rows)
-    except EntryError:
-        return True
-    new, old = (
-        _WORTH.index(coverage.verdict_of_end(identity, groups, block.p0, block.p1))
-        for groups in (coverage.of_block(block), stored)
-    )
-    return new > old
-
-
-_WORTH = ("unusable", "inexact", "exact")
-_SUFFIXES = {False: ".safetensors", True: ".safetensors.enc"}
-
-
-def _file_name(row: EntryRow) -> str:
-    return row.id + _SUFFIXES[bool(row.key_id)]
-
-
-def _file_context(identity: bytes, entry: str) -> bytes:
-    return b"file" + identity + entry.encode()
-
-
-def _check_tokens(block: KVBlock, link: Link, match: Match) -> None:
-    """What decides about a hit: the tokens in the file are the wanted ones."""
-    if (block.p0, block.p1) != (link.p0, link.p1):
-        raise EntryError("tokens", f"its file has positions {block.p0} to {block.p1}")
-    if not np.array_equal(block.tokens[: link.end - link.p0], match.tokens[link.p0 : link.end]):
-        raise EntryError("tokens", "its file has other tokens")
 
 
 __all__ = ["Entries", "ParentGoneError", "SessionRemovedError", "TooLargeError", "store_root"]

@@ -19,6 +19,14 @@ Reason = Literal[
 ]
 REASONS: tuple[str, ...] = get_args(Reason)
 
+EXPLAINED = {
+    "unknown": "nothing stored begins like this",
+    "window": "what is stored lacks rows of a sliding window there, or a recurrent state",
+    "inexact": "what is stored is exact at another place only",
+    "key": "what is stored is encrypted with another key",
+    "index": "the index cannot be read",
+}
+
 
 class EntryError(Exception):
     """An entry that cannot be used; `reason` says in one word why, the message in a line."""

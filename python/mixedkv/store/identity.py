@@ -78,6 +78,7 @@ class Identity:
             **_equalization(llm),
             "context": _context(llm, file),
             "sliding_window": _whole(file.get("attention.sliding_window", 0)),
+            **({} if llm.kv.can_cut else {"recurrent": True}),
             "extra": extra,
         }
         _check_files(llm)
@@ -95,6 +96,11 @@ class Identity:
     def kv(self) -> KVSetting:
         """The setting of the cache."""
         return parse_kv(self.facts.get("kv", "f16"))
+
+    @property
+    def recurrent(self) -> bool:
+        """Some layers keep a state, so what is stored goes on only where a checkpoint is."""
+        return bool(self.facts.get("recurrent", False))
 
     @property
     def sliding_window(self) -> int:
@@ -117,7 +123,7 @@ def _context(llm: Llama, file: ModelFile) -> dict[str, Any]:
 
 def _equalization(llm: Llama) -> dict[str, Any]:
     """Machines of other kinds may round the scales of K differently: what they keep is not for each other."""
-    scales = [layer.equalization for layer in llm.kv.stats(by_layer=True).layers or ()]
+    scales = [layer.equalization for layer in llm.kv.layers]
     return {"equalization": scales} if any(scales) else {}
 
 

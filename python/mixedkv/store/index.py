@@ -8,18 +8,19 @@ Who can write to the folder can put anything into the database: a row that no wr
 
 from __future__ import annotations
 
+import json
 import re
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from mixedkv.limits import INT32_MAX
-
-Eviction = Literal["lru", "oldest"]
+from mixedkv.store import eviction as leaving
+from mixedkv.store.eviction import Eviction
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
@@ -59,6 +60,20 @@ CREATE TABLE IF NOT EXISTS removed_sessions (
     session BLOB PRIMARY KEY,
     removed REAL NOT NULL
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS session_owners (
+    session BLOB PRIMARY KEY,
+    owner BLOB NOT NULL,
+    noted REAL NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS tenants (
+    identity BLOB PRIMARY KEY,
+    tenant BLOB NOT NULL,
+    weight REAL NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS keys (
+    key_id TEXT PRIMARY KEY,
+    hashing BLOB NOT NULL
+) WITHOUT ROWID;
 """
 _TREE = """
 WITH RECURSIVE tree (id) AS (
@@ -72,10 +87,11 @@ WITH RECURSIVE chain (id, parent, nbytes) AS (
     UNION SELECT up.id, up.parent, up.nbytes FROM entries AS up JOIN chain ON up.id = chain.parent
 ) SELECT COALESCE(SUM(CAST(nbytes AS INTEGER)), 0) FROM chain
 """
-_ORDER = {"lru": "used, created", "oldest": "created"}
 _VARIABLES = 500  # in one statement; SQLite's limit was 999 once
 _BUSY_SECONDS = 30.0
 _REMOVED_SECONDS = 30 * 86400.0  # longer than what is under way when a session is removed
+_STALE_SECONDS = 86400.0  # what was not used for so long is nobody's share
+_LEAST_WEIGHT = 1e-6
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -113,6 +129,26 @@ _COLUMNS = ", ".join(f"entries.{name}" for name in _FIELDS)
 _TYPES = (str, bytes, bytes, str, (str, type(None)), int, int, bytes, str, int, str, bytes, float, float)
 
 
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose an entry is, and what its tenant may have.
+
+    Args:
+        tenant: a hash of its name.
+        weight: its share beside other tenants.
+        max_bytes: of its files; None for no limit of its own.
+        sessions: a hash of who removes its sessions, empty for nobody.
+    """
+
+    tenant: bytes = b""
+    weight: float = 1.0
+    max_bytes: int | None = None
+    sessions: bytes = b""
+
+
+NOBODY = Owner()
+
+
 class ParentGoneError(LookupError):
     """The parent of a new entry has been removed meanwhile."""
 
@@ -142,7 +178,7 @@ class Index:
         self._db.execute("PRAGMA secure_delete = ON")  # a removed data key leaves no copy in a free page
         self._db.execute("PRAGMA foreign_keys = ON")
         with self._transaction():
-            for statement in _SCHEMA.split(";"):
+            for statement in (_SCHEMA + leaving.SCHEMA).split(";"):
                 self._db.execute(statement)
 
     def close(self) -> None:
@@ -197,13 +233,59 @@ class Index:
         return self._db.execute(query, (identity, key_id)).fetchone() is not None
 
     def key_ids(self) -> set[str]:
-        """Names of the master keys that entries are encrypted with, "" for none."""
-        return {str(key_id) for (key_id,) in self._db.execute("SELECT DISTINCT key_id FROM entries")}
+        """Names of the master keys that entries are encrypted with, "" for none, and of those that the store
+        was opened with.
+        """
+        query = "SELECT key_id FROM entries UNION SELECT key_id FROM keys"
+        return {str(key_id) for (key_id,) in self._db.execute(query)}
 
-    def leaves(self, eviction: Eviction) -> list[EntryRow]:
-        """Entries that no other builds on, in the order in which they leave."""
-        none = "NOT EXISTS (SELECT 1 FROM entries AS child WHERE child.parent = entries.id)"
-        return list(self._rows(f"FROM entries WHERE {none} ORDER BY {_ORDER[eviction]}"))
+    def hashing_key(self, key_id: str) -> bytes | None:
+        """How a master key that was noted keeps its hashing key; None if it was not noted."""
+        row = self._db.execute("SELECT hashing FROM keys WHERE key_id = ?", (key_id,)).fetchone()
+        return None if row is None or not isinstance(row[0], bytes) else row[0]
+
+    def next_to_leave(
+        self, eviction: Eviction, keep: Iterable[str] = (), tenant: bytes | None = None
+    ) -> tuple[str, int, bytes] | None:
+        """The entry that leaves first, of one tenant if it is given: id, bytes, tenant.
+
+        What was not used for a day goes first. Then the tenant that holds the most by its weight gives
+        something up, so that nobody takes the place of who holds less. What others build on stays until they
+        are gone: alone it would be of no use.
+        """
+        kept, order = json.dumps(list(keep)), f"ORDER BY {leaving.ORDER[eviction]} LIMIT 1"
+        of = "AND COALESCE(tenant, x'') = ?"
+        if tenant is not None:
+            row = self._db.execute(f"{leaving.LEAF} {of} {order}", (kept, tenant)).fetchone()
+            return row and (row[0], row[1], row[3])
+        first = self._db.execute(f"{leaving.LEAF} {order}", (kept,)).fetchone()
+        if first is None or first[2] < time.time() - _STALE_SECONDS:
+            return first and (first[0], first[1], first[3])
+        for tenant, _, _ in sorted(self.held(), key=lambda row: -row[1] / max(row[2], _LEAST_WEIGHT)):
+            row = self._db.execute(f"{leaving.LEAF} {of} {order}", (kept, tenant)).fetchone()
+            if row is not None:
+                return row[0], row[1], row[3]
+        return None
+
+    def held(self) -> list[tuple[bytes, int, float]]:
+        """Each tenant, the bytes of its files and its weight."""
+        return list(self._db.execute(leaving.HELD))
+
+    def tenant_bytes(self, tenant: bytes) -> int:
+        return sum(n_bytes for other, n_bytes, _ in self.held() if other == tenant)
+
+    def sessions_of(self, owner: bytes, before: float) -> list[bytes]:
+        """Sessions that an owner has entries of since before a time."""
+        query = "SELECT session FROM session_owners WHERE owner = ? AND noted < ?"
+        return [session for (session,) in self._db.execute(query, (owner, before))]
+
+    def leaves_of(self, identity: bytes) -> list[str]:
+        """Ids of an identity's entries that no other builds on, the oldest first."""
+        query = (
+            "SELECT id FROM entries WHERE identity = ? AND NOT EXISTS "
+            "(SELECT 1 FROM entries AS child WHERE child.parent = entries.id) ORDER BY created"
+        )
+        return [str(entry) for (entry,) in self._db.execute(query, (identity,))]
 
     def totals(self) -> tuple[int, int]:
         """Entries and bytes of their files."""
@@ -228,12 +310,14 @@ class Index:
         *,
         max_bytes: int,
         eviction: Eviction,
+        owner: Owner = NOBODY,
         replaced: str | None = None,
         session: bytes | None = None,
     ) -> list[str]:
         """Add an entry and make room for it; the ids of what was evicted.
 
         Args:
+            owner: whose it is.
             replaced: an entry of the same content that goes; the new one takes its place.
             session: the session that the entry belongs to.
 
@@ -256,37 +340,42 @@ class Index:
                 f"INSERT INTO entries ({', '.join(_FIELDS)}) VALUES ({marks})",
                 [getattr(row, name) for name in _FIELDS],
             )
+            leaving.note_uses(self._db, {row.id: 1})
             self._db.executemany("INSERT INTO blocks VALUES (?, ?)", [(h, row.id) for h in hashes])
             for member in sessions:
-                self._join(member, [row.id])
-            return self._evict(max_bytes, eviction, keep=row.id)
+                self._join(member, [row.id], owner.sessions)
+            self._db.execute(
+                "INSERT INTO tenants VALUES (?, ?, ?) ON CONFLICT (identity) DO UPDATE SET "
+                "tenant = excluded.tenant, weight = excluded.weight",
+                (row.identity, owner.tenant, owner.weight),
+            )
+            evicted = self._evict_own(owner, eviction, keep=row.id)
+            return evicted + self._evict(max_bytes, eviction, keep=row.id)
 
     def evict(self, max_bytes: int, eviction: Eviction) -> list[str]:
         """Remove entries until their files take `max_bytes` at most; their ids."""
         with self._transaction():
             return self._evict(max_bytes, eviction, keep="")
 
-    def _evict(self, max_bytes: int, eviction: Eviction, keep: str) -> list[str]:
-        """An entry that others build on stays until they are gone: alone they would be of no use."""
+    def _evict(self, max_bytes: int, eviction: Eviction, keep: str, tenant: bytes | None = None) -> list[str]:
         evicted: list[str] = []
-        _, n_bytes = self.totals()
-        while n_bytes > max_bytes:
-            leaf = self._db.execute(
-                "SELECT id, CAST(nbytes AS INTEGER) FROM entries AS leaf WHERE id != ? AND NOT EXISTS "
-                "(SELECT 1 FROM entries AS child WHERE child.parent = leaf.id) "
-                f"ORDER BY {_ORDER[eviction]} LIMIT 1",
-                (keep,),
-            ).fetchone()
-            if leaf is None:
-                break
+        n_bytes = self.totals()[1] if tenant is None else self.tenant_bytes(tenant)
+        while n_bytes > max_bytes and (leaf := self.next_to_leave(eviction, [keep], tenant)):
+            leaving.note_evicted(self._db, leaf[0])
             self._delete([leaf[0]])
             evicted.append(leaf[0])
             n_bytes -= leaf[1]
         return evicted
 
-    def remove(self, entry: str) -> list[str]:
+    def _evict_own(self, owner: Owner, eviction: Eviction, keep: str) -> list[str]:
+        """What a tenant has beyond its own limit."""
+        return [] if owner.max_bytes is None else self._evict(owner.max_bytes, eviction, keep, owner.tenant)
+
+    def remove(self, entry: str, evicted: bool = False) -> list[str]:
         """Remove an entry and all that builds on it; their ids."""
         with self._transaction():
+            if evicted:
+                leaving.note_evicted(self._db, entry)
             return self._remove_tree(entry)
 
     def remove_session(self, session: bytes) -> list[str]:
@@ -299,27 +388,46 @@ class Index:
             own = [entry for (entry,) in self._db.execute(query, (session, session))]
             now = time.time()
             self._db.execute("DELETE FROM sessions WHERE session = ?", (session,))
+            self._db.execute("DELETE FROM session_owners WHERE session = ?", (session,))
             self._db.execute("DELETE FROM removed_sessions WHERE removed < ?", (now - _REMOVED_SECONDS,))
             self._db.execute("INSERT OR REPLACE INTO removed_sessions VALUES (?, ?)", (session, now))
             return [gone for entry in own for gone in self._remove_tree(entry)]
 
-    def add_to_session(self, session: bytes, entries: Iterable[str]) -> None:
+    def add_to_session(self, session: bytes, entries: Iterable[str], owner: bytes = b"") -> None:
         """Let entries belong to a session; those that are not there any more are passed over.
 
         Raises:
             SessionRemovedError: the session has been removed.
         """
         with self._transaction():
-            self._join(session, entries)
+            self._join(session, entries, owner)
 
-    def touch(self, used: dict[str, float]) -> None:
-        """Note when entries were used last."""
+    def note_key(self, key_id: str, hashing: bytes) -> None:
+        """The store is encrypted with this master key, also while it is empty."""
+        with self._transaction():
+            self._db.execute("INSERT OR IGNORE INTO keys VALUES (?, ?)", (key_id, hashing))
+
+    def rekey(self, old: str, new: str, hashing: bytes, wrap: Callable[[EntryRow], bytes]) -> int:
+        """Name another master key; `wrap` gives the wrapped data key of each entry. How many there are."""
+        with self._transaction():
+            rows = list(self._rows("FROM entries WHERE key_id = ?", old))
+            self._db.executemany(
+                "UPDATE entries SET key_id = ?, key = ? WHERE id = ?",
+                [(new, wrap(row), row.id) for row in rows],
+            )
+            self._db.execute("DELETE FROM keys WHERE key_id = ?", (old,))
+            self._db.execute("INSERT OR REPLACE INTO keys VALUES (?, ?)", (new, hashing))
+        return len(rows)
+
+    def touch(self, used: dict[str, float], uses: Mapping[str, int]) -> None:
+        """Note when entries were used last, and how often since the last time."""
         if used:
             with self._transaction():
                 self._db.executemany(
                     "UPDATE entries SET used = MAX(used, ?) WHERE id = ?",
                     [(when, entry) for entry, when in used.items()],
                 )
+                leaving.note_uses(self._db, uses)
 
     def forget(self) -> bool:
         """Move the write-ahead log into the database, so that what was removed is in neither.
@@ -335,7 +443,7 @@ class Index:
             self._db.execute(f"PRAGMA busy_timeout = {int(1000 * _BUSY_SECONDS)}")
         return not busy
 
-    def _join(self, session: bytes, entries: Iterable[str]) -> None:
+    def _join(self, session: bytes, entries: Iterable[str], owner: bytes) -> None:
         query = "SELECT 1 FROM removed_sessions WHERE session = ?"
         if self._db.execute(query, (session,)).fetchone() is not None:
             raise SessionRemovedError("session: it has been removed; use another id")
@@ -343,6 +451,9 @@ class Index:
             "INSERT OR IGNORE INTO sessions SELECT ?, id FROM entries WHERE id = ?",
             [(session, entry) for entry in entries],
         )
+        if owner:
+            query = "INSERT OR IGNORE INTO session_owners VALUES (?, ?, ?)"
+            self._db.execute(query, (session, owner, time.time()))
 
     def _remove_tree(self, entry: str) -> list[str]:
         tree = [found for (found,) in self._db.execute(_TREE, (entry,))]

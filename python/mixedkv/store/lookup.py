@@ -8,10 +8,12 @@ prompt's boundaries from the last to the first. A hash only proposes; a comparis
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mixedkv.kv.block import KVBlock
 from mixedkv.store import coverage
 from mixedkv.store.encryption import Cipher
 from mixedkv.store.entry_error import EntryError, Reason
@@ -61,6 +63,10 @@ def key_context(identity: bytes, entry: str) -> bytes:
     return b"key" + identity + entry.encode()
 
 
+def file_context(identity: bytes, entry: str) -> bytes:
+    return b"file" + identity + entry.encode()
+
+
 @dataclass(frozen=True, slots=True)
 class _Stored:
     row: EntryRow
@@ -99,6 +105,24 @@ class Search:
             self.reason = "key"
         return best
 
+    def match(self, entry: str) -> Match | None:
+        """The match that ends in this entry, exact or not."""
+        return self._match(entry, exact_only=False, at_least=0)
+
+    def tokens_up_to(self, entry: str) -> Tokens | None:
+        """Tokens of an entry behind those of all it builds on; None if one is gone or damaged."""
+        parts: list[Tokens] = []
+        stored = self._load(entry)
+        while stored is not None:
+            parts.append(stored.tokens)
+            if stored.row.parent is None:
+                return np.concatenate(parts[::-1]) if stored.row.p0 == 0 else None
+            p0, stored = stored.row.p0, self._load(stored.row.parent)
+            if stored is None or not stored.row.p0 < p0 <= stored.row.p1:
+                return None
+            stored = replace(stored, tokens=stored.tokens[: p0 - stored.row.p0])
+        return None
+
     def _match(self, entry: str, exact_only: bool, at_least: int) -> Match | None:
         """The match that ends in this entry, if it has `at_least` tokens. Entries before it are candidates of
         their own, so this looks no further back.
@@ -114,16 +138,20 @@ class Search:
         return None if chain is None else self._cut(chain, n, exact_only)
 
     def _cut(self, chain: list[_Stored], n: int, exact_only: bool) -> Match | None:
-        ends = [*(stored.row.p0 for stored in chain[1:]), n]
         try:
             rows = [coverage.from_text(stored.row.rows) for stored in chain]
         except EntryError as error:
             self._note_broken(chain[-1].row.id, error)
             return None
-        used = [(row, stored.row.p0, end) for row, stored, end in zip(rows, chain, ends, strict=True)]
-        worth = coverage.verdict(self._identity, used, ends[-1])
-        if worth == "unusable" or (worth == "inexact" and exact_only):
+        begins = [stored.row.p0 for stored in chain]
+        served = rows[-1].served_before(n)
+        for end in [n, served] if begins[-1] < served < n else [n]:
+            ends = [*begins[1:], end]
+            worth = coverage.verdict(self._identity, list(zip(rows, begins, ends, strict=True)), end)
+            if worth == "exact" or (worth == "inexact" and not exact_only):
+                break
             self.reason = "window" if worth == "unusable" else "inexact"
+        else:
             return None
         if not all(map(self._is_its_own, chain)):
             return None
@@ -181,6 +209,9 @@ class Search:
             row = self._index.get(entry)
             if row is None:
                 raise EntryError("damaged", "its row in the index is not what was written")
+            if row.key_id != self._cipher.key_id:  # of who rekeyed the store, or has not read the new key
+                self.reason = "key"
+                return None
             return _Stored(row, self._row_tokens(row))
         except EntryError as error:
             self._note_broken(entry, error)
@@ -201,6 +232,18 @@ class Search:
         return np.frombuffer(data, "<i4").astype(np.int32, copy=False)
 
 
+def stored_sequences(index: Index, cipher: Cipher, identity: Identity, known: Collection[str]) -> list[Match]:
+    """Matches of all that is stored under an identity, each as long as it is; see `Entries.sequences`."""
+    walk = Search(index, cipher, identity, np.empty(0, np.int32))
+    found = []
+    for entry in index.leaves_of(identity.digest):
+        if entry not in known and (tokens := walk.tokens_up_to(entry)) is not None:
+            match = Search(index, cipher, identity, tokens).match(entry)
+            if match is not None:
+                found.append(match)
+    return found
+
+
 def _better(best: Match | None, other: Match | None) -> Match | None:
     """The longer one, then the exact one, then the one in fewer pieces."""
     if best is None or other is None:
@@ -210,3 +253,27 @@ def _better(best: Match | None, other: Match | None) -> Match | None:
         return match.n_tokens, match.exact, -len(match.links)
 
     return other if rank(other) > rank(best) else best
+
+
+def check_tokens(block: KVBlock, link: Link, match: Match) -> None:
+    """What decides about a hit: the tokens in the file are the wanted ones."""
+    if (block.p0, block.p1) != (link.p0, link.p1):
+        raise EntryError("tokens", f"its file has positions {block.p0} to {block.p1}")
+    if not np.array_equal(block.tokens[: link.end - link.p0], match.tokens[link.p0 : link.end]):
+        raise EntryError("tokens", "its file has other tokens")
+
+
+def worth_building_on(match: Match | None, window: int) -> Match | None:
+    """Without a last entry of which a few tokens would be used: it would have to be read whole for them. Of
+    what is not exact, only what lies before the window, whose rows are then stored in F16.
+    """
+    if match is None:
+        return None
+    links = match.links
+    if not match.exact:
+        links = tuple(replace(link, end=min(link.end, window)) for link in links if link.p0 < window)
+    while links and links[-1].end < links[-1].p1 and links[-1].end - links[-1].p0 < BLOCK:
+        links = links[:-1]
+    if not links:
+        return None
+    return replace(match, links=links, tokens=match.tokens[: links[-1].end])

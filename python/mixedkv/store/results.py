@@ -15,6 +15,14 @@ from mixedkv.store.identity import Identity
 Tier = Literal["ram", "disk", "none"]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What a tenant may have of a folder: its weight beside others, and bytes of its own at most."""
+
+    weight: float = 1.0
+    max_bytes: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Link:
     """One entry of a match: its positions [p0, p1), of which [p0, end) are used."""

@@ -6,24 +6,35 @@ import json
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, get_args
 
-import numpy as np
 import numpy.typing as npt
 
 from mixedkv.ids import check_session_id, check_tenant
 from mixedkv.kv.block import KVBlock
-from mixedkv.store import coverage
-from mixedkv.store.encryption import Cipher, KeyCipher, KeySource, PlainCipher
+from mixedkv.store import coverage, live_sequence
+from mixedkv.store.encryption import Cipher, KeyCipher, KeySource, PlainCipher, check_key_id
 from mixedkv.store.entries import Entries, ParentGoneError, SessionRemovedError, TooLargeError, store_root
-from mixedkv.store.entry_error import EntryError
+from mixedkv.store.entry_error import EXPLAINED, EntryError
+from mixedkv.store.eviction import Eviction
 from mixedkv.store.identity import Identity
-from mixedkv.store.index import Eviction
-from mixedkv.store.lookup import BLOCK
-from mixedkv.store.results import EntryInfo, GCResult, Match, Restored, Saved, StoreStats, Tier, Verified
+from mixedkv.store.index import Owner
+from mixedkv.store.lookup import worth_building_on
+from mixedkv.store.results import (
+    EntryInfo,
+    GCResult,
+    Match,
+    Restored,
+    Saved,
+    Share,
+    StoreStats,
+    Tier,
+    Verified,
+)
 from mixedkv.tokens import Tokens, as_tokens
 
 if TYPE_CHECKING:
@@ -45,11 +56,14 @@ class KVStore:
         folder: where entries live; made if it is not there. None keeps them in memory only.
         max_ram_bytes: blocks kept in memory at most, 0 for none.
         max_kv_size_gb: files in the folder at most, in 10^9 bytes.
-        eviction: what leaves first when a budget is full: "lru", the least recently used, or "oldest". What
-            others build on leaves after them.
+        eviction: what leaves first when a budget is full: "lru", the least recently used; "oldest"; or
+            "gdsf", which weighs how often an entry was used, how long ago, and what evaluating it takes for
+            its size (GreedyDual-Size-Frequency). What others build on leaves after them.
         key: where the master key comes from, e.g. `key_from_file(path)` or a callable that returns 32 bytes;
             None stores without encryption.
-        check_key: refuse a folder whose entries are encrypted, none of them with this key.
+        check_key: refuse a folder that was encrypted, but not with this key.
+        shares: what a tenant may have of the folder, by its name; all are equal if None.
+        session_owner: who removes the sessions that are stored here, see `remove_orphans`; "" for nobody.
 
     Raises:
         ValueError: a setting is wrong, or the key is not the folder's.
@@ -65,23 +79,28 @@ class KVStore:
         eviction: Eviction = "lru",
         key: KeySource | None = None,
         check_key: bool = True,
+        shares: Callable[[str], Share] | None = None,
+        session_owner: str = "",
     ) -> None:
         if eviction not in get_args(Eviction):
             raise ValueError(f"eviction={eviction!r}: use one of {', '.join(get_args(Eviction))}")
         max_ram_bytes = int(_check_number("max_ram_bytes", max_ram_bytes))
         max_disk_bytes = int(_check_number("max_kv_size_gb", max_kv_size_gb) * _GB)
         self._cipher: Cipher = PlainCipher() if key is None else KeyCipher(key)
-        self._has_folder = folder is not None
+        self.folder = Path(folder) if folder is not None else None
+        self._shares, self._session_owner = shares, session_owner
         self._entries = Entries(
             store_root(folder) if folder is not None else None,
             self._cipher,
             max_bytes=max_ram_bytes if folder is None else max_disk_bytes,
             max_ram_bytes=max_ram_bytes,
             eviction=eviction,
+            owner=self._owner,
         )
         if check_key:
             try:
-                _check_key(self._entries.key_ids(), self._cipher.key_id, folder)
+                check_key_id(self._entries.key_ids(), self._cipher.key_id, folder)
+                self._entries.adopt_key()
             except BaseException:
                 self._entries.close()
                 raise
@@ -127,19 +146,33 @@ class KVStore:
             self._miss(reason)
         return match
 
+    def sequences(self, identity: Identity, known: Collection[str] = ()) -> list[Match]:
+        """All that is stored under an identity: a match for each sequence that none goes on from.
+
+        Args:
+            identity: what the KV was computed under.
+            known: last entries of sequences that are left out.
+        """
+        return self._entries.sequences(identity, known)
+
     def read(self, match: Match) -> list[KVBlock] | None:
         """The blocks of a match in order of position, cut to it; None is a miss, counted with its reason."""
         found = self.read_from(match)
         return found[0] if found else None
 
-    def read_from(self, match: Match) -> tuple[list[KVBlock], Tier] | None:
-        """As `read`, and where they came from: "ram", or "disk" if any of them did."""
+    def read_from(self, match: Match, begin: int = 0) -> tuple[list[KVBlock], Tier] | None:
+        """As `read`, and where they came from: "ram", or "disk" if any of them did.
+
+        Args:
+            match: from `find` or `sequences`.
+            begin: blocks that end before this position are left out.
+        """
         try:
-            blocks, tier = self._entries.read(match)
+            blocks, tier = self._entries.read(match, begin)
         except EntryError as error:
             self._miss(error.reason)
             return None
-        self._hit(tier, match.n_tokens)
+        self._hit(tier, match.n_tokens - begin)
         return blocks, tier
 
     def restore(
@@ -171,7 +204,7 @@ class KVStore:
         """
         begin = time.perf_counter()
         wanted = as_tokens(tokens)[:max_tokens]
-        _check_sequence(llm, seq)
+        live_sequence.check_sequence(llm, seq)
         check_tenant(tenant)
         try:
             identity = identity or Identity.of(llm, tenant=tenant)
@@ -193,10 +226,10 @@ class KVStore:
         for _ in range(_TRIES):
             match, reason = self._entries.find(identity, tokens, exact_only)
             if match is None:
-                return missed or self._missed(EntryError(reason, _EXPLAINED.get(reason, "")))
+                return missed or self._missed(EntryError(reason, EXPLAINED.get(reason, "")))
             try:
                 blocks, tier = self._entries.read(match)
-                _load(llm, blocks, seq)
+                live_sequence.load(llm, blocks, seq)
             except EntryError as error:
                 missed = self._missed(error)
                 if error.reason in ("refused", "index"):
@@ -275,21 +308,21 @@ class KVStore:
             UnsupportedModelError: the model keeps more than rows of tokens.
         """
         begin = time.perf_counter()
-        _check_sequence(llm, seq)
-        wanted = as_tokens(_known_tokens(llm, seq) if tokens is None else tokens)
+        live_sequence.check_sequence(llm, seq)
+        wanted = as_tokens(live_sequence.known_tokens(llm, seq) if tokens is None else tokens)
         if not len(wanted):
             raise ValueError("tokens: there are none to store")
         if session is not None:
             check_session_id(session)
         identity = identity or Identity.of(llm, tenant=tenant)
-        wanted = wanted[: _exact_tokens(llm, wanted, seq)]
+        wanted = wanted[: live_sequence.exact_tokens(llm, wanted, seq)]
         entry, block, reason = "", None, ""
         try:
             if len(wanted):
                 entry, block = self._save(llm, wanted, seq, identity, session)
             else:
                 reason = "none of the rows are what evaluating the tokens from the start gives"
-        except (ParentGoneError, SessionRemovedError, TooLargeError, OSError) as error:
+        except (ParentGoneError, SessionRemovedError, TooLargeError, _NotUsableError, OSError) as error:
             reason = str(error)
             _LOG.warning("%d tokens could not be stored: %s", len(wanted), reason)
         return Saved(
@@ -315,12 +348,14 @@ class KVStore:
         whole = match if match is not None and match.n_tokens == n else None
         if whole is not None and whole.exact:
             return self._keep(identity, whole, session), None
-        parent = _worth_building_on(match, coverage.window_begin(identity, n))
+        parent = worth_building_on(match, coverage.window_begin(identity, n))
         p0 = parent.n_tokens if parent else 0
         block = llm.kv.export(seq, p0, n, tokens[p0:])
         worth = coverage.verdict_of_end(identity, coverage.of_block(block), p0, n)
         if whole is not None and worth != "exact":
             return self._keep(identity, whole, session), None
+        if worth == "unusable" and identity.recurrent:
+            raise _NotUsableError("it could not be gone on from: the state of recurrent layers has moved on")
         try:
             entry, stored = self._put(identity, block, parent, session)
         except ParentGoneError:  # evicted between finding and storing
@@ -333,7 +368,7 @@ class KVStore:
         """What is there already belongs to the session too."""
         if session is not None:
             members = [link.entry for link in match.links]
-            self._entries.add_to_session(self._session_hash(session, identity.tenant), members)
+            self._entries.add_to_session(self._session_hash(session, identity.tenant), members, identity)
         return match.entry
 
     # --- looking after it ---
@@ -355,6 +390,19 @@ class KVStore:
             return self._entries.remove_session(self._session_hash(session, check_tenant(tenant)))
         return self._entries.remove(str(entry))
 
+    def remove_orphans(self, living: Iterable[tuple[str, str]], before: float) -> int:
+        """Remove the sessions of this store's `session_owner` that are not among the living, of which the
+        first entry was stored before a time (seconds since 1970): what belongs to no other session goes with
+        them. How many there were.
+
+        Args:
+            living: tenants and sessions.
+        """
+        if not self._session_owner:
+            return 0
+        hashes = {self._session_hash(session, tenant) for tenant, session in living}
+        return self._entries.remove_orphans(self._owner_hash(), hashes, before)
+
     def verify(self) -> Verified:
         """Read every file of the store from beginning to end; what is damaged is removed."""
         return self._entries.verify()
@@ -374,7 +422,7 @@ class KVStore:
         with self._lock:
             return StoreStats(
                 n_entries=n_entries,
-                bytes_disk=n_bytes if self._has_folder else 0,
+                bytes_disk=n_bytes if self.folder is not None else 0,
                 n_ram=len(ram),
                 bytes_ram=ram.n_bytes,
                 hits=dict(self._hits),
@@ -387,6 +435,19 @@ class KVStore:
                 n_restored=self._n_restored,
                 seconds_restoring=self._seconds,
             )
+
+    def _owner(self, identity: Identity) -> Owner:
+        share = self._shares(identity.tenant) if self._shares is not None else Share()
+        return Owner(
+            tenant=self._cipher.digest(b"tenant" + identity.tenant.encode())[:16],
+            weight=share.weight,
+            max_bytes=share.max_bytes,
+            sessions=self._owner_hash(),
+        )
+
+    def _owner_hash(self) -> bytes:
+        owner = self._session_owner
+        return self._cipher.digest(b"session owner" + owner.encode())[:16] if owner else b""
 
     def _session_hash(self, session: str, tenant: str) -> bytes:
         return self._cipher.digest(b"session" + json.dumps([tenant, session]).encode())[:16]
@@ -405,74 +466,8 @@ class KVStore:
         return Restored(n_tokens=0, exact=True, tier="none", seconds=0, reason=str(error))
 
 
-_EXPLAINED = {
-    "unknown": "nothing stored begins like this",
-    "window": "what is stored lacks rows of a sliding window there",
-    "inexact": "what is stored is exact at another place only",
-    "key": "what is stored is encrypted with another key",
-    "index": "the index cannot be read",
-}
-
-
-def _load(llm: Llama, blocks: list[KVBlock], seq: int) -> None:
-    """Replace what a sequence holds."""
-    try:
-        _empty(llm, seq)
-        for block in blocks:
-            llm.kv.load(block, seq)
-    except (ValueError, LookupError) as error:
-        _empty(llm, seq)
-        raise EntryError("refused", str(error)) from error
-
-
-def _empty(llm: Llama, seq: int) -> None:
-    llm.kv.remove(seq)
-
-
-def _known_tokens(llm: Llama, seq: int) -> npt.ArrayLike:
-    if seq != 0:
-        raise ValueError(f"tokens: give the ids of sequence {seq}; the Llama knows those of sequence 0 only")
-    return llm.input_ids[: llm.n_tokens]
-
-
-def _exact_tokens(llm: Llama, tokens: Tokens, seq: int) -> int:
-    """How many of a sequence's tokens may be stored; what is done through llama.cpp's own functions is not
-    known here, but to who does it.
-    """
-    n = len(tokens)
-    if seq != 0 or llm.n_tokens < n or not np.array_equal(llm.input_ids[:n], tokens):
-        return n
-    return min(n, llm.kv.exact_tokens)
-
-
-def _check_sequence(llm: Llama, seq: int) -> None:
-    """llama.cpp would end the process, or take -1 for all sequences."""
-    n = llm.kv.stats().n_seq_max
-    if isinstance(seq, bool) or not isinstance(seq, int) or not 0 <= seq < n:
-        raise ValueError(f"seq={seq!r}: use a number from 0 to {n - 1}")
-
-
-def _worth_building_on(match: Match | None, window: int) -> Match | None:
-    """Without a last entry of which a few tokens would be used: it would have to be read whole for them. Of
-    what is not exact, only what lies before the window, whose rows are then stored in F16.
-    """
-    if match is None:
-        return None
-    links = match.links
-    if not match.exact:
-        links = tuple(replace(link, end=min(link.end, window)) for link in links if link.p0 < window)
-    while links and links[-1].end < links[-1].p1 and links[-1].end - links[-1].p0 < BLOCK:
-        links = links[:-1]
-    if not links:
-        return None
-    return replace(match, links=links, tokens=match.tokens[: links[-1].end])
-
-
-def _check_key(stored: set[str], given: str, folder: str | Path | None) -> None:
-    encrypted = stored - {""}
-    if encrypted and given not in encrypted:
-        what = "with another key: give that one" if given else "with a key: give it"
-        raise ValueError(f"{folder}: what is stored there is encrypted {what}, or use another folder")
+class _NotUsableError(ValueError):
+    """Rows alone, of a model whose sequences do not go on from rows alone."""
 
 
 def _check_number(field: str, value: float) -> float:

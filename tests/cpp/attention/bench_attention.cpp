@@ -124,20 +124,21 @@ struct cache {
             for (uint8_t & b : *bytes) {
                 b = uint8_t((x = x * 1664525u + 1013904223u) >> 24);
             }
-            const size_t   block = type == row_type::f16 ? 2 : type == row_type::q8_0 ? 34 : 18;
+            const size_t   block = type == row_type::f16 ? 2 : test::row_size(type, 32);
             const uint16_t scale = test::to_half(0.05f);
             for (size_t i = 0; i < bytes->size(); i += block) {
                 if (type == row_type::f16) {
                     (*bytes)[i + 1] &= 0xbb; // below 2
                 } else {
                     std::memcpy(bytes->data() + i, &scale, 2);
+                    if (type == row_type::q4_1 || type == row_type::q5_1) {
+                        std::memcpy(bytes->data() + i + 2, &scale, 2);
+                    }
                 }
             }
         }
     }
-    size_t head_bytes() const {
-        return type == row_type::f16 ? 2 * d : type == row_type::q8_0 ? d / 32 * 34 : d / 32 * 18;
-    }
+    size_t                     head_bytes() const { return test::row_size(type, d); }
     mixedkv::attention_segment segment(int64_t n) const {
         const auto rows = [&](const std::vector<uint8_t> & bytes) {
             mixedkv::attention_rows r;
@@ -238,7 +239,9 @@ int main(int argc, char ** argv) {
         row_type     type;
     };
     for (const named & c :
-         { named{ "f16", row_type::f16 }, named{ "q8_0", row_type::q8_0 }, named{ "q4_0", row_type::q4_0 } }) {
+         { named{ "f16", row_type::f16 }, named{ "q8_0", row_type::q8_0 }, named{ "q4_0", row_type::q4_0 },
+           named{ "iq4_nl", row_type::iq4_nl }, named{ "q4_1", row_type::q4_1 }, named{ "q5_0", row_type::q5_0 },
+           named{ "q5_1", row_type::q5_1 } }) {
         for (int64_t n : quick ? std::vector<int64_t>{ 1024 } : std::vector<int64_t>{ 4096, 16384, 32768 }) {
             const cache all(c.type, n), hot(row_type::f16, 512);
             if (only != "prefill") {

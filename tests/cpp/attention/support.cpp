@@ -36,15 +36,40 @@ float from_half(uint16_t h) {
     return sign * (e ? std::ldexp(float(1024 + m), e - 25) : std::ldexp(float(m), -24));
 }
 
-static size_t row_size(row_type type, int d) {
+// Of a block of 32: bytes before the integers, bits of each
+struct layout {
+    size_t head;
+    int    bits;
+    bool   minimum;
+};
+
+static layout layout_of(row_type type) {
     switch (type) {
     case row_type::q8_0:
-        return d / 32 * 34;
+        return { 2, 8, false };
+    case row_type::q4_1:
+        return { 4, 4, true };
+    case row_type::q5_0:
+        return { 6, 5, false };
+    case row_type::q5_1:
+        return { 8, 5, true };
     case row_type::q4_0:
-        return d / 32 * 18;
+    case row_type::iq4_nl:
+        return { 2, 4, false };
     default:
-        return d * 2; // f16; `other` is bf16 here
+        return { 0, 0, false };
     }
+}
+
+size_t row_size(row_type type, int d) {
+    const layout l = layout_of(type);
+    return l.bits ? d / 32 * (l.head + (l.bits == 8 ? 32 : 16)) : d * 2; // f16; `other` is bf16 here
+}
+
+const std::vector<row_type> & all_types() {
+    static const std::vector<row_type> types{ row_type::f16,  row_type::q8_0, row_type::q4_0, row_type::iq4_nl,
+                                              row_type::q4_1, row_type::q5_0, row_type::q5_1, row_type::other };
+    return types;
 }
 
 static void bf16_to_float(const void * row, float * out, int64_t n) {
@@ -60,23 +85,58 @@ static void store_half(uint8_t * p, float x) {
     std::memcpy(p, &h, 2);
 }
 
+// What integer n of a block stands for, before the scale
+static int value_of(row_type type, int n) {
+    static constexpr int iq4_nl[16] = { -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113 };
+    const layout         l          = layout_of(type);
+    return type == row_type::iq4_nl ? iq4_nl[n] : l.bits == 8 ? int8_t(n) : l.minimum ? n : n - (1 << (l.bits - 1));
+}
+
+static int get_integer(row_type type, const uint8_t * block, int i) {
+    const layout l = layout_of(type);
+    if (l.bits == 8) {
+        return block[l.head + i];
+    }
+    const int nibble = i < 16 ? block[l.head + i] & 15 : block[l.head + i - 16] >> 4;
+    return nibble | (l.bits == 5 ? (block[l.head - 4 + i / 8] >> i % 8 & 1) << 4 : 0);
+}
+
+static void set_integer(row_type type, uint8_t * block, int i, int n) {
+    const layout l = layout_of(type);
+    if (l.bits == 8) {
+        block[l.head + i] = uint8_t(n);
+        return;
+    }
+    uint8_t & byte = block[l.head + i % 16];
+    byte           = uint8_t(i < 16 ? (byte & 0xf0) | (n & 15) : (byte & 15) | (n & 15) << 4);
+    if (l.bits == 5) {
+        uint8_t & high = block[l.head - 4 + i / 8];
+        high           = uint8_t((high & ~(1 << i % 8)) | (n >> 4) << i % 8);
+    }
+}
+
 static void quantise(row_type type, const float * x, int d, uint8_t * out) {
-    for (int b = 0; b < d / 32; b++, x += 32) {
-        const float extreme =
-            *std::max_element(x, x + 32, [](float a, float c) { return std::fabs(a) < std::fabs(c); });
-        const float scale = type == row_type::q8_0 ? std::fabs(extreme) / 127 : extreme / -8;
+    const layout l = layout_of(type);
+    for (int b = 0; b < d / 32; b++, x += 32, out += row_size(type, 32)) {
+        const auto  ends  = std::minmax_element(x, x + 32);
+        const float least = l.minimum ? *ends.first : 0.0f;
+        const float most  = std::max(std::fabs(*ends.first), std::fabs(*ends.second));
+        const float scale = l.minimum ? (*ends.second - least) / float((1 << l.bits) - 1)
+                                      : most / float(type == row_type::iq4_nl ? 113 : (1 << (l.bits - 1)) - 1);
         store_half(out, scale);
-        uint8_t * q = out + 2;
-        for (int i = 0; i < 32; i++) {
-            const int n = int(std::lround(scale != 0.0f ? x[i] / scale : 0.0f));
-            if (type == row_type::q8_0) {
-                q[i] = uint8_t(int8_t(std::clamp(n, -127, 127)));
-            } else {
-                const int nibble = std::clamp(n + 8, 0, 15);
-                q[i % 16]        = uint8_t(i < 16 ? nibble : q[i % 16] | nibble << 4);
-            }
+        if (l.minimum) {
+            store_half(out + 2, least);
         }
-        out += type == row_type::q8_0 ? 34 : 18;
+        for (int i = 0; i < 32; i++) {
+            int   best  = 0;
+            float error = INFINITY;
+            for (int n = 0; n < 1 << l.bits; n++) {
+                const float e = std::fabs(scale * float(value_of(type, n)) + least - x[i]);
+                best          = e < error ? n : best;
+                error         = std::min(e, error);
+            }
+            set_integer(type, out, i, best);
+        }
     }
 }
 
@@ -89,7 +149,7 @@ rows::rows(rng & r, row_type type, int64_t n, int n_head, int d, size_t gap) :
             e = r.gauss();
         }
         uint8_t * out = bytes.data() + i / n_head * row_bytes + i % n_head * head_bytes;
-        if (type == row_type::q8_0 || type == row_type::q4_0) {
+        if (layout_of(type).bits) {
             quantise(type, x.data(), d, out);
             continue;
         }
@@ -122,27 +182,26 @@ std::vector<float> rows::value(int64_t row, int head) const {
     }
     const auto half = [](const uint8_t * at) { return from_half(uint16_t(at[0] | at[1] << 8)); };
     for (int i = 0; i < d; i++) {
-        const uint8_t * block = p + i / 32 * (type == row_type::q8_0 ? 34 : 18);
         if (type == row_type::f16) {
             out[i] = half(p + 2 * i);
-        } else if (type == row_type::q8_0) {
-            out[i] = half(block) * int8_t(block[2 + i % 32]);
-        } else {
-            out[i] = half(block) * ((i % 32 < 16 ? block[2 + i % 16] & 15 : block[2 + i % 16] >> 4) - 8);
+            continue;
         }
+        const uint8_t * block = p + i / 32 * row_size(type, 32);
+        const float     least = layout_of(type).minimum ? half(block + 2) : 0.0f;
+        out[i]                = half(block) * float(value_of(type, get_integer(type, block, i % 32))) + least;
     }
     return out;
 }
 
 std::string options::describe() const {
-    static const char * const types[] = { "f16", "q8_0", "q4_0", "other" };
+    static const char * const types[] = { "f16", "q8_0", "q4_0", "iq4_nl", "q4_1", "q5_0", "q5_1", "other" };
     static const char * const masks[] = { "none", "causal", "window", "holes", "all_hidden", "alibi" };
     char                      text[256];
     std::snprintf(
         text, sizeof(text),
-        "heads %d/%d d %d/%d queries %d mask %s softcap %g scaled %d rotation %d/%d sinks %d permuted %d keys", n_head,
-        n_head_kv, d_k, d_v, n_queries, masks[int(mask)], double(softcap), scaled, rotation_q, rotation_out, sinks,
-        permuted);
+        "heads %d/%d d %d/%d queries %d mask %s softcap %g scaled %d pairs %d rotation %d/%d sinks %d permuted %d keys",
+        n_head, n_head_kv, d_k, d_v, n_queries, masks[int(mask)], double(softcap), scaled, n_pairs, rotation_q,
+        rotation_out, sinks, permuted);
     std::string s = text;
     for (size_t i = 0; i < n_keys.size(); i++) {
         s += " " + std::to_string(n_keys[i]) + ":" + types[int(type_k[i])] + "/" + types[int(type_v[i])];
@@ -192,6 +251,49 @@ problem::problem(rng & r, const options & options) : o(options) {
         }
     }
     out.assign(size_t(o.n_queries) * o.n_head * o.d_v, NAN);
+    make_pairs();
+}
+
+// Not drawn from the problem's numbers: these stay as they are
+void problem::make_pairs() {
+    rng r(o.n_pairs);
+    for (int i = 0; i < o.n_pairs; i++) {
+        mixedkv::attention_pair pair;
+        pair.first  = r.below(o.d_k);
+        pair.second = r.chance(0.2) ? pair.first : r.below(o.d_k);
+        std::vector<float> lacking, cosines, sines;
+        for (int h = 0; h < o.n_head_kv; h++) {
+            const bool whole = pair.first != pair.second;
+            const bool any   = r.chance(0.7);
+            lacking.push_back(any ? 5.0f * r.gauss() : 0.0f);
+            lacking.push_back(any && whole ? 5.0f * r.gauss() : 0.0f);
+        }
+        for (int64_t j = 0; j < first_turn + (o.n_keys[0] + 15) / 16 * 16; j++) {
+            const float angle = pair.first == pair.second ? 0.0f : 3.0f * r.gauss();
+            cosines.push_back(std::cos(angle));
+            sines.push_back(std::sin(angle));
+        }
+        for (auto & x : { lacking, cosines, sines }) {
+            pair_data.push_back(x);
+        }
+        pairs.push_back(pair);
+    }
+    for (size_t i = 0; i < pairs.size(); i++) {
+        pairs[i].lacking = pair_data[3 * i].data();
+        pairs[i].cosines = pair_data[3 * i + 1].data();
+        pairs[i].sines   = pair_data[3 * i + 2].data();
+    }
+}
+
+// of q . k, from the definition
+double problem::score_of_pairs(const float * q, int head_kv, int64_t key) const {
+    double sum = 0.0;
+    for (const auto & pair : pairs) {
+        const double c = pair.cosines[first_turn + key], s = pair.sines[first_turn + key];
+        const double x = pair.lacking[2 * head_kv], y = pair.lacking[2 * head_kv + 1];
+        sum += q[pair.first] * (c * x - s * y) + q[pair.second] * (s * x + c * y);
+    }
+    return sum;
 }
 
 int64_t problem::n_keys() const {
@@ -228,6 +330,9 @@ mixedkv::attention_args problem::args() {
     for (size_t i = 0; i < k.size(); i++) {
         a.segments[i] = { k[i].view(), v[i].view(), o.n_keys[i] };
     }
+    a.segments[0].pairs      = pairs.data();
+    a.segments[0].n_pairs    = int(pairs.size());
+    a.segments[0].first_turn = first_turn;
     return a;
 }
 
@@ -281,7 +386,7 @@ std::vector<double> problem::reference() const {
             }
             double max = sinks.empty() ? -INFINITY : sinks[h];
             for (int64_t j = 0; j < n; j++) {
-                double dot = 0.0;
+                double dot = j < o.n_keys[0] ? score_of_pairs(x, g, j) : 0.0;
                 for (int e = 0; e < o.d_k; e++) {
                     dot += query[e] * ks[j][e];
                 }

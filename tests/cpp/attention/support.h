@@ -14,6 +14,11 @@ namespace test {
 uint16_t to_half(float x); // round to nearest, ties to even
 float    from_half(uint16_t h);
 
+// Bytes of d elements
+size_t row_size(mixedkv::row_type type, int d);
+
+const std::vector<mixedkv::row_type> & all_types();
+
 struct rng {
     std::mt19937 engine;
 
@@ -54,6 +59,7 @@ struct options {
     float                          softcap    = 0.0f;
     int                            rotation_q = 0, rotation_out = 0;
     bool                           scaled   = false; // Q times a scale for each KV head and channel
+    int                            n_pairs  = 0;     // that K of the first segment lacks
     bool                           sinks    = false;
     bool                           permuted = false; // Q as [n_head, n_queries, d] and gaps between K and V rows
 
@@ -66,9 +72,16 @@ struct problem {
     std::vector<float>    q, scale_q, sinks, out;
     std::vector<uint16_t> mask;
 
+    std::vector<mixedkv::attention_pair> pairs;
+    std::vector<std::vector<float>>      pair_data; // of each pair: what lacks, cosines, sines
+
+    static constexpr int first_turn = 5;
+
     problem(rng & r, const options & o);
     int64_t                 n_keys() const;
     mixedkv::attention_args args();
+    void                    make_pairs();
+    double                  score_of_pairs(const float * q, int head_kv, int64_t key) const;
     // [n_queries, n_head, d_v]
     std::vector<double>     reference() const;
 };

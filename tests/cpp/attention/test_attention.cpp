@@ -45,7 +45,7 @@ void expect_same(const std::vector<float> & a, const std::vector<float> & b, con
 }
 
 test::options random_options(test::rng & r) {
-    static const std::vector<row_type>  types{ row_type::f16, row_type::q8_0, row_type::q4_0, row_type::other };
+    const std::vector<row_type> &       types = test::all_types();
     static const std::vector<mask_kind> masks{ mask_kind::none,  mask_kind::causal,     mask_kind::window,
                                                mask_kind::holes, mask_kind::all_hidden, mask_kind::alibi };
     test::options                       o;
@@ -69,7 +69,7 @@ test::options random_options(test::rng & r) {
     }
     const auto only_half = [&](int & d, const std::vector<row_type> & t, std::vector<int> sizes) {
         for (row_type x : t) {
-            if (x == row_type::q8_0 || x == row_type::q4_0) {
+            if (x != row_type::f16 && x != row_type::other) {
                 return;
             }
         }
@@ -95,6 +95,7 @@ void test_random_shapes(int n) {
         o.rotation_q   = random_edge(s, o.d_k);
         o.rotation_out = random_edge(s, o.d_v);
         o.scaled       = i % 2 == 1;
+        o.n_pairs      = i % 3 == 0 ? 1 + i % 4 : 0;
         test::problem p(r, o);
         test::run({ p.args() }, 1 + i % 3);
         expect_close(p, "random shape");
@@ -104,8 +105,8 @@ void test_random_shapes(int n) {
 // Every pairing of types at every head size named in the interface, decode and prefill.
 void test_pairings() {
     for (int d : { 64, 96, 128, 192, 256 }) {
-        for (row_type k : { row_type::f16, row_type::q8_0, row_type::q4_0 }) {
-            for (row_type v : { row_type::f16, row_type::q8_0, row_type::q4_0 }) {
+        for (row_type k : test::all_types()) {
+            for (row_type v : { k, row_type::q4_0 }) {
                 for (int queries : { 1, 2, 18 }) {
                     test::options o;
                     o.n_head    = 8;

@@ -35,8 +35,9 @@ static void expect(int want, int got) {
 #define NOT_AVAILABLE MIXEDKV_NOT_AVAILABLE
 
 static struct mixedkv_config make_config(uint32_t threshold, uint32_t group_size, uint32_t sink_tokens, int attention) {
-    const struct mixedkv_config res = { true, threshold, group_size, sink_tokens, (enum mixedkv_attention)attention,
-                                        8,    true };
+    const struct mixedkv_config res = {
+        true, threshold, group_size, sink_tokens, (enum mixedkv_attention)attention, 8, true, MIXEDKV_HOT_BUDGET_ALL
+    };
     return res;
 }
 
@@ -206,7 +207,7 @@ static int is_stored(int type) {
 
 // In each place of a type: K, V; a mixed cache of each attention, a uniform one of ours, llama.cpp's own.
 static void test_type(struct llama_model * model, int type) {
-    const struct mixedkv_config uniform = { false, 0, 1, 0, MIXEDKV_ATTENTION_FUSED, 0, false };
+    const struct mixedkv_config uniform = { .group_size = 1, .attention = MIXEDKV_ATTENTION_FUSED };
     const struct mixedkv_config fused   = make_config(32, 8, 4, MIXEDKV_ATTENTION_AUTO);
     const struct mixedkv_config merged  = make_config(32, 8, 4, MIXEDKV_ATTENTION_MERGED);
 
@@ -262,6 +263,28 @@ static void test_lists(struct llama_context * ctx) {
     EXPECT(INVALID, mixedkv_get_sequences(ctx, NULL, 1, &n));
     EXPECT(INVALID, mixedkv_get_sequences(ctx, seqs, 2, NULL));
     EXPECT(OK, mixedkv_get_sequences(ctx, seqs, UINT32_MAX, &n));
+}
+
+static void test_budget(struct llama_context * ctx) {
+    int32_t               from[2];
+    uint32_t              n, least;
+    bool                  whole;
+    struct mixedkv_config config = make_config(32, 8, 4, 0);
+    EXPECT(INVALID, mixedkv_get_short(NULL, from, 2, &n));
+    EXPECT(INVALID, mixedkv_get_short(ctx, NULL, 1, &n));
+    EXPECT(INVALID, mixedkv_get_short(ctx, from, 2, NULL));
+    EXPECT(OK, mixedkv_get_short(ctx, from, 2, &n));
+    EXPECT(INVALID, mixedkv_window_is_whole(NULL, 0, 0, &whole));
+    EXPECT(INVALID, mixedkv_window_is_whole(ctx, 0, -1, &whole));
+    EXPECT(INVALID, mixedkv_window_is_whole(ctx, 0, 0, NULL));
+    EXPECT(NOT_AVAILABLE, mixedkv_window_is_whole(ctx, -1, 0, &whole));
+    EXPECT(NOT_AVAILABLE, mixedkv_window_is_whole(ctx, INT_MAX, 0, &whole));
+    EXPECT(OK, mixedkv_window_is_whole(ctx, 0, INT_MAX, &whole));
+    EXPECT(INVALID, mixedkv_count_ring_rows(NULL, 1, 256, 1, 1, &n, &least));
+    EXPECT(INVALID, mixedkv_count_ring_rows(&config, 1, 256, 1, 1, NULL, &least));
+    EXPECT(INVALID, mixedkv_count_ring_rows(&config, 1, 256, 1, 1, &n, NULL));
+    EXPECT(OK, mixedkv_count_ring_rows(&config, UINT32_MAX, UINT32_MAX, UINT32_MAX, 0, &n, &least));
+    EXPECT(OK, mixedkv_count_ring_rows(&config, 1, 0, 0, 0, &n, &least));
 }
 
 static void test_window(struct llama_context * ctx) {
@@ -457,6 +480,39 @@ static void test_import(struct llama_context * ctx) {
     free_block(b);
 }
 
+// Sequence 1 has what test_import left there: positions 0 to N_TOKENS - 1, of which some are removed first.
+static void test_fill(struct llama_context * ctx) {
+    const llama_token tokens[]  = { 1, 2, 3 };
+    const llama_pos   free_at[] = { 3, 5, N_TOKENS + 4 };
+    const llama_pos   taken[]   = { 2, 3, 5 };
+    const llama_pos   wrong[]   = { 5, 3, 9 };
+    const llama_pos   below[]   = { -1, 3, 5 };
+    float             mass[8]   = { 0 };
+
+    llama_memory_seq_rm(llama_get_memory(ctx), 1, 3, 4);
+    llama_memory_seq_rm(llama_get_memory(ctx), 1, 5, 6);
+
+    EXPECT(INVALID, mixedkv_fill(NULL, 1, tokens, free_at, 3, false, -1, NULL, 0));
+    EXPECT(INVALID, mixedkv_fill(ctx, 1, NULL, free_at, 3, false, -1, NULL, 0));
+    EXPECT(INVALID, mixedkv_fill(ctx, 1, tokens, NULL, 3, false, -1, NULL, 0));
+    EXPECT(INVALID, mixedkv_fill(ctx, 1, tokens, free_at, 3, false, -1, NULL, 1));
+    EXPECT(INVALID, mixedkv_fill(ctx, 1, tokens, free_at, 0, false, -1, NULL, 0));
+    EXPECT(INVALID, mixedkv_fill(ctx, 1, tokens, free_at, UINT32_MAX, false, -1, NULL, 0));
+    EXPECT(INVALID, mixedkv_fill(ctx, 1, tokens, taken, 3, false, -1, NULL, 0));
+    EXPECT(INVALID, mixedkv_fill(ctx, 1, tokens, wrong, 3, false, -1, NULL, 0));
+    EXPECT(INVALID, mixedkv_fill(ctx, 1, tokens, below, 3, false, -1, NULL, 0));
+    EXPECT(NOT_AVAILABLE, mixedkv_fill(ctx, 2, tokens, free_at, 3, false, -1, NULL, 0));
+    EXPECT(NOT_AVAILABLE, mixedkv_fill(ctx, -1, tokens, free_at, 3, false, -1, NULL, 0));
+    EXPECT(INVALID, mixedkv_fill(ctx, 1, (const llama_token[]){ INT32_MAX }, free_at, 1, false, -1, NULL, 0));
+
+    EXPECT(OK, mixedkv_fill(ctx, 1, tokens, free_at, 2, false, INT32_MAX, mass, 8)); // no such layer: all of them
+    expect(0, !(mass[4] > 0)); // the sinks before it are read in F16
+    expect(0, mass[6] != 0);   // behind the tokens
+    EXPECT(INVALID, mixedkv_fill(ctx, 1, tokens, free_at, 2, false, -1, NULL, 0)); // they are there now
+    EXPECT(OK, mixedkv_fill(ctx, 1, tokens, free_at + 2, 1, true, -1, NULL, 0));
+    expect(0, llama_get_logits_ith(ctx, -1) == NULL);
+}
+
 int main(int argc, char ** argv) {
     if (argc != 2) {
         fprintf(stderr, "usage: %s MODEL\n", argv[0]);
@@ -481,6 +537,8 @@ int main(int argc, char ** argv) {
     test_count_rows(ctx);
     test_export(ctx);
     test_import(ctx);
+    test_fill(ctx);
+    test_budget(ctx);
     test_window(ctx); // what it lets go of does not come back
     llama_free(ctx);
     llama_model_free(model);

@@ -15,9 +15,11 @@ from pathlib import Path
 import llama_cpp
 import pytest
 
+from mixedkv.bench import aged
 from mixedkv.bench.catalog import Document
 from mixedkv.bench.harness.cache_settings import DEFAULT_SPECS, make_settings
 from mixedkv.bench.harness.contexts import CannotRunError
+from mixedkv.bench.harness.neighbours import neighbours
 from mixedkv.bench.harness.speed_run import Work
 from mixedkv.bench.harness.stock_peer import Peer
 from mixedkv.bundled import model_path
@@ -25,7 +27,7 @@ from mixedkv.config import PRESETS, MixedKVConfig, parse_kv
 from mixedkv.model.footprint import footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file
 from support.bench_support import by_kv, run
-from support.patience import PATIENCE
+from support.patience import PATIENCE, wait_for
 
 MIXED = "mixed:threshold=64,group=16"
 
@@ -60,6 +62,17 @@ def test_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"Speed at a depth of 300 tokens\n.*\n  f16 no flash +llama.cpp +[\d.]+", out)
 
 
+def test_aged(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aged, "_AGEING", 20)
+    small = ["--repeats", "3", "--n-gen", "4", "--clients", "2,3", "--flash-attn", "on"]
+    data = run(tmp_path / "a.json", "aged", "--kv", "f16", "--kv", MIXED, *small)
+    for row in by_kv(data["rows"]).values():
+        assert (row["n_seq"], row["n_ctx"], row["steps"], len(row["ratio_samples"])) == (3, 3072, 20, 3)
+        assert 0 < row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
+        assert row["fresh_ms"] > 0
+    assert "A step of 3 sequences that have come and gone" in capsys.readouterr()[0]
+
+
 def test_memory(tmp_path: Path) -> None:
     data = run(
         tmp_path / "m.json", "memory", "--kv", "q4_0", "--kv", MIXED, "--depths", "1024", "--budget", "1MiB"
@@ -79,7 +92,7 @@ def test_memory(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def quality(tmp_path_factory: pytest.TempPathFactory) -> dict:
     path = tmp_path_factory.mktemp("bench") / "q.json"
-    wide = "mixed:threshold=512,group=32,sinks=0"
+    wide = "mixed:threshold=512,group=32,sinks=0,hot_budget=all"
     specs = [x for spec in ("f16", "q4_0", MIXED, wide) for x in ("--kv", spec)]
     return run(path, "quality", *specs, "--n-ctx", "512", "--repeats", "1", "--flash-attn", "off")
 
@@ -102,7 +115,9 @@ def test_quality(quality: dict, mode: str) -> None:
 
 def test_a_window_over_the_context_is_as_good_as_f16(quality: dict) -> None:
     rows = by_kv(quality["rows"], mode="token")
-    assert rows["mixed:threshold=512,group=32,sinks=0"]["kld_mean"] < 2 * rows["f16"]["kld_mean"]
+    assert (
+        rows["mixed:threshold=512,group=32,sinks=0,hot_budget=all"]["kld_mean"] < 2 * rows["f16"]["kld_mean"]
+    )
 
 
 def test_a_window_does_as_f16_before_it_is_full(quality: dict) -> None:
@@ -162,7 +177,7 @@ def test_recall(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_wide_window_is_told_from_a_cold_region(tmp_path: Path) -> None:
-    spec = "mixed:threshold=1020,group=16,sinks=0"
+    spec = "mixed:threshold=1020,group=16,sinks=0,hot_budget=all"
     data = run(tmp_path / "r.json", "recall", "--kv", spec, "--n-ctx", "1024", "--repeats", "1")
     assert not any(item["cold"] for item in by_kv(data["rows"])[spec]["recall"])
 
@@ -207,12 +222,27 @@ needs_stock = pytest.mark.skipif(
 @needs_stock
 def test_the_stock_library_beside_ours(tmp_path: Path) -> None:
     small = ["--depths", "100", "--repeats", "2", "--n-prompt", "16", "--n-gen", "4", "--flash-attn", "on"]
-    data = run(tmp_path / "p.json", "speed", "--peer", "--kv", "q4_0", "--kv", MIXED, *small)
-    peer = by_kv(data["rows"], engine="llama_cpp")
-    assert peer.keys() == {"q4_0"}  # it knows no mixed cache
+    kv = ["--kv", "f16", "--kv", "q4_0", "--kv", MIXED]
+    data = run(tmp_path / "p.json", "speed", "--peer", "--busy", "1", *kv, *small)
+    peer, ours = (by_kv(data["rows"], engine=engine) for engine in ("llama_cpp", "mixedkv"))
+    assert peer.keys() == {"f16", "q4_0"}  # it knows no mixed cache
     assert len(peer["q4_0"]["tg_samples"]) == 2
     assert peer["q4_0"]["tg_vs_uniform"] > 0
-    assert by_kv(data["rows"], engine="mixedkv").keys() == {"q4_0", MIXED}
+    assert peer["f16"]["tg_vs_stock"] == 1
+    assert ours.keys() == {"f16", "q4_0", MIXED}
+    assert ours[MIXED]["tg_vs_stock"] > 0
+    assert {row["busy"] for row in data["rows"]} == {1}
+
+
+def test_neighbours_compute_and_end() -> None:
+    def ticks(pid: int) -> int:
+        """Of the clock that it has computed: field 14 of proc(5)."""
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
+
+    with neighbours(2) as pids:
+        wait_for(lambda: all(ticks(pid) > 0 for pid in pids))
+    assert len(pids) == 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 @needs_stock

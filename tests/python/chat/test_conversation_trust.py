@@ -14,7 +14,6 @@ import pytest
 from mixedkv import Llama
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.chat import MessageCache
-from mixedkv.errors import UnsupportedModelError
 from mixedkv.sessions import (
     CacheSessionMetadata,
     ContextCacheManager,
@@ -360,12 +359,40 @@ def test_sliding_windows_are_cut_where_they_are_whole(zoo_path: Callable[[str], 
                 assert MessageCache(llm, store).chat([user(text)], **few).content == shared.content
 
 
-def test_models_that_do_not_keep_rows_are_refused(zoo_path: Callable[[str], Path], store: KVStore) -> None:
-    with (
-        Llama(zoo_path("mamba"), kv="f16", n_ctx=256, verbose=False) as llm,
-        pytest.raises(UnsupportedModelError, match="recurrent"),
-    ):
-        MessageCache(llm, store)
+@pytest.mark.parametrize(
+    ("name", "kv"), [("mamba", "f16"), ("lfm2", "f16"), ("lfm2", "mixed"), ("gemma2", "mixed")]
+)
+def test_models_with_a_state_go_on_from_where_a_turn_ended(
+    zoo_path: Callable[[str], Path], tmp_path: Path, name: str, kv: str
+) -> None:
+    """Live, from memory, and from the disk with another `Llama`; an edit goes on from the turn before it."""
+    few: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4}
+    options: dict[str, Any] = {"kv": kv, "n_ctx": 1024, "swa_full": False, "chat_format": "chatml"}
+
+    def turns(cache: MessageCache, n: int) -> tuple[list[dict[str, Any]], list[Any]]:
+        messages, results = [user("the rain in the town " * 3)], []
+        for i in range(n):
+            results.append(cache.chat(messages, **few))
+            messages = [*messages, {"role": "assistant", "content": "so"}, user(f"and then {i}? " * 3)]
+        return messages, results
+
+    with Llama(zoo_path(name), verbose=False, **options) as llm, KVStore(tmp_path) as store:
+        messages, results = turns(MessageCache(llm, store), 6)
+        assert all(result.usage.cached_tokens > 40 for result in results[1:])
+        want = []
+        for n in range(1, 12, 2):
+            empty(llm)
+            want.append(MessageCache(llm, KVStore(None)).chat(messages[:n], **few).content)
+        assert [result.content for result in results] == want
+        edited = [*messages[:4], user("and what else"), *messages[5:7]]
+        again = MessageCache(llm, store, exact_only=True).chat(edited, **few)
+        assert again.usage.cached_tokens >= results[1].usage.prompt_tokens - 4
+        assert again.usage.exact
+    with Llama(zoo_path(name), verbose=False, **options) as llm, KVStore(tmp_path) as store:
+        again = MessageCache(llm, store, exact_only=True).chat(messages[:11], **few)
+        assert again.usage.source == "disk"
+        assert again.usage.cached_tokens >= results[4].usage.prompt_tokens
+        assert again.content == want[5]
 
 
 def test_numbers_of_the_prompt_are_those_of_the_cache(llm: Llama, cache: MessageCache) -> None:

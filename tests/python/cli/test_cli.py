@@ -106,7 +106,20 @@ def test_info_as_json() -> None:
     assert model["layers"][5] == {"il": 5, "n_head_kv": 2, "head_size_k": 64, "head_size_v": 64}
     bits = {cache["kv"]: cache["bits_per_element"] for cache in report["caches"]}
     assert (bits["f16"], bits["q8_0"], bits["q4_0"]) == (16, 8.5, 4.5)
-    assert bits["mixed:compact"] == pytest.approx(4.5 + 16 * 52 / 4096, abs=1e-3)
+    assert bits["mixed:compact"] == pytest.approx(4.5 + 16 * 56 / 4096, abs=1e-3)  # with the ring's padding
+
+
+def test_info_of_sequences_that_share_a_context() -> None:
+    kv = ("mixed:quality", "mixed:quality,hot_budget=all")
+    args = ("info", "--n-ctx", 8192, 32768, "--sequences", 1, 16, "--kv", *kv)
+    caches = json.loads(run(*args, "--json").stdout)["caches"]
+    bits = {(x["kv"], x["n_ctx"], x["sequences"]): x["bits_per_element"] for x in caches}
+    assert len(bits) == 8
+    assert bits[kv[0], 8192, 1] == bits[kv[1], 8192, 1]
+    assert bits[kv[0], 8192, 16] <= 1.25 * 8.5 < 16 < bits[kv[1], 8192, 16]
+    text = run(*args).stdout
+    assert "hot_budget=all" in text
+    assert "More than F16 is refused where hot_budget is not given." in text
 
 
 @pytest.mark.parametrize("kv", ["f16", "q8_0", "mixed", "mixed:threshold=256,group=32", "mixed:cold_k=q8_0"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mixedkv.store import KVStore
+from mixedkv.store import KVStore, key_from_file
 from support.patience import PATIENCE
 from support.store_support import identity, make_block, put_chain
 
@@ -110,3 +110,20 @@ def test_bad_input_is_one_line_and_code_2(folder: Path, args: list[str], message
     assert line.startswith("mixedkv: error: ")
     assert message in line
     assert len(ids(folder)) == 3
+
+
+def test_rekey(tmp_path: Path) -> None:
+    folder, keys = tmp_path / "kv", [tmp_path / "old", tmp_path / "new"]
+    for i, path in enumerate(keys):
+        path.write_text(f"{i:064x}")
+        path.chmod(0o600)
+    with KVStore(folder, key=key_from_file(keys[0])) as store:
+        store.put(WHO, make_block(TOKENS))
+    old, new = (f"file:{path}" for path in keys)
+    told = cache("rekey", "--store", folder, "--key", old, "--new-key", new).stdout
+    assert told == "1 entries and 0 sessions have the new key; the old one reads none of them\n"
+    with KVStore(folder, key=key_from_file(keys[1])) as store:
+        assert store.find(WHO, TOKENS) is not None
+    wrong = cache("rekey", "--store", folder, "--key", "env:NOT_THERE", "--new-key", new, code=2)
+    assert "NOT_THERE is not set" in wrong.stderr
+    assert "give the old key" in cache("rekey", "--store", folder, "--new-key", new, code=2).stderr

@@ -18,7 +18,8 @@ def windows() -> Iterator[HotWindow]:
     for threshold in range(9):
         for group in range(1, max(threshold, 1) + 1):
             for sinks in (0, 1, 2, 5):
-                yield HotWindow(threshold, group, sinks)
+                for n_draft in (0, 3) if threshold else (0,):
+                    yield HotWindow(threshold, group, sinks, n_draft)
 
 
 def hot_by_story(window: HotWindow, n: int) -> set[int]:
@@ -50,7 +51,9 @@ def test_the_rule_is_that_of_the_core(window: HotWindow) -> None:
 @pytest.mark.parametrize("window", list(windows()), ids=str)
 def test_a_cut_is_exact_exactly_where_the_f16_rows_are_still_there(window: HotWindow) -> None:
     for n in range(1, LONGEST):
-        held = {p for p in range(n) if window.contains(p, n - 1)}
+        last = max(n - 1 - window.n_draft, -1)  # the last query whose window let rows go
+        held = {p for p in range(n) if window.contains(p, last)}
+        assert held == {p for p in range(n) if p >= window.held_begin(n - 1) or p < window.sink_tokens}
         for at in range(n):
             wanted = {p for p in range(at) if window.contains(p, at)}
             assert window.cut_is_exact(n, at) == (wanted <= held), (n, at)
@@ -59,5 +62,5 @@ def test_a_cut_is_exact_exactly_where_the_f16_rows_are_still_there(window: HotWi
 
 def test_settings_have_it() -> None:
     config = MixedKVConfig(quantization_threshold=48, group_size=24, sink_tokens=3)
-    assert config.window == HotWindow(48, 24, 3)
+    assert config.window == HotWindow(48, 24, 3, 16)
     assert UniformKV().window.cut_is_exact(100, 7)

@@ -166,7 +166,7 @@ def test_embeddings() -> None:
         with open_llama(kv, embedding=True, pooling_type=llama_cpp.LLAMA_POOLING_TYPE_MEAN) as llm:
             return np.array([item["embedding"] for item in llm.create_embedding(texts)["data"]])
 
-    mixed, f16 = embed("mixed"), embed("f16")
+    mixed, f16 = embed("mixed:hot_budget=all"), embed("f16")
     assert mixed.shape == (2, 256)
     cosine = (mixed * f16).sum(axis=1) / np.linalg.norm(mixed, axis=1) / np.linalg.norm(f16, axis=1)
     assert cosine.min() > 0.99

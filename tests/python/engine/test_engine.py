@@ -91,10 +91,11 @@ def test_waiting_for_the_same_prompt_evaluates_it_once(direct: Direct) -> None:
     for job in jobs:
         ends.append(queue.Queue())
         job.deliver = ends[-1].put
-    jobs[0].snapshot_at = len(prompt) - 1
     direct.engine.submit_jobs(jobs)
     assert len({end_of(events).text for events in ends}) == 1
-    assert [job.n_cached for job in jobs] == [0, len(prompt) - 1, len(prompt) - 1]
+    first, *others = (job.n_cached for job in jobs)
+    assert first == 0
+    assert all(len(prompt) - n <= 32 for n in others)  # what is left is not worth waiting for
 
 
 def test_tenants_share_nothing(direct: Direct) -> None:

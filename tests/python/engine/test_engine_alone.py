@@ -17,7 +17,7 @@ from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import Recall, make_recall
 from mixedkv.engine import Delta, Engine, Job, StoreConnector
-from mixedkv.engine.engine import deliver_directly
+from mixedkv.engine.deliver import deliver_directly
 from mixedkv.engine.inbox import Inbox
 from mixedkv.engine.job import Event
 from mixedkv.errors import ClosedError, ContextLengthError
@@ -30,7 +30,7 @@ GREEDY: dict[str, Any] = {"max_tokens": 24, "temperature": 0}
 def open_llama(n_seq_max: int = 8, kv_unified: bool = True) -> Llama:
     return Llama(
         model_path(),
-        kv="mixed",
+        kv="mixed:hot_budget=all",
         n_ctx=2048,
         n_seq_max=n_seq_max,
         kv_unified=kv_unified,
@@ -359,7 +359,9 @@ def test_what_one_engine_stored_another_fetches(llm: Llama, tmp_path: Path) -> N
     assert answer.job.n_cached == answer.job.n_prompt - 1
 
 
-@pytest.mark.parametrize(("name", "kv"), [("mamba", "f16"), ("lfm2", "mixed"), ("gemma2", "mixed")])
+@pytest.mark.parametrize(
+    ("name", "kv"), [("mamba", "f16"), ("lfm2", "mixed:hot_budget=all"), ("gemma2", "mixed:hot_budget=all")]
+)
 def test_models_of_all_kinds(zoo_path: Callable[[str], Path], name: str, kv: str) -> None:
     """Where layers keep a state there are no cells to count, and only whole sequences are shared."""
     options: dict[str, Any] = {"n_ctx": 512, "n_seq_max": 6, "kv_unified": True, "n_threads": 1}

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mixedkv.cut_rule import CutRule
 from mixedkv.engine.job import Job
 from mixedkv.hot_window import HotWindow
 from support.scheduler_support import N_BATCH, N_CTX, Desk
@@ -60,13 +61,14 @@ def test_tenants_do_not_wait_for_each_other() -> None:
     assert (a.n_cached, b.n_cached) == (0, 0)
 
 
-def test_a_mixed_cache_takes_a_copy_where_others_branch_off() -> None:
-    """Rows at 100 of a longer sequence have lost their F16 copies: the copy is taken on the way."""
-    desk = Desk(parallel=4, idle=4, window=HotWindow(16, 8, 0))
+def test_a_mixed_cache_takes_a_checkpoint_where_others_branch_off() -> None:
+    """Rows at 100 of a longer sequence have lost their F16 copies: they are saved on the way."""
+    rule = CutRule(HotWindow(16, 8, 0))
+    desk = Desk(parallel=4, idle=4, rule=rule)
     shared = list(range(100))
     a, b = desk.add([*shared, *range(500, 560)], [*shared, 600])
     desk.step()
-    assert a.snapshot_at == 100
+    assert rule.save_at(100, 160) in a.save_at
     desk.finish()
     assert b.n_cached == 100
     assert b.exact
@@ -135,7 +137,8 @@ def test_clear_returns_everybody() -> None:
 )
 def test_everybody_ends_and_no_cell_is_lost(work: list[tuple[int, int, int]], data: st.DataObject) -> None:
     """Random prompts that share beginnings, random arrivals and cancellations."""
-    desk = Desk(parallel=3, idle=3, window=data.draw(st.sampled_from([HotWindow(), HotWindow(16, 8, 2)])))
+    rules = [CutRule(), CutRule(HotWindow(16, 8, 2)), CutRule(sliding=20), CutRule(recurrent=True)]
+    desk = Desk(parallel=3, idle=3, rule=data.draw(st.sampled_from(rules)))
     jobs: list[Job] = []
     for stem, n, later in work:
         jobs += desk.add([stem * 1000 + i for i in range(n)], tenant=data.draw(st.sampled_from("ab")))

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence as Sequence_
+from typing import Any
 
-from mixedkv.config import UniformKV
-from mixedkv.engine.sequences import NO_MATCH, Sequence, SequencePool
+import numpy as np
+import pytest
+
+from mixedkv.cut_rule import CutRule
+from mixedkv.engine.checkpoints import CheckpointLimits
+from mixedkv.engine.sequences import NO_MATCH, Match, Sequence, SequencePool
+from mixedkv.engine.tenant_limits import TenantLimits
 from mixedkv.hot_window import HotWindow
+from mixedkv.kv.checkpoint import Checkpoint
 
 
 class FakeMemory:
     """Rows as sets of sequence ids, as a unified cache has them."""
 
     used = 0
+    n_seq = 0
 
-    def __init__(self, can_cut: bool) -> None:
-        self.can_cut = can_cut
+    def __init__(self, rule: CutRule) -> None:
+        self.rule = rule
         self.calls: list[tuple[object, ...]] = []
+        self.lengths: dict[int, int] = {}  # of sequences that are saved
+        self.lost: set[int] = set()  # sequences whose windows went
+        self.refuses = False
+        self.short: dict[int, int] = {}
 
     def remove(self, seq: int, p0: int = 0) -> None:
         self.calls.append(("rm", seq, p0))
@@ -24,15 +36,32 @@ class FakeMemory:
     def copy(self, source: int, target: int, p0: int = 0, p1: int = -1) -> None:
         self.calls.append(("cp", source, target, p1))
 
+    def checkpoint(self, seq: int) -> Checkpoint:
+        n = self.lengths[seq]
+        state = np.zeros(1000, np.uint8)
+        return Checkpoint(n=n, first=self.rule.saved_from(n), state=state)
 
-F16 = UniformKV().window
+    def short_from(self) -> list[int]:
+        return [self.short.get(i, -1) for i in range(self.n_seq)]
+
+    def resume(self, point: Checkpoint, n: int, source: int, target: int) -> None:
+        if self.refuses:
+            raise ValueError("it does not fit")
+        self.calls.append(("resume", point.n, n, source, target))
+
+    def holds(self, seq: int, n: int) -> bool:
+        return seq not in self.lost
 
 
-def make_pool(
-    n: int = 3, window: HotWindow = F16, *, can_cut: bool = True, **options: int
-) -> tuple[SequencePool, FakeMemory]:
-    memory = FakeMemory(can_cut)
-    return SequencePool(memory, n, window, **options), memory
+F16 = CutRule()
+MIXED = CutRule(HotWindow(32, 16, 4))
+RECURRENT = CutRule(recurrent=True)
+
+
+def make_pool(n: int = 3, rule: CutRule = F16, **options: Any) -> tuple[SequencePool, FakeMemory]:
+    memory = FakeMemory(rule)
+    memory.n_seq = n
+    return SequencePool(memory, n, rule, **options), memory
 
 
 def tokens(first: int, last: int) -> np.ndarray:
@@ -40,12 +69,22 @@ def tokens(first: int, last: int) -> np.ndarray:
 
 
 def run(
-    pool: SequencePool, prompt: np.ndarray, tenant: str = "", release: bool = True, keep: bool = False
+    pool: SequencePool,
+    prompt: np.ndarray,
+    tenant: str = "",
+    release: bool = True,
+    keep: bool = False,
+    save_at: Sequence_[int] = (),
 ) -> Sequence:
     """A job on a prompt, all of it evaluated."""
     seq = pool.acquire(tenant, pool.match(tenant, prompt))
     assert seq is not None
-    seq.tokens.extend(prompt[len(seq.tokens) :].tolist())
+    for n in [*save_at, len(prompt)]:
+        if n > len(seq.tokens):
+            seq.tokens.extend(prompt[len(seq.tokens) : n].tolist())
+            if n in save_at:
+                pool._memory.lengths[seq.id] = n  # type: ignore[attr-defined]
+                pool.save(seq)
     if release:
         pool.release(seq, keep)
     return seq
@@ -65,6 +104,15 @@ def test_warmed_prefixes_leave_half_of_the_places_to_others() -> None:
     assert sorted(seq.tenant for seq in pool.idle()) == ["a"] * 4 + ["b"] * 4
     run(pool, tokens(5000, 5050), "b")  # from now on these are its own
     assert sorted(seq.tenant for seq in pool.idle()) == ["a"] * 4 + ["b"] * 4
+
+
+def test_a_tenant_keeps_as_many_as_it_may() -> None:
+    limits = {"a": TenantLimits(kept=1), "c": TenantLimits(kept=9)}
+    pool, _ = make_pool(8, max_kept=4, tenants=lambda tenant: limits[tenant])
+    kept(pool, "a", 4)
+    kept(pool, "c", 4)
+    order = [seq.tenant for seq in pool.idle()]  # of eviction; two places for each tenant
+    assert order == ["a", "a", "a", "c", "c", "a", "c", "c"]
 
 
 def test_who_keeps_prefixes_shares_their_places() -> None:
@@ -136,18 +184,115 @@ def test_a_prefix_that_is_shared_is_in_use() -> None:
     assert shared.tokens
 
 
-def test_a_snapshot_is_copied_again_and_again() -> None:
-    """In a mixed cache it is the only sequence that still has the F16 rows at that length."""
-    pool, memory = make_pool(4, HotWindow(32, 16, 4))
-    first = run(pool, tokens(0, 50), release=False)
-    pool.snapshot(first)
-    first.tokens.extend(tokens(500, 600).tolist())
-    pool.release(first)
+def test_a_prompt_goes_on_from_a_checkpoint_again_and_again() -> None:
+    """The F16 copies at that length have gone with the tokens that followed."""
+    pool, memory = make_pool(4, MIXED)
+    first = run(pool, np.r_[tokens(0, 50), tokens(500, 600)], save_at=[50])
     for start in (1000, 2000, 3000):
         memory.calls.clear()
-        assert run(pool, np.r_[tokens(0, 50), tokens(start, start + 60)]).id != 1
-        assert memory.calls[-1][:2] == ("cp", 1)
-        assert pool.held()[1].tokens.tolist() == list(range(50))
+        prompt = np.r_[tokens(0, 50), tokens(start, start + 60)]
+        match = pool.match("", prompt)
+        assert (match.n, match.exact) == (50, True)
+        assert run(pool, prompt) is not first
+        assert ("resume", 50, 50, first.id, memory.calls[-1][-1]) == memory.calls[-1]
+
+
+def test_a_checkpoint_serves_what_its_window_reaches() -> None:
+    pool, _ = make_pool(4, MIXED)
+    run(pool, tokens(0, 300), save_at=[100])
+    first = MIXED.saved_from(100)
+    assert 100 - 16 <= first < 100
+    for n in (first, 100):
+        assert pool.match("", np.r_[tokens(0, n), tokens(900, 950)]).n == n
+    assert pool.match("", np.r_[tokens(0, first - 1), tokens(900, 950)]).n == 0
+    assert pool.match("", np.r_[tokens(0, 150), tokens(900, 950)]).n == 100
+
+
+@pytest.mark.parametrize("rule", [RECURRENT, CutRule(sliding=24)])
+def test_a_state_is_resumed_at_the_last_checkpoint_before_an_edit(rule: CutRule) -> None:
+    pool, memory = make_pool(4, rule)
+    source = run(pool, tokens(0, 300), save_at=[50, 120, 200])
+    match = pool.match("", np.r_[tokens(0, 199 - 5), tokens(900, 950)])
+    assert (match.n, match.exact, match.longest) == (120, True, 194)
+    seq = pool.acquire("", match)
+    assert memory.calls[-1] == ("resume", 120, 120, source.id, seq.id)
+    assert [point.n for point in seq.checkpoints] == [50, 120]
+    assert len(seq.tokens) == 120
+
+
+def test_a_checkpoint_that_does_not_fit_is_forgotten() -> None:
+    pool, memory = make_pool(4, RECURRENT)
+    source = run(pool, tokens(0, 300), save_at=[100])
+    memory.refuses = True
+    prompt = np.r_[tokens(0, 150), tokens(900, 950)]
+    assert pool.acquire("", pool.match("", prompt)) is None
+    assert source.checkpoints == []
+    assert pool.match("", prompt).n == 0
+    assert len(source.tokens) == 300
+
+
+def test_an_idle_sequence_that_lost_its_window_is_asked_first() -> None:
+    pool, memory = make_pool(4, MIXED)
+    seq = run(pool, tokens(0, 300), save_at=[260])
+    match = pool.match("", tokens(0, 400))
+    assert match.n == 300
+    memory.lost = {seq.id}
+    assert not pool.confirm(match)
+    match = pool.match("", tokens(0, 400))
+    assert (match.n, match.checkpoint.n) == (260, 260)
+    assert pool.confirm(match)
+
+
+def test_checkpoints_are_counted_and_bounded() -> None:
+    pool, _ = make_pool(4, RECURRENT, limits=CheckpointLimits(per_sequence=4, max_bytes=6500))
+    a = run(pool, tokens(0, 1000), save_at=list(range(100, 1000, 100)))
+    assert [point.n for point in a.checkpoints][0::3] == [100, 900]
+    assert len(a.checkpoints) == 4
+    b = run(pool, tokens(2000, 3000), save_at=list(range(100, 1000, 100)))
+    assert len(b.checkpoints) == 4
+    assert len(a.checkpoints) == 2  # 6500 bytes are six, and it was used before the other
+    assert sum(point.nbytes for point in pool.checkpoints) <= 6500
+    pool.drop(a)
+    assert len(pool.checkpoints) == 4
+
+
+def test_without_checkpoints_nothing_is_kept() -> None:
+    pool, _ = make_pool(4, RECURRENT, limits=CheckpointLimits(per_sequence=0))
+    assert run(pool, tokens(0, 100), save_at=[50]).checkpoints == []
+
+
+def test_a_prefix_whose_f16_rows_made_room_is_not_exact() -> None:
+    pool, memory = make_pool(4, MIXED, exact_only=False)
+    seq = run(pool, tokens(0, 50))
+    memory.lost.add(seq.id)
+    match = pool.match("", tokens(0, 60))
+    assert match.exact
+    assert not pool.confirm(match)
+    assert pool.match("", tokens(0, 60)) == Match(seq, 50, False, 50)
+
+
+def test_a_paused_answer_goes_on_without_its_f16_rows_and_says_so() -> None:
+    pool, memory = make_pool(4, MIXED)
+    seq = run(pool, tokens(0, 50), release=False)
+    pool.pause(seq)
+    memory.lost.add(seq.id)
+    assert pool.own_rows(seq, "", tokens(0, 51)) == Match(seq, 50, False, 0)
+
+
+def test_what_was_evaluated_without_f16_rows_is_not_exact() -> None:
+    pool, memory = make_pool(4, MIXED)
+    first, other = (run(pool, tokens(at, at + 50), release=False) for at in (0, 1000))
+    pool.evaluated()
+    assert first.exact
+    assert other.exact
+    memory.short[first.id] = 40
+    pool.evaluated()
+    assert not first.exact
+    assert other.exact
+    memory.short.clear()
+    pool.drop(first)
+    pool.evaluated()
+    assert first.exact
 
 
 def test_nothing_is_found_of_another_tenant() -> None:
@@ -165,7 +310,7 @@ def test_all_running_is_no_place() -> None:
 
 
 def test_a_memory_that_cannot_be_cut_shares_whole_sequences_only() -> None:
-    pool, _ = make_pool(can_cut=False)
+    pool, _ = make_pool(rule=RECURRENT)
     run(pool, tokens(0, 100))
     assert pool.match("", tokens(0, 90)).n == 0
     assert pool.match("", tokens(0, 101)).n == 100
@@ -182,13 +327,27 @@ def test_a_forgotten_session_leaves_nothing() -> None:
 
 
 def test_a_mixed_cache_is_cut_only_where_it_is_exact() -> None:
-    window = HotWindow(32, 16, 4)
-    pool, _ = make_pool(window=window)
+    pool, _ = make_pool(rule=MIXED)
     run(pool, tokens(0, 200))
     match = pool.match("", np.r_[tokens(0, 100), tokens(500, 600)])
-    assert (match.n, match.approximate) == (0, 100)
+    assert (match.n, match.longest) == (0, 100)
     assert pool.match("", tokens(0, 300)).n == 200
-    loose, _ = make_pool(window=window, exact_only=False)
+    loose, _ = make_pool(rule=MIXED, exact_only=False)
     run(loose, tokens(0, 200))
     match = loose.match("", np.r_[tokens(0, 100), tokens(500, 600)])
     assert (match.n, match.exact) == (100, False)
+
+
+def test_a_paused_sequence_goes_back_as_far_as_it_may() -> None:
+    pool, memory = make_pool()
+    seq = run(pool, tokens(0, 40), release=False)
+    pool.pause(seq)
+    other_end = np.concatenate([tokens(0, 36), tokens(90, 95)])
+    assert pool.own_rows(seq, "", other_end, most_cut=3) == NO_MATCH
+    assert pool.own_rows(seq, "someone", other_end, most_cut=4) == NO_MATCH
+    assert len(seq.tokens) == 40
+    match = pool.own_rows(seq, "", other_end, most_cut=4)
+    assert (match.source, match.n) == (seq, 36)
+    assert memory.calls[-1] == ("rm", seq.id, 36)
+    again = pool.own_rows(seq, "", tokens(0, 36), most_cut=4)  # the last one is evaluated again
+    assert again.n == len(seq.tokens) == 35

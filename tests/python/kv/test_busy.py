@@ -24,6 +24,9 @@ TOUCHES: dict[str, Callable[[Llama], object]] = {
     "remove": lambda llm: llm.kv.remove(2),
     "set_window": lambda llm: llm.kv.set_window(group_size=16),
     "save_state": lambda llm: llm.save_state(),
+    "stats": lambda llm: llm.kv.stats(),
+    "positions": lambda llm: llm.kv.positions(1),
+    "used": lambda llm: llm.kv.used,
 }
 
 

@@ -7,7 +7,6 @@ import itertools
 import numpy as np
 import pytest
 
-from mixedkv.errors import UnsupportedModelError
 from support import zoo
 from support.harness import Ctx, Mixed, Uniform, prompt, rel_rms
 
@@ -236,14 +235,6 @@ def test_leftovers_go_only_if_the_block_comes(open_ctx) -> None:
     assert ctx.pos_max() == 239
     ctx.put(block, drop_from=0)
     assert ctx.pos_max() == 199
-
-
-def test_what_cannot_be_cut_refuses(open_ctx) -> None:
-    name = next(name for name in zoo.SUPPORTED if name.startswith("lfm2"))
-    ctx = open_ctx(name, KV)
-    ctx.decode(tokens[:20])
-    with pytest.raises(UnsupportedModelError, match="whole state"):
-        ctx.export()
 
 
 class TestBadBlocks:

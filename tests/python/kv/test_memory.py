@@ -42,6 +42,21 @@ def test_the_formula(open_ctx, k: str, v: str, threshold: int, sinks: int, n_seq
     assert bits_per_element(ctx.stats()) == pytest.approx(want, rel=0.05)
 
 
+@pytest.mark.parametrize("n_seq", [1, 4])
+def test_the_merged_view_is_counted(open_ctx, n_seq: int) -> None:
+    """It is a part of the compute buffers: as much as they grow by where attention is merged."""
+    options = {"n_ctx": 16384, "n_ubatch": 16, "n_seq_max": n_seq}
+    kv = Mixed(threshold=256, group=32)
+    fused, merged = (
+        open_ctx("llama-128", kv.with_(attention=attention), **options).stats()
+        for attention in ("fused", "merged")
+    )
+    assert fused["bytes_view"] == 0
+    assert merged["bytes_total"] == fused["bytes_total"] + merged["bytes_view"]
+    grown = merged["bytes_compute"] - fused["bytes_compute"]
+    assert merged["bytes_view"] == pytest.approx(grown, rel=0.1)
+
+
 @pytest.mark.parametrize("types", ["f16", "q8_0", "q4_0"])
 def test_uniform_caches_by_the_same_measure(open_ctx, types: str) -> None:
     ctx = open_ctx("llama-64", Uniform(k=types, v=types), n_ctx=8192)

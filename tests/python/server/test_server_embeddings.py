@@ -432,6 +432,7 @@ class IdleEngine:
 
     n_running = n_queued = n_steps = 0
     alive, observer, last_step, last_step_seconds = True, Observer(), Step(), 0.0
+    closing_error = None
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()

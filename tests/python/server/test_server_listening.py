@@ -23,8 +23,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from mixedkv.server.listening import TLS
+from mixedkv.server.settings import load_settings
 from support.patience import PATIENCE, wait_for
-from support.server_support import MODEL, Server
+from support.server_support import MODEL, Server, running
 
 PROMPT: dict[str, Any] = {"model": MODEL, "prompt": "The code of the", "max_tokens": 4, "temperature": 0}
 
@@ -167,3 +168,28 @@ def test_a_path_that_is_taken_or_too_long_is_refused(tmp_path: Path) -> None:
     assert "there is a file of that name" in refusal("--unix-socket", str(tmp_path / "file"))
     assert (tmp_path / "file").read_text() == "mine"
     assert "cannot be listened on" in refusal("--unix-socket", str(tmp_path / ("x" * 120)))
+
+
+# --- a path before all others ---
+
+
+def test_a_root_path_is_served_with_and_without() -> None:
+    with running("--n-ctx", "512", "--root-path", "/llm/a") as server:
+        for root in ("/llm/a", ""):
+            assert server.status("GET", f"{root}/health") == 200
+            body = {"prompt": "a", "max_tokens": 1}
+            assert server.post(f"{root}/v1/completions", body)["object"] == "text_completion"
+            assert server.status("GET", f"{root}/v1/nothing") == 404
+            assert server.status("GET", f"{root}/") == 200
+        assert server.status("GET", "/llm/health") == 404
+        assert server.status("GET", "/llm/abc/health") == 404
+        assert server.request("GET", "/llm/a/openapi.json")[1]["servers"] == [{"url": "/llm/a"}]
+        routes = server.request("GET", "/metrics")[1]
+        assert 'path="/v1/completions",status="200"' in routes
+        assert "llm" not in routes
+
+
+@pytest.mark.parametrize("path", ["llm", "/", "/llm/", "/l m", "//llm", "/../x?"])
+def test_a_root_path_that_is_none_is_refused(path: str) -> None:
+    with pytest.raises(ValueError, match="begin with a slash"):
+        load_settings({"root_path": path}, environ={})

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import subprocess
+import sys
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mixedkv.engine.job import Job
+from mixedkv.engine.job import Delta, Done, Job
 from mixedkv.engine.tenant_limits import TenantLimits
 from mixedkv.errors import ClosedError, ContextLengthError, QueueFullError
 from mixedkv.server.api_error import ApiError
@@ -19,6 +22,7 @@ from mixedkv.server.pending import PendingRequest
 from mixedkv.server.serve import read_warm_file
 from mixedkv.server.settings import ServerSettings, load_settings
 from mixedkv.server.snapshot import of_tenant
+from support.patience import PATIENCE
 from support.server_support import key_file
 
 # --- requests ---
@@ -52,6 +56,27 @@ def test_a_refused_request_leaves_nothing_in_memory(error: type[Exception], stat
         assert left() is None
 
     asyncio.run(refuse())
+
+
+def test_a_request_that_waits_says_so_now_and_then() -> None:
+    class Engine:
+        def submit_jobs(self, jobs: Any) -> None:
+            self.jobs = jobs
+
+        def cancel(self, job: Any) -> None:
+            pass
+
+    async def wait() -> list[Any]:
+        engine, job = Engine(), Job([1], max_tokens=0, sampler=None, stream=True)
+        with PendingRequest(engine, [job], 60) as pending:  # type: ignore[arg-type]
+            pending.tick_every(0.02)
+            got: list[Any] = [await pending.next(), await pending.next()]
+            job.deliver(Delta("a"))
+            got.append(await pending.next())
+            job.deliver(Done("stop", "b"))
+            return [*got, await pending.next()]
+
+    assert asyncio.run(wait()) == [None, None, (0, Delta("a")), (0, Done("stop", "b"))]
 
 
 # --- statistics ---
@@ -228,3 +253,23 @@ def test_a_bad_key_file_is_refused(tmp_path: Path, line: str, mode: int) -> None
     with pytest.raises(ValueError, match="keys") as caught:
         Keys.load(str(key_file(tmp_path, line, mode=mode)))
     assert "0123456789abcdef" not in str(caught.value)
+
+
+# --- the end ---
+
+_HANGS = """
+import logging, sys, threading, time
+from mixedkv.server.shutdown import end_within
+logging.basicConfig(level=logging.INFO)
+threading.Thread(target=time.sleep, args=(10_000,), name="a database").start()
+end_within(0.5)
+"""
+
+
+def test_a_shutdown_that_hangs_is_given_up() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _HANGS], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert done.returncode == 1
+    assert "0.5 seconds and is given up; at work: " in done.stderr
+    assert "a database" in done.stderr

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
-import shutil
-import subprocess
-import sys
-from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,118 +13,11 @@ import pytest
 from mixedkv.sessions import (
     CacheSessionMetadata,
     ContextCacheManager,
-    CreateCacheResponse,
-    CreateContextCacheRequest,
     DeleteCacheResponse,
     ErrorResponse,
-    open_metadata,
 )
-from mixedkv.sessions.metadata import Key
-from mixedkv.store import KVStore
-from support.patience import PATIENCE, wait_for
-
-_NUMBER = itertools.count()
-
-
-class Clock:
-    """Time that passes when told to."""
-
-    def __init__(self) -> None:
-        self.now = 1_700_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Entries(KVStore):
-    """A store that notes whose entries it was told to remove."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.removed: list[str] = []
-
-    def remove(self, entry: str | None = None, *, session: str | None = None, tenant: str = "") -> int:
-        self.removed.append(str(session))
-        return super().remove(entry, session=session, tenant=tenant)
-
-
-@pytest.fixture(scope="session")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A Redis server of this test run's own, on a socket, that keeps nothing."""
-    pytest.importorskip("redis", reason="the redis package is not installed")
-    program = shutil.which("redis-server")
-    if program is None:
-        pytest.skip("no redis-server on the path: apt-get install redis-server")
-    folder = tmp_path_factory.mktemp("redis")
-    socket = folder / "s"
-    options = ["--port", "0", "--unixsocket", str(socket), "--save", "", "--appendonly", "no"]
-    server = subprocess.Popen([program, *options, "--dir", str(folder)], stdout=subprocess.DEVNULL)
-    try:
-        wait_for(lambda: socket.exists() or server.poll() is not None)
-        assert server.poll() is None, "redis-server ended at once"
-        yield f"unix://{socket}"
-    finally:
-        server.terminate()
-        server.wait(PATIENCE)
-
-
-@pytest.fixture(params=["sqlite", "sqlite-memory", "redis"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "redis":
-        return f"{request.getfixturevalue('redis_url')}?db={next(_NUMBER) % 16}"
-    return "sqlite:" if request.param == "sqlite-memory" else f"sqlite:{tmp_path / 'sessions.sqlite'}"
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def entries() -> Entries:
-    return Entries()
-
-
-@pytest.fixture
-def run(url: str, clock: Clock, entries: Entries) -> Callable[..., Any]:
-    """run(body) awaits body(manager) on a manager that is closed afterwards."""
-
-    def run_(body: Callable[[ContextCacheManager], Awaitable[Any]]) -> Any:
-        async def main() -> Any:
-            await _empty(url)
-            manager = ContextCacheManager(url, entries, clock=clock)
-            try:
-                return await body(manager)
-            finally:
-                await manager.close()
-
-        return asyncio.run(main())
-
-    return run_
-
-
-async def _empty(url: str) -> None:
-    if url.startswith("unix"):
-        import redis.asyncio
-
-        client = redis.asyncio.from_url(url)
-        await client.flushdb()
-        await client.aclose()
-
-
-def wanted(**values: Any) -> CreateContextCacheRequest:
-    return CreateContextCacheRequest(**{"model": "m", "prompt": "Once upon a time", **values})
-
-
-def created(answer: object) -> CreateCacheResponse:
-    assert isinstance(answer, CreateCacheResponse), answer
-    return answer
-
-
-def code(answer: object) -> str:
-    assert isinstance(answer, ErrorResponse), answer
-    return answer.code
-
+from support.patience import PATIENCE
+from support.session_support import Clock, Entries, code, come, created, empty, wanted
 
 # --- the life of a session ---
 
@@ -256,7 +144,7 @@ def test_a_session_that_cannot_be_removed_stops_no_other(url: str, clock: Clock)
             return super().remove(entry, session=session, tenant=tenant)
 
     async def main() -> None:
-        await _empty(url)
+        await empty(url)
         manager = ContextCacheManager(url, Failing(), clock=clock)
         for i in range(300):
             await manager.register_session_cache(wanted(ttl=1), kv_cache_ref=f"bad-{i}")
@@ -288,19 +176,9 @@ def test_an_expired_id_can_be_registered_again_and_has_other_kv(
     run(body)
 
 
-async def come(what: Callable[[], bool]) -> None:
-    """Wait for what another task does."""
-
-    async def look() -> None:
-        while not what():
-            await asyncio.sleep(0.01)
-
-    await asyncio.wait_for(look(), PATIENCE)
-
-
 def test_the_background_sweep_starts_works_and_stops(url: str, clock: Clock, entries: Entries) -> None:
     async def main() -> None:
-        await _empty(url)
+        await empty(url)
         manager = ContextCacheManager(url, entries, clock=clock, sweep_seconds=0.01)
         async with manager:
             manager.start()  # again: no second task
@@ -397,120 +275,3 @@ def test_names_that_could_be_confused_are_not(run: Callable[..., Any]) -> None:
             assert found.n_tokens == n
 
     run(body)
-
-
-# --- several at once ---
-
-
-def test_a_turn_is_not_lost_to_another(run: Callable[..., Any]) -> None:
-    async def body(manager: ContextCacheManager) -> None:
-        sid = created(await manager.register_session_cache(wanted())).session_id
-        before = await manager.get_session_metadata(sid)
-        assert before is not None
-        first = await manager.update_session_cache(before, prompt="Once upon a time there", n_tokens=9)
-        assert isinstance(first, CacheSessionMetadata)
-        assert code(await manager.update_session_cache(before, prompt="Once more")) == "session_changed"
-        assert await manager.get_session_metadata(sid) == first
-
-    run(body)
-
-
-@pytest.mark.parametrize("kind", ["sqlite", "redis"])
-def test_one_of_many_registers_a_name(
-    kind: str, tmp_path: Path, clock: Clock, request: pytest.FixtureRequest
-) -> None:
-    url = f"sqlite:{tmp_path / 's'}" if kind == "sqlite" else request.getfixturevalue("redis_url")
-
-    async def main() -> list[object]:
-        await _empty(url)
-        managers = [ContextCacheManager(url, clock=clock) for _ in range(8)]
-        jobs = [m.register_session_cache(wanted(session_id="s")) for m in managers for _ in range(8)]
-        try:
-            return await asyncio.gather(*jobs)
-        finally:
-            for manager in managers:
-                await manager.close()
-
-    answers = asyncio.run(main())
-    assert sum(isinstance(answer, CreateCacheResponse) for answer in answers) == 1
-
-
-_CHILD = """
-import asyncio, sys
-from mixedkv.sessions import ContextCacheManager, CreateContextCacheRequest
-
-async def main():
-    manager = ContextCacheManager(sys.argv[1])
-    for i in range(20):
-        request = CreateContextCacheRequest(model="m", prompt="p", session_id=f"{sys.argv[2]}-{i}")
-        await manager.register_session_cache(request)
-    print((await manager.get_session_metadata("parent")).prompt)
-    await manager.close()
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.parametrize("kind", ["sqlite", "redis"])
-def test_several_processes(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """What one process registers all see, and nothing is lost when they write at the same time."""
-    url = f"sqlite:{tmp_path / 's'}" if kind == "sqlite" else request.getfixturevalue("redis_url")
-
-    async def before() -> None:
-        await _empty(url)
-        manager = ContextCacheManager(url)
-        await manager.register_session_cache(wanted(session_id="parent"))
-        await manager.close()
-
-    async def after() -> int:
-        manager = ContextCacheManager(url)
-        names = [f"child{c}-{i}" for c in range(2) for i in range(20)]
-        found = [await manager.get_session_metadata(name) for name in names]
-        await manager.close()
-        return sum(metadata is not None for metadata in found)
-
-    asyncio.run(before())
-    children = [
-        subprocess.Popen([sys.executable, "-c", _CHILD, url, f"child{c}"], stdout=subprocess.PIPE, text=True)
-        for c in range(2)
-    ]
-    assert [child.communicate(timeout=PATIENCE)[0] for child in children] == ["Once upon a time\n"] * 2
-    assert asyncio.run(after()) == 40
-
-
-# --- a metadata store that is not what it should be ---
-
-
-@pytest.mark.parametrize(
-    "record",
-    [b"", b"{}", b"mixedkv-session 1\n", b"mixedkv-session 1\n{}", b"mixedkv-session 2\n{}", b"\xff" * 99],
-)
-def test_a_damaged_record_is_an_unknown_session(
-    record: bytes, url: str, clock: Clock, entries: Entries
-) -> None:
-    async def main() -> None:
-        await _empty(url)
-        metadata = open_metadata(url)
-        manager = ContextCacheManager(metadata, entries, clock=clock)
-        assert await metadata.add(Key("", "s"), record, clock.now + 9)
-        assert await manager.get_session_metadata("s") is None
-        assert code(await manager.unregister_session_cache("s")) == "session_not_found"
-        created(await manager.register_session_cache(wanted(session_id="s")))
-        await manager.close()
-
-    asyncio.run(main())
-
-
-def test_a_record_moved_to_another_name_is_unknown(url: str, clock: Clock) -> None:
-    async def main() -> None:
-        await _empty(url)
-        metadata = open_metadata(url)
-        manager = ContextCacheManager(metadata, clock=clock)
-        await manager.register_session_cache(wanted(session_id="s"), tenant="ada")
-        record = await metadata.get(Key("ada", "s"))
-        assert record is not None
-        await metadata.add(Key("bo", "s"), record, clock.now + 9)
-        assert await manager.get_session_metadata("s", tenant="bo") is None
-        await manager.close()
-
-    asyncio.run(main())

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mixedkv.store import KVStore, key_from_file
+from mixedkv.store import KVStore, key_from_file, rekey
 from mixedkv.store.encryption import KeyCipher, decrypt
 from mixedkv.store.entry_error import EntryError
 from mixedkv.store.index import Index
@@ -181,3 +181,77 @@ def test_a_store_is_not_opened_without_its_key(tmp_path: Path, key: bytes | None
         KVStore(tmp_path, key=key and (lambda: key))
     with open_store(tmp_path) as store:
         assert store.find(WHO, TOKENS) is not None
+
+
+# --- with the key, without, and with another ---
+
+
+@pytest.mark.parametrize("emptied", [False, True])
+@pytest.mark.parametrize("given", [None, OTHER_KEY])
+def test_an_encrypted_store_is_opened_with_its_key_only(
+    tmp_path: Path, given: bytes | None, emptied: bool
+) -> None:
+    """Also when nothing is in it: plain text would come to lie beside what is encrypted later."""
+    with KVStore(tmp_path, key=lambda: KEY) as store:
+        entry = store.put(WHO, BLOCK)
+        if emptied:
+            store.remove(entry)
+    with pytest.raises(ValueError, match="encrypted with"):
+        KVStore(tmp_path, key=given and (lambda: given))
+    with KVStore(tmp_path, key=lambda: KEY) as store:
+        assert (store.find(WHO, TOKENS) is None) == emptied
+
+
+def test_another_master_key(tmp_path: Path) -> None:
+    third = b"t" * 32
+    with KVStore(tmp_path, key=lambda: KEY) as store:
+        put_chain(store, WHO, TOKENS, [40, 100])
+        store.put(WHO, make_block(list(range(64))), session="chat-7")
+        old = everything(tmp_path / "v1" / "entries")
+    assert rekey(tmp_path, lambda: KEY, lambda: OTHER_KEY) == 3
+    assert rekey(tmp_path, lambda: KEY, lambda: OTHER_KEY) == 0  # again, after an interrupt for example
+    with pytest.raises(ValueError, match="another key"):
+        KVStore(tmp_path, key=lambda: KEY)
+    assert rekey(tmp_path, lambda: OTHER_KEY, lambda: third) == 3
+    assert everything(tmp_path / "v1" / "entries") == old
+    with KVStore(tmp_path, key=lambda: third) as store:
+        match = store.find(WHO, TOKENS)
+        assert match is not None
+        assert match.n_tokens == 100
+        blocks = store.read(match) or []
+        assert same(blocks[1], make_block(TOKENS[40:], 40))
+        assert store.put(WHO, make_block(TOKENS[:40])) == match.links[0].entry  # found by its hash
+        assert store.remove(session="chat-7", tenant="secret-tenant") == 1
+        assert not store.verify().damaged
+
+
+def test_rekeying_needs_the_key(tmp_path: Path) -> None:
+    with KVStore(tmp_path, key=lambda: KEY) as store:
+        store.put(WHO, BLOCK)
+    with pytest.raises(ValueError, match="not encrypted with the old key"):
+        rekey(tmp_path, lambda: OTHER_KEY, lambda: b"t" * 32)
+    with pytest.raises(ValueError, match="the new key is the old one"):
+        rekey(tmp_path, lambda: KEY, lambda: KEY)
+    with KVStore(tmp_path, key=lambda: KEY) as store:
+        assert store.find(WHO, TOKENS) is not None
+
+
+def test_who_still_has_the_old_key_destroys_nothing(tmp_path: Path) -> None:
+    with KVStore(tmp_path, key=lambda: KEY) as store:
+        store.put(WHO, BLOCK)
+        rekey(tmp_path, lambda: KEY, lambda: OTHER_KEY)
+        assert store.find(WHO, TOKENS) is None
+        assert store.stats().misses == {"key": 1}
+    with KVStore(tmp_path, key=lambda: OTHER_KEY) as store:
+        assert store.find(WHO, TOKENS) is not None
+
+
+def test_the_old_wrapped_keys_are_gone(tmp_path: Path) -> None:
+    with KVStore(tmp_path, key=lambda: KEY) as store:
+        store.put(WHO, BLOCK)
+    with sqlite3.connect(tmp_path / "v1" / "index.sqlite3") as db:
+        ((wrapped,),) = db.execute("SELECT key FROM entries")
+    db.close()
+    assert wrapped in everything(tmp_path)
+    rekey(tmp_path, lambda: KEY, lambda: OTHER_KEY)
+    assert wrapped not in everything(tmp_path)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from mixedkv.kv.block import KVBlock
-from mixedkv.store import KVStore
+from mixedkv.store import KVStore, Share
+from mixedkv.store.tiers.disk import DiskTier
 from mixedkv.store.tiers.ram import RamTier
 from support.store_support import identity, make_block, put_chain, same
 
@@ -46,7 +50,9 @@ def file_size(tmp_path: Path) -> int:
 
 
 @pytest.mark.parametrize("where", ["memory", "folder"])
-@pytest.mark.parametrize(("eviction", "left"), [("lru", {0, 2, 3}), ("oldest", {1, 2, 3})])
+@pytest.mark.parametrize(
+    ("eviction", "left"), [("lru", {0, 2, 3}), ("oldest", {1, 2, 3}), ("gdsf", {0, 2, 3})]
+)
 def test_order(tmp_path: Path, where: str, eviction: str, left: set[int]) -> None:
     size = SIZE if where == "memory" else file_size(tmp_path)
     budget = {"max_ram_bytes": 3 * SIZE + 10, "max_kv_size_gb": (3 * size + 10) / 1e9}
@@ -61,6 +67,54 @@ def test_order(tmp_path: Path, where: str, eviction: str, left: set[int]) -> Non
         if folder:
             assert len(list(folder.rglob("*.safetensors"))) == 3
         assert store.verify().n_whole == 3
+
+
+def test_what_is_used_often_outlives_what_was_used_last(tmp_path: Path) -> None:
+    budget = {"max_ram_bytes": 3 * SIZE + 10}
+    for eviction, left in (("lru", {1, 2, 3}), ("gdsf", {0, 2, 3})):
+        with KVStore(None, eviction=eviction, **budget) as store:  # type: ignore[arg-type]
+            for i in range(3):
+                store.put(WHO, block(i))
+            for i in (0, 0, 0, 1, 2):
+                read(store, i)
+            store.put(WHO, block(3))
+            assert stored(store) == left, eviction
+
+
+@pytest.mark.parametrize("because_of", ["budget", "share", "full disk"])
+def test_what_was_used_often_long_ago_leaves_at_last(
+    tmp_path: Path, because_of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What leaves raises the worth of what comes: without that, old favourites would stay for ever."""
+    room = int(2.5 * file_size(tmp_path))
+    shares = (lambda tenant: Share(max_bytes=room)) if because_of == "share" else None
+    if because_of == "full disk":
+        limit_disk(monkeypatch, room)
+    budget = room / 1e9 if because_of == "budget" else 1
+    with KVStore(tmp_path / "kv", eviction="gdsf", max_kv_size_gb=budget, shares=shares) as store:
+        store.put(WHO, block(0))
+        for _ in range(3):
+            read(store, 0)
+        for i in range(1, 10):
+            store.put(WHO, block(i))
+            read(store, i)
+            if i > 1:
+                store.put(WHO, block(i - 1))  # two new ones by turns
+        assert 0 not in stored(store)
+
+
+def limit_disk(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    publish = DiskTier.publish
+
+    @contextmanager
+    def limited(self: DiskTier, name: str, pieces: Iterable[bytes | memoryview]) -> Iterator[None]:
+        parts = list(pieces)
+        if sum(self.sizes().values()) + sum(map(len, parts)) > room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        with publish(self, name, parts):
+            yield
+
+    monkeypatch.setattr(DiskTier, "publish", limited)
 
 
 def test_use_outlives_the_process(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from mixedkv.store import KVStore
+from mixedkv.store.full_disk import FullDisk
 from mixedkv.store.tiers.disk import DiskTier
 from support.store_support import identity, make_block
 
@@ -67,3 +69,89 @@ def test_a_full_disk_evicts(
         with pytest.raises(OSError, match="No space left"):
             store.put(WHO, make_block(list(range(70))))
     assert len([record for record in caplog.records if "disk is full" in record.message]) == 1
+
+
+def test_a_disk_that_others_have_filled_does_not_cost_all_entries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries = []
+
+    @contextmanager
+    def full(self: DiskTier, name: str, pieces: Iterable[bytes | memoryview]) -> Iterator[None]:
+        tries.append(name)
+        raise OSError(errno.ENOSPC, "No space left on device")
+        yield
+
+    with KVStore(tmp_path, max_ram_bytes=0) as store, caplog.at_level(logging.WARNING):
+        for i in range(30):
+            store.put(WHO, make_block(list(range(1000 * i, 1000 * i + 64))))
+        monkeypatch.setattr(DiskTier, "publish", full)
+        for i in range(20):
+            with pytest.raises(OSError, match=r"No space left|nothing is stored for"):
+                store.put(WHO, make_block(list(range(99_000 + i, 99_064 + i))))
+        assert store.stats().n_entries >= 15
+        assert len(tries) < 20
+    assert len(caplog.records) == 1
+
+
+def is_waiting(disk: FullDisk) -> bool:
+    try:
+        disk.check()
+    except OSError as error:
+        return error.errno == errno.ENOSPC
+    return False
+
+
+def test_how_long_a_full_disk_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    disk = FullDisk(lambda: now)
+    waits = []
+    for _ in range(12):
+        disk.check()
+        disk.failed()
+        began = now
+        while is_waiting(disk):
+            now += 0.5
+        waits.append(now - began)
+    assert waits[:4] == [1, 2, 4, 8]
+    assert max(waits) == 300
+    assert len(caplog.records) == 1
+    disk.succeeded()
+    disk.failed()
+    assert len(caplog.records) == 2
+
+
+def test_a_folder_that_was_deleted_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, block = tmp_path / "kv", make_block(list(range(64)))
+    with KVStore(folder) as store:
+        store.put(WHO, block)
+        shutil.rmtree(folder)
+        assert store.find(WHO, block.tokens) is None
+        store.put(WHO, block)
+        shutil.rmtree(folder)
+        store.put(WHO, block, session="s")  # without looking first
+        assert store.find(WHO, block.tokens) is not None
+        assert store.remove(session="s") == 1
+        store.put(WHO, block)
+        shutil.rmtree(folder / "v1" / "entries")
+        store.put(WHO, make_block(list(range(500, 600))))
+    assert len([record for record in caplog.records if "was deleted" in record.message]) == 2
+    with KVStore(folder) as store:
+        match = store.find(WHO, list(range(500, 600)))
+        assert match is not None
+        assert store.read(match)
+
+
+def test_a_folder_that_cannot_be_made_again_is_an_error_each_time(tmp_path: Path) -> None:
+    folder, block = tmp_path / "a" / "kv", make_block(list(range(64)))
+    with KVStore(folder) as store:
+        store.put(WHO, block)
+        shutil.rmtree(tmp_path / "a")
+        (tmp_path / "a").write_text("a file")
+        for _ in range(2):
+            assert store.find(WHO, block.tokens) is None
+            with pytest.raises(OSError, match="a"):
+                store.put(WHO, block)
+        (tmp_path / "a").unlink()
+        store.put(WHO, block)
+        assert store.find(WHO, block.tokens) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -140,3 +141,32 @@ def test_saving_for_a_removed_session_says_so() -> None:
         assert (saved.entry, saved.n_stored) == ("", 0)
         assert "session: it has been removed" in saved.reason
         assert store.entries() == []
+
+
+# --- sessions that nobody knows any more ---
+
+
+def open_owned(folder: Path, owner: str = "sqlite:here") -> KVStore:
+    return KVStore(folder, session_owner=owner)
+
+
+def test_sessions_without_an_owner_are_swept(tmp_path: Path) -> None:
+    blocks = {name: make_block(list(range(i, i + 64))) for name, i in (("a", 0), ("b", 100), ("c", 200))}
+    with open_owned(tmp_path, "another") as store:
+        store.put(WHO, make_block(list(range(300, 364))), session="theirs")
+    with KVStore(tmp_path) as store:
+        store.put(WHO, make_block(list(range(400, 464))), session="nobody's")
+    with open_owned(tmp_path) as store:
+        for name, block in blocks.items():
+            store.put(WHO, block, session=name)
+        store.put(WHO, blocks["a"], session="b")  # which both have
+    with open_owned(tmp_path) as store:
+        later = time.time() + 1
+        assert store.remove_orphans([("", "b")], before=time.time() - 60) == 0
+        assert store.remove_orphans([("", "b")], before=later) == 2
+        left = [store.find(WHO, list(range(i, i + 64))) is not None for i in (0, 100, 200, 300, 400)]
+        assert left == [True, True, False, True, True]
+        assert store.remove_orphans([("", "b")], before=later) == 0
+        assert store.remove_orphans([("other", "b")], before=later) == 1
+    with KVStore(tmp_path) as store:
+        assert store.remove_orphans([], before=later) == 0

@@ -20,7 +20,16 @@ from llama_cpp import _logger
 
 _logger.set_verbose(False)
 
-TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8}  # enum ggml_type
+TYPES = {  # enum ggml_type
+    "f32": 0,
+    "f16": 1,
+    "q4_0": 2,
+    "q4_1": 3,
+    "q5_0": 6,
+    "q5_1": 7,
+    "q8_0": 8,
+    "iq4_nl": 20,
+}
 FLASH_OFF, FLASH_ON = 0, 1
 
 
@@ -46,6 +55,7 @@ class Mixed:
     equalize: bool = True
     flash: bool = True
     draft: int = 16
+    budget: int = 2**32 - 1  # MIXEDKV_HOT_BUDGET_ALL: what the cache promises a sequence that is alone
 
     def with_(self, **changes: Any) -> Mixed:
         return replace(self, **changes)
@@ -131,7 +141,8 @@ class Ctx:
         if isinstance(kv, Mixed):
             from mixedkv import _core
 
-            _core.configure_next(True, kv.threshold, kv.group, kv.sinks, kv.attention, kv.draft, kv.equalize)
+            window = kv.threshold, kv.group, kv.sinks
+            _core.configure_next(True, *window, kv.attention, kv.draft, kv.equalize, kv.budget)
         self._abort: Any = None  # keeps the callback alive
         self.ptr: Any = llama_cpp.llama_init_from_model(model.ptr, params)
         if not self.ptr:
@@ -304,6 +315,17 @@ class Ctx:
 
         data, positions, hot = _core.read_rows(self.address, il, seq, which, p0, p1, unrotate)
         return np.asarray(data), np.asarray(positions), np.asarray(hot).astype(bool)
+
+    def short_from(self, seq: int = 0) -> int:
+        """First position that was evaluated without F16 rows which had made room for others; -1: none."""
+        from mixedkv import _core
+
+        return _core.short_from(self.address)[seq]
+
+    def window_is_whole(self, seq: int = 0, pos: int | None = None) -> bool:
+        from mixedkv import _core
+
+        return _core.window_is_whole(self.address, seq, self.pos_max(seq) + 1 if pos is None else pos)
 
     def scales(self, il: int) -> np.ndarray | None:
         """What K of a layer is stored times, float32 [n_head_kv, head]; None: as it is."""

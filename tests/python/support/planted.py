@@ -12,9 +12,12 @@ import gguf
 import numpy as np
 
 
-def plant(source: Path | str, target: Path, seed: int, low: float = 12, high: float = 40) -> Path:
+def plant(
+    source: Path | str, target: Path, seed: int, low: float = 12, high: float = 40, bias: float = 0
+) -> Path:
     """A copy of a llama model with two pairs of channels of each KV head `low` to `high` times as large, and
-    the others spread a little; Q is divided by as much. K and Q become F16.
+    the others spread a little; Q is divided by as much. K and Q become F16. `bias` is the norm of a K bias
+    of each KV head, in its slowest pair.
     """
     reader = gguf.GGUFReader(source)
     keys = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
@@ -34,6 +37,11 @@ def plant(source: Path | str, target: Path, seed: int, low: float = 12, high: fl
             head[rng.choice(len(head), 2, replace=False)] *= rng.uniform(low, high, 2)
         scales = np.repeat(pairs, 2, axis=1)
         planted[f"blk.{il}.attn_k.weight"] = scales.ravel()
+        if bias:
+            angle = rng.uniform(0, 2 * np.pi, n_kv)
+            biases = np.zeros_like(scales, np.float32)
+            biases[:, -2:] = bias * np.stack([np.cos(angle), np.sin(angle)], axis=1)
+            writer.add_tensor(f"blk.{il}.attn_k.bias", biases.ravel())
         planted[f"blk.{il}.attn_q.weight"] = np.repeat(1 / scales, n_head // n_kv, axis=0).ravel()
     for tensor in reader.tensors:
         if tensor.name in planted:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
+from mixedkv.cut_rule import CutRule
 from mixedkv.engine.job import Job
 from mixedkv.engine.observer import Observer
 from mixedkv.engine.pacing import Pace
 from mixedkv.engine.scheduler import Scheduler, Step
 from mixedkv.engine.sequences import SequencePool
 from mixedkv.engine.tenant_limits import Limits, unlimited
-from mixedkv.hot_window import HotWindow
+from mixedkv.kv.checkpoint import Checkpoint
 
 N_CTX, N_BATCH = 256, 64
 
@@ -18,9 +19,8 @@ N_CTX, N_BATCH = 256, 64
 class Cells:
     """The rows of a unified cache: each cell with the sequences that share it."""
 
-    can_cut = True
-
-    def __init__(self) -> None:
+    def __init__(self, n_seq: int, rule: CutRule) -> None:
+        self.n_seq, self.rule = n_seq, rule
         self.cells: dict[tuple[int, int], set[int]] = {}  # (owner when evaluated, position) -> sequences
         self.n_evaluated = 0
 
@@ -43,6 +43,27 @@ class Cells:
         for (_, p), seqs in self.cells.items():
             if source in seqs and p0 <= p and (p1 < 0 or p < p1):
                 seqs.add(target)
+
+    def length(self, seq: int) -> int:
+        return max((p + 1 for (_, p), seqs in self.cells.items() if seq in seqs), default=0)
+
+    def checkpoint(self, seq: int) -> Checkpoint:
+        n = self.length(seq)
+        return Checkpoint(n=n, first=self.rule.saved_from(n))
+
+    def resume(self, point: Checkpoint, n: int, source: int, target: int) -> None:
+        assert point.serves(n)
+        assert n <= self.length(source)
+        if source != target:
+            self.remove(target)
+            self.copy(source, target, 0, n)
+        self.remove(target, n)
+
+    def holds(self, seq: int, n: int) -> bool:
+        return self.rule.cut_is_exact(self.length(seq), n)
+
+    def short_from(self) -> list[int]:
+        return [-1] * self.n_seq
 
 
 class Log(Observer):
@@ -72,14 +93,15 @@ class Desk:
         self,
         parallel: int = 2,
         idle: int = 2,
-        window: HotWindow | None = None,
+        rule: CutRule | None = None,
         *,
         n_ctx: int = N_CTX,
         limits: Limits = unlimited,
     ) -> None:
         self.n_ctx = n_ctx
-        self.cells, self.log = Cells(), Log()
-        self.pool = SequencePool(self.cells, parallel + idle, window or HotWindow())
+        rule = rule or CutRule()
+        self.cells, self.log = Cells(parallel + idle, rule), Log()
+        self.pool = SequencePool(self.cells, parallel + idle, rule)
         self.scheduler = Scheduler(
             self.pool,
             Pace(N_BATCH, 2.0),

@@ -143,7 +143,13 @@ class Direct:
     """An engine on the bundled model without HTTP."""
 
     def __init__(
-        self, *, kv: str = "mixed", n_ctx: int = 2048, parallel: int = 4, idle: int = 4, **options: Any
+        self,
+        *,
+        kv: str = "mixed:hot_budget=all",
+        n_ctx: int = 2048,
+        parallel: int = 4,
+        idle: int = 4,
+        **options: Any,
     ):
         self.llm = Llama(
             model_path(), kv=kv, n_ctx=n_ctx, n_seq_max=parallel + idle, kv_unified=True, n_threads=1,

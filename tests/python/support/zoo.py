@@ -80,6 +80,8 @@ def _add_key(writer: gguf.GGUFWriter, key: str, value: object) -> None:
         writer.add_uint32(key, value)
     elif isinstance(value, float):
         writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
     elif isinstance(value, list):
         writer.add_array(key, value)
     else:

@@ -77,14 +77,14 @@ class Model:
 
 
 class Context:
-    """One sequence in a cache of one setting.
+    """A cache of one setting, with one sequence; `decode_rows` knows more, which then share the cache.
 
     Raises:
         CannotRunError: the model cannot have this cache, or there is no memory for it.
     """
 
-    def __init__(self, model: Model, setting: Setting, *, n_ctx: int, threads: int) -> None:
-        self.model, self.setting = model, setting
+    def __init__(self, model: Model, setting: Setting, *, n_ctx: int, threads: int, n_seq: int = 1) -> None:
+        self.model, self.setting, self._n_seq = model, setting, n_seq
         self.n_ctx = padded(n_ctx)
         self.n_past = 0
         self.ptr: Any = self._make(threads)
@@ -99,6 +99,7 @@ class Context:
         kv = self.setting.kv
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = self.n_ctx, MICRO_BATCH, MICRO_BATCH
+        params.n_seq_max, params.kv_unified = self._n_seq, self._n_seq > 1
         params.n_threads = params.n_threads_batch = threads
         params.type_k, params.type_v = ggml_type(kv.type_k), ggml_type(kv.type_v)
         params.flash_attn_type = int(self.setting.flash_attn)
@@ -155,16 +156,32 @@ class Context:
         `outputs` says which of them get logits: "last" or "all".
         """
         n = len(tokens)
-        self._token[:n] = tokens
-        self._pos[:n] = range(self.n_past, self.n_past + n)
         self._wanted[:n] = outputs == "all"
         self._wanted[n - 1] = True
+        self._decode(tokens, np.arange(self.n_past, self.n_past + n))
+        self.n_past += n
+
+    def decode_rows(
+        self, tokens: npt.NDArray[np.int32], positions: npt.NDArray[np.int_], seqs: npt.NDArray[np.int_]
+    ) -> None:
+        """Evaluate tokens of any sequences, each with logits, and wait until they are computed."""
+        for i, seq in enumerate(seqs):
+            self._batch.seq_id[i][0] = int(seq)
+        self._wanted[: len(tokens)] = True
+        self._decode(tokens, positions)
+
+    def _decode(self, tokens: Sequence[int] | npt.NDArray[np.int32], positions: npt.NDArray[np.int_]) -> None:
+        n = len(tokens)
+        self._token[:n], self._pos[:n] = tokens, positions
         self._batch.n_tokens = n
         status = llama_cpp.llama_decode(self.ptr, self._batch)
         if status != 0:
             raise CannotRunError(f"llama_decode failed with status {status}. {log.text()}")
         llama_cpp.llama_synchronize(self.ptr)
-        self.n_past += n
+
+    def remove(self, seq: int) -> None:
+        """Take a sequence out."""
+        llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
 
     def feed(self, tokens: Sequence[int] | npt.NDArray[np.int32]) -> None:
         """Append any number of tokens, in micro-batches."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -10,23 +9,16 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from mixedkv.engine.constraint import Constraint
+from mixedkv.engine.chat_template import RenderedChat
 from mixedkv.engine.job import Delta, Done, Job
-from mixedkv.engine.tool_chat import ToolPrompt
-from mixedkv.server.api.generation import constraint_of, context_tokens, make_jobs, usage
+from mixedkv.server.api.chat_jobs import AnswerParts, chat_jobs
+from mixedkv.server.api.generation import prompt_progress, usage
+from mixedkv.server.api.growing import Turn, check_version, respond_with
 from mixedkv.server.api.logprobs import chat_logprobs
-from mixedkv.server.api.respond import respond
 from mixedkv.server.api.schemas import ChatRequest
-from mixedkv.server.api.sse import Template, sse
-from mixedkv.server.api.tools import (
-    ToolRequest,
-    call_json,
-    choice_of,
-    delta,
-    template_message,
-    tool_request,
-)
-from mixedkv.server.api_error import bad_request, prompt_error
+from mixedkv.server.api.sse import DONE, PING, Template, sse
+from mixedkv.server.api.tools import call_json, delta
+from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.state import (
     FINGERPRINT,
@@ -38,7 +30,6 @@ from mixedkv.server.state import (
     server_state,
     tenant,
 )
-from mixedkv.sessions import CacheSessionMetadata
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -49,100 +40,28 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     server, owner = server_state(request), tenant(request)
     check_model(server, body.model)
     session = await find_session(server, body.session_id, owner) if body.session_id else None
-    jobs, prompt = await read_prompt(request, _jobs, server, body, owner, session, session=session)
+    if session is not None:
+        check_version(body, session)
+    turn = Turn.of_chat(server, body, session, body.messages)
+    jobs, prompt = await read_prompt(request, chat_jobs, server, body, owner, session, session=session)
     answer = _Answer(server, body, jobs, prompt)
     large = bool(body.logprobs) or prompt is not None
-    return await respond(request, server, jobs, answer, stream=body.stream is True, large=large)
-
-
-def _jobs(
-    server: ServerState, body: ChatRequest, owner: str, session: CacheSessionMetadata | None
-) -> tuple[list[Job], ToolPrompt | None]:
-    """And how their answers are read, of a chat with tools."""
-    tools = tool_request(body.messages, body.tools, choice_of(body))
-    if tools is None:
-        return _plain_jobs(server, body, owner, session), None
-    if session is not None:
-        raise bad_request(
-            "tools, calls and their results do not go with session_id: leave one out", "session_id"
-        )
-    return _tool_jobs(server, body, owner, tools)
-
-
-def _plain_jobs(
-    server: ServerState, body: ChatRequest, owner: str, session: CacheSessionMetadata | None
-) -> list[Job]:
-    prefix: list[int] = []
-    messages = [template_message(message) for message in body.messages]
-    if session is not None and session.messages is not None:
-        messages = [message.model_dump(exclude_none=True) for message in session.messages] + messages
-    elif session is not None:
-        prefix = context_tokens(server, session)
-    try:
-        tokens, stops = server.engine.tokenizer.chat(messages, start=not prefix)
-    except ValueError as error:
-        raise prompt_error(error, "messages") from None
-    return _make(
-        server, body, prefix + tokens, owner, constraint=_constraint(body), stops=stops, session=session
-    )
-
-
-def _tool_jobs(
-    server: ServerState, body: ChatRequest, owner: str, request: ToolRequest
-) -> tuple[list[Job], ToolPrompt]:
-    tokens, prompt = request.tokens(server)
-    jobs = _make(
-        server,
-        body,
-        tokens,
-        owner,
-        constraint=prompt.constraint or _constraint(body),
-        stops=prompt.stops,
-        shown=server.engine.tokenizer.shown(prompt.shown),
-    )
-    return jobs, prompt
-
-
-def _make(server: ServerState, body: ChatRequest, tokens: list[int], owner: str, **options: Any) -> list[Job]:
-    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return make_jobs(
-        server,
-        body,
-        [tokens],
-        owner=owner,
-        max_tokens=max_tokens,
-        n_logprobs=n_logprobs,
-        param="messages",
-        **options,
-    )
-
-
-def _constraint(body: ChatRequest) -> Constraint | None:
-    wanted, other = body.response_format, constraint_of(body)
-    if wanted is None or wanted.type == "text":
-        return other
-    if other is not None:
-        raise bad_request(
-            f"{other.name} and response_format both say what the answer looks like: give one", other.name
-        )
-    schema = wanted.json_schema.schema_ if wanted.json_schema is not None else wanted.schema_
-    text = json.dumps({"type": "object"} if schema is None else schema)
-    return Constraint("json_schema", text, "response_format")
+    return await respond_with(turn, body, request, server, jobs, answer, large=large)
 
 
 class _Answer:
     """OpenAI's objects of one request.
 
     Args:
-        prompt: of a chat with tools, says how its answers are read.
+        prompt: says how answers are read, where llama.cpp's chat layer does that.
     """
 
     def __init__(
-        self, server: ServerState, body: ChatRequest, jobs: list[Job], prompt: ToolPrompt | None
+        self, server: ServerState, body: ChatRequest, jobs: list[Job], prompt: RenderedChat | None
     ) -> None:
         self._server, self._body, self._jobs = server, body, jobs
-        self._readers = [prompt.reader() for _ in jobs] if prompt is not None else []
+        self._is_read = prompt is not None
+        self._parts = [AnswerParts(prompt) for _ in jobs]
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
         # the answer's own name, by which a client may call it in the next turn
         self._ids = [new_id("msg") for _ in jobs] if body.use_kv_cache else None
@@ -160,7 +79,7 @@ class _Answer:
                 "index": i,
                 "message": {"role": "assistant", **self._content(i, end), **self._message_id(i)},
                 "logprobs": self._logprobs(end),
-                "finish_reason": self._reason(i, end),
+                "finish_reason": self._parts[i].reason(end),
             }
             for i, end in enumerate(ends)
         ]
@@ -171,8 +90,8 @@ class _Answer:
         return b"".join(sse(self._chunk(i, role)) for i, role in enumerate(roles))
 
     def event(self, i: int, event: Delta | Done) -> bytes:
-        if self._readers:
-            return b"".join(map(sse, self._tool_chunks(i, event)))
+        if self._is_read:
+            return b"".join(map(sse, self._read_chunks(i, event)))
         out = b""
         if event.logprobs:
             out = sse(self._chunk(i, {"content": event.text}, self._logprobs(event)))
@@ -182,26 +101,34 @@ class _Answer:
             out += sse(self._chunk(i, {}, reason=event.reason))
         return out
 
+    def idle(self) -> bytes:
+        progress = prompt_progress(self._jobs[0]) if self._body.return_progress else None
+        return PING if progress is None else sse({**self._chunk(0, {}), "prompt_progress": progress})
+
+    def failed(self, error: ApiError) -> bytes:
+        return sse(error.body())
+
     def last(self) -> bytes:
         if not self._include_usage:
-            return b""
-        return sse({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self._usage()})
+            return DONE
+        chunk = {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self._usage()}
+        return sse(chunk) + DONE
 
-    def _tool_chunks(self, i: int, event: Delta | Done) -> Iterable[dict[str, Any]]:
-        parts = self._readers[i].feed(event.text, last=isinstance(event, Done))
+    def _read_chunks(self, i: int, event: Delta | Done) -> Iterable[dict[str, Any]]:
+        parts = self._parts[i].feed(event)
         logprobs = self._logprobs(event) if event.logprobs else None
         deltas = [delta(part) for part in parts] or ([{}] if logprobs else [])
         for fields in deltas:
             yield self._chunk(i, fields, logprobs)
             logprobs = None
         if isinstance(event, Done):
-            yield self._chunk(i, {}, reason=self._reason(i, event))
+            yield self._chunk(i, {}, reason=self._parts[i].reason(event))
 
     def _content(self, i: int, end: Done) -> dict[str, Any]:
-        if not self._readers:
+        if not self._is_read:
             return {"content": end.text, "refusal": None}
-        self._readers[i].feed(end.text, last=True)
-        answer = self._readers[i].answer
+        self._parts[i].feed(end)
+        answer = self._parts[i].answer
         message: dict[str, Any] = {
             "content": answer.content or (None if answer.calls else ""),
             "refusal": None,
@@ -211,10 +138,6 @@ class _Answer:
         if answer.calls:
             message["tool_calls"] = [call_json(call) for call in answer.calls]
         return message
-
-    def _reason(self, i: int, end: Done) -> str:
-        called = bool(self._readers) and bool(self._readers[i].answer.calls)
-        return "tool_calls" if called and end.reason == "stop" else end.reason
 
     def _template(self, i: int) -> Template:
         if i not in self._templates:

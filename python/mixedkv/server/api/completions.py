@@ -9,12 +9,18 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mixedkv.engine.job import Delta, Done, Job
-from mixedkv.server.api.generation import constraint_of, context_tokens, make_jobs, usage
+from mixedkv.server.api.generation import (
+    constraint_of,
+    context_tokens,
+    make_jobs,
+    prompt_progress,
+    usage,
+)
+from mixedkv.server.api.growing import Turn, check_version, respond_with
 from mixedkv.server.api.logprobs import completion_logprobs
-from mixedkv.server.api.respond import respond
 from mixedkv.server.api.schemas import CompletionRequest
-from mixedkv.server.api.sse import Template, sse
-from mixedkv.server.api_error import prompt_error
+from mixedkv.server.api.sse import DONE, PING, Template, sse
+from mixedkv.server.api_error import ApiError, prompt_error
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.state import (
     FINGERPRINT,
@@ -38,9 +44,12 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     server, owner = server_state(request), tenant(request)
     check_model(server, body.model)
     session = await find_session(server, body.session_id, owner) if body.session_id else None
+    if session is not None:
+        check_version(body, session)
+    turn = Turn.of_prompt(server, body, session)
     jobs = await read_prompt(request, _jobs, server, body, owner, session, session=session)
     answer, large = _Answer(server, body, jobs), body.logprobs is not None
-    return await respond(request, server, jobs, answer, stream=body.stream is True, large=large)
+    return await respond_with(turn, body, request, server, jobs, answer, large=large)
 
 
 def _jobs(
@@ -49,9 +58,12 @@ def _jobs(
     try:
         prefix = context_tokens(server, session) if session is not None else []
         tokenizer = server.engine.tokenizer
-        prompts = [prefix + tokenizer.prompt(prompt, start=not prefix) for prompt in body.prompts]
+        if body.suffix:
+            prompts = [tokenizer.infill(str(body.prompt), body.suffix)]
+        else:
+            prompts = [prefix + tokenizer.prompt(prompt, start=not prefix) for prompt in body.prompts]
     except ValueError as error:
-        raise prompt_error(error, "prompt") from None
+        raise prompt_error(error, "suffix" if body.suffix else "prompt") from None
     return make_jobs(
         server,
         body,
@@ -95,10 +107,19 @@ class _Answer:
             return self._template(i)(event.text)
         return sse(self._chunk(self._choice(i, event, event.text, getattr(event, "reason", None))))
 
+    def idle(self) -> bytes:
+        progress = prompt_progress(self._jobs[0]) if self._body.return_progress else None
+        if progress is None:
+            return PING
+        return sse({**self._chunk(self._choice(0, Delta(""), "", None)), "prompt_progress": progress})
+
+    def failed(self, error: ApiError) -> bytes:
+        return sse(error.body())
+
     def last(self) -> bytes:
         if not self._include_usage:
-            return b""
-        return sse({**self._head, "choices": [], "usage": self._usage()})
+            return DONE
+        return sse({**self._head, "choices": [], "usage": self._usage()}) + DONE
 
     def _template(self, i: int) -> Template:
         if i not in self._templates:

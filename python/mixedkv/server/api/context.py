@@ -1,4 +1,4 @@
-"""POST /v1/context, GET, PATCH and DELETE /v1/context/{id}, POST /v1/warm: prompts that are kept."""
+"""POST and GET /v1/context, GET, PATCH and DELETE /v1/context/{id}, POST /v1/warm: prompts that are kept."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Request
+from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import JSONResponse, Response
 
+from mixedkv.engine.chat_template import NOTHING_SAID, ToolChoice
 from mixedkv.engine.job import Job
-from mixedkv.engine.tool_chat import ToolChoice
 from mixedkv.ids import MAX_LENGTH, PATTERN
 from mixedkv.server.api.generation import context_tokens
+from mixedkv.server.api.rendering import RenderRequest, render_request, template_message
 from mixedkv.server.api.schemas import ContextPatch, WarmRequest
-from mixedkv.server.api.tools import ToolRequest, template_message, tool_request
 from mixedkv.server.api_error import ApiError, prompt_error
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.pending import PendingRequest, or_disconnect
@@ -27,14 +27,16 @@ from mixedkv.server.state import (
     in_thread,
     read_prompt,
     server_state,
-    session_not_found,
     tenant,
+    time_left,
 )
 from mixedkv.sessions import CacheSessionMetadata, CreateContextCacheRequest, ErrorResponse
 from mixedkv.tokens import as_tokens, common_prefix
 
 router = APIRouter(route_class=JSONRoute)
 _MAX_RECORD_PER_TOKEN = 128  # characters
+_MAX_PAGE = 1000  # sessions in a list
+_STATUS = {"session_not_found": 404, "session_quota": 429}
 SessionId = Annotated[str, Path(max_length=MAX_LENGTH, pattern=f"^{PATTERN}$")]
 
 
@@ -43,20 +45,54 @@ async def create_context(body: CreateContextCacheRequest, request: Request) -> R
     """Evaluate a prompt and keep it under a session id for `ttl` seconds."""
     server, owner = server_state(request), tenant(request)
     check_model(server, body.model)
-    reference = server.contexts.new_kv_cache_ref()
+    if full := await server.contexts.check_quota(owner):
+        raise _as_error(full)
+    reference, seconds = server.contexts.new_kv_cache_ref(), server.settings.request_timeout
     job = await read_prompt(request, _context_job, server, body, owner, reference)
     try:
-        with PendingRequest(server.engine, [job], server.settings.request_timeout) as pending:
+        with PendingRequest(server.engine, [job], seconds, time_left(request)) as pending:
             await or_disconnect(request, pending.done())
         created = await server.contexts.register_session_cache(
             body, tenant=owner, n_tokens=job.n_prompt, kv_cache_ref=reference
         )
         if isinstance(created, ErrorResponse):
-            raise ApiError(409, created.detail, param="session_id", code=created.code)
+            raise _as_error(created)
     except BaseException:  # what no session owns would outlive useful KV, and nobody could delete it
         await in_thread(server.session_kv.remove, session=reference, tenant=owner)
         raise
     return JSONResponse(created.model_dump(), 201)
+
+
+@router.get("/v1/context")
+async def list_contexts(
+    request: Request,
+    after: Annotated[str, Query(max_length=MAX_LENGTH, pattern=f"^({PATTERN})?$")] = "",
+    limit: Annotated[int, Query(ge=1, le=_MAX_PAGE)] = 20,
+) -> Response:
+    """The tenant's sessions in the order of their ids, a page at a time, and what all of them take."""
+    server, owner = server_state(request), tenant(request)
+    found = await server.contexts.list_sessions(owner, after=after, limit=limit + 1)
+    held, quota = await server.contexts.held(owner), server.session_quota(owner)
+    sessions = [
+        {
+            "object": "context_cache",
+            "session_id": item.session_id,
+            "expires_at": int(item.expires_at),
+            "bytes": item.nbytes,
+        }
+        for item in found[:limit]
+    ]
+    return JSONResponse(
+        {
+            "object": "list",
+            "data": sessions,
+            "has_more": len(found) > limit,
+            "sessions": held.sessions,
+            "bytes": held.nbytes,
+            "max_sessions": quota.sessions,
+            "max_bytes": quota.nbytes,
+        }
+    )
 
 
 @router.get("/v1/context/{session_id}")
@@ -72,7 +108,7 @@ async def patch_context(session_id: SessionId, body: ContextPatch, request: Requ
         session_id, body.ttl, tenant=tenant(request)
     )
     if isinstance(renewed, ErrorResponse):
-        raise _as_error(renewed, session_id)
+        raise _as_error(renewed)
     return JSONResponse(_describe(renewed))
 
 
@@ -81,7 +117,7 @@ async def delete_context(session_id: SessionId, request: Request) -> Response:
     """Forget a session and its KV in the store."""
     gone = await server_state(request).contexts.unregister_session_cache(session_id, tenant=tenant(request))
     if isinstance(gone, ErrorResponse):
-        raise _as_error(gone, session_id)
+        raise _as_error(gone)
     return JSONResponse(gone.model_dump())
 
 
@@ -90,9 +126,9 @@ async def warm(body: WarmRequest, request: Request) -> Response:
     """Evaluate a prompt now, so that requests that start with it find it."""
     server, owner = server_state(request), tenant(request)
     check_model(server, body.model)
-    began = time.perf_counter()
+    began, seconds = time.perf_counter(), server.settings.request_timeout
     job = await read_prompt(request, warm_job, server, body, owner)
-    with PendingRequest(server.engine, [job], server.settings.request_timeout) as pending:
+    with PendingRequest(server.engine, [job], seconds, time_left(request)) as pending:
         await or_disconnect(request, pending.done())
     return JSONResponse(
         {
@@ -108,7 +144,7 @@ async def warm(body: WarmRequest, request: Request) -> Response:
 def warm_job(server: ServerState, body: WarmRequest, owner: str) -> Job:
     try:
         if body.messages is not None:
-            tools = tool_request(body.messages, body.tools, ToolChoice())
+            tools = render_request(server, body.messages, body.tools, ToolChoice(), NOTHING_SAID)
             messages = [template_message(message) for message in body.messages]
             tokens = _without_answer(partial(_tokens, server, tools), messages)
         else:
@@ -149,7 +185,7 @@ def _check_kept(body: CreateContextCacheRequest, n_ctx: int) -> None:
         raise ValueError(f"{len(text)} characters are more than the {largest} that a context here can need")
 
 
-def _tokens(server: ServerState, tools: ToolRequest | None, messages: list[dict[str, Any]]) -> list[int]:
+def _tokens(server: ServerState, tools: RenderRequest | None, messages: list[dict[str, Any]]) -> list[int]:
     if tools is None:
         return server.engine.tokenizer.chat(messages)[0]
     return replace(tools, messages=messages).tokens(server)[0]
@@ -173,10 +209,10 @@ def _describe(session: CacheSessionMetadata) -> dict[str, Any]:
         "ttl": session.ttl,
         "expires_at": int(session.expires_at),
         "n_tokens": session.n_tokens,
+        "mode": session.mode,
+        "version": session.version,
     }
 
 
-def _as_error(error: ErrorResponse, session_id: str) -> ApiError:
-    if error.code == "session_not_found":
-        return session_not_found(session_id)
-    return ApiError(409, error.detail, param="session_id", code=error.code)
+def _as_error(error: ErrorResponse) -> ApiError:
+    return ApiError(_STATUS.get(error.code, 409), error.detail, param="session_id", code=error.code)

@@ -17,7 +17,7 @@ from mixedkv.server.api.schemas import EmbeddingRequest
 from mixedkv.server.api_error import bad_request, from_engine, prompt_error, timed_out
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.pending import or_disconnect
-from mixedkv.server.state import ServerState, check_model, read_prompt, server_state, tenant
+from mixedkv.server.state import ServerState, check_model, read_prompt, server_state, tenant, time_left
 
 router = APIRouter(route_class=JSONRoute)
 _CHUNK = 1 << 16
@@ -26,17 +26,17 @@ _CHUNK = 1 << 16
 @router.post("/v1/embeddings")
 async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """A vector of length 1 for each input."""
-    tenant(request)
-    server = server_state(request)
+    server, owner = server_state(request), tenant(request)
     check_model(server, body.model)
     embedder = _embedder(server, body)
-    seconds = server.settings.request_timeout
     try:
-        embedder.check_room()
+        embedder.check_room(owner)
         inputs = await read_prompt(request, _tokens, server, embedder, body)
-        vectors = await or_disconnect(request, asyncio.wait_for(embedder.embed(inputs), seconds))
+        vectors = await or_disconnect(
+            request, asyncio.wait_for(embedder.embed(inputs, owner), time_left(request))
+        )
     except asyncio.TimeoutError:
-        raise timed_out(seconds) from None
+        raise timed_out(server.settings.request_timeout) from None
     except (QueueFullError, ClosedError, EngineError) as error:
         raise from_engine(error) from None
     n_tokens = sum(map(len, inputs))

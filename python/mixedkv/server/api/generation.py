@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
+from mixedkv.engine.chat_template import RenderedChat
 from mixedkv.engine.constraint import Constraint, Matcher
 from mixedkv.engine.job import Job
 from mixedkv.engine.sampler import Sampling
@@ -15,6 +18,11 @@ from mixedkv.server.api_error import bad_request, from_engine
 from mixedkv.server.state import ServerState
 from mixedkv.sessions import CacheSessionMetadata
 
+_SAMPLING = {each.name for each in fields(Sampling)} & Generation.model_fields.keys() - {
+    "seed",
+    "logit_bias",
+    "dry_sequence_breakers",
+}
 _MAX_LOGPROBS = 4_000_000  # of one request; 30 to 100 bytes each as JSON
 
 
@@ -30,17 +38,10 @@ def sampling(body: Generation, choice: int) -> Sampling:
     """OpenAI's defaults; each choice gets a seed of its own."""
     seed = body.seed if body.seed is not None else secrets.randbits(32)
     bias = tuple((_token_id(key), value) for key, value in (body.logit_bias or {}).items())
-    return Sampling(
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_k=body.top_k or 0,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        min_p=body.min_p or 0.0,
-        repeat_penalty=body.repeat_penalty or 1.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        presence_penalty=body.presence_penalty or 0.0,
-        seed=(seed + choice) % 2**32,
-        logit_bias=bias,
-    )
+    given = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
+    if body.dry_sequence_breakers is not None:
+        given["dry_sequence_breakers"] = tuple(body.dry_sequence_breakers)
+    return Sampling(**given, seed=(seed + choice) % 2**32, logit_bias=bias)
 
 
 def make_jobs(
@@ -55,20 +56,30 @@ def make_jobs(
     n_logprobs: int | None = None,
     session: CacheSessionMetadata | None = None,
     param: str = "prompt",
-    shown: Sequence[int] = (),
+    chat: RenderedChat | None = None,
+    budget: int | None = None,
 ) -> list[Job]:
     """`body.n` jobs for each prompt. Not for the event loop: constraints take time to compile.
+
+    Args:
+        chat: how the prompt was rendered and the answers are to be made, where llama.cpp's chat layer knows.
+        budget: tokens after which a thought is ended.
 
     Raises:
         ApiError: 400.
     """
-    n = body.n or 1
+    n, tokenizer = body.n or 1, server.engine.tokenizer
+    max_tokens = server.engine.n_ctx if max_tokens is None else max_tokens
+    _check_tokens(server, body, max_tokens)
     _check_logprobs(server, n * len(prompts), max_tokens, n_logprobs)
     if n * len(prompts) > server.engine.most_jobs(owner):
         raise bad_request(f"n={n} for {len(prompts)} prompts is more than this server queues", "n")
     jobs = []
     matcher = _matcher(server, constraint)
     reuse = body.use_kv_cache is not False
+    thoughts = chat.thoughts if chat is not None else None
+    shown = tokenizer.shown(chat.shown) if chat is not None else ()
+    n_forgotten = len(tokenizer.tokenize(chat.answer, start=False, special=True)) if chat is not None else 0
     for prompt in prompts:
         try:
             server.engine.check_prompt(len(prompt))
@@ -76,12 +87,12 @@ def make_jobs(
             raise from_engine(error, param) from None
         for choice in range(n):
             try:
-                sampler = server.engine.tokenizer.sampler(sampling(body, choice), matcher)
+                sampler = tokenizer.sampler(sampling(body, choice), matcher)
             except ValueError as error:
                 raise bad_request(str(error), str(error).partition(":")[0]) from None
             job = Job(
                 prompt,
-                max_tokens=server.engine.n_ctx if max_tokens is None else max_tokens,
+                max_tokens=max_tokens,
                 sampler=sampler,
                 tenant=owner,
                 stop=[*body.stops, *stops],
@@ -91,12 +102,27 @@ def make_jobs(
                 reuse=reuse or choice > 0,
                 store=reuse,
                 session=session.kv_cache_ref if session is not None else None,
+                min_tokens=body.min_tokens or 0,
+                stop_tokens=body.stop_token_ids or (),
                 shown=shown,
+                thought=tokenizer.thought(thoughts, budget) if thoughts is not None else None,
+                boundary=len(prompt) - n_forgotten if thoughts is not None else 0,
             )
-            if n > 1 and choice == 0:
-                job.snapshot_at = len(prompt) - 1  # where the other choices start
             jobs.append(job)
     return jobs
+
+
+def prompt_progress(job: Job) -> dict[str, Any] | None:
+    """llama-server's: tokens of the prompt, found and evaluated ones; None when all are."""
+    seq = job.seq  # the engine's thread sets it
+    if job.evaluated:
+        return None
+    return {
+        "total": job.n_prompt,
+        "cache": job.n_cached or 0,
+        "processed": min(len(seq.tokens) if seq is not None else 0, job.n_prompt),
+        "time_ms": round(1000 * (time.perf_counter() - job.t_submit)),
+    }
 
 
 def usage(jobs: Sequence[Job], n: int) -> dict[str, Any]:
@@ -104,6 +130,8 @@ def usage(jobs: Sequence[Job], n: int) -> dict[str, Any]:
     firsts = jobs[::n]
     prompt_tokens = sum(job.n_prompt for job in firsts)
     answer_tokens = sum(job.n_answer for job in jobs)
+    thoughts = [job.thought.n_tokens for job in jobs if job.thought is not None]
+    details = {"completion_tokens_details": {"reasoning_tokens": sum(thoughts)}} if thoughts else {}
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": answer_tokens,
@@ -113,6 +141,7 @@ def usage(jobs: Sequence[Job], n: int) -> dict[str, Any]:
             "cached_tier": next((job.cached_tier for job in firsts if job.n_cached), None),
             "cached_exact": all(job.exact for job in firsts),
         },
+        **details,
     }
 
 
@@ -138,9 +167,19 @@ def _matcher(server: ServerState, constraint: Constraint | None) -> Matcher | No
         raise bad_request(str(error), constraint.name) from None
 
 
-def _check_logprobs(server: ServerState, n: int, max_tokens: int | None, n_logprobs: int | None) -> None:
+def _check_tokens(server: ServerState, body: Generation, max_tokens: int) -> None:
+    if (body.min_tokens or 0) > max_tokens:
+        raise bad_request(f"min_tokens={body.min_tokens} is more than max_tokens={max_tokens}", "min_tokens")
+    n_vocab = server.engine.tokenizer.n_vocab
+    if bad := next((token for token in body.stop_token_ids or () if token >= n_vocab), None):
+        raise bad_request(
+            f"stop_token_ids: token {bad} is not one of this model's {n_vocab}", "stop_token_ids"
+        )
+
+
+def _check_logprobs(server: ServerState, n: int, max_tokens: int, n_logprobs: int | None) -> None:
     """They take a hundred times the memory of the text."""
-    n_tokens = min(max_tokens or server.engine.n_ctx, server.engine.n_ctx)
+    n_tokens = min(max_tokens, server.engine.n_ctx)
     if n * n_tokens * (n_logprobs or 0) > _MAX_LOGPROBS:
         raise bad_request(
             f"{n} answers of up to {n_tokens} tokens with {n_logprobs} logprobs each are more than the "

@@ -10,7 +10,8 @@ from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
-from mixedkv.server.api_error import ApiError
+from mixedkv.errors import ModelChangedError
+from mixedkv.server.api_error import ApiError, from_engine
 from mixedkv.server.snapshot import of_tenant, snapshot
 from mixedkv.server.state import ServerState, check_model, server_state, tenant
 
@@ -52,8 +53,11 @@ async def stats(request: Request) -> Response:
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """200 while the engine is alive."""
-    if not server_state(request).engine.alive:
+    """200 while the engine is alive and its model is what was loaded."""
+    engine = server_state(request).engine
+    if isinstance(engine.closing_error, ModelChangedError):
+        raise from_engine(engine.closing_error)
+    if not engine.alive:
         raise ApiError(503, "the engine has stopped", code="engine_stopped")
     return JSONResponse({"status": "ok"})
 
@@ -67,6 +71,8 @@ async def health_head(request: Request) -> Response:
 async def ready(request: Request) -> Response:
     """200 when requests are taken: the model is loaded and warm, and the server is not shutting down."""
     server = server_state(request)
+    if isinstance(server.engine.closing_error, ModelChangedError):
+        raise from_engine(server.engine.closing_error)
     if not (server.ready and server.engine.alive):
         raise ApiError(503, "the server is starting or shutting down", code="not_ready")
     return JSONResponse({"status": "ready"})

@@ -1,4 +1,4 @@
-"""How both completion endpoints answer: as an event stream, or whole."""
+"""How endpoints that generate answer: as an event stream, or whole."""
 
 from __future__ import annotations
 
@@ -9,35 +9,46 @@ from typing import Any, Protocol
 from fastapi import Request
 from starlette.responses import Response
 
-from mixedkv.engine.job import Delta, Done, Job
-from mixedkv.server.api.sse import EventStream
-from mixedkv.server.pending import PendingRequest, or_disconnect
+from mixedkv.engine.job import Done, Job
+from mixedkv.server.api.sse import EventStream, StreamedAnswer
+from mixedkv.server.pending import OnEvent, PendingRequest, or_disconnect
 from mixedkv.server.state import ServerState, json_answer, time_left
 
+_PING = 15.0  # seconds without an event after which a stream says that it is alive
+_PROGRESS = 0.5  # the same where the client asks how far its prompt is
 
-class Answer(Protocol):
-    """OpenAI's objects of one request: the parts of a stream, or one of all ends."""
 
-    def first(self) -> bytes: ...
-
-    def event(self, i: int, event: Delta | Done) -> bytes: ...
-
-    def last(self) -> bytes: ...
+class Answer(StreamedAnswer, Protocol):
+    """An API's objects of one request: the parts of a stream, or one of all ends."""
 
     def whole(self, ends: list[Done]) -> dict[str, Any]: ...
 
 
 async def respond(
-    request: Request, server: ServerState, jobs: Sequence[Job], answer: Answer, *, stream: bool, large: bool
+    request: Request,
+    server: ServerState,
+    jobs: Sequence[Job],
+    answer: Answer,
+    *,
+    stream: bool,
+    large: bool,
+    progress: bool = False,
+    on_event: OnEvent | None = None,
 ) -> Response:
     """Run the jobs and answer; a `large` object is made and encoded off the event loop.
+
+    Args:
+        progress: the stream says how far its prompt is, so it begins at once.
 
     Raises:
         ApiError: before anything was sent: see `PendingRequest`.
     """
-    pending = PendingRequest(server.engine, jobs, server.settings.request_timeout, time_left(request))
+    pending = PendingRequest(
+        server.engine, jobs, server.settings.request_timeout, time_left(request), on_event
+    )
     if stream:
-        return await EventStream(pending, answer.first(), answer.event, answer.last).begin(request)
+        interval = _PROGRESS if progress else _PING
+        return await EventStream(pending, answer, interval=interval, at_once=progress).begin(request)
     with pending:
         ends = await or_disconnect(request, pending.done())
     make = partial(answer.whole, ends)

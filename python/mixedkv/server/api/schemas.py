@@ -9,7 +9,9 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     field_validator,
     model_validator,
 )
@@ -23,6 +25,7 @@ _MAX_STOPS = 16
 _MAX_SEED = 2**63 - 1
 _MAX_FIELDS = 256  # of an object of ours
 MAX_TOOLS = 128  # OpenAI's
+_MAX_VARIABLES = 64  # of a chat template
 _MAX_ENTRIES = 4096  # of logit_bias and metadata
 
 
@@ -50,6 +53,8 @@ Name = Annotated[Text, Field(max_length=256)]
 Id = Annotated[str, Field(min_length=1, max_length=MAX_LENGTH, pattern=f"^{PATTERN}$")]
 StopText = Annotated[Text, Field(min_length=1, max_length=1000)]
 StopTexts = Annotated[list[StopText], Field(max_length=_MAX_STOPS, fail_fast=True)]
+Breaker = Annotated[Text, Field(min_length=1, max_length=40, pattern=r"^[^\x00]*$")]
+Breakers = Annotated[list[Breaker], Field(max_length=_MAX_STOPS, fail_fast=True)]
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 
 
@@ -63,9 +68,21 @@ class Model(BaseModel):
         return _few(value)
 
 
+def _is_list(value: Any) -> str:
+    return "list" if isinstance(value, list) else "text"
+
+
+# of a union that is a text or a list: only one of both says what is wrong
+TEXT, LIST, TEXT_OR_LIST = Tag("text"), Tag("list"), Discriminator(_is_list)
+
+
+IGNORED = "Accepted and ignored."  # descriptions: docs/openai-fields.md is made of them
+REFUSED = "Refused unless it asks for what this server does anyway."
+
+
 class StreamOptions(Model):
     include_usage: bool | None = None
-    include_obfuscation: bool | None = Field(None, description="Accepted and ignored.")
+    include_obfuscation: bool | None = Field(None, description=IGNORED)
 
 
 class TextPart(Model):
@@ -177,29 +194,68 @@ class Generation(Model):
     # ours and llama.cpp's
     top_k: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
-    repeat_penalty: Annotated[Finite, Field(gt=0, le=10)] | None = None
+    typical_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    top_n_sigma: Annotated[Finite, Field(ge=-1, le=1000)] | None = None
+    xtc_probability: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    xtc_threshold: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    dynatemp_range: Annotated[Finite, Field(ge=0, le=100)] | None = None
+    dynatemp_exponent: Annotated[Finite, Field(ge=0, le=100)] | None = None
+    dry_multiplier: Annotated[Finite, Field(ge=0, le=100)] | None = None
+    dry_base: Annotated[Finite, Field(ge=0, le=100)] | None = None
+    dry_allowed_length: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    dry_penalty_last_n: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    dry_sequence_breakers: Annotated[list[Breaker], Field(max_length=_MAX_STOPS, fail_fast=True)] | None = (
+        None
+    )
+    mirostat: Annotated[int, Field(ge=0, le=2)] | None = None
+    mirostat_tau: Annotated[Finite, Field(ge=0, le=100)] | None = None
+    mirostat_eta: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    adaptive_target: Annotated[Finite, Field(ge=-1, le=1)] | None = None
+    adaptive_decay: Annotated[Finite, Field(ge=0, le=0.99)] | None = None
+    repeat_penalty: Annotated[Finite, Field(ge=0.01, le=10)] | None = None
     grammar: Annotated[Text, Field(max_length=65536)] | None = Field(
         None, description="GBNF the answer follows."
     )
     regex: Annotated[Text, Field(max_length=65536)] | None = Field(
         None, description="Regular expression the whole answer matches."
     )
+    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
+        None, description="Of the answer before the model may end it."
+    )
+    stop_token_ids: Annotated[list[Token], Field(max_length=_MAX_STOPS, fail_fast=True)] | None = Field(
+        None, description="Tokens that end the answer; they are not part of it."
+    )
+    return_progress: bool | None = Field(None, description="A stream says how far its prompt is.")
     ignore_eos: bool | None = Field(None, description="Go on to max_tokens.")
     use_kv_cache: bool | None = Field(None, description="False: evaluate everything, keep nothing.")
     session_id: Id | None = Field(None, description="Of /v1/context: its prompt goes before this one.")
+    append: bool | None = Field(
+        None, description="This turn becomes part of the session; default: as it was made."
+    )
+    session_version: Annotated[int, Field(ge=0, le=_MAX_SEED)] | None = Field(
+        None, description="Answer only if the session is at this version."
+    )
     prompt_cache_key: Name | None = Field(
         None, description="Accepted: the longest prefix is found without it."
     )
-    # accepted and ignored
-    user: Name | None = None
-    service_tier: Name | None = None
-    safety_identifier: Name | None = None
-    prompt_cache_retention: Name | None = None
+    user: Name | None = Field(None, description=IGNORED)
+    service_tier: Name | None = Field(None, description=IGNORED)
+    safety_identifier: Name | None = Field(None, description=IGNORED)
+    prompt_cache_retention: Name | None = Field(None, description=IGNORED)
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Generation:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options goes with stream=true only")
+        if self.return_progress and not self.stream:
+            raise ValueError("return_progress goes with stream=true only")
+        return self
+
+    @model_validator(mode="after")
+    def _needs_a_session(self) -> Generation:
+        for name in ("append", "session_version"):
+            if getattr(self, name) is not None and self.session_id is None:
+                raise ValueError(f"{name} goes with session_id only")
         return self
 
     @property
@@ -207,27 +263,47 @@ class Generation(Model):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-class ChatRequest(Generation):
+Metadata = Annotated[dict[Name, Annotated[Text, Field(max_length=4096)]], Few]
+Variables = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[a-zA-Z_][a-zA-Z0-9_]{0,63}$")], Any],
+    BeforeValidator(lambda value: _few(value, _MAX_VARIABLES)),
+]
+
+
+class ChatFields(Model):
+    """What a prompt is made of."""
+
     messages: Messages
+    tools: Tools | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="Given to the chat template; none: no thoughts, where it can do that."
+    )
+    chat_template_kwargs: Variables | None = Field(None, description="Variables of the chat template.")
+    continue_final_message: bool | None = Field(
+        None, description="The last message is the answer's beginning; the answer goes on from it."
+    )
+
+
+class ChatRequest(ChatFields, Generation):
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    # accepted and ignored
-    store: bool | None = None
-    metadata: Annotated[dict[Name, Annotated[Text, Field(max_length=4096)]], Few] | None = None
-    reasoning_effort: Name | None = None
-    verbosity: Name | None = None
+    reasoning_budget_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
+        None, description="Tokens after which a thought is ended."
+    )
+    store: bool | None = Field(None, description=IGNORED)
+    metadata: Metadata | None = Field(None, description=IGNORED)
+    verbosity: Name | None = Field(None, description=IGNORED)
     # known, but not what this server does: see `_refuse_unsupported`
-    functions: list[Any] | None = None
-    function_call: Any = None
-    modalities: list[Any] | None = None
-    audio: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
+    functions: list[Any] | None = Field(None, description=REFUSED)
+    function_call: Any = Field(None, description=REFUSED)
+    modalities: list[Any] | None = Field(None, description=REFUSED)
+    audio: Any = Field(None, description=REFUSED)
+    prediction: Any = Field(None, description=REFUSED)
+    web_search_options: Any = Field(None, description=REFUSED)
 
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> ChatRequest:
@@ -256,13 +332,13 @@ class CompletionRequest(Generation):
     prompt: Prompt
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
-    best_of: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
-    suffix: Text | None = None
+    best_of: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = Field(None, description=REFUSED)
+    suffix: Text | None = Field(None, description="Comes after the answer, of models made for infilling.")
 
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> CompletionRequest:
-        if self.suffix:
-            raise ValueError("suffix is not supported by this server: leave it out")
+        if self.suffix and not (isinstance(self.prompt, str) and self.session_id is None):
+            raise ValueError("suffix goes with one prompt that is a text, and without session_id")
         if self.best_of is not None and self.best_of > (self.n or 1):
             raise ValueError("best_of is not supported by this server: ask for n answers and choose")
         if self.echo and self.logprobs is not None:
@@ -276,6 +352,22 @@ class CompletionRequest(Generation):
         if isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(cast("list[str | list[int]]", self.prompt))
+
+
+class ExtraFile(Model):
+    filename: Name | None = None
+    text: Text
+
+
+class InfillRequest(Generation):
+    input_prefix: Text
+    input_suffix: Text
+    input_extra: Annotated[list[ExtraFile], Field(max_length=_MAX_FIELDS, fail_fast=True)] | None = None
+    prompt: Text | None = Field(None, description="The beginning of what is missing.")
+    n_predict: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
+        None, description="llama-server's name of max_tokens."
+    )
+    n: Annotated[int, Field(ge=1, le=1)] | None = None
 
 
 class WarmRequest(Model):
@@ -293,6 +385,23 @@ class WarmRequest(Model):
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
         return self
+
+
+class TokenizeRequest(Model):
+    model: Name | None = None
+    content: Text
+    add_special: bool = Field(False, description="The text begins a prompt: with the tokens that do that.")
+    parse_special: bool = Field(True, description="Control tokens are read as such.")
+    with_pieces: bool = False
+
+
+class DetokenizeRequest(Model):
+    model: Name | None = None
+    tokens: Annotated[list[Token], Field(fail_fast=True)]
+
+
+class ApplyTemplateRequest(ChatFields):
+    model: Name | None = None
 
 
 class ContextPatch(Model):
@@ -315,7 +424,7 @@ class EmbeddingRequest(Model):
     model: Name | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    user: Name | None = None
+    user: Name | None = Field(None, description=IGNORED)
 
     @field_validator("input", mode="before")
     @classmethod

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -14,7 +13,8 @@ from mixedkv.engine.job import Delta, Done
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.pending import PendingRequest, disconnected, or_disconnect
 
-_DONE = b"data: [DONE]\n\n"
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -26,6 +26,11 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 def sse(chunk: dict[str, Any]) -> bytes:
     """One event."""
     return f"data: {_encode(chunk)}\n\n".encode()
+
+
+def named_sse(chunk: dict[str, Any]) -> bytes:
+    """One event that is called by its type."""
+    return f"event: {chunk['type']}\ndata: {_encode(chunk)}\n\n".encode()
 
 
 class Template:
@@ -44,35 +49,48 @@ class Template:
         return f"{self._before}{_encode(text)}{self._after}".encode()
 
 
+class StreamedAnswer(Protocol):
+    """The parts of a stream, as bytes; asked for once there is an event, or the stream has to begin."""
+
+    def first(self) -> bytes: ...
+
+    def event(self, i: int, event: Delta | Done) -> bytes: ...
+
+    def idle(self) -> bytes:
+        """While nothing comes."""
+
+    def failed(self, error: ApiError) -> bytes: ...
+
+    def last(self) -> bytes: ...
+
+
 class EventStream(Response):
     """Answers with the events of a pending. What fails before there is one has an HTTP status: see `begin`.
 
     Args:
-        first: bytes before everything else.
-        make: bytes of an event of choice i.
-        last: bytes before [DONE].
+        interval: seconds after which `idle` is sent where nothing has come.
+        at_once: do not wait for the first event.
     """
 
     def __init__(
-        self,
-        pending: PendingRequest,
-        first: bytes,
-        make: Callable[[int, Delta | Done], bytes],
-        last: Callable[[], bytes],
+        self, pending: PendingRequest, answer: StreamedAnswer, *, interval: float, at_once: bool = False
     ) -> None:
         self.status_code, self.background = 200, None
-        self._pending, self._first, self._make, self._last = pending, first, make, last
+        self._pending, self._answer = pending, answer
+        self._interval, self._at_once = interval, at_once
         self._begin: tuple[int, Delta | Done] | None = None
 
     async def begin(self, request: Any) -> EventStream:
-        """Wait for the first event.
+        """Wait for the first event, though not for long: then whoever waits is told that there will be one.
 
         Raises:
             ApiError: there is none.
         """
         self._pending.__enter__()
         try:
-            self._begin = await or_disconnect(request, self._pending.next())
+            self._pending.tick_every(self._interval)
+            if not self._at_once:
+                self._begin = await or_disconnect(request, self._pending.next())
         except BaseException:
             self._pending.__exit__()
             raise
@@ -92,16 +110,21 @@ class EventStream(Response):
             await asyncio.gather(writing, gone, return_exceptions=True)
 
     async def _write(self, send: Send) -> None:
-        assert self._begin is not None
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-        pending, out = self._pending, [self._first, self._make(*self._begin)]
+        pending, answer = self._pending, self._answer
+        out = [answer.first()]
+        if self._begin is not None:
+            out.append(self._make(self._begin))
         try:
             while not pending.over:
                 if pending.waiting():
                     await send({"type": "http.response.body", "body": b"".join(out), "more_body": True})
                     out = []
-                out.append(self._make(*await pending.next()))
-            out += [self._last(), _DONE]
+                out.append(self._make(await pending.next()))
+            out.append(answer.last())
         except ApiError as error:  # the status has been sent
-            out.append(sse(error.body()))
+            out.append(answer.failed(error))
         await send({"type": "http.response.body", "body": b"".join(out), "more_body": False})
+
+    def _make(self, event: tuple[int, Delta | Done] | None) -> bytes:
+        return self._answer.idle() if event is None else self._answer.event(*event)

@@ -1,59 +1,15 @@
-"""Tools of a chat: what a request may say of them, its prompt, and calls in OpenAI's form."""
+"""Tools of a chat: what a request may say of them, and calls in OpenAI's form."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from mixedkv.engine.tool_chat import ToolChoice, ToolPrompt, check_depth
-from mixedkv.engine.tool_reader import Call, Part
-from mixedkv.errors import ContextLengthError
+from mixedkv.engine.answer_reader import Call, Part
+from mixedkv.engine.chat_template import ToolChoice, check_depth
 from mixedkv.server.api.schemas import ChatRequest, Message, NamedTool, Tool
-from mixedkv.server.api_error import ApiError, bad_request, prompt_error
-from mixedkv.server.state import ServerState
-
-
-@dataclass(frozen=True, kw_only=True)
-class ToolRequest:
-    """What of a request is about tools."""
-
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]]
-    choice: ToolChoice
-
-    def tokens(self, server: ServerState) -> tuple[list[int], ToolPrompt]:
-        """
-        Raises:
-            ApiError: 400.
-        """
-        try:
-            return server.engine.tokenizer.tool_chat(self.messages, self.tools, self.choice)
-        except ContextLengthError as error:
-            raise prompt_error(error, "messages") from None
-        except ValueError as error:
-            raise bad_request(str(error), str(error).partition(":")[0]) from None
-
-
-def tool_request(
-    messages: Sequence[Message], tools: Sequence[Tool] | None, choice: ToolChoice
-) -> ToolRequest | None:
-    """None where nothing is about tools.
-
-    Raises:
-        ApiError: 400, something does not go together; it names the field.
-    """
-    if not tools and choice.mode == "required":
-        raise bad_request("tool_choice asks for a call, and there are no tools: give tools", "tool_choice")
-    _check_calls(messages)
-    if not tools and not any(message.role == "tool" or message.tool_calls for message in messages):
-        return None
-    return ToolRequest(
-        messages=[template_message(message) for message in messages],
-        tools=_checked(tools or [], choice),
-        choice=choice,
-    )
+from mixedkv.server.api_error import ApiError, bad_request
 
 
 def choice_of(body: ChatRequest) -> ToolChoice:
@@ -79,22 +35,12 @@ def choice_of(body: ChatRequest) -> ToolChoice:
     return choice
 
 
-def template_message(message: Message) -> dict[str, Any]:
-    """A message as chat templates know it."""
-    out: dict[str, Any] = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": message.text,
-    }
-    if message.name:
-        out["name"] = message.name
-    if message.tool_calls:
-        out["tool_calls"] = [call.model_dump() for call in message.tool_calls]
-    if message.tool_call_id:
-        out["tool_call_id"] = message.tool_call_id
-    return out
+def checked_tools(tools: Sequence[Tool], choice: ToolChoice) -> list[dict[str, Any]]:
+    """Tools as templates know them.
 
-
-def _checked(tools: Sequence[Tool], choice: ToolChoice) -> list[dict[str, Any]]:
+    Raises:
+        ApiError: 400, two have one name, a schema is odd, or the chosen one is missing.
+    """
     names: set[str] = set()
     for i, tool in enumerate(tools):
         name, where = tool.function.name, f"tools[{i}].function"
@@ -125,8 +71,12 @@ def _check_parameters(schema: dict[str, Any], where: str) -> None:
         raise bad_request(f"{where}.required: give a list of names", "tools")
 
 
-def _check_calls(messages: Sequence[Message]) -> None:
-    """Each result answers a call before it, once."""
+def check_calls(messages: Sequence[Message]) -> None:
+    """Each result answers a call before it, once.
+
+    Raises:
+        ApiError: 400.
+    """
     open_calls: set[str] = set()
     for i, message in enumerate(messages):
         where = f"messages[{i}]"

@@ -10,6 +10,8 @@ import stat
 from pathlib import Path
 
 from mixedkv.engine.tenant_limits import TenantLimits
+from mixedkv.sessions import Quota
+from mixedkv.store import Share
 
 _TENANT = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # the store refuses ".."
 _KEY = re.compile(r"[\x21-\x7e]{16,512}")
@@ -17,7 +19,16 @@ _MAX_KEYS = 10_000
 _NO_LIMITS = TenantLimits()
 
 
-_LIMITS = {"weight": (1, 1000), "running": (1, 1_000_000), "queued": (0, 1_000_000)}  # smallest and largest
+_LIMITS = {  # smallest and largest
+    "weight": (1, 1000),
+    "running": (1, 1_000_000),
+    "queued": (0, 1_000_000),
+    "kept": (0, 1_000_000),
+    "sessions": (0, 1_000_000),
+    "session_mb": (0, 1_000_000),
+    "disk_mb": (0, 100_000_000),
+}
+_ENGINE = ("weight", "running", "queued", "kept")
 
 
 class Keys:
@@ -27,6 +38,7 @@ class Keys:
         self._path = path
         self._tenants: list[tuple[bytes, str]] = []
         self._limits: dict[str, TenantLimits] = {}
+        self._kept: dict[str, dict[str, int]] = {}  # limits of what stays after an answer
 
     def __bool__(self) -> bool:
         return bool(self._tenants)
@@ -48,10 +60,26 @@ class Keys:
         """Read the file again. Where that fails, see `load`, nothing changes."""
         by_key, limits = _read(self._path)
         self._tenants = [(_digest(key.encode()), tenant) for key, tenant in by_key.items()]
-        self._limits = {tenant: TenantLimits(**given) for tenant, given in limits.items()}
+        self._limits = {
+            tenant: TenantLimits(**{name: value for name, value in given.items() if name in _ENGINE})
+            for tenant, given in limits.items()
+        }
+        self._kept = limits
 
     def limits(self, tenant: str) -> TenantLimits:
         return self._limits.get(tenant, _NO_LIMITS)
+
+    def session_quota(self, tenant: str, default: Quota) -> Quota:
+        """What a tenant's sessions may be."""
+        given = self._kept.get(tenant, {})
+        n_bytes = given["session_mb"] * 10**6 if "session_mb" in given else default.nbytes
+        return Quota(given.get("sessions", default.sessions), n_bytes)
+
+    def disk_share(self, tenant: str) -> Share:
+        """What a tenant may have of the store's folder."""
+        given = self._kept.get(tenant, {})
+        most = given["disk_mb"] * 10**6 if "disk_mb" in given else None
+        return Share(weight=given.get("weight", 1), max_bytes=most)
 
     def has(self, tenant: str) -> bool:
         return tenant in {name for _, name in self._tenants} if self._tenants else not tenant

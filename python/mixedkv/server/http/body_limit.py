@@ -15,7 +15,7 @@ from mixedkv.server.http.auth import Keys
 _MAX_BYTES_OF_STRANGERS = 4096  # who has no key fills no memory
 _LINGER_SECONDS = 1.0
 DEADLINE = "mixedkv.deadline"  # in a request's scope: time of the event loop at which it is given up
-_LARGEST_AT_A_TIME = 16  # bodies of the largest size, or as many bytes in smaller ones
+_LARGEST_AT_A_TIME = 8  # bodies of the largest size, or as many bytes in smaller ones
 _SMALL = 1 << 16  # bytes of a body that is always taken: as many as there are connections are no danger
 
 

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mixedkv.server.api_error import ApiError
+from mixedkv.server.http.root_path import without
 
 _READ_BYTES = 8192  # in a turn of the event loop: for 256 KiB of tiny chunks h11 takes more than a second
 _HEAD_SECONDS_BEYOND = 1.0  # of connections that get no more than a refusal, or health
@@ -38,11 +39,13 @@ class Connection(H11Protocol):
 
     head_seconds: float
     stall_seconds: float
+    root_path: str
 
     @classmethod
-    def within(cls, head_seconds: float, stall_seconds: float) -> type[Connection]:
+    def within(cls, head_seconds: float, stall_seconds: float, root_path: str = "") -> type[Connection]:
         """The class with these bounds, for uvicorn's `http`."""
-        return type(cls.__name__, (cls,), {"head_seconds": head_seconds, "stall_seconds": stall_seconds})
+        bounds = {"head_seconds": head_seconds, "stall_seconds": stall_seconds, "root_path": root_path}
+        return type(cls.__name__, (cls,), bounds)
 
     def connection_made(self, transport: Any) -> None:
         self._head_timer: asyncio.TimerHandle | None = None
@@ -65,7 +68,7 @@ class Connection(H11Protocol):
         elif len(self.connections) > limit + _BEYOND:
             self.transport.abort()
         else:
-            self.app = _health_only(self.app)
+            self.app = _health_only(self.app, self.root_path)
             self.head_seconds = min(self.head_seconds, _HEAD_SECONDS_BEYOND)
 
     @property
@@ -152,7 +155,7 @@ class Connection(H11Protocol):
             self.transport.write(self.conn.send(event) or b"")
 
 
-def _health_only(app: ASGIApp) -> ASGIApp:
+def _health_only(app: ASGIApp, root_path: str) -> ASGIApp:
     """One answer, of a few paths; a refusal on others."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -161,7 +164,7 @@ def _health_only(app: ASGIApp) -> ASGIApp:
                 message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
             await send(message)
 
-        if scope["path"] in _HEALTH:
+        if without(root_path, scope["path"]) in _HEALTH:
             await app(scope, receive, last)
         else:
             await _TOO_MANY.response()(scope, receive, send)

@@ -111,6 +111,7 @@ class DiskTier:
         return unfinished, finished
 
     def _create_locked(self) -> tuple[Path, IO[bytes]]:
+        self.folder.mkdir(mode=0o700, exist_ok=True)  # who emptied the store's folder has removed it
         while True:
             path = self.folder / f"{secrets.token_hex(16)}{_TEMPORARY}"
             file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "wb")
@@ -173,6 +174,15 @@ def make_own_folder(path: Path) -> None:
         raise PermissionError(
             f"{path} can be written by others ({stat.S_IMODE(info.st_mode):o}): chmod 700 it"
         )
+
+
+def inode(path: Path) -> tuple[int, int]:
+    """Device and inode, zeros of no file."""
+    try:
+        info = path.stat()
+    except FileNotFoundError:
+        return 0, 0
+    return info.st_dev, info.st_ino
 
 
 def is_full(error: Exception) -> bool:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from mixedkv.engine.answer_reader import AnswerReader
+from mixedkv.engine.chat_template import ChatRenderer, RenderedChat, ToolChoice, check_depth
 from mixedkv.engine.constraint import ConstraintCompiler
-from mixedkv.engine.tool_chat import ToolChoice, ToolPrompt, ToolTemplate, check_depth
-from mixedkv.engine.tool_reader import ToolReader
 from support.families import ADD, ARGUMENTS, CALLS, WEATHER, template
 
 USER = {"role": "user", "content": "Will it rain in Oslo?"}
@@ -19,15 +19,15 @@ BYTES = ConstraintCompiler.of_tokens([*(bytes([i]) for i in range(256)), b"\xff<
 
 
 @cache
-def family(name: str) -> ToolTemplate:
-    return ToolTemplate(template(name), "<s>", "</s>")
+def family(name: str) -> ChatRenderer:
+    return ChatRenderer(template(name), "<s>", "</s>")
 
 
-def render(family_name: str, mode: str = "auto", tools: Any = (WEATHER, ADD), **choice: Any) -> ToolPrompt:
+def render(family_name: str, mode: str = "auto", tools: Any = (WEATHER, ADD), **choice: Any) -> RenderedChat:
     return family(family_name).render([USER], tools, ToolChoice(mode=mode, **choice))
 
 
-def read_in_pieces(reader: ToolReader, text: str, size: int) -> list[Any]:
+def read_in_pieces(reader: AnswerReader, text: str, size: int) -> list[Any]:
     parts = []
     for at in range(0, len(text), size):
         parts += reader.feed(text[at : at + size])
@@ -93,6 +93,19 @@ def test_forced_arguments_follow_the_schema(name: str) -> None:
         matcher.accept(byte)
     digits = {chr(token) for token in matcher.allowed() if chr(token) in '-0123456789"'}
     assert digits == set("123456789")
+
+
+@pytest.mark.parametrize("names", [("Joke",), ("joke", "Joke"), ("start", "Root")])
+def test_arguments_follow_the_schema_whatever_a_function_is_called(names: tuple[str, ...]) -> None:
+    tools = [{"type": "function", "function": {**ADD["function"], "name": name}} for name in names]
+    prompt = render("Qwen-Qwen2.5-7B-Instruct", "required", tools, parallel=False)
+    assert prompt.constraint is not None
+    for name in names:
+        matcher = BYTES.compile(prompt.constraint)
+        for byte in f'<tool_call>\n{{"name": "{name}", "arguments": '.encode():
+            assert matcher.allows(byte), name
+            matcher.accept(byte)
+        assert matcher.allowed().tolist() == [ord("{")], name
 
 
 def test_only_the_named_function_can_be_forced() -> None:
@@ -176,7 +189,7 @@ def test_a_long_answer_is_not_read_at_every_token() -> None:
         lengths.append(len(text))
         return prompt.prompt.parse(text, partial)
 
-    reader = ToolReader(parse)
+    reader = AnswerReader(parse)
     parts = read_in_pieces(reader, "It rains. " * 5000, 5)
     assert "".join(part.content for part in parts) == "It rains. " * 5000
     assert sum(lengths) < 100 * 50_000, "it would be 5,000 times without a limit"
@@ -216,7 +229,7 @@ def test_an_answer_that_nests_without_end_is_text(bracket: str) -> None:
 )
 def test_a_template_made_to_harm_is_an_error(source: str) -> None:
     with pytest.raises(ValueError, match=r"^(tools|messages): "):
-        ToolTemplate(source, "", "").render([USER], [WEATHER], ToolChoice())
+        ChatRenderer(source, "", "").render([USER], [WEATHER], ToolChoice())
 
 
 @pytest.mark.parametrize("name", ["google-gemma-2-2b-it", "microsoft-Phi-3.5-mini-instruct"])

@@ -45,16 +45,20 @@ class ReadAnswer:
     calls: list[Call] = field(default_factory=list)
 
 
-class ToolReader:
+class AnswerReader:
     """One answer, so far in `answer`. What it has given out stays.
 
     Args:
         parse: llama.cpp's parser of this family: text and whether it goes on, to a message as JSON.
         parallel: more than one call; else those after the first are left out.
+        before: the answer's beginning, which its prompt has: no part of what is given out.
     """
 
-    def __init__(self, parse: Callable[[str, bool], str], *, parallel: bool = True) -> None:
+    def __init__(
+        self, parse: Callable[[str, bool], str], *, parallel: bool = True, before: ReadAnswer | None = None
+    ) -> None:
         self._parse, self._parallel = parse, parallel
+        self._before = before or ReadAnswer()
         self._text, self._due = "", 0
         self.answer = ReadAnswer()
 
@@ -69,19 +73,19 @@ class ToolReader:
         except (RuntimeError, ValueError):
             if not last or self.answer.calls:
                 return []
-            message = {
-                "content": self._text,
+            message = {  # not as its family does
+                "content": self._before.content + self._text,
                 "reasoning_content": "",
                 "tool_calls": [],
-            }  # not as its family does
+            }
         return [*self._texts(message), *self._calls(message["tool_calls"], last)]
 
     def _texts(self, message: dict[str, Any]) -> list[Part]:
-        answer, parts = self.answer, []
-        if reasoning := _rest(message["reasoning_content"], answer.reasoning):
+        answer, before, parts = self.answer, self._before, []
+        if reasoning := _rest(message["reasoning_content"], before.reasoning + answer.reasoning):
             answer.reasoning += reasoning
             parts.append(Part(reasoning=reasoning))
-        if content := _rest(message["content"], answer.content):
+        if content := _rest(message["content"], before.content + answer.content):
             answer.content += content
             parts.append(Part(content=content))
         return parts

@@ -1,19 +1,20 @@
-"""Chats with tools, by llama.cpp's own chat layer: it knows how each family of models is told of tools, and
-how it writes calls.
+"""Chats by llama.cpp's own chat layer: it knows how each family of models is told of tools, and how it writes
+calls and thoughts.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from mixedkv import _chat
+from mixedkv.engine.answer_reader import AnswerReader, ReadAnswer
 from mixedkv.engine.constraint import SPACE, Constraint
+from mixedkv.engine.thought import ThoughtTags
 from mixedkv.engine.tool_grammar import tool_grammar
-from mixedkv.engine.tool_reader import ToolReader
 
 _MAX_TEMPLATE = 1 << 16  # characters: llama.cpp takes a chain of filters apart by recursion
 _MAX_DEPTH = 64  # of objects and lists in a schema or in arguments
@@ -37,29 +38,53 @@ class ToolChoice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToolPrompt:
+class TemplateOptions:
+    """What a chat says to its template.
+
+    Attributes:
+        variables: of the template, JSON values by name.
+        thinking: the model may think first, where it does that.
+        continues: the last message is the answer's beginning.
+    """
+
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    thinking: bool = True
+    continues: bool = False
+
+
+NOTHING_SAID = TemplateOptions()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenderedChat:
     """A rendered chat.
 
     Attributes:
         constraint: of an answer that must call.
         stops: strings that end the answer.
         shown: control tokens that are part of its text.
+        thoughts: None for a model that does not think.
+        answer: the end of `text` that no later turn's prompt has: templates leave out thoughts.
+        before: the answer's beginning, where the chat gave it.
     """
 
     text: str
     constraint: Constraint | None
     stops: tuple[str, ...]
     shown: tuple[str, ...]
+    thoughts: ThoughtTags | None
+    answer: str
+    before: ReadAnswer
     prompt: _chat.ChatPrompt
     parallel: bool
 
-    def reader(self) -> ToolReader:
+    def reader(self) -> AnswerReader:
         """Of one answer."""
-        return ToolReader(self.prompt.parse, parallel=self.parallel)
+        return AnswerReader(self.prompt.parse, parallel=self.parallel, before=self.before)
 
 
-class ToolTemplate:
-    """A model's chat template, for messages with tools.
+class ChatRenderer:
+    """A model's chat template.
 
     Args:
         source: its Jinja text; "" for none.
@@ -68,9 +93,21 @@ class ToolTemplate:
     def __init__(self, source: str, bos: str, eos: str) -> None:
         self._source, self._bos, self._eos = source, bos, eos
 
+    @cached_property
+    def thinks(self) -> bool:
+        """Whether the model's template knows of thoughts."""
+        try:
+            return _tags(self._apply([{"role": "user", "content": "?"}], [], ToolChoice())) is not None
+        except ValueError:
+            return False
+
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], choice: ToolChoice
-    ) -> ToolPrompt:
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        choice: ToolChoice,
+        options: TemplateOptions = NOTHING_SAID,
+    ) -> RenderedChat:
         """
         Args:
             messages, tools: in OpenAI's form.
@@ -85,19 +122,26 @@ class ToolTemplate:
                 "chat_template that has"
             )
         must = choice.mode == "required"
-        prompt = self._apply(messages, tools, choice, thinking=not must)
+        if must:
+            options = replace(options, thinking=False)
+        prompt = self._apply(messages, tools, choice, options)
         reading, constraint = prompt, None
         if must:
             callable_ = [tool for tool in tools if choice.name in ("", tool["function"]["name"])]
-            reading = self._apply(messages, callable_, choice, thinking=False)
+            reading = self._apply(messages, callable_, choice, options)
             constraint = _calls_only(reading, callable_, choice.parallel)
-        elif not tools or choice.mode == "none":
-            reading = self._apply(messages, [], choice)
-        return ToolPrompt(
+        elif tools and choice.mode == "none":
+            reading = self._apply(messages, [], choice, options)
+        thoughts = _tags(prompt)
+        tags = (thoughts.start, *thoughts.ends) if thoughts is not None else ()
+        return RenderedChat(
             text=prompt.prompt,
             constraint=constraint,
             stops=tuple(reading.stops),
-            shown=tuple(reading.preserved) if tools else (),
+            shown=(*(reading.preserved if tools or thoughts else ()), *tags),
+            thoughts=None if must else thoughts,
+            answer=_forgotten(prompt, thoughts),
+            before=_said(messages[-1]) if options.continues else ReadAnswer(),
             prompt=reading,
             parallel=choice.parallel,
         )
@@ -128,12 +172,19 @@ class ToolTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
         choice: ToolChoice,
-        thinking: bool = True,
+        options: TemplateOptions = NOTHING_SAID,
     ) -> _chat.ChatPrompt:
         template = self._template
+        variables = {name: json.dumps(value) for name, value in options.variables.items()}
         try:
             return template.apply(
-                json.dumps(messages), json.dumps(tools), choice.mode, choice.parallel, thinking
+                json.dumps(messages),
+                json.dumps(tools),
+                choice.mode,
+                choice.parallel,
+                options.thinking,
+                variables,
+                options.continues,
             )
         except (RuntimeError, ValueError) as error:  # templates are programs of the model's file
             raise ValueError(f"messages: the model's chat template refuses them: {_short(error)}") from None
@@ -157,10 +208,8 @@ def _calls_only(prompt: _chat.ChatPrompt, tools: Sequence[Mapping[str, Any]], pa
     """A call is forced at once: where a template has begun a thought, that is ended."""
     functions = [tool["function"] for tool in tools]
     schemas = {each["name"]: each.get("parameters") or _NO_ARGUMENTS for each in functions}
-    ends = prompt.thinking_ends
-    began = prompt.opening.rfind(prompt.thinking_start) if prompt.thinking_start else -1
-    thinks = bool(ends) and began > max(prompt.opening.rfind(end) for end in ends)
-    first = ends[0] if thinks else ""
+    thoughts = _tags(prompt)
+    first = thoughts.ends[0] if thoughts is not None and thoughts.open else ""
     try:
         lark = tool_grammar(
             prompt.grammar, prompt.parser, schemas, space=SPACE, first=first, parallel=parallel
@@ -168,6 +217,24 @@ def _calls_only(prompt: _chat.ChatPrompt, tools: Sequence[Mapping[str, Any]], pa
     except ValueError as error:
         raise ValueError(f"tools: {error}") from None
     return Constraint("calls", lark, "tools", tuple(prompt.preserved))
+
+
+def _tags(prompt: _chat.ChatPrompt) -> ThoughtTags | None:
+    start, ends = prompt.thinking_start, tuple(end for end in prompt.thinking_ends if end)
+    if not start or not ends:
+        return None
+    began, ended = prompt.opening.rfind(start), max(prompt.opening.rfind(end) for end in ends)
+    return ThoughtTags(start=start, ends=ends, open=began > ended)
+
+
+def _forgotten(prompt: _chat.ChatPrompt, thoughts: ThoughtTags | None) -> str:
+    """Of the prompt's end what a thought begins."""
+    at = prompt.opening.find(thoughts.start) if thoughts is not None else -1
+    return prompt.opening[at:] if at >= 0 else ""
+
+
+def _said(message: Mapping[str, Any]) -> ReadAnswer:
+    return ReadAnswer(message.get("content") or "", message.get("reasoning_content") or "")
 
 
 def _short(error: Exception) -> str:

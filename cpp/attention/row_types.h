@@ -1,0 +1,148 @@
+// The layouts of rows in blocks, as ggml has them, and how code for one type is chosen at run time. Unpacking is in
+// plain C++, which compilers vectorise well where values come from arithmetic; vector layers replace what they do
+// better.
+
+#pragma once
+
+#include "kernel.h"
+
+#include "simd/half.h"
+
+namespace mixedkv {
+namespace {
+
+template <row_type type>
+struct type_constant {
+    static constexpr row_type value = type;
+};
+
+// A block of 32 elements. F16 scale d first, then F16 minimum m where there is one, then the high bits of 5, then
+// either 32 integers or 16 bytes of nibbles, the low ones first.
+constexpr int block_elements = 32;
+
+constexpr int block_bytes(row_type t) {
+    switch (t) {
+    case row_type::q8_0:
+        return 34;
+    case row_type::q4_0:
+    case row_type::iq4_nl:
+        return 18;
+    case row_type::q4_1:
+        return 20;
+    case row_type::q5_0:
+        return 22;
+    case row_type::q5_1:
+        return 24;
+    default:
+        return 0; // no blocks
+    }
+}
+
+// Values of nibbles
+struct q4_0_values {
+    static constexpr int8_t at[16] = { -8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7 };
+};
+struct iq4_nl_values {
+    static constexpr int8_t at[16] = { -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113 };
+};
+
+// Calls f with the type as a constant; false: rows of the type have no blocks
+template <class F>
+bool with_block_type(row_type type, F f) {
+    switch (type) {
+    case row_type::q8_0:
+        f(type_constant<row_type::q8_0>{});
+        return true;
+    case row_type::q4_0:
+        f(type_constant<row_type::q4_0>{});
+        return true;
+    case row_type::iq4_nl:
+        f(type_constant<row_type::iq4_nl>{});
+        return true;
+    case row_type::q4_1:
+        f(type_constant<row_type::q4_1>{});
+        return true;
+    case row_type::q5_0:
+        f(type_constant<row_type::q5_0>{});
+        return true;
+    case row_type::q5_1:
+        f(type_constant<row_type::q5_1>{});
+        return true;
+    default:
+        return false;
+    }
+}
+
+// A block in F32
+struct plain_blocks {
+    static void unpack(type_constant<row_type::q8_0>, const char * p, float * out) {
+        const float d = half_at(p);
+        for (int i = 0; i < 32; i++) {
+            out[i] = d * static_cast<int8_t>(p[2 + i]);
+        }
+    }
+
+    template <class Values>
+    static void look_up(const char * p, float * out) {
+        const float d = half_at(p);
+        for (int i = 0; i < 16; i++) {
+            const int byte = static_cast<uint8_t>(p[2 + i]);
+            out[i]         = d * Values::at[byte & 15];
+            out[i + 16]    = d * Values::at[byte >> 4];
+        }
+    }
+    static void unpack(type_constant<row_type::q4_0>, const char * p, float * out) { look_up<q4_0_values>(p, out); }
+    static void unpack(type_constant<row_type::iq4_nl>, const char * p, float * out) { look_up<iq4_nl_values>(p, out); }
+
+    // d n + m of nibbles that have a fifth bit in `high`
+    static void affine(float d, float m, uint32_t high, const char * nibbles, float * out) {
+        for (int i = 0; i < 16; i++) {
+            const int byte = static_cast<uint8_t>(nibbles[i]);
+            out[i]         = d * float((byte & 15) | int(high >> i & 1) << 4) + m;
+            out[i + 16]    = d * float(byte >> 4 | int(high >> (i + 16) & 1) << 4) + m;
+        }
+    }
+    static uint32_t bits(const char * p) {
+        uint32_t x;
+        std::memcpy(&x, p, 4);
+        return x;
+    }
+    static void unpack(type_constant<row_type::q4_1>, const char * p, float * out) {
+        const float d = half_at(p), m = half_at(p + 2);
+        for (int i = 0; i < 16; i++) {
+            const int byte = static_cast<uint8_t>(p[4 + i]);
+            out[i]         = d * float(byte & 15) + m;
+            out[i + 16]    = d * float(byte >> 4) + m;
+        }
+    }
+    static void unpack(type_constant<row_type::q5_0>, const char * p, float * out) {
+        affine(half_at(p), -16.0f * half_at(p), bits(p + 2), p + 6, out);
+    }
+    static void unpack(type_constant<row_type::q5_1>, const char * p, float * out) {
+        affine(half_at(p), half_at(p + 2), bits(p + 4), p + 8, out);
+    }
+};
+
+// A head of a key's row in F32
+inline void unpack_row(const attention_rows & rows, int64_t key, int head, int d, float * out) {
+    const char * p = key_row(rows, key, head);
+    switch (rows.type) {
+    case row_type::f16:
+        for (int i = 0; i < d; i++) {
+            out[i] = half_at(p + 2 * i);
+        }
+        break;
+    case row_type::other:
+        rows.to_float(p, out, d);
+        break;
+    default:
+        with_block_type(rows.type, [&](auto type) {
+            for (int i = 0; i < d; i += block_elements, p += block_bytes(type.value)) {
+                plain_blocks::unpack(type, p, out + i);
+            }
+        });
+    }
+}
+
+} // namespace
+} // namespace mixedkv

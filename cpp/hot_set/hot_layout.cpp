@@ -1,0 +1,61 @@
+#include "hot_set/hot_layout.h"
+
+#include <algorithm>
+
+namespace mixedkv {
+
+static uint64_t pad(uint64_t n, uint64_t to) {
+    return (n + to - 1) / to * to;
+}
+
+// one more than a window fills: it may share its first one with others
+static uint64_t pages_of_window(const hot_window & capacity, uint64_t page) {
+    return pad(capacity.recent_rows(), page) / page + 1;
+}
+
+uint64_t hot_layout::all(const hot_window & capacity, uint32_t n_seq, uint32_t n_cells) {
+    return std::min<uint64_t>(capacity.rows() * n_seq, n_cells);
+}
+
+uint64_t hot_layout::least(const hot_window & capacity, uint32_t n_seq, uint32_t n_cells) {
+    const uint64_t sinks = pad(uint64_t(capacity.sink_tokens) * n_seq, smallest_page);
+    return std::min(sinks + pages_of_window(capacity, smallest_page) * smallest_page, all(capacity, n_seq, n_cells));
+}
+
+uint64_t hot_layout::automatic(const hot_window & capacity, uint32_t n_seq, uint32_t n_cells, uint64_t bytes_cold,
+                               uint64_t bytes_f16) {
+    const uint64_t n_rows = bytes_f16 == 0 ? 0 : n_cells * bytes_cold / (4 * bytes_f16) / 8 * 8;
+    return std::max(least(capacity, n_seq, n_cells), n_rows == 0 ? 0 : n_rows - 1);
+}
+
+hot_layout hot_layout::make(const hot_window & capacity, uint32_t n_seq, uint32_t n_cells, uint64_t budget) {
+    const uint64_t n_sinks = uint64_t(capacity.sink_tokens) * n_seq;
+    const uint64_t whole   = all(capacity, n_seq, n_cells);
+
+    hot_layout res;
+
+    if (budget >= whole) {
+        res.n_slots = uint32_t(whole);
+        res.n_sinks = uint32_t(std::min(n_sinks, whole));
+        return res;
+    }
+    if (budget < least(capacity, n_seq, n_cells)) {
+        return res;
+    }
+
+    // as large as they can be while every sequence may have one, and one of them a whole window
+    for (uint32_t page = largest_page; page >= smallest_page; page /= 2) {
+        const uint64_t first   = pad(n_sinks, page);
+        const uint64_t n_pages = first < budget ? (budget - first) / page : 0;
+        if (n_pages >= pages_of_window(capacity, page) && (page == smallest_page || n_pages >= n_seq)) {
+            res.n_slots = uint32_t(first + n_pages * page);
+            res.n_sinks = uint32_t(first);
+            res.page    = page;
+            return res;
+        }
+    }
+
+    return res;
+}
+
+} // namespace mixedkv

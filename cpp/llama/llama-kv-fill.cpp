@@ -1,0 +1,169 @@
+#include "llama-kv-fill.h"
+
+#include "llama-kv-cache-mixed.h"
+#include "llama-kv-mixed-setup.h"
+#include "llama-kv-mixed-support.h"
+#include "llama-kv-rows-view.h"
+
+#include "llama-context.h"
+
+#include <algorithm>
+
+static std::vector<llama_kv_cache_mixed *> get_mixed(llama_context & ctx) {
+    std::vector<llama_kv_cache_mixed *> res;
+
+    for (llama_kv_cache * kv : llama_kv_mixed_caches(ctx.get_memory())) {
+        if (auto * mixed = dynamic_cast<llama_kv_cache_mixed *>(kv); mixed && mixed->is_fused()) {
+            res.push_back(mixed);
+        }
+    }
+
+    return res;
+}
+
+static std::string positions_problem(llama_context & ctx, const llama_kv_fill & fill) {
+    for (uint32_t i = 0; i < fill.n; ++i) {
+        if (fill.positions[i] <= (i == 0 ? -1 : fill.positions[i - 1])) {
+            return "positions must ascend from 0 or more";
+        }
+    }
+
+    for (llama_kv_cache * kv : llama_kv_mixed_caches(ctx.get_memory())) {
+        for (const auto & row : llama_kv_rows_find(*kv, fill.seq_id, fill.positions[0], fill.positions[fill.n - 1] + 1)) {
+            if (std::binary_search(fill.positions, fill.positions + fill.n, row.pos)) {
+                return "the sequence has a row at position " + std::to_string(row.pos) + ": remove it first";
+            }
+        }
+    }
+
+    return "";
+}
+
+std::string llama_kv_fill_problem(llama_context & ctx, const llama_kv_fill & fill) {
+    if (fill.n == 0 || fill.n > llama_n_batch(&ctx)) {
+        return "give 1 to " + std::to_string(llama_n_batch(&ctx)) + " tokens (n_batch)";
+    }
+
+    const size_t n_caches = llama_kv_mixed_caches(ctx.get_memory()).size();
+    if ((fill.mass || fill.last_layer >= 0) && get_mixed(ctx).size() != n_caches) {
+        return "attention can be watched and evaluation ended early only where every layer has the fused attention: "
+            "use a mixed cache in CPU memory";
+    }
+
+    return positions_problem(ctx, fill);
+}
+
+//
+// ends the graph after the attention of a layer
+//
+
+struct stop_after {
+    std::string name;
+    bool        done = false;
+};
+
+static bool on_eval(ggml_tensor * t, bool ask, void * data) {
+    auto & stop = *(stop_after *) data;
+
+    // of a later split of the graph one node is computed: it cannot be ended before that
+    const bool wanted = stop.done || stop.name == t->name;
+    if (ask) {
+        return wanted;
+    }
+    stop.done = stop.done || wanted;
+
+    return !wanted;
+}
+
+// for one decode: both the graphs that are built now and the one that is used again look at it
+class eval_callback {
+public:
+    eval_callback(llama_context & ctx, stop_after * stop) : ctx(ctx) {
+        set(stop ? on_eval : nullptr, stop);
+    }
+
+    ~eval_callback() {
+        set(nullptr, nullptr);
+    }
+
+private:
+    llama_context & ctx;
+
+    void set(ggml_backend_sched_eval_callback callback, void * data) {
+        auto & cparams = const_cast<llama_cparams &>(ctx.get_cparams());
+
+        cparams.cb_eval           = callback;
+        cparams.cb_eval_user_data = data;
+        ggml_backend_sched_set_eval_callback(ctx.get_sched(), callback, data);
+    }
+};
+
+//
+// attention by cell, then by position
+//
+
+class mass_watch {
+public:
+    mass_watch(llama_context & ctx, const llama_kv_fill & fill) : fill(fill), caches(get_mixed(ctx)), masses(caches.size()) {
+        for (size_t i = 0; i < caches.size() && fill.mass; ++i) {
+            caches[i]->set_mass(&masses[i]);
+        }
+    }
+
+    ~mass_watch() {
+        for (auto * kv : caches) {
+            kv->set_mass(nullptr);
+        }
+    }
+
+    void add() const {
+        for (size_t i = 0; i < caches.size() && fill.mass; ++i) {
+            const auto & cells = caches[i]->get_seq_cells(fill.seq_id);
+
+            for (const auto & of_thread : masses[i].by_thread) {
+                for (uint32_t cell = 0; cell < std::min<size_t>(of_thread.size(), cells.size()); ++cell) {
+                    if (!cells.is_empty(cell) && cells.seq_has(cell, fill.seq_id) && uint32_t(cells.pos_get(cell)) < fill.n_mass) {
+                        fill.mass[cells.pos_get(cell)] += of_thread[cell];
+                    }
+                }
+            }
+        }
+    }
+
+private:
+    const llama_kv_fill & fill;
+
+    std::vector<llama_kv_cache_mixed *> caches;
+    std::vector<llama_kv_mass>          masses;
+};
+
+int32_t llama_kv_fill_decode(llama_context & ctx, const llama_kv_fill & fill) {
+    std::vector<llama_token>    tokens(fill.tokens, fill.tokens + fill.n);
+    std::vector<llama_pos>      positions(fill.positions, fill.positions + fill.n);
+    std::vector<int32_t>        n_seq(fill.n, 1);
+    std::vector<int8_t>         logits(fill.n, false);
+    llama_seq_id                seq_id = fill.seq_id;
+    std::vector<llama_seq_id *> seqs(fill.n, &seq_id);
+
+    logits.back() = fill.logits;
+
+    const llama_batch batch = {
+        int32_t(fill.n), tokens.data(), nullptr, positions.data(), n_seq.data(), seqs.data(), logits.data()
+    };
+
+    stop_after    stop = { "fattn_mixed-" + std::to_string(fill.last_layer) };
+    eval_callback callback(ctx, fill.last_layer >= 0 ? &stop : nullptr);
+    const mass_watch attention(ctx, fill);
+
+    llama_kv_mixed_set_fills(true);
+    const int32_t res = llama_decode(&ctx, batch);
+    llama_kv_mixed_set_fills(false);
+
+    ctx.synchronize();
+
+    if (res == 0) {
+        attention.add();
+    }
+
+    return res;
+}

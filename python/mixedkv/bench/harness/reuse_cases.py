@@ -1,0 +1,144 @@
+"""Prompts made of passages that were evaluated before, in another place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Literal, get_args
+
+import numpy as np
+
+from mixedkv.bundled.corpus import Fact, World, filler
+from mixedkv.tokens import Tokens
+
+Workload = Literal["documents", "edited", "system", "few_shot"]
+DonorKind = Literal["alone", "bos", "conversation"]
+
+WORKLOADS: tuple[Workload, ...] = get_args(Workload)
+DONORS: dict[Workload, tuple[DonorKind, ...]] = {
+    "documents": ("alone", "bos", "conversation"),
+    "edited": ("conversation",),
+    "system": ("conversation",),
+    "few_shot": ("conversation",),
+}
+
+_SEED = 110_000
+_ACKNOWLEDGED = "I have noted that."
+Encode = Callable[[str], list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A prompt, and the sequences that were evaluated and stored before it comes.
+
+    Args:
+        stored: token ids from position 0 of each.
+        prompt: token ids.
+        answer: what the bundled model was taught to say.
+    """
+
+    stored: tuple[Tokens, ...]
+    prompt: Tokens
+    answer: str
+
+
+class CaseMaker:
+    """Cases of about `n_prompt` tokens from the bundled model's corpus.
+
+    Args:
+        encode: text to token ids, special tokens read, without BOS.
+        bos: token ids that every prompt begins with.
+    """
+
+    TURNS = 5  # documents of a prompt, and turns of a growing history
+
+    def __init__(self, encode: Encode, bos: Sequence[int], n_prompt: int) -> None:
+        self._encode, self._bos, self._n_prompt = encode, list(bos), n_prompt
+
+    def make(self, workload: Workload, donor: DonorKind, seed: int) -> Case:
+        """The same for all donors of a workload but for what was stored."""
+        random = Random(_SEED + seed)
+        world = World(random)
+        if workload == "few_shot":
+            return self._few_shot(random, world)
+        documents, facts = self._documents(random, world)
+        if workload == "system":  # a history that grows, seed by seed
+            n = seed % self.TURNS + 1
+            documents, facts = documents[:n], facts[:n]
+        fact = random.choice([fact for of_document in facts for fact in of_document])
+        if workload == "documents":
+            return self._shuffled(random, documents, fact, donor)
+        if workload == "edited":
+            changed = list(documents)
+            changed[1] += f" {filler(random)}"  # a sentence that was not there
+            return self._case(self._chat(documents, filler_question(random)), self._chat(changed, fact), fact)
+        before, after = (f" Today is {day}." for day in random.sample(("Monday", "Friday", "Sunday"), 2))
+        asked = self._chat([before, *documents], filler_question(random))
+        return self._case(asked, self._chat([after, *documents], fact), fact)
+
+    def _shuffled(self, random: Random, documents: list[str], fact: Fact, donor: DonorKind) -> Case:
+        order = documents[:]
+        while order == documents:
+            random.shuffle(order)
+        prompt = self._chat(order, fact)
+        if donor == "conversation":
+            return self._case(self._chat(documents, filler_question(random)), prompt, fact)
+        head = self._bos if donor == "bos" else []
+        stored = tuple(_ids(head, self._encode(document)) for document in documents)
+        return Case(stored, prompt, fact.answer)
+
+    def _few_shot(self, random: Random, world: World) -> Case:
+        """Questions with their answers, each after a short journal that tells them."""
+        shots: list[str] = []
+        facts: list[Fact] = []
+        while sum(len(self._encode(shot)) for shot in shots) < self._n_prompt - 80:
+            fact = world.fact()
+            text = " ".join([filler(random), fact.statement, filler(random), filler(random)])
+            shots.append(f"<|user|>{text} {fact.question}<|end|><|assistant|>{fact.answer}<|end|>")
+            facts.append(fact)
+        fact, order = random.choice(facts), shots[:]
+        random.shuffle(order)
+
+        def asked(shots: list[str], question: str) -> Tokens:
+            parts = [*(self._encode(shot) for shot in shots), self._question(question)]
+            return _ids(self._bos, *parts)
+
+        return self._case(asked(shots, facts[0].question), asked(order, fact.question), fact)
+
+    def _documents(self, random: Random, world: World) -> tuple[list[str], list[list[Fact]]]:
+        """Documents, and the facts in each; the first sentence of a document is one."""
+        size = (self._n_prompt - 60) // self.TURNS
+        documents: list[str] = []
+        facts: list[list[Fact]] = []
+        for _ in range(self.TURNS):
+            facts.append([world.fact()])
+            text = f" {facts[-1][0].statement}"
+            while len(self._encode(text)) < size - 8:
+                if random.random() < 0.4:
+                    facts[-1].append(world.fact())
+                    text += f" {facts[-1][-1].statement}"
+                else:
+                    text += f" {filler(random)}"
+            documents.append(text)
+        return documents, facts
+
+    def _chat(self, documents: list[str], fact: Fact) -> Tokens:
+        parts = [self._encode(document) for document in documents]
+        noted = self._encode(f"<|end|><|assistant|>{_ACKNOWLEDGED}<|end|>")
+        return _ids(self._bos, self._encode("<|user|>"), *parts, noted, self._question(fact.question))
+
+    def _question(self, question: str) -> list[int]:
+        return self._encode(f"<|user|>{question}<|end|><|assistant|>")
+
+    def _case(self, stored: Tokens, prompt: Tokens, fact: Fact) -> Case:
+        return Case((stored,), prompt, fact.answer)
+
+
+def filler_question(random: Random) -> Fact:
+    """What an earlier conversation about the same passages asked."""
+    return World(random).fact()
+
+
+def _ids(*parts: Sequence[int]) -> Tokens:
+    return np.concatenate([np.asarray(part, np.int32) for part in parts])

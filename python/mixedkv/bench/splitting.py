@@ -1,0 +1,269 @@
+"""What it costs to have the layers on another machine: bytes and milliseconds a token, beside `Llama`."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from mixedkv.bench.bench_test import Bench, BenchTest, Measure
+from mixedkv.bench.harness.row import Row
+from mixedkv.bench.harness.table import Cells, Table, number
+from mixedkv.bench.options import Options
+from mixedkv.llama import Llama
+
+if TYPE_CHECKING:
+    from mixedkv.split.client import SplitClient
+    from mixedkv.split.export import Exported
+
+_DELAYS = (0.0, 5.0, 20.0, 100.0)  # milliseconds there and back
+_N_CALLS = 20
+
+
+class SplitRow(Row):
+    """One row per cache and distance of the server; vectors are F16.
+
+    In each round the same prompt is answered by `Llama` alone and by a client at each distance in turn,
+    greedily; milliseconds are medians over all tokens, or over the rounds.
+    """
+
+    test: Literal["split"] = "split"
+    delay_ms: float = Field(description="added to a round trip by a proxy; 0 is without one")
+    round_trip_ms: float = Field(description="a call of the server that does nothing, delay included")
+    n_prompt: int = Field(description="tokens of the prompt")
+    prompt_ms: float = Field(description="until the first token, sent in messages of 256 tokens")
+    local_prompt_ms: float = Field(description="the same of `Llama` alone")
+    token_ms: float = Field(description="between tokens of the answer")
+    local_token_ms: float = Field(description="the same of `Llama` alone")
+    overhead_ms: float = Field(description="token_ms beyond local_token_ms and round_trip_ms")
+    sent_bytes: float = Field(description="of vectors, for each token of prompt and answer")
+    received_bytes: float = Field(description="of hidden states, for each token of the answer")
+    same_tokens: bool = Field(description="whether all answers are those of `Llama` alone")
+
+
+def check(options: Options) -> None:
+    try:
+        import grpc  # noqa: F401
+        import grpc_health  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"split needs {error.name}: run pip install 'mixedkv[split]'") from None
+
+
+def prepare(bench: Bench) -> Measure:
+    return lambda: measure(bench)
+
+
+def measure(bench: Bench) -> None:
+    """Add one row per cache and delay."""
+    from mixedkv.split.export import export
+
+    options = bench.options
+    bench.progress.add(len(options.settings))
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        parts = export(options.file.path, Path(folder, "head.gguf"), Path(folder, "body.gguf"))
+        for setting in options.settings:
+            bench.progress.show(f"split: {setting.name}")
+            for row in _measure(options, setting.spec, setting.flash_attn, parts):
+                bench.add(row)
+            bench.progress.step()
+
+
+def _measure(options: Options, kv: str, flash_attn: bool, parts: Exported) -> Iterator[SplitRow]:
+    from mixedkv.split.client import SplitClient
+    from mixedkv.split.head import Head
+
+    n_ctx = 256 * -(-(options.n_prompt + options.n_gen + 1) // 256) + 256
+    with contextlib.ExitStack() as stack:
+        port = stack.enter_context(_server(parts.body, kv, n_ctx, options.threads))
+        head = stack.enter_context(Head(parts.head, n_threads=options.threads))
+        local = _Local(
+            stack.enter_context(
+                Llama(
+                    options.file.path,
+                    kv=kv,
+                    n_ctx=n_ctx,
+                    n_threads=options.threads,
+                    n_threads_batch=options.threads,
+                    verbose=False,
+                )
+            )
+        )
+        distant = []
+        for delay in _DELAYS:
+            far = stack.enter_context(_proxy(port, delay)) if delay else port
+            client = stack.enter_context(SplitClient(head, f"127.0.0.1:{far}"))
+            distant.append(_Distant(client, delay))
+        prompts = [_prompt(head.tokenizer.n_vocab, options.n_prompt, i) for i in range(options.repeats + 1)]
+        for i, prompt in enumerate(prompts):
+            for contender in (local, *distant):
+                contender.answer(prompt, options.n_gen, count=i > 0)  # the first round warms up
+        for contender in distant:
+            yield contender.row(local, kv, flash_attn, options)
+
+
+class _Contender:
+    """Answers of one kind and what they took, in seconds."""
+
+    def __init__(self) -> None:
+        self.prompts: list[float] = []
+        self.tokens: list[float] = []
+        self.answers: list[list[int]] = []
+
+    def generate(self, prompt: list[int], n: int) -> Iterator[int]:
+        raise NotImplementedError
+
+    def answer(self, prompt: list[int], n: int, count: bool) -> None:
+        began, times, answer = time.perf_counter(), [], []
+        for token in self.generate(prompt, n):
+            now = time.perf_counter()
+            times.append(now - began)
+            began = now
+            answer.append(token)
+        if count:
+            self.prompts.append(times[0])
+            self.tokens += times[1:]
+            self.answers.append(answer)
+
+
+class _Local(_Contender):
+    def __init__(self, llm: Llama) -> None:
+        super().__init__()
+        self._llm = llm
+
+    def generate(self, prompt: list[int], n: int) -> Iterator[int]:
+        self._llm.reset()  # type: ignore[no-untyped-call]
+        self._llm.kv.clear()
+        for i, token in enumerate(self._llm.generate(prompt, temp=0.0)):
+            if i == n or token == self._llm.token_eos():
+                return
+            yield token
+
+
+class _Distant(_Contender):
+    def __init__(self, client: SplitClient, delay: float) -> None:
+        super().__init__()
+        self._client, self._delay = client, delay
+        self._sent = self._received = 0.0  # bytes a token, of the latest answer
+
+    def generate(self, prompt: list[int], n: int) -> Iterator[int]:
+        with self._client.session() as session:
+            yield from session.generate_tokens(prompt, max_tokens=n, temperature=0)
+            self._sent = session.n_sent_bytes / len(session.tokens)
+            self._received = session.n_received_bytes / (len(session.tokens) - len(prompt) + 1)
+
+    def row(self, local: _Local, kv: str, flash_attn: bool, options: Options) -> SplitRow:
+        round_trip = statistics.median(self._call() for _ in range(_N_CALLS))
+        token, local_token = statistics.median(self.tokens), statistics.median(local.tokens)
+        return SplitRow(
+            kv=kv,
+            flash_attn=flash_attn,
+            threads=options.threads,
+            delay_ms=self._delay,
+            round_trip_ms=1e3 * round_trip,
+            n_prompt=options.n_prompt,
+            prompt_ms=1e3 * statistics.median(self.prompts),
+            local_prompt_ms=1e3 * statistics.median(local.prompts),
+            token_ms=1e3 * token,
+            local_token_ms=1e3 * local_token,
+            overhead_ms=1e3 * (token - local_token - round_trip),
+            sent_bytes=self._sent,
+            received_bytes=self._received,
+            same_tokens=self.answers == local.answers,
+        )
+
+    def _call(self) -> float:
+        began = time.perf_counter()
+        self._client.describe()
+        return time.perf_counter() - began
+
+
+def _prompt(n_vocab: int, n: int, seed: int) -> list[int]:
+    from random import Random
+
+    return Random(seed).choices(range(n_vocab // 8, n_vocab), k=n)
+
+
+@contextlib.contextmanager
+def _server(body: Path, kv: str, n_ctx: int, threads: int) -> Iterator[int]:
+    command = ["-m", "mixedkv", "split", "serve", str(body), "--port", "0", "--kv", kv]
+    command += ["--n-ctx", str(2 * n_ctx), "--threads", str(threads)]
+    with _process(command, r" on 127\.0\.0\.1:(\d+)$") as port:
+        yield port
+
+
+@contextlib.contextmanager
+def _proxy(port: int, delay: float) -> Iterator[int]:
+    command = ["-m", "mixedkv.bench.harness.delay_proxy", str(port), str(delay)]
+    with _process(command, r"^(\d+)$") as own:
+        yield own
+
+
+@contextlib.contextmanager
+def _process(arguments: list[str], port_line: str) -> Iterator[int]:
+    """A Python process, and the port that it says it listens on."""
+    process = subprocess.Popen(
+        [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    try:
+        said = []
+        for line in process.stdout:
+            if found := re.search(port_line, line.rstrip()):
+                yield int(found[1])
+                return
+            said.append(line)
+        raise ValueError(f"{' '.join(arguments[:4])} did not start: {''.join(said)}")
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def _cells(rows: Sequence[SplitRow]) -> Cells:
+    head = [
+        "delay",
+        "round trip",
+        "token",
+        "alone",
+        "overhead",
+        "prompt",
+        "alone",
+        "sent",
+        "received",
+        "same",
+    ]
+    return [[*head]] + [
+        [
+            f"{row.delay_ms:g} ms",
+            *(
+                number(value, ".2f")
+                for value in (
+                    row.round_trip_ms,
+                    row.token_ms,
+                    row.local_token_ms,
+                    row.overhead_ms,
+                    row.prompt_ms,
+                    row.local_prompt_ms,
+                )
+            ),
+            number(row.sent_bytes, ".0f"),
+            number(row.received_bytes, ".0f"),
+            "yes" if row.same_tokens else "no",
+        ]
+        for row in rows
+    ]
+
+
+TABLE = Table(
+    row=SplitRow, title="Split, {} cache (milliseconds; bytes a token)", by=lambda row: row.name, cells=_cells
+)
+TEST = BenchTest(name="split", tables=(TABLE,), prepare=prepare, check=check)

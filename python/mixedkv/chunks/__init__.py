@@ -1,0 +1,25 @@
+"""Passages of a prompt that were computed in another place, reused there: `ChunkCache`. See
+docs/chunks.md.
+"""
+
+from mixedkv.chunks.calibration import Calibration, Measured
+from mixedkv.chunks.chunk_cache import ChunkCache, ChunkStats, UncalibratedWarning
+from mixedkv.chunks.chunk_reuse import ChunkReuse, DonorUse, Repair
+from mixedkv.chunks.deviation import Deviation
+from mixedkv.chunks.repair import Method
+from mixedkv.chunks.verify import PromptCheck, verify_correctness
+
+__all__ = [
+    "Calibration",
+    "ChunkCache",
+    "ChunkReuse",
+    "ChunkStats",
+    "Deviation",
+    "DonorUse",
+    "Measured",
+    "Method",
+    "PromptCheck",
+    "Repair",
+    "UncalibratedWarning",
+    "verify_correctness",
+]

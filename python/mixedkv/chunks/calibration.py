@@ -1,0 +1,91 @@
+"""What a model's answers lose to each way of repair, as measured: a JSON file beside the store."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field
+
+from mixedkv.chunks.chunk_reuse import Repair
+from mixedkv.chunks.repair import Method
+from mixedkv.store import Identity
+
+_MAX_BYTES = 1 << 20
+
+
+class Measured(BaseModel):
+    """One method on the prompts of a calibration."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    repair: Repair
+    ratio: float = Field(ge=0, le=1)
+    overlap_k: int = Field(ge=0, le=1024)
+    n_prompts: int = Field(ge=1)
+    evaluated: float = Field(ge=0)  # share of the tokens
+    kld_mean: float = Field(ge=0)
+    kld_median: float = Field(ge=0)
+    same_top1: float = Field(ge=0, le=1)
+
+    @property
+    def method(self) -> Method:
+        return Method(repair=self.repair, ratio=self.ratio, overlap_k=self.overlap_k)
+
+
+class Calibration(BaseModel):
+    """All methods that were measured on one model and setting."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: Literal[1] = 1
+    identity: str
+    label: str
+    max_kld: float = Field(gt=0)
+    measured: tuple[Measured, ...]
+
+    @property
+    def chosen(self) -> Measured | None:
+        """The one that evaluates least of those within the bound; None if none is."""
+        good = [each for each in self.measured if each.kld_mean <= self.max_kld]
+        return min(good, key=lambda each: each.evaluated, default=None)
+
+    def write(self, folder: Path) -> Path:
+        """To its place in a store's folder; the path."""
+        path = place(folder, self.identity)
+        part = path.with_suffix(".part")
+        part.write_text(self.model_dump_json(indent=1) + "\n")
+        os.replace(part, path)
+        return path
+
+
+def place(folder: Path, identity: str) -> Path:
+    return folder / f"chunks-{identity[:32]}.json"
+
+
+def name_of(identity: Identity) -> str:
+    """The same for all tenants of a model and setting."""
+    return Identity.from_facts(identity.facts).digest.hex()
+
+
+def read_calibration(folder: Path, identity: Identity) -> Calibration | None:
+    """The calibration of this model and setting, None if there is none.
+
+    Raises:
+        ValueError: the file is damaged, or of another model or setting.
+    """
+    path = place(folder, name_of(identity))
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    try:
+        found = Calibration.model_validate_json(data)
+    except pydantic.ValidationError as error:
+        raise ValueError(f"{path} is no calibration: {error.errors()[0]['msg']}. Calibrate again") from error
+    if found.identity != name_of(identity):
+        raise ValueError(f"{path} is of another model or setting ({found.label}). Calibrate again")
+    return found

@@ -1,0 +1,373 @@
+"""Prompts whose passages were computed elsewhere."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from mixedkv.chunks.calibration import read_calibration
+from mixedkv.chunks.chunk_reuse import ChunkReuse, DonorUse, Repair
+from mixedkv.chunks.deviation import Deviation, compare, last_logits
+from mixedkv.chunks.donors import DonorIndex
+from mixedkv.chunks.fingerprints import WIDTH, TextEnds
+from mixedkv.chunks.gate import Gate
+from mixedkv.chunks.plan import Segment, find_segments
+from mixedkv.chunks.repair import Method
+from mixedkv.chunks.stitch import Rows, Stitch
+from mixedkv.chunks.support import check_memory, check_method, check_model
+from mixedkv.errors import ContextLengthError
+from mixedkv.llama import Llama
+from mixedkv.store import Identity, KVStore, Saved
+from mixedkv.tokens import Tokens, as_tokens, common_prefix
+
+Reuse = Literal["exact", "prefix", "chunks"]
+Prompt = str | npt.ArrayLike
+
+_INDEXES = 64  # identities, so tenants, whose donors are kept at hand
+
+
+class UncalibratedWarning(UserWarning):
+    """Nobody has measured what reuse of chunks does to this model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkStats:
+    """
+    Args:
+        n_prompts, n_tokens: that were asked for.
+        n_cached_exact, n_cached_approximate, n_evaluated: as in `ChunkReuse`, together.
+        n_checked: requests that were evaluated exactly as well.
+        n_waiting: requests that wait for that.
+        kld_mean, same_top1: of the latest checks, None before the first.
+        off: why chunks are not reused any more, "" while they are.
+    """
+
+    n_prompts: int
+    n_tokens: int
+    n_cached_exact: int
+    n_cached_approximate: int
+    n_evaluated: int
+    n_checked: int
+    n_waiting: int
+    kld_mean: float | None
+    same_top1: float | None
+    off: str
+
+
+class ChunkCache:
+    """Fills sequence 0 of a `Llama` with a prompt, and evaluates as little of it as it may.
+
+    What the prompt begins with is restored exactly. Passages behind it that the store has from elsewhere are
+    moved, chosen tokens of them are evaluated anew in their true context, and the result says that it is
+    approximate. Use it on the thread that decodes.
+
+    >>> cache = ChunkCache(llm, store)
+    >>> cache.warm(documents)
+    >>> reuse = cache.prefill(prompt)  # llm goes on from here: llm.sample(), llm.generate(...)
+
+    Args:
+        llm: see docs/chunks.md for what models and settings can do it.
+        store: where rows come from; nothing approximate gets into it.
+        chunk_size: passages of so many tokens that were computed elsewhere are always found, shorter ones
+            often; and so many tokens at the beginning of a prompt are always exact.
+        boundary_window: tokens by which the edge of a passage moves at most to the end of a sentence, line or
+            message.
+        max_donors: places at most that are remembered for the same passage.
+        repair, ratio, overlap_k: see `Method`. Without any of them the calibration chooses, else "query".
+        max_kld: mean divergence, in nats, above which chunks are not reused.
+        check: share of the requests that `check_pending` evaluates exactly.
+        seed: of the choice of these.
+
+    Raises:
+        UnsupportedModelError: rows of this model cannot be moved, or the method needs another cache.
+        ValueError: a setting is out of range, or the calibration is of another model.
+    """
+
+    def __init__(
+        self,
+        llm: Llama,
+        store: KVStore,
+        *,
+        chunk_size: int = 64,
+        boundary_window: int = 16,
+        max_donors: int = 4,
+        repair: Repair | None = None,
+        ratio: float | None = None,
+        overlap_k: int | None = None,
+        max_kld: float = 0.01,
+        check: float = 0.01,
+        seed: int | None = None,
+    ) -> None:
+        check_memory(llm)
+        n_ctx = llm.kv.stats().n_ctx
+        _check_whole("chunk_size", chunk_size, 2 * WIDTH, n_ctx, f"the context has {n_ctx} tokens")
+        _check_whole("boundary_window", boundary_window, 0, chunk_size // 2, "half of chunk_size")
+        _check_whole("max_donors", max_donors, 1, 1024)
+        self.llm, self._store = llm, store
+        self._sizes = {"chunk_size": chunk_size, "max_donors": max_donors}
+        self._window = boundary_window
+        identity = Identity.of(llm)
+        check_model(llm, identity, chunk_size)
+        self._gate = Gate(max_kld, check, seed)
+        given = any(value is not None for value in (repair, ratio, overlap_k))
+        chosen = None if given else self._calibrated(identity)
+        self.method = chosen or Method(repair=repair or "query", ratio=ratio, overlap_k=overlap_k)
+        check_method(llm, self.method)
+        self._ends = TextEnds(llm)
+        self._indexes: dict[bytes, DonorIndex] = {}
+        self._live: bytes | None = None  # the identity that sequence 0 was evaluated under
+        self._totals = dict.fromkeys(("prompts", "tokens", "exact", "approximate", "evaluated"), 0)
+
+    # --- prompts ---
+
+    def prefill(
+        self, prompt: Prompt, *, tenant: str = "", reuse: Reuse = "chunks", method: Method | None = None
+    ) -> ChunkReuse:
+        """Leave exactly these tokens in sequence 0, the last one's logits computed.
+
+        Args:
+            prompt: text, or token ids; text gets the model's BOS and its special tokens are read.
+            tenant: whose KV is used.
+            reuse: "exact": only rows that evaluation would have given. "prefix": the longest stored prefix
+                too, whose recent rows may be less precise, see `Match.exact`. "chunks": passages of
+                elsewhere.
+            method: how seams are repaired; None is the cache's own.
+
+        Raises:
+            ContextLengthError: the prompt is empty or does not fit the context.
+            UnsupportedModelError: the method needs another cache.
+            ValueError: `reuse` is unknown, or the tenant's name is refused.
+        """
+        begin = time.perf_counter()
+        if reuse not in get_args(Reuse):
+            raise ValueError(f"reuse={reuse!r}: use one of {', '.join(get_args(Reuse))}")
+        if method is not None:
+            check_method(self.llm, method)
+        tokens = self._tokens(prompt)
+        identity = Identity.of(self.llm, tenant=tenant)
+        try:
+            done = self._prefill(tokens, identity, reuse, method or self.method)
+        except BaseException:
+            self._live = None
+            self.llm.kv.remove(0)  # nothing half done
+            raise
+        done = _timed(done, time.perf_counter() - begin)
+        self._count(done)
+        if not done.exact and done.n_cached_approximate and self._gate.wants():
+            self._gate.add(tokens, last_logits(self.llm))
+        return done
+
+    def warm(self, documents: Sequence[Prompt], *, tenant: str = "", before: Prompt = "") -> list[Saved]:
+        """Evaluate documents and store them, so that prompts find them.
+
+        Args:
+            documents: texts or token ids.
+            tenant: whose they are.
+            before: what stands before each, such as a system prompt: the nearer to what prompts will have
+                there, the better. Nothing by default, not even BOS.
+
+        Raises:
+            ContextLengthError: a document is empty, or does not fit the context.
+        """
+        head = self._tokens(before, bos=True) if _is_given(before) else np.empty(0, np.int32)
+        parts = [self._tokens(document, bos=False) for document in documents]  # all are checked first
+        saved = []
+        for part in parts:
+            tokens = np.concatenate([head, part])
+            self._check_length(tokens)
+            self.prefill(tokens, tenant=tenant, reuse="exact")
+            saved.append(self._store.save(self.llm, tenant=tenant))
+        return saved
+
+    def refresh(self, tenant: str = "") -> None:
+        """Look at what was stored since the last prompt, so that the next one need not."""
+        self._index(Identity.of(self.llm, tenant=tenant))
+
+    # --- the gate ---
+
+    def check_pending(self) -> Deviation | None:
+        """Evaluate one of the sampled requests exactly, when nothing else is to be done; None if there is
+        none.
+
+        Sequence 0 then holds that prompt.
+        """
+        waiting = self._gate.take()
+        if waiting is None:
+            return None
+        self.llm.kv.remove(0)
+        self._live = None  # of whom, nobody asked
+        self.llm.eval(waiting.tokens.tolist())
+        deviation = compare(last_logits(self.llm), waiting.logits)
+        self._gate.note(deviation)
+        return deviation
+
+    def stats(self) -> ChunkStats:
+        gate, totals = self._gate, self._totals
+        return ChunkStats(
+            n_prompts=totals["prompts"],
+            n_tokens=totals["tokens"],
+            n_cached_exact=totals["exact"],
+            n_cached_approximate=totals["approximate"],
+            n_evaluated=totals["evaluated"],
+            n_checked=gate.n_checked,
+            n_waiting=gate.n_waiting,
+            kld_mean=gate.kld_mean,
+            same_top1=gate.same_top1,
+            off=gate.closed,
+        )
+
+    def _calibrated(self, identity: Identity) -> Method | None:
+        folder = self._store.folder
+        found = read_calibration(folder, identity) if folder is not None else None
+        if found is None:
+            warnings.warn(
+                "what reuse of chunks does to this model has not been measured: run `mixedkv bench reuse "
+                "--calibrate`, or choose a repair yourself",
+                UncalibratedWarning,
+                stacklevel=3,
+            )
+            return None
+        if found.chosen is None:
+            self._gate.close(f"no method met max_kld={found.max_kld:g} when this model was calibrated")
+            return None
+        return found.chosen.method
+
+    # --- steps ---
+
+    def _prefill(self, tokens: Tokens, identity: Identity, reuse: Reuse, method: Method) -> ChunkReuse:
+        llm = self.llm
+        n_cached, prefix_exact = self._restore_prefix(tokens, identity, reuse)
+        self._live = identity.digest
+        rows: Rows = []
+        if reuse == "chunks" and not self._gate.closed:
+            index = self._index(identity)
+            ends = self._ends.of(tokens)
+            low = max(n_cached, self._head(ends))
+            rows = self._read(index, find_segments(index, tokens, ends, low=low, window=self._window))
+        n_exact = rows[0][0].begin if rows else len(tokens)
+        if n_cached < n_exact:
+            llm.eval(tokens[n_cached:n_exact].tolist())
+        n_evaluated, kept = n_exact - n_cached, np.zeros(len(tokens), np.bool_)
+        if rows:
+            stitch = Stitch(llm, tokens, rows, n_exact, method)
+            kept = stitch.run()
+            llm.kv.assume(tokens, n_exact if prefix_exact else 0)
+            n_evaluated += stitch.n_evaluated
+        return ChunkReuse(
+            exact=prefix_exact and not rows,
+            n_tokens=len(tokens),
+            n_cached_exact=n_cached,
+            n_cached_approximate=int(kept.sum()),
+            n_exact=n_exact if prefix_exact else 0,
+            n_evaluated=n_evaluated,
+            method=method.repair if rows else "none",
+            ratio=method.share if rows else 0.0,
+            donors=tuple(_use(segment) for segment, _ in rows),
+            seconds=0.0,
+            reason=self._gate.closed if reuse == "chunks" else "",
+        )
+
+    def _restore_prefix(self, tokens: Tokens, identity: Identity, reuse: Reuse) -> tuple[int, bool]:
+        """Leave the longest prefix that is live or stored in sequence 0; at least the last token is
+        evaluated.
+        """
+        llm, wanted = self.llm, tokens[:-1]
+        live = 0
+        if self._live == identity.digest:
+            known = llm.input_ids[: llm.kv.exact_tokens].astype(np.int32)
+            live = common_prefix(known, wanted)
+            live = live if live and llm.kv.holds(0, live) else 0
+        exact_only = reuse != "prefix"
+        match = self._store.find(identity, wanted, exact_only=exact_only) if len(wanted) else None
+        if match is not None and match.n_tokens > live:
+            restored = self._store.restore(llm, wanted, identity=identity, exact_only=exact_only)
+            if restored.hit:
+                return restored.n_tokens, restored.exact
+            live = min(live, llm.n_tokens)
+        llm.kv.remove(0, live)
+        return live, True
+
+    def _head(self, ends: npt.NDArray[np.int8]) -> int:
+        """How many tokens at the beginning are always exact: the sinks, and the first chunk up to the end of
+        a sentence.
+        """
+        size, window = self._sizes["chunk_size"], self._window
+        near = ends[size - 1 : size + window]
+        return size + (int(np.argmax(near == near.max())) if near.any() else 0)
+
+    def _read(self, index: DonorIndex, segments: list[Segment]) -> Rows:
+        rows = []
+        for segment in segments:
+            blocks = index.read(segment.source, segment.at, segment.at + len(segment))
+            if blocks is not None:
+                rows.append((segment, blocks))
+        return rows
+
+    def _index(self, identity: Identity) -> DonorIndex:
+        index = self._indexes.pop(identity.digest, None)
+        if index is None:
+            index = DonorIndex(self._store, identity, **self._sizes)
+            while len(self._indexes) >= _INDEXES:
+                del self._indexes[next(iter(self._indexes))]
+        self._indexes[identity.digest] = index  # the last one used stands last
+        index.refresh()
+        return index
+
+    def _tokens(self, prompt: Prompt, bos: bool = True) -> Tokens:
+        if isinstance(prompt, str):
+            ids = self.llm.tokenize(prompt.encode(), add_bos=bos, special=True) if prompt else []
+            tokens = np.array(ids, np.int32)
+        else:
+            tokens = as_tokens(prompt)
+        self._check_length(tokens)
+        if tokens.min() < 0 or tokens.max() >= self.llm.n_vocab():
+            raise ValueError(f"prompt: token ids are from 0 to {self.llm.n_vocab() - 1}")
+        return tokens
+
+    def _check_length(self, tokens: Tokens) -> None:
+        n_ctx = self.llm.kv.stats().n_ctx
+        if not len(tokens):
+            raise ContextLengthError("the prompt or document is empty")
+        if len(tokens) > n_ctx:
+            raise ContextLengthError(f"{len(tokens)} tokens do not fit the context of {n_ctx}")
+
+    def _count(self, done: ChunkReuse) -> None:
+        for name, n in (
+            ("prompts", 1),
+            ("tokens", done.n_tokens),
+            ("exact", done.n_cached_exact),
+            ("approximate", done.n_cached_approximate),
+            ("evaluated", done.n_evaluated),
+        ):
+            self._totals[name] += n
+
+
+def _use(segment: Segment) -> DonorUse:
+    link = next(link for link in segment.source.links if link.end > segment.at)
+    return DonorUse(
+        begin=segment.begin,
+        end=segment.end,
+        entry=link.entry,
+        at=segment.at,
+        common_left=segment.common_left,
+    )
+
+
+def _timed(done: ChunkReuse, seconds: float) -> ChunkReuse:
+    return replace(done, seconds=seconds)
+
+
+def _is_given(prompt: Prompt) -> bool:
+    return prompt != "" if isinstance(prompt, str) else bool(np.size(np.asarray(prompt)))
+
+
+def _check_whole(field: str, value: int, low: int, high: int, why: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        reason = f" ({why})" if why else ""
+        raise ValueError(f"{field}={value!r}: use a whole number from {low} to {high}{reason}")

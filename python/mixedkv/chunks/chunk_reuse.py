@@ -1,0 +1,65 @@
+"""What reusing chunks did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Repair = Literal["none", "seam", "cacheblend", "query"]
+REPAIRS: tuple[Repair, ...] = get_args(Repair)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DonorUse:
+    """Positions [begin, end) of the prompt, and the stored entry and position that their rows are from.
+
+    Args:
+        common_left: tokens before `begin` that stood before it there too.
+    """
+
+    begin: int
+    end: int
+    entry: str
+    at: int
+    common_left: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkReuse:
+    """What became of a prompt.
+
+    Args:
+        exact: every row is what evaluating the prompt from its first token gives.
+        n_tokens: of the prompt.
+        n_cached_exact: tokens at its beginning that were live or stored, with exact rows.
+        n_cached_approximate: tokens whose rows were computed in another place and are used as they are.
+        n_exact: tokens at its beginning with exact rows, cached or evaluated.
+        n_evaluated: tokens that were evaluated, counting twice what was evaluated twice.
+        method: how the seams were repaired; "none" where nothing was approximate.
+        ratio: of `ChunkCache`.
+        donors: where the approximate rows are from.
+        seconds: all of it.
+        reason: why chunks were not used though they could have been, "" otherwise.
+    """
+
+    exact: bool
+    n_tokens: int
+    n_cached_exact: int
+    n_cached_approximate: int
+    n_exact: int
+    n_evaluated: int
+    method: Repair
+    ratio: float
+    donors: tuple[DonorUse, ...]
+    seconds: float
+    reason: str = ""
+
+    @property
+    def reuse_ratio(self) -> float:
+        """Share of the tokens that were not evaluated."""
+        return (self.n_cached_exact + self.n_cached_approximate) / self.n_tokens
+
+    @property
+    def evaluated_ratio(self) -> float:
+        """Tokens evaluated by those of the prompt."""
+        return self.n_evaluated / self.n_tokens

@@ -1,0 +1,110 @@
+"""Where else a passage was computed: ranges of what a store has, found by their content.
+
+Nothing is stored for it: the index is made from the tokens of the entries that are there, and follows them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+
+from mixedkv.chunks.fingerprints import WIDTH, find_fingerprints
+from mixedkv.kv.block import KVBlock
+from mixedkv.store import Identity, KVStore, Match
+from mixedkv.tokens import Tokens, common_prefix
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Donor:
+    """A place in a stored sequence.
+
+    Args:
+        source: the sequence from its first token on.
+        at: the position.
+        left: chained hash of all tokens before it: rows of donors with the same are the same.
+    """
+
+    source: Match
+    at: int
+    left: bytes
+
+    def common_left(self, before: Tokens) -> int:
+        """How many tokens before it are those before the place where it is to go."""
+        return common_prefix(self.source.tokens[: self.at][::-1], before[::-1])
+
+    def common_right(self, tokens: Tokens) -> int:
+        """How many tokens from it on are these."""
+        return common_prefix(self.source.tokens[self.at :], tokens)
+
+
+class DonorIndex:
+    """Passages of one identity's entries, and so of one model, setting and tenant, by the hash of their
+    content.
+
+    Args:
+        store: where they are.
+        identity: of the entries.
+        chunk_size: passages of so many tokens are always found; at least 2 * WIDTH.
+        max_donors: places at most that are remembered for the same fingerprint.
+    """
+
+    def __init__(self, store: KVStore, identity: Identity, *, chunk_size: int, max_donors: int) -> None:
+        self._store, self._identity = store, identity
+        self._chunk_size, self._max_donors = chunk_size, max_donors
+        self._seen: set[str] = set()
+        self._donors: dict[bytes, list[Donor]] = {}
+
+    def __len__(self) -> int:
+        return len(self._donors)
+
+    def places(self, tokens: Tokens) -> list[int]:
+        """Where to look for donors of some tokens."""
+        found: list[int] = find_fingerprints(tokens, self._chunk_size).tolist()
+        return found
+
+    def refresh(self) -> None:
+        """Look at what was stored since the last time."""
+        for source in self._store.sequences(self._identity, known=self._seen):
+            self._seen.add(source.entry)
+            left, before = self._hash(b"left"), 0
+            for at in self.places(source.tokens):
+                left, before = self._hash(left, source.tokens[before:at]), at
+                self._add(Donor(source, at, left))
+
+    def find(self, tokens: Tokens, at: int) -> list[Donor]:
+        """Donors for the tokens from `at` on, the best first: the one with the longest common left context,
+        and of those the one that agrees longest.
+        """
+        found = [
+            (donor.common_left(tokens[:at]), right, donor)
+            for donor in self._donors.get(self._hash(b"content", tokens[at : at + WIDTH]), ())
+            if (right := donor.common_right(tokens[at:])) >= WIDTH
+        ]
+        return [donor for *_, donor in sorted(found, key=lambda each: each[:2], reverse=True)]
+
+    def read(self, source: Match, p0: int, p1: int) -> list[KVBlock] | None:
+        """The cold rows of positions [p0, p1) of a stored sequence; None, and forgotten, if they are gone."""
+        links = tuple(replace(link, end=min(link.end, p1)) for link in source.links if link.p0 < p1)
+        cut = replace(source, tokens=source.tokens[:p1], links=links)
+        found = self._store.read_from(cut, begin=p0)
+        if found is None:
+            self._forget(source.entry)
+            return None
+        blocks, _ = found
+        return [block.slice(max(p0, block.p0), block.p1).without_hot() for block in blocks]
+
+    def _add(self, donor: Donor) -> None:
+        content = donor.source.tokens[donor.at : donor.at + WIDTH]
+        donors = self._donors.setdefault(self._hash(b"content", content), [])
+        donors[:] = [donor, *(other for other in donors if other.left != donor.left)]
+        if len(donors) > self._max_donors:  # the one with least before it goes, of equals the oldest
+            donors.remove(min(reversed(donors), key=lambda each: each.at))
+
+    def _forget(self, entry: str) -> None:
+        for donors in self._donors.values():
+            donors[:] = [donor for donor in donors if donor.source.entry != entry]
+        self._donors = {key: donors for key, donors in self._donors.items() if donors}
+
+    def _hash(self, head: bytes, chunk: Tokens | None = None) -> bytes:
+        data = b"" if chunk is None else chunk.astype("<i4").tobytes()
+        return hashlib.blake2b(self._identity.digest + head + data, digest_size=16).digest()

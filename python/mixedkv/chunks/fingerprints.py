@@ -1,0 +1,87 @@
+"""Which places of a text are remembered, told by the text itself.
+
+The same passage then has the same places wherever it stands, whatever was inserted before it: winnowing
+(Schleimer, Wilkerson, Aiken, SIGMOD 2003).
+"""
+
+from __future__ import annotations
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+from mixedkv import _llama_cpp
+from mixedkv.llama import Llama
+from mixedkv.tokens import Tokens
+
+WIDTH = 16  # tokens of a fingerprint
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+_SENTENCE, _LINE, _MESSAGE = 1, 2, 3
+_SENTENCE_ENDS = tuple(text.encode() for text in (".", "!", "?", "。", "！", "？"))  # noqa: RUF001
+
+
+class TextEnds:
+    """What ends with a token, by token id: 0 nothing, 1 a sentence, 2 a line, 3 a message."""
+
+    def __init__(self, llm: Llama) -> None:
+        self._vocab = _llama_cpp.vocab(llm)
+        self._kinds = np.full(llm.n_vocab(), -1, np.int8)
+        self._llm = llm
+
+    def of(self, tokens: Tokens) -> npt.NDArray[np.int8]:
+        """The kind of end for each token, int8 [n]."""
+        unknown = np.unique(tokens[self._kinds[tokens] < 0])
+        for token in unknown.tolist():
+            self._kinds[token] = self._look(token)
+        kinds: npt.NDArray[np.int8] = self._kinds[tokens]
+        return kinds
+
+    def _look(self, token: int) -> int:
+        if llama_cpp.llama_vocab_is_control(self._vocab, token):
+            return _MESSAGE if llama_cpp.llama_vocab_is_eog(self._vocab, token) else 0
+        piece = self._llm.detokenize([token])
+        if b"\n" in piece:
+            return _LINE
+        return _SENTENCE if piece.rstrip(b" \"')").endswith(_SENTENCE_ENDS) else 0
+
+
+def slide(ends: npt.NDArray[np.int8], begin: int, end: int, window: int) -> tuple[int, int]:
+    """The part of [begin, end) that begins and ends with a sentence, line or message, or as near to that as
+    leaving out `window` tokens on either side comes. Where there is a choice, the end of a message is better
+    than that of a line, and that better than that of a sentence.
+    """
+    after = ends[max(0, begin - 1) : min(end, begin + window)]  # what ends before each place
+    before = ends[max(begin, end - 1 - window) : end][::-1]
+    if len(after) and begin > 0 and after.max() > 0:
+        begin += int(np.argmax(after == after.max()))
+    if len(before) and before.max() > 0:
+        end -= int(np.argmax(before == before.max()))
+    return begin, max(begin, end)
+
+
+def find_fingerprints(tokens: Tokens, chunk_size: int) -> npt.NDArray[np.int64]:
+    """Places whose next `WIDTH` tokens tell where a passage is from, ascending.
+
+    Winnowing: of the hashes of all `WIDTH` tokens in a row, the least in each window of chunk_size - WIDTH +
+    1 of them. So two texts that have chunk_size tokens in common have a place in common there.
+    """
+    if len(tokens) < WIDTH:
+        return np.empty(0, np.int64)
+    hashes = _hashes(tokens)
+    window = min(len(hashes), chunk_size - WIDTH + 1)
+    views = np.lib.stride_tricks.sliding_window_view(hashes, window)
+    least = views.argmin(axis=1) + np.arange(len(views))
+    places: npt.NDArray[np.int64] = np.unique(least)
+    return places
+
+
+def _hashes(tokens: Tokens) -> npt.NDArray[np.uint64]:
+    """Of each `WIDTH` tokens in a row."""
+    n = len(tokens) - WIDTH + 1
+    ids = tokens.astype(np.uint64) + np.uint64(1)
+    hashes = np.zeros(n, np.uint64)
+    with np.errstate(over="ignore"):
+        for i in range(WIDTH):
+            hashes = (hashes ^ ids[i : i + n]) * _MULTIPLIER
+            hashes ^= hashes >> np.uint64(29)
+    return hashes

@@ -1,0 +1,84 @@
+"""Whether chunks may be reused: by a calibration at first, then by what samples of requests show."""
+
+from __future__ import annotations
+
+import logging
+import random
+import statistics
+from collections import deque
+from dataclasses import dataclass
+
+from mixedkv.chunks.deviation import Deviation, Logits
+from mixedkv.tokens import Tokens
+
+_LOG = logging.getLogger("mixedkv.chunks")
+_WAITING = 8  # requests that wait for idle time; each holds its logits
+_RECENT = 32  # checks whose mean decides
+_LEAST = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A request that was answered with reused chunks and is to be evaluated exactly."""
+
+    tokens: Tokens
+    logits: Logits
+
+
+class Gate:
+    """
+    Args:
+        max_kld: mean divergence at which chunks are no longer reused.
+        check: share of the requests that are checked.
+        seed: of the choice.
+    """
+
+    def __init__(self, max_kld: float, check: float, seed: int | None = None) -> None:
+        if not 0 < max_kld < float("inf"):
+            raise ValueError(f"max_kld={max_kld}: use a positive number of nats")
+        if not 0 <= check <= 1:
+            raise ValueError(f"check={check}: use a share from 0 to 1")
+        self._max_kld, self._check = max_kld, check
+        self._random = random.Random(seed)
+        self._waiting: deque[Waiting] = deque(maxlen=_WAITING)
+        self._recent: deque[Deviation] = deque(maxlen=_RECENT)
+        self.n_checked = 0
+        self.closed = ""  # why chunks are not reused
+
+    @property
+    def kld_mean(self) -> float | None:
+        """Of the latest checks, None before the first."""
+        return statistics.fmean(each.kld for each in self._recent) if self._recent else None
+
+    @property
+    def same_top1(self) -> float | None:
+        return statistics.fmean(each.same_top1 for each in self._recent) if self._recent else None
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._waiting)
+
+    def wants(self) -> bool:
+        """Whether the request at hand is one of the sample."""
+        return self._check > 0 and self._random.random() < self._check
+
+    def add(self, tokens: Tokens, logits: Logits) -> None:
+        self._waiting.append(Waiting(tokens, logits))
+
+    def take(self) -> Waiting | None:
+        return self._waiting.popleft() if self._waiting else None
+
+    def note(self, deviation: Deviation) -> None:
+        """A request has been checked."""
+        self._recent.append(deviation)
+        self.n_checked += 1
+        mean = self.kld_mean or 0.0
+        if not self.closed and len(self._recent) >= _LEAST and mean > self._max_kld:
+            self.close(
+                f"the last {len(self._recent)} checked requests deviate by {mean:.3g} nats, more than "
+                f"max_kld={self._max_kld:g}"
+            )
+
+    def close(self, why: str) -> None:
+        self.closed = why
+        _LOG.warning("chunks are no longer reused: %s", why)

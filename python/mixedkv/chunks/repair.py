@@ -1,0 +1,85 @@
+"""Which tokens of reused chunks are evaluated anew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mixedkv.chunks.chunk_reuse import REPAIRS, Repair
+from mixedkv.chunks.plan import Segment
+
+Mask = npt.NDArray[np.bool_]
+
+_RATIOS: dict[Repair, float] = {"none": 0.0, "seam": 0.0, "cacheblend": 0.15, "query": 0.05}
+_OVERLAPS: dict[Repair, int] = {"none": 0, "seam": 16, "cacheblend": 0, "query": 8}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Method:
+    """How seams are repaired.
+
+    Args:
+        repair: "none": not at all, as llama-server's --cache-reuse. "seam": the first and the last
+            `overlap_k` tokens of each segment (EPIC, arXiv:2410.15332, has the first). "cacheblend": tokens
+            whose V deviates most in the second layer from what the whole prompt gives there (CacheBlend,
+            arXiv:2405.16444). "query": the first `overlap_k` of each segment, and those that the question
+            pays most attention to (as ProphetKV, arXiv:2602.02579).
+        ratio: share of the reused tokens that "cacheblend" and "query" choose. None: 0.15 and 0.05.
+        overlap_k: None: 8 for "query", 16 for "seam".
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    repair: Repair = "query"
+    ratio: float | None = None
+    overlap_k: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.repair not in REPAIRS:
+            raise ValueError(f"repair={self.repair!r}: use one of {', '.join(REPAIRS)}")
+        ratio = _RATIOS[self.repair] if self.ratio is None else self.ratio
+        overlap = _OVERLAPS[self.repair] if self.overlap_k is None else self.overlap_k
+        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
+            raise ValueError(f"ratio={ratio!r}: use a number from 0 to 1")
+        if isinstance(overlap, bool) or not isinstance(overlap, int) or not 0 <= overlap <= 1024:
+            raise ValueError(f"overlap_k={overlap!r}: use a whole number from 0 to 1024")
+        object.__setattr__(self, "ratio", float(ratio))
+        object.__setattr__(self, "overlap_k", overlap)
+
+    def __str__(self) -> str:
+        if self.repair in ("none", "seam"):
+            return self.repair if self.repair == "none" else f"seam {self.overlap}+{self.overlap}"
+        return f"{self.repair} {self.share:.0%}" + (f" + first {self.overlap}" if self.overlap else "")
+
+    @property
+    def share(self) -> float:
+        assert self.ratio is not None
+        return self.ratio
+
+    @property
+    def overlap(self) -> int:
+        assert self.overlap_k is not None
+        return self.overlap_k
+
+
+def at_seams(segments: Sequence[Segment], n: int, *, first: int, last: int) -> Mask:
+    """The first and last tokens of each segment, bool [n]."""
+    mask = np.zeros(n, np.bool_)
+    for segment in segments:
+        mask[segment.begin : min(segment.end, segment.begin + first)] = True
+        mask[max(segment.begin, segment.end - last) : segment.end] = True
+    return mask
+
+
+def most(scores: npt.NDArray[np.float32], among: Mask, share: float) -> Mask:
+    """The positions with the highest scores, a share of those that are `among`, bool [n]."""
+    mask = np.zeros(len(scores), np.bool_)
+    n = round(share * int(among.sum()))
+    if n:
+        ranked = np.where(among, scores, -np.inf)
+        mask[np.argpartition(-ranked, n - 1)[:n]] = True
+    return mask & among

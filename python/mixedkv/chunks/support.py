@@ -1,0 +1,60 @@
+"""What chunks cannot be reused with, and why."""
+
+from __future__ import annotations
+
+import llama_cpp
+
+from mixedkv import _llama_cpp
+from mixedkv.chunks.repair import Method
+from mixedkv.errors import UnsupportedModelError
+from mixedkv.llama import Llama
+from mixedkv.store import Identity
+
+_M_ROPE = (llama_cpp.LLAMA_ROPE_TYPE_MROPE, llama_cpp.LLAMA_ROPE_TYPE_IMROPE)
+
+
+def check_memory(llm: Llama) -> None:
+    """
+    Raises:
+        UnsupportedModelError: the context keeps more than rows of tokens.
+    """
+    if not llm.kv.can_cut:
+        raise UnsupportedModelError(
+            "chunks: recurrent and hybrid models keep a state of the whole sequence, of which no part can be "
+            "used elsewhere. Reuse prefixes"
+        )
+
+
+def check_model(llm: Llama, identity: Identity, chunk_size: int) -> None:
+    """
+    Raises:
+        UnsupportedModelError: rows of this model, or of this context, cannot be moved.
+    """
+    if llama_cpp.llama_model_rope_type(_llama_cpp.model(llm)) in _M_ROPE:
+        raise UnsupportedModelError(
+            "chunks: positions of a model with M-RoPE have several parts, which cannot be moved. Reuse "
+            "prefixes"
+        )
+    window = identity.sliding_window
+    if window and window < chunk_size:
+        raise UnsupportedModelError(
+            f"chunks: the sliding window of {window} tokens is shorter than chunk_size={chunk_size}: its "
+            f"layers read little of a chunk from within it. Reuse prefixes, or set a smaller chunk_size"
+        )
+    if not llm.kv.can_shift:
+        raise UnsupportedModelError(
+            "chunks: sliding-window layers do not keep the rows of a whole chunk. Set swa_full=True"
+        )
+
+
+def check_method(llm: Llama, method: Method) -> None:
+    """
+    Raises:
+        UnsupportedModelError: the method looks at what only the fused attention shows.
+    """
+    fused = all(layer.fused for layer in llm.kv.stats(by_layer=True).layers or ())
+    if method.repair in ("query", "cacheblend") and not fused:
+        raise UnsupportedModelError(
+            f"repair={method.repair!r} watches the fused attention, which this cache does not have "
+            f"({llm.kv.config}). Use a mixed cache in CPU memory, or repair='seam'"
+        )

@@ -1,0 +1,158 @@
+"""`mixedkv chat`: a chat in the terminal whose history is kept, text and KV, and goes on another day."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mixedkv.bundled import model_path
+from mixedkv.chat import ChatUsage, MessageCache
+from mixedkv.cli.model import DEFAULT_N_CTX, open_model, quiet
+from mixedkv.cli.values import positive, temperature
+from mixedkv.config import parse_kv
+from mixedkv.store import KVStore
+
+_KV, _MESSAGES = "kv", "messages.jsonl"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Talk to a model, a line at a time; an empty line or the end of input ends it. With --history the "
+        "next call goes on where this one ended, and evaluates nothing of it again."
+    )
+    parser.add_argument("-m", "--model", metavar="FILE", help="GGUF model (default: the bundled one)")
+    parser.add_argument(
+        "--history",
+        metavar="DIR",
+        help="folder of this chat: messages and their KV (default: none)",
+    )
+    parser.add_argument("--new", action="store_true", help="begin anew: forget the messages in --history")
+    parser.add_argument("--system", metavar="TEXT", help="first message of a chat that begins")
+    parser.add_argument("--kv", metavar="SPEC", default="mixed", help="cache (default: mixed)")
+    parser.add_argument(
+        "--n-ctx", metavar="N", type=positive, help=f"default: {DEFAULT_N_CTX} or the model's"
+    )
+    parser.add_argument("--threads", metavar="N", type=positive, help="CPU threads")
+    parser.add_argument(
+        "-n",
+        "--n-predict",
+        metavar="N",
+        type=positive,
+        default=512,
+        help="tokens (default: 512)",
+    )
+    parser.add_argument("--temp", metavar="T", type=temperature, default=0.7, help="default: 0.7")
+    parser.add_argument("--seed", metavar="N", type=int, help="of the sampler (default: another each time)")
+    parser.add_argument("--max-kv-size-gb", metavar="GB", type=float, default=8.0, help="of --history")
+    parser.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
+    parser.set_defaults(command=chat)
+
+
+def chat(args: argparse.Namespace) -> None:
+    parse_kv(args.kv)  # before a model is read
+    if args.new and args.history is None:
+        raise ValueError("--new: there is no --history to forget")
+    path = Path(args.model) if args.model else model_path()
+    history = _History(Path(args.history) if args.history is not None else None, args.new)
+    with quiet(not args.verbose), open_model(path, args) as llm, _store(history, args) as store:
+        if "tokenizer.chat_template" not in llm.metadata:
+            raise ValueError(f"{path.name} has no chat template: use mixedkv run")
+        with MessageCache(llm, store) as cache:
+            _talk(cache, history, args)
+
+
+def _talk(cache: MessageCache, history: _History, args: argparse.Namespace) -> None:
+    if history.messages:
+        _tell(f"{len(history.messages)} messages so far")
+    elif args.system:
+        history.add({"role": "system", "content": args.system})
+    for line in _lines():
+        question = {"role": "user", "content": line}
+        options = {"max_tokens": args.n_predict, "temperature": args.temp, "seed": args.seed}
+        with cache.stream([*history.messages, question], **options) as answer:
+            for chunk in answer:
+                print(chunk["choices"][0]["delta"].get("content") or "", end="", flush=True)
+        print(flush=True)
+        if answer.result is not None:
+            history.add(question, answer.result.message)
+            _tell(_took(answer.result.usage))
+
+
+def _lines() -> Iterator[str]:
+    """Up to an empty one."""
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline().strip()
+        if not line:
+            return
+        yield line
+
+
+def _took(usage: ChatUsage) -> str:
+    where = {"live": "", "ram": " from memory", "disk": " from disk"}.get(usage.source, "")
+    text = (
+        f"{usage.prompt_tokens} tokens: {usage.cached_tokens} not evaluated again{where}, "
+        f"{usage.evaluated_tokens} evaluated; first token after {usage.seconds_to_first_token:.2f} s"
+    )
+    return f"{text}; {usage.dropped_tokens} dropped" if usage.dropped_tokens else text
+
+
+def _tell(text: str) -> None:
+    print(f"[{text}]", file=sys.stderr, flush=True)
+
+
+class _History:
+    """The messages, in a file for their owner only: one line each.
+
+    Raises:
+        ValueError: the file is none of ours.
+    """
+
+    def __init__(self, folder: Path | None, new: bool) -> None:
+        self.folder = folder
+        self.messages: list[dict[str, Any]] = []
+        if folder is None:
+            return
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if new:
+            self._file.unlink(missing_ok=True)
+        elif self._file.exists():
+            self.messages = [self._message(line) for line in self._file.read_text("utf-8").splitlines()]
+
+    @property
+    def _file(self) -> Path:
+        assert self.folder is not None
+        return self.folder / _MESSAGES
+
+    def _message(self, line: str) -> dict[str, Any]:
+        try:
+            message = json.loads(line)
+            if isinstance(message["role"], str) and isinstance(message["content"], str):
+                return dict(message)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            pass
+        raise ValueError(f"{self._file}: a line of it is no message: begin anew with --new")
+
+    def add(self, *messages: dict[str, Any]) -> None:
+        """A turn is written in one go: a crash leaves it out or in."""
+        self.messages += messages
+        if self.folder is None:
+            return
+        data = "".join(json.dumps(message) + "\n" for message in messages).encode()
+        file = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            os.write(file, data)
+        finally:
+            os.close(file)
+
+
+def _store(history: _History, args: argparse.Namespace) -> KVStore:
+    if history.folder is None:
+        return KVStore(None)
+    return KVStore(history.folder / _KV, max_kv_size_gb=args.max_kv_size_gb)

@@ -1,0 +1,162 @@
+"""`mixedkv split`: a model in two parts, on two machines."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import MISSING, fields
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from mixedkv.cli.extra import naming_the_extra
+from mixedkv.cli.values import positive, temperature
+
+if TYPE_CHECKING:
+    from mixedkv.split.client import SplitClient
+
+_SERVE_HELP = {
+    "kv": "KV cache, as in `mixedkv run`",
+    "n_ctx": "tokens of the cache, shared by all sessions",
+    "parallel": "sessions in one step at most",
+    "idle_sessions": "sessions whose rows stay while they wait for their clients",
+    "n_batch": "tokens in one step at most",
+    "threads": "CPU threads; 0 is llama_cpp's choice",
+    "host": "address to listen on",
+    "port": "port to listen on; 0 takes a free one",
+    "tls_cert": "PEM certificate (chain): speak TLS",
+    "tls_key": "PEM key of tls_cert, without a password",
+    "client_ca": "PEM certificates that sign those of clients: mutual TLS",
+    "api_key_file": "file of tenant:key lines, readable by its owner only",
+    "allow_no_keys": "serve a public address without keys",
+    "metrics_port": "port for Prometheus; 0 is none",
+    "max_queue": "messages of a tenant that may wait",
+    "max_sessions": "sessions of a tenant that are remembered",
+    "max_streams": "streams of a tenant at a time",
+    "session_ttl": "seconds that a session is remembered after its last use",
+    "step_timeout": "seconds that one message may take",
+    "idle_timeout": "seconds that a stream may wait for the client",
+    "drain_timeout": "seconds that running steps get at shutdown",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Split a model: layers and cache on one machine, embeddings and output head on another."
+    )
+    parser.epilog = "See docs/split.md."
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_export(commands.add_parser("export", help="write the two files of a model"))
+    _add_serve(commands.add_parser("serve", help="serve a body"))
+    _add_run(commands.add_parser("run", help="generate text with a head and a server"))
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="GGUF file")
+    parser.add_argument("head", metavar="HEAD", help="file to write, for clients")
+    parser.add_argument("body", metavar="BODY", help="file to write, for the server")
+    parser.set_defaults(command=run_export)
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("body", metavar="BODY", help="what `mixedkv split export` wrote for the server")
+    with naming_the_extra("split"):
+        from mixedkv.split.split_settings import SplitSettings
+    types = get_type_hints(SplitSettings)
+    for field in fields(SplitSettings):
+        if field.default is MISSING:
+            continue
+        flag, kind = "--" + field.name.replace("_", "-"), types[field.name]
+        if kind is bool:
+            parser.add_argument(flag, action="store_true", help=_SERVE_HELP[field.name])
+            continue
+        default = f" (default: {field.default})" if field.default not in ("", 0) else ""
+        text = _SERVE_HELP[field.name] + default
+        parser.add_argument(flag, type=kind, default=field.default, help=text, metavar=kind.__name__.upper())
+    parser.set_defaults(command=run_serve)
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("head", metavar="HEAD", help="what `mixedkv split export` wrote for clients")
+    parser.add_argument("address", metavar="HOST:PORT", help="of the server")
+    parser.add_argument("-p", "--prompt", metavar="TEXT", required=True, help="prompt, continued as it is")
+    parser.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
+    parser.add_argument(
+        "-n", "--n-predict", metavar="N", type=positive, default=128, help="tokens (default: 128)"
+    )
+    parser.add_argument(
+        "--temp", metavar="T", type=temperature, default=0.0, help="default: 0, the likeliest"
+    )
+    parser.add_argument(
+        "--precision", choices=("f16", "f32"), default="f16", help="of the vectors (default: f16)"
+    )
+    parser.add_argument(
+        "--draft", metavar="N", type=positive, default=0, help="tokens looked up in the text and sent ahead"
+    )
+    parser.add_argument("--key-file", metavar="FILE", help="file with the bearer key")
+    parser.add_argument("--tls", action="store_true", help="speak TLS; so does each of the next three")
+    parser.add_argument("--ca", metavar="FILE", default="", help="PEM: who signs the server's certificate")
+    parser.add_argument("--cert", metavar="FILE", default="", help="PEM: the client's certificate")
+    parser.add_argument("--cert-key", metavar="FILE", default="", help="PEM: its key")
+    parser.add_argument("--threads", metavar="N", type=positive, help="CPU threads of the output head")
+    parser.set_defaults(command=run_client)
+
+
+def run_export(args: argparse.Namespace) -> None:
+    from mixedkv.split.export import export
+
+    written = export(args.model, args.head, args.body)
+    for path, size in ((written.head, written.head_bytes), (written.body, written.body_bytes)):
+        print(f"wrote {path} ({size / 1e6:.1f} MB)")
+
+
+def run_serve(args: argparse.Namespace) -> None:
+    with naming_the_extra("split"):
+        from mixedkv.engine.tokenizer import silence
+        from mixedkv.split.server import serve
+        from mixedkv.split.split_settings import SplitSettings
+
+    silence()
+    serve(SplitSettings(**{field.name: getattr(args, field.name) for field in fields(SplitSettings)}))
+
+
+def run_client(args: argparse.Namespace) -> None:
+    with naming_the_extra("split"):
+        import grpc
+
+        from mixedkv.engine.tokenizer import silence
+        from mixedkv.split.client import SplitClient, tls
+        from mixedkv.split.head import Head
+
+    silence()
+    key = _read_key(args.key_file) if args.key_file else ""
+    secure = args.tls or args.ca or args.cert
+    credentials = tls(args.ca, args.cert, args.cert_key) if secure else None
+    with Head(args.head, n_threads=args.threads) as head:
+        try:
+            with SplitClient(
+                head, args.address, precision=args.precision, key=key, credentials=credentials
+            ) as client:
+                _generate(client, args)
+        except grpc.RpcError as error:
+            raise ValueError(f"{args.address}: {error.code().name}: {error.details()}") from None
+
+
+def _generate(client: SplitClient, args: argparse.Namespace) -> None:
+    prompt: Any = [{"role": "user", "content": args.prompt}] if args.chat else args.prompt
+    began = time.perf_counter()
+    with client.session() as session:
+        options = {"max_tokens": args.n_predict, "temperature": args.temp, "draft": args.draft}
+        for text in session.generate(prompt, **options):
+            print(text, end="", flush=True)
+        print(flush=True)
+        n, seconds = len(session.tokens), time.perf_counter() - began
+        print(
+            f"{n} tokens in {seconds:.2f} s, {session.n_sent_bytes / n:.0f} bytes a token sent, "
+            f"{session.n_received_bytes} received",
+            file=sys.stderr,
+        )
+
+
+def _read_key(path: str) -> str:
+    with open(path, encoding="utf-8") as file:
+        return file.read().strip()

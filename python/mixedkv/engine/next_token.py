@@ -1,0 +1,62 @@
+"""A job's next token: its sampler's choice, unless a thought has to end or the answer may not yet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mixedkv.engine.detokenizer import Detokenizer
+from mixedkv.engine.job import Delta, Job
+from mixedkv.engine.sampler import Sampler, logits_row, logprob_of
+from mixedkv.engine.thought import Thought
+
+
+def next_token(job: Job, sampler: Sampler, context: Any, index: int, detokenizer: Detokenizer) -> int:
+    """From the logits of the batch's token `index`. A constraint holds for what comes after a thought.
+
+    Raises:
+        DeadEndError: the job's constraint allows no token.
+    """
+    thought = job.thought
+    token = thought.forced() if thought is not None and not job.text.within_character else None
+    if token is not None:
+        sampler.accept(token)
+    else:
+        token = _chosen(job, sampler, context, index, detokenizer)
+    if thought is not None:
+        thought.take(piece(job, token, detokenizer))
+    return token
+
+
+def _chosen(job: Job, sampler: Sampler, context: Any, index: int, detokenizer: Detokenizer) -> int:
+    never = None
+    if job.n_answer < job.min_tokens:
+        never = np.array([*detokenizer.ends, *job.stop_tokens], np.int32)
+    thought = job.thought
+    if thought is None:
+        return sampler.sample(context, index, never=never)
+    token = sampler.sample(context, index, free=thought.open, also=thought.may_begin, never=never)
+    if sampler.constrained and _breaks_off(job, thought, token, detokenizer):
+        return thought.close()
+    return token
+
+
+def _breaks_off(job: Job, thought: Thought, token: int, detokenizer: Detokenizer) -> bool:
+    """Whether what is constrained would be missing, or begin within this token."""
+    return thought.open and (detokenizer.is_end(token) or thought.ends_within(piece(job, token, detokenizer)))
+
+
+def take(job: Job, token: int, context: Any, index: int, detokenizer: Detokenizer) -> Delta | None:
+    """Make a token part of the answer; the text that is certain now."""
+    logprob = None
+    if job.n_logprobs is not None:
+        row = logits_row(context, index, detokenizer.n_vocab)
+        logprob = logprob_of(row, token, job.n_logprobs)
+    job.tokens.append(token)
+    return job.take(piece(job, token, detokenizer), logprob)
+
+
+def piece(job: Job, token: int, detokenizer: Detokenizer) -> bytes:
+    """A token's text in this answer."""
+    return detokenizer.name(token) if token in job.shown else detokenizer[token]

@@ -1,0 +1,138 @@
+"""Prompts that begin alike, answered one by one or together: each is evaluated as far as it is new."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from mixedkv.engine.answer import Answer
+from mixedkv.engine.engine import Engine
+from mixedkv.engine.job import Job
+from mixedkv.engine.store_connector import StoreConnector
+from mixedkv.engine.tokenizer import Prompt
+from mixedkv.llama import Llama
+from mixedkv.store import KVStore
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generation:
+    """An answer and what it took.
+
+    Attributes:
+        tokens: of the answer.
+        finish_reason: "stop", or "length" at max_tokens or the context's end.
+        ttft_ms, total_ms: to the first token and to the end, from the call on: tokenizing, waiting, and what
+            the store takes included. Of warming, which has no token, both are the end.
+        prompt_tokens, evaluated: of the prompt: all of them, and those that had to be evaluated.
+        tier: where the others came from: "context", "ram", "disk", or "".
+        exact: the answer is that of an evaluation from the first token.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: str
+    ttft_ms: float
+    total_ms: float
+    prompt_tokens: int
+    evaluated: int
+    tier: str
+    exact: bool
+
+    @property
+    def kv_reuse_ratio(self) -> float:
+        """Of the prompt's tokens those that were not evaluated, 0 to 1."""
+        return 1 - self.evaluated / self.prompt_tokens
+
+
+class PromptCache:
+    """Answers prompts on one `Llama`, with the KV of what they have in common.
+
+    >>> llm = Llama("model.gguf", kv="mixed", n_ctx=8192, n_seq_max=16, kv_unified=True)
+    >>> with PromptCache(llm, KVStore("kv-folder")) as cache:
+    ...     cache.warm(document)
+    ...     answers = cache.generate_batch([document + question for question in questions])
+
+    Args:
+        llm: the cache's alone until it is closed, which leaves it open.
+        store: KV is kept there, also for the next process; closed with the cache. None: in the context.
+        **options: of `Engine`: parallel, exact_only, ...
+
+    Raises:
+        ValueError: as `Engine`.
+    """
+
+    def __init__(self, llm: Llama, store: KVStore | None = None, **options: Any) -> None:
+        connector = StoreConnector(store) if store is not None else None
+        self.engine = Engine(llm, connector=connector, **options)
+
+    def warm(self, prompt: str | Sequence[int]) -> Generation:
+        """Evaluate a prompt and keep it for those that begin with it.
+
+        Raises:
+            ValueError: it is empty or too long.
+        """
+        called = time.perf_counter()
+        job = Job(self.engine.tokenizer.prompt(prompt), max_tokens=0, sampler=None, keep=True)
+        answer = Answer(self.engine, job)
+        self.engine.submit_jobs([job])
+        return _generation(answer, called)
+
+    def generate(self, prompt: Prompt, **options: Any) -> Generation:
+        """Answer a prompt: a text, token ids, or the messages of a chat.
+
+        Args:
+            **options: of `Engine.submit`: max_tokens, stop, temperature, seed, ...
+
+        Raises:
+            ValueError: the prompt is empty or too long, or an option is wrong.
+        """
+        called = time.perf_counter()
+        return _generation(self.engine.submit(prompt, **options), called)
+
+    def generate_batch(self, prompts: Sequence[Prompt], **options: Any) -> list[Generation]:
+        """Answer prompts at the same time; what they have in common is evaluated once.
+
+        Raises:
+            ValueError: as `generate`; no prompt is then answered.
+        """
+        called = time.perf_counter()
+        answers: list[Answer] = []
+        try:
+            for prompt in prompts:
+                answers.append(self.engine.submit(prompt, **options))
+            return [_generation(answer, called) for answer in answers]
+        except BaseException:
+            for answer in answers:
+                answer.cancel()
+            raise
+
+    def close(self) -> None:
+        """Wait for what is still to be stored. The `Llama` stays open."""
+        self.engine.close()
+
+    def __enter__(self) -> PromptCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _generation(answer: Answer, called: float) -> Generation:
+    done, job = answer.result(), answer.job
+    end = job.t_end or time.perf_counter()
+    return Generation(
+        text=done.text,
+        tokens=tuple(job.tokens[job.n_prompt :]),
+        finish_reason=done.reason,
+        ttft_ms=1000 * ((job.t_first or end) - called),
+        total_ms=1000 * (end - called),
+        prompt_tokens=job.n_prompt,
+        evaluated=job.n_prompt - (job.n_cached or 0),
+        tier=job.cached_tier,
+        exact=job.exact,
+    )

@@ -1,0 +1,84 @@
+"""A model's thoughts: where they begin and end in what it writes, and a bound on their length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ThoughtTags:
+    """What is around the thoughts of a family of models.
+
+    Attributes:
+        start, ends: texts; the first of `ends` is the one to write.
+        open: a prompt has begun a thought already.
+    """
+
+    start: str
+    ends: tuple[str, ...]
+    open: bool = False
+
+
+class Thought:
+    """Follows one answer, token by token.
+
+    Args:
+        close: the tokens of `tags.ends[0]`.
+        opening: the token of `tags.start`; -1 where it takes several.
+        budget: tokens after which a thought is closed; None for no bound.
+    """
+
+    def __init__(
+        self, tags: ThoughtTags, *, close: Sequence[int], opening: int = -1, budget: int | None = None
+    ) -> None:
+        self._start = tags.start.encode()
+        self._ends = tuple(end.encode() for end in tags.ends)
+        self._close, self._opening, self._budget = list(close), opening, budget
+        self._keep = max(map(len, (self._start, *self._ends)))
+        self._tail = b""  # of the text since the last tag
+        self._closing: list[int] = []
+        self._empty = True
+        self.open = tags.open
+        self.n_tokens = 0  # that belong to thoughts, tags included
+
+    @property
+    def may_begin(self) -> int:
+        """The token that begins a thought, where nothing has been written yet; else -1."""
+        return self._opening if self._empty and not self.open else -1
+
+    def forced(self) -> int | None:
+        """The next token where that is no choice: a thought that has used up its budget is closed."""
+        if self.open and not self._closing and self._budget is not None and self.n_tokens >= self._budget:
+            self._closing = list(self._close)
+        return self._closing.pop(0) if self._closing else None
+
+    def close(self) -> int:
+        """Begin to end the thought: the first token of that."""
+        self._closing = list(self._close)
+        return self._closing.pop(0)
+
+    def ends_within(self, piece: bytes) -> bool:
+        """Whether the thought ends in the middle of this token's text."""
+        if not self.open:
+            return False
+        text = self._tail + piece
+        found = _first(text, self._ends)
+        return found is not None and bool(text[found:].strip())
+
+    def take(self, piece: bytes) -> None:
+        """The answer goes on by a token of this text."""
+        self._empty = False
+        self.n_tokens += self.open
+        text = self._tail + piece
+        while (end := _first(text, self._ends if self.open else (self._start,))) is not None:
+            self.open = not self.open
+            self.n_tokens += self.open
+            text = text[end:]
+        self._tail = text[-self._keep :]
+
+
+def _first(text: bytes, tags: Sequence[bytes]) -> int | None:
+    """Where the first of the tags ends."""
+    ends = [at + len(tag) for tag in tags if tag and (at := text.find(tag)) >= 0]
+    return min(ends, default=None)

@@ -1,0 +1,140 @@
+"""What a sequence holds besides rows of all its tokens, kept as of one moment: see `mixedkv.cut_rule`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mixedkv.kv.rows import RowGroup, describe_group, read_group, slice_group, take, take_list, take_whole
+from mixedkv.limits import INT32_MAX
+
+_NO_STATE: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Checkpoint:
+    """A sequence that has rows of the tokens before it goes on from here as one that was never longer.
+
+    Made by `KVCache.checkpoint`, put back by `KVCache.resume`. The arrays are read, never written.
+
+    Args:
+        n: tokens of the sequence.
+        first: it serves a sequence cut anywhere from here to `n`.
+        groups: rows with F16 copies, and those of sliding windows; none where the model has only a state.
+        state: of the recurrent layers, as llama.cpp writes it, uint8 [size]; empty without such layers.
+    """
+
+    n: int
+    first: int
+    groups: tuple[RowGroup, ...] = ()
+    state: npt.NDArray[np.uint8] = field(default_factory=lambda: _NO_STATE)
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.first} to {self.n}, {self.nbytes} bytes>"
+
+    def serves(self, n: int) -> bool:
+        return self.first <= n <= self.n
+
+    def cut(self, n: int) -> Checkpoint:
+        """What it holds of a sequence of `n` tokens that it serves."""
+        if n == self.n:
+            return self
+        return replace(self, n=n, groups=tuple(slice_group(group, 0, n) for group in self.groups))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.to_arrays().values())
+
+    def to_arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """The arrays by name: "state", "<group>.positions", "<group>.<layer>.k" and so on."""
+        named = {name: array for i, group in enumerate(self.groups) for name, array in group.named(f"{i}.")}
+        return {"state": self.state, **named}
+
+    def describe(self) -> dict[str, Any]:
+        """All but the arrays, as JSON can hold it."""
+        return {"n": self.n, "first": self.first, "groups": [describe_group(group) for group in self.groups]}
+
+    @classmethod
+    def taken(cls, prefix: str, description: Any, arrays: dict[str, npt.NDArray[Any]]) -> Checkpoint:
+        """The checkpoint that `describe` and `to_arrays` were called on; its arrays are taken out.
+
+        Raises:
+            ValueError: something is missing, of another type, or does not fit the rest; the message names it.
+        """
+        n = take_whole(description, "n", 1, INT32_MAX)
+        first = take_whole(description, "first", 0, n)
+        groups = tuple(
+            read_group(f"{prefix}{i}.", group, arrays, 0, n)
+            for i, group in enumerate(take_list(description, "groups", at_least=0))
+        )
+        state = take(arrays, prefix + "state", np.uint8, (None,))
+        return cls(n=n, first=first, groups=groups, state=state)
+
+
+def served(checkpoints: Sequence[Checkpoint], n: int) -> tuple[int, Checkpoint | None]:
+    """The longest cut at `n` or before it that one of the checkpoints serves, and that one; (0, None)."""
+    cuts = [(min(n, point.n), point) for point in checkpoints if point.first <= n]
+    return max(cuts, key=lambda cut: cut[0], default=(0, None))
+
+
+def joined(before: RowGroup, after: RowGroup) -> RowGroup:
+    """Rows of two ranges as one group."""
+    n = np.int32(len(before.positions))
+    layers = tuple(
+        replace(
+            a,
+            k=np.concatenate([a.k, b.k]),
+            v=np.concatenate([a.v, b.v]),
+            k_hot=np.concatenate([a.k_hot, b.k_hot]),
+            v_hot=np.concatenate([a.v_hot, b.v_hot]),
+        )
+        for a, b in zip(before.layers, after.layers, strict=True)
+    )
+    return RowGroup(
+        positions=np.concatenate([before.positions, after.positions]),
+        hot=np.concatenate([before.hot, after.hot + n]),
+        slots=np.concatenate([before.slots, after.slots]),
+        layers=layers,
+    )
+
+
+def only_hot(group: RowGroup) -> RowGroup:
+    """The rows that have F16 copies."""
+    hot = group.hot
+    layers = tuple(replace(layer, k=layer.k[hot], v=layer.v[hot]) for layer in group.layers)
+    return RowGroup(
+        positions=group.positions[hot],
+        hot=np.arange(len(hot), dtype=np.int32),
+        slots=group.slots,
+        layers=layers,
+    )
+
+
+def named_checkpoints(
+    checkpoints: Sequence[Checkpoint],
+) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    for i, point in enumerate(checkpoints):
+        yield from ((f"checkpoint{i}.{name}", array) for name, array in point.to_arrays().items())
+
+
+def read_checkpoints(
+    description: Mapping[str, Any], arrays: dict[str, npt.NDArray[Any]], p0: int, p1: int
+) -> tuple[Checkpoint, ...]:
+    """
+    Raises:
+        ValueError: as `Checkpoint.taken`, or one is not of a token in [p0, p1).
+    """
+    if "checkpoints" not in description:
+        return ()
+    points = tuple(
+        Checkpoint.taken(f"checkpoint{i}.", one, arrays)
+        for i, one in enumerate(take_list(description, "checkpoints", at_least=0))
+    )
+    if any(not p0 < point.n <= p1 for point in points):
+        raise ValueError(f"checkpoints: one lies outside of ({p0}, {p1}]")
+    return points

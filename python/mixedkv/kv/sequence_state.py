@@ -1,0 +1,157 @@
+"""Taking out and putting back what a sequence holds besides rows of all its tokens: see `Checkpoint`."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from dataclasses import replace
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+from mixedkv import _core, _llama_cpp
+from mixedkv.config import KVSetting
+from mixedkv.cut_rule import CutRule
+from mixedkv.errors import UnsupportedModelError
+from mixedkv.kv.checkpoint import Checkpoint, joined, only_hot
+from mixedkv.kv.native_rows import from_native, to_native
+from mixedkv.kv.rows import RowGroup
+
+_STATE_ONLY = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+_HEAD = struct.Struct("<IiIiI")  # magic, sequence, cells, position, sequences of the cell
+
+
+def cut_rule(llm: llama_cpp.Llama, setting: KVSetting) -> CutRule:
+    """
+    Args:
+        setting: of the cache, with its window as it is now.
+    """
+    recurrent = _llama_cpp.is_recurrent(llm) or _llama_cpp.is_hybrid(llm)
+    sliding = 0
+    if not llm.context_params.swa_full:
+        sliding = max((layer["n_swa"] for layer in _layers(llm)), default=0)
+    window = replace(setting.window, n_draft=0)  # a sequence that was resumed has the rows of its window only
+    return CutRule(window=window, sliding=sliding, recurrent=recurrent)
+
+
+def take(llm: llama_cpp.Llama, rule: CutRule, seq: int) -> Checkpoint | None:
+    n = int(llama_cpp.llama_memory_seq_pos_max(_memory(llm), seq)) + 1
+    if n == 0 or rule.anywhere or not holds(llm, rule, seq, n):
+        return None
+    try:
+        groups = _groups(llm, rule, seq, n)
+    except UnsupportedModelError:  # M-RoPE: its rows are not taken out
+        return None
+    state = _state(llm, seq) if rule.recurrent else np.empty(0, np.uint8)
+    first = rule.saved_from(n) if has_rows(llm, rule, seq, n - 1) else n
+    return Checkpoint(n=n, first=first, groups=groups, state=state)
+
+
+def resume(llm: llama_cpp.Llama, point: Checkpoint, n: int, source: int, target: int) -> None:
+    """
+    Raises:
+        ValueError: as `KVCache.resume`.
+    """
+    if not point.serves(n):
+        raise ValueError(f"n={n}: this checkpoint serves {point.first} to {point.n} tokens")
+    memory = _memory(llm)
+    if source != target:
+        llama_cpp.llama_memory_seq_rm(memory, target, -1, -1)
+        llama_cpp.llama_memory_seq_cp(memory, source, target, 0, n)
+    put(llm, point.cut(n), target)
+
+
+def put(llm: llama_cpp.Llama, point: Checkpoint, seq: int) -> None:
+    """Into a sequence with rows of `point.n` tokens at least; what is behind them goes.
+
+    Raises:
+        ValueError: it does not fit this model, or there is no room.
+    """
+    if len(point.state):  # first: a state that is ahead of the cut could not be cut
+        _put_state(llm, point, seq)
+    elif _llama_cpp.is_recurrent(llm) or _llama_cpp.is_hybrid(llm):
+        raise ValueError("the checkpoint has no state of recurrent layers, which this model has")
+    llama_cpp.llama_memory_seq_rm(_memory(llm), seq, point.n, -1)
+    if point.groups:
+        _core.restore_window(_address(llm), seq, [to_native(group) for group in point.groups])
+
+
+def holds(llm: llama_cpp.Llama, rule: CutRule, seq: int, n: int) -> bool:
+    """Whether the sequence, cut at n tokens, has all that the token there reads as it was evaluated."""
+    last = int(llama_cpp.llama_memory_seq_pos_max(_memory(llm), seq)) + 1
+    return n <= last and not (rule.recurrent and n != last) and has_rows(llm, rule, seq, n)
+
+
+def has_rows(llm: llama_cpp.Llama, rule: CutRule, seq: int, n: int) -> bool:
+    """Whether all rows that the token at n reads of sliding windows are there, and all F16 copies."""
+    address = _address(llm)
+    if (rule.window.threshold or rule.window.sink_tokens) and not _core.window_is_whole(address, seq, n):
+        return False
+    for layer in {layer["group"]: layer for layer in _layers(llm)}.values():
+        p0 = max(0, n + 1 - layer["n_swa"])
+        if layer["n_swa"] and p0 < n:
+            positions, _ = _core.read_tiers(address, layer["il"], seq, p0, n)
+            if len(positions) < n - p0:
+                return False
+    return True
+
+
+def _groups(llm: llama_cpp.Llama, rule: CutRule, seq: int, n: int) -> tuple[RowGroup, ...]:
+    """Rows with F16 copies, of layers with a sliding window all that the token at n - 1 has seen."""
+    layers, window = _layers(llm), rule.window
+    if not layers or not (window.threshold or window.sink_tokens or rule.sliding):
+        return ()
+    address, sinks = _address(llm), min(window.sink_tokens, n)
+    begin = min(window.begin(n - 1), n - rule.sliding if rule.sliding else n)
+    begin = max(0, min(begin, n - 1))
+    slides = {layer["group"]: layer["n_swa"] > 0 and rule.sliding > 0 for layer in layers}
+    groups = _rows(address, seq, begin, n)
+    if 0 < sinks <= begin:
+        groups = [joined(a, b) for a, b in zip(_rows(address, seq, 0, sinks), groups, strict=True)]
+    return tuple(group if slides[i] else only_hot(group) for i, group in enumerate(groups))
+
+
+def _rows(address: int, seq: int, p0: int, p1: int) -> list[RowGroup]:
+    return [from_native(group) for group in _core.export_rows(address, seq, p0, p1)]
+
+
+def _state(llm: llama_cpp.Llama, seq: int) -> npt.NDArray[np.uint8]:
+    context = _llama_cpp.context(llm)
+    size = int(llama_cpp.llama_state_seq_get_size_ext(context, seq, _STATE_ONLY))
+    state = np.empty(size, np.uint8)
+    if int(llama_cpp.llama_state_seq_get_data_ext(context, _pointer(state), size, seq, _STATE_ONLY)) != size:
+        raise RuntimeError("llama.cpp did not write the state of a sequence: this is a bug, please report it")
+    return state
+
+
+def _put_state(llm: llama_cpp.Llama, point: Checkpoint, seq: int) -> None:
+    """What comes from a file is looked at first: llama.cpp ends the process for some of it."""
+    state = np.ascontiguousarray(point.state)
+    slides = int(llama_cpp.llama_model_n_swa(_llama_cpp.model(llm))) > 0  # then rows of these come first
+    if not slides and (
+        len(state) < _HEAD.size or _HEAD.unpack_from(state.tobytes()[: _HEAD.size])[2:] != (1, point.n - 1, 0)
+    ):
+        raise ValueError("the state of recurrent layers is not one of a sequence of this length")
+    context = _llama_cpp.context(llm)
+    n_read = llama_cpp.llama_state_seq_set_data_ext(context, _pointer(state), len(state), seq, _STATE_ONLY)
+    if int(n_read) != len(state):
+        raise ValueError("the state of recurrent layers does not fit this model")
+
+
+def _pointer(array: npt.NDArray[np.uint8]) -> Any:
+    return array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+
+
+def _layers(llm: llama_cpp.Llama) -> list[_core.Layer]:
+    """Those that have rows."""
+    return [] if _llama_cpp.is_recurrent(llm) else _core.layers(_address(llm))
+
+
+def _address(llm: llama_cpp.Llama) -> int:
+    return _llama_cpp.address(_llama_cpp.context(llm))
+
+
+def _memory(llm: llama_cpp.Llama) -> Any:
+    return llama_cpp.llama_get_memory(_llama_cpp.context(llm))

@@ -1,0 +1,184 @@
+"""Sessions that grow: an answered turn becomes part of its session, if nobody else's has meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import Response
+from starlette.types import Message as Sent
+from starlette.types import Receive, Scope, Send
+
+from mixedkv.engine.job import Delta, Done, Job
+from mixedkv.server.api.rendering import template_message
+from mixedkv.server.api.respond import Answer, respond
+from mixedkv.server.api.schemas import CompletionRequest, Generation, Message
+from mixedkv.server.api_error import ApiError, bad_request
+from mixedkv.server.state import ServerState
+from mixedkv.sessions import CacheSessionMetadata, ContextMessage, ErrorResponse
+
+_HEADER = "x-session-version"
+_STATUS = {"session_not_found": 404, "session_quota": 429}
+
+
+class Turn:
+    """A turn of a session that grows. It is appended with the answer's last event, before that is sent.
+
+    Args:
+        session: as it was when the request came.
+
+    Attributes:
+        job: its answer.
+    """
+
+    job: Job
+
+    def __init__(self, server: ServerState, session: CacheSessionMetadata) -> None:
+        self._server, self._session = server, session
+        self._text: list[str] = []
+        self._messages: list[ContextMessage] = []
+        self._prompt = ""
+
+    @classmethod
+    def of_chat(
+        cls,
+        server: ServerState,
+        body: Generation,
+        session: CacheSessionMetadata | None,
+        messages: Sequence[Message],
+    ) -> Turn | None:
+        """None where nothing grows.
+
+        Raises:
+            ApiError: 400 or 409, it cannot grow by this request.
+        """
+        if session is None or not _grows(body, session):
+            return None
+        if session.messages is None:
+            raise bad_request("append: this session holds a prompt, use /v1/completions", "append")
+        turn = cls(server, session)
+        turn._messages = [_context_message(template_message(message)) for message in messages]
+        return turn
+
+    @classmethod
+    def of_prompt(
+        cls, server: ServerState, body: CompletionRequest, session: CacheSessionMetadata | None
+    ) -> Turn | None:
+        """As `of_chat`, of a raw prompt."""
+        if session is None or not _grows(body, session):
+            return None
+        if session.prompt is None:
+            raise bad_request("append: this session holds messages, use /v1/chat/completions", "append")
+        if not isinstance(body.prompt, str):
+            raise bad_request("append: give the prompt as one text", "prompt")
+        turn = cls(server, session)
+        turn._prompt = body.prompt
+        return turn
+
+    async def take(self, event: Delta | Done) -> None:
+        """
+        Raises:
+            ApiError: 409, another turn was appended first; 404, the session is gone; 429, it is too large.
+        """
+        self._text.append(event.text)
+        if isinstance(event, Done):
+            job = self.job
+            updated = await self._server.contexts.update_session_cache(
+                self._session, n_tokens=job.n_prompt + job.n_answer, **self._changes("".join(self._text))
+            )
+            if isinstance(updated, ErrorResponse):
+                raise await _as_error(self._server, updated, self._session)
+
+    def tell(self, response: Response) -> Response:
+        """The answer, with the version that the session has after it."""
+        return _WithHeader(response, str(self._session.version + 1))
+
+    def _changes(self, text: str) -> dict[str, Any]:
+        if self._session.messages is None:
+            return {"prompt": (self._session.prompt or "") + self._prompt + text}
+        answer = ContextMessage(role="assistant", content=text)
+        return {"messages": [*self._session.messages, *self._messages, answer]}
+
+
+async def respond_with(
+    turn: Turn | None,
+    body: Generation,
+    request: Request,
+    server: ServerState,
+    jobs: Sequence[Job],
+    answer: Answer,
+    *,
+    large: bool,
+) -> Response:
+    """`respond`, and the answer becomes part of the session where there is a turn."""
+    on_event = None
+    if turn is not None:
+        turn.job, on_event = jobs[0], turn.take
+    response = await respond(
+        request,
+        server,
+        jobs,
+        answer,
+        stream=body.stream is True,
+        large=large,
+        progress=bool(body.return_progress),
+        on_event=on_event,
+    )
+    return response if turn is None else turn.tell(response)
+
+
+def check_version(body: Generation, session: CacheSessionMetadata) -> None:
+    """Before work is done for another version of a session than the one that is meant.
+
+    Raises:
+        ApiError: 409.
+    """
+    if body.session_version not in (None, session.version):
+        raise _conflict(session, f"session_version={body.session_version}")
+
+
+def _grows(body: Generation, session: CacheSessionMetadata) -> bool:
+    grows = session.mode == "append" if body.append is None else body.append
+    if grows and (body.n or 1) > 1:
+        raise bad_request("append goes with one answer: leave n out, or append", "n")
+    return grows
+
+
+def _context_message(message: dict[str, Any]) -> ContextMessage:
+    known = {name: value for name, value in message.items() if name in ContextMessage.model_fields}
+    return ContextMessage.model_validate(known)
+
+
+async def _as_error(server: ServerState, error: ErrorResponse, session: CacheSessionMetadata) -> ApiError:
+    if error.code == "session_changed":
+        now = await server.contexts.get_session_metadata(session.session_id, tenant=session.tenant)
+        if now is not None:
+            return _conflict(now, f"this turn began at version {session.version}")
+    return ApiError(_STATUS.get(error.code, 409), error.detail, param="session_id", code=error.code)
+
+
+def _conflict(now: CacheSessionMetadata, what: str) -> ApiError:
+    return ApiError(
+        409,
+        f"{what}, session {now.session_id!r} is at version {now.version}: read what was said, and ask again",
+        param="session_version",
+        code="session_changed",
+        headers={_HEADER: str(now.version)},
+    )
+
+
+class _WithHeader(Response):
+    """A response with one header more, also a stream."""
+
+    def __init__(self, response: Response, version: str) -> None:
+        self.background = None
+        self._response, self._header = response, (_HEADER.encode(), version.encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_header(message: Sent) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], self._header]}
+            await send(message)
+
+        await self._response(scope, receive, with_header)

@@ -1,0 +1,219 @@
+"""Bodies of /v1/messages, as Anthropic has them, and what they are as a chat of OpenAI's."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from mixedkv.limits import INT32_MAX
+from mixedkv.server.api.schemas import (
+    IGNORED,
+    LIST,
+    MAX_TOOLS,
+    TEXT,
+    TEXT_OR_LIST,
+    Few,
+    Finite,
+    Model,
+    Name,
+    StopTexts,
+    Text,
+)
+from mixedkv.server.api_error import bad_request
+
+
+class CacheControl(Model):
+    type: Literal["ephemeral"]
+    ttl: Name | None = None
+
+
+class Block(Model):
+    cache_control: CacheControl | None = Field(
+        None, description="Accepted: the longest prefix is found without it."
+    )
+    citations: None = None
+
+
+class TextBlock(Block):
+    type: Literal["text"]
+    text: Text
+
+
+TextOrBlocks = Annotated[
+    Annotated[Text, TEXT] | Annotated[list[TextBlock], Field(fail_fast=True), LIST], TEXT_OR_LIST
+]
+
+
+class ThinkingBlock(Block):
+    type: Literal["thinking"]
+    thinking: Text
+    signature: Text | None = None
+
+
+class ToolUseBlock(Block):
+    type: Literal["tool_use"]
+    id: Annotated[Name, Field(min_length=1)]
+    name: Name
+    input: dict[str, Any]
+    caller: Any = None
+
+
+class ToolResultBlock(Block):
+    type: Literal["tool_result"]
+    tool_use_id: Annotated[Name, Field(min_length=1)]
+    content: TextOrBlocks | None = None
+    is_error: bool | None = None
+
+
+AnyBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+Content = Annotated[
+    Annotated[Text, TEXT] | Annotated[list[AnyBlock], Field(fail_fast=True), LIST], TEXT_OR_LIST
+]
+
+
+class MessageParam(Model):
+    role: Literal["user", "assistant", "system"]
+    content: Content
+
+
+class CustomTool(Model):
+    type: Literal["custom"] | None = None
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: Text | None = None
+    input_schema: dict[str, Any]
+    cache_control: CacheControl | None = None
+    strict: bool | None = None
+    eager_input_streaming: bool | None = None
+
+    def as_openai(self) -> dict[str, Any]:
+        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        return {"type": "function", "function": function}
+
+
+class AnthropicChoice(Model):
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Model):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    display: Name | None = None
+
+
+class OutputConfig(Model):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: None = None
+
+
+class CountRequest(Model):
+    """What the tokens of a prompt are counted of."""
+
+    model: Name | None = None
+    messages: Annotated[list[MessageParam], Field(min_length=1, max_length=100_000, fail_fast=True)]
+    system: TextOrBlocks | None = None
+    tools: Annotated[list[CustomTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: AnthropicChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """Of a chat of OpenAI's: what its prompt is made of."""
+        messages = [message for param in self.messages for message in _messages(param)]
+        if system := _text(self.system):
+            messages.insert(0, {"role": "system", "content": system})
+        variables, effort = None, None
+        if self.thinking is not None:
+            variables = {"enable_thinking": self.thinking.type != "disabled"}
+        if self.output_config is not None and self.output_config.effort is not None:
+            effort = {"max": "xhigh"}.get(self.output_config.effort, self.output_config.effort)
+        return {
+            "messages": messages,
+            "tools": [tool.as_openai() for tool in self.tools or ()] or None,
+            "chat_template_kwargs": variables,
+            "reasoning_effort": effort,
+            "continue_final_message": messages[-1]["role"] == "assistant"
+            and not messages[-1].get("tool_calls"),
+        }
+
+
+class MessagesRequest(CountRequest):
+    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)]
+    stop_sequences: StopTexts | None = None
+    stream: bool | None = None
+    temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    metadata: Annotated[dict[Name, Any], Few] | None = Field(None, description=IGNORED)
+    service_tier: Name | None = Field(None, description=IGNORED)
+
+    @property
+    def _budget(self) -> int | None:
+        enabled = self.thinking is not None and self.thinking.type == "enabled"
+        return self.thinking.budget_tokens if self.thinking is not None and enabled else None
+
+    def as_chat(self) -> dict[str, Any]:
+        """The same of OpenAI's.
+
+        Raises:
+            ApiError: 400, it cannot be said so.
+        """
+        return {
+            **self.fields(),
+            **_choice(self.tool_choice),
+            "max_tokens": self.max_tokens,
+            "stop": self.stop_sequences or None,
+            "stream": self.stream,
+            "reasoning_budget_tokens": self._budget,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+        }
+
+
+def _choice(choice: AnthropicChoice | None) -> dict[str, Any]:
+    if choice is None:
+        return {}
+    wanted: Any = {"any": "required"}.get(choice.type, choice.type)
+    if choice.type == "tool":
+        if not choice.name:
+            raise bad_request("tool_choice.name is missing: say which tool", "tool_choice")
+        wanted = {"type": "function", "function": {"name": choice.name}}
+    return {"tool_choice": wanted, "parallel_tool_calls": not choice.disable_parallel_tool_use}
+
+
+def _text(content: str | list[TextBlock] | None) -> str:
+    if isinstance(content, list):
+        return "\n".join(block.text for block in content)
+    return content or ""
+
+
+def _messages(param: MessageParam) -> list[dict[str, Any]]:
+    """Results of tools are messages of their own, and come first."""
+    if isinstance(param.content, str):
+        return [{"role": param.role, "content": param.content}]
+    texts = [block.text for block in param.content if isinstance(block, TextBlock)]
+    thoughts = [block.thinking for block in param.content if isinstance(block, ThinkingBlock)]
+    calls = [_call(block) for block in param.content if isinstance(block, ToolUseBlock)]
+    out: list[dict[str, Any]] = [
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
+        for block in param.content
+        if isinstance(block, ToolResultBlock)
+    ]
+    if texts or thoughts or calls or not out:
+        message: dict[str, Any] = {"role": param.role, "content": "\n".join(texts)}
+        if thoughts:
+            message["reasoning_content"] = "\n".join(thoughts)
+        if calls:
+            message["tool_calls"] = calls
+        out.append(message)
+    return out
+
+
+def _call(block: ToolUseBlock) -> dict[str, Any]:
+    function = {"name": block.name, "arguments": json.dumps(block.input)}
+    return {"id": block.id, "type": "function", "function": function}

@@ -1,0 +1,133 @@
+"""How the chat of a request becomes a prompt: by llama.cpp's chat layer where there are tools or thoughts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mixedkv.engine.chat_template import NOTHING_SAID, RenderedChat, TemplateOptions, ToolChoice, check_depth
+from mixedkv.errors import ContextLengthError
+from mixedkv.server.api.schemas import ChatFields, Message, Tool
+from mixedkv.server.api.tools import check_calls, checked_tools
+from mixedkv.server.api_error import bad_request, prompt_error
+from mixedkv.server.state import ServerState
+
+_MAX_VARIABLES = 1 << 16  # characters of chat_template_kwargs
+_OURS = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenderRequest:
+    """What llama.cpp's chat layer is told."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    choice: ToolChoice
+    options: TemplateOptions
+
+    def tokens(self, server: ServerState) -> tuple[list[int], RenderedChat]:
+        """
+        Raises:
+            ApiError: 400.
+        """
+        try:
+            return server.engine.tokenizer.render(self.messages, self.tools, self.choice, self.options)
+        except ContextLengthError as error:
+            raise prompt_error(error, "messages") from None
+        except ValueError as error:
+            raise bad_request(str(error), str(error).partition(":")[0]) from None
+
+
+def render_request(
+    server: ServerState,
+    messages: Sequence[Message],
+    tools: Sequence[Tool] | None,
+    choice: ToolChoice,
+    options: TemplateOptions,
+    before: Sequence[dict[str, Any]] = (),
+) -> RenderRequest | None:
+    """None where nothing is about tools or thoughts.
+
+    Args:
+        before: messages of a session.
+
+    Raises:
+        ApiError: 400, something does not go together; it names the field.
+    """
+    if not tools and choice.mode == "required":
+        raise bad_request("tool_choice asks for a call, and there are no tools: give tools", "tool_choice")
+    check_calls(messages)
+    about_tools = tools or any(message.role == "tool" or message.tool_calls for message in messages)
+    said = options != NOTHING_SAID
+    if not (about_tools or said or server.engine.tokenizer.thinks):
+        return None
+    return RenderRequest(
+        messages=[*before, *map(template_message, messages)],
+        tools=checked_tools(tools or [], choice),
+        choice=choice,
+        options=options,
+    )
+
+
+def template_message(message: Message) -> dict[str, Any]:
+    """A message as chat templates know it."""
+    out: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": message.text,
+    }
+    if message.name:
+        out["name"] = message.name
+    if message.reasoning_content:
+        out["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        out["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+    if message.tool_call_id:
+        out["tool_call_id"] = message.tool_call_id
+    return out
+
+
+def template_options(body: ChatFields) -> TemplateOptions:
+    """
+    Raises:
+        ApiError: 400, a variable cannot be had.
+    """
+    variables, thinking = dict(body.chat_template_kwargs or {}), True
+    _check_variables(variables)
+    if "enable_thinking" in variables:
+        thinking = variables.pop("enable_thinking")
+        if not isinstance(thinking, bool):
+            raise _wrong("enable_thinking: give true or false")
+    if body.reasoning_effort == "none":
+        thinking = False
+    elif body.reasoning_effort is not None:
+        variables["reasoning_effort"] = body.reasoning_effort
+    if body.continue_final_message:
+        last = body.messages[-1]
+        if last.role != "assistant" or last.tool_calls:
+            raise bad_request(
+                "continue_final_message: the last message has to be an assistant's without tool_calls",
+                "continue_final_message",
+            )
+    return TemplateOptions(
+        variables=variables, thinking=thinking, continues=bool(body.continue_final_message)
+    )
+
+
+def _check_variables(variables: dict[str, Any]) -> None:
+    try:
+        check_depth(variables, "chat_template_kwargs")
+        text = json.dumps(variables, ensure_ascii=False, allow_nan=False)
+        text.encode("utf-8")
+    except ValueError as error:
+        raise _wrong(str(error).removeprefix("chat_template_kwargs: ")) from None
+    if len(text) > _MAX_VARIABLES:
+        raise _wrong(f"{len(text)} characters are more than {_MAX_VARIABLES}: say less")
+    for name in variables:
+        if name in _OURS:
+            raise _wrong(f"{name} is the server's to say: leave it out")
+
+
+def _wrong(message: str) -> Exception:
+    return bad_request(f"chat_template_kwargs: {message}", "chat_template_kwargs")

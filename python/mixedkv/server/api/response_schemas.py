@@ -1,0 +1,238 @@
+"""Bodies of /v1/responses, as OpenAI has them, and what they are as a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from mixedkv.limits import INT32_MAX
+from mixedkv.server.api.schemas import (
+    IGNORED,
+    LIST,
+    MAX_TOOLS,
+    REFUSED,
+    TEXT,
+    TEXT_OR_LIST,
+    Finite,
+    Metadata,
+    Model,
+    Name,
+    StreamOptions,
+    Text,
+    TextPart,
+)
+
+
+class OutputText(Model):
+    type: Literal["output_text"]
+    text: Text
+    annotations: Annotated[list[Any], Field(max_length=1000)] | None = None
+    logprobs: list[Any] | None = None
+
+
+class Item(Model):
+    id: Name | None = None
+    status: Name | None = None
+
+
+class MessageItem(Item):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[
+        Annotated[Text, TEXT] | Annotated[list[OutputText | TextPart], Field(fail_fast=True), LIST],
+        TEXT_OR_LIST,
+    ]
+    phase: Name | None = None
+
+
+class CallItem(Item):
+    type: Literal["function_call"]
+    call_id: Annotated[Name, Field(min_length=1)]
+    name: Name
+    arguments: Text
+    namespace: None = None
+    caller: Any = None
+
+
+class ResultItem(Item):
+    type: Literal["function_call_output"]
+    call_id: Annotated[Name, Field(min_length=1)]
+    output: Annotated[
+        Annotated[Text, TEXT] | Annotated[list[TextPart], Field(fail_fast=True), LIST], TEXT_OR_LIST
+    ]
+
+
+class ReasoningText(Model):
+    type: Literal["reasoning_text", "summary_text"]
+    text: Text
+
+
+class ReasoningItem(Item):
+    type: Literal["reasoning"]
+    summary: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
+    content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
+    encrypted_content: Text | None = None
+
+
+def _kind(item: Any) -> str:
+    """A message need not say that it is one."""
+    return str(item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", ""))
+
+
+AnyItem = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[ResultItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(_kind),
+]
+
+
+Items = Annotated[list[AnyItem], Field(min_length=1, max_length=100_000, fail_fast=True)]
+
+
+class FunctionTool(Model):
+    type: Literal["function"]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedChoice(Model):
+    type: Literal["function"]
+    name: Name
+
+
+class TextFormat(Model):
+    type: Literal["text", "json_object", "json_schema"]
+    name: Name | None = None
+    description: Text | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Model):
+    format: TextFormat | None = None
+    verbosity: Name | None = None
+
+
+class Reasoning(Model):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: Name | None = None
+    generate_summary: Name | None = None
+
+
+class ResponsesRequest(Model):
+    model: Name | None = None
+    input: Annotated[Annotated[Text, TEXT] | Annotated[Items, LIST], TEXT_OR_LIST]
+    instructions: Text | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    store: bool | None = Field(None, description=IGNORED)
+    metadata: Metadata | None = None
+    user: Name | None = Field(None, description=IGNORED)
+    safety_identifier: Name | None = Field(None, description=IGNORED)
+    service_tier: Name | None = Field(None, description=IGNORED)
+    prompt_cache_key: Name | None = Field(None, description=IGNORED)
+    prompt_cache_retention: Name | None = Field(None, description=IGNORED)
+    include: Annotated[list[Name], Field(max_length=20)] | None = Field(None, description=IGNORED)
+    truncation: Literal["auto", "disabled"] | None = Field(None, description=IGNORED)
+    max_tool_calls: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(None, description=IGNORED)
+    # known, but not what this server does: see `_refuse_unsupported`
+    previous_response_id: Name | None = Field(None, description=REFUSED)
+    conversation: Any = Field(None, description=REFUSED)
+    background: bool | None = Field(None, description=REFUSED)
+    prompt: Any = Field(None, description=REFUSED)
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(None, description=REFUSED)
+
+    @model_validator(mode="after")
+    def _refuse_unsupported(self) -> ResponsesRequest:
+        for name in ("previous_response_id", "conversation"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name}: this server keeps no answers: send the whole history as input")
+        for name in ("background", "prompt", "top_logprobs"):
+            if getattr(self, name):
+                raise ValueError(f"{name} is not supported by this server: leave it out")
+        return self
+
+    def as_chat(self) -> dict[str, Any]:
+        """The same as a chat."""
+        choice = self.tool_choice
+        return {
+            "messages": list(self._messages()),
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "tools": [_tool(tool) for tool in self.tools or ()] or None,
+            "tool_choice": _named(choice) if isinstance(choice, NamedChoice) else choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "response_format": _format(self.text.format) if self.text and self.text.format else None,
+            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+            "stream": self.stream,
+        }
+
+    def _messages(self) -> Iterable[dict[str, Any]]:
+        if self.instructions:
+            yield {"role": "system", "content": self.instructions}
+        if isinstance(self.input, str):
+            yield {"role": "user", "content": self.input}
+            return
+        answer: dict[str, Any] = {}  # what an assistant has thought, said and called is one message
+        for item in self.input:
+            if isinstance(item, ResultItem) or (isinstance(item, MessageItem) and item.role != "assistant"):
+                if answer:
+                    yield answer
+                answer = {}
+                yield _said(item)
+            else:
+                answer = answer or {"role": "assistant", "content": ""}
+                _add(answer, item)
+        if answer:
+            yield answer
+
+
+def _said(item: MessageItem | ResultItem) -> dict[str, Any]:
+    if isinstance(item, ResultItem):
+        return {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+    return {"role": item.role, "content": _text(item.content)}
+
+
+def _add(answer: dict[str, Any], item: Item) -> None:
+    if isinstance(item, MessageItem):
+        answer["content"] += _text(item.content)
+    elif isinstance(item, CallItem):
+        function = {"name": item.name, "arguments": item.arguments}
+        call = {"id": item.call_id, "type": "function", "function": function}
+        answer.setdefault("tool_calls", []).append(call)
+    elif isinstance(item, ReasoningItem):
+        text = "".join(part.text for part in item.content or item.summary or ())
+        answer["reasoning_content"] = answer.get("reasoning_content", "") + text
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _tool(tool: FunctionTool) -> dict[str, Any]:
+    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+
+
+def _named(choice: NamedChoice) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+def _format(wanted: TextFormat) -> dict[str, Any]:
+    if wanted.type != "json_schema":
+        return {"type": wanted.type}
+    return {"type": "json_schema", "json_schema": {"name": wanted.name or "schema", "schema": wanted.schema_}}

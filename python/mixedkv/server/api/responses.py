@@ -1,0 +1,233 @@
+"""POST /v1/responses: OpenAI's Responses API, as far as a server that keeps no answers has it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from mixedkv.engine.answer_reader import Part
+from mixedkv.engine.chat_template import RenderedChat
+from mixedkv.engine.job import Delta, Done, Job
+from mixedkv.server.api.chat_jobs import AnswerParts, chat_jobs, translated
+from mixedkv.server.api.respond import respond
+from mixedkv.server.api.response_schemas import ResponsesRequest
+from mixedkv.server.api.schemas import ChatRequest
+from mixedkv.server.api.sse import PING, named_sse
+from mixedkv.server.api_error import ApiError
+from mixedkv.server.http.json_body import JSONRoute
+from mixedkv.server.state import ServerState, check_model, new_id, read_prompt, server_state, tenant
+
+router = APIRouter(route_class=JSONRoute)
+
+
+@router.post("/v1/responses")
+async def responses(body: ResponsesRequest, request: Request) -> Response:
+    """An answer to a list of items, whole or as server-sent events."""
+    server, owner = server_state(request), tenant(request)
+    check_model(server, body.model)
+    jobs, chat = await read_prompt(request, _jobs, server, body, owner)
+    answer = _Answer(server, body, jobs[0], chat)
+    return await respond(request, server, jobs, answer, stream=body.stream is True, large=False)
+
+
+def _jobs(server: ServerState, body: ResponsesRequest, owner: str) -> tuple[list[Job], RenderedChat | None]:
+    return chat_jobs(server, translated(ChatRequest, body.as_chat()), owner, None)
+
+
+class _Output:
+    """One item of an answer while it comes: the events it consists of, and what it is in the end."""
+
+    def __init__(self, kind: str, index: int, part: Part) -> None:
+        self.kind, self.index = kind, index
+        self.text = ""
+        self.head: dict[str, Any]
+        if kind == "reasoning":
+            self.head = {"type": "reasoning", "id": new_id("rs"), "summary": []}
+        elif kind == "message":
+            self.head = {"type": "message", "id": new_id("msg"), "role": "assistant"}
+        else:
+            call = {"type": "function_call", "id": new_id("fc"), "call_id": part.id, "name": part.name}
+            self.head = call
+
+    def item(self, status: str) -> dict[str, Any]:
+        if self.kind == "function_call":
+            return {**self.head, "arguments": self.text, "status": status}
+        content = [self._content()] if self.text or status != "in_progress" else []
+        return {**self.head, "content": content, "status": status}
+
+    def opened(self) -> list[dict[str, Any]]:
+        out = [
+            {
+                "type": "response.output_item.added",
+                "output_index": self.index,
+                "item": self.item("in_progress"),
+            }
+        ]
+        if self.kind == "message":
+            out.append({"type": "response.content_part.added", **self._where(), "part": self._content()})
+        return out
+
+    def delta(self, part: Part) -> dict[str, Any]:
+        text = part.arguments or part.reasoning or part.content
+        self.text += text
+        more: dict[str, Any] = {"logprobs": []} if self.kind == "message" else {}
+        return {"type": f"response.{_NAMES[self.kind]}.delta", **self._where(), "delta": text, **more}
+
+    def closed(self, status: str) -> list[dict[str, Any]]:
+        name = f"response.{_NAMES[self.kind]}.done"
+        out: list[dict[str, Any]] = []
+        if self.kind == "function_call":
+            out.append({"type": name, **self._where(), "name": self.head["name"], "arguments": self.text})
+        else:
+            more: dict[str, Any] = {"logprobs": []} if self.kind == "message" else {}
+            out.append({"type": name, **self._where(), "text": self.text, **more})
+        if self.kind == "message":
+            out.append({"type": "response.content_part.done", **self._where(), "part": self._content()})
+        item = self.item(status)
+        return [*out, {"type": "response.output_item.done", "output_index": self.index, "item": item}]
+
+    def _content(self) -> dict[str, Any]:
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": self.text}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
+
+    def _where(self) -> dict[str, Any]:
+        where = {"item_id": self.head["id"], "output_index": self.index}
+        return where if self.kind == "function_call" else {**where, "content_index": 0}
+
+
+_NAMES = {
+    "reasoning": "reasoning_text",
+    "message": "output_text",
+    "function_call": "function_call_arguments",
+}
+
+
+class _Answer:
+    """OpenAI's objects of one request: an answer is a list of items, of thoughts, text and calls."""
+
+    def __init__(
+        self, server: ServerState, body: ResponsesRequest, job: Job, chat: RenderedChat | None
+    ) -> None:
+        self._body, self._job = body, job
+        self._parts = AnswerParts(chat)
+        self._outputs: list[_Output] = []
+        self._open: tuple[str, int] | None = None
+        self._n_events = 0
+        self._head = {
+            "id": new_id("resp"),
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": server.model_name,
+        }
+
+    def whole(self, ends: list[Done]) -> dict[str, Any]:
+        (end,) = ends
+        for part in self._parts.feed(end):
+            self._take(part)
+        return self._response(end)
+
+    def first(self) -> bytes:
+        response = self._response(None)
+        return self._sse({"type": "response.created", "response": response}) + self._sse(
+            {"type": "response.in_progress", "response": response}
+        )
+
+    def event(self, i: int, event: Delta | Done) -> bytes:
+        out = b"".join(self._sse(chunk) for part in self._parts.feed(event) for chunk in self._take(part))
+        if isinstance(event, Done):
+            out += b"".join(map(self._sse, self._close(_status(event))))
+            response = self._response(event)
+            out += self._sse({"type": f"response.{response['status']}", "response": response})
+        return out
+
+    def idle(self) -> bytes:
+        return PING
+
+    def failed(self, error: ApiError) -> bytes:
+        about = error.body()["error"]
+        return self._sse(
+            {"type": "error", "code": about["code"], "message": about["message"], "param": about["param"]}
+        )
+
+    def last(self) -> bytes:
+        return b""
+
+    def _sse(self, chunk: dict[str, Any]) -> bytes:
+        chunk = {**chunk, "sequence_number": self._n_events}
+        self._n_events += 1
+        return named_sse(chunk)
+
+    def _take(self, part: Part) -> list[dict[str, Any]]:
+        kind = "function_call" if part.index >= 0 else "reasoning" if part.reasoning else "message"
+        which, out = (kind, part.index), []
+        if which != self._open:
+            out += self._close("completed")
+            self._open = which
+            self._outputs.append(_Output(kind, len(self._outputs), part))
+            out += self._outputs[-1].opened()
+        return [*out, self._outputs[-1].delta(part)]
+
+    def _close(self, status: str) -> list[dict[str, Any]]:
+        if self._open is None:
+            return []
+        self._open = None
+        return self._outputs[-1].closed(status)
+
+    def _response(self, end: Done | None) -> dict[str, Any]:
+        """`end`: None while the answer comes."""
+        body, status = self._body, "in_progress" if end is None else _status(end)
+        why = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        items = [output.item("completed") for output in self._outputs]
+        if items and status == "incomplete":
+            items[-1]["status"] = status
+        effort = body.reasoning.effort if body.reasoning else None
+        return {
+            **self._head,
+            "status": status,
+            "error": None,
+            "incomplete_details": why,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "output": items if end is not None else [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": effort, "summary": None},
+            "store": False,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": self._text(),
+            "tool_choice": self._choice(),
+            "tools": [{"strict": None, **tool.model_dump(exclude_none=True)} for tool in body.tools or ()],
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+            "usage": self._usage() if end is not None else None,
+            "user": None,
+            "metadata": body.metadata or {},
+        }
+
+    def _text(self) -> dict[str, Any]:
+        form = self._body.text.format if self._body.text else None
+        if form is None:
+            return {"format": {"type": "text"}}
+        return {"format": form.model_dump(exclude_none=True, by_alias=True)}
+
+    def _choice(self) -> Any:
+        choice = self._body.tool_choice or "auto"
+        return choice if isinstance(choice, str) else choice.model_dump()
+
+    def _usage(self) -> dict[str, Any]:
+        job = self._job
+        return {
+            "input_tokens": job.n_prompt,
+            "input_tokens_details": {"cached_tokens": job.n_cached or 0},
+            "output_tokens": job.n_answer,
+            "output_tokens_details": {"reasoning_tokens": job.thought.n_tokens if job.thought else 0},
+            "total_tokens": job.n_prompt + job.n_answer,
+        }
+
+
+def _status(end: Done) -> str:
+    return "incomplete" if end.reason == "length" else "completed"

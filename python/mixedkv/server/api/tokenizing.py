@@ -1,0 +1,82 @@
+"""POST /tokenize, /detokenize, /apply-template: what a prompt is to the model, as llama-server has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from mixedkv.engine.chat_template import ToolChoice
+from mixedkv.server.api.rendering import render_request, template_message, template_options
+from mixedkv.server.api.schemas import ApplyTemplateRequest, DetokenizeRequest, TokenizeRequest
+from mixedkv.server.api_error import bad_request, prompt_error
+from mixedkv.server.http.json_body import JSONRoute
+from mixedkv.server.state import ServerState, check_model, read_prompt, server_state
+
+router = APIRouter(route_class=JSONRoute)
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+    """Token ids of a text."""
+    return await _answer(request, _tokens, body)
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+    """The text of token ids; control tokens are written out."""
+    return await _answer(request, _text, body)
+
+
+@router.post("/apply-template")
+async def apply_template(body: ApplyTemplateRequest, request: Request) -> Response:
+    """The prompt that a chat is to the model."""
+    return await _answer(request, _prompt, body)
+
+
+async def _answer(request: Request, make: Any, body: Any) -> Response:
+    server = server_state(request)
+    check_model(server, body.model)
+    return JSONResponse(await read_prompt(request, make, server, body))
+
+
+def _tokens(server: ServerState, body: TokenizeRequest) -> dict[str, Any]:
+    try:
+        tokens = server.engine.tokenizer.tokenize(
+            body.content, start=body.add_special, special=body.parse_special
+        )
+    except ValueError as error:
+        raise prompt_error(error, "content") from None
+    if not body.with_pieces:
+        return {"tokens": tokens}
+    return {"tokens": [{"id": token, "piece": _piece(server, token)} for token in tokens]}
+
+
+def _piece(server: ServerState, token: int) -> str | list[int]:
+    """Bytes where it is no text of its own."""
+    name = server.engine.detokenizer.name(token)
+    try:
+        return name.decode("utf-8")
+    except UnicodeDecodeError:
+        return list(name)
+
+
+def _text(server: ServerState, body: DetokenizeRequest) -> dict[str, Any]:
+    try:
+        tokens = server.engine.tokenizer.prompt(body.tokens)
+    except ValueError as error:
+        raise bad_request(str(error).replace("prompt:", "tokens:"), "tokens") from None
+    text = b"".join(map(server.engine.detokenizer.name, tokens))
+    return {"content": text.decode("utf-8", "replace")}
+
+
+def _prompt(server: ServerState, body: ApplyTemplateRequest) -> dict[str, Any]:
+    rendering = render_request(server, body.messages, body.tools, ToolChoice(), template_options(body))
+    if rendering is not None:
+        return {"prompt": rendering.tokens(server)[1].text}
+    messages = [template_message(message) for message in body.messages]
+    try:
+        return {"prompt": server.engine.tokenizer.chat_text(messages)}
+    except ValueError as error:
+        raise prompt_error(error, "messages") from None

@@ -1,0 +1,23 @@
+"""A path before all others, of a proxy that leaves it there, or takes it off."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+
+def without(root: str, path: str) -> str:
+    """A path as the endpoints have it, whether it begins with the root or not."""
+    return path[len(root) :] if root and (path == root or path.startswith(root + "/")) else path
+
+
+class RootPath:
+    """Serves every path both with the root before it and without. ASGI has it in `path` and `root_path`."""
+
+    def __init__(self, app: ASGIApp, root: str) -> None:
+        self._app, self._root = app, root
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._root:
+            path = self._root + without(self._root, scope["path"])
+            scope = {**scope, "path": path, "root_path": self._root}
+        await self._app(scope, receive, send)

@@ -1,0 +1,90 @@
+"""Sees when a model's file is changed in place: it is mapped, so a page that is cut off ends the process."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+log = logging.getLogger("mixedkv.server")
+
+_SECONDS = 0.2  # between two looks
+_BROKEN = fcntl.F_UNLCK  # what is left of a lease that somebody waits for
+
+
+class ModelWatch:
+    """Holds a lease on each file: who opens one for writing waits until what reads it has stopped, which the
+    kernel allows 45 seconds (/proc/sys/fs/lease-break-time). A file that is renamed over another
+    one changes nothing. Where there are no leases (another user's file, some file systems, a file that is
+    open for writing already), size and time of change are looked at.
+    https://man7.org/linux/man-pages/man2/F_GETLEASE.2const.html
+
+    Use it as a context manager, from before the files are loaded until they are not needed any more. On the
+    main thread only.
+    """
+
+    def __init__(self, paths: Iterable[str | Path]) -> None:
+        self._paths = [Path(path) for path in paths]
+        self._files: list[int] = []
+        self._leased: list[int] = []
+        self._before: list[tuple[int, int]] = []
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> ModelWatch:
+        signal.signal(signal.SIGIO, signal.SIG_IGN)  # which tells of who waits; it is looked for instead
+        for path in self._paths:
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._files.append(file)
+            try:
+                fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+                self._leased.append(file)
+            except OSError as error:
+                log.info("no lease on a model's file (%s): it is looked at instead", error.strerror)
+        self._before = self._now()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._release()
+
+    def begin(self, stop: Callable[[], None]) -> None:
+        """Call `stop` once, on a thread, when a file changes or is about to; nothing may read it then."""
+        self._thread = threading.Thread(target=self._watch, args=(stop,), name="mixedkv-model", daemon=True)
+        self._thread.start()
+
+    def _watch(self, stop: Callable[[], None]) -> None:
+        while not self._ended.wait(_SECONDS):
+            if self._changes():
+                try:
+                    stop()
+                finally:
+                    self._give_way()
+                return
+
+    def _changes(self) -> bool:
+        broken = (fcntl.fcntl(file, fcntl.F_GETLEASE) == _BROKEN for file in self._leased)
+        return any(broken) or self._now() != self._before
+
+    def _now(self) -> list[tuple[int, int]]:
+        """Size and time of change of each file."""
+        return [(info.st_size, info.st_mtime_ns) for info in map(os.fstat, self._files)]
+
+    def _give_way(self) -> None:
+        for file in self._leased:
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        self._leased.clear()
+
+    def _release(self) -> None:
+        self._give_way()
+        for file in self._files:
+            os.close(file)
+        self._files.clear()

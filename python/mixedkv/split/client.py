@@ -1,0 +1,367 @@
+"""The client of a split server: tokens become vectors here, and hidden states become tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+
+from mixedkv.engine.detokenizer import TextStream
+from mixedkv.engine.sampler import Sampling
+from mixedkv.engine.tokenizer import Prompt
+from mixedkv.errors import ClosedError, ContextLengthError
+from mixedkv.server.settings import is_local
+from mixedkv.split import split_pb2 as pb
+from mixedkv.split import split_pb2_grpc, wire
+from mixedkv.split.head import Floats, Head
+from mixedkv.split.parts import VERSION
+from mixedkv.split.prompt_lookup import PromptLookup
+from mixedkv.tokens import common_prefix
+
+_OPTIONS = [
+    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+]
+# a server that cannot be reached now, has no room, or has given up a stream that was silent for long
+_AGAIN = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+)
+_CHUNK = 256  # tokens of a prompt in one message: the server evaluates one while the next is on its way
+_FIRST_WAIT, _LONGEST_WAIT = 0.05, 2.0  # seconds between attempts to reach a server
+_DESCRIBE_SECONDS, _FORGET_SECONDS = 20.0, 5.0
+_MOST_RESENDS = 8  # in a row, without a token in between
+
+
+class SplitClient:
+    """A connection to a split server, for the head of its model. Any thread may use it.
+
+    Args:
+        head: stays open when the client is closed.
+        address: host:port.
+        precision: of the vectors on the wire: "f16", or "f32" at twice the bytes.
+        key: bearer key.
+        credentials: of a TLS connection, see `tls`; None for one without, with a key to this machine only.
+        patience: seconds for which a server that cannot be reached is tried again.
+        keepalive: seconds after which a silent network is asked for a sign of life; after as many more it is
+            given up.
+
+    Raises:
+        ValueError: the server has another model or version, or an argument is wrong.
+        grpc.RpcError: the server cannot be reached, or refuses.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        address: str,
+        *,
+        precision: str = "f16",
+        key: str = "",
+        credentials: grpc.ChannelCredentials | None = None,
+        patience: float = 60.0,
+        keepalive: float = 20.0,
+    ) -> None:
+        if precision not in wire.PRECISIONS:
+            raise ValueError(f"precision={precision!r}: use {' or '.join(wire.PRECISIONS)}")
+        self.head, self.precision = head, wire.PRECISIONS[precision]
+        self.patience = patience
+        milliseconds = int(keepalive * 1000)
+        options = [*_OPTIONS, *((f"grpc.keepalive_{name}_ms", milliseconds) for name in ("time", "timeout"))]
+        if credentials is None:
+            if key and not is_local(address.rpartition(":")[0].strip("[]")):
+                raise ValueError("key: give credentials as well, or everybody on the way can read it")
+            self._channel = grpc.insecure_channel(address, options)
+        else:
+            self._channel = grpc.secure_channel(address, credentials, options)
+        self.metadata = (("authorization", f"Bearer {key}"),) if key else ()
+        self.stub: Any = split_pb2_grpc.SplitStub(self._channel)
+        try:
+            self.n_ctx, self.max_rollback = self.describe()
+        except BaseException:
+            self.close()
+            raise
+
+    def describe(self) -> tuple[int, int]:
+        """Ask the server whether it has the body of this head; tokens that a session can have, and go back.
+
+        Raises:
+            ValueError, grpc.RpcError: as for making the client.
+        """
+        request = pb.DescribeRequest(version=VERSION, pair=self.head.pair)
+        try:
+            found = self.stub.Describe(request, metadata=self.metadata, timeout=_DESCRIBE_SECONDS)
+        except grpc.RpcError as error:
+            if error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED):
+                raise ValueError(f"the server cannot serve this head: {error.details()}") from error
+            raise
+        if (found.version, found.pair, found.width) != (VERSION, self.head.pair, self.head.width):
+            raise ValueError("the server has another model or version than this head")
+        return int(found.n_ctx), min(int(found.max_rollback), int(found.max_hidden) - 1)
+
+    def session(self) -> SplitSession:
+        """A sequence of tokens that grows; close it to have the server forget it."""
+        return SplitSession(self)
+
+    def generate(self, prompt: Prompt, *, max_tokens: int = 256, **options: Any) -> Iterator[str]:
+        """As `SplitSession.generate`, in a session of its own."""
+        with self.session() as session:
+            yield from session.generate(prompt, max_tokens=max_tokens, **options)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> SplitClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def tls(ca: str = "", certificate: str = "", key: str = "") -> grpc.ChannelCredentials:
+    """Credentials of a TLS connection, from PEM files.
+
+    Args:
+        ca: who signs the server's certificate; "" for the system's list.
+        certificate, key: the client's own, for a server that asks.
+
+    Raises:
+        ValueError: a certificate without its key, or the other way round.
+        OSError: a file cannot be read.
+    """
+    if bool(certificate) != bool(key):
+        raise ValueError("certificate and key go together: give both, or none")
+    data = [Path(path).read_bytes() if path else None for path in (ca, key, certificate)]
+    return grpc.ssl_channel_credentials(*data)
+
+
+class SplitSession:
+    """Tokens that the server has rows of. For one thread.
+
+    Attributes:
+        tokens: those evaluated.
+        n_sent_bytes, n_received_bytes: of vectors, resent ones included.
+        n_resends: how often all had to be sent again.
+    """
+
+    def __init__(self, client: SplitClient) -> None:
+        self._client, self._head = client, client.head
+        self._name = secrets.token_bytes(wire.SESSION_BYTES)
+        self._stream: _Stream | None = None
+        self.tokens: list[int] = []
+        self.n_sent_bytes = self.n_received_bytes = self.n_resends = 0
+        self._hashes: list[bytes] = []  # of 0 tokens, of 1, ...
+        self._forget()
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = 256,
+        stop: str | Sequence[str] = (),
+        sinks: int = 4,
+        window: int = 0,
+        draft: int = 0,
+        **sampling: Any,
+    ) -> Iterator[str]:
+        """Answer a prompt, in pieces of text. What the prompt has in common with the session's tokens is not
+        sent again.
+
+        Args:
+            prompt: a text, token ids, or the messages of a chat.
+            window: where prompt and answer reach the server's context, go on with their first `sinks` and
+                last `window` tokens, sent anew; 0 ends the answer there, and refuses a longer prompt.
+            draft: where the last three tokens stood before, what followed them is sent along, up to so many
+                tokens: those that are right come without a round trip of their own. The server has a limit.
+            **sampling: fields of `Sampling`.
+
+        Raises:
+            ContextLengthError: the prompt is empty, or too long for the server and there is no window.
+            ValueError: an argument is wrong.
+            grpc.RpcError: the server refuses, or could not be reached for `patience` seconds.
+        """
+        head = self._head
+        tokens, stops = head.tokenizer.encode(prompt)
+        text = TextStream([*([stop] if isinstance(stop, str) else stop), *stops])
+        answer = self.generate_tokens(
+            tokens, max_tokens=max_tokens, sinks=sinks, window=window, draft=draft, **sampling
+        )
+        for token in answer:
+            if piece := text.feed(head.detokenizer[token]):
+                yield piece
+            if text.stopped:
+                return
+        if rest := text.finish():
+            yield rest
+
+    def generate_tokens(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int,
+        sinks: int = 4,
+        window: int = 0,
+        draft: int = 0,
+        **sampling: Any,
+    ) -> Iterator[int]:
+        """As `generate`: the answer's tokens, without the one that ends it."""
+        n_ctx = self._client.n_ctx
+        if sinks < 0 or window < 0 or (window and sinks + window >= n_ctx):
+            raise ValueError(f"sinks={sinks}, window={window}: the server has room for {n_ctx - 1} tokens")
+        if not prompt or (len(prompt) >= n_ctx and not window):
+            raise ContextLengthError(
+                f"the prompt has {len(prompt)} tokens, the server takes 1 to {n_ctx - 1}: shorten it, or "
+                f"give a window"
+            )
+        sampler = self._head.tokenizer.sampler(Sampling(**sampling))
+        sampler.accept_prompt(prompt)
+        tokens, lookup, n_left = list(prompt), PromptLookup(prompt), max_tokens
+        try:
+            while n_left > 0:
+                if len(tokens) >= n_ctx:
+                    if not window:
+                        return
+                    tokens = [*tokens[:sinks], *tokens[-window:]]
+                most = min(draft, self._client.max_rollback, n_left - 1, n_ctx - 1 - len(tokens))
+                drafts = lookup.draft(most)
+                logits = self._head.logits(self._evaluate([*tokens, *drafts], 1 + len(drafts)))
+                for row, drafted in zip(logits, [*drafts, None], strict=True):
+                    token = sampler.choose(row)
+                    if self._head.detokenizer.is_end(token):
+                        return
+                    yield token
+                    tokens.append(token)
+                    lookup.add(token)
+                    n_left -= 1
+                    if token != drafted:
+                        break
+        finally:
+            sampler.close()
+
+    def _evaluate(self, tokens: list[int], n_hidden: int) -> Floats:
+        """The hidden states of the last tokens, [n_hidden, width]."""
+        self._go_back(tokens, n_hidden)
+        wait, end, resends = _FIRST_WAIT, time.monotonic() + self._client.patience, 0
+        while True:
+            try:
+                return self._send(tokens, n_hidden)
+            except grpc.RpcError as error:
+                code = error.code()
+                self._stream = None
+                if code == grpc.StatusCode.FAILED_PRECONDITION and resends < _MOST_RESENDS:
+                    resends += 1
+                    self.n_resends += 1
+                    self._forget()
+                elif code in _AGAIN and time.monotonic() + wait < end:
+                    time.sleep(wait)
+                    wait = min(2 * wait, _LONGEST_WAIT)
+                else:
+                    raise
+
+    def _go_back(self, tokens: list[int], n_new: int) -> None:
+        """To what the session has in common with these tokens, `n_new` of the last ones left out."""
+        n = len(self.tokens)
+        if n <= len(tokens) - n_new and self.tokens == tokens[:n]:
+            return
+        common = common_prefix(np.array(self.tokens, np.int32), np.array(tokens, np.int32))
+        n_kept = min(common, len(tokens) - n_new)
+        if n_kept == 0 or n - n_kept > self._client.max_rollback:
+            self._forget()
+        del self.tokens[n_kept:], self._hashes[n_kept + 1 :]
+
+    def _send(self, tokens: list[int], n_hidden: int) -> Floats:
+        """Send what the server has not, in messages that go out before the first is answered."""
+        client, stream = self._client, self._open()
+        chunk = max(1, min(_CHUNK, wire.MAX_MESSAGE_BYTES // (8 * self._head.width)))
+        begin, sent = len(self.tokens), []
+        last_hash = self._hashes[-1]
+        for end in [*range(begin + chunk, len(tokens) - n_hidden + 1, chunk), len(tokens)]:
+            part = tokens[begin:end]
+            data = wire.pack(self._head.embed(part), client.precision)
+            stream.send(
+                pb.Vectors(
+                    session=self._name,
+                    position=begin,
+                    running_hash=last_hash,
+                    precision=client.precision,
+                    n=len(part),
+                    data=data,
+                    n_hidden=n_hidden if end == len(tokens) else 0,
+                )
+            )
+            hashes = wire.next_hashes(last_hash, data, len(part))
+            sent.append((part, hashes))
+            begin, last_hash = end, hashes[-1]
+            self.n_sent_bytes += len(data)
+        for part, hashes in sent:
+            reply = stream.receive()
+            self.tokens += part
+            self._hashes += hashes
+            if reply.position != len(self.tokens) or reply.running_hash != hashes[-1]:
+                raise ValueError("the server is out of step: this is a bug, please report it")
+        self.n_received_bytes += len(reply.data)
+        return wire.unpack(reply.data, n_hidden, self._head.width, client.precision)
+
+    def _open(self) -> _Stream:
+        if self._stream is None:
+            self._stream = _Stream(self._client)
+        return self._stream
+
+    def _forget(self) -> None:
+        """Begin anew."""
+        self.tokens = []
+        self._hashes = [wire.first_hash(self._head.pair, self._client.precision)]
+
+    def close(self) -> None:
+        """Have the server forget the session, if it can be reached."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+        if self.tokens:
+            request = pb.ForgetRequest(session=self._name)
+            with contextlib.suppress(grpc.RpcError):
+                self._client.stub.Forget(request, metadata=self._client.metadata, timeout=_FORGET_SECONDS)
+            self._forget()
+
+    def __enter__(self) -> SplitSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Stream:
+    """One call of Evaluate."""
+
+    def __init__(self, client: SplitClient) -> None:
+        self._outgoing: queue.SimpleQueue[pb.Vectors | None] = queue.SimpleQueue()
+        self._call = client.stub.Evaluate(iter(self._outgoing.get, None), metadata=client.metadata)
+
+    def send(self, message: pb.Vectors) -> None:
+        self._outgoing.put(message)
+
+    def receive(self) -> pb.Hidden:
+        """
+        Raises:
+            grpc.RpcError: the server ended the stream, or cannot be reached any more.
+        """
+        reply: pb.Hidden | None = next(self._call, None)
+        if reply is not None:
+            return reply
+        raise ClosedError("the server ended the stream")
+
+    def close(self) -> None:
+        self._outgoing.put(None)
+        self._call.cancel()

@@ -1,0 +1,155 @@
+"""`mixedkv split serve`: the engine on the body of a split model, behind gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import start_http_server
+
+from mixedkv.engine.engine import Engine
+from mixedkv.llama import Llama
+from mixedkv.model.gguf_file import read_model_file
+from mixedkv.server.http.auth import Keys
+from mixedkv.server.metrics import Metrics
+from mixedkv.split import split_pb2 as pb
+from mixedkv.split import split_pb2_grpc, wire
+from mixedkv.split.parts import BODY, Part, read_part
+from mixedkv.split.service import SplitService
+from mixedkv.split.sessions import Sessions
+from mixedkv.split.split_settings import SplitSettings
+
+_NAME = pb.DESCRIPTOR.services_by_name["Split"].full_name
+_OPTIONS = [
+    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
+    # a peer that went away without a word is found out
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    ("grpc.so_reuseport", 0),  # a port that is taken is an error
+]
+
+
+def serve(settings: SplitSettings) -> None:
+    """Serve until SIGTERM or Ctrl-C. Says on stderr where it listens.
+
+    Raises:
+        ValueError: the body or a file of keys or certificates cannot be used.
+        OSError: a file cannot be read, or the port is taken.
+    """
+    part = read_part(read_model_file(settings.body), BODY)
+    keys = Keys.load(settings.api_key_file) if settings.api_key_file else Keys()
+    credentials = read_credentials(settings)
+    metrics = Metrics(by_tenant=bool(keys))
+    with open_engine(settings, keys, metrics) as engine:
+        if settings.metrics_port:
+            start_http_server(settings.metrics_port, settings.host, metrics.registry)
+        asyncio.run(_serve(settings, engine, part, keys, credentials))
+
+
+@contextlib.contextmanager
+def open_engine(settings: SplitSettings, keys: Keys, metrics: Metrics) -> Iterator[Engine]:
+    """The engine on a body; closed at the end."""
+    with (
+        Llama(
+            settings.body,
+            kv=settings.kv,
+            n_ctx=settings.n_ctx,
+            n_batch=settings.n_batch,
+            n_seq_max=settings.parallel + settings.idle_sessions,
+            kv_unified=True,
+            n_threads=settings.threads or None,
+            n_threads_batch=settings.threads or None,
+            verbose=False,
+        ) as llm,
+        Engine(
+            llm,
+            parallel=settings.parallel,
+            max_queue=settings.max_queue,
+            observer=metrics,
+            limits=keys.limits,
+        ) as engine,
+    ):
+        yield engine
+
+
+async def start(
+    settings: SplitSettings,
+    engine: Engine,
+    part: Part,
+    keys: Keys,
+    credentials: grpc.ServerCredentials | None,
+) -> tuple[grpc.aio.Server, int]:
+    """The server, which listens, and its port.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    server = grpc.aio.server(options=_OPTIONS)
+    service = SplitService(
+        engine,
+        part,
+        keys,
+        Sessions(settings.max_sessions, settings.session_ttl),
+        max_streams=settings.max_streams,
+        step_seconds=settings.step_timeout,
+        idle_seconds=settings.idle_timeout,
+    )
+    split_pb2_grpc.add_SplitServicer_to_server(service, server)
+    status = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(status, server)
+    for name in ("", _NAME):
+        await status.set(name, health_pb2.HealthCheckResponse.SERVING)
+    reflection.enable_server_reflection((_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    address = f"{host}:{settings.port}"
+    try:
+        if credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise OSError(f"{address} cannot be listened on: {error}") from None
+    await server.start()
+    return server, port
+
+
+async def _serve(
+    settings: SplitSettings,
+    engine: Engine,
+    part: Part,
+    keys: Keys,
+    credentials: grpc.ServerCredentials | None,
+) -> None:
+    server, port = await start(settings, engine, part, keys, credentials)
+    over = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, over.set)
+    print(f"mixedkv split: serving {Path(settings.body).name} on {settings.host}:{port}", file=sys.stderr)
+    await over.wait()
+    await server.stop(settings.drain_timeout)
+
+
+def read_credentials(settings: SplitSettings) -> grpc.ServerCredentials | None:
+    """Of TLS, None for a server without.
+
+    Raises:
+        ValueError: a file is not PEM.
+        OSError: a file cannot be read.
+    """
+    if not settings.tls_cert:
+        return None
+    certificate, key = (Path(path).read_bytes() for path in (settings.tls_cert, settings.tls_key))
+    ca = Path(settings.client_ca).read_bytes() if settings.client_ca else None
+    for path, data in ((settings.tls_cert, certificate), (settings.tls_key, key), (settings.client_ca, ca)):
+        if data is not None and b"-----BEGIN" not in data:
+            raise ValueError(f"{path} is not a PEM file")
+    return grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=ca is not None)

@@ -1,0 +1,285 @@
+"""The gRPC service: messages become jobs of the engine, hidden states go back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from mixedkv.engine.engine import Engine
+from mixedkv.engine.job import Event, Failed
+from mixedkv.engine.vector_job import VectorJob
+from mixedkv.errors import ClosedError, ContextLengthError, QueueFullError, RowsGoneError
+from mixedkv.server.http.auth import Keys
+from mixedkv.split import split_pb2 as pb
+from mixedkv.split import wire
+from mixedkv.split.parts import VERSION, Part
+from mixedkv.split.sessions import Session, Sessions
+
+log = logging.getLogger("mixedkv.split")
+
+_Context = Any  # grpc.aio.ServicerContext
+_GONE = "send all vectors again from position 0"
+_STATUS = {
+    QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ClosedError: grpc.StatusCode.UNAVAILABLE,
+    ContextLengthError: grpc.StatusCode.OUT_OF_RANGE,
+}
+
+
+class SplitService:
+    """What `add_SplitServicer_to_server` takes.
+
+    Args:
+        engine: on the body of a split model.
+        part: what its header says.
+        keys: of the tenants.
+        max_streams: of a tenant at a time.
+        step_seconds: that one message may take.
+        idle_seconds: that a stream may wait for the client's next message.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        part: Part,
+        keys: Keys,
+        sessions: Sessions,
+        *,
+        max_streams: int,
+        step_seconds: float,
+        idle_seconds: float,
+    ) -> None:
+        self._engine, self._part, self._keys, self._sessions = engine, part, keys, sessions
+        self._max_streams, self._step_seconds, self._idle_seconds = max_streams, step_seconds, idle_seconds
+        # of a mixed cache the F16 window must be what it was before
+        self._max_rollback = min(wire.MAX_HIDDEN, getattr(engine.llm.kv.config, "n_draft", wire.MAX_HIDDEN))
+        self._streams: Counter[str] = Counter()
+
+    # --- methods of the service ---
+
+    async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.Description:  # noqa: N802
+        await self._tenant(context)
+        if request.version != VERSION:
+            await context.abort(
+                grpc.StatusCode.UNIMPLEMENTED, f"version={request.version}: this server speaks {VERSION}"
+            )
+        if request.pair and request.pair != self._part.pair:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "pair: this server has the body of another model: use the head that was exported with it",
+            )
+        return pb.Description(
+            version=VERSION,
+            pair=self._part.pair,
+            width=self._part.width,
+            n_ctx=self._engine.n_ctx,
+            max_message_bytes=wire.MAX_MESSAGE_BYTES,
+            max_hidden=wire.MAX_HIDDEN,
+            max_rollback=self._max_rollback,
+        )
+
+    async def Evaluate(  # noqa: N802
+        self, requests: AsyncIterator[pb.Vectors], context: _Context
+    ) -> AsyncIterator[pb.Hidden]:
+        tenant = await self._tenant(context)
+        if self._streams[tenant] >= self._max_streams:
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"there are {self._max_streams} streams already"
+            )
+        self._streams[tenant] += 1
+        try:
+            while (message := await self._next(context)) is not None:
+                yield await self._step(tenant, message)
+        except _RefusedError as refused:
+            await context.abort(refused.status, str(refused))
+        finally:
+            self._streams[tenant] -= 1
+            self._streams += Counter()  # those that are left
+
+    async def Forget(self, request: pb.ForgetRequest, context: _Context) -> pb.ForgetReply:  # noqa: N802
+        tenant = await self._tenant(context)
+        session = self._sessions.get(tenant, request.session)
+        if session is not None and session.busy:
+            await context.abort(grpc.StatusCode.ABORTED, "session: a stream is using it")
+        if session is not None:
+            self._sessions.take(tenant, request.session)
+            self._let_go(tenant, session, forget=True)
+        return pb.ForgetReply()
+
+    async def _tenant(self, context: _Context) -> str:
+        metadata = dict(context.invocation_metadata() or ())
+        tenant = self._keys.tenant(str(metadata.get("authorization", "")))
+        if tenant is None:
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, "authorization: a valid bearer key is needed"
+            )
+        assert tenant is not None
+        return tenant
+
+    # --- one message ---
+
+    async def _next(self, context: _Context) -> pb.Vectors | None:
+        """None where the client has sent its last one."""
+        try:
+            message = await asyncio.wait_for(context.read(), self._idle_seconds)
+        except asyncio.TimeoutError:
+            text = f"no message came for {self._idle_seconds:g} seconds"
+            raise _RefusedError(grpc.StatusCode.DEADLINE_EXCEEDED, text) from None
+        return None if message is grpc.aio.EOF else message
+
+    async def _step(self, tenant: str, message: pb.Vectors) -> pb.Hidden:
+        """
+        Raises:
+            _RefusedError: with the status that the client gets.
+        """
+        try:
+            self._check(message)
+            vectors = wire.unpack(message.data, message.n, self._part.width, message.precision)
+            session = self._session(tenant, message)
+        except ValueError as error:
+            raise _RefusedError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
+        hashes = wire.next_hashes(message.running_hash, message.data, message.n)
+        ids = session.ids[: message.position] + array("i", map(self._sessions.id_of, hashes))
+        job = VectorJob(
+            ids,
+            vectors,
+            message.n_hidden,
+            tenant=tenant,
+            resume=session.rows,
+            most_cut=self._max_rollback,
+        )
+        session.busy = True
+        try:
+            hidden = await asyncio.wait_for(self._evaluate(job), self._step_seconds)
+        except Exception as error:
+            raise self._refusal(error) from error
+        finally:
+            session.busy, session.rows = False, job.rows
+        session.go_on(message.position, ids, hashes)
+        return pb.Hidden(
+            position=len(session),
+            running_hash=hashes[-1],
+            n=message.n_hidden,
+            data=wire.pack(hidden, message.precision),
+        )
+
+    def _refusal(self, error: Exception) -> _RefusedError:
+        if isinstance(error, RowsGoneError):
+            return _RefusedError(grpc.StatusCode.FAILED_PRECONDITION, f"{error}: {_GONE}")
+        if isinstance(error, asyncio.TimeoutError):
+            text = f"a step took more than {self._step_seconds:g} seconds"
+            return _RefusedError(grpc.StatusCode.DEADLINE_EXCEEDED, text)
+        for kind, status in _STATUS.items():
+            if isinstance(error, kind):
+                return _RefusedError(status, str(error))
+        log.warning("a step failed: %s", error)
+        return _RefusedError(grpc.StatusCode.INTERNAL, f"the step failed: {error}")
+
+    def _check(self, message: pb.Vectors) -> None:
+        """
+        Raises:
+            ValueError: a field has a value that no message can have.
+        """
+        for name, value, size in (
+            ("session", message.session, wire.SESSION_BYTES),
+            ("running_hash", message.running_hash, wire.HASH_BYTES),
+        ):
+            if len(value) != size:
+                raise ValueError(f"{name}: it has {size} bytes, not {len(value)}")
+        if message.n < 1:
+            raise ValueError("n: send one vector or more")
+        if message.n_hidden > min(message.n, wire.MAX_HIDDEN):
+            raise ValueError(
+                f"n_hidden={message.n_hidden}: ask for {min(message.n, wire.MAX_HIDDEN)} at most"
+            )
+        if message.position + message.n >= self._engine.n_ctx:
+            raise _RefusedError(
+                grpc.StatusCode.OUT_OF_RANGE,
+                f"position + n = {message.position + message.n}: a session can have "
+                f"{self._engine.n_ctx - 1} tokens",
+            )
+
+    def _session(self, tenant: str, message: pb.Vectors) -> Session:
+        """
+        Raises:
+            _RefusedError: it is not there, went on elsewhere, or a stream is using it.
+            ValueError: the client's model or precision is another one.
+        """
+        session = self._sessions.get(tenant, message.session)
+        if session is not None and session.busy:
+            raise _RefusedError(grpc.StatusCode.ABORTED, "session: another stream is using it")
+        if message.position == 0:
+            if message.running_hash != wire.first_hash(self._part.pair, message.precision):
+                raise ValueError("running_hash: it is not that of an empty session of this model")
+            return self._begin(tenant, message)
+        if session is None:
+            raise _RefusedError(grpc.StatusCode.FAILED_PRECONDITION, f"session: it is not known: {_GONE}")
+        if message.running_hash != session.hash_at(message.position):
+            raise _RefusedError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"position={message.position}: the session does not stand there with these vectors: {_GONE}",
+            )
+        if message.precision != session.precision:
+            raise ValueError("precision: a session has one from its start to its end")
+        return session
+
+    def _begin(self, tenant: str, message: pb.Vectors) -> Session:
+        if (former := self._sessions.take(tenant, message.session)) is not None:
+            self._let_go(tenant, former)
+        for owner, old in self._sessions.take_old(tenant):
+            self._let_go(owner, old)
+        recent = deque([message.running_hash], maxlen=self._max_rollback + 1)
+        session = Session(message.precision, recent)
+        self._sessions.add(tenant, message.session, session)
+        return session
+
+    async def _evaluate(self, job: VectorJob) -> Any:
+        loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+        def deliver(event: Event) -> None:  # on the engine's thread
+            loop.call_soon_threadsafe(_settle, done, event)
+
+        job.deliver = deliver
+        self._engine.submit_jobs([job])
+        try:
+            await done
+        finally:
+            if not done.done() or done.cancelled():  # the client has gone, or it took too long
+                self._engine.cancel(job)
+        return job.hidden
+
+    def _let_go(self, tenant: str, session: Session, forget: bool = False) -> None:
+        """Rows wait for the session no more; others that begin in the same way may start from them, unless
+        they are to be forgotten.
+        """
+        rows, ids = session.rows, session.ids
+
+        def let_go() -> None:
+            if rows is not None and rows.paused and rows.tenant == tenant and rows.tokens == ids:
+                rows.paused = False
+                if forget:
+                    self._engine.pool.drop(rows)
+
+        if rows is not None:
+            self._engine.call(let_go)
+
+
+class _RefusedError(Exception):
+    def __init__(self, status: grpc.StatusCode, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+def _settle(done: asyncio.Future[None], event: Event) -> None:
+    if done.done():
+        return
+    if isinstance(event, Failed):
+        done.set_exception(event.error)
+    else:
+        done.set_result(None)

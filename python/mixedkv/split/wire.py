@@ -1,0 +1,62 @@
+"""Vectors as bytes, and the hash that client and server keep of all of a session's."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mixedkv.split import split_pb2 as pb
+
+Vectors = npt.NDArray[np.float32]
+
+MAX_MESSAGE_BYTES = 64 << 20
+MAX_HIDDEN = 64
+SESSION_BYTES = HASH_BYTES = 16
+
+_FORMATS: dict[int, np.dtype[Any]] = {pb.F16: np.dtype("<f2"), pb.F32: np.dtype("<f4")}
+PRECISIONS: dict[str, pb.Precision] = {"f16": pb.F16, "f32": pb.F32}
+
+
+def pack(vectors: Vectors, precision: int) -> bytes:
+    """[n, width] as the wire has them. What F16 cannot hold becomes the largest it can."""
+    if precision == pb.F16:
+        vectors = np.clip(vectors, -65504, 65504)
+    return vectors.astype(_FORMATS[precision]).tobytes()
+
+
+def unpack(data: bytes, n: int, width: int, precision: int) -> Vectors:
+    """[n, width].
+
+    Raises:
+        ValueError: the precision is unknown, the size does not fit, or a number is not finite.
+    """
+    if precision not in _FORMATS:
+        raise ValueError(f"precision={precision}: use F16 or F32")
+    size = n * width * _FORMATS[precision].itemsize
+    if len(data) != size:
+        raise ValueError(f"data: {n} vectors of {width} numbers have {size} bytes, not {len(data)}")
+    vectors: Vectors = np.frombuffer(data, _FORMATS[precision]).reshape(n, width).astype(np.float32)
+    if not np.isfinite(vectors).all():
+        raise ValueError("data: a number is not finite")
+    return vectors
+
+
+def first_hash(pair: str, precision: int) -> bytes:
+    """Of a session without tokens."""
+    return _hash(b"mixedkv.split.v1" + pair.encode() + bytes([precision]))
+
+
+def next_hashes(before: bytes, data: bytes, n: int) -> list[bytes]:
+    """The running hash after each of `n` vectors."""
+    size, hashes = len(data) // n, []
+    for i in range(n):
+        before = _hash(before + data[i * size : (i + 1) * size])
+        hashes.append(before)
+    return hashes
+
+
+def _hash(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=HASH_BYTES).digest()

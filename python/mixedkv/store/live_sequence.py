@@ -1,0 +1,53 @@
+"""The sequence of a `Llama` that is saved or restored."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from mixedkv.kv.block import KVBlock
+from mixedkv.store.entry_error import EntryError
+from mixedkv.tokens import Tokens
+
+if TYPE_CHECKING:
+    from mixedkv.llama import Llama
+
+
+def load(llm: Llama, blocks: list[KVBlock], seq: int) -> None:
+    """Replace what a sequence holds."""
+    try:
+        empty(llm, seq)
+        for block in blocks:
+            llm.kv.load(block, seq, more=block is not blocks[-1])
+    except (ValueError, LookupError) as error:
+        empty(llm, seq)
+        raise EntryError("refused", str(error)) from error
+
+
+def empty(llm: Llama, seq: int) -> None:
+    llm.kv.remove(seq)
+
+
+def known_tokens(llm: Llama, seq: int) -> npt.ArrayLike:
+    if seq != 0:
+        raise ValueError(f"tokens: give the ids of sequence {seq}; the Llama knows those of sequence 0 only")
+    return llm.input_ids[: llm.n_tokens]
+
+
+def exact_tokens(llm: Llama, tokens: Tokens, seq: int) -> int:
+    """How many of a sequence's tokens may be stored; what is done through llama.cpp's own functions is not
+    known here, but to who does it.
+    """
+    n = len(tokens)
+    if seq != 0 or llm.n_tokens < n or not np.array_equal(llm.input_ids[:n], tokens):
+        return n
+    return min(n, llm.kv.exact_tokens)
+
+
+def check_sequence(llm: Llama, seq: int) -> None:
+    """llama.cpp would end the process, or take -1 for all sequences."""
+    n = llm.context_params.n_seq_max
+    if isinstance(seq, bool) or not isinstance(seq, int) or not 0 <= seq < n:
+        raise ValueError(f"seq={seq!r}: use a number from 0 to {n - 1}")

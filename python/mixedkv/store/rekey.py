@@ -1,0 +1,48 @@
+"""A store gets another master key: data keys are wrapped anew, files stay as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mixedkv.store.encryption import KeyCipher, KeySource
+from mixedkv.store.entry_error import EntryError
+from mixedkv.store.folder import StoreFolder, store_root
+from mixedkv.store.index import EntryRow
+from mixedkv.store.lookup import key_context
+
+
+def rekey(folder: str | Path, old: KeySource, new: KeySource) -> int:
+    """Wrap the data keys of all entries with `new`; returns how many. All or none. The new master key keeps
+    the hashing key, since what was hashed, names of sessions for example, is not known any more.
+
+    No program may have the store open: with the old key it would find nothing, and store under it.
+
+    Raises:
+        ValueError: the store is not encrypted with `old`, the keys are the same, or that of an entry is
+            damaged.
+        OSError: it cannot be read or written.
+    """
+    before, after = KeyCipher(old), KeyCipher(new)
+    if before.key_id == after.key_id:
+        raise ValueError("the new key is the old one: give another")
+    index = StoreFolder(store_root(folder)).open()
+    try:
+        known = index.key_ids()
+        if before.key_id not in known:
+            if after.key_id in known:
+                return 0  # a second time
+            raise ValueError(f"{folder} is not encrypted with the old key: give the one it was opened with")
+        try:
+            if hashing := index.hashing_key(before.key_id):
+                before.unwrap_hashing_key(hashing)
+
+            def wrap(row: EntryRow) -> bytes:
+                return before.rewrap(after, row.key, key_context(row.identity, row.id))
+
+            n = index.rekey(before.key_id, after.key_id, before.rewrap_hashing_key(after), wrap)
+        except EntryError as error:
+            raise ValueError(f"{folder}: {error}: remove it first, see `mixedkv cache verify`") from None
+        index.forget()  # the old wrapped keys
+    finally:
+        index.close()
+    return n

@@ -1,0 +1,129 @@
+"""`mixedkv bench reuse`: what its rows say, and the calibration that a `ChunkCache` then obeys."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mixedkv.bench.harness.reuse_cases import DONORS, WORKLOADS, CaseMaker
+from mixedkv.chunks import Calibration, ChunkCache, Measured
+from mixedkv.chunks.calibration import name_of, place
+from mixedkv.cli.main import main
+from mixedkv.llama import Llama
+from mixedkv.store import Identity, KVStore
+from support.bench_support import run
+
+KV = "mixed:cold=q8_0"
+KINDS = [(workload, donor) for workload in WORKLOADS for donor in DONORS[workload]]
+
+
+def measured(repair: str, kld: float, evaluated: float) -> Measured:
+    return Measured(
+        repair=repair,  # type: ignore[arg-type]
+        ratio=0.1 if repair == "query" else 0.0,
+        overlap_k=4,
+        n_prompts=5,
+        evaluated=evaluated,
+        kld_mean=kld,
+        kld_median=kld / 2,
+        same_top1=1.0,
+    )
+
+
+def calibration(llm: Llama, *methods: Measured, max_kld: float = 0.01) -> Calibration:
+    who = Identity.of(llm)
+    return Calibration(identity=name_of(who), label=who.label, max_kld=max_kld, measured=methods)
+
+
+@pytest.mark.slow
+def test_rows_and_calibration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = [
+        "--repeats",
+        "1",
+        "--n-prompt",
+        "500",
+        "--calibrate",
+        "--folder",
+        str(tmp_path),
+        "--max-kld",
+        "9",
+    ]
+    data = run(tmp_path / "r.json", "reuse", "--kv", KV, *small)
+    full = [row for row in data["rows"] if row["method"] == "full"]
+    assert [(row["workload"], row["donor"]) for row in full] == KINDS
+    for row in data["rows"]:
+        assert row["n_cases"] == 1
+        if row["method"] == "full":
+            assert (row["kld_mean"], row["evaluated"], row["approximate"]) == (0, 1, 0)
+        elif row["method"] == "none":  # the first turn of a history is too short to be reused
+            assert row["approximate"] > 0.2 or row["workload"] == "system"
+            assert row["evaluated"] + row["approximate"] <= 1.001  # the rest was cached exactly
+    assert "Passages reused in another place" in capsys.readouterr().out
+    (path,) = tmp_path.glob("chunks-*.json")
+    found = Calibration.model_validate_json(path.read_text())
+    assert len(found.measured) == 10
+    assert found.chosen is not None
+    assert found.chosen.evaluated == min(each.evaluated for each in found.measured)
+
+
+def test_the_calibration_chooses(llm: Llama, tmp_path: Path) -> None:
+    methods = [measured("none", 0.2, 0.0), measured("query", 0.009, 0.1), measured("seam", 0.001, 0.3)]
+    with KVStore(tmp_path) as store:
+        calibration(llm, *methods).write(tmp_path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            cache = ChunkCache(llm, store)
+            assert (cache.method.repair, cache.method.ratio, cache.method.overlap_k) == ("query", 0.1, 4)
+            assert ChunkCache(llm, store, repair="none").method.repair == "none"
+        calibration(llm, *methods, max_kld=1e-6).write(tmp_path)
+        assert "no method met" in ChunkCache(llm, store).stats().off
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1", '{"format": 2}'])
+def test_a_damaged_calibration_is_refused(llm: Llama, tmp_path: Path, text: str) -> None:
+    place(tmp_path, name_of(Identity.of(llm))).write_text(text)
+    with KVStore(tmp_path) as store, pytest.raises(ValueError, match="Calibrate again"):
+        ChunkCache(llm, store)
+
+
+def test_a_calibration_of_another_model_is_refused(llm: Llama, tmp_path: Path) -> None:
+    other = calibration(llm, measured("seam", 0, 0)).model_copy(update={"identity": "0" * 64})
+    place(tmp_path, name_of(Identity.of(llm))).write_text(other.model_dump_json())
+    with KVStore(tmp_path) as store, pytest.raises(ValueError, match="another model"):
+        ChunkCache(llm, store)
+
+
+@pytest.mark.parametrize(
+    ("flags", "match"),
+    [
+        (["--calibrate"], "--folder"),
+        (["--n-prompt", "100"], "256 or more"),
+        (["--max-kld", "0"], "positive number"),
+    ],
+)
+def test_bad_flags(flags: list[str], match: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        raise SystemExit(main(["bench", "reuse", *flags]))
+    assert match in capsys.readouterr().err
+
+
+def test_cases_have_what_was_stored_at_another_place(llm: Llama) -> None:
+    def encode(text: str) -> list[int]:
+        return llm.tokenize(text.encode(), add_bos=False, special=True) if text else []
+
+    maker = CaseMaker(encode, llm.tokenize(b""), 600)
+    for workload, donor in KINDS:
+        case = maker.make(workload, donor, 4)
+        again = maker.make(workload, donor, 4)
+        assert np.array_equal(case.prompt, again.prompt)
+        assert 300 < len(case.prompt) < 800
+        assert case.answer
+        assert not any(np.array_equal(case.prompt, stored) for stored in case.stored)
+        known = {tuple(stored[i : i + 12]) for stored in case.stored for i in range(len(stored) - 12)}
+        windows = [tuple(case.prompt[i : i + 12]) in known for i in range(len(case.prompt) - 12)]
+        assert np.mean(windows) > 0.5, workload
+        json.dumps(case.answer)

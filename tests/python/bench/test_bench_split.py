@@ -1,0 +1,21 @@
+"""A small run of `mixedkv bench split`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.bench_support import run
+
+
+def test_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--repeats", "1", "--n-prompt", "40", "--n-gen", "4", "--threads", "1"]
+    rows = run(tmp_path / "s.json", "split", "--kv", "f16", *small)["rows"]
+    assert [row["delay_ms"] for row in rows] == [0, 5, 20, 100]
+    for row in rows:
+        assert row["round_trip_ms"] > row["delay_ms"]
+        assert row["token_ms"] > row["delay_ms"]
+        assert row["prompt_ms"] > row["delay_ms"]
+        assert row["sent_bytes"] == row["received_bytes"] == 2 * 256
+    assert "Split, f16 no flash cache" in capsys.readouterr().out

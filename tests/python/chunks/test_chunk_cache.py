@@ -1,0 +1,385 @@
+"""Prompts whose passages were evaluated elsewhere: what is reused, what it says of itself, what it never
+does.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from mixedkv import Llama
+from mixedkv.bench.harness.reuse_cases import Case, CaseMaker
+from mixedkv.chunks import ChunkCache, Method, UncalibratedWarning
+from mixedkv.chunks.deviation import compare, last_logits
+from mixedkv.errors import ContextLengthError, UnsupportedModelError
+from mixedkv.store import Identity, KVStore
+from support import zoo
+from support.conversation_support import empty, open_llama
+
+N_PROMPT = 800
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Llama]:
+    with open_llama("mixed:cold=q8_0", n_ctx=2048) as llm:
+        yield llm
+
+
+def maker(llm: Llama, n_prompt: int = N_PROMPT) -> CaseMaker:
+    def encode(text: str) -> list[int]:
+        return llm.tokenize(text.encode(), add_bos=False, special=True) if text else []
+
+    return CaseMaker(encode, llm.tokenize(b""), n_prompt)
+
+
+def fill(llm: Llama, store: KVStore, case: Case, tenant: str = "") -> None:
+    for tokens in case.stored:
+        empty(llm)
+        llm.eval(tokens.tolist())
+        assert store.save(llm, tenant=tenant).n_tokens == len(tokens)
+    empty(llm)
+
+
+def open_cache(llm: Llama, store: KVStore, repair: str = "query", **options: object) -> ChunkCache:
+    return ChunkCache(llm, store, repair=repair, **{"check": 0.0, **options})  # type: ignore[arg-type]
+
+
+def full(llm: Llama, tokens: np.ndarray) -> np.ndarray:
+    empty(llm)
+    llm.eval(tokens.tolist())
+    logits = last_logits(llm)
+    empty(llm)
+    return logits
+
+
+# --- what is reused ---
+
+
+@pytest.mark.parametrize("repair", ["none", "seam", "cacheblend", "query"])
+def test_documents_in_another_order(llm: Llama, store: KVStore, repair: str) -> None:
+    case = maker(llm).make("documents", "conversation", 1)
+    expected = full(llm, case.prompt)
+    fill(llm, store, case)
+    reuse = open_cache(llm, store, repair).prefill(case.prompt)
+    n = len(case.prompt)
+    assert not reuse.exact
+    assert reuse.method == repair
+    assert reuse.n_tokens == llm.n_tokens == n
+    assert llm.input_ids[:n].tolist() == case.prompt.tolist()
+    assert llm.kv.positions(0) == (0, n - 1)
+    assert reuse.n_cached_exact + reuse.n_cached_approximate >= 0.65 * n
+    assert 4 <= len(reuse.donors) <= 7
+    for donor in reuse.donors:
+        assert reuse.n_exact <= donor.begin < donor.end <= n - 16
+    assert compare(expected, last_logits(llm)).kld < 0.3
+    llm.eval([int(last_logits(llm).argmax())])  # and the Llama goes on from there
+    assert llm.n_tokens == n + 1
+
+
+def test_repair_brings_the_answer_nearer(llm: Llama, store: KVStore) -> None:
+    """Mean over prompts of passages that were evaluated alone, which is where seams hurt most."""
+    klds: dict[str, list[float]] = {"none": [], "query": []}
+    for seed in range(6):
+        case = maker(llm).make("documents", "alone", seed)
+        expected = full(llm, case.prompt)
+        with KVStore(None) as fresh:
+            fill(llm, fresh, case)
+            for repair in klds:
+                empty(llm)
+                open_cache(llm, fresh, repair).prefill(case.prompt)
+                klds[repair].append(compare(expected, last_logits(llm)).kld)
+    assert np.mean(klds["query"]) < np.mean(klds["none"])
+
+
+def test_evaluating_all_of_a_chunk_is_full_evaluation(llm: Llama, store: KVStore) -> None:
+    case = maker(llm).make("documents", "bos", 2)
+    expected = full(llm, case.prompt)
+    fill(llm, store, case)
+    method = Method(repair="query", ratio=1.0)
+    reuse = open_cache(llm, store).prefill(case.prompt, method=method)
+    assert reuse.n_cached_approximate == 0
+    assert compare(expected, last_logits(llm)).kld < 2e-3
+
+
+def test_a_prefix_is_used_as_it_is(llm: Llama, store: KVStore) -> None:
+    case = maker(llm).make("documents", "conversation", 3)
+    cache = open_cache(llm, store)
+    first = cache.prefill(case.prompt)
+    assert (first.exact, first.n_evaluated, first.donors) == (True, len(case.prompt), ())
+    store.save(llm)
+    empty(llm)
+    more = np.concatenate([case.prompt, case.prompt[5:30]])
+    again = cache.prefill(more)
+    assert again.exact
+    assert again.n_cached_exact == len(case.prompt)
+    assert again.n_evaluated == 25
+
+
+def test_warm_documents_are_found(llm: Llama, store: KVStore) -> None:
+    texts = [" ".join(make.journal) for make in journals(3)]
+    cache = open_cache(llm, store)
+    assert all(saved.n_stored for saved in cache.warm(texts))
+    empty(llm)
+    prompt = f"<|user|>{texts[2]} {texts[0]}<|end|><|user|>What color is Mira's kite?<|end|><|assistant|>"
+    reuse = cache.prefill(prompt)
+    assert reuse.n_cached_approximate > 0.5 * reuse.n_tokens
+    assert {donor.at == 0 for donor in reuse.donors} <= {True, False}
+
+
+def journals(n: int) -> list:
+    from mixedkv.bundled.corpus import make_recall
+
+    return [make_recall(62_000 + i, 14) for i in range(n)]
+
+
+# --- what it says of itself, and what it never does ---
+
+
+def test_approximate_rows_are_not_stored(llm: Llama, store: KVStore) -> None:
+    case = maker(llm).make("documents", "conversation", 4)
+    fill(llm, store, case)
+    n_entries = store.stats().n_entries
+    reuse = open_cache(llm, store).prefill(case.prompt)
+    assert not reuse.exact
+    assert llm.kv.exact_tokens == reuse.n_exact < len(case.prompt)
+    llm.eval(case.prompt[:40].tolist())
+    saved = store.save(llm)
+    assert saved.n_tokens == reuse.n_exact
+    assert store.stats().n_entries <= n_entries + 1
+    match = store.find(Identity.of(llm), case.prompt)
+    assert match is not None
+    assert match.n_tokens <= reuse.n_exact
+
+
+def test_the_next_prompt_does_not_take_approximate_rows_for_exact(llm: Llama, store: KVStore) -> None:
+    """They are still live, and the same prompt comes again."""
+    case = maker(llm).make("documents", "conversation", 5)
+    expected = full(llm, case.prompt)
+    fill(llm, store, case)
+    cache = open_cache(llm, store, "none")
+    first = cache.prefill(case.prompt)
+    again = cache.prefill(case.prompt)
+    assert not again.exact
+    assert again.n_cached_exact <= first.n_exact
+    exact = cache.prefill(case.prompt, reuse="exact")
+    assert exact.exact
+    assert compare(expected, last_logits(llm)).kld < 1e-6
+
+
+def test_exact_and_prefix_use_no_chunks(llm: Llama, store: KVStore) -> None:
+    case = maker(llm).make("documents", "alone", 6)
+    fill(llm, store, case)
+    cache = open_cache(llm, store)
+    for reuse in ("exact", "prefix"):
+        done = cache.prefill(case.prompt, reuse=reuse)  # type: ignore[arg-type]
+        assert (done.exact, done.n_cached_approximate, done.donors) == (True, 0, ())
+
+
+def test_tenants_never_share(llm: Llama, store: KVStore) -> None:
+    case = maker(llm).make("documents", "conversation", 7)
+    fill(llm, store, case, tenant="a")
+    cache = open_cache(llm, store)
+    for tenant in ("", "b"):
+        assert cache.prefill(case.prompt, tenant=tenant).n_evaluated == len(case.prompt)
+    assert cache.prefill(case.prompt, tenant="a").n_cached_approximate > 0
+    # nor what the other has just left in the cache
+    assert cache.prefill(case.prompt, tenant="b").n_evaluated == len(case.prompt)
+
+
+def test_a_check_leaves_nothing_to_another_tenant(llm: Llama, store: KVStore) -> None:
+    case = maker(llm).make("documents", "conversation", 7)
+    fill(llm, store, case, tenant="a")
+    cache = open_cache(llm, store, check=1.0)
+    assert not cache.prefill(case.prompt, tenant="a").exact
+    assert cache.check_pending() is not None  # the whole prompt is now live
+    assert cache.prefill(case.prompt).n_evaluated == len(case.prompt)
+
+
+def test_fuzzed_prompts(llm: Llama, store: KVStore) -> None:
+    """200 prompts cut and pasted together: never a crash, never an exact label on approximate rows."""
+    random = Random(5)
+    pieces = [maker(llm, 300).make("documents", "alone", seed).stored for seed in range(4)]
+    passages = [passage for each in pieces for passage in each]
+    for tokens in passages[:10]:
+        empty(llm)
+        llm.eval(tokens.tolist())
+        store.save(llm, tenant=random.choice(("", "b")))
+    empty(llm)
+    cache = open_cache(llm, store, chunk_size=32, boundary_window=4, max_donors=2)
+    n_approximate = 0
+    for i in range(200):
+        chosen = random.choices(passages, k=random.randint(1, 6))
+        cuts = [passage[random.randint(0, 20) : random.randint(30, 80)] for passage in chosen]
+        tokens = np.concatenate([*cuts, np.array(random.choices(range(3, 900), k=random.randint(1, 20)))])
+        method = Method(repair=random.choice(["none", "seam", "query", "cacheblend"]), ratio=random.random())
+        tenant = random.choice(("", "b"))
+        reuse = cache.prefill(tokens, tenant=tenant, method=method)
+        assert reuse.exact == (reuse.n_exact == len(tokens)) == (not reuse.donors), i
+        assert llm.n_tokens == len(tokens) == reuse.n_tokens
+        assert llm.kv.exact_tokens == reuse.n_exact
+        assert np.isfinite(last_logits(llm)).all()
+        n_approximate += not reuse.exact
+    assert n_approximate > 40
+    stats = cache.stats()
+    assert stats.n_prompts == 200
+    assert stats.n_cached_approximate > 500
+
+
+def test_ten_moves_are_one(llm: Llama, store: KVStore) -> None:
+    """Rows are turned from the stored ones each time: the tenth prompt is as good as the first."""
+    case = maker(llm).make("documents", "conversation", 8)
+    fill(llm, store, case)
+    cache = open_cache(llm, store, "none")
+    cache.prefill(case.prompt)
+    once = last_logits(llm)
+    for i in range(9):
+        cache.prefill(np.concatenate([case.stored[0][: 40 + 7 * i], case.prompt]))
+    cache.prefill(case.prompt)
+    assert compare(once, last_logits(llm)).kld < 1e-6
+
+
+# --- the gate ---
+
+
+def test_without_a_calibration_it_warns(llm: Llama, store: KVStore) -> None:
+    with pytest.warns(UncalibratedWarning, match="calibrate"):
+        ChunkCache(llm, store)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ChunkCache(llm, store, repair="seam")
+
+
+def test_checked_requests_close_the_gate(llm: Llama, store: KVStore) -> None:
+    cache = ChunkCache(llm, store, repair="none", check=1.0, max_kld=1e-9)
+    for seed in range(3):
+        case = maker(llm, 400).make("documents", "alone", seed)
+        fill(llm, store, case)
+        assert not cache.prefill(case.prompt).exact
+    assert cache.stats().n_waiting == 3
+    while (deviation := cache.check_pending()) is not None:
+        assert deviation.kld > 1e-9
+    stats = cache.stats()
+    assert stats.n_checked == 3
+    assert "nats" in stats.off
+    reuse = cache.prefill(case.prompt)
+    assert reuse.exact
+    assert reuse.reason == stats.off
+
+
+def test_a_check_measures_what_the_request_got(llm: Llama, store: KVStore) -> None:
+    case = maker(llm).make("documents", "alone", 9)
+    expected = full(llm, case.prompt)
+    fill(llm, store, case)
+    cache = ChunkCache(llm, store, repair="none", check=1.0)
+    cache.prefill(case.prompt)
+    deviation = compare(expected, last_logits(llm))
+    assert cache.check_pending() == deviation
+    assert cache.check_pending() is None
+    assert cache.stats().kld_mean == deviation.kld
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"ratio": 1.5}, "ratio=1.5"),
+        ({"ratio": float("nan")}, "ratio"),
+        ({"overlap_k": -1}, "overlap_k=-1"),
+        ({"repair": "magic"}, "repair='magic'"),
+        ({"chunk_size": 4096}, "context has 2048"),
+        ({"chunk_size": 31}, "chunk_size=31"),
+        ({"boundary_window": 100}, "half of chunk_size"),
+        ({"max_donors": 0}, "max_donors=0"),
+        ({"max_kld": 0.0}, "max_kld=0.0"),
+        ({"check": 2.0}, "check=2.0"),
+    ],
+)
+def test_settings_out_of_range(llm: Llama, store: KVStore, options: dict, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        ChunkCache(llm, store, **{"repair": "query", **options})
+
+
+def test_bad_prompts_change_nothing(llm: Llama, store: KVStore) -> None:
+    cache = open_cache(llm, store)
+    cache.prefill([5, 6, 7])
+    for prompt in ("", [], np.arange(3000) % 900):
+        with pytest.raises(ContextLengthError):
+            cache.prefill(prompt)
+    for prompt in ([10**6], [-1], [[1, 2]]):
+        with pytest.raises(ValueError, match="token"):
+            cache.prefill(prompt)
+    with pytest.raises(ValueError, match="reuse='magic'"):
+        cache.prefill([1], reuse="magic")  # type: ignore[arg-type]
+    with pytest.raises(ContextLengthError, match="empty"):
+        cache.warm(["a text", ""])
+    with pytest.raises(ValueError, match="tenant"):
+        cache.prefill([1], tenant="\n")
+    assert llm.n_tokens == 3
+    assert store.stats().n_entries == 0
+
+
+def test_models_whose_rows_cannot_be_moved(zoo_path: Callable[[str], Path], store: KVStore) -> None:
+    for name, kv, match in (
+        ("lfm2", "mixed:threshold=32,group=16,sinks=4", "recurrent"),
+        ("mamba", "f16", "recurrent"),
+        ("gemma2", "f16", "sliding window of 24"),
+    ):
+        with (
+            Llama(zoo_path(name), kv=kv, n_ctx=512, verbose=False) as llm,
+            pytest.raises(UnsupportedModelError, match=match),
+        ):
+            ChunkCache(llm, store, repair="seam")
+
+
+def test_methods_that_need_the_fused_attention(store: KVStore) -> None:
+    with open_llama("f16", n_ctx=512) as llm:
+        for repair in ("query", "cacheblend"):
+            with pytest.raises(UnsupportedModelError, match="fused"):
+                open_cache(llm, store, repair)
+        open_cache(llm, store, "seam").prefill([1, 2, 3])
+
+
+def test_a_store_of_another_model_gives_nothing(llm: Llama, store: KVStore) -> None:
+    case = maker(llm).make("documents", "conversation", 1)
+    fill(llm, store, case)
+    with open_llama("mixed", n_ctx=2048) as other:  # the same weights, another cache
+        assert open_cache(other, store).prefill(case.prompt).exact
+
+
+# --- other shapes of model ---
+
+SHAPES = ["llama-64", "llama-128", "qwen3", "llama-96", "refact"]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_rows_at_another_place_are_those_rows_turned(name: str, zoo_path: Callable[[str], Path]) -> None:
+    """The first layer's rows depend on token and position alone: there they must be those of evaluation."""
+    random = np.random.default_rng(3)
+    a, b, head, question = (random.integers(3, zoo.N_VOCAB, n).astype(np.int32) for n in (150, 150, 40, 20))
+    kv = "mixed:cold=q8_0,threshold=64,group=32,sinks=4"
+    with (
+        Llama(zoo_path(name), kv=kv, n_ctx=512, verbose=False, n_threads=1) as llm,
+        KVStore(None) as store,
+    ):
+        cache = open_cache(llm, store, "none", chunk_size=32, boundary_window=4)
+        cache.prefill(np.concatenate([a, b]))
+        store.save(llm)
+        llm.kv.clear()
+        prompt = np.concatenate([head, b, a, question])
+        assert not cache.prefill(prompt).exact
+        il = (llm.kv.stats(by_layer=True).layers or ())[0].il
+        moved = llm.kv.layer(il).k(basis="model")
+        llm.kv.clear()
+        llm.eval(prompt.tolist())
+        exact = llm.kv.layer(il).k(basis="model")
+        error = np.linalg.norm(moved - exact, axis=(1, 2)) / np.linalg.norm(exact, axis=(1, 2))
+        assert error.max() < 0.03
+        if name == "refact":  # ALiBi: nothing is turned, so nothing is rounded again
+            assert np.array_equal(moved[60:180], exact[60:180])

@@ -1,0 +1,128 @@
+"""`verify_correctness` finds what is wrong with rows: these plant it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mixedkv import Llama
+from mixedkv.bench.harness.reuse_cases import CaseMaker
+from mixedkv.chunks import ChunkCache, verify_correctness
+from mixedkv.chunks.donors import DonorIndex
+from mixedkv.kv.block import KVBlock, LayerRows
+from mixedkv.store import KVStore
+from mixedkv.tokens import Tokens
+from support.conversation_support import empty, open_llama
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Llama]:
+    with open_llama("mixed", n_ctx=1024) as llm:  # Q4_0 rows
+        yield llm
+
+
+@pytest.fixture
+def prompt(llm: Llama, store: KVStore) -> Tokens:
+    """A prompt whose documents are stored in another order."""
+
+    def encode(text: str) -> list[int]:
+        return llm.tokenize(text.encode(), add_bos=False, special=True) if text else []
+
+    case = CaseMaker(encode, llm.tokenize(b""), 600).make("documents", "conversation", 3)
+    llm.eval(case.stored[0].tolist())
+    store.save(llm)
+    empty(llm)
+    return case.prompt
+
+
+def check(llm: Llama, store: KVStore, prompt: Tokens) -> Any:
+    (found,) = verify_correctness(ChunkCache(llm, store, repair="none", check=0), [prompt], n_gen=4)
+    assert found.reuse.donors
+    return found
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """Let what donors give be changed."""
+    read = DonorIndex.read
+
+    def changed(self: DonorIndex, *place: Any) -> list[KVBlock] | None:
+        blocks = read(self, *place)
+        return None if blocks is None else [change(block) for block in blocks]
+
+    monkeypatch.setattr(DonorIndex, "read", changed)
+
+
+def with_layer(block: KVBlock, il: int, change: Any) -> KVBlock:
+    def one(layer: LayerRows) -> LayerRows:
+        return change(layer) if layer.il == il else layer
+
+    groups = tuple(replace(group, layers=tuple(map(one, group.layers))) for group in block.groups)
+    return replace(block, groups=groups)
+
+
+def test_what_is_right_passes(llm: Llama, store: KVStore, prompt: Tokens) -> None:
+    found = check(llm, store, prompt)
+    assert found.ok, found.problem
+    assert 0 < found.worst_row < 0.2
+    assert 0 <= found.kld < 1
+    assert found.first_diverging is None or 0 <= found.first_diverging < 4
+
+
+def test_a_bound_that_is_not_met_is_a_problem(llm: Llama, store: KVStore, prompt: Tokens) -> None:
+    cache = ChunkCache(llm, store, repair="none", check=0)
+    (found,) = verify_correctness(cache, [prompt], n_gen=2, max_kld=1e-12)
+    assert "nats" in found.problem
+
+
+@pytest.mark.parametrize("il", [0, 3])
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_a_damaged_row(
+    llm: Llama, store: KVStore, prompt: Tokens, monkeypatch: pytest.MonkeyPatch, il: int, which: str
+) -> None:
+    def damaged(layer: LayerRows) -> LayerRows:
+        rows = getattr(layer, which).copy()
+        rows[7, 1] = 0x60  # the scale of a block of 32 elements is 512 or more
+        return replace(layer, **{which: rows})
+
+    plant(monkeypatch, lambda block: with_layer(block, il, damaged))
+    assert not check(llm, store, prompt).ok
+
+
+def test_a_wrong_turn(llm: Llama, store: KVStore, prompt: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows go where they belong, turned as if they had come from 3 positions further on."""
+    load = llm.kv.load
+    monkeypatch.setattr(
+        type(llm.kv), "load", lambda _, block, seq=0, at=None, **more: load_turned(block, at, **more)
+    )
+
+    def load_turned(block: KVBlock, at: int | None, **more: bool) -> None:
+        if at is None:
+            load(block, **more)
+            return
+        by = 3
+        groups = tuple(replace(group, positions=group.positions + by) for group in block.groups)
+        load(replace(block, p0=block.p0 + by, p1=block.p1 + by, groups=groups), at=at)
+
+    found = check(llm, store, prompt)
+    assert "turned" in found.problem
+    assert "layer 0" in found.problem
+
+
+def test_a_shifted_chunk(llm: Llama, store: KVStore, prompt: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token gets the row of the one before it."""
+
+    def shifted(block: KVBlock) -> KVBlock:
+        def all_layers(layer: LayerRows) -> LayerRows:
+            return replace(layer, k=np.roll(layer.k, 1, axis=0), v=np.roll(layer.v, 1, axis=0))
+
+        groups = tuple(replace(group, layers=tuple(map(all_layers, group.layers))) for group in block.groups)
+        return replace(block, groups=groups)
+
+    plant(monkeypatch, shifted)
+    found = check(llm, store, prompt)
+    assert "layer 0" in found.problem
+    assert found.worst_row > 0.5

@@ -1,0 +1,132 @@
+"""Embeddings of several tenants take turns by tokens: the embedder alone, on a context that only counts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mixedkv.engine.embedder import Embedder
+from mixedkv.engine.observer import Observer
+from mixedkv.engine.scheduler import Step
+from mixedkv.engine.tenant_limits import Limits, TenantLimits, unlimited
+from mixedkv.errors import QueueFullError
+
+N_EMBD = 2
+
+
+class Engine:
+    """One that has nothing else to do."""
+
+    observer, alive, closing_error = Observer(), True, None
+    n_queued = n_running = n_steps = 0
+    last_step, last_step_seconds = Step(), 0.0
+
+    def call(self, function: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(function())
+        return future
+
+
+class Context:
+    """Counts tokens by tenant, which the token ids name."""
+
+    n_embd, n_slice, n_seq, n_ctx, in_pieces = N_EMBD, 32, 8, 64, True
+
+    def __init__(self) -> None:
+        self.tokens: Counter[int] = Counter()
+
+    def evaluate(self, pieces: Any) -> list[Any]:
+        for piece in pieces:
+            self.tokens[piece.tokens[0]] += len(piece.tokens)
+        return [np.ones(N_EMBD, np.float32) for _ in pieces]
+
+    def join(self, vectors: Any, sizes: Any) -> Any:
+        return vectors[0]
+
+    def clear(self) -> None: ...
+
+
+def run(body: Callable[[Embedder, Context], Any], limits: Limits = unlimited) -> Any:
+    async def main() -> Any:
+        context: Any = Context()
+        engine: Any = Engine()
+        return await body(Embedder(engine, context, max_requests=64, slowdown=2.0, limits=limits), context)
+
+    return asyncio.run(main())
+
+
+def inputs(tenant: int, n: int, length: int = 16) -> list[list[int]]:
+    return [[tenant] * length for _ in range(n)]
+
+
+def test_many_requests_of_one_tenant_do_not_hold_up_another() -> None:
+    async def body(embedder: Embedder, context: Context) -> None:
+        long = [asyncio.create_task(embedder.embed(inputs(1, 400), "anna")) for _ in range(30)]
+        await asyncio.sleep(0)
+        await asyncio.create_task(embedder.embed(inputs(2, 50), "ben"))
+        assert context.tokens[2] == 800
+        assert context.tokens[1] <= 800 + 2 * Context.n_slice
+        for task in long:
+            task.cancel()
+        await asyncio.gather(*long, return_exceptions=True)
+
+    run(body)
+
+
+@pytest.mark.parametrize("length", [5, 16, 60])
+def test_weights(length: int) -> None:
+    limits = {"anna": TenantLimits(weight=1), "ben": TenantLimits(weight=3)}
+
+    async def body(embedder: Embedder, context: Context) -> None:
+        tasks = [
+            asyncio.create_task(embedder.embed(inputs(no, 4000, length), name))
+            for no, name in ((1, "anna"), (2, "ben"))
+        ]
+        while sum(context.tokens.values()) < 20_000:
+            await asyncio.sleep(0)
+        ratio = context.tokens[2] / context.tokens[1]
+        assert 2.7 < ratio < 3.3
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    run(body, limits.__getitem__)
+
+
+def test_who_had_nothing_to_do_is_owed_nothing() -> None:
+    async def body(embedder: Embedder, context: Context) -> None:
+        first = asyncio.create_task(embedder.embed(inputs(1, 4000), "anna"))
+        while context.tokens[1] < 10_000:
+            await asyncio.sleep(0)
+        second = asyncio.create_task(embedder.embed(inputs(2, 4000), "ben"))
+        before = context.tokens[1]
+        while context.tokens[2] < 3000:
+            await asyncio.sleep(0)
+        assert context.tokens[1] - before > 2500
+        for task in (first, second):
+            task.cancel()
+        await asyncio.gather(first, second, return_exceptions=True)
+
+    run(body)
+
+
+def test_each_tenant_has_room_of_its_own() -> None:
+    limits = {"anna": TenantLimits(queued=2, running=1), "ben": TenantLimits()}
+
+    async def body(embedder: Embedder, context: Context) -> None:
+        tasks = [asyncio.create_task(embedder.embed(inputs(1, 400), "anna")) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError, match="3 requests"):
+            embedder.check_room("anna")
+        embedder.check_room("ben")
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    run(body, limits.__getitem__)

@@ -1,0 +1,66 @@
+"""Jobs whose rows are there or have gone, without a model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mixedkv.engine.job import Failed
+from mixedkv.engine.sequences import Sequence
+from mixedkv.engine.vector_job import VectorJob
+from mixedkv.errors import EngineError, RowsGoneError
+from support.scheduler_support import Desk
+
+WIDTH = 4
+
+
+def _job(n: int, n_new: int, n_hidden: int = 1, resume: Sequence | None = None, **options: int) -> VectorJob:
+    """Of `n` tokens, the last `n_new` as vectors."""
+    vectors = np.ones((n_new, WIDTH), np.float32)
+    return VectorJob(range(100, 100 + n), vectors, n_hidden, resume=resume, **options)
+
+
+def _evaluate(desk: Desk, job: VectorJob) -> VectorJob:
+    desk.scheduler.add([job])
+    desk.finish()
+    return job
+
+
+def test_a_session_goes_on_in_its_own_rows_however_few() -> None:
+    desk = Desk()
+    first = _evaluate(desk, _job(3, 3))
+    assert first.rows is not None
+    assert first.rows.paused
+    second = _evaluate(desk, _job(4, 1, resume=first.rows))
+    assert second.rows is first.rows
+    assert len(second.rows.tokens) == 4
+    assert desk.scheduler.take_lost() == []
+
+
+def test_a_job_whose_rows_have_gone_fails_and_leaves_its_place() -> None:
+    desk = Desk()
+    first = _evaluate(desk, _job(3, 3))
+    assert first.rows is not None
+    desk.pool.drop(first.rows)
+    desk.scheduler.add([_job(4, 1, resume=first.rows)])
+    desk.scheduler.admit()
+    ((_, end),) = desk.scheduler.take_lost()
+    assert isinstance(end, Failed)
+    assert isinstance(end.error, RowsGoneError)
+    assert not desk.scheduler.running
+    assert not desk.scheduler.waiting
+
+
+def test_others_that_begin_alike_start_from_a_sessions_rows() -> None:
+    desk = Desk()
+    _evaluate(desk, _job(40, 40))
+    assert _evaluate(desk, _job(60, 60)).n_cached == 40
+
+
+def test_hidden_states_nobody_computed_are_told() -> None:
+    with pytest.raises(RowsGoneError):
+        _ = _job(3, 3, n_hidden=2).hidden
+    job = _job(3, 3, n_hidden=1)
+    job._pieces.append(np.full(WIDTH, np.nan, np.float32))
+    with pytest.raises(EngineError, match="not finite"):
+        _ = job.hidden

@@ -1,0 +1,30 @@
+"""Every cold type: the kernels read the rows that llama.cpp's conversion wrote, as llama.cpp reads them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mixedkv.config import COLD_TYPES
+from support.harness import Mixed, prompt, rel_rms
+
+
+@pytest.mark.parametrize("model", ["llama-64", "llama-128"])
+@pytest.mark.parametrize("cold", COLD_TYPES)
+def test_both_attentions_read_the_same(open_ctx, cold: str, model: str) -> None:
+    """Merged casts to F16 and sums values in it; the types are whole percents apart from F32."""
+    got = {}
+    for attention in ("fused", "merged"):
+        ctx = open_ctx(model, Mixed(k=cold, v=cold, threshold=16, group=8, attention=attention))
+        ctx.decode(prompt(200))
+        got[attention] = np.concatenate([ctx.decode([token]) for token in prompt(4, seed=2)])
+    assert rel_rms(got["fused"], got["merged"]) < 0.01
+
+
+@pytest.mark.parametrize("cold", COLD_TYPES)
+def test_types_may_differ(open_ctx, cold: str) -> None:
+    got = {}
+    for attention in ("fused", "merged"):
+        ctx = open_ctx("llama-64", Mixed(k=cold, v="q4_0", threshold=16, group=8, attention=attention))
+        got[attention] = ctx.decode(prompt(150))
+    assert rel_rms(got["fused"], got["merged"]) < 0.01

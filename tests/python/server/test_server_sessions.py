@@ -1,0 +1,81 @@
+"""Sessions of tenants: how many and how large, the list of them, where they are after a restart."""
+
+from __future__ import annotations
+
+import signal
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+from support.server_support import Server, key_file, running
+
+ANNA, BEN = "anna-key-0123456789", "ben-key-01234567890"
+TEXT = "Once upon a time in a wood there was a very small house. " * 4
+
+
+def create(server: Server, key: str = "", **body: Any) -> tuple[int, Any]:
+    status, answer, _ = server.request("POST", "/v1/context", {"model": "m", "prompt": TEXT, **body}, key)
+    return status, answer
+
+
+def test_a_tenant_has_so_many_sessions_and_sees_its_own(tmp_path: Path) -> None:
+    keys = key_file(tmp_path, f"anna:{ANNA} sessions=2", f"ben:{BEN} session_mb=0")
+    metrics_key = tmp_path / "metrics"
+    metrics_key.write_text("metrics-key-0123456789")
+    metrics_key.chmod(0o600)
+    options = ("--api-key-file", str(keys), "--metrics-key-file", str(metrics_key), "--n-ctx", "1024")
+    with running(*options, "--model-name", "m") as server:
+        assert [create(server, ANNA, session_id=f"s{i}")[0] for i in range(2)] == [201, 201]
+        for key in (ANNA, BEN):
+            status, answer = create(server, key)
+            assert (status, answer["error"]["code"]) == (429, "session_quota")
+            assert "delete some" in answer["error"]["message"]
+        mine = server.request("GET", "/v1/context?limit=1", key=ANNA)[1]
+        assert [item["session_id"] for item in mine["data"]] == ["s0"]
+        assert (mine["has_more"], mine["sessions"], mine["max_sessions"]) == (True, 2, 2)
+        rest = server.request("GET", "/v1/context?limit=1&after=s0", key=ANNA)[1]
+        assert [item["session_id"] for item in rest["data"]] == ["s1"]
+        assert not rest["has_more"]
+        theirs = server.request("GET", "/v1/context", key=BEN)[1]
+        assert (theirs["data"], theirs["sessions"], theirs["max_bytes"]) == ([], 0, 0)
+        assert server.status("GET", "/v1/context?limit=0", key=ANNA) == 400
+        assert server.status("GET", "/v1/context") == 401
+        text = server.request("GET", "/metrics", key="metrics-key-0123456789")[1]
+        assert "mixedkv:sessions 2.0" in text
+        assert server.status("DELETE", "/v1/context/s0", key=ANNA) == 200
+        assert create(server, ANNA)[0] == 201
+
+
+def test_with_a_store_sessions_outlive_a_kill(tmp_path: Path) -> None:
+    """And so does their KV; what the store's key encrypts is not beside it in plain text."""
+    key = tmp_path / "key"
+    key.write_text("ab" * 32)
+    key.chmod(0o600)
+    options = ("--store", str(tmp_path / "kv"), "--store-key-file", str(key), "--model-name", "m")
+    options += ("--n-ctx", "1024")
+    with running(*options) as server:
+        assert create(server, session_id="s")[0] == 201
+        server.wait_until_idle()
+        server.stop(signal.SIGKILL)
+    files = [path for path in (tmp_path / "kv").rglob("*") if path.is_file()]
+    assert tmp_path / "kv" / "sessions.sqlite3" in files
+    assert not any(b"very small house" in path.read_bytes() for path in files)
+    with running(*options) as server:
+        body = {"session_id": "s", "prompt": " And", "max_tokens": 4, "temperature": 0}
+        details = server.post("/v1/completions", body)["usage"]["prompt_tokens_details"]
+        assert details["cached_tokens"] > 30
+        assert details["cached_tier"] == "disk"
+        assert server.status("DELETE", "/v1/context/s") == 200
+        assert server.stop() == 0
+    with sqlite3.connect(tmp_path / "kv" / "v1" / "index.sqlite3") as db:
+        assert db.execute("SELECT COUNT(*) FROM sessions").fetchone() == (0,)
+    db.close()
+    # without the key, or with another one, nothing starts
+    other = tmp_path / "other"
+    other.write_text("cd" * 32)
+    other.chmod(0o600)
+    for more in ((), ("--store-key-file", str(other))):
+        refused = Server("--store", str(tmp_path / "kv"), "--n-ctx", "512", *more)
+        assert refused.process.wait(600) != 0
+        refused.stop()
+        assert "encrypted with" in refused.log

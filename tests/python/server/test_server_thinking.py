@@ -1,0 +1,186 @@
+"""Models that think, through the server.
+
+The bundled model has never thought. So the server has the template of a model that does: what it takes for a
+thought is chance, where it ends is its budget.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from support.families import ADD, template_path
+from support.server_support import MODEL, Server, running
+
+USER = {"role": "user", "content": "Will it rain in Oslo?"}
+OPTIONS: dict[str, Any] = {"seed": 3, "max_tokens": 40, "temperature": 0}
+BEGUN, OWN = "llama-cpp-deepseek-r1", "Qwen-Qwen3-0.6B"  # a thought is begun by the prompt, or by the model
+
+
+def serve(template: str, *options: str) -> Any:
+    return running("--n-ctx", "8192", "--chat-template", str(template_path(template)), *options)
+
+
+@pytest.fixture(scope="module")
+def begun() -> Iterator[Server]:
+    with serve(BEGUN) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def own() -> Iterator[Server]:
+    with serve(OWN) as server:
+        yield server
+
+
+def ask(server: Server, messages: Any = (USER,), **options: Any) -> Any:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
+    extra = {name: options.pop(name) for name in list(options) if name in EXTRA}
+    return client.chat.completions.create(
+        model=MODEL, messages=list(messages), extra_body=extra, **{**OPTIONS, **options}
+    )
+
+
+EXTRA = {"reasoning_budget_tokens", "chat_template_kwargs", "continue_final_message", "regex"}
+
+
+def refused(server: Server, **change: Any) -> Any:
+    status, answer, _ = server.request("POST", "/v1/chat/completions", {"messages": [USER], **change})
+    assert status == 400, answer
+    return answer["error"]
+
+
+def prompt_of(server: Server, **body: Any) -> str:
+    return server.post("/apply-template", {"messages": [USER], **body})["prompt"]
+
+
+def test_thoughts_come_apart(begun: Server) -> None:
+    answer = ask(begun, reasoning_budget_tokens=5)
+    message = answer.choices[0].message
+    assert message.reasoning_content
+    assert message.content
+    assert "</think>" not in message.content + message.reasoning_content
+    n_close = len(begun.post("/tokenize", {"content": "</think>"})["tokens"])
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 5 + n_close
+    assert answer.usage.completion_tokens == 40
+
+
+def test_thoughts_come_apart_in_a_stream(begun: Server) -> None:
+    whole = ask(begun, reasoning_budget_tokens=8).choices[0].message
+    deltas = [chunk.choices[0].delta for chunk in ask(begun, reasoning_budget_tokens=8, stream=True)]
+    thoughts = [delta.reasoning_content for delta in deltas if getattr(delta, "reasoning_content", None)]
+    assert len(thoughts) > 1
+    assert "".join(thoughts) == whole.reasoning_content
+    assert "".join(delta.content or "" for delta in deltas) == whole.content
+
+
+def test_no_budget_at_all_is_no_thought(begun: Server) -> None:
+    assert not getattr(ask(begun, reasoning_budget_tokens=0).choices[0].message, "reasoning_content", None)
+
+
+def test_a_thought_without_end_is_all_there_is(begun: Server) -> None:
+    message = ask(begun).choices[0].message
+    assert message.reasoning_content
+    assert not message.content
+
+
+@pytest.mark.parametrize("template", ["begun", "own"])
+def test_what_is_constrained_comes_after_the_thought(template: str, request: pytest.FixtureRequest) -> None:
+    server: Server = request.getfixturevalue(template)
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    answer = ask(server, reasoning_budget_tokens=6, response_format=form, temperature=1.0, max_tokens=80)
+    assert json.loads(answer.choices[0].message.content)["a"] in (1, 2)
+    thoughts = getattr(answer.choices[0].message, "reasoning_content", None)
+    assert bool(thoughts) == (template == "begun")
+
+
+def test_a_constraint_waits_for_the_end_of_a_thought_that_ends_itself(begun: Server) -> None:
+    """By chance it would take long: a bias makes the end certain."""
+    close = begun.post("/tokenize", {"content": "</think>"})["tokens"]
+    answer = ask(begun, regex="[a-c]{3}", max_tokens=60, logit_bias={str(token): 100 for token in close})
+    message = answer.choices[0].message
+    if answer.choices[0].finish_reason == "stop":
+        assert len(message.content) == 3
+    else:
+        assert not message.content
+
+
+@pytest.mark.parametrize(
+    "change", [{"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}]
+)
+def test_thinking_can_be_turned_off(own: Server, change: Any) -> None:
+    assert prompt_of(own, **change).endswith("<think>\n\n</think>\n\n")
+    assert not prompt_of(own).endswith("</think>\n\n")
+    message = ask(own, **change).choices[0].message
+    assert message.content
+    assert not getattr(message, "reasoning_content", None)
+
+
+def test_effort_and_variables_reach_the_template() -> None:
+    with serve("openai-gpt-oss-120b") as server:
+        assert "Reasoning: high" in prompt_of(server, reasoning_effort="high")
+        prompt = prompt_of(server, chat_template_kwargs={"model_identity": "I am a test."})
+        assert "I am a test." in prompt
+
+
+def test_thoughts_of_earlier_turns_are_not_evaluated_again(begun: Server) -> None:
+    """Ten turns: what a turn evaluates is what is new in it, since templates leave old thoughts out."""
+    messages: list[Any] = [{"role": "system", "content": "You are brief. " * 40}]
+    opening = before = 0
+    for turn in range(10):
+        messages.append({"role": "user", "content": f"Question {turn}?"})
+        answer = ask(begun, messages, reasoning_budget_tokens=200, max_tokens=230)
+        usage = answer.usage
+        evaluated = usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens
+        if turn:
+            new = usage.prompt_tokens - before
+            assert evaluated <= new + opening, (turn, evaluated, new)
+        else:
+            opening = len(begun.post("/tokenize", {"content": "<think>\n"})["tokens"]) + 1
+        assert usage.completion_tokens_details.reasoning_tokens > 150
+        assert usage.prompt_tokens_details.cached_exact
+        before = usage.prompt_tokens
+        messages.append(answer.choices[0].message.model_dump(exclude_none=True))
+
+
+def test_an_answer_goes_on_from_its_beginning(own: Server) -> None:
+    messages = [USER, {"role": "assistant", "content": "It will be"}]
+    prompt = prompt_of(own, messages=messages, continue_final_message=True)
+    assert prompt.endswith("It will be")
+    answer = ask(own, messages, continue_final_message=True).choices[0].message
+    assert answer.content
+    assert not answer.content.startswith("It will be")
+    streamed = ask(own, messages, continue_final_message=True, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == answer.content
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "says"),
+    [
+        ({"reasoning_effort": "enormous"}, "reasoning_effort", "high"),
+        ({"reasoning_budget_tokens": -1}, "reasoning_budget_tokens", "0"),
+        ({"chat_template_kwargs": {"enable_thinking": "yes"}}, "chat_template_kwargs", "true or false"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "leave it out"),
+        ({"chat_template_kwargs": {"no name": 1}}, "chat_template_kwargs", ""),
+        ({"chat_template_kwargs": {f"v{i}": 1 for i in range(65)}}, "chat_template_kwargs", "64"),
+        ({"chat_template_kwargs": {"a": "b" * 70_000}}, "chat_template_kwargs", "65536"),
+        ({"chat_template_kwargs": {"a": json.loads("[" * 80 + "]" * 80)}}, "chat_template_kwargs", "nested"),
+        ({"continue_final_message": True}, "continue_final_message", "assistant"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(own: Server, change: Any, param: str, says: str) -> None:
+    error = refused(own, **change)
+    assert error["param"].startswith(param)
+    assert says in error["message"]
+
+
+def test_thoughts_and_calls(begun: Server) -> None:
+    """A forced call comes at once: the thought that the prompt has begun is ended."""
+    message = ask(begun, tools=[ADD], tool_choice="required", max_tokens=200).choices[0].message
+    assert message.tool_calls
+    assert not getattr(message, "reasoning_content", None)

@@ -1,0 +1,28 @@
+"""Writes python/mixedkv/split/split_pb2*.py from split.proto, after the protocol was changed:
+
+python tests/python/support/split_protocol.py
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import resources
+from pathlib import Path
+
+from grpc_tools import protoc
+
+PYTHON = Path(__file__).parents[3] / "python"
+NAMES = ("split_pb2.py", "split_pb2.pyi", "split_pb2_grpc.py")
+
+
+def generate(folder: Path) -> None:
+    """Write the modules into `folder`/mixedkv/split."""
+    common = resources.files("grpc_tools") / "_proto"
+    arguments = [f"-I{PYTHON}", f"-I{common}"]
+    arguments += [f"--{kind}_out={folder}" for kind in ("python", "pyi", "grpc_python")]
+    if protoc.main(["protoc", *arguments, "mixedkv/split/split.proto"]) != 0:
+        sys.exit("protoc failed")
+
+
+if __name__ == "__main__":
+    generate(PYTHON)
