@@ -8,6 +8,7 @@ unpacked. It also is an accelerator that every machine has, with memory that is 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 
 from mixedkv import _native
 from support import REPOSITORY, TESTS
-from support.patience import PATIENCE
+from support.patience import PATIENCE, wait_for
 
 GGML = REPOSITORY / "build" / "release" / "llama.cpp" / "ggml"
 CHILD = TESTS / "support" / "rpc_child.py"
@@ -46,17 +47,22 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(plugin: Path) -> list[dict[str, Any]]:
-    server = subprocess.Popen([sys.executable, CHILD, "server", plugin], stdout=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout
-        endpoint = next(line for line in server.stdout if line.startswith("endpoint")).split()[1]
-        command = [sys.executable, CHILD, "client", plugin, endpoint]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
-        assert done.returncode == 0, done.stderr[-2000:]
-        return json.loads(done.stdout.splitlines()[-1])
-    finally:
-        server.kill()
-        server.communicate()
+    output = plugin.with_name("output")
+    with output.open("w") as log:  # no pipe: children of one that crashes would hold it open
+        server = subprocess.Popen([sys.executable, CHILD, "server", plugin], stdout=log, stderr=log)
+        try:
+            accepted = "Accepted client connection"  # it is this server that listens there
+            wait_for(lambda: accepted in output.read_text() or server.poll() is not None)
+            assert accepted in output.read_text(), output.read_text()[-2000:]
+            endpoint = re.search(r"endpoint *: (\S+)", output.read_text())
+            assert endpoint
+            command = [sys.executable, CHILD, "client", plugin, endpoint[1]]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+            assert done.returncode == 0, f"{done.stderr[-2000:]}\nserver:\n{output.read_text()[-2000:]}"
+            return json.loads(done.stdout.splitlines()[-1])
+        finally:
+            server.kill()
+            server.wait(PATIENCE)
 
 
 def test_fused_nodes_are_not_sent(results: list[dict[str, Any]]) -> None:

@@ -1,6 +1,6 @@
 """llama.cpp's RPC backend in processes of its own: it is not part of the package, and may end its process.
 
-rpc_child.py server PLUGIN           computes for others; prints the endpoint, ends when it is killed
+rpc_child.py server PLUGIN           computes for others, on an endpoint that it prints, until it is killed
 rpc_child.py client PLUGIN ENDPOINT  the bundled model with layers there; prints a line of JSON
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import socket
 import sys
 import threading
@@ -43,8 +44,7 @@ def serve(plugin: str) -> None:
     arguments = (endpoint.encode(), None, ctypes.c_size_t(1), ctypes.c_size_t(1), devices)
     thread = threading.Thread(target=rpc.ggml_backend_rpc_start_server, args=arguments, daemon=True)
     thread.start()
-    wait_for(lambda: is_open(endpoint))
-    print(f"endpoint {endpoint}", flush=True)
+    wait_for(lambda: is_open(endpoint) or not thread.is_alive())  # it says so when it has accepted one
     thread.join()
 
 
@@ -93,6 +93,7 @@ def compare(plugin: str, endpoint: str) -> None:
 
 
 if __name__ == "__main__":
+    os.environ["GGML_NO_BACKTRACE"] = "1"  # a debugger that it starts outlives it
     if sys.argv[1] == "server":
         serve(sys.argv[2])
     else:
