@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from mixedkv.server.body_reader import BodyReader
+
 LARGE = 1 << 16  # bytes of a body; less takes a millisecond
 _T = TypeVar("_T")
 
@@ -15,7 +17,8 @@ class Pools:
     """Sessions have the event loop's own threads: what a database does not answer holds up these alone."""
 
     def __init__(self) -> None:
-        self.bodies = ThreadPoolExecutor(1, "mixedkv-body")  # large ones to parse
+        self.bodies = ThreadPoolExecutor(1, "mixedkv-body")  # large ones, which the reader reads
+        self.body_reader = BodyReader()
         self.prompts = ThreadPoolExecutor(2, "mixedkv-prompt")  # templates, tokens, schemas
         self.large_prompts = ThreadPoolExecutor(1, "mixedkv-large-prompt")
         self.answers = ThreadPoolExecutor(1, "mixedkv-answer")  # large ones to encode
@@ -25,6 +28,7 @@ class Pools:
 
     def __exit__(self, *_: object) -> None:
         """What waits is dropped; what runs reads the model, which is freed next."""
+        self.body_reader.close()
         for pool in (self.bodies, self.prompts, self.large_prompts, self.answers):
             pool.shutdown(cancel_futures=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import resource
@@ -84,6 +85,7 @@ def serve(settings: ServerSettings) -> None:
             signal.signal(signal.SIGHUP, lambda *_: _reload(keys, tls))
         for body in warm:
             _warm(server, body)
+        gc.freeze()  # what is here stays: to look through it for garbage takes 50 ms, and all streams wait
         _announce(server, url(listening, tls is not None))
         _Uvicorn(server, settings, tls).run(sockets=[listening])
 

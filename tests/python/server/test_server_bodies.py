@@ -18,7 +18,7 @@ import pytest
 
 from mixedkv.server.pools import LARGE, Pools
 from mixedkv.server.state import read_prompt
-from support.server_support import MODEL, Server, running
+from support.server_support import MODEL, Server, children, running
 
 MB = 10**6
 USER = {"role": "user", "content": "x"}
@@ -90,6 +90,31 @@ def test_what_is_wrong_in_many_places_is_said_once(server: Server, name: str) ->
     assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
     assert len(json.dumps(answer)) < 1000
     assert memory(server, "VmHWM") - before < 300 * MB
+
+
+def test_a_large_body_is_what_a_small_one_is(server: Server) -> None:
+    """It is read by another process."""
+    fields = {"prompt": "the lamp", "max_tokens": 4, "seed": 1}
+    large = json.dumps(fields) + " " * 2 * LARGE
+    want = server.post("/v1/completions", fields)
+    status, answer, _ = server.request("POST", "/v1/completions", raw=large.encode())
+    assert status == 200, answer
+    assert answer["choices"] == want["choices"]
+    messages = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}] * 5_000
+    status, answer, _ = server.request(
+        "POST", "/v1/chat/completions", raw=json.dumps({"messages": messages}).encode()
+    )
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    status, answer, _ = server.request("POST", "/v1/completions", raw=b'{"prompt":' + b" " * 2 * LARGE)
+    assert (status, answer["error"]["code"]) == (400, "invalid_json")
+
+
+def test_the_process_that_reads_may_end(server: Server) -> None:
+    large = (json.dumps({"prompt": "the lamp", "max_tokens": 1}) + " " * 2 * LARGE).encode()
+    assert server.request("POST", "/v1/completions", raw=large)[0] == 200
+    (reader,) = children(server.process.pid)
+    os.kill(reader, signal.SIGKILL)
+    assert server.request("POST", "/v1/completions", raw=large)[0] == 200
 
 
 def test_large_prompts_hold_no_small_one_up() -> None:

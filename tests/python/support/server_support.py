@@ -132,6 +132,15 @@ def running(*options: str, environ: dict[str, str] | None = None) -> Iterator[Se
             server.stop(signal.SIGKILL)
 
 
+def children(pid: int) -> list[int]:
+    """Processes that a process has started, on any of its threads."""
+    return [
+        int(child)
+        for task in Path(f"/proc/{pid}/task").glob("*/children")
+        for child in task.read_text().split()
+    ]
+
+
 def key_file(folder: Path, *lines: str, mode: int = 0o600) -> Path:
     path = folder / "keys"
     path.write_text("".join(line + "\n" for line in lines))

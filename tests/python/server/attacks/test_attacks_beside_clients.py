@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from support import honest_child
 from support.hostile_clients import Hostile
 from support.patience import PATIENCE
-from support.server_support import Server, key_file, running
+from support.server_support import Server, children, key_file, running
 
 HONEST, EVIL = "honest-key-0123456789", "evil-key-0123456789012"
 MOST_MIB = 300
@@ -50,7 +51,9 @@ def attack(
     keys = key_file(folder, f"honest:{HONEST}", f"evil:{EVIL} session_mb=5 disk_mb=50")
     options = (*OPTIONS, "--api-key-file", str(keys), "--store", str(folder / "store"))
     with running(*options) as server:
-        honest(server, min(3.0, quiet)).communicate(timeout=PATIENCE)  # what is allocated once
+        # what is allocated once; a large body starts the process that reads them
+        honest(server, min(3.0, quiet)).communicate(timeout=PATIENCE)
+        assert server.status("POST", "/v1/completions", {"prompt": "x" * 100_000}, key=HONEST) == 400
         child = honest(server, quiet)
         before = result(child)
         idle = resident_mib(server)
@@ -86,7 +89,11 @@ def percentile(values: list[float], q: float = 0.99) -> float:
 
 
 def resident_mib(server: Server) -> float:
-    pages = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1])
+    """Of the server and its processes."""
+    pages = 0
+    for pid in (server.process.pid, *children(server.process.pid)):
+        with suppress(FileNotFoundError):  # it has just ended
+            pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 

@@ -1,0 +1,82 @@
+"""Large bodies are read in a process of their own: an interpreter that decodes JSON does nothing else, and
+every stream of the server would wait.
+"""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import threading
+
+from fastapi.exceptions import HTTPException, RequestValidationError
+from pydantic import BaseModel
+
+from mixedkv.server import body_process
+from mixedkv.server.api_error import ApiError
+
+_PROCESS = body_process.__name__  # not run by `-m`: what it sends would be of `__main__`
+_ENDED = (OSError, EOFError, pickle.UnpicklingError)
+
+
+class BodyReader:
+    """Reads one body at a time. The process starts with the first one."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def read(self, model: type[BaseModel], body: bytes) -> BaseModel:
+        """
+        Raises:
+            RequestValidationError: it is no JSON, or not what `model` says; with the first error alone.
+            HTTPException: 400, it has too many parts.
+            ApiError: 503, the process has ended.
+        """
+        try:
+            kind, result = self._ask(model, body)
+        except _ENDED:
+            self._end()
+            try:  # it may have ended long ago
+                kind, result = self._ask(model, body)
+            except _ENDED:
+                self._end()
+                raise ApiError(503, "the body could not be read: send less", code="not_read") from None
+        if kind is body_process.Kind.WRONG:
+            raise RequestValidationError([{**result, "loc": ("body", *result["loc"])}])
+        if kind is body_process.Kind.REFUSED:
+            raise HTTPException(400, result)
+        assert isinstance(result, model)
+        return result
+
+    def close(self) -> None:
+        """What is being read ends with an error."""
+        self._closed = True
+        self._end()
+
+    def _ask(self, model: type[BaseModel], body: bytes) -> body_process.Result:
+        with self._lock:
+            if self._closed:
+                raise EOFError
+            if self._process is None:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", f"import {_PROCESS} as process; process.main()"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    start_new_session=True,  # an interrupt at the terminal is the server's
+                )
+            process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        pickle.dump((model, body), process.stdin, pickle.HIGHEST_PROTOCOL)
+        process.stdin.flush()
+        result: body_process.Result = pickle.load(process.stdout)
+        return result
+
+    def _end(self) -> None:
+        with self._lock:
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
+                self._process = None
