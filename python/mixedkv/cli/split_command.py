@@ -29,6 +29,8 @@ _SERVE_HELP = {
     "api_key_file": "file of tenant:key lines, readable by its owner only",
     "allow_no_keys": "serve a public address without keys",
     "metrics_port": "port for Prometheus; 0 is none",
+    "store": "folder of sessions that clients keep, each encrypted with its client's key",
+    "store_gb": "size of that folder, in 10^9 bytes",
     "max_queue": "messages of a tenant that may wait",
     "max_sessions": "sessions of a tenant that are remembered",
     "max_streams": "streams of a tenant at a time",

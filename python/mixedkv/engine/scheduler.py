@@ -118,6 +118,15 @@ class Scheduler:
         self.pool.drop(self._take(job))
         job.close()
 
+    def refetch(self, job: Job) -> None:
+        """The rows that were fetched for a job cannot be used: it evaluates all, or cannot go on."""
+        job.forget_blocks()
+        assert job.seq is not None
+        self.pool.clear(job.seq)
+        if job.first:
+            self.abandon(job)
+            self._lost.append(job)
+
     def clear(self) -> list[Job]:
         """Every job there was, closed; what the context holds is nobody's any more."""
         jobs = [*self.running, *self.waiting]
@@ -192,11 +201,11 @@ class Scheduler:
     def _start(self, job: Job) -> bool:
         """Give a job a sequence and the rows that are there for it; False when there is no room."""
         match = self._match(job)
-        if match.n < job.first:
+        if max(match.n, job.n_fetched) < job.first:
             self.waiting.remove(job)
             self._lost.append(job)
             return True
-        if job.n_fetched < match.n + _WAIT_FOR:
+        if match.n >= job.first and job.n_fetched < match.n + _WAIT_FOR:
             job.forget_blocks()
         elif job.n_fetched:
             match = Match(None, 0, job.blocks_exact, 0)
