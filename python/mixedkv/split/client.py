@@ -390,8 +390,8 @@ class SplitSession:
         return int(reply.n_stored)
 
     def _wrapped_key(self) -> bytes:
-        """For the server that answers now: another process has another key. Empty without one, or for a server
-        that keeps nothing.
+        """For the server that answers now: another process has another key. Empty without one, or for a
+        server that keeps nothing.
         """
         if self._key is None:
             return b""

@@ -38,8 +38,8 @@ class Place:
 
 
 class KeptSessions:
-    """A folder of a `KVStore`, opened with the key of one session at a time: nothing in it can be found or read
-    with another one. Methods take milliseconds and more: not for the event loop.
+    """A folder of a `KVStore`, opened with the key of one session at a time: nothing in it can be found or
+    read with another one. Methods take milliseconds and more: not for the event loop.
 
     Args:
         folder: made if it is not there.

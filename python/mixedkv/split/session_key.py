@@ -1,5 +1,5 @@
-"""The key of a session that is kept on the server, and that only the client holds on to: wrapped on its way with
-HPKE (RFC 9180, base mode), in the server's memory while it is in use.
+"""The key of a session that is kept on the server, and that only the client holds on to: wrapped on its way
+with HPKE (RFC 9180, base mode), in the server's memory while it is in use.
 """
 
 from __future__ import annotations
