@@ -56,6 +56,12 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="GGUF file")
     parser.add_argument("head", metavar="HEAD", help="file to write, for clients")
     parser.add_argument("body", metavar="BODY", help="file to write, for the server")
+    parser.add_argument(
+        "--cloak",
+        metavar="SEED",
+        type=int,
+        help="turn the hidden states by a rotation; the files are F32 then",
+    )
     parser.set_defaults(command=run_export)
 
 
@@ -106,7 +112,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 def run_export(args: argparse.Namespace) -> None:
     from mixedkv.split.export import export
 
-    written = export(args.model, args.head, args.body)
+    written = export(args.model, args.head, args.body, args.cloak)
     for path, size in ((written.head, written.head_bytes), (written.body, written.body_bytes)):
         print(f"wrote {path} ({size / 1e6:.1f} MB)")
 
