@@ -17,6 +17,7 @@ from mixedkv.errors import RowsGoneError
 from mixedkv.tokens import common_prefix
 
 _WAIT_FOR = 32  # tokens that another job is about to evaluate and that are worth waiting for
+_SAVE_AFTER = 32  # tokens that a job adds to rows which wait for it: fewer are no place to branch off
 _HEADROOM = 32  # cells an answer needs at the start besides its prompt
 
 
@@ -180,12 +181,14 @@ class Scheduler:
 
     def _comes_soon(self, job: Job) -> bool:
         """A running job is about to evaluate what this one can then share."""
-        here = self.pool.match(job.tenant, job.prompt).n
-        for other in self.running:
-            if other.tenant == job.tenant and other.n_rows < other.n_prompt:
-                n = min(common_prefix(other.prompt, job.prompt), job.n_prompt - 1)
-                if n - max(here, other.n_rows, job.n_fetched) >= _WAIT_FOR:
-                    return self._worth_it(other, n)
+        others = [
+            other for other in self.running if other.tenant == job.tenant and other.n_rows < other.n_prompt
+        ]
+        here = self.pool.match(job.tenant, job.prompt).n if others else 0
+        for other in others:
+            n = min(common_prefix(other.prompt, job.prompt), job.n_prompt - 1)
+            if n - max(here, other.n_rows, job.n_fetched) >= _WAIT_FOR:
+                return self._worth_it(other, n)
         return False
 
     def _worth_it(self, other: Job, n: int) -> bool:
@@ -224,6 +227,8 @@ class Scheduler:
 
     def _plan_checkpoints(self, job: Job, seq: Sequence, match: Match) -> None:
         pool, n = self.pool, job.n_prompt
+        if job.goes_on and n - match.n < _SAVE_AFTER:
+            return
         job.save_at = places(pool.rule, pool.limits, job.boundaries, match.n, n)
         if pool.limits.per_sequence and not pool.rule.anywhere:
             for at in (match.longest, job.boundary):  # others may branch off there, and later turns do

@@ -165,11 +165,8 @@ class SplitService:
 
     async def _next(self, context: _Context) -> pb.Vectors | None:
         """None where the client has sent its last one."""
-        try:
-            message = await asyncio.wait_for(context.read(), self._idle_seconds)
-        except asyncio.TimeoutError:
-            text = f"no message came for {self._idle_seconds:g} seconds"
-            raise _RefusedError(grpc.StatusCode.DEADLINE_EXCEEDED, text) from None
+        with _within(self._idle_seconds, "no message came for"):
+            message = await context.read()
         return None if message is grpc.aio.EOF else message
 
     async def _step(self, tenant: str, message: pb.Vectors) -> pb.Hidden:
@@ -202,7 +199,8 @@ class SplitService:
         if kept is not None:
             job.set_blocks(kept.blocks, kept.tier, exact=True)
         try:
-            hidden = await asyncio.wait_for(self._run(job), self._step_seconds)
+            with _within(self._step_seconds, "a step took more than"):
+                hidden = await self._run(job)
         except RowsGoneError:
             self._sessions.take(tenant, message.session)  # those that were kept may be there still
             raise
@@ -221,9 +219,6 @@ class SplitService:
             return error
         if isinstance(error, RowsGoneError):
             return _RefusedError(grpc.StatusCode.FAILED_PRECONDITION, f"{error}: {_GONE}")
-        if isinstance(error, asyncio.TimeoutError):
-            text = f"a step took more than {self._step_seconds:g} seconds"
-            return _RefusedError(grpc.StatusCode.DEADLINE_EXCEEDED, text)
         for kind, status in _STATUS.items():
             if isinstance(error, kind):
                 return _RefusedError(status, str(error))
@@ -345,6 +340,33 @@ class _RefusedError(Exception):
 
 def _busy() -> _RefusedError:
     return _RefusedError(grpc.StatusCode.ABORTED, "session: another stream is using it")
+
+
+@contextmanager
+def _within(seconds: float, reason: str) -> Iterator[None]:
+    """As `asyncio.timeout`, which Python has since 3.11. `asyncio.wait_for` makes a task each time.
+
+    Raises:
+        _RefusedError: what is awaited took longer.
+    """
+    task, over = asyncio.current_task(), False
+    assert task is not None
+
+    def end() -> None:
+        nonlocal over
+        over = True
+        task.cancel()
+
+    timer = asyncio.get_running_loop().call_later(seconds, end)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not over:
+            raise
+        text = f"{reason} {seconds:g} seconds"
+        raise _RefusedError(grpc.StatusCode.DEADLINE_EXCEEDED, text) from None
+    finally:
+        timer.cancel()
 
 
 @contextmanager
