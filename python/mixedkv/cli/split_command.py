@@ -100,6 +100,11 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft", metavar="N", type=positive, default=0, help="tokens looked up in the text and sent ahead"
     )
+    parser.add_argument(
+        "--session",
+        metavar="FILE",
+        help="go on from the text that this file has the key of, and keep it again",
+    )
     parser.add_argument("--key-file", metavar="FILE", help="file with the bearer key")
     parser.add_argument("--tls", action="store_true", help="speak TLS; so does each of the next three")
     parser.add_argument("--ca", metavar="FILE", default="", help="PEM: who signs the server's certificate")
@@ -150,9 +155,16 @@ def run_client(args: argparse.Namespace) -> None:
 
 
 def _generate(client: SplitClient, args: argparse.Namespace) -> None:
+    from mixedkv.split.session_file import SessionFile
+
+    if args.session and args.chat:
+        raise ValueError("--session goes on from a text as it is: leave out --chat")
     prompt: Any = [{"role": "user", "content": args.prompt}] if args.chat else args.prompt
+    kept = SessionFile.read(args.session) if args.session else None
+    if kept is not None:
+        prompt = [*kept.tokens, *client.head.tokenizer.tokenize(args.prompt, start=not kept.tokens)]
     began = time.perf_counter()
-    with client.session() as session:
+    with client.session(kept.key, kept.tokens[: kept.n_kept]) if kept else client.session() as session:
         options = {"max_tokens": args.n_predict, "temperature": args.temp, "draft": args.draft}
         for text in session.generate(prompt, **options):
             print(text, end="", flush=True)
@@ -163,6 +175,9 @@ def _generate(client: SplitClient, args: argparse.Namespace) -> None:
             f"{session.n_received_bytes} received",
             file=sys.stderr,
         )
+        if kept is not None:
+            session.keep()
+            SessionFile(kept.key, session.text_tokens, session.n_kept).write(args.session)
 
 
 def _read_key(path: str) -> str:

@@ -166,6 +166,7 @@ class SplitSession:
 
     Attributes:
         tokens: those evaluated.
+        text_tokens: of the latest prompt and its answer, which may end in a token that was not evaluated.
         n_sent_bytes, n_received_bytes: of vectors, resent ones included.
         n_kept: the first of them, which the server has on its disk; they are found there with the key only.
         n_resends: how often all that were not kept had to be sent again.
@@ -178,6 +179,7 @@ class SplitSession:
         self._name = secrets.token_bytes(wire.SESSION_BYTES) if key is None else session_name(key)
         self._stream: _Stream | None = None
         self.tokens = list(tokens)
+        self.text_tokens = list(tokens)
         self.n_kept = len(tokens)
         self.n_sent_bytes = self.n_received_bytes = self.n_resends = 0
         self._hashes = [wire.first_hash(self._head.pair, client.precision)]  # of 0 tokens, of 1, ...
@@ -249,12 +251,13 @@ class SplitSession:
         sampler = self._head.tokenizer.sampler(Sampling(**sampling))
         sampler.accept_prompt(prompt)
         tokens, lookup, n_left = list(prompt), PromptLookup(prompt), max_tokens
+        self.text_tokens = tokens
         try:
             while n_left > 0:
                 if len(tokens) >= n_ctx:
                     if not window:
                         return
-                    tokens = [*tokens[:sinks], *tokens[-window:]]
+                    tokens = self.text_tokens = [*tokens[:sinks], *tokens[-window:]]
                 most = min(draft, self._client.max_rollback, n_left - 1, n_ctx - 1 - len(tokens))
                 drafts = lookup.draft(most)
                 logits = self._head.logits(self._evaluate([*tokens, *drafts], 1 + len(drafts)))
@@ -262,8 +265,8 @@ class SplitSession:
                     token = sampler.choose(row)
                     if self._head.detokenizer.is_end(token):
                         return
-                    yield token
                     tokens.append(token)
+                    yield token
                     lookup.add(token)
                     n_left -= 1
                     if token != drafted:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from mixedkv.engine.stored_rows import SequenceRows, StoredRows
 from mixedkv.errors import RowsGoneError
 from mixedkv.split.session_key import Unwrapper
 from mixedkv.split.sessions import Session
-from mixedkv.store import Identity, KVStore
+from mixedkv.store import Identity, KVStore, Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +45,17 @@ class KeptSessions:
     Args:
         folder: made if it is not there.
         max_gb: of all files, in 10^9 bytes; what was used the longest ago makes room.
+        shares: what a tenant may have of it, by its name.
 
     Raises:
         OSError: the folder cannot be used.
     """
 
-    def __init__(self, folder: str | Path, max_gb: float, engine: Engine) -> None:
+    def __init__(
+        self, folder: str | Path, max_gb: float, engine: Engine, shares: Callable[[str], Share]
+    ) -> None:
         self._folder, self._max_gb, self._engine = Path(folder), max_gb, engine
+        self._shares = shares
         self._unwrapper, self._rows = Unwrapper(), StoredRows(engine)
         self.public_key = self._unwrapper.public_key
         self._identity("")  # what cannot be used fails now, not later
@@ -111,9 +116,15 @@ class KeptSessions:
                 max_kv_size_gb=self._max_gb,
                 key=lambda: key,
                 check_key=False,
+                shares=self._share,
             ) as store,
         ):
             yield store
+
+    def _share(self, tenant: str) -> Share:
+        """Of all sessions of a tenant together, whatever their keys."""
+        owner = hashlib.sha256(b"split tenant" + tenant.encode()).digest()[:16]
+        return replace(self._shares(tenant), owner=owner)
 
     def _identity(self, tenant: str) -> Identity:
         return Identity.of(self._engine.llm, tenant=tenant, extra="split session")

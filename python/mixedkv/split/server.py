@@ -94,13 +94,16 @@ async def start(
     Raises:
         OSError: the port is taken, or the folder of kept sessions cannot be used.
     """
+    kept = None
+    if settings.store:
+        kept = KeptSessions(settings.store, settings.store_gb, engine, keys.disk_share)
     server = grpc.aio.server(options=_OPTIONS)
     service = SplitService(
         engine,
         part,
         keys,
         Sessions(settings.max_sessions, settings.session_ttl),
-        KeptSessions(settings.store, settings.store_gb, engine) if settings.store else None,
+        kept,
         max_streams=settings.max_streams,
         step_seconds=settings.step_timeout,
         idle_seconds=settings.idle_timeout,

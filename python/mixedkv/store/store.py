@@ -459,7 +459,7 @@ class KVStore:
     def _owner(self, identity: Identity) -> Owner:
         share = self._shares(identity.tenant) if self._shares is not None else Share()
         return Owner(
-            tenant=self._cipher.digest(b"tenant" + identity.tenant.encode())[:16],
+            tenant=share.owner or self._cipher.digest(b"tenant" + identity.tenant.encode())[:16],
             weight=share.weight,
             max_bytes=share.max_bytes,
             sessions=self._owner_hash(),

@@ -8,12 +8,14 @@ from typing import Any
 import grpc
 import pytest
 
+from mixedkv.cli.main import main
 from mixedkv.server.http.auth import Keys
 from mixedkv.split import split_pb2 as pb
 from mixedkv.split import wire
 from mixedkv.split.client import SplitClient, SplitSession
 from mixedkv.split.export import Exported
 from mixedkv.split.head import Head
+from mixedkv.split.session_file import SessionFile
 from mixedkv.split.session_key import Unwrapper, new_key, wrap
 from mixedkv.store import KVStore
 from support import split_support
@@ -246,6 +248,68 @@ def test_a_folder_without_room(parts: Exported, head: Head, tmp_path: Path) -> N
             session.keep()
         assert refused.value.code() == Code.RESOURCE_EXHAUSTED
         assert _answer(session, [*_PROMPT, *_MORE])
+
+
+def test_a_tenant_makes_room_for_its_own_sessions_itself(
+    parts: Exported, head: Head, tmp_path: Path, folder: Path
+) -> None:
+    path = folder / "limited"
+    path.write_text(f"anna:{_KEYS['anna']} disk_mb=1\nbert:{_KEYS['bert']}\n")
+    path.chmod(0o600)
+    keys, store = Keys.load(str(path)), tmp_path / "store"
+    with (
+        split_support.running(parts.body, store=str(store), keys=keys) as server,
+        SplitClient(head, server.address, key=_KEYS["anna"]) as anna,
+        SplitClient(head, server.address, key=_KEYS["bert"]) as bert,
+    ):
+        with bert.session(new_key()) as session:
+            _answer(session, _PROMPT)
+            session.keep()
+            first = set(_files(store))
+        for _ in range(12):
+            with anna.session(new_key()) as session:
+                _answer(session, _PROMPT)
+                session.keep()
+        files = set(_files(store))
+    assert first < files
+    assert 1 < len(files - first) < 12
+    assert sum(path.stat().st_size for path in files - first) <= 10**6
+
+
+def test_the_command_line_goes_on_from_a_file(
+    parts: Exported, head: Head, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, store = tmp_path / "notes", str(tmp_path / "store")
+
+    def run(port: int, prompt: str, *options: str) -> tuple[int, str, str]:
+        address = f"127.0.0.1:{port}"
+        code = main(["split", "run", str(parts.head), address, "-p", prompt, "-n", "6", *options])
+        return code, *capsys.readouterr()
+
+    with split_support.running(parts.body, store=store) as server:
+        assert run(server.port, "the rain in the night", "--session", str(path))[0] == 0
+    first = SessionFile.read(path)
+    assert 0 < first.n_kept <= len(first.tokens)
+    assert path.stat().st_mode & 0o777 == 0o600
+    with split_support.running(parts.body, store=store) as server:
+        code, text, told = run(server.port, " and then", "--session", str(path))
+        assert code == 0
+        with SplitClient(head, server.address) as client:
+            prompt = [*first.tokens, *head.tokenizer.tokenize(" and then", start=False)]
+            assert text == "".join(client.generate(prompt, max_tokens=6, temperature=0)) + "\n"
+        second = SessionFile.read(path)
+        assert second.tokens[: len(first.tokens)] == first.tokens
+        n_new = second.n_kept - first.n_kept
+        assert f"{2 * head.width * n_new / second.n_kept:.0f} bytes a token sent" in told
+        assert run(server.port, "x", "--session", str(path), "--chat")[0] == 2
+    path.chmod(0o644)
+    with pytest.raises(PermissionError, match="chmod 600"):
+        SessionFile.read(path)
+    for wrong in ("", "[]", "{}", '{"key": "00", "tokens": [], "n_kept": 0}'):
+        path.write_text(wrong)
+        path.chmod(0o600)
+        with pytest.raises(ValueError, match="no session that was kept"):
+            SessionFile.read(path)
 
 
 def test_a_key_is_zeros_after_its_use() -> None:
