@@ -238,16 +238,14 @@ class Scheduler:
             pool.save(seq)
 
     def _match(self, job: Job) -> Match:
-        while not self.pool.confirm(match := self._find(job)):
-            pass
-        return match
-
-    def _find(self, job: Job) -> Match:
         if job.paused is not None:
             own = self.pool.own_rows(job.paused, job.tenant, job.all_tokens, job.most_cut)
             if own.n:
                 return own
-        return self.pool.match(job.tenant, job.all_tokens) if job.reuse else NO_MATCH
+        match = NO_MATCH
+        while job.reuse and not self.pool.confirm(match := self.pool.match(job.tenant, job.all_tokens)):
+            pass
+        return match
 
     def _make_room(self, job: Job, n_cells: int, spare: Sequence | None) -> bool:
         """Until `n_cells` are free besides what running prompts still need, evict idle prefixes and pause
