@@ -462,6 +462,7 @@ class Engine:
             log.warning("a stored block could not be loaded: %s", error)
             self.observer.restore_failed("load")
             self._scheduler.refetch(job)
+            self._events += self._scheduler.take_lost()
         if not job.evaluated:  # not after a pause or a preemption
             job.n_cached = job.n_rows
         if not job.blocks:

@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from mixedkv.cli.main import main
+from mixedkv.kv.cache import KVCache
 from mixedkv.server.http.auth import Keys
 from mixedkv.split import split_pb2 as pb
 from mixedkv.split import wire
@@ -122,6 +123,33 @@ def test_without_the_key_all_is_sent_again(parts: Exported, head: Head, tmp_path
                 assert len(folder.entries()) == 1
                 assert all(entry.encrypted for entry in folder.entries())
                 assert folder.verify().n_whole == 0
+
+
+def test_rows_that_cannot_be_loaded_are_sent_again(
+    parts: Exported, head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, store = new_key(), str(tmp_path)
+    with (
+        split_support.running(parts.body, store=store) as server,
+        SplitClient(head, server.address) as client,
+        client.session(key) as session,
+    ):
+        first = _answer(session, _PROMPT)
+        session.keep()
+        kept = session.tokens.copy()
+        expected = _answer(session, [*_PROMPT, *first, *_MORE])
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("this does not fit")
+
+    monkeypatch.setattr(KVCache, "load", refuse)
+    with (
+        split_support.running(parts.body, store=store) as server,
+        SplitClient(head, server.address) as client,
+        client.session(key, kept) as session,
+    ):
+        assert _answer(session, [*_PROMPT, *first, *_MORE]) == expected
+        assert session.n_resends == 2  # of what was not kept, then of all
 
 
 def test_what_is_forgotten_is_gone(parts: Exported, head: Head, tmp_path: Path) -> None:
