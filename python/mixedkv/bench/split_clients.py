@@ -52,7 +52,7 @@ def measure_clients(
             options.file.path,
             kv=kv,
             n_ctx=n_ctx_of(options),
-            n_seq_max=4 * MOST_CLIENTS,
+            n_seq_max=2 * MOST_CLIENTS,
             kv_unified=True,
             n_threads=options.threads,
             n_threads_batch=options.threads,

@@ -147,7 +147,7 @@ class Entries:
             with self._lock:
                 self._look()
                 with self._index.snapshot():
-                    entry = self._index.last_of_session(identity.digest, session)
+                    entry = self._index.last_of_session(identity.digest, session, n_tokens)
                     return sequence_of(self._index, self._cipher, identity, entry, n_tokens)
         except (sqlite3.Error, OSError) as error:
             _LOG.warning("the index cannot be read: %s", error)
