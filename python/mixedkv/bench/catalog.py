@@ -16,6 +16,7 @@ from mixedkv.bench.quality import QualityRow
 from mixedkv.bench.recall import RecallRow
 from mixedkv.bench.serving import ServeRow, StallRow
 from mixedkv.bench.speed import SpeedRow
+from mixedkv.bench.split_clients import SplitClientsRow
 from mixedkv.bench.splitting import SplitRow
 
 TESTS = {
@@ -34,7 +35,8 @@ AnyRow = Annotated[
     | ReuseRow
     | ServeRow
     | StallRow
-    | SplitRow,
+    | SplitRow
+    | SplitClientsRow,
     Field(discriminator="test"),
 ]
 

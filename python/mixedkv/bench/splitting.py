@@ -19,6 +19,8 @@ from mixedkv.bench.bench_test import Bench, BenchTest, Measure
 from mixedkv.bench.harness.row import Row
 from mixedkv.bench.harness.table import Cells, Table, number
 from mixedkv.bench.options import Options
+from mixedkv.bench.split_clients import TABLE as CLIENTS_TABLE
+from mixedkv.bench.split_clients import SplitClientsRow, measure_clients, n_ctx_of, random_prompt
 from mixedkv.llama import Llama
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from mixedkv.split.export import Exported
 
 _DELAYS = (0.0, 5.0, 20.0, 100.0)  # milliseconds there and back
-_N_CALLS = 20
+_N_CALLS = 5  # that do nothing, after each answer
 
 
 class SplitRow(Row):
@@ -77,13 +79,17 @@ def measure(bench: Bench) -> None:
             bench.progress.step()
 
 
-def _measure(options: Options, kv: str, flash_attn: bool, parts: Exported) -> Iterator[SplitRow]:
+def _measure(
+    options: Options, kv: str, flash_attn: bool, parts: Exported
+) -> Iterator[SplitRow | SplitClientsRow]:
     from mixedkv.split.client import SplitClient
     from mixedkv.split.head import Head
 
     n_ctx = 256 * -(-(options.n_prompt + options.n_gen + 1) // 256) + 256
     with contextlib.ExitStack() as stack:
-        port = stack.enter_context(_server(parts.body, kv, n_ctx, options.threads))
+        port = stack.enter_context(
+            _server(parts.body, kv, max(2 * n_ctx, n_ctx_of(options)), options.threads)
+        )
         head = stack.enter_context(Head(parts.head, n_threads=options.threads))
         local = _Local(
             stack.enter_context(
@@ -102,12 +108,15 @@ def _measure(options: Options, kv: str, flash_attn: bool, parts: Exported) -> It
             far = stack.enter_context(_proxy(port, delay)) if delay else port
             client = stack.enter_context(SplitClient(head, f"127.0.0.1:{far}"))
             distant.append(_Distant(client, delay))
-        prompts = [_prompt(head.tokenizer.n_vocab, options.n_prompt, i) for i in range(options.repeats + 1)]
+        prompts = [
+            random_prompt(head.tokenizer.n_vocab, options.n_prompt, i) for i in range(options.repeats + 1)
+        ]
         for i, prompt in enumerate(prompts):
             for contender in (local, *distant):
                 contender.answer(prompt, options.n_gen, count=i > 0)  # the first round warms up
         for contender in distant:
             yield contender.row(local, kv, flash_attn, options)
+        yield from measure_clients(options, kv, flash_attn, distant[0].client)
 
 
 class _Contender:
@@ -151,17 +160,22 @@ class _Local(_Contender):
 class _Distant(_Contender):
     def __init__(self, client: SplitClient, delay: float) -> None:
         super().__init__()
-        self._client, self._delay = client, delay
+        self.client, self._delay = client, delay
         self._sent = self._received = 0.0  # bytes a token, of the latest answer
+        self._calls: list[float] = []
+
+    def answer(self, prompt: list[int], n: int, count: bool) -> None:
+        super().answer(prompt, n, count)
+        self._calls += [self._call() for _ in range(_N_CALLS if count else 0)]
 
     def generate(self, prompt: list[int], n: int) -> Iterator[int]:
-        with self._client.session() as session:
+        with self.client.session() as session:
             yield from session.generate_tokens(prompt, max_tokens=n, temperature=0)
             self._sent = session.n_sent_bytes / len(session.tokens)
             self._received = session.n_received_bytes / (len(session.tokens) - len(prompt) + 1)
 
     def row(self, local: _Local, kv: str, flash_attn: bool, options: Options) -> SplitRow:
-        round_trip = statistics.median(self._call() for _ in range(_N_CALLS))
+        round_trip = statistics.median(self._calls)
         token, local_token = statistics.median(self.tokens), statistics.median(local.tokens)
         return SplitRow(
             kv=kv,
@@ -182,20 +196,14 @@ class _Distant(_Contender):
 
     def _call(self) -> float:
         began = time.perf_counter()
-        self._client.describe()
+        self.client.describe()
         return time.perf_counter() - began
-
-
-def _prompt(n_vocab: int, n: int, seed: int) -> list[int]:
-    from random import Random
-
-    return Random(seed).choices(range(n_vocab // 8, n_vocab), k=n)
 
 
 @contextlib.contextmanager
 def _server(body: Path, kv: str, n_ctx: int, threads: int) -> Iterator[int]:
     command = ["-m", "mixedkv", "split", "serve", str(body), "--port", "0", "--kv", kv]
-    command += ["--n-ctx", str(2 * n_ctx), "--threads", str(threads)]
+    command += ["--n-ctx", str(n_ctx), "--threads", str(threads)]
     with _process(command, r" on 127\.0\.0\.1:(\d+)$") as port:
         yield port
 
@@ -266,4 +274,4 @@ def _cells(rows: Sequence[SplitRow]) -> Cells:
 TABLE = Table(
     row=SplitRow, title="Split, {} cache (milliseconds; bytes a token)", by=lambda row: row.name, cells=_cells
 )
-TEST = BenchTest(name="split", tables=(TABLE,), prepare=prepare, check=check)
+TEST = BenchTest(name="split", tables=(TABLE, CLIENTS_TABLE), prepare=prepare, check=check)

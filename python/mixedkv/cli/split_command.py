@@ -29,6 +29,8 @@ _SERVE_HELP = {
     "api_key_file": "file of tenant:key lines, readable by its owner only",
     "allow_no_keys": "serve a public address without keys",
     "metrics_port": "port for Prometheus; 0 is none",
+    "store": "folder of sessions that clients keep, each encrypted with its client's key",
+    "store_gb": "size of that folder, in 10^9 bytes",
     "max_queue": "messages of a tenant that may wait",
     "max_sessions": "sessions of a tenant that are remembered",
     "max_streams": "streams of a tenant at a time",
@@ -54,6 +56,12 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="GGUF file")
     parser.add_argument("head", metavar="HEAD", help="file to write, for clients")
     parser.add_argument("body", metavar="BODY", help="file to write, for the server")
+    parser.add_argument(
+        "--cloak",
+        metavar="SEED",
+        type=int,
+        help="turn the hidden states by a rotation; the files are F32 then",
+    )
     parser.set_defaults(command=run_export)
 
 
@@ -92,6 +100,11 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft", metavar="N", type=positive, default=0, help="tokens looked up in the text and sent ahead"
     )
+    parser.add_argument(
+        "--session",
+        metavar="FILE",
+        help="go on from the text that this file has the key of, and keep it again",
+    )
     parser.add_argument("--key-file", metavar="FILE", help="file with the bearer key")
     parser.add_argument("--tls", action="store_true", help="speak TLS; so does each of the next three")
     parser.add_argument("--ca", metavar="FILE", default="", help="PEM: who signs the server's certificate")
@@ -104,7 +117,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 def run_export(args: argparse.Namespace) -> None:
     from mixedkv.split.export import export
 
-    written = export(args.model, args.head, args.body)
+    written = export(args.model, args.head, args.body, args.cloak)
     for path, size in ((written.head, written.head_bytes), (written.body, written.body_bytes)):
         print(f"wrote {path} ({size / 1e6:.1f} MB)")
 
@@ -142,9 +155,16 @@ def run_client(args: argparse.Namespace) -> None:
 
 
 def _generate(client: SplitClient, args: argparse.Namespace) -> None:
+    from mixedkv.split.session_file import SessionFile
+
+    if args.session and args.chat:
+        raise ValueError("--session goes on from a text as it is: leave out --chat")
     prompt: Any = [{"role": "user", "content": args.prompt}] if args.chat else args.prompt
+    kept = SessionFile.read(args.session) if args.session else None
+    if kept is not None:
+        prompt = [*kept.tokens, *client.head.tokenizer.tokenize(args.prompt, start=not kept.tokens)]
     began = time.perf_counter()
-    with client.session() as session:
+    with client.session(kept.key, kept.tokens[: kept.n_kept]) if kept else client.session() as session:
         options = {"max_tokens": args.n_predict, "temperature": args.temp, "draft": args.draft}
         for text in session.generate(prompt, **options):
             print(text, end="", flush=True)
@@ -155,6 +175,9 @@ def _generate(client: SplitClient, args: argparse.Namespace) -> None:
             f"{session.n_received_bytes} received",
             file=sys.stderr,
         )
+        if kept is not None:
+            session.keep()
+            SessionFile(kept.key, session.text_tokens, session.n_kept).write(args.session)
 
 
 def _read_key(path: str) -> str:

@@ -461,8 +461,8 @@ class Engine:
         except Exception as error:  # what is not restored is evaluated
             log.warning("a stored block could not be loaded: %s", error)
             self.observer.restore_failed("load")
-            job.forget_blocks()
-            self.pool.clear(job.seq)
+            self._scheduler.refetch(job)
+            self._events += self._scheduler.take_lost()
         if not job.evaluated:  # not after a pause or a preemption
             job.n_cached = job.n_rows
         if not job.blocks:

@@ -17,6 +17,7 @@ from mixedkv.errors import RowsGoneError
 from mixedkv.tokens import common_prefix
 
 _WAIT_FOR = 32  # tokens that another job is about to evaluate and that are worth waiting for
+_SAVE_AFTER = 32  # tokens that a job adds to rows which wait for it: fewer are no place to branch off
 _HEADROOM = 32  # cells an answer needs at the start besides its prompt
 
 
@@ -118,6 +119,15 @@ class Scheduler:
         self.pool.drop(self._take(job))
         job.close()
 
+    def refetch(self, job: Job) -> None:
+        """The rows that were fetched for a job cannot be used: it evaluates all, or cannot go on."""
+        job.forget_blocks()
+        assert job.seq is not None
+        self.pool.clear(job.seq)
+        if job.first:
+            self.abandon(job)
+            self._lost.append(job)
+
     def clear(self) -> list[Job]:
         """Every job there was, closed; what the context holds is nobody's any more."""
         jobs = [*self.running, *self.waiting]
@@ -171,12 +181,14 @@ class Scheduler:
 
     def _comes_soon(self, job: Job) -> bool:
         """A running job is about to evaluate what this one can then share."""
-        here = self.pool.match(job.tenant, job.prompt).n
-        for other in self.running:
-            if other.tenant == job.tenant and other.n_rows < other.n_prompt:
-                n = min(common_prefix(other.prompt, job.prompt), job.n_prompt - 1)
-                if n - max(here, other.n_rows, job.n_fetched) >= _WAIT_FOR:
-                    return self._worth_it(other, n)
+        others = [
+            other for other in self.running if other.tenant == job.tenant and other.n_rows < other.n_prompt
+        ]
+        here = self.pool.match(job.tenant, job.prompt).n if others else 0
+        for other in others:
+            n = min(common_prefix(other.prompt, job.prompt), job.n_prompt - 1)
+            if n - max(here, other.n_rows, job.n_fetched) >= _WAIT_FOR:
+                return self._worth_it(other, n)
         return False
 
     def _worth_it(self, other: Job, n: int) -> bool:
@@ -192,11 +204,11 @@ class Scheduler:
     def _start(self, job: Job) -> bool:
         """Give a job a sequence and the rows that are there for it; False when there is no room."""
         match = self._match(job)
-        if match.n < job.first:
+        if max(match.n, job.n_fetched) < job.first:
             self.waiting.remove(job)
             self._lost.append(job)
             return True
-        if job.n_fetched < match.n + _WAIT_FOR:
+        if match.n >= job.first and job.n_fetched < match.n + _WAIT_FOR:
             job.forget_blocks()
         elif job.n_fetched:
             match = Match(None, 0, job.blocks_exact, 0)
@@ -215,6 +227,8 @@ class Scheduler:
 
     def _plan_checkpoints(self, job: Job, seq: Sequence, match: Match) -> None:
         pool, n = self.pool, job.n_prompt
+        if job.goes_on and n - match.n < _SAVE_AFTER:
+            return
         job.save_at = places(pool.rule, pool.limits, job.boundaries, match.n, n)
         if pool.limits.per_sequence and not pool.rule.anywhere:
             for at in (match.longest, job.boundary):  # others may branch off there, and later turns do
@@ -224,16 +238,14 @@ class Scheduler:
             pool.save(seq)
 
     def _match(self, job: Job) -> Match:
-        while not self.pool.confirm(match := self._find(job)):
-            pass
-        return match
-
-    def _find(self, job: Job) -> Match:
         if job.paused is not None:
             own = self.pool.own_rows(job.paused, job.tenant, job.all_tokens, job.most_cut)
             if own.n:
                 return own
-        return self.pool.match(job.tenant, job.all_tokens) if job.reuse else NO_MATCH
+        match = NO_MATCH
+        while job.reuse and not self.pool.confirm(match := self.pool.match(job.tenant, job.all_tokens)):
+            pass
+        return match
 
     def _make_room(self, job: Job, n_cells: int, spare: Sequence | None) -> bool:
         """Until `n_cells` are free besides what running prompts still need, evict idle prefixes and pause

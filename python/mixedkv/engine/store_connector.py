@@ -11,24 +11,20 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
 from mixedkv.engine.job import Job
 from mixedkv.engine.kv_connector import ConnectedEngine
-from mixedkv.engine.sequences import Sequence
+from mixedkv.engine.stored_rows import SequenceRows, StoredRows
 from mixedkv.errors import ClosedError
-from mixedkv.kv.block import KVBlock
-from mixedkv.limits import CELLS
-from mixedkv.store import Identity, KVStore, Match
+from mixedkv.store import Identity, KVStore
 from mixedkv.store.tiers.disk import is_full
-from mixedkv.tokens import Tokens
 
 log = logging.getLogger("mixedkv.engine")
 
-_SLICE_BYTES = 16 << 20  # copied out or in between two steps: some milliseconds
 _T = TypeVar("_T")
 _LEAST = 32  # tokens worth storing, and worth fetching more than the context has
 
@@ -37,9 +33,7 @@ _LEAST = 32  # tokens worth storing, and worth fetching more than the context ha
 class _Finished:
     """Rows that a job left in the context."""
 
-    seq: Sequence
-    version: int
-    tokens: Tokens
+    rows: SequenceRows
     tenant: str
     session: str | None
 
@@ -64,11 +58,7 @@ class StoreConnector:
 
     def attach(self, engine: ConnectedEngine) -> None:
         self._engine = engine
-        stats = engine.llm.kv.stats()
-        self._slice = max(CELLS, _SLICE_BYTES * stats.n_ctx // max(1, stats.bytes_total))
-        if not engine.pool.rule.only_approximate:  # a slice is found only where a checkpoint is
-            self._slice = stats.n_ctx
-        self._window = engine.llm.kv.config.window.threshold
+        self._rows = StoredRows(engine)
         self._identity("")  # what the model file says fails now, not later
         self._begin("mixedkv-offload", self._finished, self._put, self._stored)
         self._begin("mixedkv-fetch", self._wanted, self._fetch, engine.ready)
@@ -91,7 +81,8 @@ class StoreConnector:
         if seq is not None and seq.exact and len(seq.tokens) >= _LEAST:
             tokens = np.array(seq.tokens, np.int32)
             self._n_unstored += 1
-            self._finished.put(_Finished(seq, seq.version, tokens, job.tenant, job.session))
+            rows = SequenceRows(seq, seq.version, tokens)
+            self._finished.put(_Finished(rows, job.tenant, job.session))
 
     def fetch(self, job: Job) -> bool:
         if job.n_prompt <= _LEAST:
@@ -162,52 +153,8 @@ class StoreConnector:
             self._engine.observer.restore_failed("read")
             return
         blocks, tier = found
-        job.set_blocks(self._cut(blocks), tier, match.exact)
-
-    def _cut(self, blocks: list[KVBlock]) -> list[KVBlock]:
-        """Blocks of a size that can be loaded between two steps."""
-        return [
-            block.slice(p0, min(p0 + self._slice, block.p1))
-            for block in blocks
-            for p0 in range(block.p0, block.p1, self._slice)
-        ]
+        job.set_blocks(self._rows.cut(blocks), tier, match.exact)
 
     def _put(self, finished: _Finished) -> None:
-        """Store what is not stored yet of a sequence, in slices; each is found by the next."""
         identity = self._identity(finished.tenant)
-        n = len(finished.tokens)
-        parent = self._parent(identity, finished.tokens)
-        while (p0 := parent.n_tokens if parent is not None else 0) < n:
-            p1 = min(n, p0 + self._slice)
-            p1 = n if n - p1 < self._window else p1  # the last one has the whole F16 window
-            block = self._export(finished, p0, p1)
-            if block is None:
-                return
-            self.store.put(identity, block, parent, session=finished.session)
-            self._engine.observer.stored(p1 - p0)
-            if p1 == n:
-                return
-            parent = self.store.find(identity, finished.tokens, max_tokens=p1)
-            if parent is None or parent.n_tokens != p1:
-                return  # removed meanwhile, or the budget is too small
-
-    def _parent(self, identity: Identity, tokens: Tokens) -> Match | None:
-        """What the new entry builds on. Within another entry it leaves room for the F16 window, whose rows
-        that entry does not have in F16.
-        """
-        match = self.store.find(identity, tokens)
-        if match is None or match.n_tokens == len(tokens) or match.exact:
-            return match
-        return self.store.find(identity, tokens, max_tokens=max(0, len(tokens) - self._window))
-
-    def _export(self, finished: _Finished, p0: int, p1: int) -> KVBlock | None:
-        """None when the sequence has gone or was cut meanwhile."""
-
-        def export() -> KVBlock | None:
-            if finished.seq.version != finished.version:
-                return None
-            block = self._engine.llm.kv.export(finished.seq.id, p0, p1, finished.tokens[p0:p1])
-            points = {point.n: point for point in (*finished.seq.checkpoints, *block.checkpoints)}
-            return replace(block, checkpoints=tuple(points[n] for n in sorted(points) if p0 < n <= p1))
-
-        return self._engine.call(export).result()
+        self._rows.put(self.store, identity, finished.rows, finished.session)

@@ -30,7 +30,7 @@ def cut_rule(llm: llama_cpp.Llama, setting: KVSetting) -> CutRule:
     """
     recurrent = _llama_cpp.is_recurrent(llm) or _llama_cpp.is_hybrid(llm)
     sliding = 0
-    if not llm.context_params.swa_full:
+    if not llm.context_params.swa_full and int(llama_cpp.llama_model_n_swa(_llama_cpp.model(llm))) > 0:
         sliding = max((layer["n_swa"] for layer in _layers(llm)), default=0)
     window = replace(setting.window, n_draft=0)  # a sequence that was resumed has the rows of its window only
     return CutRule(window=window, sliding=sliding, recurrent=recurrent)
@@ -89,6 +89,8 @@ def has_rows(llm: llama_cpp.Llama, rule: CutRule, seq: int, n: int) -> bool:
     address = _address(llm)
     if (rule.window.threshold or rule.window.sink_tokens) and not _core.window_is_whole(address, seq, n):
         return False
+    if not rule.sliding:
+        return True
     for layer in {layer["group"]: layer for layer in _layers(llm)}.values():
         p0 = max(0, n + 1 - layer["n_swa"])
         if layer["n_swa"] and p0 < n:

@@ -23,6 +23,7 @@ from mixedkv.split import split_pb2_grpc, wire
 from mixedkv.split.head import Floats, Head
 from mixedkv.split.parts import VERSION
 from mixedkv.split.prompt_lookup import PromptLookup
+from mixedkv.split.session_key import session_name, wrap
 from mixedkv.tokens import common_prefix
 
 _OPTIONS = [
@@ -89,31 +90,44 @@ class SplitClient:
         self.metadata = (("authorization", f"Bearer {key}"),) if key else ()
         self.stub: Any = split_pb2_grpc.SplitStub(self._channel)
         try:
-            self.n_ctx, self.max_rollback = self.describe()
+            found = self.describe()
+            self.n_ctx = int(found.n_ctx)
+            self.max_rollback = min(int(found.max_rollback), int(found.max_hidden) - 1)
         except BaseException:
             self.close()
             raise
 
-    def describe(self) -> tuple[int, int]:
-        """Ask the server whether it has the body of this head; tokens that a session can have, and go back.
+    def describe(self) -> pb.Description:
+        """Ask the server whether it has the body of this head, and for its numbers.
 
         Raises:
             ValueError, grpc.RpcError: as for making the client.
         """
         request = pb.DescribeRequest(version=VERSION, pair=self.head.pair)
         try:
-            found = self.stub.Describe(request, metadata=self.metadata, timeout=_DESCRIBE_SECONDS)
+            found: pb.Description = self.stub.Describe(
+                request, metadata=self.metadata, timeout=_DESCRIBE_SECONDS
+            )
         except grpc.RpcError as error:
             if error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED):
                 raise ValueError(f"the server cannot serve this head: {error.details()}") from error
             raise
         if (found.version, found.pair, found.width) != (VERSION, self.head.pair, self.head.width):
             raise ValueError("the server has another model or version than this head")
-        return int(found.n_ctx), min(int(found.max_rollback), int(found.max_hidden) - 1)
+        return found
 
-    def session(self) -> SplitSession:
-        """A sequence of tokens that grows; close it to have the server forget it."""
-        return SplitSession(self)
+    def session(self, key: bytes | None = None, tokens: Sequence[int] = ()) -> SplitSession:
+        """A sequence of tokens that grows; close it to have the server forget it.
+
+        Args:
+            key: from `session_key.new_key`, for one that the server can keep.
+            tokens: that it had when it was kept with this key.
+
+        Raises:
+            ValueError: the key has another length, or there are tokens without one.
+            IndexError: a token is not of this model.
+        """
+        return SplitSession(self, key, tokens)
 
     def generate(self, prompt: Prompt, *, max_tokens: int = 256, **options: Any) -> Iterator[str]:
         """As `SplitSession.generate`, in a session of its own."""
@@ -152,18 +166,27 @@ class SplitSession:
 
     Attributes:
         tokens: those evaluated.
+        text_tokens: of the latest prompt and its answer, which may end in a token that was not evaluated.
         n_sent_bytes, n_received_bytes: of vectors, resent ones included.
-        n_resends: how often all had to be sent again.
+        n_kept: the first of them, which the server has on its disk; they are found there with the key only.
+        n_resends: how often all that were not kept had to be sent again.
     """
 
-    def __init__(self, client: SplitClient) -> None:
-        self._client, self._head = client, client.head
-        self._name = secrets.token_bytes(wire.SESSION_BYTES)
+    def __init__(self, client: SplitClient, key: bytes | None = None, tokens: Sequence[int] = ()) -> None:
+        if tokens and key is None:
+            raise ValueError("tokens: give the key that they were kept with")
+        self._client, self._head, self._key = client, client.head, key
+        self._name = secrets.token_bytes(wire.SESSION_BYTES) if key is None else session_name(key)
         self._stream: _Stream | None = None
-        self.tokens: list[int] = []
+        self.tokens = list(tokens)
+        self.text_tokens = list(tokens)
+        self.n_kept = len(tokens)
         self.n_sent_bytes = self.n_received_bytes = self.n_resends = 0
-        self._hashes: list[bytes] = []  # of 0 tokens, of 1, ...
-        self._forget()
+        self._hashes = [wire.first_hash(self._head.pair, client.precision)]  # of 0 tokens, of 1, ...
+        for begin in range(0, len(tokens), _CHUNK):
+            part = tokens[begin : begin + _CHUNK]
+            data = wire.pack(self._head.embed(part), client.precision)
+            self._hashes += wire.next_hashes(self._hashes[-1], data, len(part))
 
     def generate(
         self,
@@ -228,12 +251,13 @@ class SplitSession:
         sampler = self._head.tokenizer.sampler(Sampling(**sampling))
         sampler.accept_prompt(prompt)
         tokens, lookup, n_left = list(prompt), PromptLookup(prompt), max_tokens
+        self.text_tokens = tokens
         try:
             while n_left > 0:
                 if len(tokens) >= n_ctx:
                     if not window:
                         return
-                    tokens = [*tokens[:sinks], *tokens[-window:]]
+                    tokens = self.text_tokens = [*tokens[:sinks], *tokens[-window:]]
                 most = min(draft, self._client.max_rollback, n_left - 1, n_ctx - 1 - len(tokens))
                 drafts = lookup.draft(most)
                 logits = self._head.logits(self._evaluate([*tokens, *drafts], 1 + len(drafts)))
@@ -241,8 +265,8 @@ class SplitSession:
                     token = sampler.choose(row)
                     if self._head.detokenizer.is_end(token):
                         return
-                    yield token
                     tokens.append(token)
+                    yield token
                     lookup.add(token)
                     n_left -= 1
                     if token != drafted:
@@ -263,7 +287,7 @@ class SplitSession:
                 if code == grpc.StatusCode.FAILED_PRECONDITION and resends < _MOST_RESENDS:
                     resends += 1
                     self.n_resends += 1
-                    self._forget()
+                    self._forget(keep=resends == 1)
                 elif code in _AGAIN and time.monotonic() + wait < end:
                     time.sleep(wait)
                     wait = min(2 * wait, _LONGEST_WAIT)
@@ -280,10 +304,14 @@ class SplitSession:
         if n_kept == 0 or n - n_kept > self._client.max_rollback:
             self._forget()
         del self.tokens[n_kept:], self._hashes[n_kept + 1 :]
+        if n_kept < self.n_kept:
+            self.n_kept = 0
 
     def _send(self, tokens: list[int], n_hidden: int) -> Floats:
         """Send what the server has not, in messages that go out before the first is answered."""
-        client, stream = self._client, self._open()
+        client = self._client
+        wrapped_key = self._wrapped_key() if self._stream is None and self.tokens else b""
+        stream = self._open()
         chunk = max(1, min(_CHUNK, wire.MAX_MESSAGE_BYTES // (8 * self._head.width)))
         begin, sent = len(self.tokens), []
         last_hash = self._hashes[-1]
@@ -299,8 +327,10 @@ class SplitSession:
                     n=len(part),
                     data=data,
                     n_hidden=n_hidden if end == len(tokens) else 0,
+                    wrapped_key=wrapped_key,
                 )
             )
+            wrapped_key = b""
             hashes = wire.next_hashes(last_hash, data, len(part))
             sent.append((part, hashes))
             begin, last_hash = end, hashes[-1]
@@ -319,19 +349,70 @@ class SplitSession:
             self._stream = _Stream(self._client)
         return self._stream
 
-    def _forget(self) -> None:
-        """Begin anew."""
-        self.tokens = []
-        self._hashes = [wire.first_hash(self._head.pair, self._client.precision)]
+    def _forget(self, keep: bool = False) -> None:
+        """Begin anew, or with `keep` from what was kept."""
+        n = min(self.n_kept, len(self.tokens)) if keep else 0
+        del self.tokens[n:], self._hashes[n + 1 :]
+        self.n_kept = n
 
-    def close(self) -> None:
-        """Have the server forget the session, if it can be reached."""
+    def keep(self) -> int:
+        """Have the server write the rows of `tokens` to its disk, encrypted with this session's key, which it
+        then forgets. With key and tokens `SplitClient.session` goes on from there, also after a restart.
+
+        Returns:
+            How many tokens were not kept before.
+
+        Raises:
+            ValueError: the session has no key, or the server keeps none.
+            grpc.RpcError: the server refuses, or cannot be reached.
+        """
+        if self._key is None:
+            raise ValueError("the session has no key: make it with one, from `session_key.new_key`")
+        if not self.tokens:
+            return 0
+        for last in (False, True):
+            wrapped_key = self._wrapped_key()
+            if not wrapped_key:
+                raise ValueError("the server keeps no sessions: it was started without --store")
+            request = pb.KeepRequest(
+                session=self._name,
+                position=len(self.tokens),
+                running_hash=self._hashes[-1],
+                wrapped_key=wrapped_key,
+            )
+            try:
+                reply: pb.KeepReply = self._client.stub.Keep(request, metadata=self._client.metadata)
+                break
+            except grpc.RpcError as error:
+                if error.code() != grpc.StatusCode.FAILED_PRECONDITION or last:
+                    raise
+                tokens = self.tokens.copy()  # its rows have gone
+                self._forget()
+                self._evaluate(tokens, 1)
+        self.n_kept = len(self.tokens)
+        return int(reply.n_stored)
+
+    def _wrapped_key(self) -> bytes:
+        """For the server that answers now: another process has another key. Empty without one, or for a
+        server that keeps nothing.
+        """
+        if self._key is None:
+            return b""
+        public_key = self._client.describe().public_key
+        return wrap(self._key, public_key, self._name) if public_key else b""
+
+    def close(self, forget: bool | None = None) -> None:
+        """Have the server forget the session, if it can be reached.
+
+        Args:
+            forget: what it has kept, too; None is for sessions without a key.
+        """
         if self._stream is not None:
             self._stream.close()
             self._stream = None
-        if self.tokens:
-            request = pb.ForgetRequest(session=self._name)
+        if self.tokens and (forget or self._key is None):
             with contextlib.suppress(grpc.RpcError):
+                request = pb.ForgetRequest(session=self._name, wrapped_key=self._wrapped_key())
                 self._client.stub.Forget(request, metadata=self._client.metadata, timeout=_FORGET_SECONDS)
             self._forget()
 

@@ -7,6 +7,7 @@ llama.cpp's loaders want a vocabulary. Any llama.cpp can load it.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -14,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 
 from mixedkv.model.fingerprint import fingerprint
 from mixedkv.model.gguf_file import ModelFile, other_parts, read_model_file
+from mixedkv.split.cloak import cloaked
 from mixedkv.split.parts import (
     BODY,
     HEAD,
@@ -30,6 +31,7 @@ from mixedkv.split.parts import (
     Arithmetic,
     arithmetic,
 )
+from mixedkv.split.tensors import Tensor
 
 _SKIPPED = ("GGUF.", "split.", PREFIX)  # the reader's own fields; those of a model in several files
 
@@ -45,15 +47,20 @@ class Exported:
 
 
 def export(
-    model: str | os.PathLike[str], head: str | os.PathLike[str], body: str | os.PathLike[str]
+    model: str | os.PathLike[str],
+    head: str | os.PathLike[str],
+    body: str | os.PathLike[str],
+    cloak: int | None = None,
 ) -> Exported:
     """Write the head and the body of a GGUF model; both or none.
 
     Args:
-        model: a GGUF file, of a split one the first part. Nothing is converted.
+        model: a GGUF file, of a split one the first part. Without a cloak nothing is converted.
+        cloak: seed of a rotation of the hidden states, see `cloak`; all matrices become F32.
 
     Raises:
-        UnsupportedModelError: this model cannot be split.
+        UnsupportedModelError: this model cannot be split, or not cloaked.
+        ValueError: the seed is negative.
         InvalidModelFileError: it is no GGUF file, or damaged.
         FileExistsError: there is a file where one is to be written.
         OSError: a file cannot be read or written.
@@ -61,15 +68,20 @@ def export(
     file = read_model_file(model)
     source = _Source(file)
     numbers = arithmetic(file, set(source.tensors))
+    pair = fingerprint(model)
+    if cloak is not None:
+        if cloak < 0:
+            raise ValueError(f"cloak={cloak}: use a seed of 0 or more")
+        source.tensors = cloaked(source.tensors, cloak, model)
+        pair = hashlib.sha256(f"{pair} cloak {cloak}".encode()).hexdigest()
     head, body = Path(head), Path(body)
     for path in (head, body):
         if path.exists():
             raise FileExistsError(17, "there is a file already: remove it, or write elsewhere", str(path))
-    pair = fingerprint(model)[:32]
     written: list[Path] = []
     try:
-        written.append(_write(head, source, _head_keys(source, numbers), pair, HEAD, source.head()))
-        written.append(_write(body, source, _body_keys(source), pair, BODY, source.body()))
+        written.append(_write(head, source, _head_keys(source, numbers), pair[:32], HEAD, source.head()))
+        written.append(_write(body, source, _body_keys(source), pair[:32], BODY, source.body()))
         for part, path in zip(written, (head, body), strict=True):
             os.replace(part, path)
     except BaseException:
@@ -77,15 +89,6 @@ def export(
             path.unlink(missing_ok=True)
         raise
     return Exported(head, body, head.stat().st_size, body.stat().st_size)
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """Its data as they lie in the file: rows of bytes for quantised types."""
-
-    name: str
-    kind: gguf.GGMLQuantizationType
-    data: np.ndarray[Any, Any]
 
 
 _Key = tuple[str, Any, gguf.GGUFValueType, gguf.GGUFValueType | None]
@@ -98,11 +101,8 @@ class _Source:
         self.architecture, self._width = file.architecture, file.get("embedding_length")
         readers = [gguf.GGUFReader(path) for path in (file.path, *other_parts(file))]
         self._fields = readers[0].fields
-        self.tensors = {
-            tensor.name: _Tensor(tensor.name, tensor.tensor_type, tensor.data)
-            for reader in readers
-            for tensor in reader.tensors
-        }
+        self.tensors = {tensor.name: Tensor.of(tensor) for reader in readers for tensor in reader.tensors}
+        self._names = tuple(self.tensors)  # a cloaked head has an output matrix in any case
 
     def metadata(self) -> Iterable[_Key]:
         for name, field in self._fields.items():
@@ -111,16 +111,15 @@ class _Source:
                 sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
                 yield name, field.contents(), kind, sub
 
-    def head(self) -> list[_Tensor]:
+    def head(self) -> list[Tensor]:
         return [self.tensors[name] for name in HEAD_TENSORS if name in self.tensors]
 
-    def body(self) -> list[_Tensor]:
+    def body(self) -> list[Tensor]:
         """With stand-ins for what the head has: one token, all zeros."""
         shapes = {TOKEN_EMBD: (1, self._width), OUTPUT: (1, self._width), OUTPUT_BIAS: (1,)}
-        f32 = gguf.GGMLQuantizationType.F32
         return [
-            _Tensor(name, f32, np.zeros(shapes[name], np.float32)) if name in shapes else tensor
-            for name, tensor in self.tensors.items()
+            Tensor.zeros(name, *shapes[name]) if name in shapes else self.tensors[name]
+            for name in self._names
         ]
 
 
@@ -140,7 +139,7 @@ def _body_keys(source: _Source) -> Iterable[_Key]:
 
 
 def _write(
-    path: Path, source: _Source, keys: Iterable[_Key], pair: str, part: str, tensors: list[_Tensor]
+    path: Path, source: _Source, keys: Iterable[_Key], pair: str, part: str, tensors: list[Tensor]
 ) -> Path:
     """Under another name, on the disk to the last byte."""
     unfinished = path.with_name(path.name + ".part")
@@ -152,13 +151,14 @@ def _write(
         writer.add_string(PREFIX + "part", part)
         writer.add_string(PREFIX + "pair", pair)
         for tensor in tensors:
-            data = tensor.data
-            writer.add_tensor_info(tensor.name, data.shape, data.dtype, data.nbytes, raw_dtype=tensor.kind)
+            writer.add_tensor_info(
+                tensor.name, tensor.shape, tensor.dtype, tensor.nbytes, raw_dtype=tensor.kind
+            )
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for tensor in tensors:
-            writer.write_tensor_data(tensor.data)
+            writer.write_tensor_data(tensor.read())
         writer.flush()
         writer.close()
         with unfinished.open("rb") as file:

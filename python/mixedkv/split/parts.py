@@ -15,6 +15,7 @@ PREFIX = "mixedkv.split."
 HEAD, BODY = "head", "body"
 
 TOKEN_EMBD, OUTPUT, OUTPUT_BIAS = "token_embd.weight", "output.weight", "output.bias"
+OUTPUT_NORM = "output_norm.weight"
 HEAD_TENSORS = (TOKEN_EMBD, OUTPUT, OUTPUT_BIAS)
 
 
@@ -76,7 +77,7 @@ def arithmetic(file: ModelFile, tensors: set[str]) -> Arithmetic:
         raise UnsupportedModelError(
             f"{file.path} cannot be split: {kind} is not one of {', '.join(sorted(_ARITHMETIC))}"
         )
-    known = {*HEAD_TENSORS, "output_norm.weight", "output_norm.bias"}
+    known = {*HEAD_TENSORS, OUTPUT_NORM, "output_norm.bias"}
     odd = [name for name in tensors if name.startswith(("token_", "output")) and name not in known]
     if TOKEN_EMBD not in tensors or odd:
         reason = f"it has {min(odd)}" if odd else f"it has no {TOKEN_EMBD}"

@@ -21,6 +21,7 @@ from mixedkv.server.http.auth import Keys
 from mixedkv.server.metrics import Metrics
 from mixedkv.split import split_pb2 as pb
 from mixedkv.split import split_pb2_grpc, wire
+from mixedkv.split.kept_sessions import KeptSessions
 from mixedkv.split.parts import BODY, Part, read_part
 from mixedkv.split.service import SplitService
 from mixedkv.split.sessions import Sessions
@@ -91,14 +92,18 @@ async def start(
     """The server, which listens, and its port.
 
     Raises:
-        OSError: the port is taken.
+        OSError: the port is taken, or the folder of kept sessions cannot be used.
     """
+    kept = None
+    if settings.store:
+        kept = KeptSessions(settings.store, settings.store_gb, engine, keys.disk_share)
     server = grpc.aio.server(options=_OPTIONS)
     service = SplitService(
         engine,
         part,
         keys,
         Sessions(settings.max_sessions, settings.session_ttl),
+        kept,
         max_streams=settings.max_streams,
         step_seconds=settings.step_timeout,
         idle_seconds=settings.idle_timeout,

@@ -6,7 +6,8 @@ import asyncio
 import logging
 from array import array
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -18,8 +19,10 @@ from mixedkv.errors import ClosedError, ContextLengthError, QueueFullError, Rows
 from mixedkv.server.http.auth import Keys
 from mixedkv.split import split_pb2 as pb
 from mixedkv.split import wire
+from mixedkv.split.kept_sessions import Kept, KeptSessions, Place
 from mixedkv.split.parts import VERSION, Part
 from mixedkv.split.sessions import Session, Sessions
+from mixedkv.store.entries import TooLargeError
 
 log = logging.getLogger("mixedkv.split")
 
@@ -29,6 +32,8 @@ _STATUS = {
     QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     ClosedError: grpc.StatusCode.UNAVAILABLE,
     ContextLengthError: grpc.StatusCode.OUT_OF_RANGE,
+    TooLargeError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ValueError: grpc.StatusCode.INVALID_ARGUMENT,
 }
 
 
@@ -39,6 +44,7 @@ class SplitService:
         engine: on the body of a split model.
         part: what its header says.
         keys: of the tenants.
+        kept: sessions on disk; None keeps none.
         max_streams: of a tenant at a time.
         step_seconds: that one message may take.
         idle_seconds: that a stream may wait for the client's next message.
@@ -50,12 +56,14 @@ class SplitService:
         part: Part,
         keys: Keys,
         sessions: Sessions,
+        kept: KeptSessions | None = None,
         *,
         max_streams: int,
         step_seconds: float,
         idle_seconds: float,
     ) -> None:
         self._engine, self._part, self._keys, self._sessions = engine, part, keys, sessions
+        self._kept = kept
         self._max_streams, self._step_seconds, self._idle_seconds = max_streams, step_seconds, idle_seconds
         # of a mixed cache the F16 window must be what it was before
         self._max_rollback = min(wire.MAX_HIDDEN, getattr(engine.llm.kv.config, "n_draft", wire.MAX_HIDDEN))
@@ -82,6 +90,7 @@ class SplitService:
             max_message_bytes=wire.MAX_MESSAGE_BYTES,
             max_hidden=wire.MAX_HIDDEN,
             max_rollback=self._max_rollback,
+            public_key=self._kept.public_key if self._kept is not None else b"",
         )
 
     async def Evaluate(  # noqa: N802
@@ -102,14 +111,44 @@ class SplitService:
             self._streams[tenant] -= 1
             self._streams += Counter()  # those that are left
 
+    async def Keep(self, request: pb.KeepRequest, context: _Context) -> pb.KeepReply:  # noqa: N802
+        tenant = await self._tenant(context)
+        if self._kept is None:
+            await context.abort(
+                grpc.StatusCode.UNIMPLEMENTED, "this server keeps no sessions: start it with --store"
+            )
+        assert self._kept is not None
+        session = self._sessions.get(tenant, request.session)
+        try:
+            if session is None or (request.position, request.running_hash) != (
+                len(session),
+                session.hash_at(len(session)),
+            ):
+                raise RowsGoneError(f"session, position={request.position}: it does not stand there")
+            with _using(session):
+                place = Place(request.position, request.running_hash, session.precision)
+                n = await asyncio.to_thread(
+                    self._kept.keep, tenant, request.session, place, session, request.wrapped_key
+                )
+        except Exception as error:
+            refused = self._refusal(error)
+            await context.abort(refused.status, str(refused))
+        return pb.KeepReply(n_stored=n)
+
     async def Forget(self, request: pb.ForgetRequest, context: _Context) -> pb.ForgetReply:  # noqa: N802
         tenant = await self._tenant(context)
         session = self._sessions.get(tenant, request.session)
-        if session is not None and session.busy:
-            await context.abort(grpc.StatusCode.ABORTED, "session: a stream is using it")
-        if session is not None:
-            self._sessions.take(tenant, request.session)
-            self._let_go(tenant, session, forget=True)
+        try:
+            if session is not None:
+                with _using(session):
+                    self._sessions.take(tenant, request.session)
+                    self._let_go(tenant, session, forget=True)
+            if request.wrapped_key and self._kept is not None:
+                forget = self._kept.forget
+                await asyncio.to_thread(forget, tenant, request.session, request.wrapped_key)
+        except Exception as error:
+            refused = self._refusal(error)
+            await context.abort(refused.status, str(refused))
         return pb.ForgetReply()
 
     async def _tenant(self, context: _Context) -> str:
@@ -126,11 +165,8 @@ class SplitService:
 
     async def _next(self, context: _Context) -> pb.Vectors | None:
         """None where the client has sent its last one."""
-        try:
-            message = await asyncio.wait_for(context.read(), self._idle_seconds)
-        except asyncio.TimeoutError:
-            text = f"no message came for {self._idle_seconds:g} seconds"
-            raise _RefusedError(grpc.StatusCode.DEADLINE_EXCEEDED, text) from None
+        with _within(self._idle_seconds, "no message came for"):
+            message = await context.read()
         return None if message is grpc.aio.EOF else message
 
     async def _step(self, tenant: str, message: pb.Vectors) -> pb.Hidden:
@@ -141,9 +177,15 @@ class SplitService:
         try:
             self._check(message)
             vectors = wire.unpack(message.data, message.n, self._part.width, message.precision)
-            session = self._session(tenant, message)
-        except ValueError as error:
-            raise _RefusedError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
+            session, kept = await self._session(tenant, message)
+            with _using(session):
+                return await self._evaluate(tenant, message, vectors, session, kept)
+        except Exception as error:
+            raise self._refusal(error) from error
+
+    async def _evaluate(
+        self, tenant: str, message: pb.Vectors, vectors: wire.Vectors, session: Session, kept: Kept | None
+    ) -> pb.Hidden:
         hashes = wire.next_hashes(message.running_hash, message.data, message.n)
         ids = session.ids[: message.position] + array("i", map(self._sessions.id_of, hashes))
         job = VectorJob(
@@ -154,13 +196,16 @@ class SplitService:
             resume=session.rows,
             most_cut=self._max_rollback,
         )
-        session.busy = True
+        if kept is not None:
+            job.set_blocks(kept.blocks, kept.tier, exact=True)
         try:
-            hidden = await asyncio.wait_for(self._evaluate(job), self._step_seconds)
-        except Exception as error:
-            raise self._refusal(error) from error
+            with _within(self._step_seconds, "a step took more than"):
+                hidden = await self._run(job)
+        except RowsGoneError:
+            self._sessions.take(tenant, message.session)  # those that were kept may be there still
+            raise
         finally:
-            session.busy, session.rows = False, job.rows
+            session.rows = job.rows
         session.go_on(message.position, ids, hashes)
         return pb.Hidden(
             position=len(session),
@@ -170,11 +215,10 @@ class SplitService:
         )
 
     def _refusal(self, error: Exception) -> _RefusedError:
+        if isinstance(error, _RefusedError):
+            return error
         if isinstance(error, RowsGoneError):
             return _RefusedError(grpc.StatusCode.FAILED_PRECONDITION, f"{error}: {_GONE}")
-        if isinstance(error, asyncio.TimeoutError):
-            text = f"a step took more than {self._step_seconds:g} seconds"
-            return _RefusedError(grpc.StatusCode.DEADLINE_EXCEEDED, text)
         for kind, status in _STATUS.items():
             if isinstance(error, kind):
                 return _RefusedError(status, str(error))
@@ -205,29 +249,47 @@ class SplitService:
                 f"{self._engine.n_ctx - 1} tokens",
             )
 
-    def _session(self, tenant: str, message: pb.Vectors) -> Session:
-        """
+    async def _session(self, tenant: str, message: pb.Vectors) -> tuple[Session, Kept | None]:
+        """The session that a message goes on with, and its rows if they are those that were kept.
+
         Raises:
-            _RefusedError: it is not there, went on elsewhere, or a stream is using it.
-            ValueError: the client's model or precision is another one.
+            _RefusedError: a stream is using it.
+            RowsGoneError: it is not there, or went on elsewhere.
+            ValueError: the client's model or precision is another one, or its key was not wrapped for this.
         """
         session = self._sessions.get(tenant, message.session)
         if session is not None and session.busy:
-            raise _RefusedError(grpc.StatusCode.ABORTED, "session: another stream is using it")
+            raise _busy()
         if message.position == 0:
             if message.running_hash != wire.first_hash(self._part.pair, message.precision):
                 raise ValueError("running_hash: it is not that of an empty session of this model")
-            return self._begin(tenant, message)
-        if session is None:
-            raise _RefusedError(grpc.StatusCode.FAILED_PRECONDITION, f"session: it is not known: {_GONE}")
-        if message.running_hash != session.hash_at(message.position):
-            raise _RefusedError(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"position={message.position}: the session does not stand there with these vectors: {_GONE}",
-            )
+            return self._begin(tenant, message), None
+        if session is None or message.running_hash != session.hash_at(message.position):
+            if message.wrapped_key and self._kept is not None:
+                return await self._resume(self._kept, tenant, message)
+            reason = "it is not known" if session is None else "it does not stand there with these vectors"
+            raise RowsGoneError(f"session, position={message.position}: {reason}")
         if message.precision != session.precision:
             raise ValueError("precision: a session has one from its start to its end")
-        return session
+        return session, None
+
+    async def _resume(self, kept: KeptSessions, tenant: str, message: pb.Vectors) -> tuple[Session, Kept]:
+        """A session that goes on from what was kept of it."""
+        found = await asyncio.to_thread(
+            kept.find,
+            tenant,
+            message.session,
+            Place(message.position, message.running_hash, message.precision),
+            message.wrapped_key,
+        )
+        if found is None:
+            raise RowsGoneError(f"session, position={message.position}: nothing is kept of it there")
+        former = self._sessions.get(tenant, message.session)
+        if former is not None and former.busy:
+            raise _busy()
+        session = self._begin(tenant, message)
+        session.ids = found.ids
+        return session, found
 
     def _begin(self, tenant: str, message: pb.Vectors) -> Session:
         if (former := self._sessions.take(tenant, message.session)) is not None:
@@ -239,7 +301,7 @@ class SplitService:
         self._sessions.add(tenant, message.session, session)
         return session
 
-    async def _evaluate(self, job: VectorJob) -> Any:
+    async def _run(self, job: VectorJob) -> Any:
         loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
         def deliver(event: Event) -> None:  # on the engine's thread
@@ -274,6 +336,52 @@ class _RefusedError(Exception):
     def __init__(self, status: grpc.StatusCode, text: str) -> None:
         super().__init__(text)
         self.status = status
+
+
+def _busy() -> _RefusedError:
+    return _RefusedError(grpc.StatusCode.ABORTED, "session: another stream is using it")
+
+
+@contextmanager
+def _within(seconds: float, reason: str) -> Iterator[None]:
+    """As `asyncio.timeout`, which Python has since 3.11. `asyncio.wait_for` makes a task each time.
+
+    Raises:
+        _RefusedError: what is awaited took longer.
+    """
+    task, over = asyncio.current_task(), False
+    assert task is not None
+
+    def end() -> None:
+        nonlocal over
+        over = True
+        task.cancel()
+
+    timer = asyncio.get_running_loop().call_later(seconds, end)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not over:
+            raise
+        text = f"{reason} {seconds:g} seconds"
+        raise _RefusedError(grpc.StatusCode.DEADLINE_EXCEEDED, text) from None
+    finally:
+        timer.cancel()
+
+
+@contextmanager
+def _using(session: Session) -> Iterator[None]:
+    """
+    Raises:
+        _RefusedError: another stream is.
+    """
+    if session.busy:
+        raise _busy()
+    session.busy = True
+    try:
+        yield
+    finally:
+        session.busy = False
 
 
 def _settle(done: asyncio.Future[None], event: Event) -> None:

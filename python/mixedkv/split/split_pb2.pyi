@@ -23,7 +23,7 @@ class DescribeRequest(_message.Message):
     def __init__(self, version: _Optional[int] = ..., pair: _Optional[str] = ...) -> None: ...
 
 class Description(_message.Message):
-    __slots__ = ("version", "pair", "width", "n_ctx", "max_message_bytes", "max_hidden", "max_rollback")
+    __slots__ = ("version", "pair", "width", "n_ctx", "max_message_bytes", "max_hidden", "max_rollback", "public_key")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PAIR_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class Description(_message.Message):
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_HIDDEN_FIELD_NUMBER: _ClassVar[int]
     MAX_ROLLBACK_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
     version: int
     pair: str
     width: int
@@ -38,10 +39,11 @@ class Description(_message.Message):
     max_message_bytes: int
     max_hidden: int
     max_rollback: int
-    def __init__(self, version: _Optional[int] = ..., pair: _Optional[str] = ..., width: _Optional[int] = ..., n_ctx: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_hidden: _Optional[int] = ..., max_rollback: _Optional[int] = ...) -> None: ...
+    public_key: bytes
+    def __init__(self, version: _Optional[int] = ..., pair: _Optional[str] = ..., width: _Optional[int] = ..., n_ctx: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_hidden: _Optional[int] = ..., max_rollback: _Optional[int] = ..., public_key: _Optional[bytes] = ...) -> None: ...
 
 class Vectors(_message.Message):
-    __slots__ = ("session", "position", "running_hash", "precision", "n", "data", "n_hidden")
+    __slots__ = ("session", "position", "running_hash", "precision", "n", "data", "n_hidden", "wrapped_key")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     RUNNING_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +51,7 @@ class Vectors(_message.Message):
     N_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     N_HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    WRAPPED_KEY_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     position: int
     running_hash: bytes
@@ -56,7 +59,8 @@ class Vectors(_message.Message):
     n: int
     data: bytes
     n_hidden: int
-    def __init__(self, session: _Optional[bytes] = ..., position: _Optional[int] = ..., running_hash: _Optional[bytes] = ..., precision: _Optional[_Union[Precision, str]] = ..., n: _Optional[int] = ..., data: _Optional[bytes] = ..., n_hidden: _Optional[int] = ...) -> None: ...
+    wrapped_key: bytes
+    def __init__(self, session: _Optional[bytes] = ..., position: _Optional[int] = ..., running_hash: _Optional[bytes] = ..., precision: _Optional[_Union[Precision, str]] = ..., n: _Optional[int] = ..., data: _Optional[bytes] = ..., n_hidden: _Optional[int] = ..., wrapped_key: _Optional[bytes] = ...) -> None: ...
 
 class Hidden(_message.Message):
     __slots__ = ("position", "running_hash", "n", "data")
@@ -70,11 +74,31 @@ class Hidden(_message.Message):
     data: bytes
     def __init__(self, position: _Optional[int] = ..., running_hash: _Optional[bytes] = ..., n: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
-class ForgetRequest(_message.Message):
-    __slots__ = ("session",)
+class KeepRequest(_message.Message):
+    __slots__ = ("session", "position", "running_hash", "wrapped_key")
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_HASH_FIELD_NUMBER: _ClassVar[int]
+    WRAPPED_KEY_FIELD_NUMBER: _ClassVar[int]
     session: bytes
-    def __init__(self, session: _Optional[bytes] = ...) -> None: ...
+    position: int
+    running_hash: bytes
+    wrapped_key: bytes
+    def __init__(self, session: _Optional[bytes] = ..., position: _Optional[int] = ..., running_hash: _Optional[bytes] = ..., wrapped_key: _Optional[bytes] = ...) -> None: ...
+
+class KeepReply(_message.Message):
+    __slots__ = ("n_stored",)
+    N_STORED_FIELD_NUMBER: _ClassVar[int]
+    n_stored: int
+    def __init__(self, n_stored: _Optional[int] = ...) -> None: ...
+
+class ForgetRequest(_message.Message):
+    __slots__ = ("session", "wrapped_key")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    WRAPPED_KEY_FIELD_NUMBER: _ClassVar[int]
+    session: bytes
+    wrapped_key: bytes
+    def __init__(self, session: _Optional[bytes] = ..., wrapped_key: _Optional[bytes] = ...) -> None: ...
 
 class ForgetReply(_message.Message):
     __slots__ = ()

@@ -44,6 +44,11 @@ class SplitStub:
                 request_serializer=mixedkv_dot_split_dot_split__pb2.Vectors.SerializeToString,
                 response_deserializer=mixedkv_dot_split_dot_split__pb2.Hidden.FromString,
                 _registered_method=True)
+        self.Keep = channel.unary_unary(
+                '/mixedkv.split.v1.Split/Keep',
+                request_serializer=mixedkv_dot_split_dot_split__pb2.KeepRequest.SerializeToString,
+                response_deserializer=mixedkv_dot_split_dot_split__pb2.KeepReply.FromString,
+                _registered_method=True)
         self.Forget = channel.unary_unary(
                 '/mixedkv.split.v1.Split/Forget',
                 request_serializer=mixedkv_dot_split_dot_split__pb2.ForgetRequest.SerializeToString,
@@ -69,8 +74,18 @@ class SplitServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Keep(self, request, context):
+        """Keeps a session's rows on disk, encrypted with a key that the client wraps for this server (HPKE, RFC 9180, base
+        mode: X25519, HKDF-SHA256, AES-256-GCM; info is "mixedkv.split.v1 session key" + the session's 16 bytes).
+        FAILED_PRECONDITION: it does not stand there; UNIMPLEMENTED: this server keeps nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Forget(self, request, context):
-        """Forgets a session and its rows; one that is not there is no error.
+        """Forgets a session and its rows, those that were kept too if its key comes along; one that is not there is no
+        error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,6 +103,11 @@ def add_SplitServicer_to_server(servicer, server):
                     servicer.Evaluate,
                     request_deserializer=mixedkv_dot_split_dot_split__pb2.Vectors.FromString,
                     response_serializer=mixedkv_dot_split_dot_split__pb2.Hidden.SerializeToString,
+            ),
+            'Keep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Keep,
+                    request_deserializer=mixedkv_dot_split_dot_split__pb2.KeepRequest.FromString,
+                    response_serializer=mixedkv_dot_split_dot_split__pb2.KeepReply.SerializeToString,
             ),
             'Forget': grpc.unary_unary_rpc_method_handler(
                     servicer.Forget,
@@ -149,6 +169,33 @@ class Split:
             '/mixedkv.split.v1.Split/Evaluate',
             mixedkv_dot_split_dot_split__pb2.Vectors.SerializeToString,
             mixedkv_dot_split_dot_split__pb2.Hidden.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Keep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mixedkv.split.v1.Split/Keep',
+            mixedkv_dot_split_dot_split__pb2.KeepRequest.SerializeToString,
+            mixedkv_dot_split_dot_split__pb2.KeepReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -23,6 +23,7 @@ _RANGES = {
     "step_timeout": (0.01, 1e6),
     "idle_timeout": (0.01, 1e6),
     "drain_timeout": (0, 1e6),
+    "store_gb": (0, 1e9),
 }
 
 
@@ -49,6 +50,8 @@ class SplitSettings:
     api_key_file: str = ""
     allow_no_keys: bool = False
     metrics_port: int = 0
+    store: str = ""
+    store_gb: float = 10.0
     max_queue: int = 64
     max_sessions: int = 256
     max_streams: int = 64

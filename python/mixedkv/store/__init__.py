@@ -19,6 +19,7 @@ from mixedkv.store.formats.packed import (
     unpack_kv_cache_flat,
     unpack_kv_cache_v2,
 )
+from mixedkv.store.formats.packed_block import block_from_packed, packed_from_block
 from mixedkv.store.identity import FORMAT_VERSION, Identity
 from mixedkv.store.rekey import rekey
 from mixedkv.store.results import (
@@ -50,12 +51,14 @@ __all__ = [
     "Share",
     "StoreStats",
     "Verified",
+    "block_from_packed",
     "check_session_id",
     "check_tenant",
     "key_from_environment",
     "key_from_file",
     "pack_kv_cache",
     "pack_kv_cache_v2",
+    "packed_from_block",
     "parse_key_source",
     "rekey",
     "unpack_kv_cache",

@@ -7,8 +7,8 @@ import secrets
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 from threading import RLock
 
@@ -19,7 +19,7 @@ from mixedkv.store import coverage
 from mixedkv.store.encryption import Cipher, KeyCipher, decrypt, encrypt, encrypted_size
 from mixedkv.store.entry_error import EntryError, Reason
 from mixedkv.store.eviction import Eviction
-from mixedkv.store.folder import StoreFolder, file_name, store_root
+from mixedkv.store.folder import StoreFolder, as_os_error, file_name, store_root
 from mixedkv.store.formats.native import decode, encode
 from mixedkv.store.full_disk import FullDisk
 from mixedkv.store.identity import Identity
@@ -32,6 +32,7 @@ from mixedkv.store.lookup import (
     content_hash,
     file_context,
     key_context,
+    sequence_of,
     stored_sequences,
     token_context,
 )
@@ -91,7 +92,7 @@ class Entries:
 
     def key_ids(self) -> set[str]:
         """Names of the master keys of this store, "" for none."""
-        with self._lock, _as_os_error():
+        with self._lock, as_os_error():
             return self._index.key_ids()
 
     def adopt_key(self) -> None:
@@ -102,7 +103,7 @@ class Entries:
         """
         if not isinstance(self._cipher, KeyCipher):
             return
-        with self._lock, _as_os_error():
+        with self._lock, as_os_error():
             hashing = self._index.hashing_key(self._cipher.key_id)
             if hashing is None:
                 self._index.note_key(self._cipher.key_id, self._cipher.wrap_hashing_key())
@@ -139,6 +140,18 @@ class Entries:
         except (sqlite3.Error, OSError) as error:
             _LOG.warning("the index cannot be read: %s", error)
             return []
+
+    def session_match(self, identity: Identity, session: bytes, n_tokens: int) -> Match | None:
+        """The first tokens of what a session has stored."""
+        try:
+            with self._lock:
+                self._look()
+                with self._index.snapshot():
+                    entry = self._index.last_of_session(identity.digest, session, n_tokens)
+                    return sequence_of(self._index, self._cipher, identity, entry, n_tokens)
+        except (sqlite3.Error, OSError) as error:
+            _LOG.warning("the index cannot be read: %s", error)
+            return None
 
     def read(self, match: Match, begin: int = 0) -> tuple[list[KVBlock], Tier]:
         """The blocks of a match, cut to it; without those that end before position `begin`.
@@ -347,7 +360,7 @@ class Entries:
         self._remove_files([replaced, *evicted] if replaced else evicted)
 
     def add_to_session(self, session: bytes, entries: Iterable[str], identity: Identity) -> None:
-        with self._lock, _as_os_error():
+        with self._lock, as_os_error():
             self._index.add_to_session(session, entries, self._owner(identity).sessions)
 
     # --- removing ---
@@ -362,17 +375,17 @@ class Entries:
 
     def remove_orphans(self, owner: bytes, living: set[bytes], before: float) -> int:
         """Remove sessions of an owner that it knows no more; how many."""
-        with self._lock, _as_os_error():
+        with self._lock, as_os_error():
             gone = [session for session in self._index.sessions_of(owner, before) if session not in living]
         for session in gone:
             self.remove_session(session)
         return len(gone)
 
     def _remove_from(self, remove: Callable[[Index], list[str]]) -> int:
-        with self._lock, _as_os_error():
+        with self._lock, as_os_error():
             removed = remove(self._index)
         self._remove_files(removed)
-        with _as_os_error():
+        with as_os_error():
             self._forget(_FORGET_SECONDS)
         return len(removed)
 
@@ -408,7 +421,7 @@ class Entries:
 
     def list(self) -> list[EntryInfo]:
         """All entries, last used first."""
-        with self._lock, _as_os_error():
+        with self._lock, as_os_error():
             self._uses.write(self._index)
             rows, sessions = self._index.entries(), self._index.sessions()
         return [
@@ -430,7 +443,7 @@ class Entries:
 
     def totals(self) -> tuple[int, int]:
         """Entries, and bytes of their files."""
-        with self._lock, _as_os_error():
+        with self._lock, as_os_error():
             return self._index.totals()
 
     def verify(self) -> Verified:
@@ -438,7 +451,7 @@ class Entries:
         damaged: dict[str, str] = {}
         unreadable: list[str] = []
         whole = 0
-        with self._lock, _as_os_error():
+        with self._lock, as_os_error():
             rows = self._index.entries()
         for row in rows:
             if row.key_id != self._cipher.key_id:
@@ -455,14 +468,14 @@ class Entries:
 
     def collect(self) -> GCResult:
         """Remove what is over the budget and what was left behind; opening has begun with that."""
-        with self._lock, _as_os_error():
+        with self._lock, as_os_error():
             self._uses.write(self._index)
             unfinished, orphans, missing = self._folder.tidy(self._index)
             evicted = self._index.evict(self.max_bytes, self._eviction)
             self.counts["evicted"] += len(evicted)
             self.ram.keep_only(self._index.ids())
         self._remove_files(evicted)
-        with _as_os_error():
+        with as_os_error():
             self._forget(_FORGET_SECONDS)
         return GCResult(n_unfinished=unfinished, n_orphans=orphans, n_missing=missing, n_evicted=len(evicted))
 
@@ -480,14 +493,6 @@ class Entries:
         with suppress(sqlite3.Error):
             old.close()
         self.adopt_key()
-
-
-@contextmanager
-def _as_os_error() -> Iterator[None]:
-    try:
-        yield
-    except sqlite3.Error as error:
-        raise OSError(f"the index cannot be used: {error}") from error
 
 
 __all__ = ["Entries", "ParentGoneError", "SessionRemovedError", "TooLargeError", "store_root"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from mixedkv.store.identity import FORMAT_VERSION
@@ -22,6 +24,14 @@ def store_root(folder: str | Path) -> Path:
 
 def file_name(row: EntryRow) -> str:
     return row.id + _SUFFIXES[bool(row.key_id)]
+
+
+@contextmanager
+def as_os_error() -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise OSError(f"the index cannot be used: {error}") from error
 
 
 class StoreFolder:

@@ -287,6 +287,15 @@ class Index:
         )
         return [str(entry) for (entry,) in self._db.execute(query, (identity,))]
 
+    def last_of_session(self, identity: bytes, session: bytes, n: int) -> str | None:
+        """Id of the entry of a session that begins before position n and reaches the furthest."""
+        query = (
+            "SELECT id FROM entries JOIN sessions ON sessions.entry = entries.id "
+            "WHERE session = ? AND identity = ? AND p0 < ? ORDER BY p1 DESC LIMIT 1"
+        )
+        row = self._db.execute(query, (session, identity, n)).fetchone()
+        return None if row is None else str(row[0])
+
     def totals(self) -> tuple[int, int]:
         """Entries and bytes of their files."""
         query = "SELECT COUNT(*), COALESCE(SUM(CAST(nbytes AS INTEGER)), 0) FROM entries"

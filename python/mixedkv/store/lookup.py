@@ -244,6 +244,17 @@ def stored_sequences(index: Index, cipher: Cipher, identity: Identity, known: Co
     return found
 
 
+def sequence_of(index: Index, cipher: Cipher, identity: Identity, entry: str | None, n: int) -> Match | None:
+    """The match with the first n tokens of the sequence that an entry ends; None if it has fewer."""
+    if entry is None:
+        return None
+    tokens = Search(index, cipher, identity, np.empty(0, np.int32)).tokens_up_to(entry)
+    if tokens is None or len(tokens) < n:
+        return None
+    match = Search(index, cipher, identity, tokens[:n]).match(entry)
+    return match if match is not None and match.n_tokens == n else None
+
+
 def _better(best: Match | None, other: Match | None) -> Match | None:
     """The longer one, then the exact one, then the one in fewer pieces."""
     if best is None or other is None:

@@ -17,10 +17,15 @@ Tier = Literal["ram", "disk", "none"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """What a tenant may have of a folder: its weight beside others, and bytes of its own at most."""
+    """What a tenant may have of a folder: its weight beside others, and bytes of its own at most.
+
+    `owner` is 16 bytes that tell it apart where its entries have several master keys; empty for a keyed hash
+    of its name.
+    """
 
     weight: float = 1.0
     max_bytes: int | None = None
+    owner: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,6 +155,18 @@ class KVStore:
         """
         return self._entries.sequences(identity, known)
 
+    def find_session(self, identity: Identity, session: str, n_tokens: int) -> Match | None:
+        """The first tokens of the longest sequence that belongs to a session, or None, counted as a miss.
+
+        Raises:
+            ValueError: the session's name is refused.
+        """
+        member = self._session_hash(check_session_id(session), identity.tenant)
+        match = self._entries.session_match(identity, member, n_tokens)
+        if match is None:
+            self._miss("unknown")
+        return match
+
     def read(self, match: Match) -> list[KVBlock] | None:
         """The blocks of a match in order of position, cut to it; None is a miss, counted with its reason."""
         found = self.read_from(match)
@@ -347,13 +359,13 @@ class KVStore:
         match, _ = self._entries.find(identity, tokens, exact_only=False)
         whole = match if match is not None and match.n_tokens == n else None
         if whole is not None and whole.exact:
-            return self._keep(identity, whole, session), None
+            return self._join(whole, session), None
         parent = worth_building_on(match, coverage.window_begin(identity, n))
         p0 = parent.n_tokens if parent else 0
         block = llm.kv.export(seq, p0, n, tokens[p0:])
         worth = coverage.verdict_of_end(identity, coverage.of_block(block), p0, n)
         if whole is not None and worth != "exact":
-            return self._keep(identity, whole, session), None
+            return self._join(whole, session), None
         if worth == "unusable" and identity.recurrent:
             raise _NotUsableError("it could not be gone on from: the state of recurrent layers has moved on")
         try:
@@ -364,12 +376,20 @@ class KVStore:
             return self._save(llm, tokens, seq, identity, session, again=False)
         return entry, block if stored else None
 
-    def _keep(self, identity: Identity, match: Match, session: str | None) -> str:
-        """What is there already belongs to the session too."""
+    def _join(self, match: Match, session: str | None) -> str:
         if session is not None:
-            members = [link.entry for link in match.links]
-            self._entries.add_to_session(self._session_hash(session, identity.tenant), members, identity)
+            self.add_to_session(match, session)
         return match.entry
+
+    def add_to_session(self, match: Match, session: str) -> None:
+        """What is there already belongs to the session too.
+
+        Raises:
+            ValueError: the session has been removed, or its name is refused.
+            OSError: it cannot be written.
+        """
+        member = self._session_hash(check_session_id(session), match.identity.tenant)
+        self._entries.add_to_session(member, [link.entry for link in match.links], match.identity)
 
     # --- looking after it ---
 
@@ -439,7 +459,7 @@ class KVStore:
     def _owner(self, identity: Identity) -> Owner:
         share = self._shares(identity.tenant) if self._shares is not None else Share()
         return Owner(
-            tenant=self._cipher.digest(b"tenant" + identity.tenant.encode())[:16],
+            tenant=share.owner or self._cipher.digest(b"tenant" + identity.tenant.encode())[:16],
             weight=share.weight,
             max_bytes=share.max_bytes,
             sessions=self._owner_hash(),

@@ -11,11 +11,17 @@ from support.bench_support import run
 
 def test_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--repeats", "1", "--n-prompt", "40", "--n-gen", "4", "--threads", "1"]
-    rows = run(tmp_path / "s.json", "split", "--kv", "f16", *small)["rows"]
+    all_rows = run(tmp_path / "s.json", "split", "--kv", "f16", *small)["rows"]
+    rows = [row for row in all_rows if row["test"] == "split"]
     assert [row["delay_ms"] for row in rows] == [0, 5, 20, 100]
     for row in rows:
         assert row["round_trip_ms"] > row["delay_ms"]
         assert row["token_ms"] > row["delay_ms"]
         assert row["prompt_ms"] > row["delay_ms"]
         assert row["sent_bytes"] == row["received_bytes"] == 2 * 256
+    clients = [row for row in all_rows if row["test"] == "split_clients"]
+    assert [row["n_clients"] for row in clients] == [1, 4, 8]
+    for row in clients:
+        assert row["tokens_per_second"] > 0
+        assert row["ratio"] == pytest.approx(row["tokens_per_second"] / row["local_tokens_per_second"])
     assert "Split, f16 no flash cache" in capsys.readouterr().out

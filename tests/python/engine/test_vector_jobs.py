@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
+from mixedkv.cut_rule import CutRule
 from mixedkv.engine.job import Failed
 from mixedkv.engine.sequences import Sequence
 from mixedkv.engine.vector_job import VectorJob
 from mixedkv.errors import EngineError, RowsGoneError
+from mixedkv.hot_window import HotWindow
 from support.scheduler_support import Desk
 
 WIDTH = 4
@@ -55,6 +59,34 @@ def test_others_that_begin_alike_start_from_a_sessions_rows() -> None:
     desk = Desk()
     _evaluate(desk, _job(40, 40))
     assert _evaluate(desk, _job(60, 60)).n_cached == 40
+
+
+def test_a_session_that_grows_token_by_token_takes_no_checkpoints() -> None:
+    """Each would copy the window: more than the step itself takes."""
+    desk = Desk(rule=CutRule(HotWindow(32, 16, 4)))
+    last = _evaluate(desk, _job(64, 64))
+    assert last.rows is not None
+    assert [point.n for point in last.rows.checkpoints] == [64]
+    for n in range(65, 75):
+        last = _evaluate(desk, _job(n, 1, resume=last.rows))
+    assert [point.n for point in last.rows.checkpoints] == [64]
+    last = _evaluate(desk, _job(120, 46, resume=last.rows))
+    assert [point.n for point in last.rows.checkpoints] == [64, 120]
+
+
+def test_rows_that_were_fetched_are_gone_on_from() -> None:
+    desk = Desk()
+    job = _job(41, 1)
+    job.set_blocks([SimpleNamespace(tokens=job.prompt[:40])], "disk", True)
+    desk.scheduler.add([job])
+    desk.scheduler.admit()
+    assert desk.scheduler.running == [job]
+    assert desk.scheduler.take_lost() == []
+    desk.scheduler.refetch(job)  # they cannot be loaded: nobody has the vectors before
+    assert not desk.scheduler.running
+    ((_, end),) = desk.scheduler.take_lost()
+    assert isinstance(end, Failed)
+    assert desk.pool.used == 0
 
 
 def test_hidden_states_nobody_computed_are_told() -> None:

@@ -5,15 +5,18 @@ Files of old versions stay: tests read them, or find that they are refused for t
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from mixedkv import Llama
 from mixedkv.kv.block import KVBlock, LayerRows, RowGroup, row_bytes
-from mixedkv.store import pack_kv_cache, pack_kv_cache_v2
+from mixedkv.store import pack_kv_cache, pack_kv_cache_v2, packed_from_block
 from mixedkv.store.encryption import encrypt
 from mixedkv.store.formats.native import encode
+from support import zoo
 
 FOLDER = Path(__file__).parent
 IDENTITY = bytes(range(32))
@@ -72,6 +75,28 @@ def layers() -> list[tuple[np.ndarray, np.ndarray]]:
     return [(k, v), (special, np.empty((0, 4), np.float16))]
 
 
+SESSION = [1, *range(3, 26)]  # what the packed sessions evaluated
+
+
+def session_model(n_layer: int, folder: Path) -> Path:
+    """The model of the packed sessions; the flat form holds one layer only."""
+    g = zoo.make("llama-64")
+    g.keys["block_count"] = n_layer
+    for name in [name for name in g.tensors if name.startswith("blk.")]:
+        if int(name.split(".")[1]) >= n_layer:
+            del g.tensors[name]
+    path = folder / f"session-{n_layer}.gguf"
+    g.write(path)
+    return path
+
+
+def packed_session(n_layer: int, folder: Path) -> bytes:
+    with Llama(session_model(n_layer, folder), kv="f16", n_ctx=256, n_threads=1, verbose=False) as llm:
+        llm.eval(SESSION)
+        rows = packed_from_block(llm.kv.export())
+    return pack_kv_cache_v2(rows) if n_layer > 1 else pack_kv_cache(*rows[0])
+
+
 def main() -> None:
     for name, kv in BLOCKS.items():
         pieces = encode(kv, identity=IDENTITY, entry=ENTRY)
@@ -80,6 +105,9 @@ def main() -> None:
     (FOLDER / "encrypted-v1.safetensors.enc").write_bytes(b"".join(encrypt(AESGCM(KEY), pieces, CONTEXT)))
     (FOLDER / "packed-v2.bin").write_bytes(pack_kv_cache_v2(layers()))
     (FOLDER / "packed-flat.bin").write_bytes(pack_kv_cache(*layers()[0]))
+    with tempfile.TemporaryDirectory() as folder:
+        (FOLDER / "packed-v2-session.bin").write_bytes(packed_session(2, Path(folder)))
+        (FOLDER / "packed-flat-session.bin").write_bytes(packed_session(1, Path(folder)))
 
 
 if __name__ == "__main__":

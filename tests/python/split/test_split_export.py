@@ -56,6 +56,17 @@ def test_parts_know_each_other(tmp_path: Path) -> None:
         Head(model_path())
 
 
+def test_files_of_another_version_are_refused_by_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mixedkv.split.export.VERSION", 2)
+    parts = split_support.split(split_support.write("llama-64", tmp_path), tmp_path)
+    with pytest.raises(UnsupportedModelError, match="has version 2 of the split format, this package has 1"):
+        Head(parts.head)
+    with pytest.raises(UnsupportedModelError, match="has version 2"):
+        read_part(read_model_file(parts.body), BODY)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -31,7 +31,10 @@ def server(parts: Exported) -> Iterator[Running]:
     keys = parts.body.with_name("keys")
     keys.write_text("".join(f"{tenant}:{key}\n" for tenant, key in _KEYS.items()))
     keys.chmod(0o600)
-    with split_support.running(parts.body, keys=Keys.load(str(keys)), idle_timeout=30.0) as server:
+    store = str(parts.body.with_name("store"))
+    with split_support.running(
+        parts.body, keys=Keys.load(str(keys)), idle_timeout=30.0, store=store
+    ) as server:
         yield server
 
 
@@ -81,6 +84,13 @@ def _numbers(*values: float) -> bytes:
         ({"session": b"s" * 1000}, Code.INVALID_ARGUMENT),
         ({"running_hash": b""}, Code.INVALID_ARGUMENT),
         ({"running_hash": bytes(16)}, Code.INVALID_ARGUMENT),
+        (
+            {"running_hash": wire.first_hash("f" * 32, pb.F32)},
+            Code.INVALID_ARGUMENT,
+        ),  # another model's vectors
+        ({"data": bytes(4 * 3 * (_WIDTH + 64))}, Code.INVALID_ARGUMENT),  # a wider one's
+        ({"position": 1, "wrapped_key": b"k"}, Code.INVALID_ARGUMENT),
+        ({"position": 1, "wrapped_key": bytes(80)}, Code.INVALID_ARGUMENT),
         ({"precision": 0}, Code.INVALID_ARGUMENT),
         ({"precision": 77}, Code.INVALID_ARGUMENT),
         ({"precision": pb.F16}, Code.INVALID_ARGUMENT),
@@ -151,6 +161,7 @@ def _hostile(head: Head, rng: random.Random) -> pb.Vectors:
             [b"", rng.randbytes(3 * _WIDTH * 4), rng.randbytes(7), _numbers(1e30, -1e30)]
         ),
         "n_hidden": lambda: rng.choice([0, 3, 4, 64, 65, 2**32 - 1]),
+        "wrapped_key": lambda: rng.randbytes(rng.choice([1, 79, 80, 4096])),
     }
     fields = {name: odd[name]() for name in rng.sample(sorted(odd), rng.randint(1, 3))}
     return _vectors(head, **{"session": rng.randbytes(16), **fields})

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mixedkv import Llama
 from mixedkv.split.client import SplitClient
 from mixedkv.split.head import Head
+from mixedkv.tokens import common_prefix
 from support import split_support
 
 _N_ANSWER = 12
+_PROMPTS = split_support.random_prompts(100)
 
 
 @pytest.fixture(scope="module", params=split_support.ARCHITECTURES)
@@ -21,24 +24,58 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def client(model: Path) -> Iterator[SplitClient]:
-    parts = split_support.split(model, model.parent)
-    with (
-        Head(parts.head, n_threads=1) as head,
-        split_support.running(parts.body) as server,
-        SplitClient(head, server.address, precision="f32") as client,
-    ):
-        yield client
+def head(model: Path) -> Iterator[Head]:
+    with Head(split_support.split(model, model.parent).head, n_threads=1) as head:
+        yield head
+
+
+@pytest.fixture(scope="module")
+def address(model: Path, head: Head) -> Iterator[str]:
+    with split_support.running(model.with_suffix(".body.gguf")) as server:
+        yield server.address
 
 
 @pytest.fixture(scope="module")
 def whole(model: Path) -> Iterator[Llama]:
-    with Llama(model, kv="f16", n_ctx=1024, n_threads=1, n_threads_batch=1, verbose=False) as llm:
+    with Llama(
+        model, kv="f16", n_ctx=1024, n_threads=1, n_threads_batch=1, logits_all=True, verbose=False
+    ) as llm:
         yield llm
 
 
-def test_100_prompts_have_the_same_answers_as_locally(client: SplitClient, whole: Llama) -> None:
-    for prompt in split_support.random_prompts(100):
-        with client.session() as session:
-            answer = list(session.generate_tokens(prompt, max_tokens=_N_ANSWER, temperature=0))
-        assert answer == split_support.local_tokens(whole, prompt, _N_ANSWER)
+@pytest.fixture(scope="module")
+def expected(whole: Llama) -> list[list[int]]:
+    return [split_support.local_tokens(whole, prompt, _N_ANSWER) for prompt in _PROMPTS]
+
+
+def _answers(head: Head, address: str, precision: str) -> list[list[int]]:
+    answers = []
+    with SplitClient(head, address, precision=precision) as client:
+        for prompt in _PROMPTS:
+            with client.session() as session:
+                answers.append(list(session.generate_tokens(prompt, max_tokens=_N_ANSWER, temperature=0)))
+    return answers
+
+
+def test_100_prompts_have_the_same_answers_as_locally(
+    head: Head, address: str, expected: list[list[int]]
+) -> None:
+    assert _answers(head, address, "f32") == expected
+
+
+def test_f16_changes_an_answer_only_where_logits_are_nearly_equal(
+    head: Head, address: str, whole: Llama, expected: list[list[int]]
+) -> None:
+    answers = _answers(head, address, "f16")
+    for prompt, answer, local in zip(_PROMPTS, answers, expected, strict=True):
+        if answer == local:
+            continue
+        n = common_prefix(np.array(answer, np.int32), np.array(local, np.int32))
+        whole.reset()
+        whole.eval([*prompt, *local[:n]])
+        logits = whole.scores[whole.n_tokens - 1]
+        chosen = [logits[answer[n] if n < len(answer) else whole.token_eos()], logits.max()]
+        assert chosen[1] - chosen[0] < 0.02 * logits.std()
+    n_same = sum(answer == local for answer, local in zip(answers, expected, strict=True))
+    print(f"{n_same} of {len(answers)} answers are the same with F16 vectors")
+    assert n_same >= 95

@@ -170,3 +170,26 @@ def test_sessions_without_an_owner_are_swept(tmp_path: Path) -> None:
         assert store.remove_orphans([("other", "b")], before=later) == 1
     with KVStore(tmp_path) as store:
         assert store.remove_orphans([], before=later) == 0
+
+
+def test_what_a_session_has_is_found_without_its_tokens(tmp_path: Path) -> None:
+    with KVStore(tmp_path) as store:
+        store.put(WHO, make_block(SYSTEM), session="a")
+        parent = store.find(WHO, SYSTEM)
+        store.put(WHO, make_block([100, 101], 40), parent, session="b")
+        longest = store.find(WHO, CHAT_A)
+        assert longest is not None
+        store.add_to_session(longest, "c")
+        for session, n in (("a", 40), ("b", 42), ("b", 40), ("b", 17), ("c", 42)):
+            match = store.find_session(WHO, session, n)
+            assert match is not None
+            assert match.tokens.tolist() == CHAT_A[:n]
+        assert store.find_session(WHO, "a", 41) is None
+        assert store.find_session(WHO, "d", 1) is None
+        assert store.find_session(identity(model="b"), "b", 1) is None
+        assert store.find_session(identity(tenant="x"), "b", 1) is None
+        assert store.stats().misses == {"unknown": 4}
+        assert len(store.entries()) == 2
+    (tmp_path / "v1" / "index.sqlite3").write_bytes(b"no index")
+    with KVStore(tmp_path) as store:
+        assert store.find_session(WHO, "b", 1) is None

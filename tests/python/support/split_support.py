@@ -29,7 +29,7 @@ ARCHITECTURES = ("llama-64", "qwen2", "qwen3", "gemma2", "gemma3")
 
 
 def make(name: str) -> zoo.Gguf:
-    """A zoo model, or one of two relatives that only these tests need."""
+    """A zoo model, or a relative that only these tests need."""
     if name == "qwen2":  # biases of Q, K and V, and of the output
         shape = zoo.Shape("qwen2", "qwen2", n_embd=128, n_head=2, n_head_kv=1, rope="neox")
         g = zoo._decoder(shape)
@@ -46,6 +46,19 @@ def make(name: str) -> zoo.Gguf:
         for il in range(g.shape.n_layer):
             for part in ("q", "k"):
                 g.vector(f"blk.{il}.attn_{part}_norm.weight", g.shape.head, mean=1.6)
+        return g
+    if name == "gemma":  # output head tied; the server scales what comes from outside
+        g = zoo._decoder(zoo.Shape("gemma", "gemma", rope="neox"))
+        del g.tensors["output.weight"]
+        return g
+    if name == "qwen3moe":
+        g = zoo._decoder(zoo.Shape("qwen3moe", "qwen3moe", rope="neox"), qk_norm=True)
+        g.keys |= {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 96}
+        for il in range(g.shape.n_layer):
+            g.weight(f"blk.{il}.ffn_gate_inp.weight", g.shape.n_embd, 4)
+            for part, ne in (("gate", (64, 96)), ("up", (64, 96)), ("down", (96, 64))):
+                del g.tensors[f"blk.{il}.ffn_{part}.weight"]
+                g.weight(f"blk.{il}.ffn_{part}_exps.weight", *ne, 4)
         return g
     return zoo.make(name)
 

@@ -1,0 +1,80 @@
+"""The key of a session that is kept on the server, and that only the client holds on to: wrapped on its way
+with HPKE (RFC 9180, base mode), in the server's memory while it is in use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives import hpke
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+
+from mixedkv.split import wire
+
+KEY_BYTES = 32
+_SUITE = hpke.Suite(hpke.KEM.X25519, hpke.KDF.HKDF_SHA256, hpke.AEAD.AES_256_GCM)
+_WRAPPED_BYTES = KEY_BYTES + 32 + 16  # what is encapsulated, and the tag
+_INFO = b"mixedkv.split.v1 session key"
+
+
+def new_key() -> bytes:
+    """At random. Who has lost it, or deleted it, has no way to the session that was kept with it."""
+    return secrets.token_bytes(KEY_BYTES)
+
+
+def session_name(key: bytes) -> bytes:
+    """The session of a key, by the name that the server knows it by.
+
+    Raises:
+        ValueError: it is no key.
+    """
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"key: it has {KEY_BYTES} bytes, not {len(key)}")
+    return hashlib.blake2b(key, digest_size=wire.SESSION_BYTES, person=b"mixedkv session").digest()
+
+
+def wrap(key: bytes, public_key: bytes, session: bytes) -> bytes:
+    """For the server with this public key, and for this session only."""
+    return _SUITE.encrypt(key, X25519PublicKey.from_public_bytes(public_key), info=_INFO + session)
+
+
+class Unwrapper:
+    """Opens keys that were wrapped for this process: its own private key is never written down.
+
+    Attributes:
+        public_key: 32 bytes, to wrap for.
+    """
+
+    def __init__(self) -> None:
+        self._private = X25519PrivateKey.generate()
+        self.public_key = self._private.public_key().public_bytes_raw()
+
+    @contextmanager
+    def open(self, wrapped: bytes, session: bytes) -> Iterator[bytes]:
+        """The key, whose bytes are zero afterwards.
+
+        Raises:
+            ValueError: it was not wrapped for this process and this session.
+        """
+        if len(wrapped) != _WRAPPED_BYTES:
+            raise ValueError(f"wrapped_key: it has {_WRAPPED_BYTES} bytes, not {len(wrapped)}")
+        try:
+            key = _SUITE.decrypt(wrapped, self._private, info=_INFO + session)
+        except InvalidTag:
+            raise ValueError(
+                "wrapped_key: it was not wrapped for this server and session: Describe has the public key"
+            ) from None
+        try:
+            yield key
+        finally:
+            _wipe(key)
+
+
+def _wipe(data: bytes) -> None:
+    """Of an object that nobody else has: CPython keeps its bytes behind the header, and a zero after them."""
+    ctypes.memset(id(data) + bytes.__basicsize__ - 1, 0, len(data))
