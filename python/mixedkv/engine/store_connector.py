@@ -10,6 +10,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from mixedkv.errors import ClosedError
 from mixedkv.kv.block import KVBlock
 from mixedkv.limits import CELLS
 from mixedkv.store import Identity, KVStore, Match
+from mixedkv.store.lookup import worth_building_on
 from mixedkv.store.tiers.disk import is_full
 from mixedkv.tokens import Tokens
 
@@ -85,6 +87,14 @@ class StoreConnector:
         thread.start()
 
     # --- the engine's hooks ---
+
+    def evaluated(self, job: Job, index: int) -> None:
+        pass
+
+    def flush(self) -> None:
+        """Wait until all that was done is stored."""
+        while self._n_unstored and all(thread.is_alive() for thread in self._threads):
+            time.sleep(0.01)
 
     def offload(self, job: Job) -> None:
         seq = job.seq
@@ -150,12 +160,11 @@ class StoreConnector:
         if job.cancelled:
             return
         tokens = job.prompt[: job.n_prompt - 1]
-        exact_only = self._engine.pool.exact_only
+        exact_only = self._engine.pool.is_exact_only(job.accept)
         match = self.store.find(self._identity(job.tenant), tokens, exact_only=exact_only)
         if match is None:
             return
-        have = self._engine.call(lambda: self._engine.pool.match(job.tenant, job.prompt).n).result()
-        if match.n_tokens < have + _LEAST:
+        if match.n_tokens < self._in_context(job) + _LEAST:
             return
         found = self.store.read_from(match)
         if found is None:
@@ -163,6 +172,16 @@ class StoreConnector:
             return
         blocks, tier = found
         job.set_blocks(self._cut(blocks), tier, match.exact)
+
+    def _in_context(self, job: Job) -> int:
+        """Tokens of a prompt that the context has rows of, exact enough for it; asked once, since it takes
+        until the next step.
+        """
+        if job.n_in_context is None:
+            pool = self._engine.pool
+            found = self._engine.call(lambda: pool.match(job.tenant, job.prompt, job.accept)).result()
+            job.n_in_context = found.n
+        return job.n_in_context
 
     def _cut(self, blocks: list[KVBlock]) -> list[KVBlock]:
         """Blocks of a size that can be loaded between two steps."""
@@ -196,9 +215,9 @@ class StoreConnector:
         that entry does not have in F16.
         """
         match = self.store.find(identity, tokens)
-        if match is None or match.n_tokens == len(tokens) or match.exact:
+        if match is not None and match.n_tokens == len(tokens):
             return match
-        return self.store.find(identity, tokens, max_tokens=max(0, len(tokens) - self._window))
+        return worth_building_on(match, max(0, len(tokens) - self._window))
 
     def _export(self, finished: _Finished, p0: int, p1: int) -> KVBlock | None:
         """None when the sequence has gone or was cut meanwhile."""
