@@ -63,13 +63,17 @@ public:
     const llama_kv_cache_mixed * kv;
 };
 
-bool llama_kv_cache_mixed::has_moved() const {
+bool llama_kv_cache_mixed::has_moved() {
     for (const auto & cells : v_cells) {
         for (uint32_t i = 0; i < cells.size(); ++i) {
             if (!cells.is_empty(i) && cells.get_shift(i) != 0) {
                 return true;
             }
         }
+    }
+
+    for (auto & cells : v_cells) {
+        cells.reset_shift();
     }
 
     return false;

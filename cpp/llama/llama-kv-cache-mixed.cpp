@@ -354,14 +354,7 @@ bool llama_kv_cache_mixed::update(llama_context * lctx, bool do_shift, const str
         }
     }
 
-    if (do_shift && !has_moved()) { // what was to be turned has gone since
-        for (auto & cells : v_cells) {
-            cells.reset_shift();
-        }
-        do_shift = false;
-    }
-
-    return llama_kv_cache::update(lctx, do_shift, sc_info);
+    return llama_kv_cache::update(lctx, do_shift && has_moved(), sc_info);
 }
 
 //

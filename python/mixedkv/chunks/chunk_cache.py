@@ -310,4 +310,3 @@ def _timed(done: ChunkReuse, seconds: float) -> ChunkReuse:
 
 def _is_given(prompt: Prompt) -> bool:
     return prompt != "" if isinstance(prompt, str) else bool(np.size(np.asarray(prompt)))
-

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from mixedkv.chunks.deviation import compare, logits_at
+from mixedkv.chunks.deviation import Logits, compare, logits_at
 from mixedkv.chunks.gate import Waiting
 from mixedkv.chunks.passages import Passages
 from mixedkv.engine.job import Job
@@ -121,7 +122,7 @@ class ChunkConnector(StoreConnector):
                 if self._closing.is_set() or not engine.idle:
                     gate.add(waiting)
                     return
-                logits = engine.call(lambda p0=p0: self._evaluate(seq, waiting, p0)).result()
+                logits = engine.call(partial(self._evaluate, seq, waiting, p0)).result()
         finally:
             engine.call(lambda: engine.pool.drop(seq)).result()
         deviation = compare(logits, waiting.logits)
@@ -136,7 +137,7 @@ class ChunkConnector(StoreConnector):
                 return None
         return pool.acquire(waiting.tenant, NO_MATCH)
 
-    def _evaluate(self, seq: Sequence, waiting: Waiting, p0: int) -> Any:
+    def _evaluate(self, seq: Sequence, waiting: Waiting, p0: int) -> Logits:
         llm = self._engine.llm
         tokens = waiting.tokens[p0 : p0 + llm.n_batch]
         llm.kv.fill(tokens, np.arange(p0, p0 + len(tokens)), seq.id, logits=True)

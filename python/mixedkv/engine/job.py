@@ -224,13 +224,15 @@ class Job:
 
     def begin_stitch(self, llm: Llama) -> Stitch:
         """All before the first passage has rows."""
-        assert self.seq is not None and self.method is not None
+        assert self.seq is not None
+        assert self.method is not None
         self.stitch = Stitch(llm, self.prompt, self.passages, self.n_rows, self.method, self.seq.id)
         return self.stitch
 
     def stitched(self) -> None:
         """The prompt has rows, but for its last token."""
-        assert self.seq is not None and self.stitch is not None
+        assert self.seq is not None
+        assert self.stitch is not None
         self.seq.tokens.extend(self.prompt[self.n_rows : -1].tolist())
         self.seq.exact, self.seq.stitched = False, True
         self.exact = False

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, overload
+from typing import Any, cast, overload
 
 from mixedkv.chunks import Reuse
 from mixedkv.engine.answer import Answer
@@ -70,7 +70,8 @@ class PromptCache:
         ValueError: as `Engine`.
     """
 
-    def __init__(self, llm: Llama, store: KVStore | None = None, *, reuse: Reuse = "exact", **options: Any
+    def __init__(
+        self, llm: Llama, store: KVStore | None = None, *, reuse: Reuse = "exact", **options: Any
     ) -> None:
         connector: StoreConnector | None = None
         if reuse == "chunks":
@@ -85,9 +86,9 @@ class PromptCache:
     def warm(self, prompt: str | Sequence[int]) -> Generation: ...
 
     @overload
-    def warm(self, prompt: Sequence[str]) -> list[Generation]: ...
+    def warm(self, prompt: list[str]) -> list[Generation]: ...
 
-    def warm(self, prompt: str | Sequence[int] | Sequence[str]) -> Generation | list[Generation]:
+    def warm(self, prompt: str | Sequence[int] | list[str]) -> Generation | list[Generation]:
         """Evaluate a prompt and keep it for those that begin with it.
 
         Args:
@@ -97,14 +98,17 @@ class PromptCache:
         Raises:
             ValueError: it is empty or too long; no document is then evaluated.
         """
-        if not _is_documents(prompt):
-            return self._evaluate(self.engine.tokenizer.prompt(prompt), keep=True)
-        if not all(prompt):
+        documents = _documents(prompt)
+        if documents is None:
+            return self._evaluate(
+                self.engine.tokenizer.prompt(cast("str | Sequence[int]", prompt)), keep=True
+            )
+        if not all(documents):
             raise ValueError("prompt: there is an empty document: leave it out")
-        documents = [self.engine.tokenizer.prompt(str(text)) for text in prompt]
-        for tokens in documents:
+        prompts = [self.engine.tokenizer.prompt(text) for text in documents]
+        for tokens in prompts:
             self.engine.check_prompt(len(tokens))
-        done = [self._evaluate(tokens, keep=False) for tokens in documents]  # one by one: each has its window
+        done = [self._evaluate(tokens, keep=False) for tokens in prompts]  # one by one: each has its window
         if self._connector is not None:
             self._connector.flush()
         return done
@@ -158,8 +162,11 @@ class PromptCache:
         self.close()
 
 
-def _is_documents(prompt: str | Sequence[Any]) -> bool:
-    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], str)
+def _documents(prompt: str | Sequence[int] | list[str]) -> list[str] | None:
+    if isinstance(prompt, str):
+        return None
+    texts = [text for text in prompt if isinstance(text, str)]
+    return texts or None
 
 
 def _generation(answer: Answer, called: float) -> Generation:

@@ -74,7 +74,8 @@ def test_passages_are_reused_and_said_to_be(direct: Direct) -> None:
     assert not job.exact
     assert job.n_approximate > 0.5 * job.n_prompt
     assert (job.n_cached or 0) - job.n_cached_exact == job.n_approximate
-    assert job.evaluated and job.tokens[: job.n_prompt].tolist() == case.prompt.tolist()
+    assert job.evaluated
+    assert job.tokens[: job.n_prompt].tolist() == case.prompt.tolist()
     assert str(job.method) == "query 5% + first 8"
 
 
@@ -180,7 +181,7 @@ def test_others_get_on_meanwhile(direct: Direct) -> None:
 def test_a_cancelled_one_leaves_nothing(direct: Direct) -> None:
     case = make(direct, 9)
     store(direct, case)
-    job, events = direct.job(case.prompt.tolist(), 4, reuse="chunks")
+    job, _events = direct.job(case.prompt.tolist(), 4, reuse="chunks")
     begin = Job.begin_stitch
 
     def cancel(self: Job, llm: Any) -> Any:
