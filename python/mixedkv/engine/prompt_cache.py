@@ -62,8 +62,8 @@ class PromptCache:
     Args:
         llm: the cache's alone until it is closed, which leaves it open.
         store: KV is kept there, also for the next process; closed with the cache. None: in the context.
-        reuse: "chunks": also passages that were computed elsewhere, see docs/chunks.md; without a store they are
-            kept in memory.
+        reuse: "chunks": also passages that were computed elsewhere, see docs/chunks.md; without a store they
+            are kept in memory.
         **options: of `Engine`: parallel, exact_only, ...
 
     Raises:

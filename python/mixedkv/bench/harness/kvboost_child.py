@@ -1,5 +1,5 @@
-"""The process of `kvboost_peer`: KVBoost on weights written from a GGUF file, one JSON request per line on stdin,
-one answer per line on stdout.
+"""The process of `kvboost_peer`: KVBoost on weights written from a GGUF file. One JSON request per line on
+stdin, one answer per line on stdout.
 
 Run by its path in an environment that has kvboost, torch, transformers and gguf; it knows nothing of the
 package mixedkv.
@@ -18,7 +18,7 @@ os.dup2(2, 1)  # what libraries print is no answer
 
 
 class Ids:
-    """A tokenizer whose texts are token ids: the prompts are then those of the other side, token for token."""
+    """A tokenizer whose texts are token ids: prompts are then those of the other side, token for token."""
 
     eos_token_id = pad_token_id = -1
     eos_token = pad_token = ""
@@ -99,6 +99,8 @@ def read_llama(path: str) -> Any:
 
 
 def main() -> None:
+    from importlib.metadata import version
+
     import kvboost
     import numpy as np
     import torch
@@ -112,15 +114,13 @@ def main() -> None:
             max_cache_bytes=8 << 30,
             max_chunks=4096,
             chunk_size=64,
-            chunk_boundary_window=0,
             device="cpu",
         )
     except Exception as error:
         answer(error=f"{type(error).__name__}: {error}")
         return
-    answer(version=kvboost.__version__)
-    modes = type(engine).generate.__annotations__["mode"]
-    modes = kvboost.GenerationMode if isinstance(modes, str) else modes
+    answer(version=version("kvboost"))
+    modes = kvboost.GenerationMode
 
     def generate(text: str, n: int, mode: Any) -> tuple[Any, float]:
         first: list[float] = []
@@ -154,7 +154,6 @@ def main() -> None:
                 same_top1=bool(p.argmax() == q.argmax()),
                 tokens=Ids().encode(done.output_text),
                 tokens_cold=Ids().encode(full.output_text),
-                logits=[float(each) for each in full.first_token_logits] if request.get("logits") else None,
             )
         except Exception as error:
             answer(error=f"{type(error).__name__}: {error}")
