@@ -6,9 +6,12 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import TypeAlias, TypeVar
 
+import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
+from mixedkv import _llama_cpp
+from mixedkv.chunks.deviation import last_logits
 from mixedkv.chunks.plan import Segment, covered
 from mixedkv.chunks.repair import Mask, Method, at_seams, most
 from mixedkv.kv.block import KVBlock
@@ -22,6 +25,8 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 _T = TypeVar("_T")
 _Work: TypeAlias = Generator[None, None, _T]  # yields after each piece
 _QUESTION = 64  # tokens at the end of the prompt at most that choose the others
+_DRAFT = 8  # tokens after it that do too
+_NEAR = 2  # tokens before and behind one that is looked at: what it says is in them as well
 
 
 class Stitch:
@@ -94,12 +99,29 @@ class Stitch:
         return chosen
 
     def _attention(self) -> _Work[Floats]:
-        """What the question looks at, float32 [n]: from its own prefill over the rows as they came."""
+        """What the question and the answer look at, float32 [n]: from the question's prefill over the rows as
+        they came, and a few tokens after it. The question alone does not find what the answer repeats.
+        """
         n = len(self._tokens)
         begin = max(self._segments[-1].end, n - _QUESTION)
-        mass = yield from self._evaluate(np.arange(begin, n), watch=n)
+        mass = yield from self._evaluate(np.arange(begin, n - 1), watch=n)
+        looks, token = self._next(int(self._tokens[-1]), n - 1)
+        mass = (mass + looks) / np.float32(n - begin)
+        for position in range(n, min(n + _DRAFT, self._llm.n_ctx())):
+            yield
+            if llama_cpp.llama_vocab_is_eog(_llama_cpp.vocab(self._llm), token):
+                break
+            looks, token = self._next(token, position)
+            mass += looks
         self._llm.kv.remove(self._seq, begin)
-        return mass
+        return np.convolve(mass, np.ones(2 * _NEAR + 1), "same").astype(np.float32)
+
+    def _next(self, token: int, position: int) -> tuple[Floats, int]:
+        """What a token looks at, float32 [n], and the likeliest one after it."""
+        watch = len(self._tokens)
+        looks = self._llm.kv.fill([token], [position], self._seq, logits=True, watch=watch)
+        self.n_evaluated += 1
+        return looks, int(last_logits(self._llm).argmax())
 
     def _deviation(self) -> _Work[Floats]:
         """V of the second layer as the whole prompt gives it, float32 [n, width]; 0 outside the segments."""
