@@ -9,6 +9,35 @@
 #include <algorithm>
 #include <cmath>
 
+// rows of one store that have moved: where they are, and by how many positions each
+struct moved_rows {
+    std::vector<int32_t> at;
+    std::vector<int32_t> by;
+
+    ggml_tensor * t_at = nullptr; // I32 [n]
+    ggml_tensor * t_by = nullptr; // I32 [n]
+
+    void add(int32_t row, llama_pos shift) {
+        if (shift != 0) {
+            at.push_back(row);
+            by.push_back(shift);
+        }
+    }
+
+    void make_tensors(ggml_context * ctx) {
+        t_at = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, at.size());
+        t_by = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, by.size());
+
+        ggml_set_input(t_at);
+        ggml_set_input(t_by);
+    }
+
+    void set_input() const {
+        ggml_backend_tensor_set(t_at, at.data(), 0, ggml_nbytes(t_at));
+        ggml_backend_tensor_set(t_by, by.data(), 0, ggml_nbytes(t_by));
+    }
+};
+
 class llm_graph_input_mixed_shift : public llm_graph_input_i {
 public:
     llm_graph_input_mixed_shift(const llama_kv_cache_mixed * kv) : kv(kv) {}
@@ -16,38 +45,38 @@ public:
     void set_input(const llama_ubatch * ubatch) override {
         GGML_UNUSED(ubatch);
 
-        kv->set_input_k_shift(k_shift);
-
-        if (ring_shift) {
-            kv->set_input_ring_shift(ring_shift);
+        for (const auto * rows : { &cold, &ring }) {
+            if (rows->t_at && rows->t_at->buffer) {
+                rows->set_input();
+            }
         }
         if (k_rot && k_rot->buffer) {
             kv->set_input_k_rot(k_rot);
         }
     }
 
-    ggml_tensor * k_shift    = nullptr; // I32 [kv_size*n_stream]
-    ggml_tensor * ring_shift = nullptr; // I32 [n_ring*n_stream]
-    ggml_tensor * k_rot      = nullptr; // F32 [n_rot, n_rot]
+    moved_rows cold;
+    moved_rows ring;
+
+    ggml_tensor * k_rot = nullptr; // F32 [n_rot, n_rot]
 
     const llama_kv_cache_mixed * kv;
 };
 
-void llama_kv_cache_mixed::set_input_ring_shift(ggml_tensor * dst) const {
-    GGML_ASSERT(ggml_backend_buffer_is_host(dst->buffer));
-
-    int32_t * data = (int32_t *) dst->data;
-
-    std::fill(data, data + ggml_nelements(dst), 0);
-
-    for (uint32_t strm = 0; strm < n_stream; ++strm) {
-        for (uint32_t slot = 0; slot < rings[strm].n_slots(); ++slot) {
-            const int32_t cell = rings[strm].cell_of(slot);
-            if (cell >= 0) {
-                data[strm*n_ring + slot] = v_cells[strm].get_shift(cell);
+bool llama_kv_cache_mixed::has_moved() {
+    for (const auto & cells : v_cells) {
+        for (uint32_t i = 0; i < cells.size(); ++i) {
+            if (!cells.is_empty(i) && cells.get_shift(i) != 0) {
+                return true;
             }
         }
     }
+
+    for (auto & cells : v_cells) {
+        cells.reset_shift();
+    }
+
+    return false;
 }
 
 // upstream's shift multiplies K by the factor that YaRN and LongRoPE have besides the turn, although K has it already; with
@@ -72,24 +101,39 @@ ggml_cgraph * llama_kv_cache_mixed::build_graph_shift(llm_graph_result * res, ll
 
     auto inp = std::make_unique<llm_graph_input_mixed_shift>(this);
 
-    inp->k_shift = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, int64_t(get_size())*n_stream);
-    ggml_set_input(inp->k_shift);
+    for (uint32_t strm = 0; strm < n_stream; ++strm) {
+        const auto & cells = v_cells[strm];
 
-    if (has_ring()) {
-        inp->ring_shift = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, int64_t(n_ring)*n_stream);
-        ggml_set_input(inp->ring_shift);
+        for (uint32_t i = 0; i < cells.size(); ++i) {
+            inp->cold.add(strm*cells.size() + i, cells.is_empty(i) ? 0 : cells.get_shift(i));
+        }
+        for (uint32_t slot = 0; has_ring() && slot < rings[strm].n_slots(); ++slot) {
+            const int32_t cell = rings[strm].cell_of(slot);
+            inp->ring.add(strm*n_ring + slot, cell < 0 ? 0 : cells.get_shift(cell));
+        }
+    }
+
+    for (auto * rows : { &inp->cold, &inp->ring }) {
+        if (!rows->at.empty()) {
+            rows->make_tensors(ctx);
+        }
     }
 
     inp->k_rot = build_input_k_rot(ctx);
 
-    const auto shift_rows = [&](ggml_tensor * rows, ggml_tensor * shift, uint32_t il) {
+    const auto shift_rows = [&](ggml_tensor * rows, const moved_rows & moved, uint32_t il) {
+        if (moved.at.empty()) {
+            return;
+        }
+
         const int64_t n_embd_head = hparams.n_embd_head_k(il);
         const int64_t n_head_kv   = hparams.n_head_kv(il);
 
-        ggml_tensor * view = ggml_view_3d(ctx, rows, n_embd_head, n_head_kv, rows->ne[1]*rows->ne[2],
-                ggml_row_size(rows->type, n_embd_head), rows->nb[1], 0);
+        ggml_tensor * all = ggml_view_2d(ctx, rows, rows->ne[0], rows->ne[1]*rows->ne[2], rows->nb[1], 0);
 
-        ggml_tensor * cur = ggml_cast(ctx, view, GGML_TYPE_F32);
+        ggml_tensor * cur = ggml_get_rows(ctx, all, moved.t_at); // F32, whatever the type of the rows
+
+        cur = ggml_reshape_3d(ctx, cur, n_embd_head, n_head_kv, cur->ne[1]);
 
         cur = inp->k_rot ? llama_mul_mat_hadamard(ctx, cur, inp->k_rot) : cur;
 
@@ -101,12 +145,14 @@ ggml_cgraph * llama_kv_cache_mixed::build_graph_shift(llm_graph_result * res, ll
 
         const float freq_scale = model.get_rope_freq_scale(cparams, il);
 
-        ggml_build_forward_expand(gf, build_rope_shift(without_factor(cparams, freq_scale), ctx, turned, shift, nullptr,
+        ggml_build_forward_expand(gf, build_rope_shift(without_factor(cparams, freq_scale), ctx, turned, moved.t_by, nullptr,
                 model.get_rope_factors(cparams, il), model.get_rope_freq_base(cparams, il), freq_scale, il));
 
         cur = inp->k_rot ? llama_mul_mat_hadamard(ctx, cur, inp->k_rot) : cur;
 
-        ggml_build_forward_expand(gf, ggml_cpy(ctx, cur, view));
+        cur = ggml_reshape_2d(ctx, cur, all->ne[0], cur->ne[2]);
+
+        ggml_build_forward_expand(gf, ggml_set_rows(ctx, all, cur, moved.t_at));
     };
 
     for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
@@ -116,9 +162,9 @@ ggml_cgraph * llama_kv_cache_mixed::build_graph_shift(llm_graph_result * res, ll
             continue;
         }
 
-        shift_rows(layers[ikv].k, inp->k_shift, il);
+        shift_rows(layers[ikv].k, inp->cold, il);
         if (has_ring()) {
-            shift_rows(ring_layers[ikv].k, inp->ring_shift, il);
+            shift_rows(ring_layers[ikv].k, inp->ring, il);
         }
     }
 

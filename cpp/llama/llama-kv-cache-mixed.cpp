@@ -354,7 +354,7 @@ bool llama_kv_cache_mixed::update(llama_context * lctx, bool do_shift, const str
         }
     }
 
-    return llama_kv_cache::update(lctx, do_shift, sc_info);
+    return llama_kv_cache::update(lctx, do_shift && has_moved(), sc_info);
 }
 
 //

@@ -171,7 +171,8 @@ public:
     int32_t get_layer_id(int32_t il) const;
     bool    is_last_reader(int32_t il) const;
 
-    void set_input_ring_shift(ggml_tensor * dst) const;
+    // whether a row lies at another position than K was turned to; if what did has gone, forget about it
+    bool has_moved();
 
     // what the nodes of layer il need when they run; lives as long as the cache
     llama_kv_node & get_node(int32_t il);

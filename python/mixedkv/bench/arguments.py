@@ -66,6 +66,7 @@ def check(args: argparse.Namespace) -> Options:
         peer=args.test == "serve" if args.peer is None else args.peer,
         calibrate=args.calibrate,
         max_kld=args.max_kld,
+        kvboost=args.kvboost,
         json=args.json,
         plot=args.plot,
     )
@@ -126,6 +127,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     reuse.add_argument(
         "--max-kld", metavar="NATS", type=nats, default=0.01, help="divergence a calibration allows (0.01)"
+    )
+    reuse.add_argument(
+        "--kvboost", metavar="PYTHON", default="", help="of an environment with kvboost: measure it too"
     )
 
 

@@ -21,6 +21,7 @@ from mixedkv.bench.bench_test import Bench, BenchTest, Measure
 from mixedkv.bench.harness.cache_settings import Setting
 from mixedkv.bench.harness.contexts import CannotRunError
 from mixedkv.bench.harness.kept_kv_run import Run
+from mixedkv.bench.harness.kvboost_peer import KVBoost
 from mixedkv.bench.harness.reuse_cases import DONORS, WORKLOADS, Case, CaseMaker, DonorKind, Workload
 from mixedkv.bench.harness.row import Part, Row
 from mixedkv.bench.harness.summary import wilson
@@ -86,8 +87,9 @@ class ReuseRow(Row):
     donor: DonorKind = Field(
         description='where the rows are from: `"alone"`, `"bos"` (BOS and the passage), or a `"conversation"`'
     )
-    method: Literal["full", "none", "seam", "cacheblend", "query"] = Field(
-        description='`"full"` evaluates the prompt; otherwise how seams are repaired, see docs/chunks.md'
+    method: Literal["full", "none", "seam", "cacheblend", "query", "kvboost"] = Field(
+        description='`"full"` evaluates the prompt; otherwise how seams are repaired, see docs/chunks.md; or '
+        "the peer, compared with its own full evaluation, in F32"
     )
     ratio: float = Field(description="share of the reused tokens that the method chooses")
     overlap_k: int = Field(description="tokens of each seam that are evaluated")
@@ -110,6 +112,7 @@ class ReuseRow(Row):
         description=f"KL divergence from full evaluation, nats, mean over the {_FOLLOWED} tokens that full "
         "evaluation goes on with",
     )
+    kld_first: float | None = Field(default=None, description="that of the first token alone, mean")
     kld_median: float | None = Field(default=None, description="its median over all of these tokens")
     same_top1: float | None = Field(default=None, description="share of them with the same likeliest token")
     correct: int | None = Field(default=None, description="right answers, of the bundled model")
@@ -117,6 +120,7 @@ class ReuseRow(Row):
     correct_high: float | None = Field(default=None, description="of the same interval")
     by_reuse: list[ReuseBucket] | None = Field(default=None, description="cases by share of reused tokens")
     by_turn: list[ReuseTurn] | None = Field(default=None, description="cases by turn, of a growing history")
+    peer_version: str | None = Field(default=None, description="of kvboost")
 
 
 @dataclass
@@ -127,6 +131,14 @@ class _Results:
     reuses: list[ChunkReuse] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     deviations: list[list[Deviation]] = field(default_factory=list)
+    correct: int = 0
+
+
+@dataclass
+class _PeerResults:
+    """Of the peer, on one workload and donor."""
+
+    answers: list[dict[str, Any]] = field(default_factory=list)
     correct: int = 0
 
 
@@ -149,6 +161,17 @@ def measure(bench: Bench) -> None:
     kinds = [(workload, donor) for workload in WORKLOADS for donor in DONORS[workload]]
     bench.progress.add(len(options.settings) * len(kinds) * options.repeats)
     n_ctx = padded(options.n_prompt + options.n_prompt // 4 + _ANSWER + 64)
+    with ExitStack() as stack:
+        peer = None
+        if options.kvboost:
+            peer = stack.enter_context(KVBoost(options.kvboost, bench.model.path, options.threads))
+        _measure_settings(bench, kinds, n_ctx, peer)
+
+
+def _measure_settings(
+    bench: Bench, kinds: Sequence[tuple[Workload, DonorKind]], n_ctx: int, peer: KVBoost | None
+) -> None:
+    options = bench.options
     for setting in options.settings:
         head: dict[str, Any] = {
             "kv": setting.spec,
@@ -157,7 +180,7 @@ def measure(bench: Bench) -> None:
         }
         try:
             with Run(bench.model.path, setting, n_ctx, options.threads) as run:
-                _measure_setting(bench, run, setting, kinds, head)
+                _measure_setting(bench, run, setting, kinds, head, peer)
         except (CannotRunError, UnsupportedModelError) as error:
             empty = {"workload": kinds[0][0], "donor": kinds[0][1], "method": "full", "n_cases": 0}
             bench.add(
@@ -171,22 +194,30 @@ def _measure_setting(
     setting: Setting,
     kinds: Sequence[tuple[Workload, DonorKind]],
     head: dict[str, Any],
+    peer: KVBoost | None,
 ) -> None:
     options = bench.options
     methods = _CALIBRATED if options.calibrate else _METHODS
     maker = _maker(run, options.n_prompt)
     worst: dict[Method, list[_Results]] = {method: [] for method in methods}
     for workload, donor in kinds:
-        results = [_Results(None), *map(_Results, methods)]
+        results, of_peer = [_Results(None), *map(_Results, methods)], _PeerResults()
         try:
             for seed in range(options.repeats):
                 bench.progress.show(f"reuse: {setting.name}, {workload}, {donor}")
-                _measure_case(run, maker.make(workload, donor, seed), results, seed)
+                case = maker.make(workload, donor, seed)
+                _measure_case(run, case, results, seed)
+                if peer is not None:
+                    found = peer.measure(case.prompt, case.stored, _ANSWER)
+                    of_peer.answers.append(found)
+                    of_peer.correct += _is_right(run, found["tokens"], case)
                 bench.progress.step()
         finally:
             for each in results:
                 if each.seconds:
                     bench.add(_row(each, results[0], workload, donor, head, options.is_bundled))
+            if peer is not None and of_peer.answers:
+                bench.add(_peer_row(of_peer, peer, results[0], workload, donor, head, options.is_bundled))
         for each in results[1:]:
             assert each.method is not None
             worst[each.method].append(each)
@@ -275,11 +306,54 @@ def _row(
             "ttft_samples": each.seconds,
             "vs_cold": float(np.median([a / b for a, b in zip(each.seconds, full.seconds, strict=False)])),
             "kld_mean": float(np.mean([deviation.kld for deviation in deviations])),
+            "kld_first": float(np.mean([case[0].kld for case in each.deviations])),
             "kld_median": float(np.median([deviation.kld for deviation in deviations])),
             "same_top1": float(np.mean([deviation.same_top1 for deviation in deviations])),
             "by_reuse": _by_reuse(each),
             **answers,
             **turns,
+            **head,
+        }
+    )
+
+
+def _peer_row(
+    each: _PeerResults,
+    peer: KVBoost,
+    full: _Results,
+    workload: Workload,
+    donor: DonorKind,
+    head: dict[str, Any],
+    recall: bool,
+) -> ReuseRow:
+    """It tells of the first token only, and not what it evaluated."""
+
+    def all_of(name: str) -> list[float]:
+        return [float(answer[name]) for answer in each.answers]
+
+    seconds, n = all_of("seconds"), len(each.answers)
+    low, high = wilson(each.correct, n)
+    answers = {"correct": each.correct, "correct_low": low, "correct_high": high} if recall else {}
+    ratios = [a / b for a, b in zip(seconds, all_of("seconds_cold"), strict=True)]
+    return ReuseRow.model_validate(
+        {
+            "workload": workload,
+            "donor": donor,
+            "method": "kvboost",
+            "peer_version": peer.version,
+            "ratio": 0.0,
+            "overlap_k": 0,
+            "n_cases": n,
+            "n_prompt": int(np.median([reuse.n_tokens for reuse in full.reuses])),
+            "approximate": float(np.mean(all_of("reused"))),
+            "ttft": float(np.median(seconds)),
+            "ttft_p95": float(np.percentile(seconds, 95)),
+            "ttft_p99": float(np.percentile(seconds, 99)),
+            "ttft_samples": seconds,
+            "vs_cold": float(np.median(ratios)),
+            "kld_first": float(np.mean(all_of("kld"))),
+            "same_top1": float(np.mean(all_of("same_top1"))),
+            **answers,
             **head,
         }
     )
@@ -342,7 +416,7 @@ def _calibrate(run: Run, worst: dict[Method, list[_Results]], max_kld: float) ->
 
 def _cells(rows: Sequence[ReuseRow]) -> Cells:
     head = ["cache", "workload", "donor", "method", "evaluated", "first token", "p95", "of cold"]
-    return [[*head, "KLD mean", "median", "same top-1", "right"]] + [
+    return [[*head, "KLD mean", "median", "first", "same top-1", "right"]] + [
         [
             row.name,
             row.workload,
@@ -354,6 +428,7 @@ def _cells(rows: Sequence[ReuseRow]) -> Cells:
             number(row.vs_cold, ".1%"),
             number(row.kld_mean, ".4f"),
             number(row.kld_median, ".5f"),
+            number(row.kld_first, ".5f"),
             number(row.same_top1, ".1%"),
             "" if row.correct is None else f"{row.correct}/{row.n_cases}",
         ]

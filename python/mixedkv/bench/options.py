@@ -39,6 +39,7 @@ class Options:
     peer: bool
     calibrate: bool
     max_kld: float
+    kvboost: str
     json: Path | None
     plot: Path | None
 

@@ -3,9 +3,10 @@ docs/chunks.md.
 """
 
 from mixedkv.chunks.calibration import Calibration, Measured
-from mixedkv.chunks.chunk_cache import ChunkCache, ChunkStats, UncalibratedWarning
-from mixedkv.chunks.chunk_reuse import ChunkReuse, DonorUse, Repair
+from mixedkv.chunks.chunk_cache import ChunkCache, ChunkStats
+from mixedkv.chunks.chunk_reuse import ChunkReuse, DonorUse, Repair, Reuse
 from mixedkv.chunks.deviation import Deviation
+from mixedkv.chunks.passages import Passages, UncalibratedWarning
 from mixedkv.chunks.repair import Method
 from mixedkv.chunks.verify import PromptCheck, verify_correctness
 
@@ -18,8 +19,10 @@ __all__ = [
     "DonorUse",
     "Measured",
     "Method",
+    "Passages",
     "PromptCheck",
     "Repair",
+    "Reuse",
     "UncalibratedWarning",
     "verify_correctness",
 ]

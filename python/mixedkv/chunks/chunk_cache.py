@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.chunks.calibration import read_calibration
-from mixedkv.chunks.chunk_reuse import ChunkReuse, DonorUse, Repair
+from mixedkv.chunks.chunk_reuse import ChunkReuse, DonorUse, Repair, Reuse
 from mixedkv.chunks.deviation import Deviation, compare, last_logits
-from mixedkv.chunks.donors import DonorIndex
-from mixedkv.chunks.fingerprints import WIDTH, TextEnds
-from mixedkv.chunks.gate import Gate
-from mixedkv.chunks.plan import Segment, find_segments
+from mixedkv.chunks.gate import Waiting
+from mixedkv.chunks.passages import Passages
+from mixedkv.chunks.plan import Segment
 from mixedkv.chunks.repair import Method
 from mixedkv.chunks.stitch import Rows, Stitch
-from mixedkv.chunks.support import check_memory, check_method, check_model
+from mixedkv.chunks.support import check_method
 from mixedkv.errors import ContextLengthError
 from mixedkv.llama import Llama
 from mixedkv.store import Identity, KVStore, Saved
 from mixedkv.tokens import Tokens, as_tokens, common_prefix
 
-Reuse = Literal["exact", "prefix", "chunks"]
 Prompt = str | npt.ArrayLike
-
-_INDEXES = 64  # identities, so tenants, whose donors are kept at hand
-
-
-class UncalibratedWarning(UserWarning):
-    """Nobody has measured what reuse of chunks does to this model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,23 +94,21 @@ class ChunkCache:
         check: float = 0.01,
         seed: int | None = None,
     ) -> None:
-        check_memory(llm)
-        n_ctx = llm.kv.stats().n_ctx
-        _check_whole("chunk_size", chunk_size, 2 * WIDTH, n_ctx, f"the context has {n_ctx} tokens")
-        _check_whole("boundary_window", boundary_window, 0, chunk_size // 2, "half of chunk_size")
-        _check_whole("max_donors", max_donors, 1, 1024)
         self.llm, self._store = llm, store
-        self._sizes = {"chunk_size": chunk_size, "max_donors": max_donors}
-        self._window = boundary_window
-        identity = Identity.of(llm)
-        check_model(llm, identity, chunk_size)
-        self._gate = Gate(max_kld, check, seed)
-        given = any(value is not None for value in (repair, ratio, overlap_k))
-        chosen = None if given else self._calibrated(identity)
-        self.method = chosen or Method(repair=repair or "query", ratio=ratio, overlap_k=overlap_k)
-        check_method(llm, self.method)
-        self._ends = TextEnds(llm)
-        self._indexes: dict[bytes, DonorIndex] = {}
+        self._passages = Passages(
+            llm,
+            store,
+            chunk_size=chunk_size,
+            boundary_window=boundary_window,
+            max_donors=max_donors,
+            repair=repair,
+            ratio=ratio,
+            overlap_k=overlap_k,
+            max_kld=max_kld,
+            check=check,
+            seed=seed,
+        )
+        self.method, self._gate = self._passages.method, self._passages.gate
         self._live: bytes | None = None  # the identity that sequence 0 was evaluated under
         self._totals = dict.fromkeys(("prompts", "tokens", "exact", "approximate", "evaluated"), 0)
 
@@ -160,7 +148,7 @@ class ChunkCache:
         done = _timed(done, time.perf_counter() - begin)
         self._count(done)
         if not done.exact and done.n_cached_approximate and self._gate.wants():
-            self._gate.add(tokens, last_logits(self.llm))
+            self._gate.add(Waiting(tokens, last_logits(self.llm), tenant))
         return done
 
     def warm(self, documents: Sequence[Prompt], *, tenant: str = "", before: Prompt = "") -> list[Saved]:
@@ -187,7 +175,7 @@ class ChunkCache:
 
     def refresh(self, tenant: str = "") -> None:
         """Look at what was stored since the last prompt, so that the next one need not."""
-        self._index(Identity.of(self.llm, tenant=tenant))
+        self._passages.refresh(Identity.of(self.llm, tenant=tenant))
 
     # --- the gate ---
 
@@ -222,22 +210,6 @@ class ChunkCache:
             off=gate.closed,
         )
 
-    def _calibrated(self, identity: Identity) -> Method | None:
-        folder = self._store.folder
-        found = read_calibration(folder, identity) if folder is not None else None
-        if found is None:
-            warnings.warn(
-                "what reuse of chunks does to this model has not been measured: run `mixedkv bench reuse "
-                "--calibrate`, or choose a repair yourself",
-                UncalibratedWarning,
-                stacklevel=3,
-            )
-            return None
-        if found.chosen is None:
-            self._gate.close(f"no method met max_kld={found.max_kld:g} when this model was calibrated")
-            return None
-        return found.chosen.method
-
     # --- steps ---
 
     def _prefill(self, tokens: Tokens, identity: Identity, reuse: Reuse, method: Method) -> ChunkReuse:
@@ -245,20 +217,19 @@ class ChunkCache:
         n_cached, prefix_exact = self._restore_prefix(tokens, identity, reuse)
         self._live = identity.digest
         rows: Rows = []
-        if reuse == "chunks" and not self._gate.closed:
-            index = self._index(identity)
-            ends = self._ends.of(tokens)
-            low = max(n_cached, self._head(ends))
-            rows = self._read(index, find_segments(index, tokens, ends, low=low, window=self._window))
+        if reuse == "chunks":
+            rows = self._passages.find(tokens, identity, n_cached)
         n_exact = rows[0][0].begin if rows else len(tokens)
         if n_cached < n_exact:
             llm.eval(tokens[n_cached:n_exact].tolist())
         n_evaluated, kept = n_exact - n_cached, np.zeros(len(tokens), np.bool_)
         if rows:
             stitch = Stitch(llm, tokens, rows, n_exact, method)
-            kept = stitch.run()
-            llm.kv.assume(tokens, n_exact if prefix_exact else 0)
-            n_evaluated += stitch.n_evaluated
+            while stitch.advance(llm.n_batch):
+                pass
+            llm.kv.assume(tokens[:-1], n_exact if prefix_exact else 0)
+            llm.eval(tokens[-1:].tolist())
+            kept, n_evaluated = stitch.kept, n_evaluated + stitch.n_evaluated + 1
         return ChunkReuse(
             exact=prefix_exact and not rows,
             n_tokens=len(tokens),
@@ -292,32 +263,6 @@ class ChunkCache:
             live = min(live, llm.n_tokens)
         llm.kv.remove(0, live)
         return live, True
-
-    def _head(self, ends: npt.NDArray[np.int8]) -> int:
-        """How many tokens at the beginning are always exact: the sinks, and the first chunk up to the end of
-        a sentence.
-        """
-        size, window = self._sizes["chunk_size"], self._window
-        near = ends[size - 1 : size + window]
-        return size + (int(np.argmax(near == near.max())) if near.any() else 0)
-
-    def _read(self, index: DonorIndex, segments: list[Segment]) -> Rows:
-        rows = []
-        for segment in segments:
-            blocks = index.read(segment.source, segment.at, segment.at + len(segment))
-            if blocks is not None:
-                rows.append((segment, blocks))
-        return rows
-
-    def _index(self, identity: Identity) -> DonorIndex:
-        index = self._indexes.pop(identity.digest, None)
-        if index is None:
-            index = DonorIndex(self._store, identity, **self._sizes)
-            while len(self._indexes) >= _INDEXES:
-                del self._indexes[next(iter(self._indexes))]
-        self._indexes[identity.digest] = index  # the last one used stands last
-        index.refresh()
-        return index
 
     def _tokens(self, prompt: Prompt, bos: bool = True) -> Tokens:
         if isinstance(prompt, str):
@@ -365,9 +310,3 @@ def _timed(done: ChunkReuse, seconds: float) -> ChunkReuse:
 
 def _is_given(prompt: Prompt) -> bool:
     return prompt != "" if isinstance(prompt, str) else bool(np.size(np.asarray(prompt)))
-
-
-def _check_whole(field: str, value: int, low: int, high: int, why: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        reason = f" ({why})" if why else ""
-        raise ValueError(f"{field}={value!r}: use a whole number from {low} to {high}{reason}")

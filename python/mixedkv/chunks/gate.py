@@ -23,6 +23,7 @@ class Waiting:
 
     tokens: Tokens
     logits: Logits
+    tenant: str = ""
 
 
 class Gate:
@@ -62,8 +63,8 @@ class Gate:
         """Whether the request at hand is one of the sample."""
         return self._check > 0 and self._random.random() < self._check
 
-    def add(self, tokens: Tokens, logits: Logits) -> None:
-        self._waiting.append(Waiting(tokens, logits))
+    def add(self, waiting: Waiting) -> None:
+        self._waiting.append(waiting)
 
     def take(self) -> Waiting | None:
         return self._waiting.popleft() if self._waiting else None

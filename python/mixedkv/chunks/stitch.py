@@ -1,14 +1,17 @@
-"""A prompt's rows put together in sequence 0 of a `Llama`: from donors, and from evaluation where that is
-wanted.
-"""
+"""A prompt's rows put together in a sequence: from donors, and from evaluation where that is wanted."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from typing import TypeAlias, TypeVar
 
+import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
+from mixedkv import _llama_cpp
+from mixedkv.chunks.deviation import last_logits
 from mixedkv.chunks.plan import Segment, covered
 from mixedkv.chunks.repair import Mask, Method, at_seams, most
 from mixedkv.kv.block import KVBlock
@@ -17,11 +20,18 @@ from mixedkv.tokens import Tokens
 
 Rows = Sequence[tuple[Segment, list[KVBlock]]]  # cold rows of each segment, where they stood in their donor
 
+Floats: TypeAlias = npt.NDArray[np.float32]
+
+_T = TypeVar("_T")
+_Work: TypeAlias = Generator[None, None, _T]  # yields after each piece
 _QUESTION = 64  # tokens at the end of the prompt at most that choose the others
+_DRAFT = 8  # tokens after it that do too
+_NEAR = 2  # tokens before and behind one that is looked at: what it says is in them as well
 
 
 class Stitch:
-    """One prompt. The cache holds its first `n_exact` tokens, and nothing else.
+    """One prompt. The sequence holds its first `n_exact` tokens and nothing else; in the end all but the
+    last, which is left to the caller, for its logits.
 
     Args:
         llm: the cache is its.
@@ -29,57 +39,98 @@ class Stitch:
         rows: its segments and what their donors have.
         n_exact: tokens before the first segment.
         method: which of the segments' tokens are evaluated.
+        seq: the sequence.
+
+    Attributes:
+        kept: which rows are a donor's, bool [n]; known when all is done.
+        n_evaluated: tokens, counting twice what was evaluated twice.
+        n_left: about as many are still to be evaluated.
     """
 
-    def __init__(self, llm: Llama, tokens: Tokens, rows: Rows, n_exact: int, method: Method) -> None:
-        self._llm, self._tokens, self._rows, self._method = llm, tokens, rows, method
+    def __init__(
+        self, llm: Llama, tokens: Tokens, rows: Rows, n_exact: int, method: Method, seq: int = 0
+    ) -> None:
+        self._llm, self._tokens, self._rows, self._method, self._seq = llm, tokens, rows, method, seq
         self._n_exact = n_exact
         self._segments = [segment for segment, _ in rows]
         self._reused = covered(self._segments, len(tokens))
+        self.kept = np.zeros(len(tokens), np.bool_)
         self.n_evaluated = 0
+        self.n_left = len(tokens) - n_exact - round((1 - method.share) * int(self._reused.sum()))
+        self._size = 0
+        self._steps = self._run()
 
-    def run(self) -> Mask:
-        """Fill the cache, with the logits of the last token; which rows are a donor's, bool [n]."""
-        wanted = self._deviation() if self._method.repair == "cacheblend" else None
+    def advance(self, n: int) -> bool:
+        """Load a block, or evaluate up to `n` tokens; False when all is done.
+
+        Raises:
+            LookupError: there is no room; what the sequence holds behind `n_exact` is then of no use.
+        """
+        self._size = min(n, self._llm.n_batch)
+        return next(self._steps, self) is not self
+
+    def _run(self) -> _Work[None]:
+        kv, wanted = self._llm.kv, None
+        if self._method.repair == "cacheblend":
+            wanted = yield from self._deviation()
         for segment, blocks in self._rows:
             for block in blocks:
-                self._llm.kv.load(block, at=block.p0 - segment.at + segment.begin)
-        chosen = self._choose(wanted)
+                kv.load(block, self._seq, block.p0 - segment.at + segment.begin)
+                yield
+        chosen = yield from self._choose(wanted)
         for begin, end in _runs(chosen):
-            self._llm.kv.remove(0, begin, end)
-        kept = self._reused & ~chosen
-        self._evaluate(np.flatnonzero(~kept[self._n_exact :]) + self._n_exact, logits=True)
-        return kept
+            kv.remove(self._seq, begin, end)
+        self.kept = self._reused & ~chosen
+        left = np.flatnonzero(~self.kept[self._n_exact : -1]) + self._n_exact
+        yield from self._evaluate(left)
 
-    def _choose(self, deviation: npt.NDArray[np.float32] | None) -> Mask:
+    def _choose(self, deviation: Floats | None) -> _Work[Mask]:
         n, method = len(self._tokens), self._method
         if method.repair == "none":
             return np.zeros(n, np.bool_)
         last = method.overlap if method.repair == "seam" else 0
         chosen = at_seams(self._segments, n, first=method.overlap, last=last)
         if method.repair == "query":
-            chosen |= most(self._attention(), self._reused & ~chosen, method.share)
+            attention = yield from self._attention()
+            chosen |= most(attention, self._reused & ~chosen, method.share)
         elif deviation is not None:
             deviation[self._reused] -= self._values()
             chosen |= most(np.square(deviation).sum(axis=1), self._reused & ~chosen, method.share)
         return chosen
 
-    def _attention(self) -> npt.NDArray[np.float32]:
-        """What the question looks at, float32 [n]: from its own prefill over the rows as they came."""
+    def _attention(self) -> _Work[Floats]:
+        """What the question and the answer look at, float32 [n]: from the question's prefill over the rows as
+        they came, and a few tokens after it. The question alone does not find what the answer repeats.
+        """
         n = len(self._tokens)
         begin = max(self._segments[-1].end, n - _QUESTION)
-        mass = self._fill(np.arange(begin, n), watch=n)
-        self._llm.kv.remove(0, begin)
-        return mass
+        mass = yield from self._evaluate(np.arange(begin, n - 1), watch=n)
+        looks, token = self._next(int(self._tokens[-1]), n - 1)
+        mass = (mass + looks) / np.float32(n - begin)
+        for position in range(n, min(n + _DRAFT, self._llm.n_ctx())):
+            yield
+            if llama_cpp.llama_vocab_is_eog(_llama_cpp.vocab(self._llm), token):
+                break
+            looks, token = self._next(token, position)
+            mass += looks
+        self._llm.kv.remove(self._seq, begin)
+        return np.convolve(mass, np.ones(2 * _NEAR + 1), "same").astype(np.float32)
 
-    def _deviation(self) -> npt.NDArray[np.float32]:
+    def _next(self, token: int, position: int) -> tuple[Floats, int]:
+        """What a token looks at, float32 [n], and the likeliest one after it."""
+        watch = len(self._tokens)
+        looks = self._llm.kv.fill([token], [position], self._seq, logits=True, watch=watch)
+        self.n_evaluated += 1
+        return looks, int(last_logits(self._llm).argmax())
+
+    def _deviation(self) -> _Work[Floats]:
         """V of the second layer as the whole prompt gives it, float32 [n, width]; 0 outside the segments."""
         n = len(self._tokens)
-        self._evaluate(np.arange(self._n_exact, n), last_layer=self._layer())
+        yield from self._evaluate(np.arange(self._n_exact, n), last_layer=self._layer())
         values = np.zeros((n, self._values_at(self._n_exact).shape[1]), np.float32)
         values[self._n_exact :] = self._values_at(self._n_exact)
         values[~self._reused] = 0
-        self._llm.kv.remove(0, self._n_exact)
+        self._llm.kv.remove(self._seq, self._n_exact)
         return values
 
     def _values(self) -> npt.NDArray[np.float32]:
@@ -87,7 +138,7 @@ class Stitch:
         return np.concatenate([self._values_at(each.begin, each.end) for each in self._segments])
 
     def _values_at(self, p0: int, p1: int = -1) -> npt.NDArray[np.float32]:
-        rows = self._llm.kv.layer(self._layer()).v(0, p0, p1, basis="model")
+        rows = self._llm.kv.layer(self._layer()).v(self._seq, p0, p1, basis="model")
         return rows.reshape(len(rows), -1)
 
     def _layer(self) -> int:
@@ -95,30 +146,39 @@ class Stitch:
         return layers[min(1, len(layers) - 1)].il
 
     def _evaluate(
-        self, positions: npt.NDArray[np.int64], *, logits: bool = False, last_layer: int | None = None
-    ) -> None:
-        """Evaluate the prompt's tokens at these positions, in batches."""
-        size = self._llm.n_batch
-        for begin in range(0, len(positions), size):
-            some = positions[begin : begin + size]
-            self._fill(some, logits=logits and begin + size >= len(positions), last_layer=last_layer)
+        self, positions: npt.NDArray[np.int64], *, last_layer: int | None = None, watch: int = 0
+    ) -> _Work[Floats]:
+        """Evaluate the prompt's tokens at these positions, as many at a time as are wanted; what they look
+        at, float32 [watch].
+        """
+        layers = self._llm.kv.stats().n_layer
+        part = 1.0 if last_layer is None else min(1.0, (last_layer + 1) / max(1, layers))
+        mass, done = np.zeros(watch, np.float32), 0
+        while done < len(positions):
+            some = positions[done : done + self._size]
+            if len(some):
+                mass += self._llm.kv.fill(
+                    self._tokens[some], some, self._seq, last_layer=last_layer, watch=watch
+                )
+            done += len(some)
+            self.n_evaluated += round(part * len(some))
+            self.n_left = max(1, self.n_left - len(some))
+            yield
+        return mass
 
-    def _fill(
-        self,
-        positions: npt.NDArray[np.int64],
-        *,
-        logits: bool = False,
-        last_layer: int | None = None,
-        watch: int = 0,
-    ) -> npt.NDArray[np.float32]:
-        part = 1.0
-        if last_layer is not None:
-            layers = self._llm.kv.stats().n_layer
-            part = min(1.0, (last_layer + 1) / max(1, layers))
-        self.n_evaluated += round(part * len(positions))
-        return self._llm.kv.fill(
-            self._tokens[positions], positions, logits=logits, last_layer=last_layer, watch=watch
-        )
+
+def behind(rows: Rows, n: int) -> Rows:
+    """What of segments is behind the first `n` tokens."""
+    return [_behind(segment, blocks, n) for segment, blocks in rows if segment.end > n]
+
+
+def _behind(segment: Segment, blocks: list[KVBlock], n: int) -> tuple[Segment, list[KVBlock]]:
+    lost = n - segment.begin
+    if lost <= 0:
+        return segment, blocks
+    at = segment.at + lost
+    cut = replace(segment, at=at, begin=n, common_left=segment.common_left + lost)
+    return cut, [block.slice(max(at, block.p0), block.p1) for block in blocks if block.p1 > at]
 
 
 def _runs(mask: Mask) -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@ common is evaluated once. docs/engine.md tells more.
 """
 
 from mixedkv.engine.answer import Answer
+from mixedkv.engine.chunk_connector import ChunkConnector
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.job import Delta, Done, Failed, Job
 from mixedkv.engine.kv_connector import KVConnector
@@ -14,6 +15,7 @@ from mixedkv.engine.tenant_limits import TenantLimits
 
 __all__ = [
     "Answer",
+    "ChunkConnector",
     "Delta",
     "Done",
     "Engine",

@@ -20,14 +20,17 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from mixedkv import _llama_cpp
+from mixedkv.chunks import Reuse
 from mixedkv.engine.answer import Answer
 from mixedkv.engine.batch import Batch
 from mixedkv.engine.checkpoints import CheckpointLimits
+from mixedkv.engine.chunk_connector import ChunkConnector
 from mixedkv.engine.deliver import Deliver, deliver_directly
 from mixedkv.engine.detokenizer import Detokenizer
 from mixedkv.engine.inbox import Inbox
 from mixedkv.engine.job import Event, Failed, Job
 from mixedkv.engine.kv_connector import KVConnector
+from mixedkv.engine.loading import Loader
 from mixedkv.engine.next_token import next_token, take
 from mixedkv.engine.observer import Observer
 from mixedkv.engine.pacing import Pace
@@ -127,7 +130,7 @@ class Engine:
             observer=self.observer,
             limits=limits,
         )
-        self._limits = limits
+        self._limits, self._loader = limits, Loader(llm, self._scheduler, self.observer)
         self._batch = Batch(llm.n_batch, self.width)
         self._deliver = deliver
         self._events: list[tuple[Job, Event]] = []
@@ -162,6 +165,11 @@ class Engine:
     def alive(self) -> bool:
         return self._thread.is_alive() and not self._inbox.closed
 
+    @property
+    def idle(self) -> bool:
+        """Nobody has an answer, or waits for one."""
+        return not (self.n_running or self.n_queued)
+
     def submit(
         self,
         prompt: Prompt,
@@ -170,7 +178,7 @@ class Engine:
         stop: str | Sequence[str] = (),
         n_logprobs: int | None = None,
         tenant: str = "",
-        reuse: bool = True,
+        reuse: bool | Reuse = True,
         **sampling: Any,
     ) -> Answer:
         """Answer a prompt; returns at once.
@@ -181,7 +189,7 @@ class Engine:
             stop: a string that ends it, or several.
             n_logprobs: how many of the likeliest tokens to tell with each token; None for none.
             tenant: answers of one tenant share the rows of what their prompts have in common.
-            reuse: start from rows that are there; False evaluates everything.
+            reuse: which rows that are there it starts from, see `Job`; False evaluates everything.
             **sampling: fields of `Sampling`: temperature, top_p, seed, ...
 
         Raises:
@@ -219,12 +227,15 @@ class Engine:
             QueueFullError: too many jobs of this tenant wait; not with `force`.
             ClosedError: the engine is shutting down.
             ContextLengthError: a prompt is empty or does not fit the context.
-            ValueError: it is of vectors and the model takes tokens, or the other way round.
+            ValueError: it is of vectors and the model takes tokens, or the other way round; or it is to reuse
+                chunks, and there are none.
         """
         for job in jobs:
             self.check_prompt(job.n_prompt)
             if isinstance(job, VectorJob) != bool(self.width):
                 raise ValueError("a model without vocabulary takes vectors, and no other one does")
+            if job.accept == "chunks" and not isinstance(self._connector, ChunkConnector):
+                raise ValueError("reuse='chunks': give the engine a ChunkConnector(store), which finds them")
             if not self.width and not self.pool.rule.anywhere:
                 job.boundaries = self.tokenizer.boundaries(job.prompt)
         with self._submitting:
@@ -391,13 +402,14 @@ class Engine:
                 self._abandon(scheduler.running, error)
 
     def _step(self, began: float) -> None:
-        self._restore()
+        self._loader.restore()
+        self._events += self._scheduler.take_lost()
         step, code = self._decode()
         while code == _NO_CELLS:
             if job := self._scheduler.relieve():
                 self._finish(job, "length")
             step, code = self._decode()
-        if not step.runs:
+        if not (step.runs or step.stitches):
             return
         if code != 0:
             self._abandon(self._scheduler.running, EngineError(f"llama_decode returned {code}"))
@@ -410,6 +422,7 @@ class Engine:
                 self._choose(run.job, index)
             except Exception as error:
                 self._abandon([run.job], error)
+        self._loader.stitch(step)  # decodes of their own: the logits have been used
         self.n_steps += 1
         self.last_step, self.last_step_seconds = step, time.perf_counter() - began
         self._scheduler.took(step, self.last_step_seconds)
@@ -429,6 +442,8 @@ class Engine:
         if not job.evaluated:
             job.evaluated = True
             self.observer.prompt_done(job)
+            if self._connector is not None:
+                self._connector.evaluated(job, index)
         if job.sampler is None or job.n_answer >= job.max_tokens:
             self._finish(job, "length")
             return
@@ -446,27 +461,6 @@ class Engine:
             self._finish(job, "stop")
         elif job.n_answer >= job.max_tokens or len(job.tokens) >= self.n_ctx:
             self._finish(job, "length")
-
-    def _restore(self) -> None:
-        """Load one fetched block: a long chain is spread over steps."""
-        job = next((job for job in self._scheduler.running if job.blocks), None)
-        if job is None:
-            return
-        assert job.seq is not None
-        block = job.blocks.pop(0)
-        try:
-            self.llm.kv.load(block, seq=job.seq.id, more=bool(job.blocks))
-            job.seq.tokens.extend(block.tokens.tolist())
-            job.seq.checkpoints.extend(block.checkpoints)
-        except Exception as error:  # what is not restored is evaluated
-            log.warning("a stored block could not be loaded: %s", error)
-            self.observer.restore_failed("load")
-            self._scheduler.refetch(job)
-            self._events += self._scheduler.take_lost()
-        if not job.evaluated:  # not after a pause or a preemption
-            job.n_cached = job.n_rows
-        if not job.blocks:
-            self.observer.restored(job)
 
     def _finish(self, job: Job, reason: str) -> None:
         done = job.finish(reason)

@@ -7,15 +7,19 @@ from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from mixedkv.chunks.chunk_reuse import Reuse
+from mixedkv.chunks.repair import Method
+from mixedkv.chunks.stitch import Rows, Stitch
 from mixedkv.engine.detokenizer import TextStream
 from mixedkv.engine.sampler import Sampler, TokenLogprob
 from mixedkv.engine.sequences import Sequence
 from mixedkv.engine.thought import Thought
+from mixedkv.llama import Llama
 from mixedkv.tokens import Tokens
 
 
@@ -60,7 +64,8 @@ class Job:
         stop: strings that end the answer.
         stream: deliver text as it comes, else all of it with the end.
         n_logprobs: None for no logprobs, else how many of the likeliest tokens to tell.
-        reuse: start from rows that are there; False evaluates everything.
+        reuse: which rows that are there it starts from, see `Reuse`: "exact", "prefix" or "chunks"; True as
+            the engine does by default; False evaluates everything.
         store: keep the KV in the store, if there is one.
         keep: the rows stay as a prefix that others start from.
         session: what the store files the KV under.
@@ -83,7 +88,7 @@ class Job:
         stream: bool = False,
         n_logprobs: int | None = None,
         ignore_end: bool = False,
-        reuse: bool = True,
+        reuse: bool | Reuse = True,
         store: bool = True,
         keep: bool = False,
         session: str | None = None,
@@ -98,7 +103,10 @@ class Job:
         self.tenant, self.session = tenant, session
         self.max_tokens, self.sampler = max_tokens, sampler
         self.stream, self.n_logprobs, self.ignore_end = stream, n_logprobs, ignore_end
-        self.reuse, self.store, self.keep = reuse, store, keep
+        if not isinstance(reuse, bool) and reuse not in get_args(Reuse):
+            raise ValueError(f"reuse={reuse!r}: use True, False, or one of {', '.join(get_args(Reuse))}")
+        self.reuse, self.store, self.keep = bool(reuse), store, keep
+        self.accept: Reuse | None = reuse if isinstance(reuse, str) else None  # None: the engine's default
         self.min_tokens, self.stop_tokens = min_tokens, frozenset(stop_tokens)
         self.shown = frozenset(shown)
         self.thought, self.boundary = thought, boundary
@@ -120,9 +128,14 @@ class Job:
         self.blocks: list[Any] = []  # from the store, still to be loaded
         self.n_fetched = 0  # tokens they cover
         self.blocks_exact = True
+        self.n_in_context: int | None = None  # as it was when the store was asked
+        self.passages: Rows = []  # of passages behind the exact beginning, still to be loaded
+        self.method: Method | None = None  # how they are repaired
+        self.stitch: Stitch | None = None  # at work on them
 
         self.evaluated = False  # the whole prompt, once
         self.n_cached: int | None = None  # tokens of the prompt that were not evaluated
+        self.n_approximate = 0  # of these the ones whose rows are not those of an evaluation
         self.cached_tier = ""
         self.exact = True
         self.t_submit = time.perf_counter()
@@ -154,10 +167,29 @@ class Job:
         """Take a checkpoint after `n` tokens too."""
         self.save_at = sorted({*self.save_at, n})
 
+    @property
+    def n_plain(self) -> int:
+        """Tokens before the first passage: those that are evaluated one after the other, exactly."""
+        return self.passages[0][0].begin if self.passages else len(self.tokens)
+
+    @property
+    def at_passages(self) -> bool:
+        """What comes next is not evaluated plainly."""
+        return bool(self.passages) and self.n_rows >= self.n_plain
+
+    @property
+    def n_to_do(self) -> int:
+        """About how many tokens are still to be evaluated."""
+        return self.stitch.n_left if self.stitch is not None else self.n_remaining
+
+    @property
+    def n_cached_exact(self) -> int:
+        return (self.n_cached or 0) - self.n_approximate
+
     def up_to_checkpoint(self, n: int) -> int:
-        """Of the next `n` tokens those before the next checkpoint."""
+        """Of the next `n` tokens those before the next checkpoint, or the first passage."""
         left = next((at - self.n_rows for at in self.save_at if at > self.n_rows), n)
-        return min(n, left)
+        return min(n, left, self.n_plain - self.n_rows)
 
     def begin(self, seq: Sequence, n_cached: int) -> bool:
         """Have a sequence with `n_cached` tokens of the prompt in it; whether it is the first, so not after a
@@ -166,13 +198,17 @@ class Job:
         self.seq, self.exact = seq, self.exact and seq.exact
         if self.n_cached is not None:
             return False
-        self.n_cached = n_cached
+        self.set_cached(n_cached)
         if not self.blocks:
             self.cached_tier = "context" if n_cached else ""
         self.t_start = time.perf_counter()
         if self.sampler is not None:
             self.sampler.accept_prompt(self.prompt[-64:].tolist())
         return True
+
+    def set_cached(self, n: int) -> None:
+        """The first `n` tokens of the prompt have rows that were there."""
+        self.n_cached, self.n_approximate = n, 0 if self.exact else n
 
     def set_blocks(self, blocks: list[Any], tier: str, exact: bool) -> None:
         """Rows from the store, to be used if the context has fewer."""
@@ -181,6 +217,28 @@ class Job:
 
     def forget_blocks(self) -> None:
         self.blocks, self.n_fetched = [], 0
+
+    def set_passages(self, rows: Rows, method: Method | None) -> None:
+        """Rows from elsewhere for passages of the prompt, in order; none are left where it is empty."""
+        self.passages, self.method, self.stitch = rows, method, None
+
+    def begin_stitch(self, llm: Llama) -> Stitch:
+        """All before the first passage has rows."""
+        assert self.seq is not None
+        assert self.method is not None
+        self.stitch = Stitch(llm, self.prompt, self.passages, self.n_rows, self.method, self.seq.id)
+        return self.stitch
+
+    def stitched(self) -> None:
+        """The prompt has rows, but for its last token."""
+        assert self.seq is not None
+        assert self.stitch is not None
+        self.seq.tokens.extend(self.prompt[self.n_rows : -1].tolist())
+        self.seq.exact, self.seq.stitched = False, True
+        self.exact = False
+        n = int(self.stitch.kept.sum())
+        self.n_cached, self.n_approximate = (self.n_cached or 0) + n, self.n_approximate + n
+        self.passages, self.stitch = [], None
 
     @property
     def n_answer(self) -> int:
@@ -208,7 +266,7 @@ class Job:
         return Done(reason, "".join([*self.answer, rest]), logprobs)
 
     def close(self) -> None:
-        self.blocks = []
+        self.blocks, self.passages, self.stitch = [], [], None
         if self.sampler is not None:
             self.sampler.close()
 

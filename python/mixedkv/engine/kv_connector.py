@@ -21,6 +21,9 @@ class ConnectedEngine(Protocol):
     pool: SequencePool
     observer: Observer
 
+    @property
+    def idle(self) -> bool: ...
+
     def ready(self, job: Job) -> None: ...
 
     def call(self, function: Callable[[], _T]) -> Future[_T]: ...
@@ -37,6 +40,9 @@ class KVConnector(Protocol):
         look for. True: `engine.ready(job)` is called later, after `job.set_blocks` if something was found.
         """
         ...
+
+    def evaluated(self, job: Job, index: int) -> None:
+        """On the engine's thread: the prompt's last token has logits, at `index` of the step's."""
 
     def offload(self, job: Job) -> None:
         """On the engine's thread, with a job that is done: keep its KV. The rows are in `job.seq` as long as

@@ -42,6 +42,11 @@ class Observer:
 
     def stored(self, n_tokens: int) -> None: ...
 
+    def checked(self, kld: float, is_off: bool) -> None:
+        """An answer that reused chunks was evaluated exactly as well, on another thread than the engine's:
+        its divergence in nats, and whether chunks are reused no more.
+        """
+
     def store_failed(self, reason: str) -> None: ...
 
     # --- embeddings: the first two on the event loop ---

@@ -6,9 +6,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, cast, overload
 
+from mixedkv.chunks import Reuse
 from mixedkv.engine.answer import Answer
+from mixedkv.engine.chunk_connector import ChunkConnector
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.job import Job
 from mixedkv.engine.store_connector import StoreConnector
@@ -29,6 +31,7 @@ class Generation:
         prompt_tokens, evaluated: of the prompt: all of them, and those that had to be evaluated.
         tier: where the others came from: "context", "ram", "disk", or "".
         exact: the answer is that of an evaluation from the first token.
+        approximate: tokens of the prompt with rows that were computed elsewhere.
     """
 
     text: str
@@ -40,6 +43,7 @@ class Generation:
     evaluated: int
     tier: str
     exact: bool
+    approximate: int
 
     @property
     def kv_reuse_ratio(self) -> float:
@@ -58,24 +62,60 @@ class PromptCache:
     Args:
         llm: the cache's alone until it is closed, which leaves it open.
         store: KV is kept there, also for the next process; closed with the cache. None: in the context.
+        reuse: "chunks": also passages that were computed elsewhere, see docs/chunks.md; without a store they
+            are kept in memory.
         **options: of `Engine`: parallel, exact_only, ...
 
     Raises:
         ValueError: as `Engine`.
     """
 
-    def __init__(self, llm: Llama, store: KVStore | None = None, **options: Any) -> None:
-        connector = StoreConnector(store) if store is not None else None
+    def __init__(
+        self, llm: Llama, store: KVStore | None = None, *, reuse: Reuse = "exact", **options: Any
+    ) -> None:
+        connector: StoreConnector | None = None
+        if reuse == "chunks":
+            connector = ChunkConnector(store or KVStore(None))
+        elif store is not None:
+            connector = StoreConnector(store)
+        options.setdefault("exact_only", reuse != "prefix")
+        self._connector = connector
         self.engine = Engine(llm, connector=connector, **options)
 
-    def warm(self, prompt: str | Sequence[int]) -> Generation:
+    @overload
+    def warm(self, prompt: str | Sequence[int]) -> Generation: ...
+
+    @overload
+    def warm(self, prompt: list[str]) -> list[Generation]: ...
+
+    def warm(self, prompt: str | Sequence[int] | list[str]) -> Generation | list[Generation]:
         """Evaluate a prompt and keep it for those that begin with it.
 
+        Args:
+            prompt: a text, token ids, or a list of documents: each is evaluated behind the model's BOS, and
+                stored, for prompts that have it anywhere (reuse="chunks").
+
         Raises:
-            ValueError: it is empty or too long.
+            ValueError: it is empty or too long; no document is then evaluated.
         """
+        documents = _documents(prompt)
+        if documents is None:
+            return self._evaluate(
+                self.engine.tokenizer.prompt(cast("str | Sequence[int]", prompt)), keep=True
+            )
+        if not all(documents):
+            raise ValueError("prompt: there is an empty document: leave it out")
+        prompts = [self.engine.tokenizer.prompt(text) for text in documents]
+        for tokens in prompts:
+            self.engine.check_prompt(len(tokens))
+        done = [self._evaluate(tokens, keep=False) for tokens in prompts]  # one by one: each has its window
+        if self._connector is not None:
+            self._connector.flush()
+        return done
+
+    def _evaluate(self, tokens: Sequence[int], keep: bool) -> Generation:
         called = time.perf_counter()
-        job = Job(self.engine.tokenizer.prompt(prompt), max_tokens=0, sampler=None, keep=True)
+        job = Job(tokens, max_tokens=0, sampler=None, keep=keep)
         answer = Answer(self.engine, job)
         self.engine.submit_jobs([job])
         return _generation(answer, called)
@@ -122,6 +162,13 @@ class PromptCache:
         self.close()
 
 
+def _documents(prompt: str | Sequence[int] | list[str]) -> list[str] | None:
+    if isinstance(prompt, str):
+        return None
+    texts = [text for text in prompt if isinstance(text, str)]
+    return texts or None
+
+
 def _generation(answer: Answer, called: float) -> Generation:
     done, job = answer.result(), answer.job
     end = job.t_end or time.perf_counter()
@@ -135,4 +182,5 @@ def _generation(answer: Answer, called: float) -> Generation:
         evaluated=job.n_prompt - (job.n_cached or 0),
         tier=job.cached_tier,
         exact=job.exact,
+        approximate=job.n_approximate,
     )

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from mixedkv.chunks.stitch import behind
 from mixedkv.engine.checkpoints import places
 from mixedkv.engine.fair_queue import FairQueue, Service
 from mixedkv.engine.job import Failed, Job
@@ -32,9 +33,12 @@ class Run:
 
 @dataclass(slots=True)
 class Step:
-    """What one `llama_decode` evaluates: a token of `n_streams` answers each, and `n_prompt` of prompts."""
+    """What one `llama_decode` evaluates: a token of `n_streams` answers each, and `n_prompt` of prompts. Of
+    these some are in `stitches`: parts of passages that are put together, each in a decode of its own.
+    """
 
     runs: list[Run] = field(default_factory=list)
+    stitches: list[Run] = field(default_factory=list)
     n_streams: int = 0
     n_prompt: int = 0
 
@@ -106,7 +110,9 @@ class Scheduler:
     def leave(self, job: Job) -> None:
         """A job's place is free; its rows stay as an idle prefix."""
         seq = self._take(job)
-        if seq.tokens and job.goes_on:
+        if job.stitch is not None:  # half of its rows are nobody's
+            self.pool.drop(seq)
+        elif seq.tokens and job.goes_on:
             self.pool.pause(seq)
         elif seq.tokens:
             self.pool.release(seq, job.keep and not job.cancelled, job.session)
@@ -177,24 +183,25 @@ class Scheduler:
 
     def _youngest(self, tenant: str) -> Job | None:
         """Of a tenant's running jobs that can be paused: not while rows are being loaded."""
-        return next((job for job in reversed(self.running) if job.tenant == tenant and not job.blocks), None)
+        jobs = (job for job in reversed(self.running) if job.tenant == tenant)
+        return next((job for job in jobs if not job.blocks and job.stitch is None), None)
 
     def _comes_soon(self, job: Job) -> bool:
         """A running job is about to evaluate what this one can then share."""
         others = [
             other for other in self.running if other.tenant == job.tenant and other.n_rows < other.n_prompt
         ]
-        here = self.pool.match(job.tenant, job.prompt).n if others else 0
+        here = self.pool.match(job.tenant, job.prompt, job.accept).n if others else 0
         for other in others:
-            n = min(common_prefix(other.prompt, job.prompt), job.n_prompt - 1)
+            n = min(common_prefix(other.prompt, job.prompt), job.n_prompt - 1, other.n_plain)
             if n - max(here, other.n_rows, job.n_fetched) >= _WAIT_FOR:
-                return self._worth_it(other, n)
+                return self._worth_it(other, n, self.pool.is_exact_only(job.accept))
         return False
 
-    def _worth_it(self, other: Job, n: int) -> bool:
+    def _worth_it(self, other: Job, n: int, exact_only: bool) -> bool:
         """Only rows that can be shared are worth waiting for: most caches need a checkpoint there."""
         pool = self.pool
-        if pool.rule.cut_is_exact(other.n_prompt, n) or (pool.rule.only_approximate and not pool.exact_only):
+        if pool.rule.cut_is_exact(other.n_prompt, n) or (pool.rule.only_approximate and not exact_only):
             return True
         at = pool.rule.save_at(n, other.n_prompt)
         if at not in other.save_at and len(other.save_at) < pool.limits.per_sequence:
@@ -219,6 +226,7 @@ class Scheduler:
             return False
         if job.begin(seq, match.n):
             self._observer.started(job)
+        job.set_passages(behind(job.passages, max(match.n, job.n_fetched)), job.method)
         self._plan_checkpoints(job, seq, match)
         job.paused = None
         self.waiting.remove(job)
@@ -243,7 +251,9 @@ class Scheduler:
             if own.n:
                 return own
         match = NO_MATCH
-        while job.reuse and not self.pool.confirm(match := self.pool.match(job.tenant, job.all_tokens)):
+        while job.reuse and not self.pool.confirm(
+            match := self.pool.match(job.tenant, job.all_tokens, job.accept)
+        ):
             pass
         return match
 
@@ -288,7 +298,11 @@ class Scheduler:
         prompts = self._by_turn([job for job in self.running if job.n_remaining > 1 and not job.blocks])
         budget = self._pace.budget(step.n_streams, len(prompts))
         budget = min(budget, self._n_batch - step.n_streams)
-        for job, n in zip(prompts, share(budget, [job.n_remaining for job in prompts]), strict=True):
+        for job, n in zip(prompts, share(budget, [job.n_to_do for job in prompts]), strict=True):
+            if job.at_passages:  # loading takes no tokens
+                step.stitches.append(Run(job, n, chooses=False))
+                step.n_prompt += n
+                continue
             n = job.up_to_checkpoint(n)
             if n:
                 step.runs.append(Run(job, n, chooses=n == job.n_remaining))
@@ -309,7 +323,7 @@ class Scheduler:
         """The step's tokens have rows now."""
         self.waiting.count_step(self.running)
         self.pool.evaluated()
-        for run in step.runs[step.n_streams :]:
+        for run in [*step.runs[step.n_streams :], *step.stitches]:
             self._prompt_service.add(run.job.tenant, run.n)
         for run in step.runs:
             job, seq = run.job, run.job.seq
@@ -355,4 +369,5 @@ class Scheduler:
     def _wait_again(self, job: Job) -> None:
         job.seq = None
         job.forget_blocks()
+        job.set_passages([], None)
         self.waiting.appendleft(job)

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
+from mixedkv.chunks.chunk_reuse import Reuse
 from mixedkv.cut_rule import CutRule
 from mixedkv.engine.checkpoints import CheckpointLimits, thinned
 from mixedkv.engine.tenant_limits import Limits, unlimited
@@ -56,6 +57,7 @@ class Sequence:
         paused: rows of an answer that goes on later: not continued by others, and evicted last of all.
         checkpoints: what it held besides rows when it was shorter, in order of length.
         whole: it still holds what the token at its end reads.
+        stitched: some of its rows were computed elsewhere: only who accepts that goes on from them.
         session: whose prefix it then is, if it is a session's.
         version: changes whenever rows are taken away, so that who reads rows later can tell.
     """
@@ -69,6 +71,7 @@ class Sequence:
     paused: bool = False
     checkpoints: list[Checkpoint] = field(default_factory=list)
     whole: bool = True
+    stitched: bool = False
     session: str | None = None
     used_at: int = 0
     version: int = 0
@@ -147,26 +150,34 @@ class SequencePool:
             kept.update(seq.id for seq in seqs[: share if most is None else min(share, most)])
         return kept
 
-    def match(self, tenant: str, prompt: Tokens) -> Match:
-        """The longest usable prefix of a prompt, one token short of the whole at most."""
+    def match(self, tenant: str, prompt: Tokens, accept: Reuse | None = None) -> Match:
+        """The longest usable prefix of a prompt, one token short of the whole at most.
+
+        Args:
+            accept: which rows will do; None is what the pool was made for.
+        """
+        exact_only = self.is_exact_only(accept)
         best = NO_MATCH
         for seq in self._all:
-            if seq.tenant == tenant and seq.tokens:
+            if seq.tenant == tenant and seq.tokens and (not seq.stitched or accept == "chunks"):
                 n = min(seq.common(prompt), len(prompt) - 1)
                 if n >= MIN_SHARED:
-                    best = _better(best, self._match(seq, n))
+                    best = _better(best, self._match(seq, n, exact_only and not seq.stitched))
         return best
 
-    def _match(self, seq: Sequence, n: int) -> Match:
+    def is_exact_only(self, accept: Reuse | None) -> bool:
+        return self.exact_only if accept is None else accept != "prefix"
+
+    def _match(self, seq: Sequence, n: int, exact_only: bool) -> Match:
         """With the first n tokens of a sequence, or as many of them as can be used."""
         if seq.whole and self.rule.cut_is_exact(len(seq.tokens), n):
-            if seq.exact or not self.exact_only:
+            if seq.exact or not exact_only:
                 return Match(seq, n, seq.exact, n)
             return replace(NO_MATCH, longest=n)
-        if not self.exact_only and self.rule.only_approximate:
+        if not exact_only and self.rule.only_approximate and not seq.stitched:
             return Match(seq, n, False, n)
         at, point = served(seq.checkpoints, n)
-        if point is None or at < MIN_SHARED or (self.exact_only and not seq.exact):
+        if point is None or at < MIN_SHARED or (exact_only and not seq.exact):
             return replace(NO_MATCH, longest=n)
         return Match(seq, at, seq.exact, n, point)
 
@@ -194,6 +205,7 @@ class SequencePool:
         seq.tenant, seq.running, seq.session = tenant, True, None
         seq.keep = seq.paused = False
         seq.exact, seq.whole = match.exact, True
+        seq.stitched = source is not None and source.stitched
         if source is not None:  # a prefix that many share is in use, however old it is
             self.touch(source)
         self.touch(seq)
@@ -256,7 +268,7 @@ class SequencePool:
         """Give the rows and the place back."""
         self.clear(seq)
         seq.running = seq.keep = seq.paused = False
-        seq.exact, seq.session = True, None
+        seq.exact, seq.session, seq.stitched = True, None, False
 
     def clear(self, seq: Sequence) -> None:
         """Take the rows of a running sequence."""

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -76,6 +77,14 @@ class StoreConnector:
 
     # --- the engine's hooks ---
 
+    def evaluated(self, job: Job, index: int) -> None:
+        pass
+
+    def flush(self) -> None:
+        """Wait until all that was done is stored."""
+        while self._n_unstored and all(thread.is_alive() for thread in self._threads):
+            time.sleep(0.01)
+
     def offload(self, job: Job) -> None:
         seq = job.seq
         if seq is not None and seq.exact and len(seq.tokens) >= _LEAST:
@@ -141,12 +150,11 @@ class StoreConnector:
         if job.cancelled:
             return
         tokens = job.prompt[: job.n_prompt - 1]
-        exact_only = self._engine.pool.exact_only
+        exact_only = self._engine.pool.is_exact_only(job.accept)
         match = self.store.find(self._identity(job.tenant), tokens, exact_only=exact_only)
         if match is None:
             return
-        have = self._engine.call(lambda: self._engine.pool.match(job.tenant, job.prompt).n).result()
-        if match.n_tokens < have + _LEAST:
+        if match.n_tokens < self._in_context(job) + _LEAST:
             return
         found = self.store.read_from(match)
         if found is None:
@@ -154,6 +162,16 @@ class StoreConnector:
             return
         blocks, tier = found
         job.set_blocks(self._rows.cut(blocks), tier, match.exact)
+
+    def _in_context(self, job: Job) -> int:
+        """Tokens of a prompt that the context has rows of, exact enough for it; asked once, since it takes
+        until the next step.
+        """
+        if job.n_in_context is None:
+            pool = self._engine.pool
+            found = self._engine.call(lambda: pool.match(job.tenant, job.prompt, job.accept)).result()
+            job.n_in_context = found.n
+        return job.n_in_context
 
     def _put(self, finished: _Finished) -> None:
         identity = self._identity(finished.tenant)

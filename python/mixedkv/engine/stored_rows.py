@@ -9,6 +9,7 @@ from mixedkv.engine.sequences import Sequence
 from mixedkv.kv.block import KVBlock
 from mixedkv.limits import CELLS
 from mixedkv.store import Identity, KVStore, Match
+from mixedkv.store.lookup import worth_building_on
 from mixedkv.tokens import Tokens
 
 _SLICE_BYTES = 16 << 20  # copied out or in between two steps: some milliseconds
@@ -68,9 +69,9 @@ class StoredRows:
         that entry does not have in F16.
         """
         match = store.find(identity, tokens)
-        if match is None or match.n_tokens == len(tokens) or match.exact:
+        if match is not None and match.n_tokens == len(tokens):
             return match
-        return store.find(identity, tokens, max_tokens=max(0, len(tokens) - self._window))
+        return worth_building_on(match, max(0, len(tokens) - self._window))
 
     def _export(self, rows: SequenceRows, p0: int, p1: int) -> KVBlock | None:
         """None when the sequence has gone or was cut meanwhile."""

@@ -47,6 +47,12 @@ class Metrics(Observer):
         self.errors = Counter("mixedkv:request_failure", "Answers that failed.", ["reason"], **r)
         self.queries = Counter("mixedkv:prefix_cache_queries", "Prompt tokens looked up in the cache.", **r)
         self.hits = Counter("mixedkv:prefix_cache_hits", "Prompt tokens found, by tier.", ["tier"], **r)
+        self.approximate = Counter(
+            "mixedkv:approximate_cache_hits", "Prompt tokens with rows that were computed elsewhere.", **r
+        )
+        self.chunk_checks = Counter("mixedkv:chunk_checks", "Answers from chunks, evaluated exactly.", **r)
+        self.chunk_kld = Counter("mixedkv:chunk_check_kld_nats", "Their divergence, together.", **r)
+        self.chunks_off = Gauge("mixedkv:chunk_reuse_off", "1 when checks have switched it off.", **r)
         self.rows = Gauge("mixedkv:kv_cache_rows", "Rows by state: hot, cold.", ["state"], **r)
         self.bytes = Gauge("mixedkv:kv_cache_bytes", "Bytes by tier: hot, cold, ram, disk.", ["tier"], **r)
         self.usage = Gauge("mixedkv:kv_cache_usage_perc", "Share of the context's cells in use, 0 to 1.", **r)
@@ -113,9 +119,10 @@ class Metrics(Observer):
         if job.reuse:
             self.queries.inc(job.n_prompt)
             self._n_queries += job.n_prompt
-            if n_cached:
-                self.hits.labels(job.cached_tier).inc(n_cached)
-                self._hits[job.cached_tier] += n_cached
+            self.approximate.inc(job.n_approximate)
+            if n_exact := job.n_cached_exact:
+                self.hits.labels(job.cached_tier).inc(n_exact)
+                self._hits[job.cached_tier] += n_exact
 
     def token(self, job: Job, now: float) -> None:
         self.generated.inc()
@@ -166,6 +173,11 @@ class Metrics(Observer):
     def store_failed(self, reason: str) -> None:
         self.store_failures.labels(reason).inc()
 
+    def checked(self, kld: float, is_off: bool) -> None:
+        self.chunk_checks.inc()
+        self.chunk_kld.inc(kld)
+        self.chunks_off.set(is_off)
+
     def embedding_requests(self, n: int) -> None:
         self.embedding_running.set(n)
 
@@ -189,7 +201,8 @@ class Metrics(Observer):
                 "time": time.time(),
                 "tenant": job.tenant,
                 "prompt_tokens": job.n_prompt,
-                "cached_tokens": job.n_cached or 0,
+                "cached_tokens": job.n_cached_exact,
+                "approximate_cached_tokens": job.n_approximate,
                 "cached_tier": job.cached_tier,
                 "exact": job.exact,
                 "completion_tokens": job.n_answer,

@@ -23,6 +23,7 @@ from mixedkv.bundled import model_path
 from mixedkv.engine import tokenizer
 from mixedkv.engine.answer import Answer
 from mixedkv.engine.checkpoints import CheckpointLimits
+from mixedkv.engine.chunk_connector import ChunkConnector
 from mixedkv.engine.embedder import Embedder
 from mixedkv.engine.embedding_context import EmbeddingContext, only_embeds
 from mixedkv.engine.engine import Engine
@@ -104,7 +105,8 @@ def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Serve
     watch = stack.enter_context(ModelWatch(part.path for part in model_parts(path)))
     llm = stack.enter_context(_load(settings, path, file, generates))
     key = key_from_file(settings.store_key_file) if settings.store_key_file else None
-    store = stack.enter_context(_open_store(settings, keys, key)) if settings.store else None
+    keeps = settings.store or (settings.reuse == "chunks" and generates)
+    store = stack.enter_context(_open_store(settings, keys, key)) if keeps else None
     metrics_key = MetricsKey.load(settings.metrics_key_file) if settings.metrics_key_file else None
     metrics, delivery = Metrics(by_tenant=metrics_key is not None), Delivery()
     engine = stack.enter_context(
@@ -113,8 +115,8 @@ def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Serve
             parallel=settings.parallel,
             max_queue=settings.max_queue,
             slowdown=settings.slowdown,
-            exact_only=settings.reuse == "exact",
-            connector=StoreConnector(store) if store is not None else None,
+            exact_only=settings.reuse != "prefix",
+            connector=_connector(settings, store),
             observer=metrics,
             deliver=delivery,
             tokenizer=tokenizer.Tokenizer(
@@ -202,9 +204,22 @@ def _open_embedder(settings: ServerSettings, engine: Engine, file: ModelFile, ke
     )
 
 
+def _connector(settings: ServerSettings, store: KVStore | None) -> StoreConnector | None:
+    if store is None:
+        return None
+    if settings.reuse != "chunks":
+        return StoreConnector(store)
+    return ChunkConnector(
+        store,
+        repair=settings.chunk_repair or None,
+        max_kld=settings.chunk_max_kld,
+        check=settings.chunk_check,
+    )
+
+
 def _open_store(settings: ServerSettings, keys: Keys, key: KeySource | None) -> KVStore:
     return KVStore(
-        settings.store,
+        settings.store or None,
         max_ram_bytes=int(settings.max_ram_gb * 1e9),
         max_kv_size_gb=settings.max_kv_size_gb,
         key=key,

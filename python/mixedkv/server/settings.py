@@ -18,6 +18,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from mixedkv.chunks import Reuse
 from mixedkv.config import parse_kv
 from mixedkv.limits import INT32_MAX, MAX_SEQUENCES
 from mixedkv.sessions.metadata_url import beside
@@ -88,10 +89,20 @@ class ServerSettings(BaseSettings):
         INT32_MAX,
     )
     max_checkpoint_gb: float = _option(1.0, "memory that checkpoints may take", "GB", 0, 1e6)
-    reuse: Literal["exact", "prefix"] = _option(
+    reuse: Reuse = _option(
         "exact",
-        "exact: what equals an evaluation from the start; prefix: also where the F16 window has aged out",
+        "exact: what equals an evaluation from the start; prefix: also where the F16 window has aged out; "
+        "chunks: passages of elsewhere, repaired",
         "HOW",
+    )
+    chunk_repair: Literal["", "none", "seam", "cacheblend", "query"] = _option(
+        "", "how reused chunks are repaired (default: as calibrated, else query)", "HOW"
+    )
+    chunk_max_kld: float = _option(
+        0.01, "divergence in nats above which chunks are reused no more", "X", 1e-9, 1e6
+    )
+    chunk_check: float = _option(
+        0.01, "share of the answers from chunks that is evaluated exactly too, when there is time", "X", 0, 1
     )
     embeddings: bool = _option(False, "answer /v1/embeddings, in a second context on the same model")
     embedding_n_ctx: int = _option(

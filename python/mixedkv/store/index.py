@@ -280,10 +280,11 @@ class Index:
         return [session for (session,) in self._db.execute(query, (owner, before))]
 
     def leaves_of(self, identity: bytes) -> list[str]:
-        """Ids of an identity's entries that no other builds on, the oldest first."""
+        """Ids of an identity's entries that no other goes on from at the end, the oldest first."""
         query = (
             "SELECT id FROM entries WHERE identity = ? AND NOT EXISTS "
-            "(SELECT 1 FROM entries AS child WHERE child.parent = entries.id) ORDER BY created"
+            "(SELECT 1 FROM entries AS child WHERE child.parent = entries.id AND child.p0 >= entries.p1) "
+            "ORDER BY created"
         )
         return [str(entry) for (entry,) in self._db.execute(query, (identity,))]
 

@@ -51,6 +51,12 @@ def test_passages_are_found_at_another_place(store: KVStore) -> None:
     assert segments(index(store), C, A, QUESTION) == [(0, 60, 120), (60, 120, 0)]
 
 
+def test_what_others_branch_off_from_is_still_a_donor(store: KVStore) -> None:
+    put(store, A, B)
+    store.put(WHO, make_block(C, p0=20), store.find(WHO, np.array(A), max_tokens=20))
+    assert segments(index(store), C, B, QUESTION) == [(0, 60, 20), (60, 120, 60)]
+
+
 def test_passages_that_follow_each_other_are_one_segment(store: KVStore) -> None:
     put(store, A, B, C)
     assert segments(index(store), QUESTION, B, C, QUESTION) == [(40, 160, 60)]

@@ -76,6 +76,7 @@ def make_jobs(
         raise bad_request(f"n={n} for {len(prompts)} prompts is more than this server queues", "n")
     jobs = []
     matcher = _matcher(server, constraint)
+    _check_reuse(server, body)
     reuse = body.use_kv_cache is not False
     thoughts = chat.thoughts if chat is not None else None
     shown = tokenizer.shown(chat.shown) if chat is not None else ()
@@ -99,7 +100,7 @@ def make_jobs(
                 stream=bool(body.stream),
                 n_logprobs=n_logprobs,
                 ignore_end=bool(body.ignore_eos),
-                reuse=reuse or choice > 0,
+                reuse=(body.reuse or True) if reuse else choice > 0,
                 store=reuse,
                 session=session.kv_cache_ref if session is not None else None,
                 min_tokens=body.min_tokens or 0,
@@ -137,12 +138,20 @@ def usage(jobs: Sequence[Job], n: int) -> dict[str, Any]:
         "completion_tokens": answer_tokens,
         "total_tokens": prompt_tokens + answer_tokens,
         "prompt_tokens_details": {
-            "cached_tokens": sum(job.n_cached or 0 for job in firsts),
-            "cached_tier": next((job.cached_tier for job in firsts if job.n_cached), None),
+            "cached_tokens": sum(job.n_cached_exact for job in firsts),
+            "cached_tier": next((job.cached_tier for job in firsts if job.n_cached_exact), None),
             "cached_exact": all(job.exact for job in firsts),
+            **_approximate(firsts),
         },
         **details,
     }
+
+
+def _approximate(jobs: Sequence[Job]) -> dict[str, Any]:
+    """What else was not evaluated, and how passages among it were repaired."""
+    n = sum(job.n_approximate for job in jobs)
+    method = next((str(job.method) for job in jobs if job.n_approximate and job.method), None)
+    return {"approximate_cached_tokens": n, "cached_repair": method} if n else {}
 
 
 def constraint_of(body: Generation) -> Constraint | None:
@@ -165,6 +174,15 @@ def _matcher(server: ServerState, constraint: Constraint | None) -> Matcher | No
         return server.engine.tokenizer.matcher(constraint)
     except ValueError as error:
         raise bad_request(str(error), constraint.name) from None
+
+
+def _check_reuse(server: ServerState, body: Generation) -> None:
+    if body.reuse == "chunks" and server.settings.reuse != "chunks":
+        raise bad_request(
+            "this server reuses no chunks: start it with --reuse chunks, or ask for exact or prefix", "reuse"
+        )
+    if body.reuse is not None and body.use_kv_cache is False:
+        raise bad_request(f"reuse={body.reuse} and use_kv_cache=false exclude each other: give one", "reuse")
 
 
 def _check_tokens(server: ServerState, body: Generation, max_tokens: int) -> None:

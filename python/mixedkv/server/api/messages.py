@@ -139,7 +139,7 @@ class _Answer:
 
     def _usage(self) -> dict[str, int]:
         """Tokens of the prompt that were found are not among its input tokens."""
-        cached = self._job.n_cached or 0
+        cached = self._job.n_cached_exact
         return {
             "input_tokens": self._job.n_prompt - cached,
             "cache_read_input_tokens": cached,

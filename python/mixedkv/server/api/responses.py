@@ -222,7 +222,7 @@ class _Answer:
         job = self._job
         return {
             "input_tokens": job.n_prompt,
-            "input_tokens_details": {"cached_tokens": job.n_cached or 0},
+            "input_tokens_details": {"cached_tokens": job.n_cached_exact},
             "output_tokens": job.n_answer,
             "output_tokens_details": {"reasoning_tokens": job.thought.n_tokens if job.thought else 0},
             "total_tokens": job.n_prompt + job.n_answer,

@@ -228,6 +228,9 @@ class Generation(Model):
     return_progress: bool | None = Field(None, description="A stream says how far its prompt is.")
     ignore_eos: bool | None = Field(None, description="Go on to max_tokens.")
     use_kv_cache: bool | None = Field(None, description="False: evaluate everything, keep nothing.")
+    reuse: Literal["exact", "prefix", "chunks"] | None = Field(
+        None, description="Which stored KV this answer may start from; default: the server's `--reuse`."
+    )
     session_id: Id | None = Field(None, description="Of /v1/context: its prompt goes before this one.")
     append: bool | None = Field(
         None, description="This turn becomes part of the session; default: as it was made."

@@ -1,0 +1,81 @@
+"""`mixedkv serve --reuse chunks`: who may ask for it, what usage says, and what tenants see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mixedkv.bundled.corpus import make_recall
+from support.patience import wait_for
+from support.server_support import MODEL, Server, key_file, running
+
+ANNA, BEN = "0123456789abcdef-anna", "0123456789abcdef-ben"
+OPTIONS = ("--kv", "mixed:cold=q8_0", "--reuse", "chunks", "--chunk-repair", "query", "--chunk-check", "1")
+DOCUMENTS = [" ".join(make_recall(64_000 + i, 14).journal) for i in range(3)]
+PROMPT = f"{DOCUMENTS[2]} {DOCUMENTS[0]} {DOCUMENTS[1]} Question: What color is Mira's kite? Answer:"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running() as server:
+        yield server
+
+
+def complete(server: Server, key: str = "", **options: Any) -> tuple[str, dict[str, Any]]:
+    body = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 8, **options}
+    answer = server.post("/v1/completions", body, key=key)
+    return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]
+
+
+def warm(server: Server, key: str = "") -> None:
+    for document in DOCUMENTS:
+        server.post("/v1/warm", {"prompt": document}, key=key)
+    server.wait_until_idle(key)
+
+
+def test_passages_are_labelled_checked_and_one_tenants(tmp_path: Path) -> None:
+    keys = str(key_file(tmp_path, f"anna:{ANNA}", f"ben:{BEN}"))
+    with running(*OPTIONS, "--api-key-file", keys) as server:
+        warm(server, ANNA)
+        cold, others = complete(server, BEN)
+        assert (others["cached_tokens"], others["cached_exact"]) == (0, True)
+        assert "approximate_cached_tokens" not in others
+        _, found = complete(server, ANNA)
+        assert found["approximate_cached_tokens"] > 150
+        assert found["cached_exact"] is False
+        assert found["cached_tokens"] > 100  # the first document, which stands where it stood
+        assert found["cached_repair"] == "query 3% + first 8"
+        text, exact = complete(server, ANNA, reuse="exact")
+        assert exact["cached_exact"] is True
+        assert "approximate_cached_tokens" not in exact
+        assert text == cold
+        wait_for(lambda: server.stats(ANNA)["store"]["chunks"]["checked"] == 1)
+        assert server.stats(ANNA)["store"]["chunks"]["off"] == ""
+        metrics = server.request("GET", "/metrics", key=ANNA)[1]
+        assert "mixedkv:chunk_checks_total 1.0" in metrics
+        assert "mixedkv:chunk_reuse_off 0.0" in metrics
+        assert f"mixedkv:approximate_cache_hits_total {found['approximate_cached_tokens']}.0" in metrics
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"reuse": "chunks"}, "start it with --reuse chunks"),
+        ({"reuse": "magic"}, "reuse"),
+        ({"reuse": "exact", "use_kv_cache": False}, "exclude each other"),
+    ],
+)
+def test_what_is_refused(server: Server, options: dict[str, Any], match: str) -> None:
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 1, **options}
+    status, answer, _ = server.request("POST", "/v1/completions", body)
+    assert status == 400
+    assert match in answer["error"]["message"]
+    assert answer["error"]["param"] == "reuse"
+
+
+def test_a_cache_that_cannot_is_refused_at_the_start() -> None:
+    with pytest.raises(RuntimeError, match="fused attention"), running("--kv", "f16", *OPTIONS[2:]):
+        pass
