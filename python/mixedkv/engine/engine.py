@@ -25,20 +25,24 @@ from mixedkv.engine.batch import Batch
 from mixedkv.engine.checkpoints import CheckpointLimits
 from mixedkv.engine.deliver import Deliver, deliver_directly
 from mixedkv.engine.detokenizer import Detokenizer
+from mixedkv.engine.drafter import Drafter
 from mixedkv.engine.inbox import Inbox
 from mixedkv.engine.job import Event, Failed, Job
 from mixedkv.engine.kv_connector import KVConnector
-from mixedkv.engine.next_token import next_token, take
+from mixedkv.engine.next_token import go_on
 from mixedkv.engine.observer import Observer
 from mixedkv.engine.pacing import Pace
+from mixedkv.engine.restoring import restore_block
 from mixedkv.engine.sampler import Sampling
-from mixedkv.engine.scheduler import Scheduler, Step
+from mixedkv.engine.scheduler import Run, Scheduler, Step
 from mixedkv.engine.sequences import SequencePool
+from mixedkv.engine.speculation import Mode, Speculation
 from mixedkv.engine.tenant_limits import Limits, unlimited
 from mixedkv.engine.tokenizer import Prompt, Tokenizer
 from mixedkv.engine.vector_job import VectorJob, take_hidden, vector_width
 from mixedkv.errors import ClosedError, ContextLengthError, EngineError, QueueFullError
 from mixedkv.llama import Llama
+from mixedkv.tokens import Tokens
 
 log = logging.getLogger("mixedkv.engine")
 
@@ -71,6 +75,7 @@ class Engine:
         tokenizer: of texts and chats; None makes one of the model's own template.
         limits: of a tenant, by its name; called on any thread. Tenants are equal unless it says otherwise.
         checkpoints: how many are kept of what a sequence holds besides rows, and where they are taken.
+        speculation: of answers that do not say; "prompt-lookup" or "off".
 
     Raises:
         ValueError: the `Llama` has too few sequences for `parallel`, or no unified cache.
@@ -90,6 +95,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         limits: Limits = unlimited,
         checkpoints: CheckpointLimits | None = None,
+        speculation: Mode = "off",
     ) -> None:
         n_seq = llm.context_params.n_seq_max
         if not llm.context_params.kv_unified:
@@ -115,6 +121,7 @@ class Engine:
             limits=checkpoints,
             tenants=limits,
         )
+        self.speculation = Speculation(llm, speculation, self.observer)
         self.n_steps = 0
         self.last_step = Step()
         self.last_step_seconds = 0.0
@@ -171,6 +178,8 @@ class Engine:
         n_logprobs: int | None = None,
         tenant: str = "",
         reuse: bool = True,
+        speculation: Mode | None = None,
+        prediction: str = "",
         **sampling: Any,
     ) -> Answer:
         """Answer a prompt; returns at once.
@@ -182,6 +191,8 @@ class Engine:
             n_logprobs: how many of the likeliest tokens to tell with each token; None for none.
             tenant: answers of one tenant share the rows of what their prompts have in common.
             reuse: start from rows that are there; False evaluates everything.
+            speculation: "prompt-lookup", "off", or None for the engine's.
+            prediction: what the answer may be, to be checked instead of generated where it is so.
             **sampling: fields of `Sampling`: temperature, top_p, seed, ...
 
         Raises:
@@ -207,10 +218,16 @@ class Engine:
             stream=True,
             n_logprobs=n_logprobs,
             reuse=reuse,
+            drafter=self.drafter(tokens, speculation, prediction),
         )
         answer = Answer(self, job)
         self.submit_jobs([job])
         return answer
+
+    def drafter(self, prompt: Tokens | Sequence[int], mode: Mode | None, prediction: str) -> Drafter | None:
+        """For the answer to a prompt, by a mode or the engine's; None where nothing is drafted."""
+        tokens = self.tokenizer.tokenize(prediction, start=False) if prediction else []
+        return self.speculation.drafter(prompt, mode, tokens)
 
     def submit_jobs(self, jobs: Sequence[Job], force: bool = False) -> None:
         """Queue jobs, all or none.
@@ -391,12 +408,14 @@ class Engine:
                 self._abandon(scheduler.running, error)
 
     def _step(self, began: float) -> None:
-        self._restore()
-        step, code = self._decode()
+        restore_block(self._scheduler.running, self.llm.kv, self.pool, self.observer)
+        step, code = self._decode(self._scheduler.plan())
+        if code == _NO_CELLS and step.n_drafts:  # nobody gives way to drafts
+            step, code = self._decode(self._scheduler.plan(), drafts=False)
         while code == _NO_CELLS:
             if job := self._scheduler.relieve():
                 self._finish(job, "length")
-            step, code = self._decode()
+            step, code = self._decode(self._scheduler.plan(), drafts=False)
         if not step.runs:
             return
         if code != 0:
@@ -407,66 +426,42 @@ class Engine:
         self._scheduler.evaluated(step)
         for index, run in step.outputs():
             try:
-                self._choose(run.job, index)
+                self._answer(run, index)
             except Exception as error:
                 self._abandon([run.job], error)
         self.n_steps += 1
         self.last_step, self.last_step_seconds = step, time.perf_counter() - began
+        self.speculation.took(step, self.last_step_seconds)
         self._scheduler.took(step, self.last_step_seconds)
 
-    def _decode(self) -> tuple[Step, int]:
-        """Evaluate the next step; llama_decode's code."""
-        step = self._scheduler.plan()
+    def _decode(self, step: Step, drafts: bool = True) -> tuple[Step, int]:
+        """Evaluate a step; llama_decode's code."""
+        if drafts:
+            self.speculation.plan(step)
         self._batch.clear()
         for run in step.runs:
-            job, first = run.job, run.job.n_rows
-            assert job.seq is not None
-            self._batch.add(job.inputs(first, first + run.n), first, job.seq.id, logits=run.chooses)
+            self._batch.add_run(run)
         return step, self._batch.decode(self.llm.ctx) if step.runs else 0
 
-    def _choose(self, job: Job, index: int) -> None:
-        """Take a job's next token from the step's logits, or end the job."""
+    def _answer(self, run: Run, index: int) -> None:
+        """Take a job's next tokens from the step's logits: its drafts count as far as they are its choice."""
+        job, n = run.job, 0
         if not job.evaluated:
             job.evaluated = True
             self.observer.prompt_done(job)
         if job.sampler is None or job.n_answer >= job.max_tokens:
             self._finish(job, "length")
             return
-        token = next_token(job, job.sampler, self.llm.ctx, index, self.detokenizer)
-        now = time.perf_counter()
-        self.observer.token(job, now)
-        job.t_first, job.t_last = job.t_first or now, now
-        if token in job.stop_tokens or (self.detokenizer.is_end(token) and not job.ignore_end):
-            self._finish(job, "stop")
-            return
-        delta = take(job, token, self.llm.ctx, index, self.detokenizer)
-        if delta is not None:
-            self._events.append((job, delta))
-        if job.text.stopped:
-            self._finish(job, "stop")
-        elif job.n_answer >= job.max_tokens or len(job.tokens) >= self.n_ctx:
-            self._finish(job, "length")
-
-    def _restore(self) -> None:
-        """Load one fetched block: a long chain is spread over steps."""
-        job = next((job for job in self._scheduler.running if job.blocks), None)
-        if job is None:
-            return
-        assert job.seq is not None
-        block = job.blocks.pop(0)
-        try:
-            self.llm.kv.load(block, seq=job.seq.id, more=bool(job.blocks))
-            job.seq.tokens.extend(block.tokens.tolist())
-            job.seq.checkpoints.extend(block.checkpoints)
-        except Exception as error:  # what is not restored is evaluated
-            log.warning("a stored block could not be loaded: %s", error)
-            self.observer.restore_failed("load")
-            job.forget_blocks()
-            self.pool.clear(job.seq)
-        if not job.evaluated:  # not after a pause or a preemption
-            job.n_cached = job.n_rows
-        if not job.blocks:
-            self.observer.restored(job)
+        while True:
+            delta, end = go_on(job, self.llm.ctx, index + n, self.detokenizer, self.observer, self.n_ctx)
+            if delta is not None:
+                self._events.append((job, delta))
+            if end or n == len(run.drafts) or job.tokens[-1] != run.drafts[n]:
+                break
+            n += 1
+        self.speculation.settle(run, n)
+        if end:
+            self._finish(job, end)
 
     def _finish(self, job: Job, reason: str) -> None:
         done = job.finish(reason)

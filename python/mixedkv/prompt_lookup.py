@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 _N = 3
 
@@ -10,14 +10,21 @@ _N = 3
 class PromptLookup:
     """Tokens so far, and where each run of three of them last ended. As in Saxena's prompt lookup decoding,
     https://github.com/apoorvumang/prompt-lookup-decoding
+
+    Args:
+        tokens: of the prompt.
+        prediction: what the answer may be: looked up as the prompt is, and first of all what may come next.
     """
 
-    def __init__(self, tokens: Sequence[int]) -> None:
+    def __init__(self, tokens: Iterable[int], prediction: Iterable[int] = ()) -> None:
         self._tokens: list[int] = []
         self._ends: dict[tuple[int, ...], int] = {}
         self._found: int | None = None  # where the last run ended before
         for token in tokens:
             self.add(token)
+        if predicted := list(prediction):
+            for token in [*predicted, *self._tokens[-_N:]]:  # the prompt's end again: what followed it?
+                self.add(token)
 
     def add(self, token: int) -> None:
         self._tokens.append(token)
@@ -26,7 +33,10 @@ class PromptLookup:
         self._ends[run] = len(self._tokens)
 
     def draft(self, most: int) -> list[int]:
-        """Up to `most` tokens that may come next."""
+        """Up to `most` tokens that may come next. What repeats itself right now may go on to do so."""
         if self._found is None or most <= 0:
             return []
-        return self._tokens[self._found : self._found + most]
+        drafts = self._tokens[self._found : self._found + most]
+        while len(drafts) < most:
+            drafts += drafts[: most - len(drafts)]
+        return drafts
