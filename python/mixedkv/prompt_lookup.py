@@ -22,9 +22,17 @@ class PromptLookup:
         self._found: int | None = None  # where the last run ended before
         for token in tokens:
             self.add(token)
+        n_prompt = len(self._tokens)
         if predicted := list(prediction):
-            for token in [*predicted, *self._tokens[-_N:]]:  # the prompt's end again: what followed it?
+            for token in [*predicted, *self._tokens[-_N:]]:  # the prompt's end again, as if that had followed it
                 self.add(token)
+            self._found = n_prompt
+
+    def copy(self) -> PromptLookup:
+        """Another one of the same tokens."""
+        other = PromptLookup(())
+        other._tokens, other._ends, other._found = self._tokens.copy(), self._ends.copy(), self._found
+        return other
 
     def add(self, token: int) -> None:
         self._tokens.append(token)

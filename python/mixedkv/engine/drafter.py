@@ -38,6 +38,12 @@ class Drafter:
         self._guesses: dict[str, int] = {}
         self.n_drafted = self.n_accepted = 0
 
+    def copy(self) -> Drafter:
+        """For another answer to the same prompt, as it stands before its first token."""
+        other = Drafter(())
+        other._lookup = self._lookup.copy()
+        return other
+
     def draft(self, most: int, certain: Sequence[int] = ()) -> tuple[list[int], float]:
         """Up to `most` tokens, and how likely each is to come if those before it do.
 

@@ -26,15 +26,21 @@ Mode = Literal["off", "prompt-lookup"]
 
 _MOST = 16  # drafts of an answer in a step, where the cache sets no bound
 _DECAY = 0.95  # what the steps before the latest one count
-_FIRST_SHARE = 1 / 8  # of a step's time that a draft is taken to cost before any was measured
-_LEAST_SHARE = 1 / 64
+_WEIGHTS = 8  # tokens' worth of time that a step is taken to need for reading weights, before it is measured
+_DOUBT = 0.1  # drafts squared: how much that counts beside measures
+_LEAST = 1 / 64  # of a step's time: no draft costs less
 _LATE = 4.0  # a step that takes so many times what was expected says nothing
 
 
 class StepTime:
-    """What drafts cost: a straight line through the times of the latest steps over their drafts."""
+    """What drafts cost: a straight line through the times of the latest steps over their drafts.
 
-    def __init__(self) -> None:
+    Args:
+        n_streams: answers in these steps.
+    """
+
+    def __init__(self, n_streams: int) -> None:
+        self._first = 1 / (n_streams + _WEIGHTS)  # a draft's share of a step
         self._n = self._drafts = self._seconds = self._squares = self._products = 0.0
 
     def observe(self, n_drafts: int, seconds: float) -> None:
@@ -53,10 +59,14 @@ class StepTime:
         drafts, seconds = self._drafts / self._n, self._seconds / self._n
         spread = self._squares / self._n - drafts * drafts
         slope = self._products / self._n - drafts * seconds
-        # one more measure where little is known: what a draft is taken to cost at first
-        first = seconds * _FIRST_SHARE / (1 + drafts * _FIRST_SHARE)
-        each = max((slope + first) / (spread + 1), seconds * _LEAST_SHARE / (1 + drafts * _LEAST_SHARE))
+        # where little is known, which it is again after long without drafts, what is taken for granted counts
+        each = (slope + _DOUBT * self._share(self._first)) / (spread + _DOUBT)
+        each = max(each, self._share(_LEAST))
         return max(seconds - each * drafts, each), each
+
+    def _share(self, share: float) -> float:
+        """Seconds of a draft that takes a share of a step without drafts."""
+        return self._seconds / self._n * share / (1 + self._drafts / self._n * share)
 
 
 class Speculation:
@@ -92,6 +102,15 @@ class Speculation:
             return None
         return Drafter(map(int, prompt), prediction)
 
+    def stats(self) -> dict[str, str | int]:
+        """Tokens that were drafted and that came so far; `why_off` is "" where drafts can be made."""
+        return {
+            "mode": self.mode,
+            "why_off": self.why_off,
+            "drafted_tokens": self.n_drafted,
+            "accepted_tokens": self.n_accepted,
+        }
+
     def plan(self, step: Step) -> None:
         """Add drafts to a step that has no prompts, which would take the time for themselves."""
         time = self._times.get(step.n_streams)
@@ -119,9 +138,9 @@ class Speculation:
         job = run.job
         assert job.drafter is not None
         assert job.sampler is not None
-        most = min(self._most, job.max_tokens - job.n_answer, self._n_ctx - len(job.tokens)) - 1
+        left = min(job.max_tokens - job.n_answer, self._n_ctx - len(job.tokens))
         thinks = job.thought is not None and job.thought.open  # a constraint holds for what comes after
-        return job.drafter.draft(most, [] if thinks else job.sampler.certain())
+        return job.drafter.draft(min(self._most, left - 1), [] if thinks else job.sampler.certain())
 
     def settle(self, run: Run, n: int) -> None:
         """The first `n` drafts of a job have come: they are part of its sequence, the others leave it.
@@ -145,7 +164,8 @@ class Speculation:
     def took(self, step: Step, seconds: float) -> None:
         """How long a step was."""
         if step.n_streams and not step.n_prompt:
-            self._times.setdefault(step.n_streams, StepTime()).observe(step.n_drafts, seconds)
+            time = self._times.setdefault(step.n_streams, StepTime(step.n_streams))
+            time.observe(step.n_drafts, seconds)
 
 
 def _why_off(llm: Llama) -> str:

@@ -93,6 +93,11 @@ class ServerSettings(BaseSettings):
         "exact: what equals an evaluation from the start; prefix: also where the F16 window has aged out",
         "HOW",
     )
+    speculation: Literal["off", "prompt-lookup"] = _option(
+        "off",
+        "prompt-lookup: guess what repeats itself, and evaluate several tokens of an answer in a step",
+        "HOW",
+    )
     embeddings: bool = _option(False, "answer /v1/embeddings, in a second context on the same model")
     embedding_n_ctx: int = _option(
         0, "tokens of the longest input to embed (default: 2048 or the model's)", "N", 0, INT32_MAX
