@@ -24,7 +24,10 @@ class PromptLookup:
             self.add(token)
         n_prompt = len(self._tokens)
         if predicted := list(prediction):
-            for token in [*predicted, *self._tokens[-_N:]]:  # the prompt's end again, as if that had followed it
+            for token in [
+                *predicted,
+                *self._tokens[-_N:],
+            ]:  # the prompt's end again, as if that had followed it
                 self.add(token)
             self._found = n_prompt
 

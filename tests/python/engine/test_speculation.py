@@ -28,6 +28,7 @@ SCHEMA = {
     "required": ["colour", "place"],
     "additionalProperties": False,
 }
+CONSTRAINT = Constraint("json_schema", json.dumps(SCHEMA))
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,7 @@ def _drafts_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Half(Drafter):
-    """Knows the answer and says it half of the time, else nonsense: drafts of all lengths, right and wrong."""
+    """Knows the answer and says it half of the time, else nonsense: drafts of all lengths."""
 
     def __init__(self, job: Job, answer: list[int], seed: int = 0) -> None:
         super().__init__(())
@@ -127,7 +128,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "stop string": {"stop": [" is"]},
     "min_tokens": {"min_tokens": 30},
     "logprobs": {"n_logprobs": 3},
-    "schema": {"sampling": Sampling(temperature=0.8, seed=6, constraint=Constraint("json_schema", json.dumps(SCHEMA)))},
+    "schema": {"sampling": Sampling(temperature=0.8, seed=6, constraint=CONSTRAINT)},
 }  # fmt: skip
 
 
@@ -167,7 +168,7 @@ def test_a_thought_ends_at_its_budget(direct: Direct) -> None:
 
 
 def test_rejected_drafts_leave_no_rows(direct: Direct) -> None:
-    """The sequence is what it would be, and its window whole: a later turn goes on from all of it, exactly."""
+    """The sequence is what it would be, its window whole: a later turn goes on from all of it, exactly."""
     kv, junk = direct.llm.kv, Always([7] * 16)
     for n in (10, 33, 64, 90):
         job, events = direct.job(make_recall(60 + n, 8).prompt, n, ignore_end=True)
@@ -284,9 +285,8 @@ def assert_fits(counts: Counter[int], p: np.ndarray) -> None:
 
 
 def test_what_a_schema_leaves_no_choice_about_is_drafted() -> None:
-    constraint = Constraint("json_schema", json.dumps(SCHEMA))
     with Direct(speculation="prompt-lookup") as direct:
-        options = {"temperature": 0, "constraint": constraint, "max_tokens": 80}
+        options = {"temperature": 0, "constraint": CONSTRAINT, "max_tokens": 80}
         plain = direct.engine.submit("Say it:", **options, speculation="off")
         text, before = plain.text, direct.engine.n_steps
         answer = direct.engine.submit("Say it:", **options)
