@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _N = 3
+_BITS = 21  # of a token in the key of a run: no vocabulary has two millions
+_MASK = (1 << _N * _BITS) - 1
 
 
 class PromptLookup:
@@ -18,7 +20,8 @@ class PromptLookup:
 
     def __init__(self, tokens: Iterable[int], prediction: Iterable[int] = ()) -> None:
         self._tokens: list[int] = []
-        self._ends: dict[tuple[int, ...], int] = {}
+        self._ends: dict[int, int] = {}
+        self._run = 0  # the last three
         self._found: int | None = None  # where the last run ended before
         for token in tokens:
             self.add(token)
@@ -34,14 +37,16 @@ class PromptLookup:
     def copy(self) -> PromptLookup:
         """Another one of the same tokens."""
         other = PromptLookup(())
-        other._tokens, other._ends, other._found = self._tokens.copy(), self._ends.copy(), self._found
+        other._tokens, other._ends = self._tokens.copy(), self._ends.copy()
+        other._run, other._found = self._run, self._found
         return other
 
     def add(self, token: int) -> None:
         self._tokens.append(token)
-        run = tuple(self._tokens[-_N:])
-        self._found = self._ends.get(run) if len(run) == _N else None
-        self._ends[run] = len(self._tokens)
+        self._run = (self._run << _BITS | token) & _MASK
+        if len(self._tokens) >= _N:
+            self._found = self._ends.get(self._run)
+            self._ends[self._run] = len(self._tokens)
 
     def draft(self, most: int) -> list[int]:
         """Up to `most` tokens that may come next. What repeats itself right now may go on to do so."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import closing
 from typing import Any, Literal
@@ -17,13 +18,14 @@ from mixedkv.bench.harness.summary import quartiles
 from mixedkv.bench.harness.table import NONE, Cells, Table, number, spread
 from mixedkv.bench.options import Options
 from mixedkv.engine import Engine
+from mixedkv.engine.constraint import Constraint
 from mixedkv.limits import padded
 from mixedkv.llama import Llama
 
-Text = Literal["repeats", "is unlike"]
+Text = Literal["repeats", "is certain", "is unlike"]
 
 _PASSAGE = 200  # tokens, or a few more, of which the prompt is made again and again
-_TEMPERATURE: dict[Text, float] = {"repeats": 0.0, "is unlike": 3.0}
+_TEMPERATURE: dict[Text, float] = {"repeats": 0.0, "is certain": 0.0, "is unlike": 3.0}
 _BATCH = 512
 
 
@@ -31,14 +33,15 @@ class SpeculationRow(Row):
     """One row per setting, depth and text.
 
     The prompt is a passage of a journal, again and again, up to `depth`. "repeats" goes on greedily, as the
-    bundled model does by saying it once more; "is unlike" is drawn at temperature 3, close to anything. Each
+    bundled model does by saying much of it once more; "is certain" has to be the passage, by a regular
+    expression, which is drafted as far as it leaves no choice; "is unlike" is drawn at temperature 3, close to anything. Each
     is answered with drafts and without in turns, with one seed, from the prompt's rows; ratios are taken
     within a turn, of tokens per second from the first token on.
     """
 
     test: Literal["speculation"] = "speculation"
     depth: int = Field(description="tokens of the prompt")
-    text: Text = Field(description='what follows: `"repeats"` or `"is unlike"`')
+    text: Text = Field(description='what follows: `"repeats"`, `"is certain"` or `"is unlike"`')
     n_gen: int = Field(description="tokens of an answer")
     plain_tps: float | None = Field(default=None, description="tokens per second without drafts, median")
     drafted_tps: float | None = Field(default=None, description="tokens per second with drafts, median")
@@ -61,9 +64,11 @@ def prepare(bench: Bench) -> Measure:
 
 
 def measure(bench: Bench) -> None:
-    """Add two rows per setting and depth."""
+    """Add three rows per setting and depth."""
     options = bench.options
-    bench.progress.add(len(options.settings) * len(options.depths) * 2 * (options.repeats + 1))
+    bench.progress.add(
+        len(options.settings) * len(options.depths) * len(_TEMPERATURE) * (options.repeats + 1)
+    )
     for setting in options.settings:
         row = {"kv": setting.spec, "flash_attn": setting.flash_attn, "threads": options.threads}
         for depth in options.depths:
@@ -121,6 +126,10 @@ class _Turns:
     def __init__(self, engine: Engine, prompt: list[int], n_gen: int, text: Text) -> None:
         self._engine, self._prompt, self._n_gen, self._text = engine, prompt, n_gen, text
         self._bias = tuple((token, -100.0) for token in engine.detokenizer.ends)
+        self._constraint = None
+        if text == "is certain":
+            passage = engine.llm.detokenize(prompt[-2 * n_gen :]).decode("utf-8", "replace")
+            self._constraint = Constraint("regex", re.escape(passage))
         self._rates: list[tuple[float, float]] = []
         self._same: list[bool] = []
         self._steps = self._drafted = self._accepted = 0
@@ -142,6 +151,7 @@ class _Turns:
             temperature=_TEMPERATURE[self._text],
             seed=seed,
             logit_bias=self._bias,
+            constraint=self._constraint,
             speculation=mode,  # type: ignore[arg-type]
         )
         answer.result()
