@@ -6,7 +6,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mixedkv.bench import aged, kept_kv, memory, moved_kv, quality, recall, serving, speed, splitting
+from mixedkv.bench import (
+    aged,
+    kept_kv,
+    memory,
+    moved_kv,
+    quality,
+    recall,
+    serving,
+    speculating,
+    speed,
+    splitting,
+)
 from mixedkv.bench.aged import AgedRow
 from mixedkv.bench.harness.row import Part
 from mixedkv.bench.kept_kv import ChatRow, StoreRow
@@ -15,13 +26,14 @@ from mixedkv.bench.moved_kv import ReuseRow
 from mixedkv.bench.quality import QualityRow
 from mixedkv.bench.recall import RecallRow
 from mixedkv.bench.serving import ServeRow, StallRow
+from mixedkv.bench.speculating import SpeculationRow
 from mixedkv.bench.speed import SpeedRow
 from mixedkv.bench.split_clients import SplitClientsRow
 from mixedkv.bench.splitting import SplitRow
 
 TESTS = {
     module.TEST.name: module.TEST
-    for module in (memory, speed, aged, quality, recall, kept_kv, moved_kv, serving, splitting)
+    for module in (memory, speed, aged, quality, recall, kept_kv, moved_kv, serving, splitting, speculating)
 }  # in the order of `all`
 
 AnyRow = Annotated[
@@ -36,7 +48,8 @@ AnyRow = Annotated[
     | ServeRow
     | StallRow
     | SplitRow
-    | SplitClientsRow,
+    | SplitClientsRow
+    | SpeculationRow,
     Field(discriminator="test"),
 ]
 

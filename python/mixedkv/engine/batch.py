@@ -10,6 +10,8 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
+from mixedkv.engine.scheduler import Run
+
 
 class Batch:
     """Tokens of several sequences for one `llama_decode`; `n_max` at most.
@@ -63,6 +65,14 @@ class Batch:
         self._logits[last - 1] = self._outputs_all or logits
         self._native.n_tokens = last
         return last - 1
+
+    def add_run(self, run: Run) -> None:
+        """Append what a job has in a step."""
+        job, first = run.job, run.job.n_rows
+        assert job.seq is not None
+        self.add(job.inputs(first, first + run.n), first, job.seq.id, logits=run.chooses)
+        if run.drafts:
+            self.add(run.drafts, first + run.n, job.seq.id, logits=True, every=True)
 
     def decode(self, context: object) -> int:
         """llama_decode's return code: 0, 1 when no cells are free for it, else an error."""

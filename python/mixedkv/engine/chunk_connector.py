@@ -93,7 +93,9 @@ class ChunkConnector(StoreConnector):
             return
         n_exact = max(job.n_fetched, self._in_context(job))
         rows = self._passages.find(job.prompt, self._identity(job.tenant), n_exact)
-        job.set_passages([(segment, self._cut(blocks)) for segment, blocks in rows], self._passages.method)
+        job.set_passages(
+            [(segment, self._rows.cut(blocks)) for segment, blocks in rows], self._passages.method
+        )
 
     # --- checks, on a thread of their own ---
 

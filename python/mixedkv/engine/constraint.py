@@ -82,14 +82,14 @@ class DeadEndError(ValueError):
 class Matcher:
     """A constraint and how much of an answer it has seen; used by one thread at a time."""
 
-    def __init__(self, inner: Any, name: str, n_vocab: int) -> None:
-        self._inner, self._name, self._n_vocab = inner, name, n_vocab
+    def __init__(self, inner: Any, name: str, n_vocab: int, tokenizer: Any) -> None:
+        self._inner, self._name, self._n_vocab, self._tokenizer = inner, name, n_vocab, tokenizer
 
     def copy(self) -> Matcher:
         """Another one at the same place. Both share the lexer's states, and the limit of their number: keep
         copies to one request.
         """
-        return Matcher(self._inner.deep_copy(), self._name, self._n_vocab)
+        return Matcher(self._inner.deep_copy(), self._name, self._n_vocab, self._tokenizer)
 
     def allows(self, token: int) -> bool:
         """Far quicker than `allowed`; says False where only the end may come."""
@@ -104,6 +104,11 @@ class Matcher:
         mask = np.frombuffer(self._inner.compute_bitmask(), np.uint8)
         self._check()
         return np.flatnonzero(np.unpackbits(mask, bitorder="little")[: self._n_vocab]).astype(np.int32)
+
+    def certain(self) -> list[int]:
+        """Tokens of the text that has to come next, the longest ones: the model may write it with others."""
+        text = self._inner.compute_ff_bytes().decode("utf-8", "ignore")
+        return list(self._tokenizer.greedy_tokenize(text)) if text else []
 
     def accept(self, token: int) -> None:
         """Go on by a token that is allowed.
@@ -153,14 +158,13 @@ class ConstraintCompiler:
         if not self.ends:
             raise ValueError(f"{constraint.name}: this model has no token that ends an answer")
         try:
-            inner = _compile(
-                self._tokenizer(self.shown(constraint.shown)), _lark(constraint), _MAX_ITEMS[constraint.kind]
-            )
+            tokenizer = self._tokenizer(self.shown(constraint.shown))
+            inner = _compile(tokenizer, _lark(constraint), _MAX_ITEMS[constraint.kind])
             if inner.is_error():
                 raise ValueError(_message(inner.get_error()))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{constraint.name}: {str(error)[:500]}") from None
-        matcher = Matcher(inner, constraint.name, self._n_vocab)
+        matcher = Matcher(inner, constraint.name, self._n_vocab, tokenizer)
         matcher.allowed()  # the first mask takes longest, and a dead end shows early
         return matcher
 

@@ -19,3 +19,22 @@ def deliver_directly(events: Sequence[tuple[Job, Event]]) -> None:
             job.deliver(event)
         except Exception:
             log.exception("an event could not be delivered")
+
+
+class Outbox:
+    """Events of a step, handed out together after it."""
+
+    def __init__(self, deliver: Deliver) -> None:
+        self.deliver = deliver
+        self._events: list[tuple[Job, Event]] = []
+
+    def put(self, *events: tuple[Job, Event]) -> None:
+        self._events += events
+
+    def flush(self) -> None:
+        if self._events:
+            events, self._events = self._events, []
+            try:
+                self.deliver([(job, event) for job, event in events if not job.cancelled])
+            except Exception:
+                log.exception("events could not be delivered")

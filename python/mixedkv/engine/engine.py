@@ -25,23 +25,26 @@ from mixedkv.engine.answer import Answer
 from mixedkv.engine.batch import Batch
 from mixedkv.engine.checkpoints import CheckpointLimits
 from mixedkv.engine.chunk_connector import ChunkConnector
-from mixedkv.engine.deliver import Deliver, deliver_directly
+from mixedkv.engine.deliver import Deliver, Outbox, deliver_directly
 from mixedkv.engine.detokenizer import Detokenizer
+from mixedkv.engine.drafter import Drafter
 from mixedkv.engine.inbox import Inbox
-from mixedkv.engine.job import Event, Failed, Job
+from mixedkv.engine.job import Failed, Job
 from mixedkv.engine.kv_connector import KVConnector
 from mixedkv.engine.loading import Loader
-from mixedkv.engine.next_token import next_token, take
+from mixedkv.engine.next_token import go_on
 from mixedkv.engine.observer import Observer
 from mixedkv.engine.pacing import Pace
 from mixedkv.engine.sampler import Sampling
-from mixedkv.engine.scheduler import Scheduler, Step
+from mixedkv.engine.scheduler import Run, Scheduler, Step
 from mixedkv.engine.sequences import SequencePool
+from mixedkv.engine.speculation import Mode, Speculation
 from mixedkv.engine.tenant_limits import Limits, unlimited
 from mixedkv.engine.tokenizer import Prompt, Tokenizer
 from mixedkv.engine.vector_job import VectorJob, take_hidden, vector_width
 from mixedkv.errors import ClosedError, ContextLengthError, EngineError, QueueFullError
 from mixedkv.llama import Llama
+from mixedkv.tokens import Tokens
 
 log = logging.getLogger("mixedkv.engine")
 
@@ -74,6 +77,7 @@ class Engine:
         tokenizer: of texts and chats; None makes one of the model's own template.
         limits: of a tenant, by its name; called on any thread. Tenants are equal unless it says otherwise.
         checkpoints: how many are kept of what a sequence holds besides rows, and where they are taken.
+        speculation: of answers that do not say; "prompt-lookup" or "off".
 
     Raises:
         ValueError: the `Llama` has too few sequences for `parallel`, or no unified cache.
@@ -93,6 +97,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         limits: Limits = unlimited,
         checkpoints: CheckpointLimits | None = None,
+        speculation: Mode = "off",
     ) -> None:
         n_seq = llm.context_params.n_seq_max
         if not llm.context_params.kv_unified:
@@ -118,6 +123,7 @@ class Engine:
             limits=checkpoints,
             tenants=limits,
         )
+        self.speculation = Speculation(llm, speculation, self.observer)
         self.n_steps = 0
         self.last_step = Step()
         self.last_step_seconds = 0.0
@@ -132,8 +138,7 @@ class Engine:
         )
         self._limits, self._loader = limits, Loader(llm, self._scheduler, self.observer)
         self._batch = Batch(llm.n_batch, self.width)
-        self._deliver = deliver
-        self._events: list[tuple[Job, Event]] = []
+        self._outbox = Outbox(deliver)
         self._inbox = Inbox()
         self._fetching: set[Job] = set()
         self._closing_error: ClosedError | None = None  # why no more jobs are taken
@@ -179,6 +184,8 @@ class Engine:
         n_logprobs: int | None = None,
         tenant: str = "",
         reuse: bool | Reuse = True,
+        speculation: Mode | None = None,
+        prediction: str = "",
         **sampling: Any,
     ) -> Answer:
         """Answer a prompt; returns at once.
@@ -190,6 +197,8 @@ class Engine:
             n_logprobs: how many of the likeliest tokens to tell with each token; None for none.
             tenant: answers of one tenant share the rows of what their prompts have in common.
             reuse: which rows that are there it starts from, see `Job`; False evaluates everything.
+            speculation: "prompt-lookup", "off", or None for the engine's.
+            prediction: what the answer may be, to be checked instead of generated where it is so.
             **sampling: fields of `Sampling`: temperature, top_p, seed, ...
 
         Raises:
@@ -215,10 +224,16 @@ class Engine:
             stream=True,
             n_logprobs=n_logprobs,
             reuse=reuse,
+            drafter=self.drafter(tokens, speculation, prediction),
         )
         answer = Answer(self, job)
         self.submit_jobs([job])
         return answer
+
+    def drafter(self, prompt: Tokens | Sequence[int], mode: Mode | None, prediction: str) -> Drafter | None:
+        """For the answer to a prompt, by a mode or the engine's; None where nothing is drafted."""
+        tokens = self.tokenizer.tokenize(prediction, start=False) if prediction else []
+        return self.speculation.drafter(prompt, mode, tokens)
 
     def submit_jobs(self, jobs: Sequence[Job], force: bool = False) -> None:
         """Queue jobs, all or none.
@@ -362,7 +377,7 @@ class Engine:
         try:
             self._inbox.put(job)
         except ClosedError as error:
-            self._deliver([(job, Failed(error))])
+            self._outbox.deliver([(job, Failed(error))])
 
     # --- the engine's thread ---
 
@@ -383,7 +398,7 @@ class Engine:
             self._inbox.wait(0.01 if scheduler.waiting else None)
         with self.llm.kv.busy.waiting():
             self._use_context(scheduler)
-        self._flush()
+        self._outbox.flush()
 
     def _use_context(self, scheduler: Scheduler) -> None:
         # one call a step while answers run: what a call takes, every stream waits
@@ -393,7 +408,7 @@ class Engine:
         scheduler.add(self._inbox.take())
         scheduler.drop_cancelled()
         scheduler.admit()
-        self._events += scheduler.take_lost()
+        self._outbox.put(*scheduler.take_lost())
         if scheduler.running:
             try:
                 self._step(began)
@@ -403,12 +418,14 @@ class Engine:
 
     def _step(self, began: float) -> None:
         self._loader.restore()
-        self._events += self._scheduler.take_lost()
-        step, code = self._decode()
+        self._outbox.put(*self._scheduler.take_lost())
+        step, code = self._decode(self._scheduler.plan())
+        if code == _NO_CELLS and step.n_drafts:  # nobody gives way to drafts
+            step, code = self._decode(self._scheduler.plan(), drafts=False)
         while code == _NO_CELLS:
             if job := self._scheduler.relieve():
                 self._finish(job, "length")
-            step, code = self._decode()
+            step, code = self._decode(self._scheduler.plan(), drafts=False)
         if not (step.runs or step.stitches):
             return
         if code != 0:
@@ -419,26 +436,27 @@ class Engine:
         self._scheduler.evaluated(step)
         for index, run in step.outputs():
             try:
-                self._choose(run.job, index)
+                self._answer(run, index)
             except Exception as error:
                 self._abandon([run.job], error)
         self._loader.stitch(step)  # decodes of their own: the logits have been used
         self.n_steps += 1
         self.last_step, self.last_step_seconds = step, time.perf_counter() - began
+        self.speculation.took(step, self.last_step_seconds)
         self._scheduler.took(step, self.last_step_seconds)
 
-    def _decode(self) -> tuple[Step, int]:
-        """Evaluate the next step; llama_decode's code."""
-        step = self._scheduler.plan()
+    def _decode(self, step: Step, drafts: bool = True) -> tuple[Step, int]:
+        """Evaluate a step; llama_decode's code."""
+        if drafts:
+            self.speculation.plan(step)
         self._batch.clear()
         for run in step.runs:
-            job, first = run.job, run.job.n_rows
-            assert job.seq is not None
-            self._batch.add(job.inputs(first, first + run.n), first, job.seq.id, logits=run.chooses)
+            self._batch.add_run(run)
         return step, self._batch.decode(self.llm.ctx) if step.runs else 0
 
-    def _choose(self, job: Job, index: int) -> None:
-        """Take a job's next token from the step's logits, or end the job."""
+    def _answer(self, run: Run, index: int) -> None:
+        """Take a job's next tokens from the step's logits: its drafts count as far as they are its choice."""
+        job, n = run.job, 0
         if not job.evaluated:
             job.evaluated = True
             self.observer.prompt_done(job)
@@ -447,25 +465,21 @@ class Engine:
         if job.sampler is None or job.n_answer >= job.max_tokens:
             self._finish(job, "length")
             return
-        token = next_token(job, job.sampler, self.llm.ctx, index, self.detokenizer)
-        now = time.perf_counter()
-        self.observer.token(job, now)
-        job.t_first, job.t_last = job.t_first or now, now
-        if token in job.stop_tokens or (self.detokenizer.is_end(token) and not job.ignore_end):
-            self._finish(job, "stop")
-            return
-        delta = take(job, token, self.llm.ctx, index, self.detokenizer)
-        if delta is not None:
-            self._events.append((job, delta))
-        if job.text.stopped:
-            self._finish(job, "stop")
-        elif job.n_answer >= job.max_tokens or len(job.tokens) >= self.n_ctx:
-            self._finish(job, "length")
+        while True:
+            delta, end = go_on(job, self.llm.ctx, index + n, self.detokenizer, self.observer, self.n_ctx)
+            if delta is not None:
+                self._outbox.put((job, delta))
+            if end or n == len(run.drafts) or job.tokens[-1] != run.drafts[n]:
+                break
+            n += 1
+        self.speculation.settle(run, n)
+        if end:
+            self._finish(job, end)
 
     def _finish(self, job: Job, reason: str) -> None:
         done = job.finish(reason)
         self._scheduler.leave(job)
-        self._events.append((job, done))
+        self._outbox.put((job, done))
         self.observer.finished(job, reason)
         if self._connector is not None and job.store:
             self._connector.offload(job)
@@ -473,21 +487,11 @@ class Engine:
     def _abandon(self, jobs: Sequence[Job], error: Exception) -> None:
         for job in list(jobs):
             self._scheduler.abandon(job)
-            self._events.append((job, Failed(error)))
+            self._outbox.put((job, Failed(error)))
             self.observer.failed(job)
 
     def _fail_all(self, error: Exception) -> None:
         self._scheduler.add(self._inbox.take())
-        self._events += [(job, Failed(error)) for job in self._scheduler.clear()]
+        self._outbox.put(*((job, Failed(error)) for job in self._scheduler.clear()))
         self._inbox.fail_calls(error)
-        self._flush()
-
-    def _flush(self) -> None:
-        """Hand out the events of this round."""
-        if self._events:
-            events, self._events = self._events, []
-            events = [(job, event) for job, event in events if not job.cancelled]
-            try:
-                self._deliver(events)
-            except Exception:
-                log.exception("events could not be delivered")
+        self._outbox.flush()

@@ -16,6 +16,7 @@ from mixedkv.chunks.chunk_reuse import Reuse
 from mixedkv.chunks.repair import Method
 from mixedkv.chunks.stitch import Rows, Stitch
 from mixedkv.engine.detokenizer import TextStream
+from mixedkv.engine.drafter import Drafter
 from mixedkv.engine.sampler import Sampler, TokenLogprob
 from mixedkv.engine.sequences import Sequence
 from mixedkv.engine.thought import Thought
@@ -75,6 +76,7 @@ class Job:
         thought: follows the answer of a model that thinks.
         boundary: tokens of the prompt that a later turn's begins with too, where thoughts are left out of the
             history; 0 for all of them.
+        drafter: guesses what comes next, so that several tokens can be evaluated in a step.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Job:
         stop_tokens: Seq[int] = (),
         thought: Thought | None = None,
         boundary: int = 0,
+        drafter: Drafter | None = None,
         deliver: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self.prompt: Tokens = np.asarray(prompt, dtype=np.int32)
@@ -109,7 +112,7 @@ class Job:
         self.accept: Reuse | None = reuse if isinstance(reuse, str) else None  # None: the engine's default
         self.min_tokens, self.stop_tokens = min_tokens, frozenset(stop_tokens)
         self.shown = frozenset(shown)
-        self.thought, self.boundary = thought, boundary
+        self.thought, self.boundary, self.drafter = thought, boundary, drafter
         self.deliver = deliver
         self.first = 0  # position of the first token that can be evaluated: rows before it must be there
         self.most_cut = 0  # of the last rows of `paused` that are not this job's

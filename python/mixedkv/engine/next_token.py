@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 
 from mixedkv.engine.detokenizer import Detokenizer
 from mixedkv.engine.job import Delta, Job
+from mixedkv.engine.observer import Observer
 from mixedkv.engine.sampler import Sampler, logits_row, logprob_of
 from mixedkv.engine.thought import Thought
+
+
+def go_on(
+    job: Job, context: Any, index: int, detokenizer: Detokenizer, observer: Observer, n_ctx: int
+) -> tuple[Delta | None, str]:
+    """Take a job's next token from the logits of the batch's token `index`: the text that is certain now, and
+    why the answer ends here, "" if it does not.
+
+    Raises:
+        DeadEndError: the job's constraint allows no token.
+    """
+    assert job.sampler is not None
+    token = next_token(job, job.sampler, context, index, detokenizer)
+    now = time.perf_counter()
+    observer.token(job, now)
+    job.t_first, job.t_last = job.t_first or now, now
+    if token in job.stop_tokens or (detokenizer.is_end(token) and not job.ignore_end):
+        return None, "stop"
+    delta = take(job, token, context, index, detokenizer)
+    if job.text.stopped:
+        return delta, "stop"
+    return delta, "length" if job.n_answer >= job.max_tokens or len(job.tokens) >= n_ctx else ""
 
 
 def next_token(job: Job, sampler: Sampler, context: Any, index: int, detokenizer: Detokenizer) -> int:
@@ -54,6 +78,8 @@ def take(job: Job, token: int, context: Any, index: int, detokenizer: Detokenize
         row = logits_row(context, index, detokenizer.n_vocab)
         logprob = logprob_of(row, token, job.n_logprobs)
     job.tokens.append(token)
+    if job.drafter is not None:
+        job.drafter.take(token)
     return job.take(piece(job, token, detokenizer), logprob)
 
 

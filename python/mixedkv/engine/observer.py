@@ -28,6 +28,9 @@ class Observer:
 
     def step(self, n_streams: int, n_prompt: int, seconds: float) -> None: ...
 
+    def speculated(self, n_drafted: int, n_accepted: int) -> None:
+        """So many tokens of a job were drafted in a step, and came."""
+
     def evicted(self) -> None: ...
 
     def paused(self) -> None:

@@ -169,6 +169,10 @@ class Sampler:
     def constrained(self) -> bool:
         return self._matcher is not None
 
+    def certain(self) -> list[int]:
+        """Tokens that the constraint leaves no choice about: see `Matcher.certain`."""
+        return self._matcher.certain() if self._matcher is not None else []
+
     def close(self) -> None:
         self._matcher = None
         chain, self._chain = getattr(self, "_chain", None), None

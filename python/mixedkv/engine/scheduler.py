@@ -22,37 +22,45 @@ _SAVE_AFTER = 32  # tokens that a job adds to rows which wait for it: fewer are 
 _HEADROOM = 32  # cells an answer needs at the start besides its prompt
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Run:
-    """The next `n` tokens of a job; `chooses`: the token after them is chosen from the last one's logits."""
+    """The next `n` tokens of a job; `chooses`: the token after them is chosen from the last one's logits.
+    `drafts` may come after them, each with logits too.
+    """
 
     job: Job
     n: int
     chooses: bool
+    drafts: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Step:
-    """What one `llama_decode` evaluates: a token of `n_streams` answers each, and `n_prompt` of prompts. Of
-    these some are in `stitches`: parts of passages that are put together, each in a decode of its own.
+    """What one `llama_decode` evaluates: a token of `n_streams` answers each, `n_drafts` that may come after
+    these, and `n_prompt` of prompts. Of these some are in `stitches`: parts of passages that are put
+    together, each in a decode of its own.
     """
 
     runs: list[Run] = field(default_factory=list)
     stitches: list[Run] = field(default_factory=list)
     n_streams: int = 0
     n_prompt: int = 0
+    n_drafts: int = 0
 
     def __len__(self) -> int:
         """Tokens."""
-        return self.n_streams + self.n_prompt
+        return self.n_streams + self.n_prompt + self.n_drafts
 
     def outputs(self) -> Iterator[tuple[int, Run]]:
-        """The runs whose next token can be chosen, each with its last row of the batch."""
+        """The runs whose next token can be chosen, each with the row of the batch that says it; those of its
+        drafts follow.
+        """
         end = 0
         for run in self.runs:
             end += run.n
             if run.chooses:
                 yield end - 1, run
+            end += len(run.drafts)
 
 
 class Scheduler:

@@ -36,6 +36,8 @@ class Metrics(Observer):
             "mixedkv:prompt_tokens_evaluated", "Tokens of prompts that were evaluated.", **r
         )
         self.generated = Counter("mixedkv:generation_tokens", "Tokens of answers.", **r)
+        self.drafted = Counter("mixedkv:spec_decode_num_draft_tokens", "Tokens of answers drafted.", **r)
+        self.accepted = Counter("mixedkv:spec_decode_num_accepted_tokens", "Those that came.", **r)
         self.ttft = Histogram("mixedkv:time_to_first_token_seconds", "From the request.", buckets=_FIRST, **r)
         self.itl = Histogram("mixedkv:inter_token_latency_seconds", "Between tokens.", buckets=_BETWEEN, **r)
         self.e2e = Histogram("mixedkv:e2e_request_latency_seconds", "Of an answer.", buckets=_SECONDS, **r)
@@ -139,6 +141,11 @@ class Metrics(Observer):
         self._tokens.append((now, n_streams, n_prompt))
         while self._tokens and self._tokens[0][0] < now - _RATE_WINDOW:
             self._tokens.popleft()
+
+    def speculated(self, n_drafted: int, n_accepted: int) -> None:
+        self.drafted.inc(n_drafted)
+        self.accepted.inc(n_accepted)
+        self._tokens.append((time.monotonic(), n_accepted, 0))
 
     def finished(self, job: Job, reason: str) -> None:
         self.success.labels(reason).inc()

@@ -126,6 +126,7 @@ def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Serve
             checkpoints=CheckpointLimits(
                 settings.checkpoints, settings.checkpoint_every, int(settings.max_checkpoint_gb * 1e9)
             ),
+            speculation=settings.speculation,
         )
     )
     watch.begin(partial(_stop_reading, engine))

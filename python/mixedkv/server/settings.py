@@ -104,6 +104,11 @@ class ServerSettings(BaseSettings):
     chunk_check: float = _option(
         0.01, "share of the answers from chunks that is evaluated exactly too, when there is time", "X", 0, 1
     )
+    speculation: Literal["off", "prompt-lookup"] = _option(
+        "off",
+        "prompt-lookup: guess what repeats itself, and evaluate several tokens of an answer in a step",
+        "HOW",
+    )
     embeddings: bool = _option(False, "answer /v1/embeddings, in a second context on the same model")
     embedding_n_ctx: int = _option(
         0, "tokens of the longest input to embed (default: 2048 or the model's)", "N", 0, INT32_MAX

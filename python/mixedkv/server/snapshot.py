@@ -43,7 +43,11 @@ def snapshot(server: ServerState) -> dict[str, Any]:
             "parallel": engine.parallel,
             "max_queue": engine.max_queue,
         },
-        "engine": {"steps": engine.n_steps, **server.metrics.rates()},
+        "engine": {
+            "steps": engine.n_steps,
+            **server.metrics.rates(),
+            "speculation": engine.speculation.stats(),
+        },
         "cache": {
             "kv": kv.kv,
             "n_ctx": engine.n_ctx,

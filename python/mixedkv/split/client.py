@@ -17,12 +17,12 @@ from mixedkv.engine.detokenizer import TextStream
 from mixedkv.engine.sampler import Sampling
 from mixedkv.engine.tokenizer import Prompt
 from mixedkv.errors import ClosedError, ContextLengthError
+from mixedkv.prompt_lookup import PromptLookup
 from mixedkv.server.settings import is_local
 from mixedkv.split import split_pb2 as pb
 from mixedkv.split import split_pb2_grpc, wire
 from mixedkv.split.head import Floats, Head
 from mixedkv.split.parts import VERSION
-from mixedkv.split.prompt_lookup import PromptLookup
 from mixedkv.split.session_key import session_name, wrap
 from mixedkv.tokens import common_prefix
 

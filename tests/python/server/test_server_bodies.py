@@ -206,7 +206,7 @@ def test_an_answer_of_openais_can_be_sent_back(server: Server) -> None:
     assert server.status("POST", "/v1/chat/completions", {"messages": messages}) == 400
 
 
-@pytest.mark.parametrize("field", ["prediction", "web_search_options"])
+@pytest.mark.parametrize("field", ["web_search_options"])
 def test_what_is_not_done_is_not_ignored(server: Server, field: str) -> None:
     status, answer, _ = server.request("POST", "/v1/chat/completions", {"messages": [USER], field: {}})
     assert (status, answer["error"]["message"]) == (

@@ -127,6 +127,7 @@ def _make(server: ServerState, body: ChatRequest, tokens: list[int], owner: str,
         max_tokens=max_tokens,
         n_logprobs=n_logprobs,
         budget=body.reasoning_budget_tokens,
+        prediction=body.prediction.text if body.prediction is not None else "",
         param="messages",
         **options,
     )

@@ -58,12 +58,14 @@ def make_jobs(
     param: str = "prompt",
     chat: RenderedChat | None = None,
     budget: int | None = None,
+    prediction: str = "",
 ) -> list[Job]:
     """`body.n` jobs for each prompt. Not for the event loop: constraints take time to compile.
 
     Args:
         chat: how the prompt was rendered and the answers are to be made, where llama.cpp's chat layer knows.
         budget: tokens after which a thought is ended.
+        prediction: what an answer may be.
 
     Raises:
         ApiError: 400.
@@ -86,6 +88,10 @@ def make_jobs(
             server.engine.check_prompt(len(prompt))
         except ContextLengthError as error:
             raise from_engine(error, param) from None
+        try:
+            drafter = server.engine.drafter(prompt, body.speculation, prediction)
+        except ValueError as error:
+            raise bad_request(f"prediction: {error}", "prediction") from None
         for choice in range(n):
             try:
                 sampler = tokenizer.sampler(sampling(body, choice), matcher)
@@ -108,6 +114,7 @@ def make_jobs(
                 shown=shown,
                 thought=tokenizer.thought(thoughts, budget) if thoughts is not None else None,
                 boundary=len(prompt) - n_forgotten if thoughts is not None else 0,
+                drafter=drafter.copy() if drafter is not None else None,
             )
             jobs.append(job)
     return jobs
@@ -131,8 +138,13 @@ def usage(jobs: Sequence[Job], n: int) -> dict[str, Any]:
     firsts = jobs[::n]
     prompt_tokens = sum(job.n_prompt for job in firsts)
     answer_tokens = sum(job.n_answer for job in jobs)
-    thoughts = [job.thought.n_tokens for job in jobs if job.thought is not None]
-    details = {"completion_tokens_details": {"reasoning_tokens": sum(thoughts)}} if thoughts else {}
+    details = {}
+    if thoughts := [job.thought.n_tokens for job in jobs if job.thought is not None]:
+        details["reasoning_tokens"] = sum(thoughts)
+    if drafters := [job.drafter for job in jobs if job.drafter is not None]:
+        accepted = sum(drafter.n_accepted for drafter in drafters)
+        details["accepted_prediction_tokens"] = accepted
+        details["rejected_prediction_tokens"] = sum(each.n_drafted for each in drafters) - accepted
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": answer_tokens,
@@ -143,7 +155,7 @@ def usage(jobs: Sequence[Job], n: int) -> dict[str, Any]:
             "cached_exact": all(job.exact for job in firsts),
             **_approximate(firsts),
         },
-        **details,
+        **({"completion_tokens_details": details} if details else {}),
     }
 
 

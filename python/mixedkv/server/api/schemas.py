@@ -170,6 +170,17 @@ class ResponseFormat(Model):
         return self
 
 
+class Prediction(Model):
+    """What the answer may be, or much of it."""
+
+    type: Literal["content"]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class Generation(Model):
     """What chat and completions have in common."""
 
@@ -227,6 +238,9 @@ class Generation(Model):
     )
     return_progress: bool | None = Field(None, description="A stream says how far its prompt is.")
     ignore_eos: bool | None = Field(None, description="Go on to max_tokens.")
+    speculation: Literal["off", "prompt-lookup"] | None = Field(
+        None, description="Guess what repeats itself; default: as the server was started."
+    )
     use_kv_cache: bool | None = Field(None, description="False: evaluate everything, keep nothing.")
     reuse: Literal["exact", "prefix", "chunks"] | None = Field(
         None, description="Which stored KV this answer may start from; default: the server's `--reuse`."
@@ -300,18 +314,18 @@ class ChatRequest(ChatFields, Generation):
     store: bool | None = Field(None, description=IGNORED)
     metadata: Metadata | None = Field(None, description=IGNORED)
     verbosity: Name | None = Field(None, description=IGNORED)
+    prediction: Prediction | None = Field(None, description="Drafts of the answer, evaluated at once.")
     # known, but not what this server does: see `_refuse_unsupported`
     functions: list[Any] | None = Field(None, description=REFUSED)
     function_call: Any = Field(None, description=REFUSED)
     modalities: list[Any] | None = Field(None, description=REFUSED)
     audio: Any = Field(None, description=REFUSED)
-    prediction: Any = Field(None, description=REFUSED)
     web_search_options: Any = Field(None, description=REFUSED)
 
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> ChatRequest:
         """Fields that ask for another kind of answer than text."""
-        for name in ("functions", "audio", "prediction", "web_search_options"):
+        for name in ("functions", "audio", "web_search_options"):
             if getattr(self, name) not in (None, []):
                 raise ValueError(f"{name} is not supported by this server: leave it out")
         if self.function_call not in (None, "none", "auto"):

@@ -1,0 +1,208 @@
+"""How fast answers come with drafts by prompt lookup: where they repeat the prompt, and where they do not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from mixedkv.bench.bench_test import Bench, BenchTest, Measure
+from mixedkv.bench.harness.cache_settings import Setting
+from mixedkv.bench.harness.row import Row
+from mixedkv.bench.harness.sample_text import document
+from mixedkv.bench.harness.summary import quartiles
+from mixedkv.bench.harness.table import NONE, Cells, Table, number, spread
+from mixedkv.bench.options import Options
+from mixedkv.engine import Engine
+from mixedkv.engine.constraint import Constraint
+from mixedkv.limits import padded
+from mixedkv.llama import Llama
+
+Text = Literal["repeats", "is certain", "is unlike"]
+
+_PASSAGE = 200  # tokens, or a few more, of which the prompt is made again and again
+_TEMPERATURE: dict[Text, float] = {"repeats": 0.0, "is certain": 0.0, "is unlike": 3.0}
+_BATCH = 512
+
+
+class SpeculationRow(Row):
+    """One row per setting, depth and text.
+
+    The prompt is a passage of a journal, again and again, up to `depth`. "repeats" goes on greedily, as
+    the bundled model does by saying much of it once more; "is certain" has to be the passage, by a
+    regular expression, which is drafted as far as it leaves no choice; "is unlike" is drawn at
+    temperature 3, close to anything. Each is answered with drafts and without in turns, with one seed,
+    from the prompt's rows; ratios are taken within a turn, of tokens per second from the first token on.
+    """
+
+    test: Literal["speculation"] = "speculation"
+    depth: int = Field(description="tokens of the prompt")
+    text: Text = Field(description='what follows: `"repeats"`, `"is certain"` or `"is unlike"`')
+    n_gen: int = Field(description="tokens of an answer")
+    plain_tps: float | None = Field(default=None, description="tokens per second without drafts, median")
+    drafted_tps: float | None = Field(default=None, description="tokens per second with drafts, median")
+    ratio: float | None = Field(default=None, description="drafted to plain, median of the turns")
+    ratio_low: float | None = Field(default=None, description="lower quartile of the turns")
+    ratio_high: float | None = Field(default=None, description="upper quartile of the turns")
+    ratio_samples: list[float] | None = Field(default=None, description="all turns, in order")
+    steps: float | None = Field(
+        default=None, description="steps for each token of the answers with drafts; 1 without"
+    )
+    drafted: int | None = Field(default=None, description="tokens that were drafted, in all turns")
+    accepted: int | None = Field(default=None, description="those that came")
+    same_tokens: float | None = Field(
+        default=None, description="share of the turns in which both answers are the same tokens"
+    )
+
+
+def prepare(bench: Bench) -> Measure:
+    return lambda: measure(bench)
+
+
+def measure(bench: Bench) -> None:
+    """Add three rows per setting and depth."""
+    options = bench.options
+    bench.progress.add(
+        len(options.settings) * len(options.depths) * len(_TEMPERATURE) * (options.repeats + 1)
+    )
+    for setting in options.settings:
+        row = {"kv": setting.spec, "flash_attn": setting.flash_attn, "threads": options.threads}
+        for depth in options.depths:
+            try:
+                _measure(bench, setting, depth, row)
+            except ValueError as error:
+                bench.add(_row(row, options, depth, "repeats", {"error": str(error)}))
+
+
+def _row(
+    row: dict[str, Any], options: Options, depth: int, text: Text, found: dict[str, Any]
+) -> SpeculationRow:
+    return SpeculationRow.model_validate(
+        {**row, "depth": depth, "text": text, "n_gen": options.n_gen, **found}
+    )
+
+
+def _measure(bench: Bench, setting: Setting, depth: int, row: dict[str, Any]) -> None:
+    options = bench.options
+    llm = Llama(
+        options.file.path,
+        kv=setting.kv,
+        flash_attn=setting.flash_attn or None,
+        n_ctx=padded(depth + 2 * options.n_gen + 64),
+        n_seq_max=4,  # prompt, the one at work, and answers of before
+        kv_unified=True,
+        n_batch=_BATCH,
+        n_ubatch=_BATCH,
+        n_threads=options.threads,
+        n_threads_batch=options.threads,
+        verbose=False,
+    )
+    with closing(llm), Engine(llm, parallel=1) as engine:
+        prompt = _prompt(engine, depth)
+        for text in _TEMPERATURE:
+            bench.progress.show(f"speculation: {setting.name}, {text} at {depth}")
+            turns = _Turns(engine, prompt, options.n_gen, text)
+            for no in range(options.repeats + 1):  # the first one only warms up
+                turns.turn(no)
+                bench.progress.step()
+            bench.add(_row(row, options, depth, text, turns.summary()))
+
+
+def _prompt(engine: Engine, depth: int) -> list[int]:
+    def count(text: str) -> int:
+        return len(engine.tokenizer.tokenize(text, start=False))
+
+    passage = engine.tokenizer.tokenize(document(1, _PASSAGE, count, chat=False), start=False)
+    return (passage * (depth // len(passage) + 1))[: max(depth, len(passage))]
+
+
+class _Turns:
+    """Answers with drafts and without, in turns."""
+
+    def __init__(self, engine: Engine, prompt: list[int], n_gen: int, text: Text) -> None:
+        self._engine, self._prompt, self._n_gen, self._text = engine, prompt, n_gen, text
+        self._bias = tuple((token, -100.0) for token in engine.detokenizer.ends)
+        self._constraint = None
+        if text == "is certain":
+            passage = engine.llm.detokenize(prompt[-2 * n_gen :]).decode("utf-8", "replace")
+            self._constraint = Constraint("regex", re.escape(passage))
+        self._rates: list[tuple[float, float]] = []
+        self._same: list[bool] = []
+        self._steps = self._drafted = self._accepted = 0
+
+    def turn(self, no: int) -> None:
+        order = ("off", "prompt-lookup") if no % 2 else ("prompt-lookup", "off")
+        answers = {mode: self._answer(mode, no) for mode in order}
+        (plain, plain_tokens, _), (fast, tokens, steps) = answers["off"], answers["prompt-lookup"]
+        if no:
+            self._rates.append((plain, fast))
+            self._same.append(tokens == plain_tokens)
+            self._steps += steps
+
+    def _answer(self, mode: str, seed: int) -> tuple[float, list[int], int]:
+        before = self._engine.n_steps
+        answer = self._engine.submit(
+            self._prompt,
+            max_tokens=self._n_gen,
+            temperature=_TEMPERATURE[self._text],
+            seed=seed,
+            logit_bias=self._bias,
+            constraint=self._constraint,
+            speculation=mode,  # type: ignore[arg-type]
+        )
+        answer.result()
+        job = answer.job
+        assert job.t_first is not None
+        assert job.t_last is not None
+        if job.drafter is not None and seed:
+            self._drafted += job.drafter.n_drafted
+            self._accepted += job.drafter.n_accepted
+        rate = (job.n_answer - 1) / max(job.t_last - job.t_first, 1e-9)
+        return rate, list(job.tokens[job.n_prompt :]), self._engine.n_steps - before
+
+    def summary(self) -> dict[str, Any]:
+        samples = [fast / plain for plain, fast in self._rates]
+        low, middle, high = quartiles(samples)
+        return {
+            "plain_tps": float(np.median([plain for plain, _ in self._rates])),
+            "drafted_tps": float(np.median([fast for _, fast in self._rates])),
+            "ratio": middle,
+            "ratio_low": low,
+            "ratio_high": high,
+            "ratio_samples": samples,
+            "steps": self._steps / (len(self._rates) * self._n_gen),
+            "drafted": self._drafted,
+            "accepted": self._accepted,
+            "same_tokens": sum(self._same) / len(self._same),
+        }
+
+
+def check(options: Options) -> None:
+    if options.n_gen < 2:
+        raise ValueError("--n-gen 1: the first token comes without drafts: use 2 or more")
+
+
+def _cells(rows: Sequence[SpeculationRow]) -> Cells:
+    return [
+        ["cache", "depth", "plain, tokens/s", "drafted, tokens/s", "ratio", "", "steps a token", "accepted"]
+    ] + [
+        [
+            row.name,
+            str(row.depth),
+            number(row.plain_tps, ".1f"),
+            number(row.drafted_tps, ".1f"),
+            number(row.ratio, ".2f"),
+            spread(row.ratio_low, row.ratio, row.ratio_high, row.ratio_samples),
+            number(row.steps, ".2f"),
+            f"{row.accepted} of {row.drafted}" if row.drafted is not None else NONE,
+        ]
+        for row in rows
+    ]
+
+
+TABLE = Table(row=SpeculationRow, title="Prompt lookup, text that {}", by=lambda row: row.text, cells=_cells)
+TEST = BenchTest(name="speculation", tables=(TABLE,), prepare=prepare, check=check)

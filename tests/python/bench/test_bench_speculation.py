@@ -1,0 +1,41 @@
+"""A small run of `mixedkv bench speculation`, and the model it is meant for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mixedkv import Llama
+from mixedkv.bench.harness import padded_model
+from mixedkv.bundled import model_path
+from support.bench_support import run
+
+
+def test_speculation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--repeats", "2", "--n-gen", "48", "--depths", "512"]
+    rows = run(tmp_path / "s.json", "speculation", "--kv", "mixed", *small)["rows"]
+    repeats, certain, unlike = rows
+    assert [row["text"] for row in rows] == ["repeats", "is certain", "is unlike"]
+    assert certain["accepted"] > certain["drafted"] / 2
+    assert repeats["accepted"] > unlike["accepted"]
+    assert repeats["steps"] < unlike["steps"] <= 1
+    assert "Prompt lookup, text that repeats" in capsys.readouterr().out
+
+
+def test_a_padded_model_says_what_the_bundled_one_says(tmp_path: Path) -> None:
+    padded_model.write(tmp_path / "padded.gguf", 256)
+    found = []
+    for path in (model_path(), tmp_path / "padded.gguf"):
+        options = {
+            "n_ctx": 256,
+            "n_threads": 1,
+            "verbose": False,
+            "logits_all": True,
+            "rope_freq_base": 500_000.0,
+        }
+        with Llama(path, kv="f16", **options) as llm:
+            llm.eval(list(range(20, 80)))
+            found.append(llm.scores[59].copy())
+    assert np.abs(found[0] - found[1]).max() < 1e-3 < np.abs(found[0]).max()

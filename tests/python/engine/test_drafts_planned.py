@@ -1,0 +1,182 @@
+"""Which drafts are made, without a model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mixedkv.config import parse_kv
+from mixedkv.engine.drafter import Drafter
+from mixedkv.engine.observer import Observer
+from mixedkv.engine.scheduler import Run, Step
+from mixedkv.engine.speculation import Speculation, StepTime
+from mixedkv.prompt_lookup import PromptLookup
+
+
+def after(tokens: str, prediction: str = "", most: int = 8) -> str:
+    lookup = PromptLookup(map(ord, tokens), map(ord, prediction))
+    return "".join(map(chr, lookup.draft(most)))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "drafts"),
+    [
+        ("", ""),
+        ("abc", ""),
+        ("abcdefabc", "defabcde"),
+        ("abc1 abc2 abc", "2 abc2 a"),  # the latest one
+        ("xyxyxy", "xyxyxyxy"),
+        ("aaaa", "aaaaaaaa"),
+        ("the cat sat. the cat", " sat. th"),
+    ],
+)
+def test_what_followed_before_is_the_draft(tokens: str, drafts: str) -> None:
+    assert after(tokens) == drafts
+
+
+def test_a_prediction_comes_first_and_is_found_again() -> None:
+    assert after("say it: ", "one two three") == "one two "
+    assert after("one 1 one ", "one two three") == "one two "
+    lookup = PromptLookup(map(ord, "say it: "), map(ord, "one two three"))
+    for letter in "uno two":
+        lookup.add(ord(letter))
+    assert "".join(map(chr, lookup.draft(6))) == " three"
+
+
+def test_a_copy_goes_its_own_way() -> None:
+    drafter = Drafter(map(ord, "abcdefabc"))
+    copy = drafter.copy()
+    for letter in "xxx":
+        drafter.take(ord(letter))
+    assert copy.draft(3)[0] == list(map(ord, "def"))
+
+
+def test_guesses_are_counted_without_being_tried() -> None:
+    drafter = Drafter([1, 2, 3, 4] * 3)
+    for token in [1, 2, 3, 4] * 5:
+        drafter.take(token)
+    good = drafter.draft(4)[1]
+    for token in [5, 6, 5, 6] * 5:
+        drafter.take(token)
+    again = drafter.draft(4)[1]
+    for token in [1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 3, 7, 1, 2, 3]:
+        drafter.take(token)
+    assert good > 0.9
+    assert again > 0.9
+    assert drafter.draft(4)[1] < again
+
+
+class Fixed(Drafter):
+    """Offers as many drafts as there may be, and says how likely they are."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__(())
+        self._rate = rate
+
+    def draft(self, most: int, certain: object = ()) -> tuple[list[int], float]:
+        return [7] * most, self._rate
+
+
+def speculation(kv: str = "mixed", n_batch: int = 512) -> Speculation:
+    llm: Any = SimpleNamespace(
+        kv=SimpleNamespace(can_cut=True, config=parse_kv(kv)),
+        n_batch=n_batch,
+        context_params=SimpleNamespace(n_ubatch=n_batch),
+        n_ctx=lambda: 4096,
+    )
+    return Speculation(llm, "prompt-lookup", Observer())
+
+
+def drafted(spec: Speculation, rates: list[float], n_prompt: int = 0, left: int = 100) -> list[int]:
+    """How many drafts each of some answers gets."""
+    sampler = SimpleNamespace(certain=list)
+    runs = [
+        Run(
+            SimpleNamespace(  # type: ignore[arg-type]
+                drafter=Fixed(rate),
+                sampler=sampler,
+                thought=None,
+                n_answer=1,
+                max_tokens=left + 1,
+                tokens=[1] * 50,
+            ),
+            1,
+            chooses=True,
+        )
+        for rate in rates
+    ]
+    step = Step(runs, len(runs), n_prompt)
+    spec.plan(step)
+    assert step.n_drafts == sum(len(run.drafts) for run in runs)
+    return [len(run.drafts) for run in runs]
+
+
+def measure(spec: Speculation, n_streams: int, alone: float, each: float) -> None:
+    for i in range(100):
+        n = i % 5
+        spec.took(Step([], n_streams, 0, n), alone + n * each)
+
+
+def test_what_drafts_cost_is_measured() -> None:
+    time = StepTime(1)
+    for i in range(60):
+        time.observe(i % 4, 1.0 if i == 50 else 0.010 + 0.002 * (i % 4))
+    alone, each = time.line()
+    assert alone == pytest.approx(0.010, rel=0.3)
+    assert each == pytest.approx(0.002, rel=0.5)
+
+
+def test_likely_drafts_of_a_step_that_reads_weights() -> None:
+    spec = speculation()
+    measure(spec, 1, 0.010, 0.0005)
+    assert drafted(spec, [0.98]) == [16]
+    few = drafted(spec, [0.5])[0]
+    assert 1 <= few <= 6
+    assert drafted(spec, [0.01]) == [0]
+
+
+def test_none_where_a_token_costs_what_it_gives() -> None:
+    """As with many answers, and where a step computes all it can."""
+    spec = speculation()
+    measure(spec, 8, 0.080, 0.010)
+    assert drafted(spec, [0.9] * 8) == [0] * 8
+    measure(spec, 1, 0.010, 0.010)
+    assert drafted(spec, [0.9]) == [0]
+
+
+def test_the_likelier_ones_of_several_answers_come_first() -> None:
+    spec = speculation()
+    measure(spec, 3, 0.010, 0.001)
+    a, b, c = drafted(spec, [0.98, 0.85, 0.05])
+    assert a > b > c == 0
+
+
+def test_bounds() -> None:
+    """Of the window, of the answer, of the batch; none beside prompts nor before a step was measured."""
+    assert drafted(speculation(), [0.98]) == [0]
+    for kv, most in (("mixed:draft=4", 4), ("f16", 16), ("mixed", 16)):
+        spec = speculation(kv)
+        measure(spec, 1, 0.010, 0.0001)
+        assert drafted(spec, [0.98]) == [most]
+        assert drafted(spec, [0.98], left=3) == [2]
+        assert drafted(spec, [0.98], left=1) == [0]
+        assert drafted(spec, [0.98], n_prompt=1) == [0]
+    spec = speculation(n_batch=32)
+    measure(spec, 3, 0.010, 0.0001)
+    assert sum(drafted(spec, [0.98] * 3)) == 29
+
+
+@pytest.mark.parametrize("kv", ["mixed:draft=0"])
+def test_a_window_without_margin_takes_no_drafts(kv: str) -> None:
+    spec = speculation(kv)
+    assert "n_draft=0" in str(spec.stats()["why_off"])
+    assert spec.drafter([1, 2, 3], prediction=[4]) is None
+
+
+def test_a_prediction_is_drafted_in_any_mode() -> None:
+    spec = speculation()
+    assert spec.drafter([1], "off") is None
+    assert spec.drafter([1], "off", [4]) is not None
+    assert spec.drafter([1]) is not None

@@ -1,0 +1,79 @@
+"""Drafts over HTTP: the setting, the field, predicted outputs, and what is told of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mixedkv.bundled.corpus import make_recall
+from support.server_support import Server, running
+
+PROMPT = make_recall(3, 10).prompt
+ENDLESS = {"prompt": PROMPT, "temperature": 0, "max_tokens": 120, "ignore_eos": True}
+CHAT = {"messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "max_tokens": 40}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running(
+        "--n-ctx", "2048", "--parallel", "2", "--kv", "f16", "--speculation", "prompt-lookup"
+    ) as server:
+        yield server
+
+
+def details(answer: Any) -> dict[str, int]:
+    return dict(answer["usage"].get("completion_tokens_details", {}))
+
+
+def test_an_answer_with_drafts_is_told_apart_by_its_usage_only(server: Server) -> None:
+    drafted = server.post("/v1/completions", ENDLESS)
+    plain = server.post("/v1/completions", {**ENDLESS, "speculation": "off"})
+    assert drafted["choices"][0]["text"] == plain["choices"][0]["text"]
+    assert details(plain) == {}
+    found = details(drafted)
+    assert found["accepted_prediction_tokens"] > 0
+    assert drafted["usage"]["completion_tokens"] == plain["usage"]["completion_tokens"] == 120
+    now = server.wait_until_idle()["engine"]["speculation"]
+    assert (now["mode"], now["why_off"]) == ("prompt-lookup", "")
+    assert now["accepted_tokens"] >= found["accepted_prediction_tokens"]
+    text = server.request("GET", "/metrics")[1]
+    names = ("draft", "accepted")
+    counted = [
+        re.search(rf"^mixedkv:spec_decode_num_{name}_tokens_total (\S+)", text, re.M) for name in names
+    ]
+    assert [float(match[1]) for match in counted if match] == [now["drafted_tokens"], now["accepted_tokens"]]
+
+
+def test_choices_are_drafted_each_for_itself(server: Server) -> None:
+    body = {**ENDLESS, "n": 2, "temperature": 0.7, "seed": 3}
+    drafted, plain = (
+        server.post("/v1/completions", {**body, "speculation": mode}) for mode in ("prompt-lookup", "off")
+    )
+    same = [a["text"] == b["text"] for a, b in zip(drafted["choices"], plain["choices"], strict=True)]
+    assert any(same)
+
+
+@pytest.mark.parametrize("as_parts", [False, True])
+def test_predicted_outputs(server: Server, as_parts: bool) -> None:
+    want = server.post("/v1/chat/completions", {**CHAT, "speculation": "off"})
+    text = want["choices"][0]["message"]["content"]
+    prediction = {"type": "content", "content": [{"type": "text", "text": text}] if as_parts else text}
+    answer = server.post("/v1/chat/completions", {**CHAT, "speculation": "off", "prediction": prediction})
+    assert answer["choices"][0]["message"]["content"] == text
+    found = details(answer)
+    assert found["accepted_prediction_tokens"] + found["rejected_prediction_tokens"] > 0
+
+
+def test_a_bad_prediction_is_named(server: Server) -> None:
+    for prediction in ("text", {}, {"type": "content"}, {"type": "content", "content": "a" * 200_000}):
+        status, answer, _ = server.request("POST", "/v1/chat/completions", {**CHAT, "prediction": prediction})
+        assert status == 400
+        assert str(answer["error"]["param"]).startswith("prediction")
+
+
+def test_a_bad_mode_is_refused(server: Server) -> None:
+    status, answer, _ = server.request("POST", "/v1/completions", {**ENDLESS, "speculation": "magic"})
+    assert (status, answer["error"]["param"]) == (400, "speculation")
