@@ -42,10 +42,10 @@ class Step:
     """
 
     runs: list[Run] = field(default_factory=list)
-    stitches: list[Run] = field(default_factory=list)
     n_streams: int = 0
     n_prompt: int = 0
     n_drafts: int = 0
+    stitches: list[Run] = field(default_factory=list)
 
     def __len__(self) -> int:
         """Tokens."""
