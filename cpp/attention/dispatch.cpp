@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
+#include <memory>
 #include <string>
 
 namespace mixedkv {
@@ -96,7 +97,7 @@ struct plan_cursor {
                            max_counters - counter);
     }
 
-    attention_item make_item(int64_t group, int64_t chunk, char * data) const {
+    attention_item make_item(int64_t group, int64_t chunk, char * data, block_panels * panels) const {
         const attention_args & a = streams[stream];
         attention_item         w;
         w.args      = &a;
@@ -108,6 +109,7 @@ struct plan_cursor {
         w.k0        = chunk * plan.chunk;
         w.k1        = std::min(w.k0 + plan.chunk, plan.n_keys);
         w.memory    = data + offset + (group * plan.n_chunks + chunk) * plan.item_bytes;
+        w.panels    = panels;
         return w;
     }
 };
@@ -142,6 +144,11 @@ void spread_nan(const attention_item & w) {
             }
         }
     }
+}
+
+block_panels * own_panels() {
+    thread_local const std::unique_ptr<block_panels> panels(new block_panels);
+    return panels.get();
 }
 
 struct isa_choice {
@@ -218,6 +225,7 @@ bool attention_run(const attention_args * streams, int n_streams, void * scratch
     char *                    data     = static_cast<char *>(scratch) + scratch_header;
     const attention_kernels * kernels  = isa().kernels;
     const int64_t             n_items  = walk(streams, n_streams).item;
+    block_panels *            panels   = own_panels();
     plan_cursor               cursor(streams);
 
     int64_t ticket;
@@ -231,7 +239,7 @@ bool attention_run(const attention_args * streams, int n_streams, void * scratch
         // the last keys first: F16 rows take the longest, and should not be what the other threads wait for; the rest
         // in order, so that a thread finds its next rows prefetched
         const int64_t        chunk    = (ticket - cursor.item + n_chunks - 1) % n_chunks;
-        const attention_item item     = cursor.make_item(group, chunk, data);
+        const attention_item item     = cursor.make_item(group, chunk, data, panels);
         kernels->run(item);
 
         bool last = true;
@@ -243,7 +251,7 @@ bool attention_run(const attention_args * streams, int n_streams, void * scratch
             }
         }
         if (last) {
-            const attention_item first = cursor.make_item(group, 0, data);
+            const attention_item first = cursor.make_item(group, 0, data, panels);
             kernels->merge(first, int(n_chunks), cursor.plan.item_bytes);
             spread_nan(first);
         }

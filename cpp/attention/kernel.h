@@ -10,6 +10,14 @@
 
 namespace mixedkv {
 
+// K and V of a block of keys, unpacked: a thread's own, and not on its stack, for which musl gives it 128 KiB.
+struct block_panels {
+    static constexpr int floats = 64 * 256;
+
+    alignas(64) float k[floats];
+    alignas(64) float v[floats];
+};
+
 // Work for one thread: some queries of one stream, against some keys, for some KV heads.
 // Rows are the (query, head) pairs that share a KV head: row = query * group + head in group.
 struct attention_item {
@@ -22,6 +30,7 @@ struct attention_item {
     int64_t                k0; // keys [k0, k1), counted over all segments
     int64_t                k1;
     void *                 memory; // n_head times item_memory
+    block_panels *         panels;
 };
 
 constexpr int few_rows   = attention_few_rows; // rows per KV head up to which K and V rows are used as they lie

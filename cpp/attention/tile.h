@@ -14,8 +14,6 @@
 namespace mixedkv {
 namespace {
 
-constexpr int panel_floats = 64 * 256; // K or V of a block in F32: 64 KiB, two of them on the stack
-
 template <class L>
 struct tile {
     using V = typename L::V;
@@ -250,9 +248,9 @@ struct tile {
     // Decode: s[rows][key_block] of all rows, K rows as they lie
     static void score_rows(const attention_item & w, int head, const item_memory & m, const key_span & span,
                            float * s) {
-        const int64_t          d = round_up(w.args->d_k, 16);
-        const float *          q = static_cast<const float *>(m.q);
-        alignas(64) float      k[panel_floats];
+        const int64_t          d    = round_up(w.args->d_k, 16);
+        const float *          q    = static_cast<const float *>(m.q);
+        float *                k    = w.panels->k;
         const attention_rows & rows = span.segment->k;
         prefetcher             ahead(w, rows, span, head, block_keys(*w.args));
         for (int j = 0; j < span.n; j++) {
@@ -316,8 +314,8 @@ struct tile {
     // acc += s v for all rows
     static void add_values(const attention_item & w, int head, const item_memory & m, const key_span & span,
                            const float * s) {
-        const int64_t     d = round_up(w.args->d_v, 16);
-        alignas(64) float v[panel_floats];
+        const int64_t d = round_up(w.args->d_v, 16);
+        float *       v = w.panels->v;
         unpack_values(w, head, span, v);
         for (int row = 0; row < m.rows; row += L::rows) {
             if (!any_visible(w, span, row, L::rows)) {
@@ -337,10 +335,11 @@ struct tile {
         add_values(w, head, m, span, s);
     }
 
-    // K turned so that keys are columns: scores of many rows need no reduction
+    // K turned so that keys are columns: scores of many rows need no reduction. Rows go through the panel of V.
     static void transpose_keys(const attention_item & w, int head, const key_span & span, int64_t ld, float * panel) {
-        const int64_t     d = round_up(w.args->d_k, 16);
-        alignas(64) float row[L::width * attention_max_head_size];
+        static_assert(L::width * attention_max_head_size <= block_panels::floats);
+        const int64_t d   = round_up(w.args->d_k, 16);
+        float *       row = w.panels->v;
         for (int j = 0; j < span.n; j += L::width) {
             for (int i = 0; i < L::width; i++) { // past the last key, repeat it: its scores are set to -inf later
                 const int key = j + i < span.n ? j + i : span.n - 1;
@@ -352,12 +351,14 @@ struct tile {
         }
     }
 
-    static void prefill_block(const attention_item & w, int head, const item_memory & m, const key_span & span) {
+    // Inlined into the loop over blocks, GCC 12 makes its products a tenth slower.
+    [[gnu::noinline]] static void prefill_block(const attention_item & w, int head, const item_memory & m,
+                                                const key_span & span) {
         const int64_t     d   = round_up(w.args->d_k, 16);
         const int64_t     d_v = round_up(w.args->d_v, 16);
         const int         ld  = block_keys(*w.args);
-        alignas(64) float k[panel_floats];
-        alignas(64) float v[panel_floats];
+        float *           k   = w.panels->k;
+        float *           v   = w.panels->v;
         alignas(64) float s[L::rows * key_block];
         transpose_keys(w, head, span, ld, k);
         unpack_values(w, head, span, v);

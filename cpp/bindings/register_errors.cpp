@@ -15,6 +15,8 @@ static py::object exception_type(mixedkv_status status) {
         return py::module_::import("mixedkv.errors").attr("UnsupportedModelError");
     case MIXEDKV_NOT_AVAILABLE:
         return py::reinterpret_borrow<py::object>(PyExc_LookupError);
+    case MIXEDKV_BUSY:
+        return py::module_::import("mixedkv.errors").attr("ContextBusyError");
     default:
         return py::reinterpret_borrow<py::object>(PyExc_RuntimeError);
     }

@@ -1,4 +1,4 @@
-// CPU threads that belong to a context, whichever thread of the process evaluates with it.
+// CPU threads that belong to a context, whichever thread of the process evaluates with it, and which one may.
 
 #include "bindings.h"
 
@@ -7,15 +7,35 @@
 #include "llama.h"
 
 #include <memory>
+#include <thread>
+
+#if defined(__linux__)
+#include <sched.h>
+#endif
 
 namespace py = pybind11;
 using namespace py::literals;
 
 namespace mixedkv_py {
 
+// Of those that this thread, and with it the pool's, may run on
+static int usable_cpus() {
+#if defined(__linux__)
+    cpu_set_t cpus;
+    if (sched_getaffinity(0, sizeof(cpus), &cpus) == 0) {
+        return CPU_COUNT(&cpus);
+    }
+#endif
+    const unsigned n = std::thread::hardware_concurrency();
+    return n > 0 ? int(n) : GGML_MAX_N_THREADS;
+}
+
 // Workers wait this long for the next graph before they sleep, in ggml's units of 131,072 pauses of the CPU: some
-// milliseconds, more than Python needs between two tokens.
-constexpr uint32_t poll_level = 1;
+// milliseconds, more than Python needs between two tokens. Where threads are more than cores they would take them
+// from those that work: no time at all, and little at barriers (thread-wait.h).
+static uint32_t poll_level(int n_threads) {
+    return n_threads <= usable_cpus() ? 1 : 0;
+}
 
 // A function of the CPU backend, which may be a plugin that nothing can be linked with.
 template <typename F>
@@ -42,7 +62,7 @@ static pool_ptr make_pool(int n_threads) {
                               std::to_string(n_threads));
     }
     ggml_threadpool_params params = ggml_threadpool_params_default(n_threads);
-    params.poll                   = poll_level;
+    params.poll                   = poll_level(n_threads);
     return pool_ptr(cpu_function<decltype(ggml_threadpool_new)>("ggml_threadpool_new")(&params));
 }
 
@@ -71,7 +91,24 @@ class threads {
     pool_ptr        decode, batch;
 };
 
+// Those that wait, or hold the context, may need the GIL
+static void enter(uintptr_t ctx, bool wait) {
+    llama_context * const to = pointer<llama_context>(ctx);
+    mixedkv_status        status;
+    {
+        py::gil_scoped_release release;
+        status = mixedkv_enter(to, wait);
+    }
+    check(status);
+}
+
+static void leave(uintptr_t ctx) {
+    check(mixedkv_leave(pointer<llama_context>(ctx)));
+}
+
 void register_threads(py::module_ & m) {
+    m.def("enter", &enter, "ctx"_a, "wait"_a);
+    m.def("leave", &leave, "ctx"_a);
     py::class_<threads>(m, "Threads").def(py::init<uintptr_t>(), "ctx"_a).def("close", &threads::close);
 }
 

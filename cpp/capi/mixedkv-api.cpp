@@ -1,49 +1,16 @@
-// The C API: arguments from outside are checked here, and exceptions end here.
+// The C API: the library, the configuration of a context, and what a cache holds.
 
-#include "mixedkv/mixedkv.h"
+#include "mixedkv-api.h"
 
 #include "attention/attention.h"
-#include "llama-kv-cache-mixed.h"
-#include "llama-kv-fill.h"
-#include "llama-kv-mixed-setup.h"
-#include "llama-kv-mixed-support.h"
-#include "llama-kv-rows-export.h"
-#include "llama-kv-rows-import.h"
-#include "llama-kv-rows-view.h"
 
-#include "llama-context.h"
 #include "llama-model.h"
 
 #include <algorithm>
-#include <stdexcept>
+
+using namespace mixedkv_api;
 
 namespace {
-
-struct api_error {
-    mixedkv_status status;
-    std::string    message;
-};
-
-template <typename F>
-mixedkv_status guarded(F && body) {
-    llama_kv_mixed_set_error("");
-    try {
-        body();
-        return MIXEDKV_OK;
-    } catch (const api_error & err) {
-        llama_kv_mixed_set_error(err.message);
-        return err.status;
-    } catch (const std::exception & err) {
-        llama_kv_mixed_set_error(err.what());
-        return MIXEDKV_INTERNAL;
-    }
-}
-
-void require(bool ok, mixedkv_status status, const std::string & message) {
-    if (!ok) {
-        throw api_error{ status, message };
-    }
-}
 
 void check_config(const mixedkv_config & config) {
     const mixedkv::hot_window window = { config.threshold, config.group_size, config.sink_tokens, config.n_draft };
@@ -51,28 +18,6 @@ void check_config(const mixedkv_config & config) {
     require(uint32_t(config.attention) <= MIXEDKV_ATTENTION_MERGED, MIXEDKV_INVALID,
             "attention must be auto, fused or merged");
     require(!config.mixed || window.problem().empty(), MIXEDKV_INVALID, window.problem());
-}
-
-std::vector<llama_kv_cache *> get_caches(llama_context * ctx) {
-    require(ctx, MIXEDKV_INVALID, "ctx is NULL");
-
-    auto res = llama_kv_mixed_caches(ctx->get_memory());
-    require(!res.empty(), MIXEDKV_NOT_AVAILABLE, "the context has no KV cache");
-
-    return res;
-}
-
-llama_kv_cache & get_cache(llama_context * ctx) {
-    return *get_caches(ctx).front();
-}
-
-const llama_kv_cache & find_layer(llama_context * ctx, int32_t il) {
-    for (const auto * kv : get_caches(ctx)) {
-        if (llama_kv_rows_has_layer(*kv, il)) {
-            return *kv;
-        }
-    }
-    throw api_error{ MIXEDKV_NOT_AVAILABLE, "layer " + std::to_string(il) + " has no KV cache" };
 }
 
 template <typename T>
@@ -100,64 +45,6 @@ std::vector<mixedkv_layer_info> get_layers(llama_context * ctx) {
     std::sort(res.begin(), res.end(), [](const auto & a, const auto & b) { return a.il < b.il; });
 
     return res;
-}
-
-void check_seq(llama_context * ctx, int32_t seq_id) {
-    const uint32_t n_seq_max = get_cache(ctx).get_n_seq_max();
-    require(seq_id >= 0 && uint32_t(seq_id) < n_seq_max, MIXEDKV_NOT_AVAILABLE,
-            "sequence " + std::to_string(seq_id) + " is out of range: the context has " + std::to_string(n_seq_max));
-}
-
-// pending shifts and copies are carried out first: what is read is what the next decode reads
-void settle(llama_context * ctx) {
-    ctx->memory_update(false);
-    ctx->synchronize();
-}
-
-// The next decode turns K of all cells in one pass, however many blocks came before it. That can wait where this
-// library sees to it that K is turned before it is saved, and where no copy between streams is pending.
-bool can_turn_later(llama_context * ctx) {
-    const auto caches = get_caches(ctx);
-    return std::all_of(caches.begin(), caches.end(), [](const llama_kv_cache * kv) {
-        return dynamic_cast<const llama_kv_cache_mixed *>(kv) && kv->get_n_stream() == 1;
-    });
-}
-
-void check_blocks(llama_context * ctx, int32_t seq_id) {
-    check_seq(ctx, seq_id);
-    const std::string problem = llama_kv_rows_problem(*ctx);
-    require(problem.empty(), MIXEDKV_UNSUPPORTED, problem);
-}
-
-// rows of a range, in the layers of one group
-std::vector<llama_kv_row> find_range(const llama_kv_cache & kv, int32_t seq_id, int32_t p0, int32_t p1) {
-    require(p0 >= 0, MIXEDKV_INVALID, "p0 is negative");
-
-    std::string problem;
-    auto        res = llama_kv_rows_range(kv, seq_id, p0, p1, problem);
-    require(problem.empty(), MIXEDKV_NOT_AVAILABLE, problem);
-
-    return res;
-}
-
-uint32_t count_hot(const std::vector<llama_kv_row> & rows) {
-    return std::count_if(rows.begin(), rows.end(), [](const auto & row) { return row.slot >= 0; });
-}
-
-// the same, if there are as many as the caller has room for
-std::vector<llama_kv_row> find_range(const llama_kv_cache & kv, int32_t seq_id, int32_t p0, int32_t p1, uint32_t n_rows,
-                                     uint32_t n_hot) {
-    auto res = find_range(kv, seq_id, p0, p1);
-    require(res.size() == n_rows && count_hot(res) == n_hot, MIXEDKV_NOT_AVAILABLE,
-            "the cache changed while rows were copied out: export them on the thread that decodes");
-
-    return res;
-}
-
-const llama_kv_cache & get_group(llama_context * ctx, uint32_t group) {
-    const auto groups = llama_kv_rows_groups(*ctx);
-    require(group < groups.size(), MIXEDKV_NOT_AVAILABLE, "there is no group " + std::to_string(group));
-    return *groups[group];
 }
 
 mixedkv_stats get_stats(llama_context * ctx) {
@@ -252,8 +139,19 @@ mixedkv_status mixedkv_configure_next(const mixedkv_config * config) {
     });
 }
 
-mixedkv_status mixedkv_get_stats(llama_context * ctx, mixedkv_stats * out) {
+mixedkv_status mixedkv_enter(llama_context * ctx, bool wait) {
+    return guarded([&] { enter(ctx, wait).release(); });
+}
+
+mixedkv_status mixedkv_leave(llama_context * ctx) {
     return guarded([&] {
+        require(ctx, MIXEDKV_INVALID, "ctx is NULL");
+        ctx->busy.unlock();
+    });
+}
+
+mixedkv_status mixedkv_get_stats(llama_context * ctx, mixedkv_stats * out) {
+    return guarded(ctx, [&] {
         require(out, MIXEDKV_INVALID, "out is NULL");
         *out = get_stats(ctx);
     });
@@ -264,7 +162,7 @@ mixedkv_status mixedkv_get_layers(llama_context * ctx, mixedkv_layer_info * out,
 }
 
 mixedkv_status mixedkv_get_sequences(llama_context * ctx, mixedkv_seq_info * out, uint32_t n, uint32_t * n_out) {
-    return guarded([&] {
+    return guarded(ctx, [&] {
         const auto & kv = get_cache(ctx);
 
         std::vector<mixedkv_seq_info> res;
@@ -277,7 +175,7 @@ mixedkv_status mixedkv_get_sequences(llama_context * ctx, mixedkv_seq_info * out
 }
 
 mixedkv_status mixedkv_get_short(llama_context * ctx, int32_t * out, uint32_t n, uint32_t * n_out) {
-    return guarded([&] {
+    return guarded(ctx, [&] {
         std::vector<int32_t> res(get_cache(ctx).get_n_seq_max(), -1);
 
         for (const auto * kv : get_caches(ctx)) {
@@ -293,7 +191,7 @@ mixedkv_status mixedkv_get_short(llama_context * ctx, int32_t * out, uint32_t n,
 }
 
 mixedkv_status mixedkv_window_is_whole(llama_context * ctx, int32_t seq_id, int32_t pos, bool * out) {
-    return guarded([&] {
+    return guarded(ctx, [&] {
         check_seq(ctx, seq_id);
         require(out && pos >= 0, MIXEDKV_INVALID, "out is NULL or pos is negative");
 
@@ -332,7 +230,7 @@ mixedkv_status mixedkv_get_scales(llama_context * ctx, int32_t il, float * out, 
 }
 
 mixedkv_status mixedkv_set_window(llama_context * ctx, uint32_t threshold, uint32_t group_size, uint32_t sink_tokens) {
-    return guarded([&] {
+    return guarded(ctx, [&] {
         for (auto * kv : get_caches(ctx)) {
             auto * mixed = dynamic_cast<llama_kv_cache_mixed *>(kv);
             require(mixed, MIXEDKV_NOT_AVAILABLE, "this KV cache is uniform: only a mixed cache has a window");
@@ -340,152 +238,5 @@ mixedkv_status mixedkv_set_window(llama_context * ctx, uint32_t threshold, uint3
             const std::string problem = mixed->set_window({ threshold, group_size, sink_tokens });
             require(problem.empty(), MIXEDKV_INVALID, problem);
         }
-    });
-}
-
-mixedkv_status mixedkv_read_rows(llama_context * ctx, int32_t il, int32_t seq_id, char which, int32_t p0, int32_t p1,
-                                 bool unrotate, float * data, int32_t * positions, uint8_t * hot, uint32_t n_rows,
-                                 uint32_t * n_rows_out) {
-    return guarded([&] {
-        require(n_rows_out, MIXEDKV_INVALID, "n_rows_out is NULL");
-        require(which == 'k' || which == 'v', MIXEDKV_INVALID, "which must be 'k' or 'v'");
-
-        check_seq(ctx, seq_id);
-        settle(ctx);
-
-        const auto & kv   = find_layer(ctx, il);
-        const auto   rows = llama_kv_rows_find(kv, seq_id, p0, p1);
-
-        *n_rows_out = rows.size();
-        if (n_rows < rows.size()) {
-            return;
-        }
-
-        require(!data || llama_kv_rows_read(*ctx, kv, il, seq_id, which == 'k', rows, unrotate, data),
-                MIXEDKV_NOT_AVAILABLE, "layer " + std::to_string(il) + " stores no values (MLA)");
-
-        for (size_t i = 0; i < rows.size(); ++i) {
-            if (positions) {
-                positions[i] = rows[i].pos;
-            }
-            if (hot) {
-                hot[i] = rows[i].slot >= 0;
-            }
-        }
-    });
-}
-
-mixedkv_status mixedkv_count_rows(llama_context * ctx, int32_t seq_id, uint32_t group, int32_t p0, int32_t p1,
-                                  uint32_t * n_rows_out, uint32_t * n_hot_out) {
-    return guarded([&] {
-        require(n_rows_out && n_hot_out, MIXEDKV_INVALID, "n_rows_out or n_hot_out is NULL");
-        check_blocks(ctx, seq_id);
-        settle(ctx);
-
-        const auto rows = find_range(get_group(ctx, group), seq_id, p0, p1);
-
-        *n_rows_out = rows.size();
-        *n_hot_out  = count_hot(rows);
-    });
-}
-
-mixedkv_status mixedkv_export_group(llama_context * ctx, int32_t seq_id, uint32_t group, int32_t p0, int32_t p1,
-                                    uint32_t n_rows, uint32_t n_hot, int32_t * positions, int32_t * hot,
-                                    int32_t * slots) {
-    return guarded([&] {
-        check_blocks(ctx, seq_id);
-        require(n_rows == 0 || positions, MIXEDKV_INVALID, "positions is NULL");
-        require(n_hot == 0 || (hot && slots), MIXEDKV_INVALID, "hot or slots is NULL");
-
-        const auto & kv    = get_group(ctx, group);
-        const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(&kv);
-        const auto   rows  = find_range(kv, seq_id, p0, p1, n_rows, n_hot);
-
-        for (size_t i = 0; i < rows.size(); ++i) {
-            positions[i] = rows[i].pos;
-            if (rows[i].slot >= 0) {
-                *hot++   = i;
-                *slots++ = mixed->get_own_slot(seq_id, rows[i].slot);
-            }
-        }
-    });
-}
-
-mixedkv_status mixedkv_export_layer(llama_context * ctx, int32_t seq_id, int32_t il, int32_t p0, int32_t p1,
-                                    uint32_t n_rows, uint32_t n_hot, void * k, void * v, void * k_hot, void * v_hot) {
-    return guarded([&] {
-        check_blocks(ctx, seq_id);
-        require(n_rows == 0 || (k && v), MIXEDKV_INVALID, "k or v is NULL");
-        require(n_hot == 0 || (k_hot && v_hot), MIXEDKV_INVALID, "k_hot or v_hot is NULL");
-
-        const auto & kv = find_layer(ctx, il);
-
-        llama_kv_rows_export(kv, il, seq_id, find_range(kv, seq_id, p0, p1, n_rows, n_hot), k, v, k_hot, v_hot);
-    });
-}
-
-namespace {
-
-// import(context): empty, or the problem; may_wait: rows that are there may still have to be turned
-template <typename F>
-mixedkv_status import_with(llama_context * ctx, int32_t seq_id, const mixedkv_row_group * groups, uint32_t n_groups,
-                           bool may_wait, F && import) {
-    return guarded([&] {
-        require(groups && n_groups > 0, MIXEDKV_INVALID, "groups is NULL or empty");
-        check_blocks(ctx, seq_id);
-        const bool turns_later = may_wait && can_turn_later(ctx);
-        if (!turns_later) {
-            settle(ctx);
-        }
-
-        const std::string problem = import(*ctx);
-        require(problem.empty(), MIXEDKV_INVALID, problem);
-
-        if (!turns_later) {
-            settle(ctx); // upstream saves K as if a pending shift had been done
-        }
-    });
-}
-
-} // namespace
-
-mixedkv_status mixedkv_import_rows(llama_context * ctx, int32_t seq_id, const mixedkv_row_group * groups,
-                                   uint32_t n_groups, int32_t shift, int32_t drop_from) {
-    return import_with(ctx, seq_id, groups, n_groups, true, [&](llama_context & to) {
-        return llama_kv_rows_import(to, seq_id, groups, n_groups, shift, drop_from, true);
-    });
-}
-
-mixedkv_status mixedkv_import_part(llama_context * ctx, int32_t seq_id, const mixedkv_row_group * groups,
-                                   uint32_t n_groups) {
-    return import_with(ctx, seq_id, groups, n_groups, true, [&](llama_context & to) {
-        return llama_kv_rows_import(to, seq_id, groups, n_groups, 0, -1, false);
-    });
-}
-
-mixedkv_status mixedkv_restore_window(llama_context * ctx, int32_t seq_id, const mixedkv_row_group * groups,
-                                      uint32_t n_groups) {
-    return import_with(ctx, seq_id, groups, n_groups, false,
-                       [&](llama_context & to) { return llama_kv_rows_restore_window(to, seq_id, groups, n_groups); });
-}
-
-mixedkv_status mixedkv_fill(llama_context * ctx, int32_t seq_id, const llama_token * tokens,
-                            const llama_pos * positions, uint32_t n, bool logits, int32_t last_layer, float * mass,
-                            uint32_t n_mass) {
-    return guarded([&] {
-        require(tokens && positions, MIXEDKV_INVALID, "tokens or positions is NULL");
-        require(mass || n_mass == 0, MIXEDKV_INVALID, "mass is NULL");
-        check_blocks(ctx, seq_id);
-        require(!llama_model_is_hybrid(&ctx->get_model()), MIXEDKV_UNSUPPORTED,
-                "recurrent layers read tokens one after the other: none can be evaluated between others");
-
-        const llama_kv_fill fill    = { seq_id, tokens, positions, n, logits, last_layer, mass, n_mass };
-        const std::string   problem = llama_kv_fill_problem(*ctx, fill);
-        require(problem.empty(), MIXEDKV_INVALID, problem);
-
-        const int32_t res = llama_kv_fill_decode(*ctx, fill);
-        require(res != 1, MIXEDKV_NOT_AVAILABLE, "no cells are free for " + std::to_string(n) + " tokens");
-        require(res == 0, MIXEDKV_INVALID,
-                "llama_decode returned " + std::to_string(res) + ": is every token in the vocabulary?");
     });
 }

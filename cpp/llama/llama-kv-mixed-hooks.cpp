@@ -8,6 +8,7 @@
 #include "llama-impl.h"
 #include "llama-model.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 bool llama_kv_mixed_admit(const llama_model * model, llama_context_params & params) {
@@ -97,13 +98,15 @@ void llama_kv_mixed_check(llama_memory_i * memory, const llama_model & model) {
             "; use the 'f16' cache with llama.cpp's own attention");
 }
 
-void llama_kv_mixed_settle(llama_context & ctx) {
-    for (llama_kv_cache * kv : llama_kv_mixed_caches(ctx.get_memory())) {
-        if (dynamic_cast<llama_kv_cache_mixed *>(kv)) {
-            ctx.memory_update(false);
-            return;
-        }
+std::unique_lock<std::recursive_mutex> llama_kv_mixed_settle(llama_context & ctx) {
+    std::unique_lock<std::recursive_mutex> inside(ctx.busy);
+
+    const auto caches = llama_kv_mixed_caches(ctx.get_memory());
+    if (std::any_of(caches.begin(), caches.end(), [](auto * kv) { return dynamic_cast<llama_kv_cache_mixed *>(kv); })) {
+        ctx.memory_update(false);
     }
+
+    return inside;
 }
 
 void llama_kv_mixed_failed(const std::exception & err) {

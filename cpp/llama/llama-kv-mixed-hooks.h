@@ -5,6 +5,7 @@
 #include "llama-kv-cache-mixed.h"
 #include "llama-kv-mixed-setup.h"
 
+#include <mutex>
 #include <utility>
 
 // llama_init_from_model, first of all: takes the thread's configuration; false: refused
@@ -19,8 +20,9 @@ void llama_kv_mixed_check(llama_memory_i * memory, const llama_model & model);
 // llama_context: graph nodes to reserve on top of upstream's
 uint32_t llama_kv_mixed_nodes(llama_memory_i * memory);
 
-// llama_context: carries out pending shifts and copies, before rows are saved and before others replace them
-void llama_kv_mixed_settle(llama_context & ctx);
+// llama_context: carries out pending shifts and copies, before rows are saved and before others replace them; no other
+// thread touches rows as long as what is returned is there
+std::unique_lock<std::recursive_mutex> llama_kv_mixed_settle(llama_context & ctx);
 
 // llama_batch_allocr: this batch has gaps between its positions and goes between others; who made it has checked that
 bool llama_kv_mixed_fills();

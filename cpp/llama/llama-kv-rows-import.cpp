@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <numeric>
 
 // a group, or the part of it that goes in, and the cells that it goes to
 struct placement {
@@ -146,10 +147,14 @@ static std::vector<int32_t> wanted_slots(const placement & place) {
     return res;
 }
 
-static void import_hot(const placement & place, llama_seq_id seq_id, llama_kv_cache_mixed & kv) {
+// F16 rows of `rows` of the group, which have these cells: from their F16 copy where there is one. False when the ring has no
+// room for one of them.
+static bool import_hot(
+        const placement & place, llama_seq_id seq_id, llama_kv_cache_mixed & kv,
+        const std::vector<int32_t> & rows, const std::vector<uint32_t> & cells, const std::vector<int32_t> & wanted) {
     const auto & group = place.group;
     const auto   strm  = kv.get_stream(seq_id);
-    const auto   slots = kv.adopt(seq_id, place.cells(), wanted_slots(place));
+    const auto   slots = kv.adopt(seq_id, cells, wanted);
 
     for (uint32_t il = 0; il < group.n_layers; ++il) {
         for (const bool is_k : { true, false }) {
@@ -164,64 +169,43 @@ static void import_hot(const placement & place, llama_seq_id seq_id, llama_kv_ca
 
             std::vector<uint8_t> row(from_hot.dst_size());
 
-            for (uint32_t i = 0, hot = 0; i < group.n_rows; ++i) {
-                const bool is_hot = hot < group.n_hot && uint32_t(group.hot[hot]) == i;
-                if (slots[i] >= 0) {
-                    if (is_hot) {
-                        from_hot.convert(src.hot + hot*from_hot.src_size(), row.data(), group.positions + i, 1);
-                    } else {
-                        from_cold.convert(src.rows + i*from_cold.src_size(), row.data(), group.positions + i, 1);
-                    }
-                    ggml_backend_tensor_set(ring, row.data(), slots[i]*ring->nb[1], ring->nb[1]);
+            for (size_t i = 0; i < rows.size(); ++i) {
+                const auto * hot = std::lower_bound(group.hot, group.hot + group.n_hot, rows[i]);
+                if (slots[i] < 0) {
+                    continue;
                 }
-                hot += is_hot;
-            }
-        }
-    }
-}
-
-// the same for rows that are there; those that have a slot keep it. False when the ring has no room.
-static bool restore_hot(const placement & place, llama_seq_id seq_id, llama_kv_cache_mixed & kv) {
-    const auto & group = place.group;
-    const auto   strm  = kv.get_stream(seq_id);
-    const auto & there = kv.get_cells(seq_id).seq_pos_get(seq_id);
-
-    std::vector<uint32_t> hot;
-    std::vector<uint32_t> cells;
-    std::vector<int32_t>  wanted;
-
-    for (uint32_t i = 0; i < group.n_hot; ++i) {
-        const uint32_t cell = there.lower_bound({ group.positions[group.hot[i]], 0 })->second;
-        if (kv.get_ring(strm).slot_of(cell) < 0) {
-            hot.push_back(i);
-            cells.push_back(cell);
-            wanted.push_back(group.slots[i]);
-        }
-    }
-
-    const auto slots = kv.adopt(seq_id, cells, wanted);
-
-    for (uint32_t il = 0; il < group.n_layers; ++il) {
-        for (const bool is_k : { true, false }) {
-            const auto src  = get_source(place, group.layers[il], is_k);
-            auto *     ring = const_cast<ggml_tensor *>(is_k ? kv.get_k_ring_stream(group.layers[il].il, strm) :
-                                                               kv.get_v_ring_stream(group.layers[il].il, strm));
-
-            llama_kv_row_converter from_hot(src.layer, { GGML_TYPE_F16, src.format.rotation, src.format.scales },
-                                            { GGML_TYPE_F16, src.cold.rotation, src.cold.scales }, src.n_embd);
-
-            std::vector<uint8_t> row(from_hot.dst_size());
-
-            for (size_t i = 0; i < hot.size(); ++i) {
-                if (slots[i] >= 0) {
-                    from_hot.convert(src.hot + hot[i]*from_hot.src_size(), row.data(), group.positions + group.hot[hot[i]], 1);
-                    ggml_backend_tensor_set(ring, row.data(), slots[i]*ring->nb[1], ring->nb[1]);
+                if (hot < group.hot + group.n_hot && *hot == rows[i]) {
+                    from_hot.convert(src.hot + (hot - group.hot)*from_hot.src_size(), row.data(), group.positions + rows[i], 1);
+                } else {
+                    from_cold.convert(src.rows + rows[i]*from_cold.src_size(), row.data(), group.positions + rows[i], 1);
                 }
+                ggml_backend_tensor_set(ring, row.data(), slots[i]*ring->nb[1], ring->nb[1]);
             }
         }
     }
 
     return std::find(slots.begin(), slots.end(), mixedkv::hot_ring::none) == slots.end();
+}
+
+// of rows that are there; those that have a slot keep it
+static bool restore_hot(const placement & place, llama_seq_id seq_id, llama_kv_cache_mixed & kv) {
+    const auto & group = place.group;
+    const auto & there = kv.get_cells(seq_id).seq_pos_get(seq_id);
+
+    std::vector<int32_t>  rows;
+    std::vector<uint32_t> cells;
+    std::vector<int32_t>  wanted;
+
+    for (uint32_t i = 0; i < group.n_hot; ++i) {
+        const uint32_t cell = there.lower_bound({ group.positions[group.hot[i]], 0 })->second;
+        if (kv.get_ring(kv.get_stream(seq_id)).slot_of(cell) < 0) {
+            rows.push_back(group.hot[i]);
+            cells.push_back(cell);
+            wanted.push_back(group.slots[i]);
+        }
+    }
+
+    return import_hot(place, seq_id, kv, rows, cells, wanted);
 }
 
 // the lowest ones, so that where rows lie does not depend on what was there before
@@ -278,7 +262,9 @@ static void import_group(llama_context & ctx, placement & place, llama_seq_id se
     }
 
     if (mixed && mixed->has_ring()) {
-        import_hot(place, seq_id, *mixed);
+        std::vector<int32_t> rows(place.group.n_rows);
+        std::iota(rows.begin(), rows.end(), 0);
+        import_hot(place, seq_id, *mixed, rows, place.cells(), wanted_slots(place));
     }
 }
 

@@ -13,8 +13,9 @@
 
 // Looks before a thread falls asleep, with a pause of the CPU after each: at most some 3 milliseconds, since to
 // wake costs a token more than it saves where nobody else wants the core. Fewer where the others did not come in time
-// the last times, as on a core that two of them share.
-enum { THREAD_WAIT_MOST = 65536, THREAD_WAIT_LEAST = 16 };
+// the last times, as on a core that two of them share. FEW where there are more threads than cores, as a pool that does
+// not poll says: who looks then has the core that the awaited one needs.
+enum { THREAD_WAIT_MOST = 65536, THREAD_WAIT_FEW = 64, THREAD_WAIT_LEAST = 16 };
 
 // Returns when *value is no longer `old`, or before that for no reason. The threads asleep are counted in *n_asleep.
 static inline void thread_wait_asleep(atomic_int * n_asleep, atomic_int * value, int old) {
@@ -31,12 +32,13 @@ static inline void thread_wait_asleep(atomic_int * n_asleep, atomic_int * value,
 }
 
 // Returns when *value is no longer `old`.
-static inline void thread_wait(atomic_int * n_asleep, atomic_int * value, int old) {
+static inline void thread_wait(atomic_int * n_asleep, atomic_int * value, int old, int most) {
     static _Thread_local int looks = THREAD_WAIT_MOST;
 
+    looks = looks < most ? looks : most;
     for (int i = 0; i < looks; i++) {
         if (atomic_load_explicit(value, memory_order_relaxed) != old) {
-            looks = looks < THREAD_WAIT_MOST ? looks * 2 : looks;
+            looks = looks < most ? looks * 2 : looks;
             return;
         }
         ggml_thread_cpu_relax();

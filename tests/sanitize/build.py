@@ -53,7 +53,7 @@ def main(kind: str, build: Path, destination: Path) -> None:
         path = objects / f"{Path(file).name}.o"
         if path.exists() and path.stat().st_mtime > newest:
             return path
-        compiler = [part for part in command[:at] if not part.endswith("ccache") and part != "-flto=auto"]
+        compiler = [part for part in command[:at] if part != "-flto=auto"]
         subprocess.run(
             [*compiler, *COMPILE, *FLAGS[kind], "-o", path, *command[at + 2 :]],
             cwd=entry["directory"],

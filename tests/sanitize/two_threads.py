@@ -1,7 +1,7 @@
 """A `Llama` that evaluates in one thread while another reaches for its rows, under the thread sanitizer:
 two_threads.py guarded|unguarded N_THREADS
 
-`unguarded` leaves Python's guard out: the sanitizer has to find races there, or it would find none anywhere.
+`unguarded` goes past the guard: the sanitizer has to find races there, or it would find none anywhere.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import sys
 import threading
 
-from mixedkv import Llama, _core
+from mixedkv import Llama, llama
 from mixedkv.bundled import model_path
 from mixedkv.errors import ContextBusyError
 
@@ -19,7 +19,7 @@ TOKENS = [5 + i % 200 for i in range(48)]
 
 def touch(llm: Llama, guarded: bool) -> None:
     if not guarded:
-        _core.stats(llm.kv._address)
+        llama.llama_cpp.llama_memory_seq_pos_max(llm.kv._memory, 0)
         return
     llm.kv.layers  # noqa: B018  (any thread may ask)
     llm.kv.export(1, 0, 16, TOKENS[:16])

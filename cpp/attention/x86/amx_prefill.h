@@ -17,8 +17,6 @@ namespace {
 struct amx_prefill {
     using base = tile<avx512>;
 
-    static constexpr int64_t panel_bytes = 128 * 128 * 4;
-
     static int64_t steps(int64_t n) { return (n + 31) / 32; }
 
     static bool fits(const attention_args & a) { return a.d_k <= 512 && a.d_v <= 512; }
@@ -58,11 +56,11 @@ struct amx_prefill {
         }
     }
 
-    // K of 16 keys per sequence of tiles, turned so that keys are columns
+    // K of 16 keys per sequence of tiles, turned so that keys are columns. Rows go through the panel of V.
     static void pack_keys(const attention_item & w, int head, const key_span & span, char * panel) {
         const int64_t     d = round_up(w.args->d_k, 32);
         alignas(64) float x[512];
-        alignas(64) char  rows[2 * tile_bytes * 16];
+        char *            rows = reinterpret_cast<char *>(w.panels->v);
         for (int j = 0; j < span.n; j += 16) {
             for (int i = 0; i < 16; i++) { // past the last key, repeat it: its scores are set to -inf later
                 const int key = j + i < span.n ? j + i : span.n - 1;
@@ -211,9 +209,11 @@ struct amx_prefill {
         accumulate<R>(p, keys, v, m.d_v_padded, m.acc + row * m.d_v_padded);
     }
 
-    static void block(const attention_item & w, int head, const item_memory & m, const key_span & span) {
-        alignas(64) char k[panel_bytes];
-        alignas(64) char v[panel_bytes];
+    // as tile<>::prefill_block
+    [[gnu::noinline]] static void block(const attention_item & w, int head, const item_memory & m,
+                                        const key_span & span) {
+        char * const k = reinterpret_cast<char *>(w.panels->k);
+        char * const v = reinterpret_cast<char *>(w.panels->v);
         pack_keys(w, head, span, k);
         pack_values(w, head, span, v);
         int64_t row = 0;

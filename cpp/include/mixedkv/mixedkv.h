@@ -2,7 +2,9 @@
 //
 // Plain C, no exception crosses it. A call that fails returns a status other than
 // MIXEDKV_OK and leaves a message for mixedkv_last_error() on the calling thread.
-// Calls on one llama_context are not synchronised: make them from the thread that decodes.
+// One thread at a time evaluates with a context, or reads or moves its rows: llama_decode(), llama_encode() and the
+// state functions wait for it to be done, those of this file return MIXEDKV_BUSY. llama.cpp's other functions do
+// neither: call them on the thread that decodes, or between mixedkv_enter() and mixedkv_leave().
 
 #pragma once
 
@@ -21,6 +23,7 @@ enum mixedkv_status {
     MIXEDKV_UNSUPPORTED   = 2, // the model or the context cannot have this cache
     MIXEDKV_NOT_AVAILABLE = 3, // the context has no such cache, layer or sequence
     MIXEDKV_INTERNAL      = 4, // an invariant of this library does not hold: please report it
+    MIXEDKV_BUSY          = 5, // another thread is using the context; nothing was done
 };
 
 enum mixedkv_attention {
@@ -114,6 +117,11 @@ LLAMA_API enum mixedkv_status mixedkv_check(const struct llama_model * model, co
 // The next llama_init_from_model() on this thread takes the configuration, whether it succeeds or not.
 // NULL withdraws it.
 LLAMA_API enum mixedkv_status mixedkv_configure_next(const struct mixedkv_config * config);
+
+// Other threads stay out until this one has left as often as it entered: for several calls that belong together. wait:
+// until there is nobody else; otherwise MIXEDKV_BUSY where there is. A context is not freed while a thread is inside.
+LLAMA_API enum mixedkv_status mixedkv_enter(struct llama_context * ctx, bool wait);
+LLAMA_API enum mixedkv_status mixedkv_leave(struct llama_context * ctx);
 
 LLAMA_API enum mixedkv_status mixedkv_get_stats(struct llama_context * ctx, struct mixedkv_stats * out);
 

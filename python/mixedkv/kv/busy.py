@@ -1,13 +1,13 @@
-"""One thread at a time on the rows of a context: llama.cpp has no locks, two would end the process."""
+"""One thread at a time on the rows of a context: two in llama.cpp would end the process."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+from mixedkv import _core
 from mixedkv.errors import ContextBusyError
 
 _P = ParamSpec("_P")
@@ -15,16 +15,26 @@ _R = TypeVar("_R")
 
 
 class BusyGuard:
-    """Held while rows are evaluated, moved or read; the thread that holds it may enter again."""
+    """Held while rows are evaluated, moved or read; the thread that holds it may enter again.
 
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
+    It is the context's own, which every function of the C API looks at. `address` is that of the context.
+    """
+
+    def __init__(self, address: Callable[[], int]) -> None:
+        self._address = address
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Enter as soon as no other thread is there."""
-        with self._lock:
+    def _inside(self, wait: bool) -> Iterator[None]:
+        context = self._address()
+        _core.enter(context, wait)
+        try:
             yield
+        finally:
+            _core.leave(context)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Enter as soon as no other thread is there."""
+        return self._inside(wait=True)
 
     @contextmanager
     def at_once(self, what: str) -> Iterator[None]:
@@ -33,15 +43,12 @@ class BusyGuard:
         Raises:
             ContextBusyError: another thread is there.
         """
-        if not self._lock.acquire(blocking=False):
-            raise ContextBusyError(
-                f"{what}: another thread is using this context, and llama.cpp takes one at a time: call it "
-                f"on the thread that evaluates, with an engine through Engine.call, or again later"
-            )
-        try:
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self._inside(wait=False))
+            except ContextBusyError as error:
+                raise ContextBusyError(f"{what}: {error}; with an engine through Engine.call") from None
             yield
-        finally:
-            self._lock.release()
 
 
 class _Guarded(Protocol):

@@ -15,7 +15,7 @@ class WindowSettings(ABC):
 
     def __init__(self, setting: KVSetting) -> None:
         self._setting = self._made = setting
-        self.busy = BusyGuard()
+        self.busy = BusyGuard(lambda: self._address)
 
     @property
     @abstractmethod

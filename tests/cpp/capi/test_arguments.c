@@ -6,6 +6,9 @@
 #include <mixedkv/mixedkv.h>
 
 #include <limits.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -33,6 +36,7 @@ static void expect(int want, int got) {
 #define INVALID       MIXEDKV_INVALID
 #define UNSUPPORTED   MIXEDKV_UNSUPPORTED
 #define NOT_AVAILABLE MIXEDKV_NOT_AVAILABLE
+#define BUSY          MIXEDKV_BUSY
 
 static struct mixedkv_config make_config(uint32_t threshold, uint32_t group_size, uint32_t sink_tokens, int attention) {
     const struct mixedkv_config res = {
@@ -480,6 +484,127 @@ static void test_import(struct llama_context * ctx) {
     free_block(b);
 }
 
+// Rows without their F16 copies, and then the copies: what a sequence gets back in two steps. It ends as test_import
+// left it.
+static void test_parts(struct llama_context * ctx) {
+    struct block *           b    = export_block(ctx);
+    const uint32_t           hot  = b->group.n_hot;
+    struct mixedkv_row_group none = { 0 };
+    struct mixedkv_row_group two[2];
+    uint32_t                 n_rows = 0, n_hot = 0;
+
+    llama_memory_seq_rm(llama_get_memory(ctx), 1, -1, -1);
+    EXPECT(INVALID, mixedkv_import_part(NULL, 1, &b->group, 1));
+    EXPECT(INVALID, mixedkv_import_part(ctx, 1, NULL, 1));
+    EXPECT(INVALID, mixedkv_import_part(ctx, 1, &b->group, 0));
+    EXPECT(INVALID, mixedkv_import_part(ctx, 1, &none, 1));
+    EXPECT(NOT_AVAILABLE, mixedkv_import_part(ctx, 2, &b->group, 1));
+    EXPECT(NOT_AVAILABLE, mixedkv_import_part(ctx, INT32_MIN, &b->group, 1));
+    EXPECT(INVALID, mixedkv_restore_window(ctx, 1, &b->group, 1)); // rows that it does not have
+
+    b->group.n_hot = 0;
+    EXPECT(OK, mixedkv_import_part(ctx, 1, &b->group, 1));
+    EXPECT(OK, mixedkv_count_rows(ctx, 1, 0, 0, -1, &n_rows, &n_hot));
+    expect(0, n_rows != N_TOKENS);
+    expect(0, (int)n_hot);
+    EXPECT(INVALID, mixedkv_import_part(ctx, 1, &b->group, 1)); // they are there already
+
+    b->group.n_hot = hot;
+    two[0] = two[1] = b->group;
+    EXPECT(INVALID, mixedkv_restore_window(NULL, 1, &b->group, 1));
+    EXPECT(INVALID, mixedkv_restore_window(ctx, 1, NULL, 1));
+    EXPECT(INVALID, mixedkv_restore_window(ctx, 1, &b->group, 0));
+    EXPECT(INVALID, mixedkv_restore_window(ctx, 1, two, 2));
+    EXPECT(NOT_AVAILABLE, mixedkv_restore_window(ctx, -1, &b->group, 1));
+    EXPECT(OK, mixedkv_restore_window(ctx, 1, &b->group, 1));
+    EXPECT(OK, mixedkv_count_rows(ctx, 1, 0, 0, -1, &n_rows, &n_hot));
+    expect(0, hot == 0 || n_hot != hot);
+    free_block(b);
+}
+
+// --- two threads
+
+struct holder {
+    struct llama_context * ctx;
+    atomic_int             is_inside, may_leave;
+};
+
+static void wait_for(atomic_int * flag) {
+    while (!atomic_load(flag)) {
+        sched_yield();
+    }
+}
+
+static void * hold(void * arg) {
+    struct holder * h = arg;
+    EXPECT(OK, mixedkv_enter(h->ctx, false));
+    EXPECT(OK, mixedkv_enter(h->ctx, true)); // again
+    atomic_store(&h->is_inside, 1);
+    wait_for(&h->may_leave);
+    EXPECT(OK, mixedkv_leave(h->ctx));
+    EXPECT(OK, mixedkv_leave(h->ctx));
+    return NULL;
+}
+
+static void * decode_beside(void * arg) {
+    struct holder * h = arg;
+    atomic_store(&h->is_inside, 1);
+    expect(0, decode(h->ctx, 1, N_TOKENS, 0));
+    atomic_store(&h->may_leave, 1);
+    return NULL;
+}
+
+static void test_busy(struct llama_context * ctx) {
+    struct mixedkv_stats    stats;
+    struct mixedkv_seq_info seqs[2];
+    struct holder           other = { ctx, 0, 0 }, decoder = { ctx, 0, 0 };
+    struct block *          b     = export_block(ctx);
+    const llama_token       token = 1;
+    const llama_pos         at    = N_TOKENS;
+    int32_t                 list[N_CTX];
+    bool                    whole = false;
+    uint32_t                n = 0, n_rows = b->group.n_rows, n_hot = b->group.n_hot;
+    void *                  out = calloc(N_CTX, MAX_ROW);
+    pthread_t               thread;
+
+    EXPECT(INVALID, mixedkv_enter(NULL, false));
+    EXPECT(INVALID, mixedkv_leave(NULL));
+
+    expect(0, pthread_create(&thread, NULL, hold, &other));
+    wait_for(&other.is_inside);
+    EXPECT(BUSY, mixedkv_enter(ctx, false));
+    EXPECT(BUSY, mixedkv_get_stats(ctx, &stats));
+    EXPECT(BUSY, mixedkv_get_sequences(ctx, seqs, 2, &n));
+    EXPECT(BUSY, mixedkv_get_short(ctx, list, 2, &n));
+    EXPECT(BUSY, mixedkv_window_is_whole(ctx, 0, N_TOKENS, &whole));
+    EXPECT(BUSY, mixedkv_set_window(ctx, 16, 8, 4));
+    EXPECT(BUSY, mixedkv_read_rows(ctx, 0, 0, 'k', 0, -1, false, NULL, NULL, NULL, 0, &n));
+    EXPECT(BUSY, mixedkv_count_rows(ctx, 0, 0, 0, -1, &n, &n));
+    EXPECT(BUSY, mixedkv_export_group(ctx, 0, 0, 0, -1, n_rows, n_hot, list, list, list));
+    EXPECT(BUSY, mixedkv_export_layer(ctx, 0, 0, 0, -1, n_rows, n_hot, out, out, out, out));
+    EXPECT(BUSY, mixedkv_import_rows(ctx, 1, &b->group, 1, 0, 0));
+    EXPECT(BUSY, mixedkv_import_part(ctx, 1, &b->group, 1));
+    EXPECT(BUSY, mixedkv_restore_window(ctx, 1, &b->group, 1));
+    EXPECT(BUSY, mixedkv_fill(ctx, 1, &token, &at, 1, false, -1, NULL, 0));
+    EXPECT(OK, mixedkv_get_layers(ctx, NULL, 0, &n)); // which never change
+    atomic_store(&other.may_leave, 1);
+    expect(0, pthread_join(thread, NULL));
+
+    EXPECT(OK, mixedkv_enter(ctx, true));
+    expect(0, pthread_create(&thread, NULL, decode_beside, &decoder));
+    wait_for(&decoder.is_inside);
+    for (int i = 0; i < 200; i++) { // longer than this decode takes
+        EXPECT(OK, mixedkv_export_layer(ctx, 0, 0, 0, -1, n_rows, n_hot, out, out, out, out));
+    }
+    expect(0, atomic_load(&decoder.may_leave));
+    EXPECT(OK, mixedkv_leave(ctx));
+    expect(0, pthread_join(thread, NULL));
+    expect(0, llama_memory_seq_pos_max(llama_get_memory(ctx), 0) != N_TOKENS); // one more than before
+    llama_memory_seq_rm(llama_get_memory(ctx), 0, N_TOKENS, -1);
+    free(out);
+    free_block(b);
+}
+
 // Sequence 1 has what test_import left there: positions 0 to N_TOKENS - 1, of which some are removed first.
 static void test_fill(struct llama_context * ctx) {
     const llama_token tokens[]  = { 1, 2, 3 };
@@ -537,6 +662,8 @@ int main(int argc, char ** argv) {
     test_count_rows(ctx);
     test_export(ctx);
     test_import(ctx);
+    test_parts(ctx);
+    test_busy(ctx);
     test_fill(ctx);
     test_budget(ctx);
     test_window(ctx); // what it lets go of does not come back
