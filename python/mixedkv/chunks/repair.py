@@ -13,7 +13,7 @@ from mixedkv.chunks.plan import Segment
 
 Mask = npt.NDArray[np.bool_]
 
-_RATIOS: dict[Repair, float] = {"none": 0.0, "seam": 0.0, "cacheblend": 0.15, "query": 0.03}
+_RATIOS: dict[Repair, float] = {"none": 0.0, "seam": 0.0, "cacheblend": 0.15, "query": 0.05}
 _OVERLAPS: dict[Repair, int] = {"none": 0, "seam": 16, "cacheblend": 0, "query": 8}
 
 
@@ -27,7 +27,7 @@ class Method:
             whose V deviates most in the second layer from what the whole prompt gives there (CacheBlend,
             arXiv:2405.16444). "query": the first `overlap_k` of each segment, and those near what the
             question (as in ProphetKV, arXiv:2602.02579) and the first tokens of an answer look at most.
-        ratio: share of the reused tokens that "cacheblend" and "query" choose. None: 0.15 and 0.03.
+        ratio: share of the reused tokens that "cacheblend" and "query" choose. None: 0.15 and 0.05.
         overlap_k: None: 8 for "query", 16 for "seam".
 
     Raises:

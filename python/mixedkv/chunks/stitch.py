@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 _Work: TypeAlias = Generator[None, None, _T]  # yields after each piece
 _QUESTION = 64  # tokens at the end of the prompt at most that choose the others
 _DRAFT = 8  # tokens after it that do too
-_NEAR = 2  # tokens before and behind one that is looked at: what it says is in them as well
+_NEAR = 1  # tokens before and behind one that is looked at: what it says is in them as well
 
 
 class Stitch:
@@ -106,7 +106,7 @@ class Stitch:
         begin = max(self._segments[-1].end, n - _QUESTION)
         mass = yield from self._evaluate(np.arange(begin, n - 1), watch=n)
         looks, token = self._next(int(self._tokens[-1]), n - 1)
-        mass = (mass + looks) / np.float32(n - begin)
+        mass = (mass + looks) * np.float32(_DRAFT / (n - begin))  # as much as the draft
         for position in range(n, min(n + _DRAFT, self._llm.n_ctx())):
             yield
             if llama_cpp.llama_vocab_is_eog(_llama_cpp.vocab(self._llm), token):

@@ -359,10 +359,15 @@ def test_a_store_of_another_model_gives_nothing(llm: Llama, store: KVStore) -> N
 @pytest.fixture(scope="module")
 def wide_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Heads of 128, of which RoPE turns 64; eight query heads to one of K and V."""
-    shape = zoo.Shape("wide", "qwen3", n_head=8, n_head_kv=1, head=128, rope="neox")
-    model = zoo._decoder(shape, qk_norm=True)
-    model.keys["rope.dimension_count"] = 64
-    zoo._plant(model)
+    shape = zoo.Shape("wide", "stablelm", n_embd=1024, n_head=8, n_head_kv=1, head=128, rope="neox")
+    model = zoo._decoder(shape)
+    model.keys |= {
+        "rope.dimension_count": 64,
+        "attention.layer_norm_epsilon": 1e-5,
+        "use_parallel_residual": False,
+    }
+    for name in [name for name in model.tensors if name.endswith("_norm.weight")]:
+        model.vector(name.replace("weight", "bias"), shape.n_embd, mean=0.0, std=0.3)
     path = tmp_path_factory.mktemp("zoo") / "wide.gguf"
     model.write(path)
     return path
