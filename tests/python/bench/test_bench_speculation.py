@@ -28,7 +28,13 @@ def test_a_padded_model_says_what_the_bundled_one_says(tmp_path: Path) -> None:
     padded_model.write(tmp_path / "padded.gguf", 256)
     found = []
     for path in (model_path(), tmp_path / "padded.gguf"):
-        options = {"n_ctx": 256, "n_threads": 1, "verbose": False, "logits_all": True, "rope_freq_base": 500_000.0}
+        options = {
+            "n_ctx": 256,
+            "n_threads": 1,
+            "verbose": False,
+            "logits_all": True,
+            "rope_freq_base": 500_000.0,
+        }
         with Llama(path, kv="f16", **options) as llm:
             llm.eval(list(range(20, 80)))
             found.append(llm.scores[59].copy())
