@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from typing import Any, Literal
@@ -32,11 +33,11 @@ _BATCH = 512
 class SpeculationRow(Row):
     """One row per setting, depth and text.
 
-    The prompt is a passage of a journal, again and again, up to `depth`. "repeats" goes on greedily, as
-    the bundled model does by saying much of it once more; "is certain" has to be the passage, by a
-    regular expression, which is drafted as far as it leaves no choice; "is unlike" is drawn at
-    temperature 3, close to anything. Each is answered with drafts and without in turns, with one seed,
-    from the prompt's rows; ratios are taken within a turn, of tokens per second from the first token on.
+    The prompt is a passage of a journal, again and again, up to `depth`. "repeats" goes on greedily, as the
+    bundled model does by saying much of it once more; "is certain" has to be the passage, by a regular
+    expression, which is drafted as far as it leaves no choice; "is unlike" is drawn at temperature 3, close
+    to anything. Each is answered with drafts and without in turns, with one seed, from the prompt's rows;
+    ratios are taken within a turn, of tokens per second from the first token on.
     """
 
     test: Literal["speculation"] = "speculation"
@@ -49,6 +50,10 @@ class SpeculationRow(Row):
     ratio_low: float | None = Field(default=None, description="lower quartile of the turns")
     ratio_high: float | None = Field(default=None, description="upper quartile of the turns")
     ratio_samples: list[float] | None = Field(default=None, description="all turns, in order")
+    cpu_ratio: float | None = Field(
+        default=None,
+        description="the same of CPU time, which others on the machine do not take: plain to drafted",
+    )
     steps: float | None = Field(
         default=None, description="steps for each token of the answers with drafts; 1 without"
     )
@@ -131,20 +136,23 @@ class _Turns:
             passage = engine.llm.detokenize(prompt[-2 * n_gen :]).decode("utf-8", "replace")
             self._constraint = Constraint("regex", re.escape(passage))
         self._rates: list[tuple[float, float]] = []
+        self._cpu: list[float] = []
         self._same: list[bool] = []
         self._steps = self._drafted = self._accepted = 0
 
     def turn(self, no: int) -> None:
         order = ("off", "prompt-lookup") if no % 2 else ("prompt-lookup", "off")
         answers = {mode: self._answer(mode, no) for mode in order}
-        (plain, plain_tokens, _), (fast, tokens, steps) = answers["off"], answers["prompt-lookup"]
+        plain, plain_cpu, plain_tokens, _ = answers["off"]
+        fast, cpu, tokens, steps = answers["prompt-lookup"]
         if no:
             self._rates.append((plain, fast))
+            self._cpu.append(plain_cpu / cpu)
             self._same.append(tokens == plain_tokens)
             self._steps += steps
 
-    def _answer(self, mode: str, seed: int) -> tuple[float, list[int], int]:
-        before = self._engine.n_steps
+    def _answer(self, mode: str, seed: int) -> tuple[float, float, list[int], int]:
+        before, began = self._engine.n_steps, time.process_time()
         answer = self._engine.submit(
             self._prompt,
             max_tokens=self._n_gen,
@@ -155,6 +163,7 @@ class _Turns:
             speculation=mode,  # type: ignore[arg-type]
         )
         answer.result()
+        cpu = time.process_time() - began
         job = answer.job
         assert job.t_first is not None
         assert job.t_last is not None
@@ -162,7 +171,7 @@ class _Turns:
             self._drafted += job.drafter.n_drafted
             self._accepted += job.drafter.n_accepted
         rate = (job.n_answer - 1) / max(job.t_last - job.t_first, 1e-9)
-        return rate, list(job.tokens[job.n_prompt :]), self._engine.n_steps - before
+        return rate, cpu, list(job.tokens[job.n_prompt :]), self._engine.n_steps - before
 
     def summary(self) -> dict[str, Any]:
         samples = [fast / plain for plain, fast in self._rates]
@@ -174,6 +183,7 @@ class _Turns:
             "ratio_low": low,
             "ratio_high": high,
             "ratio_samples": samples,
+            "cpu_ratio": float(np.median(self._cpu)),
             "steps": self._steps / (len(self._rates) * self._n_gen),
             "drafted": self._drafted,
             "accepted": self._accepted,
@@ -188,7 +198,17 @@ def check(options: Options) -> None:
 
 def _cells(rows: Sequence[SpeculationRow]) -> Cells:
     return [
-        ["cache", "depth", "plain, tokens/s", "drafted, tokens/s", "ratio", "", "steps a token", "accepted"]
+        [
+            "cache",
+            "depth",
+            "plain, tokens/s",
+            "drafted, tokens/s",
+            "ratio",
+            "",
+            "CPU time",
+            "steps a token",
+            "accepted",
+        ]
     ] + [
         [
             row.name,
@@ -197,6 +217,7 @@ def _cells(rows: Sequence[SpeculationRow]) -> Cells:
             number(row.drafted_tps, ".1f"),
             number(row.ratio, ".2f"),
             spread(row.ratio_low, row.ratio, row.ratio_high, row.ratio_samples),
+            number(row.cpu_ratio, ".2f"),
             number(row.steps, ".2f"),
             f"{row.accepted} of {row.drafted}" if row.drafted is not None else NONE,
         ]
