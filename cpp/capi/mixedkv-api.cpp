@@ -411,6 +411,26 @@ mixedkv_status mixedkv_export_group(llama_context * ctx, int32_t seq_id, uint32_
     });
 }
 
+mixedkv_status mixedkv_export_xy(llama_context * ctx, int32_t seq_id, uint32_t group, int32_t p0, int32_t p1,
+                                 uint32_t n_rows, int32_t * xy) {
+    return guarded([&] {
+        check_blocks(ctx, seq_id);
+        require(n_rows == 0 || xy, MIXEDKV_INVALID, "xy is NULL");
+
+        const auto & kv = get_group(ctx, group);
+        require(kv.has_cell_ext(), MIXEDKV_NOT_AVAILABLE, "positions of this model have one part");
+
+        const auto   rows = find_range(kv, seq_id, p0, p1);
+        require(rows.size() == n_rows, MIXEDKV_NOT_AVAILABLE, "n_rows is not what mixedkv_count_rows told");
+
+        for (const auto & row : rows) {
+            const auto & ext = kv.get_cells(seq_id).ext_get(row.cell);
+            *xy++            = ext.x;
+            *xy++            = ext.y;
+        }
+    });
+}
+
 mixedkv_status mixedkv_export_layer(llama_context * ctx, int32_t seq_id, int32_t il, int32_t p0, int32_t p1,
                                     uint32_t n_rows, uint32_t n_hot, void * k, void * v, void * k_hot, void * v_hot) {
     return guarded([&] {
@@ -418,9 +438,10 @@ mixedkv_status mixedkv_export_layer(llama_context * ctx, int32_t seq_id, int32_t
         require(n_rows == 0 || (k && v), MIXEDKV_INVALID, "k or v is NULL");
         require(n_hot == 0 || (k_hot && v_hot), MIXEDKV_INVALID, "k_hot or v_hot is NULL");
 
-        const auto & kv = find_layer(ctx, il);
+        const auto & kv   = find_layer(ctx, il);
+        const auto   rows = find_range(kv, seq_id, p0, p1, n_rows, n_hot);
 
-        llama_kv_rows_export(kv, il, seq_id, find_range(kv, seq_id, p0, p1, n_rows, n_hot), k, v, k_hot, v_hot);
+        llama_kv_rows_export(kv, ctx->get_model().hparams, il, seq_id, rows, k, v, k_hot, v_hot);
     });
 }
 
