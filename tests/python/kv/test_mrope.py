@@ -46,7 +46,7 @@ def eval_image(llm: Llama, pos: int, seq: int = 0, shape: tuple[int, int] = (HEI
     positions = np.concatenate([np.full(n, pos), rows, columns, np.zeros(n)]).astype(np.int32)
     embeddings = np.random.default_rng(n).standard_normal((n, n_embd)).astype(np.float32)
     batch = llama_cpp.llama_batch_init(n, n_embd, 1)
-    own = batch.pos
+    own = ctypes.cast(batch.pos, ctypes.c_void_p).value
     try:
         batch.n_tokens = n
         batch.pos = positions.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
@@ -55,7 +55,7 @@ def eval_image(llm: Llama, pos: int, seq: int = 0, shape: tuple[int, int] = (HEI
             batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = 1, seq, 0
         assert llama_cpp.llama_decode(llm.ctx, batch) == 0
     finally:
-        batch.pos = own
+        batch.pos = ctypes.cast(own, ctypes.POINTER(ctypes.c_int32))
         llama_cpp.llama_batch_free(batch)
 
 
