@@ -106,12 +106,12 @@ static std::vector<uint8_t> convert_cold(const source & src, const mixedkv_row_g
 }
 
 static void import_layer(const placement & place, uint32_t strm, const mixedkv_layer_rows & rows, bool is_k) {
+    if (!is_k && rows.n_embd_head_v == 0) {
+        return; // MLA
+    }
+
     const auto & layer = kv_access::get_layers(place.kv)[kv_access::get_ids(place.kv).at(rows.il)];
     const auto   src   = get_source(place, rows, is_k);
-
-    if (src.n_embd == 0) {
-        return; // MLA: no values
-    }
 
     std::vector<uint8_t> converted;
     const uint8_t *      data = src.rows;
