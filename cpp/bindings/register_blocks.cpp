@@ -67,7 +67,7 @@ static py::dict export_layer(const range & r, const mixedkv_layer_info & l, py::
 }
 
 // positions have several parts: M-RoPE
-static bool has_xy(const llama_context * ctx) {
+static bool has_mrope(const llama_context * ctx) {
     const llama_rope_type type = llama_model_rope_type(llama_get_model(ctx));
     return type == LLAMA_ROPE_TYPE_MROPE || type == LLAMA_ROPE_TYPE_IMROPE;
 }
@@ -76,7 +76,8 @@ static py::list export_rows(uintptr_t ctx_address, int32_t seq, int32_t p0, int3
     const range                           r      = { pointer<llama_context>(ctx_address), seq, p0, p1 };
     const std::vector<mixedkv_layer_info> layers = fetch(r.ctx, &mixedkv_get_layers);
 
-    uint32_t n_groups = 0;
+    const bool mrope    = has_mrope(r.ctx);
+    uint32_t   n_groups = 0;
     for (const mixedkv_layer_info & layer : layers) {
         n_groups = std::max(n_groups, layer.group + 1);
     }
@@ -87,8 +88,9 @@ static py::list export_rows(uintptr_t ctx_address, int32_t seq, int32_t p0, int3
         unlocked([&] { return mixedkv_count_rows(r.ctx, seq, group, p0, p1, &n_rows, &n_hot); });
 
         py::array_t<int32_t> positions(n_rows), hot(n_hot), slots(n_hot);
+        py::array_t<int32_t> xy({ py::ssize_t(mrope ? n_rows : 0), py::ssize_t(2) });
         check(mixedkv_export_group(r.ctx, seq, group, p0, p1, n_rows, n_hot, positions.mutable_data(),
-                                   hot.mutable_data(), slots.mutable_data()));
+                                   hot.mutable_data(), slots.mutable_data(), mrope ? xy.mutable_data() : nullptr));
 
         py::list rows;
         for (const mixedkv_layer_info & layer : layers) {
@@ -97,9 +99,7 @@ static py::list export_rows(uintptr_t ctx_address, int32_t seq, int32_t p0, int3
             }
         }
         py::dict one("positions"_a = positions, "hot"_a = hot, "slots"_a = slots, "layers"_a = rows);
-        if (has_xy(r.ctx)) {
-            py::array_t<int32_t> xy({ py::ssize_t(n_rows), py::ssize_t(2) });
-            check(mixedkv_export_xy(r.ctx, seq, group, p0, p1, n_rows, xy.mutable_data()));
+        if (mrope) {
             one["xy"] = xy;
         }
         out.append(one);

@@ -391,7 +391,7 @@ mixedkv_status mixedkv_count_rows(llama_context * ctx, int32_t seq_id, uint32_t 
 
 mixedkv_status mixedkv_export_group(llama_context * ctx, int32_t seq_id, uint32_t group, int32_t p0, int32_t p1,
                                     uint32_t n_rows, uint32_t n_hot, int32_t * positions, int32_t * hot,
-                                    int32_t * slots) {
+                                    int32_t * slots, int32_t * xy) {
     return guarded([&] {
         check_blocks(ctx, seq_id);
         require(n_rows == 0 || positions, MIXEDKV_INVALID, "positions is NULL");
@@ -401,32 +401,19 @@ mixedkv_status mixedkv_export_group(llama_context * ctx, int32_t seq_id, uint32_
         const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(&kv);
         const auto   rows  = find_range(kv, seq_id, p0, p1, n_rows, n_hot);
 
+        require(n_rows == 0 || kv.has_cell_ext() == (xy != nullptr), MIXEDKV_INVALID, "xy is for models with M-RoPE");
+
         for (size_t i = 0; i < rows.size(); ++i) {
             positions[i] = rows[i].pos;
+            if (xy) {
+                const auto & ext = kv.get_cells(seq_id).ext_get(rows[i].cell);
+                xy[2 * i]        = ext.x;
+                xy[2 * i + 1]    = ext.y;
+            }
             if (rows[i].slot >= 0) {
                 *hot++   = i;
                 *slots++ = mixed->get_own_slot(seq_id, rows[i].slot);
             }
-        }
-    });
-}
-
-mixedkv_status mixedkv_export_xy(llama_context * ctx, int32_t seq_id, uint32_t group, int32_t p0, int32_t p1,
-                                 uint32_t n_rows, int32_t * xy) {
-    return guarded([&] {
-        check_blocks(ctx, seq_id);
-        require(n_rows == 0 || xy, MIXEDKV_INVALID, "xy is NULL");
-
-        const auto & kv = get_group(ctx, group);
-        require(kv.has_cell_ext(), MIXEDKV_NOT_AVAILABLE, "positions of this model have one part");
-
-        const auto   rows = find_range(kv, seq_id, p0, p1);
-        require(rows.size() == n_rows, MIXEDKV_NOT_AVAILABLE, "n_rows is not what mixedkv_count_rows told");
-
-        for (const auto & row : rows) {
-            const auto & ext = kv.get_cells(seq_id).ext_get(row.cell);
-            *xy++            = ext.x;
-            *xy++            = ext.y;
         }
     });
 }

@@ -82,10 +82,11 @@ class RowGroup:
 
     @property
     def ends(self) -> npt.NDArray[np.int32]:
-        """Where what a row covers ends, int32 [n_rows]: text goes on after the last column or row of an image."""
-        if self.xy is None:
-            return self.positions + np.int32(1)
-        return np.maximum(self.positions, self.xy.max(axis=1, initial=-1)) + np.int32(1)
+        """Where what a row covers ends, int32 [n_rows]: behind an image's last column or row goes text."""
+        last = self.positions
+        if self.xy is not None:
+            last = np.maximum(last, self.xy.max(axis=1, initial=-1))
+        return (last + 1).astype(np.int32)
 
     def named(self, prefix: str) -> Iterator[tuple[str, npt.NDArray[Any]]]:
         """The arrays of the group and its layers by name."""

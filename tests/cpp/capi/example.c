@@ -106,7 +106,7 @@ static void copy_rows(struct llama_context * ctx, const struct mixedkv_layer_inf
     int32_t * positions = reserve(sizeof(int32_t) * n_rows);
     int32_t * hot       = reserve(sizeof(int32_t) * n_hot);
     int32_t * slots     = reserve(sizeof(int32_t) * n_hot);
-    check(mixedkv_export_group(ctx, 0, 0, 0, -1, n_rows, n_hot, positions, hot, slots));
+    check(mixedkv_export_group(ctx, 0, 0, 0, -1, n_rows, n_hot, positions, hot, slots, NULL));
 
     struct mixedkv_layer_rows rows[MAX_LAYERS];
     for (uint32_t i = 0; i < n_layers; i++) {

@@ -21,7 +21,8 @@ KINDS += [("qwen35", "f16"), ("lfm2", "f16"), ("qwen2vl", "f16"), ("gemma3", "f1
 
 def talk(path: Path, kv: str, store: Path, seed: int) -> tuple[dict[str, Any], list[Answered]]:
     """One conversation: what a new process is asked, and what it should answer."""
-    with Served(path, kv, store) as served:
+    n_ctx = 4096 if path.stem == "llama4" else 1024  # each sequence has rows of all tokens in its chunks
+    with Served(path, kv, store, n_ctx=n_ctx) as served:
         done = converse(served, questions(seed))
         for i, (tokens, answer) in enumerate(done):
             # evaluated is what is new since the last checkpoint, which is at the end of the last prompt
@@ -40,7 +41,8 @@ def talk(path: Path, kv: str, store: Path, seed: int) -> tuple[dict[str, Any], l
         if not served.engine.pool.rule.anywhere:
             assert sum(point.nbytes for point in served.engine.pool.checkpoints) > 0
     done.insert(0, (edited, cold))  # first, when nothing is live
-    task = {"path": str(path), "kv": kv, "store": str(store), "prompts": [tokens for tokens, _ in done]}
+    prompts = [tokens for tokens, _ in done]
+    task = {"path": str(path), "kv": kv, "n_ctx": n_ctx, "store": str(store), "prompts": prompts}
     return task, [answer for _, answer in done]
 
 

@@ -1,6 +1,6 @@
 """Makes docs/models.md: what each kind of model of the zoo can, found out by doing it.
 
-PYTHONPATH=tests/python python tests/python/support/model_table.py > docs/models.md
+PYTHONPATH=tests/python python -m support.model_table > docs/models.md
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ TOKENS, NEXT = prompt(150, seed=3), prompt(30, seed=4)
 
 _HEAD = """# Models
 
-What each kind of model can, made by `python tests/python/support/model_table.py > docs/models.md`, which does
-it with tiny models of random weights (`tests/python/support/zoo`); a test compares. What llama.cpp loads and
-is not listed runs if its memory is of a kind that is.
+What each kind of model can, made by `PYTHONPATH=tests/python python -m support.model_table > docs/models.md`,
+which does it with tiny models of random weights (`tests/python/support/zoo`); a test compares. What llama.cpp
+loads and is not listed runs if its memory is of a kind that is.
 
 | column | yes means |
 |---|---|

@@ -51,8 +51,10 @@ class Answered:
 class Served:
     """An engine on a model."""
 
-    def __init__(self, path: Path, kv: str, store: Path | None = None, **options: Any) -> None:
-        shape: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": 8, "kv_unified": True, "n_threads": 1}
+    def __init__(
+        self, path: Path, kv: str, store: Path | None = None, *, n_ctx: int = 1024, **options: Any
+    ) -> None:
+        shape: dict[str, Any] = {"n_ctx": n_ctx, "n_seq_max": 8, "kv_unified": True, "n_threads": 1}
         self.llm = Llama(path, kv=kv, swa_full=False, verbose=False, **shape)
         connector = StoreConnector(KVStore(store)) if store else None
         self.engine = Engine(self.llm, connector=connector, **options)
@@ -101,7 +103,7 @@ def converse(served: Served, turns: list[list[int]]) -> list[tuple[list[int], An
 
 
 def in_new_process(tasks: list[dict[str, Any]]) -> list[list[Answered]]:
-    """What prompts are answered with, from the disk, for each {"path", "kv", "store", "prompts"}."""
+    """What prompts are answered with, from the disk, for each {"path", "kv", "n_ctx", "store", "prompts"}."""
     command = [sys.executable, "-m", "support.served_models"]
     done = subprocess.run(
         command, input=json.dumps(tasks), capture_output=True, text=True, timeout=900, cwd=TESTS, check=False
@@ -113,7 +115,7 @@ def in_new_process(tasks: list[dict[str, Any]]) -> list[list[Answered]]:
 def main() -> None:
     results = []
     for task in json.loads(sys.stdin.read()):
-        with Served(task["path"], task["kv"], Path(task["store"])) as served:
+        with Served(task["path"], task["kv"], Path(task["store"]), n_ctx=task["n_ctx"]) as served:
             results.append([asdict(served.ask(tokens)) for tokens in task["prompts"]])
     print(json.dumps(results))
 
