@@ -25,6 +25,11 @@ KINDS = [
     ("lfm2", "f16"),
     ("lfm2", "mixed:hot_budget=all"),
     ("mamba", "f16"),
+    ("rwkv7", "f16"),
+    ("qwen2vl", "mixed:hot_budget=all"),
+    ("qwen35", "mixed:hot_budget=all"),
+    ("falcon-h1", "mixed:hot_budget=all"),
+    ("llama4", "mixed:hot_budget=all"),
 ]
 SAVED, LONG = 150, 300
 TOKENS = prompt(LONG, seed=3)
