@@ -132,7 +132,7 @@ static void copy_rows(struct llama_context * ctx, const struct mixedkv_layer_inf
                                                k_hot,
                                                v_hot };
     }
-    const struct mixedkv_row_group group = { n_rows, n_hot, positions, hot, slots, n_layers, rows };
+    const struct mixedkv_row_group group = { n_rows, n_hot, positions, hot, slots, n_layers, rows, NULL };
     check(mixedkv_import_rows(ctx, 1, &group, 1, 0, -1));
     printf("copy: %u rows, %u of them hot, from sequence 0 to sequence 1\n", n_rows, n_hot);
 
