@@ -66,11 +66,18 @@ static py::dict export_layer(const range & r, const mixedkv_layer_info & l, py::
                     "k_hot"_a = as_float16(k_hot), "v_hot"_a = as_float16(v_hot));
 }
 
+// positions have several parts: M-RoPE
+static bool has_mrope(const llama_context * ctx) {
+    const llama_rope_type type = llama_model_rope_type(llama_get_model(ctx));
+    return type == LLAMA_ROPE_TYPE_MROPE || type == LLAMA_ROPE_TYPE_IMROPE;
+}
+
 static py::list export_rows(uintptr_t ctx_address, int32_t seq, int32_t p0, int32_t p1) {
     const range                           r      = { pointer<llama_context>(ctx_address), seq, p0, p1 };
     const std::vector<mixedkv_layer_info> layers = fetch(r.ctx, &mixedkv_get_layers);
 
-    uint32_t n_groups = 0;
+    const bool mrope    = has_mrope(r.ctx);
+    uint32_t   n_groups = 0;
     for (const mixedkv_layer_info & layer : layers) {
         n_groups = std::max(n_groups, layer.group + 1);
     }
@@ -81,8 +88,9 @@ static py::list export_rows(uintptr_t ctx_address, int32_t seq, int32_t p0, int3
         unlocked([&] { return mixedkv_count_rows(r.ctx, seq, group, p0, p1, &n_rows, &n_hot); });
 
         py::array_t<int32_t> positions(n_rows), hot(n_hot), slots(n_hot);
+        py::array_t<int32_t> xy({ py::ssize_t(mrope ? n_rows : 0), py::ssize_t(2) });
         check(mixedkv_export_group(r.ctx, seq, group, p0, p1, n_rows, n_hot, positions.mutable_data(),
-                                   hot.mutable_data(), slots.mutable_data()));
+                                   hot.mutable_data(), slots.mutable_data(), mrope ? xy.mutable_data() : nullptr));
 
         py::list rows;
         for (const mixedkv_layer_info & layer : layers) {
@@ -90,7 +98,11 @@ static py::list export_rows(uintptr_t ctx_address, int32_t seq, int32_t p0, int3
                 rows.append(export_layer(r, layer, n_rows, n_hot));
             }
         }
-        out.append(py::dict("positions"_a = positions, "hot"_a = hot, "slots"_a = slots, "layers"_a = rows));
+        py::dict one("positions"_a = positions, "hot"_a = hot, "slots"_a = slots, "layers"_a = rows);
+        if (mrope) {
+            one["xy"] = xy;
+        }
+        out.append(one);
     }
     return out;
 }
@@ -153,6 +165,7 @@ static void with_groups(const py::list & items, F && call) {
         g.positions         = data<int32_t>(item, "positions", g.n_rows, -1);
         g.hot               = data<int32_t>(item, "hot", g.n_hot, -1);
         g.slots             = data<int32_t>(item, "slots", g.n_hot, -1);
+        g.xy                = item.contains("xy") ? data<int32_t>(item, "xy", g.n_rows, 2) : nullptr;
 
         std::vector<mixedkv_layer_rows> rows;
         for (const py::handle & layer : item["layers"]) {

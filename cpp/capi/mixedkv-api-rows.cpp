@@ -137,7 +137,7 @@ mixedkv_status mixedkv_count_rows(llama_context * ctx, int32_t seq_id, uint32_t 
 
 mixedkv_status mixedkv_export_group(llama_context * ctx, int32_t seq_id, uint32_t group, int32_t p0, int32_t p1,
                                     uint32_t n_rows, uint32_t n_hot, int32_t * positions, int32_t * hot,
-                                    int32_t * slots) {
+                                    int32_t * slots, int32_t * xy) {
     return guarded(ctx, [&] {
         check_blocks(ctx, seq_id);
         require(n_rows == 0 || positions, MIXEDKV_INVALID, "positions is NULL");
@@ -147,8 +147,15 @@ mixedkv_status mixedkv_export_group(llama_context * ctx, int32_t seq_id, uint32_
         const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(&kv);
         const auto   rows  = find_range(kv, seq_id, p0, p1, n_rows, n_hot);
 
+        require(n_rows == 0 || kv.has_cell_ext() == (xy != nullptr), MIXEDKV_INVALID, "xy is for models with M-RoPE");
+
         for (size_t i = 0; i < rows.size(); ++i) {
             positions[i] = rows[i].pos;
+            if (xy) {
+                const auto & ext = kv.get_cells(seq_id).ext_get(rows[i].cell);
+                xy[2 * i]        = ext.x;
+                xy[2 * i + 1]    = ext.y;
+            }
             if (rows[i].slot >= 0) {
                 *hot++   = i;
                 *slots++ = mixed->get_own_slot(seq_id, rows[i].slot);
@@ -164,9 +171,10 @@ mixedkv_status mixedkv_export_layer(llama_context * ctx, int32_t seq_id, int32_t
         require(n_rows == 0 || (k && v), MIXEDKV_INVALID, "k or v is NULL");
         require(n_hot == 0 || (k_hot && v_hot), MIXEDKV_INVALID, "k_hot or v_hot is NULL");
 
-        const auto & kv = find_layer(ctx, il);
+        const auto & kv   = find_layer(ctx, il);
+        const auto   rows = find_range(kv, seq_id, p0, p1, n_rows, n_hot);
 
-        llama_kv_rows_export(kv, il, seq_id, find_range(kv, seq_id, p0, p1, n_rows, n_hot), k, v, k_hot, v_hot);
+        llama_kv_rows_export(kv, ctx->get_model().hparams, il, seq_id, rows, k, v, k_hot, v_hot);
     });
 }
 

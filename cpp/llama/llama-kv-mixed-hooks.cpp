@@ -114,6 +114,37 @@ void llama_kv_mixed_failed(const std::exception & err) {
     llama_kv_mixed_set_error(err.what());
 }
 
+static bool has_rope(llm_arch arch, const llama_hparams & hparams, uint32_t il) {
+    const uint32_t step = hparams.n_no_rope_layer_step;
+
+    // as src/models has it
+    switch (arch) {
+        case LLM_ARCH_LLAMA4:
+        case LLM_ARCH_AFMOE:
+        case LLM_ARCH_SMOLLM3:
+            return step > 0 && (il + 1) % step != 0;
+        case LLM_ARCH_SMALLTHINKER:
+            return step == hparams.n_layer() || il % step != 0;
+        case LLM_ARCH_EXAONE4:
+            return hparams.swa_type == LLAMA_SWA_TYPE_NONE || hparams.is_swa(il);
+        case LLM_ARCH_COHERE2MOE:
+            return il < hparams.n_layer_dense_lead || hparams.is_swa(il);
+        case LLM_ARCH_COHERE2:
+        case LLM_ARCH_EXAONE_MOE:
+        case LLM_ARCH_MUSE_GLIMMER:
+        case LLM_ARCH_MAPLE:
+            return hparams.is_swa(il);
+        default:
+            return hparams.has_rope(il);
+    }
+}
+
+void llama_kv_mixed_rope_layers(llm_arch arch, llama_hparams & hparams) {
+    for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
+        hparams.rope_pattern[il] = has_rope(arch, hparams, il);
+    }
+}
+
 uint32_t llama_kv_mixed_nodes(llama_memory_i * memory) {
     // the merged view takes most: two casts, three concatenations, views, the biases of K, and the ring's rows, for K and V
     static constexpr uint32_t n_nodes_layer = 40;

@@ -17,6 +17,9 @@ void llama_kv_mixed_failed(const std::exception & err);
 // llama_model::create_memory: a configuration was admitted, so a cache must have taken it; throws otherwise
 void llama_kv_mixed_check(llama_memory_i * memory, const llama_model & model);
 
+// llama_model: says in the hyperparameters which layers have no RoPE, where upstream has it in the graph alone
+void llama_kv_mixed_rope_layers(llm_arch arch, llama_hparams & hparams);
+
 // llama_context: graph nodes to reserve on top of upstream's
 uint32_t llama_kv_mixed_nodes(llama_memory_i * memory);
 

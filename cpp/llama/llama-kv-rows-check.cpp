@@ -23,6 +23,9 @@ static std::string check_layer(const llama_kv_cache & kv, const mixedkv_layer_ro
         const int64_t   rotation = is_k ? rows.rotation_k : rows.rotation_v;
         const int64_t   n_embd   = int64_t(rows.n_head_kv)*(is_k ? rows.n_embd_head_k : rows.n_embd_head_v);
 
+        if (n_embd == 0) {
+            continue; // MLA: no values
+        }
         if (!llama_kv_row_is_readable(type) || n_embd % ggml_blck_size(type) != 0) {
             return layer + "no rows can have type " + std::to_string(int32_t(type));
         }
@@ -32,7 +35,8 @@ static std::string check_layer(const llama_kv_cache & kv, const mixedkv_layer_ro
 
         const ggml_tensor * t = is_k ? kv_access::get_layers(kv)[kv_access::get_ids(kv).at(rows.il)].k :
                                        kv_access::get_layers(kv)[kv_access::get_ids(kv).at(rows.il)].v;
-        if (t->ne[0] != n_embd) {
+        const bool padded = !is_k && kv_access::get_v_trans(kv) && t->ne[0] > n_embd; // as upstream pads columns
+        if (t->ne[0] != n_embd && !padded) {
             return layer + "rows of the cache are padded";
         }
     }
@@ -43,7 +47,8 @@ static std::string check_layer(const llama_kv_cache & kv, const mixedkv_layer_ro
 static std::string check_order(const mixedkv_row_group & group, llama_pos shift) {
     for (uint32_t i = 0; i < group.n_rows; ++i) {
         const int64_t pos = int64_t(group.positions[i]) + shift;
-        if (group.positions[i] < 0 || pos < 0 || pos >= INT32_MAX || (i > 0 && group.positions[i] <= group.positions[i - 1])) {
+        const bool ascends = i == 0 || group.positions[i] > group.positions[i - 1] || (group.xy && group.positions[i] == group.positions[i - 1]);
+        if (group.positions[i] < 0 || pos < 0 || pos >= INT32_MAX || !ascends) {
             return "positions must ascend from 0 at least, before and after the shift";
         }
     }
@@ -79,11 +84,8 @@ static std::string check_absent(
 
 // rows whose F16 copies come must be there
 static std::string check_present(const llama_kv_cache & kv, llama_seq_id seq_id, const mixedkv_row_group & group) {
-    const auto & there = kv.get_cells(seq_id).seq_pos_get(seq_id);
-
     for (uint32_t i = 0; i < group.n_rows; ++i) {
-        const auto it = there.lower_bound({ group.positions[i], 0 });
-        if (it == there.end() || it->first != group.positions[i]) {
+        if (llama_kv_rows_cell(kv.get_cells(seq_id), seq_id, group, i) < 0) {
             return "sequence " + std::to_string(seq_id) + " does not have position " + std::to_string(group.positions[i]) +
                 ", whose F16 copy comes: import its rows first";
         }
@@ -135,6 +137,10 @@ static std::string check_shift(llama_context & ctx, const llama_kv_cache & kv) {
 
 // counts that no cache can have, and arrays that are not there: from here on every array can be read
 static std::string check_arrays(const llama_kv_cache & kv, const mixedkv_row_group & group, size_t n_layers) {
+    if (group.n_rows > 0 && kv.has_cell_ext() != (group.xy != nullptr)) {
+        return group.xy ? "positions of the block have several parts (M-RoPE), those of the model one" :
+                          "positions of the block have one part, those of the model several (M-RoPE)";
+    }
     if (group.n_layers != n_layers) {
         return "the block has " + std::to_string(group.n_layers) + " layers in a group, the model " + std::to_string(n_layers);
     }
@@ -151,7 +157,8 @@ static std::string check_arrays(const llama_kv_cache & kv, const mixedkv_row_gro
 
     for (uint32_t i = 0; i < n_layers; ++i) {
         const auto & rows = group.layers[i];
-        if ((group.n_rows > 0 && (!rows.k || !rows.v)) || (group.n_hot > 0 && (!rows.k_hot || !rows.v_hot))) {
+        const bool has_v = rows.n_embd_head_v > 0;
+        if ((group.n_rows > 0 && (!rows.k || (has_v && !rows.v))) || (group.n_hot > 0 && (!rows.k_hot || (has_v && !rows.v_hot)))) {
             return "layer " + std::to_string(rows.il) + ": k, v, k_hot or v_hot is NULL";
         }
     }

@@ -15,18 +15,29 @@ std::string llama_kv_rows_problem(llama_context & ctx) {
         return arch + "keeps no rows in a cache of a known kind, which no token range can be cut from: save its whole state instead";
     }
 
-    for (const llama_kv_cache * kv : llama_kv_rows_groups(ctx)) {
-        if (kv->has_cell_ext()) {
-            return arch + "has positions of several dimensions, or token ids in its cache: save its whole state instead";
-        }
-        for (const auto & layer : kv_access::get_layers(*kv)) {
-            if (!layer.v) {
-                return arch + "stores no values (MLA): save its whole state instead";
-            }
-        }
+    if (ctx.get_model().hparams.ple_n_heads > 0) {
+        return arch + "has token ids in its cache: save its whole state instead";
     }
 
     return "";
+}
+
+// The first position of [p0, end) that the sequence does not have, -1: it has all. Rows of an image are at its first
+// position, and the text behind it goes on after its last column or row.
+static llama_pos first_missing(const llama_kv_cache & kv, llama_seq_id seq_id, llama_pos p0, llama_pos end) {
+    const auto & cells = kv.get_cells(seq_id);
+
+    llama_pos next = 0;
+
+    for (const auto & [pos, cell] : cells.seq_pos_get(seq_id)) {
+        if (pos >= end || (pos > next && pos > p0)) {
+            break;
+        }
+        const auto & ext = cells.ext_get(cell);
+        next = std::max({ next, pos + 1, ext.x + 1, ext.y + 1 });
+    }
+
+    return next < end ? std::max(next, p0) : -1;
 }
 
 std::vector<llama_kv_row> llama_kv_rows_range(
@@ -43,6 +54,15 @@ std::vector<llama_kv_row> llama_kv_rows_range(
             ++n;
         }
         rows.erase(rows.begin(), rows.end() - n);
+        return rows;
+    }
+
+    if (p0 < end && kv.has_cell_ext()) {
+        const llama_pos missing = first_missing(kv, seq_id, p0, end);
+        if (missing >= 0) {
+            problem = "sequence " + std::to_string(seq_id) + " does not have position " + std::to_string(missing);
+            rows.clear();
+        }
         return rows;
     }
 
@@ -77,18 +97,19 @@ static void export_rows(const ggml_tensor * t, const std::vector<llama_kv_row> &
     });
 }
 
-// without flash attention upstream keeps V transposed: element j of a cell at j*n_cells + cell
-static void export_columns(const ggml_tensor * t, const std::vector<llama_kv_row> & rows, void * dst) {
+// without flash attention upstream keeps V transposed, element j of a cell at j*n_cells + cell, and rows as long as those
+// of the layer with the longest
+static void export_columns(const ggml_tensor * t, int64_t n_embd, const std::vector<llama_kv_row> & rows, void * dst) {
     const size_t size = ggml_type_size(t->type);
 
     std::vector<uint8_t> column;
 
     for_each_run(rows, [&](size_t i, uint32_t cell, size_t n) {
         column.resize(n*size);
-        for (int64_t j = 0; j < t->ne[0]; ++j) {
+        for (int64_t j = 0; j < n_embd; ++j) {
             ggml_backend_tensor_get(t, column.data(), (j*t->ne[1] + cell)*size, n*size);
             for (size_t r = 0; r < n; ++r) {
-                memcpy((uint8_t *) dst + ((i + r)*t->ne[0] + j)*size, column.data() + r*size, size);
+                memcpy((uint8_t *) dst + ((i + r)*n_embd + j)*size, column.data() + r*size, size);
             }
         }
     });
@@ -106,15 +127,17 @@ static void export_hot(const ggml_tensor * t, const std::vector<llama_kv_row> & 
 }
 
 void llama_kv_rows_export(
-        const llama_kv_cache & kv, int32_t il, llama_seq_id seq_id, const std::vector<llama_kv_row> & rows,
-        void * k, void * v, void * k_hot, void * v_hot) {
+        const llama_kv_cache & kv, const llama_hparams & hparams, int32_t il, llama_seq_id seq_id,
+        const std::vector<llama_kv_row> & rows, void * k, void * v, void * k_hot, void * v_hot) {
     const auto &   layer = kv_access::get_layers(kv)[kv_access::get_ids(kv).at(il)];
     const uint32_t strm  = kv.get_stream(seq_id);
 
     export_rows(layer.k_stream[strm], rows, k);
 
-    if (kv_access::get_v_trans(kv)) {
-        export_columns(layer.v_stream[strm], rows, v);
+    if (!layer.v) {
+        // MLA
+    } else if (kv_access::get_v_trans(kv)) {
+        export_columns(layer.v_stream[strm], hparams.n_embd_v_gqa(il), rows, v);
     } else {
         export_rows(layer.v_stream[strm], rows, v);
     }

@@ -13,5 +13,5 @@ std::vector<llama_kv_row> llama_kv_rows_range(
 
 // k, v: the cold rows; k_hot, v_hot: F16 copies of those that have one
 void llama_kv_rows_export(
-        const llama_kv_cache & kv, int32_t il, llama_seq_id seq_id, const std::vector<llama_kv_row> & rows,
-        void * k, void * v, void * k_hot, void * v_hot);
+        const llama_kv_cache & kv, const llama_hparams & hparams, int32_t il, llama_seq_id seq_id,
+        const std::vector<llama_kv_row> & rows, void * k, void * v, void * k_hot, void * v_hot);

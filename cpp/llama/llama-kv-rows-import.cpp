@@ -42,14 +42,14 @@ static void import_rows(ggml_tensor * t, const std::vector<uint32_t> & cells, co
     }
 }
 
-static void import_columns(ggml_tensor * t, const std::vector<uint32_t> & cells, const uint8_t * rows) {
+static void import_columns(ggml_tensor * t, int64_t n_embd, const std::vector<uint32_t> & cells, const uint8_t * rows) {
     const size_t size = ggml_type_size(t->type);
 
     std::vector<uint8_t> column(cells.size()*size);
 
-    for (int64_t j = 0; j < t->ne[0]; ++j) {
+    for (int64_t j = 0; j < n_embd; ++j) {
         for (size_t i = 0; i < cells.size(); ++i) {
-            memcpy(column.data() + i*size, rows + (i*t->ne[0] + j)*size, size);
+            memcpy(column.data() + i*size, rows + (i*n_embd + j)*size, size);
         }
         for (size_t i = 0, n; i < cells.size(); i += n) {
             for (n = 1; i + n < cells.size() && cells[i + n] == cells[i] + n; ++n) {
@@ -107,6 +107,10 @@ static std::vector<uint8_t> convert_cold(const source & src, const mixedkv_row_g
 }
 
 static void import_layer(const placement & place, uint32_t strm, const mixedkv_layer_rows & rows, bool is_k) {
+    if (!is_k && rows.n_embd_head_v == 0) {
+        return; // MLA
+    }
+
     const auto & layer = kv_access::get_layers(place.kv)[kv_access::get_ids(place.kv).at(rows.il)];
     const auto   src   = get_source(place, rows, is_k);
 
@@ -121,7 +125,7 @@ static void import_layer(const placement & place, uint32_t strm, const mixedkv_l
     if (is_k || !kv_access::get_v_trans(place.kv)) {
         import_rows(is_k ? layer.k_stream[strm] : layer.v_stream[strm], place.cells(), data);
     } else {
-        import_columns(layer.v_stream[strm], place.cells(), data);
+        import_columns(layer.v_stream[strm], src.n_embd, place.cells(), data);
     }
 }
 
@@ -190,14 +194,13 @@ static bool import_hot(
 // of rows that are there; those that have a slot keep it
 static bool restore_hot(const placement & place, llama_seq_id seq_id, llama_kv_cache_mixed & kv) {
     const auto & group = place.group;
-    const auto & there = kv.get_cells(seq_id).seq_pos_get(seq_id);
 
     std::vector<int32_t>  rows;
     std::vector<uint32_t> cells;
     std::vector<int32_t>  wanted;
 
     for (uint32_t i = 0; i < group.n_hot; ++i) {
-        const uint32_t cell = there.lower_bound({ group.positions[group.hot[i]], 0 })->second;
+        const uint32_t cell = llama_kv_rows_cell(kv.get_cells(seq_id), seq_id, group, group.hot[i]);
         if (kv.get_ring(kv.get_stream(seq_id)).slot_of(cell) < 0) {
             rows.push_back(group.hot[i]);
             cells.push_back(cell);
@@ -237,6 +240,10 @@ static void import_group(llama_context & ctx, placement & place, llama_seq_id se
     ubatch.seq_id_unq[0] = seq_id;
     for (uint32_t i = 0; i < group.n_rows; ++i) {
         ubatch.pos[i]      = group.positions[i];
+        if (group.xy) {
+            ubatch.pos[i + group.n_rows]   = group.xy[2*i + 1];
+            ubatch.pos[i + group.n_rows*2] = group.xy[2*i];
+        }
         ubatch.n_seq_id[i] = 1;
         ubatch.seq_id[i]   = &seq_id;
     }
@@ -305,6 +312,7 @@ static void trim(placement & place, llama_pos shift) {
     place.forget = group.positions[rows] + shift;
 
     group.positions += rows;
+    group.xy         = group.xy ? group.xy + 2*rows : nullptr;
     group.slots     += n_hot;
     group.n_rows    -= rows;
     group.n_hot      = place.hot.size();
@@ -326,6 +334,26 @@ static uint32_t count_room(const placement & place, llama_seq_id seq_id, llama_p
     return res;
 }
 
+// Layers with a sliding window keep rows until others need their cells: what neither the last token of a sequence nor the
+// next one sees makes room.
+static void drop_unseen(llama_kv_cache & kv, uint32_t strm) {
+    for (llama_seq_id seq_id = 0; seq_id < (llama_seq_id) kv.get_n_seq_max(); ++seq_id) {
+        if (kv.get_stream(seq_id) != strm) {
+            continue;
+        }
+
+        const auto & cells = kv.get_cells(seq_id);
+        const auto & rows  = cells.seq_pos_get(seq_id);
+
+        const auto seen = std::find_if(rows.begin(), rows.end(), [&](const auto & row) {
+            return !kv_access::is_masked(kv, row.first, cells.seq_pos_max(seq_id));
+        });
+        if (seen != rows.begin() && seen != rows.end()) {
+            kv.seq_rm(seq_id, 0, seen->first);
+        }
+    }
+}
+
 static placement make_place(
         llama_context & ctx, llama_kv_cache & kv, llama_seq_id seq_id, const mixedkv_row_group & group, llama_pos shift, llama_pos drop_from) {
     placement res = { ctx, kv, group, {}, {}, {}, 0, {} };
@@ -338,6 +366,9 @@ static placement make_place(
         }
     }
 
+    if (count_room(res, seq_id, drop_from) < group.n_rows && kv_access::get_n_swa(kv) > 0) {
+        drop_unseen(kv, kv.get_stream(seq_id));
+    }
     if (count_room(res, seq_id, drop_from) < group.n_rows && kv_access::get_n_swa(kv) > 0) {
         trim(res, shift);
     }

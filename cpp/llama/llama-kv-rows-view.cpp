@@ -40,10 +40,6 @@ std::vector<mixedkv_layer_info> llama_kv_rows_layers(const llama_kv_cache & kv, 
     const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(&kv);
 
     for (const auto & layer : kv_access::get_layers(kv)) {
-        if (!layer.v) {
-            continue; // MLA: keys only
-        }
-
         const auto * scales = llama_kv_rows_scales(kv, layer.il);
 
         mixedkv_layer_info info = {};
@@ -53,14 +49,14 @@ std::vector<mixedkv_layer_info> llama_kv_rows_layers(const llama_kv_cache & kv, 
         info.fused         = mixed && mixed->is_fused(layer.il);
         info.n_head_kv     = hparams.n_head_kv(layer.il);
         info.n_embd_head_k = hparams.n_embd_head_k(layer.il);
-        info.n_embd_head_v = hparams.n_embd_head_v(layer.il);
+        info.n_embd_head_v = layer.v ? hparams.n_embd_head_v(layer.il) : 0; // MLA: keys only
         info.n_cells       = layer.k->ne[1]*layer.k->ne[2];
         info.type_k        = layer.k->type;
-        info.type_v        = layer.v->type;
+        info.type_v        = layer.v ? layer.v->type : layer.k->type;
         info.rotation_k    = kv_access::get_rot(kv, true);
-        info.rotation_v    = kv_access::get_rot(kv, false);
+        info.rotation_v    = layer.v ? kv_access::get_rot(kv, false) : 0;
         info.equalization  = scales ? scales->id : 0;
-        info.bytes_cold    = ggml_nbytes(layer.k) + ggml_nbytes(layer.v);
+        info.bytes_cold    = ggml_nbytes(layer.k) + (layer.v ? ggml_nbytes(layer.v) : 0);
         info.bytes_hot     = mixed ? mixed->get_ring_bytes(layer.il) : 0;
         info.n_swa         = kv_access::get_n_swa(kv);
 
@@ -145,6 +141,19 @@ std::vector<llama_kv_row> llama_kv_rows_find(
     }
 
     return res;
+}
+
+int64_t llama_kv_rows_cell(const llama_kv_cells & cells, llama_seq_id seq_id, const mixedkv_row_group & group, uint32_t i) {
+    const auto & there = cells.seq_pos_get(seq_id);
+
+    for (auto it = there.lower_bound({ group.positions[i], 0 }); it != there.end() && it->first == group.positions[i]; ++it) {
+        const auto & ext = cells.ext_get(it->second);
+        if (!group.xy || (ext.x == group.xy[2*i] && ext.y == group.xy[2*i + 1])) {
+            return it->second;
+        }
+    }
+
+    return -1;
 }
 
 bool llama_kv_rows_read(

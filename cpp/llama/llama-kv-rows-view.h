@@ -35,6 +35,9 @@ struct llama_kv_row {
 std::vector<llama_kv_row> llama_kv_rows_find(
         const llama_kv_cache & kv, llama_seq_id seq_id, llama_pos p0, llama_pos p1);
 
+// the cell of row `i` of a group, -1: the sequence has none
+int64_t llama_kv_rows_cell(const llama_kv_cells & cells, llama_seq_id seq_id, const mixedkv_row_group & group, uint32_t i);
+
 // these rows in F32 [n_rows, n_head_kv, n_embd_head]; false: the layer stores no values (MLA)
 //   unrotate: in the model's basis, without the Hadamard rotation and the scales of a quantised cache, and with the biases that cold rows lack
 bool llama_kv_rows_read(

@@ -166,7 +166,8 @@ LLAMA_API enum mixedkv_status mixedkv_read_rows(struct llama_context * ctx, int3
                                                 uint32_t * n_rows_out);
 
 // Rows of a token range on their way out of a cache or into one. All layers of a group hold the same positions: one
-// group, or two where some layers have a sliding window. Rows hold all KV heads of a layer.
+// group, or two where some layers have a sliding window. Rows hold all KV heads of a layer. A layer that stores no
+// values (MLA) has heads of size 0 for them, and `v` is not read.
 struct mixedkv_layer_rows {
     int32_t        il;
     uint32_t       n_head_kv;
@@ -191,18 +192,21 @@ struct mixedkv_row_group {
     const int32_t *                   slots;     // [n_hot], where in the sequence's part of the ring it lay
     uint32_t                          n_layers;
     const struct mixedkv_layer_rows * layers;
+    const int32_t *                   xy; // [n_rows][2], the other parts of M-RoPE positions: column and row of an
+                                          // image; then several rows may share a position. NULL for other models
 };
 
 // How many rows of a group, and how many hot ones, a sequence has in [p0, p1); p1 < 0 means the end. Fails unless the
-// sequence has every position of the range once. Pending shifts and copies are carried out first, as the next decode
-// would.
+// sequence has every position of the range once; with M-RoPE an image covers as many as it has columns or rows, all
+// its rows being at the first. Pending shifts and copies are carried out first, as the next decode would.
 LLAMA_API enum mixedkv_status mixedkv_count_rows(struct llama_context * ctx, int32_t seq_id, uint32_t group, int32_t p0,
                                                  int32_t p1, uint32_t * n_rows_out, uint32_t * n_hot_out);
 
-// Copies them out into arrays for the n_rows and n_hot that mixedkv_count_rows told; fails if it no longer would.
+// Copies them out into arrays for the n_rows and n_hot that mixedkv_count_rows told; fails if it no longer would. xy is
+// NULL but for models with M-RoPE.
 LLAMA_API enum mixedkv_status mixedkv_export_group(struct llama_context * ctx, int32_t seq_id, uint32_t group,
                                                    int32_t p0, int32_t p1, uint32_t n_rows, uint32_t n_hot,
-                                                   int32_t * positions, int32_t * hot, int32_t * slots);
+                                                   int32_t * positions, int32_t * hot, int32_t * slots, int32_t * xy);
 LLAMA_API enum mixedkv_status mixedkv_export_layer(struct llama_context * ctx, int32_t seq_id, int32_t il, int32_t p0,
                                                    int32_t p1, uint32_t n_rows, uint32_t n_hot, void * k, void * v,
                                                    void * k_hot, void * v_hot);

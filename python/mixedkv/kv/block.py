@@ -33,7 +33,8 @@ class KVBlock:
 
     Args:
         p0, p1: the positions.
-        tokens: token ids, int32 [p1 - p0].
+        tokens: token ids, int32 [p1 - p0]; of an image any ids, one for each position that it covers, which
+            should tell it apart.
         groups: the rows; none where no layer keeps any.
         checkpoints: of the sequence, at tokens within the block or at its end.
     """
@@ -112,7 +113,7 @@ class KVBlock:
         layers = [layer.il for group in groups for layer in group.layers]
         if len(set(layers)) != len(layers):
             raise ValueError("groups: a layer is there twice")
-        if groups and all(len(group.positions) < p1 - p0 for group in groups):
+        if groups and all(group.xy is None and len(group.positions) < p1 - p0 for group in groups):
             raise ValueError(f"groups: none has all rows of [{p0}, {p1})")
         if left:
             raise ValueError(f"array {sorted(left)[0]!r} belongs to no layer of the description")

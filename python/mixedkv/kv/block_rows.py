@@ -29,7 +29,9 @@ def out(llm: llama_cpp.Llama, seq: int, p0: int, p1: int, end: int) -> tuple[Row
     address = _llama_cpp.address(_llama_cpp.context(llm))
     groups = tuple(map(from_native, _core.export_rows(address, seq, p0, p1)))
     if not groups:
-        raise UnsupportedModelError("this model stores no values (MLA): save its whole state instead")
+        raise UnsupportedModelError(
+            "this model keeps no rows in a cache of a known kind: save its whole state"
+        )
     return groups
 
 

@@ -121,12 +121,13 @@ class KVCache(WindowSettings):
         Args:
             seq: the sequence.
             p0, p1: the range; p1 < 0 means the end.
-            tokens: their ids, [p1 - p0]; None where the `Llama` itself evaluated them (sequence 0).
+            tokens: their ids, [p1 - p0], see `KVBlock`; None where the `Llama` itself evaluated them
+                (sequence 0).
 
         Raises:
             LookupError: the sequence does not have all of these positions.
             ValueError: the range is empty, or `tokens` has another length.
-            UnsupportedModelError: the model keeps more than rows of tokens and a state (M-RoPE, MLA).
+            UnsupportedModelError: the model keeps more than rows of tokens and a state.
         """
         last = self.positions(seq)[1] + 1
         end = last if p1 < 0 else p1
@@ -157,7 +158,7 @@ class KVCache(WindowSettings):
         Raises:
             ValueError: the block does not fit the model, the sequence or the room there is, or lacks what the
                 token behind it reads. Nothing changed, or, where a state is refused, the sequence is empty.
-            UnsupportedModelError: the model keeps more than rows of tokens and a state (M-RoPE, MLA).
+            UnsupportedModelError: the model keeps more than rows of tokens and a state.
         """
         block = KVBlock.from_arrays(block.describe(), block.to_arrays())
         shift = 0 if at is None else at - block.p0
@@ -181,6 +182,11 @@ class KVCache(WindowSettings):
     def cut_rule(self) -> CutRule:
         """Where a sequence can be cut."""
         return sequence_state.cut_rule(self._llama, self.config)
+
+    @property
+    def sliding_window(self) -> int:
+        """Tokens that layers with a sliding window see, 0 if there are none."""
+        return sequence_state.sliding_window(self._llama)
 
     @exclusive
     def checkpoint(self, seq: int = 0) -> Checkpoint | None:

@@ -100,6 +100,7 @@ def joined(before: RowGroup, after: RowGroup) -> RowGroup:
         hot=np.concatenate([before.hot, after.hot + n]),
         slots=np.concatenate([before.slots, after.slots]),
         layers=layers,
+        xy=None if before.xy is None or after.xy is None else np.concatenate([before.xy, after.xy]),
     )
 
 
@@ -112,6 +113,7 @@ def only_hot(group: RowGroup) -> RowGroup:
         hot=np.arange(len(hot), dtype=np.int32),
         slots=group.slots,
         layers=layers,
+        xy=None if group.xy is None else group.xy[hot],
     )
 
 

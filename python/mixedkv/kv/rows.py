@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv.config import UNIFORM_TYPES
+from mixedkv.limits import INT32_MAX
 
 _SIZE_MAX = 2**20  # heads, head sizes and layers above this are not a model's
 
@@ -33,7 +34,8 @@ class LayerRows:
         rotation_k, rotation_v: edge of the Hadamard blocks that K and V are rotated by; 0: they are not.
         n_head_kv, head_size_k, head_size_v: of the layer; a row holds all its KV heads.
         equalization: tells apart the scales that K was stored times; 0: K is as the model computes it.
-        k, v: rows as the cache stores them, uint8 [n_rows, bytes of a row].
+        k, v: rows as the cache stores them, uint8 [n_rows, bytes of a row]. Where a layer stores no values
+            (MLA) head_size_v is 0.
         k_hot, v_hot: F16 copies of the rows that attention read in F16, [n_hot, n_head_kv * head size].
     """
 
@@ -60,19 +62,31 @@ class RowGroup:
     """Layers that hold the same positions: all of them, or those with a sliding window and those without.
 
     Args:
-        positions: int32 [n_rows], ascending.
+        positions: int32 [n_rows], ascending; with `xy` several rows may share one.
         hot: which of the rows have an F16 copy, int32 [n_hot], ascending.
         slots: where in the F16 ring each of these lay, int32 [n_hot]. Attention sums in this order.
         layers: their rows.
+        xy: the other parts of M-RoPE positions, int32 [n_rows, 2]: a token's column and row in an image,
+            counted on from its position; for text the position itself. None for other models.
     """
 
     positions: npt.NDArray[np.int32]
     hot: npt.NDArray[np.int32]
     slots: npt.NDArray[np.int32]
     layers: tuple[LayerRows, ...]
+    xy: npt.NDArray[np.int32] | None = None
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        return {name: getattr(self, name) for name in _GROUP_ARRAYS}
+        arrays = {name: getattr(self, name) for name in _GROUP_ARRAYS}
+        return arrays if self.xy is None else {**arrays, "xy": self.xy}
+
+    @property
+    def ends(self) -> npt.NDArray[np.int32]:
+        """Where what a row covers ends, int32 [n_rows]: behind an image's last column or row goes text."""
+        last = self.positions
+        if self.xy is not None:
+            last = np.maximum(last, self.xy.max(axis=1, initial=-1))
+        return (last + 1).astype(np.int32)
 
     def named(self, prefix: str) -> Iterator[tuple[str, npt.NDArray[Any]]]:
         """The arrays of the group and its layers by name."""
@@ -105,6 +119,7 @@ def slice_group(group: RowGroup, p0: int, p1: int) -> RowGroup:
         positions=group.positions[rows],
         hot=group.hot[hot] - np.int32(begin),
         slots=group.slots[hot],
+        xy=None if group.xy is None else group.xy[rows],
         layers=tuple(
             replace(
                 layer,
@@ -130,7 +145,10 @@ def read_group(
     positions = take(arrays, prefix + "positions", np.int32, (None,))
     hot = take(arrays, prefix + "hot", np.int32, (None,))
     slots = take(arrays, prefix + "slots", np.int32, (len(hot),))
-    _check_ascending(prefix + "positions", positions, p0, p1)
+    xy = take(arrays, prefix + "xy", np.int32, (len(positions), 2)) if prefix + "xy" in arrays else None
+    _check_ascending(prefix + "positions", positions, p0, p1, step=1 if xy is None else 0)
+    if xy is not None and xy.size and not 0 <= xy.min() <= xy.max() < INT32_MAX:
+        raise ValueError(f"{prefix}xy: a part of a position is out of range")
     _check_ascending(prefix + "hot", hot, 0, len(positions))
     if len(slots) and (slots.min() < 0 or len(np.unique(slots)) != len(slots)):
         raise ValueError(f"{prefix}slots: each row needs a slot of its own, from 0")
@@ -138,7 +156,7 @@ def read_group(
         _read_layer(prefix, layer, arrays, len(positions), len(hot))
         for layer in take_list(description, "layers", at_least=1)
     )
-    return RowGroup(positions=positions, hot=hot, slots=slots, layers=layers)
+    return RowGroup(positions=positions, hot=hot, slots=slots, layers=layers, xy=xy)
 
 
 def _read_layer(
@@ -150,7 +168,7 @@ def _read_layer(
     equalization = take_whole({"equalization": 0, **description}, "equalization", 0, 2**32 - 1)
     values: dict[str, Any] = {"il": il, "n_head_kv": n_head_kv, "equalization": equalization}
     for which in ("k", "v"):
-        head_size = take_whole(description, f"head_size_{which}", 1, _SIZE_MAX)
+        head_size = take_whole(description, f"head_size_{which}", 1 if which == "k" else 0, _SIZE_MAX)
         kind = description.get(f"type_{which}")
         if not isinstance(kind, str) or kind not in UNIFORM_TYPES:
             raise ValueError(f"layer {il}: type_{which}={kind!r} is not one of {', '.join(UNIFORM_TYPES)}")
@@ -182,10 +200,10 @@ def take(
     return array
 
 
-def _check_ascending(name: str, values: npt.NDArray[np.int32], low: int, high: int) -> None:
-    """Strictly ascending and within [low, high)."""
+def _check_ascending(name: str, values: npt.NDArray[np.int32], low: int, high: int, step: int = 1) -> None:
+    """Ascending by at least `step`, and within [low, high)."""
     if len(values) and (
-        values[0] < low or values[-1] >= high or (np.diff(values.astype(np.int64)) <= 0).any()
+        values[0] < low or values[-1] >= high or (np.diff(values.astype(np.int64)) < step).any()
     ):
         raise ValueError(f"array {name!r} does not ascend within [{low}, {high})")
 

@@ -29,11 +29,16 @@ def cut_rule(llm: llama_cpp.Llama, setting: KVSetting) -> CutRule:
         setting: of the cache, with its window as it is now.
     """
     recurrent = _llama_cpp.is_recurrent(llm) or _llama_cpp.is_hybrid(llm)
-    sliding = 0
-    if not llm.context_params.swa_full and int(llama_cpp.llama_model_n_swa(_llama_cpp.model(llm))) > 0:
-        sliding = max((layer["n_swa"] for layer in _layers(llm)), default=0)
+    sliding = 0 if llm.context_params.swa_full else sliding_window(llm)
     window = replace(setting.window, n_draft=0)  # a sequence that was resumed has the rows of its window only
     return CutRule(window=window, sliding=sliding, recurrent=recurrent)
+
+
+def sliding_window(llm: llama_cpp.Llama) -> int:
+    """Tokens that layers with a sliding window see, 0 if there are none."""
+    if int(llama_cpp.llama_model_n_swa(_llama_cpp.model(llm))) <= 0:
+        return 0
+    return max((layer["n_swa"] for layer in _layers(llm)), default=0)
 
 
 def take(llm: llama_cpp.Llama, rule: CutRule, seq: int) -> Checkpoint | None:
@@ -42,7 +47,7 @@ def take(llm: llama_cpp.Llama, rule: CutRule, seq: int) -> Checkpoint | None:
         return None
     try:
         groups = _groups(llm, rule, seq, n)
-    except UnsupportedModelError:  # M-RoPE: its rows are not taken out
+    except UnsupportedModelError:  # its rows are not taken out
         return None
     state = _state(llm, seq) if rule.recurrent else np.empty(0, np.uint8)
     first = rule.saved_from(n) if has_rows(llm, rule, seq, n - 1) else n

@@ -56,7 +56,7 @@ class Metrics(Observer):
         self.chunk_kld = Counter("mixedkv:chunk_check_kld_nats", "Their divergence, together.", **r)
         self.chunks_off = Gauge("mixedkv:chunk_reuse_off", "1 when checks have switched it off.", **r)
         self.rows = Gauge("mixedkv:kv_cache_rows", "Rows by state: hot, cold.", ["state"], **r)
-        self.bytes = Gauge("mixedkv:kv_cache_bytes", "Bytes by tier: hot, cold, ram, disk.", ["tier"], **r)
+        self.bytes = Gauge("mixedkv:kv_cache_bytes", "Bytes: hot, cold, checkpoints, store.", ["tier"], **r)
         self.usage = Gauge("mixedkv:kv_cache_usage_perc", "Share of the context's cells in use, 0 to 1.", **r)
         self.sequences = Gauge(
             "mixedkv:kv_cache_sequences", "Sequences by state: running, idle.", ["state"], **r
@@ -229,6 +229,7 @@ class Metrics(Observer):
         self.rows.labels("cold").set(cache["tokens_cold"])
         self.bytes.labels("hot").set(cache["bytes_hot"])
         self.bytes.labels("cold").set(cache["bytes_cold"])
+        self.bytes.labels("checkpoints").set(cache["bytes_checkpoints"])
         self.usage.set(cache["cells_used"] / cache["n_ctx"])
         self.sequences.labels("running").set(cache["sequences_running"])
         self.sequences.labels("idle").set(cache["sequences_idle"])

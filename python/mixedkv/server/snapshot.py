@@ -32,7 +32,7 @@ def snapshot(server: ServerState) -> dict[str, Any]:
     engine = server.engine
     kv = _cache(server)
     natives = {seq.seq_id: seq for seq in kv.sequences}
-    held = engine.pool.held()
+    held, points = engine.pool.held(), engine.pool.checkpoints
     return {
         "object": "stats",
         "model": server.model_name,
@@ -62,6 +62,8 @@ def snapshot(server: ServerState) -> dict[str, Any]:
             "bytes_total": kv.bytes_total,
             "bytes_hot": kv.bytes_hot,
             "bytes_cold": kv.bytes_cold,
+            "checkpoints": len(points),
+            "bytes_checkpoints": sum(point.nbytes for point in points),
             "bits_per_element": kv.bits_per_element,
             "sequences_running": sum(seq.running for seq in held),
             "sequences_idle": sum(not seq.running for seq in held),
@@ -140,4 +142,5 @@ def _sequence(seq: Any, native: Any) -> dict[str, Any]:
         "hot": native.n_hot if native is not None else 0,
         "cold": native.n_cold if native is not None else 0,
         "exact": seq.exact,
+        "checkpoints": len(seq.checkpoints),
     }

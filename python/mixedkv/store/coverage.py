@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from mixedkv.config import MixedKVConfig
 from mixedkv.kv.block import KVBlock
+from mixedkv.kv.rows import RowGroup
 from mixedkv.store.entry_error import EntryError
 from mixedkv.store.identity import Identity
 
@@ -50,7 +51,7 @@ class Coverage:
 
 def of_block(block: KVBlock) -> Coverage:
     """What a block has."""
-    groups = [GroupRows(_runs(group.positions), _runs(group.positions[group.hot])) for group in block.groups]
+    groups = [_rows_of(group) for group in block.groups]
     return Coverage(groups, [(point.first, point.n) for point in block.checkpoints])
 
 
@@ -123,6 +124,16 @@ def _hot_positions(identity: Identity, n: int) -> Runs:
     if not isinstance(kv, MixedKVConfig):
         return []
     return [(0, min(kv.sink_tokens, n)), (min(kv.window.begin(n), n), n)]
+
+
+def _rows_of(group: RowGroup) -> GroupRows:
+    """Positions that an image covers behind its first have no rows, so they lack no F16 copies either."""
+    hot = group.positions[group.hot]
+    if group.xy is None:
+        return GroupRows(_runs(group.positions), _runs(hot))
+    covered = list(zip(group.positions.tolist(), group.ends.tolist(), strict=True))
+    copies = [(p, p + 1) for p in hot.tolist()]
+    return GroupRows(_union(covered), _union([*copies, *((p + 1, end) for p, end in covered if end > p + 1)]))
 
 
 def _runs(positions: npt.NDArray[np.int32]) -> Runs:

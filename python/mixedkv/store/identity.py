@@ -77,7 +77,7 @@ class Identity:
             "kv": str(llm.kv.config),
             **_equalization(llm),
             "context": _context(llm, file),
-            "sliding_window": _whole(file.get("attention.sliding_window", 0)),
+            "sliding_window": llm.kv.sliding_window,
             **({} if llm.kv.can_cut else {"recurrent": True}),
             "extra": extra,
         }

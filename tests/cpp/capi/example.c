@@ -106,7 +106,7 @@ static void copy_rows(struct llama_context * ctx, const struct mixedkv_layer_inf
     int32_t * positions = reserve(sizeof(int32_t) * n_rows);
     int32_t * hot       = reserve(sizeof(int32_t) * n_hot);
     int32_t * slots     = reserve(sizeof(int32_t) * n_hot);
-    check(mixedkv_export_group(ctx, 0, 0, 0, -1, n_rows, n_hot, positions, hot, slots));
+    check(mixedkv_export_group(ctx, 0, 0, 0, -1, n_rows, n_hot, positions, hot, slots, NULL));
 
     struct mixedkv_layer_rows rows[MAX_LAYERS];
     for (uint32_t i = 0; i < n_layers; i++) {
@@ -132,7 +132,7 @@ static void copy_rows(struct llama_context * ctx, const struct mixedkv_layer_inf
                                                k_hot,
                                                v_hot };
     }
-    const struct mixedkv_row_group group = { n_rows, n_hot, positions, hot, slots, n_layers, rows };
+    const struct mixedkv_row_group group = { n_rows, n_hot, positions, hot, slots, n_layers, rows, NULL };
     check(mixedkv_import_rows(ctx, 1, &group, 1, 0, -1));
     printf("copy: %u rows, %u of them hot, from sequence 0 to sequence 1\n", n_rows, n_hot);
 

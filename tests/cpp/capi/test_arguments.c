@@ -138,7 +138,7 @@ static struct block * export_block(struct llama_context * ctx) {
 
     EXPECT(OK, mixedkv_get_layers(ctx, infos, MAX_LAYERS, &g->n_layers));
     EXPECT(OK, mixedkv_count_rows(ctx, 0, 0, 0, -1, &g->n_rows, &g->n_hot));
-    EXPECT(OK, mixedkv_export_group(ctx, 0, 0, 0, -1, g->n_rows, g->n_hot, b->positions, b->hot, b->slots));
+    EXPECT(OK, mixedkv_export_group(ctx, 0, 0, 0, -1, g->n_rows, g->n_hot, b->positions, b->hot, b->slots, NULL));
     g->positions = b->positions;
     g->hot       = b->hot;
     g->slots     = b->slots;
@@ -358,16 +358,18 @@ static void test_export(struct llama_context * ctx) {
     uint32_t n_rows = 0, n_hot = 0;
 
     EXPECT(OK, mixedkv_count_rows(ctx, 0, 0, 0, -1, &n_rows, &n_hot));
-    EXPECT(INVALID, mixedkv_export_group(NULL, 0, 0, 0, -1, n_rows, n_hot, ints[0], ints[1], ints[2]));
-    EXPECT(INVALID, mixedkv_export_group(ctx, 0, 0, 0, -1, n_rows, n_hot, NULL, ints[1], ints[2]));
-    EXPECT(INVALID, mixedkv_export_group(ctx, 0, 0, 0, -1, n_rows, n_hot, ints[0], NULL, ints[2]));
-    EXPECT(INVALID, mixedkv_export_group(ctx, 0, 0, 0, -1, n_rows, n_hot, ints[0], ints[1], NULL));
-    EXPECT(INVALID, mixedkv_export_group(ctx, 0, 0, -5, -1, n_rows, n_hot, ints[0], ints[1], ints[2]));
-    EXPECT(NOT_AVAILABLE, mixedkv_export_group(ctx, 2, 0, 0, -1, n_rows, n_hot, ints[0], ints[1], ints[2]));
-    EXPECT(NOT_AVAILABLE, mixedkv_export_group(ctx, 0, UINT32_MAX, 0, -1, n_rows, n_hot, ints[0], ints[1], ints[2]));
-    EXPECT(NOT_AVAILABLE, mixedkv_export_group(ctx, 0, 0, 0, -1, UINT32_MAX, n_hot, ints[0], ints[1], ints[2]));
-    EXPECT(NOT_AVAILABLE, mixedkv_export_group(ctx, 0, 0, 0, -1, n_rows, UINT32_MAX, ints[0], ints[1], ints[2]));
-    EXPECT(NOT_AVAILABLE, mixedkv_export_group(ctx, 0, 0, 20, 10, 0, 0, ints[0], ints[1], ints[2]));
+    EXPECT(INVALID, mixedkv_export_group(NULL, 0, 0, 0, -1, n_rows, n_hot, ints[0], ints[1], ints[2], NULL));
+    EXPECT(INVALID, mixedkv_export_group(ctx, 0, 0, 0, -1, n_rows, n_hot, NULL, ints[1], ints[2], NULL));
+    EXPECT(INVALID, mixedkv_export_group(ctx, 0, 0, 0, -1, n_rows, n_hot, ints[0], NULL, ints[2], NULL));
+    EXPECT(INVALID, mixedkv_export_group(ctx, 0, 0, 0, -1, n_rows, n_hot, ints[0], ints[1], NULL, NULL));
+    EXPECT(INVALID, mixedkv_export_group(ctx, 0, 0, 0, -1, n_rows, n_hot, ints[0], ints[1], ints[2], ints[0]));
+    EXPECT(INVALID, mixedkv_export_group(ctx, 0, 0, -5, -1, n_rows, n_hot, ints[0], ints[1], ints[2], NULL));
+    EXPECT(NOT_AVAILABLE, mixedkv_export_group(ctx, 2, 0, 0, -1, n_rows, n_hot, ints[0], ints[1], ints[2], NULL));
+    EXPECT(NOT_AVAILABLE,
+           mixedkv_export_group(ctx, 0, UINT32_MAX, 0, -1, n_rows, n_hot, ints[0], ints[1], ints[2], NULL));
+    EXPECT(NOT_AVAILABLE, mixedkv_export_group(ctx, 0, 0, 0, -1, UINT32_MAX, n_hot, ints[0], ints[1], ints[2], NULL));
+    EXPECT(NOT_AVAILABLE, mixedkv_export_group(ctx, 0, 0, 0, -1, n_rows, UINT32_MAX, ints[0], ints[1], ints[2], NULL));
+    EXPECT(NOT_AVAILABLE, mixedkv_export_group(ctx, 0, 0, 20, 10, 0, 0, ints[0], ints[1], ints[2], NULL));
 
     EXPECT(INVALID, mixedkv_export_layer(NULL, 0, 0, 0, -1, n_rows, n_hot, k, k, k, k));
     EXPECT(INVALID, mixedkv_export_layer(ctx, 0, 0, 0, -1, n_rows, n_hot, NULL, k, k, k));

@@ -126,9 +126,9 @@ def split(folder: Path, count: int = 2) -> Path:
     for no in range(count):
         writer = gguf.GGUFWriter(folder / f"tiny-{no + 1:05d}-of-{count:05d}.gguf", model.shape.arch)
         if no == 0:
-            zoo._add_tokenizer(writer)
+            zoo.add_tokenizer(writer)
             for key, value in model.keys.items():
-                zoo._add_key(writer, f"{model.shape.arch}.{key}", value)
+                zoo.add_key(writer, f"{model.shape.arch}.{key}", value)
         writer.add_uint16("split.no", no)
         writer.add_uint16("split.count", count)
         writer.add_int32("split.tensors.count", len(names))

@@ -70,7 +70,7 @@ def test_package_works_where_it_is_moved_to(tmp_path: Path) -> None:
 def test_arguments_out_of_range(programs: Path, tmp_path: Path) -> None:
     """Heads of 256 elements, so that no type is refused for its block size."""
     model = tmp_path / "model.gguf"
-    zoo._decoder(zoo.Shape("llama-256", "llama", head=256)).write(model)
+    zoo.decoder(zoo.Shape("llama-256", "llama", head=256)).write(model)
     assert run(programs / "test_arguments", model).splitlines()[-1] == "0 failed"
 
 

@@ -6,6 +6,7 @@ Files of old versions stay: tests read them, or find that they are refused for t
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -64,7 +65,32 @@ def _group(il: int, positions: np.ndarray, kind: str, hot: list[int]) -> RowGrou
     return RowGroup(positions=positions, hot=np.array(hot, np.int32), slots=slots, layers=(layer,))
 
 
-BLOCKS = {"f16": block("f16", []), "mixed_q4_0": block("q4_0", [0, 4, 5])}
+def image() -> KVBlock:
+    """Two tokens of text, an image of two by three at position 12, and text behind it; M-RoPE."""
+    positions = np.array([10, 11, *[12] * 6, 15], np.int32)
+    xy = np.array(
+        [[10, 10], [11, 11], *([12 + x, 12 + y] for y in range(2) for x in range(3)), [15, 15]], np.int32
+    )
+    group = replace(_group(0, positions, "f16", [3, 8]), xy=xy)
+    return KVBlock(p0=10, p1=16, tokens=np.arange(6, dtype=np.int32), groups=(group,))
+
+
+def latent() -> KVBlock:
+    """Layers that store no values; MLA."""
+    group = _group(0, np.arange(10, 16, dtype=np.int32), "f16", [])
+    (layer,) = group.layers
+    layer = replace(layer, head_size_v=0, v=layer.v[:, :0], v_hot=layer.v_hot[:, :0])
+    return KVBlock(
+        p0=10, p1=16, tokens=np.arange(6, dtype=np.int32), groups=(replace(group, layers=(layer,)),)
+    )
+
+
+BLOCKS = {
+    "v1-f16": block("f16", []),
+    "v1-mixed_q4_0": block("q4_0", [0, 4, 5]),
+    "v2-image": image(),
+    "v2-latent": latent(),
+}
 
 
 def layers() -> list[tuple[np.ndarray, np.ndarray]]:
@@ -100,8 +126,8 @@ def packed_session(n_layer: int, folder: Path) -> bytes:
 def main() -> None:
     for name, kv in BLOCKS.items():
         pieces = encode(kv, identity=IDENTITY, entry=ENTRY)
-        (FOLDER / f"native-v1-{name}.safetensors").write_bytes(b"".join(pieces))
-    pieces = encode(BLOCKS["mixed_q4_0"], identity=IDENTITY, entry=ENTRY)
+        (FOLDER / f"native-{name}.safetensors").write_bytes(b"".join(pieces))
+    pieces = encode(BLOCKS["v1-mixed_q4_0"], identity=IDENTITY, entry=ENTRY)
     (FOLDER / "encrypted-v1.safetensors.enc").write_bytes(b"".join(encrypt(AESGCM(KEY), pieces, CONTEXT)))
     (FOLDER / "packed-v2.bin").write_bytes(pack_kv_cache_v2(layers()))
     (FOLDER / "packed-flat.bin").write_bytes(pack_kv_cache(*layers()[0]))

@@ -124,12 +124,12 @@ def fused_qkv(g: zoo.Gguf) -> zoo.Gguf:
 
 
 def qwen2() -> zoo.Gguf:
-    return wild(with_bias(zoo._decoder(zoo.Shape("qwen2", "qwen2", n_embd=256, rope="neox"))))
+    return wild(with_bias(zoo.decoder(zoo.Shape("qwen2", "qwen2", n_embd=256, rope="neox"))))
 
 
 def stablelm() -> zoo.Gguf:
     """RoPE turns a quarter of a head; the norms have biases."""
-    g = wild(zoo._decoder(zoo.Shape("stablelm", "stablelm", n_embd=256, rope="neox")))
+    g = wild(zoo.decoder(zoo.Shape("stablelm", "stablelm", n_embd=256, rope="neox")))
     g.keys |= {
         "rope.dimension_count": 16,
         "attention.layer_norm_epsilon": 1e-5,

@@ -37,7 +37,7 @@ def llama() -> zoo.Gguf:
 
 
 def qwen2() -> zoo.Gguf:
-    return zoo._decoder(zoo.Shape("qwen2", "qwen2", n_embd=256, rope="neox"))
+    return zoo.decoder(zoo.Shape("qwen2", "qwen2", n_embd=256, rope="neox"))
 
 
 def yarn() -> zoo.Gguf:
@@ -59,7 +59,7 @@ def factors() -> zoo.Gguf:
 
 def stablelm() -> zoo.Gguf:
     """RoPE turns a quarter of a head."""
-    g = zoo._decoder(zoo.Shape("stablelm", "stablelm", n_embd=256, rope="neox"))
+    g = zoo.decoder(zoo.Shape("stablelm", "stablelm", n_embd=256, rope="neox"))
     g.keys |= {
         "rope.dimension_count": 16,
         "attention.layer_norm_epsilon": 1e-5,

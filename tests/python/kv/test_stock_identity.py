@@ -18,7 +18,7 @@ import pytest
 from mixedkv import bundled
 from support import TESTS, zoo
 
-MODELS = [n for n in zoo.SHAPES if n != "bert"]
+MODELS = [n for n in (*zoo.SUPPORTED, *zoo.REFUSED) if n != "bert"]
 
 
 def stock_library() -> Path | None:

@@ -280,6 +280,10 @@ def test_health_metrics_and_stats(server: Server, client: openai.OpenAI) -> None
     assert stats["sequences"]
     assert stats["layers"]
     assert stats["cache"]["cells_used"] <= sum(seq["tokens"] for seq in stats["sequences"])
+    cache = stats["cache"]
+    assert cache["checkpoints"] >= sum(seq["checkpoints"] > 0 for seq in stats["sequences"]) > 0
+    assert cache["bytes_checkpoints"] > 0
+    assert 'kv_cache_bytes{tier="checkpoints"}' in server.request("GET", "/metrics")[1]
     assert stats["recent"][0]["finish_reason"] == "stop"
 
 

@@ -17,7 +17,7 @@ IDS = {"identity": made.IDENTITY, "entry": made.ENTRY}
 
 @pytest.mark.parametrize("name", made.BLOCKS)
 def test_native(name: str) -> None:
-    data = np.fromfile(made.FOLDER / f"native-v1-{name}.safetensors", np.uint8)
+    data = np.fromfile(made.FOLDER / f"native-{name}.safetensors", np.uint8)
     assert same(decode(data, **IDS), made.BLOCKS[name])
 
 
@@ -25,7 +25,7 @@ def test_encrypted() -> None:
     path = made.FOLDER / "encrypted-v1.safetensors.enc"
     with path.open("rb") as file:
         data = decrypt(AESGCM(made.KEY), file, path.stat().st_size, made.CONTEXT)
-    assert same(decode(data, **IDS), made.BLOCKS["mixed_q4_0"])
+    assert same(decode(data, **IDS), made.BLOCKS["v1-mixed_q4_0"])
 
 
 @pytest.mark.parametrize("name", ["packed-v2.bin", "packed-flat.bin"])

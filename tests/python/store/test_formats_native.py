@@ -134,7 +134,7 @@ def test_a_forged_file_that_changes_nothing_is_read() -> None:
 
 FORGERIES = {
     "old version": metadata("version", "0"),
-    "new version": metadata("version", "2"),
+    "new version": metadata("version", "3"),
     "other format": metadata("format", "pt"),
     "identity": metadata("identity", "00" * 32),
     "version is no text": metadata("version", 1),

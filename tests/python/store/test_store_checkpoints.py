@@ -18,6 +18,7 @@ from support.harness import prompt, rel_rms
 
 TOKENS = prompt(200, seed=5)
 KINDS = [("lfm2", "f16"), ("lfm2", "mixed"), ("mamba", "f16"), ("gemma2", "mixed"), ("llama-64", "mixed")]
+KINDS += [("qwen35", "mixed"), ("qwen2vl", "mixed"), ("granite-hybrid", "mixed"), ("rwkv7", "f16")]
 
 
 def open_llama(path: Path, kv: str) -> Llama:

@@ -32,7 +32,7 @@ def make(name: str) -> zoo.Gguf:
     """A zoo model, or a relative that only these tests need."""
     if name == "qwen2":  # biases of Q, K and V, and of the output
         shape = zoo.Shape("qwen2", "qwen2", n_embd=128, n_head=2, n_head_kv=1, rope="neox")
-        g = zoo._decoder(shape)
+        g = zoo.decoder(shape)
         for il in range(g.shape.n_layer):
             for part in ("q", "k", "v"):
                 n = g.tensors[f"blk.{il}.attn_{part}.weight"].shape[0]

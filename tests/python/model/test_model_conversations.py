@@ -1,0 +1,85 @@
+"""Conversations with every kind of model: cold, from the context, from the disk in a new process, edited."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import zoo
+from support.harness import prompt
+from support.served_models import N_NEW, N_TURN, Answered, Served, converse, in_new_process, questions
+
+MIXED = "mixed:hot_budget=all"
+F16_ONLY = ("deepseek2", "mamba", "rwkv7")
+KINDS = [(name, "f16" if name in F16_ONLY else MIXED) for name in zoo.KINDS if name != "bert"]
+KINDS += [("qwen35", "f16"), ("lfm2", "f16"), ("qwen2vl", "f16"), ("gemma3", "f16")]
+
+
+def talk(path: Path, kv: str, store: Path, seed: int) -> tuple[dict[str, Any], list[Answered]]:
+    """One conversation: what a new process is asked, and what it should answer."""
+    n_ctx = 4096 if path.stem == "llama4" else 1024  # each sequence has rows of all tokens in its chunks
+    with Served(path, kv, store, n_ctx=n_ctx) as served:
+        done = converse(served, questions(seed))
+        for i, (tokens, answer) in enumerate(done):
+            # evaluated is what is new since the last checkpoint, which is at the end of the last prompt
+            assert len(tokens) - answer.cached <= (N_TURN + N_NEW + 1 if i else N_TURN)
+            cold = served.ask(tokens, reuse=False)
+            assert cold.cached == 0
+            assert answer.same(cold)
+            again = served.ask(tokens)
+            assert again.cached == len(tokens) - 1
+            assert again.same(cold)
+        edited = [*done[2][0][:-10], *prompt(30, seed=100 * seed + 77)]
+        answer = served.ask(edited)
+        assert len(done[1][0]) - 1 <= answer.cached < len(done[2][0])
+        cold = served.ask(edited, reuse=False)
+        assert answer.same(cold)
+        if not served.engine.pool.rule.anywhere:
+            assert sum(point.nbytes for point in served.engine.pool.checkpoints) > 0
+    done.insert(0, (edited, cold))  # first, when nothing is live
+    prompts = [tokens for tokens, _ in done]
+    task = {"path": str(path), "kv": kv, "n_ctx": n_ctx, "store": str(store), "prompts": prompts}
+    return task, [answer for _, answer in done]
+
+
+def check_restored(task: dict[str, Any], answers: list[Answered], wanted: list[Answered]) -> None:
+    for tokens, answer, want in zip(task["prompts"], answers, wanted, strict=True):
+        assert answer.same(want)
+        assert len(tokens) - answer.cached <= N_TURN + N_NEW + 30
+
+
+@pytest.fixture(scope="module")
+def talks(zoo_path: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """One conversation with each kind, had once."""
+
+    @cache
+    def talk_with(name: str, kv: str) -> tuple[dict[str, Any], list[Answered]]:
+        return talk(zoo_path(name), kv, tmp_path_factory.mktemp("store"), 1)
+
+    return talk_with
+
+
+@pytest.mark.parametrize(("name", "kv"), KINDS)
+def test_a_conversation(talks: Callable[..., Any], name: str, kv: str) -> None:
+    talks(name, kv)
+
+
+def test_all_of_them_from_the_disk_in_a_new_process(talks: Callable[..., Any]) -> None:
+    had = [talks(name, kv) for name, kv in KINDS]
+    for answers, (task, wanted) in zip(in_new_process([task for task, _ in had]), had, strict=True):
+        check_restored(task, answers, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kv"), KINDS)
+def test_many_conversations(zoo_path: Callable[[str], Path], tmp_path: Path, name: str, kv: str) -> None:
+    """Fifty with CONVERSATIONS=50, which takes a minute a kind."""
+    n = int(os.environ.get("CONVERSATIONS", "5"))
+    had = [talk(zoo_path(name), kv, tmp_path / str(seed), seed) for seed in range(n)]
+    for answers, (task, wanted) in zip(in_new_process([task for task, _ in had]), had, strict=True):
+        check_restored(task, answers, wanted)

@@ -1,0 +1,124 @@
+"""Conversations with models of the zoo on an engine, and a process of its own that goes on with them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mixedkv import Llama
+from mixedkv.engine import Engine, StoreConnector
+from mixedkv.store import KVStore
+from support import TESTS
+from support.harness import prompt
+from support.zoo import N_VOCAB
+
+N_NEW = 12  # tokens of an answer
+N_TURN = 60  # and of a question
+GREEDY: dict[str, Any] = {"max_tokens": N_NEW, "temperature": 0, "logit_bias": ((2, -100.0),)}
+
+
+_TIE = 0.1  # of the spread of logits: what is closer may change places with the order of sums
+
+
+@dataclass(frozen=True)
+class Answered:
+    """
+    Args:
+        cached: tokens of the prompt that were not evaluated.
+        ids: of the answer.
+        sure: so many of them were chosen by a margin.
+        logits: log-probabilities of all tokens to be the first, [N_VOCAB].
+    """
+
+    cached: int
+    ids: list[int]
+    sure: int
+    logits: list[float]
+
+    def same(self, other: Answered) -> bool:
+        """Equal but for the order of sums: in the context of an engine rows lie elsewhere every time."""
+        a, b = (np.array(answer.logits) for answer in (self, other))
+        n = min(self.sure, other.sure)
+        return bool(np.abs(a - b).max() < _TIE / 2 * a.std()) and self.ids[:n] == other.ids[:n]
+
+
+class Served:
+    """An engine on a model."""
+
+    def __init__(
+        self, path: Path, kv: str, store: Path | None = None, *, n_ctx: int = 1024, **options: Any
+    ) -> None:
+        shape: dict[str, Any] = {"n_ctx": n_ctx, "n_seq_max": 8, "kv_unified": True, "n_threads": 1}
+        self.llm = Llama(path, kv=kv, swa_full=False, verbose=False, **shape)
+        connector = StoreConnector(KVStore(store)) if store else None
+        self.engine = Engine(self.llm, connector=connector, **options)
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.close()
+        self.llm.close()
+
+    def answer(self, tokens: list[int], **options: Any) -> tuple[int, list[int]]:
+        """Tokens that were not evaluated, and the answer's ids."""
+        answer = self.engine.submit(tokens, **{**GREEDY, **options})
+        answer.result(60)
+        job = answer.job
+        assert job.exact
+        return job.n_cached or 0, list(job.tokens[job.n_prompt :])
+
+    def ask(self, tokens: list[int], **options: Any) -> Answered:
+        answer = self.engine.submit(tokens, n_logprobs=N_VOCAB, **{**GREEDY, **options})
+        tops = [logprob.top for logprob in answer.result(60).logprobs]
+        job = answer.job
+        assert job.exact
+        first = np.zeros(N_VOCAB)
+        first[tops[0]["token"]] = tops[0]["logprob"]
+        best = [np.sort(np.delete(top["logprob"], np.flatnonzero(top["token"] == 2)))[-2:] for top in tops]
+        sure = [high - low > _TIE * first.std() for low, high in best]
+        ids = list(job.tokens[job.n_prompt :])
+        return Answered(job.n_cached or 0, ids, [*sure, False].index(False), first.tolist())
+
+
+def questions(seed: int, n: int = 6) -> list[list[int]]:
+    return [prompt(N_TURN, seed=100 * seed + i) for i in range(n)]
+
+
+def converse(served: Served, turns: list[list[int]]) -> list[tuple[list[int], Answered]]:
+    """Turns whose answers become part of the next prompt."""
+    history: list[int] = []
+    done = []
+    for turn in turns:
+        history = [*history, *turn]
+        done.append((history, served.ask(history)))
+        history = [*history, *done[-1][1].ids]
+    return done
+
+
+def in_new_process(tasks: list[dict[str, Any]]) -> list[list[Answered]]:
+    """What prompts are answered with, from the disk, for each {"path", "kv", "n_ctx", "store", "prompts"}."""
+    command = [sys.executable, "-m", "support.served_models"]
+    done = subprocess.run(
+        command, input=json.dumps(tasks), capture_output=True, text=True, timeout=900, cwd=TESTS, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [[Answered(**answer) for answer in answers] for answers in json.loads(done.stdout)]
+
+
+def main() -> None:
+    results = []
+    for task in json.loads(sys.stdin.read()):
+        with Served(task["path"], task["kv"], Path(task["store"]), n_ctx=task["n_ctx"]) as served:
+            results.append([asdict(served.ask(tokens)) for tokens in task["prompts"]])
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
