@@ -37,7 +37,7 @@ def talk(path: Path, kv: str, store: Path, seed: int) -> tuple[dict[str, Any], l
             again = served.ask(tokens)
             assert again.cached == len(tokens) - 1
             assert again.same(cold)
-        assert np.median(distances) < 1e-2
+        assert np.median(distances) < 5e-3  # without the F16 copies: 1e-2
         edited = [*done[2][0][:-10], *prompt(30, seed=100 * seed + 77)]
         answer = served.ask(edited)
         assert len(done[1][0]) - 1 <= answer.cached < len(done[2][0])

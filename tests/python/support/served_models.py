@@ -23,8 +23,8 @@ N_TURN = 60  # and of a question
 GREEDY: dict[str, Any] = {"max_tokens": N_NEW, "temperature": 0, "logit_bias": ((2, -100.0),)}
 
 
-# In the context of an engine rows lie elsewhere every time, so sums have another order. Most logits are the same
-# to 1e-3 of their spread; now and then an element of a row falls to the next level of its four bits.
+# In the context of an engine rows lie elsewhere every time, so sums have another order. Most logits are the
+# same to 1e-3 of their spread; now and then an element of a row falls to the next level of its four bits.
 FLIP = 0.15
 
 
