@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from support import zoo
@@ -25,15 +26,18 @@ def talk(path: Path, kv: str, store: Path, seed: int) -> tuple[dict[str, Any], l
     n_ctx = 4096 if path.stem == "llama4" else 1024  # each sequence has rows of all tokens in its chunks
     with Served(path, kv, store, n_ctx=n_ctx) as served:
         done = converse(served, questions(seed))
+        distances = []
         for i, (tokens, answer) in enumerate(done):
             # evaluated is what is new since the last checkpoint, which is at the end of the last prompt
             assert len(tokens) - answer.cached <= (N_TURN + N_NEW + 1 if i else N_TURN)
             cold = served.ask(tokens, reuse=False)
             assert cold.cached == 0
             assert answer.same(cold)
+            distances.append(answer.distance(cold))
             again = served.ask(tokens)
             assert again.cached == len(tokens) - 1
             assert again.same(cold)
+        assert np.median(distances) < 5e-3  # without the F16 copies: 1e-2
         edited = [*done[2][0][:-10], *prompt(30, seed=100 * seed + 77)]
         answer = served.ask(edited)
         assert len(done[1][0]) - 1 <= answer.cached < len(done[2][0])
