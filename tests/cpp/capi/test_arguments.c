@@ -582,7 +582,7 @@ static void test_busy(struct llama_context * ctx) {
     EXPECT(BUSY, mixedkv_set_window(ctx, 16, 8, 4));
     EXPECT(BUSY, mixedkv_read_rows(ctx, 0, 0, 'k', 0, -1, false, NULL, NULL, NULL, 0, &n));
     EXPECT(BUSY, mixedkv_count_rows(ctx, 0, 0, 0, -1, &n, &n));
-    EXPECT(BUSY, mixedkv_export_group(ctx, 0, 0, 0, -1, n_rows, n_hot, list, list, list));
+    EXPECT(BUSY, mixedkv_export_group(ctx, 0, 0, 0, -1, n_rows, n_hot, list, list, list, NULL));
     EXPECT(BUSY, mixedkv_export_layer(ctx, 0, 0, 0, -1, n_rows, n_hot, out, out, out, out));
     EXPECT(BUSY, mixedkv_import_rows(ctx, 1, &b->group, 1, 0, 0));
     EXPECT(BUSY, mixedkv_import_part(ctx, 1, &b->group, 1));
