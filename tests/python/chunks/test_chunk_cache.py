@@ -360,7 +360,7 @@ def test_a_store_of_another_model_gives_nothing(llm: Llama, store: KVStore) -> N
 def wide_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Heads of 128, of which RoPE turns 64; eight query heads to one of K and V."""
     shape = zoo.Shape("wide", "stablelm", n_embd=1024, n_head=8, n_head_kv=1, head=128, rope="neox")
-    model = zoo._decoder(shape)
+    model = zoo.decoder(shape)
     model.keys |= {
         "rope.dimension_count": 64,
         "attention.layer_norm_epsilon": 1e-5,

@@ -48,11 +48,11 @@ def make(name: str) -> zoo.Gguf:
                 g.vector(f"blk.{il}.attn_{part}_norm.weight", g.shape.head, mean=1.6)
         return g
     if name == "gemma":  # output head tied; the server scales what comes from outside
-        g = zoo._decoder(zoo.Shape("gemma", "gemma", rope="neox"))
+        g = zoo.decoder(zoo.Shape("gemma", "gemma", rope="neox"))
         del g.tensors["output.weight"]
         return g
     if name == "qwen3moe":
-        g = zoo._decoder(zoo.Shape("qwen3moe", "qwen3moe", rope="neox"), qk_norm=True)
+        g = zoo.decoder(zoo.Shape("qwen3moe", "qwen3moe", rope="neox"), qk_norm=True)
         g.keys |= {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 96}
         for il in range(g.shape.n_layer):
             g.weight(f"blk.{il}.ffn_gate_inp.weight", g.shape.n_embd, 4)
