@@ -91,7 +91,7 @@ def forged(data: bytes, rng: random.Random) -> bytes:
     number = rng.choice([-1, 1, 2, 3, 2**20, 2**31, 2**40, 2**63, 2**64, 1.5, True, None, "x", [], {}])
     match rng.randrange(8):
         case 0:
-            meta["version"] = rng.choice(["0", "", "2", "999999", "1.0"])
+            meta["version"] = rng.choice(["0", "", "3", "999999", "1.0"])
         case 1:
             meta["identity"] = rng.choice(["", "00" * 32, identity("q8_0").digest.hex()])
         case 2:
