@@ -61,10 +61,14 @@ def _bodies() -> dict[str, tuple[str, bytes]]:
 class Hostile:
     """Threads with the keys of a tenant that means no good. `counts` tells how often each attack met each
     status, 0 for a connection that was closed without one.
+
+    Args:
+        pause: seconds between the beginnings of two requests at least.
     """
 
-    def __init__(self, port: int, key: str, n_threads: int) -> None:
+    def __init__(self, port: int, key: str, n_threads: int, pause: float = 0.0) -> None:
         self.port, self._key = port, key
+        self._pause, self._begin = pause, 0.0
         self.counts: Counter[tuple[str, int]] = Counter()
         self._stop = threading.Event()
         attacks: list[tuple[str, Callable[[], int]]] = [
@@ -104,6 +108,8 @@ class Hostile:
         while not self._stop.is_set():
             with self._lock:
                 name, attack = next(self._attacks)
+                begin = self._begin = max(self._begin + self._pause, time.monotonic())
+            self._stop.wait(begin - time.monotonic())
             status = 0
             with suppress(OSError, ValueError, IndexError):
                 status = attack()
