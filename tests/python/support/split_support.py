@@ -51,15 +51,6 @@ def make(name: str) -> zoo.Gguf:
         g = zoo.decoder(zoo.Shape("gemma", "gemma", rope="neox"))
         del g.tensors["output.weight"]
         return g
-    if name == "qwen3moe":
-        g = zoo.decoder(zoo.Shape("qwen3moe", "qwen3moe", rope="neox"), qk_norm=True)
-        g.keys |= {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 96}
-        for il in range(g.shape.n_layer):
-            g.weight(f"blk.{il}.ffn_gate_inp.weight", g.shape.n_embd, 4)
-            for part, ne in (("gate", (64, 96)), ("up", (64, 96)), ("down", (96, 64))):
-                del g.tensors[f"blk.{il}.ffn_{part}.weight"]
-                g.weight(f"blk.{il}.ffn_{part}_exps.weight", *ne, 4)
-        return g
     return zoo.make(name)
 
 
