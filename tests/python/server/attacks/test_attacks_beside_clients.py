@@ -30,6 +30,8 @@ OPTIONS = (
     "--embeddings",
     "--request-timeout",
     "60",
+    "--max-ram-gb",
+    "0.03",  # the store's share, which honest prompts fill
 )
 
 
