@@ -248,9 +248,9 @@ struct tile {
     // Decode: s[rows][key_block] of all rows, K rows as they lie
     static void score_rows(const attention_item & w, int head, const item_memory & m, const key_span & span,
                            float * s) {
-        const int64_t          d    = round_up(w.args->d_k, 16);
-        const float *          q    = static_cast<const float *>(m.q);
-        float *                k    = w.panels->k;
+        const int64_t d             = round_up(w.args->d_k, 16);
+        const float * q             = static_cast<const float *>(m.q);
+        float * __restrict k        = w.panels->k;
         const attention_rows & rows = span.segment->k;
         prefetcher             ahead(w, rows, span, head, block_keys(*w.args));
         for (int j = 0; j < span.n; j++) {
@@ -314,8 +314,8 @@ struct tile {
     // acc += s v for all rows
     static void add_values(const attention_item & w, int head, const item_memory & m, const key_span & span,
                            const float * s) {
-        const int64_t d = round_up(w.args->d_v, 16);
-        float *       v = w.panels->v;
+        const int64_t d      = round_up(w.args->d_v, 16);
+        float * __restrict v = w.panels->v;
         unpack_values(w, head, span, v);
         for (int row = 0; row < m.rows; row += L::rows) {
             if (!any_visible(w, span, row, L::rows)) {
