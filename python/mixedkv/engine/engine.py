@@ -328,9 +328,9 @@ class Engine:
         with self._submitting:
             error = self._closing_error = self._closing_error or error or ClosedError(_CLOSING)
         end = time.monotonic() + timeout
-        while (self.n_running or self.n_queued) and time.monotonic() < end and self.alive:
+        while not self.idle and time.monotonic() < end and self.alive:
             time.sleep(0.01)
-        finished = not (self.n_running or self.n_queued)
+        finished = self.idle
         if not finished and self.alive:
             with contextlib.suppress(ClosedError):  # it stopped by itself, and failed them all
                 self.call(lambda: self._fail_all(error)).result()
