@@ -14,7 +14,8 @@
 
 namespace mixedkv {
 
-// Blocks of 32 elements, as ggml lays them out: F16 scale d, F16 minimum m, integers or nibbles q, low ones first.
+// Blocks of 32 elements, of lm4 and lm3 64, as ggml lays them out: F16 scale d, F16 minimum m, integers or nibbles q,
+// low ones first.
 enum class row_type : uint8_t {
     f16,
     q8_0,   // value = d * q
@@ -23,6 +24,8 @@ enum class row_type : uint8_t {
     q4_1,   // d * q + m
     q5_0,   // d * (q - 16), the fifth bits in 4 bytes
     q5_1,   // d * q + m
+    lm4,    // d * level[q], see lm4.h
+    lm3,    // of values, see lm3.h
     other,  // any type with a to-float conversion
 };
 
@@ -60,7 +63,40 @@ struct attention_segment {
 
 constexpr int attention_max_segments  = 3;    // cold rows, hot ring, running micro-batch
 constexpr int attention_few_rows      = 32;   // queries times heads per KV head up to which a call is decode
-constexpr int attention_max_head_size = 1024; // of d_k and d_v; a multiple of 32 for rows in blocks
+constexpr int attention_max_head_size = 1024; // of d_k and d_v; a multiple of their elements for rows in blocks
+
+// Keys of decode by KV head, and those of them whose V no query weighs; pages, KV heads and queries, and those of them
+// that were read: added to by all threads.
+struct attention_skips {
+    uint64_t keys       = 0;
+    uint64_t skipped    = 0;
+    uint64_t pages      = 0;
+    uint64_t pages_read = 0;
+};
+
+constexpr int attention_page = 16; // keys of the first segment that follow each other, the first at a multiple of it
+
+// What K of each page is like, and which pages queries read: attention_choose_pages() says so, attention_run() obeys.
+// Decode only, keys of the first segment. The scalar body reads all.
+struct attention_pages {
+    const uint16_t *       means      = nullptr; // F16 [pages, n_head_kv, d_k] of K as it is stored
+    const float *          spreads    = nullptr; // [pages, n_head_kv] variance of an element, the mean of all elements
+    const attention_pair * pairs      = nullptr; // those of the segment, with mean cosines and sines of each page
+    int64_t                first_turn = 0;       // of them: that of the first page
+    const uint8_t *        known      = nullptr; // [pages] 0: means are of other rows, so the page is read
+
+    float     share = 1.0f;    // of the estimated weights of each row, at least, that the pages read hold
+    int64_t   depth = 0;       // keys on pages that a query sees entirely, below which it reads all
+    uint8_t * taken = nullptr; // [n_queries, n_head_kv, pages] 1: read; nullptr: all are
+    size_t    row   = 0;       // bytes from query to query
+};
+
+// What queries see of blocks of keys: found in the mask by the first layer of a step, read by the others. Decode only.
+struct attention_seen {
+    uint32_t * blocks = nullptr; // [attention_seen_blocks() of the keys, queries], whatever is there of other steps
+    int64_t    row    = 0;       // queries of the mask
+    uint32_t   step   = 0;       // counts masks: 1 .. 2^24 - 1
+};
 
 // One stream. Mask columns are the segments' keys in order.
 struct attention_args {
@@ -79,6 +115,7 @@ struct attention_args {
 
     const uint16_t * mask     = nullptr; // F16 [n_queries, n_keys], nullptr: every key is visible
     size_t           mask_row = 0;       // bytes from query to query
+    attention_seen   seen;               // no blocks: each call looks for itself
 
     const float * scale_q = nullptr; // [n_head_kv, d_k], Q times it before it is rotated; nullptr: 1
 
@@ -92,10 +129,21 @@ struct attention_args {
     float         logit_softcap  = 0.0f;
     const float * sinks          = nullptr; // [n_head]
 
+    // Decode: a weight below a 64th of this, relative to the largest of the row so far in a run of keys or at its first
+    // and last F16 rows, is not multiplied with V. 0: all are. V that no row weighs is not read: by pairs of keys where
+    // integers are multiplied on AVX2 and AVX-512, else by blocks of 64. The scalar body leaves nothing out.
+    float             v_skip = 0.0f;
+    attention_skips * skips  = nullptr;
+    attention_pages   pages;
+
     float * out      = nullptr;
     size_t  out_row  = 0; // bytes from query to query
     size_t  out_head = 0; // bytes from head to head
 };
+
+constexpr int64_t attention_seen_blocks(int64_t n_keys) {
+    return (n_keys / 64 + 1) * attention_max_segments;
+}
 
 // Bytes that attention_run needs for these shapes, whatever the number of threads: no pointer is looked at.
 // Enough as well for fewer streams, queries or keys with the same heads, so the largest shape may be asked once.
@@ -110,10 +158,20 @@ size_t attention_run_bytes(const attention_args * streams, int n_streams);
 // True for one thread, the last: the others have read all they will read.
 bool attention_run(const attention_args * streams, int n_streams, void * scratch, int ith, int nth);
 
+// Says for each query which pages it reads. Called by every thread with the same arguments, and to be complete before
+// attention_run(). A row reads the fewest pages that hold `share` of what it is estimated to weigh all keys with, and
+// the heads of a KV head read what any of them does. Keys that a query does not see on a whole page, and those of the
+// other segments, are always read.
+void attention_choose_pages(const attention_args * streams, int n_streams, int ith, int nth);
+
+// Mean and spread of the page whose first key is `key`: [n_head_kv, d_k] and [n_head_kv].
+void attention_sum_up_page(const attention_rows & k, int64_t key, int n_head_kv, int d_k, uint16_t * means,
+                           float * spreads);
+
 // Rotates the row x[n] by Hadamard blocks of `edge` elements, a power of two up to attention_max_head_size.
 void rotate_row(float * x, int64_t n, int edge);
 
-// Instruction set in use: "scalar", "avx2", "avx512", "amx", "neon". MIXEDKV_ISA forces one;
+// Instruction set in use: "scalar", "avx2", "avxvnni", "avx512", "amx", "neon". MIXEDKV_ISA forces one;
 // attention_isa_error() is nullptr, or says why the forced one cannot be used here.
 const char * attention_isa();
 const char * attention_isa_error();

@@ -2,13 +2,24 @@
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
-#include "simd/vector_avx2.h"
-#include "tile.h"
+#include "page_choice.h"
+#include "x86/avx2_decode.h"
 
 namespace mixedkv {
+namespace {
+
+void run(const attention_item & w) {
+    if (w.few && avx2_decode::fits(*w.args)) {
+        return avx2_decode::run(w);
+    }
+    tile<avx2>::run(w);
+}
+
+} // namespace
 
 const attention_kernels * attention_avx2() {
-    static constexpr attention_kernels kernels = { "avx2", cpu_has_avx2, tile<avx2>::run, tile<avx2>::merge, rotate };
+    static constexpr attention_kernels kernels = { "avx2", cpu_has_avx2,          run, tile<avx2>::merge,
+                                                   rotate, page_choice<avx2>::run };
     return &kernels;
 }
 

@@ -2,13 +2,15 @@
 
 #if defined(__aarch64__)
 
+#include "page_choice.h"
 #include "simd/vector_neon.h"
 #include "tile.h"
 
 namespace mixedkv {
 
 const attention_kernels * attention_neon() {
-    static constexpr attention_kernels kernels = { "neon", cpu_has_neon, tile<neon>::run, tile<neon>::merge, rotate };
+    static constexpr attention_kernels kernels = { "neon", cpu_has_neon,          tile<neon>::run, tile<neon>::merge,
+                                                   rotate, page_choice<neon>::run };
     return &kernels;
 }
 

@@ -128,7 +128,7 @@ bool supported() {
 } // namespace
 
 const attention_kernels * attention_scalar() {
-    static constexpr attention_kernels kernels = { "scalar", supported, run, merge, rotate };
+    static constexpr attention_kernels kernels = { "scalar", supported, run, merge, rotate, nullptr };
     return &kernels;
 }
 

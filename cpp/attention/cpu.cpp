@@ -64,6 +64,10 @@ bool cpu_has_avx2() {
            bits(cpuid(7, 0).ebx, { 5 });                                  // AVX2
 }
 
+bool cpu_has_avxvnni() {
+    return cpu_has_avx2() && bits(cpuid(7, 1).eax, { 4 });
+}
+
 bool cpu_has_avx512() {
     return cpu_has_avx2() && os_saves({ 5, 6, 7 }) && bits(cpuid(7, 0).ebx, { 16, 17, 30, 31 }) && // F, DQ, BW, VL
            bits(cpuid(7, 0).ecx, { 1, 11 });                                                       // VBMI, VNNI
@@ -77,6 +81,9 @@ bool cpu_has_amx() {
 }
 #else
 bool cpu_has_avx2() {
+    return false;
+}
+bool cpu_has_avxvnni() {
     return false;
 }
 bool cpu_has_avx512() {

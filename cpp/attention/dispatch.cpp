@@ -1,6 +1,6 @@
 // The cut of a call into items, their distribution over threads, and the choice of the instruction set.
 
-#include "kernel.h"
+#include "pages.h"
 
 #include <algorithm>
 #include <atomic>
@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <memory>
 #include <string>
+#include <vector>
 
 namespace mixedkv {
 namespace {
@@ -97,7 +98,7 @@ struct plan_cursor {
                            max_counters - counter);
     }
 
-    attention_item make_item(int64_t group, int64_t chunk, char * data, block_panels * panels) const {
+    attention_item make_item(int64_t group, int64_t chunk, char * data, block_panels * panels, float * expected) const {
         const attention_args & a = streams[stream];
         attention_item         w;
         w.args      = &a;
@@ -110,6 +111,7 @@ struct plan_cursor {
         w.k1        = std::min(w.k0 + plan.chunk, plan.n_keys);
         w.memory    = data + offset + (group * plan.n_chunks + chunk) * plan.item_bytes;
         w.panels    = panels;
+        w.expected  = expected;
         return w;
     }
 };
@@ -151,14 +153,21 @@ block_panels * own_panels() {
     return panels.get();
 }
 
+// A thread's own, of one stream
+float * new_expected(const attention_args & a) {
+    thread_local std::vector<float> expected;
+    expected.assign(a.v_skip > 0.0f ? size_t(a.n_head_kv) * few_rows : 0, NAN);
+    return expected.data();
+}
+
 struct isa_choice {
     const attention_kernels * kernels = nullptr;
     std::string               error;
 };
 
 isa_choice choose_isa() {
-    const attention_kernels * const all[] = { attention_amx(), attention_avx512(), attention_avx2(), attention_neon(),
-                                              attention_scalar() };
+    const attention_kernels * const all[] = { attention_amx(),  attention_avx512(), attention_avxvnni(),
+                                              attention_avx2(), attention_neon(),   attention_scalar() };
     const char * const              name  = std::getenv("MIXEDKV_ISA");
     const bool                      force = name && *name;
     isa_choice                      choice;
@@ -227,19 +236,21 @@ bool attention_run(const attention_args * streams, int n_streams, void * scratch
     const int64_t             n_items  = walk(streams, n_streams).item;
     block_panels *            panels   = own_panels();
     plan_cursor               cursor(streams);
+    float *                   expected = new_expected(streams[0]);
 
     int64_t ticket;
     while ((ticket = counters->ticket.fetch_add(1, std::memory_order_acq_rel)) < n_items) {
         while (ticket >= cursor.item + cursor.plan.n_items()) {
             cursor.next();
             cursor.load();
+            expected = new_expected(streams[cursor.stream]);
         }
         const int64_t        n_chunks = cursor.plan.n_chunks;
         const int64_t        group    = (ticket - cursor.item) / n_chunks;
         // the last keys first: F16 rows take the longest, and should not be what the other threads wait for; the rest
         // in order, so that a thread finds its next rows prefetched
         const int64_t        chunk    = (ticket - cursor.item + n_chunks - 1) % n_chunks;
-        const attention_item item     = cursor.make_item(group, chunk, data, panels);
+        const attention_item item     = cursor.make_item(group, chunk, data, panels, expected);
         kernels->run(item);
 
         bool last = true;
@@ -251,7 +262,7 @@ bool attention_run(const attention_args * streams, int n_streams, void * scratch
             }
         }
         if (last) {
-            const attention_item first = cursor.make_item(group, 0, data, panels);
+            const attention_item first = cursor.make_item(group, 0, data, panels, expected);
             kernels->merge(first, int(n_chunks), cursor.plan.item_bytes);
             spread_nan(first);
         }
@@ -262,6 +273,14 @@ bool attention_run(const attention_args * streams, int n_streams, void * scratch
         counters->ticket.store(0, std::memory_order_relaxed);
     }
     return last_thread;
+}
+
+void attention_choose_pages(const attention_args * streams, int n_streams, int ith, int nth) {
+    for (int i = 0; i < n_streams; i++) {
+        if (streams[i].pages.taken) {
+            choose_pages(streams[i], *isa().kernels, own_panels(), ith, nth);
+        }
+    }
 }
 
 void rotate_row(float * x, int64_t n, int edge) {

@@ -31,6 +31,7 @@ struct attention_item {
     int64_t                k1;
     void *                 memory; // n_head times item_memory
     block_panels *         panels;
+    float *                expected; // with v_skip, [KV heads, few_rows]: maxima to begin with; NaN: not found yet
 };
 
 constexpr int few_rows   = attention_few_rows; // rows per KV head up to which K and V rows are used as they lie
@@ -52,9 +53,12 @@ struct attention_kernels {
     // Writes the output of one item's rows from the partial results of n chunks of keys, in order.
     void (*merge)(const attention_item & first, int n_chunks, size_t chunk_stride);
     void (*rotate)(float * x, int64_t n, int edge);
+    // Fills taken of the item's only query and KV head. nullptr: it reads all pages.
+    void (*choose)(const attention_item & item);
 };
 
-bool cpu_has_avx2();   // with FMA and F16C
+bool cpu_has_avx2(); // with FMA and F16C
+bool cpu_has_avxvnni();
 bool cpu_has_avx512(); // with F, VL, BW, DQ, VBMI and VNNI
 bool cpu_has_amx();    // with BF16 and INT8 tiles, AVX512_BF16 and GFNI; asks Linux for the permission
 bool cpu_has_neon();
@@ -62,6 +66,7 @@ bool cpu_has_neon();
 // nullptr where the compiler or the processor family does not have the instruction set.
 const attention_kernels * attention_scalar();
 const attention_kernels * attention_avx2();
+const attention_kernels * attention_avxvnni();
 const attention_kernels * attention_avx512();
 const attention_kernels * attention_amx();
 const attention_kernels * attention_neon();

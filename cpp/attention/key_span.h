@@ -20,6 +20,10 @@ struct key_span {
     int64_t                   column; // key in the mask
     int                       n;
     const mask_state *        states; // [queries of the item]
+
+    // Where pages are left out, those that the head reads next, in the segment; else what follows in memory
+    int64_t ahead   = -1;
+    int     n_ahead = 0; // keys
 };
 
 inline mask_state state_of(const uint16_t * mask, int n) {
@@ -31,16 +35,30 @@ inline mask_state state_of(const uint16_t * mask, int n) {
     return !visible ? all_hidden : !nonzero ? all_plain : mixed;
 }
 
+// What another layer of this step has found for the block, or will find there. Blocks of a segment are 64 keys apart,
+// or cut at a multiple of 64.
+inline mask_state recall_state(const attention_item & w, int segment, int64_t column, int n, int64_t query) {
+    const attention_seen & seen = w.args->seen;
+    uint32_t &     entry = seen.blocks[(column / key_block * attention_max_segments + segment) * seen.row + query];
+    const uint32_t known = seen.step << 8 | uint32_t(n - 1) << 2;
+    uint32_t       found = __atomic_load_n(&entry, __ATOMIC_RELAXED);
+    if ((found & ~3u) != known) {
+        found = known | state_of(mask_row(*w.args, query) + column, n);
+        __atomic_store_n(&entry, found, __ATOMIC_RELAXED);
+    }
+    return mask_state(found & 3);
+}
+
 // Fills states[0, item.n_queries); false when no query sees any of the keys.
-inline bool scan_mask(const attention_item & w, int64_t column, int n, mask_state * states) {
+inline bool scan_mask(const attention_item & w, bool recall, int segment, int64_t column, int n, mask_state * states) {
     if (!w.args->mask) {
         std::memset(states, all_plain, w.n_queries);
         return true;
     }
     bool any = false;
-    for (int64_t i = 0; i < w.n_queries; i++) {
-        states[i] = state_of(mask_row(*w.args, w.q0 + i) + column, n);
-        any |= states[i] != all_hidden;
+    for (int64_t i = w.q0; i < w.q0 + w.n_queries; i++, states++) {
+        *states = recall ? recall_state(w, segment, column, n, i) : state_of(mask_row(*w.args, i) + column, n);
+        any |= *states != all_hidden;
     }
     return any;
 }
@@ -72,13 +90,22 @@ inline bool any_visible(const attention_item & w, const key_span & span, int row
 // Fetches the next block's rows while this one is worked on, in order of addresses: each head of the item brings its
 // share. (Following the slices of one head instead, the hardware's own prefetch into L2 loses the stream.) A core has
 // 16 buffers for lines on their way, which is 15 GB/s when they are always in use, and too few for a burst: so the
-// steps are spread over all the work on a block, not over its unpacking alone.
+// steps are spread over all the work on a block, not over its unpacking alone. Where pages are left out each head
+// fetches its own part of the rows that it reads next.
 struct prefetcher {
     const char * next;
     const char * end;
-    int64_t      share; // bytes of a key and head
+    int64_t      share;    // bytes of a key and head
+    int64_t      part = 0; // of a row that is fetched; 0: all of it
 
     prefetcher(const attention_item & w, const attention_rows & rows, const key_span & span, int head, int step) {
+        if (span.ahead >= 0) {
+            share = int64_t(rows.row);
+            part  = int64_t(rows.head);
+            next  = key_row(rows, span.ahead, head);
+            end   = next + span.n_ahead * share;
+            return;
+        }
         share = int64_t(rows.row) / w.n_head;
         next  = key_row(rows, span.first + step, 0) + (head - w.head0) * step * share;
         next += w.n_head == 1 ? w.head0 * int64_t(rows.head) : 0;
@@ -86,6 +113,14 @@ struct prefetcher {
     }
     void step(int keys = 1) { // past the end of an array nothing happens
         const char * to = next + keys * share;
+        if (part) {
+            for (to = to < end ? to : end; next < to; next += share) {
+                for (int64_t i = 0; i < part + 63; i += 64) { // wherever lines begin
+                    __builtin_prefetch(next + (i < part ? i : part - 1), 0, 2);
+                }
+            }
+            return;
+        }
         for (to = to < end ? to : end; next < to; next += 64) {
             __builtin_prefetch(next, 0, 2); // into L2: 8% faster than into L1 on Sapphire Rapids
         }
@@ -95,6 +130,7 @@ struct prefetcher {
 // Calls block(span) for each block of `step` keys of the item that some query sees.
 template <class Block>
 void for_each_block(const attention_item & w, int step, Block block) {
+    const bool recall = w.few && w.args->seen.blocks && step == key_block;
     mask_state states[tile_rows];
     int64_t    column = 0;
     for (int i = 0; i < w.args->n_segments; i++) {
@@ -103,7 +139,7 @@ void for_each_block(const attention_item & w, int step, Block block) {
         const int64_t             end   = w.k1 - column < s.n ? w.k1 - column : s.n;
         for (int64_t key = begin; key < end; key += step) {
             const int n = int(end - key < step ? end - key : step);
-            if (scan_mask(w, column + key, n, states)) {
+            if (scan_mask(w, recall, i, column + key, n, states)) {
                 block(key_span{ &s, key, column + key, count_visible(w, column + key, n), states });
             }
         }
@@ -115,7 +151,8 @@ void for_each_block(const attention_item & w, int step, Block block) {
 struct row_rule {
     float            softcap; // in units of log2; 0: none
     float            slope;
-    const uint16_t * mask; // of the block; nullptr: all plain
+    const uint16_t * mask;  // of the block; nullptr: all plain
+    float            least; // weights below it are added to the sum alone
 };
 
 // Scores of packed queries come out as log2(e) * scale * q.k, or q.k * scale / softcap when there is a soft-cap.
@@ -123,14 +160,69 @@ inline float query_factor(const attention_args & a) {
     return a.logit_softcap != 0.0f ? a.scale / a.logit_softcap : a.scale * log2e;
 }
 
+inline float slope_of(const attention_args & a, int head_kv, int row) { // in units of log2
+    const int group = a.n_head / a.n_head_kv;
+    return a.max_alibi_bias > 0.0f ? alibi_slope(a, head_kv * group + row % group) * log2e : log2e;
+}
+
 inline row_rule rule_of(const attention_item & w, const key_span & span, int head_kv, int row) {
     const attention_args & a     = *w.args;
-    const int              group = a.n_head / a.n_head_kv;
-    const int64_t          query = row / group;
-    const float            slope = a.max_alibi_bias > 0.0f ? alibi_slope(a, head_kv * group + row % group) : 1.0f;
-    return { a.logit_softcap * log2e, slope * log2e,
-             span.states[query] == mixed ? mask_row(a, w.q0 + query) + span.column : nullptr };
+    const int64_t          query = row / (a.n_head / a.n_head_kv);
+    return { a.logit_softcap * log2e, slope_of(a, head_kv, row),
+             span.states[query] == mixed ? mask_row(a, w.q0 + query) + span.column : nullptr,
+             w.few ? a.v_skip / key_block : 0.0f };
 }
+
+// Which of the first n keys of a block have a weight in some row, a bit each
+template <class L>
+uint64_t used_keys(const float * s, int rows, int n) {
+    uint64_t used = 0;
+    for (int r = 0; r < rows; r++) {
+        for (int j = 0; j < n; j += L::width) {
+            used |= uint64_t(L::nonzero(L::load(s + r * key_block + j))) << j;
+        }
+    }
+    return used;
+}
+
+// A few keys that most queries pay much attention to: the first and the last that a query sees of the F16 rows, which
+// are what comes after the first segment.
+struct expected_keys {
+    static constexpr int first = 4;
+    static constexpr int most  = 16;
+
+    const attention_segment * segment[most];
+    int64_t                   key[most];
+    uint16_t                  mask[most];
+    int                       n = 0;
+
+    void find(const attention_args & a, int64_t query) {
+        int64_t end = 0;
+        for (int i = 0; i < a.n_segments; i++) {
+            end += a.segments[i].n;
+        }
+        int64_t column = a.n_segments > 1 ? a.segments[0].n : 0;
+        for (n = 0; column < end && n < first; column++) {
+            add(a, query, column);
+        }
+        for (end--; end >= column && n < most; end--) {
+            add(a, query, end);
+        }
+    }
+
+  private:
+    void add(const attention_args & a, int64_t query, int64_t column) {
+        mask[n] = a.mask ? mask_row(a, query)[column] : 0;
+        if (mask[n] == 0xfc00) {
+            return;
+        }
+        segment[n] = a.segments;
+        for (; column >= segment[n]->n; segment[n]++) {
+            column -= segment[n]->n;
+        }
+        key[n++] = column;
+    }
+};
 
 } // namespace
 } // namespace mixedkv

@@ -5,6 +5,8 @@
 #pragma once
 
 #include "kernel.h"
+#include "lm3.h"
+#include "lm4.h"
 
 #include "simd/half.h"
 
@@ -16,9 +18,11 @@ struct type_constant {
     static constexpr row_type value = type;
 };
 
-// A block of 32 elements. F16 scale d first, then F16 minimum m where there is one, then the high bits of 5, then
-// either 32 integers or 16 bytes of nibbles, the low ones first.
-constexpr int block_elements = 32;
+// A block of 32 elements: F16 scale d first, then F16 minimum m where there is one, then the high bits of 5, then
+// either 32 integers or 16 bytes of nibbles, the low ones first. Of lm4, two times 32 share a scale.
+constexpr int block_elements(row_type t) {
+    return t == row_type::lm4 || t == row_type::lm3 ? LM4_ELEMENTS : 32;
+}
 
 constexpr int block_bytes(row_type t) {
     switch (t) {
@@ -33,9 +37,22 @@ constexpr int block_bytes(row_type t) {
         return 22;
     case row_type::q5_1:
         return 24;
+    case row_type::lm4:
+        return LM4_BYTES;
+    case row_type::lm3:
+        return LM3_BYTES;
     default:
         return 0; // no blocks
     }
+}
+
+// Bytes to the scale of 32 elements, the b-th of a row, and to their integers where there is nothing besides
+constexpr int scale_at(row_type t, int b) {
+    return 32 * b / block_elements(t) * block_bytes(t);
+}
+
+constexpr int integers_at(row_type t, int b) {
+    return scale_at(t, b) + 2 + 32 * b % block_elements(t) / 2;
 }
 
 // Values of nibbles
@@ -44,6 +61,18 @@ struct q4_0_values {
 };
 struct iq4_nl_values {
     static constexpr int8_t at[16] = { -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113 };
+};
+
+struct lm4_values {
+    static constexpr int8_t at[16] = { LM4_LEVELS };
+};
+
+struct lm3_values {
+    static constexpr int8_t of_1[2]  = { LM3_LEVELS_1 };
+    static constexpr int8_t of_2[4]  = { LM3_LEVELS_2 };
+    static constexpr int8_t of_3[8]  = { LM3_LEVELS_3 };
+    static constexpr int8_t of_4[16] = { LM3_LEVELS_4 };
+    static constexpr int8_t of_5[32] = { LM3_LEVELS_5 };
 };
 
 // Calls f with the type as a constant; false: rows of the type have no blocks
@@ -68,6 +97,12 @@ bool with_block_type(row_type type, F f) {
     case row_type::q5_1:
         f(type_constant<row_type::q5_1>{});
         return true;
+    case row_type::lm4:
+        f(type_constant<row_type::lm4>{});
+        return true;
+    case row_type::lm3:
+        f(type_constant<row_type::lm3>{});
+        return true;
     default:
         return false;
     }
@@ -82,17 +117,41 @@ struct plain_blocks {
         }
     }
 
+    // 32 elements
     template <class Values>
-    static void look_up(const char * p, float * out) {
-        const float d = half_at(p);
+    static void look_up(float d, const char * nibbles, float * out) {
         for (int i = 0; i < 16; i++) {
-            const int byte = static_cast<uint8_t>(p[2 + i]);
+            const int byte = static_cast<uint8_t>(nibbles[i]);
             out[i]         = d * Values::at[byte & 15];
             out[i + 16]    = d * Values::at[byte >> 4];
         }
     }
-    static void unpack(type_constant<row_type::q4_0>, const char * p, float * out) { look_up<q4_0_values>(p, out); }
-    static void unpack(type_constant<row_type::iq4_nl>, const char * p, float * out) { look_up<iq4_nl_values>(p, out); }
+    static void unpack(type_constant<row_type::q4_0>, const char * p, float * out) {
+        look_up<q4_0_values>(half_at(p), p + 2, out);
+    }
+    static void unpack(type_constant<row_type::iq4_nl>, const char * p, float * out) {
+        look_up<iq4_nl_values>(half_at(p), p + 2, out);
+    }
+    static void unpack(type_constant<row_type::lm4>, const char * p, float * out) {
+        look_up<lm4_values>(half_at(p), p + 2, out);
+        look_up<lm4_values>(half_at(p), p + 18, out + 32);
+    }
+    static void unpack(type_constant<row_type::lm3>, const char * p, float * out) {
+        using values       = lm3_values;
+        const float  d     = half_at(p);
+        const auto * bytes = reinterpret_cast<const uint8_t *>(p + 2);
+        for (int i = 0; i < 8; i++) {
+            out[i]      = d * values::of_5[bytes[i] & 31];
+            out[8 + i]  = d * values::of_4[bytes[8 + i] & 15];
+            out[16 + i] = d * values::of_3[bytes[i] >> 5];
+            out[24 + i] = d * values::of_3[bytes[8 + i] >> 4 & 7];
+            out[48 + i] = d * values::of_1[bytes[8 + i] >> 7];
+            out[56 + i] = 0.0f;
+        }
+        for (int i = 0; i < 16; i++) {
+            out[32 + i] = d * values::of_2[bytes[16 + i % 4] >> i / 4 * 2 & 3];
+        }
+    }
 
     // d n + m of nibbles that have a fifth bit in `high`
     static void affine(float d, float m, uint32_t high, const char * nibbles, float * out) {
@@ -108,12 +167,7 @@ struct plain_blocks {
         return x;
     }
     static void unpack(type_constant<row_type::q4_1>, const char * p, float * out) {
-        const float d = half_at(p), m = half_at(p + 2);
-        for (int i = 0; i < 16; i++) {
-            const int byte = static_cast<uint8_t>(p[4 + i]);
-            out[i]         = d * float(byte & 15) + m;
-            out[i + 16]    = d * float(byte >> 4) + m;
-        }
+        affine(half_at(p), half_at(p + 2), 0, p + 4, out);
     }
     static void unpack(type_constant<row_type::q5_0>, const char * p, float * out) {
         affine(half_at(p), -16.0f * half_at(p), bits(p + 2), p + 6, out);
@@ -137,7 +191,7 @@ inline void unpack_row(const attention_rows & rows, int64_t key, int head, int d
         break;
     default:
         with_block_type(rows.type, [&](auto type) {
-            for (int i = 0; i < d; i += block_elements, p += block_bytes(type.value)) {
+            for (int i = 0; i < d; i += block_elements(type.value), p += block_bytes(type.value)) {
                 plain_blocks::unpack(type, p, out + i);
             }
         });

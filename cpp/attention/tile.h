@@ -3,7 +3,8 @@
 
 #pragma once
 
-#include "key_span.h"
+#include "pages.h"
+#include "product.h"
 #include "row_types.h"
 
 #include "simd/half.h"
@@ -50,72 +51,13 @@ struct tile {
             break;
         default:
             with_block_type(rows.type, [&](auto type) {
-                for (int i = 0; i < n; i += block_elements, p += block_bytes(type.value)) {
+                for (int i = 0; i < n; i += block_elements(type.value), p += block_bytes(type.value)) {
                     L::unpack(type, p, out + i);
                 }
             });
         }
         for (int i = n; i % 16; i++) {
             out[i] = 0.0f;
-        }
-    }
-
-    // c[R, n] = (accumulate ? c : 0) + a[R, k] b[k, n], n a multiple of C vectors
-    template <int R, int C, bool accumulate>
-    static void product(const float * a, int64_t lda, const float * b, int64_t ldb, float * c, int64_t ldc, int k) {
-        V sum[R][C];
-        for (int r = 0; r < R; r++) {
-            for (int j = 0; j < C; j++) {
-                sum[r][j] = accumulate ? L::load(c + r * ldc + j * L::width) : L::zero();
-            }
-        }
-        for (int i = 0; i < k; i++) {
-            V column[C];
-            for (int j = 0; j < C; j++) {
-                column[j] = L::load(b + i * ldb + j * L::width);
-            }
-            for (int r = 0; r < R; r++) {
-                const V x = L::set(a[r * lda + i]);
-                for (int j = 0; j < C; j++) {
-                    sum[r][j] = L::fma(x, column[j], sum[r][j]);
-                }
-            }
-        }
-        for (int r = 0; r < R; r++) {
-            for (int j = 0; j < C; j++) {
-                L::store(c + r * ldc + j * L::width, sum[r][j]);
-            }
-        }
-    }
-
-    template <int R, bool accumulate>
-    static void product_rows(const float * a, int64_t lda, const float * b, int64_t ldb, float * c, int64_t ldc, int k,
-                             int n) {
-        int j = 0;
-        for (; j + L::cols * L::width <= n; j += L::cols * L::width) {
-            product<R, L::cols, accumulate>(a, lda, b + j, ldb, c + j, ldc, k);
-        }
-        for (; j < n; j += L::width) {
-            product<R, 1, accumulate>(a, lda, b + j, ldb, c + j, ldc, k);
-        }
-    }
-
-    template <bool accumulate>
-    static void multiply(int rows, const float * a, int64_t lda, const float * b, int64_t ldb, float * c, int64_t ldc,
-                         int k, int n) {
-        switch (rows) {
-        case 1:
-            return product_rows<1, accumulate>(a, lda, b, ldb, c, ldc, k, n);
-        case 2:
-            return product_rows<2, accumulate>(a, lda, b, ldb, c, ldc, k, n);
-        case 3:
-            return product_rows<3, accumulate>(a, lda, b, ldb, c, ldc, k, n);
-        case 4:
-            return product_rows<4, accumulate>(a, lda, b, ldb, c, ldc, k, n);
-        case 5:
-            return product_rows<5, accumulate>(a, lda, b, ldb, c, ldc, k, n);
-        default:
-            return product_rows<6, accumulate>(a, lda, b, ldb, c, ldc, k, n);
         }
     }
 
@@ -149,7 +91,8 @@ struct tile {
         }
     }
 
-    // Scores of n keys become weights 2^(s - max), zeros from n to a whole vector; acc is rescaled when max grows.
+    // Scores of n keys become weights 2^(s - max), zeros from n to a whole vector and, once they are in the sum, where
+    // they are below the rule's least; acc is rescaled when max grows.
     static void weigh(const row_rule & rule, float * s, int n, float & max, float & sum, float * acc, int64_t d_v) {
         const int        padded = int(round_up(n, L::width));
         uint16_t         local[most_keys];
@@ -187,7 +130,7 @@ struct tile {
         V total = L::zero();
         for (int j = 0; j < padded; j += L::width) {
             const V p = L::exp2(L::add(L::load(s + j), L::set(-highest)));
-            L::store(s + j, p);
+            L::store(s + j, L::at_least(p, rule.least));
             total = L::add(total, p);
         }
         sum += L::sum(total);
@@ -241,6 +184,9 @@ struct tile {
                 std::memset(m.acc + row * m.d_v_padded, 0, size_t(n) * m.d_v_padded * sizeof(float));
                 pack_quad(w, w.head0 + i, m, row);
                 pack(m, row);
+                if (w.args->v_skip > 0.0f) {
+                    expect_maxima(w, w.head0 + i, m, row, n);
+                }
             }
         }
     }
@@ -311,6 +257,61 @@ struct tile {
         weigh(rule_of(w, span, head, row), s, span.n, m.max[row], m.sum[row], m.acc + row * m.d_v_padded, m.d_v_padded);
     }
 
+    // Decode: scores of all rows become weights, and each() is called for each of them. False: V may be left out.
+    template <class Each>
+    static bool weigh_rows(const attention_item & w, int head, const item_memory & m, const key_span & span, float * s,
+                           Each each) {
+        for (int row = 0; row < m.rows; row++) {
+            each();
+            weigh_row(w, head, m, span, row, s + row * key_block);
+        }
+        if (w.args->v_skip == 0.0f) {
+            return true;
+        }
+        const int used = __builtin_popcountll(used_keys<L>(s, m.rows, span.n));
+        if (w.args->skips) {
+            __atomic_fetch_add(&w.args->skips->keys, span.n, __ATOMIC_RELAXED);
+            __atomic_fetch_add(&w.args->skips->skipped, span.n - used, __ATOMIC_RELAXED);
+        }
+        return used > 0;
+    }
+
+    // Where V may be left out: n packed rows start with the maximum of what they score at a few keys (expected_keys),
+    // which a thread finds once. Without it each run of keys would have to find a large score of its own first.
+    static void expect_maxima(const attention_item & w, int head, const item_memory & m, int first, int n) {
+        float * maxima = w.expected + head * few_rows + first;
+        if (maxima[0] != maxima[0]) {
+            find_maxima(w, head, m, first, n, maxima);
+        }
+        std::memcpy(m.max + first, maxima, n * sizeof(float));
+    }
+
+    [[gnu::noinline]] static void find_maxima(const attention_item & w, int head, const item_memory & m, int first,
+                                              int n, float * maxima) {
+        const attention_args & a     = *w.args;
+        const int              group = a.n_head / a.n_head_kv;
+        const int64_t          d     = round_up(a.d_k, 16);
+        const float *          q     = static_cast<const float *>(m.q) + first * d;
+        float *                k     = w.panels->k;
+        expected_keys          keys;
+        alignas(64) float      s[4 * key_block];
+        for (int row = first; row < first + n; row++) {
+            if (row == first || row % group == 0) {
+                keys.find(a, w.q0 + row / group);
+                for (int j = 0; j < keys.n; j++) {
+                    unpack(keys.segment[j]->k, keys.key[j], head, a.d_k, k + j * d);
+                }
+                for (int j = 0; j < keys.n; j += L::dot_keys) { // of all rows at once; past the last key, what is there
+                    dots<L::dot_keys>(q, k + j * d, d, s + j);
+                }
+            }
+            const row_rule rule = { a.logit_softcap * log2e, slope_of(a, head, row), a.mask ? keys.mask : nullptr, 0 };
+            float          ignored = 0.0f;
+            maxima[row - first]    = -INFINITY;
+            weigh(rule, s + (row - first) * key_block, keys.n, maxima[row - first], ignored, nullptr, 0);
+        }
+    }
+
     // acc += s v for all rows
     static void add_values(const attention_item & w, int head, const item_memory & m, const key_span & span,
                            const float * s) {
@@ -321,18 +322,17 @@ struct tile {
             if (!any_visible(w, span, row, L::rows)) {
                 continue;
             }
-            multiply<true>(m.rows - row, s + row * key_block, key_block, v, d, m.acc + row * m.d_v_padded, m.d_v_padded,
-                           span.n, int(d));
+            product_of<L>::template multiply<true>(m.rows - row, s + row * key_block, key_block, v, d,
+                                                   m.acc + row * m.d_v_padded, m.d_v_padded, span.n, int(d));
         }
     }
 
     static void decode_block(const attention_item & w, int head, const item_memory & m, const key_span & span) {
         alignas(64) float s[few_rows * key_block];
         score_rows(w, head, m, span, s);
-        for (int row = 0; row < m.rows; row++) {
-            weigh_row(w, head, m, span, row, s + row * key_block);
+        if (weigh_rows(w, head, m, span, s, [] {})) {
+            add_values(w, head, m, span, s);
         }
-        add_values(w, head, m, span, s);
     }
 
     // K turned so that keys are columns: scores of many rows need no reduction. Rows go through the panel of V.
@@ -367,12 +367,13 @@ struct tile {
             if (!any_visible(w, span, row, rows)) {
                 continue;
             }
-            multiply<false>(rows, static_cast<const float *>(m.q) + row * d, d, k, ld, s, key_block, int(d),
-                            int(round_up(span.n, L::width)));
+            product_of<L>::template multiply<false>(rows, static_cast<const float *>(m.q) + row * d, d, k, ld, s,
+                                                    key_block, int(d), int(round_up(span.n, L::width)));
             for (int r = 0; r < rows; r++) {
                 weigh_row(w, head, m, span, row + r, s + r * key_block);
             }
-            multiply<true>(rows, s, key_block, v, d_v, m.acc + row * m.d_v_padded, m.d_v_padded, span.n, int(d_v));
+            product_of<L>::template multiply<true>(rows, s, key_block, v, d_v, m.acc + row * m.d_v_padded, m.d_v_padded,
+                                                   span.n, int(d_v));
         }
     }
 
@@ -397,7 +398,12 @@ struct tile {
             }
             for (int i = 0; i < w.n_head; i++) {
                 const item_memory m(*w.args, w.few, w.n_queries, w.memory, i);
-                w.few ? decode_block(w, w.head0 + i, m, span) : prefill_block(w, w.head0 + i, m, span);
+                if (!w.few) {
+                    prefill_block(w, w.head0 + i, m, span);
+                    continue;
+                }
+                for_each_part(w, w.head0 + i, span,
+                              [&](const key_span & part) { decode_block(w, w.head0 + i, m, part); });
             }
         });
     }

@@ -52,7 +52,8 @@ std::vector<T> fetch(llama_context * ctx, list_fn<T> list) {
 }
 
 mixedkv_config make_config(bool mixed, uint32_t threshold, uint32_t group_size, uint32_t sink_tokens,
-                           const std::string & attention, uint32_t n_draft, bool equalize, uint32_t hot_budget);
+                           const std::string & attention, uint32_t n_draft, bool equalize, uint32_t hot_budget,
+                           float v_skip, float sparse_top_p);
 
 void register_errors(pybind11::module_ & m);
 void register_config(pybind11::module_ & m);
@@ -61,5 +62,8 @@ void register_rows(pybind11::module_ & m);
 void register_blocks(pybind11::module_ & m);
 void register_threads(pybind11::module_ & m);
 void register_matrix(pybind11::module_ & m);
+void register_stream(pybind11::module_ & m);
+void register_loading(pybind11::module_ & m);
+void register_assertions(pybind11::module_ & m);
 
 } // namespace mixedkv_py

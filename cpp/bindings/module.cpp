@@ -12,4 +12,7 @@ PYBIND11_MODULE(_core, m) {
     mixedkv_py::register_blocks(m);
     mixedkv_py::register_threads(m);
     mixedkv_py::register_matrix(m);
+    mixedkv_py::register_stream(m);
+    mixedkv_py::register_loading(m);
+    mixedkv_py::register_assertions(m);
 }

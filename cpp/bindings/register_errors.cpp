@@ -17,6 +17,10 @@ static py::object exception_type(mixedkv_status status) {
         return py::reinterpret_borrow<py::object>(PyExc_LookupError);
     case MIXEDKV_BUSY:
         return py::module_::import("mixedkv.errors").attr("ContextBusyError");
+    case MIXEDKV_UNREADABLE:
+        return py::module_::import("mixedkv.errors").attr("ModelReadError");
+    case MIXEDKV_INTERRUPTED:
+        return py::reinterpret_borrow<py::object>(PyExc_KeyboardInterrupt);
     default:
         return py::reinterpret_borrow<py::object>(PyExc_RuntimeError);
     }

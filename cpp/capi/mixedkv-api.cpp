@@ -3,12 +3,18 @@
 #include "mixedkv-api.h"
 
 #include "attention/attention.h"
+#include "attention/lm3.h"
+#include "attention/lm4.h"
 
 #include "llama-model.h"
 
 #include <algorithm>
+#include <cmath>
 
 using namespace mixedkv_api;
+
+static_assert(MIXEDKV_TYPE_LM4 == LM4_TYPE);
+static_assert(MIXEDKV_TYPE_LM3 == LM3_TYPE);
 
 namespace {
 
@@ -17,7 +23,33 @@ void check_config(const mixedkv_config & config) {
 
     require(uint32_t(config.attention) <= MIXEDKV_ATTENTION_MERGED, MIXEDKV_INVALID,
             "attention must be auto, fused or merged");
+    require(config.v_skip >= 0.0f && config.v_skip < 1.0f, MIXEDKV_INVALID, "v_skip must be at least 0 and below 1");
+    require(config.sparse_top_p >= 0.0f && config.sparse_top_p <= 1.0f, MIXEDKV_INVALID,
+            "sparse_top_p must be at least 0 and at most 1");
     require(!config.mixed || window.problem().empty(), MIXEDKV_INVALID, window.problem());
+
+    require(config.layers || config.n_layers == 0, MIXEDKV_INVALID, "layers is NULL");
+    const std::string problem = llama_kv_mixed_layers_problem(config);
+    require(problem.empty(), MIXEDKV_INVALID, problem);
+}
+
+void check_bases(const mixedkv_config & config) {
+    require(config.bases || config.n_bases == 0, MIXEDKV_INVALID, "bases is NULL");
+    for (uint32_t i = 0; i < config.n_bases; ++i) {
+        const auto &      basis = config.bases[i];
+        const std::string layer = "the basis of layer " + std::to_string(basis.il) + " ";
+        require(basis.directions && basis.scales && basis.n_head_kv > 0 && basis.n_embd_head > 0, MIXEDKV_INVALID,
+                layer + "is empty");
+        for (uint32_t j = 0; j < i; ++j) {
+            require(config.bases[j].il != basis.il, MIXEDKV_INVALID, layer + "is there twice");
+        }
+
+        const size_t n = size_t(basis.n_head_kv) * basis.n_embd_head;
+        require(std::all_of(basis.directions, basis.directions + n * basis.n_embd_head,
+                            [](float x) { return std::fabs(x) < 2.0f; }) &&
+                    std::all_of(basis.scales, basis.scales + n, [](float x) { return x > 1e-20f && x < 1e20f; }),
+                MIXEDKV_INVALID, layer + "has other than unit directions and positive scales");
+    }
 }
 
 template <typename T>
@@ -47,6 +79,33 @@ std::vector<mixedkv_layer_info> get_layers(llama_context * ctx) {
     return res;
 }
 
+std::string window_problem(llama_context * ctx, const mixedkv::hot_window & window) {
+    std::string res;
+
+    for (const auto * kv : get_caches(ctx)) {
+        const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(kv);
+        require(mixed, MIXEDKV_NOT_AVAILABLE, "this KV cache is uniform: only a mixed cache has a window");
+        res = res.empty() ? mixed->window_problem(window) : res;
+    }
+
+    return res;
+}
+
+// what set_window takes beside the other settings as they are
+uint32_t get_most_threshold(llama_context * ctx, const llama_kv_cache_mixed & kv) {
+    auto window = kv.get_rule();
+
+    // fits, does not
+    uint32_t low  = window.threshold;
+    uint32_t high = std::max(low, kv.get_size() - std::min(kv.get_size(), window.sink_tokens)) + 1;
+    while (kv.is_mixed() && high - low > 1) {
+        window.threshold                                   = low + (high - low) / 2;
+        (window_problem(ctx, window).empty() ? low : high) = window.threshold;
+    }
+
+    return low;
+}
+
 mixedkv_stats get_stats(llama_context * ctx) {
     const auto & kv = get_cache(ctx);
 
@@ -59,16 +118,21 @@ mixedkv_stats get_stats(llama_context * ctx) {
 
     if (const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(&kv)) {
         res.mixed              = mixed->is_mixed();
-        res.threshold          = mixed->get_window().threshold;
-        res.threshold_capacity = mixed->get_capacity().threshold;
-        res.group_size         = mixed->get_window().group_size;
-        res.sink_tokens        = mixed->get_window().sink_tokens;
-        res.n_draft            = mixed->get_capacity().n_draft;
+        res.threshold          = mixed->get_rule().threshold;
+        res.threshold_now      = mixed->get_window().threshold;
+        res.threshold_capacity = get_most_threshold(ctx, *mixed);
+        res.group_size         = mixed->get_rule().group_size;
+        res.sink_tokens        = mixed->get_rule().sink_tokens;
+        res.n_draft            = mixed->get_rule().n_draft;
         res.ring_rows          = mixed->get_n_ring();
         res.n_cells_hot        = mixed->get_n_cells_hot();
         res.hot_slots          = mixed->get_n_slots() * mixed->get_n_stream();
         res.hot_shared         = mixed->is_shared();
         res.n_evicted          = mixed->get_use().n_evicted;
+        res.n_v_met            = mixed->get_skips().keys;
+        res.n_v_skipped        = mixed->get_skips().skipped;
+        res.n_pages            = mixed->get_skips().pages;
+        res.n_pages_read       = mixed->get_skips().pages_read;
     }
 
     for (const auto & layer : get_layers(ctx)) {
@@ -84,6 +148,7 @@ mixedkv_stats get_stats(llama_context * ctx) {
         }
         if (const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(cache)) {
             res.bytes_view = std::max<uint64_t>(res.bytes_view, mixed->get_view_bytes());
+            res.bytes_given_back += mixed->get_bytes_given_back();
         }
     }
     res.bytes_total += res.bytes_view;
@@ -132,6 +197,7 @@ mixedkv_status mixedkv_configure_next(const mixedkv_config * config) {
     return guarded([&] {
         if (config) {
             check_config(*config);
+            check_bases(*config);
         }
         // llama.cpp's own cache with its own attention needs nothing from here
         const bool wanted = config && (config->mixed || config->attention == MIXEDKV_ATTENTION_FUSED);
@@ -229,14 +295,39 @@ mixedkv_status mixedkv_get_scales(llama_context * ctx, int32_t il, float * out, 
     });
 }
 
+mixedkv_status mixedkv_check_pages(llama_context * ctx, uint32_t * n_pages, uint32_t * n_wrong) {
+    return guarded(ctx, [&] {
+        require(n_pages && n_wrong, MIXEDKV_INVALID, "n_pages or n_wrong is NULL");
+        *n_pages = *n_wrong = 0;
+        for (auto * kv : get_caches(ctx)) {
+            if (auto * mixed = dynamic_cast<llama_kv_cache_mixed *>(kv)) {
+                const auto found = mixed->check_pages();
+                *n_pages += found.n_known;
+                *n_wrong += found.n_wrong;
+            }
+        }
+    });
+}
+
 mixedkv_status mixedkv_set_window(llama_context * ctx, uint32_t threshold, uint32_t group_size, uint32_t sink_tokens) {
+    return guarded(ctx, [&] {
+        const mixedkv::hot_window window  = { threshold, group_size, sink_tokens };
+        const std::string         problem = window_problem(ctx, window);
+        require(problem.empty(), MIXEDKV_INVALID, problem);
+
+        for (auto * kv : get_caches(ctx)) {
+            dynamic_cast<llama_kv_cache_mixed &>(*kv).set_window(window);
+        }
+    });
+}
+
+mixedkv_status mixedkv_limit_window(llama_context * ctx, uint32_t threshold) {
     return guarded(ctx, [&] {
         for (auto * kv : get_caches(ctx)) {
             auto * mixed = dynamic_cast<llama_kv_cache_mixed *>(kv);
-            require(mixed, MIXEDKV_NOT_AVAILABLE, "this KV cache is uniform: only a mixed cache has a window");
-
-            const std::string problem = mixed->set_window({ threshold, group_size, sink_tokens });
-            require(problem.empty(), MIXEDKV_INVALID, problem);
+            require(mixed && mixed->is_mixed(), MIXEDKV_NOT_AVAILABLE,
+                    "this KV cache is uniform: only a mixed cache has a window");
+            mixed->limit_window(threshold);
         }
     });
 }

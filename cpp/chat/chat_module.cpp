@@ -9,6 +9,7 @@
 #include <map>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -35,6 +36,18 @@ class chat_prompt {
         common_json out   = { { "content", message.content }, { "reasoning_content", message.reasoning_content } };
         out["tool_calls"] = std::move(calls);
         return out.dump();
+    }
+
+    // Where an answer that may call begins a call; empty where llama.cpp has other triggers than words.
+    std::vector<std::string> triggers() const {
+        std::vector<std::string> words;
+        for (const auto & trigger : params.grammar_triggers) {
+            if (trigger.type != COMMON_GRAMMAR_TRIGGER_TYPE_WORD) {
+                return {};
+            }
+            words.push_back(trigger.value);
+        }
+        return params.grammar_lazy ? words : std::vector<std::string>();
     }
 
     common_chat_params params;
@@ -83,6 +96,7 @@ PYBIND11_MODULE(_chat, m) {
         .def_property_readonly("grammar", [](const chat_prompt & self) { return self.params.grammar; })
         .def_property_readonly("parser", [](const chat_prompt & self) { return self.params.parser; })
         .def_property_readonly("preserved", [](const chat_prompt & self) { return self.params.preserved_tokens; })
+        .def_property_readonly("triggers", &chat_prompt::triggers)
         .def_property_readonly("stops", [](const chat_prompt & self) { return self.params.additional_stops; })
         .def_property_readonly("thinking_start",
                                [](const chat_prompt & self) { return self.params.thinking_start_tag; })

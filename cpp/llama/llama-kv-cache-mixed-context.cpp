@@ -1,10 +1,24 @@
-#include "llama-kv-cache-mixed.h"
+#include "llama-kv-cache-mixed-context.h"
 
 #include "llama-kv-mixed-guard.h"
 #include "llama-kv-node.h"
 
+#include "llama-impl.h"
+
 #include <cmath>
 #include <cstring>
+
+// what the cache makes of them
+
+llama_memory_context_ptr llama_kv_cache_mixed::init_full() {
+    return std::make_unique<llama_kv_cache_mixed_context>(this);
+}
+
+llama_kv_cache_context * llama_kv_cache_mixed::make_context(slot_info_vec_t sinfos, std::vector<llama_ubatch> ubatches) {
+    place(sinfos, ubatches);
+
+    return new llama_kv_cache_mixed_context(this, std::move(sinfos), std::move(ubatches));
+}
 
 //
 // llama_kv_cache_mixed_context
@@ -42,6 +56,7 @@ bool llama_kv_cache_mixed_context::apply() {
 
     kv_mixed->set_runs(ubatches[i_cur], sinfo.n_stream());
     kv_mixed->update_turns(sinfo);
+    kv_mixed->begin_pages(sinfo);
 
     if (kv_mixed->has_ring()) {
         ring_rows = kv_mixed->advance(sinfo, ubatches[i_cur]);
@@ -101,6 +116,10 @@ void llama_kv_cache_mixed_context::build_input_turns(ggml_context * ctx, const l
 ggml_tensor * llama_kv_cache_mixed_context::build_input_k_idxs(ggml_context * ctx, const llama_ubatch & ubatch) const {
     build_input_turns(ctx, ubatch);
 
+    if (kv_mixed->get_latent_rot() && kv_mixed->is_fused()) {
+        fold.k = fold.v = kv_mixed->get_latent_rot()->ne[0];
+    }
+
     if (!kv_mixed->has_ring()) {
         return llama_kv_cache_context::build_input_k_idxs(ctx, ubatch);
     }
@@ -130,6 +149,12 @@ void llama_kv_cache_mixed_context::equalize(ggml_context * ctx, ggml_tensor *& q
     if (!kv_mixed->is_fused()) {
         kv_mixed->scale_qk(ctx, q, k, il);
     }
+
+    // of other caches upstream does it after this
+    if (ggml_tensor * rot = kv_mixed->is_fused() ? nullptr : kv_mixed->get_latent_rot()) {
+        q = llama_mul_mat_hadamard(ctx, q, rot);
+        k = llama_mul_mat_hadamard(ctx, k, rot);
+    }
 }
 
 // the fused nodes rotate by themselves: upstream gets no matrix, and so leaves the rotation out of its graph
@@ -142,17 +167,17 @@ ggml_tensor * llama_kv_cache_mixed_context::build_input_k_rot(ggml_context * ctx
 ggml_tensor * llama_kv_cache_mixed_context::build_input_v_rot(ggml_context * ctx) const {
     ggml_tensor * rot = llama_kv_cache_context::build_input_v_rot(ctx);
 
-    return rot && kv_mixed->is_fused() ? (fold.v = rot->ne[0], nullptr) : rot;
+    return rot && kv_mixed->is_fused() ? (fold.v = kv_mixed->is_calibrated() ? 0 : rot->ne[0], nullptr) : rot;
 }
 
 ggml_tensor * llama_kv_cache_mixed_context::cpy_k(ggml_context * ctx, ggml_tensor * k_cur, ggml_tensor * k_idxs, int32_t il) const {
     if (kv_mixed->is_fused(il)) {
-        // stored together with V
         cur[il].k         = k_cur;
         cur[il].k_idxs    = k_idxs;
         cur[il].ring_idxs = kv_mixed->has_ring() ? idxs_row(ctx, k_idxs, 1) : nullptr;
 
-        return k_cur;
+        // else stored together with V
+        return kv_mixed->is_latent(il) ? store_fused(ctx, nullptr, nullptr, il) : k_cur;
     }
 
     ggml_tensor * lacking = turns.cur ? kv_mixed->build_lacking(ctx, turns.cur, il) : nullptr;
@@ -169,28 +194,37 @@ ggml_tensor * llama_kv_cache_mixed_context::cpy_k(ggml_context * ctx, ggml_tenso
     return llama_kv_cache_context::cpy_k(ctx, cold, idxs_row(ctx, k_idxs, 0), il);
 }
 
+ggml_tensor * llama_kv_cache_mixed_context::store_fused(ggml_context * ctx, ggml_tensor * v_cur, ggml_tensor * v_idxs, int32_t il) const {
+    auto & rows = cur[il];
+    auto & node = kv_mixed->get_node(il);
+
+    llama_kv_guard(rows.k, "a graph stores K of a layer and then V");
+
+    node.rotation_k = fold.k;
+    node.rotation_v = fold.v;
+    node.scales     = kv_mixed->is_fused() ? kv_mixed->get_scales(il) : nullptr;
+    node.pairs      = kv_mixed->is_fused() ? kv_mixed->get_pairs(il) : nullptr;
+    node.has_ring   = kv_mixed->has_ring();
+    node.pages      = kv_mixed->get_pages(il);
+    node.all_pages  = &kv_mixed->get_all_pages();
+
+    ggml_tensor * cold_k = llama_kv_cache_context::get_k(ctx, il)->view_src;
+    ggml_tensor * cold_v = v_cur ? llama_kv_cache_context::get_v(ctx, il)->view_src : nullptr;
+
+    for (const ggml_tensor * cold : llama_kv_tensors(cold_k, cold_v)) {
+        llama_kv_guard(cold && cold->ne[1] == kv_mixed->get_size(), "what a graph reads of the cache are views of all its rows");
+    }
+
+    rows.stored = llama_kv_node_store(ctx, node, cold_k, cold_v, rows.k, v_cur, rows.k_idxs, v_idxs);
+
+    return rows.stored;
+}
+
 ggml_tensor * llama_kv_cache_mixed_context::cpy_v(ggml_context * ctx, ggml_tensor * v_cur, ggml_tensor * v_idxs, int32_t il) const {
+    v_cur = kv_mixed->build_to_basis(ctx, v_cur, il);
+
     if (kv_mixed->is_fused(il)) {
-        auto & rows = cur[il];
-        auto & node = kv_mixed->get_node(il);
-
-        llama_kv_guard(rows.k, "a graph stores K of a layer and then V");
-
-        node.rotation_k = fold.k;
-        node.rotation_v = fold.v;
-        node.scales     = kv_mixed->is_fused() ? kv_mixed->get_scales(il) : nullptr;
-        node.pairs      = kv_mixed->is_fused() ? kv_mixed->get_pairs(il) : nullptr;
-        node.has_ring   = kv_mixed->has_ring();
-
-        ggml_tensor * cold_k = llama_kv_cache_context::get_k(ctx, il)->view_src;
-        ggml_tensor * cold_v = llama_kv_cache_context::get_v(ctx, il)->view_src;
-
-        llama_kv_guard(cold_k && cold_v && cold_k->ne[1] == kv_mixed->get_size() && cold_v->ne[1] == kv_mixed->get_size(),
-                "what a graph reads of the cache are views of all its rows");
-
-        rows.stored = llama_kv_node_store(ctx, node, cold_k, cold_v, rows.k, v_cur, rows.k_idxs, v_idxs);
-
-        return rows.stored;
+        return store_fused(ctx, v_cur, v_idxs, il);
     }
 
     if (kv_mixed->has_ring()) {
@@ -203,7 +237,7 @@ ggml_tensor * llama_kv_cache_mixed_context::cpy_v(ggml_context * ctx, ggml_tenso
 const llama_kv_cache_mixed_context::cur_rows & llama_kv_cache_mixed_context::get_cur(int32_t il) const {
     const auto rows = cur.find(kv_mixed->get_layer_id(il));
 
-    llama_kv_guard(rows != cur.end() && (rows->second.stored || (rows->second.k && rows->second.v)),
+    llama_kv_guard(rows != cur.end() && (rows->second.stored || (rows->second.k && (rows->second.v || kv_mixed->is_latent(il)))),
             "a graph stores the rows of a layer before it reads them");
 
     return rows->second;
@@ -265,7 +299,7 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn(
         ggml_tensor * v_mla,
               float   kq_scale,
                 int   il) const {
-    llama_kv_guard(!kq_b && !v_mla, "neither a bias nor compressed values reach attention");
+    llama_kv_guard(!kq_b && (!v_mla || kv_mixed->is_latent(il)), "no bias reaches attention, and values are compressed in a latent cache alone");
     llama_kv_guard_mask(kq_mask, get_n_mask(graph.ubatch, kq_mask->ne[3]), q->ne[2]);
 
     // the first layer that needs them
@@ -276,14 +310,40 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn(
 
     ggml_tensor * res = kv_mixed->is_fused(il) ?
         build_attn_fused(graph, q, k, v, kq_mask, sinks, kq_scale, il) :
-        llama_kv_cache_context::build_attn(graph, q, k, v, kq_b, kq_mask, sinks, v_mla, kq_scale, il);
+        llama_kv_cache_context::build_attn(graph, q, k, v, kq_b, kq_mask, sinks, nullptr, kq_scale, il);
+
+    if (kv_mixed->is_calibrated()) {
+        res = kv_mixed->build_from_basis(graph.ctx0, res, il);
+        ggml_build_forward_expand(graph.gf, res);
+    }
+
+    if (kv_mixed->is_latent(il)) {
+        res = expand(graph.ctx0, res, v_mla, q->ne[1]);
+        ggml_build_forward_expand(graph.gf, res);
+    }
 
     // after the last attention that reads the slots as they were
     if (kv_mixed->has_ring() && kv_mixed->is_last_reader(il) && !kv_mixed->is_fused(il)) {
         const auto & rows = get_cur(il);
 
         ggml_build_forward_expand(graph.gf, kv_mixed->cpy_k_ring(graph.ctx0, rows.k, rows.ring_idxs, il));
-        ggml_build_forward_expand(graph.gf, kv_mixed->cpy_v_ring(graph.ctx0, rows.v, rows.ring_idxs, il));
+        if (rows.v) {
+            ggml_build_forward_expand(graph.gf, kv_mixed->cpy_v_ring(graph.ctx0, rows.v, rows.ring_idxs, il));
+        }
+    }
+
+    return res;
+}
+
+ggml_tensor * llama_kv_cache_mixed_context::expand(ggml_context * ctx, ggml_tensor * res, ggml_tensor * v_mla, int64_t n_head) const {
+    if (kv_mixed->get_latent_rot() && !kv_mixed->is_fused()) {
+        res = llama_mul_mat_hadamard(ctx, res, kv_mixed->get_latent_rot());
+    }
+    if (v_mla) {
+        res = ggml_reshape_3d(ctx, res, res->ne[0]/n_head, n_head, res->ne[1]);
+        res = ggml_mul_mat(ctx, v_mla, ggml_permute(ctx, res, 0, 2, 1, 3));
+        res = ggml_permute(ctx, res, 0, 2, 1, 3);
+        res = ggml_cont_2d(ctx, res, res->ne[0]*res->ne[1], res->ne[2]);
     }
 
     return res;
@@ -306,6 +366,10 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn_fused(
     node.rotation_v    = fold.v;
     node.scales        = kv_mixed->is_fused() ? kv_mixed->get_scales(il) : nullptr;
     node.pairs         = kv_mixed->is_fused() ? kv_mixed->get_pairs(il) : nullptr;
+    node.pages         = kv_mixed->get_pages(il);
+    node.all_pages     = &kv_mixed->get_all_pages();
+    node.is_latent     = kv_mixed->is_latent(il);
+    node.is_deep       = uint32_t(il) >= hparams.n_layer()/2;
     node.writes_ring   = kv_mixed->has_ring() && kv_mixed->is_last_reader(il);
     node.scale         = kq_scale;
     node.max_bias      = hparams.f_max_alibi_bias;
@@ -323,11 +387,14 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn_fused(
         ring_v = kv_mixed->get_v_ring(ctx, il, sinfos[i_cur]);
     }
 
-    ggml_tensor * res = llama_kv_node_attention(ctx, node, q, k, v, ring_k, ring_v, rows.stored, rows.ring_idxs, kq_mask, sinks);
+    ggml_tensor * choice = nullptr;
+    ggml_tensor * res = llama_kv_node_attention(ctx, node, q, k, v, ring_k, ring_v, rows.stored, rows.ring_idxs, kq_mask, sinks, &choice);
 
     // the nodes call functions of this process, and a backend that computes elsewhere (RPC) takes any node
-    for (ggml_tensor * cur : { get_cur(il).stored, res }) {
-        ggml_backend_sched_set_tensor_backend(graph.sched, cur, graph.backend_cpu);
+    for (ggml_tensor * cur : { get_cur(il).stored, choice, res }) {
+        if (cur) {
+            ggml_backend_sched_set_tensor_backend(graph.sched, cur, graph.backend_cpu);
+        }
     }
 
     graph.cb(res, "fattn_mixed", il);

@@ -72,26 +72,26 @@ void llama_kv_cache_mixed::release_left(uint32_t strm, const llama_ubatch & ubat
 }
 
 uint32_t llama_kv_cache_mixed::first_sink(llama_seq_id seq_id) const {
-    return n_stream == 1 ? uint32_t(seq_id)*capacity.sink_tokens : 0;
+    return n_stream == 1 ? uint32_t(seq_id)*window.sink_tokens : 0;
 }
 
 uint32_t llama_kv_cache_mixed::first_turn(llama_seq_id seq_id) const {
-    return layout.n_sinks + (n_stream == 1 ? uint32_t(seq_id)*capacity.recent_rows() : 0);
+    return layout.n_sinks + (n_stream == 1 ? uint32_t(seq_id)*window.recent_rows() : 0);
 }
 
 int32_t llama_kv_cache_mixed::get_own_slot(llama_seq_id seq_id, int32_t slot) const {
     const int32_t sink    = slot - int32_t(first_sink(seq_id));
     const int32_t turn    = slot - int32_t(first_turn(seq_id));
-    const int32_t n_sinks = capacity.sink_tokens;
+    const int32_t n_sinks = window.sink_tokens;
 
     if (sink >= 0 && sink < n_sinks) {
         return sink;
     }
-    if (!layout.is_shared() && turn >= 0 && turn < int32_t(capacity.recent_rows())) {
+    if (!layout.is_shared() && turn >= 0 && turn < int32_t(window.recent_rows())) {
         return n_sinks + turn;
     }
 
-    return capacity.rows() + slot;
+    return window.rows() + slot;
 }
 
 llama_seq_id llama_kv_cache_mixed::get_seq(uint32_t strm, uint32_t cell) const {
@@ -115,11 +115,11 @@ uint32_t llama_kv_cache_mixed::next_slot(uint32_t strm, uint32_t cell) const {
     const llama_seq_id seq_id = get_seq(strm, cell);
 
     const uint32_t  turn = first_turn(seq_id);
-    const uint32_t  n    = capacity.recent_rows();
+    const uint32_t  n    = window.recent_rows();
     const llama_pos p    = v_cells[strm].pos_get(cell);
 
-    if (n == 0 || capacity.sink_tokens > uint32_t(p)) {
-        return first_sink(seq_id) + std::min<uint32_t>(p, capacity.sink_tokens);
+    if (n == 0 || window.sink_tokens > uint32_t(p)) {
+        return first_sink(seq_id) + std::min<uint32_t>(p, window.sink_tokens);
     }
 
     const int32_t last = last_slot(strm, cell);
@@ -127,14 +127,14 @@ uint32_t llama_kv_cache_mixed::next_slot(uint32_t strm, uint32_t cell) const {
         return turn + (last - turn + 1) % n;
     }
 
-    return turn + (p - capacity.sink_tokens) % n;
+    return turn + (p - window.sink_tokens) % n;
 }
 
 int32_t llama_kv_cache_mixed::assign_slot(uint32_t strm, uint32_t cell) {
     auto & ring = rings[strm];
 
     if (layout.is_shared()) {
-        return capacity.is_sink(v_cells[strm].pos_get(cell)) ? assign_sink(strm, cell) : assign_in_page(strm, cell);
+        return window.is_sink(v_cells[strm].pos_get(cell)) ? assign_sink(strm, cell) : assign_in_page(strm, cell);
     }
 
     int32_t res = ring.assign(cell, next_slot(strm, cell));
@@ -170,21 +170,21 @@ int32_t llama_kv_cache_mixed::assign_slot(uint32_t strm, uint32_t cell) {
 
 int32_t llama_kv_cache_mixed::assign_own_slot(llama_seq_id seq_id, uint32_t cell, uint32_t wanted, bool is_alone) {
     const uint32_t strm = seq_to_stream[seq_id];
-    const uint32_t own  = capacity.rows();
+    const uint32_t own  = window.rows();
 
     auto & ring = rings[strm];
 
     if (wanted < own) {
-        const bool is_sink = wanted < capacity.sink_tokens;
+        const bool is_sink = wanted < window.sink_tokens;
         if (layout.is_shared() && !is_sink) {
             return mixedkv::hot_ring::none;
         }
-        return ring.assign(cell, is_sink ? first_sink(seq_id) + wanted : first_turn(seq_id) + wanted - capacity.sink_tokens);
+        return ring.assign(cell, is_sink ? first_sink(seq_id) + wanted : first_turn(seq_id) + wanted - window.sink_tokens);
     }
 
     // elsewhere: as it was, if nobody else can be in the way
     const uint32_t slot = wanted - own;
-    if (!is_alone || capacity.is_sink(v_cells[strm].pos_get(cell)) != (slot < layout.n_sinks)) {
+    if (!is_alone || window.is_sink(v_cells[strm].pos_get(cell)) != (slot < layout.n_sinks)) {
         return mixedkv::hot_ring::none;
     }
     return ring.assign(cell, slot);
@@ -268,28 +268,4 @@ std::vector<int32_t> llama_kv_cache_mixed::adopt(
     renew_use(seq_id);
 
     return res;
-}
-
-std::string llama_kv_cache_mixed::set_window(const mixedkv::hot_window & value) {
-    std::string problem = value.problem();
-
-    if (!is_mixed()) {
-        problem = "this KV cache is uniform: only a mixed cache has a window";
-    } else if (problem.empty() && (value.threshold > capacity.threshold || value.sink_tokens > capacity.sink_tokens)) {
-        problem = "quantization_threshold " + std::to_string(value.threshold) + " and sink_tokens " +
-            std::to_string(value.sink_tokens) + " must not exceed the " + std::to_string(capacity.threshold) + " and " +
-            std::to_string(capacity.sink_tokens) + " that the cache was made with";
-    }
-
-    if (problem.empty()) {
-        // a window that is opened again fills from new tokens alone: no row is held for drafts
-        for (uint32_t strm = 0; strm < n_stream; ++strm) {
-            release_unwanted(strm, value);
-        }
-        dirty.assign(n_stream, true);
-        window         = value;
-        window.n_draft = capacity.n_draft;
-    }
-
-    return problem;
 }

@@ -13,7 +13,7 @@ struct llama_kv_cache_mixed::page_info {
     bool         is_kept = false; // a sink lies there, as it can after positions have been moved
 };
 
-std::vector<llama_kv_cache_mixed::page_info> llama_kv_cache_mixed::get_pages(uint32_t strm) const {
+std::vector<llama_kv_cache_mixed::page_info> llama_kv_cache_mixed::ring_pages(uint32_t strm) const {
     const auto & cells = v_cells[strm];
     const auto & ring  = rings[strm];
 
@@ -104,7 +104,7 @@ int32_t llama_kv_cache_mixed::assign_in_page(uint32_t strm, uint32_t cell) {
 
 // the first slot of the page that a sequence goes on in, whose token before has the slot `last`
 int32_t llama_kv_cache_mixed::next_page(uint32_t strm, llama_seq_id seq_id, int32_t last) {
-    const auto pages = get_pages(strm);
+    const auto pages = ring_pages(strm);
     const auto none  = pages.size();
 
     std::vector<uint32_t> n_own(n_seq_max, 0);
@@ -205,7 +205,15 @@ void llama_kv_cache_mixed::use_by(const llama_ubatch & ubatch) {
             const llama_seq_id s = ubatch.seq_id[i][j];
 
             use.step[s] = use.n_steps;
-            if (use.lost[s] >= 0 && window.contains(use.lost[s], window.begin(ubatch.pos[i]))) {
+
+            // what the window would hold if it were as long as it was set
+            const llama_pos begin = rule.begin(ubatch.pos[i]);
+            const llama_pos last  = window.begin(ubatch.pos[i]) - 1;
+            if (last >= begin && !window.is_sink(last)) {
+                use.lost[s] = std::max(use.lost[s], last);
+            }
+
+            if (use.lost[s] >= 0 && rule.contains(use.lost[s], begin)) {
                 use.short_from[s] = use.short_from[s] < 0 ? ubatch.pos[i] : std::min(use.short_from[s], ubatch.pos[i]);
             }
         }
@@ -225,16 +233,16 @@ void llama_kv_cache_mixed::renew_use(llama_seq_id seq_id) {
     const uint32_t strm = seq_to_stream[seq_id];
     const auto &   rows = v_cells[strm].seq_pos_get(seq_id);
 
-    if (!layout.is_shared() || rows.empty()) {
+    if (!(layout.is_shared() || was_limited) || rows.empty()) {
         return;
     }
 
-    const llama_pos begin = window.begin(rows.rbegin()->first + 1);
+    const llama_pos begin = rule.begin(rows.rbegin()->first + 1);
 
     use.lost[seq_id] = -1; // what was restored is no longer lost
 
     for (const auto & [p, cell] : rows) {
-        if (window.contains(p, begin) && rings[strm].slot_of(cell) < 0) {
+        if (rule.contains(p, begin) && rings[strm].slot_of(cell) < 0) {
             use.lost[seq_id] = std::max(use.lost[seq_id], p);
         }
     }
@@ -243,7 +251,7 @@ void llama_kv_cache_mixed::renew_use(llama_seq_id seq_id) {
 bool llama_kv_cache_mixed::is_window_whole(llama_seq_id seq_id, llama_pos pos) const {
     const uint32_t strm  = seq_to_stream[seq_id];
     const auto &   rows  = v_cells[strm].seq_pos_get(seq_id);
-    const auto     begin = window.begin(pos);
+    const auto     begin = rule.begin(pos);
 
     const auto is_whole = [&](llama_pos p0, llama_pos p1) {
         for (auto it = rows.lower_bound({ p0, 0 }); it != rows.end() && it->first < p1; ++it) {
@@ -254,5 +262,5 @@ bool llama_kv_cache_mixed::is_window_whole(llama_seq_id seq_id, llama_pos pos) c
         return true;
     };
 
-    return is_whole(0, std::min<llama_pos>(pos, window.sink_tokens)) && is_whole(begin, pos);
+    return is_whole(0, std::min<llama_pos>(pos, rule.sink_tokens)) && is_whole(begin, pos);
 }

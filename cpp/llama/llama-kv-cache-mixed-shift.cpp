@@ -121,6 +121,8 @@ ggml_cgraph * llama_kv_cache_mixed::build_graph_shift(llm_graph_result * res, ll
 
     inp->k_rot = build_input_k_rot(ctx);
 
+    ggml_tensor * rot = get_latent_rot() ? get_latent_rot() : inp->k_rot;
+
     const auto shift_rows = [&](ggml_tensor * rows, const moved_rows & moved, uint32_t il) {
         if (moved.at.empty()) {
             return;
@@ -135,7 +137,7 @@ ggml_cgraph * llama_kv_cache_mixed::build_graph_shift(llm_graph_result * res, ll
 
         cur = ggml_reshape_3d(ctx, cur, n_embd_head, n_head_kv, cur->ne[1]);
 
-        cur = inp->k_rot ? llama_mul_mat_hadamard(ctx, cur, inp->k_rot) : cur;
+        cur = rot ? llama_mul_mat_hadamard(ctx, cur, rot) : cur;
 
         // in place; some models have the elements that RoPE turns last in a head
         const int64_t n_rot  = hparams.n_rot(il);
@@ -148,7 +150,7 @@ ggml_cgraph * llama_kv_cache_mixed::build_graph_shift(llm_graph_result * res, ll
         ggml_build_forward_expand(gf, build_rope_shift(without_factor(cparams, freq_scale), ctx, turned, moved.t_by, nullptr,
                 model.get_rope_factors(cparams, il), model.get_rope_freq_base(cparams, il), freq_scale, il));
 
-        cur = inp->k_rot ? llama_mul_mat_hadamard(ctx, cur, inp->k_rot) : cur;
+        cur = rot ? llama_mul_mat_hadamard(ctx, cur, rot) : cur;
 
         cur = ggml_reshape_2d(ctx, cur, all->ne[0], cur->ne[2]);
 

@@ -42,6 +42,12 @@ void llama_kv_cache_mixed::state_read(llama_io_read_i & io, llama_seq_id seq_id,
 
         state_read_sinfo(io, seq_id, flags, &sinfos, nullptr);
 
+        for (uint32_t s = 0; s < sinfos.size(); ++s) {
+            if (!sinfos[s].empty()) {
+                touch_rows(seq_id == -1 ? s : seq_to_stream[seq_id], sinfos[s].idxs[0]);
+            }
+        }
+
         if (is_mixed()) {
             ring_read(io, seq_id, sinfos);
         }
@@ -77,7 +83,7 @@ void llama_kv_cache_mixed::ring_write(llama_io_write_i & io, llama_seq_id seq_id
     write_u32(RING_STATE_VERSION);
     write_u32(layers.size());
     for (const auto & layer : layers) {
-        write_u32(get_scales(layer.il) ? get_scales(layer.il)->id : 0);
+        write_u32(get_rows_id(layer.il));
     }
 
     for (uint32_t strm = 0; strm < n_stream; ++strm) {
@@ -102,8 +108,9 @@ void llama_kv_cache_mixed::ring_write(llama_io_write_i & io, llama_seq_id seq_id
 
         for (const auto & layer : ring_layers) {
             for (const uint32_t slot : slots) {
-                io.write_tensor(layer.k_stream[strm], slot*layer.k->nb[1], layer.k->nb[1]);
-                io.write_tensor(layer.v_stream[strm], slot*layer.v->nb[1], layer.v->nb[1]);
+                for (ggml_tensor * t : layer.stream(strm)) {
+                    io.write_tensor(t, slot*t->nb[1], t->nb[1]);
+                }
             }
         }
     }
@@ -152,8 +159,9 @@ void llama_kv_cache_mixed::ring_read(llama_io_read_i & io, llama_seq_id seq_id, 
     }
 
     for (const auto & layer : layers) {
-        if (read_u32() != (get_scales(layer.il) ? get_scales(layer.il)->id : 0)) {
-            throw std::runtime_error("failed to restore the KV cache: its keys were saved with other scales: set equalize as it was");
+        if (read_u32() != get_rows_id(layer.il)) {
+            throw std::runtime_error("failed to restore the KV cache: its keys were saved with other scales, or its values in another "
+                    "basis: set equalize as it was, and calibrate with the same text");
         }
     }
 
@@ -201,8 +209,9 @@ void llama_kv_cache_mixed::ring_read(llama_io_read_i & io, llama_seq_id seq_id, 
 
         for (const auto & layer : ring_layers) {
             for (const uint32_t row : rows) {
-                io.read_tensor(layer.k_stream[strm], row*layer.k->nb[1], layer.k->nb[1]);
-                io.read_tensor(layer.v_stream[strm], row*layer.v->nb[1], layer.v->nb[1]);
+                for (ggml_tensor * t : layer.stream(strm)) {
+                    io.read_tensor(t, row*t->nb[1], t->nb[1]);
+                }
             }
         }
     }

@@ -86,6 +86,7 @@ void llama_kv_cache_mixed::roll_back(const checkpoint & step) {
         }
     }
 
+    pages.undo_step();
     use = *step.use;
     dirty.assign(n_stream, true);
 }
@@ -102,7 +103,7 @@ void llama_kv_cache_mixed::for_each_run(uint32_t strm, const std::vector<uint32_
     size_t offset = 0;
 
     for (const auto & layer : ring_layers) {
-        for (ggml_tensor * t : { layer.k_stream[strm], layer.v_stream[strm] }) {
+        for (ggml_tensor * t : layer.stream(strm)) {
             for (size_t i = 0, n; i < slots.size(); i += n) {
                 for (n = 1; i + n < slots.size() && slots[i + n] == slots[i] + n; ++n) {
                 }
@@ -121,7 +122,7 @@ void llama_kv_cache_mixed::copy_rows(uint32_t strm, const std::vector<uint32_t> 
 
     size_t row = 0;
     for (const auto & layer : ring_layers) {
-        row += layer.k->nb[1] + layer.v->nb[1];
+        row += layer.k->nb[1] + (layer.v ? layer.v->nb[1] : 0);
     }
     rows.resize(slots.size()*row);
 

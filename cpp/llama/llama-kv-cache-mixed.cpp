@@ -1,5 +1,6 @@
 #include "llama-kv-cache-mixed.h"
 #include "llama-kv-rows-access.h"
+#include "llama-kv-rows-convert.h"
 
 #include "llama-context.h"
 #include "llama-impl.h"
@@ -36,16 +37,16 @@ llama_kv_cache_mixed::llama_kv_cache_mixed(
     llama_kv_cache(model, hparams, type_k, type_v, v_trans, offload, unified, kv_size, n_seq_max, n_pad, n_swa, swa_type,
             mem_other, filter, reuse, share, name_tag), config(config), placement(n_seq_max) {
     // llama_kv_mixed_admit has refused these with a better message; they would break the assumptions below
-    if (v_trans || mem_other || hparams.is_mla()) {
-        throw std::runtime_error("the mixed KV cache needs flash attention and rows of its own for K and V");
+    if (v_trans || mem_other) {
+        throw std::runtime_error("the mixed KV cache needs flash attention and rows of its own");
     }
 
     llama_kv_guard_rotation(*this);
 
     if (config.mixed) {
-        capacity = { config.threshold, config.group_size, config.sink_tokens, config.n_draft };
+        rule = { config.threshold, config.group_size, config.sink_tokens, config.n_draft };
     }
-    window = capacity;
+    window = rule;
 
     last_reader.assign(layers.size(), -1);
     for (const auto & [il, ikv] : map_layer_ids) {
@@ -54,6 +55,7 @@ llama_kv_cache_mixed::llama_kv_cache_mixed(
 
     make_rings(kv_size);
     alloc_rings();
+    make_latent_rot();
 
     for (const auto & layer : layers) {
         const bool host = ggml_backend_buft_is_host(ggml_backend_buffer_get_type(layer.k->buffer));
@@ -69,9 +71,13 @@ llama_kv_cache_mixed::llama_kv_cache_mixed(
         }
     }
 
+    scratch.v_skip = config.mixed ? config.v_skip : 0.0f;
+
     if (config.mixed && config.equalize) {
         make_scales();
     }
+    make_bases();
+    make_pages();
 
     begins.assign(n_seq_max, 0);
     dirty.assign(n_stream, false);
@@ -79,6 +85,31 @@ llama_kv_cache_mixed::llama_kv_cache_mixed(
     use.step.assign(n_seq_max, 0);
     use.lost.assign(n_seq_max, -1);
     use.short_from.assign(n_seq_max, -1);
+}
+
+void llama_kv_cache_mixed::make_latent_rot() {
+    constexpr int64_t edge = 64;
+
+    const auto fits = [&](const auto & layer) {
+        return !layer.v && hparams.n_embd_head_k(layer.il) % edge == 0 && hparams.n_embd_head_v(layer.il) % edge == 0;
+    };
+    if (!config.mixed || !ggml_is_quantized(type_k()) || layers.empty() || !std::all_of(layers.begin(), layers.end(), fits)) {
+        return;
+    }
+
+    latent_ctx.reset(ggml_init({ ggml_tensor_overhead(), nullptr, true }));
+    latent_rot = ggml_new_tensor_2d(latent_ctx.get(), GGML_TYPE_F32, edge, edge);
+    latent_buf.reset(ggml_backend_alloc_ctx_tensors_from_buft(latent_ctx.get(), ggml_backend_buffer_get_type(layers[0].k->buffer)));
+    if (!latent_buf) {
+        throw std::runtime_error("failed to allocate the rotation of the KV cache");
+    }
+
+    std::vector<float> matrix(edge*edge);
+    for (int64_t i = 0; i < edge; ++i) {
+        matrix[i*edge + i] = 1.0f;
+        llama_kv_rows_rotate(matrix.data() + i*edge, edge, edge);
+    }
+    ggml_backend_tensor_set(latent_rot, matrix.data(), 0, ggml_nbytes(latent_rot));
 }
 
 void llama_kv_cache_mixed::make_scales() {
@@ -137,19 +168,20 @@ ggml_tensor * llama_kv_cache_mixed::build_lacking(ggml_context * ctx, ggml_tenso
 }
 
 void llama_kv_cache_mixed::make_rings(uint32_t n_cells) {
-    // streams of their own hold one sequence each
-    const uint32_t n_seq = n_stream == 1 ? n_seq_max : 1;
+    const uint32_t n_seq = get_n_seq();
 
     uint64_t cold = 0;
     uint64_t f16  = 0;
     for (const auto & layer : layers) {
-        cold += layer.k->nb[1] + layer.v->nb[1];
-        f16  += (layer.k->ne[0] + layer.v->ne[0])*sizeof(ggml_fp16_t);
+        for (const ggml_tensor * t : llama_kv_tensors(layer.k, layer.v)) {
+            cold += t->nb[1];
+            f16  += t->ne[0]*sizeof(ggml_fp16_t);
+        }
     }
 
-    const uint64_t least  = mixedkv::hot_layout::least(capacity, n_seq, n_cells);
+    const uint64_t least  = mixedkv::hot_layout::least(window, n_seq, n_cells);
     const uint64_t budget = config.hot_budget == MIXEDKV_HOT_BUDGET_AUTO ?
-        mixedkv::hot_layout::automatic(capacity, n_seq, n_cells, cold, f16) : config.hot_budget/n_stream;
+        mixedkv::hot_layout::automatic(window, n_seq, n_cells, cold, f16) : config.hot_budget/n_stream;
 
     if (budget < least) {
         throw std::runtime_error("hot_budget " + std::to_string(config.hot_budget) + " is less than the " +
@@ -157,8 +189,9 @@ void llama_kv_cache_mixed::make_rings(uint32_t n_cells) {
                 + std::to_string(n_seq_max) + " sequences: raise it, or lower quantization_threshold or the number of sequences");
     }
 
-    layout = mixedkv::hot_layout::make(capacity, n_seq, n_cells, budget);
-    n_ring = mixedkv::hot_layout::rows(layout.n_slots);
+    layout      = mixedkv::hot_layout::make(window, n_seq, n_cells, budget);
+    n_slots_max = layout.n_slots;
+    n_ring      = mixedkv::hot_layout::rows(n_slots_max);
 
     for (uint32_t s = 0; s < n_stream; ++s) {
         rings.emplace_back(layout.n_slots, n_cells);
@@ -192,14 +225,14 @@ void llama_kv_cache_mixed::alloc_rings() {
         ring_layer ring;
 
         ring.k = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F16, layer.k->ne[0], n_ring, n_stream);
-        ring.v = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F16, layer.v->ne[0], n_ring, n_stream);
+        ring.v = layer.v ? ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F16, layer.v->ne[0], n_ring, n_stream) : nullptr;
 
-        ggml_format_name(ring.k, "ring_k_l%d", layer.il);
-        ggml_format_name(ring.v, "ring_v_l%d", layer.il);
+        for (ggml_tensor * t : llama_kv_tensors(ring.k, ring.v)) {
+            ggml_format_name(t, "ring_%s_l%d", t == ring.k ? "k" : "v", layer.il);
 
-        for (uint32_t s = 0; s < n_stream; ++s) {
-            ring.k_stream.push_back(ggml_view_2d(ctx.get(), ring.k, ring.k->ne[0], n_ring, ring.k->nb[1], s*ring.k->nb[2]));
-            ring.v_stream.push_back(ggml_view_2d(ctx.get(), ring.v, ring.v->ne[0], n_ring, ring.v->nb[1], s*ring.v->nb[2]));
+            for (uint32_t s = 0; s < n_stream; ++s) {
+                (t == ring.k ? ring.k_stream : ring.v_stream).push_back(ggml_view_2d(ctx.get(), t, t->ne[0], n_ring, t->nb[1], s*t->nb[2]));
+            }
         }
 
         ring_layers.push_back(std::move(ring));
@@ -228,10 +261,6 @@ void llama_kv_cache_mixed::alloc_rings() {
     }
 }
 
-llama_memory_context_ptr llama_kv_cache_mixed::init_full() {
-    return std::make_unique<llama_kv_cache_mixed_context>(this);
-}
-
 llama_memory_context_ptr llama_kv_cache_mixed::init_update(llama_context * lctx, bool optimize) {
     this->lctx = lctx;
 
@@ -244,12 +273,6 @@ void llama_kv_cache_mixed::place(slot_info_vec_t & sinfos, const std::vector<lla
     }
 }
 
-llama_kv_cache_context * llama_kv_cache_mixed::make_context(slot_info_vec_t sinfos, std::vector<llama_ubatch> ubatches) {
-    place(sinfos, ubatches);
-
-    return new llama_kv_cache_mixed_context(this, std::move(sinfos), std::move(ubatches));
-}
-
 std::map<ggml_backend_buffer_type_t, size_t> llama_kv_cache_mixed::memory_breakdown() const {
     auto res = llama_kv_cache::memory_breakdown();
 
@@ -259,6 +282,9 @@ std::map<ggml_backend_buffer_type_t, size_t> llama_kv_cache_mixed::memory_breakd
         res[buft] += hparams.no_alloc ?
             ggml_backend_alloc_ctx_tensors_from_buft_size(ctx.get(), buft) :
             ggml_backend_buffer_get_size(buf.get());
+    }
+    if (!pages.empty()) {
+        res[ggml_backend_cpu_buffer_type()] += pages.n_bytes();
     }
 
     return res;
@@ -281,6 +307,9 @@ void llama_kv_cache_mixed::clear(bool data) {
     if (data) {
         for (auto & [_, buf] : ring_bufs) {
             ggml_backend_buffer_clear(buf.get(), 0);
+        }
+        for (uint32_t s = 0; s < n_stream; ++s) {
+            touch_stream(s);
         }
     }
 }
@@ -348,11 +377,17 @@ bool llama_kv_cache_mixed::update(llama_context * lctx, bool do_shift, const str
 
         for (size_t i = 0; i < sc_info.ssrc.size(); ++i) {
             for (const auto & ring : ring_layers) {
-                ggml_backend_tensor_copy(ring.k_stream[sc_info.ssrc[i]], ring.k_stream[sc_info.sdst[i]]);
-                ggml_backend_tensor_copy(ring.v_stream[sc_info.ssrc[i]], ring.v_stream[sc_info.sdst[i]]);
+                const auto dst = ring.stream(sc_info.sdst[i]);
+                auto       to  = dst.begin();
+                for (ggml_tensor * t : ring.stream(sc_info.ssrc[i])) {
+                    ggml_backend_tensor_copy(t, *to++);
+                }
             }
+            touch_stream(sc_info.sdst[i]);
         }
     }
+
+    touch_moved();
 
     return llama_kv_cache::update(lctx, do_shift && has_moved(), sc_info);
 }
@@ -380,12 +415,22 @@ llama_kv_node & llama_kv_cache_mixed::get_node(int32_t il) {
 void llama_kv_cache_mixed::set_runs(const llama_ubatch & ubatch, uint32_t n_stream) {
     auto & runs = scratch.runs;
 
+    scratch.next_mask();
     runs.clear();
     for (uint32_t i = 0; n_stream == 1 && i < ubatch.n_tokens; ++i) {
         if (i == 0 || ubatch.seq_id[i][0] != ubatch.seq_id[i - 1][0]) {
             runs.push_back(0);
         }
         runs.back()++;
+    }
+
+    // calls of few rows choose pages, and runs of many are no such calls
+    int64_t n_few = n_stream > 1 && ubatch.n_tokens/n_stream <= mixedkv::attention_few_rows ? ubatch.n_tokens : 0;
+    for (const int64_t run : runs) {
+        n_few += run <= mixedkv::attention_few_rows ? run : 0;
+    }
+    if (!pages.empty()) {
+        scratch.reserve_taken(size_t(n_few)*(pages.get_n_pages() + 1));
     }
 }
 
@@ -401,8 +446,8 @@ ggml_tensor * llama_kv_cache_mixed::get_k_ring(ggml_context * ctx, int32_t il, c
 }
 
 ggml_tensor * llama_kv_cache_mixed::get_v_ring(ggml_context * ctx, int32_t il, const slot_info & sinfo) const {
-    ggml_tensor * v = ring_layers[map_layer_ids.at(il)].v;
-    return ring_view(ctx, v, hparams.n_embd_head_v(il), hparams.n_head_kv(il), sinfo.s0, sinfo.s1);
+    const auto & ring = ring_layers[map_layer_ids.at(il)];
+    return ring_view(ctx, ring.v ? ring.v : ring.k, hparams.n_embd_head_v(il), hparams.n_head_kv(il), sinfo.s0, sinfo.s1);
 }
 
 static ggml_tensor * ring_store(ggml_context * ctx, ggml_tensor * ring, ggml_tensor * cur, ggml_tensor * idxs) {
@@ -424,73 +469,4 @@ void llama_kv_cache_mixed::scale_qk(ggml_context * ctx, ggml_tensor *& q, ggml_t
         q = equalizer.scale_q(ctx, q, map_layer_ids.at(il));
         k = k ? equalizer.scale_k(ctx, k, map_layer_ids.at(il)) : nullptr;
     }
-}
-
-//
-// what can be seen from outside
-//
-
-uint32_t llama_kv_cache_mixed::get_n_cells_hot() const {
-    uint32_t res = 0;
-
-    auto hot = window;
-    hot.n_draft = 0;
-
-    for (uint32_t strm = 0; strm < n_stream; ++strm) {
-        for (const int32_t cell : rings[strm].owners()) {
-            res += cell >= 0 && is_wanted(strm, cell, hot);
-        }
-    }
-
-    return res;
-}
-
-size_t llama_kv_cache_mixed::get_ring_bytes(int32_t il) const {
-    if (!has_ring()) {
-        return 0;
-    }
-
-    const auto & ring = ring_layers[map_layer_ids.at(il)];
-
-    return ggml_nbytes(ring.k) + ggml_nbytes(ring.v);
-}
-
-uint64_t llama_kv_cache_mixed::get_bytes() const {
-    uint64_t res = 0;
-
-    for (const auto & layer : layers) {
-        res += ggml_nbytes(layer.k) + ggml_nbytes(layer.v) + get_ring_bytes(layer.il);
-    }
-
-    return res;
-}
-
-uint64_t llama_kv_cache_mixed::get_bytes_f16() const {
-    uint64_t res = 0;
-
-    for (const auto & layer : layers) {
-        res += (ggml_nelements(layer.k) + ggml_nelements(layer.v))*sizeof(ggml_fp16_t);
-    }
-
-    return res;
-}
-
-size_t llama_kv_cache_mixed::get_view_bytes() const {
-    size_t res = 0;
-
-    for (size_t ikv = 0; has_ring() && ikv < layers.size(); ++ikv) {
-        if (!fused[ikv]) {
-            // F16 rows of K, then besides them V's in F32 and F16
-            const size_t n_rows = GGML_PAD(get_size() + n_ring, n_pad_view)*n_stream;
-            const size_t k      = layers[ikv].k->ne[0]*sizeof(ggml_fp16_t);
-            const size_t v      = layers[ikv].v->ne[0]*sizeof(ggml_fp16_t);
-            res = std::max(res, n_rows*std::max(3*k, k + 3*v));
-        }
-    }
-
-    return res;
-}
-
-int32_t llama_kv_cache_mixed::get_hot_slot(uint32_t strm, uint32_t cell, llama_pos begin) const {
-    return window.contains(v_cells[strm].pos_get(cell), begin) ? rings[strm].slot_of(cell) : mixedkv::hot_ring::none;
 }

@@ -14,14 +14,21 @@
 #include "llama-kv-cache.h"
 #include "llama-kv-equalize.h"
 #include "llama-kv-node.h"
+#include "llama-kv-pages.h"
 #include "llama-kv-placement.h"
 #include "llama-kv-turns.h"
+#include "llama-kv-value-basis.h"
 
 #include <algorithm>
 #include <map>
 #include <optional>
 #include <string>
 #include <vector>
+
+// K and V, or the one that a layer has: latent attention (MLA) reads values from the first elements of its keys
+inline std::vector<ggml_tensor *> llama_kv_tensors(ggml_tensor * k, ggml_tensor * v) {
+    return v ? std::vector<ggml_tensor *>{ k, v } : std::vector<ggml_tensor *>{ k };
+}
 
 class llama_kv_cache_mixed : public llama_kv_cache {
 public:
@@ -92,11 +99,21 @@ public:
     // row for tokens that get no slot: written, never read
     uint32_t get_trash_row() const { return n_ring - 1; }
 
-    const mixedkv::hot_window & get_window()   const { return window; }
-    const mixedkv::hot_window & get_capacity() const { return capacity; }
+    // the window as it was set, and as it is: shorter where limit_window says so
+    const mixedkv::hot_window & get_rule()   const { return rule; }
+    const mixedkv::hot_window & get_window() const { return window; }
 
     // empty, or why the window cannot be set
-    std::string set_window(const mixedkv::hot_window & value);
+    std::string window_problem(mixedkv::hot_window value) const;
+
+    // rows move to where they lie in a ring of such windows, see llama-kv-cache-mixed-window.cpp
+    void set_window(const mixedkv::hot_window & value);
+
+    // no more than so many recent tokens, whatever is set; the memory of slots that are left over goes back
+    void limit_window(uint32_t threshold);
+
+    // bytes of the ring that went back to the system
+    uint64_t get_bytes_given_back() const { return n_given_back; }
 
     const mixedkv::hot_ring & get_ring(uint32_t strm)        const { return rings[strm]; }
     const llama_kv_cells    & get_stream_cells(uint32_t strm) const { return v_cells[strm]; }
@@ -156,6 +173,9 @@ public:
     // attention of this layer reads the rows with the fused node
     bool is_fused(int32_t il) const;
 
+    // the layer stores no values: they are the first elements of its keys
+    bool is_latent(int32_t il) const { return !layers[map_layer_ids.at(il)].v; }
+
     // so does that of every layer
     bool is_fused() const { return std::find(fused.begin(), fused.end(), false) == fused.end(); }
 
@@ -163,7 +183,7 @@ public:
     ggml_tensor * get_k_ring(ggml_context * ctx, int32_t il, const slot_info & sinfo) const;
     ggml_tensor * get_v_ring(ggml_context * ctx, int32_t il, const slot_info & sinfo) const;
 
-    // store the rows of the ubatch, [n_embd_head, n_head_kv, n_tokens], at the ring rows idxs [n_tokens]
+    // store rows of the ubatch, [n_embd_head, n_head_kv, n_tokens], at the ring rows idxs [n_tokens]
     ggml_tensor * cpy_k_ring(ggml_context * ctx, ggml_tensor * cur, ggml_tensor * idxs, int32_t il) const;
     ggml_tensor * cpy_v_ring(ggml_context * ctx, ggml_tensor * cur, ggml_tensor * idxs, int32_t il) const;
 
@@ -177,8 +197,24 @@ public:
     // what the nodes of layer il need when they run; lives as long as the cache
     llama_kv_node & get_node(int32_t il);
 
+    // The matrix that latent rows are rotated by when they are quantised, in blocks that values end with too; nullptr: they are
+    // not. Upstream rotates none of them.
+    ggml_tensor * get_latent_rot() const { return latent_rot; }
+
     // what keys of layer il are stored times, nullptr: nothing
     const llama_kv_scales * get_scales(int32_t il) const { return equalizer.get(map_layer_ids.at(il)); }
+
+    // what values of layer il are stored in, nullptr: as they are, or rotated
+    const llama_kv_value_basis * get_basis(int32_t il) const { return bases.get(map_layer_ids.at(il)); }
+    bool is_calibrated() const { return !bases.empty(); }
+
+    // tells both apart, 0: there is neither
+    uint32_t get_rows_id(int32_t il) const;
+
+    // values of the ubatch [n_embd_head, n_head_kv, n_tokens] as they are stored, and what attention makes of such values
+    //   [n_embd_head*n_head, n_tokens] as the model has it
+    ggml_tensor * build_to_basis  (ggml_context * ctx, ggml_tensor * v,   int32_t il) const;
+    ggml_tensor * build_from_basis(ggml_context * ctx, ggml_tensor * out, int32_t il) const;
 
     // what cold rows of K of the layer lack, nullptr: nothing
     const std::vector<mixedkv::attention_pair> * get_pairs(int32_t il) const;
@@ -203,6 +239,18 @@ public:
 
     // where the fused nodes add up the attention that they compute, nullptr: nowhere
     void set_mass(llama_kv_mass * mass) { scratch.mass = mass; }
+
+    const mixedkv::attention_skips & get_skips() const { return scratch.skips; }
+
+    // pages of which a layer's attention reads those that matter, nullptr: it reads all
+    llama_kv_layer_pages * get_pages(int32_t il) { return pages.get(map_layer_ids.at(il)); }
+    const llama_kv_pages & get_all_pages() const { return pages; }
+    void begin_pages(const slot_info & sinfo); // of the ubatch, which has been placed
+    void touch_rows(uint32_t strm, const std::vector<uint32_t> & cells); // that came from elsewhere
+
+    // sums all up again: how many there are, by layers, and in how many layers one differs from what is kept
+    struct page_check { uint32_t n_known = 0, n_wrong = 0; };
+    page_check check_pages();
 
     const llama_kv_cells & get_seq_cells(llama_seq_id seq_id) const { return v_cells[seq_to_stream[seq_id]]; }
 
@@ -233,20 +281,25 @@ public:
 private:
     struct ring_layer {
         ggml_tensor * k; // F16 [n_embd_gqa, n_ring, n_stream]
-        ggml_tensor * v;
+        ggml_tensor * v; // nullptr: none
         std::vector<ggml_tensor *> k_stream;
         std::vector<ggml_tensor *> v_stream;
+
+        std::vector<ggml_tensor *> stream(uint32_t s) const { return llama_kv_tensors(k_stream[s], v ? v_stream[s] : nullptr); }
     };
 
     const mixedkv_config config;
 
-    // what was chosen at creation and what holds now
-    mixedkv::hot_window capacity;
+    mixedkv::hot_window rule;
     mixedkv::hot_window window;
+    uint32_t            limit       = UINT32_MAX;
+    bool                was_limited = false;
 
-    mixedkv::hot_layout layout;
+    mixedkv::hot_layout layout; // for the window
 
-    uint32_t n_ring = 0;
+    uint32_t n_slots_max  = 0; // of a stream, those of the first layout
+    uint32_t n_ring       = 0;
+    uint64_t n_given_back = 0;
 
     pool_use use;
 
@@ -263,6 +316,8 @@ private:
 
     llama_kv_equalizer equalizer;
     llama_kv_turns     turns;
+    llama_kv_value_bases bases;
+    llama_kv_pages     pages;
     uint32_t           turns_s0 = 0; // first stream of the ubatch at hand
 
     // first hot position of each sequence after its last ubatch: what lies between it and the next one leaves
@@ -273,12 +328,29 @@ private:
 
     std::vector<std::pair<ggml_context_ptr, ggml_backend_buffer_ptr>> ring_bufs;
 
+    ggml_context_ptr        latent_ctx;
+    ggml_backend_buffer_ptr latent_buf;
+    ggml_tensor *           latent_rot = nullptr; // F32 [edge, edge]
+
     // of several sequences in one stream; sliding windows take over cells, which upstream chooses
     llama_kv_placement placement;
 
     void make_scales();
+    void make_bases();
+    void make_latent_rot();
+    void make_pages();
+    void touch_stream(uint32_t strm);
+    void touch_moved();
     void make_rings(uint32_t n_cells);
     void alloc_rings();
+
+    // sequences that share a stream
+    uint32_t get_n_seq() const { return n_stream == 1 ? n_seq_max : 1; }
+
+    // the window follows the rule and the limit
+    void renew_window();
+    void move_rows(uint32_t strm);
+    void give_back(const ggml_tensor * ring);
 
     // does any sequence of the cell hold its row, seen from the sequence's last token?
     bool is_wanted(uint32_t strm, uint32_t cell, const mixedkv::hot_window & window) const;
@@ -316,7 +388,7 @@ private:
     int32_t assign_in_page(uint32_t strm, uint32_t cell);
     int32_t next_page     (uint32_t strm, llama_seq_id seq_id, int32_t last);
 
-    std::vector<page_info> get_pages(uint32_t strm) const;
+    std::vector<page_info> ring_pages(uint32_t strm) const;
 
     // the row goes before its window does
     void evict(uint32_t strm, uint32_t slot);
@@ -351,101 +423,4 @@ private:
 
     void ring_write(llama_io_write_i & io, llama_seq_id seq_id) const;
     void ring_read (llama_io_read_i  & io, llama_seq_id seq_id, const slot_info_vec_t & sinfos);
-};
-
-class llama_kv_cache_mixed_context : public llama_kv_cache_context {
-public:
-    // used to create a full-cache context
-    llama_kv_cache_mixed_context(llama_kv_cache_mixed * kv);
-
-    // used to create a batch processing context from a batch
-    llama_kv_cache_mixed_context(llama_kv_cache_mixed * kv, slot_info_vec_t sinfos, std::vector<llama_ubatch> ubatches);
-
-    // takes the last ubatch back unless next() has said that its graph was computed
-    ~llama_kv_cache_mixed_context() override;
-
-    bool next()  override;
-    bool apply() override;
-
-    uint32_t get_n_mask(const llama_ubatch & ubatch, uint32_t n_stream) const override;
-
-    ggml_tensor * get_k(ggml_context * ctx, int32_t il) const override;
-    ggml_tensor * get_v(ggml_context * ctx, int32_t il) const override;
-
-    ggml_tensor * cpy_k(ggml_context * ctx, ggml_tensor * k_cur, ggml_tensor * k_idxs, int32_t il) const override;
-    ggml_tensor * cpy_v(ggml_context * ctx, ggml_tensor * v_cur, ggml_tensor * v_idxs, int32_t il) const override;
-
-    // two rows: the cells of the tokens, and their ring rows
-    ggml_tensor * build_input_k_idxs(ggml_context * ctx, const llama_ubatch & ubatch) const override;
-
-    void equalize(ggml_context * ctx, ggml_tensor *& q, ggml_tensor *& k, int32_t il) const override;
-
-    ggml_tensor * build_input_k_rot(ggml_context * ctx) const override;
-    ggml_tensor * build_input_v_rot(ggml_context * ctx) const override;
-
-    void set_input_k_idxs (ggml_tensor * dst, const llama_ubatch * ubatch) const override;
-    void set_input_kq_mask(ggml_tensor * dst, const llama_ubatch * ubatch, bool causal_attn) const override;
-
-    ggml_tensor * build_attn(
-            const llm_graph_context & graph,
-            ggml_tensor * q,
-            ggml_tensor * k,
-            ggml_tensor * v,
-            ggml_tensor * kq_b,
-            ggml_tensor * kq_mask,
-            ggml_tensor * sinks,
-            ggml_tensor * v_mla,
-                  float   kq_scale,
-                    int   il) const override;
-
-private:
-    llama_kv_cache_mixed * kv_mixed;
-
-    // the rows of the running ubatch by KV cache layer, while its graph is built
-    struct cur_rows {
-        ggml_tensor * k = nullptr; // F16 [n_embd_head, n_head_kv, n_tokens]; fused: as the model gives it
-        ggml_tensor * v = nullptr;
-        ggml_tensor * k_idxs    = nullptr; // fused
-        ggml_tensor * ring_idxs = nullptr; // I64 [n_tokens]
-        ggml_tensor * stored    = nullptr; // fused: what llama_kv_node_store returns
-    };
-
-    mutable std::map<int32_t, cur_rows> cur;
-
-    // those that layer il reads
-    const cur_rows & get_cur(int32_t il) const;
-
-    // what layers that are not fused add to K, while the graph is built: inputs, nullptr: nothing
-    mutable struct {
-        ggml_tensor * cur   = nullptr; // F32 [n_turns, n_tokens]
-        ggml_tensor * cells = nullptr; // F32 [n_turns, n_kv, n_stream]
-        bool          added = false;
-    } turns;
-
-    void build_input_turns(ggml_context * ctx, const llama_ubatch & ubatch) const;
-
-    // edges of the Hadamard blocks that the fused nodes of the graph rotate by, 0: none, or the graph itself does
-    mutable struct { int k = 0, v = 0; } fold;
-
-    // the cache before the ubatch that is under way was placed; its owners are what the queries may read
-    std::optional<llama_kv_cache_mixed::checkpoint> step;
-
-    // ring row of each token of the ubatch
-    std::vector<int64_t> ring_rows;
-
-    ggml_tensor * build_attn_fused(
-            const llm_graph_context & graph,
-            ggml_tensor * q,
-            ggml_tensor * k,
-            ggml_tensor * v,
-            ggml_tensor * kq_mask,
-            ggml_tensor * sinks,
-                  float   kq_scale,
-                    int   il) const;
-
-    // [cold | ring | ubatch] in F16, the first cast
-    ggml_tensor * merge(ggml_context * ctx, ggml_tensor * cold, ggml_tensor * ring, ggml_tensor * cur) const;
-
-    // moves the visible entries of hot keys from their cold column to the ring's or the ubatch's
-    void route_hot(ggml_tensor * mask, const llama_ubatch & ubatch) const;
 };

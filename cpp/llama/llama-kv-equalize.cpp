@@ -1,6 +1,7 @@
 #include "llama-kv-equalize.h"
 
 #include "llama-model.h"
+#include "llama-stream.h"
 
 #include <algorithm>
 #include <cmath>
@@ -42,6 +43,8 @@ static bool read_vector(const ggml_tensor * t, int64_t n, std::vector<float> & r
 
 // w x for each column of x [w->ne[0], n], by the device that holds w: weights that a backend has repacked cannot be read
 static std::vector<float> project(ggml_tensor * w, const std::vector<float> & x, int64_t n) {
+    const llama_stream_loan at_hand(w);
+
     ggml_backend_buffer_type_t buft = ggml_backend_buffer_get_type(w->buffer);
 
     // host memory that belongs to a GPU is the CPU's to compute from

@@ -65,6 +65,19 @@ void llama_kv_guard_mask(const ggml_tensor * mask, int64_t n_mask, int64_t n_tok
             "a mask has one row for each token");
 }
 
+void llama_kv_guard_rows(ggml_backend_dev_t dev, ggml_type type, uint32_t il) {
+    ggml_context_ptr ctx(ggml_init({ 4*ggml_tensor_overhead(), nullptr, true }));
+
+    ggml_tensor * rows = ggml_new_tensor_2d(ctx.get(), type, 256, 16);
+    ggml_tensor * cur  = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, 256, 1);
+    ggml_tensor * idxs = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I64, 1);
+
+    if (dev && !ggml_backend_dev_supports_op(dev, ggml_set_rows(ctx.get(), rows, cur, idxs))) {
+        throw std::runtime_error("layer " + std::to_string(il) + ": " + ggml_backend_dev_name(dev) + " does not write rows of type '" +
+                ggml_type_name(type) + "': set offload_kqv to false, and the CPU keeps and reads the cache, or use the cold type 'q4_0'");
+    }
+}
+
 void llama_kv_guard_flash(ggml_backend_dev_t dev, const llama_hparams & hparams, uint32_t il) {
     ggml_context_ptr ctx(ggml_init({ 8*ggml_tensor_overhead(), nullptr, true }));
 

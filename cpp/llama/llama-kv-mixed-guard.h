@@ -20,3 +20,6 @@ void llama_kv_guard_mask(const ggml_tensor * mask, int64_t n_mask, int64_t n_tok
 // the device has flash attention for the F16 heads of this layer: llama.cpp would have the CPU compute it otherwise, with
 // all rows sent over the bus in every step
 void llama_kv_guard_flash(ggml_backend_dev_t dev, const llama_hparams & hparams, uint32_t il);
+
+// the device writes rows of this type: ggml ends the process where it has to and cannot
+void llama_kv_guard_rows(ggml_backend_dev_t dev, ggml_type type, uint32_t il);

@@ -2,7 +2,10 @@
 
 #include "llama-kv-mixed-hooks.h"
 
+#include "llama-kv-mixed-guard.h"
 #include "llama-kv-mixed-support.h"
+#include "llama-kv-rows-access.h"
+#include "llama-stream.h"
 
 #include "llama-context.h"
 #include "llama-impl.h"
@@ -28,9 +31,15 @@ bool llama_kv_mixed_admit(const llama_model * model, llama_context_params & para
         llama_kv_mixed_problem(*model, *config, params.type_k, params.type_v) :
         llama_kv_mixed_type_problem(params.type_k, params.type_v);
 
+    problem = problem.empty() ? llama_kv_mixed_basis_problem(*model, config, params.type_k, params.type_v) : problem;
+
     if (config && problem.empty() && params.flash_attn_type == LLAMA_FLASH_ATTN_TYPE_DISABLED) {
         problem = "the mixed KV cache and the fused attention keep V as rows, which llama.cpp does only with flash attention "
             "(architecture '" + model->arch_name() + "'): set flash_attn";
+    }
+
+    if (problem.empty()) {
+        problem = llama_stream_admit(*model, params);
     }
 
     if (!problem.empty()) {
@@ -60,7 +69,26 @@ static std::string size_problem(const std::vector<llama_kv_cache *> & caches) {
         "set hot_budget if that is what you want";
 }
 
+static void check_rows(const llama_kv_cache & kv) {
+    for (const auto & layer : kv_access::get_layers(kv)) {
+        for (const ggml_tensor * rows : { layer.k, layer.v }) {
+            if (rows && rows->buffer && ggml_is_quantized(rows->type)) {
+                llama_kv_guard_rows(ggml_backend_buft_get_device(ggml_backend_buffer_get_type(rows->buffer)), rows->type, layer.il);
+            }
+        }
+    }
+}
+
 void llama_kv_mixed_check(llama_memory_i * memory, const llama_model & model) {
+    try {
+        for (const llama_kv_cache * kv : llama_kv_mixed_caches(memory)) {
+            check_rows(*kv);
+        }
+    } catch (const std::exception &) {
+        delete memory;
+        throw;
+    }
+
     if (!llama_kv_mixed_config()) {
         return;
     }
@@ -145,9 +173,23 @@ void llama_kv_mixed_rope_layers(llm_arch arch, llama_hparams & hparams) {
     }
 }
 
+ggml_type llama_kv_mixed_layer_type(int32_t il, bool is_k, ggml_type type) {
+    const mixedkv_config * config = llama_kv_mixed_config();
+
+    return config ? llama_kv_mixed_type(*config, il, is_k, type) : type;
+}
+
+bool llama_kv_mixed_can_turn(const llama_kv_cache & kv, const llama_hparams & hparams) {
+    const auto & layers = kv_access::get_layers(kv);
+
+    return dynamic_cast<const llama_kv_cache_mixed *>(&kv) || std::none_of(layers.begin(), layers.end(), [&](const auto & layer) {
+        return ggml_is_quantized(layer.k->type) && hparams.has_rope(layer.il) && hparams.n_rot(layer.il) != hparams.n_embd_head_k(layer.il);
+    });
+}
+
 uint32_t llama_kv_mixed_nodes(llama_memory_i * memory) {
-    // the merged view takes most: two casts, three concatenations, views, the biases of K, and the ring's rows, for K and V
-    static constexpr uint32_t n_nodes_layer = 40;
+    // the merged view takes most: two casts, three concatenations, views, the biases of K, the basis of V, and the ring's rows, for K and V
+    static constexpr uint32_t n_nodes_layer = 50;
 
     uint32_t res = 0;
 

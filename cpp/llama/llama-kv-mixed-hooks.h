@@ -27,13 +27,25 @@ uint32_t llama_kv_mixed_nodes(llama_memory_i * memory);
 // thread touches rows as long as what is returned is there
 std::unique_lock<std::recursive_mutex> llama_kv_mixed_settle(llama_context & ctx);
 
+// llama_kv_cache: whether its keys can be turned; of a uniform cache ggml writes no part of a quantised head
+bool llama_kv_mixed_can_turn(const llama_kv_cache & kv, const llama_hparams & hparams);
+
 // llama_batch_allocr: this batch has gaps between its positions and goes between others; who made it has checked that
 bool llama_kv_mixed_fills();
+
+// llama_kv_cache: the type of K or V of a layer, where its context was asked for `type`
+ggml_type llama_kv_mixed_layer_type(int32_t il, bool is_k, ggml_type type);
 
 // where upstream makes a full-attention cache: what the configuration asks for; the arguments are those of llama_kv_cache
 template <typename... Args> llama_kv_cache * llama_kv_cache_make(Args &&... args) {
     if (const mixedkv_config * config = llama_kv_mixed_config()) {
-        return new llama_kv_cache_mixed(*config, std::forward<Args>(args)...);
+        mixedkv_config own = *config;
+
+        // they are there only while the context is made, for llama_kv_mixed_layer_type
+        own.layers   = nullptr;
+        own.n_layers = 0;
+
+        return new llama_kv_cache_mixed(own, std::forward<Args>(args)...);
     }
     return new llama_kv_cache(std::forward<Args>(args)...);
 }

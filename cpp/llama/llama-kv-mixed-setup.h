@@ -10,7 +10,7 @@
 void                llama_kv_mixed_set_error(const std::string & message);
 const std::string & llama_kv_mixed_get_error();
 
-// for the next context that this thread makes, nullptr: none
+// for the next context that this thread makes, nullptr: none; its layers are copied
 void llama_kv_mixed_set_next(const mixedkv_config * config);
 
 // the context is being made: its configuration, nullptr: none; there is no next one from here on

@@ -1,6 +1,7 @@
 #include "llama-kv-mixed-support.h"
 
 #include "attention/attention.h"
+#include "attention/lm3.h"
 
 #include "llama-kv-cache-iswa.h"
 #include "llama-kv-rows-convert.h"
@@ -19,9 +20,6 @@ static std::string check_memory(const llama_model & model) {
 
     const std::string arch = "architecture '" + model.arch_name() + "' ";
 
-    if (hparams.is_mla()) {
-        return arch + "caches compressed keys without values (MLA)";
-    }
     if (llm_arch_is_recurrent(model.arch)) {
         return arch + "is recurrent and has no KV cache";
     }
@@ -59,8 +57,13 @@ static std::string check_memory(const llama_model & model) {
     }
 }
 
-static std::string check_heads(const llama_model & model, ggml_type type_k, ggml_type type_v) {
+static std::string check_heads(const llama_model & model, const mixedkv_config & config, ggml_type type_k, ggml_type type_v) {
     const auto & hparams = model.hparams;
+
+    if (hparams.is_mla() && type_k != type_v) {
+        return "architecture '" + model.arch_name() + "' caches one row for keys and values (MLA): cold_type_k and cold_type_v must be "
+            "the same, not '" + ggml_type_name(type_k) + "' and '" + ggml_type_name(type_v) + "'";
+    }
 
     for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
         if (!hparams.has_kv(il) || hparams.is_recr(il)) {
@@ -74,11 +77,12 @@ static std::string check_heads(const llama_model & model, ggml_type type_k, ggml
             }
             return std::string("cold_type_") + name + " '" + ggml_type_name(type) + "' has blocks of " + std::to_string(n_block) +
                 " elements, which do not divide the head size " + std::to_string(n_embd_head) + " of layer " + std::to_string(il) +
-                " (architecture '" + model.arch_name() + "'): use the 'f16' cache";
+                " (architecture '" + model.arch_name() + "'): use " +
+                (n_embd_head % 32 == 0 ? "a type with blocks of 32, as q4_0" : "the 'f16' cache");
         };
 
-        std::string res = check("k", type_k, hparams.n_embd_head_k(il));
-        res = res.empty() ? check("v", type_v, hparams.n_embd_head_v(il)) : res;
+        std::string res = check("k", llama_kv_mixed_type(config, il, true, type_k), hparams.n_embd_head_k(il));
+        res = res.empty() ? check("v", llama_kv_mixed_type(config, il, false, type_v), hparams.n_embd_head_v(il)) : res;
         if (!res.empty()) {
             return res;
         }
@@ -94,6 +98,114 @@ std::string llama_kv_mixed_type_problem(ggml_type type_k, ggml_type type_v) {
             return std::string(is_k ? "type_k " : "type_v ") + std::to_string(int32_t(type)) + " is no type that a KV cache can have: "
                 "use f16, or a type that ggml quantises to without an importance matrix, as q8_0 and q4_0";
         }
+    }
+    if (type_k == LM3_TYPE) {
+        return "type_k 'lm3' is a type of values alone: use lm4";
+    }
+
+    return "";
+}
+
+static std::string range_text(const mixedkv_layer_types & range) {
+    return std::to_string(range.first) + (range.last == range.first ? "" : "-" + (range.last < 0 ? "" : std::to_string(range.last)));
+}
+
+static int64_t end_of(const mixedkv_layer_types & range) {
+    return range.last < 0 ? INT32_MAX : range.last;
+}
+
+std::string llama_kv_mixed_layers_problem(const mixedkv_config & config) {
+    for (uint32_t i = 0; i < config.n_layers; ++i) {
+        const auto & range = config.layers[i];
+
+        if (range.first < 0 || range.first > end_of(range)) {
+            return "layers " + std::to_string(range.first) + " to " + std::to_string(range.last) + " are no range: use first <= last, or last -1";
+        }
+        for (uint32_t j = 0; j < i; ++j) {
+            const auto & other = config.layers[j];
+            if (range.first <= end_of(other) && other.first <= end_of(range)) {
+                return "layers " + range_text(other) + " and " + range_text(range) + " overlap: name each layer once";
+            }
+        }
+
+        const std::string types = llama_kv_mixed_type_problem(range.type_k, range.type_v);
+        if (!types.empty()) {
+            return "layers " + range_text(range) + ": " + types;
+        }
+    }
+
+    return "";
+}
+
+ggml_type llama_kv_mixed_type(const mixedkv_config & config, int32_t il, bool is_k, ggml_type type) {
+    for (uint32_t i = 0; config.mixed && i < config.n_layers; ++i) {
+        const auto & range = config.layers[i];
+        if (range.first <= il && il <= end_of(range)) {
+            return is_k ? range.type_k : range.type_v;
+        }
+    }
+
+    return type;
+}
+
+static std::string check_layers(const llama_model & model, const mixedkv_config & config) {
+    const int32_t n_layer = model.hparams.n_layer_all;
+
+    for (uint32_t i = 0; config.mixed && i < config.n_layers; ++i) {
+        const auto & range = config.layers[i];
+        if (range.first >= n_layer || range.last >= n_layer) {
+            return "layers " + range_text(range) + ": the model has " + std::to_string(n_layer) + " layers, 0 to " + std::to_string(n_layer - 1);
+        }
+    }
+
+    return "";
+}
+
+std::string llama_kv_mixed_basis_problem(const llama_model & model, const mixedkv_config * config, ggml_type type_k, ggml_type type_v) {
+    const auto & hparams = model.hparams;
+
+    const bool is_calibrated = config && config->mixed && config->n_bases > 0;
+
+    if (is_calibrated && (hparams.is_mla() || !ggml_is_quantized(type_k) || !ggml_is_quantized(type_v))) {
+        return "values have a basis of their own in quantised caches that store values: leave the bases out";
+    }
+
+    for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
+        if (!hparams.has_kv(il) || hparams.is_recr(il)) {
+            continue;
+        }
+
+        const std::string layer = "layer " + std::to_string(il);
+
+        const mixedkv_value_basis * basis = nullptr;
+        for (uint32_t i = 0; is_calibrated && i < config->n_bases; ++i) {
+            basis = config->bases[i].il == int32_t(il) ? config->bases + i : basis;
+        }
+        if (is_calibrated && !basis) {
+            return layer + " has values, and no basis for them";
+        }
+        if (basis && (basis->n_head_kv != hparams.n_head_kv(il) || basis->n_embd_head != hparams.n_embd_head_v(il))) {
+            return layer + " has " + std::to_string(hparams.n_head_kv(il)) + " KV heads with values of " +
+                std::to_string(hparams.n_embd_head_v(il)) + " elements, the basis is for " + std::to_string(basis->n_head_kv) + " of " +
+                std::to_string(basis->n_embd_head);
+        }
+        if (!basis && (config ? llama_kv_mixed_type(*config, il, false, type_v) : type_v) == LM3_TYPE) {
+            return "type 'lm3' needs a basis for the values of " + layer + ": configure the context with one";
+        }
+    }
+
+    return "";
+}
+
+static std::string check_sparse(const llama_model & model, const mixedkv_config & config) {
+    if (!config.mixed || config.sparse_top_p == 0.0f) {
+        return "";
+    }
+    if (config.attention == MIXEDKV_ATTENTION_MERGED) {
+        return "sparse leaves out pages of keys in the fused attention only: leave sparse out, or attention 'merged'";
+    }
+    if (model.hparams.is_mla()) {
+        return "sparse is not supported: architecture '" + model.arch_name() + "' caches one row for keys and values (MLA): leave it out";
     }
 
     return "";
@@ -116,7 +228,14 @@ std::string llama_kv_mixed_problem(const llama_model & model, const mixedkv_conf
             "; use the 'f16' cache with llama.cpp's own attention";
     }
 
-    return check_heads(model, type_k, type_v);
+    const std::string layers = check_layers(model, config);
+    if (!layers.empty()) {
+        return layers;
+    }
+
+    const std::string heads = check_heads(model, config, type_k, type_v);
+
+    return heads.empty() ? check_sparse(model, config) : heads;
 }
 
 std::vector<llama_kv_cache *> llama_kv_mixed_caches(llama_memory_i * memory) {

@@ -67,12 +67,19 @@ static void take_bias(std::vector<float> & row, const llama_kv_node & node, int6
     llama_kv_take_bias(row.data(), n_embd_head, *node.scales, turns.data());
 }
 
-// cur: src[i], cold: src[i + 2], idxs: src[i + 4]; i = 0 for K, 1 for V
-static void store_token(ggml_tensor * dst, const llama_kv_node & node, int i, int64_t token) {
-    const ggml_tensor * cur  = dst->src[i];
-    const ggml_tensor * cold = dst->src[i + 2];
+// of K and V, 1: there is no V
+static int count_kinds(const ggml_tensor * dst) {
+    return dst->src[3] ? 2 : 1;
+}
 
-    const int64_t cell = ((const int64_t *) dst->src[i + 4]->data)[token];
+// cur: src[i], cold: src[n + i], idxs: src[2*n + i]; i = 0 for K, 1 for V, n of them
+static void store_token(ggml_tensor * dst, const llama_kv_node & node, int i, int64_t token) {
+    const int n_kinds = count_kinds(dst);
+
+    const ggml_tensor * cur  = dst->src[i];
+    const ggml_tensor * cold = dst->src[n_kinds + i];
+
+    const int64_t cell = ((const int64_t *) dst->src[2*n_kinds + i]->data)[token];
     const int64_t n    = cur->ne[0]*cur->ne[1];
 
     const auto * scales   = i == 0 ? node.scales : nullptr;
@@ -99,10 +106,17 @@ static void store_token(ggml_tensor * dst, const llama_kv_node & node, int i, in
 static void store_compute(ggml_tensor * dst, int ith, int nth, void * userdata) {
     const auto & node = *(const llama_kv_node *) userdata;
 
-    const int64_t n = 2*dst->ne[1];
+    const int     n_kinds = count_kinds(dst);
+    const int64_t n       = n_kinds*dst->ne[1];
 
     for (int64_t i = n*ith/nth; i < n*(ith + 1)/nth; ++i) {
-        store_token(dst, node, i % 2, i / 2);
+        store_token(dst, node, i % n_kinds, i / n_kinds);
+    }
+
+    // of rows that are there already
+    const size_t n_due = node.pages ? node.all_pages->get_due().size() : 0;
+    for (size_t i = n_due*ith/nth; i < n_due*(ith + 1)/nth; ++i) {
+        node.pages->sum_up(llama_kv_node_rows(dst->src[n_kinds], dst->src[0]->ne[0]), node.pairs, node.all_pages->get_due()[i]);
     }
 }
 
@@ -112,17 +126,21 @@ ggml_tensor * llama_kv_node_store(
         ggml_tensor * cold_k, ggml_tensor * cold_v,
         ggml_tensor * cur_k,  ggml_tensor * cur_v,
         ggml_tensor * k_idxs, ggml_tensor * v_idxs) {
-    for (const ggml_tensor * cur : { cur_k, cur_v }) {
-        llama_kv_guard(cur->type == GGML_TYPE_F32 && cur->nb[0] == sizeof(float), "K and V of a token come as rows of F32");
+    std::vector<ggml_tensor *> srcs = { cur_k, cold_k, k_idxs };
+    if (cold_v) {
+        srcs = { cur_k, cur_v, cold_k, cold_v, k_idxs, v_idxs };
     }
-    for (const ggml_tensor * idxs : { k_idxs, v_idxs }) {
+
+    const size_t n_kinds = srcs.size()/3;
+    for (size_t i = 0; i < n_kinds; ++i) {
+        const ggml_tensor * cur  = srcs[i];
+        const ggml_tensor * idxs = srcs[2*n_kinds + i];
+        llama_kv_guard(cur->type == GGML_TYPE_F32 && cur->nb[0] == sizeof(float), "K and V of a token come as rows of F32");
         llama_kv_guard(idxs->type == GGML_TYPE_I64 && idxs->ne[0] == cur_k->ne[2], "each token comes with the row that it goes to");
     }
 
-    ggml_tensor * srcs[] = { cur_k, cur_v, cold_k, cold_v, k_idxs, v_idxs };
-
-    return ggml_custom_4d(ctx, GGML_TYPE_F16, cold_k->ne[0] + cold_v->ne[0], cur_k->ne[2], 1, 1,
-            srcs, 6, store_compute, GGML_N_TASKS_MAX, &node);
+    return ggml_custom_4d(ctx, GGML_TYPE_F16, cold_k->ne[0] + (cold_v ? cold_v->ne[0] : 0), cur_k->ne[2], 1, 1,
+            srcs.data(), (int) srcs.size(), store_compute, GGML_N_TASKS_MAX, &node);
 }
 
 void llama_kv_node_write_ring(
@@ -137,7 +155,9 @@ void llama_kv_node_write_ring(
             continue; // the row that nobody reads
         }
 
-        memcpy((char *) ring_k->data + row*ring_k->nb[1], src,                  ring_k->nb[1]);
-        memcpy((char *) ring_v->data + row*ring_v->nb[1], src + ring_k->nb[1], ring_v->nb[1]);
+        memcpy((char *) ring_k->data + row*ring_k->nb[1], src, ring_k->nb[1]);
+        if (ring_v) {
+            memcpy((char *) ring_v->data + row*ring_v->nb[1], src + ring_k->nb[1], ring_v->nb[1]);
+        }
     }
 }

@@ -5,11 +5,12 @@
 #include "attention/attention.h"
 #include "ggml.h"
 #include "llama-kv-equalize.h"
+#include "llama-kv-pages.h"
 
 #include <cstdint>
 #include <vector>
 
-// Attention that the queries of a graph pay to each cell, summed over its layers: what each thread has seen.
+// Attention that the queries of a graph pay to each cell, summed over its deep layers: what each thread has seen.
 struct llama_kv_mass {
     std::vector<std::vector<float>> by_thread = std::vector<std::vector<float>>(GGML_MAX_N_THREADS);
 };
@@ -26,8 +27,26 @@ public:
     // where attention is watched; the ubatch is of one stream then
     llama_kv_mass * mass = nullptr;
 
+    float                    v_skip = 0.0f;
+    mixedkv::attention_skips skips;
+
+    // of the weights of each row that the pages read hold
+    float share = 0.0f;
+
+    // which pages are read: of each query, KV head and page of the cells
+    std::vector<uint8_t> taken;
+    void reserve_taken(size_t n);
+    size_t most_heads_kv = 1; // of layers with pages
+
+    // the ubatch has a mask of its own; what is seen in it is kept for all layers
+    void next_mask();
+    void reserve_seen(size_t n);
+    mixedkv::attention_seen get_seen(size_t first, size_t n, int64_t row);
+
 private:
     std::vector<uint8_t> data;
+    std::vector<uint32_t> seen;
+    uint32_t n_masks = 0;
 };
 
 // What the nodes of one layer know besides their sources: the same for every graph of a context.
@@ -52,9 +71,19 @@ struct llama_kv_node {
     // what cold rows of K lack, with the turns of the cells of all streams; nullptr: nothing
     const std::vector<mixedkv::attention_pair> * pairs = nullptr;
 
+    // what is known of the layer's keys, nullptr: they are all read
+    llama_kv_layer_pages * pages     = nullptr;
+    const llama_kv_pages * all_pages = nullptr;
+
     // which of the optional sources the node has
     bool has_ring  = false;
     bool has_sinks = false;
+
+    // V are the first elements of K's rows (MLA), and not stored besides
+    bool is_latent = false;
+
+    // of the deeper half of the layers: where attention is watched, it is theirs
+    bool is_deep = false;
 
     // nobody after it reads the slots as they were: it writes the ubatch's rows to the ring when it is done
     bool writes_ring = false;
@@ -63,7 +92,8 @@ struct llama_kv_node {
 // Stores K and V of the ubatch, rotated if the node says so, as the cache stores them and rounded to F16 besides.
 // One node instead of two rotations, two casts and two SET_ROWS: what they cost in decoding is the wait after each.
 //
-// cold           k, v of all streams as the cache stores them [n_embd_gqa, kv_size, n_stream]
+// cold           k, v of all streams as the cache stores them [n_embd_gqa, kv_size, n_stream]; V is nullptr in all three
+//                where keys are all that is stored
 // cur            k, v F32 [n_embd_head, n_head_kv, n_tokens]
 // k_idxs, v_idxs I64 [n_tokens] (the first n_tokens are used), rows of the cold tensors
 // returns        F16 [n_embd_k_gqa + n_embd_v_gqa, n_tokens], the rows of the ubatch as the ring will hold them;
@@ -79,6 +109,9 @@ ggml_tensor * llama_kv_node_store(
 void llama_kv_node_write_ring(
         const ggml_tensor * rows, const ggml_tensor * idxs, const ggml_tensor * ring_k, const ggml_tensor * ring_v);
 
+// Rows of K of all streams, as a cache stores them.
+mixedkv::attention_rows llama_kv_node_rows(const ggml_tensor * cold_k, int64_t n_embd_head);
+
 // Attends to the rows as they lie.
 //
 // q       F32 [n_embd_head_k, n_head, n_tokens]
@@ -87,6 +120,7 @@ void llama_kv_node_write_ring(
 // cur     F16 [n_embd_k_gqa + n_embd_v_gqa, n_tokens], from llama_kv_node_store
 // idxs    I64 [n_tokens], ring rows of all streams where cur goes
 // mask    F16 [n_kv + n_ring + n_tokens/n_stream, n_tokens/n_stream, 1, n_stream]
+// choice  is set to the node before it, which chooses pages, where the layer has them
 // returns F32 [n_embd_head_v*n_head, n_tokens]
 ggml_tensor * llama_kv_node_attention(
         ggml_context * ctx,
@@ -96,4 +130,5 @@ ggml_tensor * llama_kv_node_attention(
         ggml_tensor * ring_k, ggml_tensor * ring_v,
         ggml_tensor * cur,    ggml_tensor * idxs,
         ggml_tensor * mask,
-        ggml_tensor * sinks);
+        ggml_tensor * sinks,
+        ggml_tensor ** choice);

@@ -25,7 +25,7 @@ struct kv_access : llama_kv_cache {
         return is_k ? kv.build_input_k_rot(ctx) : kv.build_input_v_rot(ctx);
     }
 
-    // its edge, 0: the cache is not rotated
+    // its edge, 0: upstream rotates nothing
     static int64_t get_rot(const llama_kv_cache & kv, bool is_k) {
         ggml_context_ptr    ctx(ggml_init({ ggml_tensor_overhead(), nullptr, true }));
         const ggml_tensor * rot = build_rot(kv, is_k, ctx.get());

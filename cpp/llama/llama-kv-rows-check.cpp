@@ -1,6 +1,7 @@
 #include "llama-kv-rows-check.h"
 
 #include "llama-kv-cache-mixed.h"
+#include "llama-kv-mixed-hooks.h"
 #include "llama-kv-rows-access.h"
 #include "llama-kv-rows-convert.h"
 #include "llama-kv-rows-view.h"
@@ -119,6 +120,9 @@ static std::string check_window(
 }
 
 static std::string check_shift(llama_context & ctx, const llama_kv_cache & kv) {
+    if (!llama_kv_mixed_can_turn(kv, ctx.get_model().hparams)) {
+        return "llama.cpp cannot shift a quantised uniform cache where RoPE turns a part of each head: use a mixed cache, or f16";
+    }
     if (!ctx.get_memory()->get_can_shift()) {
         return "positions of architecture '" + ctx.get_model().arch_name() + "' cannot be shifted: load the block where it was";
     }
@@ -174,7 +178,8 @@ static std::string check_scales(const llama_model & model, const mixedkv_layer_r
     }
 
     return "layer " + std::to_string(rows.il) + ": keys of the block are equalised by scales that this machine does not get from the "
-        "model: evaluate its tokens anew, or export blocks with equalize=false";
+        "model, or its values are in a basis that the cache does not have: evaluate its tokens anew, or export blocks with "
+        "equalize=false and without lm3";
 }
 
 static std::string check_layers(

@@ -146,6 +146,8 @@ void llama_kv_rows_export(
 
     if (mixed && mixed->has_ring()) {
         export_hot(mixed->get_k_ring_stream(il, strm), rows, k_hot);
+    }
+    if (mixed && mixed->has_ring() && layer.v) {
         export_hot(mixed->get_v_ring_stream(il, strm), rows, v_hot);
     }
 }

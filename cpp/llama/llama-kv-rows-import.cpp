@@ -59,6 +59,11 @@ static void import_columns(ggml_tensor * t, int64_t n_embd, const std::vector<ui
     }
 }
 
+// K, and V unless keys are all that is stored (MLA)
+static std::vector<bool> kinds_of(const mixedkv_layer_rows & rows) {
+    return rows.n_embd_head_v == 0 ? std::vector<bool>{ true } : std::vector<bool>{ true, false };
+}
+
 // K or V of a layer in a block, and what the cache makes of it
 struct source {
     llama_kv_row_layer  layer;
@@ -75,13 +80,19 @@ static source get_source(const placement & place, const mixedkv_layer_rows & row
     source res = { { place.ctx.get_model(), place.ctx.get_cparams(), uint32_t(rows.il) }, {}, {}, 0, nullptr, nullptr };
 
     res.format = is_k ? llama_kv_row_format{ rows.type_k, rows.rotation_k } : llama_kv_row_format{ rows.type_v, rows.rotation_v };
-    res.cold   = { is_k ? kv.type_k() : kv.type_v(), uint32_t(kv_access::get_rot(kv, is_k)) };
+    const auto & layer = kv_access::get_layers(kv)[kv_access::get_ids(kv).at(rows.il)];
+
+    res.cold = { (is_k ? layer.k : layer.v)->type, uint32_t(llama_kv_rows_rotation(kv, is_k)) };
     if (is_k) {
         const auto other = place.scales.find(rows.il);
         res.cold.scales   = llama_kv_rows_scales(kv, rows.il);
         res.format.scales = rows.equalization == 0 ? nullptr : other != place.scales.end() ? &other->second : res.cold.scales;
         res.format.cold   = true;
         res.cold.cold     = true;
+    } else {
+        const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(&kv);
+        res.cold.basis   = llama_kv_rows_basis(kv, rows.il);
+        res.format.basis = mixed && rows.equalization == mixed->get_rows_id(rows.il) ? res.cold.basis : nullptr;
     }
     res.n_embd = int64_t(rows.n_head_kv)*(is_k ? rows.n_embd_head_k : rows.n_embd_head_v);
     res.rows   = (const uint8_t *) (is_k ? rows.k : rows.v);
@@ -90,10 +101,17 @@ static source get_source(const placement & place, const mixedkv_layer_rows & row
     return res;
 }
 
+// of F16 rows beside cold ones
+static llama_kv_row_format to_hot(llama_kv_row_format cold) {
+    cold.type = GGML_TYPE_F16;
+    cold.cold = false;
+    return cold;
+}
+
 // the cold rows of the cache, from the most precise copy there is
 static std::vector<uint8_t> convert_cold(const source & src, const mixedkv_row_group & group) {
     llama_kv_row_converter cold(src.layer, src.format, src.cold, src.n_embd);
-    llama_kv_row_converter hot(src.layer, { GGML_TYPE_F16, src.format.rotation, src.format.scales }, src.cold, src.n_embd);
+    llama_kv_row_converter hot(src.layer, to_hot(src.format), src.cold, src.n_embd);
 
     std::vector<uint8_t> res(group.n_rows*cold.dst_size());
 
@@ -107,10 +125,6 @@ static std::vector<uint8_t> convert_cold(const source & src, const mixedkv_row_g
 }
 
 static void import_layer(const placement & place, uint32_t strm, const mixedkv_layer_rows & rows, bool is_k) {
-    if (!is_k && rows.n_embd_head_v == 0) {
-        return; // MLA
-    }
-
     const auto & layer = kv_access::get_layers(place.kv)[kv_access::get_ids(place.kv).at(rows.il)];
     const auto   src   = get_source(place, rows, is_k);
 
@@ -135,7 +149,7 @@ static std::vector<int32_t> wanted_slots(const placement & place) {
 
     bool better = false;
     for (uint32_t i = 0; i < group.n_layers; ++i) {
-        for (const bool is_k : { true, false }) {
+        for (const bool is_k : kinds_of(group.layers[i])) {
             const auto src = get_source(place, group.layers[i], is_k);
             better = better || ggml_type_size(src.format.type)*ggml_blck_size(src.cold.type) >
                                ggml_type_size(src.cold.type)*ggml_blck_size(src.format.type);
@@ -161,14 +175,14 @@ static bool import_hot(
     const auto   slots = kv.adopt(seq_id, cells, wanted);
 
     for (uint32_t il = 0; il < group.n_layers; ++il) {
-        for (const bool is_k : { true, false }) {
+        for (const bool is_k : kinds_of(group.layers[il])) {
             const auto src  = get_source(place, group.layers[il], is_k);
             auto *     ring = const_cast<ggml_tensor *>(is_k ? kv.get_k_ring_stream(group.layers[il].il, strm) :
                                                                kv.get_v_ring_stream(group.layers[il].il, strm));
 
-            const llama_kv_row_format dst = { GGML_TYPE_F16, src.cold.rotation, src.cold.scales };
+            const llama_kv_row_format dst = to_hot(src.cold);
 
-            llama_kv_row_converter from_hot (src.layer, { GGML_TYPE_F16, src.format.rotation, src.format.scales }, dst, src.n_embd);
+            llama_kv_row_converter from_hot (src.layer, to_hot(src.format), dst, src.n_embd);
             llama_kv_row_converter from_cold(src.layer, src.format, dst, src.n_embd);
 
             std::vector<uint8_t> row(from_hot.dst_size());
@@ -233,6 +247,9 @@ static void import_group(llama_context & ctx, placement & place, llama_seq_id se
     place.sinfo.s1   = strm;
     place.sinfo.strm = { llama_seq_id(strm) };
     place.sinfo.idxs = { empty_cells(cells, group.n_rows) };
+    if (auto * mixed = dynamic_cast<llama_kv_cache_mixed *>(&place.kv)) {
+        mixed->touch_rows(strm, place.sinfo.idxs[0]);
+    }
 
     llama_batch_allocr balloc(ctx.get_model().hparams.n_pos_per_embd());
     llama_ubatch       ubatch = balloc.ubatch_reserve(group.n_rows, 1);
@@ -264,8 +281,9 @@ static void import_group(llama_context & ctx, placement & place, llama_seq_id se
     }
 
     for (uint32_t il = 0; il < group.n_layers; ++il) {
-        import_layer(place, strm, group.layers[il], true);
-        import_layer(place, strm, group.layers[il], false);
+        for (const bool is_k : kinds_of(group.layers[il])) {
+            import_layer(place, strm, group.layers[il], is_k);
+        }
     }
 
     if (mixed && mixed->has_ring()) {
@@ -360,8 +378,8 @@ static placement make_place(
 
     for (uint32_t i = 0; i < group.n_layers; ++i) {
         const auto & rows   = group.layers[i];
-        const auto * scales = llama_kv_rows_scales(kv, rows.il);
-        if (rows.equalization != 0 && rows.equalization != (scales ? scales->id : 0)) {
+        const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(&kv);
+        if (rows.equalization != 0 && rows.equalization != (mixed ? mixed->get_rows_id(rows.il) : 0)) {
             res.scales[rows.il] = llama_kv_make_scales(ctx.get_model(), rows.il);
         }
     }
@@ -422,6 +440,16 @@ std::string llama_kv_rows_import(
     return "";
 }
 
+static bool has_rows(const llama_kv_cache & kv, llama_seq_id seq_id, const mixedkv_row_group & group) {
+    for (uint32_t i = 0; i < group.n_rows; ++i) {
+        if (llama_kv_rows_cell(kv.get_cells(seq_id), seq_id, group, i) < 0) {
+            return false;
+        }
+    }
+
+    return true;
+}
+
 std::string llama_kv_rows_restore_window(
         llama_context & ctx, llama_seq_id seq_id, const mixedkv_row_group * groups, uint32_t n_groups) {
     const std::string problem = llama_kv_rows_check(ctx, seq_id, groups, n_groups, 0, -1, LLAMA_KV_ROWS_WINDOW);
@@ -433,9 +461,12 @@ std::string llama_kv_rows_restore_window(
 
     std::vector<placement> places;
 
+    std::vector<bool> replaced; // rows of sliding windows, where the sequence lacks some
+
     for (uint32_t i = 0; i < n_groups; ++i) {
-        const bool slides = kv_access::get_n_swa(*caches[i]) > 0;
+        const bool slides = kv_access::get_n_swa(*caches[i]) > 0 && !has_rows(*caches[i], seq_id, groups[i]);
         places.push_back(make_place(ctx, *caches[i], seq_id, groups[i], 0, slides ? 0 : -1));
+        replaced.push_back(slides);
         if (slides && count_room(places[i], seq_id, 0) < places[i].group.n_rows) {
             return "no room for a sliding window of " + std::to_string(places[i].group.n_rows) + " tokens: remove sequences";
         }
@@ -443,9 +474,10 @@ std::string llama_kv_rows_restore_window(
 
     bool complete = true;
 
-    for (auto & place : places) {
+    for (uint32_t i = 0; i < n_groups; ++i) {
+        auto & place = places[i];
         auto * mixed = dynamic_cast<llama_kv_cache_mixed *>(&place.kv);
-        if (place.group.n_rows > 0 && kv_access::get_n_swa(place.kv) > 0) {
+        if (replaced[i]) {
             place.kv.seq_rm(seq_id, -1, -1);
             import_group(ctx, place, seq_id, 0);
         } else if (place.group.n_hot > 0 && mixed && mixed->has_ring()) {

@@ -34,14 +34,28 @@ const llama_kv_scales * llama_kv_rows_scales(const llama_kv_cache & kv, int32_t 
     return mixed ? mixed->get_scales(il) : nullptr;
 }
 
+const llama_kv_value_basis * llama_kv_rows_basis(const llama_kv_cache & kv, int32_t il) {
+    const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(&kv);
+    return mixed ? mixed->get_basis(il) : nullptr;
+}
+
+int64_t llama_kv_rows_rotation(const llama_kv_cache & kv, bool is_k) {
+    const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(&kv);
+    const auto * rot   = mixed && is_k ? mixed->get_latent_rot() : nullptr;
+
+    if (!is_k && mixed && mixed->is_calibrated()) {
+        return 0;
+    }
+
+    return rot ? rot->ne[0] : kv_access::get_rot(kv, is_k);
+}
+
 std::vector<mixedkv_layer_info> llama_kv_rows_layers(const llama_kv_cache & kv, const llama_hparams & hparams) {
     std::vector<mixedkv_layer_info> res;
 
     const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(&kv);
 
     for (const auto & layer : kv_access::get_layers(kv)) {
-        const auto * scales = llama_kv_rows_scales(kv, layer.il);
-
         mixedkv_layer_info info = {};
 
         info.il            = layer.il;
@@ -53,9 +67,9 @@ std::vector<mixedkv_layer_info> llama_kv_rows_layers(const llama_kv_cache & kv, 
         info.n_cells       = layer.k->ne[1]*layer.k->ne[2];
         info.type_k        = layer.k->type;
         info.type_v        = layer.v ? layer.v->type : layer.k->type;
-        info.rotation_k    = kv_access::get_rot(kv, true);
-        info.rotation_v    = layer.v ? kv_access::get_rot(kv, false) : 0;
-        info.equalization  = scales ? scales->id : 0;
+        info.rotation_k    = llama_kv_rows_rotation(kv, true);
+        info.rotation_v    = layer.v ? llama_kv_rows_rotation(kv, false) : 0;
+        info.equalization  = mixed ? mixed->get_rows_id(layer.il) : 0;
         info.bytes_cold    = ggml_nbytes(layer.k) + (layer.v ? ggml_nbytes(layer.v) : 0);
         info.bytes_hot     = mixed ? mixed->get_ring_bytes(layer.il) : 0;
         info.n_swa         = kv_access::get_n_swa(kv);
@@ -165,7 +179,7 @@ bool llama_kv_rows_read(
     const auto & layer = kv_access::get_layers(kv)[kv_access::get_ids(kv).at(il)];
 
     const uint32_t strm  = kv.get_stream(seq_id);
-    const int64_t  n_rot = kv_access::get_rot(kv, is_k);
+    const int64_t  n_rot = llama_kv_rows_rotation(kv, is_k);
 
     const ggml_tensor * cold = is_k ? layer.k_stream[strm] : layer.v_stream[strm];
     if (!cold) {
@@ -175,6 +189,7 @@ bool llama_kv_rows_read(
     const int64_t n_embd = int64_t(is_k ? hparams.n_embd_head_k(il) : hparams.n_embd_head_v(il))*hparams.n_head_kv(il);
 
     const auto * scales = is_k ? llama_kv_rows_scales(kv, il) : nullptr;
+    const auto * basis  = is_k ? nullptr : llama_kv_rows_basis(kv, il);
 
     llama_kv_rope rope(ctx.get_model(), ctx.get_cparams(), il, scales ? scales->pairs : std::vector<int32_t>());
 
@@ -192,6 +207,9 @@ bool llama_kv_rows_read(
 
         if (unrotate && n_rot) {
             llama_kv_rows_rotate(row.data(), n_embd, n_rot);
+        }
+        if (unrotate && basis) {
+            basis->undo(row.data());
         }
         if (unrotate && scales) {
             llama_kv_rows_scale(row.data(), scales->q);

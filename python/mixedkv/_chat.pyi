@@ -15,13 +15,19 @@ class ChatPrompt:
 
     @property
     def grammar(self) -> str:
-        """GBNF of the answer, `opening` included; empty if the model has no calls."""
+        """GBNF of the answer, `opening` included; empty if the model has no calls. With `triggers`, of what
+        begins with one of these.
+        """
 
     @property
     def parser(self) -> str: ...
     @property
     def preserved(self) -> list[str]:
         """Control tokens that are part of a call."""
+
+    @property
+    def triggers(self) -> list[str]:
+        """Words that begin a call in an answer that may have one; empty where there are none, or patterns."""
 
     @property
     def stops(self) -> list[str]: ...

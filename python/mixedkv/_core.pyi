@@ -1,9 +1,10 @@
 """Private mirror of the C API, cpp/include/mixedkv/mixedkv.h. `ctx` and `model` are addresses.
 
 Statuses become exceptions: INVALID ValueError, UNSUPPORTED errors.UnsupportedModelError,
-NOT_AVAILABLE LookupError, INTERNAL RuntimeError.
+NOT_AVAILABLE LookupError, UNREADABLE errors.ModelReadError, INTERNAL RuntimeError.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal, TypedDict
 
 import numpy as np
@@ -21,6 +22,7 @@ class Stats(TypedDict):
     n_stream: int
     n_layer: int
     threshold: int
+    threshold_now: int
     threshold_capacity: int
     group_size: int
     sink_tokens: int
@@ -31,10 +33,15 @@ class Stats(TypedDict):
     hot_slots: int
     hot_shared: bool
     n_evicted: int
+    n_v_met: int
+    n_v_skipped: int
+    n_pages: int
+    n_pages_read: int
     n_elements: int
     bytes_total: int
     bytes_cold: int
     bytes_hot: int
+    bytes_given_back: int
     bytes_view: int
     bytes_compute: int
 
@@ -80,6 +87,19 @@ class LayerRows(TypedDict):
     k_hot: npt.NDArray[np.float16]
     v_hot: npt.NDArray[np.float16]
 
+class StreamStats(TypedDict):
+    bytes_read: int
+    n_layers: int
+    n_holds: int
+    n_stalls: int
+    seconds_waiting: float
+    seconds_reading: float
+    bytes_ring: int
+    bytes_streamed: int
+    o_direct: bool
+    n_passes: int
+    seconds: float
+
 class RowGroup(TypedDict):
     positions: npt.NDArray[np.int32]
     hot: npt.NDArray[np.int32]
@@ -97,6 +117,10 @@ def configure_next(
     n_draft: int = 0,
     equalize: bool = False,
     hot_budget: int = 0,
+    v_skip: float = 0.0,
+    sparse_top_p: float = 0.0,
+    layers: list[tuple[int, int, int, int]] = ...,
+    bases: list[tuple[int, npt.NDArray[np.float32], npt.NDArray[np.float32]]] = ...,
 ) -> None: ...
 def withdraw() -> None: ...
 def check(
@@ -112,6 +136,9 @@ def check(
     n_draft: int = 0,
     equalize: bool = False,
     hot_budget: int = 0,
+    v_skip: float = 0.0,
+    sparse_top_p: float = 0.0,
+    layers: list[tuple[int, int, int, int]] = ...,
 ) -> None: ...
 def count_ring_rows(
     threshold: int,
@@ -132,6 +159,8 @@ def scales(ctx: int, il: int) -> npt.NDArray[np.float32] | None: ...
 def sequences(ctx: int) -> list[Sequence]: ...
 def short_from(ctx: int) -> list[int]: ...
 def window_is_whole(ctx: int, seq: int, pos: int) -> bool: ...
+def limit_window(ctx: int, threshold: int) -> None: ...
+def check_pages(ctx: int) -> tuple[int, int]: ...
 def set_window(ctx: int, threshold: int, group_size: int, sink_tokens: int) -> None: ...
 def read_rows(
     ctx: int, il: int, seq: int, which: Literal["k", "v"], p0: int, p1: int, unrotate: bool
@@ -169,3 +198,34 @@ class Matrix:
     def __init__(self, data: Any, type: int, n_in: int, n_rows: int, n_threads: int) -> None: ...
     def rows(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]: ...
     def multiply(self, vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]: ...
+
+class Loading:
+    """A model on its way, for llama_model_params. `progress` gets the share that is there."""
+
+    def __init__(self, progress: Callable[[float], object] | None) -> None: ...
+    def callback(self) -> int: ...
+    def address(self) -> int: ...
+    def check(self) -> None:
+        """Raises what ended it: what Ctrl-C's handler raised, or `progress`."""
+
+class Assertions:
+    """While inside, an assertion of ggml that fails on this thread makes the function that was called fail;
+    elsewhere it ends the process. For functions that load a model or make a context."""
+
+    def __init__(self) -> None: ...
+    def __enter__(self) -> Assertions: ...
+    def __exit__(self, *args: object) -> None: ...
+    @property
+    def failed(self) -> str:
+        """What ggml says of it, with its place in ggml or llama.cpp; "" if none failed."""
+
+class Stream:
+    """Weights that are read for each pass; buffer_type: an address, for llama_model_params."""
+
+    def __init__(self, prefetch: bool, n_slots: int, n_threads: int, chunk: int) -> None: ...
+    def buffer_type(self) -> int: ...
+    def stats(self) -> StreamStats: ...
+    def check(self) -> None:
+        """Raises errors.ModelReadError, or what Ctrl-C's handler raised, once after a failed evaluation."""
+    def lock(self, model: int) -> tuple[int, int, str]:
+        """Bytes that are locked, that should be, and why not all are."""

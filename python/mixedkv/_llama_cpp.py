@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import llama_cpp
+from llama_cpp import _internals
+
+no_log = llama_cpp.llama_log_callback(lambda _level, _text, _data: None)
+
+_making = threading.Lock()  # a Llama on another one's weights
+
+
+class TensorBufferOverride(ctypes.Structure):
+    """llama_model_tensor_buft_override; llama_model_params has an array that ends with an empty one."""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p))
 
 
 def context(llm: llama_cpp.Llama) -> Any:
@@ -71,6 +85,24 @@ def is_hybrid(llm: llama_cpp.Llama) -> bool:
     return bool(llm._is_hybrid)
 
 
+def n_rollback(llm: llama_cpp.Llama) -> int:
+    """Of a sequence with a state of all of it, how many of the last tokens can be removed (`n_rs_seq`)."""
+    return int(llama_cpp.llama_n_rs_seq(context(llm)))
+
+
+def has_adapter(llm: llama_cpp.Llama) -> bool:
+    """Whether its LoRA adapter was loaded: the base class goes on without one that was refused."""
+    if not llm._lora_adapter:
+        llm._lora_adapter = None  # which it would free
+    return llm._lora_adapter is not None
+
+
+def watch_loading(params: Any, callback: int, data: int) -> None:
+    """Have llama_model_params say how far a model is: addresses of the callback and its argument."""
+    params.progress_callback = ctypes.cast(callback, llama_cpp.llama_progress_callback)
+    params.progress_callback_user_data = data
+
+
 def at_close(llm: llama_cpp.Llama, function: Callable[[], None]) -> None:
     """Have a function called by `close`, before the context and the model are freed."""
     llm._stack.callback(function)
@@ -81,6 +113,39 @@ def close(llm: llama_cpp.Llama) -> None:
     stack = getattr(llm, "_stack", None)
     if stack is not None:
         stack.close()
+
+
+class _Borrowed:
+    """A model that another `Llama` frees."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def close(self) -> None:
+        pass
+
+
+@contextmanager
+def weights_of(other: llama_cpp.Llama | None) -> Iterator[None]:
+    """The `Llama` that this thread makes meanwhile reads no file: it has the weights of the other one."""
+    if other is None:
+        yield
+        return
+    internals: Any = _internals  # where the base class looks for its model
+    load, thread = internals.LlamaModel, threading.get_ident()
+
+    def make(**options: Any) -> Any:
+        return _Borrowed(other._model) if threading.get_ident() == thread else load(**options)
+
+    with _making:
+        internals.LlamaModel = make
+        try:
+            yield
+        finally:
+            internals.LlamaModel = load
 
 
 def sampler(llm: llama_cpp.Llama, **sampling: Any) -> Callable[[], int]:

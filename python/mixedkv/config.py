@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import gguf
-
 from mixedkv.hot_window import HotWindow
+from mixedkv.kv_spec import HOT_BUDGETS, KEYS, fields_of, parse_options, spec_of
+from mixedkv.layer_types import LayerTypes, parse_layers, shorten
 from mixedkv.limits import INT32_MAX
+from mixedkv.model.budget import Room, Types, spend
+from mixedkv.model.footprint import ModelShape, footprint, model_shape, ring_rows
+from mixedkv.model.gguf_file import read_model_file
+from mixedkv.model.layer_plan import LayerPlan, Shares
+from mixedkv.row_types import (
+    CALIBRATED_TYPES,
+    COLD_TYPES,
+    HOT_TYPES,
+    UNIFORM_TYPES,
+    VALUE_TYPES,
+    ggml_type,
+    type_bits,
+)
+from mixedkv.sparse import normal_sparse, top_p_of
 
-HOT_TYPES = ("f16",)
-COLD_TYPES = ("q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
-UNIFORM_TYPES = ("f16", "bf16", "f32", *COLD_TYPES)
 ATTENTIONS = ("auto", "fused", "merged")
-HOT_BUDGETS = ("auto", "all")
-
-
-def ggml_type(name: str) -> int:
-    """The ggml type id of a type name, e.g. 8 for "q8_0"."""
-    return int(gguf.GGMLQuantizationType[name.upper()])
-
-
-def type_name(ggml_id: int) -> str:
-    """The name of a ggml type id, e.g. "q8_0" for 8."""
-    return gguf.GGMLQuantizationType(ggml_id).name.lower()
-
-
-def type_bits(name: str) -> float:
-    """Bits per element of a type, scales included: 16 for "f16", 8.5 for "q8_0", 4.5 for "q4_0"."""
-    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name.upper()]]
-    return 8 * size / block
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,11 +37,12 @@ class MixedKVConfig:
         enable_quantization: False asks for llama.cpp's uniform F16 cache; of the rest only
             `attention` applies then.
         quantization_threshold: F16 tokens at most in the recent window of a sequence; 0 keeps none.
-            Also what the window can be set to at most while the cache lives.
+            Can be set while the cache lives, as far as its F16 rows have room.
         group_size: once more than `quantization_threshold` recent tokens are F16, the oldest
             `group_size` leave the window together. At most the threshold.
         hot_type_k, hot_type_v: type of the recent tokens; only "f16".
-        cold_type_k, cold_type_v: type of the older tokens, one of `COLD_TYPES`.
+        cold_type_k, cold_type_v: type of the older tokens, one of `COLD_TYPES`, for
+            V also "lm3", which needs what `mixedkv calibrate` writes beside the model.
         sink_tokens: the first tokens of a sequence, which stay F16 for good.
         n_draft: tokens that can be taken back, as speculative decoding does with drafts that are
             rejected, and leave the window as if they had never come: a sequence has F16 rows for so
@@ -59,6 +56,19 @@ class MixedKVConfig:
         equalize: store K times one scale for each rotary pair, chosen from the model's weights, and
             divide Q by it. Without it keys with a few huge channels, which real models have, do not survive
             4 bits.
+        layers: cold types of single layers, where they differ from `cold_type_k` and `cold_type_v`:
+            "0-3:q8_0/q4_0,7-:q5_1" has K of the first four layers in Q8_0 and V in Q4_0, and both in Q5_1
+            from layer 7 on.
+        budget: bytes that the cache may take, 0: any. `settle` then chooses the cold types, for a model and a
+            context: see `for_budget`.
+        shrink: while memory is short, of the machine or of a control group, the recent window is halved
+            step by step and its memory given back; it grows again when there is room. Statistics and the log
+            say so, and what is evaluated meanwhile is not exact.
+        v_skip: while decoding with the fused kernel, values whose attention weights are below a 64th of this,
+            of what the largest weight is, are neither read nor added; 0 adds all. 1e-6 is a start.
+        sparse: "top_p:0.99" has decoding with the fused kernel read, from the third layer on and of more than
+            1,024 tokens, only those pages of 16 older tokens that are estimated to hold 0.99 of the
+            attention; "" reads all. Answers are other ones: see docs/decisions/040.
 
     Raises:
         ValueError: a value is out of range or unknown; the message names the field.
@@ -77,15 +87,20 @@ class MixedKVConfig:
     n_draft: int = 16
     equalize: bool = True
     hot_budget: int | str = "auto"
+    layers: str = ""
+    budget: int = 0
+    shrink: bool = False
+    v_skip: float = 0.0
+    sparse: str = ""
 
     def __post_init__(self) -> None:
-        for field in ("enable_quantization", "equalize"):
+        for field in ("enable_quantization", "equalize", "shrink"):
             if not isinstance(getattr(self, field), bool):
                 raise TypeError(f"{field}={getattr(self, field)!r}: use True or False")
         for field in ("hot_type_k", "hot_type_v"):
             _normalise(self, field, HOT_TYPES)
-        for field in ("cold_type_k", "cold_type_v"):
-            _normalise(self, field, COLD_TYPES)
+        _normalise(self, "cold_type_k", COLD_TYPES)
+        _normalise(self, "cold_type_v", VALUE_TYPES)
         _normalise(self, "attention", ATTENTIONS)
         check_window(self.quantization_threshold, self.group_size, self.sink_tokens)
         _check_int("n_draft", self.n_draft, at_least=0)
@@ -93,9 +108,60 @@ class MixedKVConfig:
             _normalise(self, "hot_budget", HOT_BUDGETS)
         else:
             _check_int("hot_budget", self.hot_budget, at_least=1)
+        if isinstance(self.v_skip, bool) or not isinstance(self.v_skip, int | float):
+            raise TypeError(f"v_skip={self.v_skip!r}: use a number")
+        if not 0 <= self.v_skip < 1:
+            raise ValueError(f"v_skip={self.v_skip}: use a number from 0 to below 1")
+        object.__setattr__(self, "v_skip", float(self.v_skip))
+        object.__setattr__(self, "sparse", normal_sparse(self.sparse))
+        if self.sparse and self.attention == "merged":
+            raise ValueError(
+                f"sparse={self.sparse} needs the fused attention: leave it or attention=merged out"
+            )
+        if not isinstance(self.layers, str):
+            raise TypeError(f"layers={self.layers!r}: use text such as '0-3:q8_0/q4_0,4-:q5_1'")
+        object.__setattr__(self, "layers", ",".join(map(str, self._ranges)))
+        if isinstance(self.budget, bool) or not isinstance(self.budget, int):
+            raise TypeError(f"budget={self.budget!r}: use a number of bytes")
+        if self.budget < 0:
+            raise ValueError(f"budget={self.budget}: use a number of bytes, or 0 for none")
+        if self.budget and (self.cold_type_k, self.cold_type_v, self.layers) != ("q4_0", "q4_0", ""):
+            raise ValueError(
+                f"budget={self.budget} chooses the cold types: leave cold_type_k, cold_type_v and layers out"
+            )
+
+    @classmethod
+    def for_budget(
+        cls,
+        model: str | os.PathLike[str] | ModelShape,
+        n_ctx: int,
+        n_bytes: int,
+        *,
+        n_seq: int = 1,
+        shares: Shares | None = None,
+        **given: Any,
+    ) -> KVSetting:
+        """The setting whose cache takes at most `n_bytes` and moves the next token least.
+
+        Bits go to K and V of the layers where they do most, see `mixedkv.model.layer_plan`. What is left
+        when all rows have eight widens the recent window; where F16 fits, it is llama.cpp's F16 cache. Where
+        four bits with the window as given are too many, the window is halved until they fit.
+
+        Args:
+            model: a GGUF file, or its shape.
+            n_ctx: tokens that the cache is made for, which `n_seq` sequences share.
+            shares: what `mixedkv bench sensitivity` measured, see `mixedkv.bench.sensitivity.read_shares`.
+            given: other fields; `quantization_threshold` is the window to begin with.
+
+        Raises:
+            ValueError: nothing fits; the message says what the smallest cache takes.
+            OSError, InvalidModelFileError, UnsupportedModelError: see `model_shape`.
+        """
+        shape = model if isinstance(model, ModelShape) else model_shape(read_model_file(model))
+        return settle(cls(**given, budget=n_bytes), shape, n_ctx, n_seq, shares)
 
     @property
-    def native_budget(self) -> int:
+    def native_budget(self) -> int | None:
         """`hot_budget` as the C API has it."""
         return _NATIVE_BUDGETS.get(self.hot_budget, self.hot_budget)  # type: ignore[arg-type]
 
@@ -107,6 +173,33 @@ class MixedKVConfig:
     @property
     def type_v(self) -> str:
         return self.cold_type_v
+
+    @property
+    def _ranges(self) -> tuple[LayerTypes, ...]:
+        return parse_layers(self.layers, COLD_TYPES, VALUE_TYPES)
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Values are stored in bases of their own, see `mixedkv.model.value_bases`."""
+        return any(name in CALIBRATED_TYPES for name in (self.cold_type_v, *(x.type_v for x in self._ranges)))
+
+    def types_of(self, il: int) -> tuple[str, str]:
+        """Types of K and V in the cold rows of a layer."""
+        self._check_settled()
+        types = ((each.type_k, each.type_v) for each in self._ranges if il in each)
+        return next(types, (self.cold_type_k, self.cold_type_v))
+
+    def _check_settled(self) -> None:
+        if self.budget:
+            raise ValueError(
+                f"budget={self.budget}: what it comes to depends on the model and its context; see `settle`"
+            )
+
+    def check_layers(self, n_layer: int) -> None:
+        """Raise ValueError if `layers` names one that a model of `n_layer` layers lacks."""
+        for each in self._ranges:
+            if max(each.first, each.last or 0) >= n_layer:
+                raise ValueError(f"layers {each.layers}: the model has {n_layer} layers, 0 to {n_layer - 1}")
 
     @property
     def window(self) -> HotWindow:
@@ -130,6 +223,7 @@ class MixedKVConfig:
 
     def native(self) -> dict[str, Any] | None:
         """Arguments of `_core.configure_next`."""
+        self._check_settled()
         return {
             "mixed": True,
             "threshold": self.quantization_threshold,
@@ -139,13 +233,24 @@ class MixedKVConfig:
             "n_draft": self.n_draft,
             "equalize": self.equalize,
             "hot_budget": self.native_budget,
+            "layers": [
+                (
+                    each.first,
+                    -1 if each.last is None else each.last,
+                    ggml_type(each.type_k),
+                    ggml_type(each.type_v),
+                )
+                for each in self._ranges
+            ],
+            "v_skip": self.v_skip,
+            "sparse_top_p": top_p_of(self.sparse),
         }
 
     def __str__(self) -> str:
         """The spec that `parse_kv` reads back: what differs from the defaults."""
         if not self.enable_quantization:
             return str(_without_quantization(self))
-        return _spec("mixed", _changes(self))
+        return spec_of("mixed", _changes(self))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,6 +270,23 @@ class UniformKV:
         _normalise(self, "type_k", UNIFORM_TYPES)
         _normalise(self, "type_v", UNIFORM_TYPES)
         _normalise(self, "attention", ("auto", "fused"))
+
+    @property
+    def is_calibrated(self) -> bool:
+        """No type of a uniform cache needs to be."""
+        return False
+
+    def types_of(self, il: int) -> tuple[str, str]:
+        """Types of K and V of a layer: the same in all of them."""
+        return self.type_k, self.type_v
+
+    def check_layers(self, n_layer: int) -> None:
+        """A uniform cache fits any model."""
+
+    @property
+    def native_budget(self) -> int | None:
+        """No row has an F16 copy."""
+        return None
 
     @property
     def window(self) -> HotWindow:
@@ -189,25 +311,12 @@ class UniformKV:
     def __str__(self) -> str:
         """The spec that `parse_kv` reads back."""
         name = self.type_k if self.type_k == self.type_v else f"{self.type_k}/{self.type_v}"
-        return _spec(name, {} if self.attention == "auto" else {"attention": self.attention})
+        return spec_of(name, {} if self.attention == "auto" else {"attention": self.attention})
 
 
 KVSetting = MixedKVConfig | UniformKV
 
 _NATIVE_BUDGETS = {"auto": 0, "all": 2**32 - 1}  # MIXEDKV_HOT_BUDGET_*
-
-_KEYS = {
-    "cold_k": "cold_type_k",
-    "cold_v": "cold_type_v",
-    "threshold": "quantization_threshold",
-    "group": "group_size",
-    "sinks": "sink_tokens",
-    "attention": "attention",
-    "draft": "n_draft",
-    "equalize": "equalize",
-    "hot_budget": "hot_budget",
-}
-_KNOWN_KEYS = "cold, " + ", ".join(_KEYS)
 
 # Chosen from docs/benchmarks.md, with the reasons. Plain "mixed" is compact: the bits of q4_0.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -228,7 +337,9 @@ def parse_kv(kv: str | KVSetting) -> KVSetting:
 
     Specs: "mixed" (the defaults of `MixedKVConfig`), and with other values
     "mixed:cold_k=q8_0,cold_v=q4_0,threshold=256,group=32,sinks=4,draft=16,equalize=false,
-    hot_budget=2048"; "cold=q8_0" sets both cold types.
+    hot_budget=2048,v_skip=1e-6,shrink=true,
+    sparse=top_p:0.99"; "cold=q8_0" sets both cold types,
+    "layers=0-3:q8_0/q8_0,9-:q5_1" those of single layers, and "budget=2GiB" has them chosen.
     A type such as "f16" or "q8_0" is llama.cpp's uniform cache of it, "q8_0/q4_0" one with another
     type for V. Each takes "attention=" too. "mixed:compact", "mixed:balanced" and "mixed:quality" are presets
     to start from, as in "mixed:quality,sinks=8". Case does not matter. `str()` of the result reads back
@@ -247,11 +358,11 @@ def parse_kv(kv: str | KVSetting) -> KVSetting:
     name, colon, rest = kv.lower().replace(" ", "").partition(":")
     preset, _, more = rest.partition(",")
     if name == "mixed" and preset in PRESETS:
-        options = _parse_options(kv, more) if more else {}
-        return MixedKVConfig(**{**PRESETS[preset], **_mixed_fields(kv, options)})
-    options = _parse_options(kv, rest) if colon else {}
+        options = parse_options(kv, more) if more else {}
+        return MixedKVConfig(**{**PRESETS[preset], **fields_of(kv, options)})
+    options = parse_options(kv, rest) if colon else {}
     if name == "mixed":
-        return MixedKVConfig(**_mixed_fields(kv, options))
+        return MixedKVConfig(**fields_of(kv, options))
     type_k, slash, type_v = name.partition("/")
     if not slash:
         type_v = type_k
@@ -260,6 +371,51 @@ def parse_kv(kv: str | KVSetting) -> KVSetting:
     if unknown := options.keys() - {"attention"}:
         raise ValueError(f"kv={kv!r}: a uniform cache takes attention only, not {', '.join(sorted(unknown))}")
     return UniformKV(type_k=type_k, type_v=type_v, **options)
+
+
+def settle(
+    kv: KVSetting,
+    shape: ModelShape,
+    n_ctx: int,
+    n_seq: int = 1,
+    shares: Shares | None = None,
+    *,
+    n_stream: int = 1,
+    on_cpu: bool = True,
+) -> KVSetting:
+    """The setting that a budget comes to for a model and a context, see `MixedKVConfig.for_budget`; a setting
+    without a budget stays as it is. `n_stream` equal parts of the context have sequences of their own;
+    `on_cpu`: the cache lies in CPU memory.
+
+    Raises:
+        ValueError: nothing fits the budget.
+    """
+    if not isinstance(kv, MixedKVConfig) or not kv.budget:
+        return kv
+    f16, plan = _without_quantization(kv), LayerPlan(shape, shares, on_cpu=on_cpu)
+
+    def size(setting: KVSetting) -> int:
+        return n_stream * footprint(shape, setting, n_ctx // n_stream, n_seq // n_stream).bytes
+
+    def make(types: Types, threshold: int, hot_budget: Room) -> MixedKVConfig:
+        type_k, type_v, layers = shorten(types)
+        group_size = min(kv.group_size, threshold or kv.group_size)
+        kept = replace(kv, budget=0, quantization_threshold=threshold, group_size=group_size)
+        kept = replace(kept, hot_budget=hot_budget)
+        return replace(kept, cold_type_k=type_k, cold_type_v=type_v, layers=layers)
+
+    def rooms(threshold: int) -> Sequence[Room]:
+        """A quarter of the cold rows is more than what several sequences need at least."""
+        if kv.hot_budget != "auto" or n_seq == n_stream:
+            return [kv.hot_budget]
+        n_rows, least = ring_rows(shape, make(plan.types(0), threshold, "auto"), n_ctx, n_seq)
+        return [*range(max(least, 1), n_rows, 16), "auto"]
+
+    if size(f16) <= kv.budget:
+        return f16
+    least, most = kv.quantization_threshold, n_ctx // n_seq - kv.sink_tokens
+    windows = range(least, max(most, least) + 1, kv.group_size)
+    return spend(kv.budget, plan, windows, rooms, make, size)
 
 
 def check_window(quantization_threshold: int, group_size: int, sink_tokens: int) -> None:
@@ -300,58 +456,10 @@ def _changes(config: MixedKVConfig) -> dict[str, object]:
     """What differs from the defaults, by key of the spec; equal cold types together."""
     default = {field.name: field.default for field in fields(config)}
     changes = {
-        key: getattr(config, field)
-        for key, field in _KEYS.items()
-        if getattr(config, field) != default[field]
+        key: getattr(config, field) for key, field in KEYS.items() if getattr(config, field) != default[field]
     }
     if changes.get("cold_k") is not None and changes.get("cold_k") == changes.get("cold_v"):
         cold = changes.pop("cold_k")
         del changes["cold_v"]
         return {"cold": cold, **changes}
     return changes
-
-
-def _spec(name: str, options: dict[str, object]) -> str:
-    items = (f"{key}={str(value).lower()}" for key, value in options.items())
-    return name + (":" if options else "") + ",".join(items)
-
-
-def _parse_options(spec: str, text: str) -> dict[str, str]:
-    options: dict[str, str] = {}
-    for item in text.split(","):
-        key, equals, value = item.partition("=")
-        if not (key and equals and value):
-            raise ValueError(f"kv={spec!r}: {item!r} is not key=value; known keys: {_KNOWN_KEYS}")
-        if key != "cold" and key not in _KEYS:
-            raise ValueError(f"kv={spec!r}: unknown key {key!r}; known keys: {_KNOWN_KEYS}")
-        if key in options or (key in ("cold_k", "cold_v") and "cold" in options):
-            raise ValueError(f"kv={spec!r} gives {key} twice")
-        if key == "cold" and options.keys() & {"cold_k", "cold_v"}:
-            raise ValueError(f"kv={spec!r}: cold stands for both cold_k and cold_v, which is given too")
-        options[key] = value
-    return options
-
-
-def _mixed_fields(spec: str, options: dict[str, str]) -> dict[str, Any]:
-    if "cold" in options:
-        cold = options.pop("cold")
-        options.update(cold_k=cold, cold_v=cold)
-    return {_KEYS[key]: _parse_value(spec, key, value) for key, value in options.items()}
-
-
-def _parse_value(spec: str, key: str, value: str) -> str | int | bool:
-    if key in ("threshold", "group", "sinks", "draft"):
-        return _parse_int(spec, key, value)
-    if key == "hot_budget":
-        return value if value in HOT_BUDGETS else _parse_int(spec, key, value)
-    if key != "equalize":
-        return value
-    if value not in ("true", "false"):
-        raise ValueError(f"kv={spec!r}: equalize={value} is neither true nor false")
-    return value == "true"
-
-
-def _parse_int(spec: str, key: str, value: str) -> int:
-    if not (value.isascii() and value.isdigit() and len(value) <= len(str(INT32_MAX))):
-        raise ValueError(f"kv={spec!r}: {key}={value} is not a whole number of tokens")
-    return int(value)

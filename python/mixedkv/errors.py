@@ -11,6 +11,10 @@ class InvalidModelFileError(ValueError):
     """The file is not a GGUF model that can be loaded: not GGUF, truncated, or damaged."""
 
 
+class ModelReadError(OSError):
+    """The model's file cannot be read any more: cut short, written to, or a failing disk."""
+
+
 class ContextLengthError(ValueError):
     """A prompt is empty, or longer than the context."""
 

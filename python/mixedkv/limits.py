@@ -4,6 +4,7 @@ from __future__ import annotations
 
 INT32_MAX = 2**31 - 1  # positions, tokens and counts are int32
 MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
+MAX_SNAPSHOTS = 64  # of a recurrent state; each takes the memory of one
 CELLS = 256  # a context is a multiple of so many tokens
 
 

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, NoReturn
 
 import llama_cpp
 
 from mixedkv import _core, _llama_cpp, long_text
-from mixedkv.config import KVSetting, MixedKVConfig, UniformKV, ggml_type, parse_kv, type_bits, type_name
-from mixedkv.errors import InvalidModelFileError, UnsupportedModelError
+from mixedkv.config import KVSetting, MixedKVConfig, UniformKV, parse_kv, settle
+from mixedkv.errors import EngineError, InvalidModelFileError, ModelReadError, UnsupportedModelError
 from mixedkv.kv.cache import KVCache
-from mixedkv.limits import MAX_SEQUENCES
+from mixedkv.limits import MAX_SEQUENCES, MAX_SNAPSHOTS
 from mixedkv.model.footprint import model_shape
 from mixedkv.model.gguf_file import ModelFile, file_stamp, read_model_file
+from mixedkv.model.value_bases import read_bases
+from mixedkv.row_types import ggml_type, type_block, type_name
+from mixedkv.streaming.layer_choice import Asked
+from mixedkv.streaming.streaming import Mode, Streaming, plan_streaming
+
+log = logging.getLogger("mixedkv")
 
 NO_VOCABULARY = "this model has no vocabulary, so it takes no text: the body of a split model needs its head"
 
@@ -29,16 +38,26 @@ class Llama(llama_cpp.Llama):
             `MixedKVConfig`; see `mixedkv.config.parse_kv`. With embedding=True the default is "f16".
         n_seq_max: sequences the context can hold.
         kv_unified: one pool of `n_ctx` tokens for all sequences; otherwise `n_ctx` is divided among them.
+        n_rs_seq: of a hybrid or recurrent model, how many of the last tokens of a sequence can be taken back
+            (rejected drafts): so many states more are kept of each sequence. llama.cpp knows how to for some.
         n_ctx: tokens of the context; 0 takes what the model was trained with.
         flash_attn: None turns it on where the cache needs it: a mixed one, a quantised V.
         type_k, type_v: ggml types of a uniform cache, as in the base class; only without `kv`.
+        stream_layers: layers that are not kept in memory but read from the file for each pass: "auto", as few
+            as `memory` allows; a number; or all but {"keep_first": n, "keep_last": n}. See docs/streaming.md.
+        memory: what this process may take in all, bytes or "6GiB"; by default what the machine and its
+            control groups have left. By itself it means stream_layers="auto".
+        stream_mode: "direct" reads with O_DIRECT into a ring of layers, "prefetch" maps the file and has
+            pages come ahead; to compare "mmap", as llama.cpp does it, and "resident". None repacks weights.
+        progress: called with the share of the weights that are loaded, 0 to 1; what it raises ends that.
+        weights: a `Llama` of the same file, whose weights this one uses; closing it closes this one first.
         **kwargs: arguments of `llama_cpp.Llama`. Its embedding=True sets n_seq_max and kv_unified itself.
 
     Raises:
         FileNotFoundError: there is no such file.
         InvalidModelFileError: the file is not a GGUF model llama.cpp can load.
-        UnsupportedModelError: the model cannot have this cache.
-        ValueError: a setting is wrong, or does not fit the context.
+        UnsupportedModelError: the model cannot have this cache, or its layers cannot be streamed.
+        ValueError: a setting is wrong, or does not fit the context or the memory.
     """
 
     def __init__(
@@ -48,55 +67,102 @@ class Llama(llama_cpp.Llama):
         kv: str | KVSetting | None = None,
         n_seq_max: int = 1,
         kv_unified: bool = False,
+        n_rs_seq: int = 0,
         n_ctx: int = 512,
         flash_attn: bool | None = None,
         type_k: int | None = None,
         type_v: int | None = None,
         embedding: bool = False,
+        stream_layers: Asked | None = None,
+        memory: int | str | None = None,
+        stream_mode: Mode = "direct",
+        progress: Callable[[float], object] | None = None,
+        weights: Llama | None = None,
         **kwargs: Any,
     ) -> None:
         self._setting = _choose_setting(kv, type_k, type_v, embedding)
         self._n_seq_max, self._kv_unified = _check_sequences(n_seq_max), bool(kv_unified)
+        self._n_rs_seq = _check_snapshots(n_rs_seq)
         flash_attn = _choose_flash_attn(self._setting, flash_attn)
         path = os.fsdecode(model_path)
         file = read_model_file(path)
-        self._check_context(n_ctx or int(file.get("context_length", 0)), embedding)
+        n_ctx_asked = n_ctx or int(file.get("context_length", 0))
+        on_gpu = bool(kwargs.get("n_gpu_layers")) and kwargs.get("offload_kqv", True)
+        self._setting = self._settle(file, n_ctx_asked, on_cpu=not on_gpu)
+        self._check_context(n_ctx_asked, embedding)
+        self._setting.check_layers(int(file.get("block_count", 0)))
+        self._bases = read_bases(path) if self._setting.is_calibrated else None
         native = self._setting.native()
+        context: dict[str, Any] = {**kwargs, "n_ctx": n_ctx, "n_seq_max": self._n_seq_max}
+        self._streaming = plan_streaming(file, self._setting, stream_layers, memory, stream_mode, context)
+        if self._streaming is not None:
+            batches: dict[str, Any] = {
+                name: context[name] for name in ("n_batch", "n_ubatch") if name in context
+            }
+            kwargs = {**kwargs, **batches}
+        self._asked = {"stream_layers": stream_layers, "memory": memory, "stream_mode": stream_mode}
         # what is loaded now: KV is kept under the file's name, which another file may take meanwhile
         self._model_stamp = file_stamp(path)
         lora_path = kwargs.get("lora_path")
         self._lora_stamp = file_stamp(lora_path) if lora_path and os.path.exists(lora_path) else None
+        self._check_weights(weights, path, kwargs)
         self._kv = KVCache(self, self._setting)
+        self._loading: _core.Loading | None = _core.Loading(progress)
+        self._n_asked = 0
+        assertions = _core.Assertions()
+        self._n_most: int | None = None  # tokens of the next `generate`
         try:
             if native is not None:  # the context that super().__init__ makes on this thread takes it
-                _core.configure_next(**native)
-            super().__init__(
-                path,
-                n_ctx=n_ctx,
-                flash_attn=flash_attn,
-                type_k=ggml_type(self._setting.type_k),
-                type_v=ggml_type(self._setting.type_v),
-                embedding=embedding,
-                **kwargs,
-            )
+                _core.configure_next(**native, bases=self._bases.native if self._bases else [])
+            with assertions, _llama_cpp.weights_of(weights):
+                super().__init__(
+                    path,
+                    n_ctx=n_ctx,
+                    flash_attn=flash_attn,
+                    type_k=ggml_type(self._setting.type_k),
+                    type_v=ggml_type(self._setting.type_v),
+                    embedding=embedding,
+                    **kwargs,
+                )
+            self._check_adapter()
             self._check_bytes(file)
+            if n_rs_seq and not self._kv.can_cut and not _llama_cpp.n_rollback(self):
+                raise UnsupportedModelError(
+                    f"n_rs_seq={n_rs_seq}: llama.cpp cannot take tokens of {file.architecture} back: use 0"
+                )
             if not kwargs.get("vocab_only"):
                 self._warn_of_size()
             self._pre_tokenizer = _llama_cpp.pre_tokenizer(self)
             threads = _core.Threads(_llama_cpp.address(_llama_cpp.context(self)))
             _llama_cpp.at_close(self, threads.close)
+            if self._streaming is not None:
+                self._streaming.loaded(self)
+            if weights is not None:
+                closing = weakref.WeakMethod(self.close)
+                _llama_cpp.at_close(weights, lambda: (close := closing()) and close())
         except BaseException as error:
             try:
-                self._raise_clearly(error, file)
+                self._raise_clearly(error, file, assertions.failed)
             finally:
                 self.close()
         finally:
+            self._loading = None
             _core.withdraw()
 
     @property
     def kv(self) -> KVCache:
         """The live cache: its contents and the settings that can be changed."""
         return self._kv
+
+    @property
+    def streaming(self) -> Streaming | None:
+        """Of its layers, what is read for each pass; None if that was not asked for."""
+        return self._streaming
+
+    @property
+    def evaluated(self) -> tuple[int, int]:
+        """Tokens that are there, and what the `eval` that runs comes to; for another thread to show."""
+        return self.n_tokens, max(self.n_tokens, self._n_asked)
 
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
         """As in the base class, on a stack that is deep enough for the text.
@@ -111,9 +177,47 @@ class Llama(llama_cpp.Llama):
         return long_text.tokenize(self._pre_tokenizer, text, lambda text: base(text, add_bos, special))
 
     def eval(self, tokens: Sequence[int]) -> None:
-        """Evaluate tokens behind the n_tokens that are there, as in the base class."""
+        """Evaluate tokens behind the n_tokens that are there, as in the base class.
+
+        Raises:
+            ModelReadError: layers are streamed, and the file cannot be read any more.
+        """
         with self._kv.evaluating():
-            super().eval(tokens)
+            self._n_asked = self.n_tokens + len(tokens)
+            try:
+                super().eval(tokens)
+            finally:
+                if self._streaming is not None:
+                    self._streaming.check()
+
+    def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+        most, self._n_most = self._n_most, None
+        made = super().generate(tokens, *args, **kwargs)
+        return made if most is None else islice(made, most)
+
+    def create_completion(
+        self,
+        prompt: str | list[int],
+        suffix: str | None = None,
+        max_tokens: int | None = 16,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """As in the base class, which goes past max_tokens to end a character, and for good where none ends:
+        here 3 tokens at most.
+        """
+        self._n_most = max_tokens + 3 if max_tokens and max_tokens > 0 else None
+        return super().create_completion(prompt, suffix, max_tokens, *args, **kwargs)
+
+    def decode_error(self, code: int) -> Exception:
+        """What a code of llama_decode other than 0 means, after one that this context returned."""
+        try:
+            if self._streaming is not None:
+                self._streaming.check()
+        except ModelReadError as error:
+            log.error("%s", error)
+            return error
+        return EngineError(f"llama_decode returned {code}")
 
     def load_state(self, state: llama_cpp.LlamaState) -> None:
         """As in the base class. What was done before it was saved is unknown: see `KVCache.exact_tokens`."""
@@ -126,7 +230,19 @@ class Llama(llama_cpp.Llama):
         with self._kv.busy.at_once("save_state"):
             return super().save_state()
 
-    # The base class fills in a structure of its own making; these two fields it has no arguments for.
+    # The base class fills in structures of its own making; some of their fields it has no arguments for.
+    @property
+    def model_params(self) -> llama_cpp.llama_model_params:
+        if self._streaming is not None:  # each time: the base class has a load_mode of its own
+            self._streaming.prepare(self._model_params)
+        if self._loading is not None:
+            _llama_cpp.watch_loading(self._model_params, self._loading.callback(), self._loading.address())
+        return self._model_params
+
+    @model_params.setter
+    def model_params(self, params: llama_cpp.llama_model_params) -> None:
+        self._model_params = params
+
     @property
     def context_params(self) -> llama_cpp.llama_context_params:
         return self._context_params
@@ -135,6 +251,7 @@ class Llama(llama_cpp.Llama):
     def context_params(self, params: llama_cpp.llama_context_params) -> None:
         params.n_seq_max = self._n_seq_max
         params.kv_unified = self._kv_unified
+        params.n_rs_seq = self._n_rs_seq
         self._context_params = params
 
     def close(self) -> None:
@@ -150,14 +267,45 @@ class Llama(llama_cpp.Llama):
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         del state["type_k"], state["type_v"]
-        own = {"kv": str(self._setting), "n_seq_max": self._n_seq_max, "kv_unified": self._kv_unified}
-        return {**state, **own}
+        own = {
+            "kv": str(self._setting),
+            "n_seq_max": self._n_seq_max,
+            "kv_unified": self._kv_unified,
+            "n_rs_seq": self._n_rs_seq,
+        }
+        return {**state, **own, **self._asked}
+
+    def _settle(self, file: ModelFile, n_ctx: int, *, on_cpu: bool) -> KVSetting:
+        """What a budget comes to."""
+        if not isinstance(self._setting, MixedKVConfig) or not self._setting.budget:
+            return self._setting
+        if not n_ctx:
+            raise ValueError(
+                f"kv={str(self._setting)!r}: the model names no context: give n_ctx with a budget"
+            )
+        n_seq, n_stream = self._n_seq_max, 1 if self._kv_unified else self._n_seq_max
+        return settle(self._setting, model_shape(file), n_ctx, n_seq, n_stream=n_stream, on_cpu=on_cpu)
 
     def _check_context(self, n_ctx: int, embedding: bool) -> None:
         """`n_ctx` is 0 where the file does not tell; llama.cpp then has the last word."""
         n_seq = 1 if self._kv_unified or embedding else self._n_seq_max
         if n_ctx:
             self._setting.check_context(n_ctx // n_seq)
+
+    def _check_weights(self, weights: Llama | None, path: str, options: dict[str, Any]) -> None:
+        if weights is None:
+            return
+        same = (weights.model_path, weights._model_stamp) == (path, self._model_stamp)
+        if not same or weights.kv_overrides != options.get("kv_overrides"):
+            raise ValueError(f"weights: this is a Llama of {weights.model_path}, not of {path} as it is now")
+        _llama_cpp.context(weights)  # RuntimeError once it is closed
+
+    def _check_adapter(self) -> None:
+        if self.lora_path and not _llama_cpp.has_adapter(self):
+            raise InvalidModelFileError(
+                f"{self.lora_path} cannot be loaded: it is no LoRA adapter for {self.model_path}; "
+                f"verbose=True shows why"
+            )
 
     def _check_bytes(self, file: ModelFile) -> None:
         if (byte := _llama_cpp.missing_byte(self)) is not None:
@@ -175,8 +323,15 @@ class Llama(llama_cpp.Llama):
                 stacklevel=3,
             )
 
-    def _raise_clearly(self, error: BaseException, file: ModelFile) -> NoReturn:
+    def _raise_clearly(self, error: BaseException, file: ModelFile, assertion: str) -> NoReturn:
         """Say what the base class leaves to llama.cpp's log."""
+        if self._loading is not None:
+            self._loading.check()
+        if assertion:
+            raise InvalidModelFileError(
+                f"{file.path} cannot be loaded: llama.cpp takes no such {file.architecture} model: "
+                f"{assertion}"
+            ) from error
         if isinstance(error, ValueError) and str(error).startswith("Failed to load model"):
             raise InvalidModelFileError(
                 f"{file.path} cannot be loaded: llama.cpp refuses it (architecture {file.architecture}); "
@@ -238,14 +393,24 @@ def _check_sequences(n_seq_max: int) -> int:
     return n_seq_max
 
 
+def _check_snapshots(n_rs_seq: int) -> int:
+    if isinstance(n_rs_seq, bool) or not isinstance(n_rs_seq, int):
+        raise TypeError(f"n_rs_seq={n_rs_seq!r}: use a whole number")
+    if not 0 <= n_rs_seq <= MAX_SNAPSHOTS:
+        raise ValueError(f"n_rs_seq={n_rs_seq}: use a number from 0 to {MAX_SNAPSHOTS}")
+    return n_rs_seq
+
+
 def _block_problem(setting: KVSetting, file: ModelFile) -> str:
-    """Quantised types pack 32 elements of a head; that a head size does not fit, llama.cpp only logs."""
+    """Quantised types pack 32 or 64 elements of a head; llama.cpp only logs that they do not fit."""
     try:
         layers = model_shape(file).layers
     except UnsupportedModelError:
         return ""
     for layer in layers:
-        for kind, size in ((setting.type_k, layer.head_k), (setting.type_v, layer.head_v)):
-            if type_bits(kind) < 16 and size % 32:
-                return f"{kind} packs 32 elements, layer {layer.il} has heads of {size}: use kv='f16'"
+        for kind, size in zip(setting.types_of(layer.il), (layer.head_k, layer.head_v), strict=True):
+            elements, _ = type_block(kind)
+            if size % elements:
+                other = "a type of blocks of 32, as q4_0" if size % 32 == 0 else "kv='f16'"
+                return f"{kind} packs {elements} elements, layer {layer.il} has heads of {size}: use {other}"
     return ""

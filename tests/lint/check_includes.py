@@ -11,7 +11,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 PATHS = ("", "include", "llama")  # as CMake gives them to the compiler, besides the file's own folder
-ALONE = ("attention", "hot_set")  # tested without llama.cpp
+ALONE = ("attention", "hot_set", "streaming")  # tested without llama.cpp
 MOST_LINES = 500
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^">]+)[">]', re.M)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,13 +17,17 @@ from mixedkv.store import KVStore
 from support import zoo
 from support.conversation_support import empty, open_llama
 from support.harness import Ctx, Mixed, Model, Uniform
-from support.oracle import Oracle
+from support.oracle import Oracle, oracle_of
 
 # no example is too slow: a machine may be
 hypothesis.settings.register_profile(
     "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("patient")
+
+# a shell has its background jobs ignore Ctrl-C, and what they start inherits it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
@@ -70,7 +75,8 @@ def open_pair(load: Callable[..., Model]) -> Iterator[Callable[..., tuple[Ctx, O
         def open_(name: str, il: int, kv: Uniform | Mixed, **options: object) -> tuple[Ctx, Oracle]:
             ctx = stack.enter_context(Ctx(load(name, only=il), kv, **options))  # type: ignore[arg-type]
             shared = {key: options[key] for key in ("n_seq_max", "unified") if key in options}
-            oracle = Oracle(zoo.muted(name, il), il, kv, **shared)  # type: ignore[arg-type]
+            mine = kv.of_layer(il) if isinstance(kv, Mixed) else kv
+            oracle = oracle_of(zoo.muted(name, il), il, mine, **shared)  # type: ignore[arg-type]
             oracle.take_scales(ctx)
             return ctx, oracle
 

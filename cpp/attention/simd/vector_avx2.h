@@ -4,6 +4,8 @@
 
 #include "attention/row_types.h"
 
+#include "lm3_bytes.h"
+
 #include <immintrin.h>
 
 namespace mixedkv {
@@ -26,6 +28,21 @@ struct avx2 : plain_blocks {
     static V    div(V a, V b) { return _mm256_div_ps(a, b); }
     static V    fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
     static V    max(V a, V b) { return _mm256_max_ps(a, b); }
+    static V    abs(V a) { return _mm256_andnot_ps(set(-0.0f), a); }
+
+    static V where(uint32_t bits, V a) { // zero elsewhere
+        const __m256i each = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+        const __m256i here = _mm256_and_si256(_mm256_set1_epi32(int(bits)), each);
+        return _mm256_and_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(here, each)), a);
+    }
+    static V at_least(V a, float x) { // zero elsewhere
+        return _mm256_and_ps(_mm256_cmp_ps(a, set(x), _CMP_NLT_UQ), a);
+    }
+    static uint32_t nonzero(V a) { return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a, zero(), _CMP_NEQ_UQ))); }
+    static __m256i  to_int16(V a, V b) { // in order
+        const __m256i x = _mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_cvtps_epi32(b));
+        return _mm256_permute4x64_epi64(x, 0xd8);
+    }
 
     static float sum(V v) {
         __m128 x = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
@@ -64,8 +81,6 @@ struct avx2 : plain_blocks {
         return _mm256_and_ps(live, _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), e)));
     }
 
-    using plain_blocks::unpack;
-
     // 16 integers times d
     static void scaled(__m128i x, V d, float * out) {
         store(out, mul(d, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x))));
@@ -79,17 +94,61 @@ struct avx2 : plain_blocks {
         }
     }
 
+    // 32 elements
     template <class Values>
-    static void look_up(const char * block, float * out) {
-        const V       d      = set(scale_of(block));
+    static void look_up(float scale, const char * nibbles, float * out) {
+        const V       d      = set(scale);
         const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i *>(Values::at));
-        const __m128i x      = _mm_loadu_si128(reinterpret_cast<const __m128i *>(block + 2));
+        const __m128i x      = _mm_loadu_si128(reinterpret_cast<const __m128i *>(nibbles));
         const __m128i nibble = _mm_set1_epi8(15);
         scaled(_mm_shuffle_epi8(values, _mm_and_si128(x, nibble)), d, out);
         scaled(_mm_shuffle_epi8(values, _mm_and_si128(_mm_srli_epi16(x, 4), nibble)), d, out + 16);
     }
-    static void unpack(type_constant<row_type::q4_0>, const char * p, float * out) { look_up<q4_0_values>(p, out); }
-    static void unpack(type_constant<row_type::iq4_nl>, const char * p, float * out) { look_up<iq4_nl_values>(p, out); }
+    static void unpack(type_constant<row_type::q4_0>, const char * p, float * out) {
+        look_up<q4_0_values>(scale_of(p), p + 2, out);
+    }
+    static void unpack(type_constant<row_type::iq4_nl>, const char * p, float * out) {
+        look_up<iq4_nl_values>(scale_of(p), p + 2, out);
+    }
+    static void unpack(type_constant<row_type::lm4>, const char * p, float * out) {
+        look_up<lm4_values>(scale_of(p), p + 2, out);
+        look_up<lm4_values>(scale_of(p), p + 18, out + 32);
+    }
+    static void unpack(type_constant<row_type::lm3>, const char * p, float * out) {
+        __m128i bytes[4];
+        lm3_bytes(p, bytes);
+        for (int i = 0; i < 8; i++) {
+            const __m128i half = i % 2 ? _mm_srli_si128(bytes[i / 2], 8) : bytes[i / 2];
+            store(out + 8 * i, mul(set(scale_of(p)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(half))));
+        }
+    }
+
+    // As that of plain_blocks: a bit of `high` is the fifth of its element
+    static void affine(float d, float m, uint32_t high, const char * nibbles, float * out) {
+        const __m256i byte  = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+        const __m256i bit   = _mm256_set1_epi64x(int64_t(0x8040201008040201));
+        const __m256i has   = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(int(high)), byte), bit);
+        const __m256i fifth = _mm256_and_si256(_mm256_cmpeq_epi8(has, bit), _mm256_set1_epi8(16));
+        const __m128i x     = _mm_loadu_si128(reinterpret_cast<const __m128i *>(nibbles));
+        const __m256i both  = _mm256_set_m128i(_mm_srli_epi16(x, 4), x);
+
+        alignas(32) uint8_t n[32];
+        _mm256_store_si256(reinterpret_cast<__m256i *>(n),
+                           _mm256_or_si256(_mm256_and_si256(both, _mm256_set1_epi8(15)), fifth));
+        for (int i = 0; i < 32; i += 8) {
+            const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(n + i));
+            store(out + i, fma(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(eight)), set(d), set(m)));
+        }
+    }
+    static void unpack(type_constant<row_type::q4_1>, const char * p, float * out) {
+        affine(half_at(p), half_at(p + 2), 0, p + 4, out);
+    }
+    static void unpack(type_constant<row_type::q5_0>, const char * p, float * out) {
+        affine(half_at(p), -16.0f * half_at(p), bits(p + 2), p + 6, out);
+    }
+    static void unpack(type_constant<row_type::q5_1>, const char * p, float * out) {
+        affine(half_at(p), half_at(p + 2), bits(p + 4), p + 8, out);
+    }
 
     // out[j * out_stride + i] = in[i * in_stride + j] for 8 x 8
     static void transpose(const float * in, int64_t in_stride, float * out, int64_t out_stride) {

@@ -4,6 +4,8 @@
 
 #include "attention/row_types.h"
 
+#include "lm3_bytes.h"
+
 #include <immintrin.h>
 
 namespace mixedkv {
@@ -26,10 +28,16 @@ struct avx512 : plain_blocks {
     static V div(V a, V b) { return _mm512_div_ps(a, b); }
     static V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
     static V max(V a, V b) { return _mm512_max_ps(a, b); }
-    static float sum(V v) { return _mm512_reduce_add_ps(v); }
-    static float highest(V v) { return _mm512_reduce_max_ps(v); }
+    static V abs(V a) { return _mm512_abs_ps(a); }
+    static V where(uint32_t bits, V a) { return _mm512_maskz_mov_ps(__mmask16(bits), a); } // zero elsewhere
+    static V at_least(V a, float x) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, set(x), _CMP_NLT_UQ), a); }
+    static uint32_t nonzero(V a) { return _mm512_cmp_ps_mask(a, zero(), _CMP_NEQ_UQ); }
+    // By lanes of a's first 4, b's first 4
+    static __m512i  to_int16(V a, V b) { return _mm512_packs_epi32(_mm512_cvtps_epi32(a), _mm512_cvtps_epi32(b)); }
+    static float    sum(V v) { return _mm512_reduce_add_ps(v); }
+    static float    highest(V v) { return _mm512_reduce_max_ps(v); }
     // The sums of 4 vectors
-    static void  sums(const V * v, float * out) {
+    static void     sums(const V * v, float * out) {
         const V      ab   = add(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
         const V      cd   = add(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
         const V      abcd = add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee)); // in each lane
@@ -51,8 +59,6 @@ struct avx512 : plain_blocks {
         return _mm512_maskz_scalef_ps(live, p, n);
     }
 
-    using plain_blocks::unpack;
-
     static void unpack(type_constant<row_type::q8_0>, const char * block, float * out) {
         const V d = set(scale_of(block));
         for (int i = 0; i < 2; i++) {
@@ -61,17 +67,52 @@ struct avx512 : plain_blocks {
         }
     }
 
-    // The 16 values of a block are looked up in a register: the index is the low nibble of each dword.
+    // 32 elements; the 16 values are looked up in a register: the index is the low nibble of each dword.
     template <class Values>
-    static void look_up(const char * block, float * out) {
+    static void look_up(float scale, const char * nibbles, float * out) {
         const __m128i bytes  = _mm_loadu_si128(reinterpret_cast<const __m128i *>(Values::at));
-        const V       values = mul(set(scale_of(block)), _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)));
-        const __m512i n      = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(block + 2)));
+        const V       values = mul(set(scale), _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)));
+        const __m512i n      = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(nibbles)));
         store(out, _mm512_permutexvar_ps(n, values));
         store(out + 16, _mm512_permutexvar_ps(_mm512_srli_epi32(n, 4), values));
     }
-    static void unpack(type_constant<row_type::q4_0>, const char * p, float * out) { look_up<q4_0_values>(p, out); }
-    static void unpack(type_constant<row_type::iq4_nl>, const char * p, float * out) { look_up<iq4_nl_values>(p, out); }
+    static void unpack(type_constant<row_type::q4_0>, const char * p, float * out) {
+        look_up<q4_0_values>(scale_of(p), p + 2, out);
+    }
+    static void unpack(type_constant<row_type::iq4_nl>, const char * p, float * out) {
+        look_up<iq4_nl_values>(scale_of(p), p + 2, out);
+    }
+    static void unpack(type_constant<row_type::lm4>, const char * p, float * out) {
+        look_up<lm4_values>(scale_of(p), p + 2, out);
+        look_up<lm4_values>(scale_of(p), p + 18, out + 32);
+    }
+    static void unpack(type_constant<row_type::lm3>, const char * p, float * out) {
+        __m128i bytes[4];
+        lm3_bytes(p, bytes);
+        for (int i = 0; i < 4; i++) {
+            store(out + 16 * i, mul(set(scale_of(p)), _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes[i]))));
+        }
+    }
+
+    // As that of plain_blocks: a bit of `high` is the fifth of its element
+    static void affine(float d, float m, uint32_t high, const char * nibbles, float * out) {
+        const __m512i x      = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(nibbles)));
+        const auto    values = [&](__m512i n, uint32_t fifth) {
+            n = _mm512_mask_or_epi32(n, __mmask16(fifth), n, _mm512_set1_epi32(16));
+            return fma(_mm512_cvtepi32_ps(n), set(d), set(m));
+        };
+        store(out, values(_mm512_and_si512(x, _mm512_set1_epi32(15)), high));
+        store(out + 16, values(_mm512_srli_epi32(x, 4), high >> 16));
+    }
+    static void unpack(type_constant<row_type::q4_1>, const char * p, float * out) {
+        affine(half_at(p), half_at(p + 2), 0, p + 4, out);
+    }
+    static void unpack(type_constant<row_type::q5_0>, const char * p, float * out) {
+        affine(half_at(p), -16.0f * half_at(p), bits(p + 2), p + 6, out);
+    }
+    static void unpack(type_constant<row_type::q5_1>, const char * p, float * out) {
+        affine(half_at(p), half_at(p + 2), bits(p + 4), p + 8, out);
+    }
 
     // out[j * out_stride + i] = in[i * in_stride + j] for 16 x 16
     static void transpose(const float * in, int64_t in_stride, float * out, int64_t out_stride) {

@@ -36,6 +36,13 @@ struct neon : plain_blocks {
         vst1q_f32(out, vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3])));
     }
     static float highest(V v) { return vmaxvq_f32(v); }
+    static V     at_least(V a, float x) { // zero elsewhere
+        return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(a), vcltq_f32(a, set(x))));
+    }
+    static uint32_t nonzero(V a) {
+        const uint32_t each[4] = { 1, 2, 4, 8 };
+        return vaddvq_u32(vbicq_u32(vld1q_u32(each), vceqq_f32(a, zero())));
+    }
     static float scale_of(const void * block) { return half_at(block); }
 
     // 2^x with a relative error below 2e-7; 0 below -126, 2^127 above 127, NaN if x is.
@@ -72,16 +79,25 @@ struct neon : plain_blocks {
         scaled(vld1q_s8(q + 16), d, out + 16);
     }
 
+    // 32 elements
     template <class Values>
-    static void look_up(const char * block, float * out) {
-        const uint8x16_t q      = vld1q_u8(reinterpret_cast<const uint8_t *>(block + 2));
-        const V          d      = set(scale_of(block));
+    static void look_up(float scale, const char * nibbles, float * out) {
+        const uint8x16_t q      = vld1q_u8(reinterpret_cast<const uint8_t *>(nibbles));
+        const V          d      = set(scale);
         const int8x16_t  values = vld1q_s8(Values::at);
         scaled(vqtbl1q_s8(values, vandq_u8(q, vdupq_n_u8(15))), d, out);
         scaled(vqtbl1q_s8(values, vshrq_n_u8(q, 4)), d, out + 16);
     }
-    static void unpack(type_constant<row_type::q4_0>, const char * p, float * out) { look_up<q4_0_values>(p, out); }
-    static void unpack(type_constant<row_type::iq4_nl>, const char * p, float * out) { look_up<iq4_nl_values>(p, out); }
+    static void unpack(type_constant<row_type::q4_0>, const char * p, float * out) {
+        look_up<q4_0_values>(scale_of(p), p + 2, out);
+    }
+    static void unpack(type_constant<row_type::iq4_nl>, const char * p, float * out) {
+        look_up<iq4_nl_values>(scale_of(p), p + 2, out);
+    }
+    static void unpack(type_constant<row_type::lm4>, const char * p, float * out) {
+        look_up<lm4_values>(scale_of(p), p + 2, out);
+        look_up<lm4_values>(scale_of(p), p + 18, out + 32);
+    }
 
     // out[j * out_stride + i] = in[i * in_stride + j] for 4 x 4
     static void transpose(const float * in, int64_t in_stride, float * out, int64_t out_stride) {

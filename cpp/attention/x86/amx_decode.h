@@ -35,9 +35,8 @@ struct amx_decode {
         } else {
             base::score_rows(w, head, m, span, s);
         }
-        for (int row = 0; row < m.rows; row++) {
-            keys.step(3);
-            base::weigh_row(w, head, m, span, row, s + row * key_block);
+        if (!base::weigh_rows(w, head, m, span, s, [&] { keys.step(3); })) {
+            return;
         }
         if (has_integers(span.segment->v.type)) {
             amx_output::run(w, head, m, span, values, s);
@@ -60,7 +59,8 @@ struct amx_decode {
                 }
             });
             for (int i = 0; i < w.n_head; i++) {
-                block(w, w.head0 + i, item_memory(a, w.few, w.n_queries, w.memory, i), span);
+                const item_memory m(a, w.few, w.n_queries, w.memory, i);
+                for_each_part(w, w.head0 + i, span, [&](const key_span & part) { block(w, w.head0 + i, m, part); });
             }
         });
     }

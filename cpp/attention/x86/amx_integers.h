@@ -3,6 +3,7 @@
 #pragma once
 
 #include "amx_tiles.h"
+#include "attention/simd/vector_avx512.h"
 #include "integers.h"
 
 namespace mixedkv {

@@ -27,15 +27,14 @@ struct amx_output {
     // 4 keys, as row `at / 64` of the tiles
     template <row_type type>
     static void unpack_keys(const char * p, int64_t row, int n_blocks, int key, int at, panel & v) {
-        constexpr int bytes = block_bytes(type);
         for (int b = 0; b < n_blocks; b++) {
-            const __m512i x = interleave(p + b * bytes + 2, row);
+            const __m512i x = interleave(p + integers_at(type, b), row);
             if constexpr (integer_rows<type>::nibbles) {
                 _mm512_store_si512(v.ints[b][0] + at, values_of<type>(x, _mm512_set1_epi64(low_nibble)));
                 _mm512_store_si512(v.ints[b][1] + at, values_of<type>(x, _mm512_set1_epi64(high_nibble)));
             } else {
                 _mm512_store_si512(v.ints[b][0] + at, x);
-                _mm512_store_si512(v.ints[b][1] + at, interleave(p + b * bytes + 18, row));
+                _mm512_store_si512(v.ints[b][1] + at, interleave(p + integers_at(type, b) + 16, row));
             }
         }
         v.scales.load<type>(p, row, n_blocks, key);
@@ -58,21 +57,21 @@ struct amx_output {
             char local[4 * most];
             for (int i = 0; i < 4; i++) {
                 const int key = j + i < n ? j + i : n - 1;
-                std::memcpy(local + i * most, p + key * rows.row, n_blocks * block_bytes(type));
+                std::memcpy(local + i * most, p + key * rows.row, scale_at(type, n_blocks));
             }
             unpack_keys<type>(local, most, n_blocks, j, at, v);
         }
     }
 
     // Times the scales of a block: a row of high bytes, a row of low bytes
-    static void pack_weights(const __m512 * p, const weight_unit & unit, char * rows) {
+    static void pack_weights(const block_weights<avx512> & p, const weight_unit<avx512> & unit, char * rows) {
         const __m512i half = _mm512_set1_epi16(128);
         const __m512i byte = _mm512_set1_epi16(255);
-        __m512i       a, b;
-        unit.apply(p, a, b);
-        _mm512_store_si512(rows, _mm512_packs_epi16(_mm512_srai_epi16(_mm512_add_epi16(a, half), 8),
-                                                    _mm512_srai_epi16(_mm512_add_epi16(b, half), 8)));
-        _mm512_store_si512(rows + 64, _mm512_packus_epi16(_mm512_and_si512(a, byte), _mm512_and_si512(b, byte)));
+        __m512i       n[2];
+        unit.apply(p, n);
+        _mm512_store_si512(rows, _mm512_packs_epi16(_mm512_srai_epi16(_mm512_add_epi16(n[0], half), 8),
+                                                    _mm512_srai_epi16(_mm512_add_epi16(n[1], half), 8)));
+        _mm512_store_si512(rows + 64, _mm512_packus_epi16(_mm512_and_si512(n[0], byte), _mm512_and_si512(n[1], byte)));
     }
 
     // Tile registers with 8 rows: 3 left, 6 and 7 sums
@@ -106,9 +105,9 @@ struct amx_output {
                     int64_t ld) {
         alignas(64) char      left[4][tile_bytes / 2];
         alignas(64) tile_sums sums[4];  // first half of a block, second half
-        weight_unit           units[4]; // by block
+        weight_unit<avx512>   units[4]; // by block
         float                 top[4];
-        const uint64_t        used = used_keys(s, rows);
+        const uint64_t        used = used_keys<avx512>(s, rows, key_block);
         if (!used) {
             return;
         }
@@ -124,9 +123,9 @@ struct amx_output {
             return;
         }
         for (int r = 0; r < rows; r++) {
-            __m512 p[4];
+            block_weights<avx512> p;
             ahead.step(3);
-            top[r] = relative_weights(s + r * key_block, p);
+            top[r] = relative_weights<avx512>(s + r * key_block, p);
             for (int b = 0; b < n_blocks; b++) {
                 pack_weights(p, units[b], left[b] + 128 * r);
             }
@@ -149,7 +148,7 @@ struct amx_output {
         for (int64_t g = 0; 128 * g < w.args->d_v; g++) {
             const int    left     = w.args->d_v / 32 - int(g) * 4;
             const int    n_blocks = left < 4 ? left : 4;
-            const char * p        = key_row(rows, span.first, head) + g * 4 * block_bytes(rows.type);
+            const char * p        = key_row(rows, span.first, head) + scale_at(rows.type, int(4 * g));
             with_integers(rows.type, [&](auto type) {
                 if (n_blocks == 4) { // twice, so that one of them is compiled for 4
                     unpack<decltype(type)::value>(p, rows, ahead, span.n, 4, v);

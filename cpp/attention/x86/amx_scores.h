@@ -74,14 +74,13 @@ struct amx_scores {
         alignas(64) float scales[key_block][4]; // blocks of the group
     };
 
-    // Two blocks in order of their elements
+    // Two blocks in order of their elements; a, b: to their integers
     template <row_type type>
     static __m512i unpack_pair(const char * a, const char * b) {
         if constexpr (!integer_rows<type>::nibbles) {
-            return _mm512_inserti64x4(_mm512_castsi256_si512(load_32(a + 2)), load_32(b + 2), 1);
+            return _mm512_inserti64x4(_mm512_castsi256_si512(load_32(a)), load_32(b), 1);
         } else {
-            const __m512i x =
-                _mm512_mask_broadcast_i32x4(_mm512_broadcast_i32x4(load_16(a + 2)), 0xff00, load_16(b + 2));
+            const __m512i x     = _mm512_mask_broadcast_i32x4(_mm512_broadcast_i32x4(load_16(a)), 0xff00, load_16(b));
             const __m512i which = _mm512_setr_epi64(low_nibble, low_nibble, high_nibble, high_nibble, low_nibble,
                                                     low_nibble, high_nibble, high_nibble);
             return values_of<type>(x, which);
@@ -92,21 +91,17 @@ struct amx_scores {
     template <row_type type, int pairs>
     static void unpack(const char * p, const attention_rows & rows, prefetcher & ahead, int n, int n_blocks, panel & k,
                        int tile) {
-        constexpr int bytes = block_bytes(type);
-        const int     last  = (n_blocks - 1) * bytes;
-        const int     b1    = bytes < last ? bytes : last;
-        const int     b2    = 2 * bytes < last ? 2 * bytes : last;
-        const int     b3    = 3 * bytes < last ? 3 * bytes : last;
-        char *        ints  = k.ints[tile][0];
-        float *       scale = k.scales[16 * tile];
+        const auto at    = [&](int b) { return integers_at(type, b < n_blocks ? b : n_blocks - 1); };
+        char *     ints  = k.ints[tile][0];
+        float *    scale = k.scales[16 * tile];
         for (int j = 0; j < n; j++, p += rows.row, ints += 64, scale += 4) {
             ahead.step(j % 3 == 0);
-            _mm512_store_si512(ints, unpack_pair<type>(p, p + b1));
+            _mm512_store_si512(ints, unpack_pair<type>(p + at(0), p + at(1)));
             if (pairs == 2) {
-                _mm512_store_si512(ints + tile_bytes, unpack_pair<type>(p + b2, p + b3));
+                _mm512_store_si512(ints + tile_bytes, unpack_pair<type>(p + at(2), p + at(3)));
             }
             _mm_store_ps(scale,
-                         _mm_cvtph_ps(pairs == 2 ? four_scales<type>(p, n_blocks, b1, b2, b3) : two_scales(p, b1)));
+                         _mm_cvtph_ps(pairs == 2 ? four_scales<type>(p, n_blocks) : two_scales<type>(p, n_blocks)));
         }
     }
 
@@ -178,7 +173,7 @@ struct amx_scores {
     static void score_group(const attention_item & w, int head, const item_memory & m, const key_span & span, int64_t g,
                             int n_blocks, prefetcher & ahead, float * s) {
         const attention_rows & rows  = span.segment->k;
-        const char *           p     = key_row(rows, span.first, head) + g * 4 * block_bytes(type);
+        const char *           p     = key_row(rows, span.first, head) + scale_at(type, int(4 * g));
         const int              tiles = (span.n + 15) / 16;
         panel                  k;
         for (int t = 0; t < tiles; t++) {

@@ -1,16 +1,18 @@
-// What K and V in integers share on AVX-512 and AMX: the rows' types, their scales, and weights as integers.
+// What K and V in integers share on AVX2, AVX-512 and AMX: the rows' types, their scales, and weights as integers. L is
+// a vector layer.
 
 #pragma once
 
-#include "attention/simd/vector_avx512.h"
 #include "attention/tile.h"
+
+#include <immintrin.h>
 
 namespace mixedkv {
 namespace {
 
 constexpr float int16_limit = 32512; // 127 * 256: both bytes stay within [-128, 127]
 
-// Types whose values are a scale times a byte: F16 scale, then 32 bytes, or 16 bytes of nibbles that stand for them.
+// Types whose values are a scale times a byte: F16 scale, then 32 bytes, or nibbles that stand for them.
 // A minimum would need the sum of Q as well.
 template <row_type type>
 struct integer_rows;
@@ -35,6 +37,13 @@ struct integer_rows<row_type::iq4_nl> : iq4_nl_values {
     static constexpr int  offset  = 128;
 };
 
+template <>
+struct integer_rows<row_type::lm4> : lm4_values {
+    static constexpr bool nibbles = true;
+    static constexpr bool even    = false;
+    static constexpr int  offset  = 128;
+};
+
 // Calls f with the type as a constant if it is one of these
 template <class F>
 bool with_integers(row_type type, F f) {
@@ -47,6 +56,9 @@ bool with_integers(row_type type, F f) {
         return true;
     case row_type::iq4_nl:
         f(type_constant<row_type::iq4_nl>{});
+        return true;
+    case row_type::lm4:
+        f(type_constant<row_type::lm4>{});
         return true;
     default:
         return false;
@@ -67,6 +79,7 @@ inline __m256i load_32(const char * p) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p));
 }
 
+#ifdef __AVX512F__
 // 16 bytes of each of 4 rows, one to a lane
 inline __m512i load_lanes(const char * p, int64_t row) {
     __m512i x = _mm512_castsi128_si512(load_16(p));
@@ -80,27 +93,34 @@ inline __m512i in_lanes(const int8_t * table, int plus = 0) {
     const __m128i x = _mm_add_epi8(load_16(reinterpret_cast<const char *>(table)), _mm_set1_epi8(char(plus)));
     return _mm512_broadcast_i32x4(x);
 }
+#endif
 
-// The scales of 4 blocks as F16 in the lower 64 bits; b1, b2, b3: bytes from the first block to the others
+// The scales of up to 4 blocks of 32 elements as F16 in the lower 64 bits; absent blocks repeat the last one
 template <row_type type>
-static __m128i four_scales(const char * p, int n_blocks, int b1, int b2, int b3) {
-    if (integer_rows<type>::nibbles && n_blocks == 4) { // all within the first 64 of 72 bytes
-        const __m512i at = _mm512_castsi128_si512(_mm_setr_epi8(0, 1, 18, 19, 36, 37, 54, 55, 0, 0, 0, 0, 0, 0, 0, 0));
+static __m128i four_scales(const char * p, int n_blocks) {
+    constexpr int b1 = scale_at(type, 1), b2 = scale_at(type, 2), b3 = scale_at(type, 3);
+#ifdef __AVX512VBMI__
+    if (integer_rows<type>::nibbles && n_blocks == 4) { // all within the first 64 of 68 or 72 bytes
+        const __m512i at =
+            _mm512_castsi128_si512(_mm_setr_epi8(0, 1, b1, b1 + 1, b2, b2 + 1, b3, b3 + 1, 0, 0, 0, 0, 0, 0, 0, 0));
         return _mm512_castsi512_si128(_mm512_permutexvar_epi8(at, _mm512_loadu_si512(p)));
     }
+#endif
     const auto at = [&](int i) {
-        uint16_t h;
-        std::memcpy(&h, p + i, 2);
+        const int last = scale_at(type, n_blocks - 1);
+        uint16_t  h;
+        std::memcpy(&h, p + (i < last ? i : last), 2);
         return uint64_t(h);
     };
     return _mm_cvtsi64_si128(int64_t(at(0) | at(b1) << 16 | at(b2) << 32 | at(b3) << 48));
 }
 
-// The scales of 2 blocks; the upper lanes are zero
-inline __m128i two_scales(const char * p, int b1) {
+// The scales of up to 2 blocks; the upper lanes are zero
+template <row_type type>
+static __m128i two_scales(const char * p, int n_blocks) {
     uint16_t h[2];
     std::memcpy(h, p, 2);
-    std::memcpy(h + 1, p + b1, 2);
+    std::memcpy(h + 1, p + scale_at(type, n_blocks - 1), 2);
     return _mm_cvtsi32_si128(int32_t(h[0] | uint32_t(h[1]) << 16));
 }
 
@@ -111,12 +131,9 @@ struct key_scales {
     // of 4 keys; absent blocks repeat the last one
     template <row_type type>
     void load(const char * p, int64_t row, int n_blocks, int key) {
-        constexpr int bytes = block_bytes(type);
-        const int     last  = (n_blocks - 1) * bytes;
-        __m128i       four[4];
+        __m128i four[4];
         for (int i = 0; i < 4; i++) {
-            four[i] = four_scales<type>(p + i * row, n_blocks, bytes < last ? bytes : last,
-                                        2 * bytes < last ? 2 * bytes : last, 3 * bytes < last ? 3 * bytes : last);
+            four[i] = four_scales<type>(p + i * row, n_blocks);
         }
         const __m128i ab = _mm_unpacklo_epi16(four[0], four[1]);
         const __m128i cd = _mm_unpacklo_epi16(four[2], four[3]);
@@ -139,28 +156,23 @@ struct key_scales {
             }
             char local[4 * most];
             for (int i = 0; i < 4; i++) {
-                std::memcpy(local + i * most, p + (j + i < n ? j + i : n - 1) * row, n_blocks * block_bytes(type));
+                std::memcpy(local + i * most, p + (j + i < n ? j + i : n - 1) * row, scale_at(type, n_blocks));
             }
             load<type>(local, most, n_blocks, j);
         }
     }
 };
 
-// Which of a block's keys have a weight in some row, a bit each
-inline uint64_t used_keys(const float * s, int rows) {
-    uint64_t used = 0;
-    for (int r = 0; r < rows; r++) {
-        for (int i = 0; i < 4; i++) {
-            const __m512 weights = _mm512_load_ps(s + r * key_block + 16 * i);
-            used |= uint64_t(_mm512_cmp_ps_mask(weights, _mm512_setzero_ps(), _CMP_NEQ_UQ)) << 16 * i;
-        }
-    }
-    return used;
-}
+// The weights of a block of keys
+template <class L>
+using block_weights = typename L::V[key_block / L::width];
 
 // The unit in which weight * scale becomes an integer, when the weight is relative to the largest of its row. Keys that
 // are not used have no say: what they hold is another sequence's, or left over.
+template <class L>
 struct weight_unit {
+    using V = typename L::V;
+
     alignas(64) float ratios[key_block]; // scale / unit
     float unit;
 
@@ -169,51 +181,51 @@ struct weight_unit {
     bool is_extreme() const { return unit > 1024.0f / int16_limit; }
 
     void find(const uint16_t * scales, uint64_t used) {
-        __m512 d[4];
-        __m512 largest = _mm512_setzero_ps();
-        for (int i = 0; i < 4; i++) {
-            d[i]    = _mm512_maskz_mov_ps(__mmask16(used >> 16 * i), avx512::load_half(scales + 16 * i));
-            largest = _mm512_max_ps(largest, _mm512_abs_ps(d[i]));
+        block_weights<L> d;
+        V                largest = L::zero();
+        for (int i = 0; i < key_block / L::width; i++) {
+            d[i]    = L::where(uint32_t(used >> L::width * i), L::load_half(scales + L::width * i));
+            largest = L::max(largest, L::abs(d[i]));
         }
-        const float top = _mm512_reduce_max_ps(largest);
+        const float top = L::highest(largest);
         unit            = top / int16_limit;
-        for (int i = 0; i < 4; i++) {
-            _mm512_store_ps(ratios + 16 * i,
-                            _mm512_mul_ps(d[i], _mm512_set1_ps(top > 0.0f ? int16_limit / top : 0.0f)));
+        for (int i = 0; i < key_block / L::width; i++) {
+            L::store(ratios + L::width * i, L::mul(d[i], L::set(top > 0.0f ? int16_limit / top : 0.0f)));
         }
     }
 
-    // 64 weights p times the scales as 16-bit integers: keys 0..31 and 32..63, each in the order that packing leaves,
-    // by lanes of 0..3, 16..19
-    void apply(const __m512 * p, __m512i & first, __m512i & second) const {
-        __m512i n[4];
-        for (int i = 0; i < 4; i++) {
-            n[i] = _mm512_cvtps_epi32(_mm512_mul_ps(p[i], _mm512_load_ps(ratios + 16 * i)));
+    // 64 weights p times the scales as 16-bit integers, in the order that L::to_int16 leaves
+    template <class I>
+    void apply(const block_weights<L> & p, I * out) const {
+        for (int i = 0; i < key_block / L::width; i += 2) {
+            const float * ratio = ratios + L::width * i;
+            out[i / 2] = L::to_int16(L::mul(p[i], L::load(ratio)), L::mul(p[i + 1], L::load(ratio + L::width)));
         }
-        first  = _mm512_packs_epi32(n[0], n[1]);
-        second = _mm512_packs_epi32(n[2], n[3]);
     }
 };
 
 // 64 weights of a row relative to the largest, which is returned
-inline float relative_weights(const float * s, __m512 * p) {
-    for (int i = 0; i < 4; i++) {
-        p[i] = _mm512_load_ps(s + 16 * i);
+template <class L>
+float relative_weights(const float * s, block_weights<L> & p) {
+    for (int i = 0; i < key_block / L::width; i++) {
+        p[i] = L::load(s + L::width * i);
     }
-    const float  top     = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(p[0], p[1]), _mm512_max_ps(p[2], p[3])));
-    const __m512 inverse = _mm512_set1_ps(top > 0x1p-100f ? 1.0f / top : 0.0f);
-    for (int i = 0; i < 4; i++) {
-        p[i] = _mm512_mul_ps(p[i], inverse);
+    typename L::V most = L::max(L::max(p[0], p[1]), L::max(p[2], p[3]));
+    for (int i = 4; i < key_block / L::width; i++) {
+        most = L::max(most, p[i]);
+    }
+    const float         top     = L::highest(most);
+    const typename L::V inverse = L::set(top > 0x1p-100f ? 1.0f / top : 0.0f);
+    for (auto & x : p) {
+        x = L::mul(x, inverse);
     }
     return top;
 }
 
 // Weights from the last key to the end of the block
 inline void clear_rest(const item_memory & m, int n, float * s) {
-    for (int r = 0; r < m.rows; r++) {
-        for (int64_t j = round_up(n, 16); j < key_block; j += 16) {
-            _mm512_store_ps(s + r * key_block + j, _mm512_setzero_ps());
-        }
+    for (int r = 0; n < key_block && r < m.rows; r++) {
+        std::memset(s + r * key_block + n, 0, (key_block - n) * sizeof(float));
     }
 }
 

@@ -24,6 +24,8 @@ enum mixedkv_status {
     MIXEDKV_NOT_AVAILABLE = 3, // the context has no such cache, layer or sequence
     MIXEDKV_INTERNAL      = 4, // an invariant of this library does not hold: please report it
     MIXEDKV_BUSY          = 5, // another thread is using the context; nothing was done
+    MIXEDKV_UNREADABLE    = 6, // the model's file cannot be read any more: the message names it
+    MIXEDKV_INTERRUPTED   = 7, // mixedkv_stream_config::stop said so
 };
 
 enum mixedkv_attention {
@@ -32,16 +34,54 @@ enum mixedkv_attention {
     MIXEDKV_ATTENTION_MERGED = 2, // llama.cpp's own attention over one F16 view of all rows, any backend
 };
 
-// What the next context made on this thread gets. The cold types are the context's type_k and type_v.
+// A ggml_type beside ggml's own: 4.25 bits an element, in blocks of 64, for rows of this library's caches.
+#define MIXEDKV_TYPE_LM4 38
+
+// Another, of 2.75 bits, for values that are stored in a basis of their own.
+#define MIXEDKV_TYPE_LM3 37
+
+// Cold types of some layers.
+struct mixedkv_layer_types {
+    int32_t        first;
+    int32_t        last; // the last one of them, -1: the model's
+    enum ggml_type type_k;
+    enum ggml_type type_v;
+};
+
+// A basis for the values of a layer, from what they were on some text (docs/decisions/048): orthonormal directions of
+// falling variance, and the standard deviation along each, which is positive.
+struct mixedkv_value_basis {
+    int32_t       il;
+    uint32_t      n_head_kv;
+    uint32_t      n_embd_head;
+    const float * directions; // [n_head_kv, n_embd_head, n_embd_head], a row each
+    const float * scales;     // [n_head_kv, n_embd_head]
+};
+
+// What the next context made on this thread gets. The cold types of layers that `layers` does not name are the
+// context's type_k and type_v, which also decide for all layers whether rows are rotated.
 struct mixedkv_config {
     bool                   mixed;       // false: llama.cpp's uniform cache; of the rest only `attention` applies
-    uint32_t               threshold;   // T: hot tokens per sequence at most; also the capacity of the F16 ring
+    uint32_t               threshold;   // T: hot tokens per sequence at most; the F16 ring has room for them
     uint32_t               group_size;  // G: once there are more than T, the oldest G leave together
     uint32_t               sink_tokens; // the first positions of a sequence, kept hot for good
     enum mixedkv_attention attention;
     uint32_t               n_draft;    // tokens that may be taken back as if they had never come: so many more F16 rows
     bool                   equalize;   // K is stored times one scale for each rotary pair, from the model's weights
     uint32_t               hot_budget; // F16 rows that all sequences of the context share, or one of these two
+    float                  v_skip;     // fused: V whose weights are below a 64th of it is not read, 0: all is
+
+    // Fused decode from the third layer on: of older keys those pages of 16 are read that are estimated to hold this
+    // share of the attention; 1: all of them; 0: nothing is estimated.
+    float sparse_top_p;
+
+    const struct mixedkv_layer_types * layers; // [n_layers], no layer twice; copied
+    uint32_t                           n_layers;
+
+    // Values of all layers are stored in these: one for each layer of the model that has any, or none at all, which
+    // MIXEDKV_TYPE_LM3 does not do without. Only mixedkv_configure_next() looks at them.
+    const struct mixedkv_value_basis * bases; // [n_bases], no layer twice; copied
+    uint32_t                           n_bases;
 };
 
 #define MIXEDKV_HOT_BUDGET_AUTO 0u // a quarter of the cold rows' bytes, one window at least, less than F16 in all
@@ -60,7 +100,7 @@ struct mixedkv_layer_info {
     enum ggml_type type_v;
     uint32_t       rotation_k; // edge of the Hadamard blocks that the rows are rotated by, 0: they are not
     uint32_t       rotation_v;
-    uint32_t       equalization; // tells the scales of K apart, see mixedkv_get_scales(); 0: K is stored as it is
+    uint32_t       equalization; // tells the scales of K and the basis of V apart; 0: neither is there
     uint32_t       group;        // layers of one group hold the same positions
     uint64_t       bytes_cold;   // K and V, capacity
     uint64_t       bytes_hot;    // K and V of the F16 ring, capacity
@@ -84,8 +124,9 @@ struct mixedkv_stats {
     uint32_t n_seq_max;
     uint32_t n_stream;
     uint32_t n_layer;            // layers with a KV cache
-    uint32_t threshold;          // as set now
-    uint32_t threshold_capacity; // as chosen at creation: the setter's upper bound
+    uint32_t threshold;          // as set
+    uint32_t threshold_now;      // less than that while mixedkv_limit_window() says so
+    uint32_t threshold_capacity; // the setter's upper bound: as many as the F16 ring has room for in one sequence
     uint32_t group_size;
     uint32_t sink_tokens;
     uint32_t n_draft;
@@ -95,12 +136,17 @@ struct mixedkv_stats {
     uint32_t hot_slots;    // F16 rows that the sequences of the context share
     bool     hot_shared;   // these are less than a window for every sequence
     uint64_t n_evicted;    // F16 rows that made room for others before their window had let go of them
+    uint64_t n_v_met;      // values (keys by KV head and layer) met in decoding while some may be left out
+    uint64_t n_v_skipped;  // of these, those left out: no query gave them weight
+    uint64_t n_pages;      // pages of keys, by KV heads and queries, of which decode chose those to read
+    uint64_t n_pages_read; // of these, those that it read
     uint64_t n_elements;   // K and V elements of all cells: what bits per element divides by
     uint64_t bytes_total;  // from llama.cpp's own memory breakdown of the KV cache, and bytes_view
     uint64_t bytes_cold;
-    uint64_t bytes_hot;
-    uint64_t bytes_view;    // of the compute buffers: the F16 view of a layer's rows, 0 if every layer is fused
-    uint64_t bytes_compute; // all compute buffers of the context
+    uint64_t bytes_hot;        // as allocated
+    uint64_t bytes_given_back; // of these, what the system has back while windows are shorter
+    uint64_t bytes_view;       // of the compute buffers: the F16 view of a layer's rows, 0 if every layer is fused
+    uint64_t bytes_compute;    // all compute buffers of the context
 };
 
 // Which llama.cpp the library was built from, and what it can run on this machine.
@@ -150,10 +196,19 @@ LLAMA_API enum mixedkv_status mixedkv_count_ring_rows(const struct mixedkv_confi
 LLAMA_API enum mixedkv_status mixedkv_get_scales(struct llama_context * ctx, int32_t il, float * out, uint32_t n,
                                                  uint32_t * n_out);
 
-// Live settings of a mixed cache, threshold and sinks up to what it was made with. What has aged out stays cold;
-// a wider window fills from new tokens.
+// For tests: sums all pages of `sparse_top_p` up again and tells how many there are, by layers, and in how many layers
+// what is kept is not the same.
+LLAMA_API enum mixedkv_status mixedkv_check_pages(struct llama_context * ctx, uint32_t * n_pages, uint32_t * n_wrong);
+
+// Live settings of a mixed cache, as far as there is room in the F16 ring that it was made with. What has aged out
+// stays cold; a wider window fills from new tokens. Rows move in the ring, and pages of CPU memory that are left over
+// go back.
 LLAMA_API enum mixedkv_status mixedkv_set_window(struct llama_context * ctx, uint32_t threshold, uint32_t group_size,
                                                  uint32_t sink_tokens);
+
+// Windows of no more than `threshold` tokens, whatever is set, until another call says UINT32_MAX. Unlike set_window()
+// it is no other setting: what is evaluated meanwhile lacks F16 rows, see mixedkv_get_short().
+LLAMA_API enum mixedkv_status mixedkv_limit_window(struct llama_context * ctx, uint32_t threshold);
 
 // Pending shifts and copies of the context are carried out first, as the next decode would.
 // Rows of one layer and sequence in order of position, as the query at the last position reads them.
@@ -224,8 +279,8 @@ LLAMA_API enum mixedkv_status mixedkv_import_rows(struct llama_context * ctx, in
 // other. Rows behind them stay as they are. positions: [n], ascending; n is n_batch at most. logits: of the last token.
 // last_layer: -1; otherwise evaluation ends after the attention of this layer, rows of later ones are then whatever was
 // there, and the tokens must be removed again. mass: F32 [n_mass] or NULL: the attention that these tokens pay to each
-// position of the sequence is added to it, summed over layers, heads and tokens. What is read in F16 is left out.
-// The last two need the fused attention in every layer.
+// position of the sequence is added to it, summed over tokens, heads and the deeper half of the layers. What is read in
+// F16 is left out. The last two need the fused attention in every layer.
 LLAMA_API enum mixedkv_status mixedkv_fill(struct llama_context * ctx, int32_t seq_id, const llama_token * tokens,
                                            const llama_pos * positions, uint32_t n, bool logits, int32_t last_layer,
                                            float * mass, uint32_t n_mass);
@@ -234,9 +289,54 @@ LLAMA_API enum mixedkv_status mixedkv_import_part(struct llama_context * ctx, in
                                                   const struct mixedkv_row_group * groups, uint32_t n_groups);
 
 // Gives a sequence back what it had where it stood once, for a sequence that was cut there: F16 copies of rows that it
-// has, and in layers with a sliding window these rows instead of its own. When this fails the copies may be incomplete.
+// has, and in layers with a sliding window, where it lacks some of these rows, these instead of its own. When this
+// fails the copies may be incomplete.
 LLAMA_API enum mixedkv_status mixedkv_restore_window(struct llama_context * ctx, int32_t seq_id,
                                                      const struct mixedkv_row_group * groups, uint32_t n_groups);
+
+// Weights that stay in the model's file and are read for each pass over the model. Give the buffer type to a model's
+// matrices of whole layers, in llama_model_params::tensor_buft_overrides, and load it without mmap; its one context
+// then reads them while it evaluates. llama_decode() returns 2 where that fails, see mixedkv_stream_check().
+struct mixedkv_stream;
+
+struct mixedkv_stream_config {
+    bool     prefetch;  // map the file and have pages come ahead of the pass; else: O_DIRECT into a ring of layers
+    uint32_t n_slots;   // layers of the ring, 2 at least
+    uint32_t n_threads; // that read
+    uint64_t chunk;     // bytes of one read, a multiple of 4096
+    bool (*stop)(void * data); // NULL, or asked now and then by the thread that evaluates: true ends that
+    void * stop_data;
+};
+
+struct mixedkv_stream_stats {
+    uint64_t bytes_read; // since the start
+    uint64_t n_layers;   // that were brought
+    uint64_t n_holds;    // layers that passes asked for
+    uint64_t n_stalls;   // of these not there yet
+    double   seconds_waiting;
+    double   seconds_reading; // in which at least one thread was reading
+    uint64_t bytes_ring;      // memory of the ring
+    uint64_t bytes_streamed;  // what a pass reads
+    bool     o_direct;        // the page cache is not used
+    uint64_t n_passes;        // over the streamed layers
+    double   seconds;         // that these took, each from its first streamed layer to its last
+};
+
+LLAMA_API enum mixedkv_status        mixedkv_stream_new(const struct mixedkv_stream_config * config,
+                                                        struct mixedkv_stream **             out);
+LLAMA_API void                       mixedkv_stream_free(struct mixedkv_stream * stream); // also before the model
+LLAMA_API ggml_backend_buffer_type_t mixedkv_stream_buffer_type(struct mixedkv_stream * stream);
+LLAMA_API enum mixedkv_status        mixedkv_stream_get_stats(struct mixedkv_stream *       stream,
+                                                              struct mixedkv_stream_stats * out);
+
+// How evaluations went since the last call: MIXEDKV_OK, MIXEDKV_UNREADABLE or MIXEDKV_INTERRUPTED. After the latter two
+// the next evaluation begins anew; until this has been asked all fail.
+LLAMA_API enum mixedkv_status mixedkv_stream_check(struct mixedkv_stream * stream);
+
+// Keeps the ring and the weights that are not streamed, but for routed experts, in memory (mlock), as many as may be:
+// bytes that are, and bytes that should be. MIXEDKV_NOT_AVAILABLE: some could not, the message has the system's reason.
+LLAMA_API enum mixedkv_status mixedkv_stream_lock(struct mixedkv_stream * stream, const struct llama_model * model,
+                                                  uint64_t * n_locked, uint64_t * n_bytes);
 
 #ifdef __cplusplus
 }

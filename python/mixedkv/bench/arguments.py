@@ -12,19 +12,24 @@ from typing import get_args
 from mixedkv.bench.catalog import TESTS
 from mixedkv.bench.harness.cache_settings import DEFAULT_SPECS, Setting, make_settings
 from mixedkv.bench.harness.filling import FILLS
+from mixedkv.bench.harness.reuse_cases import DONOR_KINDS, WORKLOADS
 from mixedkv.bench.options import Options
 from mixedkv.bench.quality import QualityRow
+from mixedkv.bench.streamed import MODES as STREAM_MODES
 from mixedkv.bundled import model_path
+from mixedkv.chunks.chunk_reuse import REPAIRS
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.limits import CELLS
 from mixedkv.model.footprint import ModelShape, model_shape
 from mixedkv.model.gguf_file import ModelFile, read_model_file
+from mixedkv.sizes import parse_size
+from mixedkv.streaming.layer_choice import Asked, parse_layers
 
 _MODES = get_args(QualityRow.model_fields["mode"].annotation)
 _ALL = tuple(name for name, test in TESTS.items() if test.in_all)
-_REUSE_SPECS = ("mixed:cold=q8_0", "mixed")
+_SPECS = {"reuse": ("mixed:cold=q8_0", "mixed"), "sensitivity": ("mixed",)}
 _SERVE_SPECS = ("f16", "mixed")
-_N_PROMPT = {"store": 4096, "reuse": 1700, "serve": 1024}
+_N_PROMPT = {"store": 4096, "reuse": 1700, "serve": 1024, "fleet": 1024}
 _DEPTHS = (0, 4096, 16384)
 _N_CTX = 4096  # of quality
 _N_CTX_RECALL = 2048  # the bundled model answers few questions from further back, whatever its cache
@@ -55,18 +60,32 @@ def check(args: argparse.Namespace) -> Options:
         n_gen=args.n_gen,
         turns=args.turns,
         clients=args.clients,
+        replicas=args.replicas,
         folder=args.folder,
+        remote=args.remote,
         threads=args.threads or len(os.sched_getaffinity(0)),
         busy=args.busy,
         repeats=args.repeats,
         fill=args.fill,
+        sequences=args.sequences,
         modes=_MODES if args.mode == "both" else (args.mode,),
         text=_read_text(args.text),
         budget=args.budget,
-        peer=args.test == "serve" if args.peer is None else args.peer,
+        bits=args.bits,
+        memory=args.memory,
+        stream_layers=args.stream_layers,
+        stream_modes=tuple(dict.fromkeys(args.stream_mode or STREAM_MODES)),
+        peer=args.test == "serve" if args.peer is None else bool(args.peer),
+        peer_path=Path(args.peer) if isinstance(args.peer, str) else None,
+        peer_settings=_peer_settings(args, settings),
+        workloads=tuple(dict.fromkeys(args.workload or WORKLOADS)),
+        n_documents=args.documents,
+        donors=tuple(dict.fromkeys(args.donor or DONOR_KINDS)),
+        repairs=tuple(dict.fromkeys(args.repair or REPAIRS)),
         calibrate=args.calibrate,
         max_kld=args.max_kld,
         kvboost=args.kvboost,
+        draft_model=args.draft_model,
         json=args.json,
         plot=args.plot,
     )
@@ -100,28 +119,76 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--n-prompt",
         metavar="N",
         type=number(1),
-        help="tokens of a prompt (512, store 4096, reuse 1700, serve 1024)",
+        help="tokens of a prompt (512, store 4096, reuse 1700, serve and fleet 1024)",
     )
     parser.add_argument("--n-gen", metavar="N", type=number(1), default=32, help="tokens generated (32)")
     parser.add_argument("--fill", choices=FILLS, default="auto", help="how a depth is reached (auto)")
+    parser.add_argument(
+        "--sequences", metavar="N", type=number(1), default=1, help="of speed, each at the depth (1)"
+    )
     parser.add_argument("--mode", choices=(*_MODES, "both"), default="both", help="of quality (both)")
     parser.add_argument("--text", metavar="FILE", help="text for quality (a generated sample)")
     parser.add_argument("--budget", metavar="SIZE", type=size, help="memory for the cache, e.g. 2GiB")
     parser.add_argument(
-        "--peer",
-        action=argparse.BooleanOptionalAction,
-        help="speed of the stock llama_cpp too, or its server, in a subprocess (serve)",
+        "--bits",
+        metavar="N,N",
+        type=bits,
+        default=(5.0, 6.0, 7.0),
+        help="of cold rows, for sensitivity (5,6,7)",
     )
+    parser.add_argument(
+        "--memory", metavar="SIZE,SIZE", type=sizes, default=(), help="limits of streaming, e.g. 1GiB,2GiB"
+    )
+    parser.add_argument(
+        "--stream-layers",
+        metavar="HOW",
+        type=stream_layers,
+        default="auto",
+        help="of streaming: auto, a number, or keep_first=8,keep_last=2 (auto)",
+    )
+    parser.add_argument(
+        "--stream-mode", choices=STREAM_MODES, action="append", help="of streaming; again for more (all)"
+    )
+    parser.add_argument(
+        "--peer",
+        nargs="?",
+        const=True,
+        metavar="PROGRAM",
+        help="beside the stock llama_cpp or its server (serve), or a llama-bench, llama-sweep-bench or "
+        "llama-server",
+    )
+    parser.add_argument(
+        "--peer-kv", metavar="SPEC", action="append", help="the peer's caches; again for more (as --kv)"
+    )
+    parser.add_argument("--no-peer", dest="peer", action="store_false", help="beside nobody")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the rows")
     parser.add_argument("--plot", metavar="DIR", type=Path, help="write pictures (needs matplotlib)")
-    kept = parser.add_argument_group("store and serve")
+    kept = parser.add_argument_group("store, serve and fleet")
     kept.add_argument("--n-new", metavar="N", type=number(1), default=32, help="tokens of a message (32)")
     kept.add_argument("--turns", metavar="N", type=number(1), default=10, help="of a conversation (10)")
     kept.add_argument(
         "--clients", metavar="N,N", type=clients, default=(1, 2, 4, 8), help="at a time (1,2,4,8)"
     )
+    kept.add_argument(
+        "--replicas", metavar="N,N", type=clients, default=(2, 4), help="of a fleet, on Ray Serve (2,4)"
+    )
     kept.add_argument("--folder", metavar="DIR", type=Path, help="where store writes (a temporary one)")
+    kept.add_argument(
+        "--remote",
+        metavar="URL",
+        help="a server that store and fleet keep KV on too: redis://... or s3://...",
+    )
     reuse = parser.add_argument_group("reuse")
+    reuse.add_argument(
+        "--workload", choices=WORKLOADS, action="append", help="of prompts; again for more (all)"
+    )
+    reuse.add_argument(
+        "--donor", choices=DONOR_KINDS, action="append", help="of the rows; again for more (all)"
+    )
+    reuse.add_argument("--repair", choices=REPAIRS, action="append", help="of seams; again for more (all)")
+    reuse.add_argument(
+        "--documents", metavar="N", type=number(2), default=5, help="that a prompt is made of (5)"
+    )
     reuse.add_argument(
         "--calibrate", action="store_true", help="more methods, and what was found into the store in --folder"
     )
@@ -130,6 +197,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     reuse.add_argument(
         "--kvboost", metavar="PYTHON", default="", help="of an environment with kvboost: measure it too"
+    )
+    speculation = parser.add_argument_group("speculation")
+    speculation.add_argument(
+        "--draft-model", metavar="FILE", type=Path, help="GGUF of a smaller model, which guesses as well"
     )
 
 
@@ -154,6 +225,14 @@ def clients(text: str) -> tuple[int, ...]:
     return tuple(sorted({number(1)(part.strip()) for part in text.split(",")}))
 
 
+def bits(text: str) -> tuple[float, ...]:
+    """ "5,6.5" as (5.0, 6.5)."""
+    try:
+        return tuple(sorted({float(part) for part in text.split(",")}))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not numbers such as 5,6.5") from None
+
+
 def nats(text: str) -> float:
     """A positive divergence."""
     try:
@@ -166,26 +245,46 @@ def nats(text: str) -> float:
 
 
 def size(text: str) -> int:
-    """Bytes of "2GiB", "500M" or "4096"; units are powers of 1024."""
-    digits = text.strip().upper().removesuffix("B").removesuffix("I")
-    factor = 1024 ** ("KMGT".find(digits[-1:]) + 1) if digits[-1:] in tuple("KMGT") else 1
+    """A type for argparse: bytes."""
     try:
-        value = float(digits.rstrip("KMGT")) * factor
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 2**60:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size: use e.g. 2GiB or 500MiB")
-    return int(value)
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """ "1GiB,2GiB" in bytes."""
+    return tuple(sorted({size(part) for part in text.split(",")}))
+
+
+def stream_layers(text: str) -> Asked:
+    """A type for argparse: layers to stream."""
+    try:
+        return parse_layers(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _settings(args: argparse.Namespace) -> list[Setting]:
     """The server has no choice of flash attention: it uses it where the cache needs it."""
-    if args.test not in ("serve", "split"):
-        default = _REUSE_SPECS if args.test == "reuse" else DEFAULT_SPECS
+    if args.test not in ("serve", "fleet", "split", "streaming"):
+        default = _SPECS.get(args.test, DEFAULT_SPECS)
         return make_settings(args.kv or default, args.flash_attn)
     if args.flash_attn == "on":
         raise ValueError(f"--flash-attn on is not a choice of {args.test}: leave it out")
-    return make_settings(args.kv or _SERVE_SPECS, "off")
+    return make_settings(
+        args.kv or (("mixed",) if args.test in ("fleet", "streaming") else _SERVE_SPECS), "off"
+    )
+
+
+def _peer_settings(args: argparse.Namespace, settings: list[Setting]) -> tuple[Setting, ...]:
+    """Those that llama.cpp knows."""
+    if args.peer_kv is None:
+        return tuple(setting for setting in settings if setting.is_peer)
+    asked = make_settings(args.peer_kv, "off" if args.test == "serve" else args.flash_attn)
+    if unknown := [setting.spec for setting in asked if not setting.is_peer]:
+        raise ValueError(f"--peer-kv {unknown[0]}: a peer knows uniform caches such as f16 and q8_0")
+    return tuple(asked)
 
 
 def _tests(asked: str, file: ModelFile) -> tuple[str, ...]:

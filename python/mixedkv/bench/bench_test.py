@@ -38,6 +38,7 @@ class BenchTest:
         check: raises ValueError if the options are not for this test; before a model is loaded.
         prepare: makes what measures. It raises ValueError if that cannot be, before anything is measured.
         in_all: whether `mixedkv bench all` means this one too.
+        weights: whether it evaluates with the model in `Bench`.
     """
 
     name: str
@@ -45,3 +46,4 @@ class BenchTest:
     prepare: Callable[[Bench], Measure]
     check: Callable[[Options], None] = _accept
     in_all: bool = False
+    weights: bool = True

@@ -8,32 +8,52 @@ from pydantic import Field
 
 from mixedkv.bench import (
     aged,
+    fleet,
     kept_kv,
     memory,
     moved_kv,
     quality,
     recall,
+    sensitivity,
     serving,
     speculating,
     speed,
     splitting,
+    streamed,
 )
 from mixedkv.bench.aged import AgedRow
+from mixedkv.bench.fleet import FleetRow, ResumeRow
 from mixedkv.bench.harness.row import Part
 from mixedkv.bench.kept_kv import ChatRow, StoreRow
 from mixedkv.bench.memory import MemoryRow
 from mixedkv.bench.moved_kv import ReuseRow
 from mixedkv.bench.quality import QualityRow
 from mixedkv.bench.recall import RecallRow
+from mixedkv.bench.sensitivity import SensitivityRow
 from mixedkv.bench.serving import ServeRow, StallRow
 from mixedkv.bench.speculating import SpeculationRow
 from mixedkv.bench.speed import SpeedRow
 from mixedkv.bench.split_clients import SplitClientsRow
 from mixedkv.bench.splitting import SplitRow
+from mixedkv.bench.streamed import StreamingRow
 
 TESTS = {
     module.TEST.name: module.TEST
-    for module in (memory, speed, aged, quality, recall, kept_kv, moved_kv, serving, splitting, speculating)
+    for module in (
+        memory,
+        speed,
+        aged,
+        quality,
+        sensitivity,
+        recall,
+        kept_kv,
+        moved_kv,
+        serving,
+        fleet,
+        splitting,
+        speculating,
+        streamed,
+    )
 }  # in the order of `all`
 
 AnyRow = Annotated[
@@ -41,15 +61,19 @@ AnyRow = Annotated[
     | SpeedRow
     | AgedRow
     | QualityRow
+    | SensitivityRow
     | RecallRow
     | StoreRow
     | ChatRow
     | ReuseRow
     | ServeRow
     | StallRow
+    | FleetRow
+    | ResumeRow
     | SplitRow
     | SplitClientsRow
-    | SpeculationRow,
+    | SpeculationRow
+    | StreamingRow,
     Field(discriminator="test"),
 ]
 

@@ -32,7 +32,7 @@ from mixedkv.bench.options import Options
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.limits import padded
 
-Tier = Literal["cold", "ram", "disk", "disk_dropped", "encrypted", "new_process"]
+Tier = Literal["cold", "ram", "disk", "disk_dropped", "encrypted", "remote", "new_process"]
 
 TIERS: tuple[Tier, ...] = get_args(Tier)
 
@@ -55,7 +55,8 @@ class StoreRow(Row):
         description='`"cold"`: nothing is kept, all of the prompt is evaluated; `"ram"`: from memory; '
         '`"disk"`: from a file that the system still has in memory; `"disk_dropped"`: from a file that it '
         'was made to forget (`posix_fadvise`, checked with `mincore`); `"encrypted"`: as disk, with '
-        'AES-256-GCM; `"new_process"`: as disk, the first answer of a process that has just loaded the model'
+        'AES-256-GCM; `"remote"`: from the server of `--remote`, with AES-256-GCM, into memory; '
+        '`"new_process"`: as disk, the first answer of a process that has just loaded the model'
     )
     n_prompt: int = Field(description="tokens of the prompt")
     n_new: int = Field(description="how many of them, at its end, were never stored")
@@ -131,6 +132,7 @@ class Work:
     threads: int
     repeats: int
     folder: Path | None = None
+    remote: str | None = None
 
     @property
     def n_ctx(self) -> int:
@@ -153,6 +155,7 @@ def prepare(bench: Bench) -> Measure:
         threads=options.threads,
         repeats=options.repeats,
         folder=options.folder,
+        remote=options.remote,
     )
     return lambda: measure(bench, work)
 
@@ -216,6 +219,9 @@ class _Rounds:
             "disk": Place(folder / "plain"),
             "encrypted": Place(folder / "encrypted", encrypted=True),
         }
+        if work.remote is not None:
+            self._places["remote"] = Place(None, encrypted=True, remote=work.remote)
+        self._tiers = [tier for tier in TIERS if tier != "remote" or work.remote is not None]
         for place in self._places.values():
             stack.enter_context(place)
 
@@ -226,7 +232,7 @@ class _Rounds:
         for no in range(self._work.repeats + 1):
             progress.show(f"store: {self._setting.name}")
             self._save(keep=no > 0)
-            for tier in TIERS[:: -1 if no % 2 else 1]:
+            for tier in self._tiers[:: -1 if no % 2 else 1]:
                 if not self._times[tier].error:
                     self._measure(tier, keep=no > 0)
             progress.step()
@@ -263,6 +269,8 @@ class _Rounds:
 
     def _answer(self, place: Place | None) -> tuple[float, float]:
         self._run.clear()
+        if place:
+            place.forget()
         begin = time.perf_counter()
         n = place.restore(self._run, self._prompt, len(self._prompt) - self._work.n_new) if place else 0
         restored = time.perf_counter()
@@ -329,7 +337,7 @@ def _rows(
             row["ttft_low"], row["ttft"], row["ttft_high"] = quartiles(of_tier.ttft)
             row["ttft_samples"] = of_tier.ttft
             row["vs_cold"] = _ratio(of_tier, times["cold"])
-        if tier == "encrypted" and of_tier.ttft:
+        if tier in ("encrypted", "remote") and of_tier.ttft:
             row["vs_disk"] = _ratio(of_tier, times["disk"])
         yield StoreRow.model_validate(row)
 

@@ -8,9 +8,10 @@ the times: finding, restoring, turning, the question's own attention, evaluating
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -18,18 +19,27 @@ import numpy as np
 from pydantic import Field
 
 from mixedkv.bench.bench_test import Bench, BenchTest, Measure
-from mixedkv.bench.harness.cache_settings import Setting
+from mixedkv.bench.harness.cache_settings import REFERENCE, Setting
 from mixedkv.bench.harness.contexts import CannotRunError
 from mixedkv.bench.harness.kept_kv_run import Run
 from mixedkv.bench.harness.kvboost_peer import KVBoost
-from mixedkv.bench.harness.reuse_cases import DONORS, WORKLOADS, Case, CaseMaker, DonorKind, Workload
+from mixedkv.bench.harness.reuse_cases import (
+    DONOR_KINDS,
+    WORKLOADS,
+    Case,
+    CaseMaker,
+    DonorKind,
+    Workload,
+    kinds_of,
+)
 from mixedkv.bench.harness.row import Part, Row
 from mixedkv.bench.harness.summary import wilson
 from mixedkv.bench.harness.table import Cells, Table, number
 from mixedkv.bench.options import Options
 from mixedkv.chunks import Calibration, ChunkCache, ChunkReuse, Measured, Method
 from mixedkv.chunks.calibration import name_of
-from mixedkv.chunks.deviation import Deviation, compare, follow
+from mixedkv.chunks.chunk_reuse import REPAIRS
+from mixedkv.chunks.deviation import Deviation, Logits, compare, follow
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.limits import padded
 from mixedkv.store import KVStore
@@ -37,14 +47,8 @@ from mixedkv.store import KVStore
 _FOLLOWED = 8  # tokens after a prompt whose distributions are compared
 _ANSWER = 28  # tokens at most
 _BUCKETS = (0.0, 0.5, 0.75, 0.9, 0.95, 1.0)
-_METHODS: tuple[Method, ...] = (
-    Method(repair="none"),
-    Method(repair="seam"),
-    Method(repair="cacheblend"),
-    Method(repair="query"),
-)
 _CALIBRATED: tuple[Method, ...] = (
-    *_METHODS,
+    *(Method(repair=repair) for repair in REPAIRS),
     *(Method(repair="query", ratio=ratio) for ratio in (0.02, 0.1, 0.2, 0.4)),
     *(Method(repair="cacheblend", ratio=ratio) for ratio in (0.3, 0.5)),
 )
@@ -99,6 +103,9 @@ class ReuseRow(Row):
         default=None,
         description="tokens evaluated by those of the prompt, mean; evaluation of some layers counts in part",
     )
+    repaired: float | None = Field(
+        default=None, description="the part of that which is the repair's: all but what is in no donor"
+    )
     approximate: float | None = Field(default=None, description="share of the rows that are a donor's, mean")
     ttft: float | None = Field(default=None, description="seconds to the first token, median")
     ttft_p95: float | None = Field(default=None, description="its 95% quantile")
@@ -107,6 +114,9 @@ class ReuseRow(Row):
     vs_cold: float | None = Field(
         default=None, description="by the time of full evaluation, median of the ratios within a case"
     )
+    cpu_vs_cold: float | None = Field(
+        default=None, description="the same of the CPU time of all threads: what else runs counts less"
+    )
     kld_mean: float | None = Field(
         default=None,
         description=f"KL divergence from full evaluation, nats, mean over the {_FOLLOWED} tokens that full "
@@ -114,8 +124,13 @@ class ReuseRow(Row):
     )
     kld_first: float | None = Field(default=None, description="that of the first token alone, mean")
     kld_median: float | None = Field(default=None, description="its median over all of these tokens")
+    kld_f32: float | None = Field(
+        default=None,
+        description="KL divergence from full evaluation in an F32 cache, mean over the same tokens; of full "
+        "evaluation: what the cache's types cost without reuse",
+    )
     same_top1: float | None = Field(default=None, description="share of them with the same likeliest token")
-    correct: int | None = Field(default=None, description="right answers, of the bundled model")
+    correct: int | None = Field(default=None, description="right answers, where full evaluation has any")
     correct_low: float | None = Field(default=None, description="of the 95% Wilson interval of their share")
     correct_high: float | None = Field(default=None, description="of the same interval")
     by_reuse: list[ReuseBucket] | None = Field(default=None, description="cases by share of reused tokens")
@@ -130,7 +145,9 @@ class _Results:
     method: Method | None
     reuses: list[ChunkReuse] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
     deviations: list[list[Deviation]] = field(default_factory=list)
+    from_f32: list[float] = field(default_factory=list)  # by token
     correct: int = 0
 
 
@@ -145,6 +162,11 @@ class _PeerResults:
 def check(options: Options) -> None:
     if options.calibrate and options.folder is None:
         raise ValueError("--calibrate writes beside a store: give its folder with --folder")
+    chosen = (options.workloads, options.donors, options.repairs)
+    if options.calibrate and chosen != (WORKLOADS, DONOR_KINDS, REPAIRS):
+        raise ValueError("--calibrate measures all: leave --workload, --donor and --repair out")
+    if not kinds_of(options.workloads, options.donors):
+        raise ValueError("--donor: these workloads have rows of other donors only")
     if options.n_prompt < 256:
         raise ValueError(f"--n-prompt {options.n_prompt} has no room for documents: use 256 or more")
 
@@ -158,14 +180,14 @@ def measure(bench: Bench) -> None:
     interrupted.
     """
     options = bench.options
-    kinds = [(workload, donor) for workload in WORKLOADS for donor in DONORS[workload]]
-    bench.progress.add(len(options.settings) * len(kinds) * options.repeats)
+    chosen = kinds_of(options.workloads, options.donors)
+    bench.progress.add(len(options.settings) * len(chosen) * options.repeats)
     n_ctx = padded(options.n_prompt + options.n_prompt // 4 + _ANSWER + 64)
     with ExitStack() as stack:
         peer = None
         if options.kvboost:
             peer = stack.enter_context(KVBoost(options.kvboost, bench.model.path, options.threads))
-        _measure_settings(bench, kinds, n_ctx, peer)
+        _measure_settings(bench, chosen, n_ctx, peer)
 
 
 def _measure_settings(
@@ -179,8 +201,12 @@ def _measure_settings(
             "threads": options.threads,
         }
         try:
-            with Run(bench.model.path, setting, n_ctx, options.threads) as run:
-                _measure_setting(bench, run, setting, kinds, head, peer)
+            with ExitStack() as stack:
+                run, reference = (
+                    stack.enter_context(Run(bench.model.path, each, n_ctx, options.threads))
+                    for each in (setting, REFERENCE)
+                )
+                _measure_setting(bench, run, reference, setting, kinds, head, peer)
         except (CannotRunError, UnsupportedModelError) as error:
             empty = {"workload": kinds[0][0], "donor": kinds[0][1], "method": "full", "n_cases": 0}
             bench.add(
@@ -191,14 +217,15 @@ def _measure_settings(
 def _measure_setting(
     bench: Bench,
     run: Run,
+    reference: Run,
     setting: Setting,
     kinds: Sequence[tuple[Workload, DonorKind]],
     head: dict[str, Any],
     peer: KVBoost | None,
 ) -> None:
     options = bench.options
-    methods = _CALIBRATED if options.calibrate else _METHODS
-    maker = _maker(run, options.n_prompt)
+    methods = _CALIBRATED if options.calibrate else tuple(Method(repair=repair) for repair in options.repairs)
+    maker = _maker(run, options)
     worst: dict[Method, list[_Results]] = {method: [] for method in methods}
     for workload, donor in kinds:
         results, of_peer = [_Results(None), *map(_Results, methods)], _PeerResults()
@@ -206,7 +233,7 @@ def _measure_setting(
             for seed in range(options.repeats):
                 bench.progress.show(f"reuse: {setting.name}, {workload}, {donor}")
                 case = maker.make(workload, donor, seed)
-                _measure_case(run, case, results, seed)
+                _measure_case(run, reference, case, results, seed)
                 if peer is not None:
                     found = peer.measure(case.prompt, case.stored, _ANSWER)
                     of_peer.answers.append(found)
@@ -215,9 +242,9 @@ def _measure_setting(
         finally:
             for each in results:
                 if each.seconds:
-                    bench.add(_row(each, results[0], workload, donor, head, options.is_bundled))
+                    bench.add(_row(each, results[0], workload, donor, head))
             if peer is not None and of_peer.answers:
-                bench.add(_peer_row(of_peer, peer, results[0], workload, donor, head, options.is_bundled))
+                bench.add(_peer_row(of_peer, peer, results[0], workload, donor, head))
         for each in results[1:]:
             assert each.method is not None
             worst[each.method].append(each)
@@ -226,17 +253,17 @@ def _measure_setting(
         _calibrate(run, worst, options.max_kld).write(options.folder)
 
 
-def _maker(run: Run, n_prompt: int) -> CaseMaker:
+def _maker(run: Run, options: Options) -> CaseMaker:
     llm = run.llm
 
     def encode(text: str) -> list[int]:
         return llm.tokenize(text.encode(), add_bos=False, special=True) if text else []
 
     head = llm.tokenize(b"", add_bos=True)
-    return CaseMaker(encode, head, n_prompt)
+    return CaseMaker(encode, head, options.n_prompt, options.n_documents)
 
 
-def _measure_case(run: Run, case: Case, results: Sequence[_Results], seed: int) -> None:
+def _measure_case(run: Run, reference: Run, case: Case, results: Sequence[_Results], seed: int) -> None:
     """All methods on one prompt, each from an empty cache and the same store. Full evaluation comes first,
     since it says what the others follow; the others take turns in going next.
     """
@@ -251,27 +278,44 @@ def _measure_case(run: Run, case: Case, results: Sequence[_Results], seed: int) 
         cache.refresh()  # as requests do while they are stored: before the clock runs
         full, others = results[0], list(results[1:])
         run.clear()
-        begin = time.perf_counter()
-        reuse = ChunkCache(llm, _EMPTY, repair="none", check=0).prefill(case.prompt, reuse="exact")
-        full.seconds.append(time.perf_counter() - begin)
-        full.reuses.append(reuse)
+        alone = ChunkCache(llm, _EMPTY, repair="none", check=0)
+        _timed(full, lambda: alone.prefill(case.prompt, reuse="exact"))
         answer, exact = follow(llm, _ANSWER)
         full.deviations.append([Deviation(0.0, True)] * _FOLLOWED)
+        best = _in_f32(reference, case, answer)
+        full.from_f32 += _klds(best, exact)
         full.correct += _is_right(run, answer, case)
         for i in range(len(others)):
             one = others[(i + seed) % len(others)]
             run.clear()
-            begin = time.perf_counter()
-            one.reuses.append(cache.prefill(case.prompt, method=one.method))
-            one.seconds.append(time.perf_counter() - begin)
+            _timed(one, partial(cache.prefill, case.prompt, method=one.method))
             _, logits = follow(llm, _FOLLOWED, answer)
             one.deviations.append([compare(a, b) for a, b in zip(exact[:_FOLLOWED], logits, strict=True)])
+            one.from_f32 += _klds(best, logits)
             llm.kv.remove(0, len(case.prompt) - 1)
             llm.eval([int(case.prompt[-1])])
             one.correct += _is_right(run, follow(llm, _ANSWER)[0], case)
 
 
 _EMPTY = KVStore(None, max_ram_bytes=0)
+
+
+def _in_f32(reference: Run, case: Case, answer: list[int]) -> list[Logits]:
+    """The distributions along an answer in a cache that rounds nothing."""
+    reference.clear()
+    reference.llm.eval(case.prompt.tolist())
+    return follow(reference.llm, _FOLLOWED, answer)[1]
+
+
+def _klds(best: Sequence[Logits], logits: Sequence[Logits]) -> list[float]:
+    return [compare(a, b).kld for a, b in zip(best, logits, strict=False)]
+
+
+def _timed(each: _Results, prefill: Callable[[], ChunkReuse]) -> None:
+    begin, cpu = time.perf_counter(), time.process_time()
+    each.reuses.append(prefill())
+    each.seconds.append(time.perf_counter() - begin)
+    each.cpu.append(time.process_time() - cpu)
 
 
 def _is_right(run: Run, tokens: list[int], case: Case) -> bool:
@@ -281,12 +325,12 @@ def _is_right(run: Run, tokens: list[int], case: Case) -> bool:
 
 
 def _row(
-    each: _Results, full: _Results, workload: Workload, donor: DonorKind, head: dict[str, Any], recall: bool
+    each: _Results, full: _Results, workload: Workload, donor: DonorKind, head: dict[str, Any]
 ) -> ReuseRow:
     n = len(each.seconds)
     deviations = [deviation for case in each.deviations for deviation in case]
     low, high = wilson(each.correct, n)
-    answers = {"correct": each.correct, "correct_low": low, "correct_high": high} if recall else {}
+    answers = {"correct": each.correct, "correct_low": low, "correct_high": high} if full.correct else {}
     method = each.method
     turns = {"by_turn": _by_turn(each)} if workload == "system" else {}
     return ReuseRow.model_validate(
@@ -299,15 +343,18 @@ def _row(
             "n_cases": n,
             "n_prompt": int(np.median([reuse.n_tokens for reuse in each.reuses])),
             "evaluated": float(np.mean([reuse.evaluated_ratio for reuse in each.reuses])),
+            "repaired": float(np.mean([reuse.repaired_ratio for reuse in each.reuses])),
             "approximate": float(np.mean([r.n_cached_approximate / r.n_tokens for r in each.reuses])),
             "ttft": float(np.median(each.seconds)),
             "ttft_p95": float(np.percentile(each.seconds, 95)),
             "ttft_p99": float(np.percentile(each.seconds, 99)),
             "ttft_samples": each.seconds,
             "vs_cold": float(np.median([a / b for a, b in zip(each.seconds, full.seconds, strict=False)])),
+            "cpu_vs_cold": float(np.median([a / b for a, b in zip(each.cpu, full.cpu, strict=False)])),
             "kld_mean": float(np.mean([deviation.kld for deviation in deviations])),
             "kld_first": float(np.mean([case[0].kld for case in each.deviations])),
             "kld_median": float(np.median([deviation.kld for deviation in deviations])),
+            "kld_f32": float(np.mean(each.from_f32)),
             "same_top1": float(np.mean([deviation.same_top1 for deviation in deviations])),
             "by_reuse": _by_reuse(each),
             **answers,
@@ -324,7 +371,6 @@ def _peer_row(
     workload: Workload,
     donor: DonorKind,
     head: dict[str, Any],
-    recall: bool,
 ) -> ReuseRow:
     """It tells of the first token only, and not what it evaluated."""
 
@@ -333,7 +379,7 @@ def _peer_row(
 
     seconds, n = all_of("seconds"), len(each.answers)
     low, high = wilson(each.correct, n)
-    answers = {"correct": each.correct, "correct_low": low, "correct_high": high} if recall else {}
+    answers = {"correct": each.correct, "correct_low": low, "correct_high": high} if full.correct else {}
     ratios = [a / b for a, b in zip(seconds, all_of("seconds_cold"), strict=True)]
     return ReuseRow.model_validate(
         {
@@ -415,20 +461,23 @@ def _calibrate(run: Run, worst: dict[Method, list[_Results]], max_kld: float) ->
 
 
 def _cells(rows: Sequence[ReuseRow]) -> Cells:
-    head = ["cache", "workload", "donor", "method", "evaluated", "first token", "p95", "of cold"]
-    return [[*head, "KLD mean", "median", "first", "same top-1", "right"]] + [
+    head = ["cache", "workload", "donor", "method", "evaluated", "repair", "first token", "p95", "of cold"]
+    return [[*head, "CPU", "KLD mean", "median", "first", "from F32", "same top-1", "right"]] + [
         [
             row.name,
             row.workload,
             row.donor,
-            row.method + (f" {row.ratio:.0%}" if row.ratio else ""),
+            row.method + (f" {100 * row.ratio:g}%" if row.ratio else ""),
             number(row.evaluated, ".1%"),
+            number(row.repaired, ".1%"),
             number(row.ttft, ".4f"),
             number(row.ttft_p95, ".4f"),
             number(row.vs_cold, ".1%"),
-            number(row.kld_mean, ".4f"),
-            number(row.kld_median, ".5f"),
-            number(row.kld_first, ".5f"),
+            number(row.cpu_vs_cold, ".1%"),
+            number(row.kld_mean, ".1e"),
+            number(row.kld_median, ".1e"),
+            number(row.kld_first, ".1e"),
+            number(row.kld_f32, ".1e"),
             number(row.same_top1, ".1%"),
             "" if row.correct is None else f"{row.correct}/{row.n_cases}",
         ]

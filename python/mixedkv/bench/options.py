@@ -6,9 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mixedkv.bench.harness.cache_settings import Setting
+from mixedkv.bench.harness.reuse_cases import DonorKind, Workload
 from mixedkv.bundled import model_path
+from mixedkv.chunks import Repair
 from mixedkv.model.footprint import ModelShape
 from mixedkv.model.gguf_file import ModelFile
+from mixedkv.streaming.layer_choice import Asked
+from mixedkv.streaming.streaming import Mode as StreamMode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,18 +32,32 @@ class Options:
     n_gen: int
     turns: int
     clients: tuple[int, ...]
+    replicas: tuple[int, ...]
     folder: Path | None
+    remote: str | None
     threads: int
     busy: int
     repeats: int
     fill: str
+    sequences: int
     modes: tuple[str, ...]
     text: str | None
     budget: int | None
+    bits: tuple[float, ...]
+    memory: tuple[int, ...]
+    stream_layers: Asked
+    stream_modes: tuple[StreamMode, ...]
     peer: bool
+    peer_path: Path | None
+    peer_settings: tuple[Setting, ...]
+    workloads: tuple[Workload, ...]
+    n_documents: int
+    donors: tuple[DonorKind, ...]
+    repairs: tuple[Repair, ...]
     calibrate: bool
     max_kld: float
     kvboost: str
+    draft_model: Path | None
     json: Path | None
     plot: Path | None
 

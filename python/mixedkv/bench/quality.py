@@ -6,7 +6,7 @@ per position are kept, so memory does not grow with the text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -89,11 +89,11 @@ class QualityRow(CacheRow):
 
 def prepare(bench: Bench) -> Measure:
     """Raises ValueError if the text is too short for a document."""
-    documents = _documents(bench.model, bench.options)
+    documents = read_documents(bench.model, bench.options)
     return lambda: measure(bench, documents)
 
 
-def _documents(model: Model, options: Options) -> list[Document]:
+def read_documents(model: Model, options: Options) -> list[Document]:
     """`repeats` documents of `n_ctx` tokens each, fewer if the text has no more."""
     head = [model.bos] if model.adds_bos else []
     n = options.n_ctx - len(head)
@@ -124,10 +124,17 @@ def measure(bench: Bench, documents: Sequence[Document]) -> None:
     """
     bench.progress.add(len(bench.options.modes) * sum(map(len, documents)))
     for mode in bench.options.modes:
-        _measure_mode(bench, documents, mode)
+        measure_settings(bench, documents, mode, (REFERENCE, *bench.options.settings), bench.add)
 
 
-def _measure_mode(bench: Bench, documents: Sequence[Document], mode: str) -> None:
+def measure_settings(
+    bench: Bench,
+    documents: Sequence[Document],
+    mode: str,
+    settings: Sequence[Setting],
+    add: Callable[[QualityRow], None],
+) -> None:
+    """One row per setting; the reference among them is the control."""
     threads = bench.options.threads
     n_ctx = len(documents[0])
     with ExitStack() as stack:
@@ -138,8 +145,8 @@ def _measure_mode(bench: Bench, documents: Sequence[Document], mode: str) -> Non
             return context
 
         reference = open_(REFERENCE)
-        contenders = [_Contender(REFERENCE, open_(REFERENCE))]
-        for setting in bench.options.settings:
+        contenders = []
+        for setting in settings:
             try:
                 contenders.append(_Contender(setting, open_(setting)))
             except CannotRunError as error:
@@ -148,8 +155,8 @@ def _measure_mode(bench: Bench, documents: Sequence[Document], mode: str) -> Non
             for document in documents:
                 _read(reference, contenders, document, mode, bench.progress)
         finally:
-            for i, contender in enumerate(contenders):
-                bench.add(_row(contender, mode, n_ctx, threads, control=i == 0))
+            for contender in contenders:
+                add(_row(contender, mode, n_ctx, threads, control=contender.setting is REFERENCE))
 
 
 @dataclass

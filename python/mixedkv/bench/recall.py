@@ -22,7 +22,10 @@ from mixedkv.bench.harness.row import CacheRow, Part
 from mixedkv.bench.harness.summary import wilson
 from mixedkv.bench.harness.table import NONE, Cells, Table, number
 from mixedkv.bench.options import Options
+from mixedkv.bundled import model_path
 from mixedkv.config import MixedKVConfig
+from mixedkv.model.footprint import model_shape
+from mixedkv.model.gguf_file import read_model_file
 
 PER_SLOT = 4  # questions of each variant at each depth of a journal
 _ANSWER = 28  # tokens at most
@@ -125,8 +128,10 @@ def _make_case(model: Model, seed: int, n_ctx: int) -> Case:
 
 
 def check(options: Options) -> None:
-    if not options.is_bundled:
-        raise ValueError("recall asks the bundled model, which was taught the facts: leave -m out")
+    if options.shape.name != model_shape(read_model_file(model_path())).name:
+        raise ValueError(
+            "recall asks the bundled model, or one made of it, which was taught the facts: leave -m out"
+        )
     if options.n_ctx_recall < _MIN_N_CTX:
         raise ValueError(
             f"--n-ctx {options.n_ctx_recall} has no room for the questions: use {_MIN_N_CTX} or more"

@@ -21,7 +21,8 @@ def bench(args: argparse.Namespace) -> None:
     options = arguments.check(args)
     result = Result(options.file, options.shape, _command(), options.json)
     try:
-        with Progress() as progress, closing(Model(options.file.path)) as model:
+        weights = any(TESTS[name].weights for name in options.tests)
+        with Progress() as progress, closing(Model(options.file.path, weights=weights)) as model:
             work = Bench(model=model, options=options, progress=progress, add=result.add)
             for measure in [TESTS[name].prepare(work) for name in options.tests]:
                 measure()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import llama_cpp
@@ -19,6 +20,7 @@ from pydantic import Field
 
 from mixedkv.bench.bench_test import Bench, BenchTest, Measure
 from mixedkv.bench.harness import servers
+from mixedkv.bench.harness.bench_peer import check_program
 from mixedkv.bench.harness.cache_settings import Setting, make_settings
 from mixedkv.bench.harness.chat_client import Sampling
 from mixedkv.bench.harness.contexts import CannotRunError, Model
@@ -42,7 +44,9 @@ _SHORT = 32  # tokens of the prompts of these others
 class ServerRow(Row):
     """What rows of servers share."""
 
-    engine: str = Field(description='`"mixedkv"`, `"llama_cpp"`, or `"llama_cpp, RAM cache"`')
+    engine: str = Field(
+        description='`"mixedkv"`, `"llama_cpp"`, `"llama_cpp, RAM cache"`, or with `--peer PROGRAM` its name'
+    )
     n_ctx: int = Field(description="tokens of context for each client")
     peer_version: str | None = Field(default=None, description="version of the stock llama_cpp")
     peer_extra_buffers: bool | None = Field(
@@ -60,6 +64,7 @@ class TurnPart(Part):
     )
     low: float = Field(description="its lower quartile")
     high: float = Field(description="its upper quartile")
+    p95: float | None = Field(default=None, description="its 95th percentile")
     prompt_tokens: float | None = Field(description="mean; null where the server does not tell")
     cached_tokens: float | None = Field(description="mean; null where the server does not tell")
 
@@ -78,6 +83,10 @@ class ServeRow(ServerRow):
     `interrupt_requests=false` (a new request would cut off the running one), without flash attention, once as
     it is, with the prefix of the last request in its context, and once with its RAM cache. It has a context
     of `n_ctx` tokens; `mixedkv serve` has `n_ctx` times the largest number of clients, shared by all.
+
+    With `--peer PROGRAM` a llama-server takes their place, with each of llama.cpp's own caches among the
+    settings, a slot for each client and as many tokens of one cache for all of them, and its prompt cache;
+    what a long prompt costs the others is not measured then.
     """
 
     test: Literal["serve"] = "serve"
@@ -107,7 +116,10 @@ class ServeRow(ServerRow):
     vs_stock: float | None = Field(
         default=None,
         description="times as fast as the stock server with the same number of clients, the faster of its "
-        "two",
+        "two; with `--peer PROGRAM` as that, the fastest of its settings",
+    )
+    cpu_ms: float | None = Field(
+        default=None, description="milliseconds of CPU time for a generated token, prompts included, median"
     )
     hit_ratio: float | None = Field(
         default=None,
@@ -151,6 +163,7 @@ class Work:
     threads: int
     repeats: int
     peer: bool
+    program: Path | None = None  # a llama-server, in place of the stock server
     n_ctx: int | None = None  # tokens for each client; None for what the conversations need
 
     @property
@@ -168,6 +181,7 @@ class Contender:
     server: servers.Server | None = None
     error: str = ""
     replays: dict[int, list[Replay]] = field(default_factory=dict)
+    cpu: dict[int, list[float]] = field(default_factory=dict)  # seconds of each replay
     stalls: list[Stall] = field(default_factory=list)
 
 
@@ -195,7 +209,9 @@ class Script:
 
 
 def check(options: Options) -> None:
-    if options.peer:
+    if options.peer_path is not None:
+        check_program(options.peer_path)
+    elif options.peer:
         servers.check_stock()
 
 
@@ -209,6 +225,7 @@ def prepare(bench: Bench) -> Measure:
         threads=options.threads,
         repeats=options.repeats,
         peer=options.peer,
+        program=options.peer_path,
         n_ctx=options.n_ctx_client,
     )
     return lambda: measure(bench, work)
@@ -223,7 +240,7 @@ def measure(bench: Bench, work: Work) -> None:
     script = Script(bench.model, file, work)
     n_ctx = work.n_ctx or script.n_ctx()
     spec = ServerSpec(file=file, n_ctx=n_ctx, clients=work.n_conversations, threads=work.threads)
-    contenders = _contenders(bench.options.settings, spec, work)
+    contenders = _contenders(bench.options, spec, work)
     progress.add(len(contenders) * (1 + work.repeats * (len(work.clients) + 1)))
     try:
         with ExitStack() as stack:
@@ -237,7 +254,7 @@ def measure(bench: Bench, work: Work) -> None:
             bench.add(row)
 
 
-def _contenders(settings: Sequence[Setting], spec: ServerSpec, work: Work) -> list[Contender]:
+def _contenders(options: Options, spec: ServerSpec, work: Work) -> list[Contender]:
     def ours(setting: Setting) -> Contender:
         return Contender("mixedkv", setting, lambda port: servers.mixedkv_command(spec, setting, port))
 
@@ -245,8 +262,16 @@ def _contenders(settings: Sequence[Setting], spec: ServerSpec, work: Work) -> li
         (f16,) = make_settings(["f16"], "off")
         return Contender(engine, f16, lambda port: servers.stock_command(spec, engine, port))
 
-    contenders = [ours(setting) for setting in settings]
+    contenders = [ours(setting) for setting in options.settings]
+    if (program := work.program) is not None:
+        return contenders + [_rival(setting, spec, program) for setting in options.peer_settings]
     return contenders + ([stock(servers.STOCK), stock(servers.STOCK_CACHE)] if work.peer else [])
+
+
+def _rival(setting: Setting, spec: ServerSpec, program: Path) -> Contender:
+    return Contender(
+        program.name, setting, lambda port: servers.llama_server_command(spec, setting, program, port)
+    )
 
 
 def _start(contender: Contender, script: Script, stack: ExitStack, progress: Progress) -> None:
@@ -271,8 +296,11 @@ def _round(
         if contender.server is not None and not contender.error:
             conversations = script.conversations(no * len(work.clients) + i)
             try:
+                before = contender.server.cpu_seconds
                 done = replay(contender.server.url, conversations, clients, script.sampling)
                 contender.replays.setdefault(clients, []).append(done)
+                if before is not None and (after := contender.server.cpu_seconds) is not None:
+                    contender.cpu.setdefault(clients, []).append(after - before)
             except CannotRunError as error:
                 contender.error = f"{error} {contender.server.last_words()}"
         progress.step()
@@ -281,6 +309,7 @@ def _round(
         and not contender.error
         and contender.engine == "mixedkv"
         and work.n_conversations > 1
+        and work.program is None
     ):
         progress.show(f"serve: {contender.engine} {contender.setting.name}, a long prompt")
         try:
@@ -313,7 +342,7 @@ def _rows(contenders: Sequence[Contender], work: Work, spec: ServerSpec) -> Iter
             "threads": work.threads,
             "n_ctx": spec.n_ctx,
         }
-        if contender.engine != "mixedkv":
+        if contender.engine in (servers.STOCK, servers.STOCK_CACHE):
             head["peer_version"] = llama_cpp.__version__
             head["peer_extra_buffers"] = servers.stock_extra_buffers(spec.file)
         for clients, replays in contender.replays.items():
@@ -340,8 +369,12 @@ def _of_replays(
         "tps_low": low,
         "tps_high": high,
         "tps_samples": rates,
-        "by_turn": list(_by_turn(replays)),
+        "by_turn": list(by_turn(replays)),
     }
+    if cpu := contender.cpu.get(clients):
+        row["cpu_ms"] = 1e3 * float(
+            np.median([c / done.n_tokens(work.n_gen) for c, done in zip(cpu, replays, strict=False)])
+        )
     if 1 in contender.replays:
         row["vs_serial"] = _ratio(contender.replays[1], replays)
     stock = [other for other in contenders if other.engine != "mixedkv" and other.replays.get(clients)]
@@ -358,7 +391,7 @@ def _ratio(base: Sequence[Replay], replays: Sequence[Replay]) -> float:
     return float(np.median([b.seconds / r.seconds for b, r in zip(base, replays, strict=False)]))
 
 
-def _by_turn(replays: Sequence[Replay]) -> Iterator[TurnPart]:
+def by_turn(replays: Sequence[Replay]) -> Iterator[TurnPart]:
     for turn in range(len(replays[0].answers)):
         answers = [answer for done in replays for answer in done.answers[turn]]
         low, median, high = quartiles([answer.ttft for answer in answers])
@@ -368,6 +401,7 @@ def _by_turn(replays: Sequence[Replay]) -> Iterator[TurnPart]:
             ttft=median,
             low=low,
             high=high,
+            p95=float(np.percentile([answer.ttft for answer in answers], 95)),
             prompt_tokens=_mean([answer.n_prompt for answer in answers]),
             cached_tokens=_mean([answer.n_cached for answer in answers]),
         )
@@ -407,7 +441,7 @@ def _banned(model: Model, file: ModelFile) -> tuple[int, ...]:
 
 def _serve_cells(rows: Sequence[ServeRow]) -> Cells:
     head = ["server", "tok/s", "", "x one by one", "x stock", "first token: turn 1"]
-    return [[*head, "turn 2", "last turn", "cached"]] + [
+    return [[*head, "turn 2", "last turn", "its 95%", "cached", "CPU ms a token"]] + [
         [
             row.name,
             number(row.tps, ".1f"),
@@ -416,15 +450,17 @@ def _serve_cells(rows: Sequence[ServeRow]) -> Cells:
             number(row.vs_stock, ".2f"),
             *_turn_cells(row.by_turn or []),
             number(row.hit_ratio, ".0%"),
+            number(row.cpu_ms, ".1f"),
         ]
         for row in rows
     ]
 
 
 def _turn_cells(parts: Sequence[TurnPart]) -> list[str]:
-    """Milliseconds of the first turn, the second and the last."""
+    """Milliseconds of the first turn, the second and the last, and of its slowest twentieth."""
     turns = [f"{1e3 * part.ttft:.0f} ms" for part in parts]
-    return [turns[i] if len(turns) > i else NONE for i in (0, 1)] + [turns[-1] if turns else NONE]
+    late = f"{1e3 * parts[-1].p95:.0f} ms" if parts and parts[-1].p95 is not None else NONE
+    return [turns[i] if len(turns) > i else NONE for i in (0, 1)] + [turns[-1] if turns else NONE, late]
 
 
 def _stall_cells(rows: Sequence[StallRow]) -> Cells:

@@ -1,11 +1,12 @@
-"""How fast answers come with drafts by prompt lookup: where they repeat the prompt, and where they do not."""
+"""How fast answers come with drafts, where text repeats itself and where it does not."""
 
 from __future__ import annotations
 
 import re
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -14,19 +15,20 @@ from pydantic import Field
 from mixedkv.bench.bench_test import Bench, BenchTest, Measure
 from mixedkv.bench.harness.cache_settings import Setting
 from mixedkv.bench.harness.row import Row
-from mixedkv.bench.harness.sample_text import document
+from mixedkv.bench.harness.sample_text import passage
 from mixedkv.bench.harness.summary import quartiles
 from mixedkv.bench.harness.table import NONE, Cells, Table, number, spread
 from mixedkv.bench.options import Options
 from mixedkv.engine import Engine
 from mixedkv.engine.constraint import Constraint
+from mixedkv.engine.speculation import Mode
 from mixedkv.limits import padded
 from mixedkv.llama import Llama
 
-Text = Literal["repeats", "is certain", "is unlike"]
+Text = Literal["repeats", "is certain", "goes on", "is unlike"]
 
 _PASSAGE = 200  # tokens, or a few more, of which the prompt is made again and again
-_TEMPERATURE: dict[Text, float] = {"repeats": 0.0, "is certain": 0.0, "is unlike": 3.0}
+_TEMPERATURE: dict[Text, float] = {"repeats": 0.0, "is certain": 0.0, "goes on": 0.0, "is unlike": 3.0}
 _BATCH = 512
 
 
@@ -35,14 +37,16 @@ class SpeculationRow(Row):
 
     The prompt is a passage of a journal, again and again, up to `depth`. "repeats" goes on greedily, as the
     bundled model does by saying much of it once more; "is certain" has to be the passage, by a regular
-    expression, which is drafted as far as it leaves no choice; "is unlike" is drawn at temperature 3, close
-    to anything. Each is answered with drafts and without in turns, with one seed, from the prompt's rows;
-    ratios are taken within a turn, of tokens per second from the first token on.
+    expression, which is drafted as far as it leaves no choice; "goes on" has another prompt, a journal of
+    `depth` tokens without repetitions, and continues it greedily; "is unlike" is drawn at temperature 3,
+    close to anything. Each is answered with drafts and without in turns, with one seed, from the prompt's
+    rows; ratios are taken within a turn, of tokens per second from the first token on.
     """
 
     test: Literal["speculation"] = "speculation"
     depth: int = Field(description="tokens of the prompt")
-    text: Text = Field(description='what follows: `"repeats"`, `"is certain"` or `"is unlike"`')
+    text: Text = Field(description='what follows: `"repeats"`, `"is certain"`, `"goes on"` or `"is unlike"`')
+    draft_model: bool = Field(default=False, description="a draft model guesses as well")
     n_gen: int = Field(description="tokens of an answer")
     plain_tps: float | None = Field(default=None, description="tokens per second without drafts, median")
     drafted_tps: float | None = Field(default=None, description="tokens per second with drafts, median")
@@ -69,7 +73,7 @@ def prepare(bench: Bench) -> Measure:
 
 
 def measure(bench: Bench) -> None:
-    """Add three rows per setting and depth."""
+    """Add a row per setting, depth and text."""
     options = bench.options
     bench.progress.add(
         len(options.settings) * len(options.depths) * len(_TEMPERATURE) * (options.repeats + 1)
@@ -87,17 +91,41 @@ def _row(
     row: dict[str, Any], options: Options, depth: int, text: Text, found: dict[str, Any]
 ) -> SpeculationRow:
     return SpeculationRow.model_validate(
-        {**row, "depth": depth, "text": text, "n_gen": options.n_gen, **found}
+        {
+            **row,
+            "depth": depth,
+            "text": text,
+            "n_gen": options.n_gen,
+            "draft_model": options.draft_model is not None,
+            **found,
+        }
     )
 
 
 def _measure(bench: Bench, setting: Setting, depth: int, row: dict[str, Any]) -> None:
     options = bench.options
-    llm = Llama(
-        options.file.path,
+    with ExitStack() as stack:
+        n_ctx = padded(depth + 2 * options.n_gen + 64)
+        llm = stack.enter_context(closing(_load(options, options.file.path, setting, n_ctx)))
+        draft = None
+        if options.draft_model is not None:
+            draft = stack.enter_context(closing(_load(options, options.draft_model, setting, n_ctx)))
+        engine = stack.enter_context(Engine(llm, parallel=1, draft_model=draft))
+        for text in _TEMPERATURE:
+            bench.progress.show(f"speculation: {setting.name}, {text} at {depth}")
+            turns = _Turns(engine, _prompt(engine, depth, text), options, text)
+            for no in range(options.repeats + 1):  # the first one only warms up
+                turns.turn(no)
+                bench.progress.step()
+            bench.add(_row(row, options, depth, text, turns.summary()))
+
+
+def _load(options: Options, path: Path, setting: Setting, n_ctx: int) -> Llama:
+    return Llama(
+        path,
         kv=setting.kv,
         flash_attn=setting.flash_attn or None,
-        n_ctx=padded(depth + 2 * options.n_gen + 64),
+        n_ctx=n_ctx,
         n_seq_max=4,  # prompt, the one at work, and answers of before
         kv_unified=True,
         n_batch=_BATCH,
@@ -106,34 +134,28 @@ def _measure(bench: Bench, setting: Setting, depth: int, row: dict[str, Any]) ->
         n_threads_batch=options.threads,
         verbose=False,
     )
-    with closing(llm), Engine(llm, parallel=1) as engine:
-        prompt = _prompt(engine, depth)
-        for text in _TEMPERATURE:
-            bench.progress.show(f"speculation: {setting.name}, {text} at {depth}")
-            turns = _Turns(engine, prompt, options.n_gen, text)
-            for no in range(options.repeats + 1):  # the first one only warms up
-                turns.turn(no)
-                bench.progress.step()
-            bench.add(_row(row, options, depth, text, turns.summary()))
 
 
-def _prompt(engine: Engine, depth: int) -> list[int]:
-    def count(text: str) -> int:
-        return len(engine.tokenizer.tokenize(text, start=False))
+def _prompt(engine: Engine, depth: int, text: Text) -> list[int]:
+    def tokenize(part: str) -> list[int]:
+        return engine.tokenizer.tokenize(part, start=False)
 
-    passage = engine.tokenizer.tokenize(document(1, _PASSAGE, count, chat=False), start=False)
-    return (passage * (depth // len(passage) + 1))[: max(depth, len(passage))]
+    if text == "goes on":
+        return passage(2 * depth, tokenize)[:depth]  # the questions come behind
+    once = passage(_PASSAGE, tokenize)
+    return (once * (depth // len(once) + 1))[: max(depth, len(once))]
 
 
 class _Turns:
     """Answers with drafts and without, in turns."""
 
-    def __init__(self, engine: Engine, prompt: list[int], n_gen: int, text: Text) -> None:
-        self._engine, self._prompt, self._n_gen, self._text = engine, prompt, n_gen, text
+    def __init__(self, engine: Engine, prompt: list[int], options: Options, text: Text) -> None:
+        self._engine, self._prompt, self._n_gen, self._text = engine, prompt, options.n_gen, text
+        self._mode: Mode = "prompt-lookup" if options.draft_model is None else "draft-model"
         self._bias = tuple((token, -100.0) for token in engine.detokenizer.ends)
         self._constraint = None
         if text == "is certain":
-            passage = engine.llm.detokenize(prompt[-2 * n_gen :]).decode("utf-8", "replace")
+            passage = engine.llm.detokenize(prompt[-2 * options.n_gen :]).decode("utf-8", "replace")
             self._constraint = Constraint("regex", re.escape(passage))
         self._rates: list[tuple[float, float]] = []
         self._cpu: list[float] = []
@@ -141,17 +163,17 @@ class _Turns:
         self._steps = self._drafted = self._accepted = 0
 
     def turn(self, no: int) -> None:
-        order = ("off", "prompt-lookup") if no % 2 else ("prompt-lookup", "off")
+        order: tuple[Mode, Mode] = ("off", self._mode) if no % 2 else (self._mode, "off")
         answers = {mode: self._answer(mode, no) for mode in order}
         plain, plain_cpu, plain_tokens, _ = answers["off"]
-        fast, cpu, tokens, steps = answers["prompt-lookup"]
+        fast, cpu, tokens, steps = answers[self._mode]
         if no:
             self._rates.append((plain, fast))
             self._cpu.append(plain_cpu / cpu)
             self._same.append(tokens == plain_tokens)
             self._steps += steps
 
-    def _answer(self, mode: str, seed: int) -> tuple[float, float, list[int], int]:
+    def _answer(self, mode: Mode, seed: int) -> tuple[float, float, list[int], int]:
         before, began = self._engine.n_steps, time.process_time()
         answer = self._engine.submit(
             self._prompt,
@@ -160,7 +182,7 @@ class _Turns:
             seed=seed,
             logit_bias=self._bias,
             constraint=self._constraint,
-            speculation=mode,  # type: ignore[arg-type]
+            speculation=mode,
         )
         answer.result()
         cpu = time.process_time() - began
@@ -225,5 +247,5 @@ def _cells(rows: Sequence[SpeculationRow]) -> Cells:
     ]
 
 
-TABLE = Table(row=SpeculationRow, title="Prompt lookup, text that {}", by=lambda row: row.text, cells=_cells)
+TABLE = Table(row=SpeculationRow, title="Drafts, text that {}", by=lambda row: row.text, cells=_cells)
 TEST = BenchTest(name="speculation", tables=(TABLE,), prepare=prepare, check=check)

@@ -17,6 +17,7 @@ from pydantic import Field
 
 from mixedkv.bench.bench_test import Bench, BenchTest, Measure
 from mixedkv.bench.harness import context_facts
+from mixedkv.bench.harness.bench_peer import BenchPeer, check_program
 from mixedkv.bench.harness.cache_settings import Setting
 from mixedkv.bench.harness.contexts import CannotRunError, Model
 from mixedkv.bench.harness.neighbours import neighbours
@@ -26,6 +27,7 @@ from mixedkv.bench.harness.speed_run import Local, RunFacts, Runner, Work
 from mixedkv.bench.harness.stock_peer import Peer
 from mixedkv.bench.harness.summary import quartiles
 from mixedkv.bench.harness.table import NONE, Cells, Table, number, spread
+from mixedkv.bench.options import Options
 from mixedkv.config import KVSetting
 
 
@@ -42,17 +44,28 @@ class SpeedRow(Row):
     test: Literal["speed"] = "speed"
     engine: str = Field(
         description='`"mixedkv"`, or with `--peer` `"llama_cpp"`: the stock library in a subprocess, in the '
-        "same rounds"
+        "same rounds; with `--peer PROGRAM` its name: a llama-bench, or a llama-sweep-bench, which takes "
+        "times at multiples of its prompt"
     )
     depth: int = Field(description="tokens in the cache before the measured ones")
     n_prompt: int = Field(description="tokens of the prompt, evaluated in micro-batches of 512")
     n_gen: int = Field(description="tokens generated one by one")
+    sequences: int = Field(
+        default=1, description="that are at this depth in one context and get a token each in a step"
+    )
     busy: int = Field(default=0, description="processes that only computed beside (`--busy`)")
     fill: str | None = Field(
         default=None,
         description='`"synthetic"`: the state was made of the rows of 64 decoded tokens, repeated up to the '
         "depth, and as many tokens decoded as the F16 window holds (the few sinks are cold then); "
-        '`"real"`: all were decoded',
+        '`"peaked"`: as that, with keys such that a tenth of the cache holds the attention; `"real"`: all '
+        "were decoded",
+    )
+    v_skipped: float | None = Field(
+        default=None, description="share of the values that `v_skip` left out, in all rounds"
+    )
+    pages_read: float | None = Field(
+        default=None, description="share of the pages that `sparse` read, in all rounds"
     )
     pp_tps: float | None = Field(
         default=None, description="tokens per second of the prompt, median of the rounds"
@@ -70,10 +83,14 @@ class SpeedRow(Row):
     )
     pp_vs_stock: float | None = Field(
         default=None,
-        description="with `--peer`: times as fast as the fastest F16 setting of the stock library, likewise",
+        description="with `--peer`: times as fast as the fastest F16 setting of the peer, likewise",
+    )
+    pp_vs_peer: float | None = Field(
+        default=None,
+        description="with `--peer`: times as fast as the peer's cache of the same K and V types, likewise",
     )
     tg_tps: float | None = Field(
-        default=None, description="tokens per second of generation, median of the rounds"
+        default=None, description="tokens per second of generation, of all sequences, median of the rounds"
     )
     tg_low: float | None = Field(default=None, description="as `pp_low`")
     tg_high: float | None = Field(default=None, description="as `pp_high`")
@@ -81,6 +98,7 @@ class SpeedRow(Row):
     tg_vs_f16: float | None = Field(default=None, description="as `pp_vs_f16`")
     tg_vs_uniform: float | None = Field(default=None, description="as `pp_vs_uniform`")
     tg_vs_stock: float | None = Field(default=None, description="as `pp_vs_stock`")
+    tg_vs_peer: float | None = Field(default=None, description="as `pp_vs_peer`")
     peer_version: str | None = Field(default=None, description="version of the stock llama_cpp")
     peer_extra_buffers: bool | None = Field(
         default=None,
@@ -107,11 +125,20 @@ class Contender:
     """A setting, who runs it, and what was measured at one depth."""
 
     setting: Setting
-    engine: str  # "mixedkv", or "llama_cpp" for a peer
+    engine: str  # "mixedkv", or the name of a peer
     error: str = ""
     facts: RunFacts = field(default_factory=RunFacts)
     runner: Runner | None = None
     times: list[Times] = field(default_factory=list)
+
+
+def check(options: Options) -> None:
+    if options.peer and options.sequences > 1:
+        raise ValueError(f"--sequences {options.sequences} is not for --peer, which has one: leave one out")
+    if options.peer_path is not None:
+        check_program(options.peer_path)
+        if "bench" not in options.peer_path.name:
+            raise ValueError(f"--peer {options.peer_path}: speed takes a llama-bench or llama-sweep-bench")
 
 
 def prepare(bench: Bench) -> Measure:
@@ -134,6 +161,7 @@ def measure(bench: Bench) -> None:
                 n_gen=options.n_gen,
                 threads=options.threads,
                 fill=options.fill,
+                sequences=options.sequences,
             )
             contenders = [Contender(setting, engine) for setting, engine, _ in entries]
             try:
@@ -148,7 +176,7 @@ def measure(bench: Bench) -> None:
 
 
 def _entries(model: Model, bench: Bench, stack: ExitStack) -> list[tuple[Setting, str, Opener]]:
-    """Who is compared: each setting here, and with `--peer` those that the stock library knows there."""
+    """Who is compared: each setting here, and with `--peer` those that llama.cpp knows there."""
 
     def open_here(setting: Setting, work: Work) -> Runner:
         runner = Local(model, setting, work)
@@ -163,12 +191,17 @@ def _entries(model: Model, bench: Bench, stack: ExitStack) -> list[tuple[Setting
         (setting, "mixedkv", open_here) for setting in bench.options.settings
     ]
     if bench.options.peer:
-        peer = Peer(bench.options.file)
-        stack.callback(peer.close)
-        entries += [
-            (setting, "llama_cpp", peer.open) for setting in bench.options.settings if setting.is_peer
-        ]
+        engine, open_ = _peer(bench.options, stack)
+        entries += [(setting, engine, open_) for setting in bench.options.peer_settings]
     return entries
+
+
+def _peer(options: Options, stack: ExitStack) -> tuple[str, Opener]:
+    if options.peer_path is not None:
+        return options.peer_path.name, BenchPeer(options.peer_path, options.file).open
+    peer = Peer(options.file)
+    stack.callback(peer.close)
+    return "llama_cpp", peer.open
 
 
 def _open(contender: Contender, open_: Opener, work: Work, stack: ExitStack, progress: Progress) -> None:
@@ -202,7 +235,7 @@ def _rows(contenders: Sequence[Contender], work: Work, busy: int) -> Iterator[Sp
         measured: dict[str, float | list[float]] = {}
         if contender.times:
             measured = _rates(contender, contenders, "pp", work.n_prompt) | _rates(
-                contender, contenders, "tg", work.n_gen
+                contender, contenders, "tg", work.n_gen * work.sequences
             )
         row = {
             "engine": contender.engine,
@@ -212,6 +245,7 @@ def _rows(contenders: Sequence[Contender], work: Work, busy: int) -> Iterator[Sp
             "depth": work.depth,
             "n_prompt": work.n_prompt,
             "n_gen": work.n_gen,
+            "sequences": work.sequences,
             "busy": busy,
             **contender.facts,
             **measured,
@@ -227,8 +261,10 @@ def _rates(
     def seconds(of: Contender) -> list[float]:
         return [getattr(times, part) for times in of.times]
 
-    def fastest(wanted: Callable[[Contender], bool], engine: str = "mixedkv") -> Contender | None:
-        candidates = [each for each in contenders if each.engine == engine and each.times and wanted(each)]
+    def fastest(wanted: Callable[[Contender], bool], ours: bool = True) -> Contender | None:
+        candidates = [
+            each for each in contenders if (each.engine == "mixedkv") == ours and each.times and wanted(each)
+        ]
         return min(candidates, key=lambda each: float(np.median(seconds(each))), default=None)
 
     samples = [n / each for each in seconds(contender)]
@@ -238,10 +274,12 @@ def _rates(
     }  # fmt: skip
     if base := fastest(lambda other: other.setting.is_f16):
         fields[f"{part}_vs_f16"] = _ratio(seconds(base), seconds(contender))
-    if base := fastest(lambda other: other.setting.is_f16, "llama_cpp"):
+    if base := fastest(lambda other: other.setting.is_f16, ours=False):
         fields[f"{part}_vs_stock"] = _ratio(seconds(base), seconds(contender))
     if base := fastest(lambda other: _is_uniform_twin(other.setting, contender.setting.kv)):
         fields[f"{part}_vs_uniform"] = _ratio(seconds(base), seconds(contender))
+    if base := fastest(lambda other: _is_uniform_twin(other.setting, contender.setting.kv), ours=False):
+        fields[f"{part}_vs_peer"] = _ratio(seconds(base), seconds(contender))
     return fields
 
 
@@ -257,7 +295,8 @@ def _ratio(base: Sequence[float], seconds: Sequence[float]) -> float:
 
 def _cells(rows: Sequence[SpeedRow]) -> Cells:
     n_prompt, n_gen = rows[0].n_prompt, rows[0].n_gen
-    stock = ["x stock"] if any(row.engine == "llama_cpp" for row in rows) else []
+    peer = any(row.engine != "mixedkv" for row in rows)
+    stock = ["x peer's f16", "same type"] if peer else []
     head = ["cache", "attention", f"prompt of {n_prompt}, tok/s", "", "x f16", "x same type", *stock]
     head += [f"generating {n_gen}, tok/s", "", "x f16", "x same type", *stock]
     return [head] + [
@@ -268,16 +307,16 @@ def _cells(rows: Sequence[SpeedRow]) -> Cells:
             spread(row.pp_low, row.pp_tps, row.pp_high, row.pp_samples),
             number(row.pp_vs_f16, ".2f"),
             number(row.pp_vs_uniform, ".2f"),
-            *([number(row.pp_vs_stock, ".2f")] if stock else []),
+            *([number(row.pp_vs_stock, ".2f"), number(row.pp_vs_peer, ".2f")] if peer else []),
             number(row.tg_tps, ".1f"),
             spread(row.tg_low, row.tg_tps, row.tg_high, row.tg_samples),
             number(row.tg_vs_f16, ".2f"),
             number(row.tg_vs_uniform, ".2f"),
-            *([number(row.tg_vs_stock, ".2f")] if stock else []),
+            *([number(row.tg_vs_stock, ".2f"), number(row.tg_vs_peer, ".2f")] if peer else []),
         ]
         for row in rows
     ]
 
 
 TABLE = Table(row=SpeedRow, title="Speed at a depth of {} tokens", by=lambda row: row.depth, cells=_cells)
-TEST = BenchTest(name="speed", tables=(TABLE,), prepare=prepare, in_all=True)
+TEST = BenchTest(name="speed", tables=(TABLE,), check=check, prepare=prepare, in_all=True)

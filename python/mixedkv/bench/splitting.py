@@ -17,6 +17,7 @@ from pydantic import Field
 
 from mixedkv.bench.bench_test import Bench, BenchTest, Measure
 from mixedkv.bench.harness.row import Row
+from mixedkv.bench.harness.sample_text import passage
 from mixedkv.bench.harness.table import Cells, Table, number
 from mixedkv.bench.options import Options
 from mixedkv.bench.split_clients import TABLE as CLIENTS_TABLE
@@ -24,11 +25,13 @@ from mixedkv.bench.split_clients import SplitClientsRow, measure_clients, n_ctx_
 from mixedkv.llama import Llama
 
 if TYPE_CHECKING:
+    from mixedkv.engine.tokenizer import Tokenizer
     from mixedkv.split.client import SplitClient
     from mixedkv.split.export import Exported
 
 _DELAYS = (0.0, 5.0, 20.0, 100.0)  # milliseconds there and back
 _N_CALLS = 5  # that do nothing, after each answer
+_N_DRAFT = 8
 
 
 class SplitRow(Row):
@@ -47,6 +50,8 @@ class SplitRow(Row):
     token_ms: float = Field(description="between tokens of the answer")
     local_token_ms: float = Field(description="the same of `Llama` alone")
     overhead_ms: float = Field(description="token_ms beyond local_token_ms and round_trip_ms")
+    repeating_ms: float = Field(description="a token of text that repeats, mean of an answer")
+    drafted_ms: float = Field(description="the same with up to 8 tokens drafted by prompt lookup")
     sent_bytes: float = Field(description="of vectors, for each token of prompt and answer")
     received_bytes: float = Field(description="of hidden states, for each token of the answer")
     same_tokens: bool = Field(description="whether all answers are those of `Llama` alone")
@@ -114,6 +119,8 @@ def _measure(
         for i, prompt in enumerate(prompts):
             for contender in (local, *distant):
                 contender.answer(prompt, options.n_gen, count=i > 0)  # the first round warms up
+            for contender in distant:
+                contender.repeat(_repeating(head.tokenizer, options.n_prompt), options.n_gen, count=i > 0)
         for contender in distant:
             yield contender.row(local, kv, flash_attn, options)
         yield from measure_clients(options, kv, flash_attn, distant[0].client)
@@ -163,6 +170,7 @@ class _Distant(_Contender):
         self.client, self._delay = client, delay
         self._sent = self._received = 0.0  # bytes a token, of the latest answer
         self._calls: list[float] = []
+        self._repeating: dict[int, list[float]] = {0: [], _N_DRAFT: []}  # seconds a token by `draft`
 
     def answer(self, prompt: list[int], n: int, count: bool) -> None:
         super().answer(prompt, n, count)
@@ -173,6 +181,17 @@ class _Distant(_Contender):
             yield from session.generate_tokens(prompt, max_tokens=n, temperature=0)
             self._sent = session.n_sent_bytes / len(session.tokens)
             self._received = session.n_received_bytes / (len(session.tokens) - len(prompt) + 1)
+
+    def repeat(self, prompt: list[int], n: int, count: bool) -> None:
+        """Answer a prompt that repeats, without drafts and with them."""
+        for draft, taken in self._repeating.items():
+            with self.client.session() as session:
+                answer = session.generate_tokens(prompt, max_tokens=n, temperature=0, draft=draft)
+                next(answer)
+                began = time.perf_counter()
+                n_more = sum(1 for _ in answer)
+                if count and n_more:
+                    taken.append((time.perf_counter() - began) / n_more)
 
     def row(self, local: _Local, kv: str, flash_attn: bool, options: Options) -> SplitRow:
         round_trip = statistics.median(self._calls)
@@ -189,6 +208,8 @@ class _Distant(_Contender):
             token_ms=1e3 * token,
             local_token_ms=1e3 * local_token,
             overhead_ms=1e3 * (token - local_token - round_trip),
+            repeating_ms=1e3 * statistics.median(self._repeating[0]),
+            drafted_ms=1e3 * statistics.median(self._repeating[_N_DRAFT]),
             sent_bytes=self._sent,
             received_bytes=self._received,
             same_tokens=self.answers == local.answers,
@@ -198,6 +219,11 @@ class _Distant(_Contender):
         began = time.perf_counter()
         self.client.describe()
         return time.perf_counter() - began
+
+
+def _repeating(tokenizer: Tokenizer, n: int) -> list[int]:
+    once = passage(n // 4, lambda text: tokenizer.tokenize(text, start=False))
+    return (once * (n // len(once) + 1))[-n:]
 
 
 @contextlib.contextmanager
@@ -245,6 +271,8 @@ def _cells(rows: Sequence[SplitRow]) -> Cells:
         "overhead",
         "prompt",
         "alone",
+        "repeats",
+        "drafted",
         "sent",
         "received",
         "same",
@@ -261,6 +289,8 @@ def _cells(rows: Sequence[SplitRow]) -> Cells:
                     row.overhead_ms,
                     row.prompt_ms,
                     row.local_prompt_ms,
+                    row.repeating_ms,
+                    row.drafted_ms,
                 )
             ),
             number(row.sent_bytes, ".0f"),

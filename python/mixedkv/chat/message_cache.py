@@ -36,7 +36,7 @@ class ChatUsage:
         evaluated_tokens: those that were; the rest had been dropped.
         dropped_tokens: tokens of the conversation that had left the context when the answer was done.
         stored_tokens: tokens newly stored.
-        source: where the cached tokens came from: "live" is the cache itself, "ram" and "disk" the store.
+        source: where the cached tokens came from: "live" is the cache itself, others are tiers of the store.
         exact: the answer is that of a cache that never left, see `Reuse.exact`.
         matched_message_id: the newest of the given messages whose stored KV the prompt goes on from.
         seconds_to_first_token: from the call to the first sampled token.
@@ -194,7 +194,8 @@ class MessageCache:
     def _add_copies(self, identity: Identity, ids: Sequence[str], n_prompt: int, n_tokens: int) -> None:
         """Earlier answers may lie in new entries: theirs were evicted, or the history was edited."""
         known = self._aliases.get(self._tenant, ids)
-        match = self._store.find(identity, self._llm.input_ids[:n_tokens]) if known else None
+        tokens = self._llm.input_ids[:n_tokens]
+        match = self._store.find(identity, tokens, remote=False) if known else None
         if match is None:
             return
         # What builds on an entry goes with it. So the first that can hold the end of the answer will do.

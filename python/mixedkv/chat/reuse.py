@@ -17,7 +17,7 @@ from mixedkv.tokens import common_prefix
 if TYPE_CHECKING:
     from mixedkv.llama import Llama
 
-Source = Literal["live", "ram", "disk", "none"]
+Source = Literal["live", "ram", "disk", "remote", "none"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,7 @@ def reuse_prefix(
             window.begin()
             return Reuse(
                 n_tokens=restored.n_tokens,
-                source="disk" if restored.tier == "disk" else "ram",
+                source=restored.tier,
                 exact=restored.exact,
                 match=match,
                 reason=restored.reason,

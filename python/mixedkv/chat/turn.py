@@ -11,7 +11,8 @@ import llama_cpp
 
 from mixedkv import _llama_cpp
 from mixedkv.chat.reuse import Reuse
-from mixedkv.chat.window import Window, check_can_shift
+from mixedkv.chat.window import Window
+from mixedkv.kv.close_gap import check_can_shift
 from mixedkv.limits import INT32_MAX
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class ChatTurn(_llama_cpp.Completions):
     def _evaluate_long(self, tokens: list[int]) -> tuple[Reuse, list[int]]:
         """A prompt that does not fit: go on where the window stands, or begin with what does fit of it."""
         window, llm = self._window, self._llm
-        check_can_shift(llm)
+        check_can_shift(llm.kv)
         n = min(window.aligned(tokens), len(tokens) - 1)
         in_window = n - window.dropped
         if n and in_window > (window.sinks or 0) and len(tokens) - n <= window.budget:
@@ -110,7 +111,7 @@ class ChatTurn(_llama_cpp.Completions):
             reused = self._reuse(tokens[: window.size])
             n = reused.n_tokens
             if len(tokens) - n > window.budget and window.sinks is not None:
-                dropped = len(tokens) - window.budget
+                dropped = window.to_drop(tokens)
                 tokens = tokens[: window.sinks] + tokens[window.sinks + dropped :]
                 reused = replace(self._reuse(tokens), exact=False)
                 n = reused.n_tokens

@@ -1,6 +1,6 @@
-"""A sequence longer than its context: the first tokens and the latest stay, the middle is dropped.
+"""A sequence longer than its context: the first tokens and the latest stay, the middle is dropped, as
+`mixedkv.overflow` says.
 
-Keeping the first tokens, on which attention rests, is what makes this work: StreamingLLM, arXiv:2309.17453.
 What stays keeps its KV; its positions close up (llama.cpp's context shift). Such KV was computed with the
 dropped tokens in sight, so it is that of no prompt, and is never stored.
 """
@@ -15,39 +15,16 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from mixedkv.errors import UnsupportedModelError
+from mixedkv import _llama_cpp
+from mixedkv.kv.close_gap import close_gap
+from mixedkv.message_starts import message_starts
+from mixedkv.overflow import budget, cut
 from mixedkv.tokens import common_prefix
 
 if TYPE_CHECKING:
     from mixedkv.llama import Llama
 
 logger = logging.getLogger(__name__)
-
-_DROPPED_SHARE = 4  # a quarter of what may be dropped leaves at once: a shift costs about one pass over K
-
-
-def check_can_shift(llm: Llama) -> None:
-    """Raise UnsupportedModelError unless tokens can be dropped."""
-    if not llm.kv.can_shift:
-        raise UnsupportedModelError(
-            "the context is full, and this model's memory cannot drop tokens (recurrent, M-RoPE or "
-            "sliding-window layers): raise n_ctx, shorten the conversation, or, with sliding-window layers, "
-            "set swa_full=True"
-        )
-
-
-def drop_tokens(llm: Llama, seq: int, begin: int, end: int) -> None:
-    """Drop positions [begin, end) of a sequence; the tokens behind them move up.
-
-    Raises:
-        ValueError: the range is empty or negative.
-        UnsupportedModelError: the memory cannot shift.
-    """
-    if not 0 <= begin < end:
-        raise ValueError(f"[{begin}, {end}) is no range of positions to drop")
-    check_can_shift(llm)
-    llm.kv.remove(seq, begin, end)
-    llm.kv.shift(seq, end, -1, begin - end)
 
 
 @dataclass
@@ -92,7 +69,15 @@ class Window:
     @property
     def budget(self) -> int:
         """Tokens of a prompt that is cut to fit: there is room to generate without dropping more at once."""
-        return self.size - (self.size - (self.sinks or 0)) // _DROPPED_SHARE
+        return budget(self.size, self.sinks or 0)
+
+    def to_drop(self, tokens: Sequence[int]) -> int:
+        """How many tokens behind the sinks have to go of a sequence that does not fit: whole messages, where
+        that is not too much.
+        """
+        sinks = self.sinks or 0
+        starts = message_starts(_llama_cpp.vocab(self._llm), np.asarray(tokens, np.int32))
+        return cut(len(tokens), sinks, self.size, starts) - sinks
 
     @property
     def dropped(self) -> int:
@@ -174,8 +159,8 @@ class Window:
             )
         if not self.dropped:
             self._before_first()
-        n = max(1, (self.size - self.sinks) // _DROPPED_SHARE)
-        drop_tokens(self._llm, 0, self.sinks, self.sinks + n)
+        n = self.to_drop(self._held().tolist())
+        close_gap(self._llm.kv, 0, self.sinks, self.sinks + n)
         first = self.sinks + self.dropped
         _shifted[self._llm] = _Shifted(self.sinks, self.dropped + n)
         logger.warning(

@@ -6,20 +6,20 @@ from mixedkv.chunks.calibration import Calibration, Measured
 from mixedkv.chunks.chunk_cache import ChunkCache, ChunkStats
 from mixedkv.chunks.chunk_reuse import ChunkReuse, DonorUse, Repair, Reuse
 from mixedkv.chunks.deviation import Deviation
-from mixedkv.chunks.passages import Passages, UncalibratedWarning
+from mixedkv.chunks.passages import ChunkOptions, UncalibratedWarning
 from mixedkv.chunks.repair import Method
 from mixedkv.chunks.verify import PromptCheck, verify_correctness
 
 __all__ = [
     "Calibration",
     "ChunkCache",
+    "ChunkOptions",
     "ChunkReuse",
     "ChunkStats",
     "Deviation",
     "DonorUse",
     "Measured",
     "Method",
-    "Passages",
     "PromptCheck",
     "Repair",
     "Reuse",

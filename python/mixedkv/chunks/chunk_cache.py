@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.chunks.chunk_reuse import ChunkReuse, DonorUse, Repair, Reuse
+from mixedkv.chunks.chunk_reuse import ChunkReuse, DonorUse, Reuse
 from mixedkv.chunks.deviation import Deviation, compare, last_logits
 from mixedkv.chunks.gate import Waiting
 from mixedkv.chunks.passages import Passages
@@ -64,50 +64,16 @@ class ChunkCache:
     Args:
         llm: see docs/chunks.md for what models and settings can do it.
         store: where rows come from; nothing approximate gets into it.
-        chunk_size: passages of so many tokens that were computed elsewhere are always found, shorter ones
-            often; and so many tokens at the beginning of a prompt are always exact.
-        boundary_window: tokens by which the edge of a passage moves at most to the end of a sentence, line or
-            message.
-        max_donors: places at most that are remembered for the same passage.
-        repair, ratio, overlap_k: see `Method`. Without any of them the calibration chooses, else "query".
-        max_kld: mean divergence, in nats, above which chunks are not reused.
-        check: share of the requests that `check_pending` evaluates exactly.
-        seed: of the choice of these.
+        **options: of `ChunkOptions`: repair, ratio, chunk_size, max_kld, check, ...
 
     Raises:
         UnsupportedModelError: rows of this model cannot be moved, or the method needs another cache.
         ValueError: a setting is out of range, or the calibration is of another model.
     """
 
-    def __init__(
-        self,
-        llm: Llama,
-        store: KVStore,
-        *,
-        chunk_size: int = 64,
-        boundary_window: int = 16,
-        max_donors: int = 4,
-        repair: Repair | None = None,
-        ratio: float | None = None,
-        overlap_k: int | None = None,
-        max_kld: float = 0.01,
-        check: float = 0.01,
-        seed: int | None = None,
-    ) -> None:
+    def __init__(self, llm: Llama, store: KVStore, **options: Any) -> None:
         self.llm, self._store = llm, store
-        self._passages = Passages(
-            llm,
-            store,
-            chunk_size=chunk_size,
-            boundary_window=boundary_window,
-            max_donors=max_donors,
-            repair=repair,
-            ratio=ratio,
-            overlap_k=overlap_k,
-            max_kld=max_kld,
-            check=check,
-            seed=seed,
-        )
+        self._passages = Passages(llm, store, **options)
         self.method, self._gate = self._passages.method, self._passages.gate
         self._live: bytes | None = None  # the identity that sequence 0 was evaluated under
         self._totals = dict.fromkeys(("prompts", "tokens", "exact", "approximate", "evaluated"), 0)
@@ -236,6 +202,7 @@ class ChunkCache:
             n_cached_exact=n_cached,
             n_cached_approximate=int(kept.sum()),
             n_exact=n_exact if prefix_exact else 0,
+            n_new=len(tokens) - n_cached - sum(len(segment) for segment, _ in rows),
             n_evaluated=n_evaluated,
             method=method.repair if rows else "none",
             ratio=method.share if rows else 0.0,

@@ -35,6 +35,7 @@ class ChunkReuse:
         n_cached_exact: tokens at its beginning that were live or stored, with exact rows.
         n_cached_approximate: tokens whose rows were computed in another place and are used as they are.
         n_exact: tokens at its beginning with exact rows, cached or evaluated.
+        n_new: tokens that neither the cache nor a donor had: any method evaluates them.
         n_evaluated: tokens that were evaluated, counting twice what was evaluated twice.
         method: how the seams were repaired; "none" where nothing was approximate.
         ratio: of `ChunkCache`.
@@ -48,6 +49,7 @@ class ChunkReuse:
     n_cached_exact: int
     n_cached_approximate: int
     n_exact: int
+    n_new: int
     n_evaluated: int
     method: Repair
     ratio: float
@@ -64,3 +66,8 @@ class ChunkReuse:
     def evaluated_ratio(self) -> float:
         """Tokens evaluated by those of the prompt."""
         return self.n_evaluated / self.n_tokens
+
+    @property
+    def repaired_ratio(self) -> float:
+        """What the repair evaluated, by the tokens of the prompt: all but what is new."""
+        return (self.n_evaluated - self.n_new) / self.n_tokens

@@ -72,26 +72,30 @@ class DonorIndex:
                 self._add(Donor(source, at, left))
 
     def find(self, tokens: Tokens, at: int) -> list[Donor]:
-        """Donors for the tokens from `at` on, the best first: the one with the longest common left context,
-        and of those the one that agrees longest.
+        """Donors for the tokens from `at` on, the best first: the one with the longest common left context;
+        of those one that was computed behind something else, in a conversation, and not at the beginning of
+        a sequence; and of those the one that agrees longest.
         """
-        found = [
-            (donor.common_left(tokens[:at]), right, donor)
-            for donor in self._donors.get(self._hash(b"content", tokens[at : at + WIDTH]), ())
-            if (right := donor.common_right(tokens[at:])) >= WIDTH
-        ]
-        return [donor for *_, donor in sorted(found, key=lambda each: each[:2], reverse=True)]
+        found = []
+        for donor in self._donors.get(self._hash(b"content", tokens[at : at + WIDTH]), ()):
+            left, right = donor.common_left(tokens[:at]), donor.common_right(tokens[at:])
+            if right >= WIDTH:
+                conversation = donor.at - left >= WIDTH and left + right >= self._chunk_size
+                found.append(((left, conversation, right), donor))
+        return [donor for _, donor in sorted(found, key=lambda each: each[0], reverse=True)]
 
     def read(self, source: Match, p0: int, p1: int) -> list[KVBlock] | None:
-        """The cold rows of positions [p0, p1) of a stored sequence; None, and forgotten, if they are gone."""
+        """The cold rows of positions [p0, p1) of a stored sequence; None if some are an image's, at whose
+        seams no text could be evaluated, or, and forgotten, if they are gone.
+        """
         links = tuple(replace(link, end=min(link.end, p1)) for link in source.links if link.p0 < p1)
         cut = replace(source, tokens=source.tokens[:p1], links=links)
         found = self._store.read_from(cut, begin=p0)
         if found is None:
             self._forget(source.entry)
             return None
-        blocks, _ = found
-        return [block.slice(max(p0, block.p0), block.p1).without_hot() for block in blocks]
+        blocks = [block.slice(max(p0, block.p0), block.p1) for block in found[0]]
+        return [block.without_hot() for block in blocks] if all(block.is_text for block in blocks) else None
 
     def _add(self, donor: Donor) -> None:
         content = donor.source.tokens[donor.at : donor.at + WIDTH]

@@ -5,6 +5,8 @@ are then repaired. What a `ChunkCache` and an engine have in common.
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,43 +31,75 @@ class UncalibratedWarning(UserWarning):
     """Nobody has measured what reuse of chunks does to this model."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkOptions:
+    """Which passages are found, and how they are repaired.
+
+    Args:
+        chunk_size: passages of so many tokens that were computed elsewhere are always found, shorter ones
+            often; and so many tokens at the beginning of a prompt are always exact.
+        boundary_window: tokens by which the edge of a passage moves at most to the end of a sentence, line or
+            message.
+        max_donors: places at most that are remembered for the same passage.
+        repair, ratio, overlap_k: see `Method`. Without any of them the calibration chooses, else "query".
+        max_kld: mean divergence, in nats, above which chunks are not reused.
+        check: share of the requests that are evaluated exactly as well, in idle time.
+        seed: of the choice of these.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    chunk_size: int = 64
+    boundary_window: int = 16
+    max_donors: int = 4
+    repair: Repair | None = None
+    ratio: float | None = None
+    overlap_k: int | None = None
+    max_kld: float = 0.01
+    check: float = 0.01
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_whole("chunk_size", self.chunk_size, 2 * WIDTH, 2**31 - 1)
+        _check_whole("boundary_window", self.boundary_window, 0, self.chunk_size // 2, "half of chunk_size")
+        _check_whole("max_donors", self.max_donors, 1, 1024)
+
+    @property
+    def method(self) -> Method | None:
+        """What was asked for, None if nothing was."""
+        if self.repair is None and self.ratio is None and self.overlap_k is None:
+            return None
+        return Method(repair=self.repair or "query", ratio=self.ratio, overlap_k=self.overlap_k)
+
+
 class Passages:
-    """Finds passages. Arguments and errors are those of `ChunkCache`; one thread at a time.
+    """Finds passages; one thread at a time.
+
+    Args:
+        llm: whose prompts they are in.
+        store: where their rows are.
+        options: `ChunkOptions` by name.
 
     Attributes:
         method: how they are repaired.
         gate: whether they may be used.
+
+    Raises:
+        UnsupportedModelError, ValueError: as `ChunkCache`.
     """
 
-    def __init__(
-        self,
-        llm: Llama,
-        store: KVStore,
-        *,
-        chunk_size: int = 64,
-        boundary_window: int = 16,
-        max_donors: int = 4,
-        repair: Repair | None = None,
-        ratio: float | None = None,
-        overlap_k: int | None = None,
-        max_kld: float = 0.01,
-        check: float = 0.01,
-        seed: int | None = None,
-    ) -> None:
+    def __init__(self, llm: Llama, store: KVStore, **options: Any) -> None:
         check_memory(llm)
-        n_ctx = llm.kv.stats().n_ctx
-        _check_whole("chunk_size", chunk_size, 2 * WIDTH, n_ctx, f"the context has {n_ctx} tokens")
-        _check_whole("boundary_window", boundary_window, 0, chunk_size // 2, "half of chunk_size")
-        _check_whole("max_donors", max_donors, 1, 1024)
+        self._options = ChunkOptions(**options)
+        size, n_ctx = self._options.chunk_size, llm.kv.stats().n_ctx
+        if size > n_ctx:
+            raise ValueError(f"chunk_size={size}: the context has {n_ctx} tokens")
         self._store = store
-        self._sizes = {"chunk_size": chunk_size, "max_donors": max_donors}
-        self._window = boundary_window
         identity = Identity.of(llm)
-        check_model(llm, identity, chunk_size)
-        self.gate = Gate(max_kld, check, seed)
-        given = any(value is not None for value in (repair, ratio, overlap_k))
-        chosen = None if given else self._calibrated(identity)
-        self.method = chosen or Method(repair=repair or "query", ratio=ratio, overlap_k=overlap_k)
+        check_model(llm, identity, size)
+        self.gate = Gate(self._options.max_kld, self._options.check, self._options.seed)
+        self.method = self._options.method or self._calibrated(identity) or Method()
         check_method(llm, self.method)
         self._ends = TextEnds(llm)
         self._indexes: dict[bytes, DonorIndex] = {}
@@ -79,7 +113,7 @@ class Passages:
         index, ends = self.refresh(identity), self._ends.of(tokens)
         low = max(n_exact, self._head(ends))
         rows = []
-        for segment in find_segments(index, tokens, ends, low=low, window=self._window):
+        for segment in find_segments(index, tokens, ends, low=low, window=self._options.boundary_window):
             blocks = index.read(segment.source, segment.at, segment.at + len(segment))
             if blocks is not None:
                 rows.append((segment, blocks))
@@ -89,7 +123,8 @@ class Passages:
         """The donors there are, those included that were stored since the last time."""
         index = self._indexes.pop(identity.digest, None)
         if index is None:
-            index = DonorIndex(self._store, identity, **self._sizes)
+            sizes = {"chunk_size": self._options.chunk_size, "max_donors": self._options.max_donors}
+            index = DonorIndex(self._store, identity, **sizes)
             while len(self._indexes) >= _INDEXES:
                 del self._indexes[next(iter(self._indexes))]
         self._indexes[identity.digest] = index  # the last one used stands last
@@ -100,7 +135,7 @@ class Passages:
         """How many tokens at the beginning are always exact: the sinks, and the first chunk up to the end of
         a sentence.
         """
-        size, window = self._sizes["chunk_size"], self._window
+        size, window = self._options.chunk_size, self._options.boundary_window
         near = ends[size - 1 : size + window]
         return size + (int(np.argmax(near == near.max())) if near.any() else 0)
 

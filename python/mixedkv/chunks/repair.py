@@ -13,7 +13,7 @@ from mixedkv.chunks.plan import Segment
 
 Mask = npt.NDArray[np.bool_]
 
-_RATIOS: dict[Repair, float] = {"none": 0.0, "seam": 0.0, "cacheblend": 0.15, "query": 0.05}
+_RATIOS: dict[Repair, float] = {"none": 0.0, "seam": 0.0, "cacheblend": 0.15, "query": 0.04}
 _OVERLAPS: dict[Repair, int] = {"none": 0, "seam": 16, "cacheblend": 0, "query": 8}
 
 
@@ -25,9 +25,10 @@ class Method:
         repair: "none": not at all, as llama-server's --cache-reuse. "seam": the first and the last
             `overlap_k` tokens of each segment (EPIC, arXiv:2410.15332, has the first). "cacheblend": tokens
             whose V deviates most in the second layer from what the whole prompt gives there (CacheBlend,
-            arXiv:2405.16444). "query": the first `overlap_k` of each segment, and those near what the
-            question (as in ProphetKV, arXiv:2602.02579) and the first tokens of an answer look at most.
-        ratio: share of the reused tokens that "cacheblend" and "query" choose. None: 0.15 and 0.05.
+            arXiv:2405.16444). "query": those near what the question (as in ProphetKV, arXiv:2602.02579) and
+            the first tokens of an answer look at most, and those that were among the first `overlap_k` of
+            their donor: sinks there, which they are not here.
+        ratio: share of the reused tokens that "cacheblend" and "query" choose. None: 0.15 and 0.04.
         overlap_k: None: 8 for "query", 16 for "seam".
 
     Raises:
@@ -53,7 +54,7 @@ class Method:
     def __str__(self) -> str:
         if self.repair in ("none", "seam"):
             return self.repair if self.repair == "none" else f"seam {self.overlap}+{self.overlap}"
-        return f"{self.repair} {self.share:.0%}" + (f" + first {self.overlap}" if self.overlap else "")
+        return f"{self.repair} {100 * self.share:g}%"
 
     @property
     def share(self) -> float:
@@ -72,6 +73,14 @@ def at_seams(segments: Sequence[Segment], n: int, *, first: int, last: int) -> M
     for segment in segments:
         mask[segment.begin : min(segment.end, segment.begin + first)] = True
         mask[max(segment.begin, segment.end - last) : segment.end] = True
+    return mask
+
+
+def at_beginnings(segments: Sequence[Segment], n: int, first: int) -> Mask:
+    """The tokens that were among the first ones of their donor, bool [n]."""
+    mask = np.zeros(n, np.bool_)
+    for segment in segments:
+        mask[segment.begin : min(segment.end, segment.begin + max(0, first - segment.at))] = True
     return mask
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from mixedkv import _llama_cpp
 from mixedkv.chunks.deviation import last_logits
 from mixedkv.chunks.plan import Segment, covered
-from mixedkv.chunks.repair import Mask, Method, at_seams, most
+from mixedkv.chunks.repair import Mask, Method, at_beginnings, at_seams, most
 from mixedkv.kv.block import KVBlock
 from mixedkv.llama import Llama
 from mixedkv.tokens import Tokens
@@ -26,7 +26,9 @@ _T = TypeVar("_T")
 _Work: TypeAlias = Generator[None, None, _T]  # yields after each piece
 _QUESTION = 64  # tokens at the end of the prompt at most that choose the others
 _DRAFT = 8  # tokens after it that do too
-_NEAR = 1  # tokens before and behind one that is looked at: what it says is in them as well
+# What a token is looked at counts for the one behind it, itself, and those before it, which say whose it is:
+# where they stay as they came, what is repaired says the wrong thing more clearly.
+_NEAR = (0.2, 1.0, 0.75, 0.5, 0.35, 0.15)
 
 
 class Stitch:
@@ -88,12 +90,15 @@ class Stitch:
         n, method = len(self._tokens), self._method
         if method.repair == "none":
             return np.zeros(n, np.bool_)
-        last = method.overlap if method.repair == "seam" else 0
-        chosen = at_seams(self._segments, n, first=method.overlap, last=last)
         if method.repair == "query":
             attention = yield from self._attention()
-            chosen |= most(attention, self._reused & ~chosen, method.share)
-        elif deviation is not None:
+            chosen = at_beginnings(self._segments, n, method.overlap)
+            rest, wanted = self._reused & ~chosen, method.share * int(self._reused.sum())
+            wanted = max(wanted / 2, wanted - int(chosen.sum()))  # half at least is the question's choice
+            return chosen | most(attention, rest, min(1.0, wanted / max(1, int(rest.sum()))))
+        last = method.overlap if method.repair == "seam" else 0
+        chosen = at_seams(self._segments, n, first=method.overlap, last=last)
+        if deviation is not None:
             deviation[self._reused] -= self._values()
             chosen |= most(np.square(deviation).sum(axis=1), self._reused & ~chosen, method.share)
         return chosen
@@ -114,7 +119,7 @@ class Stitch:
             looks, token = self._next(token, position)
             mass += looks
         self._llm.kv.remove(self._seq, begin)
-        return np.convolve(mass, np.ones(2 * _NEAR + 1), "same").astype(np.float32)
+        return np.convolve(mass, _NEAR[::-1])[len(_NEAR) - 2 :][:n].astype(np.float32)
 
     def _next(self, token: int, position: int) -> tuple[Floats, int]:
         """What a token looks at, float32 [n], and the likeliest one after it."""

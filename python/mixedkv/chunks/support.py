@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import llama_cpp
-
-from mixedkv import _llama_cpp
 from mixedkv.chunks.repair import Method
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.llama import Llama
 from mixedkv.store import Identity
-
-_M_ROPE = (llama_cpp.LLAMA_ROPE_TYPE_MROPE, llama_cpp.LLAMA_ROPE_TYPE_IMROPE)
 
 
 def check_memory(llm: Llama) -> None:
@@ -30,11 +25,6 @@ def check_model(llm: Llama, identity: Identity, chunk_size: int) -> None:
     Raises:
         UnsupportedModelError: rows of this model, or of this context, cannot be moved.
     """
-    if llama_cpp.llama_model_rope_type(_llama_cpp.model(llm)) in _M_ROPE:
-        raise UnsupportedModelError(
-            "chunks: positions of a model with M-RoPE have several parts, which cannot be moved. Reuse "
-            "prefixes"
-        )
     window = identity.sliding_window
     if window and window < chunk_size:
         raise UnsupportedModelError(
@@ -43,7 +33,8 @@ def check_model(llm: Llama, identity: Identity, chunk_size: int) -> None:
         )
     if not llm.kv.can_shift:
         raise UnsupportedModelError(
-            "chunks: sliding-window layers do not keep the rows of a whole chunk. Set swa_full=True"
+            "chunks: positions cannot be moved here. Sliding-window layers keep the rows of a whole chunk "
+            "with swa_full=True; a quantised uniform cache turns whole heads only, use a mixed one or f16"
         )
 
 
@@ -52,7 +43,13 @@ def check_method(llm: Llama, method: Method) -> None:
     Raises:
         UnsupportedModelError: the method looks at what only the fused attention shows.
     """
-    fused = all(layer.fused for layer in llm.kv.stats(by_layer=True).layers or ())
+    layers = llm.kv.stats(by_layer=True).layers or ()
+    if method.repair == "cacheblend" and not all(layer.head_size_v for layer in layers):
+        raise UnsupportedModelError(
+            "repair='cacheblend' compares values, and latent attention (MLA) stores none: use repair='query' "
+            "or repair='seam'"
+        )
+    fused = all(layer.fused for layer in layers)
     if method.repair in ("query", "cacheblend") and not fused:
         raise UnsupportedModelError(
             f"repair={method.repair!r} watches the fused attention, which this cache does not have "

@@ -12,10 +12,12 @@ from typing import Any
 
 from mixedkv.bundled import model_path
 from mixedkv.chat import ChatUsage, MessageCache
-from mixedkv.cli.model import DEFAULT_N_CTX, open_model, quiet
+from mixedkv.cli.model import DEFAULT_N_CTX, add_streaming_arguments, open_model, quiet
 from mixedkv.cli.values import positive, temperature
 from mixedkv.config import parse_kv
+from mixedkv.llama import Llama
 from mixedkv.store import KVStore
+from mixedkv.terminal import with_prompt_bar
 
 _KV, _MESSAGES = "kv", "messages.jsonl"
 
@@ -38,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--n-ctx", metavar="N", type=positive, help=f"default: {DEFAULT_N_CTX} or the model's"
     )
     parser.add_argument("--threads", metavar="N", type=positive, help="CPU threads")
+    add_streaming_arguments(parser)
     parser.add_argument(
         "-n",
         "--n-predict",
@@ -63,10 +66,10 @@ def chat(args: argparse.Namespace) -> None:
         if "tokenizer.chat_template" not in llm.metadata:
             raise ValueError(f"{path.name} has no chat template: use mixedkv run")
         with MessageCache(llm, store) as cache:
-            _talk(cache, history, args)
+            _talk(llm, cache, history, args)
 
 
-def _talk(cache: MessageCache, history: _History, args: argparse.Namespace) -> None:
+def _talk(llm: Llama, cache: MessageCache, history: _History, args: argparse.Namespace) -> None:
     if history.messages:
         _tell(f"{len(history.messages)} messages so far")
     elif args.system:
@@ -75,7 +78,7 @@ def _talk(cache: MessageCache, history: _History, args: argparse.Namespace) -> N
         question = {"role": "user", "content": line}
         options = {"max_tokens": args.n_predict, "temperature": args.temp, "seed": args.seed}
         with cache.stream([*history.messages, question], **options) as answer:
-            for chunk in answer:
+            for chunk in with_prompt_bar(llm, answer):
                 print(chunk["choices"][0]["delta"].get("content") or "", end="", flush=True)
         print(flush=True)
         if answer.result is not None:
@@ -95,7 +98,7 @@ def _lines() -> Iterator[str]:
 
 
 def _took(usage: ChatUsage) -> str:
-    where = {"live": "", "ram": " from memory", "disk": " from disk"}.get(usage.source, "")
+    where = {"ram": " from memory", "disk": " from disk", "remote": " from the remote"}.get(usage.source, "")
     text = (
         f"{usage.prompt_tokens} tokens: {usage.cached_tokens} not evaluated again{where}, "
         f"{usage.evaluated_tokens} evaluated; first token after {usage.seconds_to_first_token:.2f} s"

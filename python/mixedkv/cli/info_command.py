@@ -9,12 +9,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from mixedkv.bench.sensitivity import read_shares
 from mixedkv.bundled import model_path
 from mixedkv.cli.values import positive
-from mixedkv.config import PRESETS, parse_kv
+from mixedkv.config import PRESETS, parse_kv, settle
 from mixedkv.kv.stats import format_bytes
 from mixedkv.model.footprint import ModelShape, footprint, model_shape
 from mixedkv.model.gguf_file import ModelFile, read_model_file
+from mixedkv.model.layer_plan import Shares
 
 _N_CTX = 8192
 _SETTINGS = (
@@ -46,6 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how many sequences share the context (default: 1; the server has 16)",
     )
     parser.add_argument("--kv", metavar="SPEC", nargs="+", default=_SETTINGS, help="caches to compare")
+    parser.add_argument(
+        "--shares",
+        metavar="FILE",
+        help="of bench sensitivity --json, for caches with a budget: mixed:budget=2GiB",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(command=info)
 
@@ -55,12 +62,17 @@ def info(args: argparse.Namespace) -> None:
     shape = model_shape(file)
     contexts = args.n_ctx or [min(_N_CTX, shape.n_ctx_train or _N_CTX)]
     sizes = list(product(contexts, args.sequences))
-    report = _report(file, shape, args.kv, sizes)
+    shares = read_shares(args.shares) if args.shares else None
+    report = _report(file, shape, shares, args.kv, sizes)
     print(json.dumps(report, indent=2) if args.json else "\n".join(_lines(report, sizes)))
 
 
 def _report(
-    file: ModelFile, shape: ModelShape, specs: Iterable[str], sizes: list[tuple[int, int]]
+    file: ModelFile,
+    shape: ModelShape,
+    shares: Shares | None,
+    specs: Iterable[str],
+    sizes: list[tuple[int, int]],
 ) -> dict[str, Any]:
     return {
         "model": {
@@ -79,15 +91,17 @@ def _report(
         },
         "n_ctx": sizes[0][0],
         "computed_by": "formula",
-        "caches": [_cache(shape, spec, *size) for spec in specs for size in sizes],
+        "caches": [_cache(shape, shares, spec, *size) for spec in specs for size in sizes],
     }
 
 
-def _cache(shape: ModelShape, spec: str, n_ctx: int, n_seq: int) -> dict[str, Any]:
-    size = footprint(shape, parse_kv(spec), n_ctx, n_seq)
+def _cache(shape: ModelShape, shares: Shares | None, spec: str, n_ctx: int, n_seq: int) -> dict[str, Any]:
+    kv = settle(parse_kv(spec), shape, n_ctx, n_seq, shares)
+    size = footprint(shape, kv, n_ctx, n_seq)
     f16 = footprint(shape, parse_kv("f16"), n_ctx).bytes
     return {
         "kv": spec,
+        **({"setting": str(kv)} if kv != parse_kv(spec) else {}),
         "n_ctx": n_ctx,
         "sequences": n_seq,
         "bytes": size.bytes,
@@ -120,6 +134,8 @@ def _table(caches: list[dict[str, Any]], n_ctx: int, n_seq: int) -> Iterable[str
     for cache in caches:
         size, bits = format_bytes(cache["bytes"]), f"{cache['bits_per_element']:.2f}"
         yield f"  {cache['kv']:<32}{size:>12}{bits:>16}{cache['saving']:>13.0%}"
+        if "setting" in cache:
+            yield f"    --kv {cache['setting']}"
 
 
 def _matrix(caches: list[dict[str, Any]], sizes: list[tuple[int, int]]) -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""Command line: `run`, `chat` and `serve` answer, `split` divides a model, `cache`, `bench`, `info`."""
+"""Command line: `run`, `chat`, `serve` answer; `split`, `calibrate` make files; `cache`, `bench`, `info`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ _COMMANDS = {
     "run": "generate text from a prompt",
     "chat": "talk to a model, and go on another day",
     "info": "what a cache would take",
+    "calibrate": "measure a model's values, for a cache of fewer bits",
     "serve": "serve a model over HTTP, as OpenAI does",
     "split": "a model on two machines: layers and cache here, embeddings and output head there",
     "cache": "list, check and clean stored KV",

@@ -12,21 +12,43 @@ from typing import Any
 import llama_cpp
 from llama_cpp import _logger
 
+from mixedkv import _llama_cpp
+from mixedkv.cli.values import layers, memory
 from mixedkv.llama import Llama
 from mixedkv.model.gguf_file import read_model_file
+from mixedkv.terminal import LoadingBar
 
 DEFAULT_N_CTX = 8192
 
 
-def open_model(path: Path, args: argparse.Namespace) -> Llama:
-    return Llama(
-        path,
-        kv=args.kv,
-        n_ctx=args.n_ctx or _default_n_ctx(path),
-        n_threads=args.threads,
-        n_threads_batch=args.threads,
-        verbose=args.verbose,
+def add_streaming_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--stream-layers",
+        metavar="HOW",
+        type=layers,
+        help="read layers from the file for each token: auto, a number, or keep_first=8,keep_last=2",
     )
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        type=memory,
+        help="of this process, e.g. 6GiB; streams the layers that do not fit",
+    )
+
+
+def open_model(path: Path, args: argparse.Namespace) -> Llama:
+    with LoadingBar() as bar:
+        return Llama(
+            path,
+            kv=args.kv,
+            n_ctx=args.n_ctx or _default_n_ctx(path),
+            n_threads=args.threads,
+            n_threads_batch=args.threads,
+            verbose=args.verbose,
+            stream_layers=args.stream_layers,
+            memory=args.memory,
+            progress=bar,
+        )
 
 
 def _default_n_ctx(path: Path) -> int:
@@ -37,7 +59,7 @@ def _default_n_ctx(path: Path) -> int:
 def quiet(wanted: bool) -> Iterator[None]:
     """Errors reach the user as exceptions: without llama.cpp's log each is one line."""
     if wanted:
-        _set_log(_no_log)
+        _set_log(_llama_cpp.no_log)
     try:
         yield
     finally:
@@ -47,6 +69,3 @@ def quiet(wanted: bool) -> Iterator[None]:
 
 def _set_log(callback: Any) -> None:
     llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
-
-
-_no_log = llama_cpp.llama_log_callback(lambda _level, _text, _data: None)

@@ -11,11 +11,12 @@ from typing import Any
 
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import Recall, make_recall
-from mixedkv.cli.model import DEFAULT_N_CTX, open_model, quiet
+from mixedkv.cli.model import DEFAULT_N_CTX, add_streaming_arguments, open_model, quiet
 from mixedkv.cli.values import positive, temperature
 from mixedkv.config import parse_kv
 from mixedkv.kv.stats import KVStats, format_bytes, format_saving
 from mixedkv.llama import Llama
+from mixedkv.terminal import with_prompt_bar
 
 _DEMO_SEED, _DEMO_SENTENCES = 7, 40
 
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", metavar="N", type=positive, help="CPU threads (default: llama_cpp's choice)"
     )
+    add_streaming_arguments(parser)
     parser.add_argument("--seed", metavar="N", type=int, help="of the sampler (default: another each time)")
     parser.add_argument(
         "--temp", metavar="T", type=temperature, default=0.0, help="default: 0, the likeliest"
@@ -60,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
         if demo and sys.stderr.isatty():
             print(_introduce(demo), file=sys.stderr)
         clock = _Clock(llm)
-        for text in clock.watch(_stream(llm, prompt, args)):
+        for text in clock.watch(with_prompt_bar(llm, _stream(llm, prompt, args))):
             print(text, end="", flush=True)
         print(flush=True)
         print(_summary(clock, llm.kv.stats()), file=sys.stderr)
@@ -140,4 +142,6 @@ def _summary(clock: _Clock, stats: KVStats) -> str:
 
 
 def _rate(n: int, seconds: float) -> str:
-    return f"{n / seconds:.0f}" if n > 0 and seconds > 0 else "-"
+    if n <= 0 or seconds <= 0:
+        return "-"
+    return f"{n / seconds:.0f}" if n >= 10 * seconds else f"{n / seconds:.2g}"

@@ -36,6 +36,10 @@ def _add(parser: argparse.ArgumentParser, name: str, option: FieldInfo) -> None:
     if kind is bool:
         parser.add_argument(*flags, action=argparse.BooleanOptionalAction, default=None, help=text)
         return
+    if kind is tuple:
+        metavar = cast("dict[str, str]", option.json_schema_extra)["metavar"]
+        parser.add_argument(*flags, metavar=metavar, action="append", default=None, help=text)
+        return
     if option.default not in ("", 0) and "default" not in text:
         text += f" (default: {option.default})"
     metavar = cast("dict[str, str]", option.json_schema_extra)["metavar"]

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from argparse import ArgumentTypeError
+from collections.abc import Callable
+from typing import TypeVar
 
 from mixedkv.limits import INT32_MAX
+from mixedkv.sizes import parse_size
+from mixedkv.streaming.layer_choice import Asked, parse_layers
+
+T = TypeVar("T")
 
 
 def positive(text: str) -> int:
@@ -23,3 +29,20 @@ def temperature(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise ArgumentTypeError(f"{text!r} is not a temperature: use 0 or more")
     return value
+
+
+def layers(text: str) -> Asked:
+    """Of --stream-layers."""
+    return _value(parse_layers, text)
+
+
+def memory(text: str) -> int:
+    """Of --memory."""
+    return _value(parse_size, text)
+
+
+def _value(parse: Callable[[str], T], text: str) -> T:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None

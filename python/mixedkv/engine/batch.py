@@ -1,8 +1,7 @@
-"""A llama_batch whose arrays are numpy's: filling it costs a few slices, not a loop over ctypes fields."""
+"""A batch of runs of tokens: filling it costs a few slices, not a loop over ctypes fields."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,11 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
+from mixedkv.engine.prompt_logprobs import PromptLogprobs
 from mixedkv.engine.scheduler import Run
+from mixedkv.native_batch import NativeBatch
+
+NO_CELLS = 1  # llama_decode: no free cells for the batch; nothing has changed
 
 
 class Batch:
@@ -26,43 +29,29 @@ class Batch:
     def __init__(self, n_max: int, width: int = 0) -> None:
         self.n_max = n_max
         self._outputs_all = width > 0  # so llama.cpp wants it of a context that gives hidden states
-        self._input: npt.NDArray[Any] = (
+        self._arrays = NativeBatch(
             np.zeros((n_max, width), np.float32) if width else np.zeros(n_max, np.int32)
         )
-        self._pos = np.zeros(n_max, np.int32)
-        self._n_seq = np.ones(n_max, np.int32)
-        self._seq = np.zeros(n_max, np.int32)
-        self._logits = np.zeros(n_max, np.int8)
-        # llama_batch wants a pointer to the sequence ids of each token: here one id each
-        step = self._seq.itemsize
-        self._seq_at = self._seq.ctypes.data + step * np.arange(n_max, dtype=np.uintp)
-        fields: dict[str, Any] = {field[0]: field[1] for field in llama_cpp.llama_batch._fields_}
-        self._native = llama_cpp.llama_batch(
-            n_tokens=0,
-            token=None if width else ctypes.cast(self._input.ctypes.data, fields["token"]),
-            embd=ctypes.cast(self._input.ctypes.data, fields["embd"]) if width else None,
-            pos=ctypes.cast(self._pos.ctypes.data, fields["pos"]),
-            n_seq_id=ctypes.cast(self._n_seq.ctypes.data, fields["n_seq_id"]),
-            seq_id=ctypes.cast(self._seq_at.ctypes.data, fields["seq_id"]),
-            logits=ctypes.cast(self._logits.ctypes.data, fields["logits"]),
-        )
+        self._native = self._arrays.native
+        # of runs: with the batch's index, position and number of their tokens
+        self._asked: list[tuple[PromptLogprobs, int, int, int]] = []
 
     def __len__(self) -> int:
         return int(self._native.n_tokens)
 
     def clear(self) -> None:
-        self._native.n_tokens = 0
+        self._native.n_tokens, self._asked = 0, []
 
     def add(
         self, tokens: Sequence[int] | npt.NDArray[Any], pos: int, seq: int, logits: bool, every: bool = False
     ) -> int:
         """Append a run of one sequence from position `pos` on; `logits`: of its last token, or of `every`."""
-        first, last = len(self), len(self) + len(tokens)
-        self._input[first:last] = tokens
-        self._pos[first:last] = np.arange(pos, pos + len(tokens), dtype=np.int32)
-        self._seq[first:last] = seq
-        self._logits[first:last] = self._outputs_all or (logits and every)
-        self._logits[last - 1] = self._outputs_all or logits
+        first, last, arrays = len(self), len(self) + len(tokens), self._arrays
+        arrays.inputs[first:last] = tokens
+        arrays.pos[first:last] = np.arange(pos, pos + len(tokens), dtype=np.int32)
+        arrays.seq[first:last] = seq
+        arrays.logits[first:last] = self._outputs_all or (logits and every)
+        arrays.logits[last - 1] = self._outputs_all or logits
         self._native.n_tokens = last
         return last - 1
 
@@ -70,10 +59,17 @@ class Batch:
         """Append what a job has in a step."""
         job, first = run.job, run.job.n_rows
         assert job.seq is not None
-        self.add(job.inputs(first, first + run.n), first, job.seq.id, logits=run.chooses)
+        asked = job.prompt_logprobs if job.prompt_logprobs and job.prompt_logprobs.wants(first) else None
+        if asked is not None:
+            self._asked.append((asked, len(self), first, run.n))
+        inputs, every = job.inputs(first, first + run.n), asked is not None
+        self.add(inputs, first, job.seq.id, logits=run.chooses or every, every=every)
         if run.drafts:
             self.add(run.drafts, first + run.n, job.seq.id, logits=True, every=True)
 
-    def decode(self, context: object) -> int:
-        """llama_decode's return code: 0, 1 when no cells are free for it, else an error."""
-        return int(llama_cpp.llama_decode(context, self._native))
+    def decode(self, context: Any) -> int:
+        """llama_decode's return code: 0, NO_CELLS, else an error."""
+        code = int(llama_cpp.llama_decode(context, self._native))
+        for asked, index, first, n in self._asked if code == 0 else ():
+            asked.take(context, index, first, n)
+        return code

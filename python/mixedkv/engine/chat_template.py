@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from mixedkv import _chat
@@ -60,7 +61,8 @@ class RenderedChat:
     """A rendered chat.
 
     Attributes:
-        constraint: of an answer that must call.
+        constraint: of an answer that must call, or of a call that it may have.
+        triggers: words that begin a call that it may have; empty where it must.
         stops: strings that end the answer.
         shown: control tokens that are part of its text.
         thoughts: None for a model that does not think.
@@ -70,6 +72,7 @@ class RenderedChat:
 
     text: str
     constraint: Constraint | None
+    triggers: tuple[str, ...]
     stops: tuple[str, ...]
     shown: tuple[str, ...]
     thoughts: ThoughtTags | None
@@ -132,11 +135,15 @@ class ChatRenderer:
             constraint = _calls_only(reading, callable_, choice.parallel)
         elif tools and choice.mode == "none":
             reading = self._apply(messages, [], choice, options)
+        elif tools and prompt.triggers:
+            with suppress(ValueError):  # the model's own choice: unconstrained rather than refused
+                constraint = _calls_only(prompt, tools, choice.parallel)
         thoughts = _tags(prompt)
         tags = (thoughts.start, *thoughts.ends) if thoughts is not None else ()
         return RenderedChat(
             text=prompt.prompt,
             constraint=constraint,
+            triggers=tuple(prompt.triggers) if constraint is not None else (),
             stops=tuple(reading.stops),
             shown=(*(reading.preserved if tools or thoughts else ()), *tags),
             thoughts=None if must else thoughts,
@@ -187,7 +194,12 @@ class ChatRenderer:
                 options.continues,
             )
         except (RuntimeError, ValueError) as error:  # templates are programs of the model's file
-            raise ValueError(f"messages: the model's chat template refuses them: {_short(error)}") from None
+            field = "messages"
+            if tools:  # are they to blame?
+                with suppress(ValueError):
+                    self._apply(messages, [], ToolChoice(), options)
+                    field = "tools"
+            raise ValueError(f"{field}: the model's chat template refuses them: {_short(error)}") from None
 
 
 def check_depth(value: Any, name: str) -> None:
@@ -204,19 +216,28 @@ def check_depth(value: Any, name: str) -> None:
         todo += [(part, depth + 1) for part in inner]
 
 
+_KEPT = 1 << 16  # characters of schemas whose grammar is kept
+
+
 def _calls_only(prompt: _chat.ChatPrompt, tools: Sequence[Mapping[str, Any]], parallel: bool) -> Constraint:
-    """A call is forced at once: where a template has begun a thought, that is ended."""
+    """A forced call comes at once: where a template has begun a thought, that is ended."""
     functions = [tool["function"] for tool in tools]
     schemas = {each["name"]: each.get("parameters") or _NO_ARGUMENTS for each in functions}
     thoughts = _tags(prompt)
-    first = thoughts.ends[0] if thoughts is not None and thoughts.open else ""
+    ends_thought = thoughts is not None and thoughts.open and not prompt.triggers
+    first = thoughts.ends[0] if thoughts is not None and ends_thought else ""
     try:
-        lark = tool_grammar(
-            prompt.grammar, prompt.parser, schemas, space=SPACE, first=first, parallel=parallel
-        )
+        given = json.dumps(schemas)
+        make = _grammar if len(given) < _KEPT else _grammar.__wrapped__
+        lark = make(prompt.grammar, prompt.parser, given, first, parallel)
     except ValueError as error:
         raise ValueError(f"tools: {error}") from None
     return Constraint("calls", lark, "tools", tuple(prompt.preserved))
+
+
+@lru_cache(maxsize=32)  # an agent sends the same tools every turn, and 20 take 15 ms
+def _grammar(gbnf: str, parser: str, schemas: str, first: str, parallel: bool) -> str:
+    return tool_grammar(gbnf, parser, json.loads(schemas), space=SPACE, first=first, parallel=parallel)
 
 
 def _tags(prompt: _chat.ChatPrompt) -> ThoughtTags | None:

@@ -31,11 +31,11 @@ class ChunkConnector(StoreConnector):
     """Stores, fetches and finds passages for one engine: a `KVConnector`.
 
     Jobs that say `reuse="chunks"`, or nothing, are answered from passages too; those that keep their prompt
-    for others never are.
+    for others, or have pictures in it, never are.
 
     Args:
         store: closed with the connector.
-        **options: of `ChunkCache`: repair, ratio, overlap_k, chunk_size, max_kld, check, ...
+        **options: of `ChunkOptions`: repair, ratio, overlap_k, chunk_size, max_kld, check, ...
 
     Raises:
         UnsupportedModelError, ValueError: from the engine's constructor, as from `ChunkCache`.
@@ -55,7 +55,7 @@ class ChunkConnector(StoreConnector):
         self._checker.start()
 
     def fetch(self, job: Job) -> bool:
-        if job.keep or job.max_tokens == 0 or self._passages.gate.closed:
+        if job.keep or job.max_tokens == 0 or job.pictures or self._passages.gate.closed:
             job.accept = "exact" if job.accept == "chunks" else job.accept
         elif job.accept is None:
             job.accept = "chunks"

@@ -110,6 +110,11 @@ class Matcher:
         text = self._inner.compute_ff_bytes().decode("utf-8", "ignore")
         return list(self._tokenizer.greedy_tokenize(text)) if text else []
 
+    def follow(self, text: bytes) -> bool:
+        """Go on by a text, whatever its tokens were. False where it is not allowed: it is then of no use."""
+        tokens = self._tokenizer.greedy_tokenize(text.decode("utf-8", "replace"))
+        return int(self._inner.try_consume_tokens(tokens)) == len(tokens)
+
     def accept(self, token: int) -> None:
         """Go on by a token that is allowed.
 

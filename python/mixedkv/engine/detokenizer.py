@@ -52,6 +52,17 @@ class Detokenizer:
             size = -n
 
 
+def stop_strings(stop: str | Sequence[str]) -> list[str]:
+    """
+    Raises:
+        ValueError: one is empty.
+    """
+    given = [stop] if isinstance(stop, str) else list(stop)
+    if not all(given):
+        raise ValueError("stop: an empty string ends every answer at once: leave it out")
+    return given
+
+
 class TextStream:
     """Text of one answer, released as soon as it is certain.
 

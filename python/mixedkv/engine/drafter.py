@@ -8,6 +8,7 @@ from mixedkv.prompt_lookup import PromptLookup
 
 _FIRST = 0.5  # how often a guess is right, before anything is known
 _LEARN = 0.15  # what the latest one counts
+_FORGET = 0.01
 _MOST = 0.98
 
 
@@ -20,27 +21,34 @@ class _Rate:
     def learn(self, right: bool) -> None:
         self.value += _LEARN * (right * _MOST - self.value)
 
+    def forget(self) -> None:
+        """A token came without a guess: one that was bad is worth another try after many."""
+        self.value = max(self.value, min(_FIRST, self.value + _FORGET))
+
 
 class Drafter:
     """Drafts of one answer: tokens that its constraint leaves no other choice than, else what followed when
     the same tokens stood there before.
 
-    It guesses at each token, evaluated as a draft or not, so it knows how good drafts would be without
-    trying.
+    It guesses at each token, evaluated as a draft or not, so it knows how good these drafts would be without
+    trying. A draft model's guesses cost something, and are known by what was tried.
 
     Args:
-        lookup: of the prompt and of what the answer is predicted to be.
+        prompt: what it looks guesses up in.
+        prediction: what the answer may be, to be looked up too.
+        by_model: a draft model guesses as well.
     """
 
-    def __init__(self, prompt: Iterable[int], prediction: Iterable[int] = ()) -> None:
-        self._lookup = PromptLookup(prompt, prediction)
-        self._rates = {"lookup": _Rate(), "certain": _Rate(_MOST)}
+    def __init__(self, prompt: Iterable[int], prediction: Iterable[int] = (), by_model: bool = False) -> None:
+        self._lookup, self.by_model = PromptLookup(prompt, prediction), by_model
+        self._rates = {"lookup": _Rate(), "certain": _Rate(_MOST), "model": _Rate()}
         self._guesses: dict[str, int] = {}
+        self._modelled: list[int] = []  # what the draft model said comes next
         self.n_drafted = self.n_accepted = 0
 
     def copy(self) -> Drafter:
         """For another answer to the same prompt, as it stands before its first token."""
-        other = Drafter(())
+        other = Drafter((), by_model=self.by_model)
         other._lookup = self._lookup.copy()
         return other
 
@@ -55,8 +63,26 @@ class Drafter:
         kind = "certain" if certain else "lookup"
         return drafts[kind], self._rates[kind].value
 
+    @property
+    def model_rate(self) -> float:
+        """How likely a guess of the draft model is to come; 0 where it makes none."""
+        return self._rates["model"].value if self.by_model else 0.0
+
+    def modelled(self, drafts: Sequence[int]) -> None:
+        """The draft model has made these; none where it was not sure: no better than a wrong guess."""
+        self._modelled = list(drafts)
+        if not drafts:
+            self._rates["model"].learn(False)
+
     def take(self, token: int) -> None:
         """The answer goes on by this token."""
+        if self._modelled:
+            right = self._modelled.pop(0) == token
+            self._rates["model"].learn(right)
+            if not right:
+                self._modelled = []
+        else:
+            self._rates["model"].forget()
         for kind, guess in self._guesses.items():
             self._rates[kind].learn(guess == token)
         self._lookup.add(token)

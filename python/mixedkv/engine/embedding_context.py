@@ -26,10 +26,16 @@ _LEAST_SLICE = 32
 _MEAN, _CLS, _LAST, _RANK = 1, 2, 3, 4  # llama_pooling_type
 
 
+def ranks(file: ModelFile) -> bool:
+    """Whether a model says how well two texts go together, and nothing else."""
+    return int(file.get("pooling_type", 0)) == _RANK
+
+
 def only_embeds(file: ModelFile) -> bool:
-    """Whether a model attends to both sides of a token: it can embed a text, not go on with it."""
+    """Whether a model attends to both sides of a token, or ranks: it cannot go on with a text."""
     kind = file.architecture
-    return "bert" in kind or kind == "gemma-embedding" or file.get("attention.causal", True) is False
+    is_encoder = "bert" in kind or kind == "gemma-embedding" or file.get("attention.causal", True) is False
+    return is_encoder or ranks(file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +48,8 @@ class Piece:
 
 
 class EmbeddingContext:
-    """A context that pools. It reads the weights of `llm` and is freed with it. Not thread-safe.
+    """A context that pools: for vectors of texts, or for what a model that ranks says to them. It reads the
+    weights of `llm` and is freed with it. Not thread-safe.
 
     Where tokens see only those before them an input can be evaluated in pieces, since its rows stay in the
     cache until its end; otherwise it is one piece.
@@ -63,8 +70,9 @@ class EmbeddingContext:
         if n_ctx > n_train:
             raise ValueError(f"embedding_n_ctx={n_ctx}: this model takes {n_train} tokens at most")
         self.n_ctx, self.n_train = n_ctx or min(_DEFAULT_N_CTX, n_train), n_train
-        self.n_embd = int(llama_cpp.llama_model_n_embd_out(self._model))
-        self.pooling = self._choose_pooling(file)
+        self.pooling, self.ranks = self._choose_pooling(file), ranks(file)
+        numbers = llama_cpp.llama_model_n_cls_out if self.ranks else llama_cpp.llama_model_n_embd_out
+        self.n_embd = int(numbers(self._model))
         self.in_pieces = not only_embeds(file)
         n_vocab = int(llm.n_vocab())
         self.n_slice = min(n_batch, max(_LEAST_SLICE, _MAX_LOGITS // n_vocab))
@@ -81,11 +89,9 @@ class EmbeddingContext:
 
     def _choose_pooling(self, file: ModelFile) -> int:
         pooling = file.get("pooling_type", 0)
-        if pooling == _RANK:
-            raise ValueError("embeddings: this model ranks texts, it gives no vectors")
         if llama_cpp.llama_model_has_encoder(self._model):
             raise ValueError("embeddings: a model of an encoder and a decoder gives no vectors here")
-        return pooling if pooling in (_MEAN, _CLS, _LAST) else _MEAN
+        return pooling if pooling in (_MEAN, _CLS, _LAST, _RANK) else _MEAN
 
     def _make(self, llm: Llama, n_ubatch: int) -> Any:
         params = llama_cpp.llama_context_default_params()
@@ -142,7 +148,11 @@ class EmbeddingContext:
         return np.ctypeslib.as_array(vector, (self.n_embd,)).copy()
 
     def join(self, vectors: Sequence[Vectors], sizes: Sequence[int]) -> Vectors:
-        """The vector of an input, of length 1, from those of its pieces and their numbers of tokens."""
+        """The vector of an input, of length 1, from those of its pieces and their numbers of tokens; of a
+        model that ranks what it says.
+        """
+        if self.ranks:
+            return vectors[-1]
         if self.pooling == _MEAN:
             vector = np.average(np.asarray(vectors, np.float64), axis=0, weights=sizes)
         else:

@@ -22,34 +22,38 @@ from typing import Any, TypeVar
 from mixedkv import _llama_cpp
 from mixedkv.chunks import Reuse
 from mixedkv.engine.answer import Answer
-from mixedkv.engine.batch import Batch
+from mixedkv.engine.batch import NO_CELLS, Batch
 from mixedkv.engine.checkpoints import CheckpointLimits
 from mixedkv.engine.chunk_connector import ChunkConnector
 from mixedkv.engine.deliver import Deliver, Outbox, deliver_directly
-from mixedkv.engine.detokenizer import Detokenizer
+from mixedkv.engine.detokenizer import Detokenizer, stop_strings
 from mixedkv.engine.drafter import Drafter
 from mixedkv.engine.inbox import Inbox
 from mixedkv.engine.job import Failed, Job
 from mixedkv.engine.kv_connector import KVConnector
 from mixedkv.engine.loading import Loader
+from mixedkv.engine.looking import look
 from mixedkv.engine.next_token import go_on
 from mixedkv.engine.observer import Observer
 from mixedkv.engine.pacing import Pace
+from mixedkv.engine.queue_room import QueueRoom
 from mixedkv.engine.sampler import Sampling
 from mixedkv.engine.scheduler import Run, Scheduler, Step
 from mixedkv.engine.sequences import SequencePool
+from mixedkv.engine.slide import fit, make_room
 from mixedkv.engine.speculation import Mode, Speculation
 from mixedkv.engine.tenant_limits import Limits, unlimited
 from mixedkv.engine.tokenizer import Prompt, Tokenizer
+from mixedkv.engine.turns import Turns
 from mixedkv.engine.vector_job import VectorJob, take_hidden, vector_width
-from mixedkv.errors import ClosedError, ContextLengthError, EngineError, QueueFullError
+from mixedkv.errors import ClosedError, ContextLengthError
 from mixedkv.llama import Llama
+from mixedkv.overflow import Overflow
 from mixedkv.tokens import Tokens
 
 log = logging.getLogger("mixedkv.engine")
 
 _CLOSING = "the engine is shutting down"
-_NO_CELLS = 1  # llama_decode: no free cells for the batch; nothing has changed
 
 _T = TypeVar("_T")
 
@@ -77,10 +81,12 @@ class Engine:
         tokenizer: of texts and chats; None makes one of the model's own template.
         limits: of a tenant, by its name; called on any thread. Tenants are equal unless it says otherwise.
         checkpoints: how many are kept of what a sequence holds besides rows, and where they are taken.
-        speculation: of answers that do not say; "prompt-lookup" or "off".
+        speculation: of answers that do not say; "prompt-lookup", "draft-model" or "off".
+        draft_model: drafts answers; the engine's alone too. Of the same vocabulary, `parallel` sequences.
+        turns: of engines that share their cores.
 
     Raises:
-        ValueError: the `Llama` has too few sequences for `parallel`, or no unified cache.
+        ValueError: `llm` or `draft_model` has too few sequences or no unified cache; or they do not match.
     """
 
     def __init__(
@@ -98,6 +104,8 @@ class Engine:
         limits: Limits = unlimited,
         checkpoints: CheckpointLimits | None = None,
         speculation: Mode = "off",
+        draft_model: Llama | None = None,
+        turns: Turns | None = None,
     ) -> None:
         n_seq = llm.context_params.n_seq_max
         if not llm.context_params.kv_unified:
@@ -108,7 +116,7 @@ class Engine:
                 f"parallel={parallel}: use fewer than the context's {n_seq} sequences (n_seq_max), "
                 f"and n_batch={llm.n_batch} at most"
             )
-        self.llm, self.parallel, self.max_queue = llm, parallel, max_queue
+        self.llm, self.parallel = llm, parallel
         self.n_ctx, self.width = int(llm.n_ctx()), vector_width(llm)
         if self.width == 0:  # else the model has no vocabulary, and takes `VectorJob`s only
             self.detokenizer = Detokenizer(_llama_cpp.vocab(llm))
@@ -123,10 +131,10 @@ class Engine:
             limits=checkpoints,
             tenants=limits,
         )
-        self.speculation = Speculation(llm, speculation, self.observer)
+        self.speculation = Speculation(llm, speculation, self.observer, draft_model, parallel)
+        self._turns = turns or Turns()
         self.n_steps = 0
-        self.last_step = Step()
-        self.last_step_seconds = 0.0
+        self.last_step, self.last_step_seconds = Step(), 0.0
         self._scheduler = Scheduler(
             self.pool,
             Pace(llm.n_batch, slowdown),
@@ -136,16 +144,18 @@ class Engine:
             observer=self.observer,
             limits=limits,
         )
-        self._limits, self._loader = limits, Loader(llm, self._scheduler, self.observer)
+        self._loader = Loader(llm, self._scheduler, self.observer)
         self._batch = Batch(llm.n_batch, self.width)
         self._outbox = Outbox(deliver)
         self._inbox = Inbox()
         self._fetching: set[Job] = set()
+        self.room = QueueRoom(
+            self._scheduler, limits, max_queue, lambda: [*self._inbox.jobs(), *self._fetching.copy()]
+        )
         self._closing_error: ClosedError | None = None  # why no more jobs are taken
         self._submitting = threading.RLock()  # what begins to close finds no job on its way
         self._connector = connector
-        self._closed = False
-        self._closing = threading.RLock()
+        self._closed, self._closing = False, threading.RLock()
         self._thread = threading.Thread(target=self._run, name="mixedkv-engine", daemon=True)
         llm.kv.clear()  # the pool takes all sequences for empty
         if connector is not None:
@@ -153,7 +163,8 @@ class Engine:
         self._thread.start()
         atexit.register(self.close)  # llama.cpp does not outlive the main thread
         closing = weakref.WeakMethod(self.close)
-        _llama_cpp.at_close(llm, lambda: (close := closing()) and close())
+        for model in [llm] if draft_model is None else [llm, draft_model]:
+            _llama_cpp.at_close(model, lambda: (close := closing()) and close())
 
     # --- any thread ---
 
@@ -186,6 +197,7 @@ class Engine:
         reuse: bool | Reuse = True,
         speculation: Mode | None = None,
         prediction: str = "",
+        overflow: Overflow = "refuse",
         **sampling: Any,
     ) -> Answer:
         """Answer a prompt; returns at once.
@@ -197,8 +209,9 @@ class Engine:
             n_logprobs: how many of the likeliest tokens to tell with each token; None for none.
             tenant: answers of one tenant share the rows of what their prompts have in common.
             reuse: which rows that are there it starts from, see `Job`; False evaluates everything.
-            speculation: "prompt-lookup", "off", or None for the engine's.
+            speculation: "prompt-lookup", "draft-model", "off", or None for the engine's.
             prediction: what the answer may be, to be checked instead of generated where it is so.
+            overflow: "slide" drops the middle of what does not fit the context, see `Job`.
             **sampling: fields of `Sampling`: temperature, top_p, seed, ...
 
         Raises:
@@ -209,12 +222,8 @@ class Engine:
         if self.width:
             raise ValueError("a model without vocabulary takes vectors: use `submit_jobs` with a VectorJob")
         self._check_open()  # the tokenizer's vocabulary goes with the `Llama`
-        if n_logprobs is not None and n_logprobs < 0:
-            raise ValueError(f"n_logprobs={n_logprobs}: use 0 or more, or None for none")
-        given = [stop] if isinstance(stop, str) else list(stop)
-        if not all(given):
-            raise ValueError("stop: an empty string ends every answer at once: leave it out")
-        tokens, stops = self.tokenizer.encode(prompt)
+        given = stop_strings(stop)
+        tokens, stops = self.tokenizer.encode(prompt, long=overflow == "slide")
         job = Job(
             tokens,
             max_tokens=max_tokens,
@@ -225,6 +234,7 @@ class Engine:
             n_logprobs=n_logprobs,
             reuse=reuse,
             drafter=self.drafter(tokens, speculation, prediction),
+            overflow=overflow,
         )
         answer = Answer(self, job)
         self.submit_jobs([job])
@@ -233,7 +243,7 @@ class Engine:
     def drafter(self, prompt: Tokens | Sequence[int], mode: Mode | None, prediction: str) -> Drafter | None:
         """For the answer to a prompt, by a mode or the engine's; None where nothing is drafted."""
         tokens = self.tokenizer.tokenize(prediction, start=False) if prediction else []
-        return self.speculation.drafter(prompt, mode, tokens)
+        return self.speculation.drafter(prompt[-self.n_ctx :], mode, tokens)  # one that slides may be longer
 
     def submit_jobs(self, jobs: Sequence[Job], force: bool = False) -> None:
         """Queue jobs, all or none.
@@ -246,42 +256,26 @@ class Engine:
                 chunks, and there are none.
         """
         for job in jobs:
-            self.check_prompt(job.n_prompt)
+            if not self.width:
+                fit(job, self.tokenizer, self.n_ctx)
+            self.check_prompt(job.n_cells)
             if isinstance(job, VectorJob) != bool(self.width):
                 raise ValueError("a model without vocabulary takes vectors, and no other one does")
             if job.accept == "chunks" and not isinstance(self._connector, ChunkConnector):
                 raise ValueError("reuse='chunks': give the engine a ChunkConnector(store), which finds them")
             if not self.width and not self.pool.rule.anywhere:
-                job.boundaries = self.tokenizer.boundaries(job.prompt)
+                job.boundaries = self.tokenizer.boundaries(job.prompt).tolist()
         with self._submitting:
             self._check_open()
             if not force:
                 for tenant, n in Counter(job.tenant for job in jobs).items():
-                    self._check_room(tenant, n)
+                    self.room.check(tenant, n)
             for job in jobs:
                 self._fetch_or_put(job)
 
     def most_jobs(self, tenant: str) -> int:
         """That a tenant may have, those that run and those that wait."""
-        limits = self._limits(tenant)
-        return min(self.parallel, limits.running or self.parallel) + self._most_queued(tenant)
-
-    def _most_queued(self, tenant: str) -> int:
-        queued = self._limits(tenant).queued
-        return self.max_queue if queued is None else queued
-
-    def _check_room(self, tenant: str, n: int) -> None:
-        """
-        Raises:
-            QueueFullError: n more jobs of this tenant are too many. Who has none at all may bring one.
-        """
-        coming = [*self._inbox.jobs(), *self._fetching.copy()]
-        waiting = self._scheduler.waiting.n_of(tenant) + sum(job.tenant == tenant for job in coming)
-        running = sum(job.tenant == tenant for job in list(self._scheduler.running))
-        most = self._limits(tenant).running or self.parallel
-        free = max(0, min(self.parallel - self.n_running, most - running))
-        if n > max(self._most_queued(tenant) + free - waiting, 0 if waiting or running else 1):
-            raise QueueFullError(f"{waiting} requests wait already")
+        return self.room.most(tenant)
 
     @property
     def closing_error(self) -> ClosedError | None:
@@ -330,8 +324,7 @@ class Engine:
         end = time.monotonic() + timeout
         while not self.idle and time.monotonic() < end and self.alive:
             time.sleep(0.01)
-        finished = self.idle
-        if not finished and self.alive:
+        if not (finished := self.idle) and self.alive:
             with contextlib.suppress(ClosedError):  # it stopped by itself, and failed them all
                 self.call(lambda: self._fail_all(error)).result()
         return finished
@@ -396,7 +389,7 @@ class Engine:
         scheduler = self._scheduler
         if not scheduler.running:  # with jobs waiting only a call can change something: look again soon
             self._inbox.wait(0.01 if scheduler.waiting else None)
-        with self.llm.kv.busy.waiting():
+        with self._turns, self.llm.kv.busy.waiting():
             self._use_context(scheduler)
         self._outbox.flush()
 
@@ -417,19 +410,20 @@ class Engine:
                 self._abandon(scheduler.running, error)
 
     def _step(self, began: float) -> None:
+        self.llm.kv.follow_memory()
         self._loader.restore()
         self._outbox.put(*self._scheduler.take_lost())
         step, code = self._decode(self._scheduler.plan())
-        if code == _NO_CELLS and step.n_drafts:  # nobody gives way to drafts
+        if code == NO_CELLS and step.n_drafts:  # nobody gives way to drafts
             step, code = self._decode(self._scheduler.plan(), drafts=False)
-        while code == _NO_CELLS:
+        while code == NO_CELLS:
             if job := self._scheduler.relieve():
                 self._finish(job, "length")
             step, code = self._decode(self._scheduler.plan(), drafts=False)
-        if not (step.runs or step.stitches):
+        if not (step.runs or step.stitches or step.pictures):
             return
         if code != 0:
-            self._abandon(self._scheduler.running, EngineError(f"llama_decode returned {code}"))
+            self._abandon(self._scheduler.running, self.llm.decode_error(code))
             return
         if self.width:
             take_hidden(self.llm.ctx, step)
@@ -440,6 +434,8 @@ class Engine:
             except Exception as error:
                 self._abandon([run.job], error)
         self._loader.stitch(step)  # decodes of their own: the logits have been used
+        for job, failed in look(self.llm, step, self._scheduler):
+            self._abandon([job], failed) if failed else self._finish(job, "length")
         self.n_steps += 1
         self.last_step, self.last_step_seconds = step, time.perf_counter() - began
         self.speculation.took(step, self.last_step_seconds)
@@ -475,6 +471,8 @@ class Engine:
         self.speculation.settle(run, n)
         if end:
             self._finish(job, end)
+        elif job.slides:
+            make_room(job, self.tokenizer, self._scheduler, self.n_ctx)
 
     def _finish(self, job: Job, reason: str) -> None:
         done = job.finish(reason)

@@ -15,12 +15,16 @@ import numpy.typing as npt
 from mixedkv.chunks.chunk_reuse import Reuse
 from mixedkv.chunks.repair import Method
 from mixedkv.chunks.stitch import Rows, Stitch
+from mixedkv.engine.call_trigger import CallTrigger
 from mixedkv.engine.detokenizer import TextStream
 from mixedkv.engine.drafter import Drafter
+from mixedkv.engine.prompt_logprobs import PromptLogprobs
 from mixedkv.engine.sampler import Sampler, TokenLogprob
 from mixedkv.engine.sequences import Sequence
 from mixedkv.engine.thought import Thought
+from mixedkv.images import Picture, place
 from mixedkv.llama import Llama
+from mixedkv.overflow import Gap, LongPrompt, Overflow, without
 from mixedkv.tokens import Tokens
 
 
@@ -59,7 +63,8 @@ class Job:
     `deliver` gets its events in order, the last one a `Done` or a `Failed`.
 
     Args:
-        prompt: token ids, at least one.
+        prompt: token ids, at least one; those of pictures are theirs.
+        pictures: that are in it.
         max_tokens: of the answer; 0 only evaluates the prompt.
         sampler: None only with max_tokens=0.
         stop: strings that end the answer.
@@ -74,9 +79,13 @@ class Job:
         min_tokens: of the answer before it may end by a token.
         stop_tokens: tokens that end the answer, beside the model's own.
         thought: follows the answer of a model that thinks.
+        trigger: follows an answer that may call: a call is constrained.
         boundary: tokens of the prompt that a later turn's begins with too, where thoughts are left out of the
             history; 0 for all of them.
         drafter: guesses what comes next, so that several tokens can be evaluated in a step.
+        prompt_logprobs: takes those of the prompt, all of which is then evaluated.
+        overflow: "slide" drops the middle of what does not fit the context, of the prompt and during the
+            answer; "refuse" takes no such prompt and ends the answer.
     """
 
     def __init__(
@@ -98,8 +107,12 @@ class Job:
         min_tokens: int = 0,
         stop_tokens: Seq[int] = (),
         thought: Thought | None = None,
+        trigger: CallTrigger | None = None,
         boundary: int = 0,
         drafter: Drafter | None = None,
+        prompt_logprobs: PromptLogprobs | None = None,
+        overflow: Overflow = "refuse",
+        pictures: Seq[Picture] = (),
         deliver: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self.prompt: Tokens = np.asarray(prompt, dtype=np.int32)
@@ -108,19 +121,30 @@ class Job:
         self.stream, self.n_logprobs, self.ignore_end = stream, n_logprobs, ignore_end
         if not isinstance(reuse, bool) and reuse not in get_args(Reuse):
             raise ValueError(f"reuse={reuse!r}: use True, False, or one of {', '.join(get_args(Reuse))}")
-        self.reuse, self.store, self.keep = bool(reuse), store, keep
+        if n_logprobs is not None and n_logprobs < 0:
+            raise ValueError(f"n_logprobs={n_logprobs}: use 0 or more, or None for none")
+        self.prompt_logprobs = prompt_logprobs
+        self.reuse, self.store, self.keep = bool(reuse) and prompt_logprobs is None, store, keep
         self.accept: Reuse | None = reuse if isinstance(reuse, str) else None  # None: the engine's default
         self.min_tokens, self.stop_tokens = min_tokens, frozenset(stop_tokens)
         self.shown = frozenset(shown)
-        self.thought, self.boundary, self.drafter = thought, boundary, drafter
+        self.thought, self.trigger, self.boundary, self.drafter = thought, trigger, boundary, drafter
         self.deliver = deliver
         self.first = 0  # position of the first token that can be evaluated: rows before it must be there
         self.most_cut = 0  # of the last rows of `paused` that are not this job's
         self.goes_on = False  # another job does: the rows wait for it, as its `paused`
         self.cancelled = False  # set from any thread, read between steps
 
+        if overflow not in get_args(Overflow):
+            raise ValueError(f"overflow={overflow!r}: use one of {', '.join(get_args(Overflow))}")
+        self.slides = overflow == "slide" and not pictures
+        self.long: LongPrompt | None = None  # where the prompt does not fit, all of it
+        self.gap: Gap | None = None  # what is missing in `tokens`, and in `prompt`
+        self.n_left_out = self.n_answer_dropped = 0  # tokens of it before work began, and of the answer
+
+        self.pictures = place(pictures, self.prompt) if pictures else {}
         self.tokens = array("i", self.prompt.tobytes())  # prompt and answer
-        self.n_prompt = len(self.tokens)
+        self.n_prompt = self.n_given = len(self.tokens)  # tokens of the prompt, and when nothing was dropped
         self.seq: Sequence | None = None
         self.paused: Sequence | None = None  # what holds its rows while it has no place
         self.boundaries: Seq[int] = ()  # where messages of the prompt begin and end
@@ -191,8 +215,29 @@ class Job:
 
     def up_to_checkpoint(self, n: int) -> int:
         """Of the next `n` tokens those before the next checkpoint, or the first passage."""
+        if self.prompt_logprobs is not None:
+            n = min(n, self.prompt_logprobs.most)
         left = next((at - self.n_rows for at in self.save_at if at > self.n_rows), n)
-        return min(n, left, self.n_plain - self.n_rows)
+        seen = next((at - self.n_rows for at in self.pictures if at > self.n_rows), n)
+        return min(n, left, seen, self.n_plain - self.n_rows)
+
+    @property
+    def picture(self) -> Picture | None:
+        """That comes next."""
+        return self.pictures.get(self.n_rows)
+
+    def outside_pictures(self, n: int) -> int:
+        """The first `n` tokens of the prompt without the part of a picture that is at their end."""
+        return next((at for at, picture in self.pictures.items() if at < n < at + len(picture.ids)), n)
+
+    @property
+    def n_cells(self) -> int:
+        """Rows of all tokens: where time, row and column of a picture's are apart, it has more of them than
+        positions.
+        """
+        return len(self.tokens) + sum(
+            max(0, len(picture) - len(picture.ids)) for picture in self.pictures.values()
+        )
 
     def begin(self, seq: Sequence, n_cached: int) -> bool:
         """Have a sequence with `n_cached` tokens of the prompt in it; whether it is the first, so not after a
@@ -206,7 +251,8 @@ class Job:
             self.cached_tier = "context" if n_cached else ""
         self.t_start = time.perf_counter()
         if self.sampler is not None:
-            self.sampler.accept_prompt(self.prompt[-64:].tolist())
+            latest = self.prompt[-64:]
+            self.sampler.accept_prompt(latest[latest >= 0].tolist())
         return True
 
     def set_cached(self, n: int) -> None:
@@ -245,7 +291,37 @@ class Job:
 
     @property
     def n_answer(self) -> int:
-        return len(self.tokens) - self.n_prompt
+        return len(self.tokens) - self.n_prompt + self.n_answer_dropped
+
+    @property
+    def n_dropped(self) -> int:
+        """Tokens that do not fit the context, of prompt and answer."""
+        return self.gap.n if self.gap is not None else 0
+
+    @property
+    def n_evaluated(self) -> int:
+        """Tokens of the prompt that were evaluated before the answer began."""
+        return self.n_given - self.n_left_out - (self.n_cached or 0)
+
+    def leave_out(self, long: LongPrompt, n: int) -> None:
+        """The prompt is `long` without `n` tokens behind its head. Not once it has rows."""
+        moved, self.n_left_out = n - self.n_dropped, n
+        self.long, self.gap, self.prompt = long, long.gap(n), long.without(n)
+        self.tokens = array("i", self.prompt.tobytes())
+        self.n_prompt, self.boundaries = len(self.tokens), long.boundaries_without(n)
+        self.boundary = max(0, self.boundary - moved)
+        self.forget_blocks()
+        self.set_passages([], None)
+
+    def drop(self, begin: int, end: int) -> None:
+        """Tokens at positions [begin, end) make room for more of the answer."""
+        self.gap = (self.gap or Gap(begin)).wider(self.all_tokens[begin:end])
+        of_prompt = max(0, min(end, self.n_prompt) - begin)
+        self.prompt = without(self.prompt, begin, of_prompt)
+        self.n_prompt -= of_prompt
+        self.n_answer_dropped += end - begin - of_prompt
+        del self.tokens[begin:end]
+        self.save_at, self.boundaries, self.boundary = [], [], 0
 
     def take(self, piece: bytes, logprob: TokenLogprob | None) -> Delta | None:
         """Add a token's text to the answer; what can be released, if anything is."""
@@ -269,7 +345,7 @@ class Job:
         return Done(reason, "".join([*self.answer, rest]), logprobs)
 
     def close(self) -> None:
-        self.blocks, self.passages, self.stitch = [], [], None
+        self.blocks, self.passages, self.stitch, self.long = [], [], None, None
         if self.sampler is not None:
             self.sampler.close()
 

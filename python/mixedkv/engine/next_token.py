@@ -33,7 +33,8 @@ def go_on(
     delta = take(job, token, context, index, detokenizer)
     if job.text.stopped:
         return delta, "stop"
-    return delta, "length" if job.n_answer >= job.max_tokens or len(job.tokens) >= n_ctx else ""
+    is_full = len(job.tokens) >= n_ctx and not job.slides
+    return delta, "length" if job.n_answer >= job.max_tokens or is_full else ""
 
 
 def next_token(job: Job, sampler: Sampler, context: Any, index: int, detokenizer: Detokenizer) -> int:
@@ -48,9 +49,18 @@ def next_token(job: Job, sampler: Sampler, context: Any, index: int, detokenizer
         sampler.accept(token)
     else:
         token = _chosen(job, sampler, context, index, detokenizer)
-    if thought is not None:
-        thought.take(piece(job, token, detokenizer))
+    follow(job, sampler, piece(job, token, detokenizer))
     return token
+
+
+def follow(job: Job, sampler: Sampler, text: bytes) -> None:
+    """Thoughts and calls of an answer that goes on by a text. What is thought is no call."""
+    thought, trigger = job.thought, job.trigger
+    thinks = thought is not None and thought.open
+    if thought is not None:
+        thought.take(text)
+    if trigger is not None and not thinks and (matcher := trigger.take(text)) is not None:
+        sampler.hold_to(matcher)
 
 
 def _chosen(job: Job, sampler: Sampler, context: Any, index: int, detokenizer: Detokenizer) -> int:

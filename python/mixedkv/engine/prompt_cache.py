@@ -29,7 +29,7 @@ class Generation:
         ttft_ms, total_ms: to the first token and to the end, from the call on: tokenizing, waiting, and what
             the store takes included. Of warming, which has no token, both are the end.
         prompt_tokens, evaluated: of the prompt: all of them, and those that had to be evaluated.
-        tier: where the others came from: "context", "ram", "disk", or "".
+        tier: where the others came from: "context", "ram", "disk", "remote", or "".
         exact: the answer is that of an evaluation from the first token.
         approximate: tokens of the prompt with rows that were computed elsewhere.
     """
@@ -178,8 +178,8 @@ def _generation(answer: Answer, called: float) -> Generation:
         finish_reason=done.reason,
         ttft_ms=1000 * ((job.t_first or end) - called),
         total_ms=1000 * (end - called),
-        prompt_tokens=job.n_prompt,
-        evaluated=job.n_prompt - (job.n_cached or 0),
+        prompt_tokens=job.n_given,
+        evaluated=job.n_evaluated,
         tier=job.cached_tier,
         exact=job.exact,
         approximate=job.n_approximate,

@@ -230,6 +230,10 @@ class Sampler:
         llama_cpp.llama_sampler_accept(self._chain, token)
         return token
 
+    def hold_to(self, matcher: Matcher) -> None:
+        """From here on the answer is constrained."""
+        self._matcher = matcher
+
     def accept(self, token: int) -> None:
         """Remember a token that was no choice."""
         llama_cpp.llama_sampler_accept(self._chain, token)

@@ -20,6 +20,7 @@ from mixedkv.tokens import common_prefix
 _WAIT_FOR = 32  # tokens that another job is about to evaluate and that are worth waiting for
 _SAVE_AFTER = 32  # tokens that a job adds to rows which wait for it: fewer are no place to branch off
 _HEADROOM = 32  # cells an answer needs at the start besides its prompt
+_LONG = 4  # an answer of a quarter of the context: what it drops at a time, and its turn where others wait
 
 
 @dataclass(slots=True)
@@ -38,7 +39,7 @@ class Run:
 class Step:
     """What one `llama_decode` evaluates: a token of `n_streams` answers each, `n_drafts` that may come after
     these, and `n_prompt` of prompts. Of these some are in `stitches`: parts of passages that are put
-    together, each in a decode of its own.
+    together, and in `pictures`: each in a decode of its own.
     """
 
     runs: list[Run] = field(default_factory=list)
@@ -46,6 +47,7 @@ class Step:
     n_prompt: int = 0
     n_drafts: int = 0
     stitches: list[Run] = field(default_factory=list)
+    pictures: list[Run] = field(default_factory=list)
 
     def __len__(self) -> int:
         """Tokens."""
@@ -227,11 +229,13 @@ class Scheduler:
             job.forget_blocks()
         elif job.n_fetched:
             match = Match(None, 0, job.blocks_exact, 0)
-        if not self._make_room(job, len(job.tokens) - match.n + _HEADROOM, match.source):
+        n_cells = job.n_cells - match.n + _HEADROOM + self.pool.n_cells(match)
+        if not self._make_room(job, n_cells, match.source):
             return False
         seq = self.pool.acquire(job.tenant, match)
         if seq is None:
             return False
+        seq.gap = job.gap
         if job.begin(seq, match.n):
             self._observer.started(job)
         job.set_passages(behind(job.passages, max(match.n, job.n_fetched)), job.method)
@@ -258,6 +262,18 @@ class Scheduler:
             own = self.pool.own_rows(job.paused, job.tenant, job.all_tokens, job.most_cut)
             if own.n:
                 return own
+        match = self._match_plain(job)
+        if job.long is None or job.n_cached is not None or not job.reuse:
+            return match
+        # a prompt that does not fit goes on where its last turn stands, without what that has dropped
+        longer, n_dropped = self.pool.match_long(job.tenant, job.long)
+        if longer.n <= max(match.n, job.n_fetched):
+            return match
+        if n_dropped != job.n_dropped:
+            job.leave_out(job.long, n_dropped)
+        return longer if longer.moved else self._match_plain(job)
+
+    def _match_plain(self, job: Job) -> Match:
         match = NO_MATCH
         while job.reuse and not self.pool.confirm(
             match := self.pool.match(job.tenant, job.all_tokens, job.accept)
@@ -311,6 +327,10 @@ class Scheduler:
                 step.stitches.append(Run(job, n, chooses=False))
                 step.n_prompt += n
                 continue
+            if n and job.picture is not None:  # whole: its parts may see each other
+                step.pictures.append(Run(job, len(job.picture.ids), chooses=False))
+                step.n_prompt += len(job.picture)
+                continue
             n = job.up_to_checkpoint(n)
             if n:
                 step.runs.append(Run(job, n, chooses=n == job.n_remaining))
@@ -331,15 +351,19 @@ class Scheduler:
         """The step's tokens have rows now."""
         self.waiting.count_step(self.running)
         self.pool.evaluated()
-        for run in [*step.runs[step.n_streams :], *step.stitches]:
+        for run in [*step.runs[step.n_streams :], *step.stitches, *step.pictures]:
             self._prompt_service.add(run.job.tenant, run.n)
         for run in step.runs:
-            job, seq = run.job, run.job.seq
-            assert seq is not None
-            seq.tokens.extend(job.tokens[job.n_rows : job.n_rows + run.n])
-            job.exact = job.exact and seq.exact
-            if job.n_rows in job.save_at:
-                self.pool.save(seq)
+            self.has_rows(run)
+
+    def has_rows(self, run: Run) -> None:
+        """The tokens of a run, or a picture, have rows now."""
+        job, seq = run.job, run.job.seq
+        assert seq is not None
+        seq.tokens.extend(job.tokens[job.n_rows : job.n_rows + run.n])
+        job.exact = job.exact and seq.exact
+        if job.n_rows in job.save_at:
+            self.pool.save(seq)
 
     def took(self, step: Step, seconds: float) -> None:
         """How long a step was: the pace follows."""
@@ -359,6 +383,30 @@ class Scheduler:
         else:
             return self.running[0]
         return None
+
+    def drop(self, job: Job, begin: int, end: int) -> None:
+        """Take tokens [begin, end) out of a running job; rows that cannot be moved are evaluated again."""
+        seq = job.seq
+        assert seq is not None
+        job.drop(begin, end)
+        job.exact = False
+        pool = self.pool
+        if pool.can_move:
+            while pool.used + pool.n_copied(seq, end) > self._n_ctx and pool.evict():
+                self._observer.evicted()
+            pool.close_gap(seq, begin, end)
+        else:
+            pool.clear(seq)
+        seq.gap = job.gap
+
+    def give_way(self, job: Job) -> None:
+        """A long answer that has just dropped something goes on after those that wait: it has all the cells,
+        and no end in sight.
+        """
+        if self.waiting and job.n_answer >= self._n_ctx // _LONG:
+            self._pause(job)
+            self.waiting.remove(job)
+            self.waiting.append(job)
 
     def _pause(self, job: Job) -> None:
         """Take a job's place; it goes on later from its rows, if nobody needs the cells meanwhile."""

@@ -19,7 +19,10 @@ from mixedkv.chunks.chunk_reuse import Reuse
 from mixedkv.cut_rule import CutRule
 from mixedkv.engine.checkpoints import CheckpointLimits, thinned
 from mixedkv.engine.tenant_limits import Limits, unlimited
+from mixedkv.errors import UnsupportedModelError
 from mixedkv.kv.checkpoint import Checkpoint, served
+from mixedkv.kv.close_gap import Movable, close_gap
+from mixedkv.overflow import Gap, LongPrompt
 from mixedkv.tokens import Tokens, common_prefix
 
 log = logging.getLogger("mixedkv.engine")
@@ -28,13 +31,11 @@ MIN_SHARED = 16  # tokens; less is not worth a copy
 _MAX_CUT = 32  # tokens an idle sequence loses at most when it is taken over instead of copied
 
 
-class Memory(Protocol):
+class Memory(Movable, Protocol):
     """What of a `KVCache` the pool needs."""
 
     @property
     def used(self) -> int: ...
-
-    def remove(self, seq: int, p0: int = 0) -> None: ...
 
     def copy(self, source: int, target: int, p0: int = 0, p1: int = -1) -> None: ...
 
@@ -58,6 +59,9 @@ class Sequence:
         checkpoints: what it held besides rows when it was shorter, in order of length.
         whole: it still holds what the token at its end reads.
         stitched: some of its rows were computed elsewhere: only who accepts that goes on from them.
+        gap: what of a longer prompt was left out; where it is `stitched` too, rows behind were moved down,
+            and nobody but the next turn goes on from them.
+        shared: other sequences may have its rows at the positions below.
         session: whose prefix it then is, if it is a session's.
         version: changes whenever rows are taken away, so that who reads rows later can tell.
     """
@@ -72,6 +76,8 @@ class Sequence:
     checkpoints: list[Checkpoint] = field(default_factory=list)
     whole: bool = True
     stitched: bool = False
+    gap: Gap | None = None
+    shared: int = 0
     session: str | None = None
     used_at: int = 0
     version: int = 0
@@ -84,7 +90,8 @@ class Sequence:
 @dataclass(frozen=True, slots=True)
 class Match:
     """The best start for a prompt: `n` tokens of `source`, with a checkpoint where a plain cut would not do;
-    up to `longest` are the same, but cannot be gone on from exactly.
+    up to `longest` are the same, but cannot be gone on from exactly. `dropped` tokens of the source from
+    `head` on are taken out first.
     """
 
     source: Sequence | None
@@ -92,6 +99,13 @@ class Match:
     exact: bool
     longest: int
     checkpoint: Checkpoint | None = None
+    head: int = 0
+    dropped: int = 0
+
+    @property
+    def moved(self) -> bool:
+        """Its rows are, or will be, at other positions than those they were evaluated at."""
+        return self.dropped > 0 or (self.source is not None and self.source.stitched)
 
 
 NO_MATCH = Match(None, 0, True, 0)
@@ -126,6 +140,7 @@ class SequencePool:
         self._max_kept = max(1, n_seq // 2) if max_kept is None else max_kept
         self._clock = 0
         self.n_evicted = 0
+        self._warned = False
 
     def held(self) -> list[Sequence]:
         """Sequences that have rows or are about to."""
@@ -159,11 +174,46 @@ class SequencePool:
         exact_only = self.is_exact_only(accept)
         best = NO_MATCH
         for seq in self._all:
-            if seq.tenant == tenant and seq.tokens and (not seq.stitched or accept == "chunks"):
+            if seq.tenant == tenant and seq.tokens and (not seq.stitched or _is_chunks(seq, accept)):
                 n = min(seq.common(prompt), len(prompt) - 1)
                 if n >= MIN_SHARED:
                     best = _better(best, self._match(seq, n, exact_only and not seq.stitched))
         return best
+
+    def match_long(self, tenant: str, prompt: LongPrompt) -> tuple[Match, int]:
+        """The sequence that most of a prompt which does not fit can go on from, and how many tokens of the
+        prompt are then left out. Those of its rows that are not dropped move down, if they are not there yet.
+        """
+        best, n_dropped = NO_MATCH, 0
+        for seq in self._all:
+            if seq.tenant != tenant or not seq.tokens or (seq.stitched and not self._goes_on(seq)):
+                continue
+            gap, gone = seq.gap, seq.gap.n if seq.gap is not None else 0
+            if gap is not None and gap.begin != prompt.head:
+                continue
+            wanted, dropped = prompt.beginning(len(seq.tokens) + 1, gone), prompt.to_drop(gone)
+            more = dropped - gone
+            n = min(seq.common(wanted), len(wanted) - 1) - more
+            if n <= max(best.n, prompt.head + MIN_SHARED) or (more and not self.can_move):
+                continue
+            if gap is None or gap.is_of(prompt.tokens):  # last of all: it reads the whole gap
+                exact = seq.exact and not more
+                best, n_dropped = Match(seq, n, exact, n, head=prompt.head, dropped=more), dropped
+        return best, n_dropped
+
+    @property
+    def can_move(self) -> bool:
+        """Whether rows can go to other positions."""
+        return self._memory.can_shift
+
+    def n_cells(self, match: Match) -> int:
+        """That are needed, or become free, when the rows of a match are moved."""
+        source = match.source
+        if source is None or not match.dropped:
+            return 0
+        if source.shared > match.head + match.dropped or not self._may_take(source, match):
+            return match.n - match.head  # copies
+        return 0 if source.shared > match.head else -match.dropped
 
     def is_exact_only(self, accept: Reuse | None) -> bool:
         return self.exact_only if accept is None else accept != "prefix"
@@ -196,8 +246,10 @@ class SequencePool:
         source = match.source
         if source is None:
             seq = self._free(None)
-        elif self._may_continue(source, match.n):
+        elif not match.dropped and self._may_continue(source, match.n):
             seq = self._cut(source, match)
+        elif match.dropped or (source.stitched and source.gap is not None):
+            seq = self._move(source, match)
         else:
             seq = self._copy(source, match)
         if seq is None:
@@ -205,7 +257,8 @@ class SequencePool:
         seq.tenant, seq.running, seq.session = tenant, True, None
         seq.keep = seq.paused = False
         seq.exact, seq.whole = match.exact, True
-        seq.stitched = source is not None and source.stitched
+        seq.stitched = source is not None and (source.stitched or match.dropped > 0)
+        seq.gap = None
         if source is not None:  # a prefix that many share is in use, however old it is
             self.touch(source)
         self.touch(seq)
@@ -268,13 +321,36 @@ class SequencePool:
         """Give the rows and the place back."""
         self.clear(seq)
         seq.running = seq.keep = seq.paused = False
-        seq.exact, seq.session, seq.stitched = True, None, False
+        seq.exact, seq.session, seq.stitched, seq.gap = True, None, False, None
 
     def clear(self, seq: Sequence) -> None:
         """Take the rows of a running sequence."""
         self._memory.remove(seq.id)
         seq.tokens, seq.checkpoints, seq.whole = array("i"), [], True
+        seq.shared = 0
         seq.version += 1
+
+    def n_copied(self, seq: Sequence, end: int) -> int:
+        """Rows from `end` on that have to be copied before they can move, since others may have them too."""
+        return len(seq.tokens) - end if seq.shared > end else 0
+
+    def close_gap(self, seq: Sequence, begin: int, end: int) -> bool:
+        """Drop tokens [begin, end) of a sequence, and move down the rows behind them; False when these are
+        lost, since the memory cannot move them or has no room for copies of those that are shared.
+        """
+        rest = seq.tokens[end:] if self.n_copied(seq, end) else None
+        try:
+            close_gap(self._memory, seq.id, begin, end, shared=rest)
+        except (ValueError, UnsupportedModelError) as error:
+            log.warning("rows cannot be moved, so they are evaluated again: %s", error)
+            self.clear(seq)
+            seq.exact, seq.stitched = True, False
+            return False
+        del seq.tokens[begin:end]
+        seq.checkpoints = [point for point in seq.checkpoints if point.n <= begin]
+        seq.exact, seq.stitched, seq.shared = False, True, min(seq.shared, begin)
+        seq.version += 1
+        return True
 
     def evict(self, spare: Sequence | None = None) -> bool:
         """Drop the idle prefix that was used the longest ago; False when there is none."""
@@ -298,11 +374,27 @@ class SequencePool:
         n_cut = len(source.tokens) - n
         return not (source.running or source.keep) and n_cut <= (0 if source.paused else _MAX_CUT)
 
+    def _goes_on(self, seq: Sequence) -> bool:
+        """Whether the next turn may take moved rows: they are never shared."""
+        return seq.gap is not None and not (seq.running or seq.keep or seq.paused)
+
+    def _may_take(self, source: Sequence, match: Match) -> bool:
+        return source.stitched or self._may_continue(source, match.n + match.dropped)
+
+    def _move(self, source: Sequence, match: Match) -> Sequence | None:
+        plain = replace(match, n=match.n + match.dropped, dropped=0)
+        seq = self._cut(source, plain) if self._may_take(source, match) else self._copy(source, plain)
+        if seq is None or not match.dropped or self.close_gap(seq, match.head, match.head + match.dropped):
+            return seq
+        self.drop(seq)
+        return None
+
     def _cut(self, seq: Sequence, match: Match) -> Sequence | None:
         if not self._take_rows(seq, seq, match):
             return None
         if match.n < len(seq.tokens):
             del seq.tokens[match.n :]
+            seq.shared = min(seq.shared, match.n)
             seq.checkpoints = [point for point in seq.checkpoints if point.n <= match.n]
             seq.version += 1
         return seq
@@ -314,6 +406,7 @@ class SequencePool:
         if not self._take_rows(source, target, match):
             return None
         target.tokens = source.tokens[: match.n]
+        target.shared, source.shared = match.n, max(source.shared, match.n)
         target.checkpoints = [point for point in source.checkpoints if point.n <= match.n]
         return target
 
@@ -324,7 +417,13 @@ class SequencePool:
             try:
                 self._memory.resume(point, n, source.id, target.id)
             except ValueError as error:
-                log.warning("a checkpoint cannot be used: %s", error)
+                # in a small context each prompt may meet this: the first time says enough
+                log.log(
+                    logging.DEBUG if self._warned else logging.WARNING,
+                    "a checkpoint cannot be used: %s",
+                    error,
+                )
+                self._warned = True
                 source.checkpoints = [other for other in source.checkpoints if other is not point]
                 if source is target:
                     self.drop(source)
@@ -344,6 +443,11 @@ class SequencePool:
             if not self.evict(spare):
                 return None
         return None
+
+
+def _is_chunks(seq: Sequence, accept: Reuse | None) -> bool:
+    """Whether a stitched sequence will do."""
+    return accept == "chunks" and seq.gap is None
 
 
 def _better(a: Match, b: Match) -> Match:

@@ -14,15 +14,18 @@ as it has tokens, and there is nothing to gain.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Literal
 
+from mixedkv import _llama_cpp
 from mixedkv.config import MixedKVConfig
+from mixedkv.engine.draft_model import DraftModel
 from mixedkv.engine.drafter import Drafter
 from mixedkv.engine.observer import Observer
 from mixedkv.engine.scheduler import Run, Step
 from mixedkv.llama import Llama
 
-Mode = Literal["off", "prompt-lookup"]
+Mode = Literal["off", "prompt-lookup", "draft-model"]
 
 _MOST = 16  # drafts of an answer in a step, where the cache sets no bound
 _DECAY = 0.95  # what the steps before the latest one count
@@ -69,21 +72,48 @@ class StepTime:
         return self._seconds / self._n * share / (1 + self._drafts / self._n * share)
 
 
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What may come in an answer: up to `n` tokens, each with the chance `rate` if those before it do.
+
+    `drafts` is None where the draft model makes them, as many as are wanted.
+    """
+
+    run: Run
+    n: int
+    rate: float
+    drafts: list[int] | None
+
+
 class Speculation:
     """Drafts of all answers of a context. `drafter` is for any thread, the rest for the engine's.
 
     Args:
         mode: of answers that do not say.
+        draft_model: makes drafts where nothing better is known, in the mode "draft-model".
+        parallel: answers at a time.
+
+    Raises:
+        ValueError: the mode needs a draft model, or it cannot draft for this one.
 
     Attributes:
         why_off: why this model and cache take no drafts; "" where they do.
     """
 
-    def __init__(self, llm: Llama, mode: Mode, observer: Observer) -> None:
+    def __init__(
+        self,
+        llm: Llama,
+        mode: Mode,
+        observer: Observer,
+        draft_model: Llama | None = None,
+        parallel: int = 1,
+    ) -> None:
+        self._model = DraftModel(llm, draft_model, parallel) if draft_model is not None else None
         self.mode, self.why_off = mode, _why_off(llm)
+        self._check(mode)
         self.n_drafted = self.n_accepted = 0
-        config = llm.kv.config
-        self._most = min(_MOST, config.n_draft) if isinstance(config, MixedKVConfig) else _MOST
+        self._most = _most(llm)
+        self._together = not llm.kv.can_cut  # snapshots of a state are those of the latest micro-batch
         self._room = min(llm.n_batch, int(llm.context_params.n_ubatch))  # one micro-batch: see `settle`
         self._kv, self._n_ctx, self._observer = llm.kv, int(llm.n_ctx()), observer
         self._times: dict[int, StepTime] = {}  # by the number of answers in a step
@@ -96,11 +126,19 @@ class Speculation:
         Args:
             mode: None for that of the engine.
             prediction: what the answer may be; drafts are then made in any mode.
+
+        Raises:
+            ValueError: the mode needs a draft model.
         """
-        prediction = list(prediction)
-        if self.why_off or ((mode or self.mode) == "off" and not prediction):
+        prediction, mode = list(prediction), mode or self.mode
+        self._check(mode)
+        if self.why_off or (mode == "off" and not prediction):
             return None
-        return Drafter(map(int, prompt), prediction)
+        return Drafter(map(int, prompt), prediction, by_model=mode == "draft-model")
+
+    def _check(self, mode: Mode) -> None:
+        if mode == "draft-model" and self._model is None:
+            raise ValueError('speculation: "draft-model" needs one: give the engine a draft_model')
 
     def stats(self) -> dict[str, str | int]:
         """Tokens that were drafted and that came so far; `why_off` is "" where drafts can be made."""
@@ -113,13 +151,16 @@ class Speculation:
 
     def plan(self, step: Step) -> None:
         """Add drafts to a step that has no prompts, which would take the time for themselves."""
+        if self._model is not None:
+            jobs = [run.job for run in step.runs if run.job.drafter is not None and run.job.drafter.by_model]
+            self._model.read(jobs, step.n_prompt)
         time = self._times.get(step.n_streams)
         if step.n_prompt or time is None:
             return
         runs = [run for run in step.runs if run.job.drafter is not None and run.job.n_answer]
         offers = [self._offer(run) for run in runs]
         gains = sorted(
-            ((rate ** (i + 1), k) for k, (drafts, rate) in enumerate(offers) for i in range(len(drafts))),
+            ((offer.rate ** (i + 1), k) for k, offer in enumerate(offers) for i in range(offer.n)),
             reverse=True,
         )
         tokens, (seconds, each) = float(step.n_streams), time.line()
@@ -129,18 +170,40 @@ class Speculation:
                 break
             tokens, seconds = tokens + gain, seconds + each
             counts[k] += 1
-        for run, (drafts, _), n in zip(runs, offers, counts, strict=True):
-            run.drafts = drafts[:n]
-            step.n_drafts += n
+        if self._together:
+            counts = [min(counts) if len(runs) == step.n_streams else 0 for _ in counts]
+        self._make([(offer, n) for offer, n in zip(offers, counts, strict=True) if n])
+        if self._together and runs:
+            n = min(len(run.drafts) for run in runs)
+            for run in runs:
+                run.drafts = run.drafts[:n]
+        step.n_drafts = sum(len(run.drafts) for run in runs)
 
-    def _offer(self, run: Run) -> tuple[list[int], float]:
-        """What may come in an answer, and how likely each of it is."""
+    def _offer(self, run: Run) -> _Offer:
         job = run.job
         assert job.drafter is not None
         assert job.sampler is not None
         left = min(job.max_tokens - job.n_answer, self._n_ctx - len(job.tokens))
         thinks = job.thought is not None and job.thought.open  # a constraint holds for what comes after
-        return job.drafter.draft(min(self._most, left - 1), [] if thinks else job.sampler.certain())
+        most = min(self._most, left - 1)
+        drafts, rate = job.drafter.draft(most, [] if thinks else job.sampler.certain())
+        if self._model is not None and job.drafter.model_rate > (rate if drafts else 0.0):
+            return _Offer(run, max(0, most), job.drafter.model_rate, None)
+        return _Offer(run, len(drafts), rate, drafts)
+
+    def _make(self, wanted: list[tuple[_Offer, int]]) -> None:
+        """Give runs their drafts."""
+        for offer, n in wanted:
+            if offer.drafts is not None:
+                offer.run.drafts = offer.drafts[:n]
+        asked = [(offer.run, n) for offer, n in wanted if offer.drafts is None]
+        if asked:
+            assert self._model is not None
+            made = self._model.draft([(run.job, n) for run, n in asked])
+            for (run, _), drafts in zip(asked, made, strict=True):
+                assert run.job.drafter is not None
+                run.drafts = drafts
+                run.job.drafter.modelled(drafts)
 
     def settle(self, run: Run, n: int) -> None:
         """The first `n` drafts of a job have come: they are part of its sequence, the others leave it.
@@ -168,10 +231,19 @@ class Speculation:
             time.observe(step.n_drafts, seconds)
 
 
+def _most(llm: Llama) -> int:
+    """Drafts of an answer in a step: those that can be taken back without a trace."""
+    config = llm.kv.config
+    most = min(_MOST, config.n_draft) if isinstance(config, MixedKVConfig) else _MOST
+    return most if llm.kv.can_cut else min(most, _llama_cpp.n_rollback(llm))
+
+
 def _why_off(llm: Llama) -> str:
-    if not llm.kv.can_cut:
-        return "recurrent layers keep a state of the whole sequence: drafts could not be taken back"
     config = llm.kv.config
     if isinstance(config, MixedKVConfig) and config.n_draft < 1:
         return "n_draft=0: drafts that are rejected would shorten the F16 window"
+    if _most(llm) < 1:
+        return (
+            "recurrent layers keep a state of the whole sequence: drafts can be taken back with n_rs_seq only"
+        )
     return ""

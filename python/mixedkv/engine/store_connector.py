@@ -151,7 +151,10 @@ class StoreConnector:
             return
         tokens = job.prompt[: job.n_prompt - 1]
         exact_only = self._engine.pool.is_exact_only(job.accept)
-        match = self.store.find(self._identity(job.tenant), tokens, exact_only=exact_only)
+        identity = self._identity(job.tenant)
+        match = self.store.find(identity, tokens, exact_only=exact_only)
+        if match is not None and (n := job.outside_pictures(match.n_tokens)) < match.n_tokens:
+            match = self.store.find(identity, tokens[:n], exact_only=exact_only)
         if match is None:
             return
         if match.n_tokens < self._in_context(job) + _LEAST:

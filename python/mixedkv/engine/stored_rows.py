@@ -51,7 +51,7 @@ class StoredRows:
             self._engine.observer.stored(p1 - p0)
             if p1 == n:
                 return n
-            parent = store.find(identity, rows.tokens, max_tokens=p1)
+            parent = store.find(identity, rows.tokens, max_tokens=p1, remote=False)
             if parent is None or parent.n_tokens != p1:
                 return p0  # removed meanwhile, or the budget is too small
         return n
@@ -68,7 +68,7 @@ class StoredRows:
         """What the new entry builds on. Within another entry it leaves room for the F16 window, whose rows
         that entry does not have in F16.
         """
-        match = store.find(identity, tokens)
+        match = store.find(identity, tokens, remote=False)
         if match is not None and match.n_tokens == len(tokens):
             return match
         return worth_building_on(match, max(0, len(tokens) - self._window))

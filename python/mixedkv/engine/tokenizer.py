@@ -5,6 +5,7 @@ Needs the vocabulary, not the context, so it works on any thread while the engin
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -18,7 +19,11 @@ from mixedkv.engine.constraint import Constraint, ConstraintCompiler, Matcher
 from mixedkv.engine.sampler import Sampler, Sampling
 from mixedkv.engine.thought import Thought, ThoughtTags
 from mixedkv.errors import ContextLengthError, UnsupportedModelError
+from mixedkv.images import MARK, PromptImage
+from mixedkv.limits import INT32_MAX
 from mixedkv.llama import NO_VOCABULARY, Llama
+from mixedkv.message_starts import message_starts
+from mixedkv.overflow import Places
 from mixedkv.tokens import Tokens
 
 Messages = Sequence[Mapping[str, Any]]
@@ -134,9 +139,13 @@ class Tokenizer:
             overlap, cut = first < cut, min(cut, first)
         return cut if cut > begin else -1
 
-    def boundaries(self, tokens: Tokens) -> list[int]:
+    def boundaries(self, tokens: Tokens) -> Places:
         """Where messages of a chat begin and end: at the control tokens of its template."""
-        return np.flatnonzero(self._is_control[tokens]).tolist()
+        return np.flatnonzero(self._is_control[np.maximum(tokens, 0)] & (tokens >= 0))
+
+    def message_starts(self, tokens: Tokens) -> Places:
+        """Where messages of a chat begin, as far as its tokens tell."""
+        return message_starts(self._vocab, tokens)
 
     def _has(self, token: int, attributes: int) -> bool:
         return bool(llama_cpp.llama_vocab_get_attr(self._vocab, token) & attributes)
@@ -152,24 +161,27 @@ class Tokenizer:
                 texts.append(self._piece_text(token))
         return [text for text in texts if text][:_MAX_SPECIAL]
 
-    def encode(self, prompt: Prompt) -> tuple[list[int], list[str]]:
+    def encode(self, prompt: Prompt, *, long: bool = False) -> tuple[list[int], list[str]]:
         """Tokens of a text, of token ids or of the messages of a chat, and strings that end the answer.
+
+        Args:
+            long: more than the context has room for are taken too, here and below.
 
         Raises:
             ValueError: as `prompt` and `chat`.
         """
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
-            return self.chat(cast(Messages, prompt))
-        return self.prompt(cast("str | Sequence[int]", prompt)), []
+            return self.chat(cast(Messages, prompt), long=long)
+        return self.prompt(cast("str | Sequence[int]", prompt), long=long), []
 
-    def prompt(self, prompt: str | Sequence[int], *, start: bool = True) -> list[int]:
+    def prompt(self, prompt: str | Sequence[int], *, start: bool = True, long: bool = False) -> list[int]:
         """Tokens of a raw prompt, text or tokens.
 
         Raises:
             ValueError: a token is not of this model.
         """
         if isinstance(prompt, str):
-            return self.tokenize(prompt, start=start, special=True)
+            return self.tokenize(prompt, start=start, special=True, n_ctx=INT32_MAX if long else None)
         if bad := next((token for token in prompt if not 0 <= token < self.n_vocab), None):
             raise ValueError(f"prompt: token {bad} is not one of this model's {self.n_vocab}")
         return list(prompt)
@@ -197,17 +209,47 @@ class Tokenizer:
         tokens += [prefix, *self.tokenize(before, start=False), suffix, *self.tokenize(after, start=False)]
         return [*tokens, middle, *self.tokenize(beginning, start=False)]
 
-    def chat(self, messages: Messages, *, start: bool = True) -> tuple[list[int], list[str]]:
+    def pair(self, query: str, document: str, *, n_ctx: int) -> list[int]:
+        """Tokens of two texts, for a model that ranks: by the template it has for that, else as llama-server
+        puts them together.
+
+        Raises:
+            ContextLengthError, ValueError: as `tokenize`.
+        """
+        if template := self._llm.metadata.get("tokenizer.chat_template.rerank", ""):
+            texts = {"{query}": query, "{document}": document}
+            text = re.sub(r"\{query\}|\{document\}", lambda name: texts[name[0]], template)
+            return self.tokenize(text, start=False, special=True, n_ctx=n_ctx)
+        first, second = (self.tokenize(text, start=False, n_ctx=n_ctx) for text in (query, document))
+        vocab, separator = self._vocab, llama_cpp.llama_vocab_sep(self._vocab)
+        eos = llama_cpp.llama_vocab_eos(vocab)
+        begin = [llama_cpp.llama_vocab_bos(vocab)] if llama_cpp.llama_vocab_get_add_bos(vocab) else []
+        end = [eos if eos >= 0 else separator] if llama_cpp.llama_vocab_get_add_eos(vocab) else []
+        between = [separator] if llama_cpp.llama_vocab_get_add_sep(vocab) else []
+        return [*begin, *first, *end, *between, *second, *end]
+
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        start: bool = True,
+        long: bool = False,
+        images: Sequence[PromptImage] = (),
+    ) -> tuple[list[int], list[str]]:
         """Tokens of a chat, up to where the answer begins, and strings that end the answer.
+
+        Args:
+            images: that the messages have, in order; each stands there as `images.MARK`.
 
         Raises:
             ValueError: the model has no chat template, or its template refuses the messages.
         """
         if self.thinks:
-            tokens, chat = self.render(messages)
+            tokens, chat = self.render(messages, long=long, images=images)
             return tokens, list(chat.stops)
         result = self._format(messages)
-        tokens = self.tokenize(result.prompt, start=start and not result.added_special, special=True)
+        start = start and not result.added_special
+        tokens = self._with_images(result.prompt, images, start=start, long=long)
         stops = [result.stop] if isinstance(result.stop, str) else list(result.stop or ())
         return tokens, [stop for stop in stops if stop and stop != self._eos]
 
@@ -242,6 +284,9 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         choice: ToolChoice = _AUTO,
         options: TemplateOptions = NOTHING_SAID,
+        *,
+        long: bool = False,
+        images: Sequence[PromptImage] = (),
     ) -> tuple[list[int], RenderedChat]:
         """Tokens of a chat by llama.cpp's chat layer, and how its answer is to be made and read.
 
@@ -249,7 +294,20 @@ class Tokenizer:
             ValueError: as `ChatRenderer.render`, or it is too long.
         """
         chat = self._renderer.render(messages, tools, choice, options)
-        return self.tokenize(chat.text, start=False, special=True), chat  # the template begins it
+        return self._with_images(chat.text, images, start=False, long=long), chat  # the template begins it
+
+    def _with_images(self, text: str, images: Sequence[PromptImage], *, start: bool, long: bool) -> list[int]:
+        if not images:
+            return self.prompt(text, start=start, long=long)
+        first, *others = text.split(MARK)
+        if len(others) != len(images):
+            raise ValueError(
+                f"messages: of {len(images)} images the model's chat template shows {len(others)}"
+            )
+        tokens = self.prompt(first, start=start, long=long)
+        for image, piece in zip(images, others, strict=True):
+            tokens += [*image.tokens, *self.prompt(piece, start=False, long=long)]
+        return tokens
 
     def thought(self, tags: ThoughtTags, budget: int | None = None) -> Thought:
         """For one answer; see `Thought`."""
@@ -302,9 +360,4 @@ def _make_formatter(chat_format: str, template: str, bos: str, eos: str) -> Any:
 
 def silence() -> None:
     """Drop llama.cpp's log: errors reach clients as answers, and some log lines repeat a prompt's text."""
-    llama_cpp.llama_log_set(_no_log, None)
-
-
-@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
-def _no_log(_level: int, _text: bytes, _data: Any) -> None:
-    pass
+    llama_cpp.llama_log_set(_llama_cpp.no_log, None)

@@ -18,6 +18,7 @@ from mixedkv.engine.json_schema import closed_schema
 _RULE = re.compile(r"^([\w-]+) ::= (.*)$", re.MULTILINE)
 _PARTS = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|[A-Za-z][\w-]*')
 _CLOSED_TEXT = re.compile(r"ac-(\d+)")  # the number is that of the parser's node
+_SEVERAL = re.compile(r"\(tool-call\?? space\)\+")  # with ? where a call is the model's choice
 _OTHER = re.compile(r"[^a-zA-Z0-9-]+")  # what llama.cpp makes a hyphen in a rule's name
 
 
@@ -48,7 +49,7 @@ def tool_grammar(
     if not calls:
         raise ValueError("llama.cpp has no grammar of this model's tool calls")
     rules["root"] = f"{json.dumps(first, ensure_ascii=False)} {calls[-1]}" if first else calls[-1]
-    if not parallel and rules.get("tool-calls") == "(tool-call space)+":
+    if not parallel and _SEVERAL.fullmatch(rules.get("tool-calls", "")):
         rules["tool-calls"] = "tool-call"
     given = {**_closed_texts(rules, parser), **_objects(rules, schemas, space)}
     for name in given:  # a rule that calls itself: the converter would merge another one into a lexeme
@@ -62,6 +63,10 @@ def tool_grammar(
         raise ValueError(
             f"a call of so many cannot be forced ({error}): name it in tool_choice, or give fewer"
         ) from None
+    for name in used:  # as one lexeme `<parameter=limit>5` would take the beginning of `<parameter=text>` too
+        if name.startswith("tool") and "schema" not in name:
+            lexeme = short[name].replace("-", "_").upper()
+            lark = re.sub(rf"\b{lexeme}\b", lexeme.lower(), lark)
     for name in given.keys() & set(used):
         lark = _replace(lark, short[name].replace("-", "_"), given[name])
     return lark

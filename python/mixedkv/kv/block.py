@@ -57,6 +57,15 @@ class KVBlock:
         """Bytes of all arrays."""
         return sum(array.nbytes for array in self.to_arrays().values())
 
+    @property
+    def is_text(self) -> bool:
+        """Whether none of the rows is an image's."""
+        return all(
+            group.xy is None
+            or (len(group.xy) == len(self) and bool((group.xy == group.positions[:, None]).all()))
+            for group in self.groups
+        )
+
     def slice(self, p0: int, p1: int) -> KVBlock:
         """The part at positions [p0, p1); its rows are views of this block's. A checkpoint that serves its
         end is cut to it.

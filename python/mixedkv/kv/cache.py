@@ -56,31 +56,9 @@ class KVCache(WindowSettings):
         address = self._address
         if _llama_cpp.is_recurrent(self._llama):
             return KVStats.without_rows(self._llama.n_ctx(), self._llama.context_params.n_seq_max, by_layer)
-        now = _core.stats(address)
-        return KVStats(
-            kv=str(self.config),
-            mixed=now["mixed"],
-            n_ctx=now["n_ctx_seq"],
-            n_seq_max=now["n_seq_max"],
-            n_layer=now["n_layer"],
-            quantization_threshold=now["threshold"],
-            threshold_capacity=now["threshold_capacity"],
-            group_size=now["group_size"],
-            sink_tokens=now["sink_tokens"],
-            tokens_hot=now["n_cells_hot"],
-            tokens_cold=now["n_cells_used"] - now["n_cells_hot"],
-            hot_budget=now["hot_slots"],
-            hot_shared=now["hot_shared"],
-            hot_evicted=now["n_evicted"],
-            bytes_total=now["bytes_total"],
-            bytes_cold=now["bytes_cold"],
-            bytes_hot=now["bytes_hot"],
-            bytes_view=now["bytes_view"],
-            bytes_compute=now["bytes_compute"],
-            n_elements=now["n_elements"],
-            sequences=tuple(SequenceStats(**seq) for seq in _core.sequences(address)),
-            layers=self.layers if by_layer else None,
-        )
+        sequences = tuple(SequenceStats(**seq) for seq in _core.sequences(address))
+        layers = self.layers if by_layer else None
+        return KVStats.of(str(self.config), _core.stats(address), sequences, layers)
 
     @property
     def exact_tokens(self) -> int:
@@ -248,14 +226,14 @@ class KVCache(WindowSettings):
 
         Returns:
             float32 [watch]: attention that the tokens pay to the quantised row at each position, summed over
-            tokens, heads and layers.
+            tokens, heads and the deeper half of the layers.
 
         Raises:
             ValueError: the sequence has one of the positions, they do not ascend, or a token is none; or
                 attention is watched, or evaluation cut short, where a layer does not have the fused
                 attention.
             LookupError: there is no such sequence, or no room.
-            UnsupportedModelError: the model keeps more than rows of tokens (recurrent layers, M-RoPE).
+            UnsupportedModelError: the model keeps more than rows of tokens (recurrent layers).
         """
         ids, at = np.ascontiguousarray(tokens, np.int32), np.ascontiguousarray(positions, np.int32)
         if ids.ndim != 1 or ids.shape != at.shape:
@@ -298,8 +276,8 @@ class KVCache(WindowSettings):
 
     @property
     def can_shift(self) -> bool:
-        """Whether positions can be moved: not with recurrent layers nor M-RoPE, and with sliding-window
-        layers only where swa_full=True.
+        """Whether positions can be moved: not with recurrent layers, with sliding-window layers only where
+        swa_full=True, and not in a quantised uniform cache where RoPE turns a part of each head.
         """
         memory = self._memory
         return bool(memory) and self.can_cut and bool(llama_cpp.llama_memory_can_shift(memory))
@@ -371,8 +349,8 @@ class KVCache(WindowSettings):
         self._check_range(seq, p0, p1)
         if not self.can_shift:
             raise UnsupportedModelError(
-                "this model's positions cannot be moved (recurrent, M-RoPE or sliding-window layers; with "
-                "the last set swa_full=True)"
+                "positions cannot be moved: recurrent layers, sliding-window layers without swa_full=True, "
+                "or a quantised uniform cache where RoPE turns a part of each head (use a mixed one, or f16)"
             )
         end = self.positions(seq)[1] + 1 if p1 < 0 else p1
         if p0 + by < 0 or end + by > INT32_MAX:
@@ -441,6 +419,7 @@ class KVCache(WindowSettings):
     def evaluating(self) -> Iterator[None]:
         """Around an evaluation of tokens behind n_tokens, on one thread: what it does to the exact rows."""
         with self.busy.waiting():
+            self.follow_memory()
             self._exact.before_eval(self._llama.n_tokens, self._cut_is_whole)
             try:
                 yield

@@ -6,19 +6,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import gguf
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.config import UNIFORM_TYPES
 from mixedkv.limits import INT32_MAX
+from mixedkv.row_types import UNIFORM_TYPES, type_block
 
 _SIZE_MAX = 2**20  # heads, head sizes and layers above this are not a model's
 
 
 def row_bytes(kind: str, n: int) -> int:
     """Bytes of a row of `n` elements of a ggml type; ValueError if its blocks do not divide the row."""
-    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind.upper()]]
+    block, size = type_block(kind)
     if n % block:
         raise ValueError(f"rows of {n} elements do not fit {kind}, which packs {block}")
     return n // block * size

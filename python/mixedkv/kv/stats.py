@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mixedkv import _core
 
 _F16_BYTES = 2
 
@@ -73,13 +76,19 @@ class KVStats:
         kv: the setting, as a spec.
         n_ctx: tokens that fit each of the `n_seq_max` sequences.
         n_layer: layers with a KV cache.
-        quantization_threshold, threshold_capacity: the window as set now, and the most it can be set to.
+        quantization_threshold, threshold_capacity: the window as set, and the most it can be set to.
+        window_now: less than `quantization_threshold` while memory is short (`shrink`).
         tokens_hot, tokens_cold: tokens that hold an F16 row, and those that do not.
         hot_budget: F16 rows that all sequences share.
         hot_shared: they are fewer than a window for every sequence.
         hot_evicted: F16 rows that made room for others before their window had let go of them.
+        v_skipped: share of the values met in decoding so far, by head, that no query gave weight (`v_skip`).
+        pages_read: share of the pages of older keys that decoding so far has read, by query, layer with pages
+            and KV head (`sparse`); 1 where it reads all.
         bytes_total: from llama.cpp's own memory breakdown; the cold and the hot rows are parts of it, and
             `bytes_view`, which a merged layer takes of the compute buffers for its F16 view of all rows.
+        bytes_given_back: of the hot rows, what the system has back while windows are shorter; the other
+            numbers do not know of it.
         bytes_compute: all compute buffers of the context, the view among them.
         n_elements: K and V elements of all cells, what `bits_per_element` divides by.
         layers: one entry per layer, or None if not asked for.
@@ -92,6 +101,7 @@ class KVStats:
     n_layer: int
     quantization_threshold: int
     threshold_capacity: int
+    window_now: int
     group_size: int
     sink_tokens: int
     tokens_hot: int
@@ -99,9 +109,12 @@ class KVStats:
     hot_budget: int
     hot_shared: bool
     hot_evicted: int
+    v_skipped: float
+    pages_read: float
     bytes_total: int
     bytes_cold: int
     bytes_hot: int
+    bytes_given_back: int
     bytes_view: int
     bytes_compute: int
     n_elements: int
@@ -109,11 +122,49 @@ class KVStats:
     layers: tuple[LayerStats, ...] | None
 
     @classmethod
+    def of(
+        cls,
+        kv: str,
+        now: _core.Stats,
+        sequences: tuple[SequenceStats, ...],
+        layers: tuple[LayerStats, ...] | None,
+    ) -> KVStats:
+        """From what the context says."""
+        return cls(
+            kv=kv,
+            mixed=now["mixed"],
+            n_ctx=now["n_ctx_seq"],
+            n_seq_max=now["n_seq_max"],
+            n_layer=now["n_layer"],
+            quantization_threshold=now["threshold"],
+            threshold_capacity=now["threshold_capacity"],
+            window_now=now["threshold_now"],
+            group_size=now["group_size"],
+            sink_tokens=now["sink_tokens"],
+            tokens_hot=now["n_cells_hot"],
+            tokens_cold=now["n_cells_used"] - now["n_cells_hot"],
+            hot_budget=now["hot_slots"],
+            hot_shared=now["hot_shared"],
+            hot_evicted=now["n_evicted"],
+            v_skipped=now["n_v_skipped"] / max(1, now["n_v_met"]),
+            pages_read=now["n_pages_read"] / now["n_pages"] if now["n_pages"] else 1.0,
+            bytes_total=now["bytes_total"],
+            bytes_cold=now["bytes_cold"],
+            bytes_hot=now["bytes_hot"],
+            bytes_given_back=now["bytes_given_back"],
+            bytes_view=now["bytes_view"],
+            bytes_compute=now["bytes_compute"],
+            n_elements=now["n_elements"],
+            sequences=sequences,
+            layers=layers,
+        )
+
+    @classmethod
     def without_rows(cls, n_ctx: int, n_seq_max: int, by_layer: bool) -> KVStats:
         """Of a context whose layers all keep a state instead."""
         numbers: dict[str, Any] = {field.name: 0 for field in fields(cls)}
         named = {"kv": "none", "mixed": False, "n_ctx": n_ctx, "n_seq_max": n_seq_max, "sequences": ()}
-        return cls(**{**numbers, **named, "layers": () if by_layer else None})
+        return cls(**{**numbers, **named, "pages_read": 1.0, "layers": () if by_layer else None})
 
     @property
     def tokens(self) -> int:
@@ -148,7 +199,10 @@ class KVStats:
     def _tokens_text(self) -> str:
         if not self.mixed:
             return str(self.tokens)
-        window = f"window {self.quantization_threshold}, group {self.group_size}, sinks {self.sink_tokens}"
+        now = f"{self.window_now} of " if self.window_now < self.quantization_threshold else ""
+        window = (
+            f"window {now}{self.quantization_threshold}, group {self.group_size}, sinks {self.sink_tokens}"
+        )
         if self.hot_shared:
             window += f", room for {self.hot_budget} F16 tokens, {self.hot_evicted} made room"
         return f"{self.tokens} = {self.tokens_hot} hot + {self.tokens_cold} cold ({window})"
@@ -158,7 +212,10 @@ class KVStats:
         if not self.mixed:
             return total
         view = f" + {format_bytes(self.bytes_view)} merged view" if self.bytes_view else ""
-        return f"{total} = {format_bytes(self.bytes_hot)} hot + {format_bytes(self.bytes_cold)} cold{view}"
+        back = f" ({format_bytes(self.bytes_given_back)} given back)" if self.bytes_given_back else ""
+        return (
+            f"{total} = {format_bytes(self.bytes_hot)} hot{back} + {format_bytes(self.bytes_cold)} cold{view}"
+        )
 
 
 def format_bytes(n: int) -> str:

@@ -8,14 +8,17 @@ from dataclasses import replace
 from mixedkv import _core
 from mixedkv.config import KVSetting, MixedKVConfig, check_window
 from mixedkv.kv.busy import BusyGuard, exclusive
+from mixedkv.kv.relief import WindowRelief
 
 
 class WindowSettings(ABC):
     """What a `KVCache` was made with, and its window as it is now."""
 
     def __init__(self, setting: KVSetting) -> None:
-        self._setting = self._made = setting
+        self._setting = setting
         self.busy = BusyGuard(lambda: self._address)
+        shrinks = isinstance(setting, MixedKVConfig) and setting.shrink
+        self.relief = WindowRelief(lambda: self._address) if shrinks else None
 
     @property
     @abstractmethod
@@ -35,8 +38,11 @@ class WindowSettings(ABC):
     def quantization_threshold(self) -> int:
         """F16 tokens at most in the recent window of a sequence.
 
-        Can be set up to the value the cache was made with. A smaller window takes effect at once; a larger
-        one fills from new tokens only, since what has left it stays quantised.
+        Can be set as far as the F16 rows that were allocated have room for a window and the sinks, see
+        `KVStats.threshold_capacity`: with several sequences that is more than at first, and they share the
+        room. A smaller window takes effect at once, and its memory goes back to the system where the cache
+        lies in that of the CPU; a larger one fills from new tokens only, since what has left it stays
+        quantised.
         """
         return self._setting.window.threshold
 
@@ -55,7 +61,7 @@ class WindowSettings(ABC):
 
     @property
     def sink_tokens(self) -> int:
-        """First tokens of a sequence, kept in F16 for good. Can be set, to the value at creation at most."""
+        """First tokens of a sequence, kept in F16 for good. Can be set, as far as there is room."""
         return self._setting.window.sink_tokens
 
     @sink_tokens.setter
@@ -73,10 +79,10 @@ class WindowSettings(ABC):
         """Set several of the window's settings at once; what is None stays.
 
         Raises:
-            ValueError: a value is out of range, above what the cache was made with, or the cache is uniform.
+            ValueError: a value is out of range, there is no room for such a window, or the cache is uniform.
         """
         now = self._setting
-        if not isinstance(now, MixedKVConfig) or not isinstance(self._made, MixedKVConfig):
+        if not isinstance(now, MixedKVConfig):
             raise ValueError(f"kv={str(now)!r} is a uniform cache: it has no window to set")
         window = (
             now.quantization_threshold if quantization_threshold is None else quantization_threshold,
@@ -84,18 +90,15 @@ class WindowSettings(ABC):
             now.sink_tokens if sink_tokens is None else sink_tokens,
         )
         check_window(*window)
-        _check_capacity("quantization_threshold", window[0], self._made.quantization_threshold)
-        _check_capacity("sink_tokens", window[2], self._made.sink_tokens)
-        _core.set_window(self._address, *window)
         after = replace(now, quantization_threshold=window[0], group_size=window[1], sink_tokens=window[2])
+        _core.set_window(self._address, *window)
         if after != now:
             self._setting = after
             self.limit_exact(0)
 
-
-def _check_capacity(field: str, value: int, capacity: int) -> None:
-    if value > capacity:
-        raise ValueError(
-            f"{field}={value} is more than the {capacity} this cache was made with: "
-            f"make the Llama with a larger {field}"
-        )
+    def follow_memory(self) -> None:
+        """Between two evaluations, on their thread: where memory is short the window gets shorter, if
+        `shrink` asks for it.
+        """
+        if self.relief is not None:
+            self.relief.follow()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mixedkv.errors import InvalidModelFileError
-from mixedkv.model.gguf_file import ModelFile, Reader, other_parts, pad
+from mixedkv.model.gguf_file import ModelFile, Reader, TensorFacts, other_parts, pad
 
 _SAMPLE = 1 << 12
 _WHOLE = 1 << 24
@@ -115,7 +115,7 @@ class _TensorReader(Reader):
         super().__init__(path, file)
         self.ends: list[int] = []
 
-    def _tensor(self) -> tuple[str, int]:
-        name, end = super()._tensor()
+    def _tensor(self) -> tuple[TensorFacts, int]:
+        facts, end = super()._tensor()
         self.ends.append(end)
-        return name, end
+        return facts, end

@@ -9,22 +9,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from mixedkv import _core
-from mixedkv.config import KVSetting, MixedKVConfig, type_bits
 from mixedkv.errors import UnsupportedModelError
+from mixedkv.hot_window import HotWindow
 from mixedkv.limits import padded
 from mixedkv.model.gguf_file import ModelFile
+from mixedkv.row_types import type_bits
+
+_F16_BYTES = 2
 
 # Where the file does not say which layers are recurrent: all but the last of every so many, from llama.cpp's
 # src/models/*.cpp.
 _HYBRID_PERIOD = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4}
 
 
+class CacheSetting(Protocol):
+    """What the formula asks of a setting, which is a `MixedKVConfig` or a `UniformKV`."""
+
+    @property
+    def attention(self) -> str: ...
+    @property
+    def window(self) -> HotWindow: ...
+    @property
+    def native_budget(self) -> int | None:
+        """F16 tokens that all sequences share, as the C API has it; None: there are none."""
+
+    def types_of(self, il: int) -> tuple[str, str]: ...
+    def check_layers(self, n_layer: int) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """One layer that keeps keys and values."""
+    """One layer that keeps keys and values; head_v is 0 where values are a part of the keys (MLA)."""
 
     il: int
     n_head_kv: int
@@ -78,19 +95,13 @@ def model_shape(model: ModelFile) -> ModelShape:
     """The layers of a model file.
 
     Raises:
-        UnsupportedModelError: the header lacks what the formula needs, or the cache holds something other
-            than keys and values (multi-head latent attention).
+        UnsupportedModelError: the header lacks what the formula needs.
     """
     n_layer = model.get("block_count")
     n_head = model.get("attention.head_count")
     if not isinstance(n_layer, int) or not n_head or not model.get("embedding_length"):
         raise UnsupportedModelError(
             f"{model.path} does not describe layers with attention ({model.architecture})"
-        )
-    if model.get("attention.kv_lora_rank"):
-        raise UnsupportedModelError(
-            f"{model.path} has multi-head latent attention ({model.architecture}): "
-            f"its cache holds no keys and values"
         )
     return ModelShape(
         architecture=model.architecture,
@@ -103,36 +114,47 @@ def model_shape(model: ModelFile) -> ModelShape:
     )
 
 
-def footprint(shape: ModelShape, kv: KVSetting, n_ctx: int, n_seq: int = 1) -> Footprint:
+def footprint(shape: ModelShape, kv: CacheSetting, n_ctx: int, n_seq: int = 1) -> Footprint:
     """Bytes that a cache of `n_ctx` tokens would take, which `n_seq` sequences share.
 
     Raises:
-        ValueError: `hot_budget` is less than one window.
+        ValueError: `hot_budget` is less than one window, or the setting names layers that the model lacks.
     """
+    kv.check_layers(shape.n_layer)
     n_cells = padded(n_ctx)
-    n_k = sum(layer.n_embd_k for layer in shape.layers)
-    n_v = sum(layer.n_embd_v for layer in shape.layers)
-    cold, f16 = int(n_k * type_bits(kv.type_k) + n_v * type_bits(kv.type_v)) // 8, 2 * (n_k + n_v)
-    n_rows = _ring_rows(kv, n_seq, n_cells, cold, f16) if isinstance(kv, MixedKVConfig) else 0
+    n_embd = sum(layer.n_embd_k + layer.n_embd_v for layer in shape.layers)
+    cold = sum(cold_bytes(layer, kv) for layer in shape.layers)
+    n_rows, least = ring_rows(shape, kv, n_ctx, n_seq)
+    if least and not n_rows:
+        raise ValueError(
+            f"hot_budget={kv.native_budget} is less than the {least} F16 tokens of one window and the sinks "
+            f"of {n_seq} sequences: raise it, or lower quantization_threshold or the number of sequences"
+        )
     view = max((_view_bytes(layer, n_cells + n_rows) for layer in shape.layers), default=0) if n_rows else 0
-    merged = isinstance(kv, MixedKVConfig) and kv.attention == "merged"
     return Footprint(
-        bytes=n_cells * cold + n_rows * f16 + (view if merged else 0),
-        n_elements=n_cells * (n_k + n_v),
+        bytes=n_cells * cold + n_rows * _F16_BYTES * n_embd + (view if kv.attention == "merged" else 0),
+        n_elements=n_cells * n_embd,
         view=view,
     )
 
 
-def _ring_rows(kv: MixedKVConfig, n_seq: int, n_cells: int, bytes_cold: int, bytes_f16: int) -> int:
-    """F16 rows that are allocated."""
-    window = kv.quantization_threshold, kv.group_size, kv.sink_tokens, kv.n_draft
-    n_rows, least = _core.count_ring_rows(*window, kv.native_budget, n_seq, n_cells, bytes_cold, bytes_f16)
-    if least and not n_rows:
-        raise ValueError(
-            f"hot_budget={kv.hot_budget} is less than the {least} F16 tokens of one window and the sinks of "
-            f"{n_seq} sequences: raise it, or lower quantization_threshold or the number of sequences"
-        )
-    return n_rows
+def cold_bytes(layer: LayerShape, kv: CacheSetting) -> int:
+    """Bytes of a token's rows in the cold types, or in those of a uniform cache."""
+    type_k, type_v = kv.types_of(layer.il)
+    return int(layer.n_embd_k * type_bits(type_k) + layer.n_embd_v * type_bits(type_v)) // 8
+
+
+def ring_rows(shape: ModelShape, kv: CacheSetting, n_ctx: int, n_seq: int = 1) -> tuple[int, int]:
+    """F16 rows that are allocated, 0 if `hot_budget` is less than the second number, which is the least."""
+    if kv.native_budget is None:
+        return 0, 0
+    rule, n_cells = kv.window, padded(n_ctx)
+    cold = sum(cold_bytes(layer, kv) for layer in shape.layers)
+    f16 = _F16_BYTES * sum(layer.n_embd_k + layer.n_embd_v for layer in shape.layers)
+    window = rule.threshold, rule.group_size, rule.sink_tokens, rule.n_draft
+    from mixedkv import _core  # settings are read in processes with the stock library too
+
+    return _core.count_ring_rows(*window, kv.native_budget, n_seq, n_cells, cold, f16)
 
 
 def _view_bytes(layer: LayerShape, n_rows: int) -> int:
@@ -146,11 +168,12 @@ def _layers(model: ModelFile, n_layer: int) -> Iterator[LayerShape]:
     n_head_kv = _per_layer(model.get("attention.head_count_kv", n_head), n_layer)
     recurrent = _recurrent_layers(model, n_layer)
     width = int(model.get("embedding_length"))
+    latent = bool(model.get("attention.key_length_mla") and model.get("attention.value_length_mla"))
     for il in range(n_layer):
         if n_head_kv[il] and not recurrent[il]:
             size = width // max(1, n_head[il])
             head_k = model.get("attention.key_length", size)
-            head_v = model.get("attention.value_length", size)
+            head_v = 0 if latent else model.get("attention.value_length", size)
             yield LayerShape(il, n_head_kv[il], int(head_k), int(head_v))
 
 

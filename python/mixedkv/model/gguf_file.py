@@ -35,6 +35,15 @@ _SPLIT_NAME = re.compile(r"^(?P<prefix>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gg
 
 
 @dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """A tensor in a model's file. `n_bytes` is 0 of a type that only a later gguf package knows."""
+
+    name: str
+    n_dims: int
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFile:
     """What the header of a GGUF file says.
 
@@ -43,12 +52,14 @@ class ModelFile:
         metadata: keys and values without strings in arrays and arrays too long to be about layers.
         n_tensors: tensors in this file.
         size: bytes of all parts.
+        tensors: of all parts.
     """
 
     path: Path
     metadata: dict[str, Any]
     n_tensors: int
     size: int
+    tensors: tuple[TensorFacts, ...] = ()
 
     @property
     def architecture(self) -> str:
@@ -76,7 +87,26 @@ def read_model_file(path: str | os.PathLike[str]) -> ModelFile:
     first = _read_part(Path(path))
     others = [_read_part(part) for part in other_parts(first)]
     size = first.size + sum(part.size for part in others)
-    return ModelFile(first.path, first.metadata, first.n_tensors, size)
+    tensors = sum((part.tensors for part in others), first.tensors)
+    model = ModelFile(first.path, first.metadata, first.n_tensors, size, tensors)
+    _check_rope(model)
+    return model
+
+
+def _check_rope(model: ModelFile) -> None:
+    """RoPE turns pairs of a head's elements: where it cannot, ggml ends the process, or M-RoPE never ends."""
+    least = 2 if model.get("rope.dimension_sections") else 0
+    width, n_head = model.get("embedding_length"), model.get("attention.head_count")
+    size = width // n_head if isinstance(width, int) and isinstance(n_head, int) and n_head else None
+    for end in ("", "_swa"):
+        n_rot = model.get(f"rope.dimension_count{end}")
+        head = model.get(f"attention.key_length{end}", model.get("attention.key_length", size))
+        most = head if isinstance(head, int) else n_rot
+        if isinstance(n_rot, int) and (n_rot % 2 or not least <= n_rot <= most):
+            raise InvalidModelFileError(
+                f"{model.path} cannot be loaded: its rope.dimension_count{end} is {n_rot}, and RoPE turns "
+                f"pairs of the {head} elements of a head"
+            )
 
 
 def _read_part(path: Path) -> ModelFile:
@@ -126,8 +156,8 @@ class Reader:
         pairs = [self._pair() for _ in range(n_keys)]
         metadata = {key: value for key, value in pairs if value is not None}
         self.alignment = self._alignment(metadata)
-        self._check_tensors(n_tensors)
-        return ModelFile(self.path, metadata, n_tensors, self.size)
+        tensors = self._read_tensors(n_tensors)
+        return ModelFile(self.path, metadata, n_tensors, self.size, tensors)
 
     def _check_magic(self) -> None:
         magic = self.file.read(len(_MAGIC))
@@ -142,19 +172,20 @@ class Reader:
             self._fail(f"its general.alignment is {alignment!r}, not a power of two")
         return alignment
 
-    def _check_tensors(self, n_tensors: int) -> None:
-        ends = [self._tensor() for _ in range(n_tensors)]
-        if not ends:
-            return
+    def _read_tensors(self, n_tensors: int) -> tuple[TensorFacts, ...]:
+        read = [self._tensor() for _ in range(n_tensors)]
         start = pad(self.file.tell(), self.alignment)
-        name, end = max(ends, key=lambda item: item[1])
+        name, end = max(
+            ((facts.name, end) for facts, end in read), key=lambda item: item[1], default=("", -start)
+        )
         if start + end > self.size:
             self._fail(
                 f"it is truncated: tensor {name!r} ends at byte {start + end}, the file at {self.size}"
             )
+        return tuple(facts for facts, _ in read)
 
-    def _tensor(self) -> tuple[str, int]:
-        """Name, and where its data ends, counted from the start of the data."""
+    def _tensor(self) -> tuple[TensorFacts, int]:
+        """A tensor, and where its data ends, counted from the start of the data."""
         name = self._string(_MAX_KEY)
         (n_dims,) = self._unpack("<I")
         if n_dims > 4:
@@ -163,7 +194,8 @@ class Reader:
         for n in self._unpack(f"<{n_dims}Q"):
             n_elements *= n
         kind, offset = self._unpack("<IQ")
-        return name, offset + _tensor_bytes(kind, n_elements)
+        n_bytes = _tensor_bytes(kind, n_elements)
+        return TensorFacts(name, n_dims, n_bytes), offset + n_bytes
 
     def _pair(self) -> tuple[str, Any]:
         key = self._string(_MAX_KEY)

@@ -21,7 +21,9 @@ from mixedkv.server.api import (
     embeddings,
     infill,
     info,
+    kept_responses,
     messages,
+    rerank,
     responses,
     tokenizing,
 )
@@ -51,9 +53,18 @@ def make_app(server: ServerState) -> FastAPI:
     )
     app.state.server = server
     app.state.metrics_text = SharedText(partial(metrics_text, server))
-    for module in (chat_completions, completions, context, infill, messages, responses, tokenizing):
+    for module in (
+        chat_completions,
+        completions,
+        context,
+        infill,
+        kept_responses,
+        messages,
+        responses,
+        tokenizing,
+    ):
         app.include_router(module.router, dependencies=[Depends(check_generates)])
-    for module in (embeddings, info):
+    for module in (embeddings, info, rerank):
         app.include_router(module.router)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
@@ -101,7 +112,7 @@ async def _on_invalid(request: Request, error: Any) -> Response:
                 400, "the body is not said to be JSON: send the header Content-Type: application/json"
             ).response()
         return ApiError(400, "the body is not a JSON object", code="invalid_json").response(request.url.path)
-    where = [str(part) for part in first["loc"] if part not in ("body", "path", "query")]
+    where = [str(part) for part in first["loc"][1:]]  # without "body", "path" or "query"
     message = first["msg"].removeprefix("Value error, ")
     param = ".".join(where)[:_MAX_PARAM] or None
     if first["type"] == "json_invalid":

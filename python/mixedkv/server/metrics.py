@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -57,7 +58,19 @@ class Metrics(Observer):
         self.chunks_off = Gauge("mixedkv:chunk_reuse_off", "1 when checks have switched it off.", **r)
         self.rows = Gauge("mixedkv:kv_cache_rows", "Rows by state: hot, cold.", ["state"], **r)
         self.bytes = Gauge("mixedkv:kv_cache_bytes", "Bytes: hot, cold, checkpoints, store.", ["tier"], **r)
+        self.dropped = Counter(
+            "mixedkv:dropped_tokens", "Of prompts and answers that did not fit the context.", **r
+        )
         self.usage = Gauge("mixedkv:kv_cache_usage_perc", "Share of the context's cells in use, 0 to 1.", **r)
+        self.in_use = Gauge(
+            "mixedkv:kv_cache_running_perc", "Share of the cells that running answers hold, 0 to 1.", **r
+        )
+        self.lora = Gauge(
+            "mixedkv:lora_requests_info",
+            "When requests for adapters were looked at; all adapters are in memory.",
+            ["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+            **r,
+        )
         self.sequences = Gauge(
             "mixedkv:kv_cache_sequences", "Sequences by state: running, idle.", ["state"], **r
         )
@@ -70,6 +83,7 @@ class Metrics(Observer):
         self.restore_failures = Counter("mixedkv:kv_restore_failures", "By reason.", ["reason"], **r)
         self.stored_tokens = Counter("mixedkv:kv_stored_tokens", "Tokens whose KV went to the store.", **r)
         self.store_failures = Counter("mixedkv:kv_store_failures", "By reason.", ["reason"], **r)
+        self.remote_up = Gauge("mixedkv:kv_remote_up", "1 when the store's remote answers.", **r)
         self.sessions = Gauge("mixedkv:sessions", "Sessions that live, of all tenants.", **r)
         self.session_bytes = Gauge("mixedkv:session_bytes", "Bytes of their records.", **r)
         self.embedding_running = Gauge(
@@ -95,7 +109,7 @@ class Metrics(Observer):
         self.http = Counter("mixedkv:http_requests", "By path and status.", ["path", "status"], **r)
         self.recent: deque[dict[str, Any]] = deque(maxlen=WINDOW)
         self._tokens: deque[tuple[float, int, int]] = deque()  # time, generated, evaluated
-        self._hits = {"context": 0, "ram": 0, "disk": 0}
+        self._hits = {"context": 0, "ram": 0, "disk": 0, "remote": 0}
         self._n_queries = 0
         for tier in self._hits:
             self.hits.labels(tier)
@@ -203,13 +217,15 @@ class Metrics(Observer):
     def _record(self, job: Job, reason: str) -> None:
         now = time.perf_counter()
         self.e2e.observe(now - job.t_submit)
+        self.dropped.inc(job.n_dropped)
         self.recent.append(
             {
                 "time": time.time(),
                 "tenant": job.tenant,
-                "prompt_tokens": job.n_prompt,
+                "prompt_tokens": job.n_given,
                 "cached_tokens": job.n_cached_exact,
                 "approximate_cached_tokens": job.n_approximate,
+                "dropped_tokens": job.n_dropped,
                 "cached_tier": job.cached_tier,
                 "exact": job.exact,
                 "completion_tokens": job.n_answer,
@@ -220,22 +236,31 @@ class Metrics(Observer):
             }
         )
 
-    def set_gauges(self, now: dict[str, Any]) -> None:
-        """From a snapshot of `stats`."""
-        cache, requests = now["cache"], now["requests"]
-        self.running.set(requests["running"])
-        self.waiting.set(requests["waiting"])
-        self.rows.labels("hot").set(cache["tokens_hot"])
-        self.rows.labels("cold").set(cache["tokens_cold"])
-        self.bytes.labels("hot").set(cache["bytes_hot"])
-        self.bytes.labels("cold").set(cache["bytes_cold"])
-        self.bytes.labels("checkpoints").set(cache["bytes_checkpoints"])
-        self.usage.set(cache["cells_used"] / cache["n_ctx"])
-        self.sequences.labels("running").set(cache["sequences_running"])
-        self.sequences.labels("idle").set(cache["sequences_idle"])
-        for tier in ("ram", "disk"):
-            if now["store"] is not None:
-                self.bytes.labels(tier).set(now["store"].get(f"bytes_{tier}", 0))
+    def set_gauges(self, snapshots: Sequence[dict[str, Any]]) -> None:
+        """From those of all models: sums, but for the folder of the store, which is one."""
+        caches, requests = ([now[part] for now in snapshots] for part in ("cache", "requests"))
+        self.running.set(_sum(requests, "running"))
+        self.waiting.set(_sum(requests, "waiting"))
+        self.rows.labels("hot").set(_sum(caches, "tokens_hot"))
+        self.rows.labels("cold").set(_sum(caches, "tokens_cold"))
+        for tier in ("hot", "cold", "checkpoints"):
+            self.bytes.labels(tier).set(_sum(caches, f"bytes_{tier}"))
+        n_ctx = _sum(caches, "n_ctx")
+        self.usage.set(_sum(caches, "cells_used") / n_ctx)
+        self.in_use.set(min(1.0, _sum(caches, "tokens_running") / n_ctx))
+        for state in ("running", "idle"):
+            self.sequences.labels(state).set(_sum(caches, f"sequences_{state}"))
+        adapters = [now for now in snapshots if now["parent"]]
+        busy = (
+            ",".join(now["model"] for now in adapters if now["requests"][state])
+            for state in ("running", "waiting")
+        )
+        self.lora.clear()
+        self.lora.labels(str(len(adapters)), *busy).set_to_current_time()
+        if stores := [now["store"] for now in snapshots if now["store"] is not None]:
+            self.bytes.labels("ram").set(_sum(stores, "bytes_ram"))
+            self.bytes.labels("disk").set(max(store["bytes_disk"] for store in stores))
+            self.remote_up.set(all(store["remote"] and store["remote"]["up"] for store in stores))
 
     # --- for /v1/stats ---
 
@@ -252,6 +277,10 @@ class Metrics(Observer):
         hits = dict(self._hits)
         n = self._n_queries
         return {"queries_tokens": n, "hits_tokens": hits, "hit_rate": sum(hits.values()) / n if n else 0.0}
+
+
+def _sum(parts: Sequence[dict[str, Any]], name: str) -> float:
+    return float(sum(part[name] for part in parts))
 
 
 def _between_tokens(job: Job, reason: str) -> float | None:

@@ -21,11 +21,10 @@ class ModelWatch:
     """Holds a lease on each file: who opens one for writing waits until what reads it has stopped, which the
     kernel allows 45 seconds (/proc/sys/fs/lease-break-time). A file that is renamed over another
     one changes nothing. Where there are no leases (another user's file, some file systems, a file that is
-    open for writing already), size and time of change are looked at.
+    open for writing already, off the main thread), size and time of change are looked at.
     https://man7.org/linux/man-pages/man2/F_GETLEASE.2const.html
 
-    Use it as a context manager, from before the files are loaded until they are not needed any more. On the
-    main thread only.
+    Use it as a context manager, from before the files are loaded until they are not needed any more.
     """
 
     def __init__(self, paths: Iterable[str | Path]) -> None:
@@ -37,10 +36,14 @@ class ModelWatch:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> ModelWatch:
-        signal.signal(signal.SIGIO, signal.SIG_IGN)  # which tells of who waits; it is looked for instead
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main:
+            signal.signal(signal.SIGIO, signal.SIG_IGN)  # which tells of who waits; it is looked for instead
         for path in self._paths:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             self._files.append(file)
+            if not is_main:  # where the signal cannot be ignored, which would end the process
+                continue
             try:
                 fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
                 self._leased.append(file)

@@ -10,16 +10,15 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from pydantic import ValidationError
 
-from mixedkv.bundled import model_path
 from mixedkv.engine import tokenizer
 from mixedkv.engine.answer import Answer
 from mixedkv.engine.checkpoints import CheckpointLimits
@@ -27,10 +26,10 @@ from mixedkv.engine.chunk_connector import ChunkConnector
 from mixedkv.engine.embedder import Embedder
 from mixedkv.engine.embedding_context import EmbeddingContext, only_embeds
 from mixedkv.engine.engine import Engine
+from mixedkv.engine.speculation import Mode
 from mixedkv.engine.store_connector import StoreConnector
+from mixedkv.engine.turns import Turns
 from mixedkv.errors import ClosedError, ModelChangedError
-from mixedkv.limits import CELLS
-from mixedkv.llama import Llama
 from mixedkv.model.fingerprint import model_parts
 from mixedkv.model.gguf_file import ModelFile, read_model_file
 from mixedkv.server import logs
@@ -45,7 +44,9 @@ from mixedkv.server.http.request_id import RequestIds
 from mixedkv.server.http.root_path import RootPath
 from mixedkv.server.listening import TLS, listen, url
 from mixedkv.server.metrics import Metrics
+from mixedkv.server.model_loading import load_draft_model, load_model, open_projector
 from mixedkv.server.model_watch import ModelWatch
+from mixedkv.server.models import ServedModel, served_models
 from mixedkv.server.pools import Pools
 from mixedkv.server.session_kv import SessionKV
 from mixedkv.server.settings import IN_MEMORY, ServerSettings
@@ -55,6 +56,9 @@ from mixedkv.sessions import ContextCacheManager, explain
 from mixedkv.sessions.record_codec import PLAIN, RecordCodec
 from mixedkv.store import KeySource, KVStore, key_from_file
 from mixedkv.store.encryption import KeyCipher
+
+if TYPE_CHECKING:
+    from mixedkv.server.kv_events import KVEvents
 
 log = logging.getLogger("mixedkv.server")
 
@@ -92,23 +96,81 @@ def serve(settings: ServerSettings) -> None:
 
 
 def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> ServerState:
-    """Load the model and start the engine. Closing the stack gives up what still runs, stores its KV and
-    frees the model.
+    """Load the models and start their engines. Closing the stack gives up what still runs, stores its KV and
+    frees the models.
     """
-    path = Path(settings.model) if settings.model else model_path()
     if not settings.verbose:
         tokenizer.silence()
-    file = read_model_file(path)
-    generates = not only_embeds(file)
-    if not generates and (settings.store or settings.warm):
-        raise ValueError("store, warm: this model only embeds texts, it has no KV to keep: serve it without")
-    watch = stack.enter_context(ModelWatch(part.path for part in model_parts(path)))
-    llm = stack.enter_context(_load(settings, path, file, generates))
     key = key_from_file(settings.store_key_file) if settings.store_key_file else None
-    keeps = settings.store or (settings.reuse == "chunks" and generates)
-    store = stack.enter_context(_open_store(settings, keys, key)) if keeps else None
     metrics_key = MetricsKey.load(settings.metrics_key_file) if settings.metrics_key_file else None
-    metrics, delivery = Metrics(by_tenant=metrics_key is not None), Delivery()
+    models = [(model, read_model_file(model.path)) for model in served_models(settings)]
+    keeps = settings.store or settings.store_remote or settings.warm
+    if keeps and all(only_embeds(file) for _, file in models):
+        raise ValueError(
+            "store, store_remote, warm: this model generates nothing, it has no KV to keep: serve it without"
+        )
+    generating = [model.name for model, file in models if not only_embeds(file)]
+    topics = _topics(settings, generating) if settings.kv_events else {}
+    stores = [
+        _open_store(settings, keys, key, stack) if not only_embeds(file) else None for _, file in models
+    ]
+    session_kv = SessionKV()
+    shared = {
+        "settings": settings,
+        "delivery": Delivery(),
+        "keys": keys,
+        "metrics": Metrics(by_tenant=metrics_key is not None),
+        "metrics_key": metrics_key,
+        "contexts": ContextCacheManager(
+            settings.sessions_url,
+            session_kv,
+            codec=RecordCodec(KeyCipher(key)) if key is not None else PLAIN,
+            pending_seconds=settings.request_timeout + _REGISTER_SECONDS,
+            quota=partial(session_quota, settings, keys),
+        ),
+        "session_kv": session_kv,
+        "pools": Pools(),
+    }
+    turns = Turns()
+    server: ServerState | None = None
+    for (model, file), store in zip(models, stores, strict=True):
+        parent = next(
+            (each for each in (server.all if server else ()) if each.model_name == model.parent), None
+        )
+        opened = _open_model(model, file, parent, shared, store, turns, stack, first=server is None)
+        if server is None:
+            server = opened
+        else:
+            server.others[model.name] = opened
+    assert server is not None
+    if topics:
+        engines = {topics[each.model_name]: each.engine for each in server.all if each.generates}
+        stack.enter_context(_open_events(settings, engines))
+    stack.enter_context(server.pools)
+    return server
+
+
+def _open_model(
+    model: ServedModel,
+    file: ModelFile,
+    parent: ServerState | None,
+    shared: dict[str, Any],
+    store: KVStore | None,
+    turns: Turns,
+    stack: ExitStack,
+    *,
+    first: bool,
+) -> ServerState:
+    settings, keys = shared["settings"], shared["keys"]
+    generates = not only_embeds(file)
+    if parent is not None and not generates:
+        raise ValueError(f"lora: {model.parent!r} only embeds texts, adapters are for models that answer")
+    watch = stack.enter_context(ModelWatch(part.path for part in model_parts(model.path)))
+    llm = stack.enter_context(
+        load_model(settings, model, file, generates, parent.engine.llm if parent else None)
+    )
+    drafts = settings.draft_model and first
+    draft_model = stack.enter_context(load_draft_model(settings, llm)) if drafts else None
     engine = stack.enter_context(
         Engine(
             llm,
@@ -117,8 +179,8 @@ def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Serve
             slowdown=settings.slowdown,
             exact_only=settings.reuse != "prefix",
             connector=_connector(settings, store),
-            observer=metrics,
-            deliver=delivery,
+            observer=shared["metrics"],
+            deliver=shared["delivery"],
             tokenizer=tokenizer.Tokenizer(
                 llm, settings.chat_format, read_chat_template(settings.chat_template)
             ),
@@ -126,40 +188,58 @@ def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Serve
             checkpoints=CheckpointLimits(
                 settings.checkpoints, settings.checkpoint_every, int(settings.max_checkpoint_gb * 1e9)
             ),
-            speculation=settings.speculation,
+            speculation=speculation_of(settings, drafts=draft_model is not None),
+            draft_model=draft_model,
+            turns=turns,
         )
     )
     watch.begin(partial(_stop_reading, engine))
-    embedder = _open_embedder(settings, engine, file, keys)
-    session_kv = SessionKV(engine, store)
-    pools = stack.enter_context(Pools())
+    shared["session_kv"].add(engine, store)
+    embedder = _open_embedder(settings, engine, file, keys) if parent is None else None
     return ServerState(
-        settings=settings,
-        model_name=settings.model_name or path.stem,
+        **shared,
+        model_name=model.name,
         engine=engine,
-        delivery=delivery,
-        keys=keys,
-        metrics=metrics,
-        metrics_key=metrics_key,
-        contexts=ContextCacheManager(
-            settings.sessions_url,
-            session_kv,
-            codec=RecordCodec(KeyCipher(key)) if key is not None else PLAIN,
-            pending_seconds=settings.request_timeout + _REGISTER_SECONDS,
-            quota=partial(session_quota, settings, keys),
-        ),
-        session_kv=session_kv,
-        pools=pools,
+        parent=model.parent,
         embedder=embedder,
+        projector=parent.projector if parent is not None else open_projector(settings, model, llm),
         generates=generates,
         facts={
             "architecture": file.architecture,
             "size_bytes": file.size,
             "n_ctx": engine.n_ctx if generates else None,
-            "n_embd": embedder.context.n_embd if embedder is not None else None,
+            "n_embd": embedder.context.n_embd if embedder and not embedder.context.ranks else None,
             "embedding_n_ctx": embedder.context.n_ctx if embedder is not None else None,
         },
     )
+
+
+def speculation_of(settings: ServerSettings, drafts: bool) -> Mode:
+    """Of a model's answers; `drafts`: it has the draft model, which is the first one's."""
+    if settings.speculation == "draft-model" and not drafts:
+        return "prompt-lookup"
+    return settings.speculation or ("draft-model" if drafts else "off")
+
+
+def _open_events(settings: ServerSettings, engines: Mapping[str, Engine]) -> KVEvents:
+    try:
+        from mixedkv.server.kv_events import KVEvents
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"kv_events needs {error.name}, which is not installed: pip install 'mixedkv[events]'"
+        ) from None
+    return KVEvents(settings.kv_events, engines)
+
+
+def _topics(settings: ServerSettings, names: Sequence[str]) -> dict[str, str]:
+    """Of KV events, by model: routers tell by them whose blocks they are."""
+    topic = settings.kv_events_topic
+    if len(names) > 1 and "{model}" not in topic:
+        raise ValueError(
+            f"kv_events_topic={topic!r}: {len(names)} models need topics of their own: put {{model}} in it, "
+            "which stands for the name of each, as in kv@POD@{model}"
+        )
+    return {name: topic.replace("{model}", name) for name in names}
 
 
 def _stop_reading(engine: Engine) -> None:
@@ -174,31 +254,12 @@ def _stop_reading(engine: Engine) -> None:
         engine.call(lambda: None).result()
 
 
-def _load(settings: ServerSettings, path: Path, file: ModelFile, generates: bool) -> Llama:
-    n_ctx = settings.n_ctx or min(_DEFAULT_N_CTX, int(file.get("context_length", _DEFAULT_N_CTX)))
-    llm = Llama(
-        path,
-        # what only embeds has no use for this context
-        kv=settings.kv if generates else "f16",
-        n_ctx=n_ctx if generates else CELLS,
-        n_seq_max=settings.n_seq,
-        kv_unified=True,
-        n_batch=settings.n_batch,
-        n_ubatch=settings.n_batch,
-        n_threads=settings.threads or None,
-        n_threads_batch=settings.threads or None,
-        n_gpu_layers=settings.n_gpu_layers,
-        verbose=settings.verbose,
-    )
-    if not settings.verbose:
-        tokenizer.silence()  # Llama sets its own log
-    return llm
-
-
 def _open_embedder(settings: ServerSettings, engine: Engine, file: ModelFile, keys: Keys) -> Embedder | None:
     if not settings.embeddings and not only_embeds(file):
         return None
-    context = EmbeddingContext(engine.llm, file, n_ctx=settings.embedding_n_ctx, n_batch=settings.n_batch)
+    context = EmbeddingContext(
+        engine.llm, file, n_ctx=settings.embedding_n_ctx, n_batch=settings.n_batch or 512
+    )
     max_requests = settings.max_queue + settings.parallel
     return Embedder(
         engine, context, max_requests=max_requests, slowdown=settings.slowdown, limits=keys.limits
@@ -218,8 +279,13 @@ def _connector(settings: ServerSettings, store: KVStore | None) -> StoreConnecto
     )
 
 
-def _open_store(settings: ServerSettings, keys: Keys, key: KeySource | None) -> KVStore:
-    return KVStore(
+def _open_store(
+    settings: ServerSettings, keys: Keys, key: KeySource | None, stack: ExitStack
+) -> KVStore | None:
+    """Of one model: all of them have the folder, and each has memory of its own."""
+    if not (settings.store or settings.store_remote or settings.reuse == "chunks"):
+        return None
+    store = KVStore(
         settings.store or None,
         max_ram_bytes=int(settings.max_ram_gb * 1e9),
         max_kv_size_gb=settings.max_kv_size_gb,
@@ -227,7 +293,9 @@ def _open_store(settings: ServerSettings, keys: Keys, key: KeySource | None) -> 
         shares=keys.disk_share,
         # in memory sessions end with the process: nobody else may remove another one's
         session_owner="" if settings.sessions_url == IN_MEMORY else settings.sessions_url,
+        remote=settings.store_remote or None,
     )
+    return stack.enter_context(store)
 
 
 def read_chat_template(path: str) -> str:
@@ -272,6 +340,10 @@ def read_warm_file(path: str, keys: Keys) -> list[WarmLine]:
 
 def _warm(server: ServerState, body: WarmLine) -> None:
     """Before the event loop runs."""
+    names = {each.model_name: each for each in server.all}
+    if body.model is not None and body.model not in names:
+        raise ValueError(f"{server.settings.warm}: the model {body.model!r} is not served here")
+    server = names.get(body.model or "", server)
     try:
         job = warm_job(server, body, body.tenant)
     except ApiError as error:
@@ -316,15 +388,16 @@ def _allow_connections(wanted: int) -> int:
 
 
 def _announce(server: ServerState, where: str) -> None:
-    engine = server.engine
-    what = f"kv {engine.llm.kv.config}, {engine.n_ctx} tokens, {engine.parallel} at a time"
-    if not server.generates and server.embedder is not None:
-        what = f"embeddings only, {server.embedder.context.n_ctx} tokens"
-    print(
-        f"mixedkv serves {server.model_name} ({what}) on {where}",
-        file=sys.stderr,
-        flush=True,
-    )
+    for each in reversed(server.all):
+        engine = each.engine
+        what = f"kv {engine.llm.kv.config}, {engine.n_ctx} tokens, {engine.parallel} at a time"
+        if each.parent:
+            what = f"an adapter on {each.parent}, {what}"
+        if not each.generates and each.embedder is not None:
+            context = each.embedder.context
+            what = f"{'ranking' if context.ranks else 'embeddings'} only, {context.n_ctx} tokens"
+        at = f" on {where}" if each is server else ""
+        print(f"mixedkv serves {each.model_name} ({what}){at}", file=sys.stderr, flush=True)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -336,6 +409,7 @@ class _Uvicorn(uvicorn.Server):
                 RootPath(RequestIds(make_app(server), settings.access_log), settings.root_path),
                 http=Connection.within(settings.read_timeout, settings.request_timeout, settings.root_path),
                 ws="none",
+                loop="asyncio",  # whatever else is installed
                 log_config=None,  # its tracebacks go through `logs`
                 log_level="error",  # a warning for each malformed request would fill the log
                 access_log=False,  # paths have session ids in them; `RequestIds` writes routes
@@ -374,10 +448,7 @@ class _Uvicorn(uvicorn.Server):
         self._state.ready = False
         seconds = self._state.settings.drain_timeout
         end = time.monotonic() + seconds
-        drains = [asyncio.to_thread(self._state.engine.drain, seconds)]
-        if self._state.embedder is not None:
-            drains.append(self._state.embedder.drain(seconds))
-        if not all(await asyncio.gather(*drains)):
+        if not await self._state.drain(seconds):
             log.warning("requests were cut off after %g seconds", seconds)
         # who does not take its answer holds nobody up
         patience = max(_LAST_SECONDS, end - time.monotonic())

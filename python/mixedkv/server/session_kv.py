@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from mixedkv.engine.engine import Engine
 from mixedkv.store import KVStore
 
 
 class SessionKV:
-    """What `ContextCacheManager` removes with a session: its rows in the context, and its KV in the store."""
+    """What `ContextCacheManager` removes with a session: its rows in the contexts of all models, and its KV
+    in their stores.
+    """
 
-    def __init__(self, engine: Engine, store: KVStore | None) -> None:
-        self._engine, self._store = engine, store
+    def __init__(self) -> None:
+        self._parts: list[tuple[Engine, KVStore | None]] = []
+
+    def add(self, engine: Engine, store: KVStore | None) -> None:
+        """Of one model more."""
+        self._parts.append((engine, store))
 
     def remove(self, entry: str | None = None, *, session: str | None = None, tenant: str = "") -> int:
-        if session is not None and self._engine.alive:
-            self._engine.call(lambda: self._engine.pool.forget(tenant, session)).result()
-        return self._store.remove(entry, session=session, tenant=tenant) if self._store is not None else 0
+        n = 0
+        for engine, store in self._parts:
+            if session is not None and engine.alive:
+                engine.call(partial(engine.pool.forget, tenant, session)).result()
+            n += store.remove(entry, session=session, tenant=tenant) if store is not None else 0
+        return n
 
     def remove_orphans(self, living: Iterable[tuple[str, str]], before: float) -> int:
-        return self._store.remove_orphans(living, before) if self._store is not None else 0
+        known = list(living)
+        return sum(store.remove_orphans(known, before) for _, store in self._parts if store is not None)

@@ -7,12 +7,13 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
@@ -20,8 +21,11 @@ from pydantic_settings import (
 
 from mixedkv.chunks import Reuse
 from mixedkv.config import parse_kv
-from mixedkv.limits import INT32_MAX, MAX_SEQUENCES
+from mixedkv.limits import INT32_MAX, MAX_SEQUENCES, MAX_SNAPSHOTS
+from mixedkv.overflow import Overflow
 from mixedkv.sessions.metadata_url import beside
+from mixedkv.sizes import parse_size
+from mixedkv.streaming.layer_choice import parse_layers
 
 ENV_PREFIX = "MIXEDKV_"
 IN_MEMORY = "sqlite:"
@@ -40,6 +44,16 @@ def _option(
     return Field(default=default, description=text, ge=low, le=high, json_schema_extra={"metavar": metavar})
 
 
+def _listed(value: Any) -> Any:
+    """Several are one text in the environment, with `:` between them as in PATH."""
+    if isinstance(value, str):
+        return tuple(part for part in value.split(os.pathsep) if part)
+    return tuple(value) if isinstance(value, list) else value
+
+
+Several = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)]
+
+
 class ServerSettings(BaseSettings):
     """Everything `mixedkv serve` can be told.
 
@@ -56,8 +70,18 @@ class ServerSettings(BaseSettings):
         protected_namespaces=(),  # `model_name` is a name of ours
     )
 
-    model: str = _option("", "GGUF model (default: the bundled one)", "FILE")
-    model_name: str = _option("", "its name for clients (default: the file's name)", "NAME")
+    model: Several = _option(
+        (), "GGUF model, again for more of them (default: the bundled one)", "[NAME=]FILE"
+    )
+    model_name: str = _option("", "the first one's name for clients (default: the file's name)", "NAME")
+    model_n_ctx: Several = _option((), "tokens of the cache of one of several models", "NAME=N")
+    lora: Several = _option(
+        (), "LoRA adapter that answers as a model of that name, again for more", "NAME=[MODEL=]FILE"
+    )
+    mmproj: Several = _option(
+        (), "image encoder of a model, the first one where nothing is said", "[NAME=]FILE"
+    )
+    lora_scale: Several = _option((), "how much of an adapter, e.g. 0.5 (default: all of it)", "NAME=X")
     chat_format: str = _option("", "llama-cpp-python's chat format, for a model without a template", "NAME")
     chat_template: str = _option("", "Jinja chat template in place of the model's own", "FILE")
     kv: str = _option("mixed", "KV cache, as in `mixedkv run`", "SPEC")
@@ -68,9 +92,21 @@ class ServerSettings(BaseSettings):
     idle_prefixes: int = _option(
         8, "sequences that hold the rows of finished requests", "N", 1, MAX_SEQUENCES - 1
     )
-    n_batch: int = _option(512, "tokens in one step at most", "N", 32, 65536)
+    n_batch: int = _option(
+        0,
+        "tokens in one step at most (default: 512; where layers are streamed 2048, 1024 or 512, as fits)",
+        "N",
+        0,
+        65536,
+    )
     threads: int = _option(0, "CPU threads (default: llama_cpp's choice)", "N", 0, 4096)
     n_gpu_layers: int = _option(0, "layers on a GPU, in a build that has one; -1 is all", "N", -1, 4096)
+    stream_layers: str = _option(
+        "",
+        "read layers from the file for each step: auto, a number, or keep_first=8,keep_last=2",
+        "HOW",
+    )
+    memory: str = _option("", "for this process, e.g. 6GiB; streams the layers that do not fit", "SIZE")
     slowdown: float = _option(
         2.0,
         "how much longer a step may take for running answers while prompts are evaluated",
@@ -104,9 +140,26 @@ class ServerSettings(BaseSettings):
     chunk_check: float = _option(
         0.01, "share of the answers from chunks that is evaluated exactly too, when there is time", "X", 0, 1
     )
-    speculation: Literal["off", "prompt-lookup"] = _option(
-        "off",
-        "prompt-lookup: guess what repeats itself, and evaluate several tokens of an answer in a step",
+    speculation: Literal["", "off", "prompt-lookup", "draft-model"] = _option(
+        "",
+        "prompt-lookup: guess what repeats itself, and evaluate several tokens of an answer in a step; "
+        "draft-model: the draft model guesses as well (default: with a draft model that, else off)",
+        "HOW",
+    )
+    draft_model: str = _option(
+        "", "GGUF of a smaller model with the same vocabulary, which guesses what comes next", "FILE"
+    )
+    n_rs_seq: int = _option(
+        0,
+        "of a hybrid or recurrent model, tokens of a sequence that can be taken back, as drafts are: for "
+        "each one more state of each sequence is kept",
+        "N",
+        0,
+        MAX_SNAPSHOTS,
+    )
+    overflow: Overflow = _option(
+        "refuse",
+        "of what does not fit the context: refuse such prompts and end the answer, or slide: drop the middle",
         "HOW",
     )
     embeddings: bool = _option(False, "answer /v1/embeddings, in a second context on the same model")
@@ -126,8 +179,17 @@ class ServerSettings(BaseSettings):
     allow_no_keys: bool = _option(False, "serve a public address without keys")
     store: str = _option("", "folder that keeps KV across restarts", "DIR")
     store_key_file: str = _option("", "file with the key that encrypts the store", "FILE")
+    store_remote: str = _option(
+        "",
+        "server that keeps KV for several machines, behind the store: redis://..., or s3://bucket/prefix",
+        "URL",
+    )
     max_kv_size_gb: float = _option(10.0, "disk the store may take", "GB", 0.001, 1e6)
     max_ram_gb: float = _option(1.0, "memory the store may take", "GB", 0, 1e6)
+    kv_events: str = _option(
+        "", "ZeroMQ address that tells routers what the context holds, as vLLM does: tcp://HOST:PORT", "URL"
+    )
+    kv_events_topic: str = _option("", "topic of these messages; {model} in it is a model's name", "NAME")
     metadata_url: str = _option(
         "",
         "where sessions are written down: redis://..., sqlite:PATH, or sqlite: for memory (default: "
@@ -156,6 +218,20 @@ class ServerSettings(BaseSettings):
         parse_kv(kv)
         return kv
 
+    @field_validator("stream_layers")
+    @classmethod
+    def _is_a_choice_of_layers(cls, layers: str) -> str:
+        if layers:
+            parse_layers(layers)
+        return layers
+
+    @field_validator("memory")
+    @classmethod
+    def _is_a_size(cls, memory: str) -> str:
+        if memory:
+            parse_size(memory)
+        return memory
+
     @field_validator("root_path")
     @classmethod
     def _is_a_path(cls, path: str) -> str:
@@ -170,7 +246,9 @@ class ServerSettings(BaseSettings):
                 f"parallel={self.parallel} and idle_prefixes={self.idle_prefixes} are more than the "
                 f"{MAX_SEQUENCES} sequences llama.cpp has: lower one"
             )
-        if self.parallel > self.n_batch:
+        if 0 < self.n_batch < 32:
+            raise ValueError(f"n_batch={self.n_batch}: use 32 or more, or 0 for the default")
+        if 0 < self.n_batch < self.parallel:
             raise ValueError(f"parallel={self.parallel} is more than n_batch={self.n_batch}: raise n_batch")
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ValueError("tls_cert and tls_key go together: give both, or none")
@@ -181,10 +259,18 @@ class ServerSettings(BaseSettings):
                 f"host={self.host} can be reached from elsewhere, and there are no keys: give api_key_file, "
                 f"or allow_no_keys if that is what you want"
             )
+        if self.speculation == "draft-model" and not self.draft_model:
+            raise ValueError("speculation=draft-model needs a draft model: give draft_model too")
+        if self.embeddings and (self.stream_layers or self.memory):
+            raise ValueError(
+                "embeddings and stream_layers or memory: streamed layers are one context's: leave one out"
+            )
         if self.chat_format and self.chat_template:
             raise ValueError("chat_format and chat_template both say how chats are written: give one")
-        if self.store_key_file and not self.store:
-            raise ValueError("store_key_file is given without store: there is nothing to encrypt")
+        if self.store_key_file and not (self.store or self.store_remote):
+            raise ValueError(
+                "store_key_file is given without store or store_remote: there is nothing to encrypt"
+            )
         return self
 
     @classmethod

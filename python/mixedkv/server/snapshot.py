@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 _STARTED = time.time()
 _SHOWN = 50  # latest requests
 _SESSION_SECONDS = 1.0  # that the metrics wait for where sessions are written down
-_NO_CACHE = KVStats(
-    kv="none", mixed=False, n_ctx=0, n_seq_max=0, n_layer=0, quantization_threshold=0, threshold_capacity=0,
-    group_size=0, sink_tokens=0, tokens_hot=0, tokens_cold=0, hot_budget=0, hot_shared=False, hot_evicted=0,
-    bytes_total=0, bytes_cold=0, bytes_hot=0, bytes_view=0, bytes_compute=0, n_elements=0,
-    sequences=(), layers=(),
-)  # fmt: skip
+_NO_CACHE = KVStats.without_rows(0, 0, by_layer=True)
 
 
 def snapshot(server: ServerState) -> dict[str, Any]:
@@ -36,12 +31,13 @@ def snapshot(server: ServerState) -> dict[str, Any]:
     return {
         "object": "stats",
         "model": server.model_name,
+        "parent": server.parent,
         "uptime_seconds": time.time() - _STARTED,
         "requests": {
             "running": engine.n_running,
             "waiting": engine.n_queued,
             "parallel": engine.parallel,
-            "max_queue": engine.max_queue,
+            "max_queue": engine.room.max_queue,
         },
         "engine": {
             "steps": engine.n_steps,
@@ -54,17 +50,23 @@ def snapshot(server: ServerState) -> dict[str, Any]:
             "cells_used": kv.tokens,
             "tokens_hot": kv.tokens_hot,
             "tokens_cold": kv.tokens_cold,
+            "quantization_threshold": kv.quantization_threshold,
+            "window_now": kv.window_now,
             "hot_budget": kv.hot_budget,
             "hot_shared": kv.hot_shared,
             "hot_evicted": kv.hot_evicted,
+            "v_skipped": kv.v_skipped,
+            "pages_read": kv.pages_read,
             # rows that sequences see, less the rows there are: what sharing saves
             "tokens_shared": sum(len(seq.tokens) for seq in held) - kv.tokens,
             "bytes_total": kv.bytes_total,
             "bytes_hot": kv.bytes_hot,
+            "bytes_given_back": kv.bytes_given_back,
             "bytes_cold": kv.bytes_cold,
             "checkpoints": len(points),
             "bytes_checkpoints": sum(point.nbytes for point in points),
             "bits_per_element": kv.bits_per_element,
+            "tokens_running": sum(len(seq.tokens) for seq in held if seq.running),
             "sequences_running": sum(seq.running for seq in held),
             "sequences_idle": sum(not seq.running for seq in held),
             "evictions": engine.pool.n_evicted,
@@ -87,11 +89,12 @@ def _cache(server: ServerState) -> KVStats:
 
 async def metrics_text(server: ServerState) -> tuple[bytes, float]:
     """The metrics with what the cache holds now, and the seconds they took the engine and the event loop."""
-    seconds = 0.0
-    if server.engine.alive:
-        future = server.engine.call(partial(_timed_snapshot, server))
-        now, seconds = await asyncio.wait_for(asyncio.wrap_future(future), 30)
-        server.metrics.set_gauges(now)
+    seconds, alive = 0.0, [each for each in server.all if each.engine.alive]
+    if alive:
+        futures = [each.engine.call(partial(_timed_snapshot, each)) for each in alive]
+        taken = await asyncio.wait_for(asyncio.gather(*map(asyncio.wrap_future, futures)), 30)
+        seconds = sum(took for _, took in taken)
+        server.metrics.set_gauges([now for now, _ in taken])
     with contextlib.suppress(OSError, ValueError, asyncio.TimeoutError):  # the last known ones stay
         held = await asyncio.wait_for(server.contexts.held(), _SESSION_SECONDS)
         server.metrics.sessions.set(held.sessions)

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from mixedkv import __version__
 from mixedkv.engine.embedder import Embedder
 from mixedkv.engine.engine import Engine
+from mixedkv.images import Projector
 from mixedkv.server.api_error import ApiError, bad_request
 from mixedkv.server.delivery import Delivery
 from mixedkv.server.http.auth import Keys, MetricsKey
@@ -26,13 +27,19 @@ from mixedkv.server.session_kv import SessionKV
 from mixedkv.server.settings import ServerSettings
 from mixedkv.sessions import CacheSessionMetadata, ContextCacheManager, Quota
 
-FINGERPRINT = f"mixedkv-{__version__}"
+_FINGERPRINT = f"mixedkv-{__version__}"
 _T = TypeVar("_T")
 
 
 @dataclass(kw_only=True)
 class ServerState:
-    """One running server. Without `generates` its model can only embed."""
+    """One model of a running server, the default one where nothing says which. Without `generates` it can
+    only embed.
+
+    Args:
+        parent: the model that this one is an adapter of.
+        others: those that are served beside it, by their names; of the default model.
+    """
 
     settings: ServerSettings
     model_name: str
@@ -45,10 +52,30 @@ class ServerState:
     facts: dict[str, Any]
     pools: Pools
     embedder: Embedder | None = None
+    projector: Projector | None = None
     generates: bool = True
     metrics_key: MetricsKey | None = None
+    parent: str = ""
+    others: dict[str, ServerState] = field(default_factory=dict)
     ready: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def all(self) -> list[ServerState]:
+        """All models of the server."""
+        return [self, *self.others.values()]
+
+    async def drain(self, seconds: float) -> bool:
+        """Take no more, and let what is under way finish, at all models; whether it did within the time."""
+        drains = [asyncio.to_thread(model.engine.drain, seconds) for model in self.all]
+        drains += [model.embedder.drain(seconds) for model in self.all if model.embedder is not None]
+        return all(await asyncio.gather(*drains))
+
+    @property
+    def fingerprint(self) -> str:
+        """What answers were computed by: says so where attention was sparse."""
+        sparse = getattr(self.engine.llm.kv.config, "sparse", "")
+        return f"{_FINGERPRINT}-sparse-{sparse}" if sparse else _FINGERPRINT
 
     def session_quota(self, owner: str) -> Quota:
         return session_quota(self.settings, self.keys, owner)
@@ -87,22 +114,42 @@ async def check_generates(request: Request) -> None:  # FastAPI runs others in a
     """
     tenant(request)
     server = server_state(request)
-    if not server.generates:
-        raise bad_request(
-            f"the model {server.model_name!r} only embeds texts: use /v1/embeddings, or serve another model",
-            "model",
-            "generation_not_supported",
-        )
+    if not any(each.generates for each in server.all):
+        raise _only_embeds(server)
 
 
-def check_model(server: ServerState, model: str | None) -> None:
-    if model is not None and model != server.model_name:
+def model_of(request: Request, name: str | None, *, generates: bool = True) -> ServerState:
+    """The model of that name, the default one for None.
+
+    Args:
+        generates: it has to do more than to embed.
+
+    Raises:
+        ApiError: 404, there is none; 400, it only embeds.
+    """
+    server = server_state(request)
+    found = server if name in (None, server.model_name) else server.others.get(str(name))
+    if found is None:
+        names = ", ".join(repr(each.model_name) for each in server.all)
         raise ApiError(
             404,
-            f"the model {model[:100]!r} is not served here; this server has {server.model_name!r}",
+            f"the model {str(name)[:100]!r} is not served here; this server has {names}",
             param="model",
             code="model_not_found",
         )
+    if generates and not found.generates:
+        raise _only_embeds(found)
+    return found
+
+
+def _only_embeds(server: ServerState) -> ApiError:
+    ranks = server.embedder is not None and server.embedder.context.ranks
+    what = "ranks texts: use /v1/rerank" if ranks else "embeds texts: use /v1/embeddings"
+    return bad_request(
+        f"the model {server.model_name!r} only {what}, or serve another model",
+        "model",
+        "generation_not_supported",
+    )
 
 
 def new_id(kind: str) -> str:

@@ -48,6 +48,7 @@ class ContextMessage(_Model):
     name: str | None = Field(default=None, max_length=MAX_CHARACTERS)
     tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = Field(default=None, max_length=MAX_CHARACTERS)
+    reasoning_content: Text | None = None
 
 
 class CreateContextCacheRequest(_Model):

@@ -174,15 +174,20 @@ def _covers(runs: Runs, begin: int, end: int) -> bool:
 
 def is_better(identity: Identity, block: KVBlock, rows: str) -> bool:
     """Whether a block can be continued from its end more exactly than the same tokens that are stored."""
+    return is_better_row(identity, block.p0, block.p1, to_text(of_block(block)), rows)
+
+
+def is_better_row(identity: Identity, p0: int, p1: int, rows: str, stored: str) -> bool:
+    """The same of two entries of the same range, by what they have."""
+    worth = [_worth(identity, p0, p1, text) for text in (rows, stored)]
+    return worth[0] > worth[1]
+
+
+def _worth(identity: Identity, p0: int, p1: int, rows: str) -> int:
     try:
-        stored = from_text(rows)
+        return _WORTH.index(verdict_of_end(identity, from_text(rows), p0, p1))
     except EntryError:
-        return True
-    new, old = (
-        _WORTH.index(verdict_of_end(identity, groups, block.p0, block.p1))
-        for groups in (of_block(block), stored)
-    )
-    return new > old
+        return -1
 
 
 _WORTH = ("unusable", "inexact", "exact")

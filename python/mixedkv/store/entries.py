@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import sqlite3
 import time
 from collections import Counter
@@ -16,28 +15,25 @@ import numpy as np
 
 from mixedkv.kv.block import KVBlock
 from mixedkv.store import coverage
-from mixedkv.store.encryption import Cipher, KeyCipher, decrypt, encrypt, encrypted_size
+from mixedkv.store.encryption import Cipher, KeyCipher
 from mixedkv.store.entry_error import EntryError, Reason
+from mixedkv.store.entry_row import NOBODY, EntryRow, Owner
 from mixedkv.store.eviction import Eviction
 from mixedkv.store.folder import StoreFolder, as_os_error, file_name, store_root
-from mixedkv.store.formats.native import decode, encode
 from mixedkv.store.full_disk import FullDisk
 from mixedkv.store.identity import Identity
-from mixedkv.store.index import NOBODY, EntryRow, Index, Owner, ParentGoneError, SessionRemovedError
+from mixedkv.store.index import Index, ParentGoneError, SessionRemovedError
 from mixedkv.store.lookup import (
     BLOCK,
     Search,
     block_hashes,
     check_tokens,
     content_hash,
-    file_context,
-    key_context,
     sequence_of,
     stored_sequences,
-    token_context,
 )
 from mixedkv.store.results import EntryInfo, GCResult, Match, Tier, Verified
-from mixedkv.store.tiers.disk import read_all
+from mixedkv.store.sealing import seal, unseal
 from mixedkv.store.tiers.ram import RamTier
 from mixedkv.store.use_log import UseLog
 from mixedkv.tokens import Tokens
@@ -185,19 +181,8 @@ class Entries:
             raise EntryError("index", f"the index cannot be read: {error}") from error
         if row is None or self._folder.disk is None:
             raise EntryError("missing", "it has been removed")
-        if row.key_id != self._cipher.key_id:
-            raise EntryError("key", "it is encrypted with another master key, or with none")
         with self._folder.disk.open(file_name(row)) as (file, size):
-            if size != row.nbytes:
-                raise EntryError("damaged", f"its file has {size} bytes, not {row.nbytes}")
-            if row.key_id:
-                key = self._cipher.open_key(row.key, key_context(row.identity, row.id))
-                data = decrypt(key, file, size, file_context(row.identity, row.id))
-            else:
-                data = read_all(file, size)
-        block = decode(data, identity=row.identity, entry=row.id, trusted=bool(row.key_id))
-        if coverage.to_text(coverage.of_block(block)) != row.rows:
-            raise EntryError("damaged", "its file has other rows than the index says")
+            block = unseal(self._cipher, row, file, size)
         with self._lock:
             self.counts["bytes_read"] += size
         return block
@@ -263,57 +248,46 @@ class Entries:
         content: bytes,
         hashes: list[bytes],
     ) -> str:
-        entry, key_id = secrets.token_hex(16), self._cipher.key_id
-        key, wrapped = self._cipher.new_key(key_context(identity.digest, entry))
-        rows = coverage.to_text(coverage.of_block(block))
-        sealed = token_context(identity.digest, entry, content, rows)
-        pieces = encode(block, identity=identity.digest, entry=entry)
-        size = sum(map(len, pieces))
-        if self._folder.disk is None:
-            size = block.nbytes
-        elif key_id:
-            size = encrypted_size(size)
-        owner = self._owner(identity)
-        self._check_budget(size, parent, owner)
-        row = EntryRow(
-            id=entry,
-            content=content,
-            identity=identity.digest,
-            label=identity.label,
-            parent=parent.entry if parent else None,
-            p0=block.p0,
-            p1=block.p1,
-            tokens=self._cipher.seal(key, block.tokens.astype("<i4").tobytes(), sealed),
-            rows=rows,
-            nbytes=size,
-            key_id=key_id,
-            key=wrapped,
-            created=(now := time.time()),
-            used=now,
+        on_disk = self._folder.disk is not None
+        row, file = seal(
+            self._cipher, identity, block, content, parent.entry if parent else None, on_disk=on_disk
         )
+        owner = self._owner(identity)
+        self._check_budget(row.nbytes, row.parent, owner)
         listed = hashes[block.p0 // BLOCK :]
         old = replaced.id if replaced else None
+        kept = {link.entry for link in parent.links} if parent else set()
+        self._place(row, file, kept, lambda: self._insert(row, listed, owner, old, session))
+        self.ram.put(row.id, block)
+        return row.id
+
+    def _place(
+        self,
+        row: EntryRow,
+        file: Iterable[bytes | memoryview],
+        kept: set[str],
+        insert: Callable[[], None],
+        durable: bool = True,
+    ) -> None:
+        """Write an entry's file, if there is a folder, and put its row into the index. Where the disk is
+        full, what is not `kept` leaves.
+        """
         disk = self._folder.disk
         if disk is None:
-            self._insert(row, listed, owner, old, session)
-        else:
+            insert()
+            return
 
-            def publish() -> None:
-                context = file_context(identity.digest, entry)
-                data = encrypt(key, pieces, context) if key_id else pieces
-                with disk.publish(file_name(row), data):
-                    self._insert(row, listed, owner, old, session)
+        def publish() -> None:
+            with disk.publish(file_name(row), file, durable):
+                insert()
 
-            self._full_disk.store(publish, lambda more: self._make_room(more, parent), size)
-            with self._lock:
-                self.counts["bytes_written"] += size
-        self.ram.put(entry, block)
-        return entry
+        self._full_disk.store(publish, lambda more: self._make_room(more, kept), row.nbytes)
+        with self._lock:
+            self.counts["bytes_written"] += row.nbytes
 
-    def _make_room(self, size: int, parent: Match | None) -> bool:
+    def _make_room(self, size: int, kept: set[str]) -> bool:
         """Evict what a new entry needs; False if there is nothing to evict."""
         self._full_disk.tell()
-        kept = {link.entry for link in parent.links} if parent else set()
         with self._lock:
             chosen: dict[str, int] = {}
             while sum(chosen.values()) < size:
@@ -327,10 +301,10 @@ class Entries:
             self.counts["evicted"] += len(chosen)
         return bool(chosen)
 
-    def _check_budget(self, size: int, parent: Match | None, owner: Owner) -> None:
+    def _check_budget(self, size: int, parent: str | None, owner: Owner) -> None:
         """An entry and what it builds on must fit together: none of them can leave before the others."""
         with self._lock:
-            n_bytes = size + (self._index.chain_bytes(parent.entry) if parent else 0)
+            n_bytes = size + (self._index.chain_bytes(parent) if parent else 0)
         most = self.max_bytes if owner.max_bytes is None else min(self.max_bytes, owner.max_bytes)
         if n_bytes > most:
             raise TooLargeError(f"{n_bytes} bytes are more than the budget of {most}")

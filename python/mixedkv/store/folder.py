@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mixedkv.store.entry_row import EntryRow
 from mixedkv.store.identity import FORMAT_VERSION
-from mixedkv.store.index import EntryRow, Index
+from mixedkv.store.index import Index
 from mixedkv.store.tiers.disk import DiskTier, folder_lock, inode, make_own_folder, open_own
 
 _LOG = logging.getLogger("mixedkv.store")

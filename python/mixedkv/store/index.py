@@ -9,17 +9,14 @@ Who can write to the folder can put anything into the database: a row that no wr
 from __future__ import annotations
 
 import json
-import re
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
-from mixedkv.limits import INT32_MAX
 from mixedkv.store import eviction as leaving
+from mixedkv.store.entry_row import FIELDS, NOBODY, EntryRow, Owner, sound_row
 from mixedkv.store.eviction import Eviction
 
 _SCHEMA = """
@@ -92,61 +89,7 @@ _BUSY_SECONDS = 30.0
 _REMOVED_SECONDS = 30 * 86400.0  # longer than what is under way when a session is removed
 _STALE_SECONDS = 86400.0  # what was not used for so long is nobody's share
 _LEAST_WEIGHT = 1e-6
-_ID = re.compile(r"[0-9a-f]{32}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EntryRow:
-    """An entry as the index has it.
-
-    Args:
-        content: hash of the identity, all tokens up to `p1`, and `p0`: no two entries are the same.
-        tokens: of [p0, p1), int32 little-endian; encrypted in a store with a key.
-        rows: which positions the block has, see `coverage`.
-        nbytes: of the file; of the arrays, where there is no folder.
-        key_id, key: name of the master key, and the data key wrapped by it; both empty without encryption.
-        created, used: seconds since 1970.
-    """
-
-    id: str
-    content: bytes
-    identity: bytes
-    label: str
-    parent: str | None
-    p0: int
-    p1: int
-    tokens: bytes
-    rows: str
-    nbytes: int
-    key_id: str
-    key: bytes
-    created: float
-    used: float
-
-
-_FIELDS = tuple(field.name for field in fields(EntryRow))
-_COLUMNS = ", ".join(f"entries.{name}" for name in _FIELDS)
-_TYPES = (str, bytes, bytes, str, (str, type(None)), int, int, bytes, str, int, str, bytes, float, float)
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """Whose an entry is, and what its tenant may have.
-
-    Args:
-        tenant: a hash of its name.
-        weight: its share beside other tenants.
-        max_bytes: of its files; None for no limit of its own.
-        sessions: a hash of who removes its sessions, empty for nobody.
-    """
-
-    tenant: bytes = b""
-    weight: float = 1.0
-    max_bytes: int | None = None
-    sessions: bytes = b""
-
-
-NOBODY = Owner()
+_COLUMNS = ", ".join(f"entries.{name}" for name in FIELDS)
 
 
 class ParentGoneError(LookupError):
@@ -204,6 +147,10 @@ class Index:
     def entries(self) -> list[EntryRow]:
         """All of them, last used first."""
         return list(self._rows("FROM entries ORDER BY used DESC, created DESC"))
+
+    def contents(self) -> dict[str, bytes]:
+        """Content hash of every entry by id."""
+        return dict(self._db.execute("SELECT id, content FROM entries"))
 
     def ids(self) -> dict[str, int]:
         """Size of every entry's file by id."""
@@ -345,10 +292,10 @@ class Index:
                 sessions |= {member for (member,) in members}
                 self._delete([replaced])
                 self._db.execute("UPDATE entries SET parent = ? WHERE parent = ?", (row.id, replaced))
-            marks = ",".join("?" * len(_FIELDS))
+            marks = ",".join("?" * len(FIELDS))
             self._db.execute(
-                f"INSERT INTO entries ({', '.join(_FIELDS)}) VALUES ({marks})",
-                [getattr(row, name) for name in _FIELDS],
+                f"INSERT INTO entries ({', '.join(FIELDS)}) VALUES ({marks})",
+                [getattr(row, name) for name in FIELDS],
             )
             leaving.note_uses(self._db, {row.id: 1})
             self._db.executemany("INSERT INTO blocks VALUES (?, ?)", [(h, row.id) for h in hashes])
@@ -475,8 +422,8 @@ class Index:
 
     def _rows(self, rest: str, *values: object) -> Iterator[EntryRow]:
         for row in self._db.execute(f"SELECT {_COLUMNS} {rest}", values):
-            entry = EntryRow(**dict(zip(_FIELDS, row, strict=True)))
-            if _has_types(row) and _is_sound(entry):
+            entry = sound_row(row)
+            if entry is not None:
                 yield entry
 
     @contextmanager
@@ -488,12 +435,3 @@ class Index:
             self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
-
-
-def _is_sound(row: EntryRow) -> bool:
-    return bool(_ID.fullmatch(row.id)) and 0 <= row.p0 < row.p1 <= INT32_MAX and row.nbytes >= 0
-
-
-def _has_types(row: tuple[object, ...]) -> bool:
-    kinds: tuple[Any, ...] = _TYPES
-    return all(isinstance(value, kind) for value, kind in zip(row, kinds, strict=True))

@@ -8,8 +8,9 @@ prompt's boundaries from the last to the first. A hash only proposes; a comparis
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -17,8 +18,9 @@ from mixedkv.kv.block import KVBlock
 from mixedkv.store import coverage
 from mixedkv.store.encryption import Cipher
 from mixedkv.store.entry_error import EntryError, Reason
+from mixedkv.store.entry_row import EntryRow
 from mixedkv.store.identity import Identity
-from mixedkv.store.index import EntryRow, Index
+from mixedkv.store.index import Index
 from mixedkv.store.results import Link, Match
 from mixedkv.tokens import Tokens, common_prefix
 
@@ -67,6 +69,18 @@ def file_context(identity: bytes, entry: str) -> bytes:
     return b"file" + identity + entry.encode()
 
 
+class Listing(Protocol):
+    """What a search asks: an index, or what lies in a remote."""
+
+    def known(self, hashes: Sequence[bytes]) -> set[bytes]: ...
+
+    def candidates(self, block_hash: bytes, limit: int) -> list[str]: ...
+
+    def get(self, entry: str) -> EntryRow | None: ...
+
+    def has_other_key(self, identity: bytes, key_id: str) -> bool: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Stored:
     row: EntryRow
@@ -76,7 +90,7 @@ class _Stored:
 class Search:
     """One search. `broken` has the entries whose rows in the index turned out to be damaged."""
 
-    def __init__(self, index: Index, cipher: Cipher, identity: Identity, tokens: Tokens) -> None:
+    def __init__(self, index: Listing, cipher: Cipher, identity: Identity, tokens: Tokens) -> None:
         self._index, self._cipher = index, cipher
         self._identity, self._tokens = identity, tokens
         self._stored: dict[str, _Stored | None] = {}

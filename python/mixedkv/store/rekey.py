@@ -6,8 +6,8 @@ from pathlib import Path
 
 from mixedkv.store.encryption import KeyCipher, KeySource
 from mixedkv.store.entry_error import EntryError
+from mixedkv.store.entry_row import EntryRow
 from mixedkv.store.folder import StoreFolder, store_root
-from mixedkv.store.index import EntryRow
 from mixedkv.store.lookup import key_context
 
 

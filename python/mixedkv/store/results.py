@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from mixedkv.kv.stats import format_bytes
 from mixedkv.store.identity import Identity
 
-Tier = Literal["ram", "disk", "none"]
+Tier = Literal["ram", "disk", "remote", "none"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +93,7 @@ class Restored:
     Args:
         n_tokens: tokens now in the sequence; 0 is a miss, and the sequence is as it was.
         exact: as in `Match`; True for a miss.
-        tier: "ram", "disk" if any part came from there, or "none".
+        tier: "ram", "disk" or "remote" if any part came from there, or "none".
         seconds: all of it, the lookup included.
         reason: why it was a miss, or why an entry was passed over on the way; "" otherwise. The first word is
             one of `REASONS`.
@@ -155,6 +155,35 @@ class GCResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RemoteStats:
+    """What this process did with its remote.
+
+    Args:
+        url: where it is, without a password.
+        up: it answers, as far as is known.
+        waiting: entries that are still to be sent.
+        hits, misses: searches that took something over from there, and that did not.
+        failures: questions that it did not answer in time.
+        refused: entries that it had no room for.
+        dropped: entries that were not sent, since too many waited.
+        bytes_read, bytes_written: of files.
+    """
+
+    COUNTS: ClassVar = ("hits", "misses", "failures", "refused", "dropped", "bytes_read", "bytes_written")
+
+    url: str
+    up: bool
+    waiting: int
+    hits: int
+    misses: int
+    failures: int
+    refused: int
+    dropped: int
+    bytes_read: int
+    bytes_written: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StoreStats:
     """What a store holds, and what this process did with it.
 
@@ -168,6 +197,7 @@ class StoreStats:
         n_evicted: entries this process removed to make room.
         unerased: keys of removed entries may still be in the index's log, since another program reads it.
         n_restored, seconds_restoring: calls of `restore` that hit, and their time together.
+        remote: the tier behind the disk, if there is one.
     """
 
     n_entries: int
@@ -183,6 +213,7 @@ class StoreStats:
     unerased: bool
     n_restored: int
     seconds_restoring: float
+    remote: RemoteStats | None = None
 
     @property
     def n_hits(self) -> int:
@@ -199,7 +230,8 @@ class StoreStats:
             [
                 f"entries   {self.n_entries}, {format_bytes(self.bytes_disk)} on disk, "
                 f"{format_bytes(self.bytes_ram)} in RAM",
-                f"hits      {self.n_hits} ({self.hits.get('ram', 0)} RAM, {self.hits.get('disk', 0)} disk), "
+                f"hits      {self.n_hits} ({self.hits.get('ram', 0)} RAM, {self.hits.get('disk', 0)} disk, "
+                f"{self.hits.get('remote', 0)} remote), "
                 f"{self.tokens_hit} tokens",
                 f"misses    {self.n_misses}" + (f" ({misses})" if misses else ""),
                 f"bytes     {format_bytes(self.bytes_read)} read, {format_bytes(self.bytes_written)} written",

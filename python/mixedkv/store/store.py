@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING, get_args
 
 import numpy.typing as npt
@@ -19,11 +16,13 @@ from mixedkv.kv.block import KVBlock
 from mixedkv.store import coverage, live_sequence
 from mixedkv.store.encryption import Cipher, KeyCipher, KeySource, PlainCipher, check_key_id
 from mixedkv.store.entries import Entries, ParentGoneError, SessionRemovedError, TooLargeError, store_root
-from mixedkv.store.entry_error import EXPLAINED, EntryError
+from mixedkv.store.entry_error import EXPLAINED, EntryError, Reason
 from mixedkv.store.eviction import Eviction
 from mixedkv.store.identity import Identity
-from mixedkv.store.index import Owner
 from mixedkv.store.lookup import worth_building_on
+from mixedkv.store.ownership import Ownership
+from mixedkv.store.remote.shared_entries import SharedEntries
+from mixedkv.store.remote.tier import RemoteTier
 from mixedkv.store.results import (
     EntryInfo,
     GCResult,
@@ -35,6 +34,7 @@ from mixedkv.store.results import (
     Tier,
     Verified,
 )
+from mixedkv.store.tally import Tally
 from mixedkv.tokens import Tokens, as_tokens
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ _TRIES = 16  # entries that one restore passes over before it gives up
 
 
 class KVStore:
-    """Blocks of KV in memory and in a folder, found by the tokens they were computed from.
+    """Blocks of KV in memory, in a folder and on a server, found by the tokens they were computed from.
 
     Reading takes nothing out. What cannot be read is a miss with a reason, and is removed, so that it can be
     stored again. Several stores, in one process or several, may share a folder; one store may be used by
@@ -64,9 +64,10 @@ class KVStore:
         check_key: refuse a folder that was encrypted, but not with this key.
         shares: what a tenant may have of the folder, by its name; all are equal if None.
         session_owner: who removes the sessions that are stored here, see `remove_orphans`; "" for nobody.
+        remote: URL of a server that other stores use too, redis://... or s3://..., see docs/store.md.
 
     Raises:
-        ValueError: a setting is wrong, or the key is not the folder's.
+        ValueError: a setting is wrong, the key is not the folder's, or the remote refuses us.
         OSError: the folder or the key cannot be read or written.
     """
 
@@ -81,6 +82,7 @@ class KVStore:
         check_key: bool = True,
         shares: Callable[[str], Share] | None = None,
         session_owner: str = "",
+        remote: str | None = None,
     ) -> None:
         if eviction not in get_args(Eviction):
             raise ValueError(f"eviction={eviction!r}: use one of {', '.join(get_args(Eviction))}")
@@ -88,27 +90,27 @@ class KVStore:
         max_disk_bytes = int(_check_number("max_kv_size_gb", max_kv_size_gb) * _GB)
         self._cipher: Cipher = PlainCipher() if key is None else KeyCipher(key)
         self.folder = Path(folder) if folder is not None else None
-        self._shares, self._session_owner = shares, session_owner
-        self._entries = Entries(
+        self._owners = Ownership(self._cipher, shares, session_owner)
+        self._remote: RemoteTier | None = None
+        kind = Entries if remote is None else SharedEntries
+        self._entries = kind(
             store_root(folder) if folder is not None else None,
             self._cipher,
             max_bytes=max_ram_bytes if folder is None else max_disk_bytes,
             max_ram_bytes=max_ram_bytes,
             eviction=eviction,
-            owner=self._owner,
+            owner=self._owners.of,
         )
-        if check_key:
-            try:
+        self._tally = Tally()
+        try:
+            if check_key:
                 check_key_id(self._entries.key_ids(), self._cipher.key_id, folder)
                 self._entries.adopt_key()
-            except BaseException:
-                self._entries.close()
-                raise
-        self._lock = Lock()
-        self._hits: Counter[str] = Counter()
-        self._misses: Counter[str] = Counter()
-        self._tokens_hit = self._n_restored = 0
-        self._seconds = 0.0
+            if remote is not None and isinstance(self._entries, SharedEntries):
+                self._remote = RemoteTier(remote, self._entries, self._cipher)
+        except BaseException:
+            self._entries.close()
+            raise
 
     def __enter__(self) -> KVStore:
         return self
@@ -117,7 +119,11 @@ class KVStore:
         self.close()
 
     def close(self) -> None:
-        """Write down what was used when, and let go of the index. Can be called again."""
+        """Send what waits for the remote, write down what was used when, and let go of the index. Can be
+        called again.
+        """
+        if self._remote is not None:
+            self._remote.close()
         self._entries.close()
 
     # --- finding and reading ---
@@ -129,6 +135,7 @@ class KVStore:
         *,
         max_tokens: int | None = None,
         exact_only: bool = False,
+        remote: bool = True,
     ) -> Match | None:
         """The longest stored prefix of some tokens that can be used, or None, counted as a miss.
 
@@ -137,14 +144,24 @@ class KVStore:
             tokens: token ids from position 0.
             max_tokens: match this many at most.
             exact_only: leave out what would be restored approximately, see `Match.exact`.
+            remote: look in the remote for more than is here, and wait for it.
 
         Raises:
             ValueError: the tokens are no token ids.
         """
-        match, reason = self._entries.find(identity, as_tokens(tokens)[:max_tokens], exact_only)
+        find = self._find if remote else self._entries.find
+        match, reason = find(identity, as_tokens(tokens)[:max_tokens], exact_only)
         if match is None:
-            self._miss(reason)
+            self._tally.miss(reason)
         return match
+
+    def _find(self, identity: Identity, tokens: Tokens, exact_only: bool) -> tuple[Match | None, Reason]:
+        """Here, and in the remote if it has more."""
+        found = self._entries.find(identity, tokens, exact_only)
+        n = found[0].n_tokens if found[0] is not None else 0
+        if self._remote is not None and self._remote.pull(identity, tokens, n, exact_only):
+            return self._entries.find(identity, tokens, exact_only)
+        return found
 
     def sequences(self, identity: Identity, known: Collection[str] = ()) -> list[Match]:
         """All that is stored under an identity: a match for each sequence that none goes on from.
@@ -161,10 +178,10 @@ class KVStore:
         Raises:
             ValueError: the session's name is refused.
         """
-        member = self._session_hash(check_session_id(session), identity.tenant)
+        member = self._owners.session(check_session_id(session), identity.tenant)
         match = self._entries.session_match(identity, member, n_tokens)
         if match is None:
-            self._miss("unknown")
+            self._tally.miss("unknown")
         return match
 
     def read(self, match: Match) -> list[KVBlock] | None:
@@ -173,7 +190,7 @@ class KVStore:
         return found[0] if found else None
 
     def read_from(self, match: Match, begin: int = 0) -> tuple[list[KVBlock], Tier] | None:
-        """As `read`, and where they came from: "ram", or "disk" if any of them did.
+        """As `read`, and where they came from: "ram", or "disk" or "remote" if any of them did.
 
         Args:
             match: from `find` or `sequences`.
@@ -182,9 +199,9 @@ class KVStore:
         try:
             blocks, tier = self._entries.read(match, begin)
         except EntryError as error:
-            self._miss(error.reason)
+            self._tally.miss(error.reason)
             return None
-        self._hit(tier, match.n_tokens - begin)
+        self._tally.hit(tier, match.n_tokens - begin)
         return blocks, tier
 
     def restore(
@@ -226,9 +243,7 @@ class KVStore:
             restored = self._restore(llm, wanted, seq, identity, exact_only)
         seconds = time.perf_counter() - begin
         if restored.hit:
-            with self._lock:
-                self._n_restored += 1
-                self._seconds += seconds
+            self._tally.restored(seconds)
         return replace(restored, seconds=seconds)
 
     def _restore(
@@ -236,7 +251,7 @@ class KVStore:
     ) -> Restored:
         missed: Restored | None = None
         for _ in range(_TRIES):
-            match, reason = self._entries.find(identity, tokens, exact_only)
+            match, reason = self._find(identity, tokens, exact_only)
             if match is None:
                 return missed or self._missed(EntryError(reason, EXPLAINED.get(reason, "")))
             try:
@@ -247,7 +262,7 @@ class KVStore:
                 if error.reason in ("refused", "index"):
                     break
             else:
-                self._hit(tier, match.n_tokens)
+                self._tally.hit(tier, match.n_tokens)
                 passed_over = missed.reason if missed else ""
                 return Restored(
                     n_tokens=match.n_tokens, exact=match.exact, tier=tier, seconds=0, reason=passed_over
@@ -279,7 +294,7 @@ class KVStore:
     def _put(
         self, identity: Identity, block: KVBlock, parent: Match | None, session: str | None
     ) -> tuple[str, bool]:
-        member = None if session is None else self._session_hash(check_session_id(session), identity.tenant)
+        member = None if session is None else self._owners.session(check_session_id(session), identity.tenant)
         if parent is not None and parent.identity != identity:
             raise ValueError("parent: it was computed under another identity")
         if block.p0 != (parent.n_tokens if parent else 0):
@@ -287,7 +302,10 @@ class KVStore:
                 f"block: it begins at position {block.p0}, its parent ends at "
                 f"{parent.n_tokens if parent else 0}; cut the match or export another range"
             )
-        return self._entries.write(identity, block, parent, member)
+        entry, stored = self._entries.write(identity, block, parent, member)
+        if stored and self._remote is not None:
+            self._remote.offer(entry, identity)
+        return entry, stored
 
     def save(
         self,
@@ -388,7 +406,7 @@ class KVStore:
             ValueError: the session has been removed, or its name is refused.
             OSError: it cannot be written.
         """
-        member = self._session_hash(check_session_id(session), match.identity.tenant)
+        member = self._owners.session(check_session_id(session), match.identity.tenant)
         self._entries.add_to_session(member, [link.entry for link in match.links], match.identity)
 
     # --- looking after it ---
@@ -407,7 +425,7 @@ class KVStore:
             raise ValueError("remove: give either an entry or a session")
         if session is not None:
             check_session_id(session)
-            return self._entries.remove_session(self._session_hash(session, check_tenant(tenant)))
+            return self._entries.remove_session(self._owners.session(session, check_tenant(tenant)))
         return self._entries.remove(str(entry))
 
     def remove_orphans(self, living: Iterable[tuple[str, str]], before: float) -> int:
@@ -418,10 +436,10 @@ class KVStore:
         Args:
             living: tenants and sessions.
         """
-        if not self._session_owner:
+        if not self._owners.of_sessions:
             return 0
-        hashes = {self._session_hash(session, tenant) for tenant, session in living}
-        return self._entries.remove_orphans(self._owner_hash(), hashes, before)
+        hashes = {self._owners.session(session, tenant) for tenant, session in living}
+        return self._entries.remove_orphans(self._owners.of_sessions, hashes, before)
 
     def verify(self) -> Verified:
         """Read every file of the store from beginning to end; what is damaged is removed."""
@@ -439,50 +457,21 @@ class KVStore:
         """What the store holds, and what was done with it since it was opened."""
         n_entries, n_bytes = self._entries.totals()
         counts, ram = self._entries.counts, self._entries.ram
-        with self._lock:
-            return StoreStats(
-                n_entries=n_entries,
-                bytes_disk=n_bytes if self.folder is not None else 0,
-                n_ram=len(ram),
-                bytes_ram=ram.n_bytes,
-                hits=dict(self._hits),
-                misses=dict(self._misses),
-                tokens_hit=self._tokens_hit,
-                bytes_read=counts["bytes_read"],
-                bytes_written=counts["bytes_written"],
-                n_evicted=counts["evicted"],
-                unerased=self._entries.unerased,
-                n_restored=self._n_restored,
-                seconds_restoring=self._seconds,
-            )
-
-    def _owner(self, identity: Identity) -> Owner:
-        share = self._shares(identity.tenant) if self._shares is not None else Share()
-        return Owner(
-            tenant=share.owner or self._cipher.digest(b"tenant" + identity.tenant.encode())[:16],
-            weight=share.weight,
-            max_bytes=share.max_bytes,
-            sessions=self._owner_hash(),
+        return StoreStats(
+            n_entries=n_entries,
+            bytes_disk=n_bytes if self.folder is not None else 0,
+            n_ram=len(ram),
+            bytes_ram=ram.n_bytes,
+            bytes_read=counts["bytes_read"],
+            bytes_written=counts["bytes_written"],
+            n_evicted=counts["evicted"],
+            unerased=self._entries.unerased,
+            remote=self._remote.stats() if self._remote is not None else None,
+            **self._tally.stats(),
         )
 
-    def _owner_hash(self) -> bytes:
-        owner = self._session_owner
-        return self._cipher.digest(b"session owner" + owner.encode())[:16] if owner else b""
-
-    def _session_hash(self, session: str, tenant: str) -> bytes:
-        return self._cipher.digest(b"session" + json.dumps([tenant, session]).encode())[:16]
-
-    def _hit(self, tier: Tier, n_tokens: int) -> None:
-        with self._lock:
-            self._hits[tier] += 1
-            self._tokens_hit += n_tokens
-
-    def _miss(self, reason: str) -> None:
-        with self._lock:
-            self._misses[reason] += 1
-
     def _missed(self, error: EntryError) -> Restored:
-        self._miss(error.reason)
+        self._tally.miss(error.reason)
         return Restored(n_tokens=0, exact=True, tier="none", seconds=0, reason=str(error))
 
 

@@ -1,5 +1,6 @@
 // Speed of attention_run alone, one layer per call: decode and prefill over a cache of each type, 16 query heads over
-// 4 KV heads of size 128.  bench_attention [--threads N] [--isa NAME] [--only decode|prefill] [--quick]
+// 4 KV heads of size 128.  bench_attention [--threads N] [--isa NAME] [--only decode|prefill]
+// [--type NAME] [--keys N] [--quick]
 
 #include "attention/attention.h"
 #include "support.h"
@@ -124,7 +125,7 @@ struct cache {
             for (uint8_t & b : *bytes) {
                 b = uint8_t((x = x * 1664525u + 1013904223u) >> 24);
             }
-            const size_t   block = type == row_type::f16 ? 2 : test::row_size(type, 32);
+            const size_t   block = type == row_type::f16 ? 2 : test::row_size(type, test::block_elements(type));
             const uint16_t scale = test::to_half(0.05f);
             for (size_t i = 0; i < bytes->size(); i += block) {
                 if (type == row_type::f16) {
@@ -207,7 +208,8 @@ void bench(team & t, const char * label, const std::vector<mixedkv::attention_se
 int main(int argc, char ** argv) {
     int         threads = 2;
     bool        quick   = false;
-    std::string only;
+    int64_t     keys    = 0; // 0: several
+    std::string only, type;
     for (int i = 1; i < argc; i++) {
         const std::string arg = argv[i];
         if (arg == "--threads" && i + 1 < argc) {
@@ -218,11 +220,15 @@ int main(int argc, char ** argv) {
             }
         } else if (arg == "--only" && i + 1 < argc) {
             only = argv[++i];
+        } else if (arg == "--type" && i + 1 < argc) {
+            type = argv[++i];
+        } else if (arg == "--keys" && i + 1 < argc) {
+            keys = std::max(1, std::atoi(argv[++i]));
         } else if (arg == "--quick") {
             quick = true;
         } else {
-            std::fprintf(stderr,
-                         "usage: bench_attention [--threads N] [--isa NAME] [--only decode|prefill] [--quick]\n");
+            std::fprintf(stderr, "usage: bench_attention [--threads N] [--isa NAME] [--only decode|prefill] "
+                                 "[--type NAME] [--keys N] [--quick]\n");
             return 2;
         }
     }
@@ -241,8 +247,14 @@ int main(int argc, char ** argv) {
     for (const named & c :
          { named{ "f16", row_type::f16 }, named{ "q8_0", row_type::q8_0 }, named{ "q4_0", row_type::q4_0 },
            named{ "iq4_nl", row_type::iq4_nl }, named{ "q4_1", row_type::q4_1 }, named{ "q5_0", row_type::q5_0 },
-           named{ "q5_1", row_type::q5_1 } }) {
-        for (int64_t n : quick ? std::vector<int64_t>{ 1024 } : std::vector<int64_t>{ 4096, 16384, 32768 }) {
+           named{ "q5_1", row_type::q5_1 }, named{ "lm4", row_type::lm4 }, named{ "lm3", row_type::lm3 } }) {
+        if (!type.empty() && type != c.name) {
+            continue;
+        }
+        const std::vector<int64_t> depths = keys    ? std::vector<int64_t>{ keys }
+                                            : quick ? std::vector<int64_t>{ 1024 }
+                                                    : std::vector<int64_t>{ 4096, 16384, 32768 };
+        for (int64_t n : depths) {
             const cache all(c.type, n), hot(row_type::f16, 512);
             if (only != "prefill") {
                 bench(t, (std::string("decode ") + c.name).c_str(), { all.segment(n) }, 1, seconds, buffer, memory);

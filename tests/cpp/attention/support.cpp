@@ -1,5 +1,7 @@
 #include "support.h"
 
+#include "attention/lm3.h"
+
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -36,11 +38,12 @@ float from_half(uint16_t h) {
     return sign * (e ? std::ldexp(float(1024 + m), e - 25) : std::ldexp(float(m), -24));
 }
 
-// Of a block of 32: bytes before the integers, bits of each
+// Of a block: bytes before the integers, bits of each, elements
 struct layout {
     size_t head;
     int    bits;
     bool   minimum;
+    int    elements = 32;
 };
 
 static layout layout_of(row_type type) {
@@ -56,19 +59,32 @@ static layout layout_of(row_type type) {
     case row_type::q4_0:
     case row_type::iq4_nl:
         return { 2, 4, false };
+    case row_type::lm4:
+        return { 2, 4, false, 64 };
+    case row_type::lm3: // conversions of its own
+        return { 2, 0, false, 64 };
     default:
-        return { 0, 0, false };
+        return { 0, 0, false, 1 };
     }
+}
+
+int block_elements(row_type type) {
+    return layout_of(type).elements;
 }
 
 size_t row_size(row_type type, int d) {
     const layout l = layout_of(type);
-    return l.bits ? d / 32 * (l.head + (l.bits == 8 ? 32 : 16)) : d * 2; // f16; `other` is bf16 here
+    if (type == row_type::lm3) {
+        return d / LM3_ELEMENTS * LM3_BYTES;
+    }
+    return l.bits ? d / l.elements * (l.head + l.elements * (l.bits == 8 ? 8 : 4) / 8)
+                  : d * 2; // f16; `other` is bf16 here
 }
 
 const std::vector<row_type> & all_types() {
     static const std::vector<row_type> types{ row_type::f16,  row_type::q8_0, row_type::q4_0, row_type::iq4_nl,
-                                              row_type::q4_1, row_type::q5_0, row_type::q5_1, row_type::other };
+                                              row_type::q4_1, row_type::q5_0, row_type::q5_1, row_type::lm4,
+                                              row_type::lm3,  row_type::other };
     return types;
 }
 
@@ -88,8 +104,13 @@ static void store_half(uint8_t * p, float x) {
 // What integer n of a block stands for, before the scale
 static int value_of(row_type type, int n) {
     static constexpr int iq4_nl[16] = { -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113 };
+    static constexpr int lm4[16]    = { -127, -97, -77, -60, -46, -33, -21, -10, 1, 13, 24, 37, 50, 66, 84, 109 };
     const layout         l          = layout_of(type);
-    return type == row_type::iq4_nl ? iq4_nl[n] : l.bits == 8 ? int8_t(n) : l.minimum ? n : n - (1 << (l.bits - 1));
+    return type == row_type::iq4_nl ? iq4_nl[n]
+           : type == row_type::lm4  ? lm4[n]
+           : l.bits == 8            ? int8_t(n)
+           : l.minimum              ? n
+                                    : n - (1 << (l.bits - 1));
 }
 
 static int get_integer(row_type type, const uint8_t * block, int i) {
@@ -97,7 +118,8 @@ static int get_integer(row_type type, const uint8_t * block, int i) {
     if (l.bits == 8) {
         return block[l.head + i];
     }
-    const int nibble = i < 16 ? block[l.head + i] & 15 : block[l.head + i - 16] >> 4;
+    const int byte   = block[l.head + i / 32 * 16 + i % 16];
+    const int nibble = i % 32 < 16 ? byte & 15 : byte >> 4;
     return nibble | (l.bits == 5 ? (block[l.head - 4 + i / 8] >> i % 8 & 1) << 4 : 0);
 }
 
@@ -107,8 +129,8 @@ static void set_integer(row_type type, uint8_t * block, int i, int n) {
         block[l.head + i] = uint8_t(n);
         return;
     }
-    uint8_t & byte = block[l.head + i % 16];
-    byte           = uint8_t(i < 16 ? (byte & 0xf0) | (n & 15) : (byte & 15) | (n & 15) << 4);
+    uint8_t & byte = block[l.head + i / 32 * 16 + i % 16];
+    byte           = uint8_t(i % 32 < 16 ? (byte & 0xf0) | (n & 15) : (byte & 15) | (n & 15) << 4);
     if (l.bits == 5) {
         uint8_t & high = block[l.head - 4 + i / 8];
         high           = uint8_t((high & ~(1 << i % 8)) | (n >> 4) << i % 8);
@@ -117,17 +139,19 @@ static void set_integer(row_type type, uint8_t * block, int i, int n) {
 
 static void quantise(row_type type, const float * x, int d, uint8_t * out) {
     const layout l = layout_of(type);
-    for (int b = 0; b < d / 32; b++, x += 32, out += row_size(type, 32)) {
-        const auto  ends  = std::minmax_element(x, x + 32);
+    for (int b = 0; b < d / l.elements; b++, x += l.elements, out += row_size(type, l.elements)) {
+        const auto  ends  = std::minmax_element(x, x + l.elements);
         const float least = l.minimum ? *ends.first : 0.0f;
         const float most  = std::max(std::fabs(*ends.first), std::fabs(*ends.second));
         const float scale = l.minimum ? (*ends.second - least) / float((1 << l.bits) - 1)
-                                      : most / float(type == row_type::iq4_nl ? 113 : (1 << (l.bits - 1)) - 1);
+                                      : most / float(type == row_type::iq4_nl ? 113
+                                                     : type == row_type::lm4  ? 109
+                                                                              : (1 << (l.bits - 1)) - 1);
         store_half(out, scale);
         if (l.minimum) {
             store_half(out + 2, least);
         }
-        for (int i = 0; i < 32; i++) {
+        for (int i = 0; i < l.elements; i++) {
             int   best  = 0;
             float error = INFINITY;
             for (int n = 0; n < 1 << l.bits; n++) {
@@ -149,6 +173,10 @@ rows::rows(rng & r, row_type type, int64_t n, int n_head, int d, size_t gap) :
             e = r.gauss();
         }
         uint8_t * out = bytes.data() + i / n_head * row_bytes + i % n_head * head_bytes;
+        if (type == row_type::lm3) {
+            lm3_from_float(x.data(), out, d);
+            continue;
+        }
         if (layout_of(type).bits) {
             quantise(type, x.data(), d, out);
             continue;
@@ -180,21 +208,28 @@ std::vector<float> rows::value(int64_t row, int head) const {
         bf16_to_float(p, out.data(), d);
         return out;
     }
+    if (type == row_type::lm3) {
+        lm3_to_float(p, out.data(), d);
+        return out;
+    }
     const auto half = [](const uint8_t * at) { return from_half(uint16_t(at[0] | at[1] << 8)); };
     for (int i = 0; i < d; i++) {
         if (type == row_type::f16) {
             out[i] = half(p + 2 * i);
             continue;
         }
-        const uint8_t * block = p + i / 32 * row_size(type, 32);
+        const int       n     = block_elements(type);
+        const uint8_t * block = p + i / n * row_size(type, n);
         const float     least = layout_of(type).minimum ? half(block + 2) : 0.0f;
-        out[i]                = half(block) * float(value_of(type, get_integer(type, block, i % 32))) + least;
+        out[i]                = half(block) * float(value_of(type, get_integer(type, block, i % n))) + least;
     }
     return out;
 }
 
 std::string options::describe() const {
-    static const char * const types[] = { "f16", "q8_0", "q4_0", "iq4_nl", "q4_1", "q5_0", "q5_1", "other" };
+    static const char * const types[] = {
+        "f16", "q8_0", "q4_0", "iq4_nl", "q4_1", "q5_0", "q5_1", "lm4", "lm3", "other"
+    };
     static const char * const masks[] = { "none", "causal", "window", "holes", "all_hidden", "alibi" };
     char                      text[256];
     std::snprintf(

@@ -14,6 +14,8 @@ namespace test {
 uint16_t to_half(float x); // round to nearest, ties to even
 float    from_half(uint16_t h);
 
+int block_elements(mixedkv::row_type type);
+
 // Bytes of d elements
 size_t row_size(mixedkv::row_type type, int d);
 

@@ -42,8 +42,9 @@ test::options causal(row_type type, int n_queries) {
 
 // Every element of a row, or the scale of every block of it
 void fill(test::rows & rows, int64_t row, uint16_t half) {
-    const size_t step = rows.type == row_type::f16 ? 2 : test::row_size(rows.type, 32);
-    const size_t n    = rows.type == row_type::f16 ? rows.d : rows.d / 32;
+    const int    elements = test::block_elements(rows.type);
+    const size_t step     = rows.type == row_type::f16 ? 2 : test::row_size(rows.type, elements);
+    const size_t n        = rows.type == row_type::f16 ? rows.d : rows.d / elements;
     for (int head = 0; head < rows.n_head; head++) {
         for (size_t i = 0; i < n; i++) {
             std::memcpy(rows.bytes.data() + row * rows.row_bytes + head * rows.head_bytes + i * step, &half, 2);
@@ -53,7 +54,7 @@ void fill(test::rows & rows, int64_t row, uint16_t half) {
 
 // The last key is seen by the last query alone, and lies in one block with keys that all see.
 void hidden_extremes_do_not_reach_other_queries() {
-    for (const row_type type : { row_type::f16, row_type::q8_0, row_type::q4_0, row_type::iq4_nl }) {
+    for (const row_type type : { row_type::f16, row_type::q8_0, row_type::q4_0, row_type::iq4_nl, row_type::lm4 }) {
         for (const int n_queries : { 2, 5, 16, 40 }) {
             for (const uint16_t half : { 0x7bff, 0xfbff, 0x0001, 0x8001, 0x0000 }) { // +-65504, denormals, 0
                 test::rng     r(11);
@@ -73,7 +74,7 @@ void hidden_extremes_do_not_reach_other_queries() {
 }
 
 void nan_in_a_query_stays_in_its_row() {
-    for (const row_type type : { row_type::f16, row_type::q8_0, row_type::q4_0, row_type::iq4_nl }) {
+    for (const row_type type : { row_type::f16, row_type::q8_0, row_type::q4_0, row_type::iq4_nl, row_type::lm4 }) {
         for (const int n_queries : { 1, 5, 16, 40 }) {
             for (const float odd : { NAN, INFINITY }) {
                 test::rng     r(12);
@@ -100,7 +101,7 @@ void nan_in_a_query_stays_in_its_row() {
 
 // e^2x overflows from 44.4 times the cap on
 void scores_far_beyond_the_soft_cap() {
-    for (const row_type type : { row_type::f16, row_type::q8_0, row_type::q4_0, row_type::iq4_nl }) {
+    for (const row_type type : { row_type::f16, row_type::q8_0, row_type::q4_0, row_type::iq4_nl, row_type::lm4 }) {
         for (const int n_queries : { 1, 40 }) {
             for (const float times : { 1.0f, 20.0f, 30.0f, 60.0f, 1000.0f }) {
                 test::rng     r(13);

@@ -6,6 +6,7 @@
 #include <mixedkv/mixedkv.h>
 
 #include <limits.h>
+#include <math.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -39,9 +40,12 @@ static void expect(int want, int got) {
 #define BUSY          MIXEDKV_BUSY
 
 static struct mixedkv_config make_config(uint32_t threshold, uint32_t group_size, uint32_t sink_tokens, int attention) {
-    const struct mixedkv_config res = {
-        true, threshold, group_size, sink_tokens, (enum mixedkv_attention)attention, 8, true, MIXEDKV_HOT_BUDGET_ALL
-    };
+    struct mixedkv_config res = { .mixed = true, .threshold = threshold, .group_size = group_size };
+    res.sink_tokens           = sink_tokens;
+    res.attention             = (enum mixedkv_attention)attention;
+    res.n_draft               = 8;
+    res.equalize              = true;
+    res.hot_budget            = MIXEDKV_HOT_BUDGET_ALL;
     return res;
 }
 
@@ -74,12 +78,51 @@ static void test_configurations(const struct llama_model * model) {
         printf("case %zu: ", i);
         EXPECT((int)cases[i].status, mixedkv_check(model, &c, GGML_TYPE_Q4_0, GGML_TYPE_Q4_0, cases[i].n_ctx));
     }
+    const float shares[] = { -1e-6f, 1.0f, INFINITY, NAN };
+    for (int i = 0; i < 4; i++) {
+        struct mixedkv_config config = make_config(32, 8, 4, 0);
+        config.v_skip                = shares[i];
+        EXPECT(INVALID, mixedkv_check(model, &config, GGML_TYPE_Q4_0, GGML_TYPE_Q4_0, N_CTX));
+    }
+    const float tops[] = { -1e-6f, 1.0001f, INFINITY, NAN };
+    for (int i = 0; i < 4; i++) {
+        struct mixedkv_config config = make_config(32, 8, 4, 0);
+        config.sparse_top_p          = tops[i];
+        EXPECT(INVALID, mixedkv_check(model, &config, GGML_TYPE_Q4_0, GGML_TYPE_Q4_0, N_CTX));
+    }
     const struct mixedkv_config good = make_config(32, 8, 4, 0);
     EXPECT(INVALID, mixedkv_check(NULL, &good, GGML_TYPE_Q4_0, GGML_TYPE_Q4_0, N_CTX));
     EXPECT(INVALID, mixedkv_check(model, NULL, GGML_TYPE_Q4_0, GGML_TYPE_Q4_0, N_CTX));
 
     const struct mixedkv_config bad = make_config(32, 8, 4, 7);
     EXPECT(INVALID, mixedkv_configure_next(&bad));
+
+    const struct {
+        struct mixedkv_layer_types layers[2];
+        enum mixedkv_status        status; // of mixedkv_check()
+    } layered[] = {
+        { { { 0, 0, GGML_TYPE_Q8_0, GGML_TYPE_Q5_1 }, { 1, -1, GGML_TYPE_Q4_0, GGML_TYPE_Q8_0 } }, OK },
+        { { { 1, -1, GGML_TYPE_Q8_0, GGML_TYPE_Q8_0 }, { 0, 0, GGML_TYPE_Q4_0, GGML_TYPE_Q4_0 } }, OK },
+        { { { 0, -1, GGML_TYPE_Q8_0, GGML_TYPE_Q8_0 }, { 1, 1, GGML_TYPE_Q8_0, GGML_TYPE_Q8_0 } }, INVALID },
+        { { { 0, 1, GGML_TYPE_Q8_0, GGML_TYPE_Q8_0 }, { 1, 2, GGML_TYPE_Q8_0, GGML_TYPE_Q8_0 } }, INVALID },
+        { { { 0, 0, GGML_TYPE_Q8_0, GGML_TYPE_Q8_0 }, { 2, 1, GGML_TYPE_Q8_0, GGML_TYPE_Q8_0 } }, INVALID },
+        { { { -1, 0, GGML_TYPE_Q8_0, GGML_TYPE_Q8_0 }, { 1, 1, GGML_TYPE_Q8_0, GGML_TYPE_Q8_0 } }, INVALID },
+        { { { 0, 0, GGML_TYPE_Q8_0, GGML_TYPE_Q8_0 }, { 1, 1, GGML_TYPE_Q8_0, 9999 } }, INVALID },
+        { { { 0, 0, GGML_TYPE_Q8_0, GGML_TYPE_Q8_0 }, { 1, 1, GGML_TYPE_IQ2_XXS, GGML_TYPE_Q8_0 } }, INVALID },
+        { { { 0, 0, GGML_TYPE_Q8_0, GGML_TYPE_Q8_0 }, { 1, 999, GGML_TYPE_Q8_0, GGML_TYPE_Q8_0 } }, UNSUPPORTED },
+        { { { 0, 0, GGML_TYPE_Q8_0, GGML_TYPE_Q8_0 }, { INT_MAX, -1, GGML_TYPE_Q8_0, GGML_TYPE_Q8_0 } }, UNSUPPORTED },
+    };
+    for (size_t i = 0; i < sizeof(layered) / sizeof(layered[0]); i++) {
+        struct mixedkv_config c = good;
+        c.layers                = layered[i].layers;
+        c.n_layers              = 2;
+        printf("layers %zu: ", i);
+        EXPECT((int)layered[i].status, mixedkv_check(model, &c, GGML_TYPE_Q4_0, GGML_TYPE_Q4_0, N_CTX));
+        EXPECT(layered[i].status == INVALID ? INVALID : OK, mixedkv_configure_next(&c));
+    }
+    struct mixedkv_config nowhere = good;
+    nowhere.n_layers              = 1;
+    EXPECT(INVALID, mixedkv_configure_next(&nowhere));
     EXPECT(OK, mixedkv_configure_next(NULL));
 }
 
@@ -200,7 +243,7 @@ static int is_stored(int type) {
                           GGML_TYPE_Q5_0,  GGML_TYPE_Q5_1,  GGML_TYPE_Q8_0, GGML_TYPE_Q2_K,   GGML_TYPE_Q3_K,
                           GGML_TYPE_Q4_K,  GGML_TYPE_Q5_K,  GGML_TYPE_Q6_K, GGML_TYPE_IQ4_NL, GGML_TYPE_IQ4_XS,
                           GGML_TYPE_TQ1_0, GGML_TYPE_TQ2_0, GGML_TYPE_Q1_0, GGML_TYPE_Q2_0,   GGML_TYPE_MXFP4,
-                          GGML_TYPE_NVFP4 };
+                          GGML_TYPE_NVFP4, MIXEDKV_TYPE_LM4 };
     for (size_t i = 0; i < sizeof(known) / sizeof(known[0]); i++) {
         if (known[i] == type) {
             return 1;
@@ -222,8 +265,9 @@ static void test_type(struct llama_model * model, int type) {
         const int                     type_k = i % 2 ? GGML_TYPE_F16 : type;
         const int                     type_v = i % 2 ? type : GGML_TYPE_F16;
         printf("type %d of %s, cache %d\n", type, i % 2 ? "V" : "K", i / 2);
+        const int is_based = type == MIXEDKV_TYPE_LM3 && i % 2; // its basis is looked at when the context is made
         if (config) {
-            EXPECT(is_stored(type) ? OK : UNSUPPORTED,
+            EXPECT(is_stored(type) || is_based ? OK : UNSUPPORTED,
                    mixedkv_check(model, config, (enum ggml_type)type_k, (enum ggml_type)type_v, N_CTX));
         }
         struct llama_context * ctx = make_context(model, config, type_k, type_v);
@@ -301,6 +345,10 @@ static void test_window(struct llama_context * ctx) {
     EXPECT(INVALID, mixedkv_set_window(ctx, 32, UINT32_MAX, 4));
     EXPECT(INVALID, mixedkv_set_window(ctx, 32, 8, UINT32_MAX));
     EXPECT(INVALID, mixedkv_set_window(ctx, UINT32_MAX, UINT32_MAX, UINT32_MAX));
+    EXPECT(INVALID, mixedkv_limit_window(NULL, 8));
+    EXPECT(OK, mixedkv_limit_window(ctx, 8));
+    EXPECT(OK, mixedkv_limit_window(ctx, 0));
+    EXPECT(OK, mixedkv_limit_window(ctx, UINT32_MAX));
     EXPECT(OK, mixedkv_set_window(ctx, 0, INT32_MAX, 0));
     EXPECT(OK, mixedkv_set_window(ctx, 32, 8, 4));
 }

@@ -3,6 +3,8 @@
 #include "check.h"
 #include "llama-kv-mixed-guard.h"
 
+#include "attention/lm4.h"
+
 #include "ggml-backend-impl.h"
 #include "ggml-cpp.h"
 #include "llama-hparams.h"
@@ -62,9 +64,10 @@ static void test_mask() {
     CHECK(is_refused([&] { llama_kv_guard_mask(mask(GGML_TYPE_F16, 300, 64, 1), 300, 12); }, "row for each token"));
 }
 
-// a device that has no flash attention for heads beyond 128
+// a device that has no flash attention for heads beyond 128, and writes rows of Q4_0 alone
 static bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) {
-    return op->op == GGML_OP_FLASH_ATTN_EXT && op->src[1]->ne[0] <= 128;
+    return op->op == GGML_OP_FLASH_ATTN_EXT ? op->src[1]->ne[0] <= 128
+                                            : op->op == GGML_OP_SET_ROWS && op->type == GGML_TYPE_Q4_0;
 }
 
 static const char * device_name(ggml_backend_dev_t) {
@@ -91,9 +94,21 @@ static void test_flash() {
     llama_kv_guard_flash(ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU), hparams, 3);
 }
 
+static void test_rows() {
+    ggml_backend_device dev = {};
+    dev.iface.supports_op   = supports_op;
+    dev.iface.get_name      = device_name;
+
+    llama_kv_guard_rows(&dev, GGML_TYPE_Q4_0, 2);
+    CHECK(is_refused([&] { llama_kv_guard_rows(&dev, ggml_type(LM4_TYPE), 2); },
+                     "layer 2: GPU0 does not write rows of type 'lm4'"));
+    llama_kv_guard_rows(ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU), ggml_type(LM4_TYPE), 2);
+}
+
 int main() {
     test_rotation();
     test_mask();
     test_flash();
+    test_rows();
     return 0;
 }

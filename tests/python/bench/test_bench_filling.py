@@ -6,11 +6,12 @@ import time
 from collections.abc import Iterator
 from statistics import median
 
+import llama_cpp
 import numpy as np
 import pytest
 
 from mixedkv.bench.harness.cache_settings import Setting, make_settings
-from mixedkv.bench.harness.contexts import Context, Model
+from mixedkv.bench.harness.contexts import CannotRunError, Context, Model
 from mixedkv.bench.harness.filling import make_fill
 from mixedkv.bench.harness.speed_run import Local, Work
 from mixedkv.bundled import model_path
@@ -58,6 +59,36 @@ def test_restoring_brings_the_same_logits_again(model: Model) -> None:
         logits.append(context.logits().copy())
     context.close()
     assert (logits[0] == logits[1]).all()
+
+
+def test_peaked_keys_have_a_structure(model: Model) -> None:
+    """A tenth of the pages holds the attention, so `sparse` reads few of them."""
+    (setting,) = make_settings(["mixed:sparse=top_p:0.99"])
+    read = {}
+    for fill in ("synthetic", "peaked"):
+        runner = Local(model, setting, Work(depth=2000, n_prompt=1, n_gen=2, threads=1, fill=fill))
+        assert runner.facts["fill"] == fill
+        runner.measure()
+        read[fill] = runner.facts["pages_read"]
+        runner.close()
+    assert 4 * read["peaked"] < read["synthetic"], read
+
+
+def test_only_some_keys_can_be_peaked(model: Model) -> None:
+    (setting,) = make_settings(["mixed:cold=q5_1"])
+    with pytest.raises(CannotRunError, match="keys in q5_1 cannot be peaked: only f16, q4_0, q8_0"):
+        Local(model, setting, Work(depth=600, n_prompt=1, n_gen=1, threads=1, fill="peaked"))
+
+
+@pytest.mark.parametrize("setting", make_settings(["f16", "mixed"], "off"), ids=lambda s: s.name)
+def test_all_sequences_are_at_the_depth(model: Model, setting: Setting) -> None:
+    """And each gets the tokens that are generated."""
+    runner = Local(model, setting, Work(depth=300, n_prompt=40, n_gen=3, threads=1, sequences=3))
+    for _ in range(2):
+        runner.measure()
+        memory = llama_cpp.llama_get_memory(runner.context.ptr)
+        assert [llama_cpp.llama_memory_seq_pos_max(memory, seq) for seq in range(3)] == [303] * 3
+    runner.close()
 
 
 @pytest.mark.bench

@@ -59,6 +59,8 @@ def test_rows_and_calibration(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert row["n_cases"] == 1
         if row["method"] == "full":
             assert (row["kld_mean"], row["evaluated"], row["approximate"]) == (0, 1, 0)
+            assert row["repaired"] == 0
+            assert 0 < row["kld_f32"] < 0.1
         elif row["method"] == "none":  # the first turn of a history is too short to be reused
             assert row["approximate"] > 0.2 or row["workload"] == "system"
             assert row["evaluated"] + row["approximate"] <= 1.001  # the rest was cached exactly
@@ -68,6 +70,17 @@ def test_rows_and_calibration(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert len(found.measured) == 10
     assert found.chosen is not None
     assert found.chosen.evaluated == min(each.evaluated for each in found.measured)
+
+
+@pytest.mark.slow
+def test_what_was_asked_for_is_measured(tmp_path: Path) -> None:
+    flags = ["--workload", "edited", "--documents", "2", "--repair", "seam", "--repair", "query"]
+    data = run(tmp_path / "r.json", "reuse", "--kv", KV, "--repeats", "2", "--n-prompt", "300", *flags)
+    assert [(row["workload"], row["method"]) for row in data["rows"]] == [
+        ("edited", method) for method in ("full", "seam", "query")
+    ]
+    for row in data["rows"]:
+        assert row["cpu_vs_cold"] == 1 if row["method"] == "full" else row["cpu_vs_cold"] > 0
 
 
 def test_the_calibration_chooses(llm: Llama, tmp_path: Path) -> None:
@@ -103,6 +116,10 @@ def test_a_calibration_of_another_model_is_refused(llm: Llama, tmp_path: Path) -
         (["--calibrate"], "--folder"),
         (["--n-prompt", "100"], "256 or more"),
         (["--max-kld", "0"], "positive number"),
+        (["--workload", "poems"], "invalid choice: 'poems'"),
+        (["--documents", "1"], "2 or more"),
+        (["--calibrate", "--folder", ".", "--repair", "query"], "leave --workload, --donor and --repair out"),
+        (["--workload", "few_shot", "--donor", "alone"], "other donors only"),
     ],
 )
 def test_bad_flags(flags: list[str], match: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,14 +22,17 @@ from mixedkv.bench.harness.contexts import CannotRunError
 from mixedkv.bench.harness.neighbours import neighbours
 from mixedkv.bench.harness.speed_run import Work
 from mixedkv.bench.harness.stock_peer import Peer
+from mixedkv.bench.sensitivity import read_shares
 from mixedkv.bundled import model_path
 from mixedkv.config import PRESETS, MixedKVConfig, parse_kv
 from mixedkv.model.footprint import footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file
+from mixedkv.model.layer_plan import LayerPlan
 from support.bench_support import by_kv, run
 from support.patience import PATIENCE, wait_for
 
 MIXED = "mixed:threshold=64,group=16"
+SHAPE = model_shape(read_model_file(model_path()))
 
 
 def test_the_default_settings() -> None:
@@ -39,6 +42,42 @@ def test_the_default_settings() -> None:
     assert {s.spec for s in settings if not s.is_f16 and s.is_peer} == {"q8_0", "q4_0"}
     assert sum(isinstance(s.kv, MixedKVConfig) for s in settings) == 3
     assert len({s.name for s in settings}) == len(settings) == 7
+
+
+def test_sensitivity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "s.json"
+    data = run(path, "sensitivity", "--n-ctx", "512", "--repeats", "1", "--bits", "5,6", "--threads", "1")
+    layers = [row for row in data["rows"] if "layer" in row]
+    assert [(row["layer"], row["part"]) for row in layers] == [(il, part) for il in range(6) for part in "kv"]
+    assert layers[3]["kv"] == "mixed:cold=q8_0,layers=1:q8_0/iq4_nl"
+    shares = read_shares(path)
+    assert sum(shares.values()) > 0
+    chosen = data["rows"][len(layers) :]
+    for row, bits in zip(chosen, (5, 6), strict=True):
+        assert bits - 0.25 < row["bits"] <= bits
+        assert (
+            footprint(
+                SHAPE, replace(parse_kv(row["kv"]), quantization_threshold=0, sink_tokens=0), 512
+            ).bits_per_element
+            == row["bits"]
+        )
+        plan = LayerPlan(SHAPE, shares)
+        assert row["kld_planned"] == pytest.approx(plan.divergence(plan.most(bits)))
+        assert 0 < row["kld_mean"] < sum(shares.values())
+    shown = capsys.readouterr().out
+    assert re.search(r"iq4_nl in K or V of one layer\n.*\n  0 K +[\d.e-]+", shown)
+    assert re.search(r"types of least divergence\n.*\n  mixed:\S+ +[45]\.\d\d", shown)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("", "Expecting value"), ("[]", "list indices"), ('{"rows": []}', "no share of each layer")],
+)
+def test_shares_of_another_file(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / "s.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=problem):
+        read_shares(path)
 
 
 def test_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,11 +236,12 @@ def test_what_the_model_cannot_run_is_a_row_that_says_why(tmp_path: Path, zoo_pa
 
 @pytest.mark.parametrize("test", ["speed", "memory"])
 def test_a_model_that_cannot_have_a_mixed_cache(tmp_path: Path, zoo_path, test: str) -> None:
-    """Multi-head latent attention caches no values."""
+    """Latent attention has one row, of one type, for keys and values."""
     small = ["--depths", "256", "--repeats", "1", "--n-prompt", "8", "--n-gen", "2", "--flash-attn", "on"]
     model = ["-m", str(zoo_path("deepseek2"))]
-    rows = by_kv(run(tmp_path / "s.json", test, *model, "--kv", "mixed", "--kv", "f16", *small)["rows"])
-    assert "deepseek2" in rows["mixed"]["error"]
+    kv = ["--kv", "mixed:balanced", "--kv", "f16"]
+    rows = by_kv(run(tmp_path / "s.json", test, *model, *kv, *small)["rows"])
+    assert re.search("deepseek2.*MLA", rows["mixed:balanced"]["error"])
     assert "error" not in rows["f16"]
 
 

@@ -16,12 +16,21 @@ from support.bench_support import run
 def test_speculation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--repeats", "2", "--n-gen", "48", "--depths", "512"]
     rows = run(tmp_path / "s.json", "speculation", "--kv", "mixed", *small)["rows"]
-    repeats, certain, unlike = rows
-    assert [row["text"] for row in rows] == ["repeats", "is certain", "is unlike"]
+    repeats, certain, _, unlike = rows
+    assert [row["text"] for row in rows] == ["repeats", "is certain", "goes on", "is unlike"]
     assert certain["accepted"] > certain["drafted"] / 2
     assert repeats["accepted"] > unlike["accepted"]
     assert repeats["steps"] < unlike["steps"] <= 1
-    assert "Prompt lookup, text that repeats" in capsys.readouterr().out
+    assert "Drafts, text that repeats" in capsys.readouterr().out
+
+
+def test_a_draft_model(tmp_path: Path) -> None:
+    """One that says what the model says, so that all it is sure of comes."""
+    small = ["--repeats", "1", "--n-gen", "48", "--depths", "256", "--draft-model", str(model_path())]
+    rows = run(tmp_path / "s.json", "speculation", "--kv", "mixed", *small)["rows"]
+    goes_on = rows[2]
+    assert goes_on["draft_model"]
+    assert goes_on["accepted"] > 0.8 * goes_on["drafted"] > 0
 
 
 def test_a_padded_model_says_what_the_bundled_one_says(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def data(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> dict[str, An
 def test_a_row_for_every_tier(data: dict[str, Any], folder: Path) -> None:
     for kv in ("f16", MIXED):
         rows = [row for row in data["rows"] if row["test"] == "store" and row["kv"] == kv]
-        assert [row["tier"] for row in rows] == list(TIERS)
+        assert [row["tier"] for row in rows] == [tier for tier in TIERS if tier != "remote"]
         for row in rows:
             if "error" in row:
                 assert row["tier"] == "disk_dropped"  # a file system in memory

@@ -15,8 +15,9 @@ from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.chat import ChatResult, MessageCache
 from mixedkv.chat.reuse import reuse_prefix
-from mixedkv.chat.window import Window, drop_tokens
+from mixedkv.chat.window import Window
 from mixedkv.errors import UnsupportedModelError
+from mixedkv.kv.close_gap import close_gap
 from mixedkv.store import Identity, KVStore
 from support.conversation_support import Message, empty, user
 
@@ -59,7 +60,7 @@ def test_tokens_in_the_middle_are_dropped_and_the_rest_moves_up(llm: Llama) -> N
     tokens = llm.tokenize(note(0, 20)["content"].encode())
     llm.eval(tokens)
     values = llm.kv.layer(3).v()
-    drop_tokens(llm, 0, 8, 40)
+    close_gap(llm.kv, 0, 8, 40)
     kept = [*range(8), *range(40, len(tokens))]
     assert llm.input_ids[: llm.n_tokens].tolist() == [tokens[i] for i in kept]
     llm.eval([tokens[0]])
@@ -74,7 +75,7 @@ def test_tokens_in_the_middle_are_dropped_and_the_rest_moves_up(llm: Llama) -> N
 @pytest.mark.parametrize(("begin", "end"), [(-1, 4), (4, 4), (5, 4)])
 def test_ranges_that_are_none(llm: Llama, begin: int, end: int) -> None:
     with pytest.raises(ValueError, match="no range"):
-        drop_tokens(llm, 0, begin, end)
+        close_gap(llm.kv, 0, begin, end)
 
 
 # --- long chats ---
@@ -96,10 +97,11 @@ def test_a_long_chat_goes_on(llm: Llama, store: KVStore, caplog: pytest.LogCaptu
     dropped = [usage.dropped_tokens for usage in usages]
     assert dropped[0] == 0
     assert dropped == sorted(dropped)
-    quarter = (SIZE - SINKS) // 4
-    assert dropped[-1] % quarter == 0
+    grown = [n for n in np.diff(dropped) if n]
+    assert min(grown) >= (SIZE - SINKS) // 4
+    assert max(grown) < (SIZE - SINKS) // 4 + n_tokens(llm, messages[-2:])  # a message goes as a whole
     records = [record for record in caplog.records if "is full" in record.message]
-    assert len(records) == dropped[-1] // quarter
+    assert len(records) == len(grown)
     assert all(word not in caplog.text for word in messages[0]["content"].split() if len(word) > 5)
 
 
@@ -165,7 +167,7 @@ def test_a_long_chat_in_another_process_begins_with_what_fits(llm: Llama, store:
         messages.append(note(90))
         usage = cache.chat(messages, **GREEDY).usage
         budget = Window(llm, SINKS).budget
-        assert usage.evaluated_tokens == budget < SIZE
+        assert budget - 60 < usage.evaluated_tokens <= budget < SIZE
         assert usage.dropped_tokens >= usage.prompt_tokens - budget
         assert not usage.exact
         assert not other.entries()

@@ -98,6 +98,19 @@ def test_the_longest_common_left_context_is_best(store: KVStore) -> None:
     assert donors_of(made, B, A + C)[0].common_left(np.array(A + C + B, np.int32)[:120]) <= 120
 
 
+def test_a_conversation_is_better_than_a_passage_alone(store: KVStore) -> None:
+    """Also where the passage alone agrees longer: rows that a sequence begins with are sinks."""
+    put(store, A, B)
+    put(store, passage(9)[:-1], A, C)
+    assert segments(index(store), QUESTION, A, B, QUESTION) == [(40, 100, 59), (100, 160, 60)]
+
+
+def test_too_short_a_part_of_a_conversation_is_no_better(store: KVStore) -> None:
+    put(store, A, B)
+    put(store, passage(9)[:-1], A[:38], C)
+    assert segments(index(store), QUESTION, A, B, QUESTION) == [(40, 160, 0)]
+
+
 def test_the_same_rows_are_one_donor(store: KVStore) -> None:
     """A conversation that went on is stored in several entries, of which each has what came before."""
     put_chain(store, WHO, A + B, [60, 120])

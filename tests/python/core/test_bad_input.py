@@ -67,6 +67,58 @@ def test_not_a_model(tmp_path: Path, data: bytes, message: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "key", "n_rot", "good"),
+    [
+        ("gemma2", "rope.dimension_count", 62, True),
+        ("gemma2", "rope.dimension_count", 0, True),
+        ("gemma2", "rope.dimension_count", 63, False),
+        ("gemma2", "rope.dimension_count", 66, False),
+        ("gemma2", "rope.dimension_count", 2**32 - 1, False),
+        ("gemma2", "rope.dimension_count_swa", 31, False),
+        ("qwen35", "rope.dimension_count", 0, False),
+    ],
+)
+def test_rope_that_cannot_be_is_refused(tmp_path: Path, name: str, key: str, n_rot: int, good: bool) -> None:
+    """ggml aborts where it turns half a pair, or more than a head; its M-RoPE that turns none never ends."""
+    model = zoo.make(name)
+    model.keys[key] = n_rot
+    path = tmp_path / "model.gguf"
+    model.write(path)
+    if good:
+        assert read_model_file(path).get(key) == n_rot
+        return
+    with pytest.raises(
+        InvalidModelFileError, match=rf"its {key} is {n_rot}, and RoPE turns pairs of the \d+ el"
+    ):
+        Llama(path, n_ctx=256, verbose=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("qwen3", "rope.dimension_count", 32),
+        ("phi", "attention.head_count", 1),
+        ("glm4moe", "expert_used_count", 2**32 - 1),
+        ("rwkv7", "block_count", 2**31 - 1),
+    ],
+)
+@pytest.mark.parametrize("kv", ["f16", "mixed"])
+def test_an_assertion_while_loading_is_an_error(
+    tmp_path: Path, name: str, key: str, value: int, kv: str
+) -> None:
+    """Without `_core.Assertions` each of them ends the process."""
+    path = tmp_path / "model.gguf"
+    model = zoo.make(name)
+    model.keys[key] = value
+    model.write(path)
+    with pytest.raises(InvalidModelFileError, match=r"model.gguf cannot be loaded: .*GGML_ASSERT\("):
+        Llama(path, kv=kv, n_ctx=256, verbose=False)
+    zoo.make("qwen3").write(path)
+    with Llama(path, kv=kv, n_ctx=256, verbose=False) as llm:
+        llm.eval([1, 2, 3])
+
+
+@pytest.mark.parametrize(
     ("kind", "n", "message"),
     [
         (gguf.GGUFValueType.UINT8, 1 << 62, "truncated"),
@@ -239,9 +291,12 @@ def test_head_size_that_does_not_fit_the_block(zoo_path: Callable[[str], Path], 
         Llama(zoo_path("llama-48"), kv=kv, **TINY)
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"), [("deepseek2", "MLA"), ("mamba", "recurrent"), ("bert", "no KV cache")]
-)
+def test_one_row_for_keys_and_values_has_one_type(zoo_path: Callable[[str], Path]) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"deepseek2.*MLA.*cold_type_k and cold_type_v"):
+        Llama(zoo_path("deepseek2"), kv="mixed:cold_k=q8_0,cold_v=q4_0", **TINY)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("mamba", "recurrent"), ("bert", "no KV cache")])
 def test_memory_that_is_no_kv_cache(zoo_path: Callable[[str], Path], name: str, reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"'{name}' .*{reason}.*'f16'"):
         Llama(zoo_path(name), **TINY)

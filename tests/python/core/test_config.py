@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pickle
+import re
 
 import pytest
 from hypothesis import given
@@ -11,19 +13,28 @@ from hypothesis import strategies as st
 
 from mixedkv import MixedKVConfig, UniformKV
 from mixedkv.config import (
-    COLD_TYPES,
-    UNIFORM_TYPES,
     KVSetting,
     check_window,
-    ggml_type,
     parse_kv,
-    type_bits,
-    type_name,
 )
+from mixedkv.layer_types import join_layers
+from mixedkv.row_types import COLD_TYPES, UNIFORM_TYPES, ggml_type, type_bits, type_name
 
 
 def any_case(names: tuple[str, ...]) -> st.SearchStrategy[str]:
     return st.sampled_from(names).flatmap(lambda name: st.sampled_from((name, name.upper(), name.title())))
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> str:
+    """Ranges that do not overlap, in any order; the last may be open."""
+    edges = sorted(draw(st.sets(st.integers(0, 99), max_size=6)))
+    ranges = [(a, b - 1) for a, b in itertools.pairwise(edges)]
+    types = st.lists(any_case(COLD_TYPES), min_size=1, max_size=2).map("/".join)
+    items = [f"{a}{'' if a == b else f'-{b}'}:{draw(types)}" for a, b in ranges]
+    if edges and draw(st.booleans()):
+        items.append(f"{edges[-1]}-:{draw(types)}")
+    return ",".join(draw(st.permutations(items)))
 
 
 @st.composite
@@ -37,6 +48,8 @@ def mixed_configs(draw: st.DrawFn) -> MixedKVConfig:
         cold_type_v=draw(any_case(COLD_TYPES)),
         attention=draw(any_case(("auto", "fused", "merged"))),
         equalize=draw(st.booleans()),
+        layers=draw(layers()),
+        v_skip=draw(st.sampled_from([0.0, 1e-6, 0.5])),
     )
 
 
@@ -79,6 +92,14 @@ def test_defaults_of_the_seed_design() -> None:
             parse_kv("mixed:equalize=false,cold_k=q8_0,threshold=128,group=32"),
         ),
         ("mixed:equalize=true", MixedKVConfig(equalize=True)),
+        (
+            "mixed:layers=4-:q4_0, 0-3:Q8_0/q8_0,threshold=64",
+            MixedKVConfig(layers="0-3:q8_0,4-:q4_0", quantization_threshold=64),
+        ),
+        (
+            "mixed:quality,layers=1:q4_0/q8_0",
+            parse_kv("mixed:layers=1:q4_0/q8_0,cold=q8_0,threshold=256,group=32"),
+        ),
         ("f16", UniformKV()),
         ("Q8_0", UniformKV(type_k="q8_0", type_v="q8_0")),
         ("q8_0/q4_0", UniformKV(type_k="q8_0", type_v="q4_0")),
@@ -142,10 +163,12 @@ def test_frozen_and_keyword_only() -> None:
         ("attention", "fast", ValueError),
         ("enable_quantization", 1, TypeError),
         ("equalize", "false", TypeError),
+        ("layers", None, TypeError),
+        ("layers", {0: "q8_0"}, TypeError),
     ],
 )
 def test_wrong_values_are_named(field: str, value: object, error: type[Exception]) -> None:
-    with pytest.raises(error, match=f"{field}={value!r}"):
+    with pytest.raises(error, match=re.escape(f"{field}={value!r}")):
         MixedKVConfig(**{field: value})  # type: ignore[arg-type]
 
 
@@ -155,6 +178,19 @@ def test_threshold_smaller_than_group() -> None:
     with pytest.raises(ValueError, match=r"quantization_threshold=8 .*group_size=16 \(16 unless given\)"):
         parse_kv("mixed:threshold=8")
     assert parse_kv("mixed:threshold=8,group=8").group_size == 8  # type: ignore[union-attr]
+
+
+def test_types_of_a_layer() -> None:
+    config = MixedKVConfig(cold_type_k="q8_0", layers="1-2:q4_0/q5_1,5-:q5_0")
+    types = [config.types_of(il) for il in range(7)]
+    rest, ranged, last = ("q8_0", "q4_0"), ("q4_0", "q5_1"), ("q5_0", "q5_0")
+    assert types == [rest, ranged, ranged, rest, rest, last, last]
+    assert join_layers((il, *config.types_of(il)) for il in range(7)) == (
+        "0:q8_0/q4_0,1-2:q4_0/q5_1,3-4:q8_0/q4_0,5-6:q5_0"
+    )
+    config.check_layers(6)
+    with pytest.raises(ValueError, match=r"layers 5-: the model has 5 layers, 0 to 4"):
+        config.check_layers(5)
 
 
 def test_threshold_above_the_context() -> None:
@@ -186,6 +222,13 @@ def test_threshold_above_the_context() -> None:
         ("mixed:cold_k=q8_0,cold=q4_0", r"cold stands for both"),
         ("mixed:group=4,group=8", r"gives group twice"),
         ("f16:threshold=8", r"a uniform cache takes attention only, not threshold"),
+        ("mixed:layers=0-3:q8_0,2-:q4_0", r"layers 0-3 and 2- overlap: name each layer once"),
+        ("mixed:layers=5:q8_0,5:q8_0", r"layers 5 and 5 overlap"),
+        ("mixed:layers=3-1:q8_0", r"layers: '3-1:q8_0' ends before it begins"),
+        ("mixed:layers=0-3:q8_0/f16", r"layers: 'f16' in '0-3:q8_0/f16' is not one of q8_0"),
+        ("mixed:layers=0-3", r"layers: '0-3' is no range with types: use e.g. 0-3:q8_0/q4_0"),
+        ("mixed:layers=-3:q8_0", r"'-3:q8_0' is no range"),
+        ("mixed:0-3:q8_0", r"'0-3:q8_0' is not key=value"),
         ("f16:attention=merged", r"attention='merged' is not one of auto, fused"),
     ],
 )
@@ -201,7 +244,15 @@ def test_other_objects_are_no_setting(kv: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "bits"), [("f32", 0, 32), ("f16", 1, 16), ("q8_0", 8, 8.5), ("q4_0", 2, 4.5)]
+    ("name", "kind", "bits"),
+    [
+        ("f32", 0, 32),
+        ("f16", 1, 16),
+        ("q8_0", 8, 8.5),
+        ("q4_0", 2, 4.5),
+        ("lm4", 38, 4.25),
+        ("lm3", 37, 2.75),
+    ],
 )
 def test_types_are_those_of_ggml(name: str, kind: int, bits: float) -> None:
     assert ggml_type(name) == kind

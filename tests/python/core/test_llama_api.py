@@ -182,7 +182,24 @@ def test_pickle() -> None:
         assert copy.create_chat_completion(RECALL.messages, **CHAT)["choices"][0]["message"]["content"]
 
 
-@pytest.mark.parametrize("kv", ["f16", "q8_0/q4_0", "mixed"])
+def test_layers_that_the_model_lacks_are_named() -> None:
+    for layers in ("6:q8_0", "0-6:q8_0", "9-:q8_0"):
+        name = layers.partition(":")[0]
+        with pytest.raises(ValueError, match=f"layers {name}: the model has 6 layers, 0 to 5"):
+            open_llama(f"mixed:layers={layers}")
+
+
+def test_stats_name_the_types_of_each_layer() -> None:
+    with open_llama("mixed:layers=0-1:q8_0/q5_0,5-:q4_1") as llm:
+        layers = llm.kv.stats(by_layer=True).layers
+        assert "layer 0   2 heads of 64    q8_0/q5_0" in str(llm.kv.stats(by_layer=True))
+    assert layers is not None
+    others = ("q4_0", "q4_0")
+    types = [("q8_0", "q5_0")] * 2 + [others] * 3 + [("q4_1", "q4_1")]
+    assert [(layer.type_k, layer.type_v) for layer in layers] == types
+
+
+@pytest.mark.parametrize("kv", ["f16", "q8_0/q4_0", "mixed", "mixed:layers=2-:q8_0/q4_0"])
 def test_pickle_of_any_cache(kv: str) -> None:
     with open_llama(kv) as llm, pickle.loads(pickle.dumps(llm)) as copy:
         assert copy.kv.stats() == llm.kv.stats()

@@ -76,7 +76,7 @@ def test_passages_are_reused_and_said_to_be(direct: Direct) -> None:
     assert (job.n_cached or 0) - job.n_cached_exact == job.n_approximate
     assert job.evaluated
     assert job.tokens[: job.n_prompt].tolist() == case.prompt.tolist()
-    assert str(job.method) == "query 5% + first 8"
+    assert str(job.method) == "query 4%"
 
 
 def test_an_exact_request_that_follows_is_that_of_an_empty_engine(direct: Direct) -> None:
@@ -202,7 +202,7 @@ def test_what_cannot_be_put_together_is_evaluated(direct: Direct) -> None:
     expected = bits(ask(direct, case, reuse=False, store=False))
     store(direct, case)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mixedkv.chunks.stitch.at_seams", lambda *a, **k: 1 / 0)
+        patch.setattr("mixedkv.chunks.stitch.Stitch._choose", lambda *a, **k: 1 / 0)
         job, _ = ask(direct, case)
     assert (job.exact, job.n_approximate, job.n_cached) == (True, 0, 0)
     assert job.tokens.tolist() == expected[0]

@@ -286,14 +286,14 @@ def test_an_answer_that_goes_on_later_still_follows_its_schema(direct: Direct) -
 
 def test_a_full_queue_is_refused(direct: Direct) -> None:
     engine = direct.engine
-    limit, engine.max_queue = engine.max_queue, 2
+    limit, engine.room.max_queue = engine.room.max_queue, 2
     try:
         jobs = [direct.job([5 + i] * 20, 200, ignore_end=True)[0] for i in range(engine.parallel + 2)]
         engine.submit_jobs(jobs)
         with pytest.raises(QueueFullError):
             engine.submit_jobs([direct.job([5] * 20)[0] for _ in range(3)])
     finally:
-        engine.max_queue = limit
+        engine.room.max_queue = limit
         for job in jobs:
             engine.cancel(job)
         wait_for(lambda: not (engine.n_running or engine.n_queued), pause=0.001)

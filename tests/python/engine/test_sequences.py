@@ -14,6 +14,7 @@ from mixedkv.engine.sequences import NO_MATCH, Match, Sequence, SequencePool
 from mixedkv.engine.tenant_limits import TenantLimits
 from mixedkv.hot_window import HotWindow
 from mixedkv.kv.checkpoint import Checkpoint
+from mixedkv.overflow import Gap, LongPrompt
 
 
 class FakeMemory:
@@ -351,3 +352,23 @@ def test_a_paused_sequence_goes_back_as_far_as_it_may() -> None:
     assert memory.calls[-1] == ("rm", seq.id, 36)
     again = pool.own_rows(seq, "", tokens(0, 36), most_cut=4)  # the last one is evaluated again
     assert again.n == len(seq.tokens) == 35
+
+
+def test_long_prompts_are_told_apart_by_what_is_there_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is missing in a sequence is read where nothing else says no: it may be millions of tokens."""
+    hashed: list[int] = []
+    is_of = Gap.is_of
+    monkeypatch.setattr(Gap, "is_of", lambda gap, whole: hashed.append(len(whole)) or is_of(gap, whole))
+    pool, rng = make_pool()[0], np.random.default_rng(0)
+    prompts = [rng.integers(0, 999, 5000).astype(np.int32) for _ in range(2)]
+    longs = [LongPrompt(prompt, 4, 512) for prompt in prompts]
+    seq = pool.acquire("", NO_MATCH)
+    assert seq is not None
+    n = longs[0].to_drop()
+    seq.gap = longs[0].gap(n)
+    seq.tokens.extend(longs[0].without(n).tolist())
+    pool.release(seq)
+    assert pool.match_long("", longs[1])[0].n == 0
+    assert not hashed
+    match, dropped = pool.match_long("", longs[0])
+    assert (match.n, dropped, len(hashed)) == (len(seq.tokens) - 1, n, 1)

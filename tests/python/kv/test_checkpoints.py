@@ -208,3 +208,16 @@ def test_a_block_without_the_state_is_refused(zoo_path: Callable[[str], Path]) -
     assert other.kv.positions(0) == (-1, -1)
     context.llm.close()
     other.llm.close()
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt-oss", "gemma4"])
+def test_where_sliding_layers_keep_all_their_rows(zoo_path: Callable[[str], Path], name: str) -> None:
+    """Their checkpoint has F16 copies only: the rows that it lacks are not dropped for it."""
+    contexts = [Context(zoo_path(name), "mixed:hot_budget=all", swa_full=True) for _ in range(2)]
+    point = saved(contexts[0])
+    contexts[0].kv.resume(point, SAVED, 0, 0)
+    positions = [len(context.kv.layer(0).k(0)) for context in contexts[:1]]
+    assert positions == [SAVED]
+    assert close(contexts[0].go_on(SAVED, 0), cold(contexts[1], SAVED))
+    for context in contexts:
+        context.llm.close()

@@ -57,15 +57,15 @@ def test_filled_tokens_see_what_is_before_them_and_not_what_is_behind(tokens: np
 
 
 def test_all_attention_is_counted_once(tokens: np.ndarray) -> None:
-    """Each token, head and layer gives away a weight of 1; nothing is read in F16 here but the tokens
-    themselves.
+    """Each token and head gives away a weight of 1 in each layer of the deeper half; nothing is read in F16
+    here but the tokens themselves.
     """
     with open_llama(COLD, n_ctx=1024) as llm:
         llm.eval(tokens[:100].tolist())
         mass = llm.kv.fill(tokens[100:104], np.arange(100, 104), watch=104)
         assert mass.shape == (104,)
         assert mass.min() >= 0
-        assert mass.sum() == pytest.approx(4 * 4 * 6, rel=1e-3)  # tokens, heads, layers
+        assert mass.sum() == pytest.approx(4 * 4 * 3, rel=1e-3)  # tokens, heads, layers
         assert mass[100] > 0
         assert not llm.kv.fill(tokens[104:105], [104]).size
 

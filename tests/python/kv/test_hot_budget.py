@@ -64,7 +64,16 @@ def test_by_default_the_cache_is_a_quarter_more_than_its_cold_rows_at_most(prese
 
 
 @pytest.mark.parametrize("unified", [True, False])
-@pytest.mark.parametrize("kv", ["mixed:hot_budget=all", "mixed:hot_budget=150", "mixed:threshold=0,sinks=3"])
+@pytest.mark.parametrize(
+    "kv",
+    [
+        "mixed:hot_budget=all",
+        "mixed:hot_budget=150",
+        "mixed:threshold=0,sinks=3",
+        "mixed:layers=0:q8_0/q5_1,3-4:q4_1",
+        "mixed:cold=lm4,layers=2:q4_0/lm4",
+    ],
+)
 def test_the_formula_is_what_is_allocated(kv: str, unified: bool) -> None:
     n_seq = 4 if unified else 1
     with Llama(

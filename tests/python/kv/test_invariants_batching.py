@@ -53,6 +53,14 @@ def test_micro_batches_of_a_whole_model(open_ctx, name: str, attention: str) -> 
     assert spread(open_, WINDOW.with_(attention=attention)) < rel_rms(q4, f16) / 10
 
 
+def test_micro_batches_of_layers_of_several_types(open_ctx, attention: str) -> None:
+    kv = WINDOW.with_(layers=((1, -1, "q8_0", "q5_1"),), attention=attention)
+    f16, q4 = (
+        logits(lambda n, kv=kv: open_ctx("llama-64", kv, n_ubatch=n), 64) for kv in (Uniform(), WINDOW)
+    )
+    assert spread(lambda kv, n: open_ctx("llama-64", kv, n_ubatch=n), kv) < rel_rms(q4, f16) / 10
+
+
 def test_several_calls_are_one_prompt(open_pair, attention: str) -> None:
     """Batches handed over in pieces, as a chat does, are the same prompt."""
     kv = WINDOW.with_(attention=attention)

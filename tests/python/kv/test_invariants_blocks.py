@@ -19,6 +19,8 @@ CACHES = {
     "merged": KV.with_(attention="merged"),
     "fused": KV.with_(attention="fused"),
     "no-window": KV.with_(threshold=0, group=1, sinks=0),
+    "layers": KV.with_(layers=((1, -1, "q8_0", "q5_1"),)),
+    "lm4": KV.with_(k="lm4", v="lm4"),
 }
 tokens = prompt(400, seed=6)
 # whole models: rounding of sums in another order, which later layers' quantisation can enlarge
@@ -120,10 +122,13 @@ def test_another_place(open_ctx, cache: str, name: str) -> None:
 @pytest.mark.parametrize("dst", CACHES)
 def test_each_type_to_each(open_ctx, name: str, src: str, dst: str) -> None:
     """Rows of the target, in the model's basis, are the source's within what both types round away."""
+    if "lm4" in (src, dst) and zoo.SHAPES[name].head % 64:
+        pytest.skip("lm4 packs 64 elements")
     a, b = open_ctx(name, CACHES[src]), open_ctx(name, CACHES[dst])
     a.decode(tokens[:70])
     b.put(a.export())
-    error = {"f16": 0.002, "q8_0": 0.02, "q4_0": 0.25}  # of the RMS; measured 0.0003, 0.006, 0.09
+    # of the RMS; measured 0.0003, 0.006, 0.09, 0.08
+    error = {"f16": 0.002, "q8_0": 0.02, "q4_0": 0.25, "lm4": 0.25}
     for il, which in itertools.product(zoo.SHAPES[name].kv_layers, "kv"):
         have, _, hot = b.rows(il, which, unrotate=True)
         want, _, _ = a.rows(il, which, unrotate=True)

@@ -38,6 +38,9 @@ def test_window_as_long_as_the_context_equals_f16(logits, name: str, attention: 
 def test_no_window_and_no_sinks_equals_the_uniform_cold_cache(logits, name: str, attention: str) -> None:
     f16, q4 = logits(name, F16), logits(name, Q4)
     mixed = logits(name, Mixed(threshold=0, group=1, sinks=0, attention=attention, equalize=False))
+    if name == "deepseek2":  # the mixed cache rotates quantised latent rows, and llama.cpp does not
+        assert rel_rms(mixed, f16) < 1.1 * rel_rms(q4, f16)
+        return
     # upstream rounds Q to int8 for a quantised K, which moves values that later layers quantise
     # ... and the more the more layers there are: six in gemma4
     assert rel_rms(mixed, q4) < rel_rms(q4, f16) / (2 if name == "gemma4" else 4)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from support.checks import TOL_STEP, check_books, check_rows, distances, tolerance
 from support.harness import Ctx, DecodeError, Mixed, Uniform, prompt, rel_rms
-from support.oracle import Oracle
+from support.oracle import Oracle, oracle_of
 
 N_SEQ, N_CTX = 3, 768
 
@@ -35,7 +35,10 @@ steps = st.one_of(
     st.tuples(st.just("sequence away and back"), seqs),
     st.tuples(st.just("range away and back"), seqs, fractions, fractions),
 )
-window_steps = st.tuples(st.just("window"), st.integers(0, 24), st.integers(1, 8), st.integers(0, 3))
+window_steps = st.one_of(
+    st.tuples(st.just("window"), st.integers(0, 24), st.integers(1, 8), st.integers(0, 3)),
+    st.tuples(st.just("limit"), st.integers(0, 30)),
+)
 
 
 class Player:
@@ -43,6 +46,7 @@ class Player:
 
     def __init__(self, ctx: Ctx, other: Oracle | Ctx, unified: bool) -> None:
         self.ctx, self.other, self.unified = ctx, other, unified
+        self.window, self.most = (KV.threshold, KV.group, KV.sinks), KV.threshold
 
     def both(self, operation: str, *args: int) -> None:
         for side in (self.ctx, self.other):
@@ -107,7 +111,20 @@ class Player:
         self.both("rm", seq, -1, -1)
 
     def on_window(self, threshold: int, group: int, sinks: int) -> None:
-        self.both("set_window", threshold, min(group, threshold) or 1, sinks)
+        self.window = threshold, min(group, threshold) or 1, sinks
+        self.ctx.set_window(*self.window)
+        self.other.set_window(*self.limited())
+
+    def on_limit(self, most: int) -> None:
+        before, self.most = self.limited(), most
+        self.ctx.limit_window(most)
+        if self.limited()[0] != before[0]:
+            self.other.set_window(*self.limited())
+
+    def limited(self) -> tuple[int, int, int]:
+        threshold, group, sinks = self.window
+        most = min(threshold, self.most)
+        return most, min(group, most) or 1, sinks
 
     def on_save_and_restore(self) -> None:
         self.ctx.stats()  # a state saved while a move is pending would lose it: llama.cpp saves no shifts
@@ -155,14 +172,16 @@ def fuzz(examples: int):
     )
 
 
-def run_on_oracle(load, name: str, attention: str, unified: bool, plan: list[tuple]) -> None:
+KV = Mixed(threshold=24, group=8, sinks=3)
+
+
+def run_on_oracle(load, name: str, kv: Mixed, unified: bool, plan: list[tuple]) -> None:
     from support import zoo
 
-    kv = Mixed(threshold=24, group=8, sinks=3, attention=attention)
     il = zoo.SHAPES[name].kv_layers[0]
     options = {"n_seq_max": N_SEQ, "unified": unified}
     with Ctx(load(name, only=il), kv, n_ctx=N_CTX, n_ubatch=16, **options) as ctx:
-        oracle = Oracle(zoo.muted(name, il), il, kv, **options)
+        oracle = oracle_of(zoo.muted(name, il), il, kv.of_layer(il), **options)
         oracle.take_scales(ctx)
         player = Player(ctx, oracle, unified)
         for step in [("decode", 0, 40, 1), *plan, ("decode", 0, 12, 2)]:
@@ -184,18 +203,28 @@ PLANS = st.lists(st.one_of(steps, window_steps), min_size=3, max_size=14)
 @given(plan=PLANS)
 @fuzz(15)
 def test_against_the_oracle(load, attention: str, unified: bool, plan: list[tuple]) -> None:
-    run_on_oracle(load, "llama-64", attention, unified, plan)
+    run_on_oracle(load, "llama-64", KV.with_(attention=attention), unified, plan)
+
+
+@given(plan=PLANS)
+@fuzz(8)
+def test_a_layer_of_its_own_types(load, attention: str, plan: list[tuple]) -> None:
+    """Window, shifts, rollbacks, copies and states of a layer whose types are not those of the others."""
+    layers = ((0, 0, "q5_1", "lm4"),)
+    run_on_oracle(
+        load, "llama-64", KV.with_(k="q4_0", v="q8_0", layers=layers, attention=attention), True, plan
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama-96", "refact", "qwen3"])
+@pytest.mark.parametrize("name", ["llama-96", "refact", "qwen3", "deepseek2"])
 @pytest.mark.parametrize("unified", [True, False], ids=["unified", "streams"])
 @given(plan=PLANS)
-@fuzz(150)
+@fuzz(60)
 def test_against_the_oracle_at_length(
     load, attention: str, name: str, unified: bool, plan: list[tuple]
 ) -> None:
-    run_on_oracle(load, name, attention, unified, plan)
+    run_on_oracle(load, name, KV.with_(attention=attention), unified, plan)
 
 
 @pytest.mark.parametrize("unified", [True, False], ids=["unified", "streams"])

@@ -12,7 +12,6 @@ from support.harness import TYPES, Ctx, InitError, Mixed, Uniform, prompt
 
 CASES = {
     "llama-48": ["head", "48", "32"],
-    "deepseek2": ["deepseek2"],
     "mamba": ["mamba"],
     "bert": ["bert"],
 }

@@ -79,7 +79,9 @@ def test_any_window(open_pair, name: str, setting: str, attention: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "types", [("q8_0", "q8_0"), ("q8_0", "q4_0"), ("q4_0", "q8_0"), ("q5_1", "q5_0")], ids="-".join
+    "types",
+    [("q8_0", "q8_0"), ("q8_0", "q4_0"), ("q4_0", "q8_0"), ("q5_1", "q5_0"), ("lm4", "lm4")],
+    ids="-".join,
 )
 @pytest.mark.parametrize("name", ["llama-128", "qwen3"])
 def test_types_of_k_and_v_are_independent(
@@ -87,6 +89,13 @@ def test_types_of_k_and_v_are_independent(
 ) -> None:
     kv = WINDOW.with_(k=types[0], v=types[1], attention=attention)
     got, want, _ = both(open_pair, name, 0, kv)
+    assert worst(got, want) < tolerance(kv)
+
+
+@pytest.mark.parametrize("il", [0, 1])
+def test_layers_have_types_of_their_own(open_pair, il: int, attention: str) -> None:
+    kv = WINDOW.with_(v="q8_0", layers=((1, -1, "q8_0", "q5_0"),), attention=attention)
+    got, want, _ = both(open_pair, "llama-64", il, kv)
     assert worst(got, want) < tolerance(kv)
 
 

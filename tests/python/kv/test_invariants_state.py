@@ -57,7 +57,13 @@ def test_one_sequence(open_ctx, attention: str, name: str) -> None:
     assert rel_rms(away.decode(part), stayed.decode(part)) < ROUNDING
 
 
-CACHES = {"f16": Uniform(), "merged": KV.with_(attention="merged"), "fused": KV.with_(attention="fused")}
+CACHES = {
+    "f16": Uniform(),
+    "merged": KV.with_(attention="merged"),
+    "fused": KV.with_(attention="fused"),
+    "layers": KV.with_(layers=((1, -1, "q8_0", "q5_1"),)),
+    "lm4": KV.with_(k="lm4", v="lm4"),
+}
 
 
 @pytest.mark.parametrize("cache", CACHES)

@@ -27,7 +27,7 @@ def test_smaller_then_wider(open_pair, attention: str) -> None:
     set_window(pair, 16, 4, 2)
     check_books(ctx, oracle)
     assert ctx.stats()["threshold"] == 16
-    assert ctx.stats()["threshold_capacity"] == 48
+    assert ctx.stats()["threshold_capacity"] == 50  # two sinks less
     set_window(pair, 48, 8, 4)
     check_books(ctx, oracle)
     hot = ctx.rows(1, "k")[2]

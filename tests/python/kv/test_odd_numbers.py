@@ -31,7 +31,7 @@ def odd_model(request: pytest.FixtureRequest, tmp_path: Path):
     model.close()
 
 
-@pytest.mark.parametrize("cold", ["q4_0", "q8_0", "f16"])
+@pytest.mark.parametrize("cold", ["q4_0", "q8_0", "lm4", "f16"])
 @pytest.mark.parametrize("threshold", [0, 32])
 def test_earlier_tokens_and_other_sequences_do_not_notice(
     odd_model: Model, cold: str, threshold: int

@@ -31,7 +31,7 @@ def interleaved(lengths: list[int], first: list[int]) -> tuple[list[int], list[l
     return [p for p, _, _ in turns], [[s] for _, s, _ in turns]
 
 
-@pytest.mark.parametrize("name", ["llama-64", "llama-96", "refact", "gpt-oss", "gemma2"])
+@pytest.mark.parametrize("name", ["llama-64", "llama-96", "refact", "gpt-oss", "gemma2", "deepseek2"])
 def test_sequences_of_different_lengths_in_one_batch(
     open_pair, attention: str, unified: bool, name: str
 ) -> None:
@@ -48,7 +48,7 @@ def test_sequences_of_different_lengths_in_one_batch(
         check_rows(ctx, oracle, seq)
 
 
-@pytest.mark.parametrize("name", ["llama-64", "llama-96", "refact", "gpt-oss", "gemma2"])
+@pytest.mark.parametrize("name", ["llama-64", "llama-96", "refact", "gpt-oss", "gemma2", "deepseek2"])
 @pytest.mark.parametrize("first", ["answers", "prompt"])
 def test_answers_beside_a_prompt(open_pair, attention: str, name: str, first: str) -> None:
     """As a server composes its batches: the attention of answers and of a prompt are separate calls."""

@@ -16,16 +16,20 @@ from support.harness import prompt
 from support.served_models import N_NEW, N_TURN, Answered, Served, converse, in_new_process, questions
 
 MIXED = "mixed:hot_budget=all"
-F16_ONLY = ("deepseek2", "mamba", "rwkv7")
+F16_ONLY = ("mamba", "rwkv7")
 KINDS = [(name, "f16" if name in F16_ONLY else MIXED) for name in zoo.KINDS if name != "bert"]
 SENSITIVE = ("gemma4",)  # its random weights make a hundred times more of a rounding, in F16 too
-KINDS += [("qwen35", "f16"), ("lfm2", "f16"), ("qwen2vl", "f16"), ("gemma3", "f16")]
+KINDS += [("qwen35", "f16"), ("lfm2", "f16"), ("qwen2vl", "f16"), ("gemma3", "f16"), ("deepseek2", "f16")]
+FULL = "swa_full "  # before a cache: sliding layers keep all rows, as a server has it
+KINDS += [(name, FULL + MIXED) for name in ("gemma2", "gemma3", "gemma4", "gpt-oss")]
 
 
 def talk(path: Path, kv: str, store: Path, seed: int) -> tuple[dict[str, Any], list[Answered]]:
     """One conversation: what a new process is asked, and what it should answer."""
     n_ctx = 4096 if path.stem == "llama4" else 1024  # each sequence has rows of all tokens in its chunks
-    with Served(path, kv, store, n_ctx=n_ctx) as served:
+    options: dict[str, Any] = {"n_ctx": n_ctx, "swa_full": kv.startswith(FULL)}
+    kv = kv.removeprefix(FULL)
+    with Served(path, kv, store, **options) as served:
         done = converse(served, questions(seed))
         distances = []
         for i, (tokens, answer) in enumerate(done):
@@ -39,6 +43,12 @@ def talk(path: Path, kv: str, store: Path, seed: int) -> tuple[dict[str, Any], l
             assert again.cached == len(tokens) - 1
             assert again.same(cold)
         assert np.median(distances) < (0.1 if path.stem in SENSITIVE else 0.02)
+        tokens, answer = done[-1]
+        served.forget()
+        restored = served.ask(tokens)
+        assert restored.tier == "ram"
+        assert restored.same(answer)
+        assert len(tokens) - restored.cached <= N_TURN + N_NEW + 30
         edited = [*done[2][0][:-10], *prompt(30, seed=100 * seed + 77)]
         answer = served.ask(edited)
         assert len(done[1][0]) - 1 <= answer.cached < len(done[2][0])
@@ -48,7 +58,7 @@ def talk(path: Path, kv: str, store: Path, seed: int) -> tuple[dict[str, Any], l
             assert sum(point.nbytes for point in served.engine.pool.checkpoints) > 0
     done.insert(0, (edited, cold))  # first, when nothing is live
     prompts = [tokens for tokens, _ in done]
-    task = {"path": str(path), "kv": kv, "n_ctx": n_ctx, "store": str(store), "prompts": prompts}
+    task = {"path": str(path), "kv": kv, "options": options, "store": str(store), "prompts": prompts}
     return task, [answer for _, answer in done]
 
 

@@ -29,7 +29,8 @@ def test_every_attention_layer_is_mixed(open_ctx, name: str, attention: str) -> 
     assert all(layer["mixed"] for layer in layers.values())
     for il in shape.kv_layers:
         assert layers[il]["n_head_kv"] == shape.n_head_kv
-        assert layers[il]["n_embd_head_k"] == layers[il]["n_embd_head_v"] == shape.head
+        assert layers[il]["n_embd_head_k"] == shape.head
+        assert layers[il]["n_embd_head_v"] == (0 if name == "deepseek2" else shape.head)  # within K
         assert (layers[il]["type_k"], layers[il]["type_v"]) == (TYPES["q4_0"], TYPES["q4_0"])
         assert layers[il]["fused"] == (attention == "fused")
 

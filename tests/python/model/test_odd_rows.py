@@ -12,6 +12,7 @@ import pytest
 from mixedkv import KVBlock, Llama
 from mixedkv.chunks.deviation import last_logits
 from mixedkv.engine.batch import Batch
+from mixedkv.errors import UnsupportedModelError
 from mixedkv.store import KVStore
 from support.harness import prompt, rel_rms
 
@@ -29,7 +30,7 @@ def go_on(llm: Llama, pos: int, seq: int = 0) -> np.ndarray:
     return last_logits(llm)
 
 
-@pytest.mark.parametrize("kv", ["f16", "q8_0"])
+@pytest.mark.parametrize("kv", ["f16", "q8_0", "mixed:cold=q8_0"])
 def test_latent_rows_come_back(zoo_path: Callable[[str], Path], tmp_path: Path, kv: str) -> None:
     """MLA: one row for keys and values."""
     path = zoo_path("deepseek2")
@@ -38,22 +39,29 @@ def test_latent_rows_come_back(zoo_path: Callable[[str], Path], tmp_path: Path, 
         block = llm.kv.export()
         (group,) = block.groups
         assert [layer.head_size_v for layer in group.layers] == [0, 0]
-        assert block.nbytes == block.tokens.nbytes + group.positions.nbytes + sum(
-            layer.k.nbytes for layer in group.layers
-        )
+        assert all(layer.v.size == layer.v_hot.size == 0 for layer in group.layers)
         assert store.save(llm).n_stored == len(TOKENS)
         assert store.restore(other, [*TOKENS, *NEXT], exact_only=True).n_tokens == len(TOKENS)
         assert np.array_equal(go_on(other, len(TOKENS)), go_on(llm, len(TOKENS)))
         with pytest.raises(LookupError, match="MLA"):
             llm.kv.layer(0).v()
-        half = KVBlock.from_arrays(block.describe(), block.to_arrays()).slice(0, 70)
         other.kv.clear()
-        if kv == "f16":
-            other.kv.load(half, at=9)
-            assert other.kv.positions(0) == (9, 78)
-        else:
+        if kv == "q8_0":
+            assert not other.kv.can_shift
             with pytest.raises(ValueError, match="cannot shift"):
-                other.kv.load(half, at=9)
+                other.kv.load(block, at=9)
+            with pytest.raises(UnsupportedModelError, match="cannot be moved"):
+                llm.kv.shift(0, 0, -1, 9)
+            return
+        other.kv.load(KVBlock.from_arrays(block.describe(), block.to_arrays()), at=9)
+        with open_llama(path, "f16") as there:
+            batch = Batch(len(TOKENS))
+            batch.add(TOKENS, 9, 0, logits=True)
+            assert batch.decode(there.ctx) == 0
+            near = 1e-3 if kv == "f16" else 0.02
+            keys = [x.kv.layer(1).k(basis="model") for x in (other, there)]
+            assert rel_rms(*keys) < near
+            assert rel_rms(go_on(other, 9 + len(TOKENS)), go_on(there, 9 + len(TOKENS))) < near
 
 
 def test_padded_values_come_back(zoo_path: Callable[[str], Path]) -> None:

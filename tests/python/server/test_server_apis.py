@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -197,6 +198,30 @@ def test_a_wrong_message_is_refused_in_its_own_form(tools: Server, change: Any, 
     assert says in answer["error"]["message"]
 
 
+IMAGE_URL = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+INPUT_IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+AUDIO = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+TEXT = {"type": "text", "text": "What is this?"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [TEXT, IMAGE_URL]}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [AUDIO]}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [TEXT, IMAGE]}], "max_tokens": 1}),
+        ("/v1/responses", {"input": [{"role": "user", "content": [INPUT_IMAGE]}]}),
+        ("/apply-template", {"messages": [{"role": "user", "content": [IMAGE_URL]}]}),
+    ],
+)
+def test_images_and_sounds_are_refused_with_the_reason(server: Server, path: str, body: Any) -> None:
+    status, answer, _ = server.request("POST", path, body)
+    assert status == 400
+    assert re.search("image|audio", answer["error"]["message"])
+    assert re.search("content|messages", answer["error"]["param"])
+
+
 # --- OpenAI's responses ---
 
 
@@ -268,7 +293,8 @@ def test_structured_responses(server: Server) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"previous_response_id": "resp_1"}, "whole history"),
+        ({"conversation": "conv_1"}, "previous_response_id"),
+        ({"previous_response_id": "../x"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"input": []}, "at least 1"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "function_call"),

@@ -468,14 +468,12 @@ def test_a_slice_that_fails_fails_those_in_it() -> None:
     assert (results[0].tolist(), results[2].tolist()) == ([[1, 1], [2, 1]], [[3, 1]])
 
 
-def test_models_that_rank_are_refused(zoo_path: Callable[[str], Path]) -> None:
-    file = read_model_file(zoo_path("bert"))
-    file.metadata["bert.pooling_type"] = int(llama_cpp.LLAMA_POOLING_TYPE_RANK)
-    with (
-        Llama(zoo_path("bert"), kv="f16", n_ctx=64, verbose=False) as llm,
-        pytest.raises(ValueError, match="ranks texts"),
-    ):
-        EmbeddingContext(llm, file)
+def test_a_model_that_does_not_rank_says_so(server: Server) -> None:
+    body = {"query": "a", "documents": ["b"]}
+    status, answer, _ = server.request("POST", "/v1/rerank", body)
+    assert (status, answer["error"]["param"]) == (400, "model")
+    assert MODEL in answer["error"]["message"]
+    assert "pooling type" in answer["error"]["message"]
 
 
 def test_slices_are_short_on_a_slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:

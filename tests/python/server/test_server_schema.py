@@ -32,8 +32,9 @@ _EVALUATING = (
 )  # fmt: skip
 _OTHERS = (
     "POST /infill",  # the model has no tokens for it
+    "POST /v1/rerank",  # it does not rank
     "GET /v1/context", "GET /v1/context/{session_id}", "PATCH /v1/context/{session_id}",
-    "DELETE /v1/context/{session_id}",
+    "DELETE /v1/context/{session_id}", "DELETE /v1/responses/{response_id}",
 )  # fmt: skip
 
 

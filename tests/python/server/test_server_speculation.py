@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
 from support.server_support import Server, running
 
@@ -76,4 +77,20 @@ def test_a_bad_prediction_is_named(server: Server) -> None:
 
 def test_a_bad_mode_is_refused(server: Server) -> None:
     status, answer, _ = server.request("POST", "/v1/completions", {**ENDLESS, "speculation": "magic"})
+    assert (status, answer["error"]["param"]) == (400, "speculation")
+
+
+def test_a_draft_model() -> None:
+    with running(
+        "--n-ctx", "1024", "--parallel", "2", "--draft-model", str(model_path()), "--kv", "mixed"
+    ) as server:
+        plain = server.post("/v1/completions", {**ENDLESS, "speculation": "off"})
+        drafted = server.post("/v1/completions", ENDLESS)
+        assert drafted["usage"]["completion_tokens"] == plain["usage"]["completion_tokens"] == 120
+        assert details(drafted)["accepted_prediction_tokens"] > 0
+        assert server.stats()["engine"]["speculation"]["mode"] == "draft-model"
+
+
+def test_a_mode_without_its_model_is_refused(server: Server) -> None:
+    status, answer, _ = server.request("POST", "/v1/completions", {**ENDLESS, "speculation": "draft-model"})
     assert (status, answer["error"]["param"]) == (400, "speculation")

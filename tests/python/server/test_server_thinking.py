@@ -148,6 +148,34 @@ def test_thoughts_of_earlier_turns_are_not_evaluated_again(begun: Server) -> Non
         messages.append(answer.choices[0].message.model_dump(exclude_none=True))
 
 
+@pytest.mark.slow
+def test_ten_turns_of_tools_and_thoughts_evaluate_what_is_new(begun: Server) -> None:
+    """Each turn calls a tool, reads its result and thinks before it answers."""
+    messages: list[Any] = [{"role": "system", "content": "You are brief. " * 40}]
+    opening = len(begun.post("/tokenize", {"content": "<think>\n"})["tokens"]) + 1
+    before, thought = 0, 0
+    tools = {"tools": [ADD], "parallel_tool_calls": False}
+
+    def turn(**options: Any) -> Any:
+        nonlocal before
+        answer = ask(begun, messages, **tools, **options)
+        usage = answer.usage
+        evaluated = usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens
+        assert usage.prompt_tokens_details.cached_exact
+        assert not before or evaluated <= usage.prompt_tokens - before + opening, (len(messages), evaluated)
+        before = usage.prompt_tokens
+        messages.append(answer.choices[0].message.model_dump(exclude_none=True))
+        return answer
+
+    for i in range(10):
+        messages.append({"role": "user", "content": f"Question {i}?"})
+        (call,) = turn(tool_choice="required", max_tokens=200).choices[0].message.tool_calls
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": f"The result is {i}."})
+        usage = turn(reasoning_budget_tokens=60, max_tokens=90).usage
+        thought += usage.completion_tokens_details.reasoning_tokens
+    assert thought > 500
+
+
 def test_an_answer_goes_on_from_its_beginning(own: Server) -> None:
     messages = [USER, {"role": "assistant", "content": "It will be"}]
     prompt = prompt_of(own, messages=messages, continue_final_message=True)

@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from support.families import ADD, WEATHER, template_path
+from support.recorded import with_a_token_that_calls
 from support.server_support import MODEL, Server, running
 
 USER = {"role": "user", "content": "Will it rain in Oslo?"}
@@ -203,6 +204,53 @@ def test_langchain_binds_tools(server: Server) -> None:
     answer.tool_calls[0]["id"] = "abcdefghi"
     history += [answer, ToolMessage(str(multiply.invoke(call["args"])), tool_call_id="abcdefghi")]
     assert model.bind_tools([multiply]).invoke(history).content
+
+
+@pytest.fixture(scope="module")
+def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """With a template whose calls begin with one token: a bias makes the model choose it."""
+    path = with_a_token_that_calls(tmp_path_factory.mktemp("template"))
+    with running("--n-ctx", "4096", "--chat-template", str(path)) as server:
+        yield server
+
+
+def bias_to_call(server: Server) -> dict[str, Any]:
+    (token,) = server.post("/tokenize", {"content": "@"})["tokens"]
+    return {"logit_bias": {str(token): 100}}
+
+
+@pytest.mark.parametrize("speculation", ["off", "prompt-lookup"])
+def test_a_call_that_is_the_models_choice_follows_its_schema(calling: Server, speculation: str) -> None:
+    client = openai.OpenAI(base_url=f"{calling.url}/v1", api_key="unused", max_retries=0)
+    options: Any = {"tool_choice": "auto", "parallel_tool_calls": False, "tools": [ADD]}
+    assert ask(client, **options, max_tokens=8).choices[0].message.tool_calls is None
+    options |= bias_to_call(calling)
+    options["extra_body"] = {"speculation": speculation}
+    choice = ask(client, **options).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls
+    check(call.function.name, call.function.arguments)
+    chunks = list(ask(client, **options, stream=True))
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    pieces = [each for chunk in chunks for each in chunk.choices[0].delta.tool_calls or ()]
+    check(pieces[0].function.name, "".join(piece.function.arguments or "" for piece in pieces))
+
+
+def test_choices_begin_their_calls_each_for_itself(calling: Server) -> None:
+    client = openai.OpenAI(base_url=f"{calling.url}/v1", api_key="unused", max_retries=0)
+    answer = ask(client, n=3, temperature=1.0, parallel_tool_calls=False, **bias_to_call(calling))
+    for choice in answer.choices:
+        (call,) = choice.message.tool_calls
+        check(call.function.name, call.function.arguments)
+
+
+def test_a_schema_that_is_not_followed_is_no_error_where_a_call_is_the_models_choice(calling: Server) -> None:
+    parameters = {"type": "object", "properties": {"all": {"type": "array", "uniqueItems": True}}}
+    tool = {"type": "function", "function": {"name": "sort", "parameters": parameters}}
+    body = {"messages": [USER], "tools": [tool], "max_tokens": 2}
+    assert calling.post("/v1/chat/completions", body)["choices"][0]["message"]["content"]
+    status, answer, _ = calling.request("POST", "/v1/chat/completions", {**body, "tool_choice": "required"})
+    assert (status, answer["error"]["param"]) == (400, "tools")
 
 
 FUNCTION = {"name": "f", "parameters": {"type": "object"}}

@@ -153,6 +153,7 @@ def test_the_environment_has_text_for_every_kind(tmp_path: Path) -> None:
         {"host": "example.org"},
         {"parallel": 200, "idle_prefixes": 200},
         {"kv": "nonsense"},
+        {"n_batch": 31},
         {"reuse": "some"},
         {"request_timeout": float("nan")},
         {"store_key_file": "k"},

@@ -34,7 +34,7 @@ def read(data: bytes, **options: Any) -> Any:
 @given(
     st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=20),
     st.integers(0, 1000),
-    st.sampled_from(["f16", "q8_0", "q4_0", "iq4_nl"]),
+    st.sampled_from(["f16", "q8_0", "q4_0", "iq4_nl", "lm4"]),
     st.integers(1, 3),
     st.data(),
 )

@@ -363,7 +363,7 @@ def test_an_index_that_breaks_while_it_is_used(tmp_path: Path) -> None:
         change_index(tmp_path, "ALTER TABLE entries RENAME TO gone", rows=-1)
         assert store.find(WHO, TOKENS) is None
         assert store.read(match) is None
-        assert store._misses == {"index": 2}
+        assert store._tally.stats()["misses"] == {"index": 2}
         for call in (lambda: store.put(WHO, OTHER), store.entries, store.stats, store.gc, store.verify):
             with pytest.raises(OSError, match="index"):
                 call()

@@ -107,11 +107,13 @@ def limit_disk(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
     publish = DiskTier.publish
 
     @contextmanager
-    def limited(self: DiskTier, name: str, pieces: Iterable[bytes | memoryview]) -> Iterator[None]:
+    def limited(
+        self: DiskTier, name: str, pieces: Iterable[bytes | memoryview], durable: bool = True
+    ) -> Iterator[None]:
         parts = list(pieces)
         if sum(self.sizes().values()) + sum(map(len, parts)) > room:
             raise OSError(errno.ENOSPC, "No space left on device")
-        with publish(self, name, parts):
+        with publish(self, name, parts, durable):
             yield
 
     monkeypatch.setattr(DiskTier, "publish", limited)

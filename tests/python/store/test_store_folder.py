@@ -50,10 +50,12 @@ def test_a_full_disk_evicts(
     publish, n_files = DiskTier.publish, 4
 
     @contextmanager
-    def limited(self: DiskTier, name: str, pieces: Iterable[bytes | memoryview]) -> Iterator[None]:
+    def limited(
+        self: DiskTier, name: str, pieces: Iterable[bytes | memoryview], durable: bool = True
+    ) -> Iterator[None]:
         if len(self.sizes()) >= n_files:
             raise OSError(errno.ENOSPC, "No space left on device")
-        with publish(self, name, pieces):
+        with publish(self, name, pieces, durable):
             yield
 
     monkeypatch.setattr(DiskTier, "publish", limited)
@@ -77,7 +79,9 @@ def test_a_disk_that_others_have_filled_does_not_cost_all_entries(
     tries = []
 
     @contextmanager
-    def full(self: DiskTier, name: str, pieces: Iterable[bytes | memoryview]) -> Iterator[None]:
+    def full(
+        self: DiskTier, name: str, pieces: Iterable[bytes | memoryview], durable: bool = True
+    ) -> Iterator[None]:
         tries.append(name)
         raise OSError(errno.ENOSPC, "No space left on device")
         yield

@@ -18,6 +18,7 @@ from mixedkv.model.gguf_file import file_stamp
 from mixedkv.store import Identity, KVStore
 from mixedkv.store.identity import _check_files
 from support import zoo
+from support.adapters import write_adapter
 
 N_TENSORS = 6
 
@@ -105,30 +106,13 @@ def test_what_is_no_model(tmp_path: Path) -> None:
 # --- of a Llama ---
 
 
-def write_lora(path: Path, shape: zoo.Shape, seed: int) -> Path:
-    """An adapter for the K projection of the first layer."""
-    writer = gguf.GGUFWriter(path, shape.arch)
-    writer.add_string("general.type", "adapter")
-    writer.add_string("adapter.type", "lora")
-    writer.add_float32("adapter.lora.alpha", 8.0)
-    rng = np.random.default_rng(seed)
-    n_out = shape.n_head_kv * shape.head
-    for name, size in (("lora_a", (4, shape.n_embd)), ("lora_b", (n_out, 4))):
-        writer.add_tensor(f"blk.0.attn_k.weight.{name}", rng.standard_normal(size).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 def open_llama(path: Path, **options: object) -> Llama:
     return Llama(path, **{"kv": "mixed", "n_ctx": 512, "verbose": False, **options})  # type: ignore[arg-type]
 
 
 def test_all_that_shapes_kv_counts(zoo_path: Callable[[str], Path], tmp_path: Path) -> None:
-    shape = zoo.SHAPES["llama-64"]
-    lora = [str(write_lora(tmp_path / f"{seed}.gguf", shape, seed)) for seed in range(2)]
+    model = zoo_path("llama-64")
+    lora = [str(write_adapter(tmp_path / f"{seed}.gguf", model, seed)) for seed in range(2)]
     variants: list[dict] = [
         {},
         {"kv": "f16"},
@@ -139,6 +123,8 @@ def test_all_that_shapes_kv_counts(zoo_path: Callable[[str], Path], tmp_path: Pa
         {"kv": "mixed:threshold=64"},
         {"kv": "mixed:sinks=2"},
         {"kv": "mixed:cold_k=q8_0"},
+        {"kv": "mixed:layers=0:q8_0"},
+        {"kv": "mixed:layers=1:q8_0"},
         {"rope_freq_base": 5000.0},
         {"rope_freq_scale": 0.5},
         {"yarn_ext_factor": 0.5},
@@ -184,7 +170,16 @@ def test_the_window_counts_as_it_is_now() -> None:
         assert Identity.of(llm) == first
 
 
-@pytest.mark.parametrize("other", [{"tenant": "b"}, {"kv": "q8_0"}, {"rope_freq_base": 7.0}, {"lora": True}])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"tenant": "b"},
+        {"kv": "q8_0"},
+        {"kv": "mixed:layers=1:q8_0/q4_0"},
+        {"rope_freq_base": 7.0},
+        {"lora": True},
+    ],
+)
 def test_restoring_never_crosses(zoo_path: Callable[[str], Path], tmp_path: Path, other: dict) -> None:
     """The same tokens under another tenant, cache, RoPE base or adapter are a miss."""
     tokens = list(range(3, 100))
@@ -192,7 +187,7 @@ def test_restoring_never_crosses(zoo_path: Callable[[str], Path], tmp_path: Path
     options, tenant = dict(other), other.get("tenant", "a")
     options.pop("tenant", None)
     if options.pop("lora", False):
-        options["lora_path"] = str(write_lora(tmp_path / "lora.gguf", zoo.SHAPES["llama-64"], 0))
+        options["lora_path"] = str(write_adapter(tmp_path / "lora.gguf", zoo_path("llama-64"), 0))
     with KVStore(tmp_path / "kv") as store:
         with open_llama(path) as llm:
             llm.eval(tokens)
@@ -222,7 +217,7 @@ def test_a_file_replaced_while_it_is_loaded(
     zoo_path: Callable[[str], Path], tmp_path: Path, which: str
 ) -> None:
     """What was loaded is not what the file's name now stands for."""
-    lora = write_lora(tmp_path / "lora.gguf", zoo.SHAPES["llama-64"], 0)
+    lora = write_adapter(tmp_path / "lora.gguf", zoo_path("llama-64"), 0)
     path = tmp_path / "model.gguf"
     path.write_bytes(zoo_path("llama-64").read_bytes())
     with KVStore(None) as store, open_llama(path, lora_path=str(lora)) as llm:

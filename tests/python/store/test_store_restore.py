@@ -329,6 +329,6 @@ def test_stats_to_read(tmp_path: Path) -> None:
         store.restore(llm, [99])
         store.restore(llm, list(range(3, 100)))
         text = str(store.stats())
-    assert "hits      1 (1 RAM, 0 disk), 97 tokens" in text
+    assert "hits      1 (1 RAM, 0 disk, 0 remote), 97 tokens" in text
     assert "misses    1 (unknown 1)" in text
     assert max(map(len, text.splitlines())) <= 80

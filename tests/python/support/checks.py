@@ -101,7 +101,7 @@ def check_rows(ctx: Ctx, oracle: Oracle, seq: int = 0) -> None:
     elements a step.
     """
     q = oracle.pos_max(seq)
-    for which in "kv":
+    for which in oracle.parts:
         rows, _, hot = ctx.rows(oracle._kv_layer(), which, seq)
         want = np.stack([getattr(r, f"{which}_{oracle._tier(q, r)}") for r in oracle.rows(seq)])
         # F16 rounds twice or more in a row that was moved; a step of Q4_0 is a sixteenth of the largest

@@ -29,6 +29,8 @@ TYPES = {  # enum ggml_type
     "q5_1": 7,
     "q8_0": 8,
     "iq4_nl": 20,
+    "lm4": 38,
+    "lm3": 37,
 }
 FLASH_OFF, FLASH_ON = 0, 1
 
@@ -56,9 +58,17 @@ class Mixed:
     flash: bool = True
     draft: int = 16
     budget: int = 2**32 - 1  # MIXEDKV_HOT_BUDGET_ALL: what the cache promises a sequence that is alone
+    layers: tuple[tuple[int, int, str, str], ...] = ()  # first, last (-1: the model's), types of K and V
+    bases: int | None = None  # values are stored in random ones of this seed
 
     def with_(self, **changes: Any) -> Mixed:
         return replace(self, **changes)
+
+    def of_layer(self, il: int) -> Mixed:
+        """As a cache has it whose layers all are as this one."""
+        types = [(k, v) for first, last, k, v in self.layers if first <= il and (last < 0 or il <= last)]
+        k, v = types[0] if types else (self.k, self.v)
+        return self.with_(k=k, v=v, layers=())
 
     def hot_begin(self, q: int) -> int:
         """First position of the recent window for a query at position q."""
@@ -104,10 +114,27 @@ class Model:
     def address(self) -> int:
         return _address(self.ptr)
 
+    @property
+    def values(self) -> tuple[int, int, int]:
+        """Layers, KV heads and elements of a head of values, of a llama."""
+        text = ctypes.create_string_buffer(16)
+        llama_cpp.llama_model_meta_val_str(self.ptr, b"llama.attention.value_length", text, len(text))
+        n_layer, n_kv = llama_cpp.llama_model_n_layer(self.ptr), llama_cpp.llama_model_n_head_kv(self.ptr)
+        return n_layer, n_kv, int(text.value)
+
     def close(self) -> None:
         if self.ptr:
             llama_cpp.llama_model_free(self.ptr)
             self.ptr = None
+
+
+def random_bases(seed: int, n_layer: int, n_kv: int, n: int) -> Iterable[tuple[int, np.ndarray, np.ndarray]]:
+    """Layer, orthonormal directions [n_kv, n, n], scales [n_kv, n] that fall as those of values do."""
+    rng = np.random.default_rng(seed)
+    for il in range(n_layer):
+        directions = np.linalg.qr(rng.standard_normal((n_kv, n, n)))[0]
+        scales = np.tile(2.0 ** -np.linspace(0, 3, n), (n_kv, 1)) * rng.uniform(0.5, 2.0, (n_kv, 1))
+        yield il, directions.astype(np.float32), scales.astype(np.float32)
 
 
 def _address(pointer: Any) -> int:
@@ -129,12 +156,14 @@ class Ctx:
         unified: bool = False,
         swa_full: bool = True,
         n_threads: int = 1,
+        n_rs_seq: int = 0,
     ) -> None:
         self.model, self.kv, self.n_seq_max = model, kv, n_seq_max
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, min(n_ubatch, n_batch)
         params.n_seq_max, params.kv_unified, params.swa_full = n_seq_max, unified, swa_full
         params.n_threads = params.n_threads_batch = n_threads
+        params.n_rs_seq = n_rs_seq
         params.type_k, params.type_v = TYPES[kv.k], TYPES[kv.v]
         params.flash_attn_type = FLASH_ON if kv.flash else FLASH_OFF
         params.no_perf = True
@@ -142,7 +171,10 @@ class Ctx:
             from mixedkv import _core
 
             window = kv.threshold, kv.group, kv.sinks
-            _core.configure_next(True, *window, kv.attention, kv.draft, kv.equalize, kv.budget)
+            layers = [(first, last, TYPES[k], TYPES[v]) for first, last, k, v in kv.layers]
+            rest = kv.draft, kv.equalize, kv.budget
+            bases = [] if kv.bases is None else list(random_bases(kv.bases, *model.values))
+            _core.configure_next(True, *window, kv.attention, *rest, layers=layers, bases=bases)
         self._abort: Any = None  # keeps the callback alive
         self.ptr: Any = llama_cpp.llama_init_from_model(model.ptr, params)
         if not self.ptr:
@@ -337,6 +369,11 @@ class Ctx:
         from mixedkv import _core
 
         _core.set_window(self.address, threshold, group, sinks)
+
+    def limit_window(self, threshold: int) -> None:
+        from mixedkv import _core
+
+        _core.limit_window(self.address, threshold)
 
 
 # --- measures ---

@@ -24,6 +24,7 @@ from mixedkv.engine.batch import Batch
 from mixedkv.store import KVStore
 from support import zoo
 from support.harness import prompt, rel_rms
+from support.served_models import Served, converse, questions
 
 COLUMNS = ("mixed", "fused", "export", "moved", "store", "reuse", "chunks")
 MIXED = "mixed:hot_budget=all"
@@ -68,6 +69,17 @@ def next_logits(llm: Llama) -> np.ndarray:
 def check(condition: object, message: str) -> None:
     if not condition:
         raise ValueError(message)
+
+
+_TURNS = """
+## What a turn costs
+
+A conversation of six questions of 60 tokens and answers of 12, had with an engine and a store, and its last
+prompt once more in a new context, from the store. Evaluated are the new question and the last token before
+it, or the last token alone.
+
+| kind | cache | prompt of turn 6 | evaluated | evaluated, from the store | largest checkpoint, bytes |
+|---|---|---|---|---|---|"""
 
 
 class Tried:
@@ -177,14 +189,31 @@ def _reason(attempt: Callable[[], None]) -> str:
     return ""
 
 
+def turn(name: str, kv: str, folder: Path) -> str:
+    """A row of the second table."""
+    path, n_ctx = zoo.write(name, folder), 4096 if name == "llama4" else 1024
+    with tempfile.TemporaryDirectory() as place:
+        with Served(path, kv, Path(place), n_ctx=n_ctx) as served:
+            tokens, answer = converse(served, questions(1))[-1]
+            size = max((point.nbytes for point in served.engine.pool.checkpoints), default=0)
+        with Served(path, kv, Path(place), n_ctx=n_ctx) as served:
+            restored = served.ask(tokens)
+    n = len(tokens)
+    cells = [n, n - answer.cached, n - restored.cached, size or "none"]
+    return f"| `{zoo.SHAPES[name].arch}` | {kv.partition(':')[0]} | {' | '.join(map(str, cells))} |"
+
+
 def page(folder: Path) -> Iterator[str]:
     yield _HEAD
     yield f"| kind | as in | {' | '.join(COLUMNS)} |"
     yield "|---|---|" + "---|" * len(COLUMNS)
     reasons: list[str] = []
+    caches = {}
     for name in zoo.KINDS:
         cells = []
-        for reason in tried(name, folder).values():
+        found = tried(name, folder)
+        caches[name] = "f16" if found["mixed"] else MIXED
+        for reason in found.values():
             if reason and reason not in reasons:
                 reasons.append(reason)
             cells.append(f"no ({reasons.index(reason) + 1})" if reason else "yes")
@@ -192,6 +221,8 @@ def page(folder: Path) -> Iterator[str]:
         yield f"| `{shape.arch}` | {shape.like} | {' | '.join(cells)} |"
     yield "\nWhy not, in the words of the errors:\n"
     yield from (f"{i}. {reason}" for i, reason in enumerate(reasons, 1))
+    yield _TURNS
+    yield from (turn(name, kv, folder) for name, kv in caches.items() if name != "bert")
 
 
 if __name__ == "__main__":

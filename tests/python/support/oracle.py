@@ -10,17 +10,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import gguf
 import numpy as np
 
-from support.harness import Ctx, Mixed, Uniform
+from support.harness import Ctx, Mixed, Uniform, random_bases
 from support.zoo import Gguf
 
 QUANTS = {
     name: getattr(gguf.GGMLQuantizationType, name.upper())
     for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
 }
+QUANTISED = (*QUANTS, "lm4", "lm3")
+LEVELS = np.array([-127, -97, -77, -60, -46, -33, -21, -10, 1, 13, 24, 37, 50, 66, 84, 109], dtype=np.float32)
 
 
 def hadamard(n: int) -> np.ndarray:
@@ -36,6 +39,54 @@ def rotate(x: np.ndarray, n: int) -> np.ndarray:
     return (x.reshape(*x.shape[:-1], -1, n) @ hadamard(n)).reshape(x.shape) if n else x
 
 
+def lm4(x: np.ndarray) -> np.ndarray:
+    """x [n, 64] F32 as lm4 has it: of several scales that whose levels, best scaled, have the least error."""
+    top = np.take_along_axis(x, np.abs(x).argmax(axis=1, keepdims=True), axis=1)
+    best, gain = np.zeros_like(x), np.zeros((len(x), 1), np.float32)
+    for times in np.array([0.85, 0.9, 0.95, 1, 1.05], np.float32):
+        with np.errstate(divide="ignore", invalid="ignore"):
+            whole = np.rint(np.clip(x * (1 / (times * (top / -127))), -127, 127))
+            level = LEVELS[np.searchsorted(np.floor((LEVELS[1:] + LEVELS[:-1]) / 2), np.nan_to_num(whole))]
+        xy = (x * level).reshape(len(x), 4, 16).sum(axis=1, dtype=np.float64).sum(axis=1, keepdims=True)
+        yy = (level * level).sum(axis=1, keepdims=True)
+        better = xy * xy / yy > gain
+        gain = np.where(better, xy * xy / yy, gain)
+        best = np.where(better, (xy / yy).astype(np.float16) * level.astype(np.float64), best)
+    return best
+
+
+# of lm3: how many elements have so many bits, and their levels
+WIDTHS = {5: 8, 4: 8, 3: 16, 2: 16, 1: 8}
+POSITIVE = {
+    5: [2, 7, 12, 16, 21, 27, 32, 38, 44, 51, 59, 67, 77, 89, 103, 127],
+    4: [5, 15, 26, 37, 50, 64, 82, 109],
+    3: [10, 30, 54, 86],
+    2: [18, 60],
+    1: [32],
+}
+
+
+def lm3(x: np.ndarray) -> np.ndarray:
+    """x [n, 64] as lm3 has it: of several scales that whose levels, best scaled, have the least error."""
+    weight = np.concatenate([np.full(n, 4.0 ** (bits - 1)) for bits, n in WIDTHS.items()] + [np.zeros(8)])
+    usual = np.sqrt((weight * x * x).sum(axis=1, keepdims=True) / weight.sum()) / 39.8
+    best, gain = np.zeros_like(x), np.zeros((len(x), 1))
+    for times in (0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.45):
+        level, first = np.zeros_like(x), 0
+        for bits, n in WIDTHS.items():
+            at = np.array([-y for y in POSITIVE[bits][::-1]] + POSITIVE[bits], dtype=float)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                y = np.nan_to_num(x[:, first : first + n] / (times * usual))
+            level[:, first : first + n] = at[np.searchsorted((at[1:] + at[:-1]) / 2, y)]
+            first += n
+        xy = (weight * x * level).sum(axis=1, keepdims=True)
+        yy = (weight * level * level).sum(axis=1, keepdims=True)
+        better = xy * xy / yy > gain
+        gain = np.where(better, xy * xy / yy, gain)
+        best = np.where(better, (xy / yy).astype(np.float16) * level, best)
+    return best
+
+
 def stored(x: np.ndarray, kind: str) -> np.ndarray:
     """x [n_head, head] as it comes back from a cache of type `kind`; rows are quantised over all heads."""
     if kind == "f32":
@@ -43,6 +94,10 @@ def stored(x: np.ndarray, kind: str) -> np.ndarray:
     if kind == "f16":
         return x.astype(np.float32).astype(np.float16).astype(np.float64)
     flat = np.ascontiguousarray(x, dtype=np.float32).reshape(1, -1)
+    if kind == "lm4":
+        return lm4(flat.reshape(-1, 64)).reshape(x.shape)
+    if kind == "lm3":
+        return lm3(x.reshape(-1, 64).astype(float)).reshape(x.shape)
     return (
         gguf.quants.dequantize(gguf.quants.quantize(flat, QUANTS[kind]), QUANTS[kind])
         .reshape(x.shape)
@@ -96,6 +151,8 @@ class Row:
 class Oracle:
     """One layer's attention over a cache of rows; the interface of harness.Ctx as far as it goes."""
 
+    parts = "kv"  # that the cache stores
+
     def __init__(
         self, model: Gguf, il: int, kv: Uniform | Mixed, *, n_seq_max: int = 1, unified: bool = False
     ) -> None:
@@ -106,10 +163,16 @@ class Oracle:
         self.keys = model.keys
         head = self.shape.head
         self.rot_k = (
-            next(n for n in (256, 128, 64, 1) if head % n == 0) if kv.k in QUANTS and head % 64 == 0 else 0
+            next(n for n in (256, 128, 64, 1) if head % n == 0) if kv.k in QUANTISED and head % 64 == 0 else 0
         )
         self.scales = np.ones((1, head))  # of K, as the cache has them
-        self.rot_v = 64 if kv.v in QUANTS and head % 64 == 0 else 0
+        self.to = self.back = None  # of values, [n_head_kv, head, head]
+        if isinstance(kv, Mixed) and kv.bases is not None:
+            values = self.shape.n_layer, self.shape.n_head_kv, head
+            _, directions, scales = list(random_bases(kv.bases, *values))[self._kv_layer()]
+            self.to = directions / scales[:, :, None].astype(float)
+            self.back = (directions * scales[:, :, None].astype(float)).transpose(0, 2, 1)
+        self.rot_v = 64 if kv.v in QUANTISED and head % 64 == 0 and self.to is None else 0
 
     def take_scales(self, ctx: Ctx) -> None:
         """Those that the context's cache stores K times; test_equalization.py says whether they are right."""
@@ -148,12 +211,16 @@ class Oracle:
         if self.shape.arch == "gemma4":
             v = rms_norm(v)
         k = rope(k, pos, self.shape.rope) * self.scales
-        return rotate(k, self.rot_k), rotate(v, self.rot_v)
+        v = rotate(v, self.rot_v) if self.to is None else np.einsum("hij,hj->hi", self.to, v)
+        return rotate(k, self.rot_k), v
 
     def _new_row(self, x: np.ndarray, pos: int, seqs: Sequence[int]) -> Row:
         k, v = self._new_kv(x, pos)
         hot, cold = (stored(k, "f16"), stored(v, "f16")), (stored(k, self.kv.k), stored(v, self.kv.v))
         return Row(pos, set(seqs), True, *hot, *cold)
+
+    def _turned(self, k: np.ndarray, pos: int) -> np.ndarray:
+        return rope(k, pos, self.shape.rope)
 
     def _query(self, x: np.ndarray, pos: int) -> np.ndarray:
         q = self._heads("attn_q", rms_norm(x, self._part("attn_norm.weight", self.il)), self.il)
@@ -179,6 +246,8 @@ class Oracle:
         p = np.exp(score - top[:, None])
         total = p.sum(axis=1) + (0.0 if sinks is None else np.exp(sinks - top))
         out = np.einsum("hj,jhd->hd", p / total[:, None], v)
+        if self.back is not None:
+            out = np.einsum("hij,hj->hi", np.repeat(self.back, group, axis=0), out)
         return rotate(out, self.rot_v).reshape(-1)
 
     def _tier(self, q: int, row: Row) -> str:
@@ -286,7 +355,7 @@ class Oracle:
         """
         for r in (r for stream in self.streams for r in stream if r.shift):
             for tier, kind in (("k_hot", "f16"), ("k_cold", self.kv.k)):
-                k = rope(rotate(getattr(r, tier), self.rot_k), r.shift, self.shape.rope)
+                k = self._turned(rotate(getattr(r, tier), self.rot_k), r.shift)
                 if self.shape.rope != "none":
                     setattr(r, tier, stored(rotate(k, self.rot_k), kind))
             r.shift = 0
@@ -337,3 +406,53 @@ class Oracle:
     def clear(self) -> None:
         for stream in self.streams:
             stream.clear()
+
+
+class LatentOracle(Oracle):
+    """Latent attention (MLA) as it is computed on what is cached: keys of one KV head, whose first elements
+    are the values. The matrices that would expand both act on Q and on the output.
+    """
+
+    parts = "k"
+
+    def __init__(self, model: Gguf, il: int, kv: Uniform | Mixed, **options: Any) -> None:
+        super().__init__(model, il, kv, **options)
+        self.rank = int(self.keys["attention.kv_lora_rank"])  # type: ignore[call-overload]
+        # what llama.cpp leaves as it is
+        self.rot_k = self.rot_v = 64 if isinstance(kv, Mixed) and kv.k in QUANTISED else 0
+
+    def _matrix(self, name: str) -> np.ndarray:
+        return self.w[f"blk.{self.il}.{name}.weight"]
+
+    def _turned(self, k: np.ndarray, pos: int) -> np.ndarray:
+        return np.concatenate([k[:, : self.rank], rope(k[:, self.rank :], pos, self.shape.rope)], axis=1)
+
+    def _new_kv(self, x: np.ndarray, pos: int) -> tuple[np.ndarray, np.ndarray]:
+        k = self._matrix("attn_kv_a_mqa") @ rms_norm(x, self._matrix("attn_norm"))
+        k[: self.rank] = rms_norm(k[: self.rank], self._matrix("attn_kv_a_norm"))
+        return rotate(self._turned(k[None], pos), self.rot_k), np.zeros((1, 32))
+
+    def _unrounded(self, token: int, pos: int) -> list[tuple[np.ndarray, str]]:
+        return super()._unrounded(token, pos)[:1]
+
+    def _query(self, x: np.ndarray, pos: int) -> np.ndarray:
+        low = self._matrix("attn_q_a") @ rms_norm(x, self._matrix("attn_norm"))
+        q = self._matrix("attn_q_b") @ rms_norm(low, self._matrix("attn_q_a_norm"))
+        expand = self._matrix("attn_k_b")  # [n_head, rank, d_nope]
+        q = q.reshape(self.shape.n_head, -1)
+        self.scale = q.shape[1] ** -0.5
+        q_nope, q_rope = np.split(q, [expand.shape[2]], axis=1)
+        q_nope, q_rope = np.einsum("hrd,hd->hr", expand, q_nope), rope(q_rope, pos, self.shape.rope)
+        return rotate(np.concatenate([q_nope, q_rope], axis=1), self.rot_k)
+
+    def _attend(self, q: np.ndarray, pos: int, rows: list[Row]) -> np.ndarray:
+        k = np.stack([getattr(r, f"k_{self._tier(pos, r)}")[0] for r in rows])
+        score = q @ k.T * self.scale
+        p = np.exp(score - score.max(axis=1, keepdims=True))
+        out = rotate(p / p.sum(axis=1, keepdims=True) @ k[:, : self.rank], self.rot_v)
+        return np.einsum("hdr,hr->hd", self._matrix("attn_v_b"), out).reshape(-1)
+
+
+def oracle_of(model: Gguf, il: int, kv: Uniform | Mixed, **options: Any) -> Oracle:
+    kind = LatentOracle if "attention.kv_lora_rank" in model.keys else Oracle
+    return kind(model, il, kv, **options)

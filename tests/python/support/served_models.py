@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mixedkv import Llama
-from mixedkv.engine import Engine, StoreConnector
+from mixedkv.engine import Answer, Engine, StoreConnector
 from mixedkv.store import KVStore
 from support import TESTS
 from support.harness import prompt
@@ -33,12 +33,14 @@ class Answered:
     """
     Args:
         cached: tokens of the prompt that were not evaluated.
+        tier: where their rows were: "context", "ram", "disk" or "".
         ids: of the answer.
         sure: so many of them were chosen by a margin.
         logits: log-probabilities of all tokens to be the first, [N_VOCAB].
     """
 
     cached: int
+    tier: str
     ids: list[int]
     sure: int
     logits: list[float]
@@ -58,12 +60,21 @@ class Served:
     """An engine on a model."""
 
     def __init__(
-        self, path: Path, kv: str, store: Path | None = None, *, n_ctx: int = 1024, **options: Any
+        self,
+        path: Path,
+        kv: str,
+        store: Path | None = None,
+        *,
+        n_ctx: int = 1024,
+        n_rs_seq: int = 0,
+        swa_full: bool = False,
+        **options: Any,
     ) -> None:
         shape: dict[str, Any] = {"n_ctx": n_ctx, "n_seq_max": 8, "kv_unified": True, "n_threads": 1}
-        self.llm = Llama(path, kv=kv, swa_full=False, verbose=False, **shape)
-        connector = StoreConnector(KVStore(store)) if store else None
-        self.engine = Engine(self.llm, connector=connector, **options)
+        shape["n_rs_seq"] = n_rs_seq
+        self.llm = Llama(path, kv=kv, swa_full=swa_full, verbose=False, **shape)
+        self._connector = StoreConnector(KVStore(store)) if store else None
+        self.engine = Engine(self.llm, connector=self._connector, **options)
 
     def __enter__(self) -> Served:
         return self
@@ -71,6 +82,17 @@ class Served:
     def __exit__(self, *_: object) -> None:
         self.engine.close()
         self.llm.close()
+
+    def forget(self) -> None:
+        """Leaves nothing in the context, once the store has it."""
+        assert self._connector is not None
+        self._connector.flush()
+
+        def evict_all() -> None:
+            while self.engine.pool.evict():
+                pass
+
+        self.engine.call(evict_all).result(60)
 
     def answer(self, tokens: list[int], **options: Any) -> tuple[int, list[int]]:
         """Tokens that were not evaluated, and the answer's ids."""
@@ -81,7 +103,14 @@ class Served:
         return job.n_cached or 0, list(job.tokens[job.n_prompt :])
 
     def ask(self, tokens: list[int], **options: Any) -> Answered:
-        answer = self.engine.submit(tokens, n_logprobs=N_VOCAB, **{**GREEDY, **options})
+        return self._answered(self.engine.submit(tokens, n_logprobs=N_VOCAB, **{**GREEDY, **options}))
+
+    def ask_all(self, prompts: list[list[int]]) -> list[Answered]:
+        """At a time."""
+        answers = [self.engine.submit(tokens, n_logprobs=N_VOCAB, **GREEDY) for tokens in prompts]
+        return [self._answered(answer) for answer in answers]
+
+    def _answered(self, answer: Answer) -> Answered:
         tops = [logprob.top for logprob in answer.result(60).logprobs]
         job = answer.job
         assert job.exact
@@ -90,7 +119,7 @@ class Served:
         best = [np.sort(np.delete(top["logprob"], np.flatnonzero(top["token"] == 2)))[-2:] for top in tops]
         sure = [high - low > 2 * FLIP * first.std() for low, high in best]
         ids = list(job.tokens[job.n_prompt :])
-        return Answered(job.n_cached or 0, ids, [*sure, False].index(False), first.tolist())
+        return Answered(job.n_cached or 0, job.cached_tier, ids, [*sure, False].index(False), first.tolist())
 
 
 def questions(seed: int, n: int = 6) -> list[list[int]]:
@@ -109,7 +138,7 @@ def converse(served: Served, turns: list[list[int]]) -> list[tuple[list[int], An
 
 
 def in_new_process(tasks: list[dict[str, Any]]) -> list[list[Answered]]:
-    """What prompts are answered with, from the disk, for each {"path", "kv", "n_ctx", "store", "prompts"}."""
+    """What prompts are answered with, from the disk, by tasks of {path, kv, store, prompts, options}."""
     command = [sys.executable, "-m", "support.served_models"]
     done = subprocess.run(
         command, input=json.dumps(tasks), capture_output=True, text=True, timeout=900, cwd=TESTS, check=False
@@ -121,7 +150,7 @@ def in_new_process(tasks: list[dict[str, Any]]) -> list[list[Answered]]:
 def main() -> None:
     results = []
     for task in json.loads(sys.stdin.read()):
-        with Served(task["path"], task["kv"], Path(task["store"]), n_ctx=task["n_ctx"]) as served:
+        with Served(task["path"], task["kv"], Path(task["store"]), **task["options"]) as served:
             results.append([asdict(served.ask(tokens)) for tokens in task["prompts"]])
     print(json.dumps(results))
 

@@ -1,4 +1,6 @@
-"""A process of its own that continues stored sequences: what is left after a restart is the folder."""
+"""A process of its own that continues stored sequences: what is left after a restart is the folder, or the
+remote whose URL is given.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,16 @@ def _logits(llm: Llama) -> np.ndarray:
 
 def main() -> None:
     kv, folder, tasks = sys.argv[1], sys.argv[2], json.loads(Path(sys.argv[3]).read_text())
+    remote = sys.argv[4] if len(sys.argv) > 4 else None
+    tier = "remote" if remote else "disk"
     results = []
-    with open_llama(kv) as llm, KVStore(folder, max_ram_bytes=0) as store:
+    with open_llama(kv) as llm, KVStore(folder, max_ram_bytes=0, remote=remote) as store:
         for tokens, follow_up in tasks:
             restored = store.restore(llm, [*tokens, *follow_up])
-            assert (restored.n_tokens, restored.exact, restored.tier) == (len(tokens), True, "disk"), restored
+            assert (restored.n_tokens, restored.exact, restored.tier) == (len(tokens), True, tier), restored
             ids, logits = continue_greedily(llm, follow_up)
             results.append([ids, logits.tobytes().hex()])
-        assert store.stats().hits == {"disk": len(tasks)}
+        assert store.stats().hits == {tier: len(tasks)}
         assert store.stats().n_misses == 0
     print(json.dumps(results))
 

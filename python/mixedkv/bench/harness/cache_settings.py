@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mixedkv.config import KVSetting, UniformKV, parse_kv
+from mixedkv.config import KVSetting, MixedKVConfig, UniformKV, parse_kv
 
 DEFAULT_SPECS = ("f16", "q8_0", "q4_0", "mixed:compact", "mixed:balanced", "mixed:quality")
 
@@ -50,6 +50,10 @@ def make_settings(specs: Sequence[str], flash: str = "both") -> list[Setting]:
     settings: dict[tuple[KVSetting, bool], Setting] = {}
     for spec in specs:
         kv = parse_kv(spec)
+        if isinstance(kv, MixedKVConfig) and kv.budget:
+            raise ValueError(
+                f"--kv {spec}: a budget depends on the context: give what `mixedkv info` makes of it"
+            )
         choices = (
             (True,) if kv.needs_flash else {"both": (False, True), "on": (True,), "off": (False,)}[flash]
         )

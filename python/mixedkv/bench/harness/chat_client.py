@@ -42,7 +42,16 @@ class Answer:
 
     @property
     def n_cached(self) -> int | None:
-        return (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        return self._details.get("cached_tokens")
+
+    @property
+    def tier(self) -> str | None:
+        """Where they came from, if the server is ours."""
+        return self._details.get("cached_tier")
+
+    @property
+    def _details(self) -> dict[str, Any]:
+        return self.usage.get("prompt_tokens_details") or {}
 
 
 @dataclass(frozen=True, slots=True)

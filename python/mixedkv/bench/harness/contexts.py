@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv.bench.harness.cache_settings import Setting
-from mixedkv.config import ggml_type
 from mixedkv.limits import padded
+from mixedkv.model.value_bases import read_bases
+from mixedkv.row_types import ggml_type
 
 MICRO_BATCH = 512
 _LOG_ERROR = 4  # GGML_LOG_LEVEL_ERROR
@@ -29,16 +30,17 @@ class CannotRunError(ValueError):
 
 
 class Model:
-    """A model in memory, read by any number of contexts.
+    """A model in memory, read by any number of contexts; without `weights` its vocabulary alone.
 
     Raises:
         ValueError: llama.cpp refuses the file.
     """
 
-    def __init__(self, path: Path, *, extra_buffers: bool = True) -> None:
+    def __init__(self, path: Path, *, extra_buffers: bool = True, weights: bool = True) -> None:
         log.start()
         params = llama_cpp.llama_model_default_params()
         params.use_extra_bufts = extra_buffers
+        params.vocab_only = not weights
         self.path = path
         self.ptr: Any = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
         if not self.ptr:
@@ -84,7 +86,7 @@ class Context:
     """
 
     def __init__(self, model: Model, setting: Setting, *, n_ctx: int, threads: int, n_seq: int = 1) -> None:
-        self.model, self.setting, self._n_seq = model, setting, n_seq
+        self.model, self.setting, self.n_seq = model, setting, n_seq
         self.n_ctx = padded(n_ctx)
         self.n_past = 0
         self.ptr: Any = self._make(threads)
@@ -99,7 +101,7 @@ class Context:
         kv = self.setting.kv
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = self.n_ctx, MICRO_BATCH, MICRO_BATCH
-        params.n_seq_max, params.kv_unified = self._n_seq, self._n_seq > 1
+        params.n_seq_max, params.kv_unified = self.n_seq, self.n_seq > 1
         params.n_threads = params.n_threads_batch = threads
         params.type_k, params.type_v = ggml_type(kv.type_k), ggml_type(kv.type_v)
         params.flash_attn_type = int(self.setting.flash_attn)
@@ -124,11 +126,19 @@ class Context:
         from mixedkv import _core
 
         try:
-            _core.configure_next(**native)
+            _core.configure_next(**native, bases=self._bases())
             self.ptr = llama_cpp.llama_init_from_model(self.model.ptr, params)
         finally:
             _core.withdraw()
         return "" if self.ptr else _core.last_error()
+
+    def _bases(self) -> Any:
+        if not self.setting.kv.is_calibrated:
+            return []
+        try:
+            return read_bases(self.model.path).native
+        except (OSError, ValueError) as error:
+            raise CannotRunError(str(error)) from None
 
     def _own_threads(self) -> Any:
         """As `mixedkv.Llama` has them; not in a process with the stock library."""
@@ -169,6 +179,8 @@ class Context:
             self._batch.seq_id[i][0] = int(seq)
         self._wanted[: len(tokens)] = True
         self._decode(tokens, positions)
+        for i in range(len(seqs)):
+            self._batch.seq_id[i][0] = 0
 
     def _decode(self, tokens: Sequence[int] | npt.NDArray[np.int32], positions: npt.NDArray[np.int_]) -> None:
         n = len(tokens)
@@ -205,14 +217,14 @@ class Context:
             raise CannotRunError(f"the state could not be saved. {log.text()}")
         return data
 
-    def restore(self, state: npt.NDArray[np.uint8], n_past: int) -> None:
-        """Put back a state of `n_past` tokens.
+    def restore(self, state: npt.NDArray[np.uint8], n_past: int, seq: int = 0) -> None:
+        """Put back a state of `n_past` tokens, into a sequence.
 
         Raises:
             CannotRunError: llama.cpp refuses it.
         """
         log.start()
-        if llama_cpp.llama_state_seq_set_data(self.ptr, _pointer(state), state.size, 0) != state.size:
+        if llama_cpp.llama_state_seq_set_data(self.ptr, _pointer(state), state.size, seq) != state.size:
             raise CannotRunError(f"the state could not be restored. {log.text()}")
         self.n_past = n_past
 

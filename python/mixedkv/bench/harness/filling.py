@@ -4,7 +4,11 @@ How long attention takes depends on how many rows a query sees and in which type
 in them. So a few tokens are decoded, the state of their sequence is read, its rows are repeated up to the
 depth, and the result is restored as a state: "synthetic". The F16 window of a mixed cache is then filled by
 decoding as many tokens as it holds. A cache whose state has another layout (sliding window, recurrent) is
-filled by decoding all of them: "real". docs/bench-schema.md tells the two apart in a row.
+filled by decoding all of them: "real". docs/bench-schema.md tells them apart in a row.
+
+Made-up rows have no structure: a query attends to all of them alike. "peaked" is "synthetic" with keys that
+are ten times as large in every tenth run of 64 cells and a twentieth as large elsewhere, so that a tenth of
+the cache holds the attention.
 
 Layout: llama_kv_cache::state_write in llama.cpp's src/llama-kv-cache.cpp, and for a mixed cache what
 cpp/llama/llama-kv-cache-mixed-state.cpp adds.
@@ -20,9 +24,11 @@ import numpy.typing as npt
 from mixedkv.bench.harness.contexts import CannotRunError, Context
 from mixedkv.config import MixedKVConfig
 
-FILLS = ("auto", "synthetic", "real")
+FILLS = ("auto", "synthetic", "real", "peaked")
 
 _PREFIX = 64  # tokens decoded for their rows
+_RUN, _EVERY, _LARGE, _SMALL = 64, 10, 10.0, 0.05  # of peaked keys
+_BLOCKS = {"f16": 2, "q4_0": 18, "q8_0": 34}  # bytes of a block, which begins with its scale, of 2
 _CELL = np.dtype([("pos", "<i4"), ("n_seq", "<u4"), ("seq", "<i4")])
 _RING_MAGIC = 0x31564B4D
 _RING_HEAD = 12  # magic, version, layers; then each layer's scales of K, and how many F16 rows
@@ -45,9 +51,9 @@ def make_fill(context: Context, depth: int, how: str = "auto") -> Fill:
     window = kv.quantization_threshold if isinstance(kv, MixedKVConfig) else 0
     if how != "real" and depth - window > _PREFIX:
         try:
-            return _synthetic(context, depth, window)
+            return _synthetic(context, depth, window, how == "peaked")
         except UnknownLayoutError:
-            if how == "synthetic":
+            if how != "auto":
                 raise
     return Fill(context, depth, _decoded(context, depth))
 
@@ -63,16 +69,23 @@ class Fill:
     kind: str = "real"
 
     def restore(self) -> None:
+        """Into every sequence of the context."""
         self.context.clear()
         if self.depth:
             state = self.template.build(self.depth) if self.template else self.state
             assert state is not None
-            self.context.restore(state, self.depth)
+            for seq in range(self.context.n_seq):
+                self.context.restore(state, self.depth, seq)
 
 
-def _synthetic(context: Context, depth: int, window: int) -> Fill:
+def _synthetic(context: Context, depth: int, window: int, peaked: bool) -> Fill:
     template = _Template.read(_decoded(context, _PREFIX), context)
-    fill = Fill(context, depth - window, None, template, "synthetic")
+    if peaked:
+        template.type_k = context.setting.kv.type_k
+        if template.type_k not in _BLOCKS:
+            raise CannotRunError(f"keys in {template.type_k} cannot be peaked: only {', '.join(_BLOCKS)}")
+    kind = "peaked" if peaked else "synthetic"
+    fill = Fill(context, depth - window, None, template, kind)
     try:
         fill.restore()
     except CannotRunError as error:
@@ -80,7 +93,7 @@ def _synthetic(context: Context, depth: int, window: int) -> Fill:
     if window == 0:
         return fill  # the rows are many: they are repeated at each restore rather than kept
     context.feed(context.model.random_tokens(window))
-    return Fill(context, depth, context.save(), kind="synthetic")
+    return Fill(context, depth, context.save(), kind=kind)
 
 
 def _decoded(context: Context, n: int) -> Bytes | None:
@@ -132,6 +145,7 @@ class _Template:
     middle: Bytes  # whether V is transposed, and the number of layers
     layers: list[_Rows] = field(default_factory=list)
     tail: Bytes | None = None  # of a mixed cache: that it has no F16 rows
+    type_k: str = ""  # of keys that are to be peaked
 
     @classmethod
     def read(cls, state: Bytes | None, context: Context) -> _Template:
@@ -173,11 +187,22 @@ class _Template:
         cells = np.zeros(depth, _CELL)
         cells["pos"], cells["n_seq"] = np.arange(depth), 1
         parts = [self.head, _u4(1), _u4(depth), cells.view(np.uint8), self.middle]
-        for rows in self.layers:
-            parts += [rows.head, rows.repeat(depth)]
+        for i, rows in enumerate(self.layers):
+            is_k = i < len(self.layers) // 2
+            parts += [rows.head, self._peaked(rows.repeat(depth), depth) if is_k else rows.repeat(depth)]
         if self.tail is not None:
             parts.append(self.tail)
         return np.concatenate(parts)
+
+    def _peaked(self, keys: Bytes, depth: int) -> Bytes:
+        """Keys of two sizes, by the scales of their blocks."""
+        if self.type_k:
+            blocks = keys.reshape(depth, -1, _BLOCKS[self.type_k])
+            scales = blocks[:, :, :2].copy().view(np.float16)
+            large = np.arange(depth) // _RUN % _EVERY == 0
+            scales *= np.where(large, _LARGE, _SMALL).astype(np.float16)[:, None, None]
+            blocks[:, :, :2] = scales.view(np.uint8)
+        return keys
 
 
 def _read_rows(reader: _Reader, n: int) -> _Rows:

@@ -75,11 +75,11 @@ class Run:
 
 class Place:
     """A store that keeps blocks in memory only (no folder), or in files only, so that each hit is of one
-    tier.
+    tier. One with a remote has to `forget` for that before each.
     """
 
-    def __init__(self, folder: Path | None, *, encrypted: bool = False) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path | None, *, encrypted: bool = False, remote: str | None = None) -> None:
+        self.folder, self._remote, self._sent = folder, remote, 0
         self._key = os.urandom(_KEY_BYTES) if encrypted else None
         self._store = self._open()
 
@@ -88,7 +88,7 @@ class Place:
         if (data := self._key) is not None:
             key = lambda: data  # noqa: E731
         if self.folder is None:
-            return KVStore(None, max_ram_bytes=2**40)
+            return KVStore(None, max_ram_bytes=2**40, key=key, remote=self._remote)
         return KVStore(self.folder, max_ram_bytes=0, max_kv_size_gb=1e6, key=key)
 
     def __enter__(self) -> Place:
@@ -100,6 +100,8 @@ class Place:
     @property
     def nbytes(self) -> int:
         """Bytes of the stored blocks, or of their files."""
+        if self._remote is not None:
+            return self._sent
         stats = self._store.stats()
         return stats.bytes_ram if self.folder is None else stats.bytes_disk
 
@@ -115,16 +117,30 @@ class Place:
             shutil.rmtree(self.folder)
         self._store = self._open()
 
+    def forget(self) -> None:
+        """All but what is in the remote, if there is one."""
+        if self._remote is not None:
+            self.empty()
+
     def save(self, run: Run, tokens: Tokens) -> float:
         """Seconds to store a sequence.
 
         Raises:
             CannotRunError: it was not stored.
         """
+        if self._remote is not None:
+            for entry in self._store.entries():  # there too
+                self._store.remove(entry.id)
+            self.empty()
         saved = self._store.save(run.llm, tokens, identity=run.identity)
         if saved.reason:
             raise CannotRunError(f"the store did not take the prompt: {saved.reason}")
-        return saved.seconds
+        if self._remote is None:
+            return saved.seconds
+        self._sent = saved.nbytes
+        begin = time.perf_counter()
+        self._store.close()  # sends what waits
+        return saved.seconds + time.perf_counter() - begin
 
     def restore(self, run: Run, tokens: Tokens, n_expected: int) -> int:
         """Tokens restored, which must be all that were stored, exactly.
@@ -133,7 +149,7 @@ class Place:
             CannotRunError: they are not.
         """
         restored = self._store.restore(run.llm, tokens, identity=run.identity)
-        tier = "ram" if self.folder is None else "disk"
+        tier = "remote" if self._remote is not None else "ram" if self.folder is None else "disk"
         if (restored.n_tokens, restored.tier, restored.exact) != (n_expected, tier, True):
             raise CannotRunError(
                 f"restored {restored.n_tokens} tokens from {restored.tier} (exact={restored.exact}) "

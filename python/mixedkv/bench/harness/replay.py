@@ -26,7 +26,9 @@ class Conversation:
 
 @dataclass
 class Replay:
-    """Conversations that ran together: the seconds of all, and the answers by turn."""
+    """Conversations that ran together: the seconds of all, and the answers by turn, in order of the
+    conversations.
+    """
 
     seconds: float = 0.0
     answers: list[list[Answer]] = field(default_factory=list)
@@ -61,35 +63,48 @@ def room(conversations: Sequence[Conversation], n_gen: int, count: Callable[[str
     )
 
 
-def replay(url: str, conversations: Sequence[Conversation], clients: int, sampling: Sampling) -> Replay:
+def replay(
+    url: str,
+    conversations: Sequence[Conversation],
+    clients: int,
+    sampling: Sampling,
+    after: Replay | None = None,
+) -> Replay:
     """All conversations, `clients` of them at a time; each one's turns follow each other.
+
+    Args:
+        after: its answers are those of the first turns.
 
     Raises:
         CannotRunError: the server failed.
     """
-    return asyncio.run(_replay(url, conversations, clients, sampling))
+    return asyncio.run(_replay(url, conversations, clients, sampling, after or Replay()))
 
 
 async def _replay(
-    url: str, conversations: Sequence[Conversation], clients: int, sampling: Sampling
+    url: str, conversations: Sequence[Conversation], clients: int, sampling: Sampling, after: Replay
 ) -> Replay:
-    result = Replay(answers=[[] for _ in conversations[0].messages])
-    waiting = deque(conversations)
+    found: dict[tuple[int, int], Answer] = {}
+    waiting = deque(enumerate(conversations))
 
     async def work() -> None:
-        async with connect(url) as connection:
-            while waiting:
-                messages: list[Message] = []
-                for turn, text in enumerate(waiting.popleft().messages):
-                    messages.append({"role": "user", "content": text})
-                    answer = await ask(connection, sampling.body(messages))
-                    messages.append({"role": "assistant", "content": answer.text})
-                    result.answers[turn].append(answer)
+        while waiting:
+            i, conversation = waiting.popleft()
+            messages: list[Message] = []
+            for turn, text in enumerate(conversation.messages):
+                messages.append({"role": "user", "content": text})
+                if turn < len(after.answers):
+                    answer = after.answers[turn][i]
+                else:
+                    async with connect(url) as connection:  # servers part with those that wait for long
+                        answer = await ask(connection, sampling.body(messages))
+                messages.append({"role": "assistant", "content": answer.text})
+                found[turn, i] = answer
 
     begin = time.perf_counter()
     await _all([work() for _ in range(clients)])
-    result.seconds = time.perf_counter() - begin
-    return result
+    seconds, turns = time.perf_counter() - begin, range(len(conversations[0].messages))
+    return Replay(seconds, [[found[turn, i] for i in range(len(conversations))] for turn in turns])
 
 
 async def _all(jobs: Sequence[Coroutine[Any, Any, None]]) -> None:

@@ -16,12 +16,21 @@ Workload = Literal["documents", "edited", "system", "few_shot"]
 DonorKind = Literal["alone", "bos", "conversation"]
 
 WORKLOADS: tuple[Workload, ...] = get_args(Workload)
+DONOR_KINDS: tuple[DonorKind, ...] = get_args(DonorKind)
 DONORS: dict[Workload, tuple[DonorKind, ...]] = {
     "documents": ("alone", "bos", "conversation"),
     "edited": ("conversation",),
     "system": ("conversation",),
     "few_shot": ("conversation",),
 }
+
+
+def kinds_of(
+    workloads: Sequence[Workload] = WORKLOADS, donors: Sequence[DonorKind] = DONOR_KINDS
+) -> list[tuple[Workload, DonorKind]]:
+    """Each workload with each of these donors that it has."""
+    return [(workload, donor) for workload in workloads for donor in DONORS[workload] if donor in donors]
+
 
 _SEED = 110_000
 _ACKNOWLEDGED = "I have noted that."
@@ -49,12 +58,14 @@ class CaseMaker:
     Args:
         encode: text to token ids, special tokens read, without BOS.
         bos: token ids that every prompt begins with.
+        n_documents: of a prompt.
     """
 
-    TURNS = 5  # documents of a prompt, and turns of a growing history
+    TURNS = 5  # of a growing history, a document each
 
-    def __init__(self, encode: Encode, bos: Sequence[int], n_prompt: int) -> None:
+    def __init__(self, encode: Encode, bos: Sequence[int], n_prompt: int, n_documents: int = TURNS) -> None:
         self._encode, self._bos, self._n_prompt = encode, list(bos), n_prompt
+        self._n_documents = n_documents
 
     def make(self, workload: Workload, donor: DonorKind, seed: int) -> Case:
         """The same for all donors of a workload but for what was stored."""
@@ -62,7 +73,8 @@ class CaseMaker:
         world = World(random)
         if workload == "few_shot":
             return self._few_shot(random, world)
-        documents, facts = self._documents(random, world)
+        n = self.TURNS if workload == "system" else self._n_documents
+        documents, facts = self._documents(random, world, n)
         if workload == "system":  # a history that grows, seed by seed
             n = seed % self.TURNS + 1
             documents, facts = documents[:n], facts[:n]
@@ -106,12 +118,12 @@ class CaseMaker:
 
         return self._case(asked(shots, facts[0].question), asked(order, fact.question), fact)
 
-    def _documents(self, random: Random, world: World) -> tuple[list[str], list[list[Fact]]]:
+    def _documents(self, random: Random, world: World, n: int) -> tuple[list[str], list[list[Fact]]]:
         """Documents, and the facts in each; the first sentence of a document is one."""
-        size = (self._n_prompt - 60) // self.TURNS
+        size = (self._n_prompt - 60) // n
         documents: list[str] = []
         facts: list[list[Fact]] = []
-        for _ in range(self.TURNS):
+        for _ in range(n):
             facts.append([world.fact()])
             text = f" {facts[-1][0].statement}"
             while len(self._encode(text)) < size - 8:

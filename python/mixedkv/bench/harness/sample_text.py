@@ -45,6 +45,11 @@ def document(seed: int, n_tokens: int, count: Count, *, chat: bool = True) -> st
     return text
 
 
+def passage(n_tokens: int, tokenize: Callable[[str], list[int]]) -> list[int]:
+    """Tokens of a plain journal with its questions, at least `n_tokens`: said again, text that repeats."""
+    return tokenize(document(1, n_tokens, lambda text: len(tokenize(text)), chat=False))
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
     """A fact to be asked for.

@@ -69,6 +69,24 @@ def stock_command(spec: ServerSpec, engine: str, port: int) -> list[str]:
     return [sys.executable, *server, *(text for key in options for text in (f"--{key}", str(options[key])))]
 
 
+def llama_server_command(spec: ServerSpec, setting: Setting, program: Path, port: int) -> list[str]:
+    """A llama-server with a slot for each client, in a cache that all share; with flash attention where the
+    cache needs it.
+    """
+    command = [str(program), "-m", str(spec.file.path), "-c", str(spec.n_ctx * spec.clients)]
+    command += [
+        "-np",
+        str(spec.clients),
+        "--kv-unified",
+        "-ctk",
+        setting.kv.type_k,
+        "-ctv",
+        setting.kv.type_v,
+    ]
+    command += ["-fa", "on" if setting.flash_attn else "off", "-t", str(spec.threads), "-ngl", "0"]
+    return [*command, "--host", "127.0.0.1", "--port", str(port)]
+
+
 def stock_extra_buffers(file: ModelFile) -> bool:
     """Whether the stock server runs on repacked weights: not where it would crash of them."""
     return not would_crash(file)
@@ -112,6 +130,15 @@ class Server:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def cpu_seconds(self) -> float | None:
+        """What the process has computed, None where the system does not tell."""
+        try:  # fields 14 and 15 of proc(5)
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return None
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def _wait(self, until: float) -> None:
         while time.monotonic() < until:

@@ -19,7 +19,7 @@ from matplotlib.ticker import LogLocator, MultipleLocator, NullFormatter
 
 from mixedkv.bench.catalog import Document
 from mixedkv.bench.harness.row import Row
-from mixedkv.bench.output import plots_kept, plots_reuse
+from mixedkv.bench.output import plots_kept, plots_reuse, plots_streaming
 from mixedkv.bench.output.plots_kept import Styles
 from mixedkv.bench.quality import QualityRow
 from mixedkv.bench.speed import SpeedRow
@@ -66,6 +66,7 @@ def _figures(rows: Sequence[Row], styles: Styles, model: str) -> Iterator[tuple[
         yield "speed", _speed(speed, styles, model)
     yield from plots_kept.figures(rows, styles, model, _figure)
     yield from plots_reuse.figures(rows, model, _figure)
+    yield from plots_streaming.figures(rows, model, _figure)
 
 
 def _styles(rows: Sequence[Row]) -> Styles:

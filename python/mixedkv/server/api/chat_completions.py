@@ -14,20 +14,18 @@ from mixedkv.engine.job import Delta, Done, Job
 from mixedkv.server.api.chat_jobs import AnswerParts, chat_jobs
 from mixedkv.server.api.generation import prompt_progress, usage
 from mixedkv.server.api.growing import Turn, check_version, respond_with
-from mixedkv.server.api.logprobs import chat_logprobs
+from mixedkv.server.api.logprobs import chat_logprobs, prompt_logprobs
 from mixedkv.server.api.schemas import ChatRequest
 from mixedkv.server.api.sse import DONE, PING, Template, sse
 from mixedkv.server.api.tools import call_json, delta
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.state import (
-    FINGERPRINT,
     ServerState,
-    check_model,
     find_session,
+    model_of,
     new_id,
     read_prompt,
-    server_state,
     tenant,
 )
 
@@ -37,15 +35,15 @@ router = APIRouter(route_class=JSONRoute)
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """An answer to a chat, whole or as server-sent events."""
-    server, owner = server_state(request), tenant(request)
-    check_model(server, body.model)
+    owner = tenant(request)
+    server = model_of(request, body.model)
     session = await find_session(server, body.session_id, owner) if body.session_id else None
     if session is not None:
         check_version(body, session)
     turn = Turn.of_chat(server, body, session, body.messages)
     jobs, prompt = await read_prompt(request, chat_jobs, server, body, owner, session, session=session)
     answer = _Answer(server, body, jobs, prompt)
-    large = bool(body.logprobs) or prompt is not None
+    large = bool(body.logprobs) or body.prompt_logprobs is not None or prompt is not None
     return await respond_with(turn, body, request, server, jobs, answer, large=large)
 
 
@@ -70,7 +68,7 @@ class _Answer:
             "id": new_id("chatcmpl"),
             "created": int(time.time()),
             "model": server.model_name,
-            "system_fingerprint": FINGERPRINT,
+            "system_fingerprint": server.fingerprint,
         }
 
     def whole(self, ends: list[Done]) -> dict[str, Any]:
@@ -83,7 +81,9 @@ class _Answer:
             }
             for i, end in enumerate(ends)
         ]
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage()}
+        of_prompt = prompt_logprobs(self._server.engine.detokenizer, self._jobs[0].prompt_logprobs)
+        head = {**self._head, "object": "chat.completion", **of_prompt}
+        return {**head, "choices": choices, "usage": self._usage()}
 
     def first(self) -> bytes:
         roles = ({"role": "assistant", "content": "", **self._message_id(i)} for i in range(len(self._jobs)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -11,7 +12,9 @@ from mixedkv.engine.answer_reader import Part, ReadAnswer
 from mixedkv.engine.chat_template import RenderedChat, ToolChoice
 from mixedkv.engine.constraint import Constraint
 from mixedkv.engine.job import Delta, Done, Job
-from mixedkv.server.api.generation import constraint_of, context_tokens, make_jobs
+from mixedkv.images import PromptImage
+from mixedkv.server.api.generation import constraint_of, context_tokens, make_jobs, slides
+from mixedkv.server.api.images import read_images
 from mixedkv.server.api.rendering import render_request, template_message, template_options
 from mixedkv.server.api.schemas import ChatFields, ChatRequest
 from mixedkv.server.api.tools import choice_of
@@ -53,19 +56,32 @@ def chat_jobs(
     if session is not None and session.messages is not None:
         before = [message.model_dump(exclude_none=True) for message in session.messages]
     elif session is not None:
-        prefix = context_tokens(server, session)
+        prefix = context_tokens(server, session, long=slides(server, body))
+    if session is not None and any(message.images for message in body.messages):
+        raise bad_request("images do not go with session_id: leave one out", "session_id")
     choice, options = choice_of(body), template_options(body)
+    images = read_images(server, body.messages)
     rendering = render_request(server, body.messages, body.tools, choice, options, before)
     if rendering is None:
-        return _plain_jobs(server, body, owner, before, prefix, session), None
+        return _plain_jobs(server, body, owner, before, prefix, session, images), None
     if session is not None and (rendering.tools or any("tool_calls" in m for m in rendering.messages)):
         raise bad_request(
             "tools, calls and their results do not go with session_id: leave one out", "session_id"
         )
-    tokens, chat = rendering.tokens(server)
+    tokens, chat = rendering.tokens(server, long=slides(server, body), images=images)
     constraint = chat.constraint or _constraint(body)
     tokens, stops = prefix + tokens, chat.stops
-    jobs = _make(server, body, tokens, owner, constraint=constraint, stops=stops, session=session, chat=chat)
+    jobs = _make(
+        server,
+        body,
+        tokens,
+        owner,
+        constraint=constraint,
+        stops=stops,
+        session=session,
+        chat=chat,
+        images=images,
+    )
     return jobs, chat
 
 
@@ -90,10 +106,12 @@ def chat_tokens(server: ServerState, body: ChatFields) -> list[int]:
         ApiError: 400.
     """
     rendering = render_request(server, body.messages, body.tools, ToolChoice(), template_options(body))
+    images = read_images(server, body.messages)
     if rendering is not None:
-        return rendering.tokens(server)[0]
+        return rendering.tokens(server, images=images)[0]
+    messages = [template_message(message) for message in body.messages]
     try:
-        return server.engine.tokenizer.chat([template_message(message) for message in body.messages])[0]
+        return server.engine.tokenizer.chat(messages, images=images)[0]
     except ValueError as error:
         raise prompt_error(error, "messages") from None
 
@@ -105,14 +123,23 @@ def _plain_jobs(
     before: list[dict[str, Any]],
     prefix: list[int],
     session: CacheSessionMetadata | None,
+    images: Sequence[PromptImage],
 ) -> list[Job]:
     messages = [*before, *map(template_message, body.messages)]
     try:
-        tokens, stops = server.engine.tokenizer.chat(messages, start=not prefix)
+        long = slides(server, body)
+        tokens, stops = server.engine.tokenizer.chat(messages, start=not prefix, long=long, images=images)
     except ValueError as error:
         raise prompt_error(error, "messages") from None
     return _make(
-        server, body, prefix + tokens, owner, constraint=_constraint(body), stops=stops, session=session
+        server,
+        body,
+        prefix + tokens,
+        owner,
+        constraint=_constraint(body),
+        stops=stops,
+        session=session,
+        images=images,
     )
 
 

@@ -14,22 +14,21 @@ from mixedkv.server.api.generation import (
     context_tokens,
     make_jobs,
     prompt_progress,
+    slides,
     usage,
 )
 from mixedkv.server.api.growing import Turn, check_version, respond_with
-from mixedkv.server.api.logprobs import completion_logprobs
+from mixedkv.server.api.logprobs import completion_logprobs, prompt_logprobs
 from mixedkv.server.api.schemas import CompletionRequest
 from mixedkv.server.api.sse import DONE, PING, Template, sse
 from mixedkv.server.api_error import ApiError, prompt_error
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.state import (
-    FINGERPRINT,
     ServerState,
-    check_model,
     find_session,
+    model_of,
     new_id,
     read_prompt,
-    server_state,
     tenant,
 )
 from mixedkv.sessions import CacheSessionMetadata
@@ -41,14 +40,15 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """The continuation of prompts, whole or as server-sent events."""
-    server, owner = server_state(request), tenant(request)
-    check_model(server, body.model)
+    owner = tenant(request)
+    server = model_of(request, body.model)
     session = await find_session(server, body.session_id, owner) if body.session_id else None
     if session is not None:
         check_version(body, session)
     turn = Turn.of_prompt(server, body, session)
     jobs = await read_prompt(request, _jobs, server, body, owner, session, session=session)
-    answer, large = _Answer(server, body, jobs), body.logprobs is not None
+    answer = _Answer(server, body, jobs)
+    large = body.logprobs is not None or body.prompt_logprobs is not None
     return await respond_with(turn, body, request, server, jobs, answer, large=large)
 
 
@@ -56,12 +56,14 @@ def _jobs(
     server: ServerState, body: CompletionRequest, owner: str, session: CacheSessionMetadata | None
 ) -> list[Job]:
     try:
-        prefix = context_tokens(server, session) if session is not None else []
-        tokenizer = server.engine.tokenizer
+        tokenizer, long = server.engine.tokenizer, slides(server, body)
+        prefix = context_tokens(server, session, long=long) if session is not None else []
         if body.suffix:
             prompts = [tokenizer.infill(str(body.prompt), body.suffix)]
         else:
-            prompts = [prefix + tokenizer.prompt(prompt, start=not prefix) for prompt in body.prompts]
+            prompts = [
+                prefix + tokenizer.prompt(prompt, start=not prefix, long=long) for prompt in body.prompts
+            ]
     except ValueError as error:
         raise prompt_error(error, "suffix" if body.suffix else "prompt") from None
     return make_jobs(
@@ -90,12 +92,20 @@ class _Answer:
             "object": "text_completion",
             "created": int(time.time()),
             "model": server.model_name,
-            "system_fingerprint": FINGERPRINT,
+            "system_fingerprint": server.fingerprint,
         }
 
     def whole(self, ends: list[Done]) -> dict[str, Any]:
-        choices = [self._choice(i, end, self._echo(i) + end.text, end.reason) for i, end in enumerate(ends)]
+        choices = [
+            {**self._choice(i, end, self._echo(i) + end.text, end.reason), **self._of_prompt(i)}
+            for i, end in enumerate(ends)
+        ]
         return {**self._head, "choices": choices, "usage": self._usage()}
+
+    def _of_prompt(self, i: int) -> dict[str, Any]:
+        """The log probabilities of a prompt, which its first choice has."""
+        first = self._jobs[i - i % self._n]
+        return prompt_logprobs(self._server.engine.detokenizer, first.prompt_logprobs)
 
     def first(self) -> bytes:
         """The echo."""

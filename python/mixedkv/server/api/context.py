@@ -17,14 +17,14 @@ from mixedkv.ids import MAX_LENGTH, PATTERN
 from mixedkv.server.api.generation import context_tokens
 from mixedkv.server.api.rendering import RenderRequest, render_request, template_message
 from mixedkv.server.api.schemas import ContextPatch, WarmRequest
-from mixedkv.server.api_error import ApiError, prompt_error
+from mixedkv.server.api_error import ApiError, bad_request, prompt_error
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.pending import PendingRequest, or_disconnect
 from mixedkv.server.state import (
     ServerState,
-    check_model,
     find_session,
     in_thread,
+    model_of,
     read_prompt,
     server_state,
     tenant,
@@ -43,8 +43,8 @@ SessionId = Annotated[str, Path(max_length=MAX_LENGTH, pattern=f"^{PATTERN}$")]
 @router.post("/v1/context")
 async def create_context(body: CreateContextCacheRequest, request: Request) -> Response:
     """Evaluate a prompt and keep it under a session id for `ttl` seconds."""
-    server, owner = server_state(request), tenant(request)
-    check_model(server, body.model)
+    owner = tenant(request)
+    server = model_of(request, body.model)
     if full := await server.contexts.check_quota(owner):
         raise _as_error(full)
     reference, seconds = server.contexts.new_kv_cache_ref(), server.settings.request_timeout
@@ -124,8 +124,8 @@ async def delete_context(session_id: SessionId, request: Request) -> Response:
 @router.post("/v1/warm")
 async def warm(body: WarmRequest, request: Request) -> Response:
     """Evaluate a prompt now, so that requests that start with it find it."""
-    server, owner = server_state(request), tenant(request)
-    check_model(server, body.model)
+    owner = tenant(request)
+    server = model_of(request, body.model)
     began, seconds = time.perf_counter(), server.settings.request_timeout
     job = await read_prompt(request, warm_job, server, body, owner)
     with PendingRequest(server.engine, [job], seconds, time_left(request)) as pending:
@@ -144,6 +144,8 @@ async def warm(body: WarmRequest, request: Request) -> Response:
 def warm_job(server: ServerState, body: WarmRequest, owner: str) -> Job:
     try:
         if body.messages is not None:
+            if any(message.images for message in body.messages):
+                raise bad_request("messages: images cannot be warmed: leave them out", "messages")
             tools = render_request(server, body.messages, body.tools, ToolChoice(), NOTHING_SAID)
             messages = [template_message(message) for message in body.messages]
             tokens = _without_answer(partial(_tokens, server, tools), messages)

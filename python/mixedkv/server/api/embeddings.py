@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
@@ -17,7 +18,7 @@ from mixedkv.server.api.schemas import EmbeddingRequest
 from mixedkv.server.api_error import bad_request, from_engine, prompt_error, timed_out
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.pending import or_disconnect
-from mixedkv.server.state import ServerState, check_model, read_prompt, server_state, tenant, time_left
+from mixedkv.server.state import ServerState, model_of, read_prompt, tenant, time_left
 
 router = APIRouter(route_class=JSONRoute)
 _CHUNK = 1 << 16
@@ -26,12 +27,30 @@ _CHUNK = 1 << 16
 @router.post("/v1/embeddings")
 async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """A vector of length 1 for each input."""
-    server, owner = server_state(request), tenant(request)
-    check_model(server, body.model)
+    owner = tenant(request)
+    server = model_of(request, body.model, generates=False)
     embedder = _embedder(server, body)
+    vectors, n_tokens = await embed(request, server, embedder, owner, _tokens, body)
+    answer = _answer(vectors, body.encoding_format == "base64", server.model_name, n_tokens)
+    return StreamingResponse(answer, media_type="application/json")
+
+
+async def embed(
+    request: Request,
+    server: ServerState,
+    embedder: Embedder,
+    owner: str,
+    read: Callable[..., list[list[int]]],
+    body: Any,
+) -> tuple[Vectors, int]:
+    """What the model says to inputs, and how many tokens they have; `read` makes these, off the event loop.
+
+    Raises:
+        ApiError: too many requests are here, it takes too long, or the engine fails.
+    """
     try:
         embedder.check_room(owner)
-        inputs = await read_prompt(request, _tokens, server, embedder, body)
+        inputs = await read_prompt(request, read, server, embedder, body)
         vectors = await or_disconnect(
             request, asyncio.wait_for(embedder.embed(inputs, owner), time_left(request))
         )
@@ -39,12 +58,29 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         raise timed_out(server.settings.request_timeout) from None
     except (QueueFullError, ClosedError, EngineError) as error:
         raise from_engine(error) from None
-    n_tokens = sum(map(len, inputs))
-    answer = _answer(vectors, body.encoding_format == "base64", server.model_name, n_tokens)
-    return StreamingResponse(answer, media_type="application/json")
+    return vectors, sum(map(len, inputs))
+
+
+def check_length(embedder: Embedder, n_tokens: int, name: str, param: str) -> None:
+    """
+    Raises:
+        ApiError: 400, it is more than the context takes, or nothing.
+    """
+    context = embedder.context
+    if not 1 <= n_tokens <= context.n_ctx:
+        message = f"{name} has {n_tokens} tokens, 1 to {context.n_ctx} can be embedded: shorten it"
+        if context.n_ctx < context.n_train:
+            message += f", or serve with an embedding_n_ctx of up to {context.n_train}"
+        raise bad_request(message, param, "context_length_exceeded" if n_tokens else None)
 
 
 def _embedder(server: ServerState, body: EmbeddingRequest) -> Embedder:
+    if server.embedder is not None and server.embedder.context.ranks:
+        raise bad_request(
+            f"the model {server.model_name!r} ranks texts, it gives no vectors: use /v1/rerank",
+            "model",
+            "embeddings_not_supported",
+        )
     if server.embedder is None:
         raise bad_request(
             "this server gives no embeddings: serve with --embeddings (MIXEDKV_EMBEDDINGS=1)",
@@ -73,11 +109,7 @@ def _tokens(server: ServerState, embedder: Embedder, body: EmbeddingRequest) -> 
                 tokens = server.engine.tokenizer.prompt(item)
             except ValueError as error:
                 raise bad_request(f"input {i}: {str(error).partition(': ')[2]}", "input") from None
-        if not 1 <= len(tokens) <= context.n_ctx:
-            message = f"input {i} has {len(tokens)} tokens, 1 to {context.n_ctx} can be embedded: shorten it"
-            if context.n_ctx < context.n_train:
-                message += f", or serve with an embedding_n_ctx of up to {context.n_train}"
-            raise bad_request(message, "input", "context_length_exceeded" if tokens else None)
+        check_length(embedder, len(tokens), f"input {i}", "input")
         inputs.append(tokens)
     return inputs
 

@@ -8,11 +8,17 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
+
+from mixedkv.engine.call_trigger import CallTrigger
 from mixedkv.engine.chat_template import RenderedChat
 from mixedkv.engine.constraint import Constraint, Matcher
 from mixedkv.engine.job import Job
+from mixedkv.engine.prompt_logprobs import PromptLogprobs
 from mixedkv.engine.sampler import Sampling
+from mixedkv.engine.slide import fit
 from mixedkv.errors import ContextLengthError
+from mixedkv.images import PromptImage
 from mixedkv.server.api.schemas import Generation
 from mixedkv.server.api_error import bad_request, from_engine
 from mixedkv.server.state import ServerState
@@ -26,12 +32,17 @@ _SAMPLING = {each.name for each in fields(Sampling)} & Generation.model_fields.k
 _MAX_LOGPROBS = 4_000_000  # of one request; 30 to 100 bytes each as JSON
 
 
-def context_tokens(server: ServerState, session: Any) -> list[int]:
-    """Tokens of a session's prompt; of messages those before an answer."""
+def context_tokens(server: ServerState, session: Any, *, long: bool = False) -> list[int]:
+    """Tokens of a session's prompt; of messages those before an answer. `long`: it need not fit."""
     if session.prompt is not None:
-        return server.engine.tokenizer.prompt(session.prompt)
+        return server.engine.tokenizer.prompt(session.prompt, long=long)
     messages = [message.model_dump(exclude_none=True) for message in session.messages]
-    return server.engine.tokenizer.chat(messages)[0]
+    return server.engine.tokenizer.chat(messages, long=long)[0]
+
+
+def slides(server: ServerState, body: Generation) -> bool:
+    """Whether the middle goes of what does not fit the context."""
+    return (body.overflow or server.settings.overflow) == "slide"
 
 
 def sampling(body: Generation, choice: int) -> Sampling:
@@ -59,6 +70,7 @@ def make_jobs(
     chat: RenderedChat | None = None,
     budget: int | None = None,
     prediction: str = "",
+    images: Sequence[PromptImage] = (),
 ) -> list[Job]:
     """`body.n` jobs for each prompt. Not for the event loop: constraints take time to compile.
 
@@ -66,6 +78,7 @@ def make_jobs(
         chat: how the prompt was rendered and the answers are to be made, where llama.cpp's chat layer knows.
         budget: tokens after which a thought is ended.
         prediction: what an answer may be.
+        images: in the prompts.
 
     Raises:
         ApiError: 400.
@@ -73,32 +86,41 @@ def make_jobs(
     n, tokenizer = body.n or 1, server.engine.tokenizer
     max_tokens = server.engine.n_ctx if max_tokens is None else max_tokens
     _check_tokens(server, body, max_tokens)
-    _check_logprobs(server, n * len(prompts), max_tokens, n_logprobs)
+    long = slides(server, body) and not images
+    most_tokens = max_tokens if long else min(max_tokens, server.engine.n_ctx)
+    _check_logprobs(n * len(prompts), most_tokens, n_logprobs)
+    _check_prompt_logprobs(server, body, prompts)
+    if images:
+        _check_images(body, prediction)
     if n * len(prompts) > server.engine.most_jobs(owner):
         raise bad_request(f"n={n} for {len(prompts)} prompts is more than this server queues", "n")
     jobs = []
-    matcher = _matcher(server, constraint)
+    triggers = chat.triggers if chat is not None else ()
+    matcher = _matcher(server, constraint, optional=bool(triggers))
     _check_reuse(server, body)
     reuse = body.use_kv_cache is not False
+    pictures = [picture for image in images for picture in image.pictures]
     thoughts = chat.thoughts if chat is not None else None
     shown = tokenizer.shown(chat.shown) if chat is not None else ()
     n_forgotten = len(tokenizer.tokenize(chat.answer, start=False, special=True)) if chat is not None else 0
     for prompt in prompts:
+        ids = np.asarray(prompt, np.int32)
         try:
-            server.engine.check_prompt(len(prompt))
+            server.engine.check_prompt(min(len(prompt), server.engine.n_ctx - 1) if long else len(prompt))
         except ContextLengthError as error:
             raise from_engine(error, param) from None
         try:
-            drafter = server.engine.drafter(prompt, body.speculation, prediction)
+            drafter = server.engine.drafter(prompt, body.speculation, prediction) if not images else None
         except ValueError as error:
-            raise bad_request(f"prediction: {error}", "prediction") from None
+            param = "speculation" if str(error).startswith("speculation") else "prediction"
+            raise bad_request(str(error) if param == "speculation" else f"{param}: {error}", param) from None
         for choice in range(n):
             try:
-                sampler = tokenizer.sampler(sampling(body, choice), matcher)
+                sampler = tokenizer.sampler(sampling(body, choice), None if triggers else matcher)
             except ValueError as error:
                 raise bad_request(str(error), str(error).partition(":")[0]) from None
             job = Job(
-                prompt,
+                ids,
                 max_tokens=max_tokens,
                 sampler=sampler,
                 tenant=owner,
@@ -113,9 +135,14 @@ def make_jobs(
                 stop_tokens=body.stop_token_ids or (),
                 shown=shown,
                 thought=tokenizer.thought(thoughts, budget) if thoughts is not None else None,
-                boundary=len(prompt) - n_forgotten if thoughts is not None else 0,
+                trigger=CallTrigger(triggers, matcher.copy()) if triggers and matcher is not None else None,
+                boundary=len(prompt) - n_forgotten if n_forgotten else 0,
                 drafter=drafter.copy() if drafter is not None else None,
+                prompt_logprobs=_prompt_logprobs(server, body, prompt) if choice == 0 else None,
+                overflow="slide" if long else "refuse",
+                pictures=pictures,
             )
+            fit(job, tokenizer, server.engine.n_ctx)
             jobs.append(job)
     return jobs
 
@@ -136,7 +163,8 @@ def prompt_progress(job: Job) -> dict[str, Any] | None:
 def usage(jobs: Sequence[Job], n: int) -> dict[str, Any]:
     """OpenAI's usage: each prompt counts once, however many choices it has."""
     firsts = jobs[::n]
-    prompt_tokens = sum(job.n_prompt for job in firsts)
+    prompt_tokens = sum(job.n_given for job in firsts)
+    dropped = sum(job.n_dropped for job in jobs)
     answer_tokens = sum(job.n_answer for job in jobs)
     details = {}
     if thoughts := [job.thought.n_tokens for job in jobs if job.thought is not None]:
@@ -156,6 +184,7 @@ def usage(jobs: Sequence[Job], n: int) -> dict[str, Any]:
             **_approximate(firsts),
         },
         **({"completion_tokens_details": details} if details else {}),
+        **({"dropped_tokens": dropped} if dropped else {}),
     }
 
 
@@ -179,12 +208,14 @@ def constraint_of(body: Generation) -> Constraint | None:
     return Constraint("regex", body.regex, "regex") if body.regex is not None else None
 
 
-def _matcher(server: ServerState, constraint: Constraint | None) -> Matcher | None:
+def _matcher(server: ServerState, constraint: Constraint | None, optional: bool) -> Matcher | None:
     if constraint is None:
         return None
     try:
         return server.engine.tokenizer.matcher(constraint)
     except ValueError as error:
+        if optional:
+            return None
         raise bad_request(str(error), constraint.name) from None
 
 
@@ -207,15 +238,53 @@ def _check_tokens(server: ServerState, body: Generation, max_tokens: int) -> Non
         )
 
 
-def _check_logprobs(server: ServerState, n: int, max_tokens: int, n_logprobs: int | None) -> None:
+def _check_logprobs(n: int, n_tokens: int, n_logprobs: int | None) -> None:
     """They take a hundred times the memory of the text."""
-    n_tokens = min(max_tokens, server.engine.n_ctx)
     if n * n_tokens * (n_logprobs or 0) > _MAX_LOGPROBS:
         raise bad_request(
             f"{n} answers of up to {n_tokens} tokens with {n_logprobs} logprobs each are more than the "
             f"{_MAX_LOGPROBS} this server gives at a time: lower max_tokens, n or the number of logprobs",
             "max_tokens",
         )
+
+
+def _check_prompt_logprobs(server: ServerState, body: Generation, prompts: Sequence[Sequence[int]]) -> None:
+    if body.prompt_logprobs is None:
+        return
+    n_ctx = server.engine.n_ctx
+    if longest := max((n for n in map(len, prompts) if n >= n_ctx), default=0):
+        raise bad_request(
+            f"prompt_logprobs: the prompt has {longest} tokens, and what does not fit the context of {n_ctx} "
+            "is not evaluated: shorten it",
+            "prompt_logprobs",
+            "context_length_exceeded",
+        )
+    n = sum(map(len, prompts)) * (body.prompt_logprobs + 1)
+    if n > _MAX_LOGPROBS:
+        raise bad_request(
+            f"prompt_logprobs: {n} are more than the {_MAX_LOGPROBS} this server gives at a time: ask for "
+            "fewer, or send fewer prompts",
+            "prompt_logprobs",
+        )
+
+
+def _check_images(body: Generation, prediction: str) -> None:
+    """What needs a prompt of tokens; where the server does it by default, it leaves it."""
+    asked = {
+        "prompt_logprobs": body.prompt_logprobs is not None,
+        "overflow": body.overflow == "slide",
+        "speculation": body.speculation not in (None, "off"),
+        "prediction": bool(prediction),
+        "reuse": body.reuse == "chunks",
+    }
+    if name := next((name for name, is_asked in asked.items() if is_asked), None):
+        raise bad_request(f"{name} does not go with images: leave one out", name)
+
+
+def _prompt_logprobs(server: ServerState, body: Generation, prompt: Sequence[int]) -> PromptLogprobs | None:
+    if body.prompt_logprobs is None:
+        return None
+    return PromptLogprobs(prompt, body.prompt_logprobs, server.engine.tokenizer.n_vocab)
 
 
 def _token_id(key: str) -> int:

@@ -11,9 +11,10 @@ from starlette.types import Message as Sent
 from starlette.types import Receive, Scope, Send
 
 from mixedkv.engine.job import Delta, Done, Job
+from mixedkv.server.api.chat_message import Message
 from mixedkv.server.api.rendering import template_message
 from mixedkv.server.api.respond import Answer, respond
-from mixedkv.server.api.schemas import CompletionRequest, Generation, Message
+from mixedkv.server.api.schemas import CompletionRequest, Generation
 from mixedkv.server.api_error import ApiError, bad_request
 from mixedkv.server.state import ServerState
 from mixedkv.sessions import CacheSessionMetadata, ContextMessage, ErrorResponse
@@ -85,7 +86,7 @@ class Turn:
         if isinstance(event, Done):
             job = self.job
             updated = await self._server.contexts.update_session_cache(
-                self._session, n_tokens=job.n_prompt + job.n_answer, **self._changes("".join(self._text))
+                self._session, n_tokens=job.n_given + job.n_answer, **self._changes("".join(self._text))
             )
             if isinstance(updated, ErrorResponse):
                 raise await _as_error(self._server, updated, self._session)

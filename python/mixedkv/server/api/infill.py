@@ -9,12 +9,13 @@ from starlette.responses import Response
 
 from mixedkv.engine.job import Delta, Done, Job
 from mixedkv.server.api.generation import constraint_of, make_jobs
+from mixedkv.server.api.logprobs import prompt_logprobs
 from mixedkv.server.api.respond import respond
 from mixedkv.server.api.schemas import InfillRequest
 from mixedkv.server.api.sse import PING, sse
 from mixedkv.server.api_error import ApiError, prompt_error
 from mixedkv.server.http.json_body import JSONRoute
-from mixedkv.server.state import ServerState, check_model, read_prompt, server_state, tenant
+from mixedkv.server.state import ServerState, model_of, read_prompt, tenant
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -22,8 +23,8 @@ router = APIRouter(route_class=JSONRoute)
 @router.post("/infill")
 async def infill(body: InfillRequest, request: Request) -> Response:
     """What is missing, whole or as server-sent events."""
-    server, owner = server_state(request), tenant(request)
-    check_model(server, body.model)
+    owner = tenant(request)
+    server = model_of(request, body.model)
     (job,) = await read_prompt(request, _jobs, server, body, owner)
     answer = _Answer(server, job)
     return await respond(request, server, [job], answer, stream=body.stream is True, large=False)
@@ -46,7 +47,7 @@ def _jobs(server: ServerState, body: InfillRequest, owner: str) -> list[Job]:
 
 class _Answer:
     def __init__(self, server: ServerState, job: Job) -> None:
-        self._model, self._job = server.model_name, job
+        self._model, self._job, self._pieces = server.model_name, job, server.engine.detokenizer
 
     def whole(self, ends: list[Done]) -> dict[str, Any]:
         return self._end(ends[0], ends[0].text)
@@ -81,4 +82,5 @@ class _Answer:
             "tokens_predicted": job.n_answer,
             "tokens_evaluated": job.n_prompt,
             "tokens_cached": job.n_cached or 0,
+            **prompt_logprobs(self._pieces, job.prompt_logprobs),
         }

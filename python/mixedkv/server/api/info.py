@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from mixedkv.errors import ModelChangedError
 from mixedkv.server.api_error import ApiError, from_engine
 from mixedkv.server.snapshot import of_tenant, snapshot
-from mixedkv.server.state import ServerState, check_model, server_state, tenant
+from mixedkv.server.state import ServerState, model_of, server_state, tenant
 
 router = APIRouter()
 _PAGE = Path(__file__).parents[1] / "page" / "index.html"
@@ -27,22 +27,23 @@ _PAGE_HEADERS = {  # the page's own <meta> cannot say frame-ancestors
 
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
-    """The one model that is served."""
+    """The models that are served, and adapters on them; the default one first."""
     tenant(request)
-    return JSONResponse({"object": "list", "data": [_model(server_state(request))]})
+    return JSONResponse({"object": "list", "data": [_model(each) for each in server_state(request).all]})
 
 
 @router.get("/v1/models/{model:path}")
 async def model(model: str, request: Request) -> Response:
     tenant(request)
-    check_model(server_state(request), model)
-    return JSONResponse(_model(server_state(request)))
+    return JSONResponse(_model(model_of(request, model, generates=False)))
 
 
 @router.get("/v1/stats")
-async def stats(request: Request) -> Response:
-    """What the cache holds, by sequence and by layer, rates, and the latest requests without their text."""
-    owner, server = tenant(request), server_state(request)
+async def stats(request: Request, model: Annotated[str | None, Query(max_length=256)] = None) -> Response:
+    """What the cache of a model holds, by sequence and by layer, rates, and the latest requests without
+    their text.
+    """
+    owner, server = tenant(request), model_of(request, model, generates=False)
     future = server.engine.call(lambda: snapshot(server))
     try:
         now: dict[str, Any] = await asyncio.wait_for(asyncio.wrap_future(future), 30)
@@ -53,12 +54,12 @@ async def stats(request: Request) -> Response:
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """200 while the engine is alive and its model is what was loaded."""
-    engine = server_state(request).engine
-    if isinstance(engine.closing_error, ModelChangedError):
-        raise from_engine(engine.closing_error)
-    if not engine.alive:
-        raise ApiError(503, "the engine has stopped", code="engine_stopped")
+    """200 while all engines are alive and their models are what was loaded."""
+    for engine in (each.engine for each in server_state(request).all):
+        if isinstance(engine.closing_error, ModelChangedError):
+            raise from_engine(engine.closing_error)
+        if not engine.alive:
+            raise ApiError(503, "the engine has stopped", code="engine_stopped")
     return JSONResponse({"status": "ok"})
 
 
@@ -71,9 +72,11 @@ async def health_head(request: Request) -> Response:
 async def ready(request: Request) -> Response:
     """200 when requests are taken: the model is loaded and warm, and the server is not shutting down."""
     server = server_state(request)
-    if isinstance(server.engine.closing_error, ModelChangedError):
-        raise from_engine(server.engine.closing_error)
-    if not (server.ready and server.engine.alive):
+    engines = [each.engine for each in server.all]
+    for error in (engine.closing_error for engine in engines):
+        if isinstance(error, ModelChangedError):
+            raise from_engine(error)
+    if not (server.ready and all(engine.alive for engine in engines)):
         raise ApiError(503, "the server is starting or shutting down", code="not_ready")
     return JSONResponse({"status": "ready"})
 
@@ -107,5 +110,6 @@ def _model(server: ServerState) -> dict[str, Any]:
         "object": "model",
         "created": server.created,
         "owned_by": "mixedkv",
+        **({"parent": server.parent} if server.parent else {}),
         "meta": {**server.facts, "kv": str(server.engine.llm.kv.config)},
     }

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mixedkv.engine.detokenizer import Detokenizer
+from mixedkv.engine.prompt_logprobs import PromptLogprobs
 from mixedkv.engine.sampler import TokenLogprob
 
 _LOWEST = -9999.0  # JSON has no infinity
@@ -35,6 +36,24 @@ def completion_logprobs(pieces: Detokenizer, logprobs: Sequence[TokenLogprob], o
         "token_logprobs": [max(lp.logprob, _LOWEST) for lp in logprobs],
         "top_logprobs": [{_name(pieces, t): max(p, _LOWEST) for t, p in lp.top.tolist()} for lp in logprobs],
         "text_offset": offsets,
+    }
+
+
+def prompt_logprobs(pieces: Detokenizer, asked: PromptLogprobs | None) -> dict[str, Any]:
+    """vLLM's field of that name, to be merged in: for each token the likeliest ones and itself by id; of the
+    first one nothing is known. No field where they were not asked for.
+    """
+    if asked is None:
+        return {}
+    tokens = [_places(pieces, logprob, rank) for logprob, rank in asked.found]
+    return {"prompt_logprobs": [None, *tokens]}
+
+
+def _places(pieces: Detokenizer, lp: TokenLogprob, rank: int) -> dict[str, Any]:
+    places = [(token, p, i + 1) for i, (token, p) in enumerate(lp.top.tolist())]
+    return {
+        str(token): {"logprob": max(p, _LOWEST), "rank": place, "decoded_token": _name(pieces, token)}
+        for token, p, place in [*places, (lp.token, lp.logprob, rank)]
     }
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mixedkv.limits import INT32_MAX
-from mixedkv.server.api.schemas import (
+from mixedkv.server.api.fields import (
     IGNORED,
     LIST,
     MAX_TOOLS,
@@ -21,6 +21,7 @@ from mixedkv.server.api.schemas import (
     StopTexts,
     Text,
 )
+from mixedkv.server.api.text_only import TextOnly, TextOrImages
 from mixedkv.server.api_error import bad_request
 
 
@@ -42,8 +43,30 @@ class TextBlock(Block):
 
 
 TextOrBlocks = Annotated[
-    Annotated[Text, TEXT] | Annotated[list[TextBlock], Field(fail_fast=True), LIST], TEXT_OR_LIST
+    Annotated[Text, TEXT] | Annotated[list[TextBlock], Field(fail_fast=True), LIST], TEXT_OR_LIST, TextOnly
 ]
+
+
+class ImageSource(Model):
+    type: Literal["base64", "url"]
+    media_type: Name | None = None
+    data: Text | None = None
+    url: Text | None = None
+
+    @model_validator(mode="after")
+    def _has_what_it_says(self) -> ImageSource:
+        if (self.data if self.type == "base64" else self.url) is None:
+            raise ValueError(f"type {self.type}: {'data' if self.type == 'base64' else 'url'} is missing")
+        return self
+
+    @property
+    def as_url(self) -> str:
+        return self.url or f"data:{self.media_type or 'image/png'};base64,{self.data}"
+
+
+class ImageBlock(Block):
+    type: Literal["image"]
+    source: ImageSource
 
 
 class ThinkingBlock(Block):
@@ -67,9 +90,11 @@ class ToolResultBlock(Block):
     is_error: bool | None = None
 
 
-AnyBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+AnyBlock = Annotated[
+    TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+]
 Content = Annotated[
-    Annotated[Text, TEXT] | Annotated[list[AnyBlock], Field(fail_fast=True), LIST], TEXT_OR_LIST
+    Annotated[Text, TEXT] | Annotated[list[AnyBlock], Field(fail_fast=True), LIST], TEXT_OR_LIST, TextOrImages
 ]
 
 
@@ -196,7 +221,7 @@ def _messages(param: MessageParam) -> list[dict[str, Any]]:
     """Results of tools are messages of their own, and come first."""
     if isinstance(param.content, str):
         return [{"role": param.role, "content": param.content}]
-    texts = [block.text for block in param.content if isinstance(block, TextBlock)]
+    shown = [block for block in param.content if isinstance(block, TextBlock | ImageBlock)]
     thoughts = [block.thinking for block in param.content if isinstance(block, ThinkingBlock)]
     calls = [_call(block) for block in param.content if isinstance(block, ToolUseBlock)]
     out: list[dict[str, Any]] = [
@@ -204,14 +229,28 @@ def _messages(param: MessageParam) -> list[dict[str, Any]]:
         for block in param.content
         if isinstance(block, ToolResultBlock)
     ]
-    if texts or thoughts or calls or not out:
-        message: dict[str, Any] = {"role": param.role, "content": "\n".join(texts)}
+    if shown or thoughts or calls or not out:
+        message: dict[str, Any] = {"role": param.role, "content": _content(shown)}
         if thoughts:
             message["reasoning_content"] = "\n".join(thoughts)
         if calls:
             message["tool_calls"] = calls
         out.append(message)
     return out
+
+
+def _content(blocks: list[TextBlock | ImageBlock]) -> str | list[dict[str, Any]]:
+    """Each on a line of its own."""
+    if not any(isinstance(block, ImageBlock) for block in blocks):
+        return "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
+    parts: list[dict[str, Any]] = []
+    for block in blocks:
+        parts += [{"type": "text", "text": "\n"}] if parts else []
+        if isinstance(block, TextBlock):
+            parts.append({"type": "text", "text": block.text})
+        else:
+            parts.append({"type": "image_url", "image_url": {"url": block.source.as_url}})
+    return parts
 
 
 def _call(block: ToolUseBlock) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from mixedkv.server.api.schemas import ChatFields, ChatRequest
 from mixedkv.server.api.sse import named_sse
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.json_body import JSONRoute
-from mixedkv.server.state import ServerState, check_model, new_id, read_prompt, server_state, tenant
+from mixedkv.server.state import ServerState, model_of, new_id, read_prompt, tenant
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -26,8 +26,8 @@ router = APIRouter(route_class=JSONRoute)
 @router.post("/v1/messages")
 async def messages(body: MessagesRequest, request: Request) -> Response:
     """An answer to a chat, whole or as server-sent events."""
-    server, owner = server_state(request), tenant(request)
-    check_model(server, body.model)
+    owner = tenant(request)
+    server = model_of(request, body.model)
     jobs, chat = await read_prompt(request, _jobs, server, body, owner)
     answer = _Answer(server, body, jobs[0], chat)
     return await respond(request, server, jobs, answer, stream=body.stream is True, large=False)
@@ -36,8 +36,7 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountRequest, request: Request) -> Response:
     """Tokens of a prompt."""
-    server = server_state(request)
-    check_model(server, body.model)
+    server = model_of(request, body.model)
     return JSONResponse({"input_tokens": await read_prompt(request, _count, server, body)})
 
 
@@ -141,7 +140,7 @@ class _Answer:
         """Tokens of the prompt that were found are not among its input tokens."""
         cached = self._job.n_cached_exact
         return {
-            "input_tokens": self._job.n_prompt - cached,
+            "input_tokens": self._job.n_given - cached,
             "cache_read_input_tokens": cached,
             "cache_creation_input_tokens": 0,
             "output_tokens": self._job.n_answer,

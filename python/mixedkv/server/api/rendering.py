@@ -9,7 +9,9 @@ from typing import Any
 
 from mixedkv.engine.chat_template import NOTHING_SAID, RenderedChat, TemplateOptions, ToolChoice, check_depth
 from mixedkv.errors import ContextLengthError
-from mixedkv.server.api.schemas import ChatFields, Message, Tool
+from mixedkv.images import PromptImage
+from mixedkv.server.api.chat_message import Message
+from mixedkv.server.api.schemas import ChatFields, Tool
 from mixedkv.server.api.tools import check_calls, checked_tools
 from mixedkv.server.api_error import bad_request, prompt_error
 from mixedkv.server.state import ServerState
@@ -27,13 +29,21 @@ class RenderRequest:
     choice: ToolChoice
     options: TemplateOptions
 
-    def tokens(self, server: ServerState) -> tuple[list[int], RenderedChat]:
+    def tokens(
+        self, server: ServerState, *, long: bool = False, images: Sequence[PromptImage] = ()
+    ) -> tuple[list[int], RenderedChat]:
         """
+        Args:
+            long: more than the context has room for are taken too.
+            images: of the messages.
+
         Raises:
             ApiError: 400.
         """
         try:
-            return server.engine.tokenizer.render(self.messages, self.tools, self.choice, self.options)
+            return server.engine.tokenizer.render(
+                self.messages, self.tools, self.choice, self.options, long=long, images=images
+            )
         except ContextLengthError as error:
             raise prompt_error(error, "messages") from None
         except ValueError as error:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from mixedkv.limits import INT32_MAX
-from mixedkv.server.api.schemas import (
+from mixedkv.server.api.chat_message import TextPart
+from mixedkv.server.api.fields import (
     IGNORED,
     LIST,
     MAX_TOOLS,
@@ -16,13 +17,13 @@ from mixedkv.server.api.schemas import (
     TEXT,
     TEXT_OR_LIST,
     Finite,
-    Metadata,
+    Id,
     Model,
     Name,
-    StreamOptions,
     Text,
-    TextPart,
 )
+from mixedkv.server.api.schemas import Metadata, StreamOptions
+from mixedkv.server.api.text_only import TextOnly, TextOrImages
 
 
 class OutputText(Model):
@@ -30,6 +31,12 @@ class OutputText(Model):
     text: Text
     annotations: Annotated[list[Any], Field(max_length=1000)] | None = None
     logprobs: list[Any] | None = None
+
+
+class InputImage(Model):
+    type: Literal["input_image"]
+    image_url: Text
+    detail: Name | None = Field(None, description=IGNORED)
 
 
 class Item(Model):
@@ -41,10 +48,18 @@ class MessageItem(Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        Annotated[Text, TEXT] | Annotated[list[OutputText | TextPart], Field(fail_fast=True), LIST],
+        Annotated[Text, TEXT]
+        | Annotated[list[OutputText | TextPart | InputImage], Field(fail_fast=True), LIST],
         TEXT_OR_LIST,
+        TextOrImages,
     ]
     phase: Name | None = None
+
+    @model_validator(mode="after")
+    def _only_users_show_images(self) -> MessageItem:
+        if self.role != "user" and any(isinstance(part, InputImage) for part in self.content):
+            raise ValueError(f"content: an image in a message of role {self.role}: send it as user")
+        return self
 
 
 class CallItem(Item):
@@ -60,7 +75,7 @@ class ResultItem(Item):
     type: Literal["function_call_output"]
     call_id: Annotated[Name, Field(min_length=1)]
     output: Annotated[
-        Annotated[Text, TEXT] | Annotated[list[TextPart], Field(fail_fast=True), LIST], TEXT_OR_LIST
+        Annotated[Text, TEXT] | Annotated[list[TextPart], Field(fail_fast=True), LIST], TEXT_OR_LIST, TextOnly
     ]
 
 
@@ -139,7 +154,9 @@ class ResponsesRequest(Model):
     reasoning: Reasoning | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    store: bool | None = Field(None, description=IGNORED)
+    store: bool | None = Field(
+        None, description="true: kept for a day, for previous_response_id; default: false."
+    )
     metadata: Metadata | None = None
     user: Name | None = Field(None, description=IGNORED)
     safety_identifier: Name | None = Field(None, description=IGNORED)
@@ -147,10 +164,14 @@ class ResponsesRequest(Model):
     prompt_cache_key: Name | None = Field(None, description=IGNORED)
     prompt_cache_retention: Name | None = Field(None, description=IGNORED)
     include: Annotated[list[Name], Field(max_length=20)] | None = Field(None, description=IGNORED)
-    truncation: Literal["auto", "disabled"] | None = Field(None, description=IGNORED)
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="auto: the middle goes of what does not fit; default: the server's `--overflow`."
+    )
     max_tool_calls: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(None, description=IGNORED)
+    previous_response_id: Id | None = Field(
+        None, description="Of a response with store=true: its history goes before the input."
+    )
     # known, but not what this server does: see `_refuse_unsupported`
-    previous_response_id: Name | None = Field(None, description=REFUSED)
     conversation: Any = Field(None, description=REFUSED)
     background: bool | None = Field(None, description=REFUSED)
     prompt: Any = Field(None, description=REFUSED)
@@ -158,19 +179,21 @@ class ResponsesRequest(Model):
 
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> ResponsesRequest:
-        for name in ("previous_response_id", "conversation"):
-            if getattr(self, name) is not None:
-                raise ValueError(f"{name}: this server keeps no answers: send the whole history as input")
+        if self.conversation is not None:
+            raise ValueError(
+                "conversation is not supported by this server: use store and previous_response_id, or send "
+                "the whole history as input"
+            )
         for name in ("background", "prompt", "top_logprobs"):
             if getattr(self, name):
                 raise ValueError(f"{name} is not supported by this server: leave it out")
         return self
 
-    def as_chat(self) -> dict[str, Any]:
-        """The same as a chat."""
+    def as_chat(self, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The same as a chat of these messages."""
         choice = self.tool_choice
         return {
-            "messages": list(self._messages()),
+            "messages": [*self._instructed(), *messages],
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -180,11 +203,15 @@ class ResponsesRequest(Model):
             "response_format": _format(self.text.format) if self.text and self.text.format else None,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "stream": self.stream,
+            "overflow": {"auto": "slide", "disabled": "refuse"}.get(self.truncation or ""),
         }
 
-    def _messages(self) -> Iterable[dict[str, Any]]:
+    def _instructed(self) -> Iterable[dict[str, Any]]:
         if self.instructions:
             yield {"role": "system", "content": self.instructions}
+
+    def messages(self) -> Iterable[dict[str, Any]]:
+        """The input as messages of a chat."""
         if isinstance(self.input, str):
             yield {"role": "user", "content": self.input}
             return
@@ -205,7 +232,7 @@ class ResponsesRequest(Model):
 def _said(item: MessageItem | ResultItem) -> dict[str, Any]:
     if isinstance(item, ResultItem):
         return {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
-    return {"role": item.role, "content": _text(item.content)}
+    return {"role": item.role, "content": _content(item.content)}
 
 
 def _add(answer: dict[str, Any], item: Item) -> None:
@@ -218,6 +245,17 @@ def _add(answer: dict[str, Any], item: Item) -> None:
     elif isinstance(item, ReasoningItem):
         text = "".join(part.text for part in item.content or item.summary or ())
         answer["reasoning_content"] = answer.get("reasoning_content", "") + text
+
+
+def _content(content: Any) -> Any:
+    if isinstance(content, str) or not any(isinstance(part, InputImage) for part in content):
+        return _text(content)
+    return [
+        {"type": "image_url", "image_url": {"url": part.image_url}}
+        if isinstance(part, InputImage)
+        else {"type": "text", "text": part.text}
+        for part in content
+    ]
 
 
 def _text(content: Any) -> str:

@@ -1,24 +1,26 @@
-"""POST /v1/responses: OpenAI's Responses API, as far as a server that keeps no answers has it."""
+"""POST /v1/responses: OpenAI's Responses API."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from mixedkv.engine.answer_reader import Part
+from mixedkv.engine.answer_reader import Part, ReadAnswer
 from mixedkv.engine.chat_template import RenderedChat
 from mixedkv.engine.job import Delta, Done, Job
 from mixedkv.server.api.chat_jobs import AnswerParts, chat_jobs, translated
+from mixedkv.server.api.kept_responses import check_room, history, keep
 from mixedkv.server.api.respond import respond
 from mixedkv.server.api.response_schemas import ResponsesRequest
 from mixedkv.server.api.schemas import ChatRequest
 from mixedkv.server.api.sse import PING, named_sse
-from mixedkv.server.api_error import ApiError
+from mixedkv.server.api_error import ApiError, bad_request
 from mixedkv.server.http.json_body import JSONRoute
-from mixedkv.server.state import ServerState, check_model, new_id, read_prompt, server_state, tenant
+from mixedkv.server.state import ServerState, model_of, new_id, read_prompt, tenant
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -26,15 +28,37 @@ router = APIRouter(route_class=JSONRoute)
 @router.post("/v1/responses")
 async def responses(body: ResponsesRequest, request: Request) -> Response:
     """An answer to a list of items, whole or as server-sent events."""
-    server, owner = server_state(request), tenant(request)
-    check_model(server, body.model)
-    jobs, chat = await read_prompt(request, _jobs, server, body, owner)
+    owner = tenant(request)
+    server = model_of(request, body.model)
+    before = await history(server, body.previous_response_id, owner)
+    messages = [*before, *body.messages()]
+    if body.store:
+        if any(isinstance(message["content"], list) for message in messages):
+            raise bad_request("store: a response about images is not kept: leave it out", "store")
+        await check_room(server, owner, messages)
+    jobs, chat = await read_prompt(request, _jobs, server, body, owner, messages)
     answer = _Answer(server, body, jobs[0], chat)
-    return await respond(request, server, jobs, answer, stream=body.stream is True, large=False)
+
+    async def on_event(event: Delta | Done) -> None:
+        answer.read(event)
+        if isinstance(event, Done):
+            await keep(server, owner, answer.id, messages, answer.answer, jobs[0])
+
+    return await respond(
+        request,
+        server,
+        jobs,
+        answer,
+        stream=body.stream is True,
+        large=False,
+        on_event=on_event if body.store else None,
+    )
 
 
-def _jobs(server: ServerState, body: ResponsesRequest, owner: str) -> tuple[list[Job], RenderedChat | None]:
-    return chat_jobs(server, translated(ChatRequest, body.as_chat()), owner, None)
+def _jobs(
+    server: ServerState, body: ResponsesRequest, owner: str, messages: list[dict[str, Any]]
+) -> tuple[list[Job], RenderedChat | None]:
+    return chat_jobs(server, translated(ChatRequest, body.as_chat(messages)), owner, None)
 
 
 class _Output:
@@ -114,19 +138,33 @@ class _Answer:
     ) -> None:
         self._body, self._job = body, job
         self._parts = AnswerParts(chat)
+        self._read: deque[list[Part]] = deque()  # of events that have not been told yet
         self._outputs: list[_Output] = []
         self._open: tuple[str, int] | None = None
         self._n_events = 0
+        self.id = new_id("resp")
         self._head = {
-            "id": new_id("resp"),
+            "id": self.id,
             "object": "response",
             "created_at": int(time.time()),
             "model": server.model_name,
         }
 
+    @property
+    def answer(self) -> ReadAnswer:
+        """As far as it has been read."""
+        return self._parts.answer
+
+    def read(self, event: Delta | Done) -> None:
+        """Read an event before it is told."""
+        self._read.append(self._parts.feed(event))
+
+    def _new(self, event: Delta | Done) -> list[Part]:
+        return self._read.popleft() if self._read else self._parts.feed(event)
+
     def whole(self, ends: list[Done]) -> dict[str, Any]:
         (end,) = ends
-        for part in self._parts.feed(end):
+        for part in self._new(end):
             self._take(part)
         return self._response(end)
 
@@ -137,7 +175,7 @@ class _Answer:
         )
 
     def event(self, i: int, event: Delta | Done) -> bytes:
-        out = b"".join(self._sse(chunk) for part in self._parts.feed(event) for chunk in self._take(part))
+        out = b"".join(self._sse(chunk) for part in self._new(event) for chunk in self._take(part))
         if isinstance(event, Done):
             out += b"".join(map(self._sse, self._close(_status(event))))
             response = self._response(event)
@@ -194,15 +232,15 @@ class _Answer:
             "max_output_tokens": body.max_output_tokens,
             "output": items if end is not None else [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": effort, "summary": None},
-            "store": False,
+            "store": bool(body.store),
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": self._text(),
             "tool_choice": self._choice(),
             "tools": [{"strict": None, **tool.model_dump(exclude_none=True)} for tool in body.tools or ()],
             "top_p": 1.0 if body.top_p is None else body.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
             "usage": self._usage() if end is not None else None,
             "user": None,
             "metadata": body.metadata or {},
@@ -221,11 +259,11 @@ class _Answer:
     def _usage(self) -> dict[str, Any]:
         job = self._job
         return {
-            "input_tokens": job.n_prompt,
+            "input_tokens": job.n_given,
             "input_tokens_details": {"cached_tokens": job.n_cached_exact},
             "output_tokens": job.n_answer,
             "output_tokens_details": {"reasoning_tokens": job.thought.n_tokens if job.thought else 0},
-            "total_tokens": job.n_prompt + job.n_answer,
+            "total_tokens": job.n_given + job.n_answer,
         }
 
 

@@ -5,124 +5,45 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
-    Discriminator,
     Field,
-    Tag,
     field_validator,
     model_validator,
 )
 
-from mixedkv.ids import MAX_LENGTH, PATTERN
 from mixedkv.limits import INT32_MAX
+from mixedkv.overflow import Overflow
+from mixedkv.server.api.chat_message import Messages, TextPart
+from mixedkv.server.api.fields import (
+    IGNORED,
+    MAX_FIELDS,
+    MAX_STOPS,
+    MAX_TOOLS,
+    REFUSED,
+    Breaker,
+    Few,
+    Finite,
+    Id,
+    Model,
+    Name,
+    Penalty,
+    StopText,
+    StopTexts,
+    Text,
+    Token,
+    Tokens,
+    few,
+)
 
 _MAX_CHOICES = 64
 _MAX_INPUTS = 2048  # OpenAI's
-_MAX_STOPS = 16
 _MAX_SEED = 2**63 - 1
-_MAX_FIELDS = 256  # of an object of ours
-MAX_TOOLS = 128  # OpenAI's
 _MAX_VARIABLES = 64  # of a chat template
-_MAX_ENTRIES = 4096  # of logit_bias and metadata
-
-
-def _encodable(text: str) -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise ValueError("text with half a surrogate pair cannot be encoded as UTF-8") from None
-    return text
-
-
-def _few(value: Any, most: int = _MAX_FIELDS) -> Any:
-    """Before each of them gives an error of its own, of a kilobyte."""
-    if isinstance(value, dict) and len(value) > most:
-        raise ValueError(f"it has {len(value)} fields, at most {most} are taken: leave some out")
-    return value
-
-
-Text = Annotated[str, AfterValidator(_encodable)]
-Few = BeforeValidator(lambda value: _few(value, _MAX_ENTRIES))
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
-Token = Annotated[int, Field(ge=0, le=INT32_MAX)]
-Name = Annotated[Text, Field(max_length=256)]
-Id = Annotated[str, Field(min_length=1, max_length=MAX_LENGTH, pattern=f"^{PATTERN}$")]
-StopText = Annotated[Text, Field(min_length=1, max_length=1000)]
-StopTexts = Annotated[list[StopText], Field(max_length=_MAX_STOPS, fail_fast=True)]
-Breaker = Annotated[Text, Field(min_length=1, max_length=40, pattern=r"^[^\x00]*$")]
-Breakers = Annotated[list[Breaker], Field(max_length=_MAX_STOPS, fail_fast=True)]
-Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
-
-
-class Model(BaseModel):
-    # hide_input: an error message never repeats a prompt
-    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True, protected_namespaces=())
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_few_fields(cls, value: Any) -> Any:
-        return _few(value)
-
-
-def _is_list(value: Any) -> str:
-    return "list" if isinstance(value, list) else "text"
-
-
-# of a union that is a text or a list: only one of both says what is wrong
-TEXT, LIST, TEXT_OR_LIST = Tag("text"), Tag("list"), Discriminator(_is_list)
-
-
-IGNORED = "Accepted and ignored."  # descriptions: docs/openai-fields.md is made of them
-REFUSED = "Refused unless it asks for what this server does anyway."
 
 
 class StreamOptions(Model):
     include_usage: bool | None = None
     include_obfuscation: bool | None = Field(None, description=IGNORED)
-
-
-class TextPart(Model):
-    type: Literal["text", "input_text", "output_text"]
-    text: Text
-
-
-class CalledFunction(Model):
-    name: Name
-    arguments: Text
-
-
-class ToolCall(Model):
-    id: Annotated[Name, Field(min_length=1)]
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-class Message(Model):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
-    name: Name | None = None
-    refusal: Text | None = None
-    message_id: Id | None = None
-    # what answers have, to be sent back in the next turn
-    reasoning_content: Text | None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_call_id: Name | None = Field(None, description="Of role tool: the call that it answers.")
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-
-    @property
-    def text(self) -> str:
-        if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
-
-
-Messages = Annotated[list[Message], Field(min_length=1, max_length=100_000, fail_fast=True)]
 
 
 class Function(Model):
@@ -215,9 +136,7 @@ class Generation(Model):
     dry_base: Annotated[Finite, Field(ge=0, le=100)] | None = None
     dry_allowed_length: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     dry_penalty_last_n: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    dry_sequence_breakers: Annotated[list[Breaker], Field(max_length=_MAX_STOPS, fail_fast=True)] | None = (
-        None
-    )
+    dry_sequence_breakers: Annotated[list[Breaker], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     mirostat: Annotated[int, Field(ge=0, le=2)] | None = None
     mirostat_tau: Annotated[Finite, Field(ge=0, le=100)] | None = None
     mirostat_eta: Annotated[Finite, Field(ge=0, le=1)] | None = None
@@ -233,17 +152,23 @@ class Generation(Model):
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
         None, description="Of the answer before the model may end it."
     )
-    stop_token_ids: Annotated[list[Token], Field(max_length=_MAX_STOPS, fail_fast=True)] | None = Field(
+    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOPS, fail_fast=True)] | None = Field(
         None, description="Tokens that end the answer; they are not part of it."
+    )
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+        None, description="Of the prompt's tokens, as vLLM gives them: all of it is then evaluated."
     )
     return_progress: bool | None = Field(None, description="A stream says how far its prompt is.")
     ignore_eos: bool | None = Field(None, description="Go on to max_tokens.")
-    speculation: Literal["off", "prompt-lookup"] | None = Field(
-        None, description="Guess what repeats itself; default: as the server was started."
+    speculation: Literal["off", "prompt-lookup", "draft-model"] | None = Field(
+        None, description="How what comes next is guessed; default: as the server was started."
     )
     use_kv_cache: bool | None = Field(None, description="False: evaluate everything, keep nothing.")
     reuse: Literal["exact", "prefix", "chunks"] | None = Field(
         None, description="Which stored KV this answer may start from; default: the server's `--reuse`."
+    )
+    overflow: Overflow | None = Field(
+        None, description="slide drops the middle of what does not fit; default: the server's `--overflow`."
     )
     session_id: Id | None = Field(None, description="Of /v1/context: its prompt goes before this one.")
     append: bool | None = Field(
@@ -266,6 +191,8 @@ class Generation(Model):
             raise ValueError("stream_options goes with stream=true only")
         if self.return_progress and not self.stream:
             raise ValueError("return_progress goes with stream=true only")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs goes without stream only")
         return self
 
     @model_validator(mode="after")
@@ -283,7 +210,7 @@ class Generation(Model):
 Metadata = Annotated[dict[Name, Annotated[Text, Field(max_length=4096)]], Few]
 Variables = Annotated[
     dict[Annotated[str, Field(pattern=r"^[a-zA-Z_][a-zA-Z0-9_]{0,63}$")], Any],
-    BeforeValidator(lambda value: _few(value, _MAX_VARIABLES)),
+    BeforeValidator(lambda value: few(value, _MAX_VARIABLES)),
 ]
 
 
@@ -379,7 +306,7 @@ class ExtraFile(Model):
 class InfillRequest(Generation):
     input_prefix: Text
     input_suffix: Text
-    input_extra: Annotated[list[ExtraFile], Field(max_length=_MAX_FIELDS, fail_fast=True)] | None = None
+    input_extra: Annotated[list[ExtraFile], Field(max_length=MAX_FIELDS, fail_fast=True)] | None = None
     prompt: Text | None = Field(None, description="The beginning of what is missing.")
     n_predict: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
         None, description="llama-server's name of max_tokens."

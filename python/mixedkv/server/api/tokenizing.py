@@ -12,7 +12,7 @@ from mixedkv.server.api.rendering import render_request, template_message, templ
 from mixedkv.server.api.schemas import ApplyTemplateRequest, DetokenizeRequest, TokenizeRequest
 from mixedkv.server.api_error import bad_request, prompt_error
 from mixedkv.server.http.json_body import JSONRoute
-from mixedkv.server.state import ServerState, check_model, read_prompt, server_state
+from mixedkv.server.state import ServerState, model_of, read_prompt
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -36,8 +36,7 @@ async def apply_template(body: ApplyTemplateRequest, request: Request) -> Respon
 
 
 async def _answer(request: Request, make: Any, body: Any) -> Response:
-    server = server_state(request)
-    check_model(server, body.model)
+    server = model_of(request, body.model)
     return JSONResponse(await read_prompt(request, make, server, body))
 
 
@@ -72,6 +71,8 @@ def _text(server: ServerState, body: DetokenizeRequest) -> dict[str, Any]:
 
 
 def _prompt(server: ServerState, body: ApplyTemplateRequest) -> dict[str, Any]:
+    if any(message.images for message in body.messages):
+        raise bad_request("messages: images have no text: leave them out", "messages")
     rendering = render_request(server, body.messages, body.tools, ToolChoice(), template_options(body))
     if rendering is not None:
         return {"prompt": rendering.tokens(server)[1].text}

@@ -8,7 +8,8 @@ from typing import Any
 
 from mixedkv.engine.answer_reader import Call, Part
 from mixedkv.engine.chat_template import ToolChoice, check_depth
-from mixedkv.server.api.schemas import ChatRequest, Message, NamedTool, Tool
+from mixedkv.server.api.chat_message import Message
+from mixedkv.server.api.schemas import ChatRequest, NamedTool, Tool
 from mixedkv.server.api_error import ApiError, bad_request
 
 

@@ -39,8 +39,11 @@ class DiskTier:
         return self.folder / name
 
     @contextmanager
-    def publish(self, name: str, pieces: Iterable[bytes | memoryview]) -> Iterator[None]:
-        """Write a file and give it its name; within the block the caller puts it into the index.
+    def publish(
+        self, name: str, pieces: Iterable[bytes | memoryview], durable: bool = True
+    ) -> Iterator[None]:
+        """Write a file and give it its name; within the block the caller puts it into the index. One that is
+        not `durable` may be damaged after a power cut.
 
         If the block raises, the file is removed again.
         """
@@ -51,10 +54,12 @@ class DiskTier:
                 for piece in pieces:
                     file.write(piece)
                 file.flush()
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
                 os.rename(temporary, self.path(name))
                 path = self.path(name)
-                self._sync_folder()
+                if durable:
+                    self._sync_folder()
                 yield
         except BaseException:
             path.unlink(missing_ok=True)

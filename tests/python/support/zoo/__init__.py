@@ -73,6 +73,7 @@ _SUPPORTED = [
     _kind("gpt-oss", sliding.gpt_oss, "gpt-oss", "gpt-oss", **_SLIDING),
     _kind("Refact", decoder, "refact", "refact", n_head_kv=1, rope="none"),  # ALiBi
     _kind("LFM2", hybrid.lfm2, "lfm2", "lfm2", rope="neox", **_SMALL, **_TWO_OF_FOUR),
+    _kind("DeepSeek-V2 to R1", latent.deepseek2, "deepseek2", "deepseek2", head=192, n_head_kv=1),
     # fits the block of 32, but is not rotated (not a multiple of 64)
     _kind("", decoder, "llama-96", "llama", head=96),
 ]
@@ -94,7 +95,6 @@ _MORE = [
 
 _REFUSED = [
     _kind("", decoder, "llama-48", "llama", head=48),  # 48 % 32 != 0
-    _kind("DeepSeek-V2 to R1", latent.deepseek2, "deepseek2", "deepseek2", head=96, n_head_kv=1),
     _kind("Mamba", recurrent.mamba, "mamba", "mamba", **_NO_ROWS),
     _kind("RWKV-7", recurrent.rwkv7, "rwkv7", "rwkv7", n_embd=128, **_NO_ROWS),
     _kind("BERT", encoder.bert, "bert", "bert", n_embd=64, n_head=2, head=32, **_NO_ROWS),

@@ -1,7 +1,8 @@
-"""No cache at all."""
+"""No cache at all, and models that rank."""
 
 from __future__ import annotations
 
+from support.zoo.dense import decoder
 from support.zoo.model import Gguf, Shape
 from support.zoo.parts import base
 
@@ -37,4 +38,25 @@ def bert(shape: Shape) -> Gguf:
         g.vector(b + "ffn_down.bias", n, mean=0.0)
         norm(b + "attn_output_norm")
         norm(b + "layer_output_norm")
+    return g
+
+
+def ranker(shape: Shape) -> Gguf:
+    """BERT with a classifier's head: a number for two texts, which are one input."""
+    g = bert(shape)
+    n = shape.n_embd
+    g.keys["pooling_type"] = 4
+    g.weight("cls.weight", n, n)
+    g.vector("cls.bias", n, mean=0.0)
+    g.weight("cls.output.weight", n, 1)
+    g.vector("cls.output.bias", 1, mean=0.0)
+    return g
+
+
+def decoding_ranker(shape: Shape) -> Gguf:
+    """Qwen3's: the last token says yes or no to a text that is made of both."""
+    g = decoder(shape, qk_norm=True)
+    g.keys |= {"pooling_type": 4, "classifier.output_labels": ["yes", "no"]}
+    g.weight("cls.output.weight", shape.n_embd, 2, scale=2.0)
+    g.rerank_template = "the query: {query} the document: {document}"
     return g

@@ -6,9 +6,10 @@ from support.zoo.model import Gguf, Shape
 from support.zoo.parts import base, ffn, output
 
 
-def deepseek2(shape: Shape) -> Gguf:
+def deepseek2(
+    shape: Shape, rank: int = 128, d_rope: int = 64, d_nope: int = 32, d_v: int = 32, q_rank: int = 32
+) -> Gguf:
     """Multi-head latent attention: one low-rank K row per token and no V row."""
-    rank, d_rope, d_nope, d_v, q_rank = 64, 32, 32, 32, 32
     g = base(shape)
     output(g)
     n, n_head = shape.n_embd, shape.n_head
@@ -31,10 +32,10 @@ def deepseek2(shape: Shape) -> Gguf:
         g.vector(b + "attn_q_a_norm.weight", q_rank)
         g.vector(b + "attn_kv_a_norm.weight", rank)
         g.weight(b + "attn_q_a.weight", n, q_rank)
-        g.weight(b + "attn_q_b.weight", q_rank, n_head * (d_nope + d_rope))
+        g.weight(b + "attn_q_b.weight", q_rank, n_head * (d_nope + d_rope), scale=2.0)
         g.weight(b + "attn_kv_a_mqa.weight", n, rank + d_rope)
         g.weight(b + "attn_k_b.weight", d_nope, rank, n_head)
         g.weight(b + "attn_v_b.weight", rank, d_v, n_head)
-        g.weight(b + "attn_output.weight", n_head * d_v, n)
+        g.weight(b + "attn_output.weight", n_head * d_v, n, scale=2.0)
         ffn(g, il)
     return g

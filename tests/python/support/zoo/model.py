@@ -35,6 +35,7 @@ class Gguf:
     keys: dict[str, object] = field(default_factory=dict)
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
     n_token_types: int = 0
+    rerank_template: str = ""
 
     def weight(self, name: str, *ne: int, scale: float = 1.0) -> None:
         """A random matrix in ggml's order of dimensions; `scale` is the output's std for a unit-
@@ -55,6 +56,8 @@ class Gguf:
         add_tokenizer(writer)
         if self.n_token_types:
             writer.add_token_type_count(self.n_token_types)
+        if self.rerank_template:
+            writer.add_string("tokenizer.chat_template.rerank", self.rerank_template)
         for key, value in self.keys.items():
             add_key(writer, f"{self.shape.arch}.{key}", value)
         for name, data in self.tensors.items():

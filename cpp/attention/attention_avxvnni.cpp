@@ -1,0 +1,40 @@
+// AVX2 with the products of AVX-VNNI in decode.
+
+#include "kernel.h"
+
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && defined(__AVXVNNI__)
+
+#include "page_choice.h"
+#include "x86/avx2_decode.h"
+
+namespace mixedkv {
+namespace {
+
+void run(const attention_item & w) {
+    if (w.few && avx2_decode::fits(*w.args)) {
+        return avx2_decode::run(w);
+    }
+    tile<avx2>::run(w);
+}
+
+} // namespace
+
+const attention_kernels * attention_avxvnni() {
+    static constexpr attention_kernels kernels = { "avxvnni",         cpu_has_avxvnni, run,
+                                                   tile<avx2>::merge, rotate,          page_choice<avx2>::run };
+    return &kernels;
+}
+
+} // namespace mixedkv
+
+#else
+
+namespace mixedkv {
+
+const attention_kernels * attention_avxvnni() {
+    return nullptr;
+}
+
+} // namespace mixedkv
+
+#endif

@@ -1,0 +1,229 @@
+// Decode over rows of a scale and integers (integers.h), their integers multiplied as they are with Q and the weights
+// as 16-bit integers. Body says how: a vector layer L, four rows of Q (quad, pack_block), a block of 16 keys turned to
+// columns (columns, score_block), and sums over keys (add_block).
+
+#pragma once
+
+#include "integers.h"
+
+namespace mixedkv {
+namespace {
+
+// Pairs of neighbouring keys, in order, of which one has a weight in some row
+struct key_pairs {
+    uint8_t at[key_block / 2];
+    int     n = 0;
+
+    explicit key_pairs(uint64_t used) {
+        for (used = (used | used >> 1) & 0x5555555555555555; used; used &= used - 1) {
+            at[n++] = uint8_t(__builtin_ctzll(used) / 2);
+        }
+    }
+    template <class Each>
+    void for_each(Each each) const {
+        if (n > 0 && at[n - 1] == n - 1) { // none is left out
+            for (int i = 0; i < n; i++) {
+                each(i);
+            }
+            return;
+        }
+        for (int j = 0; j < n; j++) {
+            each(at[j]);
+        }
+    }
+};
+
+template <class Body>
+struct integer_decode {
+    using L                = typename Body::L;
+    using base             = tile<L>;
+    using quad             = typename Body::quad;
+    using columns_of_block = typename Body::columns_of_block;
+    using integers         = decltype(L::to_int16(L::zero(), L::zero()));
+
+    static constexpr int max_row_bytes = 256 / 32 * most_block_bytes;
+
+    // Behind the F32 queries that other types need
+    static quad * quads(const attention_args & a, const item_memory & m) {
+        return reinterpret_cast<quad *>(static_cast<char *>(m.q) + m.rows_padded * round_up(a.d_k, 128) * 4);
+    }
+
+    // From the F32 queries, rows first .. first + 3, which are padded with zeros
+    static void pack_quad(const attention_args & a, const item_memory & m, int first) {
+        const int64_t d   = round_up(a.d_k, 16);
+        quad *        out = quads(a, m) + first / 4 * (a.d_k / 32);
+        for (int b = 0; 32 * b < a.d_k; b++, out++) {
+            for (int r = 0; r < 4; r++) {
+                Body::pack_block(static_cast<const float *>(m.q) + (first + r) * d + 32 * b, r, *out);
+            }
+        }
+    }
+
+    // 16 rows of `bytes` from p on, n of them there: past the last one it is repeated, in `local`
+    static const char * sixteen(const char * p, int64_t & row, int n, int bytes, char * local) {
+        if (n >= 16) {
+            return p;
+        }
+        for (int i = 0; i < 16; i++) {
+            std::memcpy(local + i * max_row_bytes, p + (i < n ? i : n - 1) * row, bytes);
+        }
+        row = max_row_bytes;
+        return local;
+    }
+
+    template <row_type type>
+    static void score_keys(const attention_item & w, int head, const item_memory & m, const key_span & span,
+                           prefetcher & ahead, float * s) {
+        const attention_rows & rows     = span.segment->k;
+        const int              n_blocks = w.args->d_k / 32;
+        const int              bytes    = scale_at(type, n_blocks);
+        char                   local[16 * max_row_bytes];
+        key_scales             scales;
+        columns_of_block       x;
+        for (int j = 0; j < span.n; j += 16) {
+            int64_t      row = rows.row;
+            const char * p   = sixteen(key_row(rows, span.first + j, head), row, span.n - j, bytes, local);
+            for (int r = 0; r < m.rows; r++) {
+                for (int i = 0; i < 16; i += L::width) {
+                    L::store(s + r * key_block + j + i, L::zero());
+                }
+            }
+            for (int b = 0; b < n_blocks; b++) {
+                for (int i = 0; b % 4 == 0 && i < 16; i += 4) {
+                    const int left = n_blocks - b;
+                    scales.load<type>(p + i * row + scale_at(type, b), row, left < 4 ? left : 4, i);
+                }
+                Body::template columns<type>(p + integers_at(type, b), row, x);
+                for (int q = 0; 4 * q < m.rows; q++) {
+                    ahead.step(4);
+                    if (!any_visible(w, span, 4 * q, 4)) {
+                        continue;
+                    }
+                    Body::template score_block<type>(x, scales.half[b % 4], quads(*w.args, m)[q * n_blocks + b],
+                                                     m.rows - 4 * q < 4 ? m.rows - 4 * q : 4,
+                                                     s + 4 * q * key_block + j);
+                }
+            }
+        }
+    }
+
+    // R rows of weights s against up to 4 blocks of n keys
+    template <row_type type, int R>
+    static void add_rows(const char * p, int64_t row, int n, const key_pairs & pairs, int n_blocks, prefetcher & ahead,
+                         const weight_unit<L> * units, const float * s, float * acc, int64_t ld) {
+        alignas(64) int32_t ints[4][R][32];
+        float               top[R];
+        for (int r = 0; r < R; r++) {
+            block_weights<L> weights;
+            top[r] = relative_weights<L>(s + r * key_block, weights);
+            for (int b = 0; b < n_blocks; b++) {
+                integers packed[key_block / (2 * L::width)];
+                units[b].apply(weights, packed);
+                std::memcpy(ints[b][r], packed, sizeof(packed));
+            }
+        }
+        for (int b = 0; b < n_blocks; b++) {
+            float scales[R];
+            for (int r = 0; r < R; r++) {
+                scales[r] = top[r] * units[b].unit;
+            }
+            Body::template add_block<type, R>(p + integers_at(type, b), row, n, pairs, ahead, ints[b], scales,
+                                              acc + 32 * b, ld);
+        }
+    }
+
+    // Up to 4 rows
+    template <row_type type>
+    static void add_quad(const char * p, int64_t row, int n, int n_blocks, const key_scales & scales,
+                         prefetcher & ahead, int rows, const float * weights, float * acc, int64_t ld) {
+        const uint64_t used = used_keys<L>(weights, rows, key_block);
+        if (!used) {
+            return;
+        }
+        weight_unit<L> units[4];
+        bool           extreme = false;
+        for (int b = 0; b < n_blocks; b++) {
+            units[b].find(scales.half[b], used);
+            extreme |= units[b].is_extreme();
+        }
+        if (extreme && rows > 1) {
+            for (int r = 0; r < rows; r++) {
+                add_quad<type>(p, row, n, n_blocks, scales, ahead, 1, weights + r * key_block, acc + r * ld, ld);
+            }
+            return;
+        }
+        const key_pairs pairs(used);
+        switch (rows) {
+        case 1:
+            add_rows<type, 1>(p, row, n, pairs, n_blocks, ahead, units, weights, acc, ld);
+            break;
+        case 2:
+            add_rows<type, 2>(p, row, n, pairs, n_blocks, ahead, units, weights, acc, ld);
+            break;
+        case 3:
+            add_rows<type, 3>(p, row, n, pairs, n_blocks, ahead, units, weights, acc, ld);
+            break;
+        default:
+            add_rows<type, 4>(p, row, n, pairs, n_blocks, ahead, units, weights, acc, ld);
+        }
+    }
+
+    template <row_type type>
+    static void add_values(const attention_item & w, int head, const item_memory & m, const key_span & span,
+                           prefetcher & ahead, float * s) {
+        const attention_rows & rows = span.segment->v;
+        key_scales             scales;
+        clear_rest(m, span.n, s);
+        for (int g = 0; 128 * g < w.args->d_v; g++) {
+            const int    left     = w.args->d_v / 32 - g * 4;
+            const int    n_blocks = left < 4 ? left : 4;
+            const char * p        = key_row(rows, span.first, head) + scale_at(type, 4 * g);
+            scales.load_all<type>(p, rows.row, span.n, n_blocks);
+            for (int row = 0; row < m.rows; row += 4) {
+                add_quad<type>(p, rows.row, span.n, n_blocks, scales, ahead, m.rows - row < 4 ? m.rows - row : 4,
+                               s + row * key_block, m.acc + row * m.d_v_padded + 128 * g, m.d_v_padded);
+            }
+        }
+    }
+
+    static void block(const attention_item & w, int head, const item_memory & m, const key_span & span) {
+        alignas(64) float s[few_rows * key_block];
+        prefetcher        keys(w, span.segment->k, span, head, key_block);
+        prefetcher        values(w, span.segment->v, span, head, key_block);
+        if (!with_integers(span.segment->k.type,
+                           [&](auto type) { score_keys<decltype(type)::value>(w, head, m, span, keys, s); })) {
+            base::score_rows(w, head, m, span, s);
+        }
+        if (!base::weigh_rows(w, head, m, span, s, [] {})) {
+            return;
+        }
+        if (!with_integers(span.segment->v.type,
+                           [&](auto type) { add_values<decltype(type)::value>(w, head, m, span, values, s); })) {
+            base::add_values(w, head, m, span, s);
+        }
+    }
+
+    static bool fits(const attention_args & a) { return a.d_k <= 256 && a.d_v <= 256; }
+
+    static void run(const attention_item & w) {
+        const attention_args & a = *w.args;
+        for (int i = 0; i < w.n_head; i++) {
+            base::begin(item_memory(a, w.few, w.n_queries, w.memory, i));
+        }
+        uint32_t ready = 0;
+        for_each_block(w, key_block, [&](const key_span & span) {
+            base::prepare(w, span, ready, [&](const item_memory & m, int row) {
+                if (a.d_k % 32 == 0) {
+                    pack_quad(a, m, row);
+                }
+            });
+            for (int i = 0; i < w.n_head; i++) {
+                const item_memory m(a, w.few, w.n_queries, w.memory, i);
+                for_each_part(w, w.head0 + i, span, [&](const key_span & part) { block(w, w.head0 + i, m, part); });
+            }
+        });
+    }
+};
+
+} // namespace
+} // namespace mixedkv

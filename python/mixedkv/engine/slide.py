@@ -1,0 +1,43 @@
+"""Prompts and answers that do not fit the context: the middle of them goes, see `mixedkv.overflow`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from mixedkv.engine.job import Job
+from mixedkv.engine.scheduler import Scheduler
+from mixedkv.engine.tokenizer import Tokenizer
+from mixedkv.overflow import LongPrompt, Places, cut, head_of
+from mixedkv.tokens import Tokens
+
+
+def fit(job: Job, tokenizer: Tokenizer, n_ctx: int) -> None:
+    """Leave out as much of a job's prompt as does not fit, if the job wants it. Once only, off the threads
+    that others wait for where that can be: it may be thousands of contexts long.
+    """
+    if not job.slides or job.n_prompt < n_ctx:
+        return
+    starts = _at_ends(job.prompt, n_ctx, tokenizer.message_starts)
+    boundaries = _at_ends(job.prompt, n_ctx, tokenizer.boundaries)
+    long = LongPrompt(job.prompt, head_of(starts, n_ctx), n_ctx, starts, tuple(boundaries.tolist()))
+    job.leave_out(long, long.to_drop())
+
+
+def _at_ends(tokens: Tokens, n: int, find: Callable[[Tokens], Places]) -> Places:
+    """Where something is in the first n tokens and in the last n: nothing else of them can stay."""
+    if len(tokens) <= 2 * n:
+        return find(tokens)
+    last = len(tokens) - n
+    return np.concatenate([find(tokens[:n]), last + find(tokens[last:])])
+
+
+def make_room(job: Job, tokenizer: Tokenizer, scheduler: Scheduler, n_ctx: int) -> None:
+    """For more of an answer whose next token has no place left."""
+    if not job.slides or len(job.tokens) < n_ctx:
+        return
+    starts = tokenizer.message_starts(job.all_tokens)
+    head = job.gap.begin if job.gap is not None else head_of(starts, n_ctx)
+    scheduler.drop(job, head, cut(len(job.tokens), head, n_ctx, starts))
+    scheduler.give_way(job)

@@ -1,0 +1,114 @@
+"""What a model sees of an image: vectors in place of tokens.
+
+Each position that they take has an id below zero, made of a hash of the image and of the encoder. So prompts
+with images are compared, shared and stored as all others are: by their tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+from mixedkv.native_batch import NativeBatch
+from mixedkv.tokens import Tokens
+
+# where an image stands in the text of a prompt; nobody else's text has it but by intent
+MARK = f"<image {secrets.token_hex(8)}>"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Picture:
+    """An image, or a part of one, as it is evaluated.
+
+    Args:
+        ids: int32 [positions], below zero.
+        vectors: float32 [n, width].
+        grid: of M-RoPE, time, row and column of each vector, from where the image begins: int32 [3, n]; else
+            each vector has a position.
+        causal: a vector sees those before it only; else all of the image.
+    """
+
+    ids: Tokens
+    vectors: npt.NDArray[np.float32]
+    grid: npt.NDArray[np.int32] | None
+    causal: bool
+
+    def __len__(self) -> int:
+        """Rows in the cache."""
+        return len(self.vectors)
+
+    def evaluate(self, context: Any, pos: int, seq: int, n_batch: int) -> int:
+        """At positions of a sequence from `pos` on; llama_decode's code. Where it is not 0 after the first
+        `n_batch` vectors, rows of those are left.
+        """
+        llama_cpp.llama_set_causal_attn(context, self.causal)
+        try:
+            for begin in range(0, len(self), n_batch):
+                code = self._decode(context, pos, seq, begin, min(begin + n_batch, len(self)))
+                if code != 0:
+                    return code
+            return 0
+        finally:
+            llama_cpp.llama_set_causal_attn(context, True)
+
+    def _decode(self, context: Any, pos: int, seq: int, begin: int, end: int) -> int:
+        n = end - begin
+        vectors = np.ascontiguousarray(self.vectors[begin:end])
+        if self.grid is None:
+            batch = NativeBatch(vectors)
+            batch.pos[:] = np.arange(pos + begin, pos + end)
+        else:  # the fourth part is 0
+            batch = NativeBatch(vectors, n_pos=4)
+            batch.pos[: 3 * n] = (self.grid[:, begin:end] + pos).ravel()
+        batch.seq[:] = seq
+        batch.native.n_tokens = n
+        return int(llama_cpp.llama_decode(context, batch.native))
+
+
+@dataclass(frozen=True, slots=True)
+class PromptImage:
+    """An image in a prompt: its pictures, with the tokens that a model wants around them.
+
+    Args:
+        tokens: those, and the ids of the pictures.
+    """
+
+    tokens: list[int]
+    pictures: tuple[Picture, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(picture.vectors.nbytes for picture in self.pictures)
+
+
+def place(pictures: Sequence[Picture], prompt: Tokens) -> dict[int, Picture]:
+    """Where they begin in a prompt, in order.
+
+    Raises:
+        ValueError: there are ids in it of none, or it ends with one, so that no token says what comes next.
+    """
+    known = {int(picture.ids[0]): picture for picture in pictures}
+    placed, end = {}, 0
+    for at in np.flatnonzero(prompt < 0).tolist():
+        if at < end:
+            continue
+        picture = known.get(int(prompt[at]))
+        end = at + (len(picture.ids) if picture is not None else 0)
+        if picture is None or end >= len(prompt) or not np.array_equal(prompt[at:end], picture.ids):
+            raise ValueError("a prompt has ids of a picture that is not given, or ends with one")
+        placed[at] = picture
+    return placed
+
+
+def ids_of(digest: bytes, part: int, n: int) -> Tokens:
+    """Ids that stand for part of an image: of its hash as many bits as there are positions, 31 each."""
+    bits = hashlib.shake_256(digest + part.to_bytes(4, "little")).digest(4 * n)
+    ids: Tokens = (np.frombuffer(bits, "<u4") | np.uint32(1 << 31)).view(np.int32)
+    return ids

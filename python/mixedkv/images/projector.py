@@ -1,0 +1,155 @@
+"""The encoder that makes vectors of images for a model, of a GGUF file of its own ("mmproj")."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+from mixedkv import _core, _llama_cpp
+from mixedkv.errors import UnsupportedModelError
+from mixedkv.images.picture import Picture, PromptImage, ids_of
+from mixedkv.images.pixels import Pixels, read_pixels
+from mixedkv.llama import Llama
+from mixedkv.model.fingerprint import fingerprint
+
+_KEPT = 1 << 28  # bytes of vectors of the latest images
+_MARKER = b"<image>"  # of the library, nothing else is in the text
+
+
+class Projector:
+    """Encodes images, one at a time, on the thread that calls; what it made of the latest ones is kept.
+
+    Args:
+        llm: the model that sees them. Closing it closes the encoder.
+        path: GGUF file.
+        n_threads: None for the model's.
+        verbose: show the library's log.
+
+    Raises:
+        UnsupportedModelError: this build has no multimodal library, or the file is not of this model.
+        InvalidModelFileError, OSError: it cannot be read.
+    """
+
+    def __init__(
+        self, llm: Llama, path: str | os.PathLike[str], n_threads: int | None = None, *, verbose: bool = False
+    ) -> None:
+        self._hash = fingerprint(path).encode()
+        self._mtmd = _library()
+        self._width = int(llama_cpp.llama_model_n_embd_inp(_llama_cpp.model(llm)))
+        self._n_ubatch = int(llm.context_params.n_ubatch)
+        self._kept: OrderedDict[bytes, PromptImage] = OrderedDict()
+        self._one_at_a_time = threading.Lock()
+        if not verbose:
+            self._mtmd.mtmd_log_set(_llama_cpp.no_log, None)
+        params = self._mtmd.mtmd_context_params_default()
+        params.use_gpu = False
+        params.print_timings = params.warmup = False
+        params.media_marker = _MARKER
+        params.n_threads = n_threads or int(llm.context_params.n_threads)
+        with _core.Assertions() as assertions:
+            self._context = self._mtmd.mtmd_init_from_file(os.fsencode(path), _llama_cpp.model(llm), params)
+        if not self._context:
+            raise UnsupportedModelError(
+                f"{os.fspath(path)}: llama.cpp takes it for no image encoder of this model: use the mmproj "
+                f"file that was made with the model. {assertions.failed}".rstrip()
+            )
+        _llama_cpp.at_close(llm, self.close)
+        if not self._mtmd.mtmd_support_vision(self._context):
+            self.close()
+            raise UnsupportedModelError(f"{os.fspath(path)}: it encodes no images")
+
+    def close(self) -> None:
+        with self._one_at_a_time:
+            if self._context:
+                self._mtmd.mtmd_free(self._context)
+                self._context = None
+
+    def read(self, data: bytes) -> PromptImage:
+        """An image file as part of a prompt.
+
+        Raises:
+            ValueError: it is no image, or none that this encoder or the context can take.
+        """
+        pixels = read_pixels(data)
+        digest = hashlib.sha256(self._hash + str(pixels.shape).encode() + pixels.tobytes()).digest()
+        with self._one_at_a_time:
+            image = self._kept.pop(digest, None) or self._encode(pixels, digest)
+            self._kept[digest] = image
+            while len(self._kept) > 1 and sum(each.nbytes for each in self._kept.values()) > _KEPT:
+                self._kept.popitem(last=False)
+            return image
+
+    def _encode(self, pixels: Pixels, digest: bytes) -> PromptImage:
+        if not self._context:
+            raise ValueError("the model is closed")
+        tokens: list[int] = []
+        pictures: list[Picture] = []
+        for part, chunk in enumerate(self._chunks(pixels)):
+            if self._mtmd.mtmd_input_chunk_get_type(chunk) == self._mtmd.MTMD_INPUT_CHUNK_TYPE_TEXT:
+                tokens += self._text(chunk)
+                continue
+            picture = self._picture(chunk, digest, part)
+            tokens += picture.ids.tolist()
+            pictures.append(picture)
+        return PromptImage(tokens, tuple(pictures))
+
+    def _chunks(self, pixels: Pixels) -> Iterator[Any]:
+        """What the library makes of an image: pieces of text and of the image."""
+        mtmd, (height, width, _) = self._mtmd, pixels.shape
+        data = pixels.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        bitmap = mtmd.mtmd_bitmap_init(width, height, data)
+        chunks = mtmd.mtmd_input_chunks_init()
+        try:
+            text = mtmd.mtmd_input_text(_MARKER, len(_MARKER), False, True)
+            bitmaps = (mtmd.mtmd_bitmap_p_ctypes * 1)(bitmap)
+            if code := mtmd.mtmd_tokenize(self._context, chunks, ctypes.byref(text), bitmaps, 1):
+                raise ValueError(f"this model's encoder does not take it (mtmd_tokenize: {code})")
+            for i in range(mtmd.mtmd_input_chunks_size(chunks)):
+                yield mtmd.mtmd_input_chunks_get(chunks, i)
+        finally:
+            mtmd.mtmd_input_chunks_free(chunks)
+            mtmd.mtmd_bitmap_free(bitmap)
+
+    def _text(self, chunk: Any) -> list[int]:
+        n = ctypes.c_size_t()
+        tokens = self._mtmd.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(n))
+        return list(tokens[: n.value])
+
+    def _picture(self, chunk: Any, digest: bytes, part: int) -> Picture:
+        mtmd = self._mtmd
+        image = mtmd.mtmd_input_chunk_get_tokens_image(chunk)
+        n = int(mtmd.mtmd_input_chunk_get_n_tokens(chunk))
+        causal = not mtmd.mtmd_decode_use_non_causal(self._context, chunk)
+        if not causal and n > self._n_ubatch:
+            raise ValueError(
+                f"it takes {n} vectors that see each other, and a step {self._n_ubatch}: raise n_batch"
+            )
+        if mtmd.mtmd_encode_chunk(self._context, chunk) != 0:
+            raise ValueError("the encoder failed")
+        output = mtmd.mtmd_get_output_embd(self._context)
+        vectors = np.ctypeslib.as_array(output, (n, self._width)).astype(np.float32, copy=True)
+        ids = ids_of(digest, part, int(mtmd.mtmd_input_chunk_get_n_pos(chunk)))
+        grid = None
+        if mtmd.mtmd_decode_use_mrope(self._context):
+            places = (mtmd.mtmd_image_tokens_get_decoder_pos(image, 0, i) for i in range(n))
+            grid = np.array([(place.t, place.y, place.x) for place in places], np.int32).T
+        return Picture(ids, vectors, grid, causal)
+
+
+def _library() -> Any:
+    try:
+        from llama_cpp import mtmd_cpp
+    except (ImportError, OSError, FileNotFoundError, RuntimeError) as error:
+        raise UnsupportedModelError(
+            f"images need llama.cpp's multimodal library, which this llama-cpp-python was built without "
+            f"(LLAMA_BUILD=OFF): {error}"
+        ) from None
+    return mtmd_cpp

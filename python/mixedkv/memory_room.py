@@ -1,0 +1,107 @@
+"""What this process may still take: of the machine's memory, and of its control groups'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_Names = tuple[tuple[str, ...], str, tuple[str, ...]]
+
+_PROC = Path("/proc")
+_GROUPS = Path("/sys/fs/cgroup")
+# limits, usage, and what of it gives way
+_V1: _Names = (
+    ("memory.limit_in_bytes",),
+    "memory.usage_in_bytes",
+    ("total_active_file", "total_inactive_file"),
+)
+_V2: _Names = ("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file")
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes that are left below a limit: the machine's memory, or that of a control group."""
+
+    left: int
+    limit: int
+
+
+def memory_room(proc: Path = _PROC, groups: Path = _GROUPS) -> int | None:
+    """Bytes: the least of MemAvailable and what each control group above the process has left; None where the
+    system, which is no Linux, does not say.
+    """
+    rooms = memory_rooms(proc, groups)
+    return max(0, min(room.left for room in rooms)) if rooms else None
+
+
+def memory_rooms(proc: Path = _PROC, groups: Path = _GROUPS) -> list[Room]:
+    """Below the machine's memory, and below each limit of the control groups above the process."""
+    machine = _fields(proc / "meminfo")
+    if "MemAvailable:" not in machine:
+        return []
+    left, limit = (machine.get(name, 0) * 1024 for name in ("MemAvailable:", "MemTotal:"))
+    return [Room(left, limit), *_group_rooms(proc, groups)]
+
+
+def memory_stall(proc: Path = _PROC, groups: Path = _GROUPS) -> float:
+    """Percent of the last ten seconds in which a task of the control group, else of the machine, waited for
+    memory (the kernel's pressure stall information); 0 where it is not told.
+    """
+    own = [path for root, _, path in _own_groups(proc, groups) if root == groups]
+    lines = [line for path in own for line in _lines(path / "memory.pressure")]
+    for line in lines or _lines(proc / "pressure" / "memory"):
+        kind, _, values = line.partition(" avg10=")
+        if kind == "some":
+            return float(values.split()[0])
+    return 0.0
+
+
+def own_memory(proc: Path = _PROC) -> int:
+    """Bytes that this process has of its own: all but pages of files."""
+    return _fields(proc / "self" / "status").get("RssAnon:", 0) * 1024
+
+
+def _group_rooms(proc: Path, groups: Path) -> Iterator[Room]:
+    for root, names, folder in _own_groups(proc, groups):
+        yield from _room(folder, *names)
+        for parent in folder.parents if folder != root else ():
+            yield from _room(parent, *names)
+            if parent == root:
+                break
+
+
+def _own_groups(proc: Path, groups: Path) -> Iterator[tuple[Path, _Names, Path]]:
+    """Those of the process that count memory: the folder they are below, their files, their folder."""
+    for line in _lines(proc / "self" / "cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            yield groups, _V2, groups / path.lstrip("/")
+        elif "memory" in controllers.split(","):
+            yield groups / "memory", _V1, groups / "memory" / path.lstrip("/")
+
+
+def _room(folder: Path, limits: tuple[str, ...], usage: str, cache: tuple[str, ...]) -> Iterator[Room]:
+    """What is left below its limits; the page cache gives way."""
+    for name in limits:
+        try:
+            most = (folder / name).read_text().strip()
+            if most != "max":
+                stat = _fields(folder / "memory.stat")
+                used = int((folder / usage).read_text()) - sum(stat.get(name, 0) for name in cache)
+                yield Room(int(most) - used, int(most))
+        except (OSError, ValueError):  # the root has none, or a container does not show it
+            continue
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """The numbers of lines such as "MemAvailable:  123 kB"."""
+    parts = (line.split() for line in _lines(path))
+    return {line[0]: int(line[1]) for line in parts if len(line) > 1 and line[1].isdigit()}
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,112 @@
+"""Which layers get the bits: types of K and V by layer, in steps, each where a bit does most.
+
+What rounding does to the next token grows with its mean squared error. So what K or V of one layer does in
+a coarse type, measured once (`mixedkv bench sensitivity`), tells what it does in a finer one, and together
+they do about the sum. From the coarsest types on, the next step is the one that takes most divergence for its
+bits: the errors of `LADDER` fall ever slower, and then no other order has less at the same bits.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Literal
+
+from mixedkv.model.footprint import LayerShape, ModelShape
+from mixedkv.row_types import CPU_TYPES, type_bits, type_block
+
+Part = Literal["k", "v"]
+Shares = Mapping[tuple[int, Part], float]
+
+# Mean squared errors of rotated rows of the bundled model, beside that of `MEASURED`: docs/benchmarks.md.
+LADDER = {"lm4": 1.08, "iq4_nl": 1.0, "q5_0": 0.3, "q5_1": 0.233, "q8_0": 0.0046}
+MEASURED, FINEST = "iq4_nl", "q8_0"
+_K_TO_V = 14.0  # where nothing was measured: K alone against V alone in 4 bits, of the bundled model
+
+
+class LayerPlan:
+    """The steps from the coarsest types in all layers to the finest.
+
+    Args:
+        shape: the model.
+        shares: divergence that K or V of a layer causes in the type `MEASURED`, in nats; without it all
+            layers are taken to be alike, and the outermost come first.
+        on_cpu: the cache lies in CPU memory, where types of `CPU_TYPES` can be.
+    """
+
+    def __init__(self, shape: ModelShape, shares: Shares | None = None, *, on_cpu: bool = True) -> None:
+        self._shape = shape
+        ladder = _ladder(shape, on_cpu)
+        self._coarsest = ladder[0]
+        outermost = sorted(range(n := len(shape.layers)), key=lambda i: (min(i, n - 1 - i), -i))
+        parts: list[tuple[int, Part]] = [(shape.layers[i].il, part) for i in outermost for part in ("k", "v")]
+        self._shares = shares or {each: _K_TO_V if each[1] == "k" else 1.0 for each in parts}
+        if missing := [
+            f"{part.upper()} of layer {il}" for il, part in parts if (il, part) not in self._shares
+        ]:
+            raise ValueError(f"no share was measured for {', '.join(missing)}")
+        widths = {(layer.il, part): _width(layer, part) for layer in shape.layers for part in ("k", "v")}
+        steps = [
+            (self._gain(each, one, other) / widths[each], each, other)
+            for each in parts
+            for one, other in pairwise(ladder)
+        ]
+        self._steps = [(each, to) for _, each, to in sorted(steps, key=lambda step: -step[0])]
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def types(self, n_steps: int) -> list[tuple[int, str, str]]:
+        """Layers with their types of K and V after so many steps."""
+        types = dict(self._steps[:n_steps])
+        return [
+            (layer.il, types.get((layer.il, "k"), self._coarsest), types.get((layer.il, "v"), self._coarsest))
+            for layer in self._shape.layers
+        ]
+
+    def bits(self, n_steps: int) -> float:
+        """Bits of a K or V element after so many steps, scales included."""
+        bits = n = 0.0
+        for layer, (_, *types) in zip(self._shape.layers, self.types(n_steps), strict=True):
+            for part, name in zip(("k", "v"), types, strict=True):
+                n += _width(layer, part)
+                bits += _width(layer, part) * type_bits(name)
+        return bits / n
+
+    def most(self, bits: float) -> int:
+        """The most steps with no more than so many bits."""
+        return bisect_right(range(len(self) + 1), bits, key=self.bits) - 1
+
+    def divergence(self, n_steps: int) -> float:
+        """What the shares of these types come to."""
+        types = dict(self._steps[:n_steps])
+        return sum(share * LADDER[types.get(each, self._coarsest)] for each, share in self._shares.items())
+
+    def _gain(self, each: tuple[int, Part], one: str, other: str) -> float:
+        """Divergence that a step takes, for a bit of an element."""
+        return self._shares[each] * _slope(one, other)
+
+
+def _slope(one: str, other: str) -> float:
+    """What each bit from a type to a finer one takes from the error."""
+    return (LADDER[one] - LADDER[other]) / (type_bits(other) - type_bits(one))
+
+
+def _ladder(shape: ModelShape, on_cpu: bool) -> list[str]:
+    """Types for all heads, less those that are passed over: the next one does more for a bit."""
+    heads = [size for layer in shape.layers for size in (layer.head_k, layer.head_v)]
+    res: list[str] = []
+    for name in LADDER:
+        if not on_cpu and name in CPU_TYPES:
+            continue
+        if (block := type_block(name)[0]) > 32 and any(size % block for size in heads):
+            continue
+        while len(res) > 1 and _slope(*res[-2:]) < _slope(res[-1], name):
+            res.pop()
+        res.append(name)
+    return res
+
+
+def _width(layer: LayerShape, part: str) -> int:
+    return layer.n_embd_k if part == "k" else layer.n_embd_v

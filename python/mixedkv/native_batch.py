@@ -1,0 +1,41 @@
+"""A llama_batch whose arrays are numpy's."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+
+class NativeBatch:
+    """Of tokens that belong to one sequence each. Fill `pos`, `seq` and `logits`, set `native.n_tokens`, and
+    give `native` to llama_decode.
+
+    Args:
+        inputs: token ids, int32 [n], or vectors, float32 [n, width].
+        n_pos: parts of a position; those of all tokens stand together, so `pos` is int32 [n_pos * n].
+    """
+
+    def __init__(self, inputs: npt.NDArray[Any], n_pos: int = 1) -> None:
+        n = len(inputs)
+        self.inputs = inputs
+        self.pos = np.zeros(n_pos * n, np.int32)
+        self.seq = np.zeros(n, np.int32)
+        self.logits = np.zeros(n, np.int8)
+        self._n_seq = np.ones(n, np.int32)
+        # llama_batch wants a pointer to the sequence ids of each token: here one id each
+        self._seq_at = self.seq.ctypes.data + self.seq.itemsize * np.arange(n, dtype=np.uintp)
+        fields: dict[str, Any] = {field[0]: field[1] for field in llama_cpp.llama_batch._fields_}
+        given, other = ("token", "embd") if inputs.ndim == 1 else ("embd", "token")
+        arrays = {
+            given: self.inputs,
+            "pos": self.pos,
+            "n_seq_id": self._n_seq,
+            "seq_id": self._seq_at,
+            "logits": self.logits,
+        }
+        pointers = {name: ctypes.cast(array.ctypes.data, fields[name]) for name, array in arrays.items()}
+        self.native: Any = llama_cpp.llama_batch(n_tokens=0, **{other: None}, **pointers)

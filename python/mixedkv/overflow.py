@@ -1,0 +1,117 @@
+"""What stays of a sequence that is longer than its context: its beginning, on which attention rests, and the
+newest tokens (StreamingLLM, arXiv:2309.17453). The middle goes, as far as a message boundary where there is
+one. No model and no rows here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from mixedkv.tokens import Tokens
+
+Overflow = Literal["refuse", "slide"]
+Places = npt.NDArray[np.int64]  # positions of tokens, ascending
+
+SINKS = 4  # tokens, as in the paper
+NOWHERE: Places = np.empty(0, np.int64)
+
+_SHARE = 4  # a quarter of what may go goes at once: moving rows costs about one pass over K
+
+
+def budget(size: int, head: int) -> int:
+    """Tokens that are left of a sequence when it has been cut to fit `size`, of which `head` always stay."""
+    return size - max(1, (size - head) // _SHARE)
+
+
+def head_of(starts: Places, size: int) -> int:
+    """How many first tokens stay: the first message, if that is no more than a quarter of the context.
+
+    Args:
+        starts: where messages begin.
+        size: tokens of the context.
+    """
+    first = next((int(start) for start in starts if start > 0), 0)
+    return first if SINKS <= first <= size // _SHARE else SINKS
+
+
+def cut(n: int, head: int, size: int, starts: Places = NOWHERE) -> int:
+    """Where the part ends that goes of n tokens, which begins at `head`: at the next message, unless that
+    would take more than half of what could stay.
+    """
+    end = head + n - budget(size, head)
+    near = starts[(starts >= end) & (starts <= end + (n - end) // 2)]
+    return int(near[0]) if len(near) else end
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Tokens that have been left out of a longer sequence: `n` of them, from `begin` on.
+
+    Args:
+        hash: of them, so that a sequence is told from another one that has lost something else.
+    """
+
+    begin: int
+    n: int = 0
+    hash: Any = field(default_factory=sha256)
+
+    def wider(self, tokens: Tokens) -> Gap:
+        """With the tokens behind it left out too."""
+        grown = self.hash.copy()
+        grown.update(np.ascontiguousarray(tokens, np.int32).tobytes())
+        return Gap(self.begin, self.n + len(tokens), grown)
+
+    def is_of(self, whole: Tokens) -> bool:
+        """Whether these tokens have the same ones there."""
+        missing = np.ascontiguousarray(whole[self.begin : self.begin + self.n], np.int32)
+        return bool(sha256(missing.tobytes()).digest() == self.hash.digest())
+
+
+def without(tokens: Tokens, begin: int, n: int) -> Tokens:
+    """Tokens without `n` of them from `begin` on."""
+    return np.concatenate([tokens[:begin], tokens[begin + n :]])
+
+
+@dataclass(frozen=True, slots=True)
+class LongPrompt:
+    """A prompt that is longer than the context.
+
+    Args:
+        tokens: all of it.
+        head: first tokens that stay.
+        size: of the context.
+        starts: where its messages begin, as far as they can stay.
+        boundaries: where they begin and end.
+    """
+
+    tokens: Tokens
+    head: int
+    size: int
+    starts: Places = field(default_factory=lambda: NOWHERE)
+    boundaries: tuple[int, ...] = ()
+
+    def to_drop(self, dropped: int = 0) -> int:
+        """How many tokens behind the head have to go, if so many have gone already."""
+        if dropped and len(self.tokens) - dropped < self.size:
+            return dropped
+        return cut(len(self.tokens), self.head, self.size, self.starts) - self.head
+
+    def without(self, n: int) -> Tokens:
+        return without(self.tokens, self.head, n)
+
+    def beginning(self, size: int, n: int) -> Tokens:
+        """At least the first `size` tokens of what is left without `n`, or all of it."""
+        return without(self.tokens[: size + n], self.head, n)
+
+    def gap(self, n: int) -> Gap:
+        return Gap(self.head).wider(self.tokens[self.head : self.head + n])
+
+    def boundaries_without(self, n: int) -> list[int]:
+        """Where messages begin and end in what is left."""
+        end = self.head + n
+        return [at if at < end else at - n for at in self.boundaries if not self.head <= at < end]

@@ -1,0 +1,32 @@
+"""Many replicas on Ray Serve: `serve run mixedkv.ray:app`. docs/fleet.md says how.
+
+prefix       what of a request decides where its KV lies
+placing      which replica that is: the most of its prompt there, the least work before it
+router       this, as Ray Serve calls it
+replica      an engine with its whole HTTP API, behind a handle
+application  ingress and replicas together
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["app", "build"]
+
+
+def __getattr__(name: str) -> Any:
+    """`build` makes an application of options; `app` is that of the environment's MIXEDKV_... variables.
+
+    Raises:
+        ImportError: Ray Serve is not installed.
+        ValueError: an option has a bad value.
+    """
+    if name not in ("app", "build"):
+        raise AttributeError(f"module 'mixedkv.ray' has no attribute {name!r}")
+    try:
+        from mixedkv.ray import application
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("ray"):
+            raise
+        raise ImportError(f"mixedkv.ray needs {error.name}: pip install 'mixedkv[ray]'") from None
+    return application.build if name == "build" else application.build(application.from_environ())

@@ -1,0 +1,38 @@
+"""Types that rows of K and V are kept in."""
+
+from __future__ import annotations
+
+import gguf
+
+HOT_TYPES = ("f16",)
+COLD_TYPES = ("q8_0", "q4_0", "q4_1", "iq4_nl", "lm4", "q5_0", "q5_1")
+VALUE_TYPES = (*COLD_TYPES, "lm3")
+CALIBRATED_TYPES = ("lm3",)  # of values, in bases that `mixedkv calibrate` makes
+CPU_TYPES = ("lm4", "lm3")  # that no GPU writes
+UNIFORM_TYPES = ("f16", "bf16", "f32", *COLD_TYPES)
+
+_SIZES = {kind.name.lower(): (int(kind), *size) for kind, size in gguf.GGML_QUANT_SIZES.items()}
+_SIZES["lm4"] = (38, 64, 34)  # the patched ggml's: cpp/attention/lm4.h
+_SIZES["lm3"] = (37, 64, 22)  # cpp/attention/lm3.h
+_NAMES = {ggml_id: name for name, (ggml_id, *_) in _SIZES.items()}
+
+
+def ggml_type(name: str) -> int:
+    """The ggml type id of a type name, e.g. 8 for "q8_0"."""
+    return _SIZES[name][0]
+
+
+def type_name(ggml_id: int) -> str:
+    """The name of a ggml type id, e.g. "q8_0" for 8."""
+    return _NAMES[ggml_id]
+
+
+def type_block(name: str) -> tuple[int, int]:
+    """Elements and bytes of a block of a type: 32 and 18 for "q4_0", 1 and 2 for "f16"."""
+    return _SIZES[name][1:]
+
+
+def type_bits(name: str) -> float:
+    """Bits per element of a type, scales included: 16 for "f16", 8.5 for "q8_0", 4.5 for "q4_0"."""
+    elements, size = type_block(name)
+    return 8 * size / elements

@@ -1,0 +1,77 @@
+"""A message of a chat, as OpenAI has it plus what is ours."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from mixedkv.images import MARK
+from mixedkv.server.api.fields import IGNORED, MAX_TOOLS, Id, Model, Name, Text
+from mixedkv.server.api.text_only import TextOrImages
+
+
+class TextPart(Model):
+    type: Literal["text", "input_text", "output_text"]
+    text: Text
+
+
+class ImageURL(Model):
+    url: Text
+    detail: Name | None = Field(None, description=IGNORED)
+
+
+class ImagePart(Model):
+    type: Literal["image_url"]
+    image_url: ImageURL
+
+
+Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+
+
+class CalledFunction(Model):
+    name: Name
+    arguments: Text
+
+
+class ToolCall(Model):
+    id: Annotated[Name, Field(min_length=1)]
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Model):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[Text | Annotated[list[Part], Field(fail_fast=True)] | None, TextOrImages] = None
+    name: Name | None = None
+    refusal: Text | None = None
+    message_id: Id | None = None
+    # what answers have, to be sent back in the next turn
+    reasoning_content: Text | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_call_id: Name | None = Field(None, description="Of role tool: the call that it answers.")
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @property
+    def text(self) -> str:
+        """With `images.MARK` in the place of each image."""
+        if isinstance(self.content, list):
+            return "".join(part.text if isinstance(part, TextPart) else MARK for part in self.content)
+        return self.content or ""
+
+    @property
+    def images(self) -> list[str]:
+        """URLs."""
+        parts = self.content if isinstance(self.content, list) else ()
+        return [part.image_url.url for part in parts if isinstance(part, ImagePart)]
+
+    @model_validator(mode="after")
+    def _only_users_show_images(self) -> Message:
+        if self.role != "user" and self.images:
+            raise ValueError(f"content: an image in a message of role {self.role}: send it as user")
+        return self
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=100_000, fail_fast=True)]

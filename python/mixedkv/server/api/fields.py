@@ -1,0 +1,75 @@
+"""What the fields of bodies are made of. Strict: nothing odd gets further."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
+
+from mixedkv.ids import MAX_LENGTH, PATTERN
+from mixedkv.limits import INT32_MAX
+
+MAX_STOPS = 16
+MAX_TOOLS = 128  # OpenAI's
+MAX_FIELDS = 256  # of an object of ours
+_MAX_ENTRIES = 4096  # of logit_bias and metadata
+
+
+def _encodable(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError("text with half a surrogate pair cannot be encoded as UTF-8") from None
+    return text
+
+
+def few(value: Any, most: int = MAX_FIELDS) -> Any:
+    """Before each of them gives an error of its own, of a kilobyte."""
+    if isinstance(value, dict) and len(value) > most:
+        raise ValueError(f"it has {len(value)} fields, at most {most} are taken: leave some out")
+    return value
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+Few = BeforeValidator(lambda value: few(value, _MAX_ENTRIES))
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Token = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Name = Annotated[Text, Field(max_length=256)]
+Id = Annotated[str, Field(min_length=1, max_length=MAX_LENGTH, pattern=f"^{PATTERN}$")]
+StopText = Annotated[Text, Field(min_length=1, max_length=1000)]
+StopTexts = Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)]
+Breaker = Annotated[Text, Field(min_length=1, max_length=40, pattern=r"^[^\x00]*$")]
+Breakers = Annotated[list[Breaker], Field(max_length=MAX_STOPS, fail_fast=True)]
+Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+
+
+class Model(BaseModel):
+    # hide_input: an error message never repeats a prompt
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, value: Any) -> Any:
+        return few(value)
+
+
+def _is_list(value: Any) -> str:
+    return "list" if isinstance(value, list) else "text"
+
+
+# of a union that is a text or a list: only one of both says what is wrong
+TEXT, LIST, TEXT_OR_LIST = Tag("text"), Tag("list"), Discriminator(_is_list)
+
+
+IGNORED = "Accepted and ignored."  # descriptions: docs/openai-fields.md is made of them
+REFUSED = "Refused unless it asks for what this server does anyway."

@@ -1,0 +1,112 @@
+"""Responses that are kept, so that the next one goes on from them: each is a session of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Request
+from starlette.responses import JSONResponse, Response
+
+from mixedkv.engine.answer_reader import ReadAnswer
+from mixedkv.engine.job import Job
+from mixedkv.ids import MAX_LENGTH, PATTERN
+from mixedkv.server.api.tools import call_json
+from mixedkv.server.api_error import ApiError, bad_request
+from mixedkv.server.http.json_body import JSONRoute
+from mixedkv.server.state import ServerState, server_state, tenant
+from mixedkv.sessions import CreateContextCacheRequest, ErrorResponse
+from mixedkv.sessions.records import MAX_MESSAGES
+
+router = APIRouter(route_class=JSONRoute)
+_TTL = 24 * 3600  # seconds
+_PREFIX = "resp-"
+
+
+async def history(
+    server: ServerState, response_id: str | None, owner: str, param: str = "previous_response_id"
+) -> list[dict[str, Any]]:
+    """The messages up to a response and its own, without instructions.
+
+    Args:
+        param: what the request calls it.
+
+    Raises:
+        ApiError: 404, it was not kept, is over, or another tenant's.
+    """
+    if response_id is None:
+        return []
+    found = None
+    if response_id.startswith(_PREFIX):
+        found = await server.contexts.get_session_metadata(response_id, tenant=owner)
+    if found is None or found.messages is None:
+        raise _unknown(response_id, param)
+    return [message.model_dump(exclude_none=True) for message in found.messages]
+
+
+async def check_room(server: ServerState, owner: str, messages: Sequence[dict[str, Any]]) -> None:
+    """Before work is done for a response that could not be kept.
+
+    Raises:
+        ApiError: 400 or 429.
+    """
+    if len(messages) >= MAX_MESSAGES:
+        raise bad_request(f"store: a chat of {len(messages)} messages is too long to be kept", "store")
+    if full := await server.contexts.check_quota(owner):
+        raise _no_room(full)
+
+
+async def keep(
+    server: ServerState,
+    owner: str,
+    response_id: str,
+    messages: Sequence[dict[str, Any]],
+    answer: ReadAnswer,
+    job: Job,
+) -> None:
+    """
+    Raises:
+        ApiError: 429, the tenant has no room for it.
+    """
+    said: dict[str, Any] = {"role": "assistant", "content": answer.content}
+    if answer.reasoning:
+        said["reasoning_content"] = answer.reasoning
+    if answer.calls:
+        said["tool_calls"] = [call_json(call) for call in answer.calls]
+    whole = CreateContextCacheRequest.model_validate(
+        {
+            "model": server.model_name,
+            "messages": [*messages, said],
+            "ttl": _TTL,
+            "session_id": response_id,
+        }
+    )
+    n_tokens = job.n_given + job.n_answer
+    kept = await server.contexts.register_session_cache(whole, tenant=owner, n_tokens=n_tokens)
+    if isinstance(kept, ErrorResponse):
+        raise _no_room(kept)
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(
+    response_id: Annotated[str, Path(max_length=MAX_LENGTH, pattern=f"^{PATTERN}$")], request: Request
+) -> Response:
+    """Forget a response that was kept."""
+    server, owner = server_state(request), tenant(request)
+    await history(server, response_id, owner, "response_id")
+    gone = await server.contexts.unregister_session_cache(response_id, tenant=owner)
+    if isinstance(gone, ErrorResponse):
+        raise _unknown(response_id, "response_id")
+    return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+
+def _no_room(full: ErrorResponse) -> ApiError:
+    return ApiError(429, full.detail, param="store", code=full.code)
+
+
+def _unknown(response_id: str, param: str) -> ApiError:
+    message = (
+        f"response {response_id[:100]!r} is not kept here: ask for it with store=true, or send the whole "
+        f"history as input"
+    )
+    return ApiError(404, message, param=param, code="previous_response_not_found")

@@ -1,0 +1,266 @@
+"""What the context holds, told to routers as vLLM tells it: ZeroMQ messages of a topic, a number (8 bytes,
+big endian) and a batch of events in MessagePack.
+
+Blocks of 16 tokens are named by the first 8 bytes, big endian, of SHA-256 over the name of the block before
+(32 bytes) and its tokens (int32, little endian); before the first stands SHA-256 of "mixedkv kv events\\n"
+and the tenant. Who begins to listen is told all that is there: `AllBlocksCleared`, then `BlockStored` of
+everything. Each model has a topic of its own. docs/fleet.md has what routers make of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+
+from mixedkv.errors import ClosedError
+
+if TYPE_CHECKING:
+    from mixedkv.engine.engine import Engine
+    from mixedkv.engine.sequences import Sequence as Held
+
+log = logging.getLogger("mixedkv.server")
+
+BLOCK = 16
+MEDIUM = "CPU"
+_SECONDS = 0.1  # between two looks
+_SHORT = 8  # bytes of a name that are told
+_MAX_UNREAD = 100_000  # messages that a listener may be behind
+
+
+class _Event(msgspec.Struct, array_like=True, tag=True):
+    pass
+
+
+class BlockStored(_Event):
+    """Blocks that follow each other."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+
+
+class BlockRemoved(_Event):
+    block_hashes: list[int]
+    medium: str | None
+
+
+class AllBlocksCleared(_Event):
+    pass
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class Batch(msgspec.Struct, array_like=True):
+    """Events at a time, in seconds since 1970."""
+
+    ts: float
+    events: list[Event]
+
+
+@dataclass(slots=True)
+class _Told:
+    """Blocks of a sequence that were told."""
+
+    version: int
+    tenant: str
+    names: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """A sequence, and its tokens from a block on."""
+
+    id: int
+    version: int
+    tenant: str
+    first: int
+    tokens: array[int]
+
+
+class HeldBlocks:
+    """Turns what sequences hold into events."""
+
+    def __init__(self) -> None:
+        self._told: dict[int, _Told] = {}
+        self._holders: Counter[bytes] = Counter()
+
+    def look(self, held: Sequence[Held]) -> list[News]:
+        """What is there, with the tokens that are new; on the engine's thread."""
+        news = []
+        for seq in held:
+            if not seq.stitched:
+                told = self._told.get(seq.id)
+                n = len(seq.tokens) // BLOCK
+                same = told is not None and (told.version, told.tenant) == (seq.version, seq.tenant)
+                first = len(told.names) if told is not None and same and len(told.names) <= n else 0
+                news.append(
+                    News(seq.id, seq.version, seq.tenant, first, seq.tokens[BLOCK * first : BLOCK * n])
+                )
+        return news
+
+    def forget(self) -> None:
+        """Tell everything anew."""
+        self._told.clear()
+        self._holders.clear()
+
+    def changes(self, news: Sequence[News]) -> list[Event]:
+        """Since the last time."""
+        had = bool(self._told)
+        gone: list[bytes] = []
+        events: list[Event] = []
+        here = {one.id for one in news}
+        for seq in [seq for seq in self._told if seq not in here]:
+            gone += self._told.pop(seq).names
+        for one in news:
+            told = self._told.get(one.id)
+            kept = told.names[: one.first] if told is not None else []
+            if told is not None:
+                gone += told.names[one.first :]
+            names = [*kept, *_names(kept[-1] if kept else _root(one.tenant), one.tokens)]
+            self._told[one.id] = _Told(one.version, one.tenant, names)
+            events += self._stored(names, one)
+        left = []
+        for name in gone:
+            self._holders[name] -= 1
+            if not self._holders[name]:
+                del self._holders[name]
+                left.append(name)
+        if had and not self._holders:
+            return [AllBlocksCleared()] if left else []
+        return [*events, BlockRemoved([_short(name) for name in left], MEDIUM)] if left else events
+
+    def _stored(self, names: list[bytes], one: News) -> Iterator[Event]:
+        """An event for each run of blocks that nobody held."""
+        run: list[int] = []
+        for i in range(one.first, len(names) + 1):
+            new = i < len(names) and not self._holders[names[i]]
+            if i < len(names):
+                self._holders[names[i]] += 1
+            if new:
+                run.append(i)
+            elif run:
+                begin, end = run[0], run[-1] + 1
+                yield BlockStored(
+                    [_short(name) for name in names[begin:end]],
+                    _short(names[begin - 1]) if begin else None,
+                    one.tokens[BLOCK * (begin - one.first) : BLOCK * (end - one.first)].tolist(),
+                    BLOCK,
+                    None,
+                    MEDIUM,
+                )
+                run = []
+
+
+@dataclass(slots=True)
+class _Publisher:
+    """Of one engine, under a topic of its own."""
+
+    topic: bytes
+    engine: Engine
+    blocks: HeldBlocks = field(default_factory=HeldBlocks)
+    n_sent: int = 0
+
+
+class KVEvents:
+    """Tells what engines hold, ten times a second.
+
+    Args:
+        endpoint: of ZeroMQ, to listen on: tcp://HOST:PORT or ipc://PATH.
+        engines: by the topic that stands before their messages.
+
+    Raises:
+        ValueError: it cannot be listened on.
+    """
+
+    def __init__(self, endpoint: str, engines: Mapping[str, Engine]) -> None:
+        self._publishers = [_Publisher(topic.encode(), engine) for topic, engine in engines.items()]
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.XPUB)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, _MAX_UNREAD)
+        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # also of who joins a topic that others listen to
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy()
+            raise ValueError(f"kv_events={endpoint}: {error}: use tcp://HOST:PORT or ipc://PATH") from None
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="mixedkv-kv-events", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def __enter__(self) -> KVEvents:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _work(self) -> None:
+        try:
+            while self._publishers and not self._closing.wait(_SECONDS):
+                wanted = self._new_topics()
+                for one in list(self._publishers):
+                    if one.topic.startswith(wanted):
+                        one.blocks.forget()
+                        self._send(one, [AllBlocksCleared()])
+                    try:
+                        self._tell(one)
+                    except ClosedError:  # its model's file was changed, for one: the others go on
+                        self._send(one, [AllBlocksCleared()])
+                        self._publishers.remove(one)
+        except Exception:
+            log.exception("KV events have stopped")
+        finally:
+            self._context.destroy()
+
+    def _new_topics(self) -> tuple[bytes, ...]:
+        """Beginnings of topics that somebody has begun to listen to."""
+        found = []
+        while self._socket.poll(0):
+            message = self._socket.recv()
+            if message[:1] == b"\x01":
+                found.append(message[1:])
+        return tuple(found)
+
+    def _tell(self, one: _Publisher) -> None:
+        held = one.engine.call(lambda: one.blocks.look(one.engine.pool.held()))
+        if events := one.blocks.changes(held.result()):
+            self._send(one, events)
+
+    def _send(self, one: _Publisher, events: list[Event]) -> None:
+        number = one.n_sent.to_bytes(8, "big")
+        self._socket.send_multipart([one.topic, number, msgspec.msgpack.encode(Batch(time.time(), events))])
+        one.n_sent += 1
+
+
+def _root(tenant: str) -> bytes:
+    return hashlib.sha256(b"mixedkv kv events\n" + tenant.encode()).digest()
+
+
+def _names(before: bytes, tokens: array[int]) -> Iterator[bytes]:
+    for begin in range(0, len(tokens), BLOCK):
+        data = b"".join(token.to_bytes(4, "little", signed=True) for token in tokens[begin : begin + BLOCK])
+        before = hashlib.sha256(before + data).digest()
+        yield before
+
+
+def _short(name: bytes) -> int:
+    return int.from_bytes(name[:_SHORT], "big")

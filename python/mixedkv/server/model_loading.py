@@ -1,0 +1,84 @@
+"""Models as the settings of a server have them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mixedkv.config import MixedKVConfig
+from mixedkv.engine import tokenizer
+from mixedkv.images import Projector
+from mixedkv.limits import CELLS
+from mixedkv.llama import Llama
+from mixedkv.model.gguf_file import ModelFile
+from mixedkv.server.models import ServedModel
+from mixedkv.server.settings import ServerSettings
+from mixedkv.streaming.layer_choice import parse_layers
+from mixedkv.terminal import LoadingBar
+
+_DEFAULT_N_CTX = 8192
+
+
+def load_model(
+    settings: ServerSettings, model: ServedModel, file: ModelFile, generates: bool, weights: Llama | None
+) -> Llama:
+    n_ctx = model.n_ctx or min(_DEFAULT_N_CTX, int(file.get("context_length", _DEFAULT_N_CTX)))
+    if model.adapter and not Path(model.adapter).is_file():
+        raise FileNotFoundError(f"lora={model.name}={model.adapter}: there is no such file")
+    if model.adapter and (settings.stream_layers or settings.memory):
+        raise ValueError(
+            "lora: adapters share the weights of a model whose layers stay in memory: leave "
+            "stream_layers and memory out"
+        )
+    return _open(
+        settings,
+        model.path,
+        # what only embeds has no use for this context
+        kv=settings.kv if generates else "f16",
+        n_ctx=n_ctx if generates else CELLS,
+        n_seq_max=settings.n_seq,
+        n_rs_seq=settings.n_rs_seq,
+        stream_layers=parse_layers(settings.stream_layers) if settings.stream_layers else None,
+        memory=settings.memory or None,
+        lora_path=model.adapter or None,
+        lora_scale=model.scale,
+        weights=weights,
+    )
+
+
+def load_draft_model(settings: ServerSettings, llm: Llama) -> Llama:
+    kv = "mixed" if isinstance(llm.kv.config, MixedKVConfig) else "f16"
+    return _open(
+        settings, Path(settings.draft_model), kv=kv, n_ctx=int(llm.n_ctx()), n_seq_max=settings.parallel
+    )
+
+
+def _open(settings: ServerSettings, path: Path, **options: Any) -> Llama:
+    if settings.n_batch:
+        options.update(n_batch=settings.n_batch, n_ubatch=settings.n_batch)
+    with LoadingBar() as bar:
+        llm = Llama(
+            path,
+            **options,
+            kv_unified=True,
+            n_threads=settings.threads or None,
+            n_threads_batch=settings.threads or None,
+            n_gpu_layers=settings.n_gpu_layers,
+            verbose=settings.verbose,
+            progress=bar,
+        )
+    if not settings.verbose:
+        tokenizer.silence()  # Llama sets its own log
+    return llm
+
+
+def open_projector(settings: ServerSettings, model: ServedModel, llm: Llama) -> Projector | None:
+    if not model.mmproj:
+        return None
+    try:
+        import PIL  # noqa: F401
+    except ModuleNotFoundError:
+        raise ValueError(
+            "mmproj needs pillow, which is not installed: pip install 'mixedkv[server]'"
+        ) from None
+    return Projector(llm, model.mmproj, settings.threads or None, verbose=settings.verbose)

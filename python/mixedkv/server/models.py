@@ -1,0 +1,119 @@
+"""Which models a server has, and by which names: files, and adapters on them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mixedkv.bundled import model_path
+from mixedkv.limits import INT32_MAX
+from mixedkv.server.settings import ServerSettings
+
+_NAMED = re.compile(r"([A-Za-z0-9][\w.:@~+-]{0,255})=(.+)", re.ASCII | re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """
+    Args:
+        path: GGUF file.
+        n_ctx: tokens of its cache; 0 for the default.
+        adapter: GGUF file of a LoRA adapter on it, "" for none.
+        parent: the name of the model without the adapter, "" for one itself.
+        mmproj: GGUF file of its image encoder, "" for none.
+        scale: how much of the adapter.
+    """
+
+    name: str
+    path: Path
+    n_ctx: int
+    adapter: str = ""
+    parent: str = ""
+    mmproj: str = ""
+    scale: float = 1.0
+
+
+def served_models(settings: ServerSettings) -> list[ServedModel]:
+    """The first one is the default; adapters come after their model.
+
+    Raises:
+        ValueError: a name is there twice, or missing; the message begins with the option.
+    """
+    sizes, scales = _sizes(settings.model_n_ctx), _scales(settings.lora_scale)
+    models = [_model(given, i, settings) for i, given in enumerate(settings.model or [str(model_path())])]
+    adapters = [_adapter(given, models) for given in settings.lora]
+    names = [name for name, _ in models] + [name for name, _, _ in adapters]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"model, lora: there are two {name!r}: name one with NAME=FILE")
+    if unknown := sorted(sizes.keys() - set(names)):
+        raise ValueError(
+            f"model_n_ctx: no model or adapter is named {unknown[0]!r}; there are {_list(names)}"
+        )
+    encoders = dict(_encoder(given, models) for given in settings.mmproj)
+    if unknown := sorted(scales.keys() - {name for name, _, _ in adapters}):
+        raise ValueError(f"lora_scale: no adapter is named {unknown[0]!r}")
+    out = []
+    for name, path in models:
+        size = sizes.get(name, settings.n_ctx)
+        out.append(ServedModel(name, path, size, mmproj=encoders.get(name, "")))
+        for own, parent, file in adapters:
+            if parent == name:
+                n_ctx, scale = sizes.get(own, out[-1].n_ctx), scales.get(own, 1.0)
+                out.append(ServedModel(own, path, n_ctx, file, parent, scale=scale))
+    return out
+
+
+def _model(given: str, i: int, settings: ServerSettings) -> tuple[str, Path]:
+    named = _NAMED.fullmatch(given)
+    if named and not Path(given).exists():
+        return named[1], Path(named[2])
+    name = settings.model_name if i == 0 else ""
+    return name or Path(given).stem, Path(given)
+
+
+def _adapter(given: str, models: Sequence[tuple[str, Path]]) -> tuple[str, str, str]:
+    """Name, the model it is for, and file."""
+    if (named := _NAMED.fullmatch(given)) is None:
+        raise ValueError(f"lora={given!r}: use NAME=FILE, or NAME=MODEL=FILE where there are several models")
+    name, file = named[1], named[2]
+    for model, _ in models:
+        if file.startswith(f"{model}=") and not Path(file).exists():
+            return name, model, file.removeprefix(f"{model}=")
+    return name, models[0][0], file
+
+
+def _encoder(given: str, models: Sequence[tuple[str, Path]]) -> tuple[str, str]:
+    """The model it is for, and file."""
+    for model, _ in models:
+        if given.startswith(f"{model}=") and not Path(given).exists():
+            return model, given.removeprefix(f"{model}=")
+    if not Path(given).exists():
+        raise ValueError(f"mmproj={given!r}: no such file, and no model of this name has one")
+    return models[0][0], given
+
+
+def _sizes(given: Sequence[str]) -> dict[str, int]:
+    sizes = {}
+    for each in given:
+        name, _, number = each.rpartition("=")
+        if not (name and number.isascii() and number.isdigit() and 0 < int(number) <= INT32_MAX):
+            raise ValueError(f"model_n_ctx={each!r}: use NAME=N, with tokens of that model's cache")
+        sizes[name] = int(number)
+    return sizes
+
+
+def _scales(given: Sequence[str]) -> dict[str, float]:
+    scales = {}
+    for each in given:
+        name, _, number = each.rpartition("=")
+        if not (name and re.fullmatch(r"-?\d{1,9}(\.\d{1,9})?", number, re.ASCII)):
+            raise ValueError(f"lora_scale={each!r}: use NAME=X, how much of the adapter: 0.5 is half of it")
+        scales[name] = float(number)
+    return scales
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))

@@ -1,0 +1,76 @@
+"""A row of the index: an entry without its rows of KV."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from mixedkv.limits import INT32_MAX
+
+_ID = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EntryRow:
+    """An entry as the index has it.
+
+    Args:
+        content: hash of the identity, all tokens up to `p1`, and `p0`: no two entries are the same.
+        tokens: of [p0, p1), int32 little-endian; encrypted in a store with a key.
+        rows: which positions the block has, see `coverage`.
+        nbytes: of the file; of the arrays, where there is no folder.
+        key_id, key: name of the master key, and the data key wrapped by it; both empty without encryption.
+        created, used: seconds since 1970.
+    """
+
+    id: str
+    content: bytes
+    identity: bytes
+    label: str
+    parent: str | None
+    p0: int
+    p1: int
+    tokens: bytes
+    rows: str
+    nbytes: int
+    key_id: str
+    key: bytes
+    created: float
+    used: float
+
+
+FIELDS = tuple(field.name for field in fields(EntryRow))
+_TYPES = (str, bytes, bytes, str, (str, type(None)), int, int, bytes, str, int, str, bytes, float, float)
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose an entry is, and what its tenant may have.
+
+    Args:
+        tenant: a hash of its name.
+        weight: its share beside other tenants.
+        max_bytes: of its files; None for no limit of its own.
+        sessions: a hash of who removes its sessions, empty for nobody.
+    """
+
+    tenant: bytes = b""
+    weight: float = 1.0
+    max_bytes: int | None = None
+    sessions: bytes = b""
+
+
+NOBODY = Owner()
+
+
+def sound_row(values: Sequence[object]) -> EntryRow | None:
+    """The row of some values in the order of `FIELDS`, None if no writer wrote them."""
+    kinds: tuple[Any, ...] = _TYPES
+    if not all(isinstance(value, kind) for value, kind in zip(values, kinds, strict=True)):
+        return None
+    named: dict[str, Any] = dict(zip(FIELDS, values, strict=True))
+    row = EntryRow(**named)
+    whole = _ID.fullmatch(row.id) and 0 <= row.p0 < row.p1 <= INT32_MAX and row.nbytes >= 0
+    return row if whole else None

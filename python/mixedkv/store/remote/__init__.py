@@ -1,0 +1,1 @@
+"""The tier behind the disk: servers that several machines share."""

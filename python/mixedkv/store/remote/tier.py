@@ -1,0 +1,384 @@
+"""The tier behind the disk: a server that several machines share.
+
+What a store writes goes there later, on a thread of its own; what a search misses is looked for there and
+taken over into the folder, where it is found and checked like everything else. A server that is slow or gone
+is a miss: every question has a time-out, and after three failures nobody asks for a while.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
+from contextlib import closing, suppress
+from dataclasses import replace
+from typing import BinaryIO, TypeVar, cast
+
+import numpy as np
+
+from mixedkv.store import coverage
+from mixedkv.store.encryption import Cipher
+from mixedkv.store.entries import ParentGoneError, TooLargeError
+from mixedkv.store.entry_error import EntryError
+from mixedkv.store.entry_row import EntryRow
+from mixedkv.store.identity import Identity
+from mixedkv.store.lookup import BLOCK, Search, block_hashes, content_hash
+from mixedkv.store.remote.backend import RefusedError, RemoteError, RemoteURL
+from mixedkv.store.remote.breaker import FAILURES, Breaker
+from mixedkv.store.remote.download import Download
+from mixedkv.store.remote.listing import Manifest, RemoteListing, at_name, boundaries, entry_name, pieces_of
+from mixedkv.store.remote.opening import open_backend
+from mixedkv.store.remote.shared_entries import SharedEntries
+from mixedkv.store.results import RemoteStats
+from mixedkv.store.sealing import unseal
+from mixedkv.tokens import Tokens
+
+_LOG = logging.getLogger("mixedkv.store")
+_T = TypeVar("_T")
+_LEAST_RATE = 20e6  # bytes per second: what is slower is a miss
+_ASKERS = 2
+_MAX_WAITING = 256  # entries that are still to be sent
+_NAMES = 512  # in one message
+_CLOSE_SECONDS = 20.0  # for what waits, when the store is closed
+_PAUSE = 0.05
+
+
+class RemoteTier:
+    """Reads and writes for one store.
+
+    Args:
+        url: of the remote, see docs/store.md.
+
+    Raises:
+        ValueError: the URL, its password or its bucket is wrong. A server that does not answer is no error.
+    """
+
+    def __init__(self, url: str, entries: SharedEntries, cipher: Cipher) -> None:
+        self._url = RemoteURL.parse(url)
+        self._entries, self._cipher = entries, cipher
+        self._backend = open_backend(self._url)
+        self._breaker = Breaker()
+        self._askers = ThreadPoolExecutor(_ASKERS, "mixedkv-remote")
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._told: set[str] = set()
+        self._met: set[str] = set()
+        self._news = threading.Condition()
+        self._waiting: deque[tuple[str, Identity]] = deque()
+        self._unwanted: deque[bytes] = deque()
+        self._busy = False
+        self._closing = threading.Event()
+        try:
+            self._wait_for(self._backend.check)
+        except RemoteError as error:
+            self._breaker.failed(FAILURES)
+            _LOG.warning("%s does not answer: the store goes without it until it does: %s", self, error)
+        except ValueError:
+            self._shut()
+            raise
+        entries.on_removed = self.remove
+        self._writer = threading.Thread(target=self._write, name="mixedkv-remote-write", daemon=True)
+        self._writer.start()
+
+    def __str__(self) -> str:
+        return f"the remote {self._url.shown}"
+
+    def close(self) -> None:
+        """Send what waits, as long as the server takes it and 20 seconds at most."""
+        self.flush(_CLOSE_SECONDS)
+        with self._news:
+            self._closing.set()
+            self._news.notify()
+        self._writer.join(_CLOSE_SECONDS)
+        if self._waiting or self._unwanted:
+            _LOG.warning(
+                "%s: %d entries were not sent, and %d not removed, which stay there until their time is over",
+                self, len(self._waiting), len(self._unwanted),
+            )  # fmt: skip
+        self._shut()
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until all is sent; False if it was not, or the server does not answer."""
+        end = time.monotonic() + seconds
+        while self._has_work():
+            if self._breaker.is_open or time.monotonic() > end or not self._writer.is_alive():
+                return False
+            time.sleep(0.005)
+        return True
+
+    def stats(self) -> RemoteStats:
+        with self._lock:
+            counts = {name: self._counts[name] for name in RemoteStats.COUNTS}
+        return RemoteStats(
+            url=self._url.shown, up=not self._breaker.is_open, waiting=len(self._waiting), **counts
+        )
+
+    # --- reading ---
+
+    def pull(self, identity: Identity, tokens: Tokens, n_local: int, exact_only: bool) -> bool:
+        """Take over what the remote has of some tokens beyond the first `n_local`, if that is a block more at
+        least; whether there was something.
+        """
+        if len(tokens) < n_local + BLOCK or not self._breaker.allows():
+            return False
+        try:
+            self._meet(identity)
+            listing = RemoteListing(self._get, fan=self._backend.fan, beyond=n_local)
+            search = Search(listing, self._cipher, identity, tokens)
+            match = search.find(exact_only)
+            found = False
+            if match is not None and match.n_tokens >= n_local + BLOCK:
+                chain = [listing.manifests[link.entry] for link in match.links]
+                if sum(manifest.row.nbytes for manifest in chain) <= self._entries.max_bytes:
+                    found = self._take_over(identity, tokens, chain)
+            self._answered()
+        except RemoteError as error:
+            self._failed(error)
+            return False
+        except OSError as error:  # of the folder
+            self._tell(f"what {self} has cannot be written here: {error.strerror or type(error).__name__}")
+            self._answered()
+            return False
+        self.remove(
+            listing.manifests[entry].row.content if entry in listing.manifests else bytes.fromhex(entry)
+            for entry, error in search.broken.items()
+            if error.reason == "damaged"
+        )
+        self._count("hits" if found else "misses")
+        return found
+
+    def _take_over(self, identity: Identity, tokens: Tokens, chain: list[Manifest]) -> bool:
+        """Whether at least one of them was."""
+        wanted = [manifest for manifest in chain if not self._entries.has(manifest.row.content)]
+        until = time.monotonic() + self._seconds(sum(manifest.row.nbytes for manifest in wanted))
+        pieces = [piece for manifest in wanted for piece in manifest.pieces]
+        found = False
+        try:
+            with closing(self._backend.fetch(pieces, until)) as coming:
+                for manifest in wanted:
+                    file = Download(coming, len(manifest.pieces), keep=self._entries.on_disk)
+                    self._adopt(identity, tokens, manifest, file)
+                    found = True
+        except EntryError as error:
+            _LOG.warning("an entry of %s is not used: %s", self, error)
+            if error.reason not in ("key", "version"):
+                self.remove([manifest.row.content])
+        except (ParentGoneError, TooLargeError) as error:
+            self._tell(f"entries of {self} are not taken over for want of room ({type(error).__name__})")
+        except ValueError as error:  # a right that was taken away meanwhile
+            raise RemoteError(str(error)) from None
+        return found
+
+    def _adopt(self, identity: Identity, tokens: Tokens, manifest: Manifest, file: Download) -> None:
+        row = manifest.row
+        block = unseal(self._cipher, row, cast("BinaryIO", file), row.nbytes)
+        before = tokens[: row.p0]
+        hashes = block_hashes(self._cipher, identity, np.concatenate([before, block.tokens]))
+        if content_hash(self._cipher, hashes, before, block.tokens) != row.content:
+            raise EntryError("tokens", "its file has other tokens")
+        parent = bytes.fromhex(row.parent) if row.parent is not None else None
+        self._entries.adopt(identity, row, parent, file.pieces, block, hashes)
+        self._count("bytes_read", row.nbytes)
+
+    # --- writing ---
+
+    def offer(self, entry: str, identity: Identity) -> None:
+        """Send an entry later, after what it builds on."""
+        with self._news:
+            full = len(self._waiting) >= _MAX_WAITING
+            if not full:
+                self._waiting.append((entry, identity))
+                self._news.notify()
+        if full:
+            self._count("dropped")
+            self._tell(f"{self} takes less than is stored: entries are not sent")
+
+    def remove(self, contents: Iterable[bytes]) -> None:
+        """Remove entries there, by their content hashes."""
+        with self._news:
+            self._unwanted.extend(contents)
+            self._news.notify()
+
+    def _has_work(self) -> bool:
+        with self._news:
+            return bool(self._busy or self._waiting or self._unwanted)
+
+    def _write(self) -> None:
+        while True:
+            with self._news:
+                self._busy = False
+                self._news.wait_for(lambda: self._waiting or self._unwanted or self._closing.is_set())
+                if self._closing.is_set():
+                    return
+                self._busy = True
+            if not self._breaker.allows():
+                self._closing.wait(_PAUSE)
+                continue
+            try:
+                self._write_next()
+                self._answered()
+            except RemoteError as error:
+                self._failed(error)
+
+    def _write_next(self) -> None:
+        """What is not done stays where it is."""
+        if self._unwanted:
+            some = [self._unwanted[i] for i in range(min(_NAMES, len(self._unwanted)))]
+            self._remove(some)
+            for _ in some:
+                self._unwanted.popleft()
+            return
+        entry, identity = self._waiting[0]
+        try:
+            self._send(entry, identity)
+        except RefusedError as error:
+            self._count("refused")
+            self._tell(f"{self} takes no more: {error}; what is refused is not sent again")
+        except EntryError as error:
+            _LOG.info("an entry is not sent to %s: %s", self, error)  # evicted meanwhile
+        except RemoteError:
+            raise
+        except Exception as error:  # storing is a service
+            _LOG.warning("an entry is not sent to %s: %s: %s", self, type(error).__name__, error)
+        self._waiting.popleft()
+
+    def _send(self, entry: str, identity: Identity) -> None:
+        """An entry, and of what it builds on what is not there."""
+        self._meet(identity)
+        chain, hashes = self._entries.chain(identity, entry)
+        names = [row.content.hex() for row in chain]
+        if not chain:  # evicted meanwhile
+            return
+        there = self._ask(self._backend.exist, [entry_name(name) for name in names])
+        for i, row in enumerate(chain):
+            is_last = i == len(chain) - 1
+            if not there[i] or (is_last and self._is_better(identity, row)):
+                self._send_file(row, tuple(names[:i][::-1]))
+            if not there[i] or is_last:
+                listed = hashes[: row.p1 // BLOCK + 1][boundaries(row)]
+                for begin in range(0, len(listed), _NAMES):
+                    self._put({at_name(name): row.content for name in listed[begin : begin + _NAMES]})
+
+    def _is_better(self, identity: Identity, row: EntryRow) -> bool:
+        """Than what is there under the same name; what has another master key is of no use."""
+        (data,) = self._get([entry_name(row.content.hex())])
+        try:
+            other = Manifest.decode(data or b"").row
+            return row.key_id != other.key_id or coverage.is_better_row(
+                identity, row.p0, row.p1, row.rows, other.rows
+            )
+        except EntryError:
+            return True
+
+    def _send_file(self, row: EntryRow, above: tuple[str, ...]) -> None:
+        sent: list[str] = []
+        try:
+            with self._entries.open(row) as (file, size):
+                manifest = Manifest(replace(row, nbytes=size), above)
+                for (name, _), piece in zip(manifest.pieces, pieces_of(file.read), strict=True):
+                    sent.append(name)
+                    self._put({name: piece})
+            self._put({manifest.name: manifest.encode()})
+        except RefusedError:
+            self._ask(self._backend.delete, sent)  # of no use alone
+            raise
+        self._count("bytes_written", size)
+
+    def _remove(self, contents: list[bytes]) -> None:
+        """Descriptions first: they hold the keys."""
+        names = [entry_name(content.hex()) for content in contents]
+        pieces: list[str] = []
+        for data in self._get(names):
+            if data is not None:
+                with suppress(EntryError):
+                    pieces += (name for name, _ in Manifest.decode(data).pieces)
+        self._ask(self._backend.delete, names)
+        for begin in range(0, len(pieces), _NAMES):
+            self._ask(self._backend.delete, pieces[begin : begin + _NAMES])
+
+    # --- who else is there ---
+
+    def _meet(self, identity: Identity) -> None:
+        """Say once if the last one that used this model did so with other settings: neither finds what the
+        other stores. What is noted gives away which settings differ, and not what they are.
+        """
+        facts = {name: _short(value) for name, value in identity.facts.items()}
+        facts["key"] = self._cipher.digest(b"who")[:4].hex()
+        whose = f"who/{_short(identity.facts.get('model'))}"
+        if json.dumps(facts) in self._met:
+            return
+        (data,) = self._get([whose])
+        with suppress(ValueError, AttributeError):
+            other = json.loads(data) if data else facts
+            differ = sorted(
+                name for name in facts.keys() | other.keys() if facts.get(name) != other.get(name)
+            )
+            if differ:
+                self._tell(
+                    f"{self} is used for this model with other settings too: {', '.join(differ)[:300]}; what "
+                    "is stored there with them is not found here"
+                )
+        with suppress(RefusedError):
+            self._put({whose: json.dumps(facts).encode()})
+        self._met.add(json.dumps(facts))
+
+    # --- asking ---
+
+    def _get(self, names: Sequence[str]) -> list[bytes | None]:
+        return self._ask(self._backend.get, names)
+
+    def _put(self, values: Mapping[str, bytes]) -> None:
+        self._ask(self._backend.put, values, sum(map(len, values.values())))
+
+    def _ask(self, ask: Callable[..., _T], what: object, n_bytes: int = 0) -> _T:
+        try:
+            return self._wait_for(lambda: ask(what), n_bytes)
+        except ValueError as error:
+            raise RemoteError(str(error)) from None
+
+    def _wait_for(self, ask: Callable[[], _T], n_bytes: int = 0) -> _T:
+        future = self._askers.submit(ask)
+        try:
+            return future.result(self._seconds(n_bytes))
+        except TimeoutError:
+            future.cancel()
+            self._backend.abort()
+            raise RemoteError(f"no answer within {self._seconds(n_bytes):.1f} s") from None
+
+    def _seconds(self, n_bytes: int) -> float:
+        return self._url.timeout + n_bytes / _LEAST_RATE
+
+    def _answered(self) -> None:
+        if self._breaker.succeeded():
+            _LOG.warning("%s answers again", self)
+
+    def _failed(self, error: RemoteError) -> None:
+        self._backend.abort()
+        self._count("failures")
+        if self._breaker.failed():
+            _LOG.warning("%s does not answer: the store goes without it until it does: %s", self, error)
+
+    def _count(self, name: str, n: int = 1) -> None:
+        with self._lock:
+            self._counts[name] += n
+
+    def _tell(self, message: str) -> None:
+        """Once."""
+        with self._lock:
+            new = message not in self._told
+            self._told.add(message)
+        if new:
+            _LOG.warning("%s", message)
+
+    def _shut(self) -> None:
+        self._backend.close()
+        self._askers.shutdown(wait=False, cancel_futures=True)
+
+
+def _short(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

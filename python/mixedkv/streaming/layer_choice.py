@@ -1,0 +1,128 @@
+"""Which layers of a model stay in memory, and which are read for each pass."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mixedkv.errors import UnsupportedModelError
+from mixedkv.model.gguf_file import ModelFile
+
+RING_LAYERS = 3  # in memory at a time: one in use, one there, one on its way
+Asked = Literal["auto"] | int | Mapping[str, int]
+
+_MATRIX = re.compile(r"blk\.(\d+)\.(.+)\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """Bytes of the matrices of each layer, of routed experts, which no layer counts, and of all else:
+    embeddings, head, norms, biases."""
+
+    layers: tuple[int, ...]
+    rest: int
+    matrices: frozenset[str]
+    routed: int = 0
+
+    @classmethod
+    def of(cls, file: ModelFile) -> LayerSizes:
+        """Raises UnsupportedModelError for a model without layers."""
+        n_layer = int(file.get("block_count", 0))
+        sizes: Counter[int] = Counter()
+        names: set[str] = set()
+        rest = routed = 0
+        for tensor in file.tensors:
+            match = _MATRIX.fullmatch(tensor.name)
+            if match is None or tensor.n_dims < 2 or int(match[1]) >= n_layer:
+                rest += tensor.n_bytes
+                continue
+            if "_exps" in match[2]:
+                routed += tensor.n_bytes
+                continue
+            sizes[int(match[1])] += tensor.n_bytes
+            names.add(match[2])
+        if not sizes:
+            raise UnsupportedModelError(f"{file.path} has no layers to stream")
+        return cls(tuple(sizes[il] for il in range(n_layer)), rest, frozenset(names), routed)
+
+    def pattern(self, streamed: Sequence[int]) -> str:
+        """A regular expression for the names of these layers' matrices."""
+        names = "|".join(re.escape(name) for name in sorted(self.matrices))
+        return rf"^blk\.({'|'.join(str(il) for il in streamed)})\.({names})\.weight$"
+
+    def in_memory(self, streamed: Sequence[int]) -> int:
+        """Bytes that weights take: those that stay, and the ring."""
+        read = [self.layers[il] for il in streamed]
+        ring = min(RING_LAYERS, len(read)) * max(read, default=0)
+        return self.rest + sum(self.layers) - sum(read) + ring
+
+
+def choose_layers(sizes: LayerSizes, asked: Asked, room: int) -> list[int]:
+    """Layers to stream, ascending.
+
+    Args:
+        asked: "auto": as few as `room` allows, spread evenly so that reading goes on while others are
+            evaluated, the first and the last layer only if need be; a number of layers, spread likewise; or
+            {"keep_first": n, "keep_last": n}: all between.
+        room: bytes for weights.
+
+    Raises:
+        ValueError: what was asked is no such thing, or does not fit into `room`.
+    """
+    n_layer = len(sizes.layers)
+    if asked == "auto":
+        for n in range(n_layer + 1):
+            if sizes.in_memory(streamed := _spread(n, n_layer)) <= room:
+                return streamed
+    else:
+        streamed = _named(asked, n_layer)
+    if (needed := sizes.in_memory(streamed)) > room:
+        what = f"the weights that stay in memory, and {RING_LAYERS} layers of those that do not,"
+        raise ValueError(no_room(what, needed, room))
+    return streamed
+
+
+def no_room(what: str, needed: int, room: int) -> str:
+    """Why some weights cannot be in memory."""
+    left = max(0, room)
+    return f"{what} are {needed} bytes; there is room for {left}: raise memory, or lower n_ctx or n_ubatch"
+
+
+def parse_layers(text: str) -> Asked:
+    """ "auto", "12" or "keep_first=8,keep_last=2", as `choose_layers` takes it.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if text == "auto":
+        return "auto"
+    if text.isascii() and text.isdigit():
+        return int(text)
+    pairs = dict(re.findall(r"(keep_first|keep_last)=(\d{1,6})", text))
+    if text == ",".join(f"{name}={value}" for name, value in pairs.items()) and pairs:
+        return {name: int(value) for name, value in pairs.items()}
+    raise ValueError(f"{text!r} is no choice of layers: use auto, a number, or keep_first=8,keep_last=2")
+
+
+def _named(asked: int | str | Mapping[str, int], n_layer: int) -> list[int]:
+    if isinstance(asked, int) and not isinstance(asked, bool) and 0 <= asked <= n_layer:
+        return _spread(asked, n_layer)
+    if isinstance(asked, Mapping) and asked.keys() <= {"keep_first", "keep_last"}:
+        first, last = asked.get("keep_first", 0), asked.get("keep_last", 0)
+        if all(isinstance(n, int) and n >= 0 for n in (first, last)) and first + last <= n_layer:
+            return list(range(first, n_layer - last))
+    raise ValueError(
+        f"stream_layers={asked!r}: use 'auto', a number up to the model's {n_layer} layers, or "
+        f"{{'keep_first': 8, 'keep_last': 2}} with as many at most"
+    )
+
+
+def _spread(n: int, n_layer: int) -> list[int]:
+    """`n` of the layers, evenly; the last and the first one are the last to go."""
+    inner = max(0, n_layer - 2)
+    if n > inner:
+        return list(range(n_layer - n, n_layer))
+    return [1 + (2 * i + 1) * inner // (2 * n) for i in range(n)]

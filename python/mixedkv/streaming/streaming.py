@@ -1,0 +1,241 @@
+"""A model of which only a part stays in memory: what is read, how, and how fast."""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import llama_cpp
+
+from mixedkv import _core, _llama_cpp
+from mixedkv.config import KVSetting
+from mixedkv.errors import UnsupportedModelError
+from mixedkv.memory_room import memory_room, own_memory
+from mixedkv.model.footprint import footprint, model_shape
+from mixedkv.model.gguf_file import ModelFile
+from mixedkv.sizes import parse_size
+from mixedkv.streaming.layer_choice import RING_LAYERS, Asked, LayerSizes, choose_layers, no_room
+
+Mode = Literal["direct", "prefetch", "mmap", "resident"]
+
+_THREADS, _CHUNK = 4, 4 << 20
+_SLACK = 64 << 20  # vocabulary, graph, Python's own objects
+_BATCHES = (2048, 1024, 512)  # tokens of a micro-batch, the largest that takes a tenth of the room
+
+
+@dataclass(frozen=True, slots=True)
+class StreamingStats:
+    """What streaming takes and does; counts are since the model was loaded.
+
+    Attributes:
+        mode: how layers are read. "direct" with `o_direct` False: through the page cache, since the file
+            system has no O_DIRECT.
+        layers: that are streamed, ascending.
+        bytes_pass: of these layers, which each pass over the model reads.
+        bytes_ring: memory they pass through.
+        bytes_resident: weights that stay; of a model with routed experts in mode "mmap" all others.
+        bytes_locked: of ring and weights, that cannot be swapped out.
+        bytes_read: ahead of passes too; with "prefetch" what was asked for.
+        rate: bytes a second while reading.
+        n_passes: over the streamed layers, each from the first to the last in `seconds`.
+        n_stalls: layers that were not there when a pass came to them.
+        share_waiting: of `seconds`.
+    """
+
+    mode: Mode
+    o_direct: bool
+    layers: tuple[int, ...]
+    n_layer: int
+    bytes_pass: int
+    bytes_ring: int
+    bytes_resident: int
+    bytes_locked: int
+    bytes_read: int
+    rate: float
+    n_passes: int
+    seconds: float
+    n_stalls: int
+    seconds_waiting: float
+    share_waiting: float
+
+
+class Streaming:
+    """The layers of one `Llama` that are streamed; `stats()` says how that goes."""
+
+    def __init__(
+        self, file: ModelFile, layers: list[int], sizes: LayerSizes | None, mode: Mode, kept: int = 0
+    ) -> None:
+        """`kept`: bytes that stay of a model whose routed experts are mapped."""
+        self.mode, self.layers = mode, tuple(layers)
+        self._file, self._kept = file, kept
+        self._n_locked = 0
+        self._stream: _core.Stream | None = None
+        self._overrides: Any = None
+        if layers and sizes:
+            self._stream = _core.Stream(mode == "prefetch", RING_LAYERS, _THREADS, _CHUNK)
+            override = _llama_cpp.TensorBufferOverride(
+                sizes.pattern(layers).encode(), self._stream.buffer_type()
+            )
+            self._overrides = (_llama_cpp.TensorBufferOverride * 2)(override)  # an empty one ends it
+        elif kept:
+            self._stream = _core.Stream(False, RING_LAYERS, _THREADS, _CHUNK)  # which locks them
+
+    def prepare(self, params: Any) -> None:
+        """Fill in llama_model_params. Weights that stay are read into memory, past the page cache: pages of a
+        mapped file could go. Nothing is repacked: what is streamed cannot be, and a token must not depend on
+        which layers are."""
+        mapped = self.mode == "mmap"
+        params.load_mode = llama_cpp.LLAMA_LOAD_MODE_MMAP if mapped else llama_cpp.LLAMA_LOAD_MODE_DIRECT_IO
+        params.use_extra_bufts = False
+        if self._overrides is not None:
+            params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
+
+    def loaded(self, llm: llama_cpp.Llama) -> None:
+        """Keep in memory what should stay there, and say what is not as it should be."""
+        if self._stream is None:
+            return
+        if self.mode == "direct" and not self._stream.stats()["o_direct"]:
+            warnings.warn(
+                f"{self._file.path} cannot be read past the page cache (O_DIRECT): layers are read through "
+                f"it, which is slower",
+                stacklevel=4,
+            )
+        self._n_locked, n_bytes, problem = self._stream.lock(_llama_cpp.address(_llama_cpp.model(llm)))
+        if problem:
+            warnings.warn(
+                f"{self._n_locked} of {n_bytes} bytes of weights are locked in memory ({problem}): "
+                f"where there is swap, others may go there. Raise the limit with ulimit -l",
+                stacklevel=4,
+            )
+
+    def check(self) -> None:
+        """Raise what ended an evaluation.
+
+        Raises:
+            ModelReadError: the file could not be read; names it.
+            KeyboardInterrupt: Ctrl-C, or what its handler raises.
+        """
+        if self._stream is not None:
+            self._stream.check()
+
+    @property
+    def layer(self) -> tuple[int, int] | None:
+        """Which of how many streamed layers the pass is at, from 1; for another thread to show."""
+        n = len(self.layers)
+        return ((self._stream.stats()["n_holds"] - 1) % n + 1, n) if self._stream and n else None
+
+    def stats(self) -> StreamingStats:
+        read: Mapping[str, Any] = self._stream.stats() if self._stream else {}
+        reading, seconds = read.get("seconds_reading", 0.0), read.get("seconds", 0.0)
+        n_pass = read.get("bytes_streamed", 0)
+        total = sum(tensor.n_bytes for tensor in self._file.tensors)
+        return StreamingStats(
+            mode=self.mode,
+            o_direct=bool(read.get("o_direct", False)),
+            layers=self.layers,
+            n_layer=int(self._file.get("block_count", 0)),
+            bytes_pass=n_pass,
+            bytes_ring=read.get("bytes_ring", 0),
+            bytes_resident=self._kept if self.mode == "mmap" else total - n_pass,
+            bytes_locked=self._n_locked,
+            bytes_read=read.get("bytes_read", 0),
+            rate=read.get("bytes_read", 0) / reading if reading else 0.0,
+            n_passes=read.get("n_passes", 0),
+            seconds=seconds,
+            n_stalls=read.get("n_stalls", 0),
+            seconds_waiting=read.get("seconds_waiting", 0.0),
+            share_waiting=read.get("seconds_waiting", 0.0) / seconds if seconds else 0.0,
+        )
+
+
+def plan_streaming(
+    file: ModelFile,
+    setting: KVSetting,
+    asked: Asked | None,
+    memory: int | str | None,
+    mode: Mode,
+    context: dict[str, Any],
+) -> Streaming | None:
+    """What `Llama` was asked for, None if nothing; `context`: its other arguments, which may get an n_batch.
+
+    Raises:
+        ValueError: what was asked does not fit, or does not go together.
+        UnsupportedModelError: the model's layers cannot be streamed.
+    """
+    if asked is None and memory is None and mode == "direct":
+        return None
+    if mode not in get_args(Mode):
+        raise ValueError(f"stream_mode={mode!r}: use one of {', '.join(get_args(Mode))}")
+    if context.get("n_gpu_layers"):
+        raise ValueError("streamed layers are evaluated by the CPU: leave n_gpu_layers or stream_layers out")
+    if context.get("vocab_only"):
+        raise ValueError("vocab_only loads no layers: leave stream_layers and memory out")
+    if mode in ("mmap", "resident"):
+        return Streaming(file, [], None, mode)
+    sizes = LayerSizes.of(file)
+    room = _room(memory)
+    n_ctx = context["n_ctx"] or int(file.get("context_length", 0))
+    if "n_batch" not in context and "n_ubatch" not in context:
+        n = next((n for n in _BATCHES if 10 * _compute_bytes(file, n, n_ctx) <= room), _BATCHES[-1])
+        n = min(n, n_ctx or n)
+        context.update(n_batch=n, n_ubatch=n)
+    n_ubatch = min(context.get("n_ubatch", 512), context.get("n_batch", 512))
+    taken = _cache_bytes(file, setting, n_ctx, context) + _compute_bytes(file, n_ubatch, n_ctx) + _SLACK
+    if sizes.routed:
+        return _beside_experts(file, sizes, asked, room - taken)
+    layers = choose_layers(sizes, "auto" if asked is None else asked, room - taken)
+    return Streaming(file, layers, sizes, mode if layers else "resident")
+
+
+def _beside_experts(file: ModelFile, sizes: LayerSizes, asked: Asked | None, room: int) -> Streaming:
+    """What a token always needs stays; experts are mapped, and read as they are chosen, unless all fit."""
+    if asked not in (None, "auto"):
+        raise UnsupportedModelError(
+            f"stream_layers={asked!r}: {file.path} has routed experts, of which a token needs few, and a "
+            f"streamed layer would bring all. Use 'auto': those that are chosen are read, the rest stays"
+        )
+    kept = sizes.rest + sum(sizes.layers)
+    if kept + sizes.routed <= room:
+        return Streaming(file, [], None, "resident")
+    if kept > room:
+        raise ValueError(no_room("the weights that all tokens need", kept, room))
+    return Streaming(file, [], None, "mmap", kept)
+
+
+def _room(memory: int | str | None) -> int:
+    left = memory_room()
+    if memory is not None:
+        asked = _bytes(memory) - own_memory()
+        return asked if left is None else min(asked, left)
+    if left is None:
+        raise ValueError("memory is missing: this system does not say what is left, give e.g. memory='6GiB'")
+    return left
+
+
+def _bytes(memory: int | str) -> int:
+    if isinstance(memory, str):
+        try:
+            return parse_size(memory)
+        except ValueError as error:
+            raise ValueError(f"memory={error}") from None
+    if isinstance(memory, bool) or memory <= 0:
+        raise ValueError(f"memory={memory!r}: use bytes, or e.g. '6GiB'")
+    return int(memory)
+
+
+def _cache_bytes(file: ModelFile, setting: KVSetting, n_ctx: int, context: dict[str, Any]) -> int:
+    try:
+        return footprint(model_shape(file), setting, n_ctx, context["n_seq_max"]).bytes
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"memory for its KV cache is not known: {error}") from None
+
+
+def _compute_bytes(file: ModelFile, n_ubatch: int, n_ctx: int) -> int:
+    """An estimate: F32 activations of a micro-batch, its mask, and the logits of some."""
+    n_ff = file.get("feed_forward_length", 0)  # of each layer, where they differ
+    width, n_ff = int(file.get("embedding_length", 0)), max(n_ff) if isinstance(n_ff, list) else int(n_ff)
+    n_vocab = int(file.get("vocab_size", 32768))
+    return 4 * n_ubatch * (8 * width + 3 * n_ff + n_ctx) + 4 * 64 * n_vocab

@@ -1,0 +1,70 @@
+"""How far a model and a prompt are, on a terminal, where that takes long; nothing elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, TypeVar
+
+from tqdm import tqdm
+
+from mixedkv.llama import Llama
+
+T = TypeVar("T")
+
+_EVERY = 0.5  # seconds
+_LATE = 2.0
+
+
+class LoadingBar:
+    """For `progress` of `Llama`."""
+
+    def __init__(self) -> None:
+        self._bar = _bar("loading")
+
+    def __call__(self, share: float) -> None:
+        self._bar.update(share - self._bar.n)
+
+    def __enter__(self) -> LoadingBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+
+def with_prompt_bar(llm: Llama, chunks: Iterable[T]) -> Iterator[T]:
+    """The chunks of an answer; until the first one comes, how far its prompt is."""
+    chunks, came = iter(chunks), threading.Event()
+    thread = threading.Thread(target=_watch, args=(llm, came), daemon=True)
+    thread.start()
+    try:
+        begin = list(islice(chunks, 1))
+    finally:
+        came.set()
+        thread.join()
+    yield from begin
+    yield from chunks
+
+
+def _watch(llm: Llama, came: threading.Event) -> None:
+    with _bar("prompt") as bar:
+        while not came.wait(_EVERY):
+            n, total = llm.evaluated
+            if llm.streaming is not None and (layer := llm.streaming.layer):
+                bar.set_postfix_str(f"layer {layer[0]} of the {layer[1]} that are read", refresh=False)
+            bar.update(n / max(1, total) - bar.n)
+            bar.refresh()
+
+
+def _bar(what: str) -> Any:
+    return tqdm(
+        total=1.0,
+        desc=what,
+        delay=_LATE,
+        disable=not sys.stderr.isatty(),
+        file=sys.stderr,
+        leave=False,
+        bar_format="{desc}: {percentage:3.0f}% {bar:24} {elapsed}{postfix}",
+    )

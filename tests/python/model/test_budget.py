@@ -1,0 +1,174 @@
+"""A budget of bytes: what is chosen for it, and that what is allocated is what was said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mixedkv import Llama, MixedKVConfig, UniformKV
+from mixedkv.bundled import model_path
+from mixedkv.config import KVSetting, parse_kv, settle
+from mixedkv.layer_types import shorten
+from mixedkv.model.footprint import LayerShape, ModelShape, footprint, model_shape
+from mixedkv.model.gguf_file import read_model_file
+from mixedkv.model.layer_plan import FINEST, LADDER, MEASURED, LayerPlan
+from mixedkv.row_types import type_bits
+
+N_CTX = 2048
+MODELS = ("bundled", "qwen3", "lfm2")  # layers alike, a norm of K, layers without keys between others
+
+
+def shape_of(path: Path) -> ModelShape:
+    return model_shape(read_model_file(path))
+
+
+def smallest(shape: ModelShape) -> int:
+    """What the refusal of one byte names."""
+    with pytest.raises(ValueError, match="raise the budget") as refused:
+        MixedKVConfig.for_budget(shape, N_CTX, 1)
+    return int(str(refused.value).split("takes ")[1].split()[0])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_allocated_is_within_the_budget(zoo_path: Callable[[str], Path], name: str) -> None:
+    path = model_path() if name == "bundled" else zoo_path(name)
+    shape = shape_of(path)
+    least, f16 = smallest(shape), footprint(shape, UniformKV(), N_CTX).bytes
+    budgets = [round(least * (1.05 * f16 / least) ** (i / 19)) for i in range(20)]
+    sizes = []
+    for budget in budgets:
+        kv = MixedKVConfig.for_budget(path, N_CTX, budget)
+        said = footprint(shape, kv, N_CTX).bytes
+        with Llama(path, kv=f"mixed:budget={budget}", n_ctx=N_CTX, n_threads=1, verbose=False) as llm:
+            assert llm.kv.config == kv
+            assert llm.kv.config == parse_kv(str(kv))
+            assert 0.95 * said <= llm.kv.stats().bytes_total <= said <= budget
+        sizes.append(said)
+    assert sizes == sorted(sizes)
+    assert (sizes[0], sizes[-1]) == (least, f16)
+    # a step of these small models is up to 4 bits of one of their few layers
+    step = 4 / 8 * N_CTX * max(layer.n_embd_k for layer in shape.layers)
+    assert all(budget - said <= step for said, budget in zip(sizes[:-1], budgets, strict=False))
+    with pytest.raises(ValueError, match=f"budget={least - 1}: the smallest cache takes {least} bytes"):
+        Llama(path, kv=f"mixed:budget={least - 1}", n_ctx=N_CTX, verbose=False)
+
+
+@pytest.mark.parametrize(("n_seq", "unified"), [(4, True), (4, False)], ids=["unified", "streams"])
+def test_several_sequences(n_seq: int, unified: bool) -> None:
+    for budget in (4 << 20, 6 << 20):
+        kv = f"mixed:budget={budget}"
+        options = {"n_ctx": 4096, "n_seq_max": n_seq, "kv_unified": unified, "verbose": False}
+        with Llama(model_path(), kv=kv, **options) as llm:  # type: ignore[arg-type]
+            assert 0.9 * budget <= llm.kv.stats().bytes_total <= budget
+    with pytest.raises(ValueError, match=r"budget=99999: the smallest cache takes 3\d{6} bytes"):
+        Llama(model_path(), kv="mixed:budget=99999", **options)  # type: ignore[arg-type]
+
+
+def test_many_sequences_share_less_before_their_windows_get_shorter() -> None:
+    shape = shape_of(model_path())
+    with pytest.raises(ValueError, match="raise the budget") as refused:
+        MixedKVConfig.for_budget(shape, 8192, 1, n_seq=20)
+    least = int(str(refused.value).split("takes ")[1].split()[0])
+    chosen = [MixedKVConfig.for_budget(shape, 8192, round(least * x), n_seq=20) for x in (1, 1.05, 1.15, 1.3)]
+    assert [kv.window.threshold for kv in chosen] == [0, 32, 32, 32]
+    assert chosen[1].native_budget < chosen[2].native_budget  # type: ignore[operator]
+    assert chosen[3].native_budget == 0  # "auto"
+    assert [footprint(shape, kv, 8192, 20).bytes / least for kv in chosen] == [
+        1.0,
+        *(pytest.approx(x, rel=0.01) for x in (1.05, 1.15, 1.3)),
+    ]
+
+
+def layers_of(head: int, n: int) -> ModelShape:
+    return ModelShape("llama", "", n, (4,) * n, 0, 0, tuple(LayerShape(il, 2, head, head) for il in range(n)))
+
+
+def test_bits_go_to_keys_then_to_values_then_to_the_window() -> None:
+    shape = layers_of(64, 4)
+    element = 4 * 2 * 128 * 8192 // 8  # bytes of a bit of all elements
+
+    def chosen(bits: float) -> KVSetting:
+        return MixedKVConfig.for_budget(shape, 8192, int(bits * element), sink_tokens=2)
+
+    assert str(chosen(4.4)) == "mixed:cold=lm4,sinks=2"
+    assert str(chosen(5.5)) == "mixed:cold_k=q5_1,cold_v=lm4,sinks=2"
+    assert chosen(6.68).types_of(0) == ("q8_0", "lm4")
+    assert chosen(8.8).types_of(3) == (FINEST, FINEST)
+    assert chosen(8.8).window.threshold < chosen(10).window.threshold < chosen(14).window.threshold
+    assert chosen(16) == UniformKV()
+    odd = MixedKVConfig.for_budget(layers_of(96, 4), 8192, int(1.5 * 4.8 * element))
+    assert odd.types_of(1) == ("iq4_nl", "iq4_nl"), "heads that lm4 does not divide"
+    wide = MixedKVConfig.for_budget(shape, 8192, int(5.2 * element), quantization_threshold=512)
+    assert wide.window.threshold == 256  # 512 does not fit, half of it does
+
+
+def test_shares_choose_the_layers() -> None:
+    shape = layers_of(64, 3)
+    shares = {(il, part): 1e-6 for il in range(3) for part in ("k", "v")} | {(2, "v"): 1e-3, (0, "k"): 1e-4}
+    plan = LayerPlan(shape, shares)  # type: ignore[arg-type]
+    assert (plan.bits(0), plan.bits(len(plan))) == (type_bits("lm4"), type_bits(FINEST))
+    assert shorten(plan.types(plan.most(5.4))) == ("q5_1", "lm4", "1:lm4,2:lm4/q8_0")
+    divergence = [plan.divergence(n) for n in range(len(plan) + 1)]
+    assert divergence == sorted(divergence, reverse=True)
+    budget = footprint(shape, parse_kv("mixed:cold=q5_0"), 4096).bytes
+    kv = MixedKVConfig.for_budget(shape, 4096, budget, shares=shares)  # type: ignore[arg-type]
+    assert kv.types_of(2)[1] == "q8_0"
+    with pytest.raises(ValueError, match="no share was measured for K of layer 2, V of layer 2"):
+        LayerPlan(shape, {(il, part): 1.0 for il in range(2) for part in ("k", "v")})  # type: ignore[misc]
+
+
+def test_the_errors_of_the_ladder() -> None:
+    """Of K and V of the first layer, which depend on no other's rounding, beside the same rows in F16."""
+    tokens = list(range(3, 403))
+    rows = {}
+    for kv in (
+        "mixed:threshold=400,group=400,hot_budget=all",
+        *(f"mixed:cold={name},threshold=0,sinks=0" for name in LADDER),
+    ):
+        with Llama(model_path(), kv=kv, n_ctx=1024, n_threads=1, verbose=False) as llm:
+            llm.eval(tokens)
+            rows[kv.removeprefix("mixed:cold=").partition(",")[0]] = np.stack(
+                [llm.kv.layer(0).k(), llm.kv.layer(0).v()]
+            )
+    exact = next(iter(rows.values()))
+    error = {name: ((rows[name] - exact) ** 2).mean(axis=(1, 2, 3)) for name in LADDER}
+    for name, said in LADDER.items():
+        assert error[name] / error[MEASURED] == pytest.approx(said, rel=0.1)
+
+
+def test_a_budget_is_settled_before_it_is_used() -> None:
+    kv = parse_kv("mixed:budget=1.5MiB,threshold=64")
+    assert str(kv) == "mixed:threshold=64,budget=1572864"
+    for use in (lambda: kv.types_of(0), kv.native):
+        with pytest.raises(ValueError, match="depends on the model and its context"):
+            use()
+    assert settle(parse_kv("mixed"), shape_of(model_path()), 512) == MixedKVConfig()
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("mixed:budget=much", "budget='much' is not a size: use e.g. 2GiB"),
+        ("mixed:budget=0", "budget='0' is not a size"),
+        (
+            "mixed:budget=2GiB,cold=q8_0",
+            "chooses the cold types: leave cold_type_k, cold_type_v and layers out",
+        ),
+        ("mixed:balanced,budget=2GiB", "chooses the cold types"),
+        ("mixed:layers=0:q8_0,budget=2GiB", "chooses the cold types"),
+    ],
+)
+def test_budgets_that_are_refused(spec: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_kv(spec)
+
+
+def test_a_gpu_has_no_types_of_its_own() -> None:
+    shape = layers_of(64, 3)
+    budget = footprint(shape, parse_kv("mixed:cold=q4_0"), 4096).bytes
+    kv = parse_kv(f"mixed:budget={budget}")
+    assert str(settle(kv, shape, 4096, on_cpu=False)) == "mixed:cold=iq4_nl"
+    assert "lm4" in str(settle(kv, shape, 4096))

@@ -1,0 +1,145 @@
+"""Log probabilities of a prompt's tokens are those of the model's logits, whatever else is evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from mixedkv import Llama
+from mixedkv.bundled import model_path
+from mixedkv.engine.prompt_logprobs import PromptLogprobs
+from support.server_support import MODEL, Direct, Server, end_of, running
+
+TEXT = "The code of the mill is 4817. " * 24
+N_TOP = 3
+TYPICAL = 0.001  # sums in another order, and rows of 16 bits
+LEVEL = 0.25  # an activation that falls to its next level of eight bits changes this row and those after it
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running("--n-ctx", "2048", "--kv", "f16") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def tokens(server: Server) -> list[int]:
+    tokens: list[int] = server.post("/tokenize", {"content": TEXT, "add_special": True})["tokens"]
+    assert len(tokens) > 100
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def expected(tokens: list[int]) -> np.ndarray:
+    """By llama-cpp-python: [n_tokens - 1, n_vocab]."""
+    with Llama(model_path(), kv="f16", n_ctx=2048, n_threads=1, logits_all=True, verbose=False) as llm:
+        llm.eval(tokens)
+        logits = llm.scores[: len(tokens) - 1].astype(np.float64)
+    return (
+        logits
+        - np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1))[:, None]
+        - logits.max(1)[:, None]
+    )
+
+
+def check(given: Any, tokens: list[int], expected: np.ndarray) -> None:
+    assert len(given) == len(tokens)
+    assert given[0] is None
+    differences = []
+    for entries, token, row in zip(given[1:], tokens[1:], expected, strict=True):
+        assert N_TOP <= len(entries) <= N_TOP + 1
+        differences += [abs(entry["logprob"] - row[int(name)]) for name, entry in entries.items()]
+        best = sorted((entry["logprob"] for entry in entries.values()), reverse=True)[:N_TOP]
+        assert best == pytest.approx(np.sort(row)[::-1][:N_TOP], abs=LEVEL)
+        rank = entries[str(token)]["rank"]
+        assert (row > row[token] + 2 * LEVEL).sum() < rank <= (row > row[token] - 2 * LEVEL).sum() + 1
+    assert max(differences) < LEVEL
+    assert np.median(differences) < TYPICAL
+
+
+def test_they_are_those_of_the_logits(server: Server, tokens: list[int], expected: np.ndarray) -> None:
+    body = {"prompt": tokens, "max_tokens": 2, "prompt_logprobs": N_TOP}
+    for _ in range(2):  # the second time its rows are there
+        answer = server.post("/v1/completions", body)
+        check(answer["choices"][0]["prompt_logprobs"], tokens, expected)
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    again = server.post("/v1/completions", {**body, "prompt_logprobs": None})
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == len(tokens) - 1, "its rows are shared"
+    assert "prompt_logprobs" not in again["choices"][0]
+
+
+def test_choices_and_prompts_have_their_own(server: Server, tokens: list[int], expected: np.ndarray) -> None:
+    prompts = [tokens, tokens[:50]]
+    answer = server.post(
+        "/v1/completions", {"prompt": prompts, "n": 2, "max_tokens": 1, "prompt_logprobs": N_TOP}
+    )
+    for choice in answer["choices"]:
+        prompt = prompts[choice["index"] // 2]
+        check(choice["prompt_logprobs"], prompt, expected[: len(prompt) - 1])
+
+
+def test_company_changes_nothing(server: Server, tokens: list[int], expected: np.ndarray) -> None:
+    def ask(n: int) -> Any:
+        body = {"prompt": tokens[:n], "max_tokens": 4, "prompt_logprobs": N_TOP}
+        return server.post("/v1/completions", body)["choices"][0]["prompt_logprobs"]
+
+    lengths = [120, 3, 77, 2]
+    with ThreadPoolExecutor(6) as pool:
+        long = pool.submit(
+            server.post, "/v1/completions", {"prompt": TEXT, "max_tokens": 100, "ignore_eos": True}
+        )
+        for n, given in zip(lengths, pool.map(ask, lengths), strict=True):
+            check(given, tokens[:n], expected[: n - 1])
+        long.result()
+
+
+def test_a_chat_has_them_for_all_of_its_prompt(server: Server) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
+    answer: Any = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Which code?"}],
+        max_tokens=2,
+        extra_body={"prompt_logprobs": 0},
+    )
+    assert answer.prompt_logprobs[0] is None
+    assert len(answer.prompt_logprobs) == answer.usage.prompt_tokens
+    names = [next(iter(entries.values()))["decoded_token"] for entries in answer.prompt_logprobs[1:]]
+    assert "Which code?" in "".join(names)
+
+
+@pytest.mark.parametrize(
+    ("change", "param"), [({"stream": True}, None), ({"prompt_logprobs": 21}, "prompt_logprobs")]
+)
+def test_what_cannot_be_had_is_refused(server: Server, change: Any, param: str | None) -> None:
+    body = {"prompt": "The", "max_tokens": 1, "prompt_logprobs": 1, **change}
+    status, answer, _ = server.request("POST", "/v1/completions", body)
+    assert status == 400
+    assert "prompt_logprobs" in answer["error"]["message"]
+    assert param is None or answer["error"]["param"] == param
+
+
+@pytest.mark.parametrize(("kv", "tolerance"), [("f16", 1e-3), ("mixed", 0.3)])
+def test_slices_and_an_evaluation_that_begins_anew_are_one_prompt(kv: str, tolerance: float) -> None:
+    """With four bits now and then an element of a row falls to its next level."""
+    with Direct(kv=kv, n_ctx=1024) as direct:
+        tokens = direct.tokens(TEXT)[:200]
+        found = []
+        for most in (200, 7):
+            asked = PromptLogprobs(tokens, 2, direct.llm.n_vocab())
+            asked.most = most
+            job, events = direct.job(tokens, 3, prompt_logprobs=asked)
+            direct.engine.submit_jobs([job])
+            end_of(events)
+            found.append(np.array([logprob.logprob for logprob, _ in asked.found]))
+        assert found[0].shape == (199,)
+        difference = np.abs(found[0] - found[1])
+        assert difference.max() < tolerance
+        assert np.median(difference) < 0.01
+        before = list(asked.found)
+        direct.call(lambda: asked.take(direct.llm.ctx, 0, 0, 10))  # evaluated again
+        assert asked.found == before

@@ -1,0 +1,169 @@
+"""/v1/rerank: what a classifier's head says to two texts, worked out again from the hidden state below."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import pytest
+
+from mixedkv import Llama
+from support.patience import wait_for
+from support.server_support import Server, key_file, running
+from support.zoo import Gguf, Shape
+from support.zoo.encoder import decoding_ranker, ranker
+
+QUERY = "in the end"
+DOCUMENTS = ["the hen", "a", "in the there in the", "there is a hen in the inner there", "the hen"]
+KEY = "a-key-0123456789abcdef"
+
+ENCODER = ranker(Shape("ranker", "bert", n_head=2, head=32, kv_layers=(), rope="none"))
+DECODER = decoding_ranker(Shape("qwen3-ranker", "qwen3", rope="neox"))
+
+
+@pytest.fixture(scope="module", params=[ENCODER, DECODER], ids=["encoder", "decoder"])
+def model(request: Any) -> Gguf:
+    g: Gguf = request.param
+    return g
+
+
+@pytest.fixture(scope="module")
+def path(model: Gguf, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ranker") / f"{model.shape.name}.gguf"
+    model.write(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(path: Path) -> Iterator[Server]:
+    keys = str(key_file(path.parent, f"one:{KEY}"))
+    with running("-m", str(path), "--parallel", "1", "--max-queue", "1", "--api-key-file", keys) as server:
+        yield server
+
+
+def scores(model: Gguf, path: Path, documents: Sequence[str]) -> np.ndarray:
+    """By llama-cpp-python's vectors and numpy."""
+    is_encoder = model is ENCODER
+    pooling = llama_cpp.LLAMA_POOLING_TYPE_CLS if is_encoder else llama_cpp.LLAMA_POOLING_TYPE_LAST
+    with Llama(path, embedding=True, pooling_type=pooling, n_ctx=128, n_threads=1, verbose=False) as llm:
+        vectors = []
+        for document in documents:
+            text = f"the query: {QUERY} the document: {document}"
+            parts = [QUERY, document] if is_encoder else [text]
+            tokens = [llm.tokenize(part.encode(), add_bos=False, special=not is_encoder) for part in parts]
+            # the zoo's vocabulary begins a text, and neither ends nor separates one
+            ids = [1, *tokens[0], *tokens[1]] if is_encoder else tokens[0]
+            vectors.append(hidden(llm, ids))
+    x, tensors = np.array(vectors), model.tensors
+    if is_encoder:
+        x = np.tanh(x @ tensors["cls.weight"].T + tensors["cls.bias"])
+        return (x @ tensors["cls.output.weight"].T + tensors["cls.output.bias"])[:, 0]
+    x = np.exp(x @ tensors["cls.output.weight"].T)
+    return x[:, 0] / x.sum(1)
+
+
+def hidden(llm: Llama, ids: list[int]) -> np.ndarray:
+    batch = llama_cpp.llama_batch_init(len(ids), 0, 1)
+    batch.n_tokens = len(ids)
+    for i, token in enumerate(ids):
+        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, i, 1, 1
+        batch.seq_id[i][0] = 0
+    if memory := llama_cpp.llama_get_memory(llm.ctx):
+        llama_cpp.llama_memory_clear(memory, True)
+    assert llama_cpp.llama_decode(llm.ctx, batch) == 0
+    out = np.ctypeslib.as_array(llama_cpp.llama_get_embeddings_seq(llm.ctx, 0), (llm.n_embd(),)).copy()
+    llama_cpp.llama_batch_free(batch)
+    return out
+
+
+def rerank(server: Server, **change: Any) -> Any:
+    return server.post("/v1/rerank", {"query": QUERY, "documents": DOCUMENTS, **change}, key=KEY)
+
+
+def test_scores_are_those_of_the_head(server: Server, model: Gguf, path: Path) -> None:
+    answer = rerank(server)
+    expected = scores(model, path, DOCUMENTS)
+    assert np.ptp(expected) > 1e-3, "else nothing is shown"
+    given = [(result["index"], result["relevance_score"]) for result in answer["results"]]
+    assert [index for index, _ in given] == np.argsort(-expected, kind="stable").tolist()
+    for index, score in given:
+        assert score == pytest.approx(expected[index], abs=1e-5)
+    assert answer["model"] == model.shape.name
+    assert answer["usage"]["prompt_tokens"] > 2 * len(DOCUMENTS)
+
+
+def test_the_best_ones_with_their_texts(server: Server) -> None:
+    whole = rerank(server)["results"]
+    best = rerank(server, top_n=2, return_documents=True)["results"]
+    assert [each["index"] for each in best] == [each["index"] for each in whole[:2]]
+    assert [each["document"]["text"] for each in best] == [DOCUMENTS[each["index"]] for each in best]
+    assert "document" not in whole[0]
+    assert len(rerank(server, top_n=100)["results"]) == len(DOCUMENTS)
+
+
+def test_company_does_not_change_a_score(server: Server) -> None:
+    many = [f"{i} the hen in " + "there " * (i % 7) for i in range(100)]
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda part: rerank(server, documents=part)["results"], (many, many[:5])))
+    together = {each["index"]: each["relevance_score"] for each in both[0]}
+    for each in both[1]:
+        assert each["relevance_score"] == pytest.approx(together[each["index"]], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "says"),
+    [
+        ({"documents": []}, "documents", "at least 1"),
+        ({"documents": ["a", ""]}, "documents.1", "at least 1"),
+        ({"documents": ["a"] * 2049}, "documents", "2048"),
+        ({"documents": ["a", "the " * 3000]}, "documents", "document 1"),
+        ({"query": ""}, "query", "at least 1"),
+        ({"top_n": 0}, "top_n", "greater"),
+        ({"model": "other"}, "model", "not served"),
+        ({"rank": 1}, "rank", "not known"),
+    ],
+)
+def test_what_is_wrong_is_named(server: Server, change: Any, param: str, says: str) -> None:
+    body = {"query": QUERY, "documents": DOCUMENTS, **change}
+    status, answer, _ = server.request("POST", "/v1/rerank", body, key=KEY)
+    assert status in (400, 404)
+    assert answer["error"]["param"] == param
+    assert says in answer["error"]["message"]
+
+
+def test_a_model_that_ranks_does_nothing_else(server: Server, model: Gguf) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    for url, body in (
+        ("/v1/embeddings", {"input": "a"}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": messages}),
+    ):
+        status, answer, _ = server.request("POST", url, body, key=KEY)
+        assert (status, answer["error"]["param"]) == (400, "model")
+        assert "/v1/rerank" in answer["error"]["message"]
+    meta = server.request("GET", f"/v1/models/{model.shape.name}", key=KEY)[1]["meta"]
+    assert meta["n_embd"] is None
+    assert meta["embedding_n_ctx"] > 0
+
+
+def test_it_is_counted_and_bounded_as_embeddings_are(server: Server) -> None:
+    def inputs() -> float:
+        lines = server.request("GET", "/metrics")[1].splitlines()
+        name = "mixedkv:embedding_inputs_total"
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+    before = inputs()
+    rerank(server)
+    wait_for(lambda: inputs() - before == len(DOCUMENTS))  # the text is made again after a while
+    many = {"query": QUERY, "documents": ["the hen in there " * 3] * 100}
+    with ThreadPoolExecutor(8) as pool:  # of which two are taken
+        statuses = list(pool.map(lambda _: server.status("POST", "/v1/rerank", many, key=KEY), range(8)))
+    assert set(statuses) == {200, 429}
+
+
+def test_a_key_is_needed(server: Server) -> None:
+    assert server.status("POST", "/v1/rerank", {"query": QUERY, "documents": DOCUMENTS}) == 401

@@ -1,0 +1,89 @@
+"""Which layers are streamed, and what there is room for: no model is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mixedkv.bench.harness.random_model import RandomModel
+from mixedkv.memory_room import memory_room, own_memory
+from mixedkv.model.gguf_file import ModelFile, TensorFacts, read_model_file
+from mixedkv.sizes import parse_size
+from mixedkv.streaming import streaming
+from mixedkv.streaming.layer_choice import LayerSizes, choose_layers, parse_layers
+
+SIZES = LayerSizes((100,) * 12, 50, frozenset({"attn_q"}))
+ALL = 50 + 12 * 100
+
+
+@pytest.mark.parametrize("room", range(350, ALL + 200, 50))
+def test_auto_keeps_what_fits(room: int) -> None:
+    streamed = choose_layers(SIZES, "auto", room)
+    assert SIZES.in_memory(streamed) <= room
+    n = len(streamed)
+    assert n == 0 or SIZES.in_memory(streamed[1:]) > room or n <= 3  # a ring of one layer or two is smaller
+    assert len(set(streamed)) == n
+    assert set(streamed) <= set(range(12))
+    if n <= 10:
+        assert not {0, 11} & set(streamed)
+
+
+def test_auto_spreads_them() -> None:
+    assert choose_layers(SIZES, 5, ALL) == [2, 4, 6, 8, 10]
+
+
+def test_asked_for() -> None:
+    assert choose_layers(SIZES, {"keep_first": 8, "keep_last": 2}, ALL) == [8, 9]
+    assert choose_layers(SIZES, {"keep_last": 9}, ALL) == [0, 1, 2]
+    assert choose_layers(SIZES, 12, ALL) == list(range(12))
+    assert choose_layers(SIZES, 0, ALL) == []
+
+
+@pytest.mark.parametrize(
+    "asked", [-1, 13, True, "all", {"keep": 1}, {"keep_first": 13}, {"keep_first": -1}, 1.5]
+)
+def test_what_is_no_choice(asked: object) -> None:
+    with pytest.raises(ValueError, match=r"stream_layers=.*12 layers"):
+        choose_layers(SIZES, asked, ALL)  # type: ignore[arg-type]
+
+
+def test_too_little_memory_is_said() -> None:
+    with pytest.raises(ValueError, match=r"350 bytes.*room for 349: raise memory"):
+        choose_layers(SIZES, "auto", 349)
+
+
+def test_the_words_of_the_command_line() -> None:
+    assert parse_layers("auto") == "auto"
+    assert parse_layers("12") == 12
+    assert parse_layers("keep_first=8,keep_last=2") == {"keep_first": 8, "keep_last": 2}
+    for text in ("", "some", "keep_first=", "keep_first=8;keep_last=2", "-1"):
+        with pytest.raises(ValueError, match="no choice of layers"):
+            parse_layers(text)
+    assert parse_size("1.5GiB") == 3 << 29
+    with pytest.raises(ValueError, match="is not a size"):
+        parse_size("much")
+
+
+def test_sizes_come_from_the_header(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    RandomModel(n_layer=3, n_embd=64, n_head=2, n_head_kv=1, head_size=32, n_ff=64, kind="q4_0").write(path)
+    sizes = LayerSizes.of(read_model_file(path))
+    assert sizes.layers == (64 * (64 + 32 + 32 + 64 + 3 * 64) * 18 // 32,) * 3
+    assert sizes.rest == 2 * (272 * 64 * 18 // 32) + 7 * 64 * 4
+
+
+def test_routed_experts_are_apart() -> None:
+    tensors = (TensorFacts("blk.0.ffn_up_exps.weight", 3, 100), TensorFacts("blk.0.attn_q.weight", 2, 10))
+    file = ModelFile(Path("moe.gguf"), {"general.architecture": "x", "x.block_count": 1}, 1, 100, tensors)
+    sizes = LayerSizes.of(file)
+    assert (sizes.layers, sizes.rest, sizes.routed) == ((10,), 0, 100)
+
+
+def test_a_system_that_does_not_say_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert memory_room(tmp_path, tmp_path) is None
+    assert own_memory(tmp_path) == 0
+    monkeypatch.setattr(streaming, "memory_room", lambda: None)
+    with pytest.raises(ValueError, match="memory is missing"):
+        streaming._room(None)
+    assert streaming._room("100GiB") > 99 << 30
