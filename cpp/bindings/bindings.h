@@ -65,5 +65,6 @@ void register_matrix(pybind11::module_ & m);
 void register_stream(pybind11::module_ & m);
 void register_loading(pybind11::module_ & m);
 void register_assertions(pybind11::module_ & m);
+void register_hidden(pybind11::module_ & m);
 
 } // namespace mixedkv_py

@@ -15,4 +15,5 @@ PYBIND11_MODULE(_core, m) {
     mixedkv_py::register_stream(m);
     mixedkv_py::register_loading(m);
     mixedkv_py::register_assertions(m);
+    mixedkv_py::register_hidden(m);
 }

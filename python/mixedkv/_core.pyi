@@ -229,3 +229,10 @@ class Stream:
         """Raises errors.ModelReadError, or what Ctrl-C's handler raised, once after a failed evaluation."""
     def lock(self, model: int) -> tuple[int, int, str]:
         """Bytes that are locked, that should be, and why not all are."""
+
+def keep_hidden(context: int, value: bool, outputs_only: bool) -> None:
+    """Have a context keep the hidden states behind its last layer: of all tokens of a batch, or of those with
+    logits."""
+
+def hidden(context: int, first: int, n: int) -> npt.NDArray[np.float32]:
+    """Of `n` tokens of the latest batch, [n, n_embd]."""

@@ -18,7 +18,7 @@ from mixedkv.errors import EngineError, InvalidModelFileError, ModelReadError, U
 from mixedkv.kv.cache import KVCache
 from mixedkv.limits import MAX_SEQUENCES, MAX_SNAPSHOTS
 from mixedkv.model.footprint import model_shape
-from mixedkv.model.gguf_file import ModelFile, file_stamp, read_model_file
+from mixedkv.model.gguf_file import ModelFile, file_stamp, n_layers, n_mtp_layers, read_model_file
 from mixedkv.model.value_bases import read_bases
 from mixedkv.row_types import ggml_type, type_block, type_name
 from mixedkv.streaming.layer_choice import Asked
@@ -40,6 +40,8 @@ class Llama(llama_cpp.Llama):
         kv_unified: one pool of `n_ctx` tokens for all sequences; otherwise `n_ctx` is divided among them.
         n_rs_seq: of a hybrid or recurrent model, how many of the last tokens of a sequence can be taken back
             (rejected drafts): so many states more are kept of each sequence. llama.cpp knows how to for some.
+        load_mtp: load the layers that guess further tokens too (multi-token prediction), for an engine with
+            speculation="mtp".
         n_ctx: tokens of the context; 0 takes what the model was trained with.
         flash_attn: None turns it on where the cache needs it: a mixed one, a quantised V.
         type_k, type_v: ggml types of a uniform cache, as in the base class; only without `kv`.
@@ -68,6 +70,7 @@ class Llama(llama_cpp.Llama):
         n_seq_max: int = 1,
         kv_unified: bool = False,
         n_rs_seq: int = 0,
+        load_mtp: bool = False,
         n_ctx: int = 512,
         flash_attn: bool | None = None,
         type_k: int | None = None,
@@ -82,7 +85,7 @@ class Llama(llama_cpp.Llama):
     ) -> None:
         self._setting = _choose_setting(kv, type_k, type_v, embedding)
         self._n_seq_max, self._kv_unified = _check_sequences(n_seq_max), bool(kv_unified)
-        self._n_rs_seq = _check_snapshots(n_rs_seq)
+        self._n_rs_seq, self._load_mtp = _check_snapshots(n_rs_seq), bool(load_mtp)
         flash_attn = _choose_flash_attn(self._setting, flash_attn)
         path = os.fsdecode(model_path)
         file = read_model_file(path)
@@ -90,7 +93,9 @@ class Llama(llama_cpp.Llama):
         on_gpu = bool(kwargs.get("n_gpu_layers")) and kwargs.get("offload_kqv", True)
         self._setting = self._settle(file, n_ctx_asked, on_cpu=not on_gpu)
         self._check_context(n_ctx_asked, embedding)
-        self._setting.check_layers(int(file.get("block_count", 0)))
+        if load_mtp and not n_mtp_layers(file):
+            raise UnsupportedModelError(f"load_mtp: {file.path} has no MTP layers")
+        self._setting.check_layers(n_layers(file))
         self._bases = read_bases(path) if self._setting.is_calibrated else None
         native = self._setting.native()
         context: dict[str, Any] = {**kwargs, "n_ctx": n_ctx, "n_seq_max": self._n_seq_max}
@@ -158,6 +163,11 @@ class Llama(llama_cpp.Llama):
     def streaming(self) -> Streaming | None:
         """Of its layers, what is read for each pass; None if that was not asked for."""
         return self._streaming
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether its MTP layers are loaded."""
+        return self._load_mtp
 
     @property
     def evaluated(self) -> tuple[int, int]:
@@ -233,6 +243,7 @@ class Llama(llama_cpp.Llama):
     # The base class fills in structures of its own making; some of their fields it has no arguments for.
     @property
     def model_params(self) -> llama_cpp.llama_model_params:
+        self._model_params.load_mtp = self._load_mtp
         if self._streaming is not None:  # each time: the base class has a load_mode of its own
             self._streaming.prepare(self._model_params)
         if self._loading is not None:
@@ -272,6 +283,7 @@ class Llama(llama_cpp.Llama):
             "n_seq_max": self._n_seq_max,
             "kv_unified": self._kv_unified,
             "n_rs_seq": self._n_rs_seq,
+            "load_mtp": self._load_mtp,
         }
         return {**state, **own, **self._asked}
 

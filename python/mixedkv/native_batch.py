@@ -17,11 +17,14 @@ class NativeBatch:
     Args:
         inputs: token ids, int32 [n], or vectors, float32 [n, width].
         n_pos: parts of a position; those of all tokens stand together, so `pos` is int32 [n_pos * n].
+        states: beside token ids, hidden states of other tokens, float32 [n, width]: what an MTP layer reads.
     """
 
-    def __init__(self, inputs: npt.NDArray[Any], n_pos: int = 1) -> None:
+    def __init__(
+        self, inputs: npt.NDArray[Any], n_pos: int = 1, states: npt.NDArray[np.float32] | None = None
+    ) -> None:
         n = len(inputs)
-        self.inputs = inputs
+        self.inputs, self.states = inputs, states
         self.pos = np.zeros(n_pos * n, np.int32)
         self.seq = np.zeros(n, np.int32)
         self.logits = np.zeros(n, np.int8)
@@ -29,13 +32,16 @@ class NativeBatch:
         # llama_batch wants a pointer to the sequence ids of each token: here one id each
         self._seq_at = self.seq.ctypes.data + self.seq.itemsize * np.arange(n, dtype=np.uintp)
         fields: dict[str, Any] = {field[0]: field[1] for field in llama_cpp.llama_batch._fields_}
-        given, other = ("token", "embd") if inputs.ndim == 1 else ("embd", "token")
+        given = {"token": inputs, "embd": states} if inputs.ndim == 1 else {"token": None, "embd": inputs}
         arrays = {
-            given: self.inputs,
+            **given,
             "pos": self.pos,
             "n_seq_id": self._n_seq,
             "seq_id": self._seq_at,
             "logits": self.logits,
         }
-        pointers = {name: ctypes.cast(array.ctypes.data, fields[name]) for name, array in arrays.items()}
-        self.native: Any = llama_cpp.llama_batch(n_tokens=0, **{other: None}, **pointers)
+        pointers = {
+            name: None if array is None else ctypes.cast(array.ctypes.data, fields[name])
+            for name, array in arrays.items()
+        }
+        self.native: Any = llama_cpp.llama_batch(n_tokens=0, **pointers)

@@ -21,7 +21,7 @@ from mixedkv.chunks.chunk_reuse import REPAIRS
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.limits import CELLS
 from mixedkv.model.footprint import ModelShape, model_shape
-from mixedkv.model.gguf_file import ModelFile, read_model_file
+from mixedkv.model.gguf_file import ModelFile, n_layers, read_model_file
 from mixedkv.sizes import parse_size
 from mixedkv.streaming.layer_choice import Asked, parse_layers
 
@@ -300,7 +300,7 @@ def _shape(file: ModelFile) -> ModelShape:
         return model_shape(file)
     except UnsupportedModelError:
         name = str(file.metadata.get("general.name", file.path.name))
-        n_layer, n_ctx = (int(file.get(key, 0)) for key in ("block_count", "context_length"))
+        n_layer, n_ctx = n_layers(file), int(file.get("context_length", 0))
         return ModelShape(file.architecture, name, n_layer, (), n_ctx, 0, ())
 
 

@@ -24,13 +24,15 @@ class Batch:
 
     Args:
         width: 0 for token ids; else each token is given as a vector of so many numbers.
+        n_state: numbers of a state that each token id comes with; 0 for none.
     """
 
-    def __init__(self, n_max: int, width: int = 0) -> None:
+    def __init__(self, n_max: int, width: int = 0, n_state: int = 0) -> None:
         self.n_max = n_max
         self._outputs_all = width > 0  # so llama.cpp wants it of a context that gives hidden states
         self._arrays = NativeBatch(
-            np.zeros((n_max, width), np.float32) if width else np.zeros(n_max, np.int32)
+            np.zeros((n_max, width), np.float32) if width else np.zeros(n_max, np.int32),
+            states=np.zeros((n_max, n_state), np.float32) if n_state else None,
         )
         self._native = self._arrays.native
         # of runs: with the batch's index, position and number of their tokens
@@ -43,11 +45,19 @@ class Batch:
         self._native.n_tokens, self._asked = 0, []
 
     def add(
-        self, tokens: Sequence[int] | npt.NDArray[Any], pos: int, seq: int, logits: bool, every: bool = False
+        self,
+        tokens: Sequence[int] | npt.NDArray[Any],
+        pos: int,
+        seq: int,
+        logits: bool,
+        every: bool = False,
+        states: npt.NDArray[np.float32] | None = None,
     ) -> int:
         """Append a run of one sequence from position `pos` on; `logits`: of its last token, or of `every`."""
         first, last, arrays = len(self), len(self) + len(tokens), self._arrays
         arrays.inputs[first:last] = tokens
+        if arrays.states is not None:
+            arrays.states[first:last] = states
         arrays.pos[first:last] = np.arange(pos, pos + len(tokens), dtype=np.int32)
         arrays.seq[first:last] = seq
         arrays.logits[first:last] = self._outputs_all or (logits and every)

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _CATCH_UP = 64  # tokens in a step without prompts
 _LAST = 16  # tokens of an answer that are read when it is drafted: while nothing is, nothing is read
-_SURE = 0.4  # a draft less likely than that, to the draft model, is the last one
+SURE = 0.4  # a draft less likely than that, to the draft model, is the last one
 _MOST_EXTRA = 128  # by which vocabularies may differ in size, as llama.cpp has it
 
 
@@ -117,7 +117,7 @@ class DraftModel:
                 follower.tokens = np.append(follower.tokens, np.array(tokens, np.int32))
                 logits = logits_row(self._model.ctx, row, self._n_vocab)
                 best = int(logits.argmax())
-                if np.exp(logits - logits[best]).sum() * _SURE > 1.0:
+                if np.exp(logits - logits[best]).sum() * SURE > 1.0:
                     continue
                 made.append(best)
                 if len(made) < n:

@@ -36,7 +36,7 @@ class Drafter:
     Args:
         prompt: what it looks guesses up in.
         prediction: what the answer may be, to be looked up too.
-        by_model: a draft model guesses as well.
+        by_model: a draft model or MTP layer guesses as well.
     """
 
     def __init__(self, prompt: Iterable[int], prediction: Iterable[int] = (), by_model: bool = False) -> None:

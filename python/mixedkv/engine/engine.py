@@ -81,7 +81,7 @@ class Engine:
         tokenizer: of texts and chats; None makes one of the model's own template.
         limits: of a tenant, by its name; called on any thread. Tenants are equal unless it says otherwise.
         checkpoints: how many are kept of what a sequence holds besides rows, and where they are taken.
-        speculation: of answers that do not say; "prompt-lookup", "draft-model" or "off".
+        speculation: of answers that do not say; "prompt-lookup", "draft-model", "mtp" or "off".
         draft_model: drafts answers; the engine's alone too. Of the same vocabulary, `parallel` sequences.
         turns: of engines that share their cores.
 
@@ -209,7 +209,7 @@ class Engine:
             n_logprobs: how many of the likeliest tokens to tell with each token; None for none.
             tenant: answers of one tenant share the rows of what their prompts have in common.
             reuse: which rows that are there it starts from, see `Job`; False evaluates everything.
-            speculation: "prompt-lookup", "draft-model", "off", or None for the engine's.
+            speculation: "prompt-lookup", "draft-model", "mtp", "off", or None for the engine's.
             prediction: what the answer may be, to be checked instead of generated where it is so.
             overflow: "slide" drops the middle of what does not fit the context, see `Job`.
             **sampling: fields of `Sampling`: temperature, top_p, seed, ...
@@ -427,6 +427,7 @@ class Engine:
             return
         if self.width:
             take_hidden(self.llm.ctx, step)
+        self.speculation.evaluated(step)
         self._scheduler.evaluated(step)
         for index, run in step.outputs():
             try:

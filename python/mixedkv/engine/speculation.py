@@ -21,11 +21,12 @@ from mixedkv import _llama_cpp
 from mixedkv.config import MixedKVConfig
 from mixedkv.engine.draft_model import DraftModel
 from mixedkv.engine.drafter import Drafter
+from mixedkv.engine.mtp_head import MtpHead
 from mixedkv.engine.observer import Observer
 from mixedkv.engine.scheduler import Run, Step
 from mixedkv.llama import Llama
 
-Mode = Literal["off", "prompt-lookup", "draft-model"]
+Mode = Literal["off", "prompt-lookup", "draft-model", "mtp"]
 
 _MOST = 16  # drafts of an answer in a step, where the cache sets no bound
 _DECAY = 0.95  # what the steps before the latest one count
@@ -76,7 +77,7 @@ class StepTime:
 class _Offer:
     """What may come in an answer: up to `n` tokens, each with the chance `rate` if those before it do.
 
-    `drafts` is None where the draft model makes them, as many as are wanted.
+    `drafts` is None where a draft model or MTP layer makes them, as many as are wanted.
     """
 
     run: Run
@@ -90,11 +91,12 @@ class Speculation:
 
     Args:
         mode: of answers that do not say.
-        draft_model: makes drafts where nothing better is known, in the mode "draft-model".
+        draft_model: makes drafts where nothing better is known, in the mode "draft-model"; in the mode "mtp"
+            the model's own MTP layer does.
         parallel: answers at a time.
 
     Raises:
-        ValueError: the mode needs a draft model, or it cannot draft for this one.
+        ValueError: the mode needs a draft model or MTP layers, or they cannot draft for this one.
 
     Attributes:
         why_off: why this model and cache take no drafts; "" where they do.
@@ -108,8 +110,14 @@ class Speculation:
         draft_model: Llama | None = None,
         parallel: int = 1,
     ) -> None:
-        self._model = DraftModel(llm, draft_model, parallel) if draft_model is not None else None
+        if draft_model is not None and mode == "mtp":
+            raise ValueError('speculation: "mtp" needs no draft model: leave draft_model out')
+        self._model: DraftModel | MtpHead | None = None
         self.mode, self.why_off = mode, _why_off(llm)
+        if draft_model is not None:
+            self._model = DraftModel(llm, draft_model, parallel)
+        elif mode == "mtp":
+            self._model = MtpHead(llm, parallel)
         self._check(mode)
         self.n_drafted = self.n_accepted = 0
         self._most = _most(llm)
@@ -128,17 +136,19 @@ class Speculation:
             prediction: what the answer may be; drafts are then made in any mode.
 
         Raises:
-            ValueError: the mode needs a draft model.
+            ValueError: the mode needs a draft model, or MTP layers.
         """
         prediction, mode = list(prediction), mode or self.mode
         self._check(mode)
         if self.why_off or (mode == "off" and not prediction):
             return None
-        return Drafter(map(int, prompt), prediction, by_model=mode == "draft-model")
+        return Drafter(map(int, prompt), prediction, by_model=mode in ("draft-model", "mtp"))
 
     def _check(self, mode: Mode) -> None:
-        if mode == "draft-model" and self._model is None:
+        if mode == "draft-model" and not isinstance(self._model, DraftModel):
             raise ValueError('speculation: "draft-model" needs one: give the engine a draft_model')
+        if mode == "mtp" and not isinstance(self._model, MtpHead):
+            raise ValueError('speculation: "mtp" has to be that of the engine, which then reads along')
 
     def stats(self) -> dict[str, str | int]:
         """Tokens that were drafted and that came so far; `why_off` is "" where drafts can be made."""
@@ -204,6 +214,11 @@ class Speculation:
                 assert run.job.drafter is not None
                 run.drafts = drafts
                 run.job.drafter.modelled(drafts)
+
+    def evaluated(self, step: Step) -> None:
+        """The model has evaluated it just now."""
+        if isinstance(self._model, MtpHead):
+            self._model.evaluated(step)
 
     def settle(self, run: Run, n: int) -> None:
         """The first `n` drafts of a job have come: they are part of its sequence, the others leave it.

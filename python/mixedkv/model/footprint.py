@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.hot_window import HotWindow
 from mixedkv.limits import padded
-from mixedkv.model.gguf_file import ModelFile
+from mixedkv.model.gguf_file import ModelFile, n_layers
 from mixedkv.row_types import type_bits
 
 _F16_BYTES = 2
@@ -97,9 +97,9 @@ def model_shape(model: ModelFile) -> ModelShape:
     Raises:
         UnsupportedModelError: the header lacks what the formula needs.
     """
-    n_layer = model.get("block_count")
+    n_layer = n_layers(model)
     n_head = model.get("attention.head_count")
-    if not isinstance(n_layer, int) or not n_head or not model.get("embedding_length"):
+    if not n_layer or not n_head or not model.get("embedding_length"):
         raise UnsupportedModelError(
             f"{model.path} does not describe layers with attention ({model.architecture})"
         )

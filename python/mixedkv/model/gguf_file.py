@@ -70,6 +70,18 @@ class ModelFile:
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
 
+def n_mtp_layers(file: ModelFile) -> int:
+    """Its last layers, which guess further tokens (multi-token prediction), and are used for nothing else."""
+    n = file.get("nextn_predict_layers", 0)
+    return n if isinstance(n, int) else 0
+
+
+def n_layers(file: ModelFile) -> int:
+    """Layers that each token goes through; 0 where the file does not tell."""
+    n = file.get("block_count", 0)
+    return max(0, n - n_mtp_layers(file)) if isinstance(n, int) else 0
+
+
 def file_stamp(path: str | os.PathLike[str]) -> tuple[int, int, int, int]:
     """Changes when the file is replaced or written to: device, inode, size, time of the last change."""
     status = os.stat(path)

@@ -20,7 +20,12 @@ _DEFAULT_N_CTX = 8192
 
 
 def load_model(
-    settings: ServerSettings, model: ServedModel, file: ModelFile, generates: bool, weights: Llama | None
+    settings: ServerSettings,
+    model: ServedModel,
+    file: ModelFile,
+    generates: bool,
+    weights: Llama | None,
+    mtp: bool,
 ) -> Llama:
     n_ctx = model.n_ctx or min(_DEFAULT_N_CTX, int(file.get("context_length", _DEFAULT_N_CTX)))
     if model.adapter and not Path(model.adapter).is_file():
@@ -38,6 +43,7 @@ def load_model(
         n_ctx=n_ctx if generates else CELLS,
         n_seq_max=settings.n_seq,
         n_rs_seq=settings.n_rs_seq,
+        load_mtp=mtp,
         stream_layers=parse_layers(settings.stream_layers) if settings.stream_layers else None,
         memory=settings.memory or None,
         lora_path=model.adapter or None,

@@ -31,7 +31,7 @@ from mixedkv.engine.store_connector import StoreConnector
 from mixedkv.engine.turns import Turns
 from mixedkv.errors import ClosedError, ModelChangedError
 from mixedkv.model.fingerprint import model_parts
-from mixedkv.model.gguf_file import ModelFile, read_model_file
+from mixedkv.model.gguf_file import ModelFile, n_mtp_layers, read_model_file
 from mixedkv.server import logs
 from mixedkv.server.api.context import warm_job
 from mixedkv.server.api.schemas import WarmRequest
@@ -166,8 +166,10 @@ def _open_model(
     if parent is not None and not generates:
         raise ValueError(f"lora: {model.parent!r} only embeds texts, adapters are for models that answer")
     watch = stack.enter_context(ModelWatch(part.path for part in model_parts(model.path)))
+    # the first one has to have such layers, of others those that have them use them
+    mtp = settings.speculation == "mtp" and (first or n_mtp_layers(file) > 0)
     llm = stack.enter_context(
-        load_model(settings, model, file, generates, parent.engine.llm if parent else None)
+        load_model(settings, model, file, generates, parent.engine.llm if parent else None, mtp)
     )
     drafts = settings.draft_model and first
     draft_model = stack.enter_context(load_draft_model(settings, llm)) if drafts else None
@@ -188,7 +190,7 @@ def _open_model(
             checkpoints=CheckpointLimits(
                 settings.checkpoints, settings.checkpoint_every, int(settings.max_checkpoint_gb * 1e9)
             ),
-            speculation=speculation_of(settings, drafts=draft_model is not None),
+            speculation=speculation_of(settings, drafts=draft_model is not None or mtp),
             draft_model=draft_model,
             turns=turns,
         )
@@ -215,8 +217,8 @@ def _open_model(
 
 
 def speculation_of(settings: ServerSettings, drafts: bool) -> Mode:
-    """Of a model's answers; `drafts`: it has the draft model, which is the first one's."""
-    if settings.speculation == "draft-model" and not drafts:
+    """Of a model's answers; `drafts`: it has the draft model, which is the first one's, or MTP layers."""
+    if settings.speculation in ("draft-model", "mtp") and not drafts:
         return "prompt-lookup"
     return settings.speculation or ("draft-model" if drafts else "off")
 

@@ -140,10 +140,11 @@ class ServerSettings(BaseSettings):
     chunk_check: float = _option(
         0.01, "share of the answers from chunks that is evaluated exactly too, when there is time", "X", 0, 1
     )
-    speculation: Literal["", "off", "prompt-lookup", "draft-model"] = _option(
+    speculation: Literal["", "off", "prompt-lookup", "draft-model", "mtp"] = _option(
         "",
         "prompt-lookup: guess what repeats itself, and evaluate several tokens of an answer in a step; "
-        "draft-model: the draft model guesses as well (default: with a draft model that, else off)",
+        "draft-model: the draft model guesses as well; mtp: layers of the model do that were trained for it "
+        "(default: with a draft model that, else off)",
         "HOW",
     )
     draft_model: str = _option(
@@ -261,6 +262,10 @@ class ServerSettings(BaseSettings):
             )
         if self.speculation == "draft-model" and not self.draft_model:
             raise ValueError("speculation=draft-model needs a draft model: give draft_model too")
+        if self.speculation == "mtp" and self.draft_model:
+            raise ValueError("speculation=mtp needs no draft model: leave draft_model out")
+        if self.speculation == "mtp" and (self.stream_layers or self.memory):
+            raise ValueError("speculation=mtp and stream_layers or memory: leave one out")
         if self.embeddings and (self.stream_layers or self.memory):
             raise ValueError(
                 "embeddings and stream_layers or memory: streamed layers are one context's: leave one out"

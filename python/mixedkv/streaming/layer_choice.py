@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mixedkv.errors import UnsupportedModelError
-from mixedkv.model.gguf_file import ModelFile
+from mixedkv.model.gguf_file import ModelFile, n_layers
 
 RING_LAYERS = 3  # in memory at a time: one in use, one there, one on its way
 Asked = Literal["auto"] | int | Mapping[str, int]
@@ -30,13 +30,15 @@ class LayerSizes:
     @classmethod
     def of(cls, file: ModelFile) -> LayerSizes:
         """Raises UnsupportedModelError for a model without layers."""
-        n_layer = int(file.get("block_count", 0))
+        n_layer = n_layers(file)
         sizes: Counter[int] = Counter()
         names: set[str] = set()
         rest = routed = 0
         for tensor in file.tensors:
             match = _MATRIX.fullmatch(tensor.name)
-            if match is None or tensor.n_dims < 2 or int(match[1]) >= n_layer:
+            if match is not None and int(match[1]) >= n_layer:
+                continue  # MTP layers, which are not loaded
+            if match is None or tensor.n_dims < 2:
                 rest += tensor.n_bytes
                 continue
             if "_exps" in match[2]:

@@ -15,7 +15,7 @@ from mixedkv.config import KVSetting
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.memory_room import memory_room, own_memory
 from mixedkv.model.footprint import footprint, model_shape
-from mixedkv.model.gguf_file import ModelFile
+from mixedkv.model.gguf_file import ModelFile, n_layers
 from mixedkv.sizes import parse_size
 from mixedkv.streaming.layer_choice import RING_LAYERS, Asked, LayerSizes, choose_layers, no_room
 
@@ -136,7 +136,7 @@ class Streaming:
             mode=self.mode,
             o_direct=bool(read.get("o_direct", False)),
             layers=self.layers,
-            n_layer=int(self._file.get("block_count", 0)),
+            n_layer=n_layers(self._file),
             bytes_pass=n_pass,
             bytes_ring=read.get("bytes_ring", 0),
             bytes_resident=self._kept if self.mode == "mmap" else total - n_pass,

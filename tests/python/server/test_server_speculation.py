@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
+from support.mtp_models import write_counting_model
+from support.patience import PATIENCE
 from support.server_support import Server, running
 
 PROMPT = make_recall(3, 10).prompt
@@ -91,6 +94,26 @@ def test_a_draft_model() -> None:
         assert server.stats()["engine"]["speculation"]["mode"] == "draft-model"
 
 
-def test_a_mode_without_its_model_is_refused(server: Server) -> None:
-    status, answer, _ = server.request("POST", "/v1/completions", {**ENDLESS, "speculation": "draft-model"})
+@pytest.mark.parametrize("mode", ["draft-model", "mtp"])
+def test_a_mode_without_its_model_is_refused(server: Server, mode: str) -> None:
+    status, answer, _ = server.request("POST", "/v1/completions", {**ENDLESS, "speculation": mode})
     assert (status, answer["error"]["param"]) == (400, "speculation")
+
+
+def test_the_models_own_layer_drafts(tmp_path: Path) -> None:
+    path = write_counting_model(tmp_path / "counts.gguf", "state")
+    body = {"prompt": "abc", "max_tokens": 60, "temperature": 0, "min_tokens": 60}
+    with running("-m", str(path), "--n-ctx", "512", "--parallel", "2", "--speculation", "mtp") as server:
+        drafted = [server.post("/v1/completions", body) for _ in range(3)]
+        plain = server.post("/v1/completions", {**body, "speculation": "off"})
+        assert {answer["choices"][0]["text"] for answer in drafted} == {plain["choices"][0]["text"]}
+        assert server.stats()["engine"]["speculation"]["mode"] == "mtp"
+        assert server.stats()["engine"]["speculation"]["accepted_tokens"] > 0
+
+
+def test_a_model_without_such_a_layer_is_refused() -> None:
+    server = Server("-m", str(model_path()), "--speculation", "mtp")
+    assert server.process.wait(PATIENCE) != 0
+    server.stop()
+    assert "has no MTP layers" in server.log
+    assert "Traceback" not in server.log

@@ -160,7 +160,7 @@ class Generation(Model):
     )
     return_progress: bool | None = Field(None, description="A stream says how far its prompt is.")
     ignore_eos: bool | None = Field(None, description="Go on to max_tokens.")
-    speculation: Literal["off", "prompt-lookup", "draft-model"] | None = Field(
+    speculation: Literal["off", "prompt-lookup", "draft-model", "mtp"] | None = Field(
         None, description="How what comes next is guessed; default: as the server was started."
     )
     use_kv_cache: bool | None = Field(None, description="False: evaluate everything, keep nothing.")

@@ -1,0 +1,42 @@
+// Hidden states of tokens behind the last layer, which heads that predict several tokens (MTP) read. llama.cpp has them
+// in llama-ext.h, which Python cannot call.
+
+#include "bindings.h"
+
+#include "llama-ext.h"
+
+#include <pybind11/numpy.h>
+
+#include <cstring>
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace mixedkv_py {
+
+static void keep_hidden(uintptr_t context, bool value, bool outputs_only) {
+    llama_set_embeddings_nextn(pointer<llama_context>(context), value, outputs_only);
+}
+
+static py::array_t<float> hidden(uintptr_t context, int32_t first, int32_t n) {
+    auto * ctx = pointer<llama_context>(context);
+    const int32_t n_embd = llama_model_n_embd_out(llama_get_model(ctx));
+
+    py::array_t<float> out({n, n_embd});
+    for (int32_t i = 0; i < n; i++) {
+        const float * row = llama_get_embeddings_nextn_ith(ctx, first + i);
+        if (row == nullptr) {
+            throw py::value_error("there is no hidden state of token " + std::to_string(first + i) +
+                                  " of the latest batch");
+        }
+        std::memcpy(out.mutable_data(i), row, n_embd * sizeof(float));
+    }
+    return out;
+}
+
+void register_hidden(py::module_ & m) {
+    m.def("keep_hidden", &keep_hidden, "context"_a, "value"_a, "outputs_only"_a);
+    m.def("hidden", &hidden, "context"_a, "first"_a, "n"_a);
+}
+
+} // namespace mixedkv_py
