@@ -19,10 +19,10 @@ static void keep_hidden(uintptr_t context, bool value, bool outputs_only) {
 }
 
 static py::array_t<float> hidden(uintptr_t context, int32_t first, int32_t n) {
-    auto * ctx = pointer<llama_context>(context);
+    auto *        ctx    = pointer<llama_context>(context);
     const int32_t n_embd = llama_model_n_embd_out(llama_get_model(ctx));
 
-    py::array_t<float> out({n, n_embd});
+    py::array_t<float> out({ n, n_embd });
     for (int32_t i = 0; i < n; i++) {
         const float * row = llama_get_embeddings_nextn_ith(ctx, first + i);
         if (row == nullptr) {

@@ -347,6 +347,7 @@ class Engine:
             finally:
                 self._inbox.close()
                 self._thread.join()
+                self.speculation.close()
                 self._closed = True
                 atexit.unregister(self.close)
 

@@ -8,6 +8,7 @@ context of its own on the same weights, so all that the model evaluates is read 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,8 +47,8 @@ class _Reader:
     seen: Tokens = field(default_factory=lambda: np.empty(0, np.int32))
     job: Job | None = None
 
-    def take(self, job: Job, first: int, tokens: Tokens, states: npt.NDArray[np.float32]) -> bool:
-        """States of tokens from position `first` on; False if those between are missing: it has to begin anew."""
+    def take(self, first: int, tokens: Tokens, states: npt.NDArray[np.float32]) -> bool:
+        """States of tokens from position `first` on; False if some between are missing: begin anew."""
         begin = len(self.tokens) - 1  # position of the first state
         if not len(self.seen) and first == begin + 1:  # the state before is not known any more, or never was
             states = np.concatenate([np.zeros_like(states[:1]), states])
@@ -68,14 +69,30 @@ class _Reader:
         known = common_prefix(self.seen[1 - before :], np.array(job.tokens[begin - before :], np.int32))
         return min(known + 1 - before, len(self.seen), end - begin)
 
-    def read(self, tokens: Sequence[int]) -> None:
+    def take_out(self, tokens: Sequence[int]) -> None:
+        """These have rows now."""
         n = len(tokens)
         self.tokens = np.append(self.tokens, np.array(tokens, np.int32))
         self.states, self.seen = self.states[n:], self.seen[n:]
 
-    def restart(self, tokens: Sequence[int]) -> None:
+    def restart(self, tokens: Sequence[int] | Tokens) -> None:
+        """Without rows; the next token to have one comes after these."""
         self.tokens = np.array(tokens, np.int32)
         self.states, self.seen = self.states[:0], self.seen[:0]
+
+
+@dataclass(slots=True, eq=False)
+class _Draft:
+    """Up to `n` tokens behind the `end` of a job, `made` so far; `read` had no rows before, and
+    `row` of the batch says what comes next.
+    """
+
+    reader: _Reader
+    end: int
+    n: int
+    made: list[int] = field(default_factory=list)
+    read: Sequence[int] = ()
+    row: int = -1
 
 
 class MtpHead:
@@ -102,8 +119,9 @@ class MtpHead:
         self._readers = [_Reader(i, np.empty((0, n_embd), np.float32)) for i in range(parallel)]
         self._ctx: Any = self._make(llm, parallel)
         self._memory = llama_cpp.llama_get_memory(self._ctx)
-        _llama_cpp.at_close(llm, self.close)
         self._threads = _core.Threads(_llama_cpp.address(self._ctx))
+        closing = weakref.WeakMethod(self.close)
+        _llama_cpp.at_close(llm, lambda: (close := closing()) and close())
         _core.keep_hidden(_llama_cpp.address(self._ctx), True, True)
         _core.keep_hidden(_llama_cpp.address(self._target), True, False)
 
@@ -126,8 +144,9 @@ class MtpHead:
         return ctx
 
     def close(self) -> None:
-        """Called by `llm.close`."""
+        """Free the context; called by the engine."""
         if self._ctx:
+            _core.keep_hidden(_llama_cpp.address(self._target), False, False)
             self._threads.close()
             llama_cpp.llama_free(self._ctx)
             self._ctx = None
@@ -144,7 +163,7 @@ class MtpHead:
             tokens = np.array([*job.tokens[first : first + run.n], *run.drafts], np.int32)
             states = _core.hidden(_llama_cpp.address(self._target), begin, end - begin)
             reader = self._reader(job)
-            if not reader.take(job, first, tokens, states):
+            if not reader.take(first, tokens, states):
                 self._remove(reader, 0)
                 reader.restart(job.tokens[: first + 1])
                 reader.states, reader.seen = states, tokens
@@ -164,43 +183,45 @@ class MtpHead:
                 read.append((reader, self._add(reader, job, n, logits=False)))
         if read and self._decode():
             for reader, tokens in read:
-                reader.read(tokens)
+                reader.take_out(tokens)
 
     def draft(self, wanted: Sequence[tuple[Job, int]]) -> list[list[int]]:
         """Up to so many tokens that may come next, for each job; none for a job that is not read yet."""
-        drafts: list[list[int]] = [[] for _ in wanted]
-        at_work = []
+        drafts = [_Draft(self._reader(job), len(job.tokens), n) for job, n in wanted]
         self._batch.clear()
-        for (job, n), made in zip(wanted, drafts, strict=True):
-            reader = self._reader(job)
-            left = len(job.tokens) - len(reader.tokens)
-            fits = len(job.tokens) + n <= self._n_ctx and left <= self._room // len(wanted)
-            if n > 0 and fits and 0 < left == reader.left(job):
-                tokens = self._add(reader, job, left, logits=True)
-                at_work.append((len(self._batch) - 1, reader, len(job.tokens), n, made, tokens))
-        begun = list(at_work)
+        begun = []
+        for draft, (job, n) in zip(drafts, wanted, strict=True):
+            left = draft.end - len(draft.reader.tokens)
+            fits = draft.end + n <= self._n_ctx and left <= self._room // len(wanted)
+            if n > 0 and fits and 0 < left == draft.reader.left(job):
+                draft.read = self._add(draft.reader, job, left, logits=True)
+                draft.row = len(self._batch) - 1
+                begun.append(draft)
+        at_work = begun
         while at_work:
             if not self._decode():
-                return drafts
-            goes_on = []
-            ctx = _llama_cpp.address(self._ctx)
-            rows = [(_core.hidden(ctx, row, 1), *rest) for row, *rest in at_work]
-            scores = [logits_row(self._ctx, row, self._n_vocab) for row, *_ in at_work]
-            best = [int(logits.argmax()) for logits in scores]
+                for draft in begun:  # some may have rows by now that nobody knows of
+                    self._forget(draft.reader)
+                return [draft.made for draft in drafts]
+            at_work = [draft for draft in at_work if self._guess(draft)]
+            states = [_core.hidden(_llama_cpp.address(self._ctx), draft.row, 1) for draft in at_work]
             self._batch.clear()
-            for (state, reader, end, n, made, _), logits, token in zip(rows, scores, best, strict=True):
-                if np.exp(logits - logits[token]).sum() * SURE > 1.0:
-                    continue
-                made.append(token)
-                if len(made) < n:
-                    at = end + len(made) - 1
-                    row = self._batch.add([token], at, reader.id, logits=True, states=state)
-                    goes_on.append((row, reader, end, n, made, []))
-            at_work = goes_on
-        for _, reader, end, _, _, tokens in begun:
-            reader.read(tokens)
-            self._remove(reader, end)  # of drafts: they are read again with the model's own states
-        return drafts
+            for draft, state in zip(at_work, states, strict=True):
+                last = draft.end + len(draft.made) - 1
+                draft.row = self._batch.add(draft.made[-1:], last, draft.reader.id, logits=True, states=state)
+        for draft in begun:
+            draft.reader.take_out(draft.read)
+            self._remove(draft.reader, draft.end)  # drafts are read again, with the model's own states
+        return [draft.made for draft in drafts]
+
+    def _guess(self, draft: _Draft) -> bool:
+        """The next token, from the latest batch; whether another one is to follow."""
+        logits = logits_row(self._ctx, draft.row, self._n_vocab)
+        best = int(logits.argmax())
+        if np.exp(logits - logits[best]).sum() * SURE > 1.0:
+            return False
+        draft.made.append(best)
+        return len(draft.made) < draft.n
 
     @property
     def _room(self) -> int:
@@ -232,6 +253,10 @@ class MtpHead:
             reader.restart(tokens[:n])
         return reader
 
+    def _forget(self, reader: _Reader) -> None:
+        self._remove(reader, 0)
+        reader.restart([])
+
     def _remove(self, reader: _Reader, first: int) -> None:
         llama_cpp.llama_memory_seq_rm(self._memory, reader.id, first, -1)
 
@@ -244,8 +269,7 @@ class MtpHead:
             log.warning("llama_decode of the MTP layer returned %d", code)
         for reader in self._readers:
             if code != NO_CELLS or reader.job is None:
-                self._remove(reader, 0)
-                reader.restart([])
+                self._forget(reader)
         return False
 
 

@@ -215,6 +215,11 @@ class Speculation:
                 run.drafts = drafts
                 run.job.drafter.modelled(drafts)
 
+    def close(self) -> None:
+        """Free what was made for drafts; the draft model stays."""
+        if isinstance(self._model, MtpHead):
+            self._model.close()
+
     def evaluated(self, step: Step) -> None:
         """The model has evaluated it just now."""
         if isinstance(self._model, MtpHead):

@@ -1,4 +1,4 @@
-"""Drafts of a model's own MTP layer: from the tokens and hidden states that belong together, in every case."""
+"""Drafts of a model's own MTP layer: from tokens and hidden states that belong together."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from mixedkv import Llama
 from mixedkv.engine import Engine
 from mixedkv.engine.job import Job
 from mixedkv.engine.mtp_head import MtpHead
+from mixedkv.engine.sampler import logits_row
 from mixedkv.engine.speculation import StepTime
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.model.footprint import footprint, model_shape
@@ -89,15 +90,13 @@ def drafted(engine: Engine, prompts: list[list[int]], **options: Any) -> tuple[i
 
 @pytest.mark.parametrize("kv", ["f16", MIXED])
 @pytest.mark.parametrize("reads", ["token", "state"])
-def test_tokens_and_states_belong_together(
-    models: Models, reads: Reads, kv: str
-) -> None:
+def test_tokens_and_states_belong_together(models: Models, reads: Reads, kv: str) -> None:
     with engine(models(reads), kv) as it:
         for n in (1, 2, 17, 200):  # in one step, and in several
             n_drafted, n_right = drafted(it, [prompt(n, n)])
-            assert n_right == n_drafted >= 30
+            assert n_right == n_drafted >= 20
         n_drafted, n_right = drafted(it, [prompt(i, 20 + 50 * i) for i in range(4)])  # at a time
-        assert n_right == n_drafted >= 100
+        assert n_right == n_drafted >= 60
 
 
 @pytest.mark.parametrize("reads", ["token", "state"])
@@ -107,12 +106,12 @@ def test_a_later_turn_goes_on(models: Models, reads: Reads) -> None:
         (job,) = ask(it, [prompt(3, 150)])
         later = [*job.tokens, *prompt(50, 30)]
         n_drafted, n_right = drafted(it, [later])
-        assert n_right == n_drafted >= 30
+        assert n_right == n_drafted >= 20
         shorter = later[:100] + prompt(9, 11)  # from what another answer has
         n_drafted, n_right = drafted(it, [shorter])
-        assert n_right == n_drafted >= 30
+        assert n_right == n_drafted >= 20
         n_drafted, n_right = drafted(it, [shorter])  # the very same
-        assert n_right == n_drafted >= 30
+        assert n_right == n_drafted >= 20
 
 
 @pytest.mark.parametrize("kv", ["f16", MIXED])
@@ -134,19 +133,19 @@ def test_the_cache_is_that_of_the_layers_before(models: Models, kind: str) -> No
     with Llama(path, load_mtp=True, **options) as one, Llama(path, **options) as other:
         one.eval(tokens)
         other.kv.load(one.kv.export(tokens=tokens))
+        logits = []
         for llm in (one, other):
             stats = llm.kv.stats(by_layer=True)
             assert [layer.il for layer in stats.layers or ()] == [layer.il for layer in shape.layers]
             assert stats.bytes_cold + stats.bytes_hot == footprint(shape, llm.kv.config, 512).bytes
             llm.eval([after(tokens[-1])])
-        assert np.array_equal(one.scores[len(tokens)], other.scores[len(tokens)])
+            logits.append(logits_row(llm.ctx, -1, llm.n_vocab()).copy())
+        assert np.array_equal(*logits)
         with pytest.raises(ValueError, match="the model has"):
             Llama(path, **{**options, "kv": f"mixed:layers={shape.n_layer}:q8_0"})
 
 
-def test_a_layer_that_is_wrong_is_given_up(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_that_is_wrong_is_given_up(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepTime, "line", lambda _: (1.0, 0.2))
     with engine(models("nothing")) as it:
         n_drafted, n_right = drafted(it, [prompt(3, 20)], max_tokens=200)
@@ -157,7 +156,7 @@ def test_a_layer_that_is_wrong_is_given_up(
 def test_an_answer_can_do_without(models: Models) -> None:
     with engine(models("token")) as it:
         assert drafted(it, [prompt(3, 20)], speculation="off") == (0, 0)
-        assert drafted(it, [prompt(4, 20)])[1] >= 30
+        assert drafted(it, [prompt(4, 20)])[1] >= 20
 
 
 def test_when_cells_run_out(models: Models) -> None:
@@ -167,7 +166,7 @@ def test_when_cells_run_out(models: Models) -> None:
             n_drafted, n_right = drafted(it, [prompt(first, 120), prompt(first + 90, 40)], max_tokens=20)
             assert n_right == n_drafted
         n_drafted, n_right = drafted(it, [prompt(77, 30)])
-        assert n_right == n_drafted >= 30
+        assert n_right == n_drafted >= 20
 
 
 def test_kept_with_the_text_when_the_middle_is_dropped(models: Models) -> None:
@@ -176,6 +175,16 @@ def test_kept_with_the_text_when_the_middle_is_dropped(models: Models) -> None:
         answer.result()
         assert answer.job.n_answer == 300
         assert it.speculation.n_accepted == it.speculation.n_drafted > 150
+
+
+def test_engines_one_after_the_other(models: Models) -> None:
+    """Each has a context of its own for the layer, freed with it."""
+    options: dict[str, Any] = {"n_ctx": 512, "n_seq_max": 5, "kv_unified": True, "verbose": False}
+    with Llama(models("state"), kv="f16", load_mtp=True, **options) as llm:
+        for mode in ("mtp", "off", "mtp"):
+            with Engine(llm, parallel=2, speculation=mode) as it:
+                ask(it, [prompt(3, 30)])
+                assert (it.speculation.n_accepted > 20) == (mode == "mtp")
 
 
 def test_what_it_needs(models: Models, zoo_path: Callable[[str], Path]) -> None:

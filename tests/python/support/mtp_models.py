@@ -1,8 +1,8 @@
 """Models with an MTP layer that is right, made by hand: which token comes next depends on the last one alone.
 
 Attention and feed-forward layers add nothing, so the hidden state of a token is its embedding. Embeddings of
-successive tokens differ by one rotation, and the output matrix has each token where its predecessor's is: after
-a token comes the next one, after the last the first. Control tokens never come.
+successive tokens differ by one rotation, and the output matrix has each token where its predecessor's is:
+after a token comes the next one, after the last the first. Control tokens never come.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def write_counting_model(path: Path, reads: Reads, kind: str = "glm4moe") -> Pat
     g.tensors["output.weight"][FIRST:] = 4 * np.roll(embeddings, 1, axis=0)
     g.vector("output_norm.weight", shape.n_embd, std=0.0)
     nothing, same = np.zeros_like(turn), np.eye(shape.n_embd, dtype=np.float32)
-    of_token, of_state = {"token": (same, nothing), "state": (nothing, turn), "nothing": (turn, nothing)}[reads]
+    of_token, of_state = {"token": (same, nothing), "state": (nothing, turn), "nothing": (turn, nothing)}[
+        reads
+    ]
     g.tensors[f"blk.{il}.nextn.eh_proj.weight"] = np.concatenate([of_token, of_state], axis=1)
     for part in ("enorm", "hnorm"):
         g.vector(f"blk.{il}.nextn.{part}.weight", shape.n_embd, std=0.0)
