@@ -114,6 +114,13 @@ def test_a_later_turn_goes_on(models: Models, reads: Reads) -> None:
         assert n_right == n_drafted >= 20
 
 
+@pytest.mark.parametrize("reads", ["token", "state"])
+def test_latent_attention(models: Models, reads: Reads) -> None:
+    with engine(models(reads, "deepseek2")) as it:
+        n_drafted, n_right = drafted(it, [prompt(i, 20 + 50 * i) for i in range(4)])
+        assert n_right == n_drafted >= 60
+
+
 @pytest.mark.parametrize("kv", ["f16", MIXED])
 @pytest.mark.parametrize("reads", ["token", "state"])
 def test_a_hybrid_model(models: Models, reads: Reads, kv: str) -> None:

@@ -17,6 +17,8 @@ from support import zoo
 from support.zoo import N_VOCAB
 from support.zoo.dense import glm4moe
 from support.zoo.hybrid import qwen35
+from support.zoo.latent import deepseek2
+from support.zoo.parts import experts
 from support.zoo.vocabulary import SPECIALS
 
 Reads = Literal["token", "state", "nothing"]
@@ -32,7 +34,12 @@ def write_counting_model(path: Path, reads: Reads, kind: str = "glm4moe") -> Pat
     shape = zoo.SHAPES[kind]
     il = shape.n_layer
     shape = replace(shape, n_layer=il + 1, kv_layers=(*shape.kv_layers, il))
-    g = {"glm4moe": glm4moe, "qwen35": qwen35}[kind](shape)
+    g = {"glm4moe": glm4moe, "qwen35": qwen35, "deepseek2": deepseek2}[kind](shape)
+    if kind == "deepseek2":
+        g.keys["leading_dense_block_count"] = il
+        experts(g, il, shared=True)
+        for part in ("gate", "up", "down"):
+            del g.tensors[f"blk.{il}.ffn_{part}.weight"]
     g.keys["nextn_predict_layers"] = 1
     turn = _rotation(shape.n_embd)
     embeddings = _circle(turn)
