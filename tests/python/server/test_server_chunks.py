@@ -54,7 +54,7 @@ def test_passages_are_labelled_checked_and_one_tenants(tmp_path: Path) -> None:
         assert text == cold
         wait_for(lambda: server.stats(ANNA)["store"]["chunks"]["checked"] == 1)
         assert server.stats(ANNA)["store"]["chunks"]["off"] == ""
-        metrics = server.request("GET", "/metrics", key=ANNA)[1]
+        metrics = server.metrics(key=ANNA)
         assert "mixedkv:chunk_checks_total 1.0" in metrics
         assert "mixedkv:chunk_reuse_off 0.0" in metrics
         assert f"mixedkv:approximate_cache_hits_total {found['approximate_cached_tokens']}.0" in metrics

@@ -40,7 +40,7 @@ def test_a_tenant_has_so_many_sessions_and_sees_its_own(tmp_path: Path) -> None:
         assert (theirs["data"], theirs["sessions"], theirs["max_bytes"]) == ([], 0, 0)
         assert server.status("GET", "/v1/context?limit=0", key=ANNA) == 400
         assert server.status("GET", "/v1/context") == 401
-        text = server.request("GET", "/metrics", key="metrics-key-0123456789")[1]
+        text = server.metrics(key="metrics-key-0123456789")
         assert "mixedkv:sessions 2.0" in text
         assert server.status("DELETE", "/v1/context/s0", key=ANNA) == 200
         assert create(server, ANNA)[0] == 201

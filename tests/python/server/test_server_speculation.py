@@ -40,7 +40,7 @@ def test_an_answer_with_drafts_is_told_apart_by_its_usage_only(server: Server) -
     now = server.wait_until_idle()["engine"]["speculation"]
     assert (now["mode"], now["why_off"]) == ("prompt-lookup", "")
     assert now["accepted_tokens"] >= found["accepted_prediction_tokens"]
-    text = server.request("GET", "/metrics")[1]
+    text = server.metrics()
     names = ("draft", "accepted")
     counted = [
         re.search(rf"^mixedkv:spec_decode_num_{name}_tokens_total (\S+)", text, re.M) for name in names
