@@ -88,8 +88,8 @@ def _cache(server: ServerState) -> KVStats:
 
 
 async def metrics_text(server: ServerState) -> tuple[bytes, float]:
-    """The metrics with what the cache holds now, and the seconds of work they took the engine and the event loop:
-    others' time on a busy machine would make the text an old one.
+    """The metrics with what the cache holds now, and the seconds of work they took the engine and the event
+    loop: what other processes take would only keep an old text.
     """
     seconds, alive = 0.0, [each for each in server.all if each.engine.alive]
     if alive:

@@ -10,7 +10,7 @@ from support.bench_support import run
 
 
 def test_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--repeats", "1", "--n-prompt", "160", "--n-gen", "8", "--threads", "1"]
+    small = ["--repeats", "3", "--n-prompt", "160", "--n-gen", "8", "--threads", "1"]
     all_rows = run(tmp_path / "s.json", "split", "--kv", "f16", *small)["rows"]
     rows = [row for row in all_rows if row["test"] == "split"]
     assert [row["delay_ms"] for row in rows] == [0, 5, 20, 100]
