@@ -156,8 +156,12 @@ def test_all_at_once(server: Server) -> None:
 def test_gauges_are_of_all_models(server: Server) -> None:
     for name in NAMES:
         ask(server, name)
-    server.wait_until_idle()
-    stats = [server.request("GET", f"/v1/stats?model={name}")[1] for name in NAMES]
+
+    def all_stats() -> list[Any]:
+        return [server.request("GET", f"/v1/stats?model={name}")[1] for name in NAMES]
+
+    wait_for(lambda: not any((now["store"] or {}).get("waiting_to_be_stored") for now in all_stats()))
+    stats = all_stats()
     assert [now["parent"] for now in stats] == ["", "base", "base", ""]
     text = server.metrics()
 
