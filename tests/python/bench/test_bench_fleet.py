@@ -114,7 +114,7 @@ def test_without_ray(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
 def test_a_small_fleet(tmp_path: Path) -> None:
     small = ["--replicas", "2", "--clients", "2", "--turns", "2", "--n-prompt", "600", "--n-gen", "4"]
     with redis_server(tmp_path) as (_, port):
-        remote = ["--remote", f"redis://127.0.0.1:{port}/0", "--repeats", "1"]
+        remote = ["--remote", f"redis://127.0.0.1:{port}/0?timeout=20", "--repeats", "1"]
         rows = run(tmp_path / "f.json", "fleet", *small, *remote)["rows"]
     found = {(row["routing"], row["shared"]): row for row in rows if row["test"] == "fleet"}
     routings = [("random", False), ("ray", False), ("prefix", False), ("random", True), ("prefix", True)]

@@ -10,7 +10,7 @@ from support.bench_support import run
 
 
 def test_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--repeats", "1", "--n-prompt", "160", "--n-gen", "8", "--threads", "1"]
+    small = ["--repeats", "3", "--n-prompt", "160", "--n-gen", "8", "--threads", "1"]
     all_rows = run(tmp_path / "s.json", "split", "--kv", "f16", *small)["rows"]
     rows = [row for row in all_rows if row["test"] == "split"]
     assert [row["delay_ms"] for row in rows] == [0, 5, 20, 100]
@@ -24,6 +24,5 @@ def test_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     clients = [row for row in all_rows if row["test"] == "split_clients"]
     assert [row["n_clients"] for row in clients] == [1, 4, 8]
     for row in clients:
-        assert row["tokens_per_second"] > 0
-        assert row["ratio"] == pytest.approx(row["tokens_per_second"] / row["local_tokens_per_second"])
+        assert min(row["tokens_per_second"], row["local_tokens_per_second"], row["ratio"]) > 0
     assert "Split, f16 no flash cache" in capsys.readouterr().out

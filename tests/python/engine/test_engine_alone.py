@@ -22,6 +22,7 @@ from mixedkv.engine.inbox import Inbox
 from mixedkv.engine.job import Event
 from mixedkv.errors import ClosedError, ContextLengthError
 from mixedkv.store import KVStore
+from support.patience import PATIENCE
 
 RECALLS = [make_recall(i, 12) for i in range(6)]
 GREEDY: dict[str, Any] = {"max_tokens": 24, "temperature": 0}
@@ -97,8 +98,8 @@ def test_who_stops_reading_stops_the_answer(engine: Engine) -> None:
     for _ in answer:
         break
     with pytest.raises(CancelledError):
-        answer.result(60)
-    assert engine.call(lambda: answer.job.n_answer).result(60) < 1500
+        answer.result(PATIENCE)
+    assert engine.call(lambda: answer.job.n_answer).result(PATIENCE) < 1500
 
 
 def no_end(engine: Engine) -> tuple[tuple[int, float], ...]:
@@ -164,7 +165,7 @@ def test_closing_leaves_the_llama(llm: Llama) -> None:
     engine.close()
     engine.close()
     with pytest.raises(ClosedError):
-        answer.result(60)
+        answer.result(PATIENCE)
     with pytest.raises(ClosedError):
         engine.submit("x")
     assert not engine.alive
@@ -210,13 +211,13 @@ def test_who_closes_second_waits_for_the_first(llm: Llama) -> None:
         def close(self) -> None:
             super().close()
             begun.set()
-            assert go_on.wait(60)
+            assert go_on.wait(PATIENCE)
 
     begun, go_on = threading.Event(), threading.Event()
     engine = Engine(llm, connector=Slow())
     first = threading.Thread(target=engine.close)
     first.start()
-    assert begun.wait(60)
+    assert begun.wait(PATIENCE)
     threading.Timer(0.05, go_on.set).start()
     engine.close()
     assert not engine._thread.is_alive()
@@ -258,7 +259,7 @@ def test_no_job_gets_lost_between_submit_and_close(llm: Llama) -> None:
     closer.join()
     assert connector.calls[:2] == ["attach", "fetch"]
     with pytest.raises(ClosedError):
-        answer.result(60)
+        answer.result(PATIENCE)
 
 
 def test_calls_that_were_cancelled_do_not_stop_others() -> None:
@@ -294,7 +295,7 @@ def test_a_loop_that_closes_meanwhile_takes_no_other_answer_along(engine: Engine
         loop.close()
         loop.is_closed = lambda: False  # type: ignore[method-assign]  # as if it closed right after the question
     other = engine.submit(RECALLS[1].prompt, **GREEDY)
-    assert other.result(60).text == RECALLS[1].fact.answer
+    assert other.result(PATIENCE).text == RECALLS[1].fact.answer
     del loop.is_closed
     answer.cancel()
 
@@ -372,9 +373,9 @@ def test_models_of_all_kinds(zoo_path: Callable[[str], Path], name: str, kv: str
     greedy: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "logit_bias": ((2, -100.0),)}
     with Llama(zoo_path(name), kv=kv, verbose=False, **options) as llm, Engine(llm) as engine:
         first = engine.submit(tokens, **greedy)
-        assert first.result(60).reason == "length"
+        assert first.result(PATIENCE).reason == "length"
         longer = engine.submit([*first.job.tokens[:-1], 5, 6], **greedy)
-        assert longer.result(60).reason == "length"
+        assert longer.result(PATIENCE).reason == "length"
         assert longer.job.n_cached == len(first.job.tokens) - 1
 
 
@@ -386,5 +387,5 @@ def test_no_http_is_imported() -> None:
 
 def test_an_engine_is_not_closed_by_what_it_calls(engine: Engine) -> None:
     with pytest.raises(RuntimeError, match="on another thread"):
-        engine.call(engine.close).result(60)
+        engine.call(engine.close).result(PATIENCE)
     assert engine.alive

@@ -70,7 +70,7 @@ def test_the_router() -> None:
         assert one["pluginRef"] in plugins
     (engine,) = plugins["core-metrics-extractor"]["engineConfigs"]
     with running() as server:
-        text = server.request("GET", "/metrics")[1]
+        text = server.metrics()
         names = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
         assert {name for spec, name in engine.items() if spec.endswith("Spec") and name} <= names
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):

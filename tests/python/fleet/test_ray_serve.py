@@ -38,7 +38,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any]]
         ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, _system_config=own)
         try:
             serve.start(http_options={"port": port})
-            remote = f"redis://127.0.0.1:{redis_port}/0"
+            remote = f"redis://127.0.0.1:{redis_port}/0?timeout=20"
             serve.run(build({"replicas": 2, "cpus": 0.1, "threads": 1, "store_remote": remote}))
             yield f"http://127.0.0.1:{port}", redis.Redis(port=redis_port)
         finally:
@@ -123,7 +123,7 @@ def test_replicas_come_with_the_load_and_hand_over_when_they_go(
     url, redis = fleet
     redis.flushall()
     options = {"replicas": "1-2", "cpus": 0.1, "threads": 1, "parallel": 2, "drain_timeout": PATIENCE}
-    remote = f"redis://127.0.0.1:{redis.connection_pool.connection_kwargs['port']}/0"
+    remote = f"redis://127.0.0.1:{redis.connection_pool.connection_kwargs['port']}/0?timeout=20"
     serve.run(application.build({**options, "store_remote": remote}))
     wait_for(lambda: len(replica_pids()) == 1, pause=0.5)  # the other one of before stores what it holds
     talks: list[list[dict[str, str]]] = [[] for _ in range(4)]

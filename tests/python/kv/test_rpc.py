@@ -78,7 +78,7 @@ def test_rows_that_lie_there_are_merged(results: list[dict[str, Any]]) -> None:
     paths = {result["n_gpu_layers"]: result["paths"] for result in results if result["offload_kqv"]}
     assert set(paths[-1]) == {"merged"}
     assert set(paths[3]) == {"fused", "merged"}
-    assert max(result["error"] for result in results) < 0.1
+    assert max(result["error"] for result in results) < 0.15
 
 
 def test_rows_come_back_from_there(results: list[dict[str, Any]]) -> None:

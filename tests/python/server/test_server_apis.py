@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from support.families import ADD, template_path
+from support.patience import PATIENCE
 from support.server_support import MODEL, Server, running
 
 USER = {"role": "user", "content": "Will it rain in Oslo?"}
@@ -41,7 +42,7 @@ def thinks() -> Iterator[Server]:
 
 def events(server: Server, path: str, body: Any) -> list[dict[str, Any]]:
     """Of a stream whose events have names."""
-    with httpx.stream("POST", server.url + path, json={**body, "stream": True}, timeout=60) as response:
+    with httpx.stream("POST", server.url + path, json={**body, "stream": True}, timeout=PATIENCE) as response:
         assert response.status_code == 200, response.read()
         blocks = response.read().decode().strip().split("\n\n")
     out = []
@@ -316,7 +317,7 @@ def test_a_stream_says_how_far_its_prompt_is(server: Server) -> None:
         "prompt": "The mill is old. " * 380, "max_tokens": 1, "stream": True, "return_progress": True,
         "use_kv_cache": False,
     }  # fmt: skip
-    with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=120) as response:
+    with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=PATIENCE) as response:
         lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: {")]
     chunks = [json.loads(line) for line in lines]
     progress = [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk]

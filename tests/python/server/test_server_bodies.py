@@ -18,6 +18,7 @@ import pytest
 
 from mixedkv.server.pools import LARGE, Pools
 from mixedkv.server.state import read_prompt
+from support.patience import PATIENCE
 from support.server_support import MODEL, Server, children, running
 
 MB = 10**6
@@ -134,7 +135,7 @@ def test_large_prompts_hold_no_small_one_up() -> None:
             asyncio.ensure_future(read_prompt(Request(pools, LARGE + 1), release.wait)) for _ in range(50)
         ]
         try:
-            return await asyncio.wait_for(read_prompt(Request(pools, LARGE), lambda: "answered"), 30)
+            return await asyncio.wait_for(read_prompt(Request(pools, LARGE), lambda: "answered"), PATIENCE)
         finally:
             release.set()
             await asyncio.gather(*large)
@@ -191,7 +192,7 @@ def test_a_body_of_two_lengths_is_refused(server: Server) -> None:
     """What a proxy takes for the end of a request and what we do would not be the same."""
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
     head += "Content-Length: 5\r\nTransfer-Encoding: chunked\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as connection:
         connection.sendall(f"{head}\r\n0\r\n\r\n".encode())
         answer = connection.makefile("rb").read()
     assert answer.startswith(b"HTTP/1.1 400 ")

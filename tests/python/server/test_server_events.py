@@ -153,7 +153,7 @@ def test_a_server_tells_routers_what_it_holds() -> None:
                 while whole not in heard.blocks.values():
                     for event in decode(late.recv_multipart()[2]).events:
                         heard.hear(event)
-        text = server.request("GET", "/metrics")[1]
+        text = server.metrics()
         for line in (
             "mixedkv:num_requests_waiting 0.0",
             "mixedkv:kv_cache_running_perc 0.0",

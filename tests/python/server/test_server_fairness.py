@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import signal
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,31 +18,26 @@ import pytest
 from support.patience import PATIENCE, wait_for
 from support.server_support import Server, key_file, running
 
-ANNA, BEN, CLEO = (f"{name}-key-0123456789" for name in ("anna", "ben", "cleo"))
+ANNA, BEN, CLEO, METRICS = (f"{name}-key-0123456789" for name in ("anna", "ben", "cleo", "metrics"))
 
 
 class Stream:
-    """A streamed request in a thread, and how many events came."""
+    """A streamed request that a thread reads."""
 
     def __init__(self, server: Server, key: str, n: int, max_tokens: int) -> None:
-        self.n_events, self.done = 0, False
         body = {"prompt": "x", "n": n, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
         self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
         self._connection.request("POST", "/v1/completions", json.dumps(body), headers)
-        self._stop = False
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
 
     def _read(self) -> None:
         with suppress(OSError, http.client.HTTPException):  # `stop`
-            for line in self._connection.getresponse():  # which comes with the first token
-                self.n_events += line.startswith(b"data: {")
-            self.done = not self._stop
+            self._connection.getresponse().read()
         self._connection.close()
 
     def stop(self) -> None:
-        self._stop = True
         if self._connection.sock is not None:
             with suppress(OSError):
                 self._connection.sock.shutdown(socket.SHUT_RDWR)
@@ -63,21 +60,28 @@ def streams(server: Server, *asked: tuple[str, int, int]) -> Iterator[list[Strea
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     keys = key_file(tmp_path_factory.mktemp("keys"), f"anna:{ANNA}", f"ben:{BEN} weight=3", f"cleo:{CLEO}")
-    with running("--n-ctx", "16384", "--parallel", "4", "--api-key-file", str(keys)) as server:
+    metrics_key = key_file(tmp_path_factory.mktemp("metrics"), METRICS)
+    options = ("--api-key-file", str(keys), "--metrics-key-file", str(metrics_key))
+    with running("--n-ctx", "16384", "--parallel", "4", *options) as server:
         yield server
+
+
+def generated(server: Server) -> Counter[str]:
+    """Tokens of each tenant's answers at one moment, whatever has been read of them."""
+    line = r'^mixedkv:tenant_generation_tokens_total{tenant="(\w+)"} (\S+)$'
+    found = re.findall(line, server.metrics(METRICS), re.M)
+    return Counter({tenant: int(float(n)) for tenant, n in found})
 
 
 def test_64_endless_answers_leave_a_place_to_another_tenant(server: Server) -> None:
     """With four places at least every fourth token is the other's."""
     with streams(server, (ANNA, 64, 3000)) as opened:
-        many = opened[0]
-        wait_for(lambda: many.n_events > 100)
-        opened.append(one := Stream(server, CLEO, 1, 400))
-        wait_for(lambda: one.n_events > 20)
-        before_many, before_one = many.n_events, one.n_events
-        wait_for(lambda: one.done)
-        n_many, n_one = many.n_events - before_many, one.n_events - before_one
-        assert n_many <= 3 * n_one * 1.25 + 50
+        before = generated(server)
+        wait_for(lambda: generated(server)["anna"] - before["anna"] > 100)
+        opened.append(Stream(server, CLEO, 1, 3000))
+        began = until(server, "cleo", before["cleo"] + 20)
+        n = until(server, "cleo", before["cleo"] + 200) - began
+        assert n["anna"] <= 3 * n["cleo"] * 1.25 + 50
         assert server.stats(ANNA)["requests"]["waiting"] > 50  # all that was asked for is still there
 
 
@@ -91,12 +95,24 @@ def test_a_full_queue_of_one_tenant_is_not_anothers(server: Server) -> None:
 
 
 def test_tokens_go_by_weight(server: Server) -> None:
-    with streams(server, (ANNA, 16, 3000), (BEN, 16, 3000)) as (anna, ben):
-        wait_for(lambda: min(anna.n_events, ben.n_events) > 50)
-        before = anna.n_events, ben.n_events
-        wait_for(lambda: ben.n_events - before[1] > 3000)
-        n_anna, n_ben = anna.n_events - before[0], ben.n_events - before[1]
-    assert n_ben / n_anna == pytest.approx(3, rel=0.1)
+    before = generated(server)
+    with streams(server, (ANNA, 16, 3000), (BEN, 16, 3000)):
+        wait_for(lambda: min((generated(server) - before)[tenant] for tenant in ("anna", "ben")) > 50)
+        began = generated(server)
+        n = until(server, "ben", began["ben"] + 3000) - began
+    assert n["ben"] / n["anna"] == pytest.approx(3, rel=0.1)
+
+
+def until(server: Server, tenant: str, n: int) -> Counter[str]:
+    """What is generated when a tenant has so many tokens."""
+    now: Counter[str] = Counter()
+
+    def are_there() -> bool:
+        now.update(generated(server) - now)
+        return now[tenant] >= n
+
+    wait_for(are_there)
+    return now
 
 
 def test_sighup_reads_keys_and_limits_again(tmp_path: Path) -> None:

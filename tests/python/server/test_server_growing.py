@@ -16,6 +16,8 @@ from support.server_support import Server, running
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SYSTEM = {"role": "system", "content": "The lamp lies in the market and the key in the harbour. " * 4}
 
+LONG = {"max_tokens": 600, "ignore_eos": True}  # so that all have begun before one ends
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
@@ -94,7 +96,7 @@ def test_a_raw_prompt_grows(server: Server) -> None:
 def test_of_two_turns_at_a_time_one_is_told_of_the_other(server: Server) -> None:
     make(server, "race")
     with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda i: ask(server, "race", f"{i}?", append=True, max_tokens=64), range(4)))
+        answers = list(pool.map(lambda i: ask(server, "race", f"{i}?", append=True, **LONG), range(4)))
     assert sorted(status for status, _, _ in answers) == [200, 409, 409, 409]
     for status, answer, headers in answers:
         if status == 409:
@@ -107,7 +109,7 @@ def test_of_two_turns_at_a_time_one_is_told_of_the_other(server: Server) -> None
 def test_a_stream_that_comes_second_ends_with_an_error(server: Server) -> None:
     make(server, "late")
     with ThreadPoolExecutor(2) as pool:
-        options = {"append": True, "stream": True, "max_tokens": 64, "ignore_eos": True}
+        options = {"append": True, "stream": True, **LONG}
         texts = [text for _, text, _ in pool.map(lambda i: ask(server, "late", f"{i}?", **options), range(2))]
     assert sorted("[DONE]" in text for text in texts) == [False, True]
     late = next(text for text in texts if "[DONE]" not in text)

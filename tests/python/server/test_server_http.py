@@ -273,7 +273,7 @@ def test_unknown_paths_and_methods(server: Server) -> None:
 def test_health_metrics_and_stats(server: Server, client: openai.OpenAI) -> None:
     ask(client, 8)
     assert server.status("GET", "/health") == server.status("GET", "/ready") == 200
-    metrics = server.request("GET", "/metrics")[1]
+    metrics = server.metrics()
     for name in ("num_requests_running", "time_to_first_token_seconds_bucket", "prefix_cache_hits_total"):
         assert f"mixedkv:{name}" in metrics
     stats = server.wait_until_idle()
@@ -283,7 +283,7 @@ def test_health_metrics_and_stats(server: Server, client: openai.OpenAI) -> None
     cache = stats["cache"]
     assert cache["checkpoints"] >= sum(seq["checkpoints"] > 0 for seq in stats["sequences"]) > 0
     assert cache["bytes_checkpoints"] > 0
-    assert 'kv_cache_bytes{tier="checkpoints"}' in server.request("GET", "/metrics")[1]
+    assert 'kv_cache_bytes{tier="checkpoints"}' in server.metrics()
     assert stats["recent"][0]["finish_reason"] == "stop"
 
 
@@ -291,7 +291,7 @@ def test_prompts_are_in_no_log_and_no_statistics(server: Server, client: openai.
     secret = "xyzzy-4711"
     client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": secret}], max_tokens=4)
     server.request("POST", "/v1/chat/completions", {"messages": [{"role": secret, "content": secret}]})
-    assert secret not in server.log + json.dumps(server.stats()) + server.request("GET", "/metrics")[1]
+    assert secret not in server.log + json.dumps(server.stats()) + server.metrics()
 
 
 def test_a_warm_prompt_is_found_by_many(server: Server) -> None:

@@ -17,6 +17,7 @@ from mixedkv.bundled import model_path
 from mixedkv.model.gguf_file import read_model_file
 from support.families import ADD
 from support.image_support import data_url, png
+from support.patience import PATIENCE
 from support.server_support import MODEL, Server, running
 from support.zoo.projector import write_projector
 
@@ -175,7 +176,7 @@ def test_without_an_encoder() -> None:
 )
 def test_encoders_that_cannot_be(options: tuple[str, ...], says: str) -> None:
     server = Server("--n-ctx", "512", *options)
-    assert server.process.wait(60) != 0
+    assert server.process.wait(PATIENCE) != 0
     assert says in server.log
     assert "Traceback" not in server.log
 

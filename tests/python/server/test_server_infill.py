@@ -13,6 +13,7 @@ from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.engine.tokenizer import Tokenizer
 from support.fim import write_fim_model
+from support.patience import PATIENCE
 from support.server_support import Server, running
 
 SPECIALS = ("<|user|>", "<|end|>", "<|assistant|>")
@@ -50,7 +51,7 @@ def test_infill_whole_and_as_a_stream(server: Server) -> None:
     assert (whole["stop"], whole["tokens_predicted"]) == (True, 6)
     assert whole["stop_type"] == "limit"
     body = {**BODY, "n_predict": 6, "stream": True}
-    with httpx.stream("POST", server.url + "/infill", json=body, timeout=60) as response:
+    with httpx.stream("POST", server.url + "/infill", json=body, timeout=PATIENCE) as response:
         lines = [line for line in response.iter_lines() if line]
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
     assert "".join(chunk["content"] for chunk in chunks) == whole["content"]

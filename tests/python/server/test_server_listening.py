@@ -184,7 +184,7 @@ def test_a_root_path_is_served_with_and_without() -> None:
         assert server.status("GET", "/llm/health") == 404
         assert server.status("GET", "/llm/abc/health") == 404
         assert server.request("GET", "/llm/a/openapi.json")[1]["servers"] == [{"url": "/llm/a"}]
-        routes = server.request("GET", "/metrics")[1]
+        routes = server.metrics()
         assert 'path="/v1/completions",status="200"' in routes
         assert "llm" not in routes
 

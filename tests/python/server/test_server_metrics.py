@@ -25,7 +25,7 @@ def test_tenants_series_need_the_metrics_key(tmp_path: Path) -> None:
         for key in ("", ANNA, METRICS + "0"):
             status, answer, _ = server.request("GET", "/metrics", key=key)
             assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
-        text = server.request("GET", "/metrics", key=METRICS)[1]
+        text = server.metrics(key=METRICS)
         assert 'mixedkv:tenant_generation_tokens_total{tenant="anna"} 5.0' in text
         assert "ben" not in text  # who has done nothing
         assert server.status("GET", "/v1/stats", key=METRICS) == 401

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -127,12 +128,21 @@ def test_kv_is_shared_with_nobody(server: Server) -> None:
 def test_the_metrics_name_adapters_that_answer(server: Server) -> None:
     def shown(running: str) -> bool:
         labels = f'{{max_lora="2",running_lora_adapters="{running}",waiting_lora_adapters=""}}'
-        return f"mixedkv:lora_requests_info{labels}" in server.request("GET", "/metrics")[1]
+        return f"mixedkv:lora_requests_info{labels}" in server.metrics()
+
+    seen = threading.Event()
+
+    def go_on() -> None:
+        while not seen.is_set():
+            ask(server, "odd", max_tokens=1000, ignore_eos=True)
 
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(ask, server, "odd", max_tokens=1000, ignore_eos=True)
-        wait_for(lambda: shown("odd"))
-        answer.result()
+        answers = pool.submit(go_on)
+        try:
+            wait_for(lambda: shown("odd"))
+        finally:
+            seen.set()
+        answers.result()
     wait_for(lambda: shown(""))
 
 
@@ -146,10 +156,14 @@ def test_all_at_once(server: Server) -> None:
 def test_gauges_are_of_all_models(server: Server) -> None:
     for name in NAMES:
         ask(server, name)
-    server.wait_until_idle()
-    stats = [server.request("GET", f"/v1/stats?model={name}")[1] for name in NAMES]
+
+    def all_stats() -> list[Any]:
+        return [server.request("GET", f"/v1/stats?model={name}")[1] for name in NAMES]
+
+    wait_for(lambda: not any((now["store"] or {}).get("waiting_to_be_stored") for now in all_stats()))
+    stats = all_stats()
     assert [now["parent"] for now in stats] == ["", "base", "base", ""]
-    text = server.request("GET", "/metrics")[1]
+    text = server.metrics()
 
     def gauge(name: str) -> float:
         found = re.search(rf"^mixedkv:{re.escape(name)} (.*)$", text, re.M)

@@ -59,7 +59,8 @@ def check(given: Any, tokens: list[int], expected: np.ndarray) -> None:
         rank = entries[str(token)]["rank"]
         assert (row > row[token] + 2 * LEVEL).sum() < rank <= (row > row[token] - 2 * LEVEL).sum() + 1
     assert max(differences) < LEVEL
-    assert np.median(differences) < TYPICAL
+    if len(tokens) > 20:  # of a few rows that one may be most
+        assert np.median(differences) < TYPICAL
 
 
 def test_they_are_those_of_the_logits(server: Server, tokens: list[int], expected: np.ndarray) -> None:
@@ -123,9 +124,9 @@ def test_what_cannot_be_had_is_refused(server: Server, change: Any, param: str |
     assert param is None or answer["error"]["param"] == param
 
 
-@pytest.mark.parametrize(("kv", "tolerance"), [("f16", 1e-3), ("mixed", 0.3)])
+@pytest.mark.parametrize(("kv", "tolerance"), [("f16", LEVEL), ("mixed", 0.3)])
 def test_slices_and_an_evaluation_that_begins_anew_are_one_prompt(kv: str, tolerance: float) -> None:
-    """With four bits now and then an element of a row falls to its next level."""
+    """Now and then an activation falls to its next level, and with four bits an element of a row."""
     with Direct(kv=kv, n_ctx=1024) as direct:
         tokens = direct.tokens(TEXT)[:200]
         found = []

@@ -35,7 +35,7 @@ def test_a_killed_servers_conversation_goes_on_at_another(tmp_path: Path) -> Non
         key = tmp_path / "key"
         key.write_text("ab" * 32)
         key.chmod(0o600)
-        options = ["--store-remote", f"redis://127.0.0.1:{port}/0", "--store-key-file", str(key)]
+        options = ["--store-remote", f"redis://127.0.0.1:{port}/0?timeout=20", "--store-key-file", str(key)]
         messages: list[dict[str, str]] = []
         total = 0
         with running(*options, "--store", str(tmp_path / "a")) as server:

@@ -7,6 +7,7 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
+from support.patience import wait_for
 from support.server_support import Server, key_file, running
 
 ANNA, BEN = "anna-key-0123456789", "ben-key-01234567890"
@@ -40,8 +41,7 @@ def test_a_tenant_has_so_many_sessions_and_sees_its_own(tmp_path: Path) -> None:
         assert (theirs["data"], theirs["sessions"], theirs["max_bytes"]) == ([], 0, 0)
         assert server.status("GET", "/v1/context?limit=0", key=ANNA) == 400
         assert server.status("GET", "/v1/context") == 401
-        text = server.request("GET", "/metrics", key="metrics-key-0123456789")[1]
-        assert "mixedkv:sessions 2.0" in text
+        wait_for(lambda: "mixedkv:sessions 2.0" in server.metrics(key="metrics-key-0123456789"))
         assert server.status("DELETE", "/v1/context/s0", key=ANNA) == 200
         assert create(server, ANNA)[0] == 201
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mixedkv.bundled.corpus import make_recall
-from support.patience import wait_for
+from support.patience import PATIENCE, wait_for
 from support.server_support import MODEL, Server, key_file, running
 
 ANNA, BEN = "0123456789abcdef-anna", "0123456789abcdef-ben"
@@ -159,7 +159,7 @@ def test_an_encrypted_store_is_read_with_its_key_only(tmp_path: Path) -> None:
             assert server.stop() == 0
     for options in (["--store-key-file", str(secrets[1])], []):
         server = Server("--store", str(tmp_path / "store"), *options)
-        assert server.process.wait(60) != 0
+        assert server.process.wait(PATIENCE) != 0
         server.stop()
         assert "encrypted with" in server.log
 

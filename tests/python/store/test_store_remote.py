@@ -19,14 +19,13 @@ from mixedkv.store import KVStore, rekey
 from mixedkv.store.remote import listing
 from mixedkv.store.remote.listing import PIECE
 from support import TESTS
-from support.patience import wait_for
+from support.patience import PATIENCE, wait_for
 from support.remote_servers import Line, free_port, redis_server, s3_server, s3_url
 from support.store_support import identity, make_block, put_chain, same
 
 WHO = identity()
 TOKENS = list(range(500, 700))
 KEY = b"k" * 32
-FLUSH = 60.0
 PATIENT = {"timeout": 20}  # of tests that are not about it: a machine may be slow
 
 
@@ -82,7 +81,7 @@ def open_store(url: str, folder: Path | None = None, key: bytes | None = KEY, **
 def sent(store: KVStore) -> None:
     """Until all that was put is on the server."""
     assert store._remote is not None
-    assert store._remote.flush(FLUSH)
+    assert store._remote.flush(PATIENCE)
 
 
 def write(url: str, key: bytes | None = KEY, ends: tuple[int, ...] = (40, 77, 200), who: Any = WHO) -> None:
@@ -371,12 +370,15 @@ def test_a_bad_line_is_a_miss_and_then_nobody_asks(
         assert sum("does not answer" in record.getMessage() for record in caplog.records) == 1
         line.mode = "open"
 
-        def found() -> Any:
-            other._remote._breaker._until = 0.0  # type: ignore[union-attr]  (the seconds are over)
-            return other.find(WHO, TOKENS)
+        found: list[Any] = []
 
-        wait_for(found)
-        assert found().n_tokens == 200
+        def is_found() -> bool:
+            other._remote._breaker._until = 0.0  # type: ignore[union-attr]  (the seconds are over)
+            found[:] = [other.find(WHO, TOKENS)]
+            return found[0] is not None
+
+        wait_for(is_found)
+        assert found[0].n_tokens == 200
         assert "answers again" in caplog.text
 
 
@@ -449,7 +451,7 @@ def test_entries_end_with_their_time(redis_port: int) -> None:
         ("redis://127.0.0.1:PORT/0?colour=red", "colour"),
         ("redis://127.0.0.1:notaport/0", "remote: "),
         ("s3://kv/x?colour=red", "unknown option 'colour'"),
-        ("redis://127.0.0.1:PORT/99", "refuses: DB index is out of range"),
+        ("redis://127.0.0.1:PORT/99?timeout=20", "refuses: DB index is out of range"),
     ],
 )
 def test_a_wrong_url(url: str, message: str, redis_port: int) -> None:
@@ -462,9 +464,9 @@ def test_a_password(tmp_path: Path) -> None:
     with redis_server(tmp_path, "--requirepass", "secret") as (_, port):
         for user in ("", ":wrong@"):
             with pytest.raises(ValueError, match="refuses") as error:
-                KVStore(None, remote=f"redis://{user}127.0.0.1:{port}/0")
+                KVStore(None, remote=f"redis://{user}127.0.0.1:{port}/0?timeout=20")
             assert "wrong@" not in str(error.value)
-        url = f"redis://:secret@127.0.0.1:{port}/0"
+        url = f"redis://:secret@127.0.0.1:{port}/0?timeout=20"
         write(url)
         with open_store(url) as store:
             assert store.find(WHO, TOKENS) is not None
@@ -473,19 +475,20 @@ def test_a_password(tmp_path: Path) -> None:
 
 def test_no_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     with s3_server(monkeypatch) as port, pytest.raises(ValueError, match="no such bucket"):
-        KVStore(None, remote=s3_url(port, "nobodys"))
+        KVStore(None, remote=s3_url(port, "nobodys", **PATIENT))
 
 
 def test_wrong_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     import httpx
 
     with s3_server(monkeypatch) as port:
-        httpx.post(f"http://127.0.0.1:{port}/moto-api/reset-auth", content=b"0")  # look at them from now on
+        # look at them from now on
+        httpx.post(f"http://127.0.0.1:{port}/moto-api/reset-auth", content=b"0", timeout=PATIENCE)
         try:
             with pytest.raises(ValueError, match="refuses the credentials"):
-                KVStore(None, remote=s3_url(port))
+                KVStore(None, remote=s3_url(port, **PATIENT))
         finally:
-            httpx.post(f"http://127.0.0.1:{port}/moto-api/reset-auth", content=b"inf")
+            httpx.post(f"http://127.0.0.1:{port}/moto-api/reset-auth", content=b"inf", timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("scheme", ["redis", "s3"])

@@ -24,6 +24,7 @@ from mixedkv.engine.batch import Batch
 from mixedkv.store import KVStore
 from support import zoo
 from support.harness import prompt, rel_rms
+from support.patience import PATIENCE
 from support.served_models import Served, converse, questions
 
 COLUMNS = ("mixed", "fused", "export", "moved", "store", "reuse", "chunks")
@@ -139,7 +140,7 @@ class Tried:
             n_cached = []
             for tokens in (TOKENS, [*TOKENS, *NEXT]):
                 answer = engine.submit(tokens, max_tokens=4, temperature=0)
-                answer.result(60)
+                answer.result(PATIENCE)
                 check(answer.job.exact, "what is shared is not exact")
                 n_cached.append(answer.job.n_cached or 0)
         check(n_cached[1] >= len(TOKENS) - 1, f"of {len(TOKENS)} common tokens {n_cached[1]} are shared")

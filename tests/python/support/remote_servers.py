@@ -50,8 +50,8 @@ def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     server.start()
     try:
         _, port = server.get_host_and_port()
-        httpx.post(f"http://127.0.0.1:{port}/moto-api/reset").raise_for_status()
-        httpx.put(f"http://127.0.0.1:{port}/{BUCKET}").raise_for_status()
+        httpx.post(f"http://127.0.0.1:{port}/moto-api/reset", timeout=PATIENCE).raise_for_status()
+        httpx.put(f"http://127.0.0.1:{port}/{BUCKET}", timeout=PATIENCE).raise_for_status()
         yield port
     finally:
         server.stop()

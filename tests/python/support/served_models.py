@@ -16,6 +16,7 @@ from mixedkv.engine import Answer, Engine, StoreConnector
 from mixedkv.store import KVStore
 from support import TESTS
 from support.harness import prompt
+from support.patience import PATIENCE
 from support.zoo import N_VOCAB
 
 N_NEW = 12  # tokens of an answer
@@ -92,12 +93,12 @@ class Served:
             while self.engine.pool.evict():
                 pass
 
-        self.engine.call(evict_all).result(60)
+        self.engine.call(evict_all).result(PATIENCE)
 
     def answer(self, tokens: list[int], **options: Any) -> tuple[int, list[int]]:
         """Tokens that were not evaluated, and the answer's ids."""
         answer = self.engine.submit(tokens, **{**GREEDY, **options})
-        answer.result(60)
+        answer.result(PATIENCE)
         job = answer.job
         assert job.exact
         return job.n_cached or 0, list(job.tokens[job.n_prompt :])
@@ -111,7 +112,7 @@ class Served:
         return [self._answered(answer) for answer in answers]
 
     def _answered(self, answer: Answer) -> Answered:
-        tops = [logprob.top for logprob in answer.result(60).logprobs]
+        tops = [logprob.top for logprob in answer.result(PATIENCE).logprobs]
         job = answer.job
         assert job.exact
         first = np.zeros(N_VOCAB)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from mixedkv.engine.sampler import Sampling
 from support.patience import PATIENCE, wait_for
 
 MODEL = model_path().stem
+_SETTING = re.compile("MIXEDKV_(?!ISA$)")  # variables a server reads its options from
 
 
 class Server:
@@ -32,7 +34,7 @@ class Server:
 
     def __init__(self, *options: str, environ: dict[str, str] | None = None) -> None:
         command = [sys.executable, "-m", "mixedkv", "serve", "--port", "0", "--threads", "1", *options]
-        env = {name: value for name, value in os.environ.items() if not name.startswith("MIXEDKV_")}
+        env = {name: value for name, value in os.environ.items() if not _SETTING.match(name)}
         self.process = subprocess.Popen(
             command, stderr=subprocess.PIPE, text=True, env={**env, **(environ or {})}
         )
@@ -100,6 +102,20 @@ class Server:
 
     def stats(self, key: str = "") -> Any:
         return self.request("GET", "/v1/stats", key=key)[1]
+
+    def metrics(self, key: str = "") -> str:
+        """Prometheus' text of a moment after this call: who asks soon again gets the text of before."""
+        began, text = time.time(), ""
+
+        def is_new() -> bool:
+            nonlocal text
+            status, text, _ = self.request("GET", "/metrics", key=key)
+            assert status == 200, text
+            made = re.search(r"^mixedkv:lora_requests_info{.*} (.*)$", text, re.M)
+            return made is not None and float(made[1]) >= began
+
+        wait_for(is_new)
+        return text
 
     def wait_until_idle(self, key: str = "") -> Any:
         """Stats once nothing runs or waits any more."""

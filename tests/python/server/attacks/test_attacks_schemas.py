@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from support.patience import PATIENCE
 from support.raw_http import CHAT, connected, post
 from support.server_support import Server
 
@@ -86,7 +87,7 @@ def _gaps_beside(server: Server, bodies: list[dict[str, Any]]) -> tuple[list[flo
                 statuses.append(server.status("POST", "/v1/chat/completions", request))
         finally:
             stop.set()
-        return future.result(60), statuses
+        return future.result(PATIENCE), statuses
 
 
 def test_hostile_schemas_fail_alone(server: Server) -> None:

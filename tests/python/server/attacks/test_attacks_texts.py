@@ -75,4 +75,5 @@ def test_many_special_tokens_take_time_by_their_number(language: Tokenizer) -> N
         assert len(language.tokenize("<|end|>x" * n, start=False, special=True, n_ctx=4 * n)) >= 2 * n
         return time.process_time() - began
 
-    assert seconds(20_000) < 10 * seconds(5_000)
+    many, few = (min(seconds(n) for _ in range(3)) for n in (20_000, 5_000))
+    assert many < 10 * few
