@@ -16,17 +16,16 @@ from typing import Any
 import pytest
 
 from mixedkv.store import KVStore, rekey
-from mixedkv.store.remote import listing
+from mixedkv.store.remote import listing, tier
 from mixedkv.store.remote.listing import PIECE
 from support import TESTS
 from support.patience import PATIENCE, wait_for
-from support.remote_servers import Line, free_port, redis_server, s3_server, s3_url
+from support.remote_servers import PATIENT, Line, redis_server, redis_url, s3_server, s3_url
 from support.store_support import identity, make_block, put_chain, same
 
 WHO = identity()
 TOKENS = list(range(500, 700))
 KEY = b"k" * 32
-PATIENT = {"timeout": 20}  # of tests that are not about it: a machine may be slow
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +61,6 @@ def line(remote: Any) -> Iterator[Line]:
     line = Line(remote.port)
     yield line
     line.close()
-
-
-def redis_url(port: int, **options: object) -> str:
-    extra = "&".join(f"{name}={value}" for name, value in (PATIENT | options).items())
-    return f"redis://127.0.0.1:{port}/0?{extra}"
 
 
 def client(port: int) -> Any:
@@ -412,6 +406,30 @@ def test_a_server_that_dies_and_comes_back(tmp_path: Path) -> None:
             assert match is None or match.n_tokens in (100, 200)
 
 
+def test_what_waits_to_be_sent_is_bounded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes while too much waits is kept here and not sent, and that is said once."""
+    monkeypatch.setattr(tier, "_MAX_WAITING", 4)
+    with redis_server(tmp_path) as (server, port), open_store(redis_url(port)) as store:
+        server.send_signal(signal.SIGSTOP)
+        try:
+            for i in range(20):
+                assert store.put(WHO, make_block([i, *TOKENS]))
+            stats = store.stats().remote
+            assert stats is not None
+            assert (stats.waiting, stats.dropped) == (4, 16)
+        finally:
+            server.send_signal(signal.SIGCONT)
+        assert sum("takes less than is stored" in record.getMessage() for record in caplog.records) == 1
+        sent(store)
+        for i in range(20):
+            match = store.find(WHO, [i, *TOKENS])
+            assert match is not None
+            assert match.n_tokens == len(TOKENS) + 1
+        assert [open_and_find(port, [i, *TOKENS]) for i in range(20)] == [i < 4 for i in range(20)]
+
+
 def test_a_full_server_refuses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with redis_server(tmp_path, "--maxmemory", "3mb", "--maxmemory-policy", "noeviction") as (_, port):
         with open_store(redis_url(port)) as store:
@@ -438,71 +456,3 @@ def test_entries_end_with_their_time(redis_port: int) -> None:
     write(redis_url(redis_port, ttl=100))
     redis = client(redis_port)
     assert all(0 < redis.ttl(name) <= 100 for name in redis.keys("*"))
-
-
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("http://somewhere", "'http' is no remote: use redis://"),
-        ("redis:", "'redis' is no remote"),
-        ("s3://", "'s3' is no remote"),
-        ("redis://127.0.0.1:1/0?ttl=soon", "ttl=soon: use a number of seconds"),
-        ("redis://127.0.0.1:1/0?timeout=0", "timeout=0: use a number of seconds"),
-        ("redis://127.0.0.1:PORT/0?colour=red", "colour"),
-        ("redis://127.0.0.1:notaport/0", "remote: "),
-        ("s3://kv/x?colour=red", "unknown option 'colour'"),
-        ("redis://127.0.0.1:PORT/99?timeout=20", "refuses: DB index is out of range"),
-    ],
-)
-def test_a_wrong_url(url: str, message: str, redis_port: int) -> None:
-    pytest.importorskip("obstore", reason="the obstore package is not installed")
-    with pytest.raises(ValueError, match=message):
-        KVStore(None, remote=url.replace("PORT", str(redis_port)))
-
-
-def test_a_password(tmp_path: Path) -> None:
-    with redis_server(tmp_path, "--requirepass", "secret") as (_, port):
-        for user in ("", ":wrong@"):
-            with pytest.raises(ValueError, match="refuses") as error:
-                KVStore(None, remote=f"redis://{user}127.0.0.1:{port}/0?timeout=20")
-            assert "wrong@" not in str(error.value)
-        url = f"redis://:secret@127.0.0.1:{port}/0?timeout=20"
-        write(url)
-        with open_store(url) as store:
-            assert store.find(WHO, TOKENS) is not None
-            assert "secret" not in str(store.stats().remote)
-
-
-def test_no_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    with s3_server(monkeypatch) as port, pytest.raises(ValueError, match="no such bucket"):
-        KVStore(None, remote=s3_url(port, "nobodys", **PATIENT))
-
-
-def test_wrong_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    import httpx
-
-    with s3_server(monkeypatch) as port:
-        # look at them from now on
-        httpx.post(f"http://127.0.0.1:{port}/moto-api/reset-auth", content=b"0", timeout=PATIENCE)
-        try:
-            with pytest.raises(ValueError, match="refuses the credentials"):
-                KVStore(None, remote=s3_url(port, **PATIENT))
-        finally:
-            httpx.post(f"http://127.0.0.1:{port}/moto-api/reset-auth", content=b"inf", timeout=PATIENCE)
-
-
-@pytest.mark.parametrize("scheme", ["redis", "s3"])
-def test_a_server_that_is_gone_at_the_start(
-    scheme: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("obstore", reason="the obstore package is not installed")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "testing")
-    port = free_port()
-    url = redis_url(port) if scheme == "redis" else s3_url(port)
-    with KVStore(None, remote=url) as store:
-        assert "does not answer: the store goes without it" in caplog.text
-        put_chain(store, WHO, TOKENS, [200])
-        match = store.find(WHO, [*TOKENS, *range(100)])
-        assert match is not None
-        assert match.n_tokens == 200

@@ -16,6 +16,7 @@ import pytest
 from support.patience import PATIENCE, wait_for
 
 BUCKET = "mixedkv-tests"
+PATIENT: dict[str, object] = {"timeout": 20}  # of tests that are not about it: a machine may be slow
 
 
 @contextmanager
@@ -55,6 +56,11 @@ def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
         yield port
     finally:
         server.stop()
+
+
+def redis_url(port: int, **options: object) -> str:
+    extra = "&".join(f"{name}={value}" for name, value in (PATIENT | options).items())
+    return f"redis://127.0.0.1:{port}/0?{extra}"
 
 
 def s3_url(port: int, bucket: str = BUCKET, **options: object) -> str:
