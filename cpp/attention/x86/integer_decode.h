@@ -33,6 +33,15 @@ struct key_pairs {
     }
 };
 
+template <class F>
+bool with_integers_or_bits(row_type type, F f) {
+    if (type == row_type::lm3) {
+        f(type_constant<row_type::lm3>{});
+        return true;
+    }
+    return with_integers(type, f);
+}
+
 template <class Body>
 struct integer_decode {
     using L                = typename Body::L;
@@ -93,7 +102,7 @@ struct integer_decode {
                     const int left = n_blocks - b;
                     scales.load<type>(p + i * row + scale_at(type, b), row, left < 4 ? left : 4, i);
                 }
-                Body::template columns<type>(p + integers_at(type, b), row, x);
+                Body::template columns<type>(p + integers_at(type, b), row, b % 2, x);
                 for (int q = 0; 4 * q < m.rows; q++) {
                     ahead.step(4);
                     if (!any_visible(w, span, 4 * q, 4)) {
@@ -127,7 +136,7 @@ struct integer_decode {
             for (int r = 0; r < R; r++) {
                 scales[r] = top[r] * units[b].unit;
             }
-            Body::template add_block<type, R>(p + integers_at(type, b), row, n, pairs, ahead, ints[b], scales,
+            Body::template add_block<type, R>(p + integers_at(type, b), row, b % 2, n, pairs, ahead, ints[b], scales,
                                               acc + 32 * b, ld);
         }
     }
@@ -190,15 +199,16 @@ struct integer_decode {
         alignas(64) float s[few_rows * key_block];
         prefetcher        keys(w, span.segment->k, span, head, key_block);
         prefetcher        values(w, span.segment->v, span, head, key_block);
-        if (!with_integers(span.segment->k.type,
-                           [&](auto type) { score_keys<decltype(type)::value>(w, head, m, span, keys, s); })) {
+        if (!with_integers_or_bits(span.segment->k.type,
+                                   [&](auto type) { score_keys<decltype(type)::value>(w, head, m, span, keys, s); })) {
             base::score_rows(w, head, m, span, s);
         }
         if (!base::weigh_rows(w, head, m, span, s, [] {})) {
             return;
         }
-        if (!with_integers(span.segment->v.type,
-                           [&](auto type) { add_values<decltype(type)::value>(w, head, m, span, values, s); })) {
+        if (!with_integers_or_bits(span.segment->v.type, [&](auto type) {
+                add_values<decltype(type)::value>(w, head, m, span, values, s);
+            })) {
             base::add_values(w, head, m, span, s);
         }
     }
