@@ -116,6 +116,12 @@ struct integer_decode {
         }
     }
 
+    // Blocks of 32 elements that share a scale, and so weights
+    template <row_type type>
+    static constexpr int per_scale() {
+        return block_elements(type) / 32;
+    }
+
     // R rows of weights s against up to 4 blocks of n keys
     template <row_type type, int R>
     static void add_rows(const char * p, int64_t row, int n, const key_pairs & pairs, int n_blocks, prefetcher & ahead,
@@ -125,19 +131,20 @@ struct integer_decode {
         for (int r = 0; r < R; r++) {
             block_weights<L> weights;
             top[r] = relative_weights<L>(s + r * key_block, weights);
-            for (int b = 0; b < n_blocks; b++) {
+            for (int b = 0; b < n_blocks; b += per_scale<type>()) {
                 integers packed[key_block / (2 * L::width)];
                 units[b].apply(weights, packed);
                 std::memcpy(ints[b][r], packed, sizeof(packed));
             }
         }
         for (int b = 0; b < n_blocks; b++) {
-            float scales[R];
+            const int first = b / per_scale<type>() * per_scale<type>();
+            float     scales[R];
             for (int r = 0; r < R; r++) {
-                scales[r] = top[r] * units[b].unit;
+                scales[r] = top[r] * units[first].unit;
             }
-            Body::template add_block<type, R>(p + integers_at(type, b), row, b % 2, n, pairs, ahead, ints[b], scales,
-                                              acc + 32 * b, ld);
+            Body::template add_block<type, R>(p + integers_at(type, b), row, b % 2, n, pairs, ahead, ints[first],
+                                              scales, acc + 32 * b, ld);
         }
     }
 
@@ -151,7 +158,7 @@ struct integer_decode {
         }
         weight_unit<L> units[4];
         bool           extreme = false;
-        for (int b = 0; b < n_blocks; b++) {
+        for (int b = 0; b < n_blocks; b += per_scale<type>()) {
             units[b].find(scales.half[b], used);
             extreme |= units[b].is_extreme();
         }
