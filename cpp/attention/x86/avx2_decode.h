@@ -193,36 +193,32 @@ struct avx2_integers {
         }
     }
 
-    // A half of a block of elements; of lm3 a quarter of two blocks
-    template <int n>
-    struct part_constant {
-        static constexpr int value = n;
-    };
-
-    // Where the elements of a pair lie in their block
-    template <row_type type, int part>
-    static constexpr int place(int i) {
+    // Where the elements of a pair lie in the block
+    template <row_type type>
+    static constexpr int place(int part, int i) {
         if constexpr (type == row_type::lm3) {
-            return i ? lm3_avx2::second_of[part] : lm3_avx2::first_of[part];
+            return lm3_avx2::place(part, i);
         }
         return integer_rows<type>::nibbles ? 8 * part + 16 * i : 16 * part + 8 * i;
     }
 
+    // One of the two parts of a block; of lm3 one of the four of 64 elements
     template <row_type type, int R, int part>
     static void add_part(const char * p, int64_t row, int n, const key_pairs & pairs, prefetcher & ahead,
-                         const int32_t (*ints)[32], const __m256i * start, const float * scales, float * acc,
+                         const int32_t (*ints)[32], const int32_t * start, const float * scales, float * acc,
                          int64_t ld) {
-        constexpr int n_sums = type == row_type::lm3 && part == 3 ? 1 : 2; // the last 8 elements are zero
-        __m256i       sums[R][2];
+        constexpr bool is_lm3 = type == row_type::lm3;
+        constexpr int  n_sums = is_lm3 && part == 3 ? 1 : 2; // the last 8 elements are zero
+        __m256i        sums[R][2];
         for (int r = 0; r < R; r++) {
-            sums[r][0] = sums[r][1] = start[r];
+            sums[r][0] = sums[r][1] = _mm256_set1_epi32(unsigned_nibbles<type>() ? start[r] : 0);
         }
         pairs.for_each([&](int i) {
-            ahead.step(i % 4 == 2 * (part % 2));
+            ahead.step(i % 4 == part % 2 * 2);
             const char *  at   = p + 2 * i * row;
             const int64_t next = 2 * i + 1 < n ? row : 0; // past the last, weight 0
             __m256i       first, second;
-            if constexpr (type == row_type::lm3) {
+            if constexpr (is_lm3) {
                 lm3_avx2::pair<part>(at, next, first, second);
             } else {
                 pair<type>(at, next, part, first, second);
@@ -237,7 +233,7 @@ struct avx2_integers {
         });
         for (int r = 0; r < R; r++) {
             for (int i = 0; i < n_sums; i++) {
-                float * y = acc + r * ld + place<type, part>(i);
+                float * y = acc + r * ld + place<type>(part, i);
                 L::store(y, L::fma(L::set(scales[r]), _mm256_cvtepi32_ps(sums[r][i]), L::load(y)));
             }
         }
@@ -248,22 +244,19 @@ struct avx2_integers {
     template <row_type type, int R>
     static void add_block(const char * p, int64_t row, int half, int n, const key_pairs & pairs, prefetcher & ahead,
                           const int32_t (*ints)[32], const float * scales, float * acc, int64_t ld) {
-        __m256i start[R];
+        int32_t start[R];
         for (int r = 0; r < R; r++) {
-            start[r] = _mm256_set1_epi32(unsigned_nibbles<type>() ? -8 * sum_pairs(ints[r], 32) : 0);
+            start[r] = unsigned_nibbles<type>() ? -8 * sum_pairs(ints[r], 32) : 0;
         }
-        const auto add = [&](auto part) {
-            add_part<type, R, decltype(part)::value>(p, row, n, pairs, ahead, ints, start, scales, acc, ld);
-        };
         if constexpr (type == row_type::lm3) {
             if (half) {
-                add(part_constant<2>{});
-                add(part_constant<3>{});
+                add_part<type, R, 2>(p, row, n, pairs, ahead, ints, start, scales, acc, ld);
+                add_part<type, R, 3>(p, row, n, pairs, ahead, ints, start, scales, acc, ld);
                 return;
             }
         }
-        add(part_constant<0>{});
-        add(part_constant<1>{});
+        add_part<type, R, 0>(p, row, n, pairs, ahead, ints, start, scales, acc, ld);
+        add_part<type, R, 1>(p, row, n, pairs, ahead, ints, start, scales, acc, ld);
     }
 };
 

@@ -48,7 +48,7 @@ struct lm3_avx2 {
 
     static __m256i widen(__m256i x) { return _mm256_cvtepi8_epi16(_mm256_castsi256_si128(x)); }
 
-    // Two times 8 of 64 elements of two keys side by side: those from first_of and second_of on
+    // Two times 8 of 64 elements of two keys side by side: those from place(quarter, 0) and place(quarter, 1) on
     template <int quarter>
     static void pair(const char * p, int64_t row, __m256i & first, __m256i & second) {
         using tables = lm3_nibbles;
@@ -71,8 +71,11 @@ struct lm3_avx2 {
             second = _mm256_setzero_si256();
         }
     }
-    static constexpr int first_of[4]  = { 0, 8, 0, 16 }; // within the half
-    static constexpr int second_of[4] = { 16, 24, 8, 24 };
+    // Within the half
+    static constexpr int place(int quarter, int i) {
+        constexpr int at[4][2] = { { 0, 16 }, { 8, 24 }, { 0, 8 }, { 16, 24 } };
+        return at[quarter][i];
+    }
 };
 
 } // namespace
