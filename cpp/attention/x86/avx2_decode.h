@@ -214,7 +214,7 @@ struct avx2_integers {
             sums[r][0] = sums[r][1] = _mm256_set1_epi32(unsigned_nibbles<type>() ? start[r] : 0);
         }
         pairs.for_each([&](int i) {
-            ahead.step(i % 4 == part % 2 * 2);
+            ahead.step((i & 3) == part % 2 * 2);
             const char *  at   = p + 2 * i * row;
             const int64_t next = 2 * i + 1 < n ? row : 0; // past the last, weight 0
             __m256i       first, second;
