@@ -1,4 +1,4 @@
-#include "lm_blocks.h"
+#include "lm3.h"
 
 #include <cmath>
 

@@ -1,4 +1,4 @@
-#include "lm_blocks.h"
+#include "lm4.h"
 
 #include <cmath>
 

@@ -5,7 +5,8 @@
 #pragma once
 
 #include "kernel.h"
-#include "lm_blocks.h"
+#include "lm3.h"
+#include "lm4.h"
 
 namespace mixedkv {
 namespace {
