@@ -33,6 +33,7 @@ struct key_pairs {
     }
 };
 
+// As with_integers, for lm3 as well
 template <class F>
 bool with_integers_or_bits(row_type type, F f) {
     if (type == row_type::lm3) {
