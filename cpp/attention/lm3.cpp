@@ -1,16 +1,10 @@
 #include "lm3.h"
 
-#include "simd/half.h"
-
 #include <cmath>
 
 namespace {
 
-constexpr int8_t levels_1[] = { LM3_LEVELS_1 };
-constexpr int8_t levels_2[] = { LM3_LEVELS_2 };
-constexpr int8_t levels_3[] = { LM3_LEVELS_3 };
-constexpr int8_t levels_4[] = { LM3_LEVELS_4 };
-constexpr int8_t levels_5[] = { LM3_LEVELS_5 };
+using values = mixedkv::lm3_values;
 
 // Elements of one width
 struct width {
@@ -21,8 +15,8 @@ struct width {
 };
 
 constexpr width widths[] = {
-    { 0, 8, 32, levels_5, 256.0f }, { 8, 8, 16, levels_4, 64.0f }, { 16, 16, 8, levels_3, 16.0f },
-    { 32, 16, 4, levels_2, 4.0f },  { 48, 8, 2, levels_1, 1.0f },
+    { 0, 8, 32, values::of_5, 256.0f }, { 8, 8, 16, values::of_4, 64.0f }, { 16, 16, 8, values::of_3, 16.0f },
+    { 32, 16, 4, values::of_2, 4.0f },  { 48, 8, 2, values::of_1, 1.0f },
 };
 
 // Scales that are tried, in units of the one by which elements have the variance that the levels are for
@@ -112,18 +106,6 @@ void lm3_from_float(const float * x, void * row, int64_t n) {
 void lm3_to_float(const void * row, float * x, int64_t n) {
     const auto * block = static_cast<const uint8_t *>(row);
     for (int64_t i = 0; i < n; i += LM3_ELEMENTS, block += LM3_BYTES, x += LM3_ELEMENTS) {
-        const float     scale = mixedkv::half_at(block);
-        const uint8_t * bytes = block + 2;
-        for (int j = 0; j < 8; j++) {
-            x[j]      = scale * levels_5[bytes[j] & 31];
-            x[8 + j]  = scale * levels_4[bytes[8 + j] & 15];
-            x[16 + j] = scale * levels_3[bytes[j] >> 5];
-            x[24 + j] = scale * levels_3[bytes[8 + j] >> 4 & 7];
-            x[48 + j] = scale * levels_1[bytes[8 + j] >> 7];
-            x[56 + j] = 0.0f;
-        }
-        for (int j = 0; j < 16; j++) {
-            x[32 + j] = scale * levels_2[bytes[16 + j % 4] >> j / 4 * 2 & 3];
-        }
+        mixedkv::unpack_lm3(block, x);
     }
 }

@@ -35,4 +35,38 @@ LM4_API void lm3_to_float(const void * row, float * x, int64_t n);
 
 #ifdef __cplusplus
 }
+
+#include "simd/half.h"
+
+// A block in F32, for the conversion above and for all bodies: of internal linkage, as what bodies share
+namespace mixedkv {
+namespace {
+
+struct lm3_values {
+    static constexpr int8_t of_1[2]  = { LM3_LEVELS_1 };
+    static constexpr int8_t of_2[4]  = { LM3_LEVELS_2 };
+    static constexpr int8_t of_3[8]  = { LM3_LEVELS_3 };
+    static constexpr int8_t of_4[16] = { LM3_LEVELS_4 };
+    static constexpr int8_t of_5[32] = { LM3_LEVELS_5 };
+};
+
+inline void unpack_lm3(const void * block, float * out) {
+    using values       = lm3_values;
+    const float  d     = half_at(block);
+    const auto * bytes = static_cast<const uint8_t *>(block) + 2;
+    for (int i = 0; i < 8; i++) {
+        out[i]      = d * values::of_5[bytes[i] & 31];
+        out[8 + i]  = d * values::of_4[bytes[8 + i] & 15];
+        out[16 + i] = d * values::of_3[bytes[i] >> 5];
+        out[24 + i] = d * values::of_3[bytes[8 + i] >> 4 & 7];
+        out[48 + i] = d * values::of_1[bytes[8 + i] >> 7];
+        out[56 + i] = 0.0f;
+    }
+    for (int i = 0; i < 16; i++) {
+        out[32 + i] = d * values::of_2[bytes[16 + i % 4] >> i / 4 * 2 & 3];
+    }
+}
+
+} // namespace
+} // namespace mixedkv
 #endif

@@ -1,12 +1,10 @@
 #include "lm4.h"
 
-#include "simd/half.h"
-
 #include <cmath>
 
 namespace {
 
-constexpr int8_t levels[16] = { LM4_LEVELS };
+constexpr auto & levels = mixedkv::lm4_values::at;
 
 // Scales that are tried, beside that by which the largest element is the first level. Seven take 0.3% more of the
 // error.
@@ -115,12 +113,7 @@ void lm4_from_float(const float * x, void * row, int64_t n) {
 void lm4_to_float(const void * row, float * x, int64_t n) {
     const auto * block = static_cast<const uint8_t *>(row);
     for (int64_t i = 0; i < n; i += LM4_ELEMENTS, block += LM4_BYTES) {
-        const float scale = mixedkv::half_at(block);
-        for (int j = 0; j < LM4_ELEMENTS / 2; j++) {
-            float * low = x + i + j / 16 * 32 + j % 16;
-            low[0]      = scale * levels[block[2 + j] & 15];
-            low[16]     = scale * levels[block[2 + j] >> 4];
-        }
+        mixedkv::unpack_lm4(block, x + i);
     }
 }
 

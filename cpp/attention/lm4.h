@@ -35,4 +35,33 @@ LM4_API void lm4_dot(int n, float * sum, size_t, const void * row, size_t, const
 
 #ifdef __cplusplus
 }
+
+#include "simd/half.h"
+
+// A block in F32, for the conversion above and for all bodies: of internal linkage, as what bodies share
+namespace mixedkv {
+namespace {
+
+struct lm4_values {
+    static constexpr int8_t at[16] = { LM4_LEVELS };
+};
+
+// 32 elements: 16 of the low nibbles, then 16 of the high ones
+template <class Values>
+void look_up_nibbles(float d, const void * nibbles, float * out) {
+    const auto * bytes = static_cast<const uint8_t *>(nibbles);
+    for (int i = 0; i < 16; i++) {
+        out[i]      = d * Values::at[bytes[i] & 15];
+        out[i + 16] = d * Values::at[bytes[i] >> 4];
+    }
+}
+
+inline void unpack_lm4(const void * block, float * out) {
+    const auto * p = static_cast<const uint8_t *>(block);
+    look_up_nibbles<lm4_values>(half_at(p), p + 2, out);
+    look_up_nibbles<lm4_values>(half_at(p), p + 18, out + 32);
+}
+
+} // namespace
+} // namespace mixedkv
 #endif

@@ -8,8 +8,6 @@
 #include "lm3.h"
 #include "lm4.h"
 
-#include "simd/half.h"
-
 namespace mixedkv {
 namespace {
 
@@ -46,13 +44,14 @@ constexpr int block_bytes(row_type t) {
     }
 }
 
-// Bytes to the scale of 32 elements, the b-th of a row, and to their integers where there is nothing besides
+// Bytes to the scale of 32 elements, the b-th of a row, and to their integers where there is nothing besides: for lm3,
+// to 16 bytes in which their bits lie
 constexpr int scale_at(row_type t, int b) {
     return 32 * b / block_elements(t) * block_bytes(t);
 }
 
 constexpr int integers_at(row_type t, int b) {
-    return scale_at(t, b) + 2 + 32 * b % block_elements(t) / 2;
+    return scale_at(t, b) + 2 + (t == row_type::lm3 ? b % 2 * 4 : 32 * b % block_elements(t) / 2);
 }
 
 // Values of nibbles
@@ -61,18 +60,6 @@ struct q4_0_values {
 };
 struct iq4_nl_values {
     static constexpr int8_t at[16] = { -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113 };
-};
-
-struct lm4_values {
-    static constexpr int8_t at[16] = { LM4_LEVELS };
-};
-
-struct lm3_values {
-    static constexpr int8_t of_1[2]  = { LM3_LEVELS_1 };
-    static constexpr int8_t of_2[4]  = { LM3_LEVELS_2 };
-    static constexpr int8_t of_3[8]  = { LM3_LEVELS_3 };
-    static constexpr int8_t of_4[16] = { LM3_LEVELS_4 };
-    static constexpr int8_t of_5[32] = { LM3_LEVELS_5 };
 };
 
 // Calls f with the type as a constant; false: rows of the type have no blocks
@@ -117,41 +104,14 @@ struct plain_blocks {
         }
     }
 
-    // 32 elements
-    template <class Values>
-    static void look_up(float d, const char * nibbles, float * out) {
-        for (int i = 0; i < 16; i++) {
-            const int byte = static_cast<uint8_t>(nibbles[i]);
-            out[i]         = d * Values::at[byte & 15];
-            out[i + 16]    = d * Values::at[byte >> 4];
-        }
-    }
     static void unpack(type_constant<row_type::q4_0>, const char * p, float * out) {
-        look_up<q4_0_values>(half_at(p), p + 2, out);
+        look_up_nibbles<q4_0_values>(half_at(p), p + 2, out);
     }
     static void unpack(type_constant<row_type::iq4_nl>, const char * p, float * out) {
-        look_up<iq4_nl_values>(half_at(p), p + 2, out);
+        look_up_nibbles<iq4_nl_values>(half_at(p), p + 2, out);
     }
-    static void unpack(type_constant<row_type::lm4>, const char * p, float * out) {
-        look_up<lm4_values>(half_at(p), p + 2, out);
-        look_up<lm4_values>(half_at(p), p + 18, out + 32);
-    }
-    static void unpack(type_constant<row_type::lm3>, const char * p, float * out) {
-        using values       = lm3_values;
-        const float  d     = half_at(p);
-        const auto * bytes = reinterpret_cast<const uint8_t *>(p + 2);
-        for (int i = 0; i < 8; i++) {
-            out[i]      = d * values::of_5[bytes[i] & 31];
-            out[8 + i]  = d * values::of_4[bytes[8 + i] & 15];
-            out[16 + i] = d * values::of_3[bytes[i] >> 5];
-            out[24 + i] = d * values::of_3[bytes[8 + i] >> 4 & 7];
-            out[48 + i] = d * values::of_1[bytes[8 + i] >> 7];
-            out[56 + i] = 0.0f;
-        }
-        for (int i = 0; i < 16; i++) {
-            out[32 + i] = d * values::of_2[bytes[16 + i % 4] >> i / 4 * 2 & 3];
-        }
-    }
+    static void unpack(type_constant<row_type::lm4>, const char * p, float * out) { unpack_lm4(p, out); }
+    static void unpack(type_constant<row_type::lm3>, const char * p, float * out) { unpack_lm3(p, out); }
 
     // d n + m of nibbles that have a fifth bit in `high`
     static void affine(float d, float m, uint32_t high, const char * nibbles, float * out) {

@@ -33,6 +33,16 @@ struct key_pairs {
     }
 };
 
+// As with_integers, for lm3 as well
+template <class F>
+bool with_integers_or_bits(row_type type, F f) {
+    if (type == row_type::lm3) {
+        f(type_constant<row_type::lm3>{});
+        return true;
+    }
+    return with_integers(type, f);
+}
+
 template <class Body>
 struct integer_decode {
     using L                = typename Body::L;
@@ -93,7 +103,7 @@ struct integer_decode {
                     const int left = n_blocks - b;
                     scales.load<type>(p + i * row + scale_at(type, b), row, left < 4 ? left : 4, i);
                 }
-                Body::template columns<type>(p + integers_at(type, b), row, x);
+                Body::template columns<type>(p + integers_at(type, b), row, b % 2, x);
                 for (int q = 0; 4 * q < m.rows; q++) {
                     ahead.step(4);
                     if (!any_visible(w, span, 4 * q, 4)) {
@@ -107,6 +117,12 @@ struct integer_decode {
         }
     }
 
+    // Blocks of 32 elements that share a scale, and so weights
+    template <row_type type>
+    static constexpr int per_scale() {
+        return block_elements(type) / 32;
+    }
+
     // R rows of weights s against up to 4 blocks of n keys
     template <row_type type, int R>
     static void add_rows(const char * p, int64_t row, int n, const key_pairs & pairs, int n_blocks, prefetcher & ahead,
@@ -116,19 +132,20 @@ struct integer_decode {
         for (int r = 0; r < R; r++) {
             block_weights<L> weights;
             top[r] = relative_weights<L>(s + r * key_block, weights);
-            for (int b = 0; b < n_blocks; b++) {
+            for (int b = 0; b < n_blocks; b += per_scale<type>()) {
                 integers packed[key_block / (2 * L::width)];
                 units[b].apply(weights, packed);
                 std::memcpy(ints[b][r], packed, sizeof(packed));
             }
         }
         for (int b = 0; b < n_blocks; b++) {
-            float scales[R];
+            const int first = b / per_scale<type>() * per_scale<type>();
+            float     scales[R];
             for (int r = 0; r < R; r++) {
-                scales[r] = top[r] * units[b].unit;
+                scales[r] = top[r] * units[first].unit;
             }
-            Body::template add_block<type, R>(p + integers_at(type, b), row, n, pairs, ahead, ints[b], scales,
-                                              acc + 32 * b, ld);
+            Body::template add_block<type, R>(p + integers_at(type, b), row, b % 2, n, pairs, ahead, ints[first],
+                                              scales, acc + 32 * b, ld);
         }
     }
 
@@ -142,7 +159,7 @@ struct integer_decode {
         }
         weight_unit<L> units[4];
         bool           extreme = false;
-        for (int b = 0; b < n_blocks; b++) {
+        for (int b = 0; b < n_blocks; b += per_scale<type>()) {
             units[b].find(scales.half[b], used);
             extreme |= units[b].is_extreme();
         }
@@ -190,15 +207,16 @@ struct integer_decode {
         alignas(64) float s[few_rows * key_block];
         prefetcher        keys(w, span.segment->k, span, head, key_block);
         prefetcher        values(w, span.segment->v, span, head, key_block);
-        if (!with_integers(span.segment->k.type,
-                           [&](auto type) { score_keys<decltype(type)::value>(w, head, m, span, keys, s); })) {
+        if (!with_integers_or_bits(span.segment->k.type,
+                                   [&](auto type) { score_keys<decltype(type)::value>(w, head, m, span, keys, s); })) {
             base::score_rows(w, head, m, span, s);
         }
         if (!base::weigh_rows(w, head, m, span, s, [] {})) {
             return;
         }
-        if (!with_integers(span.segment->v.type,
-                           [&](auto type) { add_values<decltype(type)::value>(w, head, m, span, values, s); })) {
+        if (!with_integers_or_bits(span.segment->v.type, [&](auto type) {
+                add_values<decltype(type)::value>(w, head, m, span, values, s);
+            })) {
             base::add_values(w, head, m, span, s);
         }
     }

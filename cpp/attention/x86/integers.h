@@ -12,7 +12,7 @@ namespace {
 
 constexpr float int16_limit = 32512; // 127 * 256: both bytes stay within [-128, 127]
 
-// Types whose values are a scale times a byte: F16 scale, then 32 bytes, or nibbles that stand for them.
+// Types whose values are a scale times a byte: F16 scale, then 32 bytes, or nibbles or other bits that stand for them.
 // A minimum would need the sum of Q as well.
 template <row_type type>
 struct integer_rows;
@@ -44,7 +44,13 @@ struct integer_rows<row_type::lm4> : lm4_values {
     static constexpr int  offset  = 128;
 };
 
-// Calls f with the type as a constant if it is one of these
+template <>
+struct integer_rows<row_type::lm3> {
+    static constexpr bool nibbles = false;
+    static constexpr int  offset  = 128;
+};
+
+// Calls f with the type as a constant if it is one of these, but for lm3, which AMX does not have
 template <class F>
 bool with_integers(row_type type, F f) {
     switch (type) {

@@ -1,6 +1,6 @@
 // Speed of attention_run alone, one layer per call: decode and prefill over a cache of each type, 16 query heads over
 // 4 KV heads of size 128.  bench_attention [--threads N] [--isa NAME] [--only decode|prefill]
-// [--type NAME] [--keys N] [--quick]
+// [--type NAME or NAME/NAME, of K and V] [--keys N] [--quick]
 
 #include "attention/attention.h"
 #include "support.h"
@@ -114,43 +114,44 @@ double read_bandwidth(team & t, const std::vector<uint64_t> & buffer, size_t byt
 }
 
 // Random bytes with sane scales: speed does not depend on the values.
-struct cache {
+struct bench_rows {
     row_type             type;
-    size_t               row;
-    std::vector<uint8_t> k, v;
+    size_t               head;
+    std::vector<uint8_t> bytes;
 
-    cache(row_type type, int64_t n) : type(type), row(n_head_kv * head_bytes()), k(n * row), v(n * row) {
+    bench_rows(row_type type, int64_t n) : type(type), head(test::row_size(type, d)), bytes(n * n_head_kv * head) {
         uint32_t x = 1;
-        for (auto * bytes : { &k, &v }) {
-            for (uint8_t & b : *bytes) {
-                b = uint8_t((x = x * 1664525u + 1013904223u) >> 24);
-            }
-            const size_t   block = type == row_type::f16 ? 2 : test::row_size(type, test::block_elements(type));
-            const uint16_t scale = test::to_half(0.05f);
-            for (size_t i = 0; i < bytes->size(); i += block) {
-                if (type == row_type::f16) {
-                    (*bytes)[i + 1] &= 0xbb; // below 2
-                } else {
-                    std::memcpy(bytes->data() + i, &scale, 2);
-                    if (type == row_type::q4_1 || type == row_type::q5_1) {
-                        std::memcpy(bytes->data() + i + 2, &scale, 2);
-                    }
+        for (uint8_t & b : bytes) {
+            b = uint8_t((x = x * 1664525u + 1013904223u) >> 24);
+        }
+        const size_t   block = type == row_type::f16 ? 2 : test::row_size(type, test::block_elements(type));
+        const uint16_t scale = test::to_half(0.05f);
+        for (size_t i = 0; i < bytes.size(); i += block) {
+            if (type == row_type::f16) {
+                bytes[i + 1] &= 0xbb; // below 2
+            } else {
+                std::memcpy(bytes.data() + i, &scale, 2);
+                if (type == row_type::q4_1 || type == row_type::q5_1) {
+                    std::memcpy(bytes.data() + i + 2, &scale, 2);
                 }
             }
         }
     }
-    size_t                     head_bytes() const { return test::row_size(type, d); }
-    mixedkv::attention_segment segment(int64_t n) const {
-        const auto rows = [&](const std::vector<uint8_t> & bytes) {
-            mixedkv::attention_rows r;
-            r.data = bytes.data();
-            r.type = type;
-            r.row  = row;
-            r.head = head_bytes();
-            return r;
-        };
-        return { rows(k), rows(v), n };
+    mixedkv::attention_rows view() const {
+        mixedkv::attention_rows r;
+        r.data = bytes.data();
+        r.type = type;
+        r.row  = n_head_kv * head;
+        r.head = head;
+        return r;
     }
+};
+
+struct cache {
+    bench_rows k, v;
+
+    cache(row_type type_k, row_type type_v, int64_t n) : k(type_k, n), v(type_v, n) {}
+    mixedkv::attention_segment segment(int64_t n) const { return { k.view(), v.view(), n }; }
 };
 
 struct bandwidths {
@@ -244,29 +245,35 @@ int main(int argc, char ** argv) {
         const char * name;
         row_type     type;
     };
-    for (const named & c :
-         { named{ "f16", row_type::f16 }, named{ "q8_0", row_type::q8_0 }, named{ "q4_0", row_type::q4_0 },
-           named{ "iq4_nl", row_type::iq4_nl }, named{ "q4_1", row_type::q4_1 }, named{ "q5_0", row_type::q5_0 },
-           named{ "q5_1", row_type::q5_1 }, named{ "lm4", row_type::lm4 }, named{ "lm3", row_type::lm3 } }) {
-        if (!type.empty() && type != c.name) {
-            continue;
-        }
-        const std::vector<int64_t> depths = keys    ? std::vector<int64_t>{ keys }
-                                            : quick ? std::vector<int64_t>{ 1024 }
-                                                    : std::vector<int64_t>{ 4096, 16384, 32768 };
-        for (int64_t n : depths) {
-            const cache all(c.type, n), hot(row_type::f16, 512);
-            if (only != "prefill") {
-                bench(t, (std::string("decode ") + c.name).c_str(), { all.segment(n) }, 1, seconds, buffer, memory);
+    const std::vector<named> names{ { "f16", row_type::f16 },   { "q8_0", row_type::q8_0 },
+                                    { "q4_0", row_type::q4_0 }, { "iq4_nl", row_type::iq4_nl },
+                                    { "q4_1", row_type::q4_1 }, { "q5_0", row_type::q5_0 },
+                                    { "q5_1", row_type::q5_1 }, { "lm4", row_type::lm4 },
+                                    { "lm3", row_type::lm3 } };
+    for (const named & k : names) {
+        for (const named & v : names) {
+            const std::string name  = &k == &v ? k.name : std::string(k.name) + "/" + v.name;
+            const bool        usual = type.empty() && (&k == &v || name == "lm4/lm3");
+            if (!usual && type != name) {
+                continue;
             }
-            if (c.type == row_type::q4_0 && only != "prefill") {
-                bench(t, "decode q4_0+hot f16", { all.segment(n), hot.segment(256), hot.segment(1) }, 1, seconds,
-                      buffer, memory);
-            }
-            if (n <= 16384 && only != "decode") {
-                const int64_t queries = quick ? 64 : 512;
-                bench(t, (std::string("prefill ") + c.name + "+hot f16").c_str(),
-                      { all.segment(n), hot.segment(256), hot.segment(queries) }, queries, seconds, buffer, memory);
+            const std::vector<int64_t> depths = keys    ? std::vector<int64_t>{ keys }
+                                                : quick ? std::vector<int64_t>{ 1024 }
+                                                        : std::vector<int64_t>{ 4096, 16384, 32768 };
+            for (int64_t n : depths) {
+                const cache all(k.type, v.type, n), hot(row_type::f16, row_type::f16, 512);
+                if (only != "prefill") {
+                    bench(t, ("decode " + name).c_str(), { all.segment(n) }, 1, seconds, buffer, memory);
+                }
+                if (name == "q4_0" && only != "prefill") {
+                    bench(t, "decode q4_0+hot f16", { all.segment(n), hot.segment(256), hot.segment(1) }, 1, seconds,
+                          buffer, memory);
+                }
+                if (n <= 16384 && only != "decode") {
+                    const int64_t queries = quick ? 64 : 512;
+                    bench(t, ("prefill " + name + "+hot f16").c_str(),
+                          { all.segment(n), hot.segment(256), hot.segment(queries) }, queries, seconds, buffer, memory);
+                }
             }
         }
     }
