@@ -12,6 +12,7 @@ has a column for each name. A column of several results shows their middle and h
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
+from PIL import Image
 
 from mixedkv.bench.catalog import Document
 from mixedkv.bench.harness.row import Row
@@ -69,8 +71,10 @@ def _measured(document: Document) -> list[Row]:
 
 def _save(figures: Iterator[tuple[str, Figure]], folder: Path) -> Iterator[Path]:
     for name, figure in figures:
-        path = folder / f"{name}.png"
-        figure.savefig(path, dpi=_DPI, bbox_inches="tight")
+        path, whole = folder / f"{name}.png", io.BytesIO()
+        figure.savefig(whole, dpi=_DPI, bbox_inches="tight")
+        with Image.open(whole) as image:  # a palette is enough, and a third of the bytes
+            image.convert("RGB").quantize(256).save(path, optimize=True)
         yield path
 
 
