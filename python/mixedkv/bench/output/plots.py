@@ -166,11 +166,11 @@ def main() -> None:
         raise SystemExit("usage: python -m mixedkv.bench.output.plots [NAME=]RESULT.json... FOLDER")
     documents: dict[str, list[Document]] = {}
     for given in sys.argv[1:-1]:
-        label, _, path = given.rpartition("=")
+        label, _, file = given.rpartition("=")
         try:
-            document = Document.model_validate_json(Path(path).read_bytes())
+            document = Document.model_validate_json(Path(file).read_bytes())
         except (OSError, ValueError) as error:
-            raise SystemExit(f"{path} is not what mixedkv bench --json writes: {error}") from None
+            raise SystemExit(f"{file} is not what mixedkv bench --json writes: {error}") from None
         documents.setdefault(label or document.model.name, []).append(document)
     folder = Path(sys.argv[-1])
     written = draw(document, folder) if len(sys.argv) == 3 else draw_beside(documents, folder)
