@@ -19,7 +19,9 @@ from mixedkv.bench.recall import RecallRow
 Models = Mapping[str, Sequence[Row]]  # rows by what their column is called; of several models, all of them
 _LEAST = 1e-9  # nats; a logarithm has no zero
 _BITS = (2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 10, 12, 16, 32)
-_FAMILIES: dict[bool, dict[str, Any]] = {  # lines through the least of the mixed caches, and of the others
+_FAMILIES: dict[
+    bool, dict[str, Any]
+] = {  # steps: the least that so many bits give, of mixed caches and of others
     True: {"color": "#D55E00", "linestyle": "-", "label": "least of mixed caches"},
     False: {"color": "#767676", "linestyle": "--", "label": "least of llama.cpp's"},
 }
@@ -153,7 +155,7 @@ def _draw(axis: Axes, rows: Sequence[Row], panel: _Panel, styles: Styles) -> Non
         family = [point for name, point in found.items() if name.startswith("mixed") == is_mixed]
         if panel.is_divergence and len(front := least(family)) > 1:
             x, y = [point.bits for point in front], [point.middle for point in front]
-            axis.plot(x, y, linewidth=1, alpha=0.6, **line)
+            axis.plot(x, y, linewidth=1, alpha=0.6, drawstyle="steps-post", **line)
     for name, style in styles.items():
         if point := found.get(name):
             reach = [[point.middle - point.low], [point.high - point.middle]]
