@@ -19,9 +19,8 @@ from mixedkv.bench.recall import RecallRow
 Models = Mapping[str, Sequence[Row]]  # rows by what their column is called; of several models, all of them
 _LEAST = 1e-9  # nats; a logarithm has no zero
 _BITS = (2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 10, 12, 16, 32)
-_FAMILIES: dict[
-    bool, dict[str, Any]
-] = {  # steps: the least that so many bits give, of mixed caches and of others
+# steps: the least that so many bits give, of mixed caches and of others
+_FAMILIES: dict[bool, dict[str, Any]] = {
     True: {"color": "#D55E00", "linestyle": "-", "label": "least of mixed caches"},
     False: {"color": "#767676", "linestyle": "--", "label": "least of llama.cpp's"},
 }
