@@ -2,10 +2,13 @@
 
 Real models have a few channels of K that are tens of times larger than the others; small trained models and
 random weights have none.
+
+    python tests/python/support/planted.py SOURCE.gguf TARGET.gguf --seed 1 --bias 300
 """
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import gguf
@@ -54,3 +57,17 @@ def plant(
     writer.write_tensors_to_file()
     writer.close()
     return target
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("source", type=Path)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--seed", type=int, default=1, metavar="N")
+    parser.add_argument("--bias", type=float, default=0, metavar="NORM", help="of a K bias of each head (0)")
+    options = parser.parse_args()
+    plant(options.source, options.target, options.seed, bias=options.bias)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,24 +2,31 @@
 
     python -m mixedkv.bench.output.plots result.json FOLDER
 
-draws them again from a saved result.
+draws them again from a saved result. Divergence against bits is drawn of several results beside each other:
+
+    python -m mixedkv.bench.output.plots plain=a.json outliers=b1.json outliers=b2.json FOLDER
+
+has a column for each name. A column of several results shows their middle and how far they reach; what
+`quality` and `recall` say of one model can be two files.
 """
 
 from __future__ import annotations
 
+import io
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MultipleLocator, NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
+from PIL import Image
 
 from mixedkv.bench.catalog import Document
 from mixedkv.bench.harness.row import Row
-from mixedkv.bench.output import plots_kept, plots_reuse, plots_streaming
+from mixedkv.bench.output import plots_frontier, plots_kept, plots_reuse, plots_streaming
 from mixedkv.bench.output.plots_kept import Styles
 from mixedkv.bench.quality import QualityRow
 from mixedkv.bench.speed import SpeedRow
@@ -44,14 +51,31 @@ _DPI = 160
 
 def draw(document: Document, folder: Path) -> list[Path]:
     """Draw what the rows have numbers for; the paths written."""
-    rows = [row for row in document.rows if row.error is None]
-    written = []
+    rows = _measured(document)
     with mpl.rc_context(_STYLE):
-        for name, figure in _figures(rows, _styles(rows), document.model.name):
-            path = folder / f"{name}.png"
-            figure.savefig(path, dpi=_DPI, bbox_inches="tight")
-            written.append(path)
-    return written
+        return list(_save(_figures(rows, _styles(rows), document.model.name), folder))
+
+
+def draw_beside(documents: Mapping[str, Sequence[Document]], folder: Path) -> list[Path]:
+    """Draw divergence against bits with a column for each name; the paths written."""
+    models = {label: [row for each in of for row in _measured(each)] for label, of in documents.items()}
+    rows = [row for each in models.values() for row in each]
+    name = next(each.model.name for of in documents.values() for each in of)
+    with mpl.rc_context(_STYLE):
+        return list(_save(plots_frontier.figures(models, _styles(rows), name), folder))
+
+
+def _measured(document: Document) -> list[Row]:
+    return [row for row in document.rows if row.error is None]
+
+
+def _save(figures: Iterator[tuple[str, Figure]], folder: Path) -> Iterator[Path]:
+    for name, figure in figures:
+        path, whole = folder / f"{name}.png", io.BytesIO()
+        figure.savefig(whole, dpi=_DPI, bbox_inches="tight")
+        with Image.open(whole) as image:  # a palette is enough, and a third of the bytes
+            image.convert("RGB").quantize(256).save(path, optimize=True)
+        yield path
 
 
 def _figures(rows: Sequence[Row], styles: Styles, model: str) -> Iterator[tuple[str, Figure]]:
@@ -59,7 +83,7 @@ def _figures(rows: Sequence[Row], styles: Styles, model: str) -> Iterator[tuple[
     mode = "token" if any(row.mode == "token" for row in quality) else "batch"
     quality = [row for row in quality if row.mode == mode]
     if quality:
-        yield "frontier", _frontier(quality, styles, model)
+        yield from plots_frontier.figures({model: rows}, styles, model)
         yield "error-by-position", _by_position(quality, styles, model)
     speed = [row for row in rows if isinstance(row, SpeedRow) and row.tg_tps is not None]
     if len({row.depth for row in speed}) > 1:
@@ -88,26 +112,6 @@ def _styles(rows: Sequence[Row]) -> Styles:
 def _figure(width: float, height: float, n: int = 1) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, list(figure.subplots(1, n, squeeze=False)[0])
-
-
-def _frontier(rows: Sequence[QualityRow], styles: Styles, model: str) -> Figure:
-    """Median and mean divergence against what is paid for them."""
-    figure, axes = _figure(9.5, 4.4, 2)
-    for axis, key, title in zip(axes, ("kld_mean", "kld_median"), ("Mean", "Median"), strict=True):
-        for row in rows:
-            if row.bits_per_element:
-                style: Any = {**styles[row.name], "linestyle": "none"}
-                divergence = max(getattr(row, key), 1e-9)
-                axis.plot(row.bits_per_element, divergence, markersize=8, label=row.name, **style)
-        axis.set_yscale("log")
-        axis.yaxis.set_minor_formatter(NullFormatter())
-        axis.xaxis.set_major_locator(MultipleLocator(2))
-        axis.set_xlabel("allocated bits per element")
-        axis.set_title(f"{title} KL divergence")
-    axes[0].set_ylabel("nats, against an F32 cache")
-    figure.suptitle(_quality_title(rows, model), x=0.01, ha="left", fontsize=11)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=9)
-    return figure
 
 
 def _by_position(rows: Sequence[QualityRow], styles: Styles, model: str) -> Figure:
@@ -158,10 +162,21 @@ def _speed(rows: Sequence[SpeedRow], styles: Styles, model: str) -> Figure:
 
 
 def main() -> None:
-    if len(sys.argv) != 3:
-        raise SystemExit("usage: python -m mixedkv.bench.output.plots RESULT.json FOLDER")
-    document = Document.model_validate_json(Path(sys.argv[1]).read_bytes())
-    for path in draw(document, Path(sys.argv[2])):
+    if len(sys.argv) < 3:
+        raise SystemExit("usage: python -m mixedkv.bench.output.plots [NAME=]RESULT.json... FOLDER")
+    documents: dict[str, list[Document]] = {}
+    for given in sys.argv[1:-1]:
+        label, _, file = given.rpartition("=")
+        try:
+            document = Document.model_validate_json(Path(file).read_bytes())
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"{file} is not what mixedkv bench --json writes: {error}") from None
+        documents.setdefault(label or document.model.name, []).append(document)
+    folder = Path(sys.argv[-1])
+    written = draw(document, folder) if len(sys.argv) == 3 else draw_beside(documents, folder)
+    if not written:
+        raise SystemExit("nothing to draw: beside each other there are results of quality, of one --mode")
+    for path in written:
         print(f"wrote {path}")
 
 
