@@ -244,7 +244,7 @@ class MtpHead:
         reader = next((r for r in self._readers if r.job is job), None)
         if reader is None:
             idle = [r for r in self._readers if r.job is None]
-            reader = max(idle, key=lambda r: common_prefix(r.tokens, tokens))
+            reader = max(idle or self._readers, key=lambda r: common_prefix(r.tokens, tokens))
             reader.job = job
             reader.states, reader.seen = reader.states[:0], reader.seen[:0]
         n = common_prefix(reader.tokens, tokens)
