@@ -224,5 +224,5 @@ def test_the_default_cache_survives_biases(tmp_path: Path, attention: str) -> No
             broken, _ = divergence(want, log_p(model, kv.with_(equalize=False), tokens))
         model.close()
     assert found[300.0][0] < 2 * found[0.0][0]
-    assert found[300.0][1] > found[0.0][1] - 0.02
+    assert found[300.0][1] > found[0.0][1] - 0.05  # a broken cache loses more than half
     assert broken > 50 * found[300.0][0]
