@@ -25,7 +25,7 @@ def load_model(
     file: ModelFile,
     generates: bool,
     weights: Llama | None,
-    mtp: bool,
+    mtp: bool = False,
 ) -> Llama:
     n_ctx = model.n_ctx or min(_DEFAULT_N_CTX, int(file.get("context_length", _DEFAULT_N_CTX)))
     if model.adapter and not Path(model.adapter).is_file():

@@ -63,7 +63,8 @@ def test_thoughts_come_apart(begun: Server) -> None:
     message = answer.choices[0].message
     assert message.reasoning_content
     assert message.content
-    assert "</think>" not in message.content + message.reasoning_content
+    assert "</think>" not in message.reasoning_content
+    assert not message.content.lstrip().startswith("</think>")  # later on the model may say anything
     n_close = len(begun.post("/tokenize", {"content": "</think>"})["tokens"])
     assert answer.usage.completion_tokens_details.reasoning_tokens == 5 + n_close
     assert answer.usage.completion_tokens == 40

@@ -126,7 +126,8 @@ class RedisBackend:
             if "AUTH" in text or "password" in text or "DB index" in text:
                 raise ValueError(f"remote: the server refuses: {text}") from None
             raise RemoteError(text) from None
-        except (redis.RedisError, OSError) as error:
+        except (redis.RedisError, OSError, TypeError, AttributeError) as error:
+            # the last two are redis-py's where another thread has closed the connection, see `abort`
             raise RemoteError(f"{type(error).__name__}: {error}") from None
 
 
