@@ -12,8 +12,8 @@ from support.harness import Mixed, Uniform, prompt, rel_rms
 @pytest.mark.parametrize("model", ["llama-64", "llama-128"])
 @pytest.mark.parametrize("cold", COLD_TYPES)
 def test_both_attentions_read_the_same(open_ctx, cold: str, model: str) -> None:
-    """Merged casts to F16 and sums values in it; the types are whole percents apart from F32. A row of the cache
-    that falls to its next level moves single tokens by up to three percent: the median counts.
+    """Merged casts to F16 and sums values in it; the types are whole percents apart from F32. A row of
+    the cache that falls to its next level moves single tokens by up to three percent: the median counts.
     """
     got = {}
     for attention in ("fused", "merged"):
