@@ -11,12 +11,13 @@ import logging
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import llama_cpp
 import numpy as np
 
 from mixedkv import _llama_cpp
-from mixedkv.engine.batch import Batch
+from mixedkv.engine.batch import NO_CELLS, Batch
 from mixedkv.engine.job import Job
 from mixedkv.engine.sampler import logits_row
 from mixedkv.llama import Llama
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 
 _CATCH_UP = 64  # tokens in a step without prompts
 _LAST = 16  # tokens of an answer that are read when it is drafted: while nothing is, nothing is read
-SURE = 0.4  # a draft less likely than that, to the draft model, is the last one
+_SURE = 0.4  # a draft less likely than that, to the draft model, is the last one
 _MOST_EXTRA = 128  # by which vocabularies may differ in size, as llama.cpp has it
 
 
@@ -115,9 +116,8 @@ class DraftModel:
             goes_on = []
             for row, (follower, tokens, n, made) in zip(rows, at_work, strict=True):
                 follower.tokens = np.append(follower.tokens, np.array(tokens, np.int32))
-                logits = logits_row(self._model.ctx, row, self._n_vocab)
-                best = int(logits.argmax())
-                if np.exp(logits - logits[best]).sum() * SURE > 1.0:
+                best = sure_guess(self._model.ctx, row, self._n_vocab)
+                if best is None:
                     continue
                 made.append(best)
                 if len(made) < n:
@@ -144,13 +144,20 @@ class DraftModel:
         code = self._batch.decode(self._model.ctx)
         if code == 0:
             return True
-        if code != 1:  # else there are no cells: those of answers that have ended make room for the next step
+        if code != NO_CELLS:  # else those of answers that have ended make room for the next step
             log.warning("the draft model's llama_decode returned %d", code)
         for follower in self._followers:
-            if code != 1 or follower.job is None:
+            if code != NO_CELLS or follower.job is None:
                 self._model.kv.remove(follower.id)
                 follower.tokens = follower.tokens[:0]
         return False
+
+
+def sure_guess(context: Any, row: int, n_vocab: int) -> int | None:
+    """The likeliest token after a row of the latest batch; None if it is not likely enough to be a draft."""
+    logits = logits_row(context, row, n_vocab)
+    best = int(logits.argmax())
+    return None if np.exp(logits - logits[best]).sum() * _SURE > 1.0 else best
 
 
 def _check_vocabulary(llm: Llama, model: Llama) -> None:

@@ -19,9 +19,8 @@ import numpy.typing as npt
 
 from mixedkv import _core, _llama_cpp
 from mixedkv.engine.batch import NO_CELLS, Batch
-from mixedkv.engine.draft_model import SURE
+from mixedkv.engine.draft_model import sure_guess
 from mixedkv.engine.job import Job
-from mixedkv.engine.sampler import logits_row
 from mixedkv.engine.scheduler import Step
 from mixedkv.llama import Llama
 from mixedkv.tokens import Tokens, common_prefix
@@ -216,9 +215,8 @@ class MtpHead:
 
     def _guess(self, draft: _Draft) -> bool:
         """The next token, from the latest batch; whether another one is to follow."""
-        logits = logits_row(self._ctx, draft.row, self._n_vocab)
-        best = int(logits.argmax())
-        if np.exp(logits - logits[best]).sum() * SURE > 1.0:
+        best = sure_guess(self._ctx, draft.row, self._n_vocab)
+        if best is None:
             return False
         draft.made.append(best)
         return len(draft.made) < draft.n
