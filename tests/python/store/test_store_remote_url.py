@@ -31,6 +31,8 @@ def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
         ("redis://127.0.0.1:1/0?ttl=soon", "ttl=soon: use a number of seconds"),
         ("redis://127.0.0.1:1/0?timeout=0", "timeout=0: use a number of seconds"),
         ("redis://127.0.0.1:PORT/0?colour=red", "colour"),
+        ("redis://127.0.0.1:PORT/0?protocol=9", "protocol"),
+        ("unix:///tmp/redis.sock?colour=red", "colour"),
         ("redis://127.0.0.1:notaport/0", "remote: "),
         ("s3://kv/x?colour=red", "unknown option 'colour'"),
         ("redis://127.0.0.1:PORT/99?timeout=20", "refuses: DB index is out of range"),
@@ -40,6 +42,19 @@ def test_a_wrong_url(url: str, message: str, redis_port: int) -> None:
     pytest.importorskip("obstore", reason="the obstore package is not installed")
     with pytest.raises(ValueError, match=message):
         KVStore(None, remote=url.replace("PORT", str(redis_port)))
+
+
+def test_a_socket(tmp_path: Path) -> None:
+    path = tmp_path / "redis.sock"
+    with (
+        redis_server(tmp_path, "--unixsocket", str(path)),
+        KVStore(None, remote=f"unix://{path}?db=0&timeout=20") as store,
+    ):
+        put_chain(store, WHO, TOKENS, [200])
+        assert store.find(WHO, TOKENS) is not None
+        remote = store.stats().remote
+        assert remote is not None
+        assert remote.url == f"unix://{path}"
 
 
 def test_a_password(tmp_path: Path) -> None:

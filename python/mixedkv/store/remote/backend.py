@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 _DAY = 86400
 _SCHEMES = ("redis", "rediss", "unix", "s3")
@@ -92,7 +92,7 @@ class RemoteURL:
         options = dict(parse_qsl(parts.query))
         ttl = _number("ttl", options.pop("ttl", 7 * _DAY), 60, 10 * 365 * _DAY)
         timeout = _number("timeout", options.pop("timeout", 1.0), 0.01, 60)
-        url = urlunsplit(parts._replace(query=urlencode(options)))
+        url = text.partition("?")[0] + ("?" + urlencode(options) if options else "")
         return cls(url, parts.scheme, int(ttl), timeout)
 
     @property

@@ -23,7 +23,7 @@ class RedisBackend:
     """Values live `ttl` seconds from when they were written.
 
     Raises:
-        ValueError: the URL cannot be read.
+        ValueError: the URL cannot be read, or has an option that redis-py does not take.
     """
 
     fan = 2048
@@ -38,15 +38,13 @@ class RedisBackend:
                 socket_read_size=_READ,
                 retry=Retry(NoBackoff(), 0),
             )
-        except (ValueError, TypeError) as error:
+            self._pool.connection_class(**self._pool.connection_kwargs)  # reads the options, connects nowhere
+        except (ValueError, TypeError, redis.RedisError) as error:
             raise ValueError(f"remote: {error}") from None
         self._redis = redis.Redis(connection_pool=self._pool)
 
     def check(self) -> None:
-        try:
-            self._ask(self._redis.ping)
-        except TypeError as error:  # an option in the URL that the package does not know
-            raise ValueError(f"remote: {error}") from None
+        self._ask(self._redis.ping)
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
         values: list[bytes | None] = self._ask(lambda: self._redis.mget([_PREFIX + name for name in names]))
