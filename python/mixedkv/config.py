@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from mixedkv.model.budget import Room, Types, spend
 from mixedkv.model.footprint import ModelShape, footprint, model_shape, ring_rows
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.model.layer_plan import LayerPlan, Shares
+from mixedkv.model.value_bases import find_bases
 from mixedkv.row_types import (
     CALIBRATED_TYPES,
     COLD_TYPES,
@@ -145,7 +146,8 @@ class MixedKVConfig:
 
         Bits go to K and V of the layers where they do most, see `mixedkv.model.layer_plan`. What is left
         when all rows have eight widens the recent window; where F16 fits, it is llama.cpp's F16 cache. Where
-        four bits with the window as given are too many, the window is halved until they fit.
+        four bits with the window as given are too many, the window is halved until they fit. Values take lm3
+        where `mixedkv calibrate` has been run for the file.
 
         Args:
             model: a GGUF file, or its shape.
@@ -157,8 +159,11 @@ class MixedKVConfig:
             ValueError: nothing fits; the message says what the smallest cache takes.
             OSError, InvalidModelFileError, UnsupportedModelError: see `model_shape`.
         """
-        shape = model if isinstance(model, ModelShape) else model_shape(read_model_file(model))
-        return settle(cls(**given, budget=n_bytes), shape, n_ctx, n_seq, shares)
+        kv = cls(**given, budget=n_bytes)
+        if isinstance(model, ModelShape):
+            return settle(kv, model, n_ctx, n_seq, shares)
+        shape, bases = model_shape(read_model_file(model)), find_bases(model)
+        return settle(kv, shape, n_ctx, n_seq, shares, calibrated=bases and bases.errors)
 
     @property
     def native_budget(self) -> int | None:
@@ -382,17 +387,18 @@ def settle(
     *,
     n_stream: int = 1,
     on_cpu: bool = True,
+    calibrated: Mapping[int, float] | None = None,
 ) -> KVSetting:
     """The setting that a budget comes to for a model and a context, see `MixedKVConfig.for_budget`; a setting
     without a budget stays as it is. `n_stream` equal parts of the context have sequences of their own;
-    `on_cpu`: the cache lies in CPU memory.
+    `on_cpu`: the cache lies in CPU memory; `calibrated`: see `LayerPlan`.
 
     Raises:
         ValueError: nothing fits the budget.
     """
     if not isinstance(kv, MixedKVConfig) or not kv.budget:
         return kv
-    f16, plan = _without_quantization(kv), LayerPlan(shape, shares, on_cpu=on_cpu)
+    f16, plan = _without_quantization(kv), LayerPlan(shape, shares, on_cpu=on_cpu, calibrated=calibrated)
 
     def size(setting: KVSetting) -> int:
         return n_stream * footprint(shape, setting, n_ctx // n_stream, n_seq // n_stream).bytes

@@ -18,7 +18,8 @@ from mixedkv.bench.options import Options
 from mixedkv.bench.quality import Document, QualityRow, measure_settings, read_documents
 from mixedkv.config import MixedKVConfig
 from mixedkv.layer_types import shorten
-from mixedkv.model.layer_plan import FINEST, MEASURED, LayerPlan, Part
+from mixedkv.model.layer_plan import FINEST, MEASURED, LayerPlan, Part, Shares
+from mixedkv.model.value_bases import find_bases
 
 _AT_ONCE = 8  # contexts, beside the reference
 
@@ -28,8 +29,9 @@ class SensitivityRow(Row):
 
     The cache has the finest cold type in all layers, and the coarsest in K or V of one: its divergence from
     an F32 cache, less that of the finest type everywhere, is what this K or V adds. From that come the types
-    of least divergence at given bits, whose divergence is measured as well. Documents, positions and
-    divergence are those of `quality`, in large batches.
+    of least divergence at given bits, whose divergence is measured as well; lm3 is among them where
+    `mixedkv calibrate` has been run. Documents, positions and divergence are those of `quality`, in large
+    batches.
     """
 
     test: Literal["sensitivity"] = "sensitivity"
@@ -71,7 +73,7 @@ def check(options: Options) -> None:
             raise ValueError(f"--kv {setting.spec}: only a mixed cache has types of single layers")
     if not options.shape.layers:
         raise ValueError(f"{options.file.path} has no layers with keys and values that could be measured")
-    plan = LayerPlan(options.shape)
+    plan = _plan(options)
     least, most = plan.bits(0), plan.bits(len(plan))
     for bits in options.bits:
         if not least <= bits <= most:
@@ -94,11 +96,16 @@ def measure(bench: Bench, documents: Sequence[Document]) -> None:
         assert isinstance(setting.kv, MixedKVConfig)
         kv = replace(setting.kv, cold_type_k=FINEST, cold_type_v=FINEST, layers="")
         shares = dict(_measure_shares(bench, documents, kv))
-        plan = LayerPlan(options.shape, shares)
+        plan = _plan(options, shares)
         steps = [plan.most(bits) for bits in options.bits]
         rows = _measure(bench, documents, [_with_types(kv, plan.types(n)) for n in steps])
         for n, row in zip(steps, rows, strict=True):
             bench.add(_row(row, bits=plan.bits(n), kld_planned=plan.divergence(n)))
+
+
+def _plan(options: Options, shares: Shares | None = None) -> LayerPlan:
+    bases = find_bases(options.file.path)
+    return LayerPlan(options.shape, shares, calibrated=bases and bases.errors)
 
 
 def _measure_shares(

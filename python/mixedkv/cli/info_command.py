@@ -16,7 +16,7 @@ from mixedkv.config import PRESETS, parse_kv, settle
 from mixedkv.kv.stats import format_bytes
 from mixedkv.model.footprint import ModelShape, footprint, model_shape
 from mixedkv.model.gguf_file import ModelFile, read_model_file
-from mixedkv.model.layer_plan import Shares
+from mixedkv.model.value_bases import find_bases
 
 _N_CTX = 8192
 _SETTINGS = (
@@ -63,14 +63,16 @@ def info(args: argparse.Namespace) -> None:
     contexts = args.n_ctx or [min(_N_CTX, shape.n_ctx_train or _N_CTX)]
     sizes = list(product(contexts, args.sequences))
     shares = read_shares(args.shares) if args.shares else None
-    report = _report(file, shape, shares, args.kv, sizes)
+    bases = find_bases(file.path) if any("budget=" in spec for spec in args.kv) else None
+    known: dict[str, Any] = {"shares": shares, "calibrated": bases and bases.errors}
+    report = _report(file, shape, known, args.kv, sizes)
     print(json.dumps(report, indent=2) if args.json else "\n".join(_lines(report, sizes)))
 
 
 def _report(
     file: ModelFile,
     shape: ModelShape,
-    shares: Shares | None,
+    known: dict[str, Any],
     specs: Iterable[str],
     sizes: list[tuple[int, int]],
 ) -> dict[str, Any]:
@@ -91,12 +93,13 @@ def _report(
         },
         "n_ctx": sizes[0][0],
         "computed_by": "formula",
-        "caches": [_cache(shape, shares, spec, *size) for spec in specs for size in sizes],
+        "caches": [_cache(shape, known, spec, *size) for spec in specs for size in sizes],
     }
 
 
-def _cache(shape: ModelShape, shares: Shares | None, spec: str, n_ctx: int, n_seq: int) -> dict[str, Any]:
-    kv = settle(parse_kv(spec), shape, n_ctx, n_seq, shares)
+def _cache(shape: ModelShape, known: dict[str, Any], spec: str, n_ctx: int, n_seq: int) -> dict[str, Any]:
+    """`known`: what `settle` takes besides."""
+    kv = settle(parse_kv(spec), shape, n_ctx, n_seq, **known)
     size = footprint(shape, kv, n_ctx, n_seq)
     f16 = footprint(shape, parse_kv("f16"), n_ctx).bytes
     return {

@@ -17,11 +17,13 @@ from mixedkv.model.footprint import LayerShape, ModelShape
 from mixedkv.row_types import CPU_TYPES, type_bits, type_block
 
 Part = Literal["k", "v"]
-Shares = Mapping[tuple[int, Part], float]
+Each = tuple[int, Part]
+Shares = Mapping[Each, float]
 
 # Mean squared errors of rotated rows of the bundled model, beside that of `MEASURED`: docs/benchmarks.md.
 LADDER = {"lm4": 1.08, "iq4_nl": 1.0, "q5_0": 0.3, "q5_1": 0.233, "q8_0": 0.0046}
 MEASURED, FINEST = "iq4_nl", "q8_0"
+_MEASURED_ERROR = 6.2e-3  # of `MEASURED`, over the rows' mean square
 _K_TO_V = 14.0  # where nothing was measured: K alone against V alone in 4 bits, of the bundled model
 
 
@@ -33,24 +35,39 @@ class LayerPlan:
         shares: divergence that K or V of a layer causes in the type `MEASURED`, in nats; without it all
             layers are taken to be alike, and the outermost come first.
         on_cpu: the cache lies in CPU memory, where types of `CPU_TYPES` can be.
+        calibrated: of a model with bases of its values, what lm3 makes of those of each layer: the mean
+            squared error over the mean square.
     """
 
-    def __init__(self, shape: ModelShape, shares: Shares | None = None, *, on_cpu: bool = True) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        shares: Shares | None = None,
+        *,
+        on_cpu: bool = True,
+        calibrated: Mapping[int, float] | None = None,
+    ) -> None:
         self._shape = shape
-        ladder = _ladder(shape, on_cpu)
-        self._coarsest = ladder[0]
+        usable = _usable(shape, on_cpu)
+        lm3 = (calibrated or {}) if on_cpu else {}
         outermost = sorted(range(n := len(shape.layers)), key=lambda i: (min(i, n - 1 - i), -i))
-        parts: list[tuple[int, Part]] = [(shape.layers[i].il, part) for i in outermost for part in ("k", "v")]
+        parts: list[Each] = [(shape.layers[i].il, part) for i in outermost for part in ("k", "v")]
         self._shares = shares or {each: _K_TO_V if each[1] == "k" else 1.0 for each in parts}
         if missing := [
             f"{part.upper()} of layer {il}" for il, part in parts if (il, part) not in self._shares
         ]:
             raise ValueError(f"no share was measured for {', '.join(missing)}")
         widths = {(layer.il, part): _width(layer, part) for layer in shape.layers for part in ("k", "v")}
+        self._errors = {
+            (il, part): {"lm3": lm3[il] / _MEASURED_ERROR, **usable} if part == "v" and il in lm3 else usable
+            for il, part in parts
+        }
+        ladders = {each: _ladder(errors) for each, errors in self._errors.items()}
+        self._coarsest = {each: ladder[0] for each, ladder in ladders.items()}
         steps = [
             (self._gain(each, one, other) / widths[each], each, other)
             for each in parts
-            for one, other in pairwise(ladder)
+            for one, other in pairwise(ladders[each])
         ]
         self._steps = [(each, to) for _, each, to in sorted(steps, key=lambda step: -step[0])]
 
@@ -59,11 +76,8 @@ class LayerPlan:
 
     def types(self, n_steps: int) -> list[tuple[int, str, str]]:
         """Layers with their types of K and V after so many steps."""
-        types = dict(self._steps[:n_steps])
-        return [
-            (layer.il, types.get((layer.il, "k"), self._coarsest), types.get((layer.il, "v"), self._coarsest))
-            for layer in self._shape.layers
-        ]
+        types = self._coarsest | dict(self._steps[:n_steps])
+        return [(layer.il, types[layer.il, "k"], types[layer.il, "v"]) for layer in self._shape.layers]
 
     def bits(self, n_steps: int) -> float:
         """Bits of a K or V element after so many steps, scales included."""
@@ -80,29 +94,37 @@ class LayerPlan:
 
     def divergence(self, n_steps: int) -> float:
         """What the shares of these types come to."""
-        types = dict(self._steps[:n_steps])
-        return sum(share * LADDER[types.get(each, self._coarsest)] for each, share in self._shares.items())
+        types = self._coarsest | dict(self._steps[:n_steps])
+        return sum(share * self._errors[each][types[each]] for each, share in self._shares.items())
 
-    def _gain(self, each: tuple[int, Part], one: str, other: str) -> float:
+    def _gain(self, each: Each, one: str, other: str) -> float:
         """Divergence that a step takes, for a bit of an element."""
-        return self._shares[each] * _slope(one, other)
+        return self._shares[each] * _slope(self._errors[each], one, other)
 
 
-def _slope(one: str, other: str) -> float:
+def _slope(errors: Mapping[str, float], one: str, other: str) -> float:
     """What each bit from a type to a finer one takes from the error."""
-    return (LADDER[one] - LADDER[other]) / (type_bits(other) - type_bits(one))
+    return (errors[one] - errors[other]) / (type_bits(other) - type_bits(one))
 
 
-def _ladder(shape: ModelShape, on_cpu: bool) -> list[str]:
-    """Types for all heads, less those that are passed over: the next one does more for a bit."""
+def _usable(shape: ModelShape, on_cpu: bool) -> dict[str, float]:
+    """Of `LADDER` what all heads can have."""
     heads = [size for layer in shape.layers for size in (layer.head_k, layer.head_v)]
+    return {
+        name: error
+        for name, error in LADDER.items()
+        if (on_cpu or name not in CPU_TYPES)
+        and not ((block := type_block(name)[0]) > 32 and any(size % block for size in heads))
+    }
+
+
+def _ladder(errors: Mapping[str, float]) -> list[str]:
+    """Types by their bits, less those that are passed over: the next one does more for a bit."""
     res: list[str] = []
-    for name in LADDER:
-        if not on_cpu and name in CPU_TYPES:
+    for name in errors:
+        if res and errors[name] >= errors[res[-1]]:
             continue
-        if (block := type_block(name)[0]) > 32 and any(size % block for size in heads):
-            continue
-        while len(res) > 1 and _slope(*res[-2:]) < _slope(res[-1], name):
+        while len(res) > 1 and _slope(errors, *res[-2:]) < _slope(errors, res[-1], name):
             res.pop()
         res.append(name)
     return res

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,9 +18,14 @@ from mixedkv.errors import InvalidModelFileError
 from mixedkv.model.fingerprint import fingerprint
 from mixedkv.model.gguf_file import read_model_file
 
+log = logging.getLogger("mixedkv")
+
 ARCHITECTURE = "mixedkv-value-bases"
 VERSION = 1
 BLOCK = 64  # elements of lm3, of which each block has a mix of directions
+_ERRORS = np.repeat(  # of its elements, 5 to 0 bits: what the best levels leave of a Gaussian number's variance
+    [0.0025, 0.0095, 0.0345, 0.1175, 0.3634, 1.0], [8, 8, 16, 16, 8, 8]
+)
 _LEAST = 1e-3  # of the largest scale: what hardly varies is no reason for larger numbers
 
 Floats = npt.NDArray[np.float32]
@@ -46,6 +52,12 @@ class ValueBasis:
         directions = vectors[:, :, order].transpose(0, 2, 1)
         return cls(np.ascontiguousarray(directions, np.float32), scales.astype(np.float32))
 
+    @property
+    def error(self) -> float:
+        """Mean squared error of values in lm3 over their mean square, if they are Gaussian in these directions."""
+        power = self.scales.astype(np.float64) ** 2
+        return float((power @ np.resize(_ERRORS, power.shape[1])).sum() / power.sum())
+
     def problem(self) -> str:
         """What is wrong with it, "" for nothing."""
         n = self.directions.shape[-1]
@@ -65,6 +77,11 @@ class ValueBases:
 
     layers: Mapping[int, ValueBasis]
     digest: str
+
+    @property
+    def errors(self) -> dict[int, float]:
+        """Of each layer, what lm3 makes of its values: see `ValueBasis.error`."""
+        return {il: basis.error for il, basis in self.layers.items()}
 
     @property
     def native(self) -> list[tuple[int, Floats, Floats]]:
@@ -130,6 +147,18 @@ def read_bases(model: str | os.PathLike[str]) -> ValueBases:
         if problem := basis.problem():
             raise InvalidModelFileError(f"{path}: the basis of layer {il} is wrong, {problem}: {remedy}")
     return ValueBases(layers, digest)
+
+
+def find_bases(model: str | os.PathLike[str]) -> ValueBases | None:
+    """Those of the file beside a model, for who can do without; a file that cannot be used is warned of."""
+    try:
+        return read_bases(model)
+    except FileNotFoundError:
+        return None
+    except (OSError, InvalidModelFileError) as error:
+        remedy = f"mixedkv calibrate -m {os.fspath(model)}"
+        log.warning("a budget has no lm3 until `%s` is run again: %s", remedy, error)
+        return None
 
 
 def _read_layers(path: Path) -> dict[int, ValueBasis]:

@@ -9,11 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mixedkv import Llama
+from mixedkv import Llama, MixedKVConfig
 from mixedkv.bench.harness import sample_text
 from mixedkv.bundled import model_path
 from mixedkv.cli.main import main
+from mixedkv.config import parse_kv
 from mixedkv.errors import InvalidModelFileError
+from mixedkv.model.footprint import ModelShape, footprint, model_shape
+from mixedkv.model.gguf_file import read_model_file
 from mixedkv.model.value_bases import ValueBasis, read_bases, sidecar_of, write_bases
 from mixedkv.store.identity import Identity
 from support import planted
@@ -43,6 +46,10 @@ def open_(path: Path, kv: str = KV) -> Llama:
     return Llama(path, kv=kv, n_ctx=768, n_threads=1, verbose=False, logits_all=True)
 
 
+def shape_of(path: Path) -> ModelShape:
+    return model_shape(read_model_file(path))
+
+
 def log_p(path: Path, kv: str, tokens: list[int]) -> np.ndarray:
     with open_(path, kv) as llm:
         llm.eval(tokens)
@@ -68,6 +75,47 @@ def test_three_and_a_half_bits_are_better_than_q4_0(model: Path) -> None:
     calibrated, q4_0, keys_alone = kld.values()
     assert calibrated < q4_0
     assert keys_alone < calibrated, "2.75 bits are not for nothing: values are stored in them"
+
+
+def test_a_budget_spends_what_lm3_saves(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Down to 3.5 bits, and with as many bytes as before K is finer: the same told and made."""
+    n_ctx, shape = 4096, shape_of(model)
+    least, lm4 = (footprint(shape, parse_kv(spec), n_ctx).bytes for spec in (KV, "mixed:cold=lm4"))
+    for budget in (least, lm4):
+        kv = f"mixed:budget={budget}"
+        with Llama(model, kv=kv, n_ctx=n_ctx, n_threads=1, verbose=False) as llm:
+            chosen, taken = llm.kv.config, llm.kv.stats().bytes_total
+        assert taken <= budget
+        assert chosen == MixedKVConfig.for_budget(model, n_ctx, budget)
+        assert main(["info", "-m", str(model), "--n-ctx", str(n_ctx), "--kv", kv]) == 0
+        assert str(chosen) in capsys.readouterr().out
+        types_k, types_v = zip(*(chosen.types_of(layer.il) for layer in shape.layers), strict=True)
+        assert set(types_v) == {"lm3"}
+        assert set(types_k) <= ({"lm4"} if budget == least else {"q5_0", "q5_1"})
+    assert str(MixedKVConfig.for_budget(model_path(), n_ctx, lm4)) == "mixed:cold=lm4"
+    with pytest.raises(ValueError, match="the smallest cache takes"):
+        MixedKVConfig.for_budget(model_path(), n_ctx, int(0.9 * least))
+
+
+def test_the_error_of_lm3_is_in_the_file(model: Path) -> None:
+    """Of values of another text, in the first layer, which depend on no other's rounding."""
+    rows = {}
+    for kv in ("f16", f"{KV},threshold=0,sinks=0,draft=0"):
+        with open_(model, kv) as llm:
+            text = sample_text.document(5, 700, lambda text: len(llm.tokenize(text.encode(), special=True)))
+            llm.eval(llm.tokenize(text.encode(), special=True)[:700])
+            rows[kv] = llm.kv.layer(0).v(basis="model").astype(np.float64)
+    want, got = rows.values()
+    error = float(((got - want) ** 2).mean() / (want**2).mean())
+    assert error == pytest.approx(read_bases(model).errors[0], rel=0.25)
+
+
+def test_a_budget_goes_without_a_file_that_is_damaged(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sidecar = sidecar_of(copied)
+    sidecar.write_bytes(sidecar.read_bytes()[:-64])
+    budget = footprint(shape_of(copied), parse_kv("mixed:cold=lm4"), 1024).bytes
+    assert str(MixedKVConfig.for_budget(copied, 1024, budget)) == "mixed:cold=lm4"
+    assert "a budget has no lm3 until `mixedkv calibrate" in caplog.text
 
 
 def test_the_bases_are_part_of_the_identity(model: Path, tmp_path: Path) -> None:
