@@ -59,6 +59,6 @@ class CutRule:
         if self.sliding:
             return min(cut + 1, end)
         at = cut
-        while at < end and self.saved_from(at + 1) <= cut:
+        while at < end and self.window.cut_is_exact(at + 1, cut):
             at += 1
         return at

@@ -48,9 +48,12 @@ def places(
     """
     if rule.anywhere or not limits.per_sequence:
         return []
-    found = [_around(rule, at, end) for at in _apart(rule, boundaries, max(begin, 1), end)]
+    ahead = begin + _APART if begin else 1
+    found = [_around(rule, at, end) for at in _apart(rule, boundaries, ahead, end)]
     kept = max(1, limits.per_sequence // 2)
     taken = {at for around in found[:1] + found[1:][-kept:] for at in around}
+    if any(begin <= at < ahead for at in boundaries):  # a step that ends there would be a few tokens long
+        taken.add(begin)
     if not rule.recurrent:
         taken.add(end)
     elif end - 1 > begin and max(taken, default=0) < end - _APART:

@@ -395,6 +395,7 @@ class Engine:
         self._outbox.flush()
 
     def _use_context(self, scheduler: Scheduler) -> None:
+        scheduler.save()
         # one call a step while answers run: what a call takes, every stream waits
         while self._inbox.answer_call() and not scheduler.running:
             pass

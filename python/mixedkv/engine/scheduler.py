@@ -94,6 +94,7 @@ class Scheduler:
         self.waiting = FairQueue(limits)
         self.running: list[Job] = []
         self._lost: list[Job] = []
+        self._to_save: list[Job] = []
         self._limits = limits
         self._prompt_service = Service(limits)  # prompt tokens, counted while tenants have them at a time
         self._prompting: set[str] = set()  # tenants with prompts in the last step
@@ -119,6 +120,7 @@ class Scheduler:
 
     def leave(self, job: Job) -> None:
         """A job's place is free; its rows stay as an idle prefix."""
+        self.save()
         seq = self._take(job)
         if job.stitch is not None:  # half of its rows are nobody's
             self.pool.drop(seq)
@@ -353,17 +355,27 @@ class Scheduler:
         self.pool.evaluated()
         for run in [*step.runs[step.n_streams :], *step.stitches, *step.pictures]:
             self._prompt_service.add(run.job.tenant, run.n)
-        for run in step.runs:
-            self.has_rows(run)
+        self._to_save = [run.job for run in step.runs if self._add_rows(run)]
 
     def has_rows(self, run: Run) -> None:
-        """The tokens of a run, or a picture, have rows now."""
+        """A picture, or tokens of a passage, have rows now."""
+        if self._add_rows(run) and run.job.seq is not None:
+            self.pool.save(run.job.seq)
+
+    def _add_rows(self, run: Run) -> bool:
+        """Whether a checkpoint is to be taken now."""
         job, seq = run.job, run.job.seq
         assert seq is not None
         seq.tokens.extend(job.tokens[job.n_rows : job.n_rows + run.n])
         job.exact = job.exact and seq.exact
-        if job.n_rows in job.save_at:
-            self.pool.save(seq)
+        return job.n_rows in job.save_at
+
+    def save(self) -> None:
+        """Take the checkpoints of the last step: not before its tokens are on their way."""
+        jobs, self._to_save = self._to_save, []
+        for job in jobs:
+            if job.seq is not None and len(job.seq.tokens) in job.save_at:
+                self.pool.save(job.seq)
 
     def took(self, step: Step, seconds: float) -> None:
         """How long a step was: the pace follows."""

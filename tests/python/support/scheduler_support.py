@@ -120,6 +120,7 @@ class Desk:
     def step(self) -> Step:
         """One round of the engine; a job leaves after its eighth token."""
         scheduler = self.scheduler
+        scheduler.save()
         scheduler.drop_cancelled()
         scheduler.admit()
         step = scheduler.plan()
