@@ -126,7 +126,7 @@ class Embedder:
             self._requests[tenant] = deque()
         self._requests[tenant].append(request)
         self._here.add(request)
-        self._observer.embedding_requests(len(self._here))
+        self._observer.embedding_requests(1)
         if self._pump is None:
             self._pump = asyncio.get_running_loop().create_task(self._run())
         began, outcome = time.perf_counter(), "abort"
@@ -139,7 +139,7 @@ class Embedder:
         finally:
             self._drop(request)
             self._here.discard(request)
-            self._observer.embedding_requests(len(self._here))
+            self._observer.embedding_requests(-1)
             self._observer.embedded(outcome, time.perf_counter() - began)
         return request.vectors
 

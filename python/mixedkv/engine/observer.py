@@ -55,7 +55,7 @@ class Observer:
     # --- embeddings: the first two on the event loop ---
 
     def embedding_requests(self, n: int) -> None:
-        """So many requests for vectors are at work or wait."""
+        """So many requests for vectors more, or less, are at work or wait."""
 
     def embedded(self, outcome: str, seconds: float) -> None:
         """A request for vectors ended: "stop", "abort" or "error"."""

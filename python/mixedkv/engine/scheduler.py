@@ -240,7 +240,10 @@ class Scheduler:
         seq.gap = job.gap
         if job.begin(seq, match.n):
             self._observer.started(job)
-        job.set_passages(behind(job.passages, max(match.n, job.n_fetched)), job.method)
+        if match.moved and job.gap is not None:  # what slid is no chunk: not repaired, and not to be checked
+            job.set_passages([], None)
+        else:
+            job.set_passages(behind(job.passages, max(match.n, job.n_fetched)), job.method)
         self._plan_checkpoints(job, seq, match)
         job.paused = None
         self.waiting.remove(job)

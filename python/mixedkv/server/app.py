@@ -113,6 +113,8 @@ async def _on_invalid(request: Request, error: Any) -> Response:
             ).response()
         return ApiError(400, "the body is not a JSON object", code="invalid_json").response(request.url.path)
     where = [str(part) for part in first["loc"][1:]]  # without "body", "path" or "query"
+    # nor pydantic's name of a part of a union: function-after[<function ... at 0x7f...>, str]
+    where = [part for part in where if not part.startswith("function-")]
     message = first["msg"].removeprefix("Value error, ")
     param = ".".join(where)[:_MAX_PARAM] or None
     if first["type"] == "json_invalid":

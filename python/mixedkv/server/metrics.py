@@ -200,7 +200,7 @@ class Metrics(Observer):
         self.chunks_off.set(is_off)
 
     def embedding_requests(self, n: int) -> None:
-        self.embedding_running.set(n)
+        self.embedding_running.inc(n)
 
     def embedded(self, outcome: str, seconds: float) -> None:
         self.embedding_outcomes.labels(outcome).inc()

@@ -61,7 +61,7 @@ def served_models(settings: ServerSettings) -> list[ServedModel]:
         out.append(ServedModel(name, path, size, mmproj=encoders.get(name, "")))
         for own, parent, file in adapters:
             if parent == name:
-                n_ctx, scale = sizes.get(own, out[-1].n_ctx), scales.get(own, 1.0)
+                n_ctx, scale = sizes.get(own, size), scales.get(own, 1.0)
                 out.append(ServedModel(own, path, n_ctx, file, parent, scale=scale))
     return out
 

@@ -165,13 +165,14 @@ def _open_model(
     generates = not only_embeds(file)
     if parent is not None and not generates:
         raise ValueError(f"lora: {model.parent!r} only embeds texts, adapters are for models that answer")
-    watch = stack.enter_context(ModelWatch(part.path for part in model_parts(model.path)))
+    drafts = settings.draft_model and first
+    files = [model.path, Path(settings.draft_model)] if drafts else [model.path]
+    watch = stack.enter_context(ModelWatch(part.path for path in files for part in model_parts(path)))
     # the first one has to have such layers, of others those that have them use them
     mtp = settings.speculation == "mtp" and (first or n_mtp_layers(file) > 0)
     llm = stack.enter_context(
         load_model(settings, model, file, generates, parent.engine.llm if parent else None, mtp)
     )
-    drafts = settings.draft_model and first
     draft_model = stack.enter_context(load_draft_model(settings, llm)) if drafts else None
     engine = stack.enter_context(
         Engine(

@@ -36,6 +36,23 @@ def warm(server: Server, key: str = "") -> None:
     server.wait_until_idle(key)
 
 
+def test_what_slid_is_no_passage() -> None:
+    """Rows of the last turn, moved up: they are neither repaired nor checked."""
+    words = [f"{word}{i}" for i, word in enumerate("\n".join(DOCUMENTS).split())]
+    with running(*OPTIONS, "--overflow", "slide", "--n-ctx", "1024") as server:
+
+        def n_tokens(n: int) -> int:
+            return len(server.post("/tokenize", {"content": " ".join(words[:n])})["tokens"])
+
+        n = next(n for n in range(40, len(words), 10) if n_tokens(n) > 900)
+        usages = [complete(server, prompt=" ".join(words[:at]), max_tokens=1)[1] for at in (n, n + 60)]
+        assert usages[1]["approximate_cached_tokens"] > 0
+        assert "cached_repair" not in usages[1] or usages[1]["cached_repair"] is None
+        server.wait_until_idle()
+        assert server.stats()["store"]["chunks"]["waiting_to_be_checked"] == 0
+        assert server.stats()["store"]["chunks"]["checked"] == 0
+
+
 def test_passages_are_labelled_checked_and_one_tenants(tmp_path: Path) -> None:
     keys = str(key_file(tmp_path, f"anna:{ANNA}", f"ben:{BEN}"))
     with running(*OPTIONS, "--api-key-file", keys) as server:

@@ -56,6 +56,18 @@ def test_a_turn_becomes_part_of_it_and_only_what_is_new_is_evaluated(server: Ser
         assert details["cached_exact"]
 
 
+def test_an_answer_that_was_begun_is_one_message(server: Server) -> None:
+    make(server, "begun")
+    begun = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "The key is"}]
+    more = {"role": "user", "content": "And now?"}
+    _, answer, _ = ask(server, "begun", "", messages=begun, continue_final_message=True, append=True)
+    said = "The key is" + answer["choices"][0]["message"]["content"]
+    whole = [SYSTEM, begun[0], {"role": "assistant", "content": said}, more]
+    expected = server.post(CHAT, {"messages": whole, "max_tokens": 1})["usage"]["prompt_tokens"]
+    _, answer, _ = ask(server, "begun", more["content"])
+    assert answer["usage"]["prompt_tokens"] == expected
+
+
 def test_without_a_word_it_stays_a_prefix(server: Server) -> None:
     make(server, "prefix")
     sizes = [ask(server, "prefix", "Where?")[1]["usage"]["prompt_tokens"] for _ in range(2)]

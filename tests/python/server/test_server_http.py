@@ -220,6 +220,7 @@ def test_errors_have_openais_form(client: openai.OpenAI, server: Server) -> None
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"seed": 2**70}, "seed"),
         ({"stop": [""]}, "stop"),
+        ({"stop": ""}, "stop"),
         ({"messages": []}, "messages"),
         ({"messages": "hello"}, "messages"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
@@ -246,6 +247,7 @@ def test_a_bad_field_is_named(server: Server, change: dict[str, object], param: 
     assert status == 400, answer
     assert answer["error"]["type"] == "invalid_request_error"
     assert answer["error"]["param"].startswith(param)
+    assert "function-" not in answer["error"]["param"]
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,7 @@ def test_a_suffix_is_the_same(server: Server) -> None:
         ("/v1/completions", {"prompt": [1, 2], "suffix": "b"}, None),
         ("/infill", {**BODY, "input_extra": [{"filename": "a", "text": "b"}]}, "input_extra"),
         ("/infill", {"input_prefix": "a"}, "input_suffix"),
+        ("/infill", {**BODY, "session_id": "nobody"}, None),
     ],
 )
 def test_what_cannot_be_filled_is_refused(server: Server, path: str, body: Any, param: str | None) -> None:

@@ -92,6 +92,18 @@ def test_the_lease_ends_with_the_watch(file: Path) -> None:
     assert time.monotonic() - began < 20
 
 
+def test_a_draft_model_that_is_cut_off_is_told_too(tmp_path: Path) -> None:
+    path = tmp_path / "draft.gguf"
+    shutil.copy(model_path(), path)
+    with running("--n-ctx", "1024", "--draft-model", str(path)) as server:
+        assert server.status("POST", "/v1/completions", {"prompt": "a", "max_tokens": 20}) == 200
+        assert truncated(path).wait(PATIENCE) == 0
+        wait_for(lambda: server.status("GET", "/ready") == 503)
+        status, answer, _ = server.request("POST", "/v1/completions", {"prompt": "a"})
+        assert (status, answer["error"]["code"]) == (503, "model_changed")
+        assert server.stop() == 0
+
+
 def test_a_server_whose_model_is_cut_off_says_so_and_lives(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     shutil.copy(model_path(), path)

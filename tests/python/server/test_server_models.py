@@ -282,6 +282,8 @@ def test_names_are_read(tmp_path: Path) -> None:
     ]
     assert [each.name for each in served_models(settings())] == [MODEL]
     assert [each.name for each in served_models(settings(model="/x/y.gguf", model_name="m"))] == ["m"]
+    two = settings(model="m.gguf", model_n_ctx=["b=4096"], lora=["b=b.gguf", "c=c.gguf"], n_ctx=8192)
+    assert [(each.name, each.n_ctx) for each in served_models(two)] == [("m", 8192), ("b", 4096), ("c", 8192)]
     odd = tmp_path / "odd=name.gguf"
     odd.touch()
     assert served_models(settings(model=str(odd)))[0].path == odd

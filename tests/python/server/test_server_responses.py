@@ -74,6 +74,12 @@ def test_a_client_and_a_stream(server: Server) -> None:
     client.responses.create(input="And?", previous_response_id=then.id, **options)  # has it all
 
 
+def test_a_history_with_a_message_that_says_nothing(server: Server) -> None:
+    messages = [{"role": "user", "content": "Where?"}, {"role": "assistant"}]
+    server.post("/v1/context", {"model": MODEL, "session_id": "resp-mine", "messages": messages}, key=ANNA)
+    assert create(server, "hi", previous_response_id="resp-mine")["status"]
+
+
 def test_two_go_on_from_one(server: Server) -> None:
     first = create(server, "The lamp lies in the mill.")
     a, b = (create(server, f"{what}?", previous_response_id=first["id"]) for what in ("Who", "Who"))

@@ -177,6 +177,17 @@ def test_ten_turns_of_tools_and_thoughts_evaluate_what_is_new(begun: Server) -> 
     assert thought > 500
 
 
+def test_a_session_that_grows_keeps_thoughts_apart(begun: Server) -> None:
+    begun.post("/v1/context", {"model": MODEL, "session_id": "thinks", "messages": [USER]})
+    more = {"role": "user", "content": "Go on."}
+    asked = {"session_id": "thinks", "messages": [more], **OPTIONS}
+    answer = begun.post("/v1/chat/completions", {**asked, "append": True})["choices"][0]["message"]
+    assert answer["reasoning_content"]
+    history = {"messages": [USER, more, answer, more], **OPTIONS}
+    wanted, got = (begun.post("/v1/chat/completions", body)["usage"] for body in (history, asked))
+    assert got["prompt_tokens"] == wanted["prompt_tokens"]
+
+
 def test_an_answer_goes_on_from_its_beginning(own: Server) -> None:
     messages = [USER, {"role": "assistant", "content": "It will be"}]
     prompt = prompt_of(own, messages=messages, continue_final_message=True)

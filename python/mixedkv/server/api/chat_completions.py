@@ -42,6 +42,8 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         check_version(body, session)
     turn = Turn.of_chat(server, body, session, body.messages)
     jobs, prompt = await read_prompt(request, chat_jobs, server, body, owner, session, session=session)
+    if turn is not None:
+        turn.chat = prompt
     answer = _Answer(server, body, jobs, prompt)
     large = bool(body.logprobs) or body.prompt_logprobs is not None or prompt is not None
     return await respond_with(turn, body, request, server, jobs, answer, large=large)

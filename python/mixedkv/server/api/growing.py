@@ -10,11 +10,13 @@ from starlette.responses import Response
 from starlette.types import Message as Sent
 from starlette.types import Receive, Scope, Send
 
+from mixedkv.engine.chat_template import RenderedChat
 from mixedkv.engine.job import Delta, Done, Job
+from mixedkv.server.api.chat_jobs import AnswerParts
 from mixedkv.server.api.chat_message import Message
 from mixedkv.server.api.rendering import template_message
 from mixedkv.server.api.respond import Answer, respond
-from mixedkv.server.api.schemas import CompletionRequest, Generation
+from mixedkv.server.api.schemas import ChatRequest, CompletionRequest, Generation
 from mixedkv.server.api_error import ApiError, bad_request
 from mixedkv.server.state import ServerState
 from mixedkv.sessions import CacheSessionMetadata, ContextMessage, ErrorResponse
@@ -31,21 +33,23 @@ class Turn:
 
     Attributes:
         job: its answer.
+        chat: says how the answer is read, where llama.cpp's chat layer does that.
     """
 
     job: Job
+    chat: RenderedChat | None = None
 
     def __init__(self, server: ServerState, session: CacheSessionMetadata) -> None:
         self._server, self._session = server, session
         self._text: list[str] = []
         self._messages: list[ContextMessage] = []
-        self._prompt = ""
+        self._prompt, self._continues = "", False
 
     @classmethod
     def of_chat(
         cls,
         server: ServerState,
-        body: Generation,
+        body: ChatRequest,
         session: CacheSessionMetadata | None,
         messages: Sequence[Message],
     ) -> Turn | None:
@@ -59,6 +63,7 @@ class Turn:
         if session.messages is None:
             raise bad_request("append: this session holds a prompt, use /v1/completions", "append")
         turn = cls(server, session)
+        turn._continues = bool(body.continue_final_message)
         turn._messages = [_context_message(template_message(message)) for message in messages]
         return turn
 
@@ -98,8 +103,20 @@ class Turn:
     def _changes(self, text: str) -> dict[str, Any]:
         if self._session.messages is None:
             return {"prompt": (self._session.prompt or "") + self._prompt + text}
-        answer = ContextMessage(role="assistant", content=text)
-        return {"messages": [*self._session.messages, *self._messages, answer]}
+        said: dict[str, Any] = {"role": "assistant", "content": text}
+        if self.chat is not None:  # thoughts are apart, as a client would send them
+            parts = AnswerParts(self.chat)
+            parts.feed(Done("stop", text))
+            said["content"] = parts.answer.content
+            if parts.answer.reasoning:
+                said["reasoning_content"] = parts.answer.reasoning
+        before = self._messages
+        if self._continues:  # the last message is the answer's beginning
+            *before, begun = before
+            said["content"] = (begun.content or "") + said["content"]
+            if thought := (begun.reasoning_content or "") + said.get("reasoning_content", ""):
+                said["reasoning_content"] = thought
+        return {"messages": [*self._session.messages, *before, ContextMessage.model_validate(said)]}
 
 
 async def respond_with(

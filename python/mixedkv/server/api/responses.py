@@ -33,7 +33,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
     before = await history(server, body.previous_response_id, owner)
     messages = [*before, *body.messages()]
     if body.store:
-        if any(isinstance(message["content"], list) for message in messages):
+        if any(isinstance(message.get("content"), list) for message in messages):
             raise bad_request("store: a response about images is not kept: leave it out", "store")
         await check_room(server, owner, messages)
     jobs, chat = await read_prompt(request, _jobs, server, body, owner, messages)

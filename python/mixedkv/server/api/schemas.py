@@ -313,6 +313,12 @@ class InfillRequest(Generation):
     )
     n: Annotated[int, Field(ge=1, le=1)] | None = None
 
+    @model_validator(mode="after")
+    def _has_no_session(self) -> InfillRequest:
+        if self.session_id is not None:
+            raise ValueError("session_id does not go with infill: leave it out")
+        return self
+
 
 class WarmRequest(Model):
     """A prompt to evaluate and keep: requests that start with it then do not wait for it."""
