@@ -15,7 +15,7 @@ from mixedkv.model.budget import Room, Types, spend
 from mixedkv.model.footprint import ModelShape, footprint, model_shape, ring_rows
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.model.layer_plan import LayerPlan, Shares
-from mixedkv.model.value_bases import find_bases
+from mixedkv.model.value_bases import value_errors
 from mixedkv.row_types import (
     CALIBRATED_TYPES,
     COLD_TYPES,
@@ -162,8 +162,8 @@ class MixedKVConfig:
         kv = cls(**given, budget=n_bytes)
         if isinstance(model, ModelShape):
             return settle(kv, model, n_ctx, n_seq, shares)
-        shape, bases = model_shape(read_model_file(model)), find_bases(model)
-        return settle(kv, shape, n_ctx, n_seq, shares, calibrated=bases and bases.errors)
+        shape = model_shape(read_model_file(model))
+        return settle(kv, shape, n_ctx, n_seq, shares, calibrated=value_errors(model))
 
     @property
     def native_budget(self) -> int | None:

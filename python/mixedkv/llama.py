@@ -19,7 +19,7 @@ from mixedkv.kv.cache import KVCache
 from mixedkv.limits import MAX_SEQUENCES, MAX_SNAPSHOTS
 from mixedkv.model.footprint import model_shape
 from mixedkv.model.gguf_file import ModelFile, file_stamp, n_layers, n_mtp_layers, read_model_file
-from mixedkv.model.value_bases import find_bases, read_bases
+from mixedkv.model.value_bases import read_bases, value_errors
 from mixedkv.row_types import ggml_type, type_block, type_name
 from mixedkv.streaming.layer_choice import Asked
 from mixedkv.streaming.streaming import Mode, Streaming, plan_streaming
@@ -296,7 +296,6 @@ class Llama(llama_cpp.Llama):
                 f"kv={str(self._setting)!r}: the model names no context: give n_ctx with a budget"
             )
         n_seq, n_stream = self._n_seq_max, 1 if self._kv_unified else self._n_seq_max
-        bases = find_bases(file.path) if on_cpu else None
         return settle(
             self._setting,
             model_shape(file),
@@ -304,7 +303,7 @@ class Llama(llama_cpp.Llama):
             n_seq,
             n_stream=n_stream,
             on_cpu=on_cpu,
-            calibrated=bases and bases.errors,
+            calibrated=value_errors(file.path) if on_cpu else None,
         )
 
     def _check_context(self, n_ctx: int, embedding: bool) -> None:

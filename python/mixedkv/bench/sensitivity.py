@@ -19,7 +19,7 @@ from mixedkv.bench.quality import Document, QualityRow, measure_settings, read_d
 from mixedkv.config import MixedKVConfig
 from mixedkv.layer_types import shorten
 from mixedkv.model.layer_plan import FINEST, MEASURED, LayerPlan, Part, Shares
-from mixedkv.model.value_bases import find_bases
+from mixedkv.model.value_bases import value_errors
 
 _AT_ONCE = 8  # contexts, beside the reference
 
@@ -73,6 +73,8 @@ def check(options: Options) -> None:
             raise ValueError(f"--kv {setting.spec}: only a mixed cache has types of single layers")
     if not options.shape.layers:
         raise ValueError(f"{options.file.path} has no layers with keys and values that could be measured")
+    if not all(layer.head_v for layer in options.shape.layers):
+        raise ValueError(f"{options.file.path}: values are a part of the keys (MLA), and have no other types")
     plan = _plan(options)
     least, most = plan.bits(0), plan.bits(len(plan))
     for bits in options.bits:
@@ -104,8 +106,7 @@ def measure(bench: Bench, documents: Sequence[Document]) -> None:
 
 
 def _plan(options: Options, shares: Shares | None = None) -> LayerPlan:
-    bases = find_bases(options.file.path)
-    return LayerPlan(options.shape, shares, calibrated=bases and bases.errors)
+    return LayerPlan(options.shape, shares, calibrated=value_errors(options.file.path))
 
 
 def _measure_shares(

@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rm.add_argument("--session", metavar="NAME", help="what belongs to this session alone")
     rm.add_argument("--tenant", metavar="NAME", default="", help="the session's tenant")
     rm.add_argument("--all", action="store_true", help="everything")
+    rm.add_argument("--remote", metavar="URL", help="remove it there too: as --store-remote of the server")
     _add(actions, "verify", _verify, "read everything, remove what is damaged")
     rekey = _add(actions, "rekey", _rekey, "give an encrypted store another master key, also its sessions")
     rekey.add_argument("--new-key", metavar="SOURCE", required=True, help="the new one, as --key")
@@ -45,12 +46,14 @@ def _add(actions: Any, name: str, command: Any, text: str) -> argparse.ArgumentP
     return parser
 
 
-def _open(args: argparse.Namespace, max_gb: float = _ANY_SIZE_GB) -> KVStore:
+def _open(args: argparse.Namespace, max_gb: float = _ANY_SIZE_GB, remote: str | None = None) -> KVStore:
     from mixedkv.store import KVStore, parse_key_source
 
     _check_store(args.store)
     key = parse_key_source(args.key) if args.key else None
-    return KVStore(args.store, max_ram_bytes=0, max_kv_size_gb=max_gb, key=key, check_key=False)
+    return KVStore(
+        args.store, max_ram_bytes=0, max_kv_size_gb=max_gb, key=key, check_key=False, remote=remote
+    )
 
 
 def _check_store(folder: Path) -> None:
@@ -82,7 +85,7 @@ def _table(entries: list[EntryInfo]) -> Iterable[str]:
 def _rm(args: argparse.Namespace) -> None:
     if (bool(args.entry) + bool(args.session) + args.all) != 1:
         raise ValueError("rm: give ids, --session NAME or --all")
-    with _open(args) as store:
+    with _open(args, remote=args.remote) as store:
         if args.session:
             removed = store.remove(session=args.session, tenant=args.tenant)
         else:

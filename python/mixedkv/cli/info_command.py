@@ -16,7 +16,7 @@ from mixedkv.config import PRESETS, parse_kv, settle
 from mixedkv.kv.stats import format_bytes
 from mixedkv.model.footprint import ModelShape, footprint, model_shape
 from mixedkv.model.gguf_file import ModelFile, read_model_file
-from mixedkv.model.value_bases import find_bases
+from mixedkv.model.value_bases import value_errors
 
 _N_CTX = 8192
 _SETTINGS = (
@@ -63,8 +63,8 @@ def info(args: argparse.Namespace) -> None:
     contexts = args.n_ctx or [min(_N_CTX, shape.n_ctx_train or _N_CTX)]
     sizes = list(product(contexts, args.sequences))
     shares = read_shares(args.shares) if args.shares else None
-    bases = find_bases(file.path) if any("budget=" in spec for spec in args.kv) else None
-    known: dict[str, Any] = {"shares": shares, "calibrated": bases and bases.errors}
+    errors = value_errors(file.path) if any("budget=" in spec for spec in args.kv) else None
+    known: dict[str, Any] = {"shares": shares, "calibrated": errors}
     report = _report(file, shape, known, args.kv, sizes)
     print(json.dumps(report, indent=2) if args.json else "\n".join(_lines(report, sizes)))
 

@@ -51,7 +51,12 @@ class LayerPlan:
         usable = _usable(shape, on_cpu)
         lm3 = (calibrated or {}) if on_cpu else {}
         outermost = sorted(range(n := len(shape.layers)), key=lambda i: (min(i, n - 1 - i), -i))
-        parts: list[Each] = [(shape.layers[i].il, part) for i in outermost for part in ("k", "v")]
+        parts: list[Each] = [
+            (layer.il, part)
+            for layer in (shape.layers[i] for i in outermost)
+            for part in ("k", "v")
+            if _width(layer, part)  # latent attention (MLA): values are a part of the keys
+        ]
         self._shares = shares or {each: _K_TO_V if each[1] == "k" else 1.0 for each in parts}
         if missing := [
             f"{part.upper()} of layer {il}" for il, part in parts if (il, part) not in self._shares
@@ -77,7 +82,8 @@ class LayerPlan:
     def types(self, n_steps: int) -> list[tuple[int, str, str]]:
         """Layers with their types of K and V after so many steps."""
         types = self._coarsest | dict(self._steps[:n_steps])
-        return [(layer.il, types[layer.il, "k"], types[layer.il, "v"]) for layer in self._shape.layers]
+        layers = [layer.il for layer in self._shape.layers]
+        return [(il, types[il, "k"], types.get((il, "v"), types[il, "k"])) for il in layers]
 
     def bits(self, n_steps: int) -> float:
         """Bits of a K or V element after so many steps, scales included."""
@@ -95,7 +101,7 @@ class LayerPlan:
     def divergence(self, n_steps: int) -> float:
         """What the shares of these types come to."""
         types = self._coarsest | dict(self._steps[:n_steps])
-        return sum(share * self._errors[each][types[each]] for each, share in self._shares.items())
+        return sum(self._shares[each] * self._errors[each][types[each]] for each in self._errors)
 
     def _gain(self, each: Each, one: str, other: str) -> float:
         """Divergence that a step takes, for a bit of an element."""

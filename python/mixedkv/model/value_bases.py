@@ -56,7 +56,7 @@ class ValueBasis:
 
     @property
     def error(self) -> float:
-        """Mean squared error of values in lm3 over their mean square, if they are Gaussian in these directions."""
+        """Mean squared error of values in lm3 over their mean square, as if they were Gaussian."""
         power = self.scales.astype(np.float64) ** 2
         return float((power @ np.resize(_ERRORS, power.shape[1])).sum() / power.sum())
 
@@ -81,11 +81,6 @@ class ValueBases:
     digest: str
 
     @property
-    def errors(self) -> dict[int, float]:
-        """Of each layer, what lm3 makes of its values: see `ValueBasis.error`."""
-        return {il: basis.error for il, basis in self.layers.items()}
-
-    @property
     def native(self) -> list[tuple[int, Floats, Floats]]:
         """As `_core.configure_next` takes them."""
         return [(il, basis.directions, basis.scales) for il, basis in self.layers.items()]
@@ -93,7 +88,8 @@ class ValueBases:
 
 def sidecar_of(model: str | os.PathLike[str]) -> Path:
     """The file beside a model that keeps its bases: model.kv.gguf for model.gguf."""
-    return Path(model).with_suffix(".kv.gguf")
+    path = Path(model)
+    return path.with_name(path.name.removesuffix(".gguf") + ".kv.gguf")
 
 
 def write_bases(model: str | os.PathLike[str], layers: Mapping[int, ValueBasis], n_tokens: int) -> Path:
@@ -151,16 +147,18 @@ def read_bases(model: str | os.PathLike[str]) -> ValueBases:
     return ValueBases(layers, digest)
 
 
-def find_bases(model: str | os.PathLike[str]) -> ValueBases | None:
-    """Those of the file beside a model, for who can do without; a file that cannot be used is warned of."""
+def value_errors(model: str | os.PathLike[str]) -> dict[int, float]:
+    """What lm3 makes of the values of each layer, see `ValueBasis.error`; nothing where there is no file, or
+    none that can be used, which is warned of.
+    """
     try:
-        return read_bases(model)
+        return {il: basis.error for il, basis in read_bases(model).layers.items()}
     except FileNotFoundError:
-        return None
+        return {}
     except (OSError, InvalidModelFileError) as error:
         remedy = f"mixedkv calibrate -m {os.fspath(model)}"
         log.warning("a budget has no lm3 until `%s` is run again: %s", remedy, error)
-        return None
+        return {}
 
 
 def _read_layers(path: Path) -> dict[int, ValueBasis]:

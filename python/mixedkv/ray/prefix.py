@@ -38,7 +38,7 @@ def prefix_of(body: bytes, owner: str = "", session: str = "") -> Prefix:
     """
     try:
         asked = json.loads(body) if body else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         asked = {}
     if not isinstance(asked, dict):
         asked = {}
@@ -54,7 +54,7 @@ def prefix_of(body: bytes, owner: str = "", session: str = "") -> Prefix:
     for begin in range(0, min(len(text), BLOCK * _MAX_BLOCKS) - BLOCK + 1, BLOCK):
         name = hashlib.sha256(name + text[begin : begin + BLOCK].encode(errors="replace")).digest()
         blocks.append(_number(name))
-    whose = hashlib.sha256(f"{owner}\n{named}".encode()).hexdigest()[:32] if named else ""
+    whose = hashlib.sha256(f"{owner}\n{named}".encode(errors="replace")).hexdigest()[:32] if named else ""
     return Prefix(tuple(blocks), len(text), whose, tuple(ends))
 
 

@@ -221,7 +221,7 @@ def _bytes(memory: int | str) -> int:
             return parse_size(memory)
         except ValueError as error:
             raise ValueError(f"memory={error}") from None
-    if isinstance(memory, bool) or memory <= 0:
+    if isinstance(memory, bool) or not isinstance(memory, int | float) or not 0 < memory < 2**60:
         raise ValueError(f"memory={memory!r}: use bytes, or e.g. '6GiB'")
     return int(memory)
 

@@ -17,7 +17,7 @@ from mixedkv.config import parse_kv
 from mixedkv.errors import InvalidModelFileError
 from mixedkv.model.footprint import ModelShape, footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file
-from mixedkv.model.value_bases import ValueBasis, read_bases, sidecar_of, write_bases
+from mixedkv.model.value_bases import ValueBasis, read_bases, sidecar_of, value_errors, write_bases
 from mixedkv.store.identity import Identity
 from support import planted
 
@@ -107,7 +107,7 @@ def test_the_error_of_lm3_is_in_the_file(model: Path) -> None:
             rows[kv] = llm.kv.layer(0).v(basis="model").astype(np.float64)
     want, got = rows.values()
     error = float(((got - want) ** 2).mean() / (want**2).mean())
-    assert error == pytest.approx(read_bases(model).errors[0], rel=0.25)
+    assert error == pytest.approx(value_errors(model)[0], rel=0.25)
 
 
 def test_a_budget_goes_without_a_file_that_is_damaged(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -150,6 +150,11 @@ def test_values_that_do_not_vary_have_a_basis() -> None:
     basis = ValueBasis.of(np.zeros((2, 64, 64)))
     assert not basis.problem()
     assert (basis.scales == 1).all()
+
+
+def test_the_file_has_the_models_name() -> None:
+    names = [sidecar_of(name).name for name in ("a.b.gguf", "q2.5-model", "q2.6-model")]
+    assert names == ["a.b.kv.gguf", "q2.5-model.kv.gguf", "q2.6-model.kv.gguf"]
 
 
 def test_without_a_sidecar(model: Path, tmp_path: Path) -> None:

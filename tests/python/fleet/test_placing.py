@@ -28,6 +28,12 @@ def place(placing: Placing, request: str, prefix: Prefix) -> str:
     return first
 
 
+@pytest.mark.parametrize("body", [b"[" * 200_000, b'{"session_id": "\\ud800", "prompt": "\\ud800"}'])
+def test_any_body_goes_somewhere(body: bytes) -> None:
+    """Where it is refused with a reason."""
+    assert place(Placing(), "0", prefix_of(body)) in REPLICAS
+
+
 def test_a_prompt_goes_where_its_beginning_lies() -> None:
     placing = Placing()
     homes = {}

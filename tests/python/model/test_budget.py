@@ -172,3 +172,13 @@ def test_a_gpu_has_no_types_of_its_own() -> None:
     kv = parse_kv(f"mixed:budget={budget}")
     assert str(settle(kv, shape, 4096, on_cpu=False)) == "mixed:cold=iq4_nl"
     assert "lm4" in str(settle(kv, shape, 4096))
+
+
+def test_latent_attention_has_one_type_for_both(zoo_path: Callable[[str], Path]) -> None:
+    path = zoo_path("deepseek2")
+    shape = shape_of(path)
+    least, f16 = smallest(shape), footprint(shape, UniformKV(), N_CTX).bytes
+    for budget in range(least, f16, (f16 - least) // 8):
+        with Llama(path, kv=f"mixed:budget={budget}", n_ctx=N_CTX, n_threads=1, verbose=False) as llm:
+            assert llm.kv.stats().bytes_total <= budget
+            assert all(k == v for k, v in map(llm.kv.config.types_of, range(shape.n_layer)))

@@ -9,7 +9,9 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import pytest
 from mixedkv.store import KVStore, rekey
 from mixedkv.store.remote import listing, tier
 from mixedkv.store.remote.listing import PIECE
+from mixedkv.store.remote.redis_server import RedisBackend
 from support import TESTS
 from support.patience import PATIENCE, wait_for
 from support.remote_servers import PATIENT, Line, redis_server, redis_url, s3_server, s3_url
@@ -456,3 +459,76 @@ def test_entries_end_with_their_time(redis_port: int) -> None:
     write(redis_url(redis_port, ttl=100))
     redis = client(redis_port)
     assert all(0 < redis.ttl(name) <= 100 for name in redis.keys("*"))
+
+
+def test_who_takes_over_the_same_leaves_the_others_file(redis_port: int, tmp_path: Path) -> None:
+    """Both give it the same name: who comes second must not remove it."""
+    client(redis_port).flushall()
+    url = redis_url(redis_port)
+    write(url)
+    both = threading.Barrier(2)
+    with open_store(url, tmp_path) as one, open_store(url, tmp_path) as other:
+        fetch = RedisBackend.fetch
+        with pytest.MonkeyPatch.context() as patch:
+
+            def slowly(self: Any, values: Any, until: float) -> Any:
+                both.wait(PATIENCE)
+                return fetch(self, values, until)
+
+            patch.setattr(RedisBackend, "fetch", slowly)
+            with ThreadPoolExecutor() as pool:
+                found = list(pool.map(lambda store: store.find(WHO, TOKENS), (one, other)))
+        assert [match and match.n_tokens for match in found] == [200, 200]
+    with KVStore(tmp_path, key=lambda: KEY) as alone:
+        match = alone.find(WHO, TOKENS)
+        assert match is not None
+        assert match.n_tokens == 200
+        assert alone.read(match) is not None
+
+
+def test_no_more_names_at_once_than_the_server_answers_in_time(
+    remote: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 512 names 16 at a time are answered by a bucket: together they would take longer than one answer."""
+    with open_store(remote()) as store:
+        assert store._remote is not None
+        backend: Any = store._remote._backend
+        sizes: list[int] = []
+        for name in ("get", "put", "exist"):
+            ask = getattr(backend, name)
+            monkeypatch.setattr(backend, name, lambda what, ask=ask: sizes.append(len(what)) or ask(what))
+        store.put(WHO, make_block([n % 900 for n in range(4096)], 0))
+        sent(store)
+        assert 1 < max(sizes) <= backend.fan
+
+
+def test_who_may_only_read_reads(redis_port: int, tmp_path: Path) -> None:
+    client(redis_port).flushall()
+    write(redis_url(redis_port))
+    client(redis_port).execute_command("ACL", "SETUSER", "ro", "on", ">pw", "~*", "+@read", "+@connection")
+    url = redis_url(redis_port).replace("redis://", "redis://ro:pw@")
+    with open_store(url) as store:
+        store.put(WHO, make_block(list(range(64)), 0))
+        sent(store)
+        match = store.find(WHO, TOKENS)
+        assert match is not None
+        assert match.n_tokens == 200
+        stats = store.stats().remote
+        assert stats is not None
+        assert (stats.up, stats.refused, stats.failures) == (True, 1, 0)
+
+
+def test_a_closed_store_misses(redis_port: int) -> None:
+    store = open_store(redis_url(redis_port))
+    store.close()
+    assert store.find(WHO, TOKENS) is None
+
+
+def test_what_another_noted_of_itself_may_be_anything(redis_port: int) -> None:
+    client(redis_port).flushall()
+    url = redis_url(redis_port)
+    write(url)
+    (noted,) = client(redis_port).keys("mixedkv:who/*")
+    client(redis_port).set(noted, b"[" * 200_000)
+    with open_store(url) as store:
+        assert store.find(WHO, TOKENS) is not None

@@ -35,6 +35,7 @@ def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
         ("unix:///tmp/redis.sock?colour=red", "colour"),
         ("redis://127.0.0.1:notaport/0", "remote: "),
         ("s3://kv/x?colour=red", "unknown option 'colour'"),
+        ("s3://kv/x?endpoint=minio.example:9000", "use http://HOST:PORT"),
         ("redis://127.0.0.1:PORT/99?timeout=20", "refuses: DB index is out of range"),
     ],
 )

@@ -61,8 +61,10 @@ def test_the_words_of_the_command_line() -> None:
         with pytest.raises(ValueError, match="no choice of layers"):
             parse_layers(text)
     assert parse_size("1.5GiB") == 3 << 29
-    with pytest.raises(ValueError, match="is not a size"):
-        parse_size("much")
+    assert [parse_size(text) for text in ("4096", "2 mb", ".5k")] == [4096, 2 << 20, 512]
+    for wrong in ("much", "5TG", "GiB", "1.2.3G", "-1", "9" * 400):
+        with pytest.raises(ValueError, match="is not a size"):
+            parse_size(wrong)
 
 
 def test_sizes_come_from_the_header(tmp_path: Path) -> None:

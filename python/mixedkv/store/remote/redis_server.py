@@ -119,8 +119,12 @@ class RedisBackend:
             raise ValueError(f"remote: the server refuses the user or password: {error}") from None
         except redis.OutOfMemoryError:
             raise RefusedError("its memory is full (maxmemory)") from None
+        except redis.ReadOnlyError:
+            raise RefusedError("it is a replica, which takes nothing") from None
         except redis.ResponseError as error:
             text = str(error).rpartition("caused error: ")[2]  # of a pipeline: before it are the values
+            if text.startswith("MISCONF"):
+                raise RefusedError("it cannot write to its disk (stop-writes-on-bgsave-error)") from None
             if "AUTH" in text or "password" in text or "DB index" in text:
                 raise ValueError(f"remote: the server refuses: {text}") from None
             raise RemoteError(text) from None

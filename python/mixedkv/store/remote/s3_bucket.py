@@ -39,6 +39,9 @@ class S3Backend:
             )
         if not parts.netloc:
             raise ValueError("remote: s3:// names no bucket: use s3://BUCKET/PREFIX")
+        if not options.get("endpoint", "http:").startswith(("http:", "https:")):
+            given = options["endpoint"][:80]
+            raise ValueError(f"remote: endpoint={given}: use http://HOST:PORT or https://HOST")
         seconds = f"{int(1000 * url.timeout)}ms"
         prefix = "/".join(filter(None, [parts.path.strip("/"), "mixedkv"]))
         client: dict[str, Any] = {
@@ -118,12 +121,12 @@ def _or_none(ask: Callable[[], _T]) -> _T | None:
 def _ask(ask: Callable[[], _T]) -> _T:
     try:
         return ask()
-    except (NotFoundError, FileNotFoundError):
-        raise
     except Exception as error:  # its classes do not tell all of these apart
         text = str(error)
         if "<Code>NoSuchBucket</Code>" in text:
             raise ValueError("remote: there is no such bucket: make it, or name another") from None
+        if isinstance(error, NotFoundError | FileNotFoundError):
+            raise
         if "403 Forbidden" in text or "401 Unauthorized" in text:
             raise ValueError("remote: the server refuses the credentials (AWS_ACCESS_KEY_ID, ...)") from None
         raise RemoteError(_first_line(error)) from None

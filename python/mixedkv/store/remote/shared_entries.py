@@ -80,9 +80,17 @@ class SharedEntries(Entries):
         owner = self._owner(identity)
         self._check_budget(size, up, owner)
         listed = hashes[row.p0 // BLOCK :]
+
+        def insert() -> None:
+            try:
+                self._insert(row, listed, owner, None, None)
+            except sqlite3.IntegrityError:  # who took it over too has given its file the same name
+                with self._lock:
+                    if self._index.get(row.id) is None:
+                        raise
+
         try:
             # the remote has it too, so that nobody waits for the disk
-            insert = lambda: self._insert(row, listed, owner, None, None)  # noqa: E731
             self._place(row, file, {up} if up else set(), insert, durable=False)
         except sqlite3.IntegrityError:
             return  # another thread or process was faster

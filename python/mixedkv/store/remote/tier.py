@@ -41,9 +41,9 @@ from mixedkv.tokens import Tokens
 _LOG = logging.getLogger("mixedkv.store")
 _T = TypeVar("_T")
 _LEAST_RATE = 20e6  # bytes per second: what is slower is a miss
-_ASKERS = 2
+_ASKERS = 32  # who waits for one of them has its own time going by
 _MAX_WAITING = 256  # entries that are still to be sent
-_NAMES = 512  # in one message
+_NAMES = 512  # in one message, if the server takes so many at once
 _CLOSE_SECONDS = 20.0  # for what waits, when the store is closed
 _PAUSE = 0.05
 
@@ -62,6 +62,7 @@ class RemoteTier:
         self._url = RemoteURL.parse(url)
         self._entries, self._cipher = entries, cipher
         self._backend = open_backend(self._url)
+        self._at_once = min(_NAMES, self._backend.fan)
         self._breaker = Breaker()
         self._askers = ThreadPoolExecutor(_ASKERS, "mixedkv-remote")
         self._lock = threading.Lock()
@@ -78,6 +79,8 @@ class RemoteTier:
         except RemoteError as error:
             self._breaker.failed(FAILURES)
             _LOG.warning("%s does not answer: the store goes without it until it does: %s", self, error)
+        except RefusedError as error:
+            self._tell(f"{self} takes nothing: {error}")
         except ValueError:
             self._shut()
             raise
@@ -124,7 +127,7 @@ class RemoteTier:
         """Take over what the remote has of some tokens beyond the first `n_local`, if that is a block more at
         least; whether there was something.
         """
-        if len(tokens) < n_local + BLOCK or not self._breaker.allows():
+        if len(tokens) < n_local + BLOCK or self._closing.is_set() or not self._breaker.allows():
             return False
         try:
             self._meet(identity)
@@ -157,7 +160,7 @@ class RemoteTier:
         wanted = [manifest for manifest in chain if not self._entries.has(manifest.row.content)]
         until = time.monotonic() + self._seconds(sum(manifest.row.nbytes for manifest in wanted))
         pieces = [piece for manifest in wanted for piece in manifest.pieces]
-        found = False
+        found = not wanted  # another thread or process was faster
         try:
             with closing(self._backend.fetch(pieces, until)) as coming:
                 for manifest in wanted:
@@ -229,7 +232,10 @@ class RemoteTier:
         """What is not done stays where it is."""
         if self._unwanted:
             some = [self._unwanted[i] for i in range(min(_NAMES, len(self._unwanted)))]
-            self._remove(some)
+            try:
+                self._remove(some)
+            except RefusedError as error:
+                self._tell(f"{self} removes nothing: {error}")
             for _ in some:
                 self._unwanted.popleft()
             return
@@ -254,15 +260,16 @@ class RemoteTier:
         names = [row.content.hex() for row in chain]
         if not chain:  # evicted meanwhile
             return
-        there = self._ask(self._backend.exist, [entry_name(name) for name in names])
+        there = self._each(self._backend.exist, [entry_name(name) for name in names])
         for i, row in enumerate(chain):
             is_last = i == len(chain) - 1
             if not there[i] or (is_last and self._is_better(identity, row)):
                 self._send_file(row, tuple(names[:i][::-1]))
             if not there[i] or is_last:
                 listed = hashes[: row.p1 // BLOCK + 1][boundaries(row)]
-                for begin in range(0, len(listed), _NAMES):
-                    self._put({at_name(name): row.content for name in listed[begin : begin + _NAMES]})
+                for begin in range(0, len(listed), self._at_once):
+                    some = listed[begin : begin + self._at_once]
+                    self._put({at_name(name): row.content for name in some})
 
     def _is_better(self, identity: Identity, row: EntryRow) -> bool:
         """Than what is there under the same name; what has another master key is of no use."""
@@ -285,7 +292,8 @@ class RemoteTier:
                     self._put({name: piece})
             self._put({manifest.name: manifest.encode()})
         except RefusedError:
-            self._ask(self._backend.delete, sent)  # of no use alone
+            with suppress(RemoteError, RefusedError):
+                self._ask(self._backend.delete, sent)  # of no use alone
             raise
         self._count("bytes_written", size)
 
@@ -313,7 +321,7 @@ class RemoteTier:
         if json.dumps(facts) in self._met:
             return
         (data,) = self._get([whose])
-        with suppress(ValueError, AttributeError):
+        with suppress(ValueError, AttributeError, RecursionError):
             other = json.loads(data) if data else facts
             differ = sorted(
                 name for name in facts.keys() | other.keys() if facts.get(name) != other.get(name)
@@ -330,19 +338,30 @@ class RemoteTier:
     # --- asking ---
 
     def _get(self, names: Sequence[str]) -> list[bytes | None]:
-        return self._ask(self._backend.get, names)
+        return self._each(self._backend.get, names)
+
+    def _each(self, ask: Callable[[Sequence[str]], list[_T]], names: Sequence[str]) -> list[_T]:
+        """Of all names, as many at once as are answered in the time of one answer."""
+        n = self._at_once
+        return [found for i in range(0, len(names), n) for found in self._ask(ask, names[i : i + n])]
 
     def _put(self, values: Mapping[str, bytes]) -> None:
-        self._ask(self._backend.put, values, sum(map(len, values.values())))
-
-    def _ask(self, ask: Callable[..., _T], what: object, n_bytes: int = 0) -> _T:
         try:
-            return self._wait_for(lambda: ask(what), n_bytes)
+            self._wait_for(lambda: self._backend.put(values), sum(map(len, values.values())))
+        except ValueError as error:  # who may only read
+            raise RefusedError(str(error)) from None
+
+    def _ask(self, ask: Callable[..., _T], what: object) -> _T:
+        try:
+            return self._wait_for(lambda: ask(what))
         except ValueError as error:
             raise RemoteError(str(error)) from None
 
     def _wait_for(self, ask: Callable[[], _T], n_bytes: int = 0) -> _T:
-        future = self._askers.submit(ask)
+        try:
+            future = self._askers.submit(ask)
+        except RuntimeError:  # closed meanwhile
+            raise RemoteError("the store is closed") from None
         try:
             return future.result(self._seconds(n_bytes))
         except TimeoutError:
