@@ -393,9 +393,11 @@ class Engine:
         with self._turns, self.llm.kv.busy.waiting():
             self._use_context(scheduler)
         self._outbox.flush()
+        if scheduler.to_save:
+            with self._turns, self.llm.kv.busy.waiting():
+                scheduler.save()
 
     def _use_context(self, scheduler: Scheduler) -> None:
-        scheduler.save()
         # one call a step while answers run: what a call takes, every stream waits
         while self._inbox.answer_call() and not scheduler.running:
             pass

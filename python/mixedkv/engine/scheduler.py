@@ -94,7 +94,7 @@ class Scheduler:
         self.waiting = FairQueue(limits)
         self.running: list[Job] = []
         self._lost: list[Job] = []
-        self._to_save: list[Job] = []
+        self.to_save: list[Sequence] = []
         self._limits = limits
         self._prompt_service = Service(limits)  # prompt tokens, counted while tenants have them at a time
         self._prompting: set[str] = set()  # tenants with prompts in the last step
@@ -128,6 +128,7 @@ class Scheduler:
             self.pool.pause(seq)
         elif seq.tokens:
             self.pool.release(seq, job.keep and not job.cancelled, job.session)
+            self.to_save.append(seq)  # the next turn goes on from here, and may be said again in other words
         else:
             self.pool.drop(seq)
         job.close()
@@ -151,7 +152,7 @@ class Scheduler:
         jobs = [*self.running, *self.waiting]
         for job in jobs:
             job.close()
-        self.running = []
+        self.running, self.to_save = [], []
         self.waiting.clear()
         return jobs
 
@@ -358,7 +359,7 @@ class Scheduler:
         self.pool.evaluated()
         for run in [*step.runs[step.n_streams :], *step.stitches, *step.pictures]:
             self._prompt_service.add(run.job.tenant, run.n)
-        self._to_save = [run.job for run in step.runs if self._add_rows(run)]
+        self.to_save += [run.job.seq for run in step.runs if self._add_rows(run) and run.job.seq is not None]
 
     def has_rows(self, run: Run) -> None:
         """A picture, or tokens of a passage, have rows now."""
@@ -374,11 +375,10 @@ class Scheduler:
         return job.n_rows in job.save_at
 
     def save(self) -> None:
-        """Take the checkpoints of the last step: not before its tokens are on their way."""
-        jobs, self._to_save = self._to_save, []
-        for job in jobs:
-            if job.seq is not None and len(job.seq.tokens) in job.save_at:
-                self.pool.save(job.seq)
+        """Take the checkpoints that are due: not before the step's tokens are on their way."""
+        due, self.to_save = self.to_save, []
+        for seq in due:
+            self.pool.save(seq)
 
     def took(self, step: Step, seconds: float) -> None:
         """How long a step was: the pace follows."""

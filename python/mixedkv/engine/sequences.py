@@ -265,9 +265,9 @@ class SequencePool:
         return seq
 
     def save(self, seq: Sequence) -> None:
-        """Keep what a running sequence holds now besides its rows."""
-        n = len(seq.tokens)
-        if not seq.exact or any(point.n == n for point in seq.checkpoints):
+        """Keep what a sequence holds now besides its rows."""
+        n, wanted = len(seq.tokens), self.limits.per_sequence and not self.rule.anywhere
+        if not wanted or not seq.exact or any(point.n == n for point in seq.checkpoints):
             return
         point = self._memory.checkpoint(seq.id)
         if point is not None:

@@ -80,7 +80,8 @@ class StoredRows:
             if rows.seq.version != rows.version:
                 return None
             block = self._engine.llm.kv.export(rows.seq.id, p0, p1, rows.tokens[p0:p1])
-            points = {point.n: point for point in (*rows.seq.checkpoints, *block.checkpoints)}
+            before = (point for point in rows.seq.checkpoints if point.n < len(rows.tokens))  # it ends whole
+            points = {point.n: point for point in (*before, *block.checkpoints)}
             return replace(block, checkpoints=tuple(points[n] for n in sorted(points) if p0 < n <= p1))
 
         return self._engine.call(export).result()

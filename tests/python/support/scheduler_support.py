@@ -120,7 +120,6 @@ class Desk:
     def step(self) -> Step:
         """One round of the engine; a job leaves after its eighth token."""
         scheduler = self.scheduler
-        scheduler.save()
         scheduler.drop_cancelled()
         scheduler.admit()
         step = scheduler.plan()
@@ -138,6 +137,7 @@ class Desk:
                 if run.job.n_answer >= run.job.max_tokens:
                     scheduler.leave(run.job)
         scheduler.took(step, 0.001 * max(1, len(step)))
+        scheduler.save()
         return step
 
     def finish_one(self, job: Job, limit: int = 500) -> None:
