@@ -321,6 +321,17 @@ mixedkv_status mixedkv_set_window(llama_context * ctx, uint32_t threshold, uint3
     });
 }
 
+mixedkv_status mixedkv_rest(llama_context * ctx, int32_t seq_id) {
+    return guarded(ctx, [&] {
+        check_seq(ctx, seq_id);
+        for (auto * kv : get_caches(ctx)) {
+            if (auto * mixed = dynamic_cast<llama_kv_cache_mixed *>(kv)) {
+                mixed->rest(seq_id);
+            }
+        }
+    });
+}
+
 mixedkv_status mixedkv_limit_window(llama_context * ctx, uint32_t threshold) {
     return guarded(ctx, [&] {
         for (auto * kv : get_caches(ctx)) {

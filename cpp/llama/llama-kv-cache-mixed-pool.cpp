@@ -149,7 +149,11 @@ int32_t llama_kv_cache_mixed::next_page(uint32_t strm, llama_seq_id seq_id, int3
     if (res == none) {
         const uint64_t n_idle  = std::min<uint64_t>(4*uint64_t(n_seq_max), 16); // who runs has its turn within these steps
         const auto     is_idle = [&](size_t i) {
-            return !pages[i].is_kept && pages[i].owner != seq_id && use.n_steps - use.step[pages[i].owner] > n_idle;
+            if (pages[i].is_kept || pages[i].owner == seq_id) {
+                return false;
+            }
+            const uint64_t step = use.step[pages[i].owner];
+            return step == 0 || use.n_steps - step > n_idle;
         };
         res = choose(is_idle, [&](size_t i) { return std::make_tuple(use.step[pages[i].owner], pages[i].owner, pages[i].first); });
     }

@@ -126,12 +126,15 @@ public:
     struct pool_use {
         uint64_t               n_steps   = 0;
         uint64_t               n_evicted = 0;  // rows that went before their window did
-        std::vector<uint64_t>  step;           // when the sequence was evaluated last
+        std::vector<uint64_t>  step;           // when the sequence was evaluated last, 0: it rests
         std::vector<llama_pos> lost;           // highest position whose row went, -1: none
         std::vector<llama_pos> short_from;     // first position that was evaluated without such rows, -1: none
     };
 
     const pool_use & get_use() const { return use; }
+
+    // until it is evaluated again, slots of the sequence are the first to go
+    void rest(llama_seq_id seq_id) { use.step[seq_id] = 0; }
 
     // slots of a stream's ring
     uint32_t get_n_slots() const { return layout.n_slots; }

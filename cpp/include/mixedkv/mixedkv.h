@@ -210,6 +210,10 @@ LLAMA_API enum mixedkv_status mixedkv_set_window(struct llama_context * ctx, uin
 // it is no other setting: what is evaluated meanwhile lacks F16 rows, see mixedkv_get_short().
 LLAMA_API enum mixedkv_status mixedkv_limit_window(struct llama_context * ctx, uint32_t threshold);
 
+// Nothing of the sequence is evaluated for now: its F16 rows are the first that make room for those of other sequences,
+// at once and not after 16 steps. What it held can be taken out before, see mixedkv_restore_window().
+LLAMA_API enum mixedkv_status mixedkv_rest(struct llama_context * ctx, int32_t seq_id);
+
 // Pending shifts and copies of the context are carried out first, as the next decode would.
 // Rows of one layer and sequence in order of position, as the query at the last position reads them.
 // `which` is 'k' or 'v'. data: F32 [n_rows, n_head_kv, n_embd_head]; positions, hot: [n_rows]; any may be NULL.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from mixedkv.engine.sequences import NO_MATCH, Match, Sequence, SequencePool
 from mixedkv.engine.tenant_limits import Limits, unlimited
 from mixedkv.errors import RowsGoneError
 from mixedkv.tokens import common_prefix
+
+log = logging.getLogger("mixedkv.engine")
 
 _WAIT_FOR = 32  # tokens that another job is about to evaluate and that are worth waiting for
 _SAVE_AFTER = 32  # tokens that a job adds to rows which wait for it: fewer are no place to branch off
@@ -378,7 +381,10 @@ class Scheduler:
         """Take the checkpoints that are due: not before the step's tokens are on their way."""
         due, self.to_save = self.to_save, []
         for seq in due:
-            self.pool.save(seq)
+            try:
+                self.pool.save(seq)
+            except Exception:
+                log.exception("a checkpoint could not be taken")
 
     def took(self, step: Step, seconds: float) -> None:
         """How long a step was: the pace follows."""

@@ -47,6 +47,8 @@ class Memory(Movable, Protocol):
 
     def short_from(self) -> list[int]: ...
 
+    def rest(self, seq: int) -> None: ...
+
 
 @dataclass(eq=False, slots=True)
 class Sequence:
@@ -265,14 +267,18 @@ class SequencePool:
         return seq
 
     def save(self, seq: Sequence) -> None:
-        """Keep what a sequence holds now besides its rows."""
+        """Keep what a sequence holds now besides its rows; of an idle one others may then have it."""
         n, wanted = len(seq.tokens), self.limits.per_sequence and not self.rule.anywhere
-        if not wanted or not seq.exact or any(point.n == n for point in seq.checkpoints):
+        if not wanted or not seq.exact:
             return
-        point = self._memory.checkpoint(seq.id)
-        if point is not None:
+        if not any(point.n == n for point in seq.checkpoints):
+            point = self._memory.checkpoint(seq.id)
+            if point is None:
+                return
             seq.checkpoints = thinned([*seq.checkpoints, point], self.limits.per_sequence)
             self._make_room(seq)
+        if not seq.running and any(point.n == n for point in seq.checkpoints):
+            self._memory.rest(seq.id)
 
     @property
     def checkpoints(self) -> list[Checkpoint]:

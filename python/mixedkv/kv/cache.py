@@ -453,6 +453,14 @@ class KVCache(WindowSettings):
             return [-1] * self._llama.context_params.n_seq_max
         return _core.short_from(self._address)
 
+    @exclusive
+    def rest(self, seq: int = 0) -> None:
+        """Nothing of the sequence is evaluated for now: its F16 rows may make room for those of others at
+        once. A `checkpoint` that was taken before brings them back.
+        """
+        if isinstance(self._setting, MixedKVConfig):
+            _core.rest(self._address, seq)
+
     def _cut_is_whole(self, n: int) -> bool:
         if not isinstance(self._setting, MixedKVConfig):
             return True

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from mixedkv.bundled.corpus import make_recall
+from mixedkv.cut_rule import CutRule
 from mixedkv.engine.checkpoints import CheckpointLimits, places
+from mixedkv.hot_window import HotWindow
 from support.harness import prompt
 from support.served_models import Served
 from support.server_support import Direct
@@ -51,6 +53,26 @@ def test_a_mixed_cache_shares_what_an_f16_cache_shares() -> None:
     assert mixed[1] == f16[1] > 300
     assert mixed[2:4] == f16[2:4]
     assert 0 <= f16[4] - mixed[4] <= 16
+
+
+def test_a_chat_that_begins_when_another_ends_has_its_window() -> None:
+    """In a context that has F16 rows for hardly more than one of them."""
+    with Direct(kv="mixed", n_ctx=768, parallel=1, idle=7) as direct:
+        for seed in range(5):
+            journal = " ".join(make_recall(500 + seed, 20).journal)
+            first, _ = direct.answer(chat(journal), 8, ignore_end=True)
+            more = direct.tokens("<|end|>" + chat("Who keeps the keys?"))
+            second, _ = direct.answer([*first.tokens, *more], 8, ignore_end=True)
+            assert first.exact, seed
+            assert second.n_cached == len(first.tokens) - 1, seed
+
+
+def test_a_step_does_not_end_a_few_tokens_behind_the_last_turn() -> None:
+    """So a short message is evaluated in one step, and said anew it begins where the last answer ended."""
+    rule = CutRule(HotWindow(threshold=32, group_size=16, sink_tokens=4))
+    assert places(rule, CheckpointLimits(), [0, 402, 421], 400, 424) == [400, 424]
+    assert places(rule, CheckpointLimits(), [0, 402, 441, 480], 400, 484)[0] == 400
+    assert 402 not in places(rule, CheckpointLimits(), [0, 402, 441, 480], 400, 484)
 
 
 def test_checkpoints_can_be_turned_off(zoo_path: Callable[[str], Path]) -> None:

@@ -138,6 +138,24 @@ def test_idle_sequences_go_first_the_longest_idle_one_before_others(open_ctx) ->
     assert hot(ctx, 0) == [0, 1, *left]  # sinks stay
 
 
+def test_a_sequence_that_rests_goes_first_until_it_is_evaluated_again(open_ctx) -> None:
+    ctx = open_ctx("llama-64", KV, **SIX)
+    for seq in (0, 1):
+        ctx.decode(tokens[:60], seq_ids=seq)
+    ctx.rest(1)  # the one that was evaluated last
+    assert hot(ctx, 1) == window(60)
+    ctx.decode(tokens[:60], seq_ids=2)
+    assert [hot(ctx, seq) for seq in (0, 2)] == [window(60)] * 2
+    assert len(recent(ctx, 1)) < PAGE
+    assert ctx.short_from(2) == -1
+    ctx.rm(1)
+    ctx.decode(tokens[:20], seq_ids=1)
+    ctx.rest(2)
+    step(ctx, [2])  # it runs again
+    ctx.decode(tokens[20:60], list(range(20, 60)), [[1]] * 40)
+    assert recent(ctx, 2)[-PAGE:] == list(range(61 - PAGE, 61))
+
+
 def test_sequences_that_all_run_share_alike_and_keep_their_latest_rows(open_ctx) -> None:
     ctx = open_ctx("llama-64", KV, **SIX)
     for seq in range(6):

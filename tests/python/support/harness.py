@@ -354,6 +354,11 @@ class Ctx:
 
         return _core.short_from(self.address)[seq]
 
+    def rest(self, seq: int) -> None:
+        from mixedkv import _core
+
+        _core.rest(self.address, seq)
+
     def window_is_whole(self, seq: int = 0, pos: int | None = None) -> bool:
         from mixedkv import _core
 

@@ -65,6 +65,9 @@ class Cells:
     def short_from(self) -> list[int]:
         return [-1] * self.n_seq
 
+    def rest(self, seq: int) -> None:
+        pass
+
 
 class Log(Observer):
     def __init__(self) -> None:
