@@ -222,14 +222,13 @@ class Engine:
         if self.width:
             raise ValueError("a model without vocabulary takes vectors: use `submit_jobs` with a VectorJob")
         self._check_open()  # the tokenizer's vocabulary goes with the `Llama`
-        given = stop_strings(stop)
         tokens, stops = self.tokenizer.encode(prompt, long=overflow == "slide")
         job = Job(
             tokens,
             max_tokens=max_tokens,
             sampler=self.tokenizer.sampler(Sampling(**sampling)),
             tenant=tenant,
-            stop=[*given, *stops],
+            stop=[*stop_strings(stop), *stops],
             stream=True,
             n_logprobs=n_logprobs,
             reuse=reuse,
