@@ -79,9 +79,11 @@ class StoredRows:
         def export() -> KVBlock | None:
             if rows.seq.version != rows.version:
                 return None
-            block = self._engine.llm.kv.export(rows.seq.id, p0, p1, rows.tokens[p0:p1])
-            before = (point for point in rows.seq.checkpoints if point.n < len(rows.tokens))  # it ends whole
-            points = {point.n: point for point in (*before, *block.checkpoints)}
+            kv, seq, n = self._engine.llm.kv, rows.seq, len(rows.tokens)
+            block = kv.export(seq.id, p0, p1, rows.tokens[p0:p1])
+            whole = kv.holds(seq.id, n)  # its end needs no checkpoint
+            points = {point.n: point for point in seq.checkpoints if point.n < n or not whole}
+            points |= {point.n: point for point in block.checkpoints}
             return replace(block, checkpoints=tuple(points[n] for n in sorted(points) if p0 < n <= p1))
 
         return self._engine.call(export).result()

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.cut_rule import CutRule
+from mixedkv.engine import StoreConnector
 from mixedkv.engine.checkpoints import CheckpointLimits, places
+from mixedkv.engine.stored_rows import StoredRows
 from mixedkv.hot_window import HotWindow
+from mixedkv.store import KVStore
 from support.harness import prompt
+from support.patience import PATIENCE
 from support.served_models import Served
-from support.server_support import Direct
+from support.server_support import Direct, end_of
 
 
 def chat(*messages: str) -> str:
@@ -65,6 +71,37 @@ def test_a_chat_that_begins_when_another_ends_has_its_window() -> None:
             second, _ = direct.answer([*first.tokens, *more], 8, ignore_end=True)
             assert first.exact, seed
             assert second.n_cached == len(first.tokens) - 1, seed
+
+
+def test_what_is_stored_has_its_window_though_others_have_taken_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chat's KV is stored beside the next ones' prompts: all have cells, and one at a time F16 rows."""
+    ended, put = threading.Event(), StoredRows.put
+
+    def put_late(*args: Any) -> int:
+        assert ended.wait(PATIENCE)
+        return put(*args)
+
+    monkeypatch.setattr(StoredRows, "put", put_late)
+    options: dict[str, Any] = {
+        "kv": "mixed",
+        "n_ctx": 768,
+        "parallel": 1,
+        "idle": 7,
+    }
+    prompts = [chat(" ".join(make_recall(500 + seed, 20).journal)) for seed in range(3)]
+    with Direct(**options, connector=StoreConnector(KVStore(tmp_path))) as direct:
+        jobs = [direct.start(text, 8, ignore_end=True) for text in prompts]
+        firsts = [job for job, events in jobs if end_of(events)]
+        ended.set()
+    with Direct(**options, connector=StoreConnector(KVStore(tmp_path))) as direct:
+        more = direct.tokens("<|end|>" + chat("Who keeps the keys?"))
+        for first in firsts:
+            second, _ = direct.answer([*first.tokens, *more], 8)
+            assert first.exact
+            assert second.exact
+            assert second.n_cached == len(first.tokens) - 1
 
 
 def test_a_step_does_not_end_a_few_tokens_behind_the_last_turn() -> None:
