@@ -362,20 +362,20 @@ class Scheduler:
         self.pool.evaluated()
         for run in [*step.runs[step.n_streams :], *step.stitches, *step.pictures]:
             self._prompt_service.add(run.job.tenant, run.n)
-        self.to_save += [run.job.seq for run in step.runs if self._add_rows(run) and run.job.seq is not None]
+        self.to_save += filter(None, map(self._add_rows, step.runs))
 
     def has_rows(self, run: Run) -> None:
         """A picture, or tokens of a passage, have rows now."""
-        if self._add_rows(run) and run.job.seq is not None:
-            self.pool.save(run.job.seq)
+        if seq := self._add_rows(run):
+            self.pool.save(seq)
 
-    def _add_rows(self, run: Run) -> bool:
-        """Whether a checkpoint is to be taken now."""
+    def _add_rows(self, run: Run) -> Sequence | None:
+        """The sequence, if a checkpoint of it is to be taken now."""
         job, seq = run.job, run.job.seq
         assert seq is not None
         seq.tokens.extend(job.tokens[job.n_rows : job.n_rows + run.n])
         job.exact = job.exact and seq.exact
-        return job.n_rows in job.save_at
+        return seq if job.n_rows in job.save_at else None
 
     def save(self) -> None:
         """Take the checkpoints that are due: not before the step's tokens are on their way."""
