@@ -32,6 +32,7 @@ def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
         ("redis://127.0.0.1:1/0?timeout=0", "timeout=0: use a number of seconds"),
         ("redis://127.0.0.1:PORT/0?colour=red", "colour"),
         ("redis://127.0.0.1:PORT/0?protocol=9", "protocol"),
+        ("redis://127.0.0.1:PORT/0?decode_responses=True", "values are bytes"),
         ("unix:///tmp/redis.sock?colour=red", "colour"),
         ("redis://127.0.0.1:notaport/0", "remote: "),
         ("s3://kv/x?colour=red", "unknown option 'colour'"),

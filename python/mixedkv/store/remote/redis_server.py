@@ -41,6 +41,8 @@ class RedisBackend:
             self._pool.connection_class(**self._pool.connection_kwargs)  # reads the options, connects nowhere
         except (ValueError, TypeError, redis.RedisError) as error:
             raise ValueError(f"remote: {error}") from None
+        if self._pool.connection_kwargs.get("decode_responses"):
+            raise ValueError("remote: decode_responses: values are bytes, leave it out")
         self._redis = redis.Redis(connection_pool=self._pool)
 
     def check(self) -> None:
