@@ -84,6 +84,11 @@ class Sequence:
     used_at: int = 0
     version: int = 0
 
+    @property
+    def saved(self) -> bool:
+        """There is a checkpoint of it as it is."""
+        return any(point.n == len(self.tokens) for point in self.checkpoints)
+
     def common(self, prompt: Tokens) -> int:
         """Number of first tokens that are the same."""
         return common_prefix(np.frombuffer(self.tokens, np.int32), prompt) if self.tokens else 0
@@ -268,16 +273,15 @@ class SequencePool:
 
     def save(self, seq: Sequence) -> None:
         """Keep what a sequence holds now besides its rows; of an idle one others may then have it."""
-        n, wanted = len(seq.tokens), self.limits.per_sequence and not self.rule.anywhere
-        if not wanted or not seq.exact:
+        if not self.limits.per_sequence or self.rule.anywhere or not seq.exact:
             return
-        if not any(point.n == n for point in seq.checkpoints):
+        if not seq.saved:
             point = self._memory.checkpoint(seq.id)
             if point is None:
                 return
             seq.checkpoints = thinned([*seq.checkpoints, point], self.limits.per_sequence)
             self._make_room(seq)
-        if not seq.running and any(point.n == n for point in seq.checkpoints):
+        if seq.saved and not seq.running:
             self._memory.rest(seq.id)
 
     @property

@@ -23,11 +23,8 @@ log = logging.getLogger("mixedkv")
 ARCHITECTURE = "mixedkv-value-bases"
 VERSION = 1
 BLOCK = 64  # elements of lm3, of which each block has a mix of directions
-_ERRORS = (
-    np.repeat(  # of its elements, 5 to 0 bits: what the best levels leave of a Gaussian number's variance
-        [0.0025, 0.0095, 0.0345, 0.1175, 0.3634, 1.0], [8, 8, 16, 16, 8, 8]
-    )
-)
+# What the best levels of 5 to 0 bits leave of a Gaussian number's variance, by element of a block
+_ERRORS = np.repeat([0.0025, 0.0095, 0.0345, 0.1175, 0.3634, 1.0], [8, 8, 16, 16, 8, 8])
 _LEAST = 1e-3  # of the largest scale: what hardly varies is no reason for larger numbers
 
 Floats = npt.NDArray[np.float32]

@@ -47,6 +47,12 @@ class AnswerParts:
         return "tool_calls" if self.answer.calls and end.reason == "stop" else end.reason
 
 
+def message_of(answer: ReadAnswer) -> dict[str, Any]:
+    """What was said, without calls, as a message of a history: thoughts are apart."""
+    said: dict[str, Any] = {"role": "assistant", "content": answer.content}
+    return {**said, "reasoning_content": answer.reasoning} if answer.reasoning else said
+
+
 def chat_jobs(
     server: ServerState, body: ChatRequest, owner: str, session: CacheSessionMetadata | None
 ) -> tuple[list[Job], RenderedChat | None]:

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from mixedkv.engine.chat_template import RenderedChat
 from mixedkv.engine.job import Delta, Done, Job
-from mixedkv.server.api.chat_jobs import AnswerParts
+from mixedkv.server.api.chat_jobs import AnswerParts, message_of
 from mixedkv.server.api.chat_message import Message
 from mixedkv.server.api.rendering import template_message
 from mixedkv.server.api.respond import Answer, respond
@@ -103,14 +103,9 @@ class Turn:
     def _changes(self, text: str) -> dict[str, Any]:
         if self._session.messages is None:
             return {"prompt": (self._session.prompt or "") + self._prompt + text}
-        said: dict[str, Any] = {"role": "assistant", "content": text}
-        if self.chat is not None:  # thoughts are apart, as a client would send them
-            parts = AnswerParts(self.chat)
-            parts.feed(Done("stop", text))
-            said["content"] = parts.answer.content
-            if parts.answer.reasoning:
-                said["reasoning_content"] = parts.answer.reasoning
-        before = self._messages
+        parts, before = AnswerParts(self.chat), self._messages
+        parts.feed(Done("stop", text))
+        said = message_of(parts.answer)
         if self._continues:  # the last message is the answer's beginning
             *before, begun = before
             said["content"] = (begun.content or "") + said["content"]

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from mixedkv.engine.answer_reader import ReadAnswer
 from mixedkv.engine.job import Job
 from mixedkv.ids import MAX_LENGTH, PATTERN
+from mixedkv.server.api.chat_jobs import message_of
 from mixedkv.server.api.tools import call_json
 from mixedkv.server.api_error import ApiError, bad_request
 from mixedkv.server.http.json_body import JSONRoute
@@ -68,9 +69,7 @@ async def keep(
     Raises:
         ApiError: 429, the tenant has no room for it.
     """
-    said: dict[str, Any] = {"role": "assistant", "content": answer.content}
-    if answer.reasoning:
-        said["reasoning_content"] = answer.reasoning
+    said = message_of(answer)
     if answer.calls:
         said["tool_calls"] = [call_json(call) for call in answer.calls]
     whole = CreateContextCacheRequest.model_validate(

@@ -43,7 +43,7 @@ _T = TypeVar("_T")
 _LEAST_RATE = 20e6  # bytes per second: what is slower is a miss
 _ASKERS = 32  # who waits for one of them has its own time going by
 _MAX_WAITING = 256  # entries that are still to be sent
-_NAMES = 512  # in one message, if the server takes so many at once
+_NAMES = 512  # that are written or removed by one message
 _CLOSE_SECONDS = 20.0  # for what waits, when the store is closed
 _PAUSE = 0.05
 
@@ -62,7 +62,6 @@ class RemoteTier:
         self._url = RemoteURL.parse(url)
         self._entries, self._cipher = entries, cipher
         self._backend = open_backend(self._url)
-        self._at_once = min(_NAMES, self._backend.fan)
         self._breaker = Breaker()
         self._askers = ThreadPoolExecutor(_ASKERS, "mixedkv-remote")
         self._lock = threading.Lock()
@@ -266,10 +265,9 @@ class RemoteTier:
             if not there[i] or (is_last and self._is_better(identity, row)):
                 self._send_file(row, tuple(names[:i][::-1]))
             if not there[i] or is_last:
-                listed = hashes[: row.p1 // BLOCK + 1][boundaries(row)]
-                for begin in range(0, len(listed), self._at_once):
-                    some = listed[begin : begin + self._at_once]
-                    self._put({at_name(name): row.content for name in some})
+                listed, n = hashes[: row.p1 // BLOCK + 1][boundaries(row)], min(_NAMES, self._backend.fan)
+                for begin in range(0, len(listed), n):
+                    self._put({at_name(name): row.content for name in listed[begin : begin + n]})
 
     def _is_better(self, identity: Identity, row: EntryRow) -> bool:
         """Than what is there under the same name; what has another master key is of no use."""
@@ -342,7 +340,7 @@ class RemoteTier:
 
     def _each(self, ask: Callable[[Sequence[str]], list[_T]], names: Sequence[str]) -> list[_T]:
         """Of all names, as many at once as are answered in the time of one answer."""
-        n = self._at_once
+        n = self._backend.fan
         return [found for i in range(0, len(names), n) for found in self._ask(ask, names[i : i + n])]
 
     def _put(self, values: Mapping[str, bytes]) -> None:
