@@ -14,7 +14,7 @@
 
 namespace mixedkv {
 
-// Blocks of 32 elements, of lm4 and lm3 64, as ggml lays them out: F16 scale d, F16 minimum m, integers or nibbles q,
+// Blocks of 32 elements, of lm4 and tc3 64, as ggml lays them out: F16 scale d, F16 minimum m, integers or nibbles q,
 // low ones first.
 enum class row_type : uint8_t {
     f16,
@@ -25,7 +25,7 @@ enum class row_type : uint8_t {
     q5_0,   // d * (q - 16), the fifth bits in 4 bytes
     q5_1,   // d * q + m
     lm4,    // d * level[q], see lm4.h
-    lm3,    // of values, see lm3.h
+    tc3,    // d * level[q], q from bits of several elements, see tc3.h
     other,  // any type with a to-float conversion
 };
 

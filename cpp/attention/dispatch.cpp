@@ -13,7 +13,7 @@
 namespace mixedkv {
 namespace {
 
-constexpr int64_t max_chunks     = 16; // of one stream in decode: merging 16 x 16 rows of 128 takes 8 us
+constexpr int64_t max_chunks     = 32; // of one stream in decode: merging 16 of 16 x 128 takes 8 us
 constexpr int64_t few_chunk      = 256;
 constexpr int64_t tile_chunk     = 1024;
 constexpr int64_t tile_items     = 16; // keys are cut in prefill only while there are fewer items than this
@@ -60,9 +60,19 @@ struct stream_plan {
     }
 
     void cut_keys(int64_t counters_left) {
-        n_chunks =
-            few ? n_keys / few_chunk : std::min(n_keys / tile_chunk, tile_items / std::max<int64_t>(n_groups, 1));
-        n_chunks    = n_groups > counters_left ? 1 : std::clamp<int64_t>(n_chunks, 1, max_chunks);
+        if (few && n_groups <= counters_left) {
+            // At the same places however many keys there are: how many a context uses is a matter of others too. Only
+            // from max_chunks on chunks double.
+            chunk = few_chunk;
+            while (n_keys > max_chunks * chunk) {
+                chunk *= 2;
+            }
+            n_chunks    = std::max<int64_t>((n_keys + chunk - 1) / chunk, 1);
+            most_chunks = chunk == few_chunk ? n_chunks : max_chunks;
+            return;
+        }
+        n_chunks    = std::min(n_keys / tile_chunk, tile_items / std::max<int64_t>(n_groups, 1));
+        n_chunks    = n_groups > counters_left ? 1 : std::clamp<int64_t>(n_chunks, 1, tile_items);
         chunk       = std::max(round_up((n_keys + n_chunks - 1) / n_chunks, key_alignment), key_alignment);
         most_chunks = n_chunks;
         n_chunks    = std::max<int64_t>((n_keys + chunk - 1) / chunk, 1);

@@ -5,8 +5,8 @@
 #pragma once
 
 #include "kernel.h"
-#include "lm3.h"
 #include "lm4.h"
+#include "tc3.h"
 
 namespace mixedkv {
 namespace {
@@ -16,13 +16,19 @@ struct type_constant {
     static constexpr row_type value = type;
 };
 
+// tc3 with the nibbles of lm4, which x86 bodies make of it before they multiply (x86/open_tc3.h). No segment has it.
+constexpr row_type opened_tc3 = row_type(int(row_type::other) + 1);
+
 // A block of 32 elements: F16 scale d first, then F16 minimum m where there is one, then the high bits of 5, then
-// either 32 integers or 16 bytes of nibbles, the low ones first. Of lm4, two times 32 share a scale.
+// either 32 integers or 16 bytes of nibbles, the low ones first. Of lm4 and opened tc3, two times 32 share a scale.
 constexpr int block_elements(row_type t) {
-    return t == row_type::lm4 || t == row_type::lm3 ? LM4_ELEMENTS : 32;
+    return t == row_type::lm4 || t == row_type::tc3 || t == opened_tc3 ? LM4_ELEMENTS : 32;
 }
 
 constexpr int block_bytes(row_type t) {
+    if (t == opened_tc3) {
+        return LM4_BYTES;
+    }
     switch (t) {
     case row_type::q8_0:
         return 34;
@@ -37,21 +43,20 @@ constexpr int block_bytes(row_type t) {
         return 24;
     case row_type::lm4:
         return LM4_BYTES;
-    case row_type::lm3:
-        return LM3_BYTES;
+    case row_type::tc3:
+        return TC3_BYTES;
     default:
         return 0; // no blocks
     }
 }
 
-// Bytes to the scale of 32 elements, the b-th of a row, and to their integers where there is nothing besides: for lm3,
-// to 16 bytes in which their bits lie
+// Bytes to the scale of 32 elements, the b-th of a row, and to their integers where there is nothing besides
 constexpr int scale_at(row_type t, int b) {
     return 32 * b / block_elements(t) * block_bytes(t);
 }
 
 constexpr int integers_at(row_type t, int b) {
-    return scale_at(t, b) + 2 + (t == row_type::lm3 ? b % 2 * 4 : 32 * b % block_elements(t) / 2);
+    return scale_at(t, b) + 2 + 32 * b % block_elements(t) / 2;
 }
 
 // Values of nibbles
@@ -87,8 +92,8 @@ bool with_block_type(row_type type, F f) {
     case row_type::lm4:
         f(type_constant<row_type::lm4>{});
         return true;
-    case row_type::lm3:
-        f(type_constant<row_type::lm3>{});
+    case row_type::tc3:
+        f(type_constant<row_type::tc3>{});
         return true;
     default:
         return false;
@@ -111,7 +116,7 @@ struct plain_blocks {
         look_up_nibbles<iq4_nl_values>(half_at(p), p + 2, out);
     }
     static void unpack(type_constant<row_type::lm4>, const char * p, float * out) { unpack_lm4(p, out); }
-    static void unpack(type_constant<row_type::lm3>, const char * p, float * out) { unpack_lm3(p, out); }
+    static void unpack(type_constant<row_type::tc3>, const char * p, float * out) { unpack_tc3(p, out); }
 
     // d n + m of nibbles that have a fifth bit in `high`
     static void affine(float d, float m, uint32_t high, const char * nibbles, float * out) {

@@ -11,6 +11,9 @@ PYBIND11_MODULE(_core, m) {
     mixedkv_py::register_rows(m);
     mixedkv_py::register_blocks(m);
     mixedkv_py::register_threads(m);
+    mixedkv_py::register_gate(m);
+    mixedkv_py::register_interrupt(m);
+    mixedkv_py::register_log(m);
     mixedkv_py::register_matrix(m);
     mixedkv_py::register_stream(m);
     mixedkv_py::register_loading(m);

@@ -55,24 +55,6 @@ static std::vector<mixedkv_layer_types> make_layers(const std::vector<layer_type
     return res;
 }
 
-using floats = py::array_t<float, py::array::c_style | py::array::forcecast>;
-
-// layer, directions [n_head_kv, n_embd_head, n_embd_head], scales [n_head_kv, n_embd_head]
-using value_basis = std::tuple<int32_t, floats, floats>;
-
-static std::vector<mixedkv_value_basis> make_bases(const std::vector<value_basis> & bases) {
-    std::vector<mixedkv_value_basis> res;
-    for (const auto & [il, directions, scales] : bases) {
-        if (directions.ndim() != 3 || scales.ndim() != 2 || directions.shape(1) != directions.shape(2) ||
-            directions.shape(0) != scales.shape(0) || directions.shape(1) != scales.shape(1)) {
-            throw py::value_error("bases: directions [n_head_kv, n_embd_head, n_embd_head] and scales [n_head_kv, "
-                                  "n_embd_head] of a layer do not fit");
-        }
-        res.push_back({ il, uint32_t(scales.shape(0)), uint32_t(scales.shape(1)), directions.data(), scales.data() });
-    }
-    return res;
-}
-
 static py::dict version() {
     return py::dict("version"_a = mixedkv_version(), "llama_commit"_a = mixedkv_llama_commit(),
                     "isa"_a = mixedkv_isa());
@@ -81,16 +63,12 @@ static py::dict version() {
 // The configuration and the message of a failure belong to the calling thread, which keeps the GIL here.
 static void configure_next(bool mixed, uint32_t threshold, uint32_t group_size, uint32_t sink_tokens,
                            const std::string & attention, uint32_t n_draft, bool equalize, uint32_t hot_budget,
-                           float v_skip, float sparse_top_p, const std::vector<layer_types> & layers,
-                           const std::vector<value_basis> & bases) {
+                           float v_skip, float sparse_top_p, const std::vector<layer_types> & layers) {
     mixedkv_config config = make_config(mixed, threshold, group_size, sink_tokens, attention, n_draft, equalize,
                                         hot_budget, v_skip, sparse_top_p);
     const auto     types  = make_layers(layers);
-    const auto     values = make_bases(bases);
     config.layers         = types.data();
     config.n_layers       = types.size();
-    config.bases          = values.data();
-    config.n_bases        = values.size();
     check(mixedkv_configure_next(&config));
 }
 
@@ -134,12 +112,11 @@ static bool is_hot(uint32_t threshold, uint32_t group_size, uint32_t sink_tokens
 
 void register_config(py::module_ & m) {
     const std::vector<layer_types> no_layers;
-    const std::vector<value_basis> no_bases;
 
     m.def("version", &version);
     m.def("configure_next", &configure_next, "mixed"_a, "threshold"_a, "group_size"_a, "sink_tokens"_a, "attention"_a,
           "n_draft"_a = 0, "equalize"_a = false, "hot_budget"_a = MIXEDKV_HOT_BUDGET_AUTO, "v_skip"_a = 0.0f,
-          "sparse_top_p"_a = 0.0f, "layers"_a = no_layers, "bases"_a = no_bases);
+          "sparse_top_p"_a = 0.0f, "layers"_a = no_layers);
     m.def("withdraw", &withdraw);
     m.def("check", &check_model, "model"_a, "mixed"_a, "threshold"_a, "group_size"_a, "sink_tokens"_a, "attention"_a,
           "type_k"_a, "type_v"_a, "n_ctx"_a, "n_draft"_a = 0, "equalize"_a = false,

@@ -1,4 +1,4 @@
-// CPU threads that belong to a context, whichever thread of the process evaluates with it, and which one may.
+// CPU threads that belong to a context, whichever thread of the process evaluates with it.
 
 #include "bindings.h"
 
@@ -91,24 +91,7 @@ class threads {
     pool_ptr        decode, batch;
 };
 
-// Those that wait, or hold the context, may need the GIL
-static void enter(uintptr_t ctx, bool wait) {
-    llama_context * const to = pointer<llama_context>(ctx);
-    mixedkv_status        status;
-    {
-        py::gil_scoped_release release;
-        status = mixedkv_enter(to, wait);
-    }
-    check(status);
-}
-
-static void leave(uintptr_t ctx) {
-    check(mixedkv_leave(pointer<llama_context>(ctx)));
-}
-
 void register_threads(py::module_ & m) {
-    m.def("enter", &enter, "ctx"_a, "wait"_a);
-    m.def("leave", &leave, "ctx"_a);
     py::class_<threads>(m, "Threads").def(py::init<uintptr_t>(), "ctx"_a).def("close", &threads::close);
 }
 

@@ -214,6 +214,7 @@ mixedkv_status mixedkv_fill(llama_context * ctx, int32_t seq_id, const llama_tok
 
         const int32_t res = llama_kv_fill_decode(*ctx, fill);
         require(res != 1, MIXEDKV_NOT_AVAILABLE, "no cells are free for " + std::to_string(n) + " tokens");
+        require(res != 2, MIXEDKV_INTERRUPTED, "the evaluation was broken off: the sequence is what it was before");
         require(res == 0, MIXEDKV_INVALID,
                 "llama_decode returned " + std::to_string(res) + ": is every token in the vocabulary?");
     });

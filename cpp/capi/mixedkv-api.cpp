@@ -3,8 +3,8 @@
 #include "mixedkv-api.h"
 
 #include "attention/attention.h"
-#include "attention/lm3.h"
 #include "attention/lm4.h"
+#include "attention/tc3.h"
 
 #include "llama-model.h"
 
@@ -14,7 +14,7 @@
 using namespace mixedkv_api;
 
 static_assert(MIXEDKV_TYPE_LM4 == LM4_TYPE);
-static_assert(MIXEDKV_TYPE_LM3 == LM3_TYPE);
+static_assert(MIXEDKV_TYPE_TC3 == TC3_TYPE);
 
 namespace {
 
@@ -31,25 +31,6 @@ void check_config(const mixedkv_config & config) {
     require(config.layers || config.n_layers == 0, MIXEDKV_INVALID, "layers is NULL");
     const std::string problem = llama_kv_mixed_layers_problem(config);
     require(problem.empty(), MIXEDKV_INVALID, problem);
-}
-
-void check_bases(const mixedkv_config & config) {
-    require(config.bases || config.n_bases == 0, MIXEDKV_INVALID, "bases is NULL");
-    for (uint32_t i = 0; i < config.n_bases; ++i) {
-        const auto &      basis = config.bases[i];
-        const std::string layer = "the basis of layer " + std::to_string(basis.il) + " ";
-        require(basis.directions && basis.scales && basis.n_head_kv > 0 && basis.n_embd_head > 0, MIXEDKV_INVALID,
-                layer + "is empty");
-        for (uint32_t j = 0; j < i; ++j) {
-            require(config.bases[j].il != basis.il, MIXEDKV_INVALID, layer + "is there twice");
-        }
-
-        const size_t n = size_t(basis.n_head_kv) * basis.n_embd_head;
-        require(std::all_of(basis.directions, basis.directions + n * basis.n_embd_head,
-                            [](float x) { return std::fabs(x) < 2.0f; }) &&
-                    std::all_of(basis.scales, basis.scales + n, [](float x) { return x > 1e-20f && x < 1e20f; }),
-                MIXEDKV_INVALID, layer + "has other than unit directions and positive scales");
-    }
 }
 
 template <typename T>
@@ -197,7 +178,6 @@ mixedkv_status mixedkv_configure_next(const mixedkv_config * config) {
     return guarded([&] {
         if (config) {
             check_config(*config);
-            check_bases(*config);
         }
         // llama.cpp's own cache with its own attention needs nothing from here
         const bool wanted = config && (config->mixed || config->attention == MIXEDKV_ATTENTION_FUSED);

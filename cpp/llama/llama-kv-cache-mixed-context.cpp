@@ -167,7 +167,7 @@ ggml_tensor * llama_kv_cache_mixed_context::build_input_k_rot(ggml_context * ctx
 ggml_tensor * llama_kv_cache_mixed_context::build_input_v_rot(ggml_context * ctx) const {
     ggml_tensor * rot = llama_kv_cache_context::build_input_v_rot(ctx);
 
-    return rot && kv_mixed->is_fused() ? (fold.v = kv_mixed->is_calibrated() ? 0 : rot->ne[0], nullptr) : rot;
+    return rot && kv_mixed->is_fused() ? (fold.v = rot->ne[0], nullptr) : rot;
 }
 
 ggml_tensor * llama_kv_cache_mixed_context::cpy_k(ggml_context * ctx, ggml_tensor * k_cur, ggml_tensor * k_idxs, int32_t il) const {
@@ -221,8 +221,6 @@ ggml_tensor * llama_kv_cache_mixed_context::store_fused(ggml_context * ctx, ggml
 }
 
 ggml_tensor * llama_kv_cache_mixed_context::cpy_v(ggml_context * ctx, ggml_tensor * v_cur, ggml_tensor * v_idxs, int32_t il) const {
-    v_cur = kv_mixed->build_to_basis(ctx, v_cur, il);
-
     if (kv_mixed->is_fused(il)) {
         return store_fused(ctx, v_cur, v_idxs, il);
     }
@@ -311,11 +309,6 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn(
     ggml_tensor * res = kv_mixed->is_fused(il) ?
         build_attn_fused(graph, q, k, v, kq_mask, sinks, kq_scale, il) :
         llama_kv_cache_context::build_attn(graph, q, k, v, kq_b, kq_mask, sinks, nullptr, kq_scale, il);
-
-    if (kv_mixed->is_calibrated()) {
-        res = kv_mixed->build_from_basis(graph.ctx0, res, il);
-        ggml_build_forward_expand(graph.gf, res);
-    }
 
     if (kv_mixed->is_latent(il)) {
         res = expand(graph.ctx0, res, v_mla, q->ne[1]);

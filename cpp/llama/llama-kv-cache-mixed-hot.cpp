@@ -39,6 +39,14 @@ void llama_kv_cache_mixed::release_dead() {
     trim_use();
 }
 
+void llama_kv_cache_mixed::release_cells(uint32_t strm, const std::vector<uint32_t> & cells) {
+    for (const uint32_t cell : cells) {
+        if (rings[strm].slot_of(cell) >= 0) {
+            rings[strm].release(rings[strm].slot_of(cell));
+        }
+    }
+}
+
 void llama_kv_cache_mixed::release_unwanted(uint32_t strm, const mixedkv::hot_window & window) {
     for (uint32_t slot = 0; slot < rings[strm].n_slots(); ++slot) {
         const int32_t cell = rings[strm].cell_of(slot);
@@ -182,12 +190,12 @@ int32_t llama_kv_cache_mixed::assign_own_slot(llama_seq_id seq_id, uint32_t cell
         return ring.assign(cell, is_sink ? first_sink(seq_id) + wanted : first_turn(seq_id) + wanted - window.sink_tokens);
     }
 
-    // elsewhere: as it was, if nobody else can be in the way
+    // elsewhere: as it was, if nobody else is in the way
     const uint32_t slot = wanted - own;
-    if (!is_alone || window.is_sink(v_cells[strm].pos_get(cell)) != (slot < layout.n_sinks)) {
+    if (slot >= layout.n_slots || window.is_sink(v_cells[strm].pos_get(cell)) != (slot < layout.n_sinks)) {
         return mixedkv::hot_ring::none;
     }
-    return ring.assign(cell, slot);
+    return is_alone || take_page_of(strm, seq_id, slot) ? ring.assign(cell, slot) : mixedkv::hot_ring::none;
 }
 
 std::vector<int64_t> llama_kv_cache_mixed::advance(const slot_info & sinfo, const llama_ubatch & ubatch) {
@@ -198,12 +206,7 @@ std::vector<int64_t> llama_kv_cache_mixed::advance(const slot_info & sinfo, cons
     for (uint32_t s = 0; s < sinfo.n_stream(); ++s) {
         const uint32_t strm = sinfo.strm[s];
 
-        // a sliding window takes over cells that its queries no longer see
-        for (const uint32_t cell : sinfo.idxs[s]) {
-            if (rings[strm].slot_of(cell) >= 0) {
-                rings[strm].release(rings[strm].slot_of(cell));
-            }
-        }
+        release_cells(strm, sinfo.idxs[s]);
 
         if (dirty[strm]) {
             for (uint32_t seq_id = 0; seq_id < n_seq_max; ++seq_id) {
@@ -236,24 +239,19 @@ std::vector<int32_t> llama_kv_cache_mixed::adopt(
 
     auto & ring = rings[strm];
 
-    // a sliding window takes over cells that its queries no longer see
-    for (const uint32_t cell : cells) {
-        if (ring.slot_of(cell) >= 0) {
-            ring.release(ring.slot_of(cell));
-        }
-    }
+    release_cells(strm, cells);
     release_unwanted(strm, window);
     dirty[strm] = true;
 
     const auto is_hot   = [&](size_t i) { return wanted[i] != mixedkv::hot_ring::none && is_wanted(strm, cells[i], window); };
     const bool is_alone = layout.is_shared() && ring.n_used() == 0;
 
+    use.step[seq_id] = use.n_steps; // pages that it is in are its own
     for (size_t i = 0; i < cells.size(); ++i) {
         if (is_hot(i) && wanted[i] != any_slot) {
             assign_own_slot(seq_id, cells[i], wanted[i], is_alone);
         }
     }
-    use.step[seq_id] = use.n_steps;
     for (size_t i = 0; i < cells.size(); ++i) {
         if (is_hot(i) && ring.slot_of(cells[i]) < 0) {
             assign_slot(strm, cells[i]);

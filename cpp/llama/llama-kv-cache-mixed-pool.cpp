@@ -13,32 +13,39 @@ struct llama_kv_cache_mixed::page_info {
     bool         is_kept = false; // a sink lies there, as it can after positions have been moved
 };
 
-std::vector<llama_kv_cache_mixed::page_info> llama_kv_cache_mixed::ring_pages(uint32_t strm) const {
+llama_kv_cache_mixed::page_info llama_kv_cache_mixed::ring_page(uint32_t strm, uint32_t i_page) const {
     const auto & cells = v_cells[strm];
     const auto & ring  = rings[strm];
 
-    std::vector<page_info> res(layout.n_pages());
+    page_info res;
 
-    for (uint32_t slot = layout.n_sinks; slot < layout.n_slots; ++slot) {
-        const int32_t cell = ring.cell_of(slot);
+    for (uint32_t i = 0; i < layout.page; ++i) {
+        const int32_t cell = ring.cell_of(layout.first_of(i_page) + i);
         if (cell < 0 || cells.is_empty(cell)) {
             continue;
         }
 
-        auto &          page = res[layout.page_of(slot)];
         const llama_pos p    = cells.pos_get(cell);
         const auto &    seqs = cells.seq_get_all(cell);
 
         for (uint32_t s = 0; s < n_seq_max; ++s) {
-            if (seqs.test(s) && (page.owner < 0 || use.step[s] > use.step[page.owner])) {
-                page.owner = s;
+            if (seqs.test(s) && (res.owner < 0 || use.step[s] > use.step[res.owner])) {
+                res.owner = s;
             }
         }
-        page.first   = page.n_rows == 0 ? p : std::min(page.first, p);
-        page.is_kept = page.is_kept || window.is_sink(p);
-        page.n_rows++;
+        res.first   = res.n_rows == 0 ? p : std::min(res.first, p);
+        res.is_kept = res.is_kept || window.is_sink(p);
+        res.n_rows++;
     }
 
+    return res;
+}
+
+std::vector<llama_kv_cache_mixed::page_info> llama_kv_cache_mixed::ring_pages(uint32_t strm) const {
+    std::vector<page_info> res;
+    for (uint32_t i = 0; i < layout.n_pages(); ++i) {
+        res.push_back(ring_page(strm, i));
+    }
     return res;
 }
 
@@ -126,7 +133,8 @@ int32_t llama_kv_cache_mixed::next_page(uint32_t strm, llama_seq_id seq_id, int3
     };
 
     const auto is_first_free = [&](size_t i) { return rings[strm].cell_of(layout.first_of(i)) < 0; };
-    const auto is_free       = [&](size_t i) { return pages[i].n_rows == 0; };
+    // rows of a sequence that rests count for nothing, or where this one goes on would depend on who was there before
+    const auto is_free       = [&](size_t i) { return pages[i].n_rows == 0 || is_resting(pages[i], seq_id); };
     const auto is_own        = [&](size_t i) { return pages[i].n_rows > 0 && pages[i].owner == seq_id; };
     const auto oldest        = [&](size_t i) { return pages[i].first; };
 
@@ -149,11 +157,7 @@ int32_t llama_kv_cache_mixed::next_page(uint32_t strm, llama_seq_id seq_id, int3
     if (res == none) {
         const uint64_t n_idle  = std::min<uint64_t>(4*uint64_t(n_seq_max), 16); // who runs has its turn within these steps
         const auto     is_idle = [&](size_t i) {
-            if (pages[i].is_kept || pages[i].owner == seq_id) {
-                return false;
-            }
-            const uint64_t step = use.step[pages[i].owner];
-            return step == 0 || use.n_steps - step > n_idle;
+            return !pages[i].is_kept && pages[i].owner != seq_id && use.n_steps - use.step[pages[i].owner] > n_idle;
         };
         res = choose(is_idle, [&](size_t i) { return std::make_tuple(use.step[pages[i].owner], pages[i].owner, pages[i].first); });
     }
@@ -170,12 +174,34 @@ int32_t llama_kv_cache_mixed::next_page(uint32_t strm, llama_seq_id seq_id, int3
     }
 
     if (!is_own(res)) {
-        for (uint32_t i = 0; i < layout.page; ++i) {
-            evict(strm, layout.first_of(res) + i);
-        }
+        evict_page(strm, res);
     }
 
     return layout.first_of(res);
+}
+
+bool llama_kv_cache_mixed::is_resting(const page_info & page, llama_seq_id seq_id) const {
+    return page.n_rows > 0 && !page.is_kept && page.owner != seq_id && use.step[page.owner] == 0;
+}
+
+void llama_kv_cache_mixed::evict_page(uint32_t strm, uint32_t i_page) {
+    for (uint32_t i = 0; i < layout.page; ++i) {
+        evict(strm, layout.first_of(i_page) + i);
+    }
+}
+
+// a page for the row that lay in this slot: it is the sequence's own, or nobody needs it now
+bool llama_kv_cache_mixed::take_page_of(uint32_t strm, llama_seq_id seq_id, uint32_t slot) {
+    if (!layout.is_in_page(slot)) {
+        return false;
+    }
+    const uint32_t i_page = layout.page_of(slot);
+    const auto     page   = ring_page(strm, i_page);
+    if (is_resting(page, seq_id)) {
+        evict_page(strm, i_page);
+        return true;
+    }
+    return page.n_rows == 0 || page.owner == seq_id;
 }
 
 void llama_kv_cache_mixed::evict(uint32_t strm, uint32_t slot) {

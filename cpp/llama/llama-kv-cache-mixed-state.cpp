@@ -44,7 +44,9 @@ void llama_kv_cache_mixed::state_read(llama_io_read_i & io, llama_seq_id seq_id,
 
         for (uint32_t s = 0; s < sinfos.size(); ++s) {
             if (!sinfos[s].empty()) {
-                touch_rows(seq_id == -1 ? s : seq_to_stream[seq_id], sinfos[s].idxs[0]);
+                const uint32_t strm = seq_id == -1 ? s : seq_to_stream[seq_id];
+                release_cells(strm, sinfos[s].idxs[0]);
+                touch_rows(strm, sinfos[s].idxs[0]);
             }
         }
 
@@ -83,7 +85,7 @@ void llama_kv_cache_mixed::ring_write(llama_io_write_i & io, llama_seq_id seq_id
     write_u32(RING_STATE_VERSION);
     write_u32(layers.size());
     for (const auto & layer : layers) {
-        write_u32(get_rows_id(layer.il));
+        write_u32(get_scales_id(layer.il));
     }
 
     for (uint32_t strm = 0; strm < n_stream; ++strm) {
@@ -159,9 +161,8 @@ void llama_kv_cache_mixed::ring_read(llama_io_read_i & io, llama_seq_id seq_id, 
     }
 
     for (const auto & layer : layers) {
-        if (read_u32() != get_rows_id(layer.il)) {
-            throw std::runtime_error("failed to restore the KV cache: its keys were saved with other scales, or its values in another "
-                    "basis: set equalize as it was, and calibrate with the same text");
+        if (read_u32() != get_scales_id(layer.il)) {
+            throw std::runtime_error("failed to restore the KV cache: its keys were saved with other scales: set equalize as it was");
         }
     }
 

@@ -5,6 +5,7 @@
 #include "llama-context.h"
 #include "llama-impl.h"
 #include "llama-kv-mixed-guard.h"
+#include "llama-kv-mixed-trial.h"
 #include "llama-model.h"
 
 #include <algorithm>
@@ -76,7 +77,6 @@ llama_kv_cache_mixed::llama_kv_cache_mixed(
     if (config.mixed && config.equalize) {
         make_scales();
     }
-    make_bases();
     make_pages();
 
     begins.assign(n_seq_max, 0);
@@ -316,7 +316,9 @@ void llama_kv_cache_mixed::clear(bool data) {
 
 bool llama_kv_cache_mixed::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
     const bool res = llama_kv_cache::seq_rm(seq_id, p0, p1);
-    release_dead();
+    if (!llama_kv_mixed_trial::is_on()) {
+        release_dead();
+    }
     return res;
 }
 

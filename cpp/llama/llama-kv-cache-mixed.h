@@ -17,7 +17,6 @@
 #include "llama-kv-pages.h"
 #include "llama-kv-placement.h"
 #include "llama-kv-turns.h"
-#include "llama-kv-value-basis.h"
 
 #include <algorithm>
 #include <map>
@@ -124,7 +123,7 @@ public:
 
     // What the ring's pool knows of the sequences that share it, by sequence, see llama-kv-cache-mixed-pool.cpp.
     struct pool_use {
-        uint64_t               n_steps   = 0;
+        uint64_t               n_steps   = 1;
         uint64_t               n_evicted = 0;  // rows that went before their window did
         std::vector<uint64_t>  step;           // when the sequence was evaluated last, 0: it rests
         std::vector<llama_pos> lost;           // highest position whose row went, -1: none
@@ -133,7 +132,7 @@ public:
 
     const pool_use & get_use() const { return use; }
 
-    // until it is evaluated again, slots of the sequence are the first to go
+    // until it is evaluated again, slots of the sequence count as free
     void rest(llama_seq_id seq_id) { use.step[seq_id] = 0; }
 
     // slots of a stream's ring
@@ -207,17 +206,8 @@ public:
     // what keys of layer il are stored times, nullptr: nothing
     const llama_kv_scales * get_scales(int32_t il) const { return equalizer.get(map_layer_ids.at(il)); }
 
-    // what values of layer il are stored in, nullptr: as they are, or rotated
-    const llama_kv_value_basis * get_basis(int32_t il) const { return bases.get(map_layer_ids.at(il)); }
-    bool is_calibrated() const { return !bases.empty(); }
-
-    // tells both apart, 0: there is neither
-    uint32_t get_rows_id(int32_t il) const;
-
-    // values of the ubatch [n_embd_head, n_head_kv, n_tokens] as they are stored, and what attention makes of such values
-    //   [n_embd_head*n_head, n_tokens] as the model has it
-    ggml_tensor * build_to_basis  (ggml_context * ctx, ggml_tensor * v,   int32_t il) const;
-    ggml_tensor * build_from_basis(ggml_context * ctx, ggml_tensor * out, int32_t il) const;
+    // tells them apart, 0: there are none
+    uint32_t get_scales_id(int32_t il) const { return get_scales(il) ? get_scales(il)->id : 0; }
 
     // what cold rows of K of the layer lack, nullptr: nothing
     const std::vector<mixedkv::attention_pair> * get_pairs(int32_t il) const;
@@ -319,7 +309,6 @@ private:
 
     llama_kv_equalizer equalizer;
     llama_kv_turns     turns;
-    llama_kv_value_bases bases;
     llama_kv_pages     pages;
     uint32_t           turns_s0 = 0; // first stream of the ubatch at hand
 
@@ -339,7 +328,6 @@ private:
     llama_kv_placement placement;
 
     void make_scales();
-    void make_bases();
     void make_latent_rot();
     void make_pages();
     void touch_stream(uint32_t strm);
@@ -360,6 +348,7 @@ private:
 
     // slots of cells that died, and of cells that nobody wants any more
     void release_dead();
+    void release_cells(uint32_t strm, const std::vector<uint32_t> & cells);
     void release_unwanted(uint32_t strm, const mixedkv::hot_window & window);
 
     // the same for the sequences of a ubatch, when only they went on
@@ -391,7 +380,13 @@ private:
     int32_t assign_in_page(uint32_t strm, uint32_t cell);
     int32_t next_page     (uint32_t strm, llama_seq_id seq_id, int32_t last);
 
+    page_info              ring_page (uint32_t strm, uint32_t i_page) const;
     std::vector<page_info> ring_pages(uint32_t strm) const;
+
+    // another sequence's page that is as good as free: what it holds comes back from a checkpoint
+    bool is_resting(const page_info & page, llama_seq_id seq_id) const;
+    bool take_page_of(uint32_t strm, llama_seq_id seq_id, uint32_t slot);
+    void evict_page(uint32_t strm, uint32_t i_page);
 
     // the row goes before its window does
     void evict(uint32_t strm, uint32_t slot);

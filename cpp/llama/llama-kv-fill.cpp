@@ -1,8 +1,10 @@
 #include "llama-kv-fill.h"
 
+#include "llama-eval-chain.h"
 #include "llama-kv-cache-mixed.h"
 #include "llama-kv-mixed-setup.h"
 #include "llama-kv-mixed-support.h"
+#include "llama-kv-node.h"
 #include "llama-kv-rows-view.h"
 
 #include "llama-context.h"
@@ -19,6 +21,13 @@ static std::vector<llama_kv_cache_mixed *> get_mixed(llama_context & ctx) {
     }
 
     return res;
+}
+
+static llama_kv_cache_mixed * find_mixed(llama_context & ctx, int32_t il) {
+    const auto caches = get_mixed(ctx);
+    const auto found  = std::find_if(caches.begin(), caches.end(), [&](auto * kv) { return llama_kv_rows_has_layer(*kv, il); });
+
+    return found == caches.end() ? nullptr : *found;
 }
 
 static std::string positions_problem(llama_context & ctx, const llama_kv_fill & fill) {
@@ -50,52 +59,31 @@ std::string llama_kv_fill_problem(llama_context & ctx, const llama_kv_fill & fil
             "use a mixed cache in CPU memory";
     }
 
+    if (fill.last_layer >= 0 && !find_mixed(ctx, fill.last_layer)) {
+        return "last_layer=" + std::to_string(fill.last_layer) + " has no KV cache: evaluation can end after a layer that has one";
+    }
+
     return positions_problem(ctx, fill);
 }
 
 //
-// ends the graph after the attention of a layer
+// ends each graph after the attention of a layer
 //
 
-struct stop_after {
-    std::string name;
-    bool        done = false;
-};
-
-static bool on_eval(ggml_tensor * t, bool ask, void * data) {
-    auto & stop = *(stop_after *) data;
-
-    // of a later split of the graph one node is computed: it cannot be ended before that
-    const bool wanted = stop.done || stop.name == t->name;
-    if (ask) {
-        return wanted;
-    }
-    stop.done = stop.done || wanted;
-
-    return !wanted;
-}
-
-// for one decode: both the graphs that are built now and the one that is used again look at it
-class eval_callback {
+class stop_after : public llama_eval_listener {
 public:
-    eval_callback(llama_context & ctx, stop_after * stop) : ctx(ctx) {
-        set(stop ? on_eval : nullptr, stop);
+    explicit stop_after(const llama_kv_node & node) : node(node) {}
+
+    bool before(ggml_tensor * t) override {
+        return llama_kv_node_attends(t, node);
     }
 
-    ~eval_callback() {
-        set(nullptr, nullptr);
+    verdict after(ggml_tensor *) override {
+        return verdict::stop;
     }
 
 private:
-    llama_context & ctx;
-
-    void set(ggml_backend_sched_eval_callback callback, void * data) {
-        auto & cparams = const_cast<llama_cparams &>(ctx.get_cparams());
-
-        cparams.cb_eval           = callback;
-        cparams.cb_eval_user_data = data;
-        ggml_backend_sched_set_eval_callback(ctx.get_sched(), callback, data);
-    }
+    const llama_kv_node & node;
 };
 
 //
@@ -137,6 +125,31 @@ private:
     std::vector<llama_kv_mass>          masses;
 };
 
+struct fills_scope {
+    fills_scope()  { llama_kv_mixed_set_fills(true); }
+    ~fills_scope() { llama_kv_mixed_set_fills(false); }
+};
+
+static int32_t decode(llama_context & ctx, const llama_batch & batch, int32_t last_layer) {
+    const fills_scope fills;
+
+    if (last_layer < 0) {
+        return llama_decode(&ctx, batch);
+    }
+
+    stop_after             stop(find_mixed(ctx, last_layer)->get_node(last_layer));
+    const llama_eval_guest guest(ctx.evals, stop);
+
+    return llama_decode(&ctx, batch);
+}
+
+// What it lacked before it lacks again, whichever micro-batch failed. What is behind stays: see vendor/patches/08.
+static void take_back(llama_context & ctx, const llama_kv_fill & fill) {
+    for (uint32_t i = 0; i < fill.n; ++i) {
+        ctx.get_memory()->seq_rm(fill.seq_id, fill.positions[i], fill.positions[i] + 1);
+    }
+}
+
 int32_t llama_kv_fill_decode(llama_context & ctx, const llama_kv_fill & fill) {
     std::vector<llama_token>    tokens(fill.tokens, fill.tokens + fill.n);
     std::vector<llama_pos>      positions(fill.positions, fill.positions + fill.n);
@@ -151,18 +164,15 @@ int32_t llama_kv_fill_decode(llama_context & ctx, const llama_kv_fill & fill) {
         int32_t(fill.n), tokens.data(), nullptr, positions.data(), n_seq.data(), seqs.data(), logits.data()
     };
 
-    stop_after    stop = { "fattn_mixed-" + std::to_string(fill.last_layer) };
-    eval_callback callback(ctx, fill.last_layer >= 0 ? &stop : nullptr);
     const mass_watch attention(ctx, fill);
-
-    llama_kv_mixed_set_fills(true);
-    const int32_t res = llama_decode(&ctx, batch);
-    llama_kv_mixed_set_fills(false);
+    const int32_t    res = decode(ctx, batch, fill.last_layer);
 
     ctx.synchronize();
 
     if (res == 0) {
         attention.add();
+    } else {
+        take_back(ctx, fill);
     }
 
     return res;

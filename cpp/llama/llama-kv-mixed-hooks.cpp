@@ -31,7 +31,6 @@ bool llama_kv_mixed_admit(const llama_model * model, llama_context_params & para
         llama_kv_mixed_problem(*model, *config, params.type_k, params.type_v) :
         llama_kv_mixed_type_problem(params.type_k, params.type_v);
 
-    problem = problem.empty() ? llama_kv_mixed_basis_problem(*model, config, params.type_k, params.type_v) : problem;
 
     if (config && problem.empty() && params.flash_attn_type == LLAMA_FLASH_ATTN_TYPE_DISABLED) {
         problem = "the mixed KV cache and the fused attention keep V as rows, which llama.cpp does only with flash attention "
@@ -129,12 +128,18 @@ void llama_kv_mixed_check(llama_memory_i * memory, const llama_model & model) {
 std::unique_lock<std::recursive_mutex> llama_kv_mixed_settle(llama_context & ctx) {
     std::unique_lock<std::recursive_mutex> inside(ctx.busy);
 
-    const auto caches = llama_kv_mixed_caches(ctx.get_memory());
-    if (std::any_of(caches.begin(), caches.end(), [](auto * kv) { return dynamic_cast<llama_kv_cache_mixed *>(kv); })) {
-        ctx.memory_update(false);
+    ctx.memory_update(false);
+    if (llama_kv_mixed_has_shift(ctx.get_memory())) {
+        throw std::runtime_error("keys could not be turned to their new positions: out of memory");
     }
 
     return inside;
+}
+
+bool llama_kv_mixed_has_shift(llama_memory_i * memory) {
+    const auto caches = llama_kv_mixed_caches(memory);
+
+    return std::any_of(caches.begin(), caches.end(), [](const auto * kv) { return !kv_access::is_shared(*kv) && kv->get_has_shift(); });
 }
 
 void llama_kv_mixed_failed(const std::exception & err) {
@@ -188,7 +193,7 @@ bool llama_kv_mixed_can_turn(const llama_kv_cache & kv, const llama_hparams & hp
 }
 
 uint32_t llama_kv_mixed_nodes(llama_memory_i * memory) {
-    // the merged view takes most: two casts, three concatenations, views, the biases of K, the basis of V, and the ring's rows, for K and V
+    // the merged view takes most: two casts, three concatenations, views, the biases of K, and the ring's rows, for K and V
     static constexpr uint32_t n_nodes_layer = 50;
 
     uint32_t res = 0;

@@ -4,9 +4,12 @@
 
 #include "llama-kv-cache-mixed.h"
 #include "llama-kv-mixed-setup.h"
+#include "llama-kv-mixed-trial.h"
+#include "llama-step.h"
 
 #include <mutex>
 #include <utility>
+#include <vector>
 
 // llama_init_from_model, first of all: takes the thread's configuration; false: refused
 bool llama_kv_mixed_admit(const llama_model * model, llama_context_params & params);
@@ -26,6 +29,9 @@ uint32_t llama_kv_mixed_nodes(llama_memory_i * memory);
 // llama_context: carries out pending shifts and copies, before rows are saved and before others replace them; no other
 // thread touches rows as long as what is returned is there
 std::unique_lock<std::recursive_mutex> llama_kv_mixed_settle(llama_context & ctx);
+
+// llama_context: keys are still to be turned, since turning them failed
+bool llama_kv_mixed_has_shift(llama_memory_i * memory);
 
 // llama_kv_cache: whether its keys can be turned; of a uniform cache ggml writes no part of a quantised head
 bool llama_kv_mixed_can_turn(const llama_kv_cache & kv, const llama_hparams & hparams);

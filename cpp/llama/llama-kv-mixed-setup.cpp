@@ -7,24 +7,11 @@
 struct owned_config {
     mixedkv_config                   config;
     std::vector<mixedkv_layer_types> layers;
-    std::vector<mixedkv_value_basis> bases;
-
-    std::vector<std::vector<float>> numbers; // of the bases
 };
 
 // a copy of all that it points to
 static owned_config own(const mixedkv_config & config) {
-    owned_config res = { config, { config.layers, config.layers + config.n_layers }, { config.bases, config.bases + config.n_bases }, {} };
-
-    for (auto & basis : res.bases) {
-        const size_t n = size_t(basis.n_head_kv)*basis.n_embd_head;
-        res.numbers.emplace_back(basis.directions, basis.directions + n*basis.n_embd_head);
-        res.numbers.emplace_back(basis.scales, basis.scales + n);
-        basis.directions = res.numbers.end()[-2].data();
-        basis.scales     = res.numbers.end()[-1].data();
-    }
-
-    return res;
+    return { config, { config.layers, config.layers + config.n_layers } };
 }
 
 static thread_local std::optional<owned_config> config_next;   // set by mixedkv_configure_next
@@ -60,7 +47,6 @@ const mixedkv_config * llama_kv_mixed_config() {
         return nullptr;
     }
     config_active->config.layers = config_active->layers.data();
-    config_active->config.bases  = config_active->bases.data();
 
     return &config_active->config;
 }

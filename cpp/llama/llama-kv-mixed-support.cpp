@@ -1,7 +1,6 @@
 #include "llama-kv-mixed-support.h"
 
 #include "attention/attention.h"
-#include "attention/lm3.h"
 
 #include "llama-kv-cache-iswa.h"
 #include "llama-kv-rows-convert.h"
@@ -99,9 +98,6 @@ std::string llama_kv_mixed_type_problem(ggml_type type_k, ggml_type type_v) {
                 "use f16, or a type that ggml quantises to without an importance matrix, as q8_0 and q4_0";
         }
     }
-    if (type_k == LM3_TYPE) {
-        return "type_k 'lm3' is a type of values alone: use lm4";
-    }
 
     return "";
 }
@@ -155,42 +151,6 @@ static std::string check_layers(const llama_model & model, const mixedkv_config 
         const auto & range = config.layers[i];
         if (range.first >= n_layer || range.last >= n_layer) {
             return "layers " + range_text(range) + ": the model has " + std::to_string(n_layer) + " layers, 0 to " + std::to_string(n_layer - 1);
-        }
-    }
-
-    return "";
-}
-
-std::string llama_kv_mixed_basis_problem(const llama_model & model, const mixedkv_config * config, ggml_type type_k, ggml_type type_v) {
-    const auto & hparams = model.hparams;
-
-    const bool is_calibrated = config && config->mixed && config->n_bases > 0;
-
-    if (is_calibrated && (hparams.is_mla() || !ggml_is_quantized(type_k) || !ggml_is_quantized(type_v))) {
-        return "values have a basis of their own in quantised caches that store values: leave the bases out";
-    }
-
-    for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
-        if (!hparams.has_kv(il) || hparams.is_recr(il)) {
-            continue;
-        }
-
-        const std::string layer = "layer " + std::to_string(il);
-
-        const mixedkv_value_basis * basis = nullptr;
-        for (uint32_t i = 0; is_calibrated && i < config->n_bases; ++i) {
-            basis = config->bases[i].il == int32_t(il) ? config->bases + i : basis;
-        }
-        if (is_calibrated && !basis) {
-            return layer + " has values, and no basis for them";
-        }
-        if (basis && (basis->n_head_kv != hparams.n_head_kv(il) || basis->n_embd_head != hparams.n_embd_head_v(il))) {
-            return layer + " has " + std::to_string(hparams.n_head_kv(il)) + " KV heads with values of " +
-                std::to_string(hparams.n_embd_head_v(il)) + " elements, the basis is for " + std::to_string(basis->n_head_kv) + " of " +
-                std::to_string(basis->n_embd_head);
-        }
-        if (!basis && (config ? llama_kv_mixed_type(*config, il, false, type_v) : type_v) == LM3_TYPE) {
-            return "type 'lm3' needs a basis for the values of " + layer + ": configure the context with one";
         }
     }
 

@@ -21,8 +21,6 @@ ggml_type llama_kv_mixed_type(const mixedkv_config & config, int32_t il, bool is
 // empty, or why the model cannot have what the configuration asks for
 std::string llama_kv_mixed_problem(const llama_model & model, const mixedkv_config & config, ggml_type type_k, ggml_type type_v);
 
-// empty, or why values cannot be stored as it says, of types that need a basis and of bases of other heads
-std::string llama_kv_mixed_basis_problem(const llama_model & model, const mixedkv_config * config, ggml_type type_k, ggml_type type_v);
 
 // every attention cache of a memory, full attention first; none when the memory is of another kind
 std::vector<llama_kv_cache *> llama_kv_mixed_caches(llama_memory_i * memory);

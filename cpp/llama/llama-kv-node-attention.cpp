@@ -3,9 +3,11 @@
 #include "llama-kv-mixed-guard.h"
 
 #include "attention/attention.h"
-#include "attention/lm3.h"
 #include "attention/lm4.h"
 #include "attention/mass.h"
+#include "attention/tc3.h"
+
+#include "ggml-impl.h"
 
 #include <algorithm>
 #include <cstring>
@@ -79,7 +81,7 @@ static row_type to_row_type(ggml_type type) {
         case GGML_TYPE_Q4_1:   return row_type::q4_1;
         case GGML_TYPE_Q5_0:   return row_type::q5_0;
         case GGML_TYPE_Q5_1:   return row_type::q5_1;
-        default:               return type == LM4_TYPE ? row_type::lm4 : type == LM3_TYPE ? row_type::lm3 : row_type::other;
+        default:               return type == LM4_TYPE ? row_type::lm4 : type == TC3_TYPE ? row_type::tc3 : row_type::other;
     }
 }
 
@@ -313,6 +315,13 @@ static void attention_compute(ggml_tensor * dst, int ith, int nth, void * userda
     if (last && node.writes_ring) {
         llama_kv_node_write_ring(dst->src[6], dst->src[7], dst->src[4]->view_src, node.is_latent ? nullptr : dst->src[5]->view_src);
     }
+}
+
+bool llama_kv_node_attends(const ggml_tensor * t, const llama_kv_node & node) {
+    ggml_custom_op_params params;
+    memcpy(&params, t->op_params, sizeof(params));
+
+    return t->op == GGML_OP_CUSTOM && params.fun == attention_compute && params.userdata == &node;
 }
 
 ggml_tensor * llama_kv_node_attention(

@@ -132,3 +132,6 @@ ggml_tensor * llama_kv_node_attention(
         ggml_tensor * mask,
         ggml_tensor * sinks,
         ggml_tensor ** choice);
+
+// whether t is the attention of this node's layer: by what it computes, since names of tensors are for people
+bool llama_kv_node_attends(const ggml_tensor * t, const llama_kv_node & node);

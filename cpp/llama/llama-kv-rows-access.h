@@ -14,6 +14,9 @@ struct kv_access : llama_kv_cache {
     static bool     get_v_trans(const llama_kv_cache & kv) { return kv.*(&kv_access::v_trans); }
     static uint32_t get_n_swa  (const llama_kv_cache & kv) { return kv.*(&kv_access::n_swa); }
 
+    // its cells are another cache's, which turns their keys
+    static bool is_shared(const llama_kv_cache & kv) { return kv.*(&kv_access::other); }
+
     static llama_swa_type get_swa_type(const llama_kv_cache & kv) { return kv.*(&kv_access::swa_type); }
 
     static bool is_masked(const llama_kv_cache & kv, llama_pos pos, llama_pos query) {

@@ -178,8 +178,7 @@ static std::string check_scales(const llama_model & model, const mixedkv_layer_r
     }
 
     return "layer " + std::to_string(rows.il) + ": keys of the block are equalised by scales that this machine does not get from the "
-        "model, or its values are in a basis that the cache does not have: evaluate its tokens anew, or export blocks with "
-        "equalize=false and without lm3";
+        "model: evaluate its tokens anew, or export blocks with equalize=false";
 }
 
 static std::string check_layers(

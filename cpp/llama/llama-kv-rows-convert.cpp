@@ -57,13 +57,9 @@ void llama_kv_rows_scale(float * x, const std::vector<float> & scale) {
 void llama_kv_row_converter::change_basis(llama_pos pos) {
     const bool rescale = src.scales_id() != dst.scales_id() || src.is_lacking() != dst.is_lacking();
 
-    if (src.rotation == dst.rotation && src.basis_id() == dst.basis_id() && !rescale) {
+    if (src.rotation == dst.rotation && !rescale) {
         return;
     }
-    if (src.basis) {
-        src.basis->undo(row.data());
-    }
-
     if (src.rotation) {
         llama_kv_rows_rotate(row.data(), n_embd, src.rotation);
     }
@@ -81,9 +77,6 @@ void llama_kv_row_converter::change_basis(llama_pos pos) {
     }
     if (dst.rotation) {
         llama_kv_rows_rotate(row.data(), n_embd, dst.rotation);
-    }
-    if (dst.basis) {
-        dst.basis->apply(row.data());
     }
 }
 

@@ -3,7 +3,6 @@
 #include "ggml.h"
 #include "llama-kv-equalize.h"
 #include "llama-kv-turns.h"
-#include "llama-kv-value-basis.h"
 
 #include <cstdint>
 #include <optional>
@@ -29,15 +28,12 @@ struct llama_kv_row_format {
     const llama_kv_scales * scales = nullptr;
     bool                    cold   = false;
 
-    const llama_kv_value_basis * basis = nullptr; // of values, instead of a rotation
-
     uint32_t scales_id() const { return scales ? scales->id : 0; }
-    uint32_t basis_id() const { return basis ? basis->id : 0; }
     bool     is_lacking() const { return cold && scales && !scales->pairs.empty(); }
 
     bool operator==(const llama_kv_row_format & other) const {
         return type == other.type && rotation == other.rotation && scales_id() == other.scales_id() &&
-            is_lacking() == other.is_lacking() && basis_id() == other.basis_id();
+            is_lacking() == other.is_lacking();
     }
 };
 

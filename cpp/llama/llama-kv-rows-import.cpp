@@ -89,10 +89,6 @@ static source get_source(const placement & place, const mixedkv_layer_rows & row
         res.format.scales = rows.equalization == 0 ? nullptr : other != place.scales.end() ? &other->second : res.cold.scales;
         res.format.cold   = true;
         res.cold.cold     = true;
-    } else {
-        const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(&kv);
-        res.cold.basis   = llama_kv_rows_basis(kv, rows.il);
-        res.format.basis = mixed && rows.equalization == mixed->get_rows_id(rows.il) ? res.cold.basis : nullptr;
     }
     res.n_embd = int64_t(rows.n_head_kv)*(is_k ? rows.n_embd_head_k : rows.n_embd_head_v);
     res.rows   = (const uint8_t *) (is_k ? rows.k : rows.v);
@@ -379,7 +375,7 @@ static placement make_place(
     for (uint32_t i = 0; i < group.n_layers; ++i) {
         const auto & rows   = group.layers[i];
         const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(&kv);
-        if (rows.equalization != 0 && rows.equalization != (mixed ? mixed->get_rows_id(rows.il) : 0)) {
+        if (rows.equalization != 0 && rows.equalization != (mixed ? mixed->get_scales_id(rows.il) : 0)) {
             res.scales[rows.il] = llama_kv_make_scales(ctx.get_model(), rows.il);
         }
     }

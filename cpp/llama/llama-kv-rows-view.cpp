@@ -34,18 +34,9 @@ const llama_kv_scales * llama_kv_rows_scales(const llama_kv_cache & kv, int32_t 
     return mixed ? mixed->get_scales(il) : nullptr;
 }
 
-const llama_kv_value_basis * llama_kv_rows_basis(const llama_kv_cache & kv, int32_t il) {
-    const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(&kv);
-    return mixed ? mixed->get_basis(il) : nullptr;
-}
-
 int64_t llama_kv_rows_rotation(const llama_kv_cache & kv, bool is_k) {
     const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(&kv);
     const auto * rot   = mixed && is_k ? mixed->get_latent_rot() : nullptr;
-
-    if (!is_k && mixed && mixed->is_calibrated()) {
-        return 0;
-    }
 
     return rot ? rot->ne[0] : kv_access::get_rot(kv, is_k);
 }
@@ -69,7 +60,7 @@ std::vector<mixedkv_layer_info> llama_kv_rows_layers(const llama_kv_cache & kv, 
         info.type_v        = layer.v ? layer.v->type : layer.k->type;
         info.rotation_k    = llama_kv_rows_rotation(kv, true);
         info.rotation_v    = layer.v ? llama_kv_rows_rotation(kv, false) : 0;
-        info.equalization  = mixed ? mixed->get_rows_id(layer.il) : 0;
+        info.equalization  = mixed ? mixed->get_scales_id(layer.il) : 0;
         info.bytes_cold    = ggml_nbytes(layer.k) + (layer.v ? ggml_nbytes(layer.v) : 0);
         info.bytes_hot     = mixed ? mixed->get_ring_bytes(layer.il) : 0;
         info.n_swa         = kv_access::get_n_swa(kv);
@@ -189,7 +180,6 @@ bool llama_kv_rows_read(
     const int64_t n_embd = int64_t(is_k ? hparams.n_embd_head_k(il) : hparams.n_embd_head_v(il))*hparams.n_head_kv(il);
 
     const auto * scales = is_k ? llama_kv_rows_scales(kv, il) : nullptr;
-    const auto * basis  = is_k ? nullptr : llama_kv_rows_basis(kv, il);
 
     llama_kv_rope rope(ctx.get_model(), ctx.get_cparams(), il, scales ? scales->pairs : std::vector<int32_t>());
 
@@ -207,9 +197,6 @@ bool llama_kv_rows_read(
 
         if (unrotate && n_rot) {
             llama_kv_rows_rotate(row.data(), n_embd, n_rot);
-        }
-        if (unrotate && basis) {
-            basis->undo(row.data());
         }
         if (unrotate && scales) {
             llama_kv_rows_scale(row.data(), scales->q);

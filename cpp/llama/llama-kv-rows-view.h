@@ -5,7 +5,6 @@
 #include "llama-context.h"
 #include "llama-kv-cache.h"
 #include "llama-kv-equalize.h"
-#include "llama-kv-value-basis.h"
 
 #include <vector>
 
@@ -18,9 +17,6 @@ std::vector<mixedkv_layer_info> llama_kv_rows_layers(const llama_kv_cache & kv, 
 
 // what K of a layer is stored times, nullptr: nothing
 const llama_kv_scales * llama_kv_rows_scales(const llama_kv_cache & kv, int32_t il);
-
-// what values of layer il are stored in, nullptr: as they are, or rotated
-const llama_kv_value_basis * llama_kv_rows_basis(const llama_kv_cache & kv, int32_t il);
 
 // the edge of the Hadamard blocks that rows are rotated by, 0: they are not
 int64_t llama_kv_rows_rotation(const llama_kv_cache & kv, bool is_k);

@@ -151,18 +151,11 @@ std::string llama_stream::admit(llama_context_params & params) {
     if (taken) {
         return "the model's layers are streamed, for one context: load it again for another";
     }
-    if (params.cb_eval || params.abort_callback) {
-        return "the model's layers are streamed, which takes the context's cb_eval and abort_callback: leave them out";
-    }
     if (!started) {
         start();
     }
 
-    params.cb_eval           = on_node;
-    params.cb_eval_user_data = this;
-    params.abort_callback    = [](void * data) { return static_cast<llama_stream *>(data)->last != outcome::good; };
-    params.abort_callback_data = this;
-    params.op_offload        = false; // would copy weights before they are there
+    params.op_offload = false; // would copy weights before they are there
 
     taken = true;
 
@@ -270,7 +263,7 @@ bool llama_stream::before(ggml_tensor * node) {
 }
 
 // Gives back the layers that all weights have been used of, and those before the last one.
-bool llama_stream::after() {
+llama_eval_listener::verdict llama_stream::after(ggml_tensor *) {
     count();
     while (!held.empty()) {
         const layer & l = layers[held.front()];
@@ -285,13 +278,7 @@ bool llama_stream::after() {
         fail(outcome::interrupted, "interrupted");
     }
 
-    return last == outcome::good;
-}
-
-bool llama_stream::on_node(ggml_tensor * node, bool ask, void * data) {
-    auto * stream = static_cast<llama_stream *>(data);
-
-    return ask ? stream->before(node) : stream->after();
+    return last == outcome::good ? verdict::go_on : verdict::fail;
 }
 
 int llama_stream::lock(const llama_model & model, uint64_t & n_locked, uint64_t & n_bytes) {
@@ -348,6 +335,10 @@ std::string llama_stream_admit(const llama_model & model, llama_context_params &
     } catch (const std::exception & err) {
         return err.what();
     }
+}
+
+llama_eval_listener * llama_stream_listener(const llama_model & model) {
+    return find(model);
 }
 
 llama_stream_loan::llama_stream_loan(ggml_tensor * tensor) : tensor(tensor), home(tensor->data) {

@@ -2,6 +2,8 @@
 
 // Weights of a model that stay in its file and are read for each pass: docs/decisions/034-layers-stream-through-a-ring.md.
 
+#include "llama-eval-listener.h"
+
 #include "streaming/layer_ring.h"
 
 #include "ggml-backend.h"
@@ -17,7 +19,7 @@
 
 // The buffer type of one model's streamed weights, and what brings them while a graph is evaluated. A model's buffers of
 // this type keep it alive.
-class llama_stream : public std::enable_shared_from_this<llama_stream> {
+class llama_stream : public llama_eval_listener, public std::enable_shared_from_this<llama_stream> {
 public:
     // stop: asked now and then by the thread that evaluates; true ends the evaluation
     llama_stream(mixedkv::ring_settings settings, std::function<bool()> stop);
@@ -39,6 +41,10 @@ public:
 
     // Keeps the ring and the model's other weights, but for routed experts, in memory: bytes that are, bytes that should be; 0 or errno.
     int lock(const llama_model & model, uint64_t & n_locked, uint64_t & n_bytes);
+
+    // brings each layer, and gives it back; a graph that lacks one fails
+    bool    before(ggml_tensor * node) override;
+    verdict after (ggml_tensor * node) override;
 
     // the calls of llama-stream's functions below
     void take(ggml_tensor * tensor, int fd, uint64_t offs);
@@ -67,13 +73,10 @@ private:
     };
 
     void start();
-    bool before(ggml_tensor * node);
-    bool after();
     bool use(weight & w);
     void count(size_t layer);
     void count();
     void fail(outcome how, const std::string & why);
-    static bool on_node(ggml_tensor * node, bool ask, void * data);
 
     mixedkv::layer_ring         ring;
     const std::function<bool()> stop;
@@ -101,8 +104,11 @@ private:
 // llama_model_loader, about to read these weights: they stay in their file
 bool llama_stream_takes(ggml_tensor * tensor, int fd, size_t offs);
 
-// llama_init_from_model: has the model's stream, if it has one, called for each node; "" or why that cannot be
+// llama_init_from_model: readies the model's stream, if it has one, for its context; "" or why that cannot be
 std::string llama_stream_admit(const llama_model & model, llama_context_params & params);
+
+// llama_eval_chain: the model's stream, which listens to its context; nullptr: it has none
+llama_eval_listener * llama_stream_listener(const llama_model & model);
 
 // Weights that are needed outside an evaluation: read for as long as this is there.
 class llama_stream_loan {

@@ -120,7 +120,6 @@ def configure_next(
     v_skip: float = 0.0,
     sparse_top_p: float = 0.0,
     layers: list[tuple[int, int, int, int]] = ...,
-    bases: list[tuple[int, npt.NDArray[np.float32], npt.NDArray[np.float32]]] = ...,
 ) -> None: ...
 def withdraw() -> None: ...
 def check(
@@ -182,8 +181,56 @@ def fill(
 ) -> npt.NDArray[np.float32]: ...
 def import_part(ctx: int, seq: int, groups: list[dict[str, Any]]) -> None: ...
 def restore_window(ctx: int, seq: int, groups: list[dict[str, Any]]) -> None: ...
-def enter(ctx: int, wait: bool) -> None: ...
-def leave(ctx: int) -> None: ...
+
+class Turn:
+    """A thread's stay in a `Gate`, for `with`; a thread may enter again."""
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *args: object) -> None: ...
+
+class Gate:
+    """The way into a context, which it outlives: one thread at a time uses the context, and it is not freed
+    while any is inside. All raise errors.ClosedError once it refuses, but not on threads that are inside."""
+
+    def __init__(self) -> None: ...
+    def open(self, ctx: int) -> None:
+        """From now on who takes the context holds its own lock, which the C API looks at, too."""
+    def present(self) -> Turn:
+        """Other threads may use the context, but it is not freed."""
+    def waiting(self) -> Turn:
+        """No other thread uses the context: waits for that. The handlers of signals run meanwhile."""
+    def at_once(self, what: str) -> Turn:
+        """No other thread uses the context: errors.ContextBusyError, which names `what`, where one does."""
+    def refuse(self) -> None:
+        """Let nobody in any more; who waits leaves."""
+    def shut(self) -> None:
+        """Refuse, and wait until all have left. RuntimeError on a thread that is inside."""
+    @property
+    def refuses(self) -> bool: ...
+    @property
+    def inside(self) -> bool:
+        """Whether this thread is inside."""
+    @property
+    def empty(self) -> bool:
+        """No thread is inside."""
+
+class Interrupt:
+    """Ends an evaluation between two nodes of its graph: llama_decode then returns 2. It looks for signals on
+    Python's main thread, and must live as long as the context."""
+
+    def __init__(self, ctx: int) -> None: ...
+    def watch(self, on: bool) -> None:
+        """Set whether graphs can be ended half-way; at first they cannot."""
+
+    def ask(self) -> None:
+        """End the evaluation that runs, or the next one, and all until `clear` or `take`."""
+    def clear(self) -> None: ...
+    def take(self) -> bool:
+        """Whether it was asked for, once. Raises what the handler of a signal raised, if that was why."""
+
+def log_functions() -> tuple[int, int]:
+    """Addresses of ggml_log_callback functions: one that writes as llama_cpp does, with its logger as user
+    data, and one that writes nothing."""
 
 class Threads:
     """CPU threads for a context, as many as it is set to; close them before it."""

@@ -9,11 +9,28 @@ from contextlib import contextmanager
 from typing import Any
 
 import llama_cpp
-from llama_cpp import _internals
+from llama_cpp import _internals, _logger
 
-no_log = llama_cpp.llama_log_callback(lambda _level, _text, _data: None)
+from mixedkv import _core
+from mixedkv.errors import ClosedError
+
+# llama_cpp's own is a Python function: the handler of a signal may run in it, and what that raises is lost
+_log, no_log = (llama_cpp.llama_log_callback(address) for address in _core.log_functions())
 
 _making = threading.Lock()  # a Llama on another one's weights
+
+
+def show_log() -> None:
+    """Have llama.cpp's log written to stderr, as far as llama_cpp's logger wants it."""
+    llama_cpp.llama_log_set(_log, ctypes.c_void_p(id(_logger.logger)))
+
+
+def silence_log() -> None:
+    """Have llama.cpp's log written nowhere."""
+    llama_cpp.llama_log_set(no_log, ctypes.c_void_p(0))
+
+
+show_log()
 
 
 class TensorBufferOverride(ctypes.Structure):
@@ -26,11 +43,11 @@ def context(llm: llama_cpp.Llama) -> Any:
     """The llama_context, as llama.cpp's own functions take it.
 
     Raises:
-        RuntimeError: the `Llama` is closed.
+        ClosedError: the `Llama` is closed.
     """
     owner = getattr(llm, "_ctx", None)
     if owner is None or owner.ctx is None:
-        raise RuntimeError("this Llama is closed: its KV cache is gone")
+        raise ClosedError("this Llama is closed: its model and its KV cache are gone")
     return owner.ctx
 
 
@@ -40,13 +57,28 @@ def address(handle: Any) -> int:
 
 
 def model(llm: llama_cpp.Llama) -> Any:
-    """The llama_model, as llama.cpp's own functions take it."""
-    return llm._model.model
+    """The llama_model, as llama.cpp's own functions take it.
+
+    Raises:
+        ClosedError: the `Llama` is closed.
+    """
+    return _open_model(llm).model
 
 
 def vocab(llm: llama_cpp.Llama) -> Any:
-    """The llama_vocab. It needs no context, so any thread may use it."""
-    return llm._model.vocab
+    """The llama_vocab. It needs no context, so any thread may use it.
+
+    Raises:
+        ClosedError: the `Llama` is closed.
+    """
+    return _open_model(llm).vocab
+
+
+def _open_model(llm: llama_cpp.Llama) -> Any:
+    owner = getattr(llm, "_model", None)
+    if owner is None or owner.model is None:
+        raise ClosedError("this Llama is closed: its model and its KV cache are gone")
+    return owner
 
 
 def has_vocabulary(llm: llama_cpp.Llama) -> bool:
@@ -101,11 +133,6 @@ def watch_loading(params: Any, callback: int, data: int) -> None:
     """Have llama_model_params say how far a model is: addresses of the callback and its argument."""
     params.progress_callback = ctypes.cast(callback, llama_cpp.llama_progress_callback)
     params.progress_callback_user_data = data
-
-
-def at_close(llm: llama_cpp.Llama, function: Callable[[], None]) -> None:
-    """Have a function called by `close`, before the context and the model are freed."""
-    llm._stack.callback(function)
 
 
 def close(llm: llama_cpp.Llama) -> None:

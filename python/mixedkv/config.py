@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -15,14 +15,12 @@ from mixedkv.model.budget import Room, Types, spend
 from mixedkv.model.footprint import ModelShape, footprint, model_shape, ring_rows
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.model.layer_plan import LayerPlan, Shares
-from mixedkv.model.value_bases import value_errors
 from mixedkv.row_types import (
-    CALIBRATED_TYPES,
     COLD_TYPES,
     HOT_TYPES,
     UNIFORM_TYPES,
-    VALUE_TYPES,
     ggml_type,
+    replacement,
     type_bits,
 )
 from mixedkv.sparse import normal_sparse, top_p_of
@@ -42,8 +40,7 @@ class MixedKVConfig:
         group_size: once more than `quantization_threshold` recent tokens are F16, the oldest
             `group_size` leave the window together. At most the threshold.
         hot_type_k, hot_type_v: type of the recent tokens; only "f16".
-        cold_type_k, cold_type_v: type of the older tokens, one of `COLD_TYPES`, for
-            V also "lm3", which needs what `mixedkv calibrate` writes beside the model.
+        cold_type_k, cold_type_v: type of the older tokens, one of `COLD_TYPES`.
         sink_tokens: the first tokens of a sequence, which stay F16 for good.
         n_draft: tokens that can be taken back, as speculative decoding does with drafts that are
             rejected, and leave the window as if they had never come: a sequence has F16 rows for so
@@ -101,7 +98,7 @@ class MixedKVConfig:
         for field in ("hot_type_k", "hot_type_v"):
             _normalise(self, field, HOT_TYPES)
         _normalise(self, "cold_type_k", COLD_TYPES)
-        _normalise(self, "cold_type_v", VALUE_TYPES)
+        _normalise(self, "cold_type_v", COLD_TYPES)
         _normalise(self, "attention", ATTENTIONS)
         check_window(self.quantization_threshold, self.group_size, self.sink_tokens)
         _check_int("n_draft", self.n_draft, at_least=0)
@@ -146,8 +143,7 @@ class MixedKVConfig:
 
         Bits go to K and V of the layers where they do most, see `mixedkv.model.layer_plan`. What is left
         when all rows have eight widens the recent window; where F16 fits, it is llama.cpp's F16 cache. Where
-        four bits with the window as given are too many, the window is halved until they fit. Values take lm3
-        where `mixedkv calibrate` has been run for the file.
+        four bits with the window as given are too many, the window is halved until they fit.
 
         Args:
             model: a GGUF file, or its shape.
@@ -162,8 +158,7 @@ class MixedKVConfig:
         kv = cls(**given, budget=n_bytes)
         if isinstance(model, ModelShape):
             return settle(kv, model, n_ctx, n_seq, shares)
-        shape = model_shape(read_model_file(model))
-        return settle(kv, shape, n_ctx, n_seq, shares, calibrated=value_errors(model))
+        return settle(kv, model_shape(read_model_file(model)), n_ctx, n_seq, shares)
 
     @property
     def native_budget(self) -> int | None:
@@ -181,12 +176,7 @@ class MixedKVConfig:
 
     @property
     def _ranges(self) -> tuple[LayerTypes, ...]:
-        return parse_layers(self.layers, COLD_TYPES, VALUE_TYPES)
-
-    @property
-    def is_calibrated(self) -> bool:
-        """Values are stored in bases of their own, see `mixedkv.model.value_bases`."""
-        return any(name in CALIBRATED_TYPES for name in (self.cold_type_v, *(x.type_v for x in self._ranges)))
+        return parse_layers(self.layers, COLD_TYPES)
 
     def types_of(self, il: int) -> tuple[str, str]:
         """Types of K and V in the cold rows of a layer."""
@@ -275,11 +265,6 @@ class UniformKV:
         _normalise(self, "type_k", UNIFORM_TYPES)
         _normalise(self, "type_v", UNIFORM_TYPES)
         _normalise(self, "attention", ("auto", "fused"))
-
-    @property
-    def is_calibrated(self) -> bool:
-        """No type of a uniform cache needs to be."""
-        return False
 
     def types_of(self, il: int) -> tuple[str, str]:
         """Types of K and V of a layer: the same in all of them."""
@@ -372,7 +357,8 @@ def parse_kv(kv: str | KVSetting) -> KVSetting:
     if not slash:
         type_v = type_k
     if not {type_k, type_v} <= set(UNIFORM_TYPES):
-        raise ValueError(f"kv={kv!r} names no cache: use one of {_KNOWN_NAMES}")
+        gone = replacement(type_k) or replacement(type_v)
+        raise ValueError(f"kv={kv!r} names no cache: use one of {_KNOWN_NAMES}{gone}")
     if unknown := options.keys() - {"attention"}:
         raise ValueError(f"kv={kv!r}: a uniform cache takes attention only, not {', '.join(sorted(unknown))}")
     return UniformKV(type_k=type_k, type_v=type_v, **options)
@@ -387,18 +373,17 @@ def settle(
     *,
     n_stream: int = 1,
     on_cpu: bool = True,
-    calibrated: Mapping[int, float] | None = None,
 ) -> KVSetting:
     """The setting that a budget comes to for a model and a context, see `MixedKVConfig.for_budget`; a setting
     without a budget stays as it is. `n_stream` equal parts of the context have sequences of their own;
-    `on_cpu`: the cache lies in CPU memory; `calibrated`: see `LayerPlan`.
+    `on_cpu`: the cache lies in CPU memory.
 
     Raises:
         ValueError: nothing fits the budget.
     """
     if not isinstance(kv, MixedKVConfig) or not kv.budget:
         return kv
-    f16, plan = _without_quantization(kv), LayerPlan(shape, shares, on_cpu=on_cpu, calibrated=calibrated)
+    f16, plan = _without_quantization(kv), LayerPlan(shape, shares, on_cpu=on_cpu)
 
     def size(setting: KVSetting) -> int:
         return n_stream * footprint(shape, setting, n_ctx // n_stream, n_seq // n_stream).bytes
@@ -450,7 +435,7 @@ def _normalise(setting: KVSetting, field: str, known: tuple[str, ...]) -> None:
     if not isinstance(value, str):
         raise TypeError(f"{field}={value!r}: use one of {', '.join(known)}")
     if value.lower() not in known:
-        raise ValueError(f"{field}={value!r} is not one of {', '.join(known)}")
+        raise ValueError(f"{field}={value!r} is not one of {', '.join(known)}{replacement(value.lower())}")
     object.__setattr__(setting, field, value.lower())
 
 

@@ -20,7 +20,11 @@ class ContextLengthError(ValueError):
 
 
 class ContextBusyError(RuntimeError):
-    """Another thread is using the context; nothing was done."""
+    """Another thread, another answer or an engine is using the context; nothing was done."""
+
+
+class StoppedError(RuntimeError):
+    """The evaluation was stopped by `Llama.interrupt`."""
 
 
 class EngineError(RuntimeError):
@@ -36,7 +40,7 @@ class RowsGoneError(RuntimeError):
 
 
 class ClosedError(RuntimeError):
-    """The engine is shutting down or has stopped."""
+    """The `Llama` is closed, or the engine is shutting down or has stopped."""
 
 
 class ModelChangedError(ClosedError):

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
+from mixedkv.row_types import replacement
+
 _ITEM = re.compile(r"(\d{1,6})(?:(-)(\d{1,6})?)?:([a-z0-9_]+)(?:/([a-z0-9_]+))?")
 
 
@@ -37,14 +39,14 @@ class LayerTypes:
 
 
 @lru_cache(maxsize=256)
-def parse_layers(text: str, known_k: tuple[str, ...], known_v: tuple[str, ...]) -> tuple[LayerTypes, ...]:
+def parse_layers(text: str, known: tuple[str, ...]) -> tuple[LayerTypes, ...]:
     """Read ranges of layers with their types, in order of layers; "" has none.
 
     Raises:
-        ValueError: an item is no range with types, a type is not among those of K or V, or ranges overlap.
+        ValueError: an item is no range with types, a type is not known, or ranges overlap.
     """
     items = text.lower().replace(" ", "").split(",") if text.strip() else []
-    ranges = [_parse_item(item, known_k, known_v) for item in items]
+    ranges = [_parse_item(item, known) for item in items]
     ranges.sort(key=lambda each: each.first)
     for one, other in pairwise(ranges):
         if one.last is None or other.first <= one.last:
@@ -70,7 +72,7 @@ def shorten(types: Sequence[tuple[int, str, str]]) -> tuple[str, str, str]:
     return type_k, type_v, join_layers(each for each in types if each[1:] != (type_k, type_v))
 
 
-def _parse_item(item: str, known_k: tuple[str, ...], known_v: tuple[str, ...]) -> LayerTypes:
+def _parse_item(item: str, known: tuple[str, ...]) -> LayerTypes:
     match = _ITEM.fullmatch(item)
     if not match:
         raise ValueError(
@@ -81,7 +83,9 @@ def _parse_item(item: str, known_k: tuple[str, ...], known_v: tuple[str, ...]) -
     last = int(end) if end else None if dash else first
     if last is not None and last < first:
         raise ValueError(f"layers: {item!r} ends before it begins")
-    for name, known in ((type_k, known_k), (type_v or type_k, known_v)):
+    for name in (type_k, type_v or type_k):
         if name not in known:
-            raise ValueError(f"layers: {name!r} in {item!r} is not one of {', '.join(known)}")
+            raise ValueError(
+                f"layers: {name!r} in {item!r} is not one of {', '.join(known)}{replacement(name)}"
+            )
     return LayerTypes(first, last, type_k, type_v or type_k)

@@ -2,35 +2,57 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import llama_cpp
 
 from mixedkv import _core, _llama_cpp, long_text
 from mixedkv.config import KVSetting, MixedKVConfig, UniformKV, parse_kv, settle
-from mixedkv.errors import EngineError, InvalidModelFileError, ModelReadError, UnsupportedModelError
+from mixedkv.errors import (
+    ClosedError,
+    EngineError,
+    InvalidModelFileError,
+    ModelReadError,
+    StoppedError,
+    UnsupportedModelError,
+)
+from mixedkv.guarded_llama import GuardedLlama
 from mixedkv.kv.cache import KVCache
-from mixedkv.limits import MAX_SEQUENCES, MAX_SNAPSHOTS
+from mixedkv.llama_arguments import (
+    beyond_training,
+    check_names,
+    check_numbers,
+    check_sequences,
+    check_snapshots,
+)
 from mixedkv.model.footprint import model_shape
 from mixedkv.model.gguf_file import ModelFile, file_stamp, n_layers, n_mtp_layers, read_model_file
-from mixedkv.model.value_bases import read_bases, value_errors
 from mixedkv.row_types import ggml_type, type_block, type_name
 from mixedkv.streaming.layer_choice import Asked
 from mixedkv.streaming.streaming import Mode, Streaming, plan_streaming
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 log = logging.getLogger("mixedkv")
+
+_N_BATCH = 512  # of llama_cpp.Llama
+_COMPLETION = inspect.signature(llama_cpp.Llama.create_completion)
 
 NO_VOCABULARY = "this model has no vocabulary, so it takes no text: the body of a split model needs its head"
 
 
-class Llama(llama_cpp.Llama):
+class Llama(GuardedLlama):
     """A `llama_cpp.Llama` whose KV cache is chosen by `kv`. All else is as in the base class.
+
+    Several threads may call it: they take turns, as `GuardedLlama` says; `close` waits for those inside.
 
     Args:
         model_path: a GGUF file; of a split model the first part.
@@ -55,10 +77,14 @@ class Llama(llama_cpp.Llama):
         weights: a `Llama` of the same file, whose weights this one uses; closing it closes this one first.
         **kwargs: arguments of `llama_cpp.Llama`. Its embedding=True sets n_seq_max and kv_unified itself.
 
+    Warns:
+        UserWarning: n_ctx is more than the model was trained with, or the cache takes more than an F16 one.
+
     Raises:
         FileNotFoundError: there is no such file.
         InvalidModelFileError: the file is not a GGUF model llama.cpp can load.
         UnsupportedModelError: the model cannot have this cache, or its layers cannot be streamed.
+        TypeError: there is no such argument, or it has another type.
         ValueError: a setting is wrong, or does not fit the context or the memory.
     """
 
@@ -83,12 +109,18 @@ class Llama(llama_cpp.Llama):
         weights: Llama | None = None,
         **kwargs: Any,
     ) -> None:
+        check_names(kwargs, Llama.__init__)
+        check_numbers({**kwargs, "n_ctx": n_ctx})
+        self._guard()
         self._setting = _choose_setting(kv, type_k, type_v, embedding)
-        self._n_seq_max, self._kv_unified = _check_sequences(n_seq_max), bool(kv_unified)
-        self._n_rs_seq, self._load_mtp = _check_snapshots(n_rs_seq), bool(load_mtp)
+        self._n_seq_max = check_sequences(n_seq_max, kwargs.get("n_batch", _N_BATCH))
+        self._kv_unified = bool(kv_unified)
+        self._n_rs_seq, self._load_mtp = check_snapshots(n_rs_seq), bool(load_mtp)
         flash_attn = _choose_flash_attn(self._setting, flash_attn)
         path = os.fsdecode(model_path)
         file = read_model_file(path)
+        if file.get("attention.causal", True) is False:  # llama.cpp ends the process where a batch is cut
+            kwargs["n_batch"] = min(kwargs.get("n_batch", 512), kwargs.get("n_ubatch", 512))
         n_ctx_asked = n_ctx or int(file.get("context_length", 0))
         on_gpu = bool(kwargs.get("n_gpu_layers")) and kwargs.get("offload_kqv", True)
         self._setting = self._settle(file, n_ctx_asked, on_cpu=not on_gpu)
@@ -96,7 +128,6 @@ class Llama(llama_cpp.Llama):
         if load_mtp and not n_mtp_layers(file):
             raise UnsupportedModelError(f"load_mtp: {file.path} has no MTP layers")
         self._setting.check_layers(n_layers(file))
-        self._bases = read_bases(path) if self._setting.is_calibrated else None
         native = self._setting.native()
         context: dict[str, Any] = {**kwargs, "n_ctx": n_ctx, "n_seq_max": self._n_seq_max}
         self._streaming = plan_streaming(file, self._setting, stream_layers, memory, stream_mode, context)
@@ -111,14 +142,13 @@ class Llama(llama_cpp.Llama):
         lora_path = kwargs.get("lora_path")
         self._lora_stamp = file_stamp(lora_path) if lora_path and os.path.exists(lora_path) else None
         self._check_weights(weights, path, kwargs)
-        self._kv = KVCache(self, self._setting)
+        self._kv = KVCache(self, self._setting, self._check_evaluation)
         self._loading: _core.Loading | None = _core.Loading(progress)
         self._n_asked = 0
         assertions = _core.Assertions()
-        self._n_most: int | None = None  # tokens of the next `generate`
         try:
             if native is not None:  # the context that super().__init__ makes on this thread takes it
-                _core.configure_next(**native, bases=self._bases.native if self._bases else [])
+                _core.configure_next(**native)
             with assertions, _llama_cpp.weights_of(weights):
                 super().__init__(
                     path,
@@ -137,14 +167,14 @@ class Llama(llama_cpp.Llama):
                 )
             if not kwargs.get("vocab_only"):
                 self._warn_of_size()
+                self._warn_of_length(file, kwargs)
             self._pre_tokenizer = _llama_cpp.pre_tokenizer(self)
-            threads = _core.Threads(_llama_cpp.address(_llama_cpp.context(self)))
-            _llama_cpp.at_close(self, threads.close)
+            self._open_gate()
             if self._streaming is not None:
                 self._streaming.loaded(self)
             if weights is not None:
                 closing = weakref.WeakMethod(self.close)
-                _llama_cpp.at_close(weights, lambda: (close := closing()) and close())
+                weights.at_close(lambda: (close := closing()) and close())
         except BaseException as error:
             try:
                 self._raise_clearly(error, file, assertions.failed)
@@ -181,29 +211,39 @@ class Llama(llama_cpp.Llama):
             ValueError: none would be: a line of more than 262,144 characters, for some vocabularies.
             UnsupportedModelError: the model has no vocabulary.
         """
-        if not _llama_cpp.has_vocabulary(self):
-            raise UnsupportedModelError(NO_VOCABULARY)
-        base = super().tokenize
-        return long_text.tokenize(self._pre_tokenizer, text, lambda text: base(text, add_bos, special))
+        with self._kv.busy.present():
+            if not _llama_cpp.has_vocabulary(self):
+                raise UnsupportedModelError(NO_VOCABULARY)
+            base = super().tokenize
+            return long_text.tokenize(self._pre_tokenizer, text, lambda text: base(text, add_bos, special))
 
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluate tokens behind the n_tokens that are there, as in the base class.
 
+        A micro-batch at a time: what ends it early, an abort, Ctrl-C or a file that cannot be read, leaves
+        those that have ended well, and n_tokens says how far they go.
+
         Raises:
             ModelReadError: layers are streamed, and the file cannot be read any more.
+            RuntimeError: llama_decode failed.
+            ContextBusyError: an engine uses this `Llama`.
+            StoppedError: `interrupt` was called.
+            ClosedError: it is closed, maybe meanwhile.
+            KeyboardInterrupt: Ctrl-C; what the handler of another signal raises ends it at once, too.
         """
-        with self._kv.evaluating():
+        with self._evaluating("eval"):
+            size = min(self.n_batch, llama_cpp.llama_n_ubatch(_llama_cpp.context(self)))
             self._n_asked = self.n_tokens + len(tokens)
-            try:
-                super().eval(tokens)
-            finally:
-                if self._streaming is not None:
-                    self._streaming.check()
+            for begin in range(0, max(1, len(tokens)), size):
+                part = tokens[begin : begin + size]
+                self._watch(len(part))
+                with self._kv.step(part):
+                    super().eval(part)
 
     def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-        most, self._n_most = self._n_most, None
         made = super().generate(tokens, *args, **kwargs)
-        return made if most is None else islice(made, most)
+        criteria = kwargs.get("stopping_criteria")
+        return islice(made, criteria.n_most) if isinstance(criteria, _Limited) else made
 
     def create_completion(
         self,
@@ -216,29 +256,28 @@ class Llama(llama_cpp.Llama):
         """As in the base class, which goes past max_tokens to end a character, and for good where none ends:
         here 3 tokens at most.
         """
-        self._n_most = max_tokens + 3 if max_tokens and max_tokens > 0 else None
-        return super().create_completion(prompt, suffix, max_tokens, *args, **kwargs)
+        given = _COMPLETION.bind(self, prompt, suffix, max_tokens, *args, **kwargs)
+        if max_tokens and max_tokens > 0:
+            own = given.arguments.get("stopping_criteria")
+            given.arguments["stopping_criteria"] = _Limited(max_tokens + 3, own)
+        return super().create_completion(*given.args[1:], **given.kwargs)
 
     def decode_error(self, code: int) -> Exception:
         """What a code of llama_decode other than 0 means, after one that this context returned."""
         try:
-            if self._streaming is not None:
-                self._streaming.check()
-        except ModelReadError as error:
+            self._check_evaluation()
+        except (ModelReadError, StoppedError, ClosedError) as error:
             log.error("%s", error)
             return error
         return EngineError(f"llama_decode returned {code}")
 
-    def load_state(self, state: llama_cpp.LlamaState) -> None:
-        """As in the base class. What was done before it was saved is unknown: see `KVCache.exact_tokens`."""
-        with self._kv.busy.at_once("load_state"):
-            self._kv.limit_exact(0)
-            super().load_state(state)
+    def _check_evaluation(self) -> None:
+        self._check_interrupt()
+        self._check_streaming()
 
-    def save_state(self) -> llama_cpp.LlamaState:
-        """As in the base class."""
-        with self._kv.busy.at_once("save_state"):
-            return super().save_state()
+    def _check_streaming(self) -> None:
+        if self._streaming is not None:
+            self._streaming.check()
 
     # The base class fills in structures of its own making; some of their fields it has no arguments for.
     @property
@@ -265,11 +304,18 @@ class Llama(llama_cpp.Llama):
         params.n_rs_seq = self._n_rs_seq
         self._context_params = params
 
-    def close(self) -> None:
-        """Free the context and the model. Can be called again, and on an object whose making failed."""
-        _llama_cpp.close(self)
+    @classmethod
+    def from_pretrained(cls, repo_id: str, filename: str | None, *args: Any, **kwargs: Any) -> Self:
+        """Download a model from the Hugging Face Hub and open it; needs the package huggingface-hub.
 
-    def __enter__(self) -> Llama:
+        Args:
+            repo_id, filename: the repository, and the file's name or a glob pattern of it.
+            *args: as in the base class: additional_files, local_dir, local_dir_use_symlinks, cache_dir.
+            **kwargs: those too, and arguments of this class.
+        """
+        return cast("Self", super().from_pretrained(repo_id, filename, *args, **kwargs))
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -303,7 +349,6 @@ class Llama(llama_cpp.Llama):
             n_seq,
             n_stream=n_stream,
             on_cpu=on_cpu,
-            calibrated=value_errors(file.path) if on_cpu else None,
         )
 
     def _check_context(self, n_ctx: int, embedding: bool) -> None:
@@ -342,6 +387,11 @@ class Llama(llama_cpp.Llama):
                 f"{stats.bytes_f16} of kv='f16'",
                 stacklevel=3,
             )
+
+    def _warn_of_length(self, file: ModelFile, given: dict[str, Any]) -> None:
+        n_ctx = int(self.n_ctx()) // (1 if self._kv_unified else self._n_seq_max)
+        if text := beyond_training(n_ctx, int(file.get("context_length", 0)), given):
+            warnings.warn(text, stacklevel=3)
 
     def _raise_clearly(self, error: BaseException, file: ModelFile, assertion: str) -> NoReturn:
         """Say what the base class leaves to llama.cpp's log."""
@@ -382,6 +432,19 @@ class Llama(llama_cpp.Llama):
         return ""
 
 
+class _Limited(llama_cpp.StoppingCriteriaList):
+    """What a completion gives its own `generate`, however late it is read: how many tokens it may have.
+
+    Args:
+        n_most: as many.
+        own: the caller's criterion.
+    """
+
+    def __init__(self, n_most: int, own: Callable[[Any, Any], bool] | None) -> None:
+        super().__init__(() if own is None else [own])
+        self.n_most = n_most
+
+
 def _choose_setting(
     kv: str | KVSetting | None, type_k: int | None, type_v: int | None, embedding: bool
 ) -> KVSetting:
@@ -403,22 +466,6 @@ def _choose_flash_attn(setting: KVSetting, flash_attn: bool | None) -> bool:
             f"attention only. Leave flash_attn out, or use kv='f16'"
         )
     return setting.needs_flash or bool(flash_attn)
-
-
-def _check_sequences(n_seq_max: int) -> int:
-    if isinstance(n_seq_max, bool) or not isinstance(n_seq_max, int):
-        raise TypeError(f"n_seq_max={n_seq_max!r}: use a whole number")
-    if not 1 <= n_seq_max <= MAX_SEQUENCES:
-        raise ValueError(f"n_seq_max={n_seq_max}: use a number from 1 to {MAX_SEQUENCES}")
-    return n_seq_max
-
-
-def _check_snapshots(n_rs_seq: int) -> int:
-    if isinstance(n_rs_seq, bool) or not isinstance(n_rs_seq, int):
-        raise TypeError(f"n_rs_seq={n_rs_seq!r}: use a whole number")
-    if not 0 <= n_rs_seq <= MAX_SNAPSHOTS:
-        raise ValueError(f"n_rs_seq={n_rs_seq}: use a number from 0 to {MAX_SNAPSHOTS}")
-    return n_rs_seq
 
 
 def _block_problem(setting: KVSetting, file: ModelFile) -> str:

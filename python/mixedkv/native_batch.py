@@ -9,6 +9,16 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
+NO_CELLS = 1  # llama_decode: no free cells for the batch; nothing has changed
+
+
+def decode(context: Any, batch: Any) -> int:
+    """Evaluate a llama_batch and return llama_decode's code: 0, NO_CELLS, else an error.
+
+    A micro-batch that did not end well has left nothing; those before it have.
+    """
+    return int(llama_cpp.llama_decode(context, batch))
+
 
 class NativeBatch:
     """Of tokens that belong to one sequence each. Fill `pos`, `seq` and `logits`, set `native.n_tokens`, and

@@ -5,15 +5,14 @@ from __future__ import annotations
 import gguf
 
 HOT_TYPES = ("f16",)
-COLD_TYPES = ("q8_0", "q4_0", "q4_1", "iq4_nl", "lm4", "q5_0", "q5_1")
-VALUE_TYPES = (*COLD_TYPES, "lm3")
-CALIBRATED_TYPES = ("lm3",)  # of values, in bases that `mixedkv calibrate` makes
-CPU_TYPES = ("lm4", "lm3")  # that no GPU writes
+COLD_TYPES = ("q8_0", "q4_0", "q4_1", "iq4_nl", "lm4", "tc3", "q5_0", "q5_1")
+CPU_TYPES = ("lm4", "tc3")  # that no GPU writes
 UNIFORM_TYPES = ("f16", "bf16", "f32", *COLD_TYPES)
 
 _SIZES = {kind.name.lower(): (int(kind), *size) for kind, size in gguf.GGML_QUANT_SIZES.items()}
 _SIZES["lm4"] = (38, 64, 34)  # the patched ggml's: cpp/attention/lm4.h
-_SIZES["lm3"] = (37, 64, 22)  # cpp/attention/lm3.h
+_SIZES["tc3"] = (36, 64, 26)  # cpp/attention/tc3.h
+_REPLACED = {"lm3": "tc3"}  # of earlier versions
 _NAMES = {ggml_id: name for name, (ggml_id, *_) in _SIZES.items()}
 
 
@@ -36,3 +35,9 @@ def type_bits(name: str) -> float:
     """Bits per element of a type, scales included: 16 for "f16", 8.5 for "q8_0", 4.5 for "q4_0"."""
     elements, size = type_block(name)
     return 8 * size / elements
+
+
+def replacement(name: str) -> str:
+    """Return what to say of a type that an earlier version had, and "" for any other name."""
+    other = _REPLACED.get(name)
+    return f"; {name!r} was taken out, {other!r} replaces it and needs no calibration" if other else ""

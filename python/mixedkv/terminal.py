@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
@@ -49,7 +50,11 @@ def with_prompt_bar(llm: Llama, chunks: Iterable[T]) -> Iterator[T]:
 
 
 def _watch(llm: Llama, came: threading.Event) -> None:
-    with _bar("prompt") as bar:
+    began = time.time()
+    if came.wait(_LATE):
+        return
+    with _bar("prompt", delay=0.0) as bar:  # tqdm does not clear what it shows before its own delay is over
+        bar.start_t = began
         while not came.wait(_EVERY):
             n, total = llm.evaluated
             if llm.streaming is not None and (layer := llm.streaming.layer):
@@ -58,11 +63,11 @@ def _watch(llm: Llama, came: threading.Event) -> None:
             bar.refresh()
 
 
-def _bar(what: str) -> Any:
+def _bar(what: str, delay: float = _LATE) -> Any:
     return tqdm(
         total=1.0,
         desc=what,
-        delay=_LATE,
+        delay=delay,
         disable=not sys.stderr.isatty(),
         file=sys.stderr,
         leave=False,

@@ -13,11 +13,13 @@ import pytest
 import mixedkv  # noqa: F401  (before llama_cpp)
 from mixedkv import Llama
 from mixedkv.chat import MessageCache
+from mixedkv.model.named_model import smollm2_f16, smollm2_q4_1
 from mixedkv.store import KVStore
 from support import zoo
 from support.conversation_support import empty, open_llama
 from support.harness import Ctx, Mixed, Model, Uniform
 from support.oracle import Oracle, oracle_of
+from support.planted import plant
 
 # no example is too slow: a machine may be
 hypothesis.settings.register_profile(
@@ -56,6 +58,34 @@ def load(zoo_dir: Path) -> Iterator[Callable[..., Model]]:
     yield load_
     for model in models.values():
         model.close()
+
+
+@pytest.fixture(scope="session")
+def real_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2 with F16 weights, in a folder without a sidecar."""
+    return _real(smollm2_f16, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def real_model_q4_1(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2 in Q4_1, as its package carries it, in a folder without a sidecar."""
+    return _real(smollm2_q4_1, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def real_model_planted(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2 with F16 weights and outliers planted in its keys."""
+    return plant(real_model, tmp_path_factory.mktemp("planted") / "SmolLM2-planted.gguf", seed=1)
+
+
+def _real(find: Callable[[], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    try:
+        source = find()
+    except ValueError as error:
+        pytest.skip(str(error))
+    path = tmp_path_factory.mktemp("real") / source.name
+    path.symlink_to(source)
+    return path
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@
 
 #include "attention/row_types.h"
 
-#include "lm3_bytes.h"
+#include "attention/x86/open_tc3.h"
 
 #include <immintrin.h>
 
@@ -114,13 +114,11 @@ struct avx2 : plain_blocks {
         look_up<lm4_values>(scale_of(p), p + 2, out);
         look_up<lm4_values>(scale_of(p), p + 18, out + 32);
     }
-    static void unpack(type_constant<row_type::lm3>, const char * p, float * out) {
-        __m128i bytes[4];
-        lm3_bytes(p, bytes);
-        for (int i = 0; i < 8; i++) {
-            const __m128i half = i % 2 ? _mm_srli_si128(bytes[i / 2], 8) : bytes[i / 2];
-            store(out + 8 * i, mul(set(scale_of(p)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(half))));
-        }
+    static void unpack(type_constant<row_type::tc3>, const char * p, float * out) {
+        char opened[LM4_BYTES];
+        open_block_tc3(p, opened);
+        look_up<tc3_values>(scale_of(p), opened + 2, out);
+        look_up<tc3_values>(scale_of(p), opened + 18, out + 32);
     }
 
     // As that of plain_blocks: a bit of `high` is the fifth of its element

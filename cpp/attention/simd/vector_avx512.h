@@ -4,7 +4,7 @@
 
 #include "attention/row_types.h"
 
-#include "lm3_bytes.h"
+#include "attention/x86/open_tc3.h"
 
 #include <immintrin.h>
 
@@ -86,12 +86,11 @@ struct avx512 : plain_blocks {
         look_up<lm4_values>(scale_of(p), p + 2, out);
         look_up<lm4_values>(scale_of(p), p + 18, out + 32);
     }
-    static void unpack(type_constant<row_type::lm3>, const char * p, float * out) {
-        __m128i bytes[4];
-        lm3_bytes(p, bytes);
-        for (int i = 0; i < 4; i++) {
-            store(out + 16 * i, mul(set(scale_of(p)), _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes[i]))));
-        }
+    static void unpack(type_constant<row_type::tc3>, const char * p, float * out) {
+        char opened[LM4_BYTES];
+        open_block_tc3(p, opened);
+        look_up<tc3_values>(scale_of(p), opened + 2, out);
+        look_up<tc3_values>(scale_of(p), opened + 18, out + 32);
     }
 
     // As that of plain_blocks: a bit of `high` is the fifth of its element

@@ -10,7 +10,6 @@
 
 #include "attention/simd/vector_avx2.h"
 #include "integer_decode.h"
-#include "lm3_avx2.h"
 
 namespace mixedkv {
 namespace {
@@ -106,20 +105,12 @@ struct avx2_integers {
         t[3] = _mm256_unpackhi_epi64(b, d);
     }
 
-    // half: of 64 elements
     template <row_type type>
-    static void columns(const char * p, int64_t row, int half, columns_of_block & x) {
+    static void columns(const char * p, int64_t row, columns_of_block & x) {
         using rows           = integer_rows<type>;
         const __m256i nibble = _mm256_set1_epi16(unsigned_nibbles<type>() ? 0x000f : 0x0f0f);
         __m256i       t[4];
         for (int group = 0; group < 2; group++, p += 8 * row) {
-            if constexpr (type == row_type::lm3) {
-                turn(p, row, t);
-                for (int i = 0; i < 8; i++) {
-                    widen(lm3_avx2::column(t, half, i), x[2 * i][group], x[2 * i + 1][group]);
-                }
-                continue;
-            }
             for (int part = 0; part < (rows::nibbles ? 1 : 2); part++) {
                 turn(p + 16 * part, row, t);
                 for (int i = 0; i < 4; i++) {
@@ -196,20 +187,15 @@ struct avx2_integers {
     // Where the elements of a pair lie in the block
     template <row_type type>
     static constexpr int place(int part, int i) {
-        if constexpr (type == row_type::lm3) {
-            return lm3_avx2::place(part, i);
-        }
         return integer_rows<type>::nibbles ? 8 * part + 16 * i : 16 * part + 8 * i;
     }
 
-    // One of the two parts of a block; of lm3 one of the four of 64 elements
+    // One of the two parts of a block
     template <row_type type, int R, int part>
     static void add_part(const char * p, int64_t row, int n, const key_pairs & pairs, prefetcher & ahead,
                          const int32_t (*ints)[32], const int32_t * start, const float * scales, float * acc,
                          int64_t ld) {
-        constexpr bool is_lm3 = type == row_type::lm3;
-        constexpr int  n_sums = is_lm3 && part == 3 ? 1 : 2; // the last 8 elements are zero
-        __m256i        sums[R][2];
+        __m256i sums[R][2];
         for (int r = 0; r < R; r++) {
             sums[r][0] = sums[r][1] = _mm256_set1_epi32(unsigned_nibbles<type>() ? start[r] : 0);
         }
@@ -218,42 +204,28 @@ struct avx2_integers {
             const char *  at   = p + 2 * i * row;
             const int64_t next = 2 * i + 1 < n ? row : 0; // past the last, weight 0
             __m256i       first, second;
-            if constexpr (is_lm3) {
-                lm3_avx2::pair<part>(at, next, first, second);
-            } else {
-                pair<type>(at, next, part, first, second);
-            }
+            pair<type>(at, next, part, first, second);
             for (int r = 0; r < R; r++) {
                 const __m256i weights = _mm256_set1_epi32(ints[r][i]);
                 sums[r][0]            = dot(sums[r][0], first, weights);
-                if constexpr (n_sums == 2) {
-                    sums[r][1] = dot(sums[r][1], second, weights);
-                }
+                sums[r][1]            = dot(sums[r][1], second, weights);
             }
         });
         for (int r = 0; r < R; r++) {
-            for (int i = 0; i < n_sums; i++) {
+            for (int i = 0; i < 2; i++) {
                 float * y = acc + r * ld + place<type>(part, i);
                 L::store(y, L::fma(L::set(scales[r]), _mm256_cvtepi32_ps(sums[r][i]), L::load(y)));
             }
         }
     }
 
-    // acc[R][32] += weights times one block of elements of pairs of n keys; ints[r]: pairs of weights; half: of 64
-    // elements
+    // acc[R][32] += weights times one block of elements of pairs of n keys; ints[r]: pairs of weights
     template <row_type type, int R>
-    static void add_block(const char * p, int64_t row, int half, int n, const key_pairs & pairs, prefetcher & ahead,
+    static void add_block(const char * p, int64_t row, int n, const key_pairs & pairs, prefetcher & ahead,
                           const int32_t (*ints)[32], const float * scales, float * acc, int64_t ld) {
         int32_t start[R];
         for (int r = 0; r < R; r++) {
             start[r] = unsigned_nibbles<type>() ? -8 * sum_pairs(ints[r], 32) : 0;
-        }
-        if constexpr (type == row_type::lm3) {
-            if (half) {
-                add_part<type, R, 2>(p, row, n, pairs, ahead, ints, start, scales, acc, ld);
-                add_part<type, R, 3>(p, row, n, pairs, ahead, ints, start, scales, acc, ld);
-                return;
-            }
         }
         add_part<type, R, 0>(p, row, n, pairs, ahead, ints, start, scales, acc, ld);
         add_part<type, R, 1>(p, row, n, pairs, ahead, ints, start, scales, acc, ld);

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "integers.h"
+#include "open_tc3.h"
 
 namespace mixedkv {
 namespace {
@@ -33,11 +34,11 @@ struct key_pairs {
     }
 };
 
-// As with_integers, for lm3 as well
+// As with_integers, for tc3 as well, whose rows are opened first
 template <class F>
-bool with_integers_or_bits(row_type type, F f) {
-    if (type == row_type::lm3) {
-        f(type_constant<row_type::lm3>{});
+bool with_integers_or_opened(row_type type, F f) {
+    if (type == row_type::tc3) {
+        f(type_constant<opened_tc3>{});
         return true;
     }
     return with_integers(type, f);
@@ -69,13 +70,19 @@ struct integer_decode {
         }
     }
 
-    // 16 rows of `bytes` from p on, n of them there: past the last one it is repeated, in `local`
-    static const char * sixteen(const char * p, int64_t & row, int n, int bytes, char * local) {
-        if (n >= 16) {
+    // 16 rows from p on, n of them there: past the last one it is repeated, in `local`
+    template <row_type type>
+    static const char * sixteen(const char * p, int64_t & row, int n, int n_blocks, char * local) {
+        if (n >= 16 && type != opened_tc3) {
             return p;
         }
         for (int i = 0; i < 16; i++) {
-            std::memcpy(local + i * max_row_bytes, p + (i < n ? i : n - 1) * row, bytes);
+            const char * from = p + (i < n ? i : n - 1) * row;
+            if constexpr (type == opened_tc3) {
+                open_row_tc3(from, n_blocks / 2, local + i * max_row_bytes);
+            } else {
+                std::memcpy(local + i * max_row_bytes, from, scale_at(type, n_blocks));
+            }
         }
         row = max_row_bytes;
         return local;
@@ -86,13 +93,12 @@ struct integer_decode {
                            prefetcher & ahead, float * s) {
         const attention_rows & rows     = span.segment->k;
         const int              n_blocks = w.args->d_k / 32;
-        const int              bytes    = scale_at(type, n_blocks);
         char                   local[16 * max_row_bytes];
         key_scales             scales;
         columns_of_block       x;
         for (int j = 0; j < span.n; j += 16) {
             int64_t      row = rows.row;
-            const char * p   = sixteen(key_row(rows, span.first + j, head), row, span.n - j, bytes, local);
+            const char * p   = sixteen<type>(key_row(rows, span.first + j, head), row, span.n - j, n_blocks, local);
             for (int r = 0; r < m.rows; r++) {
                 for (int i = 0; i < 16; i += L::width) {
                     L::store(s + r * key_block + j + i, L::zero());
@@ -103,7 +109,7 @@ struct integer_decode {
                     const int left = n_blocks - b;
                     scales.load<type>(p + i * row + scale_at(type, b), row, left < 4 ? left : 4, i);
                 }
-                Body::template columns<type>(p + integers_at(type, b), row, b % 2, x);
+                Body::template columns<type>(p + integers_at(type, b), row, x);
                 for (int q = 0; 4 * q < m.rows; q++) {
                     ahead.step(4);
                     if (!any_visible(w, span, 4 * q, 4)) {
@@ -144,8 +150,8 @@ struct integer_decode {
             for (int r = 0; r < R; r++) {
                 scales[r] = top[r] * units[first].unit;
             }
-            Body::template add_block<type, R>(p + integers_at(type, b), row, b % 2, n, pairs, ahead, ints[first],
-                                              scales, acc + 32 * b, ld);
+            Body::template add_block<type, R>(p + integers_at(type, b), row, n, pairs, ahead, ints[first], scales,
+                                              acc + 32 * b, ld);
         }
     }
 
@@ -192,12 +198,22 @@ struct integer_decode {
         key_scales             scales;
         clear_rest(m, span.n, s);
         for (int g = 0; 128 * g < w.args->d_v; g++) {
-            const int    left     = w.args->d_v / 32 - g * 4;
-            const int    n_blocks = left < 4 ? left : 4;
-            const char * p        = key_row(rows, span.first, head) + scale_at(type, 4 * g);
-            scales.load_all<type>(p, rows.row, span.n, n_blocks);
+            const int          left     = w.args->d_v / 32 - g * 4;
+            const int          n_blocks = left < 4 ? left : 4;
+            constexpr row_type stored   = type == opened_tc3 ? row_type::tc3 : type;
+            int64_t            bytes    = rows.row;
+            const char *       p        = key_row(rows, span.first, head) + scale_at(stored, 4 * g);
+            char               opened[type == opened_tc3 ? key_block * 2 * LM4_BYTES : 1];
+            if constexpr (type == opened_tc3) {
+                bytes = 2 * LM4_BYTES;
+                for (int i = 0; i < span.n; i++) {
+                    open_row_tc3(p + i * rows.row, n_blocks / 2, opened + i * bytes);
+                }
+                p = opened;
+            }
+            scales.load_all<type>(p, bytes, span.n, n_blocks);
             for (int row = 0; row < m.rows; row += 4) {
-                add_quad<type>(p, rows.row, span.n, n_blocks, scales, ahead, m.rows - row < 4 ? m.rows - row : 4,
+                add_quad<type>(p, bytes, span.n, n_blocks, scales, ahead, m.rows - row < 4 ? m.rows - row : 4,
                                s + row * key_block, m.acc + row * m.d_v_padded + 128 * g, m.d_v_padded);
             }
         }
@@ -207,14 +223,15 @@ struct integer_decode {
         alignas(64) float s[few_rows * key_block];
         prefetcher        keys(w, span.segment->k, span, head, key_block);
         prefetcher        values(w, span.segment->v, span, head, key_block);
-        if (!with_integers_or_bits(span.segment->k.type,
-                                   [&](auto type) { score_keys<decltype(type)::value>(w, head, m, span, keys, s); })) {
+        if (!with_integers_or_opened(span.segment->k.type, [&](auto type) {
+                score_keys<decltype(type)::value>(w, head, m, span, keys, s);
+            })) {
             base::score_rows(w, head, m, span, s);
         }
         if (!base::weigh_rows(w, head, m, span, s, [] {})) {
             return;
         }
-        if (!with_integers_or_bits(span.segment->v.type, [&](auto type) {
+        if (!with_integers_or_opened(span.segment->v.type, [&](auto type) {
                 add_values<decltype(type)::value>(w, head, m, span, values, s);
             })) {
             base::add_values(w, head, m, span, s);

@@ -45,12 +45,13 @@ struct integer_rows<row_type::lm4> : lm4_values {
 };
 
 template <>
-struct integer_rows<row_type::lm3> {
-    static constexpr bool nibbles = false;
+struct integer_rows<opened_tc3> : tc3_values {
+    static constexpr bool nibbles = true;
+    static constexpr bool even    = false;
     static constexpr int  offset  = 128;
 };
 
-// Calls f with the type as a constant if it is one of these, but for lm3, which AMX does not have
+// Calls f with the type as a constant if it is one of these
 template <class F>
 bool with_integers(row_type type, F f) {
     switch (type) {

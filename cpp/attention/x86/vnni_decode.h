@@ -9,7 +9,6 @@
 
 #include "attention/simd/vector_avx512.h"
 #include "integer_decode.h"
-#include "lm3_vnni.h"
 
 namespace mixedkv {
 namespace {
@@ -61,29 +60,12 @@ struct vnni {
         t[3] = _mm512_unpackhi_epi64(b, d);
     }
 
-    // Of lm3, from the i-th on of one half of 64 elements
-    template <int half, int i = 0>
-    static void lm3_columns(const __m512i (&t)[4], columns_of_block & x) {
-        constexpr lm3_place at     = lm3_place_of(32 * half + 4 * i);
-        const __m512i       levels = _mm512_xor_si512(_mm512_load_si512(lm3_levels), _mm512_set1_epi8(-128));
-        const __m512i       bits   = _mm512_srli_epi16(t[at.byte / 4 - half], at.shift);
-        x[i]                       = lm3_look_up(bits, _mm512_set1_epi8(at.mask), _mm512_set1_epi8(at.base), levels);
-        if constexpr (i < 7) {
-            lm3_columns<half, i + 1>(t, x);
-        }
-    }
-
-    // Elements 4 i .. 4 i + 3 of a block of 16 keys, plus the offset, as unsigned bytes in x[i]; p: to their integers;
-    // half: of 64 elements
+    // Elements 4 i .. 4 i + 3 of a block of 16 keys, plus the offset, as unsigned bytes in x[i]; p: to their
+    // integers
     template <row_type type>
-    static void columns(const char * p, int64_t row, int half, columns_of_block & x) {
+    static void columns(const char * p, int64_t row, columns_of_block & x) {
         using rows = integer_rows<type>;
         __m512i t[4];
-        if constexpr (type == row_type::lm3) {
-            turn(p, row, t);
-            half ? lm3_columns<1>(t, x) : lm3_columns<0>(t, x);
-            return;
-        }
         for (int part = 0; part < (rows::nibbles ? 1 : 2); part++) {
             turn(p + 16 * part, row, t);
             for (int i = 0; i < 4; i++) {
@@ -128,22 +110,10 @@ struct vnni {
     // Where weight_unit::apply leaves the weights of keys 2 i, 2 i + 1
     static constexpr int dword_of(int i) { return (i & 0x11) | (i & 8) >> 2 | (i & 6) << 1; }
 
-    // Elements 0..15 and 16..31 of a block of two keys, as 16-bit integers side by side; half: of 64 elements
+    // Elements 0..15 and 16..31 of a block of two keys, as 16-bit integers side by side
     template <row_type type>
-    static void pair(const char * p, int64_t row, int half, __m512i & first, __m512i & second) {
+    static void pair(const char * p, int64_t row, __m512i & first, __m512i & second) {
         using rows = integer_rows<type>;
-        if constexpr (type == row_type::lm3) {
-            const lm3_order & order  = lm3_orders[half];
-            const auto        bytes  = [](const void * at) { return _mm512_load_si512(at); };
-            const __m512i     a      = _mm512_castsi128_si512(load_16(p));
-            const __m512i     both   = _mm512_mask_broadcast_i32x4(a, 0x00f0, load_16(p + row));
-            const __m512i     from   = _mm512_permutexvar_epi8(bytes(order.from), both);
-            const __m512i     bits   = _mm512_multishift_epi64_epi8(bytes(order.shift), from);
-            const __m512i     levels = lm3_look_up(bits, bytes(order.mask), bytes(order.base), bytes(lm3_levels));
-            first                    = _mm512_srai_epi16(_mm512_slli_epi16(levels, 8), 8);
-            second                   = _mm512_srai_epi16(levels, 8);
-            return;
-        }
         if constexpr (rows::nibbles) {
             const __m256i values = _mm256_cvtepi8_epi16(load_16(reinterpret_cast<const char *>(rows::at)));
             const __m512i table  = _mm512_broadcast_i64x4(values); // bit 4 of an index does nothing
@@ -165,7 +135,7 @@ struct vnni {
 
     // acc[R][32] += weights times one block of elements of pairs of n keys; ints[r]: pairs of weights
     template <row_type type, int R>
-    static void add_block(const char * p, int64_t row, int half, int n, const key_pairs & pairs, prefetcher & ahead,
+    static void add_block(const char * p, int64_t row, int n, const key_pairs & pairs, prefetcher & ahead,
                           const int32_t (*ints)[32], const float * scales, float * acc, int64_t ld) {
         __m512i sum[R][2];
         for (int r = 0; r < R; r++) {
@@ -174,7 +144,7 @@ struct vnni {
         pairs.for_each([&](int i) {
             ahead.step(i & 1);
             __m512i first, second;
-            pair<type>(p + 2 * i * row, 2 * i + 1 < n ? row : 0, half, first, second); // past the last, weight 0
+            pair<type>(p + 2 * i * row, 2 * i + 1 < n ? row : 0, first, second); // past the last, weight 0
             for (int r = 0; r < R; r++) {
                 const __m512i weights = _mm512_set1_epi32(ints[r][dword_of(i)]);
                 sum[r][0]             = _mm512_dpwssd_epi32(sum[r][0], first, weights);

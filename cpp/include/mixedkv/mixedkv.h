@@ -25,7 +25,7 @@ enum mixedkv_status {
     MIXEDKV_INTERNAL      = 4, // an invariant of this library does not hold: please report it
     MIXEDKV_BUSY          = 5, // another thread is using the context; nothing was done
     MIXEDKV_UNREADABLE    = 6, // the model's file cannot be read any more: the message names it
-    MIXEDKV_INTERRUPTED   = 7, // mixedkv_stream_config::stop said so
+    MIXEDKV_INTERRUPTED   = 7, // mixedkv_stream_config::stop said so, or the context's abort_callback
 };
 
 enum mixedkv_attention {
@@ -37,8 +37,8 @@ enum mixedkv_attention {
 // A ggml_type beside ggml's own: 4.25 bits an element, in blocks of 64, for rows of this library's caches.
 #define MIXEDKV_TYPE_LM4 38
 
-// Another, of 2.75 bits, for values that are stored in a basis of their own.
-#define MIXEDKV_TYPE_LM3 37
+// Another, of 3.25 bits.
+#define MIXEDKV_TYPE_TC3 36
 
 // Cold types of some layers.
 struct mixedkv_layer_types {
@@ -46,16 +46,6 @@ struct mixedkv_layer_types {
     int32_t        last; // the last one of them, -1: the model's
     enum ggml_type type_k;
     enum ggml_type type_v;
-};
-
-// A basis for the values of a layer, from what they were on some text (docs/decisions/048): orthonormal directions of
-// falling variance, and the standard deviation along each, which is positive.
-struct mixedkv_value_basis {
-    int32_t       il;
-    uint32_t      n_head_kv;
-    uint32_t      n_embd_head;
-    const float * directions; // [n_head_kv, n_embd_head, n_embd_head], a row each
-    const float * scales;     // [n_head_kv, n_embd_head]
 };
 
 // What the next context made on this thread gets. The cold types of layers that `layers` does not name are the
@@ -77,11 +67,6 @@ struct mixedkv_config {
 
     const struct mixedkv_layer_types * layers; // [n_layers], no layer twice; copied
     uint32_t                           n_layers;
-
-    // Values of all layers are stored in these: one for each layer of the model that has any, or none at all, which
-    // MIXEDKV_TYPE_LM3 does not do without. Only mixedkv_configure_next() looks at them.
-    const struct mixedkv_value_basis * bases; // [n_bases], no layer twice; copied
-    uint32_t                           n_bases;
 };
 
 #define MIXEDKV_HOT_BUDGET_AUTO 0u // a quarter of the cold rows' bytes, one window at least, less than F16 in all
@@ -100,7 +85,7 @@ struct mixedkv_layer_info {
     enum ggml_type type_v;
     uint32_t       rotation_k; // edge of the Hadamard blocks that the rows are rotated by, 0: they are not
     uint32_t       rotation_v;
-    uint32_t       equalization; // tells the scales of K and the basis of V apart; 0: neither is there
+    uint32_t       equalization; // tells the scales of K apart; 0: there are none
     uint32_t       group;        // layers of one group hold the same positions
     uint64_t       bytes_cold;   // K and V, capacity
     uint64_t       bytes_hot;    // K and V of the F16 ring, capacity
@@ -210,7 +195,7 @@ LLAMA_API enum mixedkv_status mixedkv_set_window(struct llama_context * ctx, uin
 // it is no other setting: what is evaluated meanwhile lacks F16 rows, see mixedkv_get_short().
 LLAMA_API enum mixedkv_status mixedkv_limit_window(struct llama_context * ctx, uint32_t threshold);
 
-// Nothing of the sequence is evaluated for now: its F16 rows are the first that make room for those of other sequences,
+// Nothing of the sequence is evaluated for now: its F16 rows count as free, and make room for those of other sequences
 // at once and not after 16 steps. What it held can be taken out before, see mixedkv_restore_window().
 LLAMA_API enum mixedkv_status mixedkv_rest(struct llama_context * ctx, int32_t seq_id);
 
@@ -284,7 +269,8 @@ LLAMA_API enum mixedkv_status mixedkv_import_rows(struct llama_context * ctx, in
 // last_layer: -1; otherwise evaluation ends after the attention of this layer, rows of later ones are then whatever was
 // there, and the tokens must be removed again. mass: F32 [n_mass] or NULL: the attention that these tokens pay to each
 // position of the sequence is added to it, summed over tokens, heads and the deeper half of the layers. What is read in
-// F16 is left out. The last two need the fused attention in every layer.
+// F16 is left out. The last two need the fused attention in every layer. Where this fails the sequence has none of the
+// positions, and MIXEDKV_INTERRUPTED says that a callback or a stream broke it off: see mixedkv_stream_check().
 LLAMA_API enum mixedkv_status mixedkv_fill(struct llama_context * ctx, int32_t seq_id, const llama_token * tokens,
                                            const llama_pos * positions, uint32_t n, bool logits, int32_t last_layer,
                                            float * mass, uint32_t n_mass);

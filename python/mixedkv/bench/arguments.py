@@ -22,6 +22,9 @@ from mixedkv.errors import UnsupportedModelError
 from mixedkv.limits import CELLS
 from mixedkv.model.footprint import ModelShape, model_shape
 from mixedkv.model.gguf_file import ModelFile, n_layers, read_model_file
+from mixedkv.model.named_model import HELP as MODEL_HELP
+from mixedkv.model.named_model import find_model
+from mixedkv.real_text import KINDS, read_text
 from mixedkv.sizes import parse_size
 from mixedkv.streaming.layer_choice import Asked, parse_layers
 
@@ -38,9 +41,10 @@ _N_CTX_RECALL = 2048  # the bundled model answers few questions from further bac
 def check(args: argparse.Namespace) -> Options:
     """Raises ValueError or OSError, whose message says what to change."""
     settings = _settings(args)
-    file = read_model_file(Path(args.model) if args.model else model_path())
+    file = read_model_file(find_model(args.model))
     shape = _shape(file)
     tests = _tests(args.test, file)
+    text, source = (None, "generated") if args.text is None else read_text(args.text)
     _check_outputs(args.json, args.plot)
     if args.folder is not None:
         _check_writable(args.folder, f"--folder {args.folder}")
@@ -69,7 +73,8 @@ def check(args: argparse.Namespace) -> Options:
         fill=args.fill,
         sequences=args.sequences,
         modes=_MODES if args.mode == "both" else (args.mode,),
-        text=_read_text(args.text),
+        text=text,
+        text_source=source,
         budget=args.budget,
         bits=args.bits,
         memory=args.memory,
@@ -99,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "test", choices=(*_ALL, "all", *(name for name in TESTS if name not in _ALL)), help="what to measure"
     )
-    parser.add_argument("-m", "--model", metavar="FILE", help="GGUF model (default: the bundled one)")
+    parser.add_argument("-m", "--model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--kv", metavar="SPEC", action="append", help="cache to compare; again for more")
     parser.add_argument(
         "--flash-attn", choices=("both", "on", "off"), default="both", help="where it is a choice (both)"
@@ -127,7 +132,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sequences", metavar="N", type=number(1), default=1, help="of speed, each at the depth (1)"
     )
     parser.add_argument("--mode", choices=(*_MODES, "both"), default="both", help="of quality (both)")
-    parser.add_argument("--text", metavar="FILE", help="text for quality (a generated sample)")
+    parser.add_argument(
+        "--text",
+        metavar="TEXT",
+        help=f"text for quality: a file, or {', '.join(KINDS)} (a generated sample)",
+    )
     parser.add_argument("--budget", metavar="SIZE", type=size, help="memory for the cache, e.g. 2GiB")
     parser.add_argument(
         "--bits",
@@ -319,15 +328,6 @@ def _depths(asked: tuple[int, ...] | None, n_new: int, longest: int) -> tuple[in
 def _n_ctx(asked: int | None, default: int, trained: int) -> int:
     n_ctx = asked or min(default, trained or default)
     return max(CELLS, n_ctx)
-
-
-def _read_text(path: str | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--text {path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
 def _check_outputs(json: Path | None, plot: Path | None) -> None:

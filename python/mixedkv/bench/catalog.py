@@ -20,6 +20,7 @@ from mixedkv.bench import (
     speed,
     splitting,
     streamed,
+    tasks,
 )
 from mixedkv.bench.aged import AgedRow
 from mixedkv.bench.fleet import FleetRow, ResumeRow
@@ -36,6 +37,7 @@ from mixedkv.bench.speed import SpeedRow
 from mixedkv.bench.split_clients import SplitClientsRow
 from mixedkv.bench.splitting import SplitRow
 from mixedkv.bench.streamed import StreamingRow
+from mixedkv.bench.tasks import TasksRow
 
 TESTS = {
     module.TEST.name: module.TEST
@@ -46,6 +48,7 @@ TESTS = {
         quality,
         sensitivity,
         recall,
+        tasks,
         kept_kv,
         moved_kv,
         serving,
@@ -63,6 +66,7 @@ AnyRow = Annotated[
     | QualityRow
     | SensitivityRow
     | RecallRow
+    | TasksRow
     | StoreRow
     | ChatRow
     | ReuseRow

@@ -44,7 +44,7 @@ from mixedkv.errors import UnsupportedModelError
 from mixedkv.limits import padded
 from mixedkv.store import KVStore
 
-_FOLLOWED = 8  # tokens after a prompt whose distributions are compared
+_FOLLOWED = 24  # tokens after a prompt whose distributions are compared
 _ANSWER = 28  # tokens at most
 _BUCKETS = (0.0, 0.5, 0.75, 0.9, 0.95, 1.0)
 _CALIBRATED: tuple[Method, ...] = (
@@ -86,7 +86,7 @@ class ReuseRow(Row):
     workload: Workload = Field(
         description='`"documents"`: in another order; `"edited"`: one passage of a history has changed; '
         '`"system"`: a growing history behind a changed system prompt; `"few_shot"`: examples in another '
-        "order"
+        'order; `"prose"`, `"code"`: passages of real text and a question about them'
     )
     donor: DonorKind = Field(
         description='where the rows are from: `"alone"`, `"bos"` (BOS and the passage), or a `"conversation"`'

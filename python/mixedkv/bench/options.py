@@ -42,6 +42,7 @@ class Options:
     sequences: int
     modes: tuple[str, ...]
     text: str | None
+    text_source: str
     budget: int | None
     bits: tuple[float, ...]
     memory: tuple[int, ...]

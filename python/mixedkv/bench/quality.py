@@ -6,6 +6,7 @@ per position are kept, so memory does not grow with the text.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from mixedkv.bench.options import Options
 
 _SEED = 50_000
 _CHUNK_FLOATS = 1 << 22  # of one chunk's logits
+_MOST = np.float32(80)  # change of a logit, whose exponential single precision still holds
 _EDGES = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 _MODES = {"batch": "in large batches", "token": "token by token"}
@@ -51,10 +53,10 @@ class QualityRow(CacheRow):
     """One row per setting and mode.
 
     The next-token distribution at each position, against that of a reference with an F32 cache and without
-    flash attention which reads the same documents: parts of `--text`, or a sample generated from the bundled
-    model's corpus, the same on every machine. The numbers of a row are those of the second half of each
-    document, as in llama.cpp's perplexity tool: a window of recent tokens would hide the damage to old ones
-    early on.
+    flash attention which reads the same documents: parts of `--text`, evenly spaced, or a sample generated
+    from the bundled model's corpus, the same on every machine. The numbers of a row are those of the second
+    half of each document, as in llama.cpp's perplexity tool: a window of recent tokens would hide the damage
+    to old ones early on.
     """
 
     test: Literal["quality"] = "quality"
@@ -65,6 +67,8 @@ class QualityRow(CacheRow):
     control: bool = Field(
         description="true for the reference measured against itself: its divergence must be 0"
     )
+    text: str = Field(default="", description="what was read: kind, source and hash of the text")
+    n_documents: int | None = Field(default=None, description="documents that were read")
     n_positions: int | None = Field(default=None, description="positions the numbers are of")
     kld_mean: float | None = Field(default=None, description="mean KL divergence, nats")
     kld_se: float | None = Field(
@@ -111,8 +115,10 @@ def read_documents(model: Model, options: Options) -> list[Document]:
             f"the text has {len(tokens)} tokens, a context of {options.n_ctx} needs {n}: "
             f"use a longer --text or a smaller --n-ctx"
         )
-    starts = range(0, len(tokens) - n + 1, n)
-    return [np.array(head + tokens[i : i + n], np.int32) for i in starts][: options.repeats]
+    n_documents = min(options.repeats, len(tokens) // n)
+    step = len(tokens) // n_documents
+    starts = range(0, n_documents * step, step)
+    return [np.array(head + tokens[i : i + n], np.int32) for i in starts]
 
 
 def measure(bench: Bench, documents: Sequence[Document]) -> None:
@@ -156,7 +162,7 @@ def measure_settings(
                 _read(reference, contenders, document, mode, bench.progress)
         finally:
             for contender in contenders:
-                add(_row(contender, mode, n_ctx, threads, control=contender.setting is REFERENCE))
+                add(_row(contender, mode, bench.options, documents))
 
 
 @dataclass
@@ -192,16 +198,16 @@ def _read(
         tokens = document[start : start + chunk]
         following = document[start + 1 : start + 1 + len(tokens)]  # one short at the document's end
         n = len(following)
-        want = log_softmax(_logits(reference, tokens, mode)[:n])
+        want = Distributions.of(_logits(reference, tokens, mode)[:n])
         for contender in running:
             progress.show(f"quality, {mode}: {contender.setting.name}")
             assert contender.context is not None
             try:
-                got = log_softmax(_logits(contender.context, tokens, mode)[:n])
+                got = _logits(contender.context, tokens, mode)[:n]
             except CannotRunError as error:
                 contender.error = str(error)
                 continue
-            contender.kept.append(_compare(want, got, following))
+            contender.kept.append(compare(want, got, following))
             contender.at.append(np.arange(start, start + n))
         running = [each for each in running if not each.error]
         progress.step(len(tokens))
@@ -221,33 +227,69 @@ def _logits(context: Context, tokens: npt.NDArray[np.int32], mode: str) -> npt.N
 _KLD, _NLL_WANT, _NLL_GOT, _SAME_TOP, _P_CHANGE = range(5)
 
 
-def _compare(
-    want: npt.NDArray[np.float64], got: npt.NDArray[np.float64], following: npt.NDArray[np.int32]
+@dataclass(frozen=True, slots=True)
+class Distributions:
+    """The reference at some positions: logits [n, n_vocab], probabilities, and the logarithm of their sum."""
+
+    logits: npt.NDArray[np.float32]
+    p: npt.NDArray[np.float32]
+    log_sum: npt.NDArray[np.float64]
+
+    @classmethod
+    def of(cls, logits: npt.NDArray[np.float32]) -> Distributions:
+        """Of a view that the next evaluation overwrites."""
+        log_p = log_softmax(logits)
+        kept = logits.copy()
+        return cls(kept, np.exp(log_p).astype(np.float32), kept[:, 0] - log_p[:, 0])
+
+
+def compare(
+    want: Distributions, got: npt.NDArray[np.float32], following: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.float64]:
-    """Per position [n, 5]: KL divergence, both negative log-likelihoods, same top-1, change of p."""
-    p = np.exp(want)
+    """Per position [n, 5]: KL divergence, both negative log-likelihoods, same top-1, change of p.
+
+    With d the change of a logit, less its mean under p, the divergence is log(1 + sum p (e^d - 1 - d)): no
+    term is negative, so single precision is enough for divergences far below its rounding of a logit.
+    """
+    d = got - want.logits
+    mean = (want.p * d).sum(axis=1, dtype=np.float64)
+    d -= mean[:, None].astype(np.float32)
+    kld = np.log1p((want.p * _beyond_linear(d)).sum(axis=1, dtype=np.float64))
     rows = np.arange(len(following))
-    next_want, next_got = want[rows, following], got[rows, following]
+    next_want = want.logits[rows, following] - want.log_sum
+    next_got = got[rows, following] - (want.log_sum + mean + kld)
     return np.stack(
         [
-            np.maximum(np.einsum("nv,nv->n", p, want - got), 0.0),
+            kld,
             -next_want,
             -next_got,
-            want.argmax(axis=1) == got.argmax(axis=1),
+            want.logits.argmax(axis=1) == got.argmax(axis=1),
             np.exp(next_got) - np.exp(next_want),
         ],
         axis=1,
     )
 
 
-def _row(contender: _Contender, mode: str, n_ctx: int, threads: int, control: bool) -> QualityRow:
+def _beyond_linear(d: npt.NDArray[np.float32]) -> npt.NDArray[np.floating[Any]]:
+    """Return e^d - 1 - d; by its series where the difference would cancel, to 2e-5 of it."""
+    second, third, fourth, fifth = (np.float32(1 / math.factorial(n)) for n in (2, 3, 4, 5))
+    series: npt.NDArray[np.floating[Any]] = d * d * (second + d * (third + d * (fourth + d * fifth)))
+    far = np.abs(d) > 0.3
+    series[far] = np.expm1(np.minimum(d[far], _MOST)) - d[far]
+    return series
+
+
+def _row(contender: _Contender, mode: str, options: Options, documents: Sequence[Document]) -> QualityRow:
+    n_ctx = len(documents[0])
     row: dict[str, Any] = {
         "kv": contender.setting.spec,
         "flash_attn": contender.setting.flash_attn,
         "mode": mode,
-        "control": control,
+        "control": contender.setting is REFERENCE,
         "n_ctx": n_ctx,
-        "threads": threads,
+        "threads": options.threads,
+        "text": options.text_source,
+        "n_documents": len(documents),
         **contender.facts,
     }
     if contender.error:

@@ -19,7 +19,6 @@ from mixedkv.bench.quality import Document, QualityRow, measure_settings, read_d
 from mixedkv.config import MixedKVConfig
 from mixedkv.layer_types import shorten
 from mixedkv.model.layer_plan import FINEST, MEASURED, LayerPlan, Part, Shares
-from mixedkv.model.value_bases import value_errors
 
 _AT_ONCE = 8  # contexts, beside the reference
 
@@ -29,9 +28,8 @@ class SensitivityRow(Row):
 
     The cache has the finest cold type in all layers, and the coarsest in K or V of one: its divergence from
     an F32 cache, less that of the finest type everywhere, is what this K or V adds. From that come the types
-    of least divergence at given bits, whose divergence is measured as well; lm3 is among them where
-    `mixedkv calibrate` has been run. Documents, positions and divergence are those of `quality`, in large
-    batches.
+    of least divergence at given bits, whose divergence is measured as well. Documents, positions and
+    divergence are those of `quality`, in large batches.
     """
 
     test: Literal["sensitivity"] = "sensitivity"
@@ -106,7 +104,7 @@ def measure(bench: Bench, documents: Sequence[Document]) -> None:
 
 
 def _plan(options: Options, shares: Shares | None = None) -> LayerPlan:
-    return LayerPlan(options.shape, shares, calibrated=value_errors(options.file.path))
+    return LayerPlan(options.shape, shares)
 
 
 def _measure_shares(

@@ -156,7 +156,7 @@ class _Local(_Contender):
         self._llm = llm
 
     def generate(self, prompt: list[int], n: int) -> Iterator[int]:
-        self._llm.reset()  # type: ignore[no-untyped-call]
+        self._llm.reset()
         self._llm.kv.clear()
         for i, token in enumerate(self._llm.generate(prompt, temp=0.0)):
             if i == n or token == self._llm.token_eos():

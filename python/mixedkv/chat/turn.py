@@ -68,6 +68,14 @@ class ChatTurn(_llama_cpp.Completions):
         **sampling: Any,
     ) -> Generator[int, None, None]:
         """As `llama_cpp.Llama.generate`, without draft models."""
+        return self._llm.in_turns(self._steps(tokens, stopping_criteria, sampling))
+
+    def _steps(
+        self,
+        tokens: Sequence[int],
+        stopping_criteria: Callable[[Any, Any], bool] | None,
+        sampling: dict[str, Any],
+    ) -> Generator[int, None, None]:
         llm = self._llm
         sample = _llama_cpp.sampler(llm, **sampling)
         self._evaluate(list(tokens))

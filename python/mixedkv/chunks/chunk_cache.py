@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ import numpy.typing as npt
 
 from mixedkv.chunks.chunk_reuse import ChunkReuse, DonorUse, Reuse
 from mixedkv.chunks.deviation import Deviation, compare, last_logits
+from mixedkv.chunks.drift import DamagedRowsError
 from mixedkv.chunks.gate import Waiting
 from mixedkv.chunks.passages import Passages
 from mixedkv.chunks.plan import Segment
@@ -22,6 +24,8 @@ from mixedkv.errors import ContextLengthError
 from mixedkv.llama import Llama
 from mixedkv.store import Identity, KVStore, Saved
 from mixedkv.tokens import Tokens, as_tokens, common_prefix
+
+_LOG = logging.getLogger("mixedkv.chunks")
 
 Prompt = str | npt.ArrayLike
 
@@ -76,6 +80,8 @@ class ChunkCache:
         self._passages = Passages(llm, store, **options)
         self.method, self._gate = self._passages.method, self._passages.gate
         self._live: bytes | None = None  # the identity that sequence 0 was evaluated under
+        self.placed: tuple[Segment, ...] = ()  # passages of the last prompt
+        self.kept: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)  # its rows that are a donor's
         self._totals = dict.fromkeys(("prompts", "tokens", "exact", "approximate", "evaluated"), 0)
 
     # --- prompts ---
@@ -106,7 +112,7 @@ class ChunkCache:
         tokens = self._tokens(prompt)
         identity = Identity.of(self.llm, tenant=tenant)
         try:
-            done = self._prefill(tokens, identity, reuse, method or self.method)
+            done = self._prefill_checked(tokens, identity, reuse, method or self.method)
         except BaseException:
             self._live = None
             self.llm.kv.remove(0)  # nothing half done
@@ -178,6 +184,18 @@ class ChunkCache:
 
     # --- steps ---
 
+    def _prefill_checked(
+        self, tokens: Tokens, identity: Identity, reuse: Reuse, method: Method
+    ) -> ChunkReuse:
+        """Evaluate the prompt where a donor's rows turn out not to be those of its tokens."""
+        try:
+            return self._prefill(tokens, identity, reuse, method)
+        except DamagedRowsError as error:
+            _LOG.warning("a prompt is evaluated: %s", error)
+            self._live = None
+            self.llm.kv.remove(0)
+            return replace(self._prefill(tokens, identity, "exact", method), reason=str(error))
+
     def _prefill(self, tokens: Tokens, identity: Identity, reuse: Reuse, method: Method) -> ChunkReuse:
         llm = self.llm
         n_cached, prefix_exact = self._restore_prefix(tokens, identity, reuse)
@@ -189,6 +207,7 @@ class ChunkCache:
         if n_cached < n_exact:
             llm.eval(tokens[n_cached:n_exact].tolist())
         n_evaluated, kept = n_exact - n_cached, np.zeros(len(tokens), np.bool_)
+        self.placed = tuple(segment for segment, _ in rows)
         if rows:
             stitch = Stitch(llm, tokens, rows, n_exact, method)
             while stitch.advance(llm.n_batch):
@@ -196,6 +215,7 @@ class ChunkCache:
             llm.kv.assume(tokens[:-1], n_exact if prefix_exact else 0)
             llm.eval(tokens[-1:].tolist())
             kept, n_evaluated = stitch.kept, n_evaluated + stitch.n_evaluated + 1
+        self.kept = kept
         return ChunkReuse(
             exact=prefix_exact and not rows,
             n_tokens=len(tokens),

@@ -13,8 +13,8 @@ from mixedkv.tokens import Tokens
 
 _LOG = logging.getLogger("mixedkv.chunks")
 _WAITING = 8  # requests that wait for idle time; each holds its logits
-_RECENT = 32  # checks whose mean decides
-_LEAST = 3
+_RECENT = 32  # checks whose median decides: a mean is that of the one answer in 32 that hung by little
+_LEAST = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Waiting:
 class Gate:
     """
     Args:
-        max_kld: mean divergence at which chunks are no longer reused.
+        max_kld: median divergence, in nats, above which chunks are no longer reused.
         check: share of the requests that are checked.
         seed: of the choice.
     """
@@ -50,6 +50,11 @@ class Gate:
     def kld_mean(self) -> float | None:
         """Of the latest checks, None before the first."""
         return statistics.fmean(each.kld for each in self._recent) if self._recent else None
+
+    @property
+    def kld_median(self) -> float | None:
+        """Of the latest checks, None before the first."""
+        return statistics.median(each.kld for each in self._recent) if self._recent else None
 
     @property
     def same_top1(self) -> float | None:
@@ -73,11 +78,11 @@ class Gate:
         """A request has been checked."""
         self._recent.append(deviation)
         self.n_checked += 1
-        mean = self.kld_mean or 0.0
-        if not self.closed and len(self._recent) >= _LEAST and mean > self._max_kld:
+        median = self.kld_median or 0.0
+        if not self.closed and len(self._recent) >= _LEAST and median > self._max_kld:
             self.close(
-                f"the last {len(self._recent)} checked requests deviate by {mean:.3g} nats, more than "
-                f"max_kld={self._max_kld:g}"
+                f"half of the last {len(self._recent)} checked requests deviate by {median:.3g} nats or "
+                f"more, which is above max_kld={self._max_kld:g}"
             )
 
     def close(self, why: str) -> None:

@@ -42,7 +42,7 @@ class ChunkOptions:
             message.
         max_donors: places at most that are remembered for the same passage.
         repair, ratio, overlap_k: see `Method`. Without any of them the calibration chooses, else "query".
-        max_kld: mean divergence, in nats, above which chunks are not reused.
+        max_kld: median divergence of checked requests, in nats, above which chunks are no longer reused.
         check: share of the requests that are evaluated exactly as well, in idle time.
         seed: of the choice of these.
 
@@ -56,7 +56,7 @@ class ChunkOptions:
     repair: Repair | None = None
     ratio: float | None = None
     overlap_k: int | None = None
-    max_kld: float = 0.01
+    max_kld: float = 0.25
     check: float = 0.01
     seed: int | None = None
 

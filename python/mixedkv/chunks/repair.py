@@ -13,7 +13,8 @@ from mixedkv.chunks.plan import Segment
 
 Mask = npt.NDArray[np.bool_]
 
-_RATIOS: dict[Repair, float] = {"none": 0.0, "seam": 0.0, "cacheblend": 0.15, "query": 0.04}
+_RATIOS: dict[Repair, float] = {"none": 0.0, "seam": 0.0, "cacheblend": 0.15, "query": 0.15}
+_LOOKED_AT = 0.2  # of a token that is looked at as much as the others, to what it is worth anyway
 _OVERLAPS: dict[Repair, int] = {"none": 0, "seam": 16, "cacheblend": 0, "query": 8}
 
 
@@ -25,10 +26,10 @@ class Method:
         repair: "none": not at all, as llama-server's --cache-reuse. "seam": the first and the last
             `overlap_k` tokens of each segment (EPIC, arXiv:2410.15332, has the first). "cacheblend": tokens
             whose V deviates most in the second layer from what the whole prompt gives there (CacheBlend,
-            arXiv:2405.16444). "query": those near what the question (as in ProphetKV, arXiv:2602.02579) and
-            the first tokens of an answer look at most, and those that were among the first `overlap_k` of
-            their donor: sinks there, which they are not here.
-        ratio: share of the reused tokens that "cacheblend" and "query" choose. None: 0.15 and 0.04.
+            arXiv:2405.16444). "query": tokens near the beginning of each segment, and those that the question
+            (as in ProphetKV, arXiv:2602.02579) and the first tokens of an answer look at; the other rows are
+            moved by what changed in these.
+        ratio: share of the reused tokens that "cacheblend" and "query" choose. None: 0.15.
         overlap_k: None: 8 for "query", 16 for "seam".
 
     Raises:
@@ -76,12 +77,25 @@ def at_seams(segments: Sequence[Segment], n: int, *, first: int, last: int) -> M
     return mask
 
 
-def at_beginnings(segments: Sequence[Segment], n: int, first: int) -> Mask:
-    """The tokens that were among the first ones of their donor, bool [n]."""
-    mask = np.zeros(n, np.bool_)
-    for segment in segments:
-        mask[segment.begin : min(segment.end, segment.begin + max(0, first - segment.at))] = True
-    return mask
+def worth(
+    attention: npt.NDArray[np.float32], segments: Sequence[Segment], overlap: int
+) -> npt.NDArray[np.float32]:
+    """What evaluating each token is worth, float32 [n]: how far its row is expected to be off, which falls
+    with the distance from the beginning of its segment, times how much it is looked at. Tokens that the
+    question passes over count like those it looks at on average: others look at them.
+
+    Args:
+        attention: of the question and the draft, float32 [n].
+        segments: of the prompt.
+        overlap: tokens at the beginning of a segment that are off by the same.
+    """
+    scores = np.zeros(len(attention), np.float32)
+    mean = sum(float(attention[each.begin : each.end].sum()) for each in segments)
+    mean /= max(1, sum(map(len, segments)))
+    for each in segments:
+        looks = attention[each.begin : each.end] / max(mean, 1e-9)
+        scores[each.begin : each.end] = (_LOOKED_AT * looks + 1) / (np.arange(len(each)) + max(1, overlap))
+    return scores
 
 
 def most(scores: npt.NDArray[np.float32], among: Mask, share: float) -> Mask:

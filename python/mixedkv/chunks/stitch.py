@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from mixedkv import _llama_cpp
 from mixedkv.chunks.deviation import last_logits
+from mixedkv.chunks.drift import Drift
 from mixedkv.chunks.plan import Segment, covered
-from mixedkv.chunks.repair import Mask, Method, at_beginnings, at_seams, most
+from mixedkv.chunks.repair import Mask, Method, at_seams, most, worth
 from mixedkv.kv.block import KVBlock
 from mixedkv.llama import Llama
 from mixedkv.tokens import Tokens
@@ -45,7 +46,6 @@ class Stitch:
 
     Attributes:
         kept: which rows are a donor's, bool [n]; known when all is done.
-        n_evaluated: tokens, counting twice what was evaluated twice.
         n_left: about as many are still to be evaluated.
     """
 
@@ -57,10 +57,17 @@ class Stitch:
         self._segments = [segment for segment, _ in rows]
         self._reused = covered(self._segments, len(tokens))
         self.kept = np.zeros(len(tokens), np.bool_)
-        self.n_evaluated = 0
+        self._work = 0.0
         self.n_left = len(tokens) - n_exact - round((1 - method.share) * int(self._reused.sum()))
         self._size = 0
         self._steps = self._run()
+
+    @property
+    def n_evaluated(self) -> int:
+        """Tokens evaluated, counting twice what was evaluated twice, and of those that stopped early the part
+        of the layers.
+        """
+        return round(self._work)
 
     def advance(self, n: int) -> bool:
         """Load a block, or evaluate up to `n` tokens; False when all is done.
@@ -80,11 +87,27 @@ class Stitch:
                 kv.load(block, self._seq, block.p0 - segment.at + segment.begin)
                 yield
         chosen = yield from self._choose(wanted)
-        for begin, end in _runs(chosen):
-            kv.remove(self._seq, begin, end)
         self.kept = self._reused & ~chosen
-        left = np.flatnonzero(~self.kept[self._n_exact : -1]) + self._n_exact
-        yield from self._evaluate(left)
+        begin = self._n_exact
+        for segment in self._segments if self._method.repair == "query" else ():
+            yield from self._correct(begin, segment, chosen[segment.begin : segment.end])
+            begin = segment.end
+        yield from self._replace(begin, len(self._tokens) - 1)
+
+    def _correct(self, begin: int, segment: Segment, chosen: Mask) -> _Work[None]:
+        """Evaluate from `begin` to the end of a segment what is not kept, and correct what is. The next
+        segment's tokens then see all that.
+        """
+        drift = Drift(self._llm.kv, self._seq, segment.begin, segment.end, chosen)
+        yield from self._replace(begin, segment.end)
+        drift.correct(self._tokens[segment.begin : segment.end])
+        yield
+
+    def _replace(self, begin: int, end: int) -> _Work[None]:
+        """Evaluate what is not kept of [begin, end)."""
+        for p0, p1 in _runs(self._reused[begin:end] & ~self.kept[begin:end]):
+            self._llm.kv.remove(self._seq, begin + p0, begin + p1)
+        yield from self._evaluate(np.flatnonzero(~self.kept[begin:end]) + begin)
 
     def _choose(self, deviation: Floats | None) -> _Work[Mask]:
         n, method = len(self._tokens), self._method
@@ -92,10 +115,7 @@ class Stitch:
             return np.zeros(n, np.bool_)
         if method.repair == "query":
             attention = yield from self._attention()
-            chosen = at_beginnings(self._segments, n, method.overlap)
-            rest, wanted = self._reused & ~chosen, method.share * int(self._reused.sum())
-            wanted = max(wanted / 2, wanted - int(chosen.sum()))  # half at least is the question's choice
-            return chosen | most(attention, rest, min(1.0, wanted / max(1, int(rest.sum()))))
+            return most(worth(attention, self._segments, method.overlap), self._reused, method.share)
         last = method.overlap if method.repair == "seam" else 0
         chosen = at_seams(self._segments, n, first=method.overlap, last=last)
         if deviation is not None:
@@ -125,7 +145,7 @@ class Stitch:
         """What a token looks at, float32 [n], and the likeliest one after it."""
         watch = len(self._tokens)
         looks = self._llm.kv.fill([token], [position], self._seq, logits=True, watch=watch)
-        self.n_evaluated += 1
+        self._work += 1
         return looks, int(last_logits(self._llm).argmax())
 
     def _deviation(self) -> _Work[Floats]:
@@ -166,7 +186,7 @@ class Stitch:
                     self._tokens[some], some, self._seq, last_layer=last_layer, watch=watch
                 )
             done += len(some)
-            self.n_evaluated += round(part * len(some))
+            self._work += part * len(some)
             self.n_left = max(1, self.n_left - len(some))
             yield
         return mass

@@ -1,10 +1,4 @@
-"""Reuse beside full evaluation, prompt by prompt: is it right, and how far off is it?
-
-Rows in another context are other rows, except in the first layer, where they depend on the token and its
-position
-alone: there they must be the same up to quantisation. What a damaged row, a wrong turn or a shift by a token
-does shows there, however little it does to the answer.
-"""
+"""Reuse beside full evaluation, prompt by prompt: is it right, and how far off is it?"""
 
 from __future__ import annotations
 
@@ -12,18 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from mixedkv.chunks.chunk_cache import ChunkCache, Prompt
 from mixedkv.chunks.chunk_reuse import ChunkReuse
 from mixedkv.chunks.deviation import compare, follow
 from mixedkv.chunks.repair import Method
-from mixedkv.llama import Llama
-
-_FIRST_LAYER = 0.2  # relative error at most; Q4_0 rows, turned, have 0.11
-_OTHER_LAYERS = 2.0  # context changes a row by its own size at most; damage by orders of magnitude
-
-Rows = dict[tuple[int, str], npt.NDArray[np.float32]]  # by layer and "K" or "V", [n_tokens, width]
+from mixedkv.chunks.row_damage import all_rows, evaluate_donors, row_errors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +24,7 @@ class PromptCheck:
         first_diverging: which of them is the first that has another one, None if all agree.
         worst_row: largest relative error of a reused row in the first layer, 0 where none was reused.
         problem: what is wrong, "" if nothing is.
+        damaged: positions whose rows are wrong.
     """
 
     reuse: ChunkReuse
@@ -44,6 +33,7 @@ class PromptCheck:
     first_diverging: int | None
     worst_row: float
     problem: str
+    damaged: tuple[int, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -80,15 +70,18 @@ def _check(
 ) -> PromptCheck:
     llm = cache.llm
     cache.prefill(prompt, reuse="exact", tenant=tenant)
-    rows = _rows(llm)
+    full = all_rows(llm)
     tokens, exact = follow(llm, n_gen)
     llm.kv.remove(0)  # nothing live: reuse starts from the store
     reuse = cache.prefill(prompt, tenant=tenant, method=method)
-    worst, problem = _compare_rows(rows, _rows(llm), reuse)
+    found, at = all_rows(llm), np.flatnonzero(cache.kept)
     _, other = follow(llm, n_gen, tokens)
+    again = evaluate_donors(llm, cache.placed, len(cache.kept)) if len(at) else {}
+    errors = row_errors(llm, found, full, again, at)
     deviations = [compare(a, b) for a, b in zip(exact, other, strict=True)]
     kld = float(np.mean([each.kld for each in deviations]))
     differing = [i for i, each in enumerate(deviations) if not each.same_top1]
+    problem = errors.problem(at)
     if not problem and not np.isfinite(kld):
         problem = "the distribution is not finite"
     if not problem and max_kld is not None and kld > max_kld:
@@ -98,35 +91,7 @@ def _check(
         kld=kld,
         same_top1=1 - len(differing) / n_gen,
         first_diverging=differing[0] if differing else None,
-        worst_row=worst,
+        worst_row=errors.worst_first,
         problem=problem,
+        damaged=tuple(at[errors.damaged].tolist()),
     )
-
-
-def _rows(llm: Llama) -> Rows:
-    found: Rows = {}
-    for layer in llm.kv.stats(by_layer=True).layers or ():
-        view = llm.kv.layer(layer.il)
-        for which, rows in (("K", view.k(basis="model")), ("V", view.v(basis="model"))):
-            found[layer.il, which] = rows.reshape(len(rows), -1)
-    return found
-
-
-def _compare_rows(exact: Rows, other: Rows, reuse: ChunkReuse) -> tuple[float, str]:
-    """The worst row of the first layer, and the first problem there is."""
-    reused = np.array([at for donor in reuse.donors for at in range(donor.begin, donor.end)], np.int64)
-    first = min(il for il, _ in exact)
-    worst, problem = 0.0, ""
-    for (il, which), rows in sorted(exact.items()) if len(reused) else ():
-        with np.errstate(invalid="ignore", over="ignore"):
-            want, have = rows[reused], other[il, which][reused]
-            errors = np.linalg.norm(have - want, axis=1) / np.maximum(np.linalg.norm(want, axis=1), 1e-9)
-        errors = np.nan_to_num(errors, nan=np.inf)
-        worst = max(worst, float(errors.max())) if il == first else worst
-        if not problem and errors.max() > (_FIRST_LAYER if il == first else _OTHER_LAYERS):
-            at = reused[int(errors.argmax())]
-            problem = (
-                f"{which} of position {at} in layer {il} is off by {errors.max():.2g} of its size: it is "
-                f"damaged, was turned to another position, or is another token's"
-            )
-    return worst, problem

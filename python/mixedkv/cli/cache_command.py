@@ -20,7 +20,7 @@ _LABEL_SHOWN = 28
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "List, remove, check, clean or rekey the KV that is stored in a folder."
+    parser.description = "List, remove, check, clean, encrypt or rekey the KV that is stored in a folder."
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
     _add(actions, "ls", _ls, "list what is stored, last used first")
     rm = _add(actions, "rm", _rm, "remove entries, and what builds on them")
@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add(actions, "verify", _verify, "read everything, remove what is damaged")
     rekey = _add(actions, "rekey", _rekey, "give an encrypted store another master key, also its sessions")
     rekey.add_argument("--new-key", metavar="SOURCE", required=True, help="the new one, as --key")
+    _add(actions, "encrypt", _encrypt, "encrypt what was stored before the store had a key")
     gc = _add(actions, "gc", _gc, "remove what was left behind by killed programs")
     gc.add_argument("--max-gb", metavar="N", type=_gigabytes, help="also shrink the store to this size")
 
@@ -132,6 +133,20 @@ def _rekey(args: argparse.Namespace) -> None:
     n_entries = rekey(args.store, old, new)
     n_sessions = reseal(args.store, old, new)
     print(f"{n_entries} entries and {n_sessions} sessions have the new key; the old one reads none of them")
+
+
+def _encrypt(args: argparse.Namespace) -> None:
+    from mixedkv.sessions.reseal import reseal
+    from mixedkv.store import encrypt_plain, parse_key_source
+
+    if not args.key:
+        raise ValueError("encrypt: give the key with --key")
+    _check_store(args.store)
+    key = parse_key_source(args.key)
+    n_entries, n_lost = encrypt_plain(args.store, key)
+    n_sessions = reseal(args.store, None, key)
+    lost = f"; {n_lost} could not be read and were removed" if n_lost else ""
+    print(f"{n_entries} entries and {n_sessions} sessions are encrypted now{lost}")
 
 
 def _gigabytes(text: str) -> float:

@@ -7,15 +7,20 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from mixedkv.bundled import model_path
-from mixedkv.chat import ChatUsage, MessageCache
+from mixedkv.chat import ChatResult, ChatUsage, MessageCache
+from mixedkv.cli.chat_terminal import StopSignal, questions
 from mixedkv.cli.model import DEFAULT_N_CTX, add_streaming_arguments, open_model, quiet
 from mixedkv.cli.values import positive, temperature
 from mixedkv.config import parse_kv
+from mixedkv.errors import StoppedError
 from mixedkv.llama import Llama
+from mixedkv.model.named_model import HELP as MODEL_HELP
+from mixedkv.model.named_model import find_model
 from mixedkv.store import KVStore
 from mixedkv.terminal import with_prompt_bar
 
@@ -24,10 +29,11 @@ _KV, _MESSAGES = "kv", "messages.jsonl"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Talk to a model, a line at a time; an empty line or the end of input ends it. With --history the "
-        "next call goes on where this one ended, and evaluates nothing of it again."
+        "Talk to a model. On a terminal Ctrl-D ends the chat and Ctrl-C stops an answer. Piped input is a "
+        "question a line, up to an empty one. With --history the next call goes on where this one ended, and "
+        "evaluates nothing of it again."
     )
-    parser.add_argument("-m", "--model", metavar="FILE", help="GGUF model (default: the bundled one)")
+    parser.add_argument("-m", "--model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument(
         "--history",
         metavar="DIR",
@@ -60,7 +66,7 @@ def chat(args: argparse.Namespace) -> None:
     parse_kv(args.kv)  # before a model is read
     if args.new and args.history is None:
         raise ValueError("--new: there is no --history to forget")
-    path = Path(args.model) if args.model else model_path()
+    path = find_model(args.model)
     history = _History(Path(args.history) if args.history is not None else None, args.new)
     with quiet(not args.verbose), open_model(path, args) as llm, _store(history, args) as store:
         if "tokenizer.chat_template" not in llm.metadata:
@@ -74,27 +80,37 @@ def _talk(llm: Llama, cache: MessageCache, history: _History, args: argparse.Nam
         _tell(f"{len(history.messages)} messages so far")
     elif args.system:
         history.add({"role": "system", "content": args.system})
-    for line in _lines():
-        question = {"role": "user", "content": line}
+    for text in _questions(history):
+        question = {"role": "user", "content": text}
         options = {"max_tokens": args.n_predict, "temperature": args.temp, "seed": args.seed}
-        with cache.stream([*history.messages, question], **options) as answer:
+        result, stopped = _answer(llm, cache, [*history.messages, question], options)
+        if result is not None and (result.content or not stopped):
+            history.add(question, result.message)
+            _tell(("stopped; " if stopped else "") + _took(result.usage))
+        else:
+            _tell("stopped before the answer began: the question is not kept")
+        if stopped and not sys.stdin.isatty():
+            raise KeyboardInterrupt
+
+
+def _answer(
+    llm: Llama, cache: MessageCache, messages: list[dict[str, Any]], options: dict[str, Any]
+) -> tuple[ChatResult | None, bool]:
+    """Print an answer, and return it and whether Ctrl-C stopped it."""
+    with StopSignal(llm) as stop:
+        with cache.stream(messages, **options) as answer, suppress(StoppedError):
             for chunk in with_prompt_bar(llm, answer):
                 print(chunk["choices"][0]["delta"].get("content") or "", end="", flush=True)
+                if stop.came:
+                    break
         print(flush=True)
-        if answer.result is not None:
-            history.add(question, answer.result.message)
-            _tell(_took(answer.result.usage))
+        return answer.result, stop.came
 
 
-def _lines() -> Iterator[str]:
-    """Up to an empty one."""
-    while True:
-        if sys.stdin.isatty():
-            print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline().strip()
-        if not line:
-            return
-        yield line
+def _questions(history: _History) -> Iterator[str]:
+    if sys.stdin.isatty() and sys.stderr.isatty():
+        return questions([message["content"] for message in history.messages if message["role"] == "user"])
+    return takewhile(bool, (line.strip() for line in sys.stdin))
 
 
 def _took(usage: ChatUsage) -> str:

@@ -6,17 +6,18 @@ import argparse
 import json
 from collections.abc import Iterable
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from mixedkv.bench.sensitivity import read_shares
-from mixedkv.bundled import model_path
 from mixedkv.cli.values import positive
 from mixedkv.config import PRESETS, parse_kv, settle
 from mixedkv.kv.stats import format_bytes
+from mixedkv.llama_arguments import beyond_training
 from mixedkv.model.footprint import ModelShape, footprint, model_shape
 from mixedkv.model.gguf_file import ModelFile, read_model_file
-from mixedkv.model.value_bases import value_errors
+from mixedkv.model.layer_plan import Shares
+from mixedkv.model.named_model import HELP as MODEL_HELP
+from mixedkv.model.named_model import find_model
 
 _N_CTX = 8192
 _SETTINGS = (
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Show a model's layers and heads, and the bytes of each cache setting. Loads nothing."
     )
-    parser.add_argument("-m", "--model", metavar="FILE", help="GGUF model (default: the bundled one)")
+    parser.add_argument("-m", "--model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument(
         "--n-ctx",
         metavar="N",
@@ -58,21 +59,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def info(args: argparse.Namespace) -> None:
-    file = read_model_file(Path(args.model) if args.model else model_path())
+    file = read_model_file(find_model(args.model))
     shape = model_shape(file)
     contexts = args.n_ctx or [min(_N_CTX, shape.n_ctx_train or _N_CTX)]
     sizes = list(product(contexts, args.sequences))
     shares = read_shares(args.shares) if args.shares else None
-    errors = value_errors(file.path) if any("budget=" in spec for spec in args.kv) else None
-    known: dict[str, Any] = {"shares": shares, "calibrated": errors}
-    report = _report(file, shape, known, args.kv, sizes)
+    report = _report(file, shape, shares, args.kv, sizes)
     print(json.dumps(report, indent=2) if args.json else "\n".join(_lines(report, sizes)))
 
 
 def _report(
     file: ModelFile,
     shape: ModelShape,
-    known: dict[str, Any],
+    shares: Shares | None,
     specs: Iterable[str],
     sizes: list[tuple[int, int]],
 ) -> dict[str, Any]:
@@ -93,13 +92,12 @@ def _report(
         },
         "n_ctx": sizes[0][0],
         "computed_by": "formula",
-        "caches": [_cache(shape, known, spec, *size) for spec in specs for size in sizes],
+        "caches": [_cache(shape, shares, spec, *size) for spec in specs for size in sizes],
     }
 
 
-def _cache(shape: ModelShape, known: dict[str, Any], spec: str, n_ctx: int, n_seq: int) -> dict[str, Any]:
-    """`known`: what `settle` takes besides."""
-    kv = settle(parse_kv(spec), shape, n_ctx, n_seq, **known)
+def _cache(shape: ModelShape, shares: Shares | None, spec: str, n_ctx: int, n_seq: int) -> dict[str, Any]:
+    kv = settle(parse_kv(spec), shape, n_ctx, n_seq, shares)
     size = footprint(shape, kv, n_ctx, n_seq)
     f16 = footprint(shape, parse_kv("f16"), n_ctx).bytes
     return {
@@ -122,6 +120,9 @@ def _lines(report: dict[str, Any], sizes: list[tuple[int, int]]) -> Iterable[str
     yield f"context  {model['n_ctx_train']} tokens in training"
     yield ""
     yield from _table(report["caches"], *sizes[0]) if len(sizes) == 1 else _matrix(report["caches"], sizes)
+    for n_ctx in sorted({n_ctx for n_ctx, _ in sizes}):
+        if text := beyond_training(n_ctx, model["n_ctx_train"], {}):
+            yield f"  {text}."
     if any(cache["saving"] < 0 for cache in report["caches"]):
         yield "  More than F16 is refused where hot_budget is not given."
     if view := max(cache["bytes_view"] for cache in report["caches"]):

@@ -1,4 +1,4 @@
-"""Command line: `run`, `chat`, `serve` answer; `split`, `calibrate` make files; `cache`, `bench`, `info`."""
+"""Command line: `run`, `chat`, `serve` answer; `split` makes files; `cache`, `bench`, `info`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -18,7 +19,6 @@ _COMMANDS = {
     "run": "generate text from a prompt",
     "chat": "talk to a model, and go on another day",
     "info": "what a cache would take",
-    "calibrate": "measure a model's values, for a cache of fewer bits",
     "serve": "serve a model over HTTP, as OpenAI does",
     "split": "a model on two machines: layers and cache here, embeddings and output head there",
     "cache": "list, check and clean stored KV",
@@ -28,6 +28,7 @@ _COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 2 for bad input, 130 after Ctrl-C."""
+    warnings.showwarning = _show_warning  # type: ignore[assignment]
     try:
         args = _parser().parse_args(argv)
         args.command(args)
@@ -42,7 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _one_line(error: Exception) -> str:
+def _show_warning(message: Warning | str, *_: object) -> None:
+    print(f"mixedkv: warning: {_one_line(message)}", file=sys.stderr)
+
+
+def _one_line(error: Exception | str) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split())

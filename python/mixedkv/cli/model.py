@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import llama_cpp
-from llama_cpp import _logger
 
 from mixedkv import _llama_cpp
 from mixedkv.cli.values import layers, memory
@@ -59,13 +54,9 @@ def _default_n_ctx(path: Path) -> int:
 def quiet(wanted: bool) -> Iterator[None]:
     """Errors reach the user as exceptions: without llama.cpp's log each is one line."""
     if wanted:
-        _set_log(_llama_cpp.no_log)
+        _llama_cpp.silence_log()
     try:
         yield
     finally:
         if wanted:
-            _set_log(_logger.llama_log_callback)
-
-
-def _set_log(callback: Any) -> None:
-    llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
+            _llama_cpp.show_log()

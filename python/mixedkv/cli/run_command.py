@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import Recall, make_recall
 from mixedkv.cli.model import DEFAULT_N_CTX, add_streaming_arguments, open_model, quiet
 from mixedkv.cli.values import positive, temperature
 from mixedkv.config import parse_kv
 from mixedkv.kv.stats import KVStats, format_bytes, format_saving
 from mixedkv.llama import Llama
+from mixedkv.model.named_model import HELP as MODEL_HELP
+from mixedkv.model.named_model import find_model
 from mixedkv.terminal import with_prompt_bar
 
 _DEMO_SEED, _DEMO_SENTENCES = 7, 40
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Generate text. Without -p the bundled model is asked about a fact in a short journal."
     )
-    parser.add_argument("-m", "--model", metavar="FILE", help="GGUF model (default: the bundled one)")
+    parser.add_argument("-m", "--model", metavar="MODEL", help=MODEL_HELP)
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("-p", "--prompt", metavar="TEXT", help="prompt, continued as it is")
     prompt.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file; - is stdin")
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
     parse_kv(args.kv)  # before a model is read
     demo = _demo(args)
     prompt = demo.messages if demo else _as_prompt(_read_prompt(args), args.chat)
-    path = Path(args.model) if args.model else model_path()
+    path = find_model(args.model)
     with quiet(not args.verbose), open_model(path, args) as llm:
         if demo and sys.stderr.isatty():
             print(_introduce(demo), file=sys.stderr)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
 from mixedkv.engine.prompt_logprobs import PromptLogprobs
 from mixedkv.engine.scheduler import Run
-from mixedkv.native_batch import NativeBatch
-
-NO_CELLS = 1  # llama_decode: no free cells for the batch; nothing has changed
+from mixedkv.kv.cache import KVCache
+from mixedkv.native_batch import NativeBatch, decode
 
 
 class Batch:
@@ -65,8 +63,13 @@ class Batch:
         self._native.n_tokens = last
         return last - 1
 
-    def add_run(self, run: Run) -> None:
-        """Append what a job has in a step."""
+    def set_runs(self, runs: Sequence[Run]) -> None:
+        """Hold what jobs have in a step, and nothing else."""
+        self.clear()
+        for run in runs:
+            self._add_run(run)
+
+    def _add_run(self, run: Run) -> None:
         job, first = run.job, run.job.n_rows
         assert job.seq is not None
         asked = job.prompt_logprobs if job.prompt_logprobs and job.prompt_logprobs.wants(first) else None
@@ -77,9 +80,9 @@ class Batch:
         if run.drafts:
             self.add(run.drafts, first + run.n, job.seq.id, logits=True, every=True)
 
-    def decode(self, context: Any) -> int:
-        """llama_decode's return code: 0, NO_CELLS, else an error."""
-        code = int(llama_cpp.llama_decode(context, self._native))
+    def decode(self, context: Any, kv: KVCache | None = None) -> int:
+        """Evaluate the batch and return llama_decode's code; `kv`: the context's, where it is a `Llama`'s."""
+        code = decode(context, self._native) if kv is None else kv.decode(self._native)
         for asked, index, first, n in self._asked if code == 0 else ():
             asked.take(context, index, first, n)
         return code

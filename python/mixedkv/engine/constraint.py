@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -25,6 +25,7 @@ from mixedkv import _llama_cpp
 from mixedkv.engine.detokenizer import Detokenizer
 from mixedkv.engine.gbnf import gbnf_to_lark
 from mixedkv.engine.json_schema import MAX_SCHEMA, closed_schema
+from mixedkv.engine.number_length import NumberLength, begin_with_digit
 from mixedkv.llama import Llama
 
 log = logging.getLogger("mixedkv.engine")
@@ -79,20 +80,33 @@ class DeadEndError(ValueError):
     """No token of the model continues the answer, or finding one takes more than is allowed."""
 
 
+class _Tokens:
+    """Each token's bytes, and whether it begins with a digit."""
+
+    def __init__(self, tokens: list[bytes]) -> None:
+        self.bytes, self.digit = tokens, begin_with_digit(tokens)
+
+
 class Matcher:
     """A constraint and how much of an answer it has seen; used by one thread at a time."""
 
-    def __init__(self, inner: Any, name: str, n_vocab: int, tokenizer: Any) -> None:
-        self._inner, self._name, self._n_vocab, self._tokenizer = inner, name, n_vocab, tokenizer
+    def __init__(
+        self, inner: Any, name: str, vocabulary: _Tokens, tokenizer: Any, numbers: NumberLength | None = None
+    ) -> None:
+        self._inner, self._name, self._vocabulary, self._tokenizer = inner, name, vocabulary, tokenizer
+        self._numbers = numbers  # of a text that is JSON from its first byte
 
     def copy(self) -> Matcher:
         """Another one at the same place. Both share the lexer's states, and the limit of their number: keep
         copies to one request.
         """
-        return Matcher(self._inner.deep_copy(), self._name, self._n_vocab, self._tokenizer)
+        numbers = replace(self._numbers) if self._numbers is not None else None
+        return Matcher(self._inner.deep_copy(), self._name, self._vocabulary, self._tokenizer, numbers)
 
     def allows(self, token: int) -> bool:
         """Far quicker than `allowed`; says False where only the end may come."""
+        if self._numbers is not None and self._numbers.is_full and self._vocabulary.digit[token]:
+            return bool((self.allowed() == token).any())
         return bool(self._inner.validate_tokens([token]))
 
     def allowed(self) -> npt.NDArray[np.int32]:
@@ -103,7 +117,12 @@ class Matcher:
         """
         mask = np.frombuffer(self._inner.compute_bitmask(), np.uint8)
         self._check()
-        return np.flatnonzero(np.unpackbits(mask, bitorder="little")[: self._n_vocab]).astype(np.int32)
+        bits = np.unpackbits(mask, bitorder="little")[: len(self._vocabulary.bytes)]
+        allowed = np.flatnonzero(bits).astype(np.int32)
+        if self._numbers is not None and self._numbers.is_full:
+            others = allowed[~self._vocabulary.digit[allowed]]
+            return others if len(others) else allowed  # where a number cannot end it goes on
+        return allowed
 
     def certain(self) -> list[int]:
         """Tokens of the text that has to come next, the longest ones: the model may write it with others."""
@@ -113,6 +132,8 @@ class Matcher:
     def follow(self, text: bytes) -> bool:
         """Go on by a text, whatever its tokens were. False where it is not allowed: it is then of no use."""
         tokens = self._tokenizer.greedy_tokenize(text.decode("utf-8", "replace"))
+        if self._numbers is not None:
+            self._numbers.read(text)
         return int(self._inner.try_consume_tokens(tokens)) == len(tokens)
 
     def accept(self, token: int) -> None:
@@ -122,6 +143,8 @@ class Matcher:
             DeadEndError: that took too much.
         """
         self._inner.consume_token(token)
+        if self._numbers is not None:
+            self._numbers.read(self._vocabulary.bytes[token])
         self._check()
 
     def _check(self) -> None:
@@ -150,7 +173,7 @@ class ConstraintCompiler:
 
     def _init(self, tokens: list[bytes], ends: list[int]) -> None:
         self.ends = ends
-        self._tokens, self._n_vocab = tokens, len(tokens)
+        self._tokens = _Tokens(tokens)
         self._names = {name[1:]: token for token, name in enumerate(tokens) if name[:1] == _SPECIAL}
         self._tokenizers: dict[tuple[int, ...], Any] = {}
         self._making = threading.Lock()
@@ -169,7 +192,8 @@ class ConstraintCompiler:
                 raise ValueError(_message(inner.get_error()))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{constraint.name}: {str(error)[:500]}") from None
-        matcher = Matcher(inner, constraint.name, self._n_vocab, tokenizer)
+        numbers = NumberLength() if constraint.kind == "json_schema" else None
+        matcher = Matcher(inner, constraint.name, self._tokens, tokenizer, numbers)
         matcher.allowed()  # the first mask takes longest, and a dead end shows early
         return matcher
 
@@ -181,7 +205,7 @@ class ConstraintCompiler:
     def _tokenizer(self, shown: tuple[int, ...]) -> Any:
         with self._making:
             if shown not in self._tokenizers:
-                tokens = list(self._tokens)
+                tokens = list(self._tokens.bytes)
                 for token in shown:
                     tokens[token] = tokens[token].removeprefix(_SPECIAL)
                 self._tokenizers[shown] = _tokenizer(tokens, self.ends)

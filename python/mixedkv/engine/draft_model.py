@@ -17,10 +17,11 @@ import llama_cpp
 import numpy as np
 
 from mixedkv import _llama_cpp
-from mixedkv.engine.batch import NO_CELLS, Batch
+from mixedkv.engine.batch import Batch
 from mixedkv.engine.job import Job
 from mixedkv.engine.sampler import logits_row
 from mixedkv.llama import Llama
+from mixedkv.native_batch import NO_CELLS
 from mixedkv.tokens import Tokens, common_prefix
 
 log = logging.getLogger(__name__)
@@ -141,7 +142,7 @@ class DraftModel:
 
     def _decode(self) -> bool:
         """Evaluate the batch; whether that was possible."""
-        code = self._batch.decode(self._model.ctx)
+        code = self._batch.decode(self._model.ctx, self._model.kv)
         if code == 0:
             return True
         if code != NO_CELLS:  # else those of answers that have ended make room for the next step

@@ -65,6 +65,13 @@ class EmbeddingContext:
     """
 
     def __init__(self, llm: Llama, file: ModelFile, *, n_ctx: int = 0, n_batch: int = 512) -> None:
+        if not _llama_cpp.has_vocabulary(llm):
+            raise ValueError("embeddings: the body of a split model reads no text: use the whole model")
+        if llm.streaming is not None and llm.streaming.layers:
+            raise ValueError(
+                "embeddings: this model's layers are streamed, which is for one context: leave stream_layers "
+                "and memory out"
+            )
         self._model = _llama_cpp.model(llm)
         n_train = int(llama_cpp.llama_model_n_ctx_train(self._model))
         if n_ctx > n_train:
@@ -76,15 +83,15 @@ class EmbeddingContext:
         self.in_pieces = not only_embeds(file)
         n_vocab = int(llm.n_vocab())
         self.n_slice = min(n_batch, max(_LEAST_SLICE, _MAX_LOGITS // n_vocab))
-        self.n_seq = _MAX_STATES if not llm.kv.can_cut else _MAX_INPUTS
         n_ubatch = self.n_slice if self.in_pieces else max(self.n_slice, self.n_ctx)
+        self.n_seq = min(_MAX_STATES if not llm.kv.can_cut else _MAX_INPUTS, n_ubatch)
         self._batch = Batch(n_ubatch)
         self._held = 0  # the sequence whose input goes on
         self._holds = False
         self._ctx = self._make(llm, n_ubatch)
         self._memory = llama_cpp.llama_get_memory(self._ctx)
         self._threads: _core.Threads | None = None
-        _llama_cpp.at_close(llm, self.close)
+        llm.at_close(self.close)
         self._threads = _core.Threads(_llama_cpp.address(self._ctx))
 
     def _choose_pooling(self, file: ModelFile) -> int:

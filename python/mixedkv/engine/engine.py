@@ -22,12 +22,13 @@ from typing import Any, TypeVar
 from mixedkv import _llama_cpp
 from mixedkv.chunks import Reuse
 from mixedkv.engine.answer import Answer
-from mixedkv.engine.batch import NO_CELLS, Batch
+from mixedkv.engine.batch import Batch
 from mixedkv.engine.checkpoints import CheckpointLimits
 from mixedkv.engine.chunk_connector import ChunkConnector
 from mixedkv.engine.deliver import Deliver, Outbox, deliver_directly
 from mixedkv.engine.detokenizer import Detokenizer, stop_strings
 from mixedkv.engine.drafter import Drafter
+from mixedkv.engine.engine_models import check_model, lend
 from mixedkv.engine.inbox import Inbox
 from mixedkv.engine.job import Failed, Job
 from mixedkv.engine.kv_connector import KVConnector
@@ -48,6 +49,7 @@ from mixedkv.engine.turns import Turns
 from mixedkv.engine.vector_job import VectorJob, take_hidden, vector_width
 from mixedkv.errors import ClosedError, ContextLengthError
 from mixedkv.llama import Llama
+from mixedkv.native_batch import NO_CELLS
 from mixedkv.overflow import Overflow
 from mixedkv.tokens import Tokens
 
@@ -107,15 +109,7 @@ class Engine:
         draft_model: Llama | None = None,
         turns: Turns | None = None,
     ) -> None:
-        n_seq = llm.context_params.n_seq_max
-        if not llm.context_params.kv_unified:
-            raise ValueError("kv_unified=False: sequences can share rows in a unified cache only")
-        parallel = n_seq // 2 if parallel is None else parallel
-        if not 1 <= parallel < min(n_seq, llm.n_batch + 1):
-            raise ValueError(
-                f"parallel={parallel}: use fewer than the context's {n_seq} sequences (n_seq_max), "
-                f"and n_batch={llm.n_batch} at most"
-            )
+        parallel = check_model(llm, parallel)
         self.llm, self.parallel = llm, parallel
         self.n_ctx, self.width = int(llm.n_ctx()), vector_width(llm)
         if self.width == 0:  # else the model has no vocabulary, and takes `VectorJob`s only
@@ -124,7 +118,7 @@ class Engine:
         self.observer = observer or Observer()
         self.pool = SequencePool(
             llm.kv,
-            n_seq,
+            n_seq := llm.context_params.n_seq_max,
             llm.kv.cut_rule,
             exact_only=exact_only,
             max_kept=max(1, (n_seq - parallel) // 2),
@@ -158,13 +152,12 @@ class Engine:
         self._closed, self._closing = False, threading.RLock()
         self._thread = threading.Thread(target=self._run, name="mixedkv-engine", daemon=True)
         llm.kv.clear()  # the pool takes all sequences for empty
+        self._models = [llm] if draft_model is None else [llm, draft_model]
         if connector is not None:
             connector.attach(self)
         self._thread.start()
         atexit.register(self.close)  # llama.cpp does not outlive the main thread
-        closing = weakref.WeakMethod(self.close)
-        for model in [llm] if draft_model is None else [llm, draft_model]:
-            _llama_cpp.at_close(model, lambda: (close := closing()) and close())
+        lend(self._models, weakref.WeakMethod(self.close))
 
     # --- any thread ---
 
@@ -221,8 +214,9 @@ class Engine:
         """
         if self.width:
             raise ValueError("a model without vocabulary takes vectors: use `submit_jobs` with a VectorJob")
-        self._check_open()  # the tokenizer's vocabulary goes with the `Llama`
-        tokens, stops = self.tokenizer.encode(prompt, long=overflow == "slide")
+        self._check_open()
+        with self.llm.kv.busy.present():  # the tokenizer's vocabulary goes with the `Llama`
+            tokens, stops = self.tokenizer.encode(prompt, long=overflow == "slide")
         job = Job(
             tokens,
             max_tokens=max_tokens,
@@ -347,6 +341,8 @@ class Engine:
                 self._inbox.close()
                 self._thread.join()
                 self.speculation.close()
+                for model in self._models:
+                    model.lend(False)
                 self._closed = True
                 atexit.unregister(self.close)
 
@@ -449,10 +445,8 @@ class Engine:
         """Evaluate a step; llama_decode's code."""
         if drafts:
             self.speculation.plan(step)
-        self._batch.clear()
-        for run in step.runs:
-            self._batch.add_run(run)
-        return step, self._batch.decode(self.llm.ctx) if step.runs else 0
+        self._batch.set_runs(step.runs)
+        return step, self._batch.decode(self.llm.ctx, self.llm.kv) if step.runs else 0
 
     def _answer(self, run: Run, index: int) -> None:
         """Take a job's next tokens from the step's logits: its drafts count as far as they are its choice."""

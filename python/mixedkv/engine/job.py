@@ -25,6 +25,7 @@ from mixedkv.engine.thought import Thought
 from mixedkv.images import Picture, place
 from mixedkv.llama import Llama
 from mixedkv.overflow import Gap, LongPrompt, Overflow, without
+from mixedkv.store.recheck import Doubt
 from mixedkv.tokens import Tokens
 
 
@@ -153,6 +154,7 @@ class Job:
         self.answer: list[str] = []
         self.logprobs: list[tuple[int, TokenLogprob]] = []  # with the character where the token starts
         self.blocks: list[Any] = []  # from the store, still to be loaded
+        self.doubt: Doubt | None = None  # what of them is compared with the model first
         self.n_fetched = 0  # tokens they cover
         self.blocks_exact = True
         self.n_in_context: int | None = None  # as it was when the store was asked
@@ -259,13 +261,14 @@ class Job:
         """The first `n` tokens of the prompt have rows that were there."""
         self.n_cached, self.n_approximate = n, 0 if self.exact else n
 
-    def set_blocks(self, blocks: list[Any], tier: str, exact: bool) -> None:
-        """Rows from the store, to be used if the context has fewer."""
+    def set_blocks(self, blocks: list[Any], tier: str, exact: bool, doubt: Doubt | None = None) -> None:
+        """Rows from the store, to be used if the context has fewer; `doubt`: to be compared first."""
+        self.doubt = doubt
         self.blocks, self.cached_tier, self.blocks_exact = blocks, tier, exact
         self.n_fetched = sum(len(block.tokens) for block in blocks)
 
     def forget_blocks(self) -> None:
-        self.blocks, self.n_fetched = [], 0
+        self.blocks, self.n_fetched, self.doubt = [], 0, None
 
     def set_passages(self, rows: Rows, method: Method | None) -> None:
         """Rows from elsewhere for passages of the prompt, in order; none are left where it is empty."""

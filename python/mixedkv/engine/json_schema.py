@@ -14,6 +14,7 @@ MAX_SCHEMA = 1 << 16  # characters
 _MAX_DEPTH = 2000  # schemas in schemas, through all definitions: llguidance recurses
 _MAX_PROPERTIES = 1000  # of one object: llguidance's time grows with the square
 _MAX_NUMBER = 2**53  # llguidance computes with 64-bit floats
+_MAX_INTEGER = 9 * 10**18  # where a schema sets no bound: 19 digits, as llguidance's 64 bits have
 _MAX_REMAINDERS = 10_000  # of multipleOf; the compiler's time grows with them
 
 _NOT_ENFORCED = frozenset({
@@ -56,9 +57,10 @@ def closed_schema(schema: Any) -> dict[str, Any]:
     """A schema whose texts are all texts of the given one, without what that merely leaves open.
 
     An object that lists its properties has no others, unless `additionalProperties` says so; a tuple ends
-    with its last item; a schema without a type has the type that its keywords are for. Models, small ones
-    above all, else fill an answer with whatever is allowed. Schemas that meet others for the same value
-    (under `allOf`, beside `$ref` or `anyOf`) stay open: closed, they could exclude each other.
+    with its last item; a schema without a type has the type that its keywords are for; an integer without a
+    bound has 19 digits at most. Models, small ones above all, else fill an answer with whatever is allowed.
+    Schemas that meet others for the same value (under `allOf`, beside `$ref` or `anyOf`) stay open, but for
+    the digits: closed, they could exclude each other.
 
     Raises:
         ValueError: a keyword is not enforced or has a bad value; the message names it and its place.
@@ -98,6 +100,7 @@ class _Walk:
         for key, (node, _) in self._nodes.items():
             for name in _NAMES:
                 node.pop(name, None)
+            _bound(node)
             if key not in self._shared and not any(name in node for name in _IN_PLACE):
                 _close(node)
         for node in self._exclusive:
@@ -218,6 +221,16 @@ def _children(node: dict[str, Any], place: str) -> Iterator[tuple[str, Any, str]
                 yield name, child, f"{place}/{name}/{i}"
         elif value is not None:
             yield name, value, f"{place}/{name}"
+
+
+def _bound(node: dict[str, Any]) -> None:
+    kinds = node["type"] if isinstance(node.get("type"), list) else [node.get("type")]
+    if "integer" not in kinds or "number" in kinds or {"const", "enum"} & node.keys():
+        return
+    if not {"minimum", "exclusiveMinimum"} & node.keys():
+        node["minimum"] = -_MAX_INTEGER
+    if not {"maximum", "exclusiveMaximum"} & node.keys():
+        node["maximum"] = _MAX_INTEGER
 
 
 def _close(node: dict[str, Any]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 
+from mixedkv.engine.job import Job
 from mixedkv.engine.observer import Observer
+from mixedkv.engine.rechecking import evaluate_copy
 from mixedkv.engine.scheduler import Scheduler, Step
 from mixedkv.llama import Llama
 
@@ -32,10 +34,27 @@ class Loader:
             log.warning("a stored block could not be loaded: %s", error)
             self._observer.restore_failed("load")
             self._scheduler.refetch(job)
+        if not job.blocks and job.doubt is not None:
+            self._recheck(job)
         if not job.evaluated:  # not after a pause or a preemption
             job.set_cached(job.n_rows)
         if not job.blocks:
             self._observer.restored(job)
+
+    def _recheck(self, job: Job) -> None:
+        """Compare stored rows that nobody has compared yet: where they are wrong the job evaluates all."""
+        doubt, job.doubt = job.doubt, None
+        assert doubt is not None
+        assert job.seq is not None
+        try:
+            problem = evaluate_copy(self._llm, self._scheduler.pool, job.seq, doubt)
+        except Exception as error:  # what cannot be compared is not believed
+            problem = f"it could not be compared: {error}"
+            log.warning("stored rows could not be compared with the model: %s", error)
+        self._observer.rechecked(problem)
+        if problem:
+            self._observer.restore_failed("wrong")
+            self._scheduler.refetch(job)
 
     def stitch(self, step: Step) -> None:
         """Put passages together, as far as the step goes."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mixedkv.engine.batch import NO_CELLS
 from mixedkv.engine.job import Job
 from mixedkv.engine.scheduler import Scheduler, Step
 from mixedkv.llama import Llama
+from mixedkv.native_batch import NO_CELLS
 
 
 def look(llm: Llama, step: Step, scheduler: Scheduler) -> Iterator[tuple[Job, Exception | None]]:
@@ -16,7 +16,7 @@ def look(llm: Llama, step: Step, scheduler: Scheduler) -> Iterator[tuple[Job, Ex
         job = run.job
         if job.seq is None or job.picture is None:  # it gave way to another one
             continue
-        code = job.picture.evaluate(llm.ctx, job.n_rows, job.seq.id, llm.n_batch)
+        code = job.picture.evaluate(llm.kv, job.n_rows, job.seq.id, llm.n_batch)
         if code == 0:
             scheduler.has_rows(run)
         elif code != NO_CELLS:

@@ -18,11 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv import _core, _llama_cpp
-from mixedkv.engine.batch import NO_CELLS, Batch
+from mixedkv.engine.batch import Batch
 from mixedkv.engine.draft_model import sure_guess
 from mixedkv.engine.job import Job
 from mixedkv.engine.scheduler import Step
 from mixedkv.llama import Llama
+from mixedkv.native_batch import NO_CELLS
 from mixedkv.tokens import Tokens, common_prefix
 
 log = logging.getLogger(__name__)
@@ -120,7 +121,7 @@ class MtpHead:
         self._memory = llama_cpp.llama_get_memory(self._ctx)
         self._threads = _core.Threads(_llama_cpp.address(self._ctx))
         closing = weakref.WeakMethod(self.close)
-        _llama_cpp.at_close(llm, lambda: (close := closing()) and close())
+        llm.at_close(lambda: (close := closing()) and close())
         _core.keep_hidden(_llama_cpp.address(self._ctx), True, True)
         _core.keep_hidden(_llama_cpp.address(self._target), True, False)
 

@@ -52,6 +52,9 @@ class Observer:
 
     def store_failed(self, reason: str) -> None: ...
 
+    def rechecked(self, problem: str) -> None:
+        """Tokens of stored rows were evaluated again; what is wrong with the rows, "" if nothing is."""
+
     # --- embeddings: the first two on the event loop ---
 
     def embedding_requests(self, n: int) -> None:

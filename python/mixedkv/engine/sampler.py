@@ -126,6 +126,7 @@ class Sampler:
 
     def __init__(self, vocab: Any, sampling: Sampling, n_ctx: int, matcher: Matcher | None = None) -> None:
         self._n_vocab = int(llama_cpp.llama_vocab_n_tokens(vocab))
+        self.greedy = sampling.temperature <= 0  # the same logits, the same token
         self._sees_prompt = sampling.repeat_penalty != 1.0 or sampling.dry_multiplier > 0
         self._matcher = matcher
         self._chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())

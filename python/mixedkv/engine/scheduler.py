@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mixedkv.chunks.stitch import behind
 from mixedkv.engine.checkpoints import places
@@ -130,6 +130,7 @@ class Scheduler:
         elif seq.tokens and job.goes_on:
             self.pool.pause(seq)
         elif seq.tokens:
+            seq.n_prompt = job.n_prompt
             self.pool.release(seq, job.keep and not job.cancelled, job.session)
             self.to_save.append(seq)  # the next turn goes on from here, and may be said again in other words
         else:
@@ -238,6 +239,8 @@ class Scheduler:
         n_cells = job.n_cells - match.n + _HEADROOM + self.pool.n_cells(match)
         if not self._make_room(job, n_cells, match.source):
             return False
+        if job.sampler is not None and job.sampler.greedy and self.pool.asked_again(match, job.n_prompt):
+            match = replace(match, again=True)  # in the same cells it is the same answer, to the bit
         seq = self.pool.acquire(job.tenant, match)
         if seq is None:
             return False
@@ -341,6 +344,8 @@ class Scheduler:
                 step.n_prompt += len(job.picture)
                 continue
             n = job.up_to_checkpoint(n)
+            if job.sampler and n == job.n_remaining and not step.n_streams and len(prompts) == 1:
+                n -= 1  # the last token is a step of its own, as where all before it has rows: the same bits
             if n:
                 step.runs.append(Run(job, n, chooses=n == job.n_remaining))
                 step.n_prompt += n

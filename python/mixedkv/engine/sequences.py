@@ -65,6 +65,8 @@ class Sequence:
             and nobody but the next turn goes on from them.
         shared: other sequences may have its rows at the positions below.
         session: whose prefix it then is, if it is a session's.
+        n_prompt: how many of its tokens were the prompt that was answered last; 0 where none was.
+        guest: nobody waits for its rows; it runs, and is evicted before all others.
         version: changes whenever rows are taken away, so that who reads rows later can tell.
     """
 
@@ -81,6 +83,8 @@ class Sequence:
     gap: Gap | None = None
     shared: int = 0
     session: str | None = None
+    n_prompt: int = 0
+    guest: bool = False
     used_at: int = 0
     version: int = 0
 
@@ -98,7 +102,8 @@ class Sequence:
 class Match:
     """The best start for a prompt: `n` tokens of `source`, with a checkpoint where a plain cut would not do;
     up to `longest` are the same, but cannot be gone on from exactly. `dropped` tokens of the source from
-    `head` on are taken out first.
+    `head` on are taken out first. `again`: the source answered the same prompt, and what it answered is about
+    to be answered again.
     """
 
     source: Sequence | None
@@ -108,6 +113,7 @@ class Match:
     checkpoint: Checkpoint | None = None
     head: int = 0
     dropped: int = 0
+    again: bool = False
 
     @property
     def moved(self) -> bool:
@@ -154,10 +160,10 @@ class SequencePool:
         return [seq for seq in self._all if seq.running or seq.tokens]
 
     def idle(self) -> list[Sequence]:
-        """Idle prefixes, in the order of their eviction."""
-        idle = [seq for seq in self._all if seq.tokens and not seq.running]
+        """Guests and idle prefixes, in the order of their eviction."""
+        idle = [seq for seq in self._all if seq.guest or (seq.tokens and not seq.running)]
         kept = self._kept(idle)
-        return sorted(idle, key=lambda seq: (seq.paused, seq.id in kept, seq.used_at))
+        return sorted(idle, key=lambda seq: (not seq.guest, seq.paused, seq.id in kept, seq.used_at))
 
     def _kept(self, idle: list[Sequence]) -> set[int]:
         """Of those with `keep` each tenant's latest, as many as is its share and its limit."""
@@ -253,7 +259,7 @@ class SequencePool:
         source = match.source
         if source is None:
             seq = self._free(None)
-        elif not match.dropped and self._may_continue(source, match.n):
+        elif not match.dropped and (match.again or self._may_continue(source, match.n)):
             seq = self._cut(source, match)
         elif match.dropped or (source.stitched and source.gap is not None):
             seq = self._move(source, match)
@@ -265,7 +271,7 @@ class SequencePool:
         seq.keep = seq.paused = False
         seq.exact, seq.whole = match.exact, True
         seq.stitched = source is not None and (source.stitched or match.dropped > 0)
-        seq.gap = None
+        seq.gap, seq.n_prompt = None, 0
         if source is not None:  # a prefix that many share is in use, however old it is
             self.touch(source)
         self.touch(seq)
@@ -330,7 +336,7 @@ class SequencePool:
     def drop(self, seq: Sequence) -> None:
         """Give the rows and the place back."""
         self.clear(seq)
-        seq.running = seq.keep = seq.paused = False
+        seq.running = seq.keep = seq.paused = seq.guest = False
         seq.exact, seq.session, seq.stitched, seq.gap = True, None, False, None
 
     def clear(self, seq: Sequence) -> None:
@@ -362,6 +368,13 @@ class SequencePool:
         seq.version += 1
         return True
 
+    def asked_again(self, match: Match, n_prompt: int) -> bool:
+        """Whether the idle source of a match answered this prompt, and can do so again in its place."""
+        source = match.source
+        if source is None or source.running or source.keep or source.paused or match.dropped:
+            return False
+        return source.n_prompt == n_prompt == match.n + 1
+
     def evict(self, spare: Sequence | None = None) -> bool:
         """Drop the idle prefix that was used the longest ago; False when there is none."""
         for seq in self.idle():
@@ -370,6 +383,11 @@ class SequencePool:
                 self.n_evicted += 1
                 return True
         return False
+
+    @property
+    def has_free(self) -> bool:
+        """Whether a sequence is free without an eviction."""
+        return any(not seq.running and not seq.tokens for seq in self._all)
 
     @property
     def used(self) -> int:

@@ -19,6 +19,7 @@ import numpy as np
 
 from mixedkv.engine.job import Job
 from mixedkv.engine.kv_connector import ConnectedEngine
+from mixedkv.engine.rechecking import IdleRecheck
 from mixedkv.engine.stored_rows import SequenceRows, StoredRows
 from mixedkv.errors import ClosedError
 from mixedkv.store import Identity, KVStore
@@ -56,11 +57,14 @@ class StoreConnector:
         self._wanted: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._n_unstored = 0
         self._threads: list[threading.Thread] = []
+        self._recheck: IdleRecheck | None = None
 
     def attach(self, engine: ConnectedEngine) -> None:
         self._engine = engine
         self._rows = StoredRows(engine)
         self._identity("")  # what the model file says fails now, not later
+        if self.store.recheck.on:
+            self._recheck = IdleRecheck(engine, self.store, self._rows, self._known)
         self._begin("mixedkv-offload", self._finished, self._put, self._stored)
         self._begin("mixedkv-fetch", self._wanted, self._fetch, engine.ready)
 
@@ -106,6 +110,8 @@ class StoreConnector:
 
     def close(self) -> None:
         """Store what waits, then close the store."""
+        if self._recheck is not None:
+            self._recheck.close()
         self._finished.put(None)
         self._wanted.put(None)
         for thread in self._threads:
@@ -146,6 +152,10 @@ class StoreConnector:
                 self._identities[tenant] = Identity.of(self._engine.llm, tenant=tenant)
             return self._identities[tenant]
 
+    def _known(self) -> list[Identity]:
+        with self._identity_lock:
+            return list(self._identities.values())
+
     def _fetch(self, job: Job) -> None:
         if job.cancelled:
             return
@@ -164,7 +174,8 @@ class StoreConnector:
             self._engine.observer.restore_failed("read")
             return
         blocks, tier = found
-        job.set_blocks(self._rows.cut(blocks), tier, match.exact)
+        doubt = self.store.recheck.doubt(match, self._engine.llm)
+        job.set_blocks(self._rows.cut(blocks), tier, match.exact, doubt if doubt.spans else None)
 
     def _in_context(self, job: Job) -> int:
         """Tokens of a prompt that the context has rows of, exact enough for it; asked once, since it takes

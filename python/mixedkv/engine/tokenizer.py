@@ -360,4 +360,4 @@ def _make_formatter(chat_format: str, template: str, bos: str, eos: str) -> Any:
 
 def silence() -> None:
     """Drop llama.cpp's log: errors reach clients as answers, and some log lines repeat a prompt's text."""
-    llama_cpp.llama_log_set(_llama_cpp.no_log, None)
+    _llama_cpp.silence_log()

@@ -10,12 +10,11 @@ import hashlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
+from mixedkv.kv.cache import KVCache
 from mixedkv.native_batch import NativeBatch
 from mixedkv.tokens import Tokens
 
@@ -44,21 +43,18 @@ class Picture:
         """Rows in the cache."""
         return len(self.vectors)
 
-    def evaluate(self, context: Any, pos: int, seq: int, n_batch: int) -> int:
-        """At positions of a sequence from `pos` on; llama_decode's code. Where it is not 0 after the first
-        `n_batch` vectors, rows of those are left.
+    def evaluate(self, kv: KVCache, pos: int, seq: int, n_batch: int) -> int:
+        """Evaluate at positions of a sequence from `pos` on; return llama_decode's code. Where it is not 0
+        after the first `n_batch` vectors, rows of those are left.
         """
-        llama_cpp.llama_set_causal_attn(context, self.causal)
-        try:
+        with kv.causal(self.causal):
             for begin in range(0, len(self), n_batch):
-                code = self._decode(context, pos, seq, begin, min(begin + n_batch, len(self)))
-                if code != 0:
+                batch = self._batch(pos, seq, begin, min(begin + n_batch, len(self)))
+                if (code := kv.decode(batch.native)) != 0:
                     return code
             return 0
-        finally:
-            llama_cpp.llama_set_causal_attn(context, True)
 
-    def _decode(self, context: Any, pos: int, seq: int, begin: int, end: int) -> int:
+    def _batch(self, pos: int, seq: int, begin: int, end: int) -> NativeBatch:
         n = end - begin
         vectors = np.ascontiguousarray(self.vectors[begin:end])
         if self.grid is None:
@@ -69,7 +65,7 @@ class Picture:
             batch.pos[: 3 * n] = (self.grid[:, begin:end] + pos).ravel()
         batch.seq[:] = seq
         batch.native.n_tokens = n
-        return int(llama_cpp.llama_decode(context, batch.native))
+        return batch
 
 
 @dataclass(frozen=True, slots=True)

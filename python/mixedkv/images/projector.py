@@ -61,7 +61,7 @@ class Projector:
                 f"{os.fspath(path)}: llama.cpp takes it for no image encoder of this model: use the mmproj "
                 f"file that was made with the model. {assertions.failed}".rstrip()
             )
-        _llama_cpp.at_close(llm, self.close)
+        llm.at_close(self.close)
         if not self._mtmd.mtmd_support_vision(self._context):
             self.close()
             raise UnsupportedModelError(f"{os.fspath(path)}: it encodes no images")

@@ -37,6 +37,10 @@ class KVBlock:
             should tell it apart.
         groups: the rows; none where no layer keeps any.
         checkpoints: of the sequence, at tokens within the block or at its end.
+        foreign: another program made the rows, and nobody has compared them with this model's: they count as
+            inexact and are not stored. See `mixedkv.store.load_packed`.
+        n_exact: how many of the first tokens have the rows that evaluating the sequence from its start gives;
+            None where the cache that they are from does not know. The others are not stored.
     """
 
     p0: int
@@ -44,6 +48,8 @@ class KVBlock:
     tokens: npt.NDArray[np.int32]
     groups: tuple[RowGroup, ...]
     checkpoints: tuple[Checkpoint, ...] = ()
+    foreign: bool = False
+    n_exact: int | None = None
 
     def __len__(self) -> int:
         return self.p1 - self.p0
@@ -80,7 +86,10 @@ class KVBlock:
         points = [point for point in self.checkpoints if p0 < point.n <= p1]
         if all(point.n < p1 for point in points) and (last := self.checkpoint_at(p1)) is not None:
             points.append(last.cut(p1))
-        return KVBlock(p0=p0, p1=p1, tokens=tokens, groups=groups, checkpoints=tuple(points))
+        exact = None if self.n_exact is None else min(max(0, self.n_exact - (p0 - self.p0)), p1 - p0)
+        return replace(
+            self, p0=p0, p1=p1, tokens=tokens, groups=groups, checkpoints=tuple(points), n_exact=exact
+        )
 
     def checkpoint_at(self, n: int) -> Checkpoint | None:
         """One that serves a sequence of `n` tokens."""
@@ -89,6 +98,10 @@ class KVBlock:
     def without_hot(self) -> KVBlock:
         """The same without F16 copies and checkpoints: for a place where these are not the recent tokens."""
         return replace(self, groups=tuple(map(cold_group, self.groups)), checkpoints=())
+
+    def as_own(self) -> KVBlock:
+        """Return the same as rows of this model: they were compared with its own."""
+        return replace(self, foreign=False)
 
     def to_arrays(self) -> dict[str, npt.NDArray[Any]]:
         """The arrays by name: "tokens", "<group>.positions", "<group>.<layer>.k" and so on."""

@@ -2,53 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
 from mixedkv import _core, _llama_cpp
-from mixedkv.config import KVSetting, MixedKVConfig
+from mixedkv.config import MixedKVConfig
 from mixedkv.cut_rule import CutRule
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.kv import block_rows, sequence_state
 from mixedkv.kv.block import KVBlock
-from mixedkv.kv.busy import exclusive
+from mixedkv.kv.busy import exclusive, present
 from mixedkv.kv.checkpoint import Checkpoint
-from mixedkv.kv.exactness import ExactRows
+from mixedkv.kv.evaluating import Evaluating
 from mixedkv.kv.layer_view import LayerView, layer_stats
 from mixedkv.kv.stats import KVStats, LayerStats, SequenceStats
-from mixedkv.kv.window_settings import WindowSettings
 from mixedkv.limits import INT32_MAX
 
 
-class KVCache(WindowSettings):
+class KVCache(Evaluating):
     """The cache of one `Llama`, as its property `kv`. Use it on the thread that decodes.
 
     The `Llama` evaluates into sequence 0 and knows its tokens: n_tokens and input_ids follow what is done to
     it here. Sequences are numbered from 0 to n_seq_max - 1; where p1 < 0 a range of positions [p0, p1) ends
-    at the sequence's end. Every method raises RuntimeError once the `Llama` is closed, and those that touch
+    at the sequence's end. Every method raises ClosedError once the `Llama` is closed, and those that touch
     rows ContextBusyError while another thread evaluates or touches them.
     """
 
-    def __init__(self, llama: llama_cpp.Llama, setting: KVSetting) -> None:
-        super().__init__(setting)
-        self._llama = llama
-        self._exact = ExactRows()
-
     def __repr__(self) -> str:
         return f"<KVCache {self._setting}>"
-
-    @property
-    def _address(self) -> int:
-        return _llama_cpp.address(_llama_cpp.context(self._llama))
-
-    @property
-    def _memory(self) -> Any:
-        return llama_cpp.llama_get_memory(_llama_cpp.context(self._llama))
 
     @exclusive
     def stats(self, by_layer: bool = False) -> KVStats:
@@ -59,20 +41,6 @@ class KVCache(WindowSettings):
         sequences = tuple(SequenceStats(**seq) for seq in _core.sequences(address))
         layers = self.layers if by_layer else None
         return KVStats.of(str(self.config), _core.stats(address), sequences, layers)
-
-    @property
-    def exact_tokens(self) -> int:
-        """How many leading tokens of sequence 0 have the rows that evaluating them from the start would give.
-
-        All of n_tokens, unless tokens were evaluated behind a mixed window that had lost F16 rows (after a
-        rollback, a block cut short, or where other sequences needed the room), rows were loaded at another
-        place or converted, the window was changed, or a state was loaded.
-        """
-        return self._exact.count(self._llama.n_tokens)
-
-    def limit_exact(self, p: int) -> None:
-        """Say that rows of sequence 0 from `p` on are not exact. For whoever moves rows through llama_cpp."""
-        self._exact.limit(p)
 
     @property
     def layers(self) -> tuple[LayerStats, ...]:
@@ -116,7 +84,10 @@ class KVCache(WindowSettings):
         if ids.shape != (end - p0,):
             raise ValueError(f"tokens has the shape {ids.shape}: give the {end - p0} at [{p0}, {end})")
         point = self.checkpoint(seq) if end == last and not self.can_cut else None
-        return KVBlock(p0=p0, p1=end, tokens=ids, groups=groups, checkpoints=(point,) if point else ())
+        knows = seq == 0 and end <= self._llama.n_tokens
+        exact = min(max(0, self.exact_tokens - p0), end - p0) if knows else None
+        points = (point,) if point else ()
+        return KVBlock(p0=p0, p1=end, tokens=ids, groups=groups, checkpoints=points, n_exact=exact)
 
     @exclusive
     def load(self, block: KVBlock, seq: int = 0, at: int | None = None, *, more: bool = False) -> None:
@@ -138,6 +109,7 @@ class KVCache(WindowSettings):
                 token behind it reads. Nothing changed, or, where a state is refused, the sequence is empty.
             UnsupportedModelError: the model keeps more than rows of tokens and a state.
         """
+        n_exact = 0 if block.foreign else len(block) if block.n_exact is None else block.n_exact
         block = KVBlock.from_arrays(block.describe(), block.to_arrays())
         shift = 0 if at is None else at - block.p0
         if not -block.p0 <= shift <= INT32_MAX - block.p1:
@@ -151,17 +123,38 @@ class KVCache(WindowSettings):
             raise ValueError(str(error)) from error
         if follows:
             self._append_tokens(block.tokens)
-        if seq == 0 and not (follows and shift == 0 and self._has_types_of(block)):
-            self.limit_exact(block.p0 + shift)
+        if not (follows and shift == 0 and self._has_types_of(block)):
+            n_exact = 0
+        if seq == 0 and n_exact < len(block):
+            self.limit_exact(block.p0 + shift + n_exact)
+
+    @exclusive
+    def replace(self, block: KVBlock, seq: int = 0) -> None:
+        """Put a block's rows in the place of those that a sequence has at its positions. What is behind them
+        stays. Rows of other types than the cache's are converted.
+
+        Raises:
+            ValueError: the block does not fit the model, or is not a range of positions of the sequence.
+            UnsupportedModelError: rows cannot be removed from this cache (see `can_cut`).
+        """
+        block = KVBlock.from_arrays(block.describe(), block.to_arrays())
+        n = self._llama.n_tokens
+        self.remove(seq, block.p0, block.p1)
+        if seq == 0:
+            self._llama.n_tokens = n  # the tokens are still the same
+            self.limit_exact(block.p0)
+        block_rows.into(self._llama, block, seq, 0, -1, more=False)
 
     # --- what a sequence holds besides rows of all its tokens ---
 
     @property
+    @present
     def cut_rule(self) -> CutRule:
         """Where a sequence can be cut."""
         return sequence_state.cut_rule(self._llama, self.config)
 
     @property
+    @present
     def sliding_window(self) -> int:
         """Tokens that layers with a sliding window see, 0 if there are none."""
         return sequence_state.sliding_window(self._llama)
@@ -197,66 +190,6 @@ class KVCache(WindowSettings):
             if target == 0:
                 self.limit_exact(0)
 
-    @exclusive
-    def holds(self, seq: int, n: int) -> bool:
-        """Whether the sequence, cut at n tokens, has all that the token there reads as it was evaluated."""
-        return sequence_state.holds(self._llama, self.cut_rule, seq, n)
-
-    @exclusive
-    def fill(
-        self,
-        tokens: npt.ArrayLike,
-        positions: npt.ArrayLike,
-        seq: int = 0,
-        *,
-        logits: bool = False,
-        last_layer: int | None = None,
-        watch: int = 0,
-    ) -> npt.NDArray[np.float32]:
-        """Evaluate tokens at positions that a sequence lacks, between others that it has: they see what is
-        before them, and each other. The `Llama` does not follow it: see `assume`.
-
-        Args:
-            tokens: token ids, [n]; n_batch at most.
-            positions: theirs, ascending, [n].
-            seq: the sequence.
-            logits: compute those of the last token, where `llama_get_logits_ith(context, -1)` finds them.
-            last_layer: compute rows up to this layer only; the tokens must then be removed again.
-            watch: positions [0, watch) whose attention is watched.
-
-        Returns:
-            float32 [watch]: attention that the tokens pay to the quantised row at each position, summed over
-            tokens, heads and the deeper half of the layers.
-
-        Raises:
-            ValueError: the sequence has one of the positions, they do not ascend, or a token is none; or
-                attention is watched, or evaluation cut short, where a layer does not have the fused
-                attention.
-            LookupError: there is no such sequence, or no room.
-            UnsupportedModelError: the model keeps more than rows of tokens (recurrent layers).
-        """
-        ids, at = np.ascontiguousarray(tokens, np.int32), np.ascontiguousarray(positions, np.int32)
-        if ids.ndim != 1 or ids.shape != at.shape:
-            raise ValueError(
-                f"positions has the shape {at.shape}: give one for each of the tokens {ids.shape}"
-            )
-        last = -1 if last_layer is None else last_layer
-        return _core.fill(self._address, seq, ids, at, logits, last, watch)
-
-    def assume(self, tokens: npt.ArrayLike, n_exact: int) -> None:
-        """Say which tokens sequence 0 holds from position 0 on, of which the first `n_exact` have exact rows.
-
-        Raises:
-            ValueError: the sequence has another length.
-        """
-        ids = np.asarray(tokens, np.intc)
-        if self.positions(0) != (0, len(ids) - 1):
-            raise ValueError(f"tokens: {len(ids)} are no description of positions {self.positions(0)}")
-        self._llama.input_ids[: len(ids)] = ids
-        self._llama.n_tokens = len(ids)
-        if n_exact < len(ids):
-            self.limit_exact(n_exact)
-
     # --- sequences ---
 
     @property
@@ -275,6 +208,7 @@ class KVCache(WindowSettings):
         return not (_llama_cpp.is_recurrent(self._llama) or _llama_cpp.is_hybrid(self._llama))
 
     @property
+    @present
     def can_shift(self) -> bool:
         """Whether positions can be moved: not with recurrent layers, with sliding-window layers only where
         swa_full=True, and not in a quantised uniform cache where RoPE turns a part of each head.
@@ -370,9 +304,9 @@ class KVCache(WindowSettings):
             ValueError: there is no such sequence.
         """
         self._check_sequence("seq", seq)
-        llama_cpp.llama_memory_seq_keep(self._memory, seq)
-        if seq != 0:
-            self._llama.n_tokens = 0
+        for other in range(self._llama.context_params.n_seq_max):  # llama.cpp's seq_keep is of one stream
+            if other != seq:
+                self.remove(other)
 
     @exclusive
     def clear(self) -> None:
@@ -413,27 +347,6 @@ class KVCache(WindowSettings):
             llama.n_tokens = end + by
         self.limit_exact(min(p0, p0 + by))
 
-    # --- which rows are exact ---
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Around an evaluation of tokens behind n_tokens, on one thread: what it does to the exact rows."""
-        with self.busy.waiting():
-            self.follow_memory()
-            self._exact.before_eval(self._llama.n_tokens, self._cut_is_whole)
-            try:
-                yield
-            finally:
-                self._exact.after_eval(self._llama.n_tokens, self.short_from()[0])
-
-    def _append_tokens(self, tokens: npt.NDArray[np.int32]) -> None:
-        """The KV of these tokens was loaded behind what is there: go on after them."""
-        llama = self._llama
-        end = min(llama.n_tokens + len(tokens), len(llama.input_ids))
-        llama.input_ids[llama.n_tokens : end] = tokens[: end - llama.n_tokens]
-        self._exact.loaded(llama.n_tokens, end)
-        llama.n_tokens = end
-
     def _has_types_of(self, block: KVBlock) -> bool:
         """The block's rows need no conversion here."""
         layers = self._layers()
@@ -445,27 +358,12 @@ class KVCache(WindowSettings):
         )
 
     @exclusive
-    def short_from(self) -> list[int]:
-        """For every sequence the first position that was evaluated without F16 rows which had made room for
-        those of other sequences; -1 where there is none. Its rows are not exact from there on.
-        """
-        if not isinstance(self._setting, MixedKVConfig):
-            return [-1] * self._llama.context_params.n_seq_max
-        return _core.short_from(self._address)
-
-    @exclusive
     def rest(self, seq: int = 0) -> None:
         """Nothing of the sequence is evaluated for now: its F16 rows may make room for those of others at
         once. A `checkpoint` that was taken before brings them back.
         """
         if isinstance(self._setting, MixedKVConfig):
             _core.rest(self._address, seq)
-
-    def _cut_is_whole(self, n: int) -> bool:
-        if not isinstance(self._setting, MixedKVConfig):
-            return True
-        llama_cpp.llama_memory_seq_rm(self._memory, 0, n, -1)  # as the evaluation that follows does
-        return self.holds(0, n)
 
     def _known_tokens(self, seq: int, p0: int, p1: int) -> npt.NDArray[np.int32]:
         if seq != 0 or self._llama.n_tokens < p1:
@@ -474,6 +372,7 @@ class KVCache(WindowSettings):
             )
         return self._llama.input_ids[p0:p1]
 
+    @present
     def _layers(self) -> dict[int, LayerStats]:
         if _llama_cpp.is_recurrent(self._llama):
             return {}

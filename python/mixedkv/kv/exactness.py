@@ -13,13 +13,15 @@ class ExactRows:
     A token's rows depend on what its layers could read when it was evaluated. They stop being exact where
     tokens are evaluated behind a window whose F16 rows have aged out (after a rollback or a cut block) or
     made room for those of other sequences, or behind rows that were moved, converted or computed under
-    another window.
+    another window. Rows of a step count when it has ended well, never before: whatever ends it early, at
+    whatever moment, leaves them without a word for them.
     """
 
     def __init__(self) -> None:
         self._limit = INT32_MAX
-        self._end = 0  # where the last evaluation stopped
-        self._looked = True  # nobody but the evaluation has touched the window since
+        self._promised = INT32_MAX  # the limit, once the step at hand has ended well
+        self._end = 0  # where the last step stopped
+        self._looked = True  # nobody but that step has touched the window since
 
     def count(self, n_tokens: int) -> int:
         """How many of the sequence's tokens have exact rows."""
@@ -35,16 +37,23 @@ class ExactRows:
             self._limit = INT32_MAX
         self._end, self._looked = end, False
 
-    def before_eval(self, n: int, window_is_whole: Callable[[int], bool]) -> None:
-        """Evaluation goes on at position `n`; what was behind is gone."""
+    def touched(self) -> None:
+        """Something else than an evaluation at the end has changed the window."""
+        self._looked = False
+
+    def begin_step(self, n: int, window_is_whole: Callable[[int], bool]) -> None:
+        """Evaluation goes on at position `n`; what was behind is gone. Until the step is known to have ended
+        well no row from `n` on is exact.
+        """
         if n == 0:
             self._limit = INT32_MAX
         elif n <= self._limit and not (n == self._end and self._looked):
             self._limit = INT32_MAX if window_is_whole(n) else n
-        self._looked = True
+        self._promised, self._limit, self._looked = self._limit, min(self._limit, n), False
 
-    def after_eval(self, end: int, short_from: int) -> None:
-        """It stopped at `end`; what is at `short_from` and after, if that is 0 or more, found rows gone."""
-        self._end = end
-        if short_from >= 0:
-            self.limit(short_from)
+    def end_step(self, end: int, short_from: int) -> None:
+        """The step ended well, at `end`; rows at `short_from` and after, if that is 0 or more, found others
+        gone.
+        """
+        self._limit = self._promised if short_from < 0 else min(self._promised, short_from)
+        self._end, self._looked = end, True

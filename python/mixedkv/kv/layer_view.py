@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv import _core
-from mixedkv.kv.busy import BusyGuard, exclusive
+from mixedkv.kv.busy import exclusive
 from mixedkv.kv.stats import LayerStats
 from mixedkv.row_types import type_name
 
@@ -22,7 +22,7 @@ class LayerView:
     Every method raises ContextBusyError while another thread evaluates or touches rows.
     """
 
-    def __init__(self, address: Callable[[], int], info: LayerStats, busy: BusyGuard) -> None:
+    def __init__(self, address: Callable[[], int], info: LayerStats, busy: _core.Gate) -> None:
         self._address = address
         self.info = info
         self.busy = busy

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from mixedkv import _core
 from mixedkv.config import KVSetting, MixedKVConfig, check_window
-from mixedkv.kv.busy import BusyGuard, exclusive
+from mixedkv.kv.busy import exclusive
 from mixedkv.kv.relief import WindowRelief
 
 
@@ -16,7 +16,7 @@ class WindowSettings(ABC):
 
     def __init__(self, setting: KVSetting) -> None:
         self._setting = setting
-        self.busy = BusyGuard(lambda: self._address)
+        self.busy = _core.Gate()
         shrinks = isinstance(setting, MixedKVConfig) and setting.shrink
         self.relief = WindowRelief(lambda: self._address) if shrinks else None
 

@@ -6,6 +6,7 @@ claims: each has a limit, and nothing is allocated that the file has no bytes fo
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import stat
@@ -31,6 +32,32 @@ _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 # elements and bytes of a block
 _TYPE_SIZES = {int(kind): size for kind, size in gguf.GGML_QUANT_SIZES.items()}
+# llama.cpp's llama_model_rope_type has these without RoPE; granitehybrid has it in some files only
+_WITHOUT_ROPE = frozenset(
+    {
+        "arwkv7",
+        "bloom",
+        "gpt2",
+        "gptj",
+        "granitehybrid",
+        "jais",
+        "jamba",
+        "jina-bert-v2",
+        "kimi-linear",
+        "mamba",
+        "mamba2",
+        "mpt",
+        "nemotron_h",
+        "nemotron_h_moe",
+        "refact",
+        "rwkv6",
+        "rwkv6qwen2",
+        "rwkv7",
+        "t5",
+        "t5encoder",
+        "wavtokenizer-dec",
+    }
+)
 _SPLIT_NAME = re.compile(r"^(?P<prefix>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf$", re.S)
 
 
@@ -101,15 +128,71 @@ def read_model_file(path: str | os.PathLike[str]) -> ModelFile:
     size = first.size + sum(part.size for part in others)
     tensors = sum((part.tensors for part in others), first.tensors)
     model = ModelFile(first.path, first.metadata, first.n_tensors, size, tensors)
+    _check_numbers(model)
     _check_rope(model)
+    _check_temperature(model)
     return model
 
 
+def _check_numbers(model: ModelFile) -> None:
+    """Refuse hyperparameters that are no numbers, and epsilons of norms at which ggml ends the process."""
+    for key, value in model.metadata.items():
+        name = key.removeprefix(f"{model.architecture}.")
+        numbers = [x for x in (value if isinstance(value, list) else [value]) if isinstance(x, float)]
+        if name == key or not numbers:
+            continue
+        if any(math.isnan(x) for x in numbers):
+            raise InvalidModelFileError(f"{model.path} cannot be loaded: its {name} is {value}, not a number")
+        if name.endswith("epsilon") and not all(0 <= x <= 1 for x in numbers):
+            raise InvalidModelFileError(
+                f"{model.path} cannot be loaded: its {name} is {value}; a norm's epsilon is from 0 to 1"
+            )
+    at_least_1 = ["full_attention_interval"]
+    if model.architecture == "llama4":
+        at_least_1.append("attention.sliding_window")
+    for name in at_least_1:
+        if model.get(name) == 0:
+            raise InvalidModelFileError(
+                f"{model.path} cannot be loaded: its {name} is 0: it must be 1 or more"
+            )
+    if isinstance(wkv := model.get("wkv.head_size"), int) and wkv % 32:
+        raise InvalidModelFileError(
+            f"{model.path} cannot be loaded: its wkv.head_size is {wkv}: it must be a multiple of 32"
+        )
+    n_layer, n_mtp = model.get("block_count"), n_mtp_layers(model)
+    if n_mtp and isinstance(n_layer, int) and n_mtp >= n_layer:
+        raise InvalidModelFileError(
+            f"{model.path} cannot be loaded: {n_mtp} of its {n_layer} layers guess further tokens "
+            f"(nextn_predict_layers), and none are left"
+        )
+
+
+def _check_temperature(model: ModelFile) -> None:
+    """Refuse attention whose temperature grows with the position, in steps of no length."""
+    scale, length = model.get("attention.temperature_scale"), model.get("attention.temperature_length")
+    if model.architecture == "deepseek2" and scale and not length:
+        raise InvalidModelFileError(
+            f"{model.path} cannot be loaded: its attention.temperature_scale is {scale}, and its "
+            f"attention.temperature_length is {length}: it must be 1 or more"
+        )
+
+
 def _check_rope(model: ModelFile) -> None:
-    """RoPE turns pairs of a head's elements: where it cannot, ggml ends the process, or M-RoPE never ends."""
-    least = 2 if model.get("rope.dimension_sections") else 0
+    """RoPE turns pairs of a head's elements: where it cannot, ggml ends the process, or RoPE never ends."""
+    least = 0 if model.architecture in _WITHOUT_ROPE else 2
     width, n_head = model.get("embedding_length"), model.get("attention.head_count")
     size = width // n_head if isinstance(width, int) and isinstance(n_head, int) and n_head else None
+    sections = model.get("rope.dimension_sections")
+    elements = model.get("attention.key_length", size)
+    if (
+        isinstance(sections, list)
+        and isinstance(elements, int)
+        and (not sections or min(sections) < 0 or not any(sections[:3]) or sum(sections) > elements)
+    ):
+        raise InvalidModelFileError(
+            f"{model.path} cannot be loaded: its rope.dimension_sections are {sections}; they must be 0 or "
+            f"more, not all 0, and {elements} together at most"
+        )
     for end in ("", "_swa"):
         n_rot = model.get(f"rope.dimension_count{end}")
         head = model.get(f"attention.key_length{end}", model.get("attention.key_length", size))

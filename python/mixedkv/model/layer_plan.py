@@ -21,9 +21,8 @@ Each = tuple[int, Part]
 Shares = Mapping[Each, float]
 
 # Mean squared errors of rotated rows of the bundled model, beside that of `MEASURED`: docs/benchmarks.md.
-LADDER = {"lm4": 1.08, "iq4_nl": 1.0, "q5_0": 0.3, "q5_1": 0.233, "q8_0": 0.0046}
+LADDER = {"tc3": 3.5, "lm4": 1.08, "iq4_nl": 1.0, "q5_0": 0.3, "q5_1": 0.233, "q8_0": 0.0046}
 MEASURED, FINEST = "iq4_nl", "q8_0"
-_MEASURED_ERROR = 6.2e-3  # of `MEASURED`, over the rows' mean square
 _K_TO_V = 14.0  # where nothing was measured: K alone against V alone in 4 bits, of the bundled model
 
 
@@ -35,8 +34,6 @@ class LayerPlan:
         shares: divergence that K or V of a layer causes in the type `MEASURED`, in nats; without it all
             layers are taken to be alike, and the outermost come first.
         on_cpu: the cache lies in CPU memory, where types of `CPU_TYPES` can be.
-        calibrated: of a model with bases of its values, what lm3 makes of those of each layer: the mean
-            squared error over the mean square.
     """
 
     def __init__(
@@ -45,11 +42,9 @@ class LayerPlan:
         shares: Shares | None = None,
         *,
         on_cpu: bool = True,
-        calibrated: Mapping[int, float] | None = None,
     ) -> None:
         self._shape = shape
         usable = _usable(shape, on_cpu)
-        lm3 = (calibrated or {}) if on_cpu else {}
         outermost = sorted(range(n := len(shape.layers)), key=lambda i: (min(i, n - 1 - i), -i))
         parts: list[Each] = [
             (layer.il, part)
@@ -63,16 +58,13 @@ class LayerPlan:
         ]:
             raise ValueError(f"no share was measured for {', '.join(missing)}")
         widths = {(layer.il, part): _width(layer, part) for layer in shape.layers for part in ("k", "v")}
-        self._errors = {
-            (il, part): {"lm3": lm3[il] / _MEASURED_ERROR, **usable} if part == "v" and il in lm3 else usable
-            for il, part in parts
-        }
-        ladders = {each: _ladder(errors) for each, errors in self._errors.items()}
-        self._coarsest = {each: ladder[0] for each, ladder in ladders.items()}
+        self._errors = usable
+        ladder = _ladder(usable)
+        self._coarsest = dict.fromkeys(parts, ladder[0])
         steps = [
             (self._gain(each, one, other) / widths[each], each, other)
             for each in parts
-            for one, other in pairwise(ladders[each])
+            for one, other in pairwise(ladder)
         ]
         self._steps = [(each, to) for _, each, to in sorted(steps, key=lambda step: -step[0])]
 
@@ -101,11 +93,11 @@ class LayerPlan:
     def divergence(self, n_steps: int) -> float:
         """What the shares of these types come to."""
         types = self._coarsest | dict(self._steps[:n_steps])
-        return sum(self._shares[each] * self._errors[each][types[each]] for each in self._errors)
+        return sum(self._shares[each] * self._errors[name] for each, name in types.items())
 
     def _gain(self, each: Each, one: str, other: str) -> float:
         """Divergence that a step takes, for a bit of an element."""
-        return self._shares[each] * _slope(self._errors[each], one, other)
+        return self._shares[each] * _slope(self._errors, one, other)
 
 
 def _slope(errors: Mapping[str, float], one: str, other: str) -> float:

@@ -83,6 +83,14 @@ class Metrics(Observer):
         self.restore_failures = Counter("mixedkv:kv_restore_failures", "By reason.", ["reason"], **r)
         self.stored_tokens = Counter("mixedkv:kv_stored_tokens", "Tokens whose KV went to the store.", **r)
         self.store_failures = Counter("mixedkv:kv_store_failures", "By reason.", ["reason"], **r)
+        self.rechecks = Counter(
+            "mixedkv:kv_rechecks",
+            "Stored sequences that were evaluated again.",
+            ["rows"],
+            **r,
+        )
+        for rows in ("right", "wrong"):
+            self.rechecks.labels(rows)
         self.remote_up = Gauge("mixedkv:kv_remote_up", "1 when the store's remote answers.", **r)
         self.sessions = Gauge("mixedkv:sessions", "Sessions that live, of all tenants.", **r)
         self.session_bytes = Gauge("mixedkv:session_bytes", "Bytes of their records.", **r)
@@ -193,6 +201,9 @@ class Metrics(Observer):
 
     def store_failed(self, reason: str) -> None:
         self.store_failures.labels(reason).inc()
+
+    def rechecked(self, problem: str) -> None:
+        self.rechecks.labels("wrong" if problem else "right").inc()
 
     def checked(self, kld: float, is_off: bool) -> None:
         self.chunk_checks.inc()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mixedkv.bundled import model_path
 from mixedkv.limits import INT32_MAX
+from mixedkv.model.named_model import find_model
 from mixedkv.server.settings import ServerSettings
 
 _NAMED = re.compile(r"([A-Za-z0-9][\w.:@~+-]{0,255})=(.+)", re.ASCII | re.DOTALL)
@@ -69,9 +70,9 @@ def served_models(settings: ServerSettings) -> list[ServedModel]:
 def _model(given: str, i: int, settings: ServerSettings) -> tuple[str, Path]:
     named = _NAMED.fullmatch(given)
     if named and not Path(given).exists():
-        return named[1], Path(named[2])
+        return named[1], find_model(named[2])
     name = settings.model_name if i == 0 else ""
-    return name or Path(given).stem, Path(given)
+    return name or Path(given).stem, find_model(given)
 
 
 def _adapter(given: str, models: Sequence[tuple[str, Path]]) -> tuple[str, str, str]:

@@ -297,6 +297,7 @@ def _open_store(
         # in memory sessions end with the process: nobody else may remove another one's
         session_owner="" if settings.sessions_url == IN_MEMORY else settings.sessions_url,
         remote=settings.store_remote or None,
+        recheck=settings.recheck,
     )
     return stack.enter_context(store)
 

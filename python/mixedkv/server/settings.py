@@ -71,7 +71,7 @@ class ServerSettings(BaseSettings):
     )
 
     model: Several = _option(
-        (), "GGUF model, again for more of them (default: the bundled one)", "[NAME=]FILE"
+        (), "GGUF model or smollm2, again for more of them (default: the bundled one)", "[NAME=]FILE"
     )
     model_name: str = _option("", "the first one's name for clients (default: the file's name)", "NAME")
     model_n_ctx: Several = _option((), "tokens of the cache of one of several models", "NAME=N")
@@ -135,7 +135,7 @@ class ServerSettings(BaseSettings):
         "", "how reused chunks are repaired (default: as calibrated, else query)", "HOW"
     )
     chunk_max_kld: float = _option(
-        0.01, "divergence in nats above which chunks are reused no more", "X", 1e-9, 1e6
+        0.25, "median divergence in nats above which chunks are reused no more", "X", 1e-9, 1e6
     )
     chunk_check: float = _option(
         0.01, "share of the answers from chunks that is evaluated exactly too, when there is time", "X", 0, 1
@@ -184,6 +184,11 @@ class ServerSettings(BaseSettings):
         "",
         "server that keeps KV for several machines, behind the store: redis://..., or s3://bucket/prefix",
         "URL",
+    )
+    recheck: bool = _option(
+        True,
+        "evaluate some tokens of what is stored again, before what another process stored is first used and "
+        "while nobody wants an answer; wrong rows are removed",
     )
     max_kv_size_gb: float = _option(10.0, "disk the store may take", "GB", 0.001, 1e6)
     max_ram_gb: float = _option(1.0, "memory the store may take", "GB", 0, 1e6)

@@ -7,15 +7,16 @@ from pathlib import Path
 
 from mixedkv.sessions.metadata_sqlite import SQLiteMetadata
 from mixedkv.sessions.metadata_url import beside
-from mixedkv.sessions.record_codec import RecordCodec
+from mixedkv.sessions.record_codec import PLAIN, RecordCodec
 from mixedkv.store import KeySource
 from mixedkv.store.encryption import KeyCipher
 
 _ATTEMPTS = 16
 
 
-def reseal(store: str | Path, old: KeySource, new: KeySource) -> int:
-    """Encrypt the sessions beside a store with `new`; returns how many. Those that `old` does not read stay.
+def reseal(store: str | Path, old: KeySource | None, new: KeySource) -> int:
+    """Encrypt the sessions beside a store with `new`; returns how many. Those that `old` does not read stay;
+    None reads those that were written without a key.
 
     Raises:
         OSError: they cannot be read or written.
@@ -23,7 +24,8 @@ def reseal(store: str | Path, old: KeySource, new: KeySource) -> int:
     path = beside(store)
     if not path.exists():
         return 0
-    return asyncio.run(_reseal(path, RecordCodec(KeyCipher(old)), RecordCodec(KeyCipher(new))))
+    before = PLAIN if old is None else RecordCodec(KeyCipher(old))
+    return asyncio.run(_reseal(path, before, RecordCodec(KeyCipher(new))))
 
 
 async def _reseal(path: Path, old: RecordCodec, new: RecordCodec) -> int:

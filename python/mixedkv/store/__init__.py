@@ -10,6 +10,7 @@
 """
 
 from mixedkv.ids import check_session_id, check_tenant
+from mixedkv.store.encrypt_plain import encrypt_plain
 from mixedkv.store.encryption import KeySource, key_from_environment, key_from_file, parse_key_source
 from mixedkv.store.entry_error import REASONS, Reason
 from mixedkv.store.formats.packed import (
@@ -19,8 +20,9 @@ from mixedkv.store.formats.packed import (
     unpack_kv_cache_flat,
     unpack_kv_cache_v2,
 )
-from mixedkv.store.formats.packed_block import block_from_packed, packed_from_block
+from mixedkv.store.formats.packed_block import Rotary, block_from_packed, packed_from_block, rotary_of
 from mixedkv.store.identity import FORMAT_VERSION, Identity
+from mixedkv.store.packed_session import load_packed
 from mixedkv.store.rekey import rekey
 from mixedkv.store.results import (
     EntryInfo,
@@ -47,6 +49,7 @@ __all__ = [
     "Match",
     "Reason",
     "Restored",
+    "Rotary",
     "Saved",
     "Share",
     "StoreStats",
@@ -54,13 +57,16 @@ __all__ = [
     "block_from_packed",
     "check_session_id",
     "check_tenant",
+    "encrypt_plain",
     "key_from_environment",
     "key_from_file",
+    "load_packed",
     "pack_kv_cache",
     "pack_kv_cache_v2",
     "packed_from_block",
     "parse_key_source",
     "rekey",
+    "rotary_of",
     "unpack_kv_cache",
     "unpack_kv_cache_flat",
     "unpack_kv_cache_v2",

@@ -14,6 +14,7 @@ Reason = Literal[
     "identity",  # of another model, setting or tenant, or another entry
     "key",  # encrypted with another master key
     "tokens",  # stored tokens are others than the index says
+    "wrong",  # its rows are not what evaluating its tokens again gives
     "refused",  # the cache does not take it
     "index",  # the index cannot be read
 ]

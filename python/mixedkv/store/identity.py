@@ -54,7 +54,7 @@ class Identity:
         """The identity of what a `Llama` computes now.
 
         It covers the model file (all parts), metadata overrides, the adapter and its scale, RoPE settings,
-        the cache setting with the window as it is now, the scales of K, the bases of V, flash attention, the
+        the cache setting with the window as it is now, the scales of K, flash attention, the
         kind of attention, the llama.cpp that computes, and the version of the format. Threads, batch sizes
         and where layers run change rounding only and are left out.
 
@@ -76,7 +76,6 @@ class Identity:
             "adapters": _adapters(llm, full_hash),
             "kv": str(llm.kv.config),
             **_equalization(llm),
-            **({"value_bases": llm._bases.digest} if llm._bases else {}),
             "context": _context(llm, file),
             "sliding_window": llm.kv.sliding_window,
             **({} if llm.kv.can_cut else {"recurrent": True}),

@@ -235,6 +235,11 @@ class Index:
         )
         return [str(entry) for (entry,) in self._db.execute(query, (identity,))]
 
+    def random_of(self, identity: bytes, key_id: str) -> EntryRow | None:
+        """Any of an identity's entries; None if there is none."""
+        rest = "FROM entries WHERE identity = ? AND key_id = ? ORDER BY RANDOM() LIMIT 1"
+        return next(self._rows(rest, identity, key_id), None)
+
     def last_of_session(self, identity: bytes, session: bytes, n: int) -> str | None:
         """Id of the entry of a session that begins before position n and reaches the furthest."""
         query = (

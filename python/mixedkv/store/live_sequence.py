@@ -8,7 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv.kv.block import KVBlock
+from mixedkv.kv.evaluate_again import evaluate_again
 from mixedkv.store.entry_error import EntryError
+from mixedkv.store.recheck import Recheck
+from mixedkv.store.results import Match
 from mixedkv.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -24,6 +27,29 @@ def load(llm: Llama, blocks: list[KVBlock], seq: int) -> None:
     except (ValueError, LookupError) as error:
         empty(llm, seq)
         raise EntryError("refused", str(error)) from error
+
+
+def recheck(llm: Llama, seq: int, match: Match, recheck: Recheck) -> bool:
+    """Compare rows of a match that a sequence holds with the model's, if they are doubted.
+
+    Returns:
+        Whether the match has to be loaded again.
+
+    Raises:
+        EntryError: rows are wrong; the sequence is empty.
+    """
+    doubt = recheck.doubt(match, llm)
+    if not doubt.spans:
+        return False
+    try:
+        problem = doubt.settle(evaluate_again(llm.kv, seq, match.tokens, doubt.spans))
+    except (ValueError, LookupError) as error:
+        empty(llm, seq)
+        raise EntryError("refused", str(error)) from error
+    if problem:
+        empty(llm, seq)
+        raise EntryError("wrong", problem)
+    return True
 
 
 def empty(llm: Llama, seq: int) -> None:

@@ -197,6 +197,8 @@ class StoreStats:
         n_evicted: entries this process removed to make room.
         unerased: keys of removed entries may still be in the index's log, since another program reads it.
         n_restored, seconds_restoring: calls of `restore` that hit, and their time together.
+        n_rechecked, n_wrong: entries of which tokens were evaluated again, and those that were removed since
+            their rows were others.
         remote: the tier behind the disk, if there is one.
     """
 
@@ -213,6 +215,8 @@ class StoreStats:
     unerased: bool
     n_restored: int
     seconds_restoring: float
+    n_rechecked: int = 0
+    n_wrong: int = 0
     remote: RemoteStats | None = None
 
     @property

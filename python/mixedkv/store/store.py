@@ -14,15 +14,24 @@ import numpy.typing as npt
 from mixedkv.ids import check_session_id, check_tenant
 from mixedkv.kv.block import KVBlock
 from mixedkv.store import coverage, live_sequence
-from mixedkv.store.encryption import Cipher, KeyCipher, KeySource, PlainCipher, check_key_id
+from mixedkv.store.encryption import (
+    PLAIN_ENTRIES,
+    Cipher,
+    KeyCipher,
+    KeySource,
+    PlainCipher,
+    check_key_id,
+)
 from mixedkv.store.entries import Entries, ParentGoneError, SessionRemovedError, TooLargeError, store_root
-from mixedkv.store.entry_error import EXPLAINED, EntryError, Reason
+from mixedkv.store.entry_error import EntryError, Reason
 from mixedkv.store.eviction import Eviction
 from mixedkv.store.identity import Identity
 from mixedkv.store.lookup import worth_building_on
 from mixedkv.store.ownership import Ownership
+from mixedkv.store.recheck import Recheck
 from mixedkv.store.remote.shared_entries import SharedEntries
 from mixedkv.store.remote.tier import RemoteTier
+from mixedkv.store.restoring import Restorer
 from mixedkv.store.results import (
     EntryInfo,
     GCResult,
@@ -42,7 +51,6 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("mixedkv.store")
 _GB = 10**9
-_TRIES = 16  # entries that one restore passes over before it gives up
 
 
 class KVStore:
@@ -65,6 +73,8 @@ class KVStore:
         shares: what a tenant may have of the folder, by its name; all are equal if None.
         session_owner: who removes the sessions that are stored here, see `remove_orphans`; "" for nobody.
         remote: URL of a server that other stores use too, redis://... or s3://..., see docs/store.md.
+        recheck: evaluate some tokens of an entry that another process stored before it is first used here,
+            and remove it if its rows are others.
 
     Raises:
         ValueError: a setting is wrong, the key is not the folder's, or the remote refuses us.
@@ -83,6 +93,7 @@ class KVStore:
         shares: Callable[[str], Share] | None = None,
         session_owner: str = "",
         remote: str | None = None,
+        recheck: bool = True,
     ) -> None:
         if eviction not in get_args(Eviction):
             raise ValueError(f"eviction={eviction!r}: use one of {', '.join(get_args(Eviction))}")
@@ -102,9 +113,13 @@ class KVStore:
             owner=self._owners.of,
         )
         self._tally = Tally()
+        self.recheck = Recheck(self._entries, self._tally, recheck)
+        self._restorer = Restorer(self._find, self._entries, self.recheck, self._tally)
         try:
             if check_key:
-                check_key_id(self._entries.key_ids(), self._cipher.key_id, folder)
+                check_key_id(key_ids := self._entries.key_ids(), self._cipher.key_id, folder)
+                if key is not None and "" in key_ids:
+                    _LOG.warning(PLAIN_ENTRIES, folder)
                 self._entries.adopt_key()
             if remote is not None and isinstance(self._entries, SharedEntries):
                 self._remote = RemoteTier(remote, self._entries, self._cipher)
@@ -238,37 +253,13 @@ class KVStore:
         try:
             identity = identity or Identity.of(llm, tenant=tenant)
         except (OSError, ValueError) as error:
-            restored = self._missed(EntryError("identity", f"it cannot be computed: {error}"))
+            restored = self._restorer.missed(EntryError("identity", f"it cannot be computed: {error}"))
         else:
-            restored = self._restore(llm, wanted, seq, identity, exact_only)
+            restored = self._restorer.restore(llm, wanted, seq, identity, exact_only)
         seconds = time.perf_counter() - begin
         if restored.hit:
             self._tally.restored(seconds)
         return replace(restored, seconds=seconds)
-
-    def _restore(
-        self, llm: Llama, tokens: Tokens, seq: int, identity: Identity, exact_only: bool
-    ) -> Restored:
-        missed: Restored | None = None
-        for _ in range(_TRIES):
-            match, reason = self._find(identity, tokens, exact_only)
-            if match is None:
-                return missed or self._missed(EntryError(reason, EXPLAINED.get(reason, "")))
-            try:
-                blocks, tier = self._entries.read(match)
-                live_sequence.load(llm, blocks, seq)
-            except EntryError as error:
-                missed = self._missed(error)
-                if error.reason in ("refused", "index"):
-                    break
-            else:
-                self._tally.hit(tier, match.n_tokens)
-                passed_over = missed.reason if missed else ""
-                return Restored(
-                    n_tokens=match.n_tokens, exact=match.exact, tier=tier, seconds=0, reason=passed_over
-                )
-        assert missed is not None
-        return missed
 
     # --- storing ---
 
@@ -286,7 +277,8 @@ class KVStore:
         Raises:
             LookupError: the parent has been removed meanwhile; `find` it again.
             ValueError: the block does not follow its parent, is larger than the budget together with what it
-                builds on, or the session has been removed or its name is refused.
+                builds on, is foreign, or has rows that are not exact; or the session has been removed or its
+                name is refused.
             OSError: it cannot be written.
         """
         return self._put(identity, block, parent, session)[0]
@@ -297,12 +289,21 @@ class KVStore:
         member = None if session is None else self._owners.session(check_session_id(session), identity.tenant)
         if parent is not None and parent.identity != identity:
             raise ValueError("parent: it was computed under another identity")
+        if block.foreign:
+            raise ValueError("block: another program made its rows: compare them with `load_packed` first")
+        if block.n_exact is not None and block.n_exact < len(block):
+            raise ValueError(
+                f"block: its rows from position {block.p0 + block.n_exact} on are not those of an evaluation "
+                f"from the start: export those before"
+            )
         if block.p0 != (parent.n_tokens if parent else 0):
             raise ValueError(
                 f"block: it begins at position {block.p0}, its parent ends at "
                 f"{parent.n_tokens if parent else 0}; cut the match or export another range"
             )
         entry, stored = self._entries.write(identity, block, parent, member)
+        if stored:
+            self.recheck.believe([entry])
         if stored and self._remote is not None:
             self._remote.offer(entry, identity)
         return entry, stored
@@ -469,10 +470,6 @@ class KVStore:
             remote=self._remote.stats() if self._remote is not None else None,
             **self._tally.stats(),
         )
-
-    def _missed(self, error: EntryError) -> Restored:
-        self._tally.miss(error.reason)
-        return Restored(n_tokens=0, exact=True, tier="none", seconds=0, reason=str(error))
 
 
 class _NotUsableError(ValueError):

@@ -17,6 +17,7 @@ class Tally:
         self._hits: Counter[str] = Counter()
         self._misses: Counter[str] = Counter()
         self._tokens_hit = self._n_restored = 0
+        self._n_rechecked = self._n_wrong = 0
         self._seconds = 0.0
 
     def hit(self, tier: Tier, n_tokens: int) -> None:
@@ -33,6 +34,12 @@ class Tally:
             self._n_restored += 1
             self._seconds += seconds
 
+    def rechecked(self, n_right: int, n_wrong: int) -> None:
+        """Entries of which tokens were evaluated again."""
+        with self._lock:
+            self._n_rechecked += n_right + n_wrong
+            self._n_wrong += n_wrong
+
     def stats(self) -> dict[str, Any]:
         """Its part of `StoreStats`."""
         with self._lock:
@@ -42,4 +49,6 @@ class Tally:
                 "tokens_hit": self._tokens_hit,
                 "n_restored": self._n_restored,
                 "seconds_restoring": self._seconds,
+                "n_rechecked": self._n_rechecked,
+                "n_wrong": self._n_wrong,
             }

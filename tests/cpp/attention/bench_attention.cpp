@@ -249,11 +249,11 @@ int main(int argc, char ** argv) {
                                     { "q4_0", row_type::q4_0 }, { "iq4_nl", row_type::iq4_nl },
                                     { "q4_1", row_type::q4_1 }, { "q5_0", row_type::q5_0 },
                                     { "q5_1", row_type::q5_1 }, { "lm4", row_type::lm4 },
-                                    { "lm3", row_type::lm3 } };
+                                    { "tc3", row_type::tc3 } };
     for (const named & k : names) {
         for (const named & v : names) {
             const std::string name  = &k == &v ? k.name : std::string(k.name) + "/" + v.name;
-            const bool        usual = type.empty() && (&k == &v || name == "lm4/lm3");
+            const bool        usual = type.empty() && (&k == &v || name == "lm4/tc3");
             if (!usual && type != name) {
                 continue;
             }

@@ -1,6 +1,6 @@
 #include "support.h"
 
-#include "attention/lm3.h"
+#include "attention/tc3.h"
 
 #include <algorithm>
 #include <atomic>
@@ -61,7 +61,7 @@ static layout layout_of(row_type type) {
         return { 2, 4, false };
     case row_type::lm4:
         return { 2, 4, false, 64 };
-    case row_type::lm3: // conversions of its own
+    case row_type::tc3: // conversions of its own
         return { 2, 0, false, 64 };
     default:
         return { 0, 0, false, 1 };
@@ -74,8 +74,8 @@ int block_elements(row_type type) {
 
 size_t row_size(row_type type, int d) {
     const layout l = layout_of(type);
-    if (type == row_type::lm3) {
-        return d / LM3_ELEMENTS * LM3_BYTES;
+    if (type == row_type::tc3) {
+        return d / TC3_ELEMENTS * TC3_BYTES;
     }
     return l.bits ? d / l.elements * (l.head + l.elements * (l.bits == 8 ? 8 : 4) / 8)
                   : d * 2; // f16; `other` is bf16 here
@@ -84,7 +84,7 @@ size_t row_size(row_type type, int d) {
 const std::vector<row_type> & all_types() {
     static const std::vector<row_type> types{ row_type::f16,  row_type::q8_0, row_type::q4_0, row_type::iq4_nl,
                                               row_type::q4_1, row_type::q5_0, row_type::q5_1, row_type::lm4,
-                                              row_type::lm3,  row_type::other };
+                                              row_type::tc3,  row_type::other };
     return types;
 }
 
@@ -173,8 +173,8 @@ rows::rows(rng & r, row_type type, int64_t n, int n_head, int d, size_t gap) :
             e = r.gauss();
         }
         uint8_t * out = bytes.data() + i / n_head * row_bytes + i % n_head * head_bytes;
-        if (type == row_type::lm3) {
-            lm3_from_float(x.data(), out, d);
+        if (type == row_type::tc3) {
+            tc3_from_float(x.data(), out, d);
             continue;
         }
         if (layout_of(type).bits) {
@@ -208,8 +208,8 @@ std::vector<float> rows::value(int64_t row, int head) const {
         bf16_to_float(p, out.data(), d);
         return out;
     }
-    if (type == row_type::lm3) {
-        lm3_to_float(p, out.data(), d);
+    if (type == row_type::tc3) {
+        tc3_to_float(p, out.data(), d);
         return out;
     }
     const auto half = [](const uint8_t * at) { return from_half(uint16_t(at[0] | at[1] << 8)); };
@@ -228,7 +228,7 @@ std::vector<float> rows::value(int64_t row, int head) const {
 
 std::string options::describe() const {
     static const char * const types[] = {
-        "f16", "q8_0", "q4_0", "iq4_nl", "q4_1", "q5_0", "q5_1", "lm4", "lm3", "other"
+        "f16", "q8_0", "q4_0", "iq4_nl", "q4_1", "q5_0", "q5_1", "lm4", "tc3", "other"
     };
     static const char * const masks[] = { "none", "causal", "window", "holes", "all_hidden", "alibi" };
     char                      text[256];

@@ -239,11 +239,11 @@ static void use_context(struct llama_context * ctx) {
 }
 
 static int is_stored(int type) {
-    const int known[] = { GGML_TYPE_F32,   GGML_TYPE_F16,   GGML_TYPE_BF16, GGML_TYPE_Q4_0,   GGML_TYPE_Q4_1,
-                          GGML_TYPE_Q5_0,  GGML_TYPE_Q5_1,  GGML_TYPE_Q8_0, GGML_TYPE_Q2_K,   GGML_TYPE_Q3_K,
-                          GGML_TYPE_Q4_K,  GGML_TYPE_Q5_K,  GGML_TYPE_Q6_K, GGML_TYPE_IQ4_NL, GGML_TYPE_IQ4_XS,
-                          GGML_TYPE_TQ1_0, GGML_TYPE_TQ2_0, GGML_TYPE_Q1_0, GGML_TYPE_Q2_0,   GGML_TYPE_MXFP4,
-                          GGML_TYPE_NVFP4, MIXEDKV_TYPE_LM4 };
+    const int known[] = { GGML_TYPE_F32,   GGML_TYPE_F16,    GGML_TYPE_BF16,  GGML_TYPE_Q4_0,   GGML_TYPE_Q4_1,
+                          GGML_TYPE_Q5_0,  GGML_TYPE_Q5_1,   GGML_TYPE_Q8_0,  GGML_TYPE_Q2_K,   GGML_TYPE_Q3_K,
+                          GGML_TYPE_Q4_K,  GGML_TYPE_Q5_K,   GGML_TYPE_Q6_K,  GGML_TYPE_IQ4_NL, GGML_TYPE_IQ4_XS,
+                          GGML_TYPE_TQ1_0, GGML_TYPE_TQ2_0,  GGML_TYPE_Q1_0,  GGML_TYPE_Q2_0,   GGML_TYPE_MXFP4,
+                          GGML_TYPE_NVFP4, MIXEDKV_TYPE_LM4, MIXEDKV_TYPE_TC3 };
     for (size_t i = 0; i < sizeof(known) / sizeof(known[0]); i++) {
         if (known[i] == type) {
             return 1;
@@ -265,9 +265,8 @@ static void test_type(struct llama_model * model, int type) {
         const int                     type_k = i % 2 ? GGML_TYPE_F16 : type;
         const int                     type_v = i % 2 ? type : GGML_TYPE_F16;
         printf("type %d of %s, cache %d\n", type, i % 2 ? "V" : "K", i / 2);
-        const int is_based = type == MIXEDKV_TYPE_LM3 && i % 2; // its basis is looked at when the context is made
         if (config) {
-            EXPECT(is_stored(type) || is_based ? OK : UNSUPPORTED,
+            EXPECT(is_stored(type) ? OK : UNSUPPORTED,
                    mixedkv_check(model, config, (enum ggml_type)type_k, (enum ggml_type)type_v, N_CTX));
         }
         struct llama_context * ctx = make_context(model, config, type_k, type_v);
@@ -476,7 +475,7 @@ static void test_import_layer(struct llama_context * ctx, struct block * b) {
                           GGML_TYPE_Q8_1,
                           GGML_TYPE_Q8_K,
                           31,
-                          36,
+                          37,
                           GGML_TYPE_COUNT,
                           1000,
                           INT_MAX,
@@ -680,7 +679,8 @@ static void test_fill(struct llama_context * ctx) {
     EXPECT(NOT_AVAILABLE, mixedkv_fill(ctx, -1, tokens, free_at, 3, false, -1, NULL, 0));
     EXPECT(INVALID, mixedkv_fill(ctx, 1, (const llama_token[]){ INT32_MAX }, free_at, 1, false, -1, NULL, 0));
 
-    EXPECT(OK, mixedkv_fill(ctx, 1, tokens, free_at, 2, false, INT32_MAX, mass, 8)); // no such layer: all of them
+    EXPECT(INVALID, mixedkv_fill(ctx, 1, tokens, free_at, 2, false, INT32_MAX, mass, 8)); // no such layer
+    EXPECT(OK, mixedkv_fill(ctx, 1, tokens, free_at, 2, false, -1, mass, 8));
     expect(0, !(mass[4] > 0)); // the sinks before it are read in F16
     expect(0, mass[6] != 0);   // behind the tokens
     EXPECT(INVALID, mixedkv_fill(ctx, 1, tokens, free_at, 2, false, -1, NULL, 0)); // they are there now

@@ -39,13 +39,29 @@ def test_divergence_by_its_definition() -> None:
     random = np.random.default_rng(2)
     a, b = (random.standard_normal((5, 7)).astype(np.float32) * 3 for _ in range(2))
     following = np.array([0, 1, 2, 3, 4], np.int32)
-    kept = quality._compare(summary.log_softmax(a), summary.log_softmax(b), following)
+    kept = quality.compare(quality.Distributions.of(a), b, following)
     for i, row in enumerate(kept):
         p, q = (np.exp(x[i].astype(float)) / np.exp(x[i].astype(float)).sum() for x in (a, b))
-        assert row[0] == pytest.approx(sum(p * np.log(p / q)))
-        assert row[1:3] == pytest.approx([-math.log(p[i]), -math.log(q[i])])
+        assert row[0] == pytest.approx(sum(p * np.log(p / q)), rel=1e-4)
+        assert row[1:3] == pytest.approx([-math.log(p[i]), -math.log(q[i])], rel=1e-4)
         assert row[3] == (p.argmax() == q.argmax())
-        assert row[4] == pytest.approx(q[i] - p[i])
+        assert row[4] == pytest.approx(q[i] - p[i], abs=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-5, 1e-3, 0.1, 2.0])
+def test_small_divergences_of_a_large_vocabulary(scale: float) -> None:
+    random = np.random.default_rng(3)
+    a = random.standard_normal((4, 50_000)).astype(np.float32) * 3
+    b = a + random.standard_normal(a.shape).astype(np.float32) * np.float32(scale)
+    kept = quality.compare(quality.Distributions.of(a), b, np.zeros(4, np.int32))
+    p, q = summary.log_softmax(a), summary.log_softmax(b)
+    assert kept[:, 0] == pytest.approx((np.exp(p) * (p - q)).sum(axis=1), rel=1e-4)
+
+
+def test_a_distribution_beyond_all_bounds_has_a_finite_divergence() -> None:
+    want = quality.Distributions.of(np.array([[0.0, -200.0, 5.0]], np.float32))
+    kept = quality.compare(want, np.array([[0.0, 300.0, 5.0]], np.float32), np.zeros(1, np.int32))
+    assert np.isfinite(kept).all()
 
 
 def test_logits_of_any_size_have_a_distribution() -> None:

@@ -138,9 +138,10 @@ def test_cases_have_what_was_stored_at_another_place(llm: Llama) -> None:
         again = maker.make(workload, donor, 4)
         assert np.array_equal(case.prompt, again.prompt)
         assert 300 < len(case.prompt) < 800
-        assert case.answer
+        is_real = workload in ("prose", "code")
+        assert bool(case.answer) != is_real
         assert not any(np.array_equal(case.prompt, stored) for stored in case.stored)
         known = {tuple(stored[i : i + 12]) for stored in case.stored for i in range(len(stored) - 12)}
         windows = [tuple(case.prompt[i : i + 12]) in known for i in range(len(case.prompt) - 12)]
-        assert np.mean(windows) > 0.5, workload
+        assert np.mean(windows) > (0.2 if is_real else 0.5), workload  # a long instruction is new
         json.dumps(case.answer)

@@ -118,7 +118,7 @@ def test_repair_brings_the_answer_nearer(tmp_path: Path, shape: str, planted: bo
     assert np.mean(klds["query"]) < np.mean(klds["none"]) / 4
 
 
-def test_a_long_prompt_is_evaluated_to_eight_percent(store: KVStore) -> None:
+def test_a_long_prompt_is_evaluated_to_a_fifth(store: KVStore) -> None:
     """All that is evaluated counts: the first chunk, the question twice, the draft, the chosen tokens."""
     with open_llama("mixed:cold=q8_0", n_ctx=4352) as llm:
         case = maker(llm, 3400).make("documents", "bos", 1)
@@ -126,7 +126,7 @@ def test_a_long_prompt_is_evaluated_to_eight_percent(store: KVStore) -> None:
         reuse = open_cache(llm, store).prefill(case.prompt)
         assert len(case.prompt) > 3200
         assert len(reuse.donors) == 5
-        assert 0.06 < reuse.evaluated_ratio <= 0.08
+        assert 0.15 < reuse.evaluated_ratio <= 0.2
 
 
 def test_evaluating_all_of_a_chunk_is_full_evaluation(llm: Llama, store: KVStore) -> None:
@@ -289,15 +289,15 @@ def test_without_a_calibration_it_warns(llm: Llama, store: KVStore) -> None:
 
 def test_checked_requests_close_the_gate(llm: Llama, store: KVStore) -> None:
     cache = ChunkCache(llm, store, repair="none", check=1.0, max_kld=1e-9)
-    for seed in range(3):
+    for seed in range(8):
         case = maker(llm, 400).make("documents", "alone", seed)
         fill(llm, store, case)
         assert not cache.prefill(case.prompt).exact
-    assert cache.stats().n_waiting == 3
+    assert cache.stats().n_waiting == 8
     while (deviation := cache.check_pending()) is not None:
         assert deviation.kld > 1e-9
     stats = cache.stats()
-    assert stats.n_checked == 3
+    assert stats.n_checked == 8
     assert "nats" in stats.off
     reuse = cache.prefill(case.prompt)
     assert reuse.exact

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,18 @@ def test_what_is_right_passes(llm: Llama, store: KVStore, prompt: Tokens) -> Non
     assert 0 < found.worst_row < 0.2
     assert 0 <= found.kld < 1
     assert found.first_diverging is None or 0 <= found.first_diverging < 4
+
+
+def test_context_is_not_damage(real_model_q4_1: Path) -> None:
+    """On a real model another context changes rows by more than their size; they are sound all the same."""
+    first = "The miller counted the planks that went by, and said that he had seen worse in his time. " * 4
+    second = "Bread is made of flour, water and salt. The dough rests for a night in a cold room. " * 4
+    with Llama(real_model_q4_1, kv="mixed", n_ctx=512, verbose=False) as llm, KVStore(None) as store:
+        cache = ChunkCache(llm, store, repair="none", check=0)
+        cache.warm([first, second])
+        (found,) = verify_correctness(cache, ["Two texts. " + second + first + "In short:"], n_gen=2)
+        assert found.reuse.n_cached_approximate > 32
+        assert (found.problem, found.damaged) == ("", ())
 
 
 def test_a_bound_that_is_not_met_is_a_problem(llm: Llama, store: KVStore, prompt: Tokens) -> None:

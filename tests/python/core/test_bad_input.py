@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import struct
 import types
@@ -70,7 +71,8 @@ def test_not_a_model(tmp_path: Path, data: bytes, message: str) -> None:
     ("name", "key", "n_rot", "good"),
     [
         ("gemma2", "rope.dimension_count", 62, True),
-        ("gemma2", "rope.dimension_count", 0, True),
+        ("nemotron-h", "rope.dimension_count", 0, True),
+        ("gemma2", "rope.dimension_count", 0, False),
         ("gemma2", "rope.dimension_count", 63, False),
         ("gemma2", "rope.dimension_count", 66, False),
         ("gemma2", "rope.dimension_count", 2**32 - 1, False),
@@ -79,7 +81,7 @@ def test_not_a_model(tmp_path: Path, data: bytes, message: str) -> None:
     ],
 )
 def test_rope_that_cannot_be_is_refused(tmp_path: Path, name: str, key: str, n_rot: int, good: bool) -> None:
-    """ggml aborts where it turns half a pair, or more than a head; its M-RoPE that turns none never ends."""
+    """ggml aborts where it turns half a pair, or more than a head; RoPE that turns none never ends."""
     model = zoo.make(name)
     model.keys[key] = n_rot
     path = tmp_path / "model.gguf"
@@ -90,6 +92,93 @@ def test_rope_that_cannot_be_is_refused(tmp_path: Path, name: str, key: str, n_r
     with pytest.raises(
         InvalidModelFileError, match=rf"its {key} is {n_rot}, and RoPE turns pairs of the \d+ el"
     ):
+        Llama(path, n_ctx=256, verbose=False)
+
+
+@pytest.mark.parametrize("value", [-1.0, -(2.0**-17), 2.0, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("qwen3", "attention.layer_norm_rms_epsilon"), ("rwkv7", "attention.layer_norm_epsilon")],
+)
+def test_epsilons_that_cannot_be_are_refused(tmp_path: Path, name: str, key: str, value: float) -> None:
+    """ggml ends the process where a norm's epsilon is negative or no number, once tokens are evaluated."""
+    model = zoo.make(name)
+    assert key in model.keys
+    model.keys[key] = value
+    path = tmp_path / "model.gguf"
+    model.write(path)
+    with pytest.raises(InvalidModelFileError, match=rf"its {key} is {value}(; a norm's eps|, not a number)"):
+        Llama(path, n_ctx=256, verbose=False)
+
+
+def test_a_model_without_causal_attention_is_evaluated_in_whole_batches(tmp_path: Path) -> None:
+    """llama.cpp ends the process where a batch has more tokens than a micro-batch."""
+    model = zoo.make("llama-64")
+    model.keys["attention.causal"] = False
+    path = tmp_path / "model.gguf"
+    model.write(path)
+    for kv in ("f16", "mixed"):
+        with Llama(path, kv=kv, n_ctx=256, n_batch=64, n_ubatch=32, verbose=False) as llm:
+            llm.eval(list(range(3, 103)))
+            assert llm.n_tokens == 100
+
+
+@pytest.mark.parametrize("n", [2, 2**31])
+def test_a_model_of_mtp_layers_alone_is_refused(tmp_path: Path, n: int) -> None:
+    """ggml ends the process at the first token: there are no layers to evaluate it with."""
+    model = zoo.make("glm4moe")
+    model.keys["nextn_predict_layers"] = n
+    path = tmp_path / "model.gguf"
+    model.write(path)
+    with pytest.raises(InvalidModelFileError, match=rf"{n} of its 2 layers guess further tokens"):
+        Llama(path, n_ctx=256, verbose=False)
+
+
+@pytest.mark.parametrize("length", [None, 0, 8192])
+def test_a_temperature_in_steps_of_no_length_is_refused(tmp_path: Path, length: int | None) -> None:
+    """llama.cpp ends the process at the first token."""
+    model = zoo.make("deepseek2")
+    model.keys["attention.temperature_scale"] = 0.5
+    if length is not None:
+        model.keys["attention.temperature_length"] = length
+    path = tmp_path / "model.gguf"
+    model.write(path)
+    if length:
+        with Llama(path, kv="f16", n_ctx=256, verbose=False) as llm:
+            llm.eval([1, 2, 3])
+        return
+    with pytest.raises(InvalidModelFileError, match=rf"temperature_length is {length}: it must be 1"):
+        Llama(path, n_ctx=256, verbose=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "message"),
+    [
+        ("llama4", "attention.sliding_window", 0, "sliding_window is 0: it must be 1 or more"),
+        ("rwkv7", "wkv.head_size", 2, "wkv.head_size is 2: it must be a multiple of 32"),
+        ("qwen35", "full_attention_interval", 0, "full_attention_interval is 0: it must be 1 or more"),
+        ("qwen35", "rope.dimension_sections", [0, 0, 0, 0], "dimension_sections are .*not all 0"),
+        ("qwen35", "rope.dimension_sections", [31, 31, 31, 31], "dimension_sections are .* together at most"),
+    ],
+)
+def test_numbers_that_end_the_process_are_refused(
+    tmp_path: Path, name: str, key: str, value: object, message: str
+) -> None:
+    """A division by zero while the model is loaded, assertions of ggml, and writes behind a buffer."""
+    model = zoo.make(name)
+    model.keys[key] = value
+    path = tmp_path / "model.gguf"
+    model.write(path)
+    with pytest.raises(InvalidModelFileError, match=message):
+        Llama(path, n_ctx=256, verbose=False)
+
+
+def test_a_number_that_is_none_is_refused(tmp_path: Path) -> None:
+    model = zoo.make("llama-64")
+    model.keys["rope.freq_base"] = math.nan
+    path = tmp_path / "model.gguf"
+    model.write(path)
+    with pytest.raises(InvalidModelFileError, match=r"its rope\.freq_base is nan, not a number"):
         Llama(path, n_ctx=256, verbose=False)
 
 

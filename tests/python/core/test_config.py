@@ -251,7 +251,7 @@ def test_other_objects_are_no_setting(kv: object) -> None:
         ("q8_0", 8, 8.5),
         ("q4_0", 2, 4.5),
         ("lm4", 38, 4.25),
-        ("lm3", 37, 2.75),
+        ("tc3", 36, 3.25),
     ],
 )
 def test_types_are_those_of_ggml(name: str, kind: int, bits: float) -> None:
@@ -268,3 +268,9 @@ def test_the_rule_of_the_window(threshold: int, group: int, sinks: int) -> None:
     else:
         with pytest.raises(ValueError, match=r"quantization_threshold|group_size|sink_tokens"):
             check_window(threshold, group, sinks)
+
+
+@pytest.mark.parametrize("spec", ["mixed:cold_k=lm4,cold_v=lm3", "mixed:layers=3-:lm4/lm3", "q8_0/lm3"])
+def test_a_type_that_was_taken_out_names_its_replacement(spec: str) -> None:
+    with pytest.raises(ValueError, match="'lm3' was taken out, 'tc3' replaces it and needs no calibration"):
+        parse_kv(spec)

@@ -7,6 +7,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 
@@ -304,3 +305,24 @@ def test_from_pretrained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 def test_a_path_may_be_a_string(llm: Llama) -> None:
     with Llama(str(model_path()), n_ctx=256, verbose=False) as other:
         assert other.model_path == llm.model_path == str(model_path())
+
+
+def test_a_completion_limits_its_own_tokens_only(llm: Llama) -> None:
+    """The limit waited on the `Llama` for the next `generate`, whosever that was."""
+
+    def n_generated() -> int:
+        return len(list(islice(llm.generate(prompt, temp=0.0), 30)))
+
+    prompt = llm.tokenize(TEXT.encode())
+    llm.create_completion(TEXT, max_tokens=2, stream=True)  # and not read
+    assert n_generated() == 30
+    with pytest.raises(ValueError, match="exceed context window"):
+        llm.create_completion("word " * 3000, max_tokens=2)
+    assert n_generated() == 30
+    options = {"temperature": 0.0, "logit_bias": {llm.token_eos(): -100.0}, "stream": True}
+    long = llm.create_completion(TEXT, max_tokens=30, **options)
+    llm.create_completion(TEXT, max_tokens=2, **options)
+    assert len(list(long)) > 20
+    seen: list[int] = []
+    llm.create_completion(TEXT, max_tokens=8, stopping_criteria=lambda ids, _: bool(seen.append(len(ids))))
+    assert seen  # the caller's criterion is asked too

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mixedkv.row_types import COLD_TYPES
+from mixedkv.row_types import COLD_TYPES, CPU_TYPES
 from support.harness import Mixed, Uniform, prompt, rel_rms
 
 
@@ -30,17 +30,20 @@ def test_types_may_differ(open_ctx, cold: str) -> None:
     for attention in ("fused", "merged"):
         ctx = open_ctx("llama-64", Mixed(k=cold, v="q4_0", threshold=16, group=8, attention=attention))
         got[attention] = ctx.decode(prompt(150))
-    assert rel_rms(got["fused"], got["merged"]) < 0.01
+    # a row of tc3 that rounds otherwise takes another path, and so other levels for many elements
+    assert rel_rms(got["fused"], got["merged"]) < (0.03 if cold == "tc3" else 0.01)
 
 
-def test_heads_that_lm4_does_not_divide_are_refused(open_ctx) -> None:
-    with pytest.raises(RuntimeError, match=r"lm4.*64 elements.*use a type with blocks of 32, as q4_0"):
-        open_ctx("llama-96", Mixed(k="lm4", v="lm4"))
+@pytest.mark.parametrize("cold", CPU_TYPES)
+def test_heads_that_a_block_does_not_divide_are_refused(open_ctx, cold: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"{cold}.*64 elements.*use a type with blocks of 32, as q4_0"):
+        open_ctx("llama-96", Mixed(k=cold, v=cold))
 
 
-def test_llama_cpps_own_cache_of_lm4(open_ctx) -> None:
-    """It is a type of ggml: a cache without a window has the rows of one that is not mixed."""
+@pytest.mark.parametrize("cold", CPU_TYPES)
+def test_llama_cpps_own_cache_of_our_types(open_ctx, cold: str) -> None:
+    """They are types of ggml: a cache without a window has the rows of one that is not mixed."""
     tokens = prompt(100)
-    uniform = open_ctx("llama-64", Uniform(k="lm4", v="lm4")).decode(tokens)
-    kv = Mixed(k="lm4", v="lm4", threshold=0, sinks=0, equalize=False, attention="merged")
+    uniform = open_ctx("llama-64", Uniform(k=cold, v=cold)).decode(tokens)
+    kv = Mixed(k=cold, v=cold, threshold=0, sinks=0, equalize=False, attention="merged")
     assert rel_rms(uniform, open_ctx("llama-64", kv).decode(tokens)) < 0.01

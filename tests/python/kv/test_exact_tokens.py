@@ -8,6 +8,7 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.bundled import model_path
+from mixedkv.store import Identity, KVStore
 
 TOKENS = [3 + i * 7 % 250 for i in range(300)]
 
@@ -106,3 +107,19 @@ def test_a_state_of_unknown_history(llm: Llama) -> None:
     state = llm.save_state()
     llm.load_state(state)
     assert (llm.n_tokens, llm.kv.exact_tokens) == (200, 0)
+
+
+def test_a_block_of_rows_that_are_not_exact(llm: Llama) -> None:
+    """Where they come back nothing more is vouched for, and no store takes them."""
+    llm.kv.limit_exact(120)
+    block = llm.kv.export()
+    llm.reset()
+    llm.kv.load(block)
+    assert (llm.n_tokens, llm.kv.exact_tokens) == (200, 120)
+    llm.reset()
+    llm.kv.load(block.slice(0, 100))
+    assert llm.kv.exact_tokens == 100
+    with KVStore(None) as store:
+        with pytest.raises(ValueError, match="position 120 on"):
+            store.put(Identity.of(llm), block)
+        assert store.put(Identity.of(llm), block.slice(0, 120))

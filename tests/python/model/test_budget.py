@@ -63,7 +63,7 @@ def test_several_sequences(n_seq: int, unified: bool) -> None:
         options = {"n_ctx": 4096, "n_seq_max": n_seq, "kv_unified": unified, "verbose": False}
         with Llama(model_path(), kv=kv, **options) as llm:  # type: ignore[arg-type]
             assert 0.9 * budget <= llm.kv.stats().bytes_total <= budget
-    with pytest.raises(ValueError, match=r"budget=99999: the smallest cache takes 3\d{6} bytes"):
+    with pytest.raises(ValueError, match=r"budget=99999: the smallest cache takes 2\d{6} bytes"):
         Llama(model_path(), kv="mixed:budget=99999", **options)  # type: ignore[arg-type]
 
 
@@ -78,7 +78,7 @@ def test_many_sequences_share_less_before_their_windows_get_shorter() -> None:
     assert chosen[3].native_budget == 0  # "auto"
     assert [footprint(shape, kv, 8192, 20).bytes / least for kv in chosen] == [
         1.0,
-        *(pytest.approx(x, rel=0.01) for x in (1.05, 1.15, 1.3)),
+        *(pytest.approx(x, rel=0.03) for x in (1.05, 1.15, 1.3)),
     ]
 
 
@@ -93,7 +93,7 @@ def test_bits_go_to_keys_then_to_values_then_to_the_window() -> None:
     def chosen(bits: float) -> KVSetting:
         return MixedKVConfig.for_budget(shape, 8192, int(bits * element), sink_tokens=2)
 
-    assert str(chosen(4.4)) == "mixed:cold=lm4,sinks=2"
+    assert str(chosen(4.38)) == "mixed:cold_k=q5_0,cold_v=tc3,sinks=2,layers=1:lm4/tc3"
     assert str(chosen(5.5)) == "mixed:cold_k=q5_1,cold_v=lm4,sinks=2"
     assert chosen(6.68).types_of(0) == ("q8_0", "lm4")
     assert chosen(8.8).types_of(3) == (FINEST, FINEST)
@@ -101,7 +101,7 @@ def test_bits_go_to_keys_then_to_values_then_to_the_window() -> None:
     assert chosen(16) == UniformKV()
     odd = MixedKVConfig.for_budget(layers_of(96, 4), 8192, int(1.5 * 4.8 * element))
     assert odd.types_of(1) == ("iq4_nl", "iq4_nl"), "heads that lm4 does not divide"
-    wide = MixedKVConfig.for_budget(shape, 8192, int(5.2 * element), quantization_threshold=512)
+    wide = MixedKVConfig.for_budget(shape, 8192, int(4.2 * element), quantization_threshold=512)
     assert wide.window.threshold == 256  # 512 does not fit, half of it does
 
 
@@ -109,8 +109,8 @@ def test_shares_choose_the_layers() -> None:
     shape = layers_of(64, 3)
     shares = {(il, part): 1e-6 for il in range(3) for part in ("k", "v")} | {(2, "v"): 1e-3, (0, "k"): 1e-4}
     plan = LayerPlan(shape, shares)  # type: ignore[arg-type]
-    assert (plan.bits(0), plan.bits(len(plan))) == (type_bits("lm4"), type_bits(FINEST))
-    assert shorten(plan.types(plan.most(5.4))) == ("q5_1", "lm4", "1:lm4,2:lm4/q8_0")
+    assert (plan.bits(0), plan.bits(len(plan))) == (type_bits("tc3"), type_bits(FINEST))
+    assert shorten(plan.types(plan.most(5.4))) == ("q8_0", "lm4", "1:tc3,2:lm4/q8_0")
     divergence = [plan.divergence(n) for n in range(len(plan) + 1)]
     assert divergence == sorted(divergence, reverse=True)
     budget = footprint(shape, parse_kv("mixed:cold=q5_0"), 4096).bytes
@@ -171,7 +171,7 @@ def test_a_gpu_has_no_types_of_its_own() -> None:
     budget = footprint(shape, parse_kv("mixed:cold=q4_0"), 4096).bytes
     kv = parse_kv(f"mixed:budget={budget}")
     assert str(settle(kv, shape, 4096, on_cpu=False)) == "mixed:cold=iq4_nl"
-    assert "lm4" in str(settle(kv, shape, 4096))
+    assert "tc3" in str(settle(kv, shape, 4096))
 
 
 def test_latent_attention_has_one_type_for_both(zoo_path: Callable[[str], Path]) -> None:

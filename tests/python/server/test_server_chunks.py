@@ -64,7 +64,7 @@ def test_passages_are_labelled_checked_and_one_tenants(tmp_path: Path) -> None:
         assert found["approximate_cached_tokens"] > 150
         assert found["cached_exact"] is False
         assert found["cached_tokens"] > 100  # the first document, which stands where it stood
-        assert found["cached_repair"] == "query 4%"
+        assert found["cached_repair"] == "query 15%"
         text, exact = complete(server, ANNA, reuse="exact")
         assert exact["cached_exact"] is True
         assert "approximate_cached_tokens" not in exact

@@ -10,9 +10,13 @@ import pytest
 from golden import make_golden as made
 from mixedkv import Llama
 from mixedkv.store import (
+    Identity,
+    KVStore,
     block_from_packed,
+    load_packed,
     pack_kv_cache_v2,
     packed_from_block,
+    rotary_of,
     unpack_kv_cache,
     unpack_kv_cache_v2,
 )
@@ -41,8 +45,9 @@ def _go_on(llm: Llama, token: int, n: int) -> tuple[list[int], np.ndarray]:
 def test_packed_sessions_go_on(name: str, n_layer: int, kv: str, tmp_path: Path) -> None:
     layers = unpack_kv_cache((made.FOLDER / name).read_bytes())
     with _llama(made.session_model(n_layer, tmp_path), kv) as llm:
-        llm.kv.load(block_from_packed(layers, made.SESSION, llm.kv.layers))
+        load_packed(llm, layers, made.SESSION, rotary="interleaved")
         assert llm.n_tokens == len(made.SESSION)
+        assert llm.kv.exact_tokens == (len(made.SESSION) if kv == "f16" else 0)
         answer, logits = _go_on(llm, 30, 12)
     with _llama(made.session_model(n_layer, tmp_path), "f16") as llm:
         llm.eval(made.SESSION)
@@ -63,7 +68,8 @@ def test_blocks_come_back(architecture: str, tmp_path: Path) -> None:
         expected, wanted = _go_on(llm, 60, 8)
         llm.reset()
         llm.kv.clear()
-        llm.kv.load(block_from_packed(packed, block.tokens, llm.kv.layers))
+        llm.kv.load(block_from_packed(packed, block.tokens, llm, rotary=rotary_of(llm)))
+        assert llm.kv.exact_tokens == 0  # nobody has compared them
         answer, logits = _go_on(llm, 60, 8)
     assert answer == expected
     assert np.array_equal(logits, wanted)
@@ -75,7 +81,6 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     path = made.session_model(2, tmp_path)
     layers = unpack_kv_cache((made.FOLDER / "packed-v2-session.bin").read_bytes())
     with _llama(path, "mixed") as llm:
-        shapes = llm.kv.layers
         for wrong, tokens, message in (
             (layers[:1], made.SESSION, "has 1 layers, the model keeps rows of 2"),
             (layers, made.SESSION[:-1], r"layer 0: its key has the shape"),
@@ -84,7 +89,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
             (((layers[0][0], layers[0][1][:, :1]), layers[1]), made.SESSION, "layer 0: its value"),
         ):
             with pytest.raises(ValueError, match=message):
-                block_from_packed(wrong, tokens, shapes)
+                block_from_packed(wrong, tokens, llm, rotary="interleaved")
         llm.eval(made.SESSION)
         with pytest.raises(ValueError, match="load the block into a cache with kv='f16'"):
             packed_from_block(llm.kv.export())
@@ -106,8 +111,65 @@ def test_flat_and_two_dimensional_rows_are_the_same(tmp_path: Path) -> None:
     layers = unpack_kv_cache((made.FOLDER / "packed-v2-session.bin").read_bytes())
     flat = [(k.reshape(len(k), -1), v.reshape(len(v), -1)) for k, v in layers]
     with _llama(made.session_model(2, tmp_path), "f16") as llm:
-        one, other = (block_from_packed(rows, made.SESSION, llm.kv.layers) for rows in (layers, flat))
+        one, other = (
+            block_from_packed(rows, made.SESSION, llm, rotary="interleaved") for rows in (layers, flat)
+        )
     assert max(made.SESSION) < zoo.N_VOCAB
     for a, b in zip(one.groups[0].layers, other.groups[0].layers, strict=True):
         assert np.array_equal(a.k, b.k)
         assert np.array_equal(a.v, b.v)
+
+
+def _of_transformers(packed: tuple) -> tuple:
+    """As transformers has it: [1, heads, tokens, size], the halves of K's heads turned together."""
+
+    def half(k: np.ndarray) -> np.ndarray:
+        return np.concatenate([k[..., 0::2], k[..., 1::2]], axis=2)
+
+    return tuple((half(k).transpose(1, 0, 2)[None], v.transpose(1, 0, 2)[None]) for k, v in packed)
+
+
+@pytest.mark.parametrize("kv", ["f16", "mixed"])
+def test_another_rotary_layout_is_converted_or_refused(kv: str, tmp_path: Path) -> None:
+    path, tokens = made.session_model(2, tmp_path), np.array(made.SESSION, np.int32)
+    with _llama(path, "f16") as llm:
+        llm.eval(tokens)
+        own = packed_from_block(llm.kv.export())
+    theirs = _of_transformers(own)
+    with _llama(path, kv) as llm, KVStore(None) as store:
+        for wrong, rotary in ((theirs, "interleaved"), (own, "half")):
+            with pytest.raises(ValueError, match=r"not this model's: .* rotary="):
+                load_packed(llm, wrong, tokens, rotary=rotary)
+            assert llm.n_tokens == 0
+            assert llm.kv.positions(0) == (-1, -1)
+        with pytest.raises(ValueError, match="not this model's"):  # of other tokens
+            load_packed(llm, theirs, tokens[::-1].copy(), rotary="half")
+        assert load_packed(llm, theirs, tokens, rotary="half") < 0.02
+        assert llm.kv.exact_tokens == (len(tokens) if kv == "f16" else 0)
+        assert (store.save(llm).n_stored > 0) == (kv == "f16")
+        with pytest.raises(ValueError, match="is not empty"):
+            load_packed(llm, theirs, tokens, rotary="half")
+
+
+def test_rows_that_nobody_compared_are_not_stored(tmp_path: Path) -> None:
+    with _llama(made.session_model(2, tmp_path), "f16") as llm, KVStore(None) as store:
+        llm.eval(made.SESSION)
+        packed = packed_from_block(llm.kv.export())
+        block = block_from_packed(packed, made.SESSION, llm, rotary="interleaved")
+        with pytest.raises(ValueError, match="another program made its rows"):
+            store.put(Identity.of(llm), block)
+        assert block.slice(0, 3).foreign
+        with pytest.raises(ValueError, match=r"rotary='neox': use 'interleaved' or 'half'"):
+            block_from_packed(packed, made.SESSION, llm, rotary="neox")  # type: ignore[arg-type]
+
+
+def test_a_session_of_another_layout_is_refused_on_a_real_model(real_model_q4_1: Path) -> None:
+    with _llama(real_model_q4_1, "f16") as llm:
+        tokens = llm.tokenize(b"The quick brown fox jumps over the lazy dog, and then it sleeps until noon.")
+        llm.eval(tokens)
+        own = packed_from_block(llm.kv.export())
+        llm.kv.remove(0)
+        with pytest.raises(ValueError, match="not this model's"):
+            load_packed(llm, _of_transformers(own), tokens, rotary="interleaved")
+        load_packed(llm, _of_transformers(own), tokens, rotary="half")
+        assert llm.kv.exact_tokens == len(tokens)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mixedkv.store import KVStore, key_from_file, rekey
+from mixedkv.store import KVStore, encrypt_plain, key_from_file, rekey
 from mixedkv.store.encryption import KeyCipher, decrypt
 from mixedkv.store.entry_error import EntryError
 from mixedkv.store.index import Index
@@ -255,3 +255,36 @@ def test_the_old_wrapped_keys_are_gone(tmp_path: Path) -> None:
     assert wrapped in everything(tmp_path)
     rekey(tmp_path, lambda: KEY, lambda: OTHER_KEY)
     assert wrapped not in everything(tmp_path)
+
+
+def test_plain_entries_in_a_store_with_a_key_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with KVStore(tmp_path) as store:
+        store.put(WHO, BLOCK)
+    assert not caplog.records
+    for _ in range(2):  # each time, until they are encrypted or removed
+        with KVStore(tmp_path, key=lambda: KEY):
+            assert "mixedkv cache encrypt" in caplog.text
+        caplog.clear()
+    assert encrypt_plain(tmp_path, lambda: KEY) == (1, 0)
+    with KVStore(tmp_path, key=lambda: KEY) as store:
+        assert not caplog.records
+        assert store.find(WHO, TOKENS) is not None
+    assert readable(tmp_path) == [False] * 5
+    with pytest.raises(ValueError, match="encrypted with another key"):
+        encrypt_plain(tmp_path, lambda: OTHER_KEY)
+
+
+def test_what_branches_off_within_another_entry_is_encrypted_too(tmp_path: Path) -> None:
+    """It ends before that entry does, and was taken for an entry whose beginning is lost."""
+    other = [*TOKENS[:40], *range(80_000, 80_020)]
+    with KVStore(tmp_path) as store:
+        store.put(WHO, BLOCK)
+        store.put(WHO, make_block(other[40:], 40), store.find(WHO, other, max_tokens=40))
+    assert encrypt_plain(tmp_path, lambda: KEY) == (2, 0)
+    with KVStore(tmp_path, key=lambda: KEY) as store:
+        for tokens in (TOKENS, other):
+            match = store.find(WHO, tokens)
+            assert match is not None
+            assert match.n_tokens == len(tokens)

@@ -30,7 +30,7 @@ TYPES = {  # enum ggml_type
     "q8_0": 8,
     "iq4_nl": 20,
     "lm4": 38,
-    "lm3": 37,
+    "tc3": 36,
 }
 FLASH_OFF, FLASH_ON = 0, 1
 
@@ -59,7 +59,6 @@ class Mixed:
     draft: int = 16
     budget: int = 2**32 - 1  # MIXEDKV_HOT_BUDGET_ALL: what the cache promises a sequence that is alone
     layers: tuple[tuple[int, int, str, str], ...] = ()  # first, last (-1: the model's), types of K and V
-    bases: int | None = None  # values are stored in random ones of this seed
 
     def with_(self, **changes: Any) -> Mixed:
         return replace(self, **changes)
@@ -114,27 +113,10 @@ class Model:
     def address(self) -> int:
         return _address(self.ptr)
 
-    @property
-    def values(self) -> tuple[int, int, int]:
-        """Layers, KV heads and elements of a head of values, of a llama."""
-        text = ctypes.create_string_buffer(16)
-        llama_cpp.llama_model_meta_val_str(self.ptr, b"llama.attention.value_length", text, len(text))
-        n_layer, n_kv = llama_cpp.llama_model_n_layer(self.ptr), llama_cpp.llama_model_n_head_kv(self.ptr)
-        return n_layer, n_kv, int(text.value)
-
     def close(self) -> None:
         if self.ptr:
             llama_cpp.llama_model_free(self.ptr)
             self.ptr = None
-
-
-def random_bases(seed: int, n_layer: int, n_kv: int, n: int) -> Iterable[tuple[int, np.ndarray, np.ndarray]]:
-    """Layer, orthonormal directions [n_kv, n, n], scales [n_kv, n] that fall as those of values do."""
-    rng = np.random.default_rng(seed)
-    for il in range(n_layer):
-        directions = np.linalg.qr(rng.standard_normal((n_kv, n, n)))[0]
-        scales = np.tile(2.0 ** -np.linspace(0, 3, n), (n_kv, 1)) * rng.uniform(0.5, 2.0, (n_kv, 1))
-        yield il, directions.astype(np.float32), scales.astype(np.float32)
 
 
 def _address(pointer: Any) -> int:
@@ -173,9 +155,9 @@ class Ctx:
             window = kv.threshold, kv.group, kv.sinks
             layers = [(first, last, TYPES[k], TYPES[v]) for first, last, k, v in kv.layers]
             rest = kv.draft, kv.equalize, kv.budget
-            bases = [] if kv.bases is None else list(random_bases(kv.bases, *model.values))
-            _core.configure_next(True, *window, kv.attention, *rest, layers=layers, bases=bases)
+            _core.configure_next(True, *window, kv.attention, *rest, layers=layers)
         self._abort: Any = None  # keeps the callback alive
+        self.abort_calls = 0
         self.ptr: Any = llama_cpp.llama_init_from_model(model.ptr, params)
         if not self.ptr:
             message = ""
@@ -240,13 +222,12 @@ class Ctx:
         return np.ctypeslib.as_array(row, (self.model.n_vocab,)).copy()
 
     def abort_after(self, n_calls: int | None) -> None:
-        """The abort callback says stop from its n-th call on; None removes it."""
-        calls = 0
+        """The abort callback says stop from its n-th call on; None removes it. `abort_calls` counts them."""
+        self.abort_calls = 0
 
         def callback(_data: object) -> bool:
-            nonlocal calls
-            calls += 1
-            return calls > (n_calls or 0)
+            self.abort_calls += 1
+            return self.abort_calls > (n_calls or 0)
 
         self._abort = llama_cpp.ggml_abort_callback(callback if n_calls is not None else 0)
         llama_cpp.llama_set_abort_callback(self.ptr, self._abort, None)

@@ -15,14 +15,14 @@ from typing import Any
 import gguf
 import numpy as np
 
-from support.harness import Ctx, Mixed, Uniform, random_bases
+from support.harness import Ctx, Mixed, Uniform
 from support.zoo import Gguf
 
 QUANTS = {
     name: getattr(gguf.GGMLQuantizationType, name.upper())
     for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
 }
-QUANTISED = (*QUANTS, "lm4", "lm3")
+QUANTISED = (*QUANTS, "lm4", "tc3")
 LEVELS = np.array([-127, -97, -77, -60, -46, -33, -21, -10, 1, 13, 24, 37, 50, 66, 84, 109], dtype=np.float32)
 
 
@@ -55,36 +55,49 @@ def lm4(x: np.ndarray) -> np.ndarray:
     return best
 
 
-# of lm3: how many elements have so many bits, and their levels
-WIDTHS = {5: 8, 4: 8, 3: 16, 2: 16, 1: 8}
-POSITIVE = {
-    5: [2, 7, 12, 16, 21, 27, 32, 38, 44, 51, 59, 67, 77, 89, 103, 127],
-    4: [5, 15, 26, 37, 50, 64, 82, 109],
-    3: [10, 30, 54, 86],
-    2: [18, 60],
-    1: [32],
-}
+# of tc3: levels, scales that are tried, where the t-th element of a path lies, and the set of levels that
+# a state's next element has if its bit is 0 and 1
+TRELLIS = np.array([-126, -92, -71, -54, -41, -28, -17, -5, 5, 17, 28, 41, 54, 71, 92, 126], np.float32)
+TRIES = np.array([0.84, 0.95, 1.06, 1.2], np.float32)
+ORDER = [4 * (t & 4 | (t & 1) << 1 | (t & 2) >> 1) + t // 8 for t in range(32)]
+SETS = [[(bit ^ state >> 1) << 1 | state & 1 for bit in (0, 1)] for state in range(4)]
 
 
-def lm3(x: np.ndarray) -> np.ndarray:
-    """x [n, 64] as lm3 has it: of several scales that whose levels, best scaled, have the least error."""
-    weight = np.concatenate([np.full(n, 4.0 ** (bits - 1)) for bits, n in WIDTHS.items()] + [np.zeros(8)])
-    usual = np.sqrt((weight * x * x).sum(axis=1, keepdims=True) / weight.sum()) / 39.8
-    best, gain = np.zeros_like(x), np.zeros((len(x), 1))
-    for times in (0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.45):
-        level, first = np.zeros_like(x), 0
-        for bits, n in WIDTHS.items():
-            at = np.array([-y for y in POSITIVE[bits][::-1]] + POSITIVE[bits], dtype=float)
-            with np.errstate(divide="ignore", invalid="ignore"):
-                y = np.nan_to_num(x[:, first : first + n] / (times * usual))
-            level[:, first : first + n] = at[np.searchsorted((at[1:] + at[:-1]) / 2, y)]
-            first += n
-        xy = (weight * x * level).sum(axis=1, keepdims=True)
-        yy = (weight * level * level).sum(axis=1, keepdims=True)
-        better = xy * xy / yy > gain
-        gain = np.where(better, xy * xy / yy, gain)
-        best = np.where(better, (xy / yy).astype(np.float16) * level, best)
-    return best
+def tc3(x: np.ndarray) -> np.ndarray:
+    """x [n, 64] F32 as tc3 has it: for each scale the best path through the trellis, then the best scale."""
+    usual = np.sqrt(np.add.accumulate(x * x, axis=1)[:, -1] / np.float32(64)) / np.float32(51)
+    inverse = 1 / (TRIES * np.where(usual > 0, usual, 1)[:, None])
+    halves = [_best_paths(half[:, ORDER, None] * inverse[:, None]) for half in (x[:, :32], x[:, 32:])]
+    best = ((halves[0][1] + halves[1][1]) * TRIES * TRIES).argmin(axis=1)
+    level = np.empty_like(x)
+    for first, (index, _) in zip((0, 32), halves, strict=True):
+        level[:, first + np.array(ORDER)] = TRELLIS[np.take_along_axis(index, best[:, None, None], 2)[..., 0]]
+    xy, yy = (np.add.accumulate(product, axis=1)[:, -1:] for product in (x * level, level * level))
+    return np.where(usual[:, None] > 0, (xy / yy).astype(np.float16) * level.astype(np.float64), 0)
+
+
+def _best_paths(y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of levels for y [n, 32, tries], in the order of the path, and squared errors [n, tries]."""
+    away = np.square(y[..., None] - TRELLIS).reshape(*y.shape, 4, 4)  # by a level's set in the last axis
+    nearest, away = away.argmin(axis=3) * 4 + np.arange(4), away.min(axis=3)
+    cost = np.full((y.shape[0], y.shape[2], 4), 1e30, np.float32)
+    cost[..., 0] = 0
+    steps = []
+    for t in range(32):
+        ends = [
+            np.stack([cost[..., old] + away[:, t, :, SETS[old][new & 1]] for old in (new >> 1, new // 2 + 2)])
+            for new in range(4)
+        ]
+        steps.append(np.stack([(end[1] < end[0]) for end in ends], axis=-1))
+        cost = np.stack([end.min(axis=0) for end in ends], axis=-1)
+    state, least = cost.argmin(axis=-1), cost.min(axis=-1)
+    index = np.empty(y.shape, np.int64)
+    for t in reversed(range(32)):
+        old = state // 2 + 2 * np.take_along_axis(steps[t], state[..., None], -1)[..., 0]
+        level = np.array(SETS)[old, state & 1]
+        index[:, t] = np.take_along_axis(nearest[:, t], level[..., None], -1)[..., 0]
+        state = old
+    return index, least
 
 
 def stored(x: np.ndarray, kind: str) -> np.ndarray:
@@ -96,8 +109,8 @@ def stored(x: np.ndarray, kind: str) -> np.ndarray:
     flat = np.ascontiguousarray(x, dtype=np.float32).reshape(1, -1)
     if kind == "lm4":
         return lm4(flat.reshape(-1, 64)).reshape(x.shape)
-    if kind == "lm3":
-        return lm3(x.reshape(-1, 64).astype(float)).reshape(x.shape)
+    if kind == "tc3":
+        return tc3(flat.reshape(-1, 64)).reshape(x.shape)
     return (
         gguf.quants.dequantize(gguf.quants.quantize(flat, QUANTS[kind]), QUANTS[kind])
         .reshape(x.shape)
@@ -166,13 +179,7 @@ class Oracle:
             next(n for n in (256, 128, 64, 1) if head % n == 0) if kv.k in QUANTISED and head % 64 == 0 else 0
         )
         self.scales = np.ones((1, head))  # of K, as the cache has them
-        self.to = self.back = None  # of values, [n_head_kv, head, head]
-        if isinstance(kv, Mixed) and kv.bases is not None:
-            values = self.shape.n_layer, self.shape.n_head_kv, head
-            _, directions, scales = list(random_bases(kv.bases, *values))[self._kv_layer()]
-            self.to = directions / scales[:, :, None].astype(float)
-            self.back = (directions * scales[:, :, None].astype(float)).transpose(0, 2, 1)
-        self.rot_v = 64 if kv.v in QUANTISED and head % 64 == 0 and self.to is None else 0
+        self.rot_v = 64 if kv.v in QUANTISED and head % 64 == 0 else 0
 
     def take_scales(self, ctx: Ctx) -> None:
         """Those that the context's cache stores K times; test_equalization.py says whether they are right."""
@@ -211,8 +218,7 @@ class Oracle:
         if self.shape.arch == "gemma4":
             v = rms_norm(v)
         k = rope(k, pos, self.shape.rope) * self.scales
-        v = rotate(v, self.rot_v) if self.to is None else np.einsum("hij,hj->hi", self.to, v)
-        return rotate(k, self.rot_k), v
+        return rotate(k, self.rot_k), rotate(v, self.rot_v)
 
     def _new_row(self, x: np.ndarray, pos: int, seqs: Sequence[int]) -> Row:
         k, v = self._new_kv(x, pos)
@@ -246,8 +252,6 @@ class Oracle:
         p = np.exp(score - top[:, None])
         total = p.sum(axis=1) + (0.0 if sinks is None else np.exp(sinks - top))
         out = np.einsum("hj,jhd->hd", p / total[:, None], v)
-        if self.back is not None:
-            out = np.einsum("hij,hj->hi", np.repeat(self.back, group, axis=0), out)
         return rotate(out, self.rot_v).reshape(-1)
 
     def _tier(self, q: int, row: Row) -> str:

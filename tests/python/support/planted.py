@@ -4,6 +4,8 @@ Real models have a few channels of K that are tens of times larger than the othe
 random weights have none.
 
     python tests/python/support/planted.py SOURCE.gguf TARGET.gguf --seed 1 --bias 300
+
+SOURCE may also be `smollm2:f16`.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+from mixedkv.model.gguf_copy import copy_metadata, write_and_close
+from mixedkv.model.named_model import find_model
+
 
 def plant(
     source: Path | str, target: Path, seed: int, low: float = 12, high: float = 40, bias: float = 0
@@ -23,16 +28,11 @@ def plant(
     of each KV head, in its slowest pair.
     """
     reader = gguf.GGUFReader(source)
-    keys = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    keys = reader.fields
     n_head, n_kv = (keys[f"llama.attention.head_count{part}"].contents() for part in ("", "_kv"))
     rng = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(target, "llama")
-    for name, field in keys.items():
-        if name != "general.architecture":
-            kind = field.types[0]
-            writer.add_key_value(
-                name, field.contents(), kind, field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-            )
+    copy_metadata(reader, writer)
     planted = {}
     for il in range(keys["llama.block_count"].contents()):
         pairs = np.exp(rng.normal(0, 0.6, (n_kv, keys["llama.rope.dimension_count"].contents() // 2)))
@@ -52,16 +52,13 @@ def plant(
             writer.add_tensor(tensor.name, wide.astype(np.float16))
         else:
             writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_and_close(writer)
     return target
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("source", type=Path)
+    parser.add_argument("source", type=find_model)
     parser.add_argument("target", type=Path)
     parser.add_argument("--seed", type=int, default=1, metavar="N")
     parser.add_argument("--bias", type=float, default=0, metavar="NORM", help="of a K bias of each head (0)")

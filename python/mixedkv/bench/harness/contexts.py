@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from mixedkv.bench.harness.cache_settings import Setting
 from mixedkv.limits import padded
-from mixedkv.model.value_bases import read_bases
 from mixedkv.row_types import ggml_type
 
 MICRO_BATCH = 512
@@ -126,19 +125,11 @@ class Context:
         from mixedkv import _core
 
         try:
-            _core.configure_next(**native, bases=self._bases())
+            _core.configure_next(**native)
             self.ptr = llama_cpp.llama_init_from_model(self.model.ptr, params)
         finally:
             _core.withdraw()
         return "" if self.ptr else _core.last_error()
-
-    def _bases(self) -> Any:
-        if not self.setting.kv.is_calibrated:
-            return []
-        try:
-            return read_bases(self.model.path).native
-        except (OSError, ValueError) as error:
-            raise CannotRunError(str(error)) from None
 
     def _own_threads(self) -> Any:
         """As `mixedkv.Llama` has them; not in a process with the stock library."""
@@ -190,6 +181,10 @@ class Context:
         if status != 0:
             raise CannotRunError(f"llama_decode failed with status {status}. {log.text()}")
         llama_cpp.llama_synchronize(self.ptr)
+
+    def copy(self, seq: int) -> None:
+        """Let another sequence begin with all tokens of sequence 0; they share the rows."""
+        llama_cpp.llama_memory_seq_cp(self._memory, 0, seq, -1, -1)
 
     def remove(self, seq: int) -> None:
         """Take a sequence out."""

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv.bundled import model_path
+from mixedkv.model.gguf_copy import copy_metadata, write_and_close
 
 _N_CTX, _ROPE_BASE = 131072, 500_000.0
 _Q8_0 = gguf.GGMLQuantizationType.Q8_0
@@ -30,15 +31,11 @@ def write(path: Path, n_neurons: int = 65536, seed: int = 1) -> None:
     it is whole.
     """
     reader, random = gguf.GGUFReader(model_path()), np.random.default_rng(seed)
-    fields = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
     part = path.with_name(path.name + ".part")
     writer = gguf.GGUFWriter(part, "llama")
     own = {"llama.context_length": _N_CTX, "llama.rope.freq_base": _ROPE_BASE}
-    own["llama.feed_forward_length"] = fields["llama.feed_forward_length"].contents() + n_neurons
-    for name, field in fields.items():
-        if name != "general.architecture":
-            sub_type = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(name, own.get(name, field.contents()), field.types[0], sub_type)
+    own["llama.feed_forward_length"] = reader.fields["llama.feed_forward_length"].contents() + n_neurons
+    copy_metadata(reader, writer, own)
     for tensor in reader.tensors:
         data = np.array(tensor.data)
         if tensor.name.endswith(("ffn_gate.weight", "ffn_up.weight")):
@@ -48,10 +45,7 @@ def write(path: Path, n_neurons: int = 65536, seed: int = 1) -> None:
             nothing: npt.NDArray[np.float32] = np.zeros((int(tensor.shape[1]), n_neurons), np.float32)
             data = np.concatenate([data, gguf.quantize(nothing, _Q8_0)], axis=1)
         writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_and_close(writer)
     os.replace(part, path)
 
 

@@ -10,9 +10,10 @@ from typing import Literal, get_args
 import numpy as np
 
 from mixedkv.bundled.corpus import Fact, World, filler
+from mixedkv.real_text import read_real_text
 from mixedkv.tokens import Tokens
 
-Workload = Literal["documents", "edited", "system", "few_shot"]
+Workload = Literal["documents", "edited", "system", "few_shot", "prose", "code"]
 DonorKind = Literal["alone", "bos", "conversation"]
 
 WORKLOADS: tuple[Workload, ...] = get_args(Workload)
@@ -22,6 +23,8 @@ DONORS: dict[Workload, tuple[DonorKind, ...]] = {
     "edited": ("conversation",),
     "system": ("conversation",),
     "few_shot": ("conversation",),
+    "prose": ("alone", "bos", "conversation"),
+    "code": ("alone", "bos", "conversation"),
 }
 
 
@@ -34,6 +37,14 @@ def kinds_of(
 
 _SEED = 110_000
 _ACKNOWLEDGED = "I have noted that."
+_ASKED = (
+    "<|im_start|>system\nYou are a careful assistant. Read the passages that the user gives, and answer the "
+    "question with what they say. If the passages do not say it, say that you do not know. Quote words of "
+    "the passages where that helps. Do not invent names, numbers or facts.<|im_end|>\n<|im_start|>user\n",
+    "Summarize the passages above in a few sentences.<|im_end|>\n<|im_start|>assistant\n",
+    "What does the second passage say? Explain it in detail.<|im_end|>\n<|im_start|>assistant\n",
+    "Explain step by step what is described above.<|im_end|>\n<|im_start|>assistant\n",
+)
 Encode = Callable[[str], list[int]]
 
 
@@ -70,6 +81,8 @@ class CaseMaker:
     def make(self, workload: Workload, donor: DonorKind, seed: int) -> Case:
         """The same for all donors of a workload but for what was stored."""
         random = Random(_SEED + seed)
+        if workload in ("prose", "code"):
+            return self._passages(random, read_real_text(workload).text, donor)
         world = World(random)
         if workload == "few_shot":
             return self._few_shot(random, world)
@@ -99,6 +112,19 @@ class CaseMaker:
         head = self._bos if donor == "bos" else []
         stored = tuple(_ids(head, self._encode(document)) for document in documents)
         return Case(stored, prompt, fact.answer)
+
+    def _passages(self, random: Random, text: str, donor: DonorKind) -> Case:
+        """Passages of a real text, a question about all of them, and no right answer."""
+        size = (self._n_prompt - len(self._encode(_ASKED[0])) - 60) // self._n_documents
+        texts = []
+        for begin in random.sample(range(0, len(text) - 8 * size, 8 * size), self._n_documents + 1):
+            texts.append([*self._encode(text[begin : begin + 8 * size])[:size], *self._encode("\n\n")])
+        head, question = (self._encode(each) for each in (_ASKED[0], random.choice(_ASKED[1:])))
+        prompt = _ids(self._bos, head, *texts[:-1], question)
+        if donor == "conversation":  # with another passage before them
+            return Case((_ids(self._bos, head[:10], texts[-1], *texts[-2::-1], question),), prompt, "")
+        begin_of = self._bos if donor == "bos" else []
+        return Case(tuple(_ids(begin_of, each) for each in texts[:-1]), prompt, "")
 
     def _few_shot(self, random: Random, world: World) -> Case:
         """Questions with their answers, each after a short journal that tells them."""

@@ -35,7 +35,9 @@ class Gguf:
     keys: dict[str, object] = field(default_factory=dict)
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
     n_token_types: int = 0
+    n_words: int = 0  # of the vocabulary, besides those that all have
     rerank_template: str = ""
+    chat_template: str = ""
 
     def weight(self, name: str, *ne: int, scale: float = 1.0) -> None:
         """A random matrix in ggml's order of dimensions; `scale` is the output's std for a unit-
@@ -49,13 +51,24 @@ class Gguf:
         rng = np.random.default_rng(zlib.crc32(f"{self.shape.name}/{name}".encode()))
         self.tensors[name] = (mean + std * rng.standard_normal(n)).astype(np.float32)
 
+    def add_words(self, n: int) -> None:
+        """Let the vocabulary have `n` words more, with random rows."""
+        self.n_words = n
+        for name in self.tensors.keys() & {"token_embd.weight", "output.weight"}:
+            former = self.tensors[name]
+            rng = np.random.default_rng(zlib.crc32(f"{self.shape.name}/words/{name}".encode()))
+            rows = rng.standard_normal((n, former.shape[1]), np.float32) * former.std()
+            self.tensors[name] = np.concatenate([former, rows])
+
     def write(self, path: Path) -> None:
         writer = gguf.GGUFWriter(path, self.shape.arch)
         writer.add_name(f"zoo {self.shape.name}")
         writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-        add_tokenizer(writer)
+        add_tokenizer(writer, self.n_words)
         if self.n_token_types:
             writer.add_token_type_count(self.n_token_types)
+        if self.chat_template:
+            writer.add_chat_template(self.chat_template)
         if self.rerank_template:
             writer.add_string("tokenizer.chat_template.rerank", self.rerank_template)
         for key, value in self.keys.items():

@@ -11,14 +11,18 @@ PIECES = ("\u2581", *"etaoinshrdlu", "th", "he", "in", "er", "\u2581the", "\u258
 N_VOCAB = len(SPECIALS) + 256 + len(PIECES)
 
 
-def add_tokenizer(writer: gguf.GGUFWriter) -> None:
-    """A SentencePiece-style vocabulary of bytes and a few pieces, so that any text has tokens."""
-    tokens = [*SPECIALS, *(f"<0x{b:02X}>" for b in range(256)), *PIECES]
+def add_tokenizer(writer: gguf.GGUFWriter, n_words: int = 0) -> None:
+    """A SentencePiece-style vocabulary of bytes and a few pieces, so that any text has tokens.
+
+    `n_words`: as many words more, for a vocabulary of a real one's size.
+    """
+    pieces = [*PIECES, *(f"\u2581w{i}" for i in range(n_words))]
+    tokens = [*SPECIALS, *(f"<0x{b:02X}>" for b in range(256)), *pieces]
     kinds = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]
-    kinds += [gguf.TokenType.BYTE] * 256 + [gguf.TokenType.NORMAL] * len(PIECES)
+    kinds += [gguf.TokenType.BYTE] * 256 + [gguf.TokenType.NORMAL] * len(pieces)
     writer.add_tokenizer_model("llama")
     writer.add_token_list(tokens)
-    writer.add_token_scores([0.0] * len(SPECIALS) + [-1000.0] * 256 + [-float(i) for i in range(len(PIECES))])
+    writer.add_token_scores([0.0] * len(SPECIALS) + [-1000.0] * 256 + [-float(i) for i in range(len(pieces))])
     writer.add_token_types(kinds)
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)

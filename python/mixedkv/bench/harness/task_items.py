@@ -1,0 +1,181 @@
+"""Items of `mixedkv bench tasks`: long documents of real text with facts in them, and questions about these.
+
+A question ends in the first words of its answer, so that a small model answers in a form that can be checked.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from mixedkv.real_text import read_real_text
+
+TASKS = ("lookup", "needles", "quote", "json", "sums", "format")
+_PLACES = (
+    "mill", "harbor", "library", "bakery", "castle", "museum", "station", "garden", "tower", "market",
+    "school", "theater", "brewery", "chapel", "stable", "quarry", "lighthouse", "dairy", "forge", "orchard",
+)  # fmt: skip
+_NAMES = (
+    "Mira", "Tomas", "Ines", "Jonas", "Leila", "Pavel", "Rosa", "Stefan", "Yara", "Bruno", "Clara", "Dario",
+    "Elena", "Felix", "Greta", "Hugo",
+)  # fmt: skip
+_CITIES = ("Lisbon", "Oslo", "Prague", "Cairo", "Lima", "Kyoto", "Dublin", "Naples", "Quito", "Sofia")
+_JOBS = ("baker", "nurse", "pilot", "farmer", "lawyer", "painter", "teacher", "plumber", "singer", "baker")
+_N_PEOPLE = 10
+_N_SUMS = 10
+_QUOTED = 8  # words that have to come word for word
+_GIVEN = 6  # words that a quotation begins with
+_SENTENCE = re.compile(r"(?<=[.!?]) (?=[A-Z][a-z])")
+
+Person = dict[str, str | int]
+Count = Callable[[str], int]  # tokens of a text
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A question about a document.
+
+    Attributes:
+        task: one of `TASKS`.
+        prompt: what comes after the document, up to where the answer begins.
+        answer: what a right answer begins with, white space and letter case aside.
+        n_tokens: room for the answer.
+    """
+
+    task: str
+    prompt: str
+    answer: str
+    n_tokens: int
+
+    def is_right(self, said: str) -> bool:
+        """Whether an answer begins as it should."""
+        return _plain(said).startswith(_plain(self.answer))
+
+
+@dataclass(frozen=True, slots=True)
+class Pile:
+    """A document and the questions about it."""
+
+    text: str
+    items: tuple[Item, ...]
+
+
+def make_piles(seed: int, n_tokens: int, count: Count) -> tuple[Pile, Pile]:
+    """Return a document of prose with facts in it and one of dialogue, of about `n_tokens` tokens each."""
+    return _facts(Random(seed), n_tokens, count), _dialogue(Random(seed), n_tokens, count)
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.lower().split())
+
+
+def _facts(random: Random, n_tokens: int, count: Count) -> Pile:
+    codes = {place: str(random.randrange(1000, 10000)) for place in _PLACES}
+    people = [_person(random, name) for name in random.sample(_NAMES, _N_PEOPLE)]
+    statements = [f"The access code of the {place} is {code}." for place, code in codes.items()]
+    statements += [
+        f"{each['name']} is {each['age']} years old, lives in {each['city']} and works as a {each['job']}."
+        for each in people
+    ]
+    random.shuffle(statements)
+    fillers = _prose(random, n_tokens - sum(map(count, statements)), count)
+    every = len(fillers) / len(statements)
+    parts = list(fillers)
+    for i, statement in reversed(list(enumerate(statements))):
+        parts.insert(int(i * every), statement)
+    items = [*_lookups(codes), *_needles(random, codes), *_quotes(random, fillers)]
+    items += [*_extractions(people), *_sums(random, people)]
+    return Pile("\n\n".join(parts), tuple(items))
+
+
+def _person(random: Random, name: str) -> Person:
+    age, city, job = random.randrange(20, 70), random.choice(_CITIES), random.choice(_JOBS)
+    return {"name": name, "age": age, "city": city, "job": job}
+
+
+def _prose(random: Random, n_tokens: int, count: Count) -> list[str]:
+    """Paragraphs of prose with so many tokens, from a random place of the text on."""
+    whole = read_real_text("prose").text.split("\n\n")
+    paragraphs = [" ".join(each.split()) for each in whole]
+    paragraphs = [each for each in paragraphs if len(each) > 150 and each[0].isupper() and each.endswith(".")]
+    chosen: list[str] = []
+    n = 0
+    for paragraph in random.sample(paragraphs, len(paragraphs)):
+        n += count(paragraph) + 1
+        if n > n_tokens:
+            return chosen
+        chosen.append(paragraph)
+    return chosen
+
+
+def _lookups(codes: dict[str, str]) -> Iterator[Item]:
+    for place, code in codes.items():
+        prompt = f"\n\nQuestion: What is the access code of the {place}?\n"
+        prompt += f"Answer: The access code of the {place} is"
+        yield Item("lookup", prompt, code, 8)
+
+
+def _needles(random: Random, codes: dict[str, str]) -> Iterator[Item]:
+    """Three codes at a time; each place is asked for once or twice."""
+    for _ in range(12):
+        chosen = random.sample(sorted(codes), 3)
+        asked = ", ".join(chosen[:-1]) + " and " + chosen[-1]
+        prompt = f"\n\nQuestion: What are the access codes of the {asked}, in this order?\nAnswer:"
+        prompt += f" {chosen[0]}:"
+        rest = "".join(f", {place}: {codes[place]}" for place in chosen[1:])
+        yield Item("needles", prompt, codes[chosen[0]] + rest, 40)
+
+
+def _quotes(random: Random, paragraphs: Sequence[str]) -> Iterator[Item]:
+    sentences = [each for paragraph in paragraphs for each in _SENTENCE.split(paragraph)]
+    long = [words for each in sentences if len(words := each.split()) >= _GIVEN + _QUOTED]
+    starts = [" ".join(words[:_GIVEN]) for words in long]
+    unique = [words for words in long if starts.count(" ".join(words[:_GIVEN])) == 1]
+    for words in random.sample(unique, min(20, len(unique))):
+        prompt = f'\n\nA passage from the text above, word for word: "{" ".join(words[:_GIVEN])}'
+        yield Item("quote", prompt, " ".join(words[_GIVEN : _GIVEN + _QUOTED]), 40)
+
+
+def _extractions(people: Sequence[Person]) -> Iterator[Item]:
+    """What a schema leaves open is asked for: its keys and their order are given by an example."""
+    example = json.dumps({"name": "Otto", "age": 51, "city": "Vienna", "job": "tailor"})
+    for person in people:
+        text = json.dumps(person)
+        given = text[: text.index('"age"')]
+        prompt = f"\n\nPeople of the text above as JSON, one in a line:\n{example}\n{given}"
+        yield Item("json", prompt, text[len(given) :], 40)
+
+
+def _sums(random: Random, people: Sequence[Person]) -> Iterator[Item]:
+    """How old two of the people are together, step by step."""
+    example = "Otto is 51 years old, Anna is 22 years old: 51 + 22 = 73."
+    for _ in range(_N_SUMS):
+        one, other = random.sample(list(people), 2)
+        prompt = f"\n\nTwo people of the text above and their years together.\n{example}\n{one['name']} is"
+        answer = f"{one['age']} years old, {other['name']} is {other['age']} years old: "
+        answer += f"{one['age']} + {other['age']} = {int(one['age']) + int(other['age'])}"
+        prompt = prompt.replace("their years", f"their years ({one['name']} and {other['name']})")
+        yield Item("sums", prompt, answer, 48)
+
+
+def _dialogue(random: Random, n_tokens: int, count: Count) -> Pile:
+    """Turns whose answers are numbered and closed by a mark: will the next ones be?"""
+    talks = [talk.split("\n") for talk in read_real_text("dialogue").text.split("\n\n")]
+    random.shuffle(talks)
+    text, number, asked = "", 0, []
+    for talk in talks:
+        question, answer = talk[0].removeprefix("A: "), talk[1].removeprefix("B: ") if len(talk) > 1 else ""
+        if not answer or len(answer) > 300 or len(question) > 300:
+            continue
+        turn = f"User: {question}\nReply {number + 1} of many << {answer} >>\n\n"
+        if count(text + turn) > n_tokens:
+            asked.append(question)
+            if len(asked) == 10:
+                break
+            continue
+        text, number = text + turn, number + 1
+    form = f"{number + 1} of many <<"
+    return Pile(text, tuple(Item("format", f"User: {each}\nReply", form, 12) for each in asked))

@@ -1,0 +1,98 @@
+"""What a chat needs of a terminal: questions that are edited and pasted, and Ctrl-C that stops an answer."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import termios
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.history import InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.output import create_output
+
+from mixedkv.llama import Llama
+
+_MARK_PASTES, _LEAVE_PASTES = "\x1b[?2004h", "\x1b[?2004l"  # with marks around what is pasted, or without
+
+
+def questions(former: Sequence[str]) -> Iterator[str]:
+    """Yield what is typed or pasted, until Ctrl-D. Lines that are pasted together are one question.
+
+    Args:
+        former: questions that the keys up and down bring back.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C where nothing is typed; else it clears the line.
+    """
+    session: PromptSession[str] = PromptSession(
+        "> ",
+        history=InMemoryHistory(former),
+        key_bindings=_keys(),
+        output=create_output(stdout=sys.stderr),
+    )
+    with _keys_wait():
+        while True:
+            try:
+                text = session.prompt().strip()
+            except EOFError:
+                return
+            if text:
+                print(_MARK_PASTES, end="", file=sys.stderr, flush=True)  # which a prompt leaves off
+                yield text
+
+
+def _keys() -> KeyBindings:
+    keys = KeyBindings()
+
+    @keys.add("c-c")
+    def _(event: KeyPressEvent) -> None:
+        if event.current_buffer.text:
+            event.current_buffer.reset()
+        else:
+            event.app.exit(exception=KeyboardInterrupt, style="class:aborting")
+
+    return keys
+
+
+@contextmanager
+def _keys_wait() -> Iterator[None]:
+    """Between two prompts, what is typed or pasted is not shown, and is for the next one."""
+    stdin = sys.stdin.fileno()
+    before = termios.tcgetattr(stdin)
+    now = termios.tcgetattr(stdin)
+    now[3] &= ~(termios.ECHO | termios.ICANON)
+    now[3] |= termios.NOFLSH  # Ctrl-C is a signal, and drops nothing
+    termios.tcsetattr(stdin, termios.TCSADRAIN, now)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(stdin, termios.TCSADRAIN, before)
+        print(_LEAVE_PASTES, end="", file=sys.stderr, flush=True)
+
+
+class StopSignal:
+    """While inside, Ctrl-C stops what a `Llama` evaluates, and nothing else; the second time it ends all."""
+
+    def __init__(self, llm: Llama) -> None:
+        self._llm = llm
+        self._before: Any = None
+        self.came = False
+
+    def __enter__(self) -> StopSignal:
+        self._before = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+        self._llm.interrupt(False)
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        if self.came:
+            raise KeyboardInterrupt
+        self.came = True
+        self._llm.interrupt()

@@ -1,0 +1,273 @@
+"""A `llama_cpp.Llama` that several threads may call, and close while others are in a call."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import llama_cpp
+
+from mixedkv import _core, _llama_cpp
+from mixedkv.errors import ClosedError, ContextBusyError, StoppedError
+from mixedkv.kv.cache import KVCache
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_T = TypeVar("_T")
+
+_SHORT_STEP = 8  # tokens: a step that ends sooner than a copy of recurrent states is worth
+
+
+def _present(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
+    @wraps(method)
+    def guarded(self: GuardedLlama, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with self.kv.busy.present():
+            return method(self, *args, **kwargs)
+
+    return guarded
+
+
+def _waiting(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
+    @wraps(method)
+    def guarded(self: GuardedLlama, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with self.kv.busy.waiting():
+            return method(self, *args, **kwargs)
+
+    return guarded
+
+
+class GuardedLlama(llama_cpp.Llama):
+    """What `Llama` adds to its base class about threads. llama.cpp itself takes one thread at a time, and two
+    end the process.
+
+    - What needs the vocabulary or a size only (`tokenize`, `detokenize`, `n_ctx`, `token_eos`, ...) runs on
+      any thread at any time.
+    - What evaluates, samples or begins anew (`eval`, `generate`, `create_completion`,
+      `create_chat_completion`, `embed`, `sample`, `reset`) waits until no other thread uses the context. A
+      stream holds the context for one token at a time. Whatever another thread, or the reader itself,
+      evaluates between two tokens of a stream takes its place: its next token raises ContextBusyError.
+    - What moves or reads rows (`save_state`, `load_state` and `kv`) raises ContextBusyError while another
+      thread uses the context.
+    - While an `Engine` uses it, what evaluates raises ContextBusyError on every thread.
+    - After `close` all of them raise ClosedError.
+
+    Attributes such as `n_tokens`, `input_ids` and `scores` are not guarded.
+    """
+
+    _closing: threading.RLock
+    _at_close: list[Callable[[], object]]
+    _interrupt: _core.Interrupt | None
+    _threads: _core.Threads | None
+    _has_states: bool
+    _n_turns: int
+    _lent: bool
+
+    @property
+    @abstractmethod
+    def kv(self) -> KVCache:
+        """The live cache: its contents and the settings that can be changed."""
+
+    def _guard(self) -> None:
+        """Begin, before the base class does."""
+        self._closing, self._at_close = threading.RLock(), []
+        self._interrupt = self._threads = None
+        self._n_turns, self._lent = 0, False
+
+    def _open_gate(self) -> None:
+        """The context is there."""
+        address = _llama_cpp.address(_llama_cpp.context(self))
+        self.kv.busy.open(address)
+        self._interrupt = _core.Interrupt(address)
+        self._has_states = _llama_cpp.is_recurrent(self) or _llama_cpp.is_hybrid(self)
+        self._interrupt.watch(not self._has_states)
+        self._threads = _core.Threads(address)
+
+    # --- any thread at any time ---
+
+    n_ctx = _present(llama_cpp.Llama.n_ctx)
+    n_embd = _present(llama_cpp.Llama.n_embd)
+    n_vocab = _present(llama_cpp.Llama.n_vocab)
+    tokenize = _present(llama_cpp.Llama.tokenize)
+    detokenize = _present(llama_cpp.Llama.detokenize)
+    tokenizer = _present(llama_cpp.Llama.tokenizer)
+    token_eos = _present(llama_cpp.Llama.token_eos)
+    token_bos = _present(llama_cpp.Llama.token_bos)
+    token_nl = _present(llama_cpp.Llama.token_nl)
+    pooling_type = _present(llama_cpp.Llama.pooling_type)
+
+    @property
+    def ctx(self) -> Any:
+        return _llama_cpp.context(self)
+
+    @property
+    def model(self) -> Any:
+        return _llama_cpp.model(self)
+
+    # --- one thread at a time ---
+
+    create_chat_completion = _waiting(llama_cpp.Llama.create_chat_completion)
+
+    def sample(self, *args: Any, idx: int | None = None, **kwargs: Any) -> Any:
+        """As in the base class.
+
+        Raises:
+            ValueError: there are no logits of this token: nothing was evaluated since a state was loaded, or
+                it is not the last one and logits_all is False. llama.cpp would end the process.
+        """
+        with self.kv.busy.waiting():
+            last = -1 if idx is None else idx - self.n_tokens
+            if self.n_tokens and not llama_cpp.llama_get_logits_ith(self.ctx, last):
+                raise ValueError(
+                    f"sample: there are no logits of token {self.n_tokens + last}: evaluate it first, with "
+                    f"logits_all=True if others follow it"
+                )
+            return super().sample(*args, **{**kwargs, "idx": idx})
+
+    def reset(self) -> None:
+        with self._evaluating("reset"):
+            super().reset()  # type: ignore[no-untyped-call]
+
+    def embed(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluating("embed"):
+            return super().embed(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self.in_turns(super().generate(*args, **kwargs))
+
+    def create_completion(self, *args: Any, **kwargs: Any) -> Any:
+        with self.kv.busy.waiting():
+            made = super().create_completion(*args, **kwargs)
+        return self.in_turns(made) if isinstance(made, Generator) else made
+
+    def in_turns(self, steps: Generator[_T, Any, None]) -> Generator[_T, Any, None]:
+        """Yield what `steps` yields, and hold the context for one step at a time.
+
+        Raises:
+            ContextBusyError: something else was evaluated between two steps.
+        """
+        turn, sent = -1, None
+        try:
+            while True:
+                with self.kv.busy.waiting():
+                    if turn not in (-1, self._n_turns):
+                        raise ContextBusyError(
+                            "another answer was begun on this Llama: read a stream to its end or close it "
+                            "before the next, or use an Engine, which makes many at a time"
+                        )
+                    try:
+                        item = steps.send(sent)
+                    except StopIteration:
+                        return
+                    turn = self._n_turns
+                sent = yield item
+        finally:
+            steps.close()
+
+    def save_state(self) -> llama_cpp.LlamaState:
+        """As in the base class."""
+        with self.kv.busy.at_once("save_state"):
+            return super().save_state()
+
+    def load_state(self, state: llama_cpp.LlamaState) -> None:
+        """As in the base class. What was done before it was saved is unknown: see `KVCache.exact_tokens`."""
+        with self.kv.busy.at_once("load_state"), self._evaluating("load_state"):
+            self.kv.limit_exact(0)
+            super().load_state(state)
+
+    @contextmanager
+    def _evaluating(self, what: str) -> Iterator[None]:
+        """Around what changes sequence 0.
+
+        Raises:
+            ContextBusyError: an engine uses this `Llama`.
+            StoppedError: `interrupt` was called.
+            ClosedError: `close` was called.
+        """
+        with self.kv.busy.waiting():
+            if self._lent:
+                raise ContextBusyError(
+                    f"{what}: an Engine uses this Llama, and answers by Engine.submit: close it first"
+                )
+            self._n_turns += 1
+            if self.kv.busy.refuses:
+                raise ClosedError("this Llama was closed while it evaluated")
+            try:
+                yield
+            except RuntimeError as error:
+                self._check_interrupt(error)
+                raise
+
+    def _watch(self, n_tokens: int) -> None:
+        """Let Ctrl-C and `interrupt` stop the evaluation of `n_tokens` tokens half-way.
+
+        A few tokens of a model with recurrent layers are stopped before they begin instead: to take back half
+        a step, their states would have to be copied before each one, megabytes for a token.
+        """
+        if self._interrupt is None or not self._has_states:
+            return
+        self._interrupt.watch(n_tokens > _SHORT_STEP)
+        if n_tokens <= _SHORT_STEP:
+            self._check_interrupt()
+
+    def _check_interrupt(self, error: Exception | None = None) -> None:
+        """Raise what ended an evaluation, if that was not llama.cpp: Ctrl-C, `interrupt` or `close`."""
+        if self._interrupt is None or not self._interrupt.take():
+            return
+        if self.kv.busy.refuses:
+            raise ClosedError("this Llama was closed while it evaluated") from error
+        raise StoppedError("the evaluation was stopped by Llama.interrupt") from error
+
+    def interrupt(self, wanted: bool = True) -> None:
+        """Stop the evaluation that runs, or else the next one: its call raises StoppedError. False takes that
+        back. Any thread may call it, and so may the handler of a signal.
+        """
+        if self._interrupt is not None:
+            (self._interrupt.ask if wanted else self._interrupt.clear)()
+
+    def lend(self, lent: bool) -> None:
+        """Say whether an engine uses the context: all else that evaluates is then refused."""
+        self._lent = lent
+
+    # --- the end ---
+
+    def at_close(self, function: Callable[[], object]) -> None:
+        """Have `close` call a function before it frees the context and the model; the last one first."""
+        self._at_close.append(function)
+
+    def close(self) -> None:
+        """Free the context and the model. Can be called again, and on an object whose making failed.
+
+        An evaluation that another thread runs is stopped, and raises ClosedError there; so does all that is
+        called later. Engines on this `Llama` are closed first.
+
+        Raises:
+            RuntimeError: this thread is in a call of this `Llama`.
+        """
+        kv = getattr(self, "_kv", None)
+        if kv is None:
+            return
+        if kv.busy.inside:
+            raise RuntimeError(
+                "close: this thread is in a call of this Llama: close it when that has returned"
+            )
+        with self._closing:
+            while self._at_close:
+                self._at_close[-1]()
+                self._at_close.pop()
+            kv.busy.refuse()
+            self.interrupt()
+            kv.busy.shut()
+            if self._threads is not None:
+                self._threads.close()
+            _llama_cpp.close(self)
+
+    def __del__(self) -> None:
+        kv = getattr(self, "_kv", None)
+        # daemon threads stop where they are when Python ends, inside as well
+        if kv is not None and (not sys.is_finalizing() or kv.busy.empty):
+            self.close()

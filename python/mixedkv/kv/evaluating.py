@@ -1,0 +1,219 @@
+"""Every evaluation of a `Llama` goes through here: rows count when the graph that writes them ended well."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+from mixedkv import _core, _llama_cpp
+from mixedkv.config import KVSetting, MixedKVConfig
+from mixedkv.cut_rule import CutRule
+from mixedkv.kv import sequence_state
+from mixedkv.kv.busy import exclusive
+from mixedkv.kv.exactness import ExactRows
+from mixedkv.kv.window_settings import WindowSettings
+from mixedkv.native_batch import decode
+
+
+class Evaluating(WindowSettings):
+    """What a `KVCache` knows of evaluations: three ways to evaluate, and which rows are exact afterwards.
+
+    `step` is for tokens at the end of sequence 0, which the `Llama` follows, `fill` for tokens between
+    others, `decode` for a caller that keeps track of its sequences itself. Rows of an evaluation that did not
+    end well, for whatever reason, are not counted.
+
+    Args:
+        check: raises what ended an evaluation early: a file that cannot be read, a signal's handler.
+    """
+
+    def __init__(self, llama: llama_cpp.Llama, setting: KVSetting, check: Callable[[], None]) -> None:
+        super().__init__(setting)
+        self._llama, self._check = llama, check
+        self._exact = ExactRows()
+
+    @property
+    def _address(self) -> int:
+        return _llama_cpp.address(_llama_cpp.context(self._llama))
+
+    @property
+    def _memory(self) -> Any:
+        return llama_cpp.llama_get_memory(_llama_cpp.context(self._llama))
+
+    @abstractmethod
+    def positions(self, seq: int = 0) -> tuple[int, int]:
+        """Lowest and highest position of a sequence."""
+
+    @property
+    @abstractmethod
+    def cut_rule(self) -> CutRule:
+        """Where a sequence can be cut."""
+
+    # --- three ways to evaluate ---
+
+    @contextmanager
+    def step(self, tokens: Sequence[int]) -> Iterator[None]:
+        """Evaluate `tokens`, a micro-batch at most, behind n_tokens of sequence 0 in this context's body.
+
+        Once their graph has ended well they count, in n_tokens, input_ids and `exact_tokens`, even if a
+        signal's handler raises after that. Otherwise all three stay as they were, and so does the sequence.
+
+        Raises:
+            ModelReadError: layers are streamed, and the file cannot be read any more.
+            KeyboardInterrupt: layers are streamed, and a signal's handler raised this, or something else.
+        """
+        llama = self._llama
+        with self.busy.waiting():
+            self.follow_memory()
+            n = llama.n_tokens
+            end = n + len(tokens)
+            self._exact.begin_step(n, self._cut_is_whole)
+            llama_cpp.llama_memory_seq_rm(self._memory, 0, n, -1)
+            is_at_end = self._end() == n
+            try:
+                yield
+            except RuntimeError:  # llama_decode: the memory has taken back what it did
+                llama.n_tokens = n
+                self._check()
+                raise
+            except BaseException:
+                if not is_at_end or self._end() != end:
+                    llama.n_tokens = n
+                    raise
+                llama.input_ids[n:end] = tokens
+                self._exact.end_step(end, self.short_from()[0])
+                llama.n_tokens = end
+                raise
+            self._exact.end_step(end, self.short_from()[0])
+
+    def decode(self, batch: Any) -> int:
+        """Evaluate a llama_batch in sequences whose tokens the caller knows; return llama_decode's code.
+
+        0: its rows count. NO_CELLS: nothing has changed. Any other: drop the batch's sequences, which may
+        have rows of some of its micro-batches, and see `Llama.decode_error`.
+        """
+        self._exact.touched()
+        return decode(_llama_cpp.context(self._llama), batch)
+
+    @contextmanager
+    def causal(self, value: bool) -> Iterator[None]:
+        """Let tokens that are evaluated in the body of this context see those before them only, or all."""
+        context = _llama_cpp.context(self._llama)
+        llama_cpp.llama_set_causal_attn(context, value)
+        try:
+            yield
+        finally:
+            llama_cpp.llama_set_causal_attn(context, True)
+
+    @exclusive
+    def fill(
+        self,
+        tokens: npt.ArrayLike,
+        positions: npt.ArrayLike,
+        seq: int = 0,
+        *,
+        logits: bool = False,
+        last_layer: int | None = None,
+        watch: int = 0,
+    ) -> npt.NDArray[np.float32]:
+        """Evaluate tokens at positions that a sequence lacks, between others that it has: they see what is
+        before them, and each other. The `Llama` does not follow it: see `assume`.
+
+        Args:
+            tokens: token ids, [n]; n_batch at most.
+            positions: theirs, ascending, [n].
+            seq: the sequence.
+            logits: compute those of the last token, where `llama_get_logits_ith(context, -1)` finds them.
+            last_layer: compute rows up to this layer only; the tokens must then be removed again.
+            watch: positions [0, watch) whose attention is watched.
+
+        Returns:
+            float32 [watch]: attention that the tokens pay to the quantised row at each position, summed over
+            tokens, heads and the deeper half of the layers.
+
+        Raises:
+            ValueError: the sequence has one of the positions, they do not ascend, or a token is none; or
+                attention is watched, or evaluation cut short, where a layer does not have the fused
+                attention, or the last layer keeps no rows.
+            LookupError: there is no such sequence, or no room.
+            UnsupportedModelError: the model keeps more than rows of tokens (recurrent layers).
+            ModelReadError, KeyboardInterrupt: as `step`; the sequence then lacks all of the positions.
+        """
+        ids, at = np.ascontiguousarray(tokens, np.int32), np.ascontiguousarray(positions, np.int32)
+        if ids.ndim != 1 or ids.shape != at.shape:
+            raise ValueError(
+                f"positions has the shape {at.shape}: give one for each of the tokens {ids.shape}"
+            )
+        last = -1 if last_layer is None else last_layer
+        self._exact.touched()
+        try:
+            return _core.fill(self._address, seq, ids, at, logits, last, watch)
+        except (KeyboardInterrupt, RuntimeError):
+            self._check()
+            raise
+
+    # --- which rows are exact ---
+
+    @property
+    def exact_tokens(self) -> int:
+        """How many leading tokens of sequence 0 have the rows that evaluating them from the start would give.
+
+        All of n_tokens, unless tokens were evaluated behind a mixed window that had lost F16 rows (after a
+        rollback, a block cut short, or where other sequences needed the room), rows were loaded at another
+        place or converted, the window was changed, or a state was loaded.
+        """
+        return self._exact.count(self._llama.n_tokens)
+
+    def limit_exact(self, p: int) -> None:
+        """Say that rows of sequence 0 from `p` on are not exact. For whoever moves rows through llama_cpp."""
+        self._exact.limit(p)
+
+    def assume(self, tokens: npt.ArrayLike, n_exact: int) -> None:
+        """Say which tokens sequence 0 holds from position 0 on, of which the first `n_exact` have exact rows.
+
+        Raises:
+            ValueError: the sequence has another length.
+        """
+        ids = np.asarray(tokens, np.intc)
+        if self.positions(0) != (0, len(ids) - 1):
+            raise ValueError(f"tokens: {len(ids)} are no description of positions {self.positions(0)}")
+        self._llama.input_ids[: len(ids)] = ids
+        self._llama.n_tokens = len(ids)
+        if n_exact < len(ids):
+            self.limit_exact(n_exact)
+
+    @exclusive
+    def short_from(self) -> list[int]:
+        """For every sequence the first position that was evaluated without F16 rows which had made room for
+        those of other sequences; -1 where there is none. Its rows are not exact from there on.
+        """
+        if not isinstance(self._setting, MixedKVConfig):
+            return [-1] * self._llama.context_params.n_seq_max
+        return _core.short_from(self._address)
+
+    @exclusive
+    def holds(self, seq: int, n: int) -> bool:
+        """Whether the sequence, cut at n tokens, has all that the token there reads as it was evaluated."""
+        return sequence_state.holds(self._llama, self.cut_rule, seq, n)
+
+    def _cut_is_whole(self, n: int) -> bool:
+        if not isinstance(self._setting, MixedKVConfig):
+            return True
+        llama_cpp.llama_memory_seq_rm(self._memory, 0, n, -1)  # as the evaluation that follows does
+        return self.holds(0, n)
+
+    def _end(self) -> int:
+        return self.positions(0)[1] + 1
+
+    def _append_tokens(self, tokens: npt.NDArray[np.int32]) -> None:
+        """The KV of these tokens was loaded behind what is there: go on after them."""
+        llama = self._llama
+        end = min(llama.n_tokens + len(tokens), len(llama.input_ids))
+        llama.input_ids[llama.n_tokens : end] = tokens[: end - llama.n_tokens]
+        self._exact.loaded(llama.n_tokens, end)
+        llama.n_tokens = end

@@ -1,0 +1,74 @@
+"""Packed sessions of other programs: compared with the model before they are believed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from mixedkv.kv.block import KVBlock
+from mixedkv.kv.evaluate_again import Rows, evaluate_again
+from mixedkv.store.formats.packed import Array
+from mixedkv.store.formats.packed_block import Rotary, block_from_packed
+
+if TYPE_CHECKING:
+    from mixedkv.llama import Llama
+
+_CHECKED = 8  # tokens, at the beginning and at the end
+_SAME_MODEL = (
+    0.5  # median relative error over layers and tokens, of K and of V; a wrong layout has 1 and more
+)
+_EXACT = 0.02  # what rounding to F16 and another order of sums make of it
+
+
+def load_packed(
+    llm: Llama, layers: Sequence[tuple[Array, Array]], tokens: npt.ArrayLike, *, rotary: Rotary
+) -> float:
+    """Put a packed session into the empty sequence 0 of a `Llama`, if its rows are those of this model.
+
+    The first and the last tokens are evaluated again, behind the session's rows, and compared. Where they
+    differ by more than rounding, as if another quantisation of the same model computed them, the session is
+    loaded, but counts as inexact: `llm.kv.exact_tokens` is 0, and no store keeps it.
+
+    Args:
+        llm: the model.
+        layers, tokens, rotary: as in `block_from_packed`.
+
+    Returns:
+        How far the rows are off, as a share of their size: the median over layers and tokens, of K or of V.
+
+    Raises:
+        ValueError: the session does not fit the model, or its rows are not this model's of these tokens;
+            the sequence is empty then. Or it was not empty, or the model keeps a state of all of it.
+    """
+    if llm.kv.positions(0)[1] >= 0:
+        raise ValueError("sequence 0 is not empty: remove what it holds with llm.kv.remove(0)")
+    if not llm.kv.can_cut:
+        raise ValueError("this model keeps a state of the whole sequence: a packed session has none")
+    block = block_from_packed(layers, tokens, llm, rotary=rotary)
+    try:
+        off = _difference(llm, block)
+    finally:
+        llm.kv.remove(0)
+    if not off <= _SAME_MODEL:
+        raise ValueError(
+            f"the packed session is not this model's: its rows are off by {off:.2g} of their size. Check the "
+            f"tokens, the model and rotary={rotary!r}: llama models of transformers have 'half'"
+        )
+    llm.kv.load(block.as_own() if off <= _EXACT else block)
+    return off
+
+
+def _difference(llm: Llama, block: KVBlock) -> float:
+    n = len(block)
+    begin = min(_CHECKED // 2, n)
+    spans = [(0, begin)] + ([(max(begin, n - _CHECKED // 2), n)] if n > begin else [])
+    llm.kv.load(block)
+    errors = evaluate_again(llm.kv, 0, block.tokens, spans).errors
+    return max(_median(errors, "K"), _median(errors, "V"))
+
+
+def _median(errors: Rows, which: str) -> float:
+    return float(np.median([rows for (_, name), rows in errors.items() if name == which]))

@@ -1,0 +1,130 @@
+"""Which stored entries are believed: those this process stored, and those of which it evaluated some tokens
+again and found the same rows.
+
+An entry may be what a checksum calls whole and still be wrong, if what computed it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from mixedkv.kv.block import KVBlock
+from mixedkv.kv.evaluate_again import Again, Span
+from mixedkv.store.entries import Entries
+from mixedkv.store.identity import Identity
+from mixedkv.store.results import Link, Match
+from mixedkv.store.tally import Tally
+
+if TYPE_CHECKING:
+    from mixedkv.llama import Llama
+
+_LOG = logging.getLogger("mixedkv.store")
+_SPAN = 4  # tokens of an entry that are evaluated again
+_MOST = 32  # tokens of a match, as long as each entry has one
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """What is evaluated of a match before it is believed.
+
+    Args:
+        match: rows of it are in a sequence.
+        spans: positions to evaluate again, ascending.
+        links: the entries that these belong to.
+    """
+
+    recheck: Recheck
+    match: Match
+    spans: list[Span] = field(default_factory=list)
+    links: list[Link] = field(default_factory=list)
+
+    def settle(self, again: Again) -> str:
+        """As `Recheck.settle`."""
+        return self.recheck.settle(self, again)
+
+    def __len__(self) -> int:
+        """Tokens."""
+        return sum(end - begin for begin, end in self.spans)
+
+
+class Recheck:
+    """Thread-safe.
+
+    Args:
+        entries: of the store.
+        tally: where what is found is counted.
+        on: entries of other processes are doubted.
+    """
+
+    def __init__(self, entries: Entries, tally: Tally, on: bool) -> None:
+        self._entries, self._tally, self.on = entries, tally, on
+        self._believed: set[str] = set()
+
+    def believe(self, entries: Iterable[str]) -> None:
+        self._believed.update(entries)
+
+    def doubt(self, match: Match, llm: Llama) -> Doubt:
+        """Return what to evaluate again before a match is believed: nothing if all of it is."""
+        links = [link for link in match.links if link.entry not in self._believed] if self.on else []
+        return self._spans(match, links, llm)
+
+    def random_match(self, identity: Identity) -> Match | None:
+        """Return any of the sequences that are stored under an identity; None if there is none."""
+        return self._entries.random_match(identity)
+
+    def read(self, match: Match) -> list[KVBlock]:
+        """Return the blocks of a match; it does not count as used.
+
+        Raises:
+            EntryError: one cannot be used.
+        """
+        return self._entries.read(match, note=False)[0]
+
+    def sample(self, match: Match, llm: Llama) -> Doubt:
+        """Return what to evaluate again of a match that may be believed already: part of any one entry."""
+        return self._spans(match, [random.choice(match.links)], llm)
+
+    def settle(self, doubt: Doubt, again: Again) -> str:
+        """Believe a match whose rows are right; remove wrong entries and say what is wrong with them."""
+        problems = again.problems(doubt.spans)
+        wrong = [(link, what) for link, what in zip(doubt.links, problems, strict=True) if what]
+        self._tally.rechecked(len(problems) - len(wrong), len(wrong))
+        if not wrong:
+            self.believe(link.entry for link in doubt.match.links)
+            return ""
+        for link, what in wrong:
+            identity = doubt.match.identity
+            _LOG.error(
+                "stored entry %s is wrong and was removed: evaluated again, %s; it is of %s, identity %s",
+                link.entry,
+                what,
+                identity.label,
+                identity.digest.hex(),
+            )
+            with suppress(OSError):
+                self._entries.remove(link.entry)
+        return wrong[0][1]
+
+    def _spans(self, match: Match, links: Sequence[Link], llm: Llama) -> Doubt:
+        """Choose some tokens of each entry, of the last one its end, where its F16 window is whole."""
+        rule, n = llm.kv.cut_rule, match.n_tokens
+        if rule.recurrent:  # a state of all tokens cannot be cut
+            return Doubt(self, match)
+        size = max(1, min(_SPAN, _MOST // max(1, len(links))))
+        doubt = Doubt(self, match)
+        for link in links:
+            begin = max(link.p0, link.end - size)
+            if link.end < n:
+                begin = random.randint(link.p0, begin)
+            span = begin, min(begin + size, link.end)
+            if rule.sliding and link.end < n:  # its rows have gone there
+                continue
+            if len(doubt) + size <= llm.n_batch and (match.tokens[slice(*span)] >= 0).all():  # no image
+                doubt.spans.append(span)
+                doubt.links.append(link)
+        return doubt

@@ -1,0 +1,69 @@
+"""A sequence is filled with the longest stored prefix of some tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from mixedkv.store import live_sequence
+from mixedkv.store.entries import Entries
+from mixedkv.store.entry_error import EXPLAINED, EntryError, Reason
+from mixedkv.store.identity import Identity
+from mixedkv.store.recheck import Recheck
+from mixedkv.store.results import Match, Restored
+from mixedkv.store.tally import Tally
+from mixedkv.tokens import Tokens
+
+if TYPE_CHECKING:
+    from mixedkv.llama import Llama
+
+_TRIES = 16  # entries that one restore passes over before it gives up
+
+
+class Found(Protocol):
+    """Looks for the longest usable match; None with a reason."""
+
+    def __call__(
+        self, identity: Identity, tokens: Tokens, exact_only: bool
+    ) -> tuple[Match | None, Reason]: ...
+
+
+class Restorer:
+    """
+    Args:
+        find: where matches come from.
+        entries: what they are read from.
+        recheck: which of them are compared with the model first.
+        tally: where hits and misses are counted.
+    """
+
+    def __init__(self, find: Found, entries: Entries, recheck: Recheck, tally: Tally) -> None:
+        self._find, self._entries, self._recheck, self._tally = find, entries, recheck, tally
+
+    def restore(self, llm: Llama, tokens: Tokens, seq: int, identity: Identity, exact_only: bool) -> Restored:
+        """Replace what a sequence holds, as `KVStore.restore`."""
+        missed: Restored | None = None
+        for _ in range(_TRIES):
+            match, reason = self._find(identity, tokens, exact_only)
+            if match is None:
+                return missed or self.missed(EntryError(reason, EXPLAINED.get(reason, "")))
+            try:
+                blocks, tier = self._entries.read(match)
+                live_sequence.load(llm, blocks, seq)
+                if live_sequence.recheck(llm, seq, match, self._recheck):
+                    live_sequence.load(llm, blocks, seq)
+            except EntryError as error:
+                missed = self.missed(error)
+                if error.reason in ("refused", "index"):
+                    break
+            else:
+                self._tally.hit(tier, match.n_tokens)
+                passed_over = missed.reason if missed else ""
+                return Restored(
+                    n_tokens=match.n_tokens, exact=match.exact, tier=tier, seconds=0, reason=passed_over
+                )
+        assert missed is not None
+        return missed
+
+    def missed(self, error: EntryError) -> Restored:
+        self._tally.miss(error.reason)
+        return Restored(n_tokens=0, exact=True, tier="none", seconds=0, reason=str(error))

@@ -1,0 +1,156 @@
+"""Rows that stay a donor's follow the evaluated ones near them, and rows that are not a donor's are told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mixedkv import Llama
+from mixedkv.chunks import ChunkCache
+from mixedkv.chunks.donors import DonorIndex
+from mixedkv.chunks.drift import DamagedRowsError, Drift, _with_rows
+from mixedkv.kv.block import KVBlock
+from mixedkv.store import KVStore
+from support.conversation_support import RECALL, empty, open_llama
+
+BEGIN, END = 40, 140
+CHOSEN = np.arange(END - BEGIN) % 6 == 0
+
+
+def tokens_of(llm: Llama) -> np.ndarray:
+    return np.array(llm.tokenize(RECALL.text.encode()), np.int32)[:160]
+
+
+def place(llm: Llama, before: np.ndarray) -> np.ndarray:
+    """Leave a passage in sequence 0 that was computed behind other tokens; the prompt."""
+    tokens = tokens_of(llm)
+    empty(llm)
+    llm.eval([*before.tolist(), *tokens[BEGIN:END].tolist()])
+    donor = llm.kv.export(0, len(before), len(before) + END - BEGIN).without_hot()
+    empty(llm)
+    llm.eval(tokens[:BEGIN].tolist())
+    llm.kv.load(donor, at=BEGIN)
+    llm.kv.fill(tokens[END:], np.arange(END, len(tokens)))  # turns K
+    llm.kv.remove(0, END)
+    return tokens
+
+
+def rows_of(llm: Llama) -> np.ndarray:
+    layers = [llm.kv.layer(layer.il) for layer in llm.kv.stats(by_layer=True).layers or ()]
+    return np.stack([view.v(0, BEGIN, END, basis="model") for view in layers])
+
+
+def evaluate_chosen(llm: Llama, tokens: np.ndarray) -> None:
+    at = np.flatnonzero(CHOSEN) + BEGIN
+    for position in at.tolist():
+        llm.kv.remove(0, position, position + 1)
+    llm.kv.fill(tokens[at], at)
+
+
+@pytest.mark.parametrize("cold", ["q4_0", "q8_0"])
+def test_rows_that_were_not_chosen_come_nearer(cold: str) -> None:
+    with open_llama(f"mixed:cold={cold}", n_ctx=512) as llm:
+        tokens = place(llm, tokens_of(llm)[90:120])
+        moved = rows_of(llm)
+        drift = Drift(llm.kv, 0, BEGIN, END, CHOSEN)
+        evaluate_chosen(llm, tokens)
+        drift.correct(tokens[BEGIN:END])
+        corrected = rows_of(llm)
+        assert llm.kv.positions(0) == (0, END - 1)
+        empty(llm)
+        llm.eval(tokens[:END].tolist())
+        exact = rows_of(llm)
+        deep = slice(len(exact) // 2, None)
+        assert (
+            np.square(corrected - exact)[deep, ~CHOSEN].sum()
+            < 0.9 * np.square(moved - exact)[deep, ~CHOSEN].sum()
+        )
+
+
+@pytest.mark.parametrize("kv", ["mixed", "mixed:cold=q8_0", "mixed:cold=lm4"])
+def test_without_a_change_rows_stay_to_the_bit(kv: str) -> None:
+    with open_llama(kv, n_ctx=512) as llm:
+        tokens = place(llm, tokens_of(llm)[:BEGIN])
+        before = llm.kv.export(0, 0, END, tokens[:END])
+        drift = Drift(llm.kv, 0, BEGIN, END, CHOSEN)
+        drift.correct(tokens[BEGIN:END])
+        after = llm.kv.export(0, 0, END, tokens[:END])
+        for layer, other in zip(before.groups[0].layers, after.groups[0].layers, strict=True):
+            assert np.array_equal(layer.v[BEGIN:], other.v[BEGIN:])
+
+
+@pytest.mark.parametrize("cold", ["q4_0", "q8_0"])
+@pytest.mark.parametrize("damage", ["", "text", "position", "noise"])
+def test_damage_is_told_from_another_context(cold: str, damage: str) -> None:
+    random = np.random.default_rng(1)
+    with open_llama(f"mixed:cold={cold}", n_ctx=512) as llm:
+        tokens = place(llm, tokens_of(llm)[90:120])
+        if damage:
+            spoil(llm, tokens, damage, random)
+        drift = Drift(llm.kv, 0, BEGIN, END, CHOSEN)
+        evaluate_chosen(llm, tokens)
+        if damage:
+            with pytest.raises(DamagedRowsError, match="in layer"):
+                drift.correct(tokens[BEGIN:END])
+        else:
+            drift.correct(tokens[BEGIN:END])
+
+
+def spoil(llm: Llama, tokens: np.ndarray, damage: str, random: np.random.Generator) -> None:
+    """Give the passage other rows: of the token beside it, turned by one position too many, or noise."""
+    block = llm.kv.export(0, BEGIN, END, tokens[BEGIN:END]).without_hot()
+    if damage == "position":
+        llm.kv.remove(0, BEGIN)
+        llm.kv.load(block, at=BEGIN + 1)
+        llm.kv.fill(tokens[END:], np.arange(END + 1, len(tokens) + 1))
+        llm.kv.remove(0, END + 1)
+    layers = []
+    for layer in block.groups[0].layers:
+        view, by = llm.kv.layer(layer.il), int(damage == "position")
+        rows = [read(0, BEGIN + by, END + by, basis="model") for read in (view.k, view.v)]
+        if damage == "text":
+            rows = [np.roll(each, 1, axis=0) for each in rows]
+        if damage == "noise":
+            rows = [
+                each + each.std() * random.standard_normal(each.shape).astype(np.float32) for each in rows
+            ]
+        layers.append(_with_rows(layer, rows))
+    if damage == "position":
+        llm.kv.remove(0, BEGIN)
+        llm.kv.load(block)
+    llm.kv.replace(replace(block, groups=(replace(block.groups[0], layers=tuple(layers)),)))
+
+
+def test_a_prompt_with_rows_of_another_text_is_evaluated(
+    llm: Llama, store: KVStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = DonorIndex.read
+
+    def beside(self: DonorIndex, *place: object) -> list[KVBlock] | None:
+        blocks = read(self, *place)  # type: ignore[arg-type]
+        return None if blocks is None else [rolled(block) for block in blocks]
+
+    def rolled(block: KVBlock) -> KVBlock:
+        layers = tuple(
+            replace(layer, k=np.roll(layer.k, 1, axis=0), v=np.roll(layer.v, 1, axis=0))
+            for layer in block.groups[0].layers
+        )
+        return replace(block, groups=(replace(block.groups[0], layers=layers),))
+
+    tokens = tokens_of(llm)
+    cache = ChunkCache(llm, store, repair="query", check=0.0, chunk_size=32)
+    cache.warm([tokens[40:140]])
+    empty(llm)
+    assert not cache.prefill(tokens).exact
+    monkeypatch.setattr(DonorIndex, "read", beside)
+    reuse = cache.prefill(tokens)
+    assert reuse.exact
+    assert "of its size" in reuse.reason
+
+
+@pytest.fixture(scope="module")
+def shared() -> object:
+    with open_llama("mixed", n_ctx=512) as llm:
+        yield llm

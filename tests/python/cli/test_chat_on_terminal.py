@@ -1,0 +1,177 @@
+"""`mixedkv chat` on a terminal: pasting, editing, Ctrl-C in each place, and nothing that is left standing."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from support import zoo
+from support.pseudo_terminal import Terminal, shown
+from support.zoo.vocabulary import PIECES
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals here")
+
+OPTIONS = ["chat", "--n-ctx", "4096", "--threads", "1", "--seed", "1"]
+ANSWER = r"(?s)\x1b\[\?2004l\x1b\[\?2004h.{20}"  # what comes after a question
+CTRL_C, CTRL_D = "\x03", "\x04"
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of random weights: it does not know how to end an answer."""
+    model = zoo.make("llama-64")
+    model.tensors["output.weight"][: -len(PIECES)] = 0  # it writes letters, not bytes
+    model.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    path = tmp_path_factory.mktemp("endless") / "endless.gguf"
+    model.write(path)
+    return path
+
+
+def chat(*options: str | Path) -> Terminal:
+    return Terminal([*OPTIONS, *map(str, options)])
+
+
+def messages(folder: Path) -> list[dict[str, str]]:
+    path = folder / "messages.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_lines_that_are_pasted_are_one_question(tmp_path: Path) -> None:
+    pasted = "The code of the mill is 7.\n\nls /\nWhat is the code of the mill?"
+    with chat("-n", "8", "--history", tmp_path) as terminal:
+        terminal.expect(">")
+        terminal.paste(pasted)
+        terminal.press("\r")
+        terminal.expect("first token after")
+        terminal.press(CTRL_D)
+        assert terminal.end() == 0
+    (question, _) = messages(tmp_path)
+    assert question["content"] == pasted
+
+
+def test_what_is_pasted_beside_an_answer_is_the_next_question(tmp_path: Path, endless: Path) -> None:
+    with chat("-n", "3000", "-m", endless, "--history", tmp_path) as terminal:
+        terminal.expect(">")
+        terminal.press("Tell me of the mill.\r")
+        terminal.expect_raw(ANSWER)
+        terminal.paste("And\nof the barn?")
+        terminal.press("\r" + CTRL_C)
+        terminal.expect_raw(ANSWER, 2)
+        terminal.press(CTRL_C)
+        terminal.expect("first token after", 2)
+        terminal.press(CTRL_D)
+        assert terminal.end() == 0
+    assert [m["content"] for m in messages(tmp_path) if m["role"] == "user"] == [
+        "Tell me of the mill.",
+        "And\nof the barn?",
+    ]
+
+
+def test_an_empty_line_asks_nothing(tmp_path: Path) -> None:
+    with chat("-n", "4", "--history", tmp_path) as terminal:
+        terminal.expect(">")
+        terminal.press("\r\rHello\r")
+        terminal.expect("first token after")
+        terminal.press(CTRL_D)
+        assert terminal.end() == 0
+    assert len(messages(tmp_path)) == 2
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_the_turn(tmp_path: Path, endless: Path) -> None:
+    with chat("-n", "3000", "-m", endless, "--history", tmp_path) as terminal:
+        terminal.expect(">")
+        terminal.press("Tell me of the mill.\r")
+        terminal.expect_raw(ANSWER)
+        terminal.press(CTRL_C)
+        terminal.expect(r"\[stopped; ")
+        terminal.press("And of the barn?\r")
+        terminal.expect_raw(ANSWER, 2)
+        terminal.press(CTRL_C)
+        terminal.expect(r"\[stopped; ", 2)
+        terminal.press(CTRL_D)
+        assert terminal.end() == 0
+    kept = messages(tmp_path)
+    assert [message["role"] for message in kept] == ["user", "assistant"] * 2
+    assert all(0 < len(message["content"]) < 2000 for message in kept)
+
+
+def test_ctrl_c_in_a_prompt_stops_it_at_once(tmp_path: Path, endless: Path) -> None:
+    with chat("-n", "4", "-m", endless, "--n-ctx", "65536", "--history", tmp_path) as terminal:
+        terminal.expect(">")
+        terminal.paste("a line of a long text\n" * 1500)
+        terminal.press("\r")
+        terminal.expect_raw(r"\x1b\[\?2004l\x1b\[\?2004h")
+        time.sleep(0.5)
+        began = time.monotonic()
+        terminal.press(CTRL_C)
+        terminal.expect(r"\[stopped before the answer began")
+        assert time.monotonic() - began < 10  # a second, on a machine that is not loaded
+        terminal.press("Hello\r")
+        terminal.expect("first token after")
+        terminal.press(CTRL_D)
+        assert terminal.end() == 0
+    assert messages(tmp_path)[0]["content"] == "Hello"
+
+
+def test_ctrl_c_clears_the_line_and_then_ends_the_chat(tmp_path: Path) -> None:
+    with chat("-n", "4", "--history", tmp_path) as terminal:
+        terminal.expect(">")
+        terminal.press("wrong")
+        terminal.expect("wrong")
+        terminal.press(CTRL_C)
+        terminal.press("right\r")
+        terminal.expect("first token after")
+        terminal.press(CTRL_C)
+        assert terminal.end() == 130
+    assert messages(tmp_path)[0]["content"] == "right"
+
+
+def test_the_keys_bring_back_former_questions(tmp_path: Path) -> None:
+    for _ in range(2):
+        with chat("-n", "4", "--history", tmp_path) as terminal:
+            terminal.expect(">")
+            terminal.press("\x1b[A" if messages(tmp_path) else "Hello there")
+            terminal.expect("Hello there")
+            terminal.press("\r")
+            terminal.expect("first token after")
+            terminal.press(CTRL_D)
+            assert terminal.end() == 0
+    assert [m["content"] for m in messages(tmp_path) if m["role"] == "user"] == ["Hello there"] * 2
+
+
+SLOW_PROMPT = """
+import fcntl, struct, sys, termios, time
+from types import SimpleNamespace
+from mixedkv import terminal
+fcntl.ioctl(2, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+terminal._LATE, terminal._EVERY = float(sys.argv[1]), 0.02
+llm = SimpleNamespace(evaluated=(300, 1000), streaming=None)
+def chunks():
+    time.sleep(0.4)
+    yield "The answer"
+for chunk in terminal.with_prompt_bar(llm, chunks()):
+    print(chunk, flush=True)
+"""
+
+
+@pytest.mark.parametrize("late", [0.05, 0.2, 5.0])
+def test_the_bar_leaves_nothing_before_an_answer(late: float) -> None:
+    raw = on_terminal(["-c", SLOW_PROMPT, str(late)])
+    assert ("prompt:" in raw) == (late < 1)
+    assert shown(raw)[0] == "The answer"
+
+
+def on_terminal(arguments: Sequence[str]) -> str:
+    """What Python writes with these arguments when its output is a terminal."""
+    code = "import pty, sys; pty.spawn([sys.executable, *sys.argv[1:]])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=True
+    )
+    return re.sub("\r+\n", "\n", done.stdout.decode())

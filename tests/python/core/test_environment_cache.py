@@ -1,0 +1,84 @@
+"""MIXEDKV_KV: llama.cpp's own programs with this package's caches, through a library that is preloaded."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mixedkv._install_paths import cmake_dir
+from mixedkv.bundled import model_path
+from mixedkv.config import PRESETS, MixedKVConfig
+from support import REPOSITORY
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="preloads a library")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library, and a program whose context has a window of its own."""
+    folder = tmp_path_factory.mktemp("tools")
+    for name in ("cpp/tools", "tests/cpp/capi"):
+        build, package = folder / Path(name).name, f"-Dmixedkv_DIR={cmake_dir()}"
+        for command in (["cmake", "-S", str(REPOSITORY / name), "-B", str(build), package],
+                        ["cmake", "--build", str(build)]):  # fmt: skip
+            subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
+def run(folder: Path, spec: str | None) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
+    env["LD_PRELOAD"] = str(folder / "tools" / "libmixedkv-environment.so")
+    if spec is not None:
+        env["MIXEDKV_KV"] = spec
+    command = [str(folder / "capi" / "example"), str(model_path())]
+    return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+
+
+def stats(folder: Path, spec: str | None) -> str:
+    done = run(folder, spec)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[1]
+
+
+def test_without_the_variable_a_program_has_its_own_cache(folder: Path) -> None:
+    assert "33 of 93 tokens hot" in stats(folder, None)
+
+
+def test_a_spec_replaces_the_cache(folder: Path) -> None:
+    assert "18 of 93 tokens hot" in stats(folder, "mixed:cold=lm4,threshold=16,group=1,sinks=2,v_skip=1e-6")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_are_those_of_python(folder: Path, preset: str) -> None:
+    kv = MixedKVConfig(**PRESETS[preset])
+    asked = f"mixed:cold_k={kv.cold_type_k},cold_v={kv.cold_type_v},threshold={kv.quantization_threshold}"
+    asked += f",group={kv.group_size},sinks={kv.sink_tokens},draft={kv.n_draft}"
+    assert outcome(folder, f"mixed:{preset}") == outcome(folder, asked)
+
+
+def outcome(folder: Path, spec: str) -> str:
+    """What the cache is, or why this small context cannot have it, which names its bytes."""
+    done = run(folder, spec)
+    return done.stderr.split(f"MIXEDKV_KV={spec}: ")[1] if done.returncode else done.stdout.splitlines()[1]
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ("q9_9", "'q9_9' is no type that a cache can have here"),
+        ("mixed:tiny", "'tiny' is neither key=value nor one of compact, balanced, quality"),
+        ("mixed:threshold=x", "'x' is not a whole number of tokens"),
+        ("mixed:budget=2GiB", "budget=2GiB is not understood here"),
+        ("mixed:cold_v=lm3", "'lm3' is no type that a cache can have here"),
+        ("mixed:threshold=8,group=16", "group_size"),
+    ],
+)
+def test_a_spec_that_cannot_be_ends_the_program(folder: Path, spec: str, problem: str) -> None:
+    done = run(folder, spec)
+    assert done.returncode == 1
+    assert f"MIXEDKV_KV={spec}: " in done.stderr
+    assert problem in done.stderr

@@ -1,0 +1,156 @@
+"""Arguments of `Llama` that are misspelt, of another type, or do not go together: the message names them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mixedkv import Llama
+from mixedkv.bundled import model_path
+from mixedkv.engine.engine import Engine
+from mixedkv.model.gguf_file import read_model_file
+from support.patience import PATIENCE
+
+TINY: dict[str, Any] = {"n_ctx": 256, "n_threads": 1, "verbose": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("n_cxt", "n_ctx"), ("n_thread", "n_threads"), ("kv_unifed", "kv_unified"), ("n_seqmax", "n_seq_max")],
+)
+def test_an_unknown_name_is_refused(name: str, near: str) -> None:
+    with pytest.raises(TypeError, match=f"no argument '{name}': did you mean {near}"):
+        Llama(model_path(), **{name: 4096})
+
+
+def test_a_name_like_none_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"no argument 'zzzzzz': see help"):
+        Llama(model_path(), zzzzzz=1)
+
+
+@pytest.mark.parametrize("name", ["n_ctx", "n_batch", "n_ubatch", "n_threads", "n_gpu_layers", "seed"])
+@pytest.mark.parametrize("value", ["4096", 4.5, True])
+def test_a_number_of_another_type_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"{name}={value!r}: use a whole number"):
+        Llama(model_path(), **{name: value})
+
+
+def test_numbers_of_numpy_are_taken() -> None:
+    with Llama(model_path(), n_ctx=np.int64(256), n_batch=np.int32(64), verbose=False) as llm:
+        assert llm.n_ctx() == 256
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n_batch": 1, "n_ubatch": 1, "n_seq_max": 2}, "n_batch=1 is less than n_seq_max=2"),
+        (
+            {"n_batch": 2, "n_seq_max": 16, "kv_unified": True},
+            "n_batch=2 is less than n_seq_max=16",
+        ),
+        ({"n_batch": 0}, "n_batch=0: use 1 or more"),
+        ({"n_ctx": -1}, "n_ctx=-1: use 1 or more"),
+    ],
+)
+def test_a_batch_has_room_for_each_sequence(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Llama(model_path(), **{**TINY, **options})
+
+
+@pytest.mark.parametrize("n_ubatch", [1, 3, 16])
+def test_a_micro_batch_may_be_smaller(n_ubatch: int) -> None:
+    with Llama(model_path(), n_batch=16, n_ubatch=n_ubatch, n_seq_max=16, kv_unified=True, **TINY) as llm:
+        llm.eval(list(range(5, 45)))
+        assert llm.n_tokens == 40
+
+
+def test_a_context_beyond_training_is_warned_of() -> None:
+    text = r"n_ctx=\d+ is more than the n_ctx_train=\d+ .* rope_freq_scale=0\."
+    with pytest.warns(UserWarning, match=text) as seen:
+        Llama(model_path(), n_ctx=n_ctx_train() * 2, n_threads=1, verbose=False).close()
+    (warning,) = seen
+    assert warning.filename == __file__
+
+
+@pytest.mark.parametrize(
+    "options", [{"n_ctx": 0}, {"n_ctx": 512}, {"rope_freq_scale": 0.5}, {"n_seq_max": 2}]
+)
+def test_others_are_not(options: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Llama(model_path(), **{**TINY, "n_ctx": n_ctx_train() * 2, **options}).close()
+
+
+@pytest.mark.parametrize("command", [["run", "-p", "x", "-n", "1"], ["info"], ["chat", "-n", "1"]])
+def test_the_command_line_warns_in_one_line(command: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mixedkv", *command, "--n-ctx", str(n_ctx_train() * 2)],
+        input="",
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=True,
+    )
+    (line,) = (line for line in (done.stdout + done.stderr).splitlines() if "n_ctx_train=" in line)
+    assert line.startswith("mixedkv: warning: ") or command == ["info"]
+
+
+def n_ctx_train() -> int:
+    return int(read_model_file(model_path()).get("context_length", 0))
+
+
+@pytest.mark.parametrize("options", [{}, {"n_seq_max": 2}, {"kv_unified": True}])
+def test_an_engine_says_how_to_make_its_model(options: dict[str, Any]) -> None:
+    with Llama(model_path(), **TINY, **options) as llm:
+        with pytest.raises(ValueError, match=r"Llama\(\.\.\., n_seq_max=16, kv_unified=True\)"):
+            Engine(llm)
+        llm.eval([1, 2])  # it is not the engine's
+
+
+class _Hub:
+    """huggingface_hub, as far as llama_cpp uses it, with one file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def ls(self, repo: str, recursive: bool) -> list[str]:
+        return [f"{repo}/model.gguf"]
+
+    def download(self, *, filename: str, **_: Any) -> str:
+        return str(self.folder / filename)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    (tmp_path / "model.gguf").symlink_to(model_path())
+    hub = _Hub(tmp_path)
+    module, utils = types.ModuleType("huggingface_hub"), types.ModuleType("huggingface_hub.utils")
+    module.HfFileSystem = lambda: hub  # type: ignore[attr-defined]
+    module.hf_hub_download = hub.download  # type: ignore[attr-defined]
+    utils.validate_repo_id = lambda name: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", module)
+    monkeypatch.setitem(sys.modules, "huggingface_hub.utils", utils)
+    return lambda: None
+
+
+def test_from_pretrained_takes_our_arguments(hub: Callable[[], None]) -> None:
+    class Mine(Llama):
+        pass
+
+    with Mine.from_pretrained("someone/some", "*.gguf", kv="mixed:balanced", **TINY) as llm:
+        assert isinstance(llm, Mine)
+        assert str(llm.kv.config).startswith("mixed")
+    with pytest.raises(TypeError, match="did you mean n_ctx"):
+        Llama.from_pretrained("someone/some", "*.gguf", n_cxt=4096)
+
+
+def test_from_pretrained_is_typed_as_this_class() -> None:
+    assert Llama.from_pretrained.__annotations__["return"] == "Self"

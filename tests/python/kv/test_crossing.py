@@ -1,0 +1,50 @@
+"""Operations crossed with each other on every family of the zoo, and with faults in the middle of them.
+
+After each step rows of logits are those of an independent context that did the same alone, and what
+`exact_tokens` vouches for is what a fresh evaluation gives. MIXEDKV_TEST_CROSSING_SECONDS=3600 runs random
+plans for so long; a plan that finds something is printed as short as it gets.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support.crossing.aborts import run as run_aborts
+from support.crossing.aborts import setups as abort_setups
+from support.crossing.crossing_run import again, explore, setups
+from support.crossing.subject import Setup, model_file
+from support.crossing.witnesses import WITNESSES
+
+LONG = float(os.environ.get("MIXEDKV_TEST_CROSSING_SECONDS", "0"))
+SETUPS = list(setups())
+SOME = SETUPS if LONG else SETUPS[:: max(1, len(SETUPS) // 24)]
+
+
+@pytest.fixture(scope="session")
+def family(zoo_dir: Path) -> Callable[[str], Path]:
+    return lambda name: model_file(name, zoo_dir)
+
+
+@pytest.mark.parametrize("name", WITNESSES)
+def test_a_fault_that_was_there(name: str, family: Callable[[str], Path]) -> None:
+    setup, plan = WITNESSES[name]
+    assert not again(setup, family(setup.family), plan)
+
+
+@pytest.mark.parametrize("setup", SOME, ids=str)
+def test_random_plans(setup: Setup, family: Callable[[str], Path]) -> None:
+    tally = explore(setup, family(setup.family), LONG / len(SOME), seed=0, signals=LONG > 0)
+    assert not tally.findings, "\n".join(map(str, tally.findings))
+    assert tally.n_compared
+
+
+@pytest.mark.parametrize("setup", list(abort_setups())[::3], ids=str)
+def test_steps_that_fail_leave_nothing(setup: Setup, family: Callable[[str], Path]) -> None:
+    """`python -m support.crossing.aborts --n 10000` has more of them."""
+    counts, found = run_aborts(setup, family(setup.family), 12, seed=0)
+    assert not found
+    assert sum(counts.values()) >= 12

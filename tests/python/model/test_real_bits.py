@@ -1,0 +1,44 @@
+"""Cold types on a real model: what few bits do beside q4_0, and what a budget makes of some more."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mixedkv.cli import main
+from mixedkv.config import MixedKVConfig, parse_kv
+from mixedkv.model.footprint import footprint, model_shape
+from mixedkv.model.gguf_file import read_model_file
+
+N_CTX = 1024
+
+
+def divergences(model: Path, folder: Path, *specs: str) -> list[float]:
+    """Mean KL divergence of each cache from an F32 cache, over the second half of a document of prose."""
+    result = folder / "quality.json"
+    options = ["--mode", "batch", "--n-ctx", str(N_CTX), "--repeats", "1", "--flash-attn", "off"]
+    kv = [part for spec in specs for part in ("--kv", spec)]
+    command = ["bench", "quality", "-m", str(model), "--text", "prose", *options, *kv]
+    assert main([*command, "--json", str(result)]) == 0
+    found = {row["kv"]: row["kld_mean"] for row in json.loads(result.read_text())["rows"]}
+    return [found[spec] for spec in specs]
+
+
+@pytest.mark.parametrize("fixture", ["real_model", "real_model_planted"])
+def test_fewer_bits_than_q4_0_do_less(fixture: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    model = request.getfixturevalue(fixture)
+    q4_0, tc3, lm4 = divergences(model, tmp_path, "q4_0", "mixed:cold=tc3", "mixed:cold=lm4")
+    assert tc3 < 0.6 * q4_0
+    assert lm4 < 0.25 * q4_0
+
+
+def test_a_budget_spends_no_worse_than_one_type(real_model: Path, tmp_path: Path) -> None:
+    shape = model_shape(read_model_file(real_model))
+    uniform = parse_kv("mixed:cold=lm4")
+    element = sum(layer.n_embd_k + layer.n_embd_v for layer in shape.layers) * N_CTX // 8
+    budget = footprint(shape, uniform, N_CTX).bytes + element // 4  # 4.5 bits
+    chosen = MixedKVConfig.for_budget(real_model, N_CTX, budget)
+    planned, lm4 = divergences(real_model, tmp_path, str(chosen), str(uniform))
+    assert planned <= 1.1 * lm4
