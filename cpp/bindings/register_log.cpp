@@ -40,10 +40,10 @@ static void write(ggml_log_level level, const char * text, void * data) {
         err.attr("write")(py::reinterpret_steal<py::object>(line));
         err.attr("flush")();
     } catch (py::error_already_set & error) {
-        const bool interrupted = error.matches(PyExc_KeyboardInterrupt);
-        error.discard_as_unraisable("llama.cpp's log");
-        if (interrupted) {
-            PyErr_SetInterrupt(); // for who can end what runs
+        if (error.matches(PyExc_KeyboardInterrupt)) {
+            PyErr_SetInterrupt(); // not lost: raised again where it can end what runs
+        } else {
+            error.discard_as_unraisable("llama.cpp's log");
         }
     }
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -15,4 +16,14 @@ PAGE = REPOSITORY / "docs" / "models.md"
 def test_the_page_is_what_is_found_out(zoo_dir: Path, has_fused: bool) -> None:
     if not has_fused:
         pytest.skip("the page is of a build with the fused kernels")
-    assert PAGE.read_text() == "\n".join(page(zoo_dir)) + "\n"
+    pages = PAGE.read_text(), "\n".join(page(zoo_dir))
+    kept, found = (map(without_bytes, text.splitlines()) for text in pages)
+    for (line, n_bytes), (now, n_bytes_now) in zip(kept, found, strict=True):
+        assert line == now
+        assert n_bytes == pytest.approx(n_bytes_now, rel=0.2)
+
+
+def without_bytes(line: str) -> tuple[str, int]:
+    """A line, and the bytes in its last cell: which checkpoints are kept depends on when answers end."""
+    rest, number, end = re.match(r"(.*?)(\d{4,})?( \|)?$", line).groups()  # type: ignore[union-attr]
+    return rest + (end or ""), int(number or 0)
