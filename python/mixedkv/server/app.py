@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from mixedkv import __version__
@@ -30,10 +31,12 @@ from mixedkv.server.api import (
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.body_limit import BodyLimit
 from mixedkv.server.http.origin import OwnPagesOnly
+from mixedkv.server.http.short_paths import ShortPaths
 from mixedkv.server.pending import Disconnected
 from mixedkv.server.shared_text import SharedText
 from mixedkv.server.snapshot import metrics_text
 from mixedkv.server.state import ServerState, check_generates
+from mixedkv.server.unknown_fields import SaidOnce
 
 log = logging.getLogger("mixedkv.server")
 
@@ -43,7 +46,7 @@ _GONE = 499  # nginx' status for a client that went; nobody reads it
 
 
 def make_app(server: ServerState) -> FastAPI:
-    app = FastAPI(
+    app = _App(
         title="mixedkv",
         version=__version__,
         description=_DESCRIPTION,
@@ -51,7 +54,7 @@ def make_app(server: ServerState) -> FastAPI:
         docs_url=None,  # these pages load scripts from outside
         redoc_url=None,
     )
-    app.state.server = server
+    app.state.server, app.state.said = server, SaidOnce()
     app.state.metrics_text = SharedText(partial(metrics_text, server))
     for module in (
         chat_completions,
@@ -81,9 +84,34 @@ def make_app(server: ServerState) -> FastAPI:
         keys=server.keys,
         count=server.metrics.http,
     )
+    origins = server.settings.cors_origin
     if not server.keys:
-        app.add_middleware(OwnPagesOnly, local_only=server.settings.local_only)
+        app.add_middleware(
+            OwnPagesOnly,
+            local_only=server.settings.local_only,
+            hosts=server.settings.allowed_host,
+            origins=origins,
+        )
+    if origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST", "PATCH", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    app.add_middleware(ShortPaths)
     return app
+
+
+class _App(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        """Say of bodies what is true of this server: others than strict ones take fields they do not know."""
+        schema = super().openapi()
+        if not self.state.server.settings.strict:
+            for each in schema["components"]["schemas"].values():
+                each.pop("additionalProperties", None)
+        return schema
 
 
 @asynccontextmanager
@@ -127,7 +155,7 @@ async def _on_invalid(request: Request, error: Any) -> Response:
 async def _on_http_error(request: Request, error: Any) -> Response:
     messages = {404: f"there is no {request.method} {request.url.path[:200]}", 405: "method not allowed here"}
     message = messages.get(error.status_code, str(error.detail))
-    return ApiError(error.status_code, message, headers=error.headers).response()
+    return ApiError(error.status_code, message, headers=error.headers).response(request.url.path)
 
 
 async def _on_disconnect(_: Request, __: Any) -> Response:

@@ -12,6 +12,8 @@ from typing import Any, TypeAlias
 
 from pydantic import BaseModel, ValidationError
 
+from mixedkv.server.unknown_fields import read_tolerantly
+
 _MAX_PARTS = 250_000  # objects and arrays, of 60 to 240 bytes; 100,000 messages of one part are 200,000
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _NICENESS = 10  # tokens come first
@@ -20,7 +22,7 @@ _NICENESS = 10  # tokens come first
 class Kind(enum.Enum):
     """What became of a body."""
 
-    READ = enum.auto()  # an object of its model
+    READ = enum.auto()  # an object of its model, and the names of fields that were ignored
     WRONG = enum.auto()  # pydantic's first error
     REFUSED = enum.auto()  # why
 
@@ -28,11 +30,13 @@ class Kind(enum.Enum):
 Result: TypeAlias = tuple[Kind, Any]
 
 
-def read(model: type[BaseModel], body: bytes) -> Result:
+def read(model: type[BaseModel], body: bytes, strict: bool) -> Result:
+    """Return what a body says. `strict`: unknown fields are wrong, not ignored."""
     if _n_parts(body) > _MAX_PARTS and _n_parts(_STRING.sub(b"", body)) > _MAX_PARTS:
         return Kind.REFUSED, f"the body has more than {_MAX_PARTS} objects and lists: send less"
     try:
-        return Kind.READ, model.model_validate(json.loads(body))
+        value = json.loads(body)
+        return Kind.READ, (model.model_validate(value), []) if strict else read_tolerantly(model, value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         return Kind.WRONG, first
@@ -52,9 +56,9 @@ def main() -> None:
     os.dup2(2, 1)  # what else writes does not come between
     while True:
         try:
-            model, body = pickle.load(source)
+            model, body, strict = pickle.load(source)
         except EOFError:
             return
-        kind, result = read(model, body)
+        kind, result = read(model, body, strict)
         pickle.dump((kind, result), sink, pickle.HIGHEST_PROTOCOL)
         sink.flush()

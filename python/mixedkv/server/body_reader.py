@@ -19,6 +19,21 @@ _PROCESS = body_process.__name__  # not run by `-m`: what it sends would be of `
 _ENDED = (OSError, EOFError, pickle.UnpicklingError)
 
 
+def body_of(model: type[BaseModel], result: body_process.Result) -> tuple[BaseModel, list[str]]:
+    """
+    Raises:
+        RequestValidationError, HTTPException: see `BodyReader.read`.
+    """
+    kind, found = result
+    if kind is body_process.Kind.WRONG:
+        raise RequestValidationError([{**found, "loc": ("body", *found["loc"])}])
+    if kind is body_process.Kind.REFUSED:
+        raise HTTPException(400, found)
+    body, ignored = found
+    assert isinstance(body, model)
+    return body, ignored
+
+
 class BodyReader:
     """Reads one body at a time. The process starts with the first one."""
 
@@ -27,35 +42,31 @@ class BodyReader:
         self._closed = False
         self._lock = threading.Lock()
 
-    def read(self, model: type[BaseModel], body: bytes) -> BaseModel:
-        """
+    def read(self, model: type[BaseModel], body: bytes, strict: bool) -> tuple[BaseModel, list[str]]:
+        """Return what a body says, and the names of the fields that were ignored. `strict`: none are.
+
         Raises:
             RequestValidationError: it is no JSON, or not what `model` says; with the first error alone.
             HTTPException: 400, it has too many parts.
             ApiError: 503, the process has ended.
         """
         try:
-            kind, result = self._ask(model, body)
+            result = self._ask(model, body, strict)
         except _ENDED:
             self._end()
             try:  # it may have ended long ago
-                kind, result = self._ask(model, body)
+                result = self._ask(model, body, strict)
             except _ENDED:
                 self._end()
                 raise ApiError(503, "the body could not be read: send less", code="not_read") from None
-        if kind is body_process.Kind.WRONG:
-            raise RequestValidationError([{**result, "loc": ("body", *result["loc"])}])
-        if kind is body_process.Kind.REFUSED:
-            raise HTTPException(400, result)
-        assert isinstance(result, model)
-        return result
+        return body_of(model, result)
 
     def close(self) -> None:
         """What is being read ends with an error."""
         self._closed = True
         self._end()
 
-    def _ask(self, model: type[BaseModel], body: bytes) -> body_process.Result:
+    def _ask(self, model: type[BaseModel], body: bytes, strict: bool) -> body_process.Result:
         with self._lock:
             if self._closed:
                 raise EOFError
@@ -69,7 +80,7 @@ class BodyReader:
             process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
-        pickle.dump((model, body), process.stdin, pickle.HIGHEST_PROTOCOL)
+        pickle.dump((model, body, strict), process.stdin, pickle.HIGHEST_PROTOCOL)
         process.stdin.flush()
         result: body_process.Result = pickle.load(process.stdout)
         return result

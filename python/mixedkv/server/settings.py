@@ -31,6 +31,7 @@ ENV_PREFIX = "MIXEDKV_"
 IN_MEMORY = "sqlite:"
 
 _ROOT_PATH = re.compile(r"(/[A-Za-z0-9_.~-]+)+")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#]+")
 _WORDS = {  # of pydantic's messages, by ours
     "Input should be greater than or equal to": "use at least",
     "Input should be less than or equal to": "use at most",
@@ -177,6 +178,19 @@ class ServerSettings(BaseSettings):
     metrics_key_file: str = _option(
         "", "file with the key that /metrics then needs; it tells tenants apart", "FILE"
     )
+    cors_origin: Several = _option(
+        (),
+        "site whose pages may use this server, e.g. https://chat.example.org; * is all; again for more",
+        "URL",
+    )
+    allowed_host: Several = _option(
+        (),
+        "name by which requests may reach this server without keys, beside localhost; again for more",
+        "NAME",
+    )
+    strict: bool = _option(
+        False, "refuse fields that are not known, and other models' names where one is served"
+    )
     allow_no_keys: bool = _option(False, "serve a public address without keys")
     store: str = _option("", "folder that keeps KV across restarts", "DIR")
     store_key_file: str = _option("", "file with the key that encrypts the store", "FILE")
@@ -237,6 +251,14 @@ class ServerSettings(BaseSettings):
         if memory:
             parse_size(memory)
         return memory
+
+    @field_validator("cors_origin")
+    @classmethod
+    def _are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError("give scheme and host, and a port if it has one: https://chat.example.org")
+        return origins
 
     @field_validator("root_path")
     @classmethod

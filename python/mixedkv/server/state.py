@@ -96,11 +96,13 @@ def tenant(request: Request) -> str:
     Raises:
         ApiError: 401, nobody's.
     """
-    found = server_state(request).keys.tenant(request.headers.get("authorization"))
+    headers = request.headers
+    found = server_state(request).keys.tenant(headers.get("authorization"), headers.get("x-api-key"))
     if found is None:
         raise ApiError(
             401,
-            "a key is needed: send the header `Authorization: Bearer KEY` with one of this server's keys",
+            "a key is needed: send the header `Authorization: Bearer KEY` (or `x-api-key: KEY`) with one of "
+            "this server's keys",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
@@ -118,17 +120,23 @@ async def check_generates(request: Request) -> None:  # FastAPI runs others in a
         raise _only_embeds(server)
 
 
-def model_of(request: Request, name: str | None, *, generates: bool = True) -> ServerState:
-    """The model of that name, the default one for None.
+def model_of(
+    request: Request, name: str | None, *, generates: bool = True, exact: bool = False
+) -> ServerState:
+    """The model of that name, the default one for None, and where there is one alone it has any name.
 
     Args:
         generates: it has to do more than to embed.
+        exact: it has to have that name.
 
     Raises:
         ApiError: 404, there is none; 400, it only embeds.
     """
     server = server_state(request)
     found = server if name in (None, server.model_name) else server.others.get(str(name))
+    if found is None and not (exact or server.others or server.settings.strict):
+        request.app.state.said.other_model(str(name), server.model_name)
+        found = server
     if found is None:
         names = ", ".join(repr(each.model_name) for each in server.all)
         raise ApiError(

@@ -189,7 +189,6 @@ def test_a_last_message_of_the_assistant_goes_on(server: Server) -> None:
         ({"tools": [TOOL, TOOL]}, "two tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tool_choice": {"type": "any"}}, "give tools"),
-        ({"unknown": 1}, "not known"),
     ],
 )
 def test_a_wrong_message_is_refused_in_its_own_form(tools: Server, change: Any, says: str) -> None:

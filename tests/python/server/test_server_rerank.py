@@ -123,8 +123,6 @@ def test_company_does_not_change_a_score(server: Server) -> None:
         ({"documents": ["a", "the " * 3000]}, "documents", "document 1"),
         ({"query": ""}, "query", "at least 1"),
         ({"top_n": 0}, "top_n", "greater"),
-        ({"model": "other"}, "model", "not served"),
-        ({"rank": 1}, "rank", "not known"),
     ],
 )
 def test_what_is_wrong_is_named(server: Server, change: Any, param: str, says: str) -> None:

@@ -26,14 +26,17 @@ _HEAD = """# Fields of OpenAI's API
 
 What the server does with each field that the package `openai` {version} knows, made by
 `python tests/python/support/api_fields.py > docs/openai-fields.md`. *Refused* is a 400 that names the field,
-unless it asks for what the server does anyway (`"modalities": ["text"]`); so is a field that is in no list.
-*Ours* are those that OpenAI does not have, most of them llama-server's.
+unless it asks for what the server does anyway (`"modalities": ["text"]`). What is *not known* is ignored and
+said once in the log, as is a field that is in no list; `--strict` refuses both. *Ours* are those that OpenAI
+does not have, most of them llama-server's.
 """
 
 
 def state(model: type[Model], name: str) -> str:
     field = model.model_fields.get(name)
-    if field is None or field.description == REFUSED:
+    if field is None:
+        return "not known"
+    if field.description == REFUSED:
         return "refused"
     return "ignored" if field.description == IGNORED else "taken"
 
@@ -55,7 +58,7 @@ def page() -> Iterator[str]:
         known = fields(endpoint)
         yield f"## {endpoint}\n"
         yield "| | |\n|---|---|"
-        for kind in ("taken", "ignored", "refused"):
+        for kind in ("taken", "ignored", "not known", "refused"):
             names = [f"`{name}`" for name in known if known[name] == kind]
             yield f"| {kind} | {', '.join(names) or '-'} |"
         yield f"| ours | {', '.join(f'`{name}`' for name in ours(endpoint)) or '-'} |\n"

@@ -35,7 +35,7 @@ async def models(request: Request) -> Response:
 @router.get("/v1/models/{model:path}")
 async def model(model: str, request: Request) -> Response:
     tenant(request)
-    return JSONResponse(_model(model_of(request, model, generates=False)))
+    return JSONResponse(_model(model_of(request, model, generates=False, exact=True)))
 
 
 @router.get("/v1/stats")
@@ -85,8 +85,8 @@ async def ready(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Prometheus' text format."""
     server = server_state(request)
-    key = server.metrics_key
-    if key is not None and not key.opens(request.headers.get("authorization")):
+    key, headers = server.metrics_key, request.headers
+    if key is not None and not key.opens(headers.get("authorization"), headers.get("x-api-key")):
         raise ApiError(
             401,
             "the metrics need their key: send the header `Authorization: Bearer KEY` with it",

@@ -16,12 +16,13 @@ from mixedkv.server.api.tools import call_json
 from mixedkv.server.api_error import ApiError, bad_request
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.state import ServerState, server_state, tenant
-from mixedkv.sessions import CreateContextCacheRequest, ErrorResponse
+from mixedkv.sessions import CacheSessionMetadata, CreateContextCacheRequest, ErrorResponse
 from mixedkv.sessions.records import MAX_MESSAGES
 
 router = APIRouter(route_class=JSONRoute)
 _TTL = 24 * 3600  # seconds
 _PREFIX = "resp-"
+ResponseId = Annotated[str, Path(max_length=MAX_LENGTH, pattern=f"^{PATTERN}$")]
 
 
 async def history(
@@ -37,12 +38,18 @@ async def history(
     """
     if response_id is None:
         return []
+    found = await find(server, response_id, owner, param)
+    return [message.model_dump(exclude_none=True) for message in found.messages or ()]
+
+
+async def find(server: ServerState, response_id: str, owner: str, param: str) -> CacheSessionMetadata:
+    """Return the session that a response is kept as; see `history`."""
     found = None
     if response_id.startswith(_PREFIX):
         found = await server.contexts.get_session_metadata(response_id, tenant=owner)
     if found is None or found.messages is None:
         raise _unknown(response_id, param)
-    return [message.model_dump(exclude_none=True) for message in found.messages]
+    return found
 
 
 async def check_room(server: ServerState, owner: str, messages: Sequence[dict[str, Any]]) -> None:
@@ -87,9 +94,7 @@ async def keep(
 
 
 @router.delete("/v1/responses/{response_id}")
-async def delete_response(
-    response_id: Annotated[str, Path(max_length=MAX_LENGTH, pattern=f"^{PATTERN}$")], request: Request
-) -> Response:
+async def delete_response(response_id: ResponseId, request: Request) -> Response:
     """Forget a response that was kept."""
     server, owner = server_state(request), tenant(request)
     await history(server, response_id, owner, "response_id")

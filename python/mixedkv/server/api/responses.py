@@ -7,20 +7,20 @@ from collections import deque
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from mixedkv.engine.answer_reader import Part, ReadAnswer
 from mixedkv.engine.chat_template import RenderedChat
 from mixedkv.engine.job import Delta, Done, Job
 from mixedkv.server.api.chat_jobs import AnswerParts, chat_jobs, translated
-from mixedkv.server.api.kept_responses import check_room, history, keep
+from mixedkv.server.api.kept_responses import ResponseId, check_room, find, history, keep
 from mixedkv.server.api.respond import respond
 from mixedkv.server.api.response_schemas import ResponsesRequest
 from mixedkv.server.api.schemas import ChatRequest
 from mixedkv.server.api.sse import PING, named_sse
 from mixedkv.server.api_error import ApiError, bad_request
 from mixedkv.server.http.json_body import JSONRoute
-from mixedkv.server.state import ServerState, model_of, new_id, read_prompt, tenant
+from mixedkv.server.state import ServerState, model_of, new_id, read_prompt, server_state, tenant
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -53,6 +53,49 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
         large=False,
         on_event=on_event if body.store else None,
     )
+
+
+@router.get("/v1/responses/{response_id}")
+async def get_response(response_id: ResponseId, request: Request) -> Response:
+    """A response that was kept: what it says, without what is not kept (usage, instructions, options)."""
+    kept = await find(server_state(request), response_id, tenant(request), "response_id")
+    last = kept.messages[-1].model_dump(exclude_none=True) if kept.messages else {}
+    return JSONResponse(
+        {
+            "id": response_id,
+            "object": "response",
+            "created_at": int(kept.created),
+            "model": kept.model_id,
+            "status": "completed",
+            "error": None,
+            "incomplete_details": None,
+            "instructions": None,
+            "metadata": {},
+            "output": _items(last),
+            "parallel_tool_calls": True,
+            "store": True,
+            "tool_choice": "auto",
+            "tools": [],
+            "usage": None,
+        }
+    )
+
+
+def _items(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """What an assistant thought, said and called."""
+    parts = [("reasoning", Part(reasoning=message.get("reasoning_content", "")))]
+    parts.append(("message", Part(content=message.get("content", ""))))
+    for i, call in enumerate(message.get("tool_calls", ())):
+        function = call["function"]
+        part = Part(index=i, id=call["id"], name=function["name"], arguments=function["arguments"])
+        parts.append(("function_call", part))
+    items = []
+    for kind, part in parts:
+        output = _Output(kind, len(items), part)
+        output.delta(part)
+        if output.text or kind == "function_call":
+            items.append(output.item("completed"))
+    return items
 
 
 def _jobs(

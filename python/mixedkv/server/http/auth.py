@@ -84,11 +84,13 @@ class Keys:
     def has(self, tenant: str) -> bool:
         return tenant in {name for _, name in self._tenants} if self._tenants else not tenant
 
-    def tenant(self, authorization: str | None) -> str | None:
-        """Whose key an Authorization header carries; None if nobody's. Takes the same time for every key."""
+    def tenant(self, authorization: str | None, api_key: str | None = None) -> str | None:
+        """Return whose key a request carries, None if nobody's: in its header `Authorization: Bearer`, else
+        in `x-api-key`. Takes the same time for every key.
+        """
         if not self._tenants:
             return ""
-        wanted, found = _bearer(authorization), None
+        wanted, found = _sent(authorization, api_key), None
         for digest, tenant in self._tenants:
             if hmac.compare_digest(digest, wanted):
                 found = tenant
@@ -113,8 +115,8 @@ class MetricsKey:
             raise ValueError(f"{path}: write one key, of 16 to 512 printable characters without spaces")
         return cls(lines[0])
 
-    def opens(self, authorization: str | None) -> bool:
-        return hmac.compare_digest(self._digest, _bearer(authorization))
+    def opens(self, authorization: str | None, api_key: str | None = None) -> bool:
+        return hmac.compare_digest(self._digest, _sent(authorization, api_key))
 
 
 def _read(path: str) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
@@ -169,10 +171,12 @@ def _add_limit(where: str, text: str, limits: dict[str, int]) -> None:
     limits[name] = int(value)
 
 
-def _bearer(authorization: str | None) -> bytes:
-    """The digest of the key in an Authorization header; nobody's without one."""
+def _sent(authorization: str | None, api_key: str | None) -> bytes:
+    """Return the digest of the key that a request carries; nobody's without one."""
     scheme, _, key = (authorization or "").partition(" ")
-    return _digest(key.strip().encode("utf-8", "surrogateescape") if scheme.lower() == "bearer" else b"")
+    if scheme.lower() != "bearer":
+        key = api_key or ""
+    return _digest(key.strip().encode("utf-8", "surrogateescape"))
 
 
 def _digest(key: bytes) -> bytes:

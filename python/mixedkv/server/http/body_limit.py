@@ -93,8 +93,8 @@ class BodyLimit:
         return refusal
 
     def _limit(self, scope: Scope) -> int:
-        key = Headers(scope=scope).get("authorization")
-        if self._keys.tenant(key) is None:
+        headers = Headers(scope=scope)
+        if self._keys.tenant(headers.get("authorization"), headers.get("x-api-key")) is None:
             return min(self._max_bytes, _MAX_BYTES_OF_STRANGERS)
         return self._max_bytes
 

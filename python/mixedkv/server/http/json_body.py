@@ -1,4 +1,4 @@
-"""Reads bodies of JSON: large ones apart."""
+"""Reads bodies of JSON: large ones apart. Unknown fields are taken off, or refused."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from fastapi import Request
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
+from mixedkv.server.body_process import read
+from mixedkv.server.body_reader import body_of
 from mixedkv.server.pools import LARGE, in_pool
 
 
 class JSONRoute(APIRoute):
     """For `APIRouter(route_class=...)`."""
+
+    any_content_type = False  # whether a body need not say that it is JSON
 
     def get_route_handler(self) -> Callable[[Request], Any]:
         handle = super().get_route_handler()
@@ -21,20 +25,36 @@ class JSONRoute(APIRoute):
 
         async def handler(request: Request) -> Any:
             body = await request.body()
-            if model is None or len(body) <= LARGE or "json" not in request.headers.get("content-type", ""):
+            is_json = self.any_content_type or "json" in request.headers.get("content-type", "")
+            if model is None or not body or not is_json:
                 return await handle(request)
-            pools = request.app.state.server.pools
-            read = await in_pool(pools.bodies, pools.body_reader.read, model, body)
-            return await handle(_ReadRequest(request, body, read))
+            state = request.app.state
+            pools, strict = state.server.pools, state.server.settings.strict
+            if len(body) > LARGE:
+                found, ignored = await in_pool(pools.bodies, pools.body_reader.read, model, body, strict)
+            else:
+                found, ignored = body_of(model, read(model, body, strict))
+            if ignored:
+                state.said.ignored_fields(self.path, ignored)
+            return await handle(_ReadRequest(request, body, found))
 
         return handler
+
+
+class PlainJSONRoute(JSONRoute):
+    """Of an API whose clients send JSON without saying so (`curl -d`)."""
+
+    any_content_type = True
 
 
 class _ReadRequest(Request):
     """One whose body is an object already."""
 
     def __init__(self, request: Request, body: bytes, read: BaseModel) -> None:
-        super().__init__(request.scope, request.receive)
+        scope = dict(request.scope)
+        scope["headers"] = [each for each in scope["headers"] if each[0] != b"content-type"]
+        scope["headers"].append((b"content-type", b"application/json"))
+        super().__init__(scope, request.receive)
         self._body, self._read = body, read
 
     async def json(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -16,11 +17,16 @@ _SHOWN = 100
 class OwnPagesOnly:
     """403 for what only a page of another site sends: an `Origin` that is not the server's, and with
     `local_only` a `Host` that is not this machine, by which a page whose name was bound to 127.0.0.1 gives
-    itself away (DNS rebinding). https://fetch.spec.whatwg.org/#origin-header says who sends an `Origin`.
+    itself away (DNS rebinding). `hosts` are names that are taken besides; where there are
+    some, no others are. Pages of `origins` may use the server, "*" are all.
+    https://fetch.spec.whatwg.org/#origin-header says who sends an `Origin`.
     """
 
-    def __init__(self, app: ASGIApp, local_only: bool) -> None:
-        self._app, self._local_only = app, local_only
+    def __init__(
+        self, app: ASGIApp, local_only: bool, hosts: Sequence[str] = (), origins: Sequence[str] = ()
+    ) -> None:
+        self._app, self._checks_host = app, local_only or bool(hosts)
+        self._hosts, self._origins = [host.lower() for host in hosts], origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._refusal(Headers(scope=scope)) if scope["type"] == "http" else None
@@ -28,18 +34,21 @@ class OwnPagesOnly:
 
     def _refusal(self, headers: Headers) -> ApiError | None:
         host, origin = headers.get("host"), headers.get("origin")
-        if self._local_only and host and not is_local(_name(host)):
+        if self._checks_host and host and not (is_local(_name(host)) or _name(host) in self._hosts):
             return ApiError(
                 403,
                 f"this server without keys takes requests to 127.0.0.1, [::1] or localhost only, not to "
-                f"{host[:_SHOWN]!r}: serve with api_key_file, or with allow_no_keys if everybody may use it",
+                f"{host[:_SHOWN]!r}: serve with allowed_host if that is its name, with api_key_file, or with "
+                "allow_no_keys if everybody may use it",
                 code="host_not_allowed",
             )
-        if origin is not None and origin.partition("://")[2] != host:
+        if origin is None or "*" in self._origins or origin in self._origins:
+            return None
+        if origin.partition("://")[2] != host:
             return ApiError(
                 403,
                 f"this server without keys takes no requests from pages of other sites, here "
-                f"{origin[:_SHOWN]!r}: serve with api_key_file",
+                f"{origin[:_SHOWN]!r}: serve with cors_origin if that site may use it, or with api_key_file",
                 code="origin_not_allowed",
             )
         return None

@@ -1,0 +1,24 @@
+"""Paths without `/v1`, for clients whose base URL was given without it."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mixedkv.server.http.root_path import without
+
+_SHORT = ("chat", "completions", "embeddings", "messages", "models", "rerank", "responses")  # first parts
+
+
+class ShortPaths:
+    """Takes `/chat/completions` for `/v1/chat/completions`, and so on."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            root = scope.get("root_path", "")
+            path = without(root, scope["path"])
+            if path.removeprefix("/").partition("/")[0] in _SHORT:
+                scope = {**scope, "path": f"{root}/v1{path}"}
+        await self._app(scope, receive, send)

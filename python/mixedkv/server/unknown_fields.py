@@ -1,0 +1,73 @@
+"""Fields of a request that this server does not know: taken off, and said once in the log."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+log = logging.getLogger("mixedkv.server")
+
+_M = TypeVar("_M", bound=BaseModel)
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-\[\]]{0,99}", re.ASCII)
+_MOST = 200  # names that are said: clients make them up
+
+
+def read_tolerantly(model: type[_M], value: Any) -> tuple[_M, list[str]]:
+    """Return what `value` says, and the names of the fields that `model` does not have, at any depth:
+    `messages[].mood`. Those fields are not part of the result.
+
+    Raises:
+        ValidationError: a known field is wrong.
+    """
+    found = model.model_validate(value, extra="allow")
+    return found, sorted(set(_take_off(found, "")))
+
+
+def _take_off(found: BaseModel, path: str) -> Iterator[str]:
+    if extra := found.__pydantic_extra__:
+        yield from [path + name for name in extra]
+        extra.clear()
+    for name in found.model_fields_set & type(found).model_fields.keys():
+        value = getattr(found, name)
+        if isinstance(value, BaseModel):
+            yield from _take_off(value, f"{path}{name}.")
+        elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
+            for each in value:
+                if isinstance(each, BaseModel):
+                    yield from _take_off(each, f"{path}{name}[].")
+
+
+class SaidOnce:
+    """Writes a line about each name once, and about at most 200 of them."""
+
+    def __init__(self) -> None:
+        self._said: set[tuple[str, str]] = set()
+
+    def ignored_fields(self, path: str, names: Iterable[str]) -> None:
+        """Say which fields of a body for `path` were ignored."""
+        if new := self._new(path, names):
+            log.info("%s: ignored, as nothing here knows them: %s (--strict refuses)", path, ", ".join(new))
+
+    def other_model(self, asked: str, served: str) -> None:
+        """Say that a model of another name answers."""
+        for name in self._new("model", [asked]):
+            log.info(
+                "model %s is asked for, %s answers: no other one is served (--strict refuses)", name, served
+            )
+
+    def ignored_option(self, path: str, name: str, why: str) -> None:
+        """Say why an option of a body for `path` has no effect."""
+        for each in self._new(path, [name]):
+            log.info("%s: %s is ignored: %s", path, each, why)
+
+    def _new(self, about: str, names: Iterable[str]) -> list[str]:
+        """Names with odd characters are not repeated."""
+        shown = [name if _NAME.fullmatch(name) else "(an odd name)" for name in names]
+        new = [name for name in dict.fromkeys(shown) if (about, name) not in self._said]
+        new = new[: max(0, _MOST - len(self._said))]
+        self._said.update((about, name) for name in new)
+        return new
