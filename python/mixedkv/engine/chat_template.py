@@ -119,7 +119,7 @@ class ChatRenderer:
             ValueError: the model cannot be told of tools, or its template refuses the messages; the message
                 begins with the field.
         """
-        if tools and self._template and not self._takes_tools:
+        if tools and self._template and not self.takes_tools:
             raise ValueError(
                 "tools: the chat template of this model has none: leave them out, or serve the model with a "
                 "chat_template that has"
@@ -165,7 +165,7 @@ class ChatRenderer:
             raise ValueError(f"tools: the model's chat template cannot be read: {_short(error)}") from None
 
     @cached_property
-    def _takes_tools(self) -> bool:
+    def takes_tools(self) -> bool:
         """Whether a tool appears in a prompt, and calls can be read: some families are known by name only."""
         tools = [{"type": "function", "function": {"name": _PROBE, "parameters": _NO_ARGUMENTS}}]
         try:

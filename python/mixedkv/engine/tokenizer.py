@@ -198,7 +198,7 @@ class Tokenizer:
         Raises:
             ValueError: the model was not made for this, or the texts are too long.
         """
-        if min(self._fim) < 0:
+        if not self.infills:
             raise ValueError("this model has no tokens for infilling (FIM): serve one that was made for it")
         if files and self._fim_file < 0:
             raise ValueError("input_extra: this model has no token for other files: leave it out")
@@ -272,6 +272,16 @@ class Tokenizer:
             return self._formatter(messages=list(messages))
         except Exception as error:  # templates are programs of the model's file
             raise ValueError(f"messages: the model's chat template refuses them: {error}") from None
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template has tools in it."""
+        return self._renderer.takes_tools
+
+    @property
+    def infills(self) -> bool:
+        """Whether the model has the tokens that `infill` needs."""
+        return min(self._fim) >= 0
 
     @property
     def thinks(self) -> bool:

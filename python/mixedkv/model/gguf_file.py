@@ -103,6 +103,14 @@ def n_mtp_layers(file: ModelFile) -> int:
     return n if isinstance(n, int) else 0
 
 
+def weight_type(file: ModelFile) -> str:
+    """Return the type of most weights as the file names it, `Q4_K_M`, or "unknown"."""
+    try:
+        return gguf.LlamaFileType(file.metadata.get("general.file_type")).name.removeprefix("MOSTLY_")
+    except ValueError:
+        return "unknown"
+
+
 def n_layers(file: ModelFile) -> int:
     """Layers that each token goes through; 0 where the file does not tell."""
     n = file.get("block_count", 0)

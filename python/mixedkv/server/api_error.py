@@ -61,8 +61,10 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self, path: str = "") -> Response:
-        """At `path`: Anthropic's API calls an error by its type, too."""
+        """At `path`: Anthropic's API calls an error by its type, too, and Ollama's has the message alone."""
         body = {"type": "error", **self.body()} if path.startswith("/v1/messages") else self.body()
+        if path.startswith("/api/"):
+            body = {"error": self.message}
         # ASCII, since a message may repeat what cannot be encoded
         return Response(json.dumps(body), self.status, self.headers, "application/json")
 

@@ -24,6 +24,8 @@ from mixedkv.server.api import (
     info,
     kept_responses,
     messages,
+    ollama,
+    ollama_models,
     rerank,
     responses,
     tokenizing,
@@ -63,11 +65,12 @@ def make_app(server: ServerState) -> FastAPI:
         infill,
         kept_responses,
         messages,
+        ollama,
         responses,
         tokenizing,
     ):
         app.include_router(module.router, dependencies=[Depends(check_generates)])
-    for module in (embeddings, info, rerank):
+    for module in (embeddings, info, ollama_models, rerank):
         app.include_router(module.router)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)

@@ -16,9 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import llama_cpp
 import uvicorn
 from pydantic import ValidationError
 
+from mixedkv import _llama_cpp
 from mixedkv.engine import tokenizer
 from mixedkv.engine.answer import Answer
 from mixedkv.engine.checkpoints import CheckpointLimits
@@ -31,7 +33,7 @@ from mixedkv.engine.store_connector import StoreConnector
 from mixedkv.engine.turns import Turns
 from mixedkv.errors import ClosedError, ModelChangedError
 from mixedkv.model.fingerprint import model_parts
-from mixedkv.model.gguf_file import ModelFile, n_mtp_layers, read_model_file
+from mixedkv.model.gguf_file import ModelFile, n_mtp_layers, read_model_file, weight_type
 from mixedkv.server import logs
 from mixedkv.server.api.context import warm_job
 from mixedkv.server.api.schemas import WarmRequest
@@ -209,6 +211,8 @@ def _open_model(
         generates=generates,
         facts={
             "architecture": file.architecture,
+            "n_params": int(llama_cpp.llama_model_n_params(_llama_cpp.model(llm))),
+            "quantization": weight_type(file),
             "size_bytes": file.size,
             "n_ctx": engine.n_ctx if generates else None,
             "n_embd": embedder.context.n_embd if embedder and not embedder.context.ranks else None,

@@ -46,15 +46,20 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     if session is not None:
         check_version(body, session)
     turn = Turn.of_prompt(server, body, session)
-    jobs = await read_prompt(request, _jobs, server, body, owner, session, session=session)
+    jobs = await read_prompt(request, completion_jobs, server, body, owner, session, session=session)
     answer = _Answer(server, body, jobs)
     large = body.logprobs is not None or body.prompt_logprobs is not None
     return await respond_with(turn, body, request, server, jobs, answer, large=large)
 
 
-def _jobs(
+def completion_jobs(
     server: ServerState, body: CompletionRequest, owner: str, session: CacheSessionMetadata | None
 ) -> list[Job]:
+    """Return `body.n` jobs for each prompt.
+
+    Raises:
+        ApiError: 400.
+    """
     try:
         tokenizer, long = server.engine.tokenizer, slides(server, body)
         prefix = context_tokens(server, session, long=long) if session is not None else []

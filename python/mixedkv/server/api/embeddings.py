@@ -14,6 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from mixedkv.engine.embedder import Embedder
 from mixedkv.engine.embedding_context import Vectors
 from mixedkv.errors import ClosedError, EngineError, QueueFullError
+from mixedkv.limits import INT32_MAX
 from mixedkv.server.api.schemas import EmbeddingRequest
 from mixedkv.server.api_error import bad_request, from_engine, prompt_error, timed_out
 from mixedkv.server.http.json_body import JSONRoute
@@ -29,8 +30,8 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """A vector of length 1 for each input."""
     owner = tenant(request)
     server = model_of(request, body.model, generates=False)
-    embedder = _embedder(server, body)
-    vectors, n_tokens = await embed(request, server, embedder, owner, _tokens, body)
+    embedder = checked_embedder(server, body)
+    vectors, n_tokens = await embed(request, server, embedder, owner, input_tokens, body)
     answer = _answer(vectors, body.encoding_format == "base64", server.model_name, n_tokens)
     return StreamingResponse(answer, media_type="application/json")
 
@@ -74,7 +75,11 @@ def check_length(embedder: Embedder, n_tokens: int, name: str, param: str) -> No
         raise bad_request(message, param, "context_length_exceeded" if n_tokens else None)
 
 
-def _embedder(server: ServerState, body: EmbeddingRequest) -> Embedder:
+def checked_embedder(server: ServerState, body: EmbeddingRequest) -> Embedder:
+    """
+    Raises:
+        ApiError: 400, this model gives no such vectors.
+    """
     if server.embedder is not None and server.embedder.context.ranks:
         raise bad_request(
             f"the model {server.model_name!r} ranks texts, it gives no vectors: use /v1/rerank",
@@ -95,13 +100,23 @@ def _embedder(server: ServerState, body: EmbeddingRequest) -> Embedder:
     return server.embedder
 
 
-def _tokens(server: ServerState, embedder: Embedder, body: EmbeddingRequest) -> list[list[int]]:
-    """Token ids of each input. A text is text: what looks like a control token in it is none."""
+def input_tokens(
+    server: ServerState, embedder: Embedder, body: EmbeddingRequest, *, truncate: bool = False
+) -> list[list[int]]:
+    """Token ids of each input. A text is text: what looks like a control token in it is none.
+
+    Args:
+        truncate: cut what is too long.
+
+    Raises:
+        ApiError: 400.
+    """
     context, inputs = embedder.context, []
     for i, item in enumerate(body.inputs):
         if isinstance(item, str):
+            n_ctx = INT32_MAX if truncate else context.n_ctx  # a text's length is checked before it is read
             try:
-                tokens = server.engine.tokenizer.tokenize(item, n_ctx=context.n_ctx)
+                tokens = server.engine.tokenizer.tokenize(item, n_ctx=n_ctx)
             except ValueError as error:
                 raise prompt_error(error, "input", f"input {i}: ") from None
         else:
@@ -109,6 +124,8 @@ def _tokens(server: ServerState, embedder: Embedder, body: EmbeddingRequest) -> 
                 tokens = server.engine.tokenizer.prompt(item)
             except ValueError as error:
                 raise bad_request(f"input {i}: {str(error).partition(': ')[2]}", "input") from None
+        if truncate:
+            tokens = tokens[: context.n_ctx]
         check_length(embedder, len(tokens), f"input {i}", "input")
         inputs.append(tokens)
     return inputs

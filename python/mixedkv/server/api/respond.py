@@ -10,7 +10,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from mixedkv.engine.job import Done, Job
-from mixedkv.server.api.sse import EventStream, StreamedAnswer
+from mixedkv.server.api.sse import EVENTS, EventStream, Headers, StreamedAnswer
 from mixedkv.server.pending import OnEvent, PendingRequest, or_disconnect
 from mixedkv.server.state import ServerState, json_answer, time_left
 
@@ -34,11 +34,13 @@ async def respond(
     large: bool,
     progress: bool = False,
     on_event: OnEvent | None = None,
+    headers: Headers = EVENTS,
 ) -> Response:
     """Run the jobs and answer; a `large` object is made and encoded off the event loop.
 
     Args:
         progress: the stream says how far its prompt is, so it begins at once.
+        headers: of a stream.
 
     Raises:
         ApiError: before anything was sent: see `PendingRequest`.
@@ -48,7 +50,8 @@ async def respond(
     )
     if stream:
         interval = _PROGRESS if progress else _PING
-        return await EventStream(pending, answer, interval=interval, at_once=progress).begin(request)
+        events = EventStream(pending, answer, interval=interval, at_once=progress, headers=headers)
+        return await events.begin(request)
     with pending:
         ends = await or_disconnect(request, pending.done())
     make = partial(answer.whole, ends)

@@ -1,10 +1,12 @@
-"""Server-sent events: one write for all that has gathered, and no task, timer or parser per token."""
+"""Answers as streams of events or of lines of JSON: one write for all that has gathered, no task, timer or
+parser per token.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -15,11 +17,10 @@ from mixedkv.server.pending import PendingRequest, disconnected, or_disconnect
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
-_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+_UNBUFFERED = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+Headers: TypeAlias = list[tuple[bytes, bytes]]
+EVENTS: Headers = [(b"content-type", b"text/event-stream; charset=utf-8"), *_UNBUFFERED]
+NDJSON: Headers = [(b"content-type", b"application/x-ndjson"), *_UNBUFFERED]
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
@@ -31,6 +32,11 @@ def sse(chunk: dict[str, Any]) -> bytes:
 def named_sse(chunk: dict[str, Any]) -> bytes:
     """One event that is called by its type."""
     return f"event: {chunk['type']}\ndata: {_encode(chunk)}\n\n".encode()
+
+
+def json_line(chunk: dict[str, Any]) -> bytes:
+    """One line of NDJSON."""
+    return f"{_encode(chunk)}\n".encode()
 
 
 class Template:
@@ -70,12 +76,19 @@ class EventStream(Response):
     Args:
         interval: seconds after which `idle` is sent where nothing has come.
         at_once: do not wait for the first event.
+        headers: of the answer.
     """
 
     def __init__(
-        self, pending: PendingRequest, answer: StreamedAnswer, *, interval: float, at_once: bool = False
+        self,
+        pending: PendingRequest,
+        answer: StreamedAnswer,
+        *,
+        interval: float,
+        at_once: bool = False,
+        headers: Headers = EVENTS,
     ) -> None:
-        self.status_code, self.background = 200, None
+        self.status_code, self.background, self._headers = 200, None, headers
         self._pending, self._answer = pending, answer
         self._interval, self._at_once = interval, at_once
         self._begin: tuple[int, Delta | Done] | None = None
@@ -110,7 +123,7 @@ class EventStream(Response):
             await asyncio.gather(writing, gone, return_exceptions=True)
 
     async def _write(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        await send({"type": "http.response.start", "status": 200, "headers": self._headers})
         pending, answer = self._pending, self._answer
         out = [answer.first()]
         if self._begin is not None:

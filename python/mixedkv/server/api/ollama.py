@@ -1,0 +1,172 @@
+"""POST /api/chat and /api/generate: Ollama's API."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import datetime, timezone
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from mixedkv.engine.chat_template import RenderedChat
+from mixedkv.engine.job import Delta, Done, Job
+from mixedkv.server.api.chat_jobs import AnswerParts, chat_jobs, translated
+from mixedkv.server.api.completions import completion_jobs
+from mixedkv.server.api.logprobs import chat_logprobs
+from mixedkv.server.api.ollama_schemas import OllamaChat, OllamaGenerate, OllamaRequest
+from mixedkv.server.api.respond import respond
+from mixedkv.server.api.schemas import ChatRequest, CompletionRequest
+from mixedkv.server.api.sse import NDJSON, json_line
+from mixedkv.server.api_error import ApiError
+from mixedkv.server.http.json_body import PlainJSONRoute
+from mixedkv.server.state import ServerState, model_of, read_prompt, tenant
+
+router = APIRouter(route_class=PlainJSONRoute)
+_LATEST = ":latest"  # what Ollama's clients write behind a name
+
+
+@router.post("/api/chat")
+async def chat(body: OllamaChat, request: Request) -> Response:
+    """An answer to a chat, as lines of JSON or whole."""
+    return await _answer(request, body, is_empty=not body.messages)
+
+
+@router.post("/api/generate")
+async def generate(body: OllamaGenerate, request: Request) -> Response:
+    """An answer to a prompt, as lines of JSON or whole."""
+    return await _answer(request, body, is_empty=not (body.prompt or body.suffix or body.images))
+
+
+def named_model(request: Request, name: str | None, **options: Any) -> ServerState:
+    """See `model_of`; a name may end as Ollama's do."""
+    return model_of(request, name.removesuffix(_LATEST) if name else None, **options)
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
+
+
+async def _answer(request: Request, body: OllamaChat | OllamaGenerate, is_empty: bool) -> Response:
+    owner = tenant(request)
+    server = named_model(request, body.model)
+    if is_empty:  # Ollama's clients load a model so
+        whole = {"model": server.model_name, "created_at": now(), **_said(body, ""), "done": True}
+        return JSONResponse({**whole, "done_reason": "unload" if body.keep_alive == 0 else "load"})
+    if (n_ctx := body.wanted.num_ctx) is not None and n_ctx > server.engine.n_ctx:
+        why = f"the context has {server.engine.n_ctx} tokens; serve with --n-ctx {n_ctx}"
+        request.app.state.said.ignored_option(request.url.path, "options.num_ctx", why)
+    jobs, rendered = await read_prompt(request, _jobs, server, body, owner)
+    answer = _Answer(server, body, jobs[0], rendered)
+    stream = body.stream is not False
+    return await respond(request, server, jobs, answer, stream=stream, large=False, headers=NDJSON)
+
+
+def _jobs(
+    server: ServerState, body: OllamaChat | OllamaGenerate, owner: str
+) -> tuple[list[Job], RenderedChat | None]:
+    if isinstance(body, OllamaGenerate) and body.is_raw:
+        fields = body.as_completion(server.engine.n_ctx)
+        return completion_jobs(server, translated(CompletionRequest, fields), owner, None), None
+    return chat_jobs(server, translated(ChatRequest, body.as_chat()), owner, None)
+
+
+def _said(
+    body: OllamaRequest, text: str, thought: str = "", calls: list[dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """A piece of an answer, or all of it."""
+    more = {"thinking": thought} if thought else {}
+    if not isinstance(body, OllamaChat):
+        return {"response": text, **more}
+    message = {"role": "assistant", "content": text, **more}
+    return {"message": {**message, "tool_calls": calls} if calls else message}
+
+
+class _Answer:
+    """Ollama's objects of one request. Calls are told at the end, each whole."""
+
+    def __init__(
+        self, server: ServerState, body: OllamaChat | OllamaGenerate, job: Job, chat: RenderedChat | None
+    ) -> None:
+        self._server, self._body, self._job = server, body, job
+        self._parts = AnswerParts(chat)
+
+    def whole(self, ends: list[Done]) -> dict[str, Any]:
+        (end,) = ends
+        self._parts.feed(end)
+        answer = self._parts.answer
+        said = _said(self._body, answer.content, answer.reasoning, self._calls())
+        return {**self._head(), **said, **self._logprobs(end), **self._end(end)}
+
+    def first(self) -> bytes:
+        return b""
+
+    def event(self, i: int, event: Delta | Done) -> bytes:
+        lines, logprobs = [], self._logprobs(event)
+        for part in self._parts.feed(event):
+            if part.index < 0:
+                lines.append({**_said(self._body, part.content, part.reasoning), **logprobs})
+                logprobs = {}
+        if isinstance(event, Done):
+            if calls := self._calls():
+                lines.append(_said(self._body, "", calls=calls))
+            lines.append({**_said(self._body, ""), **logprobs, **self._end(event)})
+        elif logprobs:
+            lines.append({**_said(self._body, ""), **logprobs})
+        return b"".join(json_line({**self._head(), "done": False, **line}) for line in lines)
+
+    def idle(self) -> bytes:
+        """A line that says nothing: the format has no comments."""
+        return json_line({**self._head(), "done": False, **_said(self._body, "")})
+
+    def failed(self, error: ApiError) -> bytes:
+        return json_line({"error": error.message})
+
+    def last(self) -> bytes:
+        return b""
+
+    def _head(self) -> dict[str, Any]:
+        return {"model": self._server.model_name, "created_at": now()}
+
+    def _calls(self) -> list[dict[str, Any]]:
+        calls = self._parts.answer.calls
+        return [
+            {
+                "id": call.id,
+                "function": {"index": i, "name": call.name, "arguments": _arguments(call.arguments)},
+            }
+            for i, call in enumerate(calls)
+        ]
+
+    def _logprobs(self, event: Delta | Done) -> dict[str, Any]:
+        if not (self._body.logprobs and event.logprobs):
+            return {}
+        return {"logprobs": chat_logprobs(self._server.engine.detokenizer, event.logprobs)["content"]}
+
+    def _end(self, end: Done) -> dict[str, Any]:
+        """How it ended, tokens, and times in nanoseconds. No time is spent on loading."""
+        job, at = self._job, time.perf_counter()
+        first = job.t_first if job.t_first is not None else at
+        return {
+            "done": True,
+            "done_reason": end.reason,
+            "total_duration": _ns(at - job.t_submit),
+            "load_duration": 0,
+            "prompt_eval_count": job.n_given,
+            "prompt_eval_duration": _ns(first - job.t_submit),
+            "eval_count": job.n_answer,
+            "eval_duration": _ns(at - first),
+        }
+
+
+def _arguments(text: str) -> Any:
+    """Of a call that was cut off: nothing."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+
+
+def _ns(seconds: float) -> int:
+    return max(0, round(1e9 * seconds))

@@ -1,0 +1,182 @@
+"""GET /api/tags, /api/ps, /api/version, POST /api/show, /api/embed, /api/embeddings: Ollama's API."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from mixedkv import __version__
+from mixedkv.engine.embedder import Embedder
+from mixedkv.model.fingerprint import fingerprint, model_header
+from mixedkv.server.api.chat_jobs import translated
+from mixedkv.server.api.embeddings import checked_embedder, embed, input_tokens
+from mixedkv.server.api.ollama import named_model, now
+from mixedkv.server.api.ollama_schemas import OllamaEmbed, OllamaEmbeddings, OllamaShow
+from mixedkv.server.api.schemas import EmbeddingRequest
+from mixedkv.server.http.json_body import PlainJSONRoute
+from mixedkv.server.state import ServerState, in_thread, server_state, tenant
+
+router = APIRouter(route_class=PlainJSONRoute)
+_OLLAMA_VERSION = "0.12.11"  # whose fields are followed: some clients refuse to talk to older ones
+_NEVER = "2999-12-31T23:59:59Z"
+_MAX_VALUE = 10_000  # characters of a text in a file's metadata
+
+
+@router.get("/api/version")
+async def version(request: Request) -> Response:
+    """The version of Ollama whose API this is."""
+    tenant(request)
+    return JSONResponse({"version": _OLLAMA_VERSION, "mixedkv": __version__})
+
+
+@router.get("/api/tags")
+async def tags(request: Request) -> Response:
+    """The models that are served, and adapters on them."""
+    tenant(request)
+    return JSONResponse({"models": [await in_thread(_listed, each) for each in server_state(request).all]})
+
+
+@router.get("/api/ps")
+async def running(request: Request) -> Response:
+    """The same models: what is served stays loaded."""
+    tenant(request)
+    models = [
+        {
+            **await in_thread(_listed, each),
+            "expires_at": _NEVER,
+            "size_vram": 0,
+            "context_length": each.facts["n_ctx"] or each.facts["embedding_n_ctx"],
+        }
+        for each in server_state(request).all
+    ]
+    return JSONResponse({"models": models})
+
+
+@router.post("/api/show")
+async def show(body: OllamaShow, request: Request) -> Response:
+    """What a model's file says of it, and what it can do."""
+    tenant(request)
+    server = named_model(request, body.model or body.name, generates=False)
+    return JSONResponse(await in_thread(_shown, server))
+
+
+@router.post("/api/embed")
+async def embed_inputs(body: OllamaEmbed, request: Request) -> Response:
+    """A vector of length 1 for each input."""
+    began, inputs = time.perf_counter(), [body.input] if isinstance(body.input, str) else body.input
+    server = named_model(request, body.model, generates=False)
+    if not any(inputs) and len(inputs) < 2:
+        return JSONResponse({"model": server.model_name, "embeddings": []})
+    vectors, n_tokens = await _embed(request, server, inputs, body.dimensions, body.truncate is not False)
+    return JSONResponse(
+        {
+            "model": server.model_name,
+            "embeddings": vectors,
+            "total_duration": round(1e9 * (time.perf_counter() - began)),
+            "load_duration": 0,
+            "prompt_eval_count": n_tokens,
+        }
+    )
+
+
+@router.post("/api/embeddings")
+async def embed_prompt(body: OllamaEmbeddings, request: Request) -> Response:
+    """A vector of length 1; what /api/embed was before."""
+    server = named_model(request, body.model, generates=False)
+    if not body.prompt:
+        return JSONResponse({"embedding": []})
+    (vector,), _ = await _embed(request, server, [body.prompt], None, True)
+    return JSONResponse({"embedding": vector})
+
+
+async def _embed(
+    request: Request, server: ServerState, inputs: list[str], dimensions: int | None, truncate: bool
+) -> tuple[list[list[float]], int]:
+    owner = tenant(request)
+    body = translated(EmbeddingRequest, {"input": inputs, "dimensions": dimensions or None})
+    embedder = checked_embedder(server, body)
+    read = _cut_tokens if truncate else input_tokens
+    vectors, n_tokens = await embed(request, server, embedder, owner, read, body)
+    return [vector.tolist() for vector in vectors], n_tokens
+
+
+def _cut_tokens(server: ServerState, embedder: Embedder, body: EmbeddingRequest) -> list[list[int]]:
+    return input_tokens(server, embedder, body, truncate=True)
+
+
+def _listed(server: ServerState) -> dict[str, Any]:
+    path = Path(server.engine.llm.model_path)
+    at = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc) if path.exists() else None
+    return {
+        "name": server.model_name,
+        "model": server.model_name,
+        "modified_at": at.isoformat() if at else now(),
+        "size": server.facts["size_bytes"],
+        "digest": fingerprint(path) if at else "",
+        "details": _details(server),
+    }
+
+
+def _details(server: ServerState) -> dict[str, Any]:
+    family = server.facts["architecture"]
+    return {
+        "parent_model": server.parent,
+        "format": "gguf",
+        "family": family,
+        "families": [family],
+        "parameter_size": _short(server.facts["n_params"]),
+        "quantization_level": server.facts["quantization"],
+    }
+
+
+def _shown(server: ServerState) -> dict[str, Any]:
+    path, tokenizer = server.engine.llm.model_path, server.engine.tokenizer
+    metadata = dict(model_header(path).metadata)
+    template = str(metadata.pop("tokenizer.chat_template", ""))
+    can = ["completion"] if server.generates else []
+    if server.generates:
+        can += [
+            name
+            for name, has in {
+                "tools": tokenizer.takes_tools,
+                "thinking": tokenizer.thinks,
+                "insert": tokenizer.infills,
+                "vision": server.projector is not None,
+            }.items()
+            if has
+        ]
+    if server.embedder is not None and not server.embedder.context.ranks:
+        can.append("embedding")
+    return {
+        "modelfile": f"# served by mixedkv\nFROM {Path(path).name}\n",
+        "parameters": "",
+        "template": template,
+        "license": str(metadata.get("general.license", "")),
+        "details": _details(server),
+        "model_info": {**_plain(metadata), "general.parameter_count": server.facts["n_params"]},
+        "capabilities": can,
+        "modified_at": _listed(server)["modified_at"],
+    }
+
+
+def _plain(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers and short texts."""
+    return {
+        key: value
+        for key, value in metadata.items()
+        if isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) <= _MAX_VALUE)
+    }
+
+
+def _short(n: int) -> str:
+    """134515008 as 134.52M."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if n >= size:
+            return f"{n / size:.3g}{letter}" if n >= 100 * size else f"{n / size:.2f}{letter}"
+    return str(n)

@@ -1,0 +1,260 @@
+"""Bodies of Ollama's API, and what they are as requests of OpenAI's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from mixedkv.limits import INT32_MAX
+from mixedkv.server.api.fields import (
+    IGNORED,
+    MAX_TOOLS,
+    REFUSED,
+    Finite,
+    Model,
+    Name,
+    StopText,
+    StopTexts,
+    Text,
+)
+from mixedkv.server.api.schemas import NamedTool, Tool
+
+_MAX_IMAGES = 64
+_SIGNATURES = {"/9j/": "jpeg", "iVBOR": "png", "R0lGOD": "gif", "UklGR": "webp"}  # in Base64
+_ONLY_ANOTHER_SERVER = "Accepted: it says how Ollama loads a model."
+
+
+class OllamaOptions(Model):
+    """Those that say how an answer is made. The rest are about loading a model and are ignored."""
+
+    temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    top_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    typical_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = Field(
+        None, description="Below zero: another one each time."
+    )
+    num_predict: Annotated[int, Field(ge=-2, le=INT32_MAX)] | None = Field(
+        None, description="Tokens of the answer at most; below zero: as many as there is room for."
+    )
+    stop: StopText | StopTexts | None = None
+    repeat_penalty: Annotated[Finite, Field(ge=0.01, le=10)] | None = None
+    presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    mirostat: Annotated[int, Field(ge=0, le=2)] | None = None
+    mirostat_tau: Annotated[Finite, Field(ge=0, le=100)] | None = None
+    mirostat_eta: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    num_ctx: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
+        None, description="Ignored: the context is the server's `--n-ctx`."
+    )
+    numa: Any = Field(None, description=_ONLY_ANOTHER_SERVER)
+    num_batch: Any = Field(None, description=_ONLY_ANOTHER_SERVER)
+    num_gpu: Any = Field(None, description=_ONLY_ANOTHER_SERVER)
+    num_thread: Any = Field(None, description=_ONLY_ANOTHER_SERVER)
+    use_mmap: Any = Field(None, description=_ONLY_ANOTHER_SERVER)
+
+    def fields(self) -> dict[str, Any]:
+        """Of a request of OpenAI's."""
+        most = self.num_predict
+        same = self.model_dump(
+            include={*OllamaOptions.model_fields} - {"num_predict", "num_ctx", "seed", *_LOADING},
+            exclude_none=True,
+        )
+        return {
+            **same,
+            "seed": self.seed if self.seed is not None and self.seed >= 0 else None,
+            "max_tokens": most if most is not None and most > 0 else None,
+        }
+
+
+_LOADING = ("numa", "num_batch", "num_gpu", "num_thread", "use_mmap")
+
+
+class OllamaRequest(Model):
+    """What /api/chat and /api/generate have in common."""
+
+    model: Name | None = None
+    stream: bool | None = Field(None, description="Default: true.")
+    options: OllamaOptions | None = None
+    format: Literal["", "json"] | dict[str, Any] | None = Field(
+        None, description="json, or a JSON Schema that the answer follows."
+    )
+    think: bool | Literal["low", "medium", "high"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    keep_alive: Any = Field(None, description=IGNORED)
+
+    @property
+    def wanted(self) -> OllamaOptions:
+        return self.options or OllamaOptions()
+
+    def answer_fields(self) -> dict[str, Any]:
+        """Of a chat of OpenAI's: how it is answered."""
+        form = None
+        if self.format == "json":
+            form = {"type": "json_object"}
+        elif isinstance(self.format, dict):
+            form = {"type": "json_schema", "json_schema": {"name": "format", "schema": self.format}}
+        thinks = None if self.think is None else {"enable_thinking": self.think is not False}
+        return {
+            **self.wanted.fields(),
+            "stream": self.stream is not False,
+            "response_format": form,
+            "chat_template_kwargs": thinks,
+            "reasoning_effort": self.think if isinstance(self.think, str) else None,
+            "logprobs": self.logprobs,
+            "top_logprobs": self.top_logprobs if self.logprobs else None,
+        }
+
+
+Images = Annotated[list[Text], Field(max_length=_MAX_IMAGES, fail_fast=True)]
+
+
+class OllamaFunction(Model):
+    name: Name
+    arguments: dict[str, Any] | Text = Field(default_factory=dict)
+    index: Any = Field(None, description=IGNORED)
+
+
+class OllamaCall(Model):
+    id: Name | None = None
+    type: Name | None = Field(None, description=IGNORED)
+    function: OllamaFunction
+
+
+class OllamaMessage(Model):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: Text | None = None
+    thinking: Text | None = None
+    images: Images | None = Field(None, description="Base64 of image files.")
+    tool_calls: Annotated[list[OllamaCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_name: Name | None = Field(None, description="Of role tool: the function whose result it is.")
+    tool_call_id: Name | None = None
+
+
+class OllamaChat(OllamaRequest):
+    messages: Annotated[list[OllamaMessage], Field(max_length=100_000, fail_fast=True)] = Field(
+        default_factory=list
+    )
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+        None, description="Ours, as OpenAI has it."
+    )
+
+    def as_chat(self) -> dict[str, Any]:
+        """The same of OpenAI's."""
+        return {
+            **self.answer_fields(),
+            "tool_choice": self.tool_choice,
+            "messages": _with_calls(self.messages),
+            "tools": [tool.model_dump(exclude_none=True) for tool in self.tools or ()] or None,
+        }
+
+
+class OllamaGenerate(OllamaRequest):
+    prompt: Text = ""
+    suffix: Text | None = Field(None, description="Comes after the answer, of models made for infilling.")
+    system: Text | None = None
+    images: Images | None = Field(None, description="Base64 of image files.")
+    raw: bool | None = Field(None, description="The prompt as it is, without the chat template.")
+    # known, but not what this server does
+    template: Text | None = Field(None, description=REFUSED)
+    context: list[Any] | None = Field(None, description=REFUSED)
+
+    @model_validator(mode="after")
+    def _refuse_unsupported(self) -> OllamaGenerate:
+        if self.template:
+            raise ValueError("template is not supported by this server: render the prompt, and send raw=true")
+        if self.context:
+            raise ValueError("context is not supported by this server: use /api/chat with all messages")
+        if self.is_raw and (self.format or self.images or self.logprobs):
+            raise ValueError("raw and suffix do not go with format, images or logprobs: leave one out")
+        return self
+
+    @property
+    def is_raw(self) -> bool:
+        return bool(self.raw or self.suffix)
+
+    def as_chat(self) -> dict[str, Any]:
+        """The same as a chat of OpenAI's."""
+        said = [{"role": "system", "content": self.system}] if self.system else []
+        user = {"role": "user", "content": _content(self.prompt, self.images)}
+        return {**self.answer_fields(), "messages": [*said, user]}
+
+    def as_completion(self, n_ctx: int) -> dict[str, Any]:
+        """The same as a completion of OpenAI's, of up to `n_ctx` tokens."""
+        fields = {"max_tokens": n_ctx, **{k: v for k, v in self.wanted.fields().items() if v is not None}}
+        return {**fields, "stream": self.stream is not False, "prompt": self.prompt, "suffix": self.suffix}
+
+
+class OllamaEmbed(Model):
+    model: Name | None = None
+    input: Text | Annotated[list[Text], Field(max_length=2048, fail_fast=True)]
+    truncate: bool | None = Field(None, description="Cut what is too long; default: true.")
+    dimensions: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    options: OllamaOptions | None = Field(None, description=IGNORED)
+    keep_alive: Any = Field(None, description=IGNORED)
+
+
+class OllamaEmbeddings(Model):
+    model: Name | None = None
+    prompt: Text = ""
+    options: OllamaOptions | None = Field(None, description=IGNORED)
+    keep_alive: Any = Field(None, description=IGNORED)
+
+
+class OllamaShow(Model):
+    model: Name | None = None
+    name: Name | None = Field(None, description="A former name of model.")
+    verbose: bool | None = Field(None, description=IGNORED)
+
+
+def _with_calls(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
+    """Messages of OpenAI's. Calls get ids where they have none, and results those of the calls they answer:
+    the first unanswered one of that function.
+    """
+    out: list[dict[str, Any]] = []
+    unanswered: list[tuple[str, str]] = []  # id and function
+    n_calls = 0
+    for each in messages:
+        message: dict[str, Any] = {"role": each.role, "content": _content(each.content, each.images)}
+        if each.thinking:
+            message["reasoning_content"] = each.thinking
+        if each.tool_calls:
+            message["tool_calls"] = []
+            for call in each.tool_calls:
+                n_calls += 1
+                name, arguments = call.function.name, call.function.arguments
+                text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+                call_id = call.id or f"call{n_calls:05}"  # nine letters and digits: Mistral takes no others
+                unanswered.append((call_id, name))
+                function = {"name": name, "arguments": text}
+                message["tool_calls"].append({"id": call_id, "type": "function", "function": function})
+        if each.role == "tool":
+            wanted = (each.tool_call_id, each.tool_name)
+            found = next((call for call in unanswered if wanted[0] == call[0]), None)
+            found = found or next((call for call in unanswered if wanted[1] in (None, call[1])), None)
+            if found is not None:
+                unanswered.remove(found)
+            message["tool_call_id"] = found[0] if found is not None else each.tool_call_id
+        out.append(message)
+    return out
+
+
+def _content(text: str | None, images: Sequence[str] | None) -> Any:
+    if not images:
+        return text or ""
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": _url(each)}} for each in images]
+    return [*parts, {"type": "text", "text": text or ""}]
+
+
+def _url(image: str) -> str:
+    if image.startswith("data:"):
+        return image
+    kind = next((kind for begin, kind in _SIGNATURES.items() if image.startswith(begin)), "png")
+    return f"data:image/{kind};base64,{image}"
