@@ -15,7 +15,8 @@ from typing import Any
 from mixedkv.chat import ChatResult, ChatUsage, MessageCache
 from mixedkv.cli.chat_terminal import StopSignal, questions
 from mixedkv.cli.model import DEFAULT_N_CTX, add_streaming_arguments, open_model, quiet
-from mixedkv.cli.values import positive, temperature
+from mixedkv.cli.sampling import add_sampling_arguments, sampling_options
+from mixedkv.cli.values import positive
 from mixedkv.config import parse_kv
 from mixedkv.errors import StoppedError
 from mixedkv.llama import Llama
@@ -55,8 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=512,
         help="tokens (default: 512)",
     )
-    parser.add_argument("--temp", metavar="T", type=temperature, default=0.7, help="default: 0.7")
-    parser.add_argument("--seed", metavar="N", type=int, help="of the sampler (default: another each time)")
+    add_sampling_arguments(parser)
     parser.add_argument("--max-kv-size-gb", metavar="GB", type=float, default=8.0, help="of --history")
     parser.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
     parser.set_defaults(command=chat)
@@ -72,17 +72,19 @@ def chat(args: argparse.Namespace) -> None:
         if "tokenizer.chat_template" not in llm.metadata:
             raise ValueError(f"{path.name} has no chat template: use mixedkv run")
         with MessageCache(llm, store) as cache:
-            _talk(llm, cache, history, args)
+            options = {"max_tokens": args.n_predict, **sampling_options(args, path)}
+            _talk(llm, cache, history, args.system, options)
 
 
-def _talk(llm: Llama, cache: MessageCache, history: _History, args: argparse.Namespace) -> None:
+def _talk(
+    llm: Llama, cache: MessageCache, history: _History, system: str | None, options: dict[str, Any]
+) -> None:
     if history.messages:
         _tell(f"{len(history.messages)} messages so far")
-    elif args.system:
-        history.add({"role": "system", "content": args.system})
+    elif system:
+        history.add({"role": "system", "content": system})
     for text in _questions(history):
         question = {"role": "user", "content": text}
-        options = {"max_tokens": args.n_predict, "temperature": args.temp, "seed": args.seed}
         result, stopped = _answer(llm, cache, [*history.messages, question], options)
         if result is not None and (result.content or not stopped):
             history.add(question, result.message)

@@ -11,7 +11,8 @@ from typing import Any
 
 from mixedkv.bundled.corpus import Recall, make_recall
 from mixedkv.cli.model import DEFAULT_N_CTX, add_streaming_arguments, open_model, quiet
-from mixedkv.cli.values import positive, temperature
+from mixedkv.cli.sampling import add_sampling_arguments, sampling_options
+from mixedkv.cli.values import positive
 from mixedkv.config import parse_kv
 from mixedkv.kv.stats import KVStats, format_bytes, format_saving
 from mixedkv.llama import Llama
@@ -24,13 +25,18 @@ _DEMO_SEED, _DEMO_SENTENCES = 7, 40
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Generate text. Without -p the bundled model is asked about a fact in a short journal."
+        "Generate text: the answer to a question, or with --raw what follows a text. Without -p the bundled "
+        "model is asked about a fact in a short journal."
     )
     parser.add_argument("-m", "--model", metavar="MODEL", help=MODEL_HELP)
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("-p", "--prompt", metavar="TEXT", help="prompt, continued as it is")
+    prompt.add_argument("-p", "--prompt", metavar="TEXT", help="prompt")
     prompt.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file; - is stdin")
-    parser.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
+    parser.add_argument(
+        "--raw",
+        action="store_true",
+        help="continue the prompt as it is (default: a question, if the model has a chat template)",
+    )
     parser.add_argument("--kv", metavar="SPEC", default="mixed", help="cache (default: mixed); see below")
     parser.add_argument(
         "-n", "--n-predict", metavar="N", type=positive, default=128, help="tokens (default: 128)"
@@ -42,10 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads", metavar="N", type=positive, help="CPU threads (default: llama_cpp's choice)"
     )
     add_streaming_arguments(parser)
-    parser.add_argument("--seed", metavar="N", type=int, help="of the sampler (default: another each time)")
-    parser.add_argument(
-        "--temp", metavar="T", type=temperature, default=0.0, help="default: 0, the likeliest"
-    )
+    add_sampling_arguments(parser)
     parser.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
     parser.epilog = (
         'SPEC: "mixed", "mixed:cold_k=q8_0,cold_v=q4_0,threshold=256,group=32,sinks=4", '
@@ -57,14 +60,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     parse_kv(args.kv)  # before a model is read
     demo = _demo(args)
-    prompt = demo.messages if demo else _as_prompt(_read_prompt(args), args.chat)
+    text = "" if demo else _read_prompt(args)
     path = find_model(args.model)
     with quiet(not args.verbose), open_model(path, args) as llm:
         if demo and sys.stderr.isatty():
             print(_introduce(demo), file=sys.stderr)
+        options = {"max_tokens": args.n_predict, "stream": True, **sampling_options(args, path)}
+        if demo and args.temp is None:
+            options["temperature"] = 0.0  # it has one right answer
+        is_chat = not args.raw and "tokenizer.chat_template" in llm.metadata
+        prompt = demo.messages if demo else [{"role": "user", "content": text}] if is_chat else text
         clock = _Clock(llm)
-        for text in clock.watch(with_prompt_bar(llm, _stream(llm, prompt, args))):
-            print(text, end="", flush=True)
+        for piece in clock.watch(with_prompt_bar(llm, _stream(llm, prompt, options))):
+            print(piece, end="", flush=True)
         print(flush=True)
         print(_summary(clock, llm.kv.stats()), file=sys.stderr)
 
@@ -84,28 +92,18 @@ def _introduce(demo: Recall) -> str:
 
 
 def _read_prompt(args: argparse.Namespace) -> str:
-    if args.file == "-":
-        return sys.stdin.read()
-    if args.file is not None:
-        return Path(args.file).read_text(encoding="utf-8")
-    if args.prompt is None:
+    if args.prompt is None and args.file is None:
         raise ValueError("a model of your own needs a prompt: add -p TEXT or -f FILE")
-    return str(args.prompt)
-
-
-def _as_prompt(text: str, chat: bool) -> str | list[dict[str, str]]:
+    if args.file == "-":
+        text = sys.stdin.read()
+    else:
+        text = args.prompt if args.file is None else Path(args.file).read_text(encoding="utf-8")
     if not text:
         raise ValueError("the prompt is empty")
-    return [{"role": "user", "content": text}] if chat else text
+    return str(text)
 
 
-def _stream(llm: Llama, prompt: str | list[dict[str, str]], args: argparse.Namespace) -> Iterator[str]:
-    options: dict[str, Any] = {
-        "max_tokens": args.n_predict,
-        "temperature": args.temp,
-        "seed": args.seed,
-        "stream": True,
-    }
+def _stream(llm: Llama, prompt: str | list[dict[str, str]], options: dict[str, Any]) -> Iterator[str]:
     chunks: Any  # typed dictionaries of several shapes
     if isinstance(prompt, str):
         chunks = llm.create_completion(prompt, **options)

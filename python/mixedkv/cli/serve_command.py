@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, cast, get_args
 
 from mixedkv.cli.extra import naming_the_extra
 
@@ -33,6 +33,8 @@ def _add(parser: argparse.ArgumentParser, name: str, option: FieldInfo) -> None:
     flags = [_SHORT[name]] if name in _SHORT else []
     flags.append("--" + name.replace("_", "-"))
     text, kind = option.description or "", type(option.default)
+    if option.default is None:  # a number that need not be given
+        kind = next(each for each in get_args(option.annotation) if each is not type(None))
     if kind is bool:
         parser.add_argument(*flags, action=argparse.BooleanOptionalAction, default=None, help=text)
         return
@@ -40,7 +42,7 @@ def _add(parser: argparse.ArgumentParser, name: str, option: FieldInfo) -> None:
         metavar = cast("dict[str, str]", option.json_schema_extra)["metavar"]
         parser.add_argument(*flags, metavar=metavar, action="append", default=None, help=text)
         return
-    if option.default not in ("", 0) and "default" not in text:
+    if option.default not in (None, "", 0) and "default" not in text:
         text += f" (default: {option.default})"
     metavar = cast("dict[str, str]", option.json_schema_extra)["metavar"]
     parser.add_argument(*flags, metavar=metavar, type=kind, default=None, help=text)

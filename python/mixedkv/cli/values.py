@@ -31,6 +31,26 @@ def temperature(text: str) -> float:
     return value
 
 
+def whole(text: str) -> int:
+    """A number of something, 0 or more."""
+    return 0 if text == "0" else positive(text)
+
+
+def between(low: float, high: float) -> Callable[[str], float]:
+    """A number in this range."""
+
+    def number(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= high:
+            raise ArgumentTypeError(f"{text!r}: use a number from {low:g} to {high:g}")
+        return value
+
+    return number
+
+
 def layers(text: str) -> Asked:
     """Of --stream-layers."""
     return _value(parse_layers, text)

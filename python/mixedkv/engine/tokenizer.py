@@ -281,7 +281,7 @@ class Tokenizer:
     @property
     def infills(self) -> bool:
         """Whether the model has the tokens that `infill` needs."""
-        return min(self._fim) >= 0
+        return all(token >= 0 for token in self._fim)
 
     @property
     def thinks(self) -> bool:

@@ -106,7 +106,7 @@ def n_mtp_layers(file: ModelFile) -> int:
 def weight_type(file: ModelFile) -> str:
     """Return the type of most weights as the file names it, `Q4_K_M`, or "unknown"."""
     try:
-        return gguf.LlamaFileType(file.metadata.get("general.file_type")).name.removeprefix("MOSTLY_")
+        return gguf.LlamaFileType(file.metadata.get("general.file_type", -1)).name.removeprefix("MOSTLY_")
     except ValueError:
         return "unknown"
 

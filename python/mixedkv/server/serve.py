@@ -28,6 +28,7 @@ from mixedkv.engine.chunk_connector import ChunkConnector
 from mixedkv.engine.embedder import Embedder
 from mixedkv.engine.embedding_context import EmbeddingContext, only_embeds
 from mixedkv.engine.engine import Engine
+from mixedkv.engine.sampling_defaults import sampling_defaults
 from mixedkv.engine.speculation import Mode
 from mixedkv.engine.store_connector import StoreConnector
 from mixedkv.engine.turns import Turns
@@ -209,6 +210,7 @@ def _open_model(
         embedder=embedder,
         projector=parent.projector if parent is not None else open_projector(settings, model, llm),
         generates=generates,
+        sampling={**sampling_defaults(file.metadata), **settings.sampling()},
         facts={
             "architecture": file.architecture,
             "n_params": int(llama_cpp.llama_model_n_params(_llama_cpp.model(llm))),

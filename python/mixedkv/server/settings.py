@@ -159,6 +159,20 @@ class ServerSettings(BaseSettings):
         0,
         MAX_SNAPSHOTS,
     )
+    temp: float | None = _option(
+        None,
+        "temperature where a request names none (default: the model's, else llama-server's)",
+        "T",
+        0,
+        100,
+    )
+    top_k: int | None = _option(None, "the same of top_k; 0 is all tokens", "K", 0, INT32_MAX)
+    top_p: float | None = _option(None, "the same of top_p", "P", 0, 1)
+    min_p: float | None = _option(None, "the same of min_p", "P", 0, 1)
+    repeat_penalty: float | None = _option(None, "the same of repeat_penalty", "X", 0.01, 10)
+    seed: int | None = _option(
+        None, "seed where a request names none (default: another each time)", "N", 0, 2**32 - 1
+    )
     overflow: Overflow = _option(
         "refuse",
         "of what does not fit the context: refuse such prompts and end the answer, or slide: drop the middle",
@@ -315,6 +329,17 @@ class ServerSettings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return (init_settings,)  # `ServerSettings(...)` is made of what is given and nothing else
+
+    def sampling(self) -> dict[str, Any]:
+        """Fields of `Sampling` that were given."""
+        given = {
+            "temperature": self.temp,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "repeat_penalty": self.repeat_penalty,
+        }
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def local_only(self) -> bool:

@@ -38,6 +38,7 @@ class ServerState:
 
     Args:
         parent: the model that this one is an adapter of.
+        sampling: fields of `Sampling`, where a request does not say them.
         others: those that are served beside it, by their names; of the default model.
     """
 
@@ -50,6 +51,7 @@ class ServerState:
     contexts: ContextCacheManager
     session_kv: SessionKV
     facts: dict[str, Any]
+    sampling: dict[str, Any]
     pools: Pools
     embedder: Embedder | None = None
     projector: Projector | None = None

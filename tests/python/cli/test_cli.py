@@ -24,7 +24,7 @@ from support.patience import PATIENCE
 
 RECALL = make_recall(seed=53_001, n_sentences=12)  # one that the model answers with an F16 cache
 COMMAND = [sys.executable, "-m", "mixedkv"]
-ENDLESS = ["run", "-p", RECALL.text, "-n", "4000", "--n-ctx", "8192"]
+ENDLESS = ["run", "--raw", "-p", RECALL.text, "-n", "4000", "--n-ctx", "8192"]
 SUMMARY = re.compile(
     r"prompt ([\d.]+|-), text ([\d.]+|-) tok/s; "
     r"cache [\d.]+ [KMG]iB, [\d.]+ bits/element, \d+% (below|above) F16"
@@ -54,7 +54,7 @@ def test_run_answers_from_the_bundled_journal() -> None:
 
 @pytest.mark.parametrize("kv", ["mixed", "f16", "q8_0"])
 def test_run_is_the_same_for_each_cache(kv: str) -> None:
-    done = run("run", "-p", RECALL.prompt, "--kv", kv, "-n", 40, "--n-ctx", 512)
+    done = run("run", "--raw", "--temp", 0, "-p", RECALL.prompt, "--kv", kv, "-n", 40, "--n-ctx", 512)
     assert done.stdout == RECALL.fact.answer + "\n"
 
 
@@ -69,16 +69,16 @@ def test_run_with_the_chat_template(tmp_path: Path) -> None:
     question = " ".join(RECALL.journal) + " " + RECALL.fact.question
     (tmp_path / "prompt.txt").write_text(question)
     answers = [
-        run("run", "--chat", "-n", 40, "-p", question).stdout,
-        run("run", "--chat", "-n", 40, "-f", tmp_path / "prompt.txt").stdout,
-        run("run", "--chat", "-n", 40, "-f", "-", stdin=question).stdout,
+        run("run", "--temp", 0, "-n", 40, "-p", question).stdout,
+        run("run", "--temp", 0, "-n", 40, "-f", tmp_path / "prompt.txt").stdout,
+        run("run", "--temp", 0, "-n", 40, "-f", "-", stdin=question).stdout,
     ]
     assert answers[0] == answers[1] == answers[2] != "\n"
 
 
 def test_run_with_another_model_and_a_seed(tmp_path: Path) -> None:
     (tmp_path / "other.gguf").symlink_to(model_path())
-    sampled = ["run", "-m", tmp_path / "other.gguf", "-p", "On Monday", "--temp", "1", "-n", 20]
+    sampled = ["run", "-m", tmp_path / "other.gguf", "--raw", "-p", "On Monday", "--temp", "1", "-n", 20]
     first, second = run(*sampled, "--seed", 0).stdout, run(*sampled, "--seed", 0).stdout
     assert first == second != "\n"
     assert run(*sampled, "--seed", 1).stdout != first
@@ -173,6 +173,7 @@ def test_the_formula_is_what_is_allocated(zoo_path, name: str, kv: str) -> None:
         (["run", "--n-ctx", "0"], "'0' is not a positive whole number"),
         (["run", "-n", "many"], "'many' is not a positive whole number"),
         (["run", "--temp", "-1"], "'-1' is not a temperature"),
+        (["run", "--top-p", "2"], "use a number from 0 to 1"),
         (["run", "-p", "word " * 600, "--n-ctx", "256"], "exceed context window of 256"),
     ],
 )

@@ -97,6 +97,7 @@ def test_ctrl_c_ends_the_command() -> None:
         "2",
         "--n-ctx",
         "2048",
+        "--raw",
         "-p",
         "Monday.",
         "-n",

@@ -45,14 +45,15 @@ def slides(server: ServerState, body: Generation) -> bool:
     return (body.overflow or server.settings.overflow) == "slide"
 
 
-def sampling(body: Generation, choice: int) -> Sampling:
-    """OpenAI's defaults; each choice gets a seed of its own."""
-    seed = body.seed if body.seed is not None else secrets.randbits(32)
+def sampling(server: ServerState, body: Generation, choice: int) -> Sampling:
+    """Each choice gets a seed of its own."""
+    seed = body.seed if body.seed is not None else server.settings.seed
+    seed = secrets.randbits(32) if seed is None else seed
     bias = tuple((_token_id(key), value) for key, value in (body.logit_bias or {}).items())
-    given = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
+    given: dict[str, Any] = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     if body.dry_sequence_breakers is not None:
         given["dry_sequence_breakers"] = tuple(body.dry_sequence_breakers)
-    return Sampling(**given, seed=(seed + choice) % 2**32, logit_bias=bias)
+    return Sampling(**{**server.sampling, **given}, seed=(seed + choice) % 2**32, logit_bias=bias)
 
 
 def make_jobs(
@@ -116,7 +117,7 @@ def make_jobs(
             raise bad_request(str(error) if param == "speculation" else f"{param}: {error}", param) from None
         for choice in range(n):
             try:
-                sampler = tokenizer.sampler(sampling(body, choice), None if triggers else matcher)
+                sampler = tokenizer.sampler(sampling(server, body, choice), None if triggers else matcher)
             except ValueError as error:
                 raise bad_request(str(error), str(error).partition(":")[0]) from None
             job = Job(

@@ -90,11 +90,11 @@ class OllamaRequest(Model):
 
     @property
     def wanted(self) -> OllamaOptions:
-        return self.options or OllamaOptions()
+        return self.options or OllamaOptions.model_validate({})
 
     def answer_fields(self) -> dict[str, Any]:
         """Of a chat of OpenAI's: how it is answered."""
-        form = None
+        form: dict[str, Any] | None = None
         if self.format == "json":
             form = {"type": "json_object"}
         elif isinstance(self.format, dict):

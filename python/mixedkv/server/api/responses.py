@@ -89,7 +89,7 @@ def _items(message: dict[str, Any]) -> list[dict[str, Any]]:
         function = call["function"]
         part = Part(index=i, id=call["id"], name=function["name"], arguments=function["arguments"])
         parts.append(("function_call", part))
-    items = []
+    items: list[dict[str, Any]] = []
     for kind, part in parts:
         output = _Output(kind, len(items), part)
         output.delta(part)
@@ -179,7 +179,7 @@ class _Answer:
     def __init__(
         self, server: ServerState, body: ResponsesRequest, job: Job, chat: RenderedChat | None
     ) -> None:
-        self._body, self._job = body, job
+        self._body, self._job, self._sampling = body, job, server.sampling
         self._parts = AnswerParts(chat)
         self._read: deque[list[Part]] = deque()  # of events that have not been told yet
         self._outputs: list[_Output] = []
@@ -278,11 +278,11 @@ class _Answer:
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": effort, "summary": None},
             "store": bool(body.store),
-            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "temperature": self._sampling["temperature"] if body.temperature is None else body.temperature,
             "text": self._text(),
             "tool_choice": self._choice(),
             "tools": [{"strict": None, **tool.model_dump(exclude_none=True)} for tool in body.tools or ()],
-            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "top_p": self._sampling["top_p"] if body.top_p is None else body.top_p,
             "truncation": body.truncation or "disabled",
             "usage": self._usage() if end is not None else None,
             "user": None,

@@ -88,9 +88,9 @@ class EventStream(Response):
         at_once: bool = False,
         headers: Headers = EVENTS,
     ) -> None:
-        self.status_code, self.background, self._headers = 200, None, headers
+        self.status_code, self.background = 200, None
         self._pending, self._answer = pending, answer
-        self._interval, self._at_once = interval, at_once
+        self._interval, self._at_once, self._stream_headers = interval, at_once, headers
         self._begin: tuple[int, Delta | Done] | None = None
 
     async def begin(self, request: Any) -> EventStream:
@@ -123,7 +123,7 @@ class EventStream(Response):
             await asyncio.gather(writing, gone, return_exceptions=True)
 
     async def _write(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        await send({"type": "http.response.start", "status": 200, "headers": self._stream_headers})
         pending, answer = self._pending, self._answer
         out = [answer.first()]
         if self._begin is not None:

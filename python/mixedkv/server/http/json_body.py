@@ -26,7 +26,7 @@ class JSONRoute(APIRoute):
         async def handler(request: Request) -> Any:
             body = await request.body()
             is_json = self.any_content_type or "json" in request.headers.get("content-type", "")
-            if model is None or not body or not is_json:
+            if not (isinstance(model, type) and issubclass(model, BaseModel)) or not body or not is_json:
                 return await handle(request)
             state = request.app.state
             pools, strict = state.server.pools, state.server.settings.strict

@@ -1,0 +1,45 @@
+"""Options that say how text is sampled, of `mixedkv run` and `mixedkv chat`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from mixedkv.cli.values import between, temperature, whole
+from mixedkv.engine.sampling_defaults import sampling_defaults
+from mixedkv.model.gguf_file import read_model_file
+
+_NAMES = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "sampling", "default: what the model's file recommends (general.sampling.*), else llama-server's"
+    )
+    group.add_argument("--temp", metavar="T", type=temperature, help="temperature; 0 is the likeliest token")
+    group.add_argument("--top-k", metavar="K", type=whole, help="of the K likeliest tokens; 0 is all")
+    group.add_argument(
+        "--top-p", metavar="P", type=between(0, 1), help="of those with this probability together"
+    )
+    group.add_argument(
+        "--min-p", metavar="P", type=between(0, 1), help="of those at least P times the likeliest"
+    )
+    group.add_argument(
+        "--repeat-penalty", metavar="X", type=between(0.01, 10), help="of repeated tokens; 1 is none"
+    )
+    group.add_argument(
+        "--seed", metavar="N", type=int, help="the same text again (default: another each time)"
+    )
+
+
+def sampling_options(args: argparse.Namespace, path: Path) -> dict[str, Any]:
+    """Return the sampling arguments of `Llama.create_completion` for a model."""
+    defaults = sampling_defaults(read_model_file(path).metadata)
+    options: dict[str, Any] = {"seed": args.seed}
+    for name in _NAMES:
+        given = args.temp if name == "temperature" else getattr(args, name)
+        value = defaults.get(name) if given is None else given
+        if value is not None:
+            options[name] = value
+    return options

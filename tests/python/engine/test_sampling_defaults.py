@@ -1,0 +1,84 @@
+"""Sampling as a model's file recommends it, as llama-server does it, and as options say it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mixedkv.bundled import model_path
+from mixedkv.engine.sampler import Sampling
+from mixedkv.engine.sampling_defaults import sampling_defaults
+from mixedkv.model.gguf_file import read_model_file
+from support.patience import PATIENCE
+from support.sampled_model import recommending
+from support.server_support import running
+
+PROMPT = {"prompt": "On Monday", "max_tokens": 16, "ignore_eos": True}
+
+
+def test_the_file_comes_before_llama_servers(tmp_path: Path) -> None:
+    plain = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+    assert sampling_defaults(read_model_file(model_path()).metadata) == plain
+    path = recommending(tmp_path / "a.gguf", temp=0.25, top_k=20, penalty_repeat=1.5)
+    given = sampling_defaults(read_model_file(path).metadata)
+    assert given == {**plain, "temperature": 0.25, "top_k": 20, "repeat_penalty": 1.5}
+    assert Sampling(**given)
+
+
+@pytest.mark.parametrize("value", [-1, 1e9, float("nan"), "hot", True, [0.5], None])
+def test_a_bad_recommendation_is_left_out(value: Any) -> None:
+    assert sampling_defaults({"general.sampling.temp": value})["temperature"] == 0.8
+
+
+def answers(options: list[str], n: int = 3, **body: Any) -> list[str]:
+    with running("--n-ctx", "512", *options) as server:
+        return [server.post("/v1/completions", {**PROMPT, **body})["choices"][0]["text"] for _ in range(n)]
+
+
+def test_a_server_samples_as_it_was_told(tmp_path: Path) -> None:
+    (greedy,) = answers([], n=1, temperature=0)
+    cold = recommending(tmp_path / "cold.gguf", temp=0.0)
+    assert answers(["-m", str(cold)]) == [greedy] * 3
+    assert answers(["--temp", "0"]) == [greedy] * 3
+    assert answers(["--top-k", "1"]) == [greedy] * 3
+    assert len(set(answers(["--temp", "1.5"], n=6))) > 1
+    assert len(set(answers(["--temp", "1.5", "--seed", "7"]))) == 1
+    hot = answers(["-m", str(cold), "--temp", "1.5", "--seed", "7"], n=1)
+    assert hot == answers([], n=1, temperature=1.5, seed=7) != [greedy]
+
+
+def run(*args: str) -> str:
+    command = [sys.executable, "-m", "mixedkv", "run", "--n-ctx", "512", "-n", "16", "-p", "On Monday", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
+
+
+def test_run_samples_as_it_was_told(tmp_path: Path) -> None:
+    greedy = run("--raw", "--temp", "0")
+    cold = str(recommending(tmp_path / "cold.gguf", temp=0.0))
+    assert run("--raw", "-m", cold) == run("--raw", "--top-k", "1") == greedy
+    seeded = [
+        "--raw",
+        "--temp",
+        "2",
+        "--top-p",
+        "0.9",
+        "--min-p",
+        "0.01",
+        "--repeat-penalty",
+        "1.1",
+        "--seed",
+        "3",
+    ]
+    assert run(*seeded) == run(*seeded) != greedy
+
+
+def test_run_asks_unless_it_is_raw() -> None:
+    asked, raw = run("--temp", "0"), run("--temp", "0", "--raw")
+    body = {"messages": [{"role": "user", "content": "On Monday"}], "max_tokens": 16, "temperature": 0}
+    with running("--n-ctx", "512") as server:
+        assert asked == server.post("/v1/chat/completions", body)["choices"][0]["message"]["content"] + "\n"
+    assert asked != raw
