@@ -148,7 +148,7 @@ class MixedKVConfig:
         Args:
             model: a GGUF file, or its shape.
             n_ctx: tokens that the cache is made for, which `n_seq` sequences share.
-            shares: what `mixedkv bench sensitivity` measured, see `mixedkv.bench.sensitivity.read_shares`.
+            shares: what `mixedkv bench sensitivity` measured: see `model.measured_shares.read_shares`.
             given: other fields; `quantization_threshold` is the window to begin with.
 
         Raises:

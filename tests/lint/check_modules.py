@@ -1,4 +1,4 @@
-"""The modules of python/mixedkv: no name that means two things, and llama_cpp's private parts in one place.
+"""The modules of a package: no name that means two things, and llama_cpp's private parts in one place.
 
 Layers and circles are import-linter's business; see pyproject.toml.
 """
@@ -27,6 +27,7 @@ PRIVATE = {
 }
 OWN = ("self", "cls")  # an attribute of one's own may have such a name
 MOST_LINES = 500
+ROOTS = ("python/mixedkv", "python/mixedkv_bench")
 
 
 def check(root: Path) -> list[str]:
@@ -57,6 +58,6 @@ def private(text: str) -> list[tuple[int, str]]:
 
 
 if __name__ == "__main__":
-    problems = check(Path(sys.argv[1] if len(sys.argv) > 1 else "python/mixedkv"))
-    print("\n".join(problems) or "python/mixedkv: no name twice, nothing private outside its place")
+    problems = [line for root in ROOTS for line in check(Path(root))]
+    print("\n".join(problems) or "python: no name twice, nothing private outside its place")
     sys.exit(bool(problems))

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import argparse
 
-from mixedkv.bench import arguments
-from mixedkv.bench.harness.cache_settings import DEFAULT_SPECS
-from mixedkv.bench.run import bench
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of `mixedkv bench`.
+
+    Raises:
+        ValueError: the package mixedkv_bench, which a distributor may ship apart, is not installed.
+    """
+    try:
+        from mixedkv_bench import arguments
+        from mixedkv_bench.harness.cache_settings import DEFAULT_SPECS
+        from mixedkv_bench.run import bench
+    except ModuleNotFoundError as error:
+        if error.name != "mixedkv_bench":
+            raise
+        raise ValueError(
+            "this command needs mixedkv_bench, which is not installed: pip install 'mixedkv[bench]'"
+        ) from None
     parser.description = "Measure cache settings side by side, against llama.cpp's own."
     parser.epilog = f"Settings without --kv: {', '.join(DEFAULT_SPECS)}. The rows: docs/bench-schema.md."
     arguments.add_arguments(parser)

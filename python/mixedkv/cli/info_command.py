@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from itertools import product
 from typing import Any
 
-from mixedkv.bench.sensitivity import read_shares
 from mixedkv.cli.values import positive
 from mixedkv.config import PRESETS, parse_kv, settle
 from mixedkv.kv.stats import format_bytes
@@ -16,6 +15,7 @@ from mixedkv.llama_arguments import beyond_training
 from mixedkv.model.footprint import ModelShape, footprint, model_shape
 from mixedkv.model.gguf_file import ModelFile, read_model_file
 from mixedkv.model.layer_plan import Shares
+from mixedkv.model.measured_shares import read_shares
 from mixedkv.model.named_model import HELP as MODEL_HELP
 from mixedkv.model.named_model import find_model
 

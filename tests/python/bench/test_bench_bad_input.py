@@ -92,7 +92,7 @@ def test_plots_without_matplotlib(
 
 
 def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mixedkv.bench.output import result
+    from mixedkv_bench.output import result
 
     path = tmp_path / "out.json"
     path.write_text("old")

@@ -10,11 +10,11 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from mixedkv.bench.harness.cache_settings import Setting, make_settings
-from mixedkv.bench.harness.contexts import CannotRunError, Context, Model
-from mixedkv.bench.harness.filling import make_fill
-from mixedkv.bench.harness.speed_run import Local, Work
 from mixedkv.bundled import model_path
+from mixedkv_bench.harness.cache_settings import Setting, make_settings
+from mixedkv_bench.harness.contexts import CannotRunError, Context, Model
+from mixedkv_bench.harness.filling import make_fill
+from mixedkv_bench.harness.speed_run import Local, Work
 
 SINKS = 4
 SPECS = ("f16", "q8_0/q4_0", "mixed", "mixed:cold_k=q8_0,threshold=100,group=33,sinks=3")

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from mixedkv.bench import fleet
-from mixedkv.bench.fleet import RESUME_TABLE, TABLE, FleetRow, ResumeRow
-from mixedkv.bench.harness import replay as replaying
-from mixedkv.bench.harness.chat_client import Answer, Sampling
-from mixedkv.bench.harness.replay import Conversation, Replay, replay
-from mixedkv.bench.serving import Work
 from mixedkv.cli import main
+from mixedkv_bench import fleet
+from mixedkv_bench.fleet import RESUME_TABLE, TABLE, FleetRow, ResumeRow
+from mixedkv_bench.harness import replay as replaying
+from mixedkv_bench.harness.chat_client import Answer, Sampling
+from mixedkv_bench.harness.replay import Conversation, Replay, replay
+from mixedkv_bench.serve import Work
 from support.bench_support import run
 from support.remote_servers import redis_server
 

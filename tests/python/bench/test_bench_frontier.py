@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from mixedkv.bench.catalog import Document
-from mixedkv.bench.harness.row import Row
-from mixedkv.bench.quality import QualityRow
-from mixedkv.bench.recall import RecallRow
+from mixedkv_bench.catalog import Document
+from mixedkv_bench.harness.row import Row
+from mixedkv_bench.quality import QualityRow
+from mixedkv_bench.recall import RecallRow
 
 BITS = {"f16": 16.0, "q8_0": 8.5, "q4_0": 4.5, "mixed:quality": 9.6, "mixed:cold=lm4": 4.4}
 KLD = {"f16": 1e-7, "q8_0": 1e-5, "q4_0": 1e-3, "mixed:quality": 1e-6, "mixed:cold=lm4": 2e-4}
@@ -38,7 +38,7 @@ def all_quality(times: float = 1.0, mode: str = "batch") -> list[Row]:
 def draw(models: dict[str, list[Row]]) -> Any:
     """The figure, or None."""
     pytest.importorskip("matplotlib")
-    from mixedkv.bench.output import plots, plots_frontier
+    from mixedkv_bench.output import plots, plots_frontier
 
     styles = plots._styles([row for rows in models.values() for row in rows])
     return dict(plots_frontier.figures(models, styles, "a model")).get("frontier")
@@ -74,7 +74,7 @@ def settings(figure: Any) -> dict[str, None]:
 
 def test_a_column_of_several_models_shows_the_middle_and_how_far_they_reach() -> None:
     pytest.importorskip("matplotlib")
-    from mixedkv.bench.output.plots_frontier import Point, points
+    from mixedkv_bench.output.plots_frontier import Point, points
 
     rows = [*all_quality(3.0), *all_quality(1.0), *all_quality(9.0)]
     found = points(rows, lambda row: getattr(row, "kld_mean", None))
@@ -84,7 +84,7 @@ def test_a_column_of_several_models_shows_the_middle_and_how_far_they_reach() ->
 
 def test_the_line_passes_what_is_worse_at_as_many_bits() -> None:
     pytest.importorskip("matplotlib")
-    from mixedkv.bench.output.plots_frontier import Point, least
+    from mixedkv_bench.output.plots_frontier import Point, least
 
     def point(bits: float, middle: float) -> Point:
         return Point(bits, middle, middle, middle)
@@ -130,7 +130,7 @@ def test_saved_results_are_drawn_beside_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    from mixedkv.bench.output import plots
+    from mixedkv_bench.output import plots
 
     files = {"plain": [all_quality()], "outliers": [all_quality(2), all_quality(3)]}
     given = []
@@ -147,7 +147,7 @@ def test_saved_results_are_drawn_beside_each_other(
 
 def test_results_that_cannot_be_drawn_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    from mixedkv.bench.output import plots
+    from mixedkv_bench.output import plots
 
     path = tmp_path / "a.json"
     path.write_text(document([recall("q4_0", 3)]).model_dump_json(by_alias=True, exclude_unset=True))

@@ -7,16 +7,16 @@ import math
 import numpy as np
 import pytest
 
-from mixedkv.bench import quality
-from mixedkv.bench.harness import sample_text, summary
-from mixedkv.bench.harness.cache_settings import make_settings
-from mixedkv.bench.harness.speed_run import Work
-from mixedkv.bench.memory import longest_context
-from mixedkv.bench.speed import Contender, Times, _rows
 from mixedkv.bundled import model_path
 from mixedkv.config import parse_kv
 from mixedkv.model.footprint import footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file
+from mixedkv_bench import quality
+from mixedkv_bench.harness import sample_text, summary
+from mixedkv_bench.harness.cache_settings import make_settings
+from mixedkv_bench.harness.speed_run import Work
+from mixedkv_bench.memory import longest_context
+from mixedkv_bench.speed import Contender, Times, _rows
 
 
 @pytest.mark.parametrize(

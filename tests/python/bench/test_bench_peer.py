@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from mixedkv.bench.harness.bench_peer import BenchPeer, bench_seconds, sweep_seconds
-from mixedkv.bench.harness.cache_settings import make_settings
-from mixedkv.bench.harness.contexts import CannotRunError
-from mixedkv.bench.harness.servers import ServerSpec, llama_server_command
-from mixedkv.bench.harness.speed_run import Work
 from mixedkv.bundled import model_path
 from mixedkv.cli import main
 from mixedkv.model.gguf_file import read_model_file
+from mixedkv_bench.harness.bench_peer import BenchPeer, bench_seconds, sweep_seconds
+from mixedkv_bench.harness.cache_settings import make_settings
+from mixedkv_bench.harness.contexts import CannotRunError
+from mixedkv_bench.harness.servers import ServerSpec, llama_server_command
+from mixedkv_bench.harness.speed_run import Work
 
 WORK = Work(depth=600, n_prompt=512, n_gen=32, threads=2)
 SWEEP = """main: n_kv_max = 2048

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mixedkv.bench.harness.reuse_cases import DONORS, WORKLOADS, CaseMaker
 from mixedkv.chunks import Calibration, ChunkCache, Measured
 from mixedkv.chunks.calibration import name_of, place
 from mixedkv.cli.main import main
 from mixedkv.llama import Llama
 from mixedkv.store import Identity, KVStore
+from mixedkv_bench.harness.reuse_cases import DONORS, WORKLOADS, CaseMaker
 from support.bench_support import run
 
 KV = "mixed:cold=q8_0"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mixedkv.bench.moved_kv import ReuseRow
+from mixedkv_bench.reuse import ReuseRow
 
 METHODS = {"full": 1.0, "none": 0.1, "seam": 0.2, "cacheblend": 1.1, "query": 0.2, "kvboost": 0.6}
 
@@ -36,7 +36,7 @@ def row(workload: str, method: str, n: int) -> ReuseRow:
 
 def test_a_picture_of_cost_and_one_of_each_turn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from mixedkv.bench.output import plots, plots_reuse
+    from mixedkv_bench.output import plots, plots_reuse
 
     rows = [row(workload, method, 10) for workload in ("documents", "system") for method in METHODS]
     found = dict(plots_reuse.figures(rows, "a model", plots._figure))

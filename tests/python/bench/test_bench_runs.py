@@ -15,19 +15,19 @@ from pathlib import Path
 import llama_cpp
 import pytest
 
-from mixedkv.bench import aged
-from mixedkv.bench.catalog import Document
-from mixedkv.bench.harness.cache_settings import DEFAULT_SPECS, make_settings
-from mixedkv.bench.harness.contexts import CannotRunError
-from mixedkv.bench.harness.neighbours import neighbours
-from mixedkv.bench.harness.speed_run import Work
-from mixedkv.bench.harness.stock_peer import Peer
-from mixedkv.bench.sensitivity import read_shares
 from mixedkv.bundled import model_path
 from mixedkv.config import PRESETS, MixedKVConfig, parse_kv
 from mixedkv.model.footprint import footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.model.layer_plan import LayerPlan
+from mixedkv.model.measured_shares import read_shares
+from mixedkv_bench import aged
+from mixedkv_bench.catalog import Document
+from mixedkv_bench.harness.cache_settings import DEFAULT_SPECS, make_settings
+from mixedkv_bench.harness.contexts import CannotRunError
+from mixedkv_bench.harness.neighbours import neighbours
+from mixedkv_bench.harness.speed_run import Work
+from mixedkv_bench.harness.stock_peer import Peer
 from support.bench_support import by_kv, run
 from support.patience import PATIENCE, wait_for
 
@@ -340,7 +340,7 @@ def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
 
 def test_plots(quality: dict, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from mixedkv.bench.output import plots
+    from mixedkv_bench.output import plots
 
     paths = plots.draw(Document.model_validate(quality), tmp_path)
     assert {path.name for path in paths} == {"frontier.png", "error-by-position.png"}

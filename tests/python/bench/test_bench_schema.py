@@ -7,16 +7,16 @@ import copy
 import pytest
 from pydantic import ValidationError
 
-from mixedkv.bench.catalog import Document
-from mixedkv.bench.output.schema_page import page
+from mixedkv_bench.catalog import Document
 from support import REPOSITORY
 from support.bench_support import run
+from support.tools.schema_page import page
 
 DOCS = REPOSITORY / "docs" / "bench-schema.md"
 
 
 def test_the_documentation_is_that_of_the_models() -> None:
-    """After a change: python -m mixedkv.bench.output.schema_page > docs/bench-schema.md"""
+    """After a change: python tests/python/support/tools/schema_page.py > docs/bench-schema.md"""
     assert DOCS.read_text() == page()
 
 

@@ -19,17 +19,17 @@ from typing import Any
 import llama_cpp
 import pytest
 
-from mixedkv.bench.catalog import Document
-from mixedkv.bench.harness import servers
-from mixedkv.bench.harness.cache_settings import make_settings
-from mixedkv.bench.harness.chat_client import Answer, Sampling, ask
-from mixedkv.bench.harness.contexts import CannotRunError, Model
-from mixedkv.bench.harness.http_connection import connect
-from mixedkv.bench.harness.replay import Replay, make_conversation, replay
-from mixedkv.bench.serving import Contender, Script, Work, _of_replays, _stall
 from mixedkv.bundled import model_path
 from mixedkv.cli import main
 from mixedkv.model.gguf_file import read_model_file
+from mixedkv_bench.catalog import Document
+from mixedkv_bench.harness import servers
+from mixedkv_bench.harness.cache_settings import make_settings
+from mixedkv_bench.harness.chat_client import Answer, Sampling, ask
+from mixedkv_bench.harness.contexts import CannotRunError, Model
+from mixedkv_bench.harness.http_connection import connect
+from mixedkv_bench.harness.replay import Replay, make_conversation, replay
+from mixedkv_bench.serve import Contender, Script, Work, _of_replays, _stall
 from support.bench_support import run
 from support.patience import PATIENCE
 
@@ -107,13 +107,13 @@ def test_a_long_prompt_beside_streams(data: dict[str, Any]) -> None:
 
 @needs_server
 def test_the_tables_and_plots(data: dict[str, Any], tmp_path: Path) -> None:
-    from mixedkv.bench.output.report import render
+    from mixedkv_bench.output.report import render
 
     text = render(Document.model_validate(data))
     assert re.search(r"Server with 3 at a time\n.*\n  q8_0 +[\d.]+ +[\d.]+ +- +\d+ ms", text)
     assert "Time between tokens of 2 answers" in text
     pytest.importorskip("matplotlib")
-    from mixedkv.bench.output import plots
+    from mixedkv_bench.output import plots
 
     (path,) = plots.draw(Document.model_validate(data), tmp_path)
     assert path.name == "serve.png"

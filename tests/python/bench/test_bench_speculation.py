@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from mixedkv import Llama
-from mixedkv.bench.harness import padded_model
 from mixedkv.bundled import model_path
 from mixedkv.engine.speculation import StepTime
 from support.bench_support import run
+from support.tools import padded_model
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mixedkv.bench.catalog import Document
-from mixedkv.bench.harness.cache_settings import make_settings
-from mixedkv.bench.harness.contexts import CannotRunError
-from mixedkv.bench.harness.kept_kv_run import Place, Run, in_new_process
-from mixedkv.bench.harness.page_cache import drop_cached, resident_share
-from mixedkv.bench.kept_kv import TIERS, TierTimes, Work, _rows
 from mixedkv.bundled import model_path
 from mixedkv.cli import main
+from mixedkv_bench.catalog import Document
+from mixedkv_bench.harness.cache_settings import make_settings
+from mixedkv_bench.harness.contexts import CannotRunError
+from mixedkv_bench.harness.page_cache import drop_cached, resident_share
+from mixedkv_bench.harness.store_run import Place, Run, in_new_process
+from mixedkv_bench.store import TIERS, TierTimes, Work, _rows
 from support.bench_support import by_kv, run
 
 MIXED = "mixed:compact"
@@ -81,7 +81,7 @@ def test_a_turn_evaluates_its_message(data: dict[str, Any]) -> None:
 
 
 def test_the_tables(data: dict[str, Any]) -> None:
-    from mixedkv.bench.output.report import render
+    from mixedkv_bench.output.report import render
 
     text = render(Document.model_validate(data))
     assert re.search(r"Kept KV: a prompt of 400 tokens.*\n.*\n  f16 no flash, cold +[\d.]+", text)
@@ -91,7 +91,7 @@ def test_the_tables(data: dict[str, Any]) -> None:
 
 def test_plots(data: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from mixedkv.bench.output import plots
+    from mixedkv_bench.output import plots
 
     paths = plots.draw(Document.model_validate(data), tmp_path)
     assert {path.name for path in paths} == {"store.png", "chat.png"}

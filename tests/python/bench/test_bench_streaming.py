@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from mixedkv.bench.harness import memory_group as groups
-from mixedkv.bench.harness.memory_group import MemoryGroup, memory_group
-from mixedkv.bench.harness.random_model import RandomModel
-from mixedkv.bench.streamed import StreamingRow
+from mixedkv_bench.harness import memory_group as groups
+from mixedkv_bench.harness.memory_group import MemoryGroup, memory_group
+from mixedkv_bench.streaming import StreamingRow
 from support.bench_support import run
+from support.tools.random_model import RandomModel
 
 
 def test_streaming(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,7 +40,7 @@ def test_streaming(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_picture_of_tokens_against_memory(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from mixedkv.bench.output import plots, plots_streaming
+    from mixedkv_bench.output import plots, plots_streaming
 
     known: dict[str, Any] = {"kv": "f16", "flash_attn": False, "threads": 2, "limited_by": "cgroup v2"}
     rows = [

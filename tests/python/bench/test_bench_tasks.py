@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from mixedkv.bench.catalog import Document
-from mixedkv.bench.harness.task_items import TASKS, Item, make_piles
-from mixedkv.bench.tasks import TasksRow
 from mixedkv.cli import main
+from mixedkv_bench.catalog import Document
+from mixedkv_bench.harness.task_items import TASKS, Item, make_piles
+from mixedkv_bench.tasks import TasksRow
 
 
 def count(text: str) -> int:

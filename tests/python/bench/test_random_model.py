@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mixedkv import Llama
-from mixedkv.bench.harness.random_model import RandomModel
+from support.tools.random_model import RandomModel
 
 
 @pytest.mark.parametrize("kind", ["f16", "q4_0"])

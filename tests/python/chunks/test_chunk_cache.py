@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from mixedkv import Llama
-from mixedkv.bench.harness.reuse_cases import Case, CaseMaker
 from mixedkv.bundled import model_path
 from mixedkv.chunks import ChunkCache, Method, UncalibratedWarning
 from mixedkv.chunks.deviation import compare, follow, last_logits
 from mixedkv.errors import ContextLengthError, UnsupportedModelError
 from mixedkv.store import Identity, KVStore
+from mixedkv_bench.harness.reuse_cases import Case, CaseMaker
 from support import zoo
 from support.conversation_support import empty, open_llama
 from support.planted import plant

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from mixedkv import Llama
-from mixedkv.bench.harness.reuse_cases import CaseMaker
 from mixedkv.chunks import ChunkCache, verify_correctness
 from mixedkv.chunks.donors import DonorIndex
 from mixedkv.kv.block import KVBlock, LayerRows
 from mixedkv.store import KVStore
 from mixedkv.tokens import Tokens
+from mixedkv_bench.harness.reuse_cases import CaseMaker
 from support.conversation_support import empty, open_llama
 
 

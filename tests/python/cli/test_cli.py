@@ -198,7 +198,7 @@ def test_serve_without_its_extra_names_it(
 
 @pytest.mark.parametrize(
     ("arguments", "unneeded"),
-    [(["--help"], ("mixedkv.bench", "mixedkv.server")), (["serve", "--help"], ("fastapi", "mixedkv.engine"))],
+    [(["--help"], ("mixedkv_bench", "mixedkv.server")), (["serve", "--help"], ("fastapi", "mixedkv.engine"))],
 )
 def test_help_loads_little(arguments: list[str], unneeded: tuple[str, ...]) -> None:
     program = (

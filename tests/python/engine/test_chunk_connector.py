@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mixedkv.bench.harness.reuse_cases import Case, CaseMaker
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.engine import ChunkConnector, Job, PromptCache
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.job import Done
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.store import KVStore
+from mixedkv_bench.harness.reuse_cases import Case, CaseMaker
 from support.conversation_support import open_llama
 from support.patience import wait_for
 from support.server_support import Direct, end_of

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from mixedkv import Llama
-from mixedkv.bench.harness.sample_text import document
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.engine import Engine
 from mixedkv.engine.speculation import StepTime
 from mixedkv.errors import ClosedError
+from mixedkv_bench.harness.sample_text import document
 from support import zoo
 
 PROMPTS = [document(i, 120, lambda text: len(text.split()), chat=False) for i in range(4)]  # it goes on so

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from mixedkv.bench.harness.ray_fleet import replica_pids
 from mixedkv.bundled.corpus import make_recall
+from mixedkv_bench.harness.ray_fleet import replica_pids
 from support.patience import PATIENCE, wait_for
 from support.remote_servers import free_port, redis_server
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mixedkv.bench.catalog import Document
-from mixedkv.bench.quality import QualityRow
 from mixedkv.cli import main
+from mixedkv_bench.catalog import Document
+from mixedkv_bench.quality import QualityRow
 
 pytestmark = pytest.mark.slow
 

@@ -11,9 +11,9 @@ import numpy.typing as npt
 import pytest
 
 from mixedkv import Llama, MixedKVConfig, _core
-from mixedkv.bench.harness.sample_text import document
 from mixedkv.bundled import model_path
 from mixedkv.config import parse_kv
+from mixedkv_bench.harness.sample_text import document
 from support.planted import plant
 
 N_PAST, N_NEW = 1700, 10

@@ -7,10 +7,10 @@ import numpy.typing as npt
 import pytest
 
 from mixedkv import Llama, MixedKVConfig, _core
-from mixedkv.bench.harness.sample_text import document
-from mixedkv.bench.harness.skipping_run import measure
 from mixedkv.bundled import model_path
 from mixedkv.config import parse_kv
+from mixedkv_bench.harness.sample_text import document
+from support.tools.skipping_run import measure
 
 N_PAST, N_NEW = 1500, 12
 scalar_skips_nothing = pytest.mark.skipif(

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from mixedkv.bench.harness.random_model import RandomModel
 from mixedkv.memory_room import memory_room, own_memory
 from mixedkv.model.gguf_file import ModelFile, TensorFacts, read_model_file
 from mixedkv.sizes import parse_size
 from mixedkv.streaming import streaming
 from mixedkv.streaming.layer_choice import LayerSizes, choose_layers, parse_layers
+from support.tools.random_model import RandomModel
 
 SIZES = LayerSizes((100,) * 12, 50, frozenset({"attn_q"}))
 ALL = 50 + 12 * 100

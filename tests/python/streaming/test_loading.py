@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from mixedkv import Llama, terminal
-from mixedkv.bench.harness.random_model import RandomModel
 from mixedkv.bundled import model_path
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.server.model_loading import load_model
 from mixedkv.server.models import served_models
 from mixedkv.server.settings import ServerSettings
 from support.patience import PATIENCE, wait_for
+from support.tools.random_model import RandomModel
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 
 from mixedkv import Llama
-from mixedkv.bench.harness.random_model import RandomModel
 from mixedkv.engine import Engine
 from mixedkv.errors import ModelReadError
 from support import TESTS
+from support.tools.random_model import RandomModel
 
 N_LAYER = 6
 PROMPT = list(range(3, 43))

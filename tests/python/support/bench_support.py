@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mixedkv.bench.catalog import Document
 from mixedkv.cli import main
+from mixedkv_bench.catalog import Document
 
 Row = dict[str, Any]
 

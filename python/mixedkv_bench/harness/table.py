@@ -1,0 +1,69 @@
+"""How rows are shown in a terminal: tables of plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from mixedkv.kv.stats import format_bytes
+from mixedkv_bench.harness.row import Row
+
+NONE = "-"
+
+_GAP = "  "
+
+Cells = list[list[str]]
+R = TypeVar("R", bound=Row)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table(Generic[R]):
+    """How rows of one kind are shown: a table for each value of `by`, which stands in its title."""
+
+    row: type[R]
+    title: str
+    by: Callable[[R], object]
+    cells: Callable[[Sequence[R]], Cells]
+
+    def lines(self, rows: Sequence[Row]) -> Iterator[str]:
+        """Tables of the rows of this kind."""
+        chosen = [row for row in rows if isinstance(row, self.row)]
+        for value in dict.fromkeys(self.by(row) for row in chosen):
+            group = [row for row in chosen if self.by(row) == value]
+            yield ""
+            yield self.title.format(value)
+            yield from align(self.cells(group))
+            yield from _errors(group)
+
+
+def number(value: float | None, form: str) -> str:
+    return NONE if value is None else format(value, form)
+
+
+def as_bytes(value: int | None) -> str:
+    return NONE if value is None else format_bytes(value)
+
+
+def spread(low: float | None, middle: float | None, high: float | None, samples: Sequence[Any] | None) -> str:
+    """Half the distance of the quartiles, where there are several rounds."""
+    if low is None or middle is None or high is None or len(samples or ()) < 2:
+        return ""
+    return f"+-{(high - low) / middle / 2:.0%}"
+
+
+def align(table: Cells) -> Iterator[str]:
+    """The first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        first, *others = (
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        yield ("  " + first + _GAP + _GAP.join(others)).rstrip()
+
+
+def _errors(rows: Sequence[Row]) -> Iterator[str]:
+    for row in rows:
+        if row.error:
+            yield f"  {row.name}: {' '.join(row.error.split())}"

@@ -1,0 +1,361 @@
+"""How far a cache moves the next-token distribution, against a reference with an F32 cache.
+
+All contexts read the same text in step, a chunk at a time; of a chunk's distributions only a few numbers
+per position are kept, so memory does not grow with the text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from mixedkv_bench.bench_test import Bench, BenchTest, Measure
+from mixedkv_bench.harness import context_facts, sample_text
+from mixedkv_bench.harness.cache_settings import REFERENCE, Setting
+from mixedkv_bench.harness.contexts import MICRO_BATCH, CannotRunError, Context, Model
+from mixedkv_bench.harness.progress import Progress
+from mixedkv_bench.harness.row import CacheRow, Part
+from mixedkv_bench.harness.summary import log_softmax, standard_error
+from mixedkv_bench.harness.table import Cells, Table, number
+from mixedkv_bench.options import Options
+
+_SEED = 50_000
+_CHUNK_FLOATS = 1 << 22  # of one chunk's logits
+_MOST = np.float32(80)  # change of a logit, whose exponential single precision still holds
+_EDGES = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+_MODES = {"batch": "in large batches", "token": "token by token"}
+
+Document = npt.NDArray[np.int32]
+
+
+class PositionPart(Part):
+    """Some positions of all documents."""
+
+    start: int = Field(alias="from", description="first position")
+    to: int = Field(description="the one after the last")
+    n_positions: int = Field(description="positions")
+    kld_mean: float = Field(description="as of the row")
+    kld_median: float = Field(description="as of the row")
+    ppl_ratio: float = Field(description="as of the row")
+    same_top1: float = Field(description="as of the row")
+
+
+class QualityRow(CacheRow):
+    """One row per setting and mode.
+
+    The next-token distribution at each position, against that of a reference with an F32 cache and without
+    flash attention which reads the same documents: parts of `--text`, evenly spaced, or a sample generated
+    from the bundled model's corpus, the same on every machine. The numbers of a row are those of the second
+    half of each document, as in llama.cpp's perplexity tool: a window of recent tokens would hide the damage
+    to old ones early on.
+    """
+
+    test: Literal["quality"] = "quality"
+    mode: Literal["batch", "token"] = Field(
+        description='`"batch"`: micro-batches of up to 512 tokens; `"token"`: one by one, so that errors add '
+        "up as in decoding"
+    )
+    control: bool = Field(
+        description="true for the reference measured against itself: its divergence must be 0"
+    )
+    text: str = Field(default="", description="what was read: kind, source and hash of the text")
+    n_documents: int | None = Field(default=None, description="documents that were read")
+    n_positions: int | None = Field(default=None, description="positions the numbers are of")
+    kld_mean: float | None = Field(default=None, description="mean KL divergence, nats")
+    kld_se: float | None = Field(
+        default=None, description="its standard error, from means of blocks of 32 neighbours"
+    )
+    kld_median: float | None = Field(default=None, description="median of the divergence, nats")
+    kld_p99: float | None = Field(default=None, description="its 99% quantile")
+    kld_p999: float | None = Field(default=None, description="its 99.9% quantile")
+    kld_max: float | None = Field(default=None, description="its largest value")
+    ppl: float | None = Field(default=None, description="perplexity")
+    ppl_ratio: float | None = Field(default=None, description="its ratio to the reference's")
+    same_top1: float | None = Field(
+        default=None, description="share of positions with the same likeliest token"
+    )
+    rms_p_change: float | None = Field(
+        default=None, description="root mean square of the change of the following token's probability"
+    )
+    by_position: list[PositionPart] | None = Field(
+        default=None, description="the divergence by where it is in a document"
+    )
+
+
+def prepare(bench: Bench) -> Measure:
+    """Raises ValueError if the text is too short for a document."""
+    documents = read_documents(bench.model, bench.options)
+    return lambda: measure(bench, documents)
+
+
+def read_documents(model: Model, options: Options) -> list[Document]:
+    """`repeats` documents of `n_ctx` tokens each, fewer if the text has no more."""
+    head = [model.bos] if model.adds_bos else []
+    n = options.n_ctx - len(head)
+    if options.text is None:
+
+        def count(text: str) -> int:
+            return len(model.tokenize(text, special=True))
+
+        n_asked, chat = n + n // 16, options.is_bundled  # some more: parts may have fewer tokens together
+        texts = (sample_text.document(_SEED + i, n_asked, count, chat=chat) for i in range(options.repeats))
+        return [np.array(head + model.tokenize(text, special=True)[:n], np.int32) for text in texts]
+    tokens = model.tokenize(options.text)
+    if len(tokens) < n:
+        raise ValueError(
+            f"the text has {len(tokens)} tokens, a context of {options.n_ctx} needs {n}: "
+            f"use a longer --text or a smaller --n-ctx"
+        )
+    n_documents = min(options.repeats, len(tokens) // n)
+    step = len(tokens) // n_documents
+    starts = range(0, n_documents * step, step)
+    return [np.array(head + tokens[i : i + n], np.int32) for i in starts]
+
+
+def measure(bench: Bench, documents: Sequence[Document]) -> None:
+    """Add one row per setting and mode, the reference against itself first.
+
+    Every document is one sequence of `n_ctx` tokens. "batch" decodes it in micro-batches, "token" one token
+    at a time, so that a row is computed from rows that went through the cache before. What was measured is
+    added also when this is interrupted.
+    """
+    bench.progress.add(len(bench.options.modes) * sum(map(len, documents)))
+    for mode in bench.options.modes:
+        measure_settings(bench, documents, mode, (REFERENCE, *bench.options.settings), bench.add)
+
+
+def measure_settings(
+    bench: Bench,
+    documents: Sequence[Document],
+    mode: str,
+    settings: Sequence[Setting],
+    add: Callable[[QualityRow], None],
+) -> None:
+    """One row per setting; the reference among them is the control."""
+    threads = bench.options.threads
+    n_ctx = len(documents[0])
+    with ExitStack() as stack:
+
+        def open_(setting: Setting) -> Context:
+            context = Context(bench.model, setting, n_ctx=n_ctx, threads=threads)
+            stack.callback(context.close)
+            return context
+
+        reference = open_(REFERENCE)
+        contenders = []
+        for setting in settings:
+            try:
+                contenders.append(_Contender(setting, open_(setting)))
+            except CannotRunError as error:
+                contenders.append(_Contender(setting, None, str(error)))
+        try:
+            for document in documents:
+                _read(reference, contenders, document, mode, bench.progress)
+        finally:
+            for contender in contenders:
+                add(_row(contender, mode, bench.options, documents))
+
+
+@dataclass
+class _Contender:
+    """One context beside the reference, and what was kept of each position."""
+
+    setting: Setting
+    context: Context | None
+    error: str = ""
+    facts: context_facts.CacheFacts = field(default_factory=context_facts.CacheFacts)
+    kept: list[npt.NDArray[np.float64]] = field(default_factory=list)  # [position, column]
+    at: list[npt.NDArray[np.int64]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.context is not None:
+            self.facts = context_facts.of_context(self.context)
+
+
+def _read(
+    reference: Context,
+    contenders: Sequence[_Contender],
+    document: Document,
+    mode: str,
+    progress: Progress,
+) -> None:
+    """Every context reads the document; the distributions are compared chunk by chunk."""
+    chunk = max(32, min(MICRO_BATCH, _CHUNK_FLOATS // reference.model.n_vocab))
+    running = [each for each in contenders if each.context is not None and not each.error]
+    for context in (reference, *(each.context for each in running)):
+        assert context is not None
+        context.clear()
+    for start in range(0, len(document) - 1, chunk):
+        tokens = document[start : start + chunk]
+        following = document[start + 1 : start + 1 + len(tokens)]  # one short at the document's end
+        n = len(following)
+        want = Distributions.of(_logits(reference, tokens, mode)[:n])
+        for contender in running:
+            progress.show(f"quality, {mode}: {contender.setting.name}")
+            assert contender.context is not None
+            try:
+                got = _logits(contender.context, tokens, mode)[:n]
+            except CannotRunError as error:
+                contender.error = str(error)
+                continue
+            contender.kept.append(compare(want, got, following))
+            contender.at.append(np.arange(start, start + n))
+        running = [each for each in running if not each.error]
+        progress.step(len(tokens))
+
+
+def _logits(context: Context, tokens: npt.NDArray[np.int32], mode: str) -> npt.NDArray[np.float32]:
+    if mode == "batch":
+        context.decode(tokens, outputs="all")
+        return context.logits(len(tokens))
+    rows = np.empty((len(tokens), context.model.n_vocab), np.float32)
+    for row, token in zip(rows, tokens, strict=True):
+        context.decode([token])
+        row[:] = context.logits()[0]
+    return rows
+
+
+_KLD, _NLL_WANT, _NLL_GOT, _SAME_TOP, _P_CHANGE = range(5)
+
+
+@dataclass(frozen=True, slots=True)
+class Distributions:
+    """The reference at some positions: logits [n, n_vocab], probabilities, and the logarithm of their sum."""
+
+    logits: npt.NDArray[np.float32]
+    p: npt.NDArray[np.float32]
+    log_sum: npt.NDArray[np.float64]
+
+    @classmethod
+    def of(cls, logits: npt.NDArray[np.float32]) -> Distributions:
+        """Of a view that the next evaluation overwrites."""
+        log_p = log_softmax(logits)
+        kept = logits.copy()
+        return cls(kept, np.exp(log_p).astype(np.float32), kept[:, 0] - log_p[:, 0])
+
+
+def compare(
+    want: Distributions, got: npt.NDArray[np.float32], following: npt.NDArray[np.int32]
+) -> npt.NDArray[np.float64]:
+    """Per position [n, 5]: KL divergence, both negative log-likelihoods, same top-1, change of p.
+
+    With d the change of a logit, less its mean under p, the divergence is log(1 + sum p (e^d - 1 - d)): no
+    term is negative, so single precision is enough for divergences far below its rounding of a logit.
+    """
+    d = got - want.logits
+    mean = (want.p * d).sum(axis=1, dtype=np.float64)
+    d -= mean[:, None].astype(np.float32)
+    kld = np.log1p((want.p * _beyond_linear(d)).sum(axis=1, dtype=np.float64))
+    rows = np.arange(len(following))
+    next_want = want.logits[rows, following] - want.log_sum
+    next_got = got[rows, following] - (want.log_sum + mean + kld)
+    return np.stack(
+        [
+            kld,
+            -next_want,
+            -next_got,
+            want.logits.argmax(axis=1) == got.argmax(axis=1),
+            np.exp(next_got) - np.exp(next_want),
+        ],
+        axis=1,
+    )
+
+
+def _beyond_linear(d: npt.NDArray[np.float32]) -> npt.NDArray[np.floating[Any]]:
+    """Return e^d - 1 - d; by its series where the difference would cancel, to 2e-5 of it."""
+    second, third, fourth, fifth = (np.float32(1 / math.factorial(n)) for n in (2, 3, 4, 5))
+    series: npt.NDArray[np.floating[Any]] = d * d * (second + d * (third + d * (fourth + d * fifth)))
+    far = np.abs(d) > 0.3
+    series[far] = np.expm1(np.minimum(d[far], _MOST)) - d[far]
+    return series
+
+
+def _row(contender: _Contender, mode: str, options: Options, documents: Sequence[Document]) -> QualityRow:
+    n_ctx = len(documents[0])
+    row: dict[str, Any] = {
+        "kv": contender.setting.spec,
+        "flash_attn": contender.setting.flash_attn,
+        "mode": mode,
+        "control": contender.setting is REFERENCE,
+        "n_ctx": n_ctx,
+        "threads": options.threads,
+        "text": options.text_source,
+        "n_documents": len(documents),
+        **contender.facts,
+    }
+    if contender.error:
+        row["error"] = contender.error
+    if contender.kept:
+        kept, at = np.concatenate(contender.kept), np.concatenate(contender.at)
+        row |= _summary(kept[at >= n_ctx // 2])
+        row["by_position"] = list(_by_position(kept, at, n_ctx))
+    return QualityRow.model_validate(row)
+
+
+def _summary(kept: npt.NDArray[np.float64]) -> dict[str, float]:
+    """The numbers of some positions: a row's own are of the second half of each document."""
+    if not len(kept):
+        return {"n_positions": 0}
+    kld = kept[:, _KLD]
+    median, p99, p999 = np.percentile(kld, (50, 99, 99.9))
+    return {
+        "n_positions": len(kept),
+        "kld_mean": float(kld.mean()),
+        "kld_se": standard_error(kld),
+        "kld_median": float(median),
+        "kld_p99": float(p99),
+        "kld_p999": float(p999),
+        "kld_max": float(kld.max()),
+        "ppl": float(np.exp(kept[:, _NLL_GOT].mean())),
+        "ppl_ratio": float(np.exp((kept[:, _NLL_GOT] - kept[:, _NLL_WANT]).mean())),
+        "same_top1": float(kept[:, _SAME_TOP].mean()),
+        "rms_p_change": float(np.sqrt((kept[:, _P_CHANGE] ** 2).mean())),
+    }
+
+
+def _by_position(
+    kept: npt.NDArray[np.float64], at: npt.NDArray[np.int64], n_ctx: int
+) -> Iterator[PositionPart]:
+    edges = [edge for edge in _EDGES if edge < n_ctx] + [n_ctx]
+    for low, high in pairwise(edges):
+        summary = _summary(kept[(at >= low) & (at < high)])
+        if summary["n_positions"]:
+            keys = ("n_positions", "kld_mean", "kld_median", "ppl_ratio", "same_top1")
+            part = {key: summary[key] for key in keys}
+            yield PositionPart.model_validate({"from": low, "to": high, **part})
+
+
+def _cells(rows: Sequence[QualityRow]) -> Cells:
+    head = ["cache", "bits", "KLD mean", "", "median", "99%", "99.9%", "max"]
+    return [[*head, "ppl ratio", "same top", "RMS dp"]] + [
+        [
+            row.name,
+            number(row.bits_per_element, ".2f"),
+            number(row.kld_mean, ".2e"),
+            "+-" + number(row.kld_se, ".0e"),
+            number(row.kld_median, ".2e"),
+            *(number(value, ".1e") for value in (row.kld_p99, row.kld_p999, row.kld_max)),
+            number(row.ppl_ratio, ".4f"),
+            number(row.same_top1, ".2%"),
+            number(row.rms_p_change, ".2%"),
+        ]
+        for row in rows
+    ]
+
+
+TABLE = Table(
+    row=QualityRow,
+    title="Quality against an F32 cache, {}",
+    by=lambda row: _MODES[row.mode],
+    cells=_cells,
+)
+TEST = BenchTest(name="quality", tables=(TABLE,), prepare=prepare, in_all=True)

@@ -1,0 +1,494 @@
+"""Passages reused in another place: how soon the first token comes, and what it costs in quality.
+
+Each case is a prompt whose passages were evaluated and stored before, elsewhere. Full evaluation and every
+way of repair take turns on it, each from an empty cache; ratios are taken within a case. All work is inside
+the times: finding, restoring, turning, the question's own attention, evaluating.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from mixedkv.chunks import Calibration, ChunkCache, ChunkReuse, Measured, Method
+from mixedkv.chunks.calibration import name_of
+from mixedkv.chunks.chunk_reuse import REPAIRS
+from mixedkv.chunks.deviation import Deviation, Logits, compare, follow
+from mixedkv.errors import UnsupportedModelError
+from mixedkv.limits import padded
+from mixedkv.store import KVStore
+from mixedkv_bench.bench_test import Bench, BenchTest, Measure
+from mixedkv_bench.harness.cache_settings import REFERENCE, Setting
+from mixedkv_bench.harness.contexts import CannotRunError
+from mixedkv_bench.harness.kvboost_peer import KVBoost
+from mixedkv_bench.harness.reuse_cases import (
+    DONOR_KINDS,
+    WORKLOADS,
+    Case,
+    CaseMaker,
+    DonorKind,
+    Workload,
+    kinds_of,
+)
+from mixedkv_bench.harness.row import Part, Row
+from mixedkv_bench.harness.store_run import Run
+from mixedkv_bench.harness.summary import wilson
+from mixedkv_bench.harness.table import Cells, Table, number
+from mixedkv_bench.options import Options
+
+_FOLLOWED = 24  # tokens after a prompt whose distributions are compared
+_ANSWER = 28  # tokens at most
+_BUCKETS = (0.0, 0.5, 0.75, 0.9, 0.95, 1.0)
+_CALIBRATED: tuple[Method, ...] = (
+    *(Method(repair=repair) for repair in REPAIRS),
+    *(Method(repair="query", ratio=ratio) for ratio in (0.02, 0.1, 0.2, 0.4)),
+    *(Method(repair="cacheblend", ratio=ratio) for ratio in (0.3, 0.5)),
+)
+
+
+class ReuseBucket(Part):
+    """Cases whose share of reused tokens is within bounds."""
+
+    low: float = Field(alias="from", description="lower bound of the share")
+    high: float = Field(alias="to", description="upper bound of the share")
+    n: int = Field(description="cases")
+    ttft: float = Field(description="seconds to the first token, median")
+    kld_mean: float = Field(description="as of the row")
+
+
+class ReuseTurn(Part):
+    """Cases of one turn of a growing history."""
+
+    turn: int = Field(description="which, from 1")
+    n_prompt: int = Field(description="tokens of the prompt, median")
+    ttft_p50: float = Field(description="seconds to the first token")
+    ttft_p95: float = Field(description="its 95% quantile")
+    ttft_p99: float = Field(description="its 99% quantile")
+
+
+class ReuseRow(Row):
+    """One row per setting, workload, donor and method.
+
+    A prompt's passages were evaluated and stored before, elsewhere; what reuse of their rows gives is
+    compared with full evaluation of the prompt. `"llama.cpp"`'s `--cache-reuse` shifts without repair: that
+    is the method `"none"`.
+    """
+
+    test: Literal["reuse"] = "reuse"
+    workload: Workload = Field(
+        description='`"documents"`: in another order; `"edited"`: one passage of a history has changed; '
+        '`"system"`: a growing history behind a changed system prompt; `"few_shot"`: examples in another '
+        'order; `"prose"`, `"code"`: passages of real text and a question about them'
+    )
+    donor: DonorKind = Field(
+        description='where the rows are from: `"alone"`, `"bos"` (BOS and the passage), or a `"conversation"`'
+    )
+    method: Literal["full", "none", "seam", "cacheblend", "query", "kvboost"] = Field(
+        description='`"full"` evaluates the prompt; otherwise how seams are repaired, see docs/chunks.md; or '
+        "the peer, compared with its own full evaluation, in F32"
+    )
+    ratio: float = Field(description="share of the reused tokens that the method chooses")
+    overlap_k: int = Field(description="tokens of each seam that are evaluated")
+    n_cases: int = Field(description="prompts")
+    n_prompt: int | None = Field(default=None, description="tokens of a prompt, median")
+    evaluated: float | None = Field(
+        default=None,
+        description="tokens evaluated by those of the prompt, mean; evaluation of some layers counts in part",
+    )
+    repaired: float | None = Field(
+        default=None, description="the part of that which is the repair's: all but what is in no donor"
+    )
+    approximate: float | None = Field(default=None, description="share of the rows that are a donor's, mean")
+    ttft: float | None = Field(default=None, description="seconds to the first token, median")
+    ttft_p95: float | None = Field(default=None, description="its 95% quantile")
+    ttft_p99: float | None = Field(default=None, description="its 99% quantile")
+    ttft_samples: list[float] | None = Field(default=None, description="of all cases, in order")
+    vs_cold: float | None = Field(
+        default=None, description="by the time of full evaluation, median of the ratios within a case"
+    )
+    cpu_vs_cold: float | None = Field(
+        default=None, description="the same of the CPU time of all threads: what else runs counts less"
+    )
+    kld_mean: float | None = Field(
+        default=None,
+        description=f"KL divergence from full evaluation, nats, mean over the {_FOLLOWED} tokens that full "
+        "evaluation goes on with",
+    )
+    kld_first: float | None = Field(default=None, description="that of the first token alone, mean")
+    kld_median: float | None = Field(default=None, description="its median over all of these tokens")
+    kld_f32: float | None = Field(
+        default=None,
+        description="KL divergence from full evaluation in an F32 cache, mean over the same tokens; of full "
+        "evaluation: what the cache's types cost without reuse",
+    )
+    same_top1: float | None = Field(default=None, description="share of them with the same likeliest token")
+    correct: int | None = Field(default=None, description="right answers, where full evaluation has any")
+    correct_low: float | None = Field(default=None, description="of the 95% Wilson interval of their share")
+    correct_high: float | None = Field(default=None, description="of the same interval")
+    by_reuse: list[ReuseBucket] | None = Field(default=None, description="cases by share of reused tokens")
+    by_turn: list[ReuseTurn] | None = Field(default=None, description="cases by turn, of a growing history")
+    peer_version: str | None = Field(default=None, description="of kvboost")
+
+
+@dataclass
+class _Results:
+    """Of one workload, donor and method, by case."""
+
+    method: Method | None
+    reuses: list[ChunkReuse] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    deviations: list[list[Deviation]] = field(default_factory=list)
+    from_f32: list[float] = field(default_factory=list)  # by token
+    correct: int = 0
+
+
+@dataclass
+class _PeerResults:
+    """Of the peer, on one workload and donor."""
+
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    correct: int = 0
+
+
+def check(options: Options) -> None:
+    if options.calibrate and options.folder is None:
+        raise ValueError("--calibrate writes beside a store: give its folder with --folder")
+    chosen = (options.workloads, options.donors, options.repairs)
+    if options.calibrate and chosen != (WORKLOADS, DONOR_KINDS, REPAIRS):
+        raise ValueError("--calibrate measures all: leave --workload, --donor and --repair out")
+    if not kinds_of(options.workloads, options.donors):
+        raise ValueError("--donor: these workloads have rows of other donors only")
+    if options.n_prompt < 256:
+        raise ValueError(f"--n-prompt {options.n_prompt} has no room for documents: use 256 or more")
+
+
+def prepare(bench: Bench) -> Measure:
+    return lambda: measure(bench)
+
+
+def measure(bench: Bench) -> None:
+    """Add a row for every setting, workload, donor and method; what was measured also when it is
+    interrupted.
+    """
+    options = bench.options
+    chosen = kinds_of(options.workloads, options.donors)
+    bench.progress.add(len(options.settings) * len(chosen) * options.repeats)
+    n_ctx = padded(options.n_prompt + options.n_prompt // 4 + _ANSWER + 64)
+    with ExitStack() as stack:
+        peer = None
+        if options.kvboost:
+            peer = stack.enter_context(KVBoost(options.kvboost, bench.model.path, options.threads))
+        _measure_settings(bench, chosen, n_ctx, peer)
+
+
+def _measure_settings(
+    bench: Bench, kinds: Sequence[tuple[Workload, DonorKind]], n_ctx: int, peer: KVBoost | None
+) -> None:
+    options = bench.options
+    for setting in options.settings:
+        head: dict[str, Any] = {
+            "kv": setting.spec,
+            "flash_attn": setting.flash_attn,
+            "threads": options.threads,
+        }
+        try:
+            with ExitStack() as stack:
+                run, reference = (
+                    stack.enter_context(Run(bench.model.path, each, n_ctx, options.threads))
+                    for each in (setting, REFERENCE)
+                )
+                _measure_setting(bench, run, reference, setting, kinds, head, peer)
+        except (CannotRunError, UnsupportedModelError) as error:
+            empty = {"workload": kinds[0][0], "donor": kinds[0][1], "method": "full", "n_cases": 0}
+            bench.add(
+                ReuseRow.model_validate({**empty, "ratio": 0.0, "overlap_k": 0, "error": str(error), **head})
+            )
+
+
+def _measure_setting(
+    bench: Bench,
+    run: Run,
+    reference: Run,
+    setting: Setting,
+    kinds: Sequence[tuple[Workload, DonorKind]],
+    head: dict[str, Any],
+    peer: KVBoost | None,
+) -> None:
+    options = bench.options
+    methods = _CALIBRATED if options.calibrate else tuple(Method(repair=repair) for repair in options.repairs)
+    maker = _maker(run, options)
+    worst: dict[Method, list[_Results]] = {method: [] for method in methods}
+    for workload, donor in kinds:
+        results, of_peer = [_Results(None), *map(_Results, methods)], _PeerResults()
+        try:
+            for seed in range(options.repeats):
+                bench.progress.show(f"reuse: {setting.name}, {workload}, {donor}")
+                case = maker.make(workload, donor, seed)
+                _measure_case(run, reference, case, results, seed)
+                if peer is not None:
+                    found = peer.measure(case.prompt, case.stored, _ANSWER)
+                    of_peer.answers.append(found)
+                    of_peer.correct += _is_right(run, found["tokens"], case)
+                bench.progress.step()
+        finally:
+            for each in results:
+                if each.seconds:
+                    bench.add(_row(each, results[0], workload, donor, head))
+            if peer is not None and of_peer.answers:
+                bench.add(_peer_row(of_peer, peer, results[0], workload, donor, head))
+        for each in results[1:]:
+            assert each.method is not None
+            worst[each.method].append(each)
+    if options.calibrate:
+        assert options.folder is not None
+        _calibrate(run, worst, options.max_kld).write(options.folder)
+
+
+def _maker(run: Run, options: Options) -> CaseMaker:
+    llm = run.llm
+
+    def encode(text: str) -> list[int]:
+        return llm.tokenize(text.encode(), add_bos=False, special=True) if text else []
+
+    head = llm.tokenize(b"", add_bos=True)
+    return CaseMaker(encode, head, options.n_prompt, options.n_documents)
+
+
+def _measure_case(run: Run, reference: Run, case: Case, results: Sequence[_Results], seed: int) -> None:
+    """All methods on one prompt, each from an empty cache and the same store. Full evaluation comes first,
+    since it says what the others follow; the others take turns in going next.
+    """
+    llm = run.llm
+    with ExitStack() as stack:
+        store = stack.enter_context(KVStore(None, max_ram_bytes=2**33))
+        for tokens in case.stored:
+            run.clear()
+            llm.eval(tokens.tolist())
+            store.save(llm, identity=run.identity)
+        cache = ChunkCache(llm, store, repair="none", check=0)
+        cache.refresh()  # as requests do while they are stored: before the clock runs
+        full, others = results[0], list(results[1:])
+        run.clear()
+        alone = ChunkCache(llm, _EMPTY, repair="none", check=0)
+        _timed(full, lambda: alone.prefill(case.prompt, reuse="exact"))
+        answer, exact = follow(llm, _ANSWER)
+        full.deviations.append([Deviation(0.0, True)] * _FOLLOWED)
+        best = _in_f32(reference, case, answer)
+        full.from_f32 += _klds(best, exact)
+        full.correct += _is_right(run, answer, case)
+        for i in range(len(others)):
+            one = others[(i + seed) % len(others)]
+            run.clear()
+            _timed(one, partial(cache.prefill, case.prompt, method=one.method))
+            _, logits = follow(llm, _FOLLOWED, answer)
+            one.deviations.append([compare(a, b) for a, b in zip(exact[:_FOLLOWED], logits, strict=True)])
+            one.from_f32 += _klds(best, logits)
+            llm.kv.remove(0, len(case.prompt) - 1)
+            llm.eval([int(case.prompt[-1])])
+            one.correct += _is_right(run, follow(llm, _ANSWER)[0], case)
+
+
+_EMPTY = KVStore(None, max_ram_bytes=0)
+
+
+def _in_f32(reference: Run, case: Case, answer: list[int]) -> list[Logits]:
+    """The distributions along an answer in a cache that rounds nothing."""
+    reference.clear()
+    reference.llm.eval(case.prompt.tolist())
+    return follow(reference.llm, _FOLLOWED, answer)[1]
+
+
+def _klds(best: Sequence[Logits], logits: Sequence[Logits]) -> list[float]:
+    return [compare(a, b).kld for a, b in zip(best, logits, strict=False)]
+
+
+def _timed(each: _Results, prefill: Callable[[], ChunkReuse]) -> None:
+    begin, cpu = time.perf_counter(), time.process_time()
+    each.reuses.append(prefill())
+    each.seconds.append(time.perf_counter() - begin)
+    each.cpu.append(time.process_time() - cpu)
+
+
+def _is_right(run: Run, tokens: list[int], case: Case) -> bool:
+    """Whether the answer is the one that was taught, word for word, up to the end of the turn."""
+    text = run.llm.detokenize(tokens, special=True).decode(errors="replace")
+    return text.split("<|end|>")[0].strip() == case.answer
+
+
+def _row(
+    each: _Results, full: _Results, workload: Workload, donor: DonorKind, head: dict[str, Any]
+) -> ReuseRow:
+    n = len(each.seconds)
+    deviations = [deviation for case in each.deviations for deviation in case]
+    low, high = wilson(each.correct, n)
+    answers = {"correct": each.correct, "correct_low": low, "correct_high": high} if full.correct else {}
+    method = each.method
+    turns = {"by_turn": _by_turn(each)} if workload == "system" else {}
+    return ReuseRow.model_validate(
+        {
+            "workload": workload,
+            "donor": donor,
+            "method": method.repair if method else "full",
+            "ratio": method.share if method else 0.0,
+            "overlap_k": method.overlap if method else 0,
+            "n_cases": n,
+            "n_prompt": int(np.median([reuse.n_tokens for reuse in each.reuses])),
+            "evaluated": float(np.mean([reuse.evaluated_ratio for reuse in each.reuses])),
+            "repaired": float(np.mean([reuse.repaired_ratio for reuse in each.reuses])),
+            "approximate": float(np.mean([r.n_cached_approximate / r.n_tokens for r in each.reuses])),
+            "ttft": float(np.median(each.seconds)),
+            "ttft_p95": float(np.percentile(each.seconds, 95)),
+            "ttft_p99": float(np.percentile(each.seconds, 99)),
+            "ttft_samples": each.seconds,
+            "vs_cold": float(np.median([a / b for a, b in zip(each.seconds, full.seconds, strict=False)])),
+            "cpu_vs_cold": float(np.median([a / b for a, b in zip(each.cpu, full.cpu, strict=False)])),
+            "kld_mean": float(np.mean([deviation.kld for deviation in deviations])),
+            "kld_first": float(np.mean([case[0].kld for case in each.deviations])),
+            "kld_median": float(np.median([deviation.kld for deviation in deviations])),
+            "kld_f32": float(np.mean(each.from_f32)),
+            "same_top1": float(np.mean([deviation.same_top1 for deviation in deviations])),
+            "by_reuse": _by_reuse(each),
+            **answers,
+            **turns,
+            **head,
+        }
+    )
+
+
+def _peer_row(
+    each: _PeerResults,
+    peer: KVBoost,
+    full: _Results,
+    workload: Workload,
+    donor: DonorKind,
+    head: dict[str, Any],
+) -> ReuseRow:
+    """It tells of the first token only, and not what it evaluated."""
+
+    def all_of(name: str) -> list[float]:
+        return [float(answer[name]) for answer in each.answers]
+
+    seconds, n = all_of("seconds"), len(each.answers)
+    low, high = wilson(each.correct, n)
+    answers = {"correct": each.correct, "correct_low": low, "correct_high": high} if full.correct else {}
+    ratios = [a / b for a, b in zip(seconds, all_of("seconds_cold"), strict=True)]
+    return ReuseRow.model_validate(
+        {
+            "workload": workload,
+            "donor": donor,
+            "method": "kvboost",
+            "peer_version": peer.version,
+            "ratio": 0.0,
+            "overlap_k": 0,
+            "n_cases": n,
+            "n_prompt": int(np.median([reuse.n_tokens for reuse in full.reuses])),
+            "approximate": float(np.mean(all_of("reused"))),
+            "ttft": float(np.median(seconds)),
+            "ttft_p95": float(np.percentile(seconds, 95)),
+            "ttft_p99": float(np.percentile(seconds, 99)),
+            "ttft_samples": seconds,
+            "vs_cold": float(np.median(ratios)),
+            "kld_first": float(np.mean(all_of("kld"))),
+            "same_top1": float(np.mean(all_of("same_top1"))),
+            **answers,
+            **head,
+        }
+    )
+
+
+def _by_reuse(each: _Results) -> list[ReuseBucket]:
+    buckets = []
+    shares = np.array([reuse.reuse_ratio for reuse in each.reuses])
+    for low, high in pairwise(_BUCKETS):
+        chosen = np.flatnonzero((shares >= low) & ((shares < high) | (high == 1.0)))
+        if len(chosen):
+            klds = [deviation.kld for i in chosen for deviation in each.deviations[i]]
+            ttft = float(np.median([each.seconds[i] for i in chosen]))
+            bucket = {
+                "from": low,
+                "to": high,
+                "n": len(chosen),
+                "ttft": ttft,
+                "kld_mean": float(np.mean(klds)),
+            }
+            buckets.append(ReuseBucket.model_validate(bucket))
+    return buckets
+
+
+def _by_turn(each: _Results) -> list[ReuseTurn]:
+    by_size: dict[int, list[int]] = {}
+    for i in range(len(each.reuses)):
+        by_size.setdefault(i % CaseMaker.TURNS, []).append(i)
+    turns = []
+    for turn, chosen in sorted(by_size.items()):
+        p50, p95, p99 = map(float, np.percentile([each.seconds[i] for i in chosen], (50, 95, 99)))
+        n_prompt = int(np.median([each.reuses[i].n_tokens for i in chosen]))
+        turns.append(ReuseTurn(turn=turn + 1, n_prompt=n_prompt, ttft_p50=p50, ttft_p95=p95, ttft_p99=p99))
+    return turns
+
+
+def _calibrate(run: Run, worst: dict[Method, list[_Results]], max_kld: float) -> Calibration:
+    """Of each method the workload and donor with the largest mean divergence."""
+    measured = []
+    for method, kinds in worst.items():
+        klds = [[deviation.kld for case in each.deviations for deviation in case] for each in kinds]
+        at = int(np.argmax([np.mean(of_kind) for of_kind in klds]))
+        of_worst = kinds[at]
+        measured.append(
+            Measured(
+                repair=method.repair,
+                ratio=method.share,
+                overlap_k=method.overlap,
+                n_prompts=sum(len(each.seconds) for each in kinds),
+                evaluated=float(np.mean([r.evaluated_ratio for each in kinds for r in each.reuses])),
+                kld_mean=float(np.mean(klds[at])),
+                kld_median=float(np.median(klds[at])),
+                same_top1=float(np.mean([d.same_top1 for case in of_worst.deviations for d in case])),
+            )
+        )
+    return Calibration(
+        identity=name_of(run.identity), label=run.identity.label, max_kld=max_kld, measured=tuple(measured)
+    )
+
+
+def _cells(rows: Sequence[ReuseRow]) -> Cells:
+    head = ["cache", "workload", "donor", "method", "evaluated", "repair", "first token", "p95", "of cold"]
+    return [[*head, "CPU", "KLD mean", "median", "first", "from F32", "same top-1", "right"]] + [
+        [
+            row.name,
+            row.workload,
+            row.donor,
+            row.method + (f" {100 * row.ratio:g}%" if row.ratio else ""),
+            number(row.evaluated, ".1%"),
+            number(row.repaired, ".1%"),
+            number(row.ttft, ".4f"),
+            number(row.ttft_p95, ".4f"),
+            number(row.vs_cold, ".1%"),
+            number(row.cpu_vs_cold, ".1%"),
+            number(row.kld_mean, ".1e"),
+            number(row.kld_median, ".1e"),
+            number(row.kld_first, ".1e"),
+            number(row.kld_f32, ".1e"),
+            number(row.same_top1, ".1%"),
+            "" if row.correct is None else f"{row.correct}/{row.n_cases}",
+        ]
+        for row in rows
+    ]
+
+
+REUSE_TABLE = Table(
+    row=ReuseRow,
+    title="Passages reused in another place",
+    by=lambda row: "",
+    cells=_cells,
+)
+TEST = BenchTest(name="reuse", tables=(REUSE_TABLE,), check=check, prepare=prepare)

@@ -1,0 +1,244 @@
+"""What a cache costs in answers: questions about long documents, and how long greedy text stays the same.
+
+A document is read once; its questions are then answered greedily, several of them in one batch, each in a
+sequence that shares the document's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from mixedkv_bench.bench_test import Bench, BenchTest, Measure
+from mixedkv_bench.harness import context_facts
+from mixedkv_bench.harness.cache_settings import Setting, make_settings
+from mixedkv_bench.harness.contexts import CannotRunError, Context, Model
+from mixedkv_bench.harness.row import CacheRow, Part
+from mixedkv_bench.harness.summary import wilson
+from mixedkv_bench.harness.table import NONE, Cells, Table, number
+from mixedkv_bench.harness.task_items import TASKS, Item, make_piles
+
+_SEED = 130_000
+_AT_ONCE = 8  # questions in a batch
+_GREEDY = 64  # tokens of a text whose agreement is measured
+_ROOM = 160  # tokens for a question and its answer
+_STARTS = ("\n\nIn short,", "\n\nThe", "\n\nFor example,", "\n\nNote that")
+
+
+class TaskPart(Part):
+    """Answers to one kind of question."""
+
+    task: str = Field(description="kind of question")
+    n: int = Field(description="questions")
+    correct: int = Field(description="right answers")
+    n_kept: int = Field(description="right answers to questions that the reference answers right")
+    n_reference: int = Field(description="questions that the reference answers right")
+    low: float = Field(description="of the 95% Wilson interval of n_kept / n_reference")
+    high: float = Field(description="of the 95% Wilson interval of n_kept / n_reference")
+    n_same: int = Field(description="answers with the reference's very tokens")
+
+
+class TasksRow(CacheRow):
+    """One row per setting and depth.
+
+    Documents of real text with facts in them, as many tokens deep as the row says, and documents of dialogue
+    in a format. The reference is an F16 cache without flash attention. A setting that keeps all answers has
+    `n_kept` equal to `n_reference`.
+    """
+
+    test: Literal["tasks"] = "tasks"
+    depth: int = Field(description="tokens of a document")
+    n_documents: int = Field(description="documents of each of the two kinds")
+    control: bool = Field(description="true for the reference with the F16 cache, which comes first")
+    tasks: list[TaskPart] | None = Field(default=None, description="answers by kind of question")
+    same_tokens: float | None = Field(
+        default=None, description=f"tokens until greedy text differs from the reference's, mean of {_GREEDY}"
+    )
+    same_texts: float | None = Field(default=None, description="share of these texts that agree to the end")
+    n_texts: int | None = Field(default=None, description="texts")
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A document in tokens, and its questions; an item of None is a text to go on with."""
+
+    document: list[int]
+    prompts: list[tuple[Item | None, list[int]]]
+
+
+@dataclass
+class _Said:
+    """What one setting said, in the order of the cases and their prompts."""
+
+    items: list[tuple[Item | None, list[int], bool]] = field(default_factory=list)
+
+
+def make_cases(model: Model, n_documents: int, depth: int) -> list[_Case]:
+    """Documents of about `depth` tokens with their questions."""
+
+    def count(text: str) -> int:
+        return len(model.tokenize(text))
+
+    head = [model.bos] if model.adds_bos else []
+    cases = []
+    for i in range(n_documents):
+        for pile in make_piles(_SEED + i, depth, count):
+            prompts = [(item, model.tokenize(item.prompt)) for item in pile.items]
+            texts = [(None, model.tokenize(start)) for start in _STARTS]
+            cases.append(_Case(head + model.tokenize(pile.text), [*prompts, *texts]))
+    return cases
+
+
+def prepare(bench: Bench) -> Measure:
+    """Raises ValueError if a text that documents are made of is not installed."""
+    options = bench.options
+    depths = [depth for depth in options.depths if depth] or [options.n_ctx - _ROOM]
+    cases = {depth: make_cases(bench.model, options.repeats, depth) for depth in depths}
+    return lambda: measure(bench, cases)
+
+
+def measure(bench: Bench, cases: dict[int, list[_Case]]) -> None:
+    """Add one row per setting and depth, the reference first."""
+    [reference] = make_settings(["f16"], "off")
+    others = [setting for setting in bench.options.settings if setting != reference]
+    bench.progress.add((1 + len(others)) * sum(map(len, cases.values())))
+    for depth, of_depth in cases.items():
+        want = None
+        for setting in (reference, *others):
+            said, row = _ask(bench, setting, depth, of_depth)
+            want = want or said
+            row |= {"control": setting is reference, **_summary(said, want)}
+            bench.add(TasksRow.model_validate(row))
+
+
+def _ask(bench: Bench, setting: Setting, depth: int, cases: Sequence[_Case]) -> tuple[_Said, dict[str, Any]]:
+    longest = max(len(case.document) for case in cases)
+    n_ctx = longest + _AT_ONCE * _ROOM
+    said, row = _Said(), {
+        "kv": setting.spec,
+        "flash_attn": setting.flash_attn,
+        "depth": depth,
+        "n_documents": len(cases) // 2,
+        "n_ctx": n_ctx,
+        "threads": bench.options.threads,
+    }  # fmt: skip
+    try:
+        context = Context(
+            bench.model, setting, n_ctx=n_ctx, threads=bench.options.threads, n_seq=1 + _AT_ONCE
+        )
+    except CannotRunError as error:
+        return said, row | {"error": str(error)}
+    try:
+        row |= context_facts.of_context(context)
+        for case in cases:
+            bench.progress.show(f"tasks, {depth} deep: {setting.name}")
+            context.clear()
+            context.feed(case.document)
+            said.items += _answers(context, case)
+            bench.progress.step()
+    except CannotRunError as error:
+        row["error"] = str(error)
+    finally:
+        context.close()
+    return said, row
+
+
+def _answers(context: Context, case: _Case) -> Iterator[tuple[Item | None, list[int], bool]]:
+    for start in range(0, len(case.prompts), _AT_ONCE):
+        group = case.prompts[start : start + _AT_ONCE]
+        lengths = [_GREEDY if item is None else item.n_tokens for item, _ in group]
+        texts = greedy(context, [tokens for _, tokens in group], lengths)
+        for (item, _), tokens in zip(group, texts, strict=True):
+            yield item, tokens, item is not None and item.is_right(context.model.text(tokens))
+
+
+def greedy(context: Context, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[int]]:
+    """The likeliest tokens after each prompt, each in a sequence that goes on from sequence 0."""
+    n_past, said = context.n_past, []
+    for seq, prompt in enumerate(prompts, start=1):
+        context.copy(seq)
+        positions, seqs = n_past + np.arange(len(prompt)), np.full(len(prompt), seq)
+        context.decode_rows(np.asarray(prompt, np.int32), positions, seqs)
+        said.append([int(context.logits(len(prompt))[-1].argmax())])
+    while live := [i for i, text in enumerate(said) if len(text) < lengths[i]]:
+        last = np.array([said[i][-1] for i in live], np.int32)
+        at = np.array([n_past + len(prompts[i]) + len(said[i]) - 1 for i in live])
+        context.decode_rows(last, at, np.array(live) + 1)
+        for i, token in zip(live, context.logits(len(live)).argmax(axis=1), strict=True):
+            said[i].append(int(token))
+    for seq in range(1, len(prompts) + 1):
+        context.remove(seq)
+    return said
+
+
+def _summary(said: _Said, want: _Said) -> dict[str, Any]:
+    if not said.items:
+        return {}
+    pairs = list(zip(said.items, want.items, strict=False))
+    parts = [part for task in TASKS if (part := _part(task, pairs))]
+    same = [_n_same(mine[1], wanted[1]) for mine, wanted in pairs if mine[0] is None]
+    return {
+        "tasks": parts,
+        "same_tokens": float(np.mean(same)),
+        "same_texts": float(np.mean(np.equal(same, _GREEDY))),
+        "n_texts": len(same),
+    }
+
+
+def _part(task: str, pairs: Sequence[Any]) -> TaskPart | None:
+    chosen = [(mine, wanted) for mine, wanted in pairs if mine[0] is not None and mine[0].task == task]
+    if not chosen:
+        return None
+    n_reference = sum(wanted[2] for _, wanted in chosen)
+    n_kept = sum(mine[2] and wanted[2] for mine, wanted in chosen)
+    low, high = wilson(n_kept, n_reference)
+    return TaskPart(
+        task=task,
+        n=len(chosen),
+        correct=sum(mine[2] for mine, _ in chosen),
+        n_kept=n_kept,
+        n_reference=n_reference,
+        low=round(low, 4),
+        high=round(high, 4),
+        n_same=sum(mine[1] == wanted[1] for mine, wanted in chosen),
+    )
+
+
+def _n_same(a: Sequence[int], b: Sequence[int]) -> int:
+    """Tokens until two texts differ."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _cells(rows: Sequence[TasksRow]) -> Cells:
+    names = list(dict.fromkeys(part.task for row in rows for part in row.tasks or ()))
+    head = ["cache", "bits", *names, "all kept", "95%", "greedy agrees"]
+    return [head] + [
+        [row.name, number(row.bits_per_element, ".2f"), *_task_cells(row, names)] for row in rows
+    ]
+
+
+def _task_cells(row: TasksRow, names: Sequence[str]) -> list[str]:
+    if not row.tasks:
+        return [NONE] * (len(names) + 3)
+    parts = {part.task: part for part in row.tasks}
+    cells = [
+        f"{part.correct}/{part.n}" if row.control else f"{part.n_kept}/{part.n_reference}"
+        for part in map(parts.__getitem__, names)
+    ]
+    kept, of = sum(part.n_kept for part in row.tasks), sum(part.n_reference for part in row.tasks)
+    low, high = wilson(kept, of)
+    share = f"{kept}/{of}"
+    return [*cells, share, f"{low:.1%} to {high:.1%}", f"{row.same_tokens or 0:.0f} of {_GREEDY} tokens"]
+
+
+TABLE = Table(
+    row=TasksRow,
+    title="Answers that stay right, {} tokens deep (the reference: of all questions)",
+    by=lambda row: row.depth,
+    cells=_cells,
+)
+TEST = BenchTest(name="tasks", tables=(TABLE,), prepare=prepare)

@@ -1,0 +1,170 @@
+"""Writes a model of random weights, for speed alone: the time a token takes does not depend on the weights.
+
+    python tests/python/support/tools/random_model.py random.gguf
+
+    python tests/python/support/tools/random_model.py 8b.gguf --kind q4_0 --n-layer 32 --n-embd 4096 \
+        --n-head 32 --n-head-kv 8 --n-ff 14336
+
+    python tests/python/support/tools/random_model.py moe.gguf --kind q4_0 --n-layer 16 \
+        --n-ff 1024 --n-expert 64
+
+What it says is letters, never bytes that are no text, and it has a chat template, so servers can be measured
+with it.
+
+By default it has 4 layers of width 1024 with 16 query heads over 4 KV heads of size 128, in F16: the shape
+of a layer of a small model of today, in a file of 107 MiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+_SPECIALS = ("<unk>", "<s>", "</s>")
+_PIECES = ("\u2581", *"etaoinshrdlu")
+_N_CTX = 131072
+_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
+_KINDS = {"f16": gguf.GGMLQuantizationType.F16, "q4_0": gguf.GGMLQuantizationType.Q4_0}
+_FILE_TYPES = {"f16": gguf.LlamaFileType.MOSTLY_F16, "q4_0": gguf.LlamaFileType.MOSTLY_Q4_0}
+_BLOCK = np.dtype([("scale", np.float16), ("quants", np.uint8, 16)])  # of Q4_0: 32 weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomModel:
+    """The shape of a llama with random weights."""
+
+    n_layer: int = 4
+    n_embd: int = 1024
+    n_head: int = 16
+    n_head_kv: int = 4
+    head_size: int = 128
+    n_ff: int = 2816
+    n_expert: int = 0  # routed, of which a token takes n_expert_used; 0: dense
+    n_expert_used: int = 4
+    seed: int = 1
+    kind: str = "f16"
+
+    @property
+    def n_vocab(self) -> int:
+        return len(_SPECIALS) + 256 + len(_PIECES)
+
+    def write(self, path: Path) -> None:
+        """Write the model; the file is there only when it is whole."""
+        part = path.with_name(path.name + ".part")
+        writer = gguf.GGUFWriter(part, "llama")
+        self._add_keys(writer)
+        _add_vocabulary(writer)
+        for name, shape in self._shapes():
+            writer.add_tensor_info(
+                name, shape, np.dtype(np.float32), _n_bytes(shape, self._kind(shape)), self._kind(shape)
+            )
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        random = np.random.default_rng(self.seed)
+        for name, shape in self._shapes():  # one at a time: a model may be larger than memory
+            values = self._values(random, shape)
+            if name == "output.weight":  # the best of the letters is above 0
+                values[: -len(_PIECES)] = np.zeros((), values.dtype)
+            writer.write_tensor_data(values)
+        writer.close()
+        os.replace(part, path)
+
+    def _add_keys(self, writer: gguf.GGUFWriter) -> None:
+        writer.add_name(f"random, {self.n_head} heads over {self.n_head_kv} of {self.head_size}")
+        writer.add_file_type(_FILE_TYPES[self.kind])
+        writer.add_context_length(_N_CTX)
+        writer.add_embedding_length(self.n_embd)
+        writer.add_block_count(self.n_layer)
+        writer.add_feed_forward_length(self.n_ff)
+        if self.n_expert:
+            writer.add_expert_count(self.n_expert)
+            writer.add_expert_used_count(self.n_expert_used)
+        writer.add_head_count(self.n_head)
+        writer.add_head_count_kv(self.n_head_kv)
+        writer.add_key_length(self.head_size)
+        writer.add_value_length(self.head_size)
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_rope_dimension_count(self.head_size)
+        writer.add_rope_freq_base(500_000.0)
+
+    def _shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        n_q, n_kv = self.n_head * self.head_size, self.n_head_kv * self.head_size
+        yield "token_embd.weight", (self.n_vocab, self.n_embd)
+        yield "output.weight", (self.n_vocab, self.n_embd)
+        yield "output_norm.weight", (self.n_embd,)
+        for il in range(self.n_layer):
+            layer = f"blk.{il}."
+            yield layer + "attn_norm.weight", (self.n_embd,)
+            yield layer + "attn_q.weight", (n_q, self.n_embd)
+            yield layer + "attn_k.weight", (n_kv, self.n_embd)
+            yield layer + "attn_v.weight", (n_kv, self.n_embd)
+            yield layer + "attn_output.weight", (self.n_embd, n_q)
+            yield layer + "ffn_norm.weight", (self.n_embd,)
+            routed, experts = ("_exps", (self.n_expert,)) if self.n_expert else ("", ())
+            if self.n_expert:
+                yield layer + "ffn_gate_inp.weight", (self.n_expert, self.n_embd)
+            yield layer + f"ffn_gate{routed}.weight", (*experts, self.n_ff, self.n_embd)
+            yield layer + f"ffn_up{routed}.weight", (*experts, self.n_ff, self.n_embd)
+            yield layer + f"ffn_down{routed}.weight", (*experts, self.n_embd, self.n_ff)
+
+    def _kind(self, shape: tuple[int, ...]) -> gguf.GGMLQuantizationType:
+        return _KINDS[self.kind] if len(shape) > 1 else gguf.GGMLQuantizationType.F32
+
+    def _values(self, random: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArray[np.generic]:
+        if len(shape) == 1:
+            return np.ones(shape, np.float32)
+        deviation = 1 / np.sqrt(shape[-1])
+        if self.kind == "f16":
+            return np.asarray(random.standard_normal(shape, np.float32) * deviation, np.float16)
+        blocks = np.empty(int(np.prod(shape)) // 32, _BLOCK)
+        blocks["scale"] = deviation / np.sqrt(21.5)  # the deviation of whole numbers from -8 to 7
+        blocks["quants"] = np.frombuffer(random.bytes(16 * len(blocks)), np.uint8).reshape(-1, 16)
+        return blocks.view(np.uint8).reshape(*shape[:-1], -1)
+
+
+def _n_bytes(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> int:
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    return int(np.prod(shape)) // block * size
+
+
+def _add_vocabulary(writer: gguf.GGUFWriter) -> None:
+    """Bytes and a few letters, so that any text has tokens."""
+    tokens = [*_SPECIALS, *(f"<0x{byte:02X}>" for byte in range(256)), *_PIECES]
+    kind = gguf.TokenType
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * 3 + [-1000.0] * 256 + [-float(i) for i in range(len(_PIECES))])
+    writer.add_token_types(
+        [kind.UNKNOWN, kind.CONTROL, kind.CONTROL] + [kind.BYTE] * 256 + [kind.NORMAL] * len(_PIECES)
+    )
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(True)
+    writer.add_chat_template(_TEMPLATE)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python tests/python/support/tools/random_model.py", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("path", type=Path, metavar="FILE")
+    for key, value in RandomModel.__dataclass_fields__.items():
+        kind = type(value.default)
+        parser.add_argument(f"--{key.replace('_', '-')}", type=kind, default=value.default, metavar="N")
+    options = vars(parser.parse_args())
+    path = options.pop("path")
+    RandomModel(**options).write(path)
+    print(f"{path}: {path.stat().st_size / 2**20:.0f} MiB")
+
+
+if __name__ == "__main__":
+    main()
