@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mixedkv.config import KVSetting, MixedKVConfig, UniformKV, parse_kv
+from mixedkv.limits import padded
+from mixedkv.row_types import ggml_type
 
 DEFAULT_SPECS = ("f16", "q8_0", "q4_0", "mixed:compact", "mixed:balanced", "mixed:quality")
 
@@ -34,6 +37,32 @@ class Setting:
     def is_peer(self) -> bool:
         """Whether the stock llama.cpp can run it."""
         return isinstance(self.kv, UniformKV) and self.kv.attention == "auto"
+
+    @property
+    def type_k(self) -> str:
+        return self.kv.type_k
+
+    @property
+    def type_v(self) -> str:
+        return self.kv.type_v
+
+    @property
+    def type_ids(self) -> tuple[int, int]:
+        """ggml's numbers of the types of K and V."""
+        return ggml_type(self.kv.type_k), ggml_type(self.kv.type_v)
+
+    @property
+    def window(self) -> int | None:
+        """Tokens whose rows a mixed cache keeps in F16; None for a cache that is not mixed."""
+        return self.kv.quantization_threshold if isinstance(self.kv, MixedKVConfig) else None
+
+    def check_context(self, n_ctx: int) -> None:
+        """Raise ValueError if the cache cannot have the context that llama.cpp makes of `n_ctx` tokens."""
+        self.kv.check_context(padded(n_ctx))
+
+    def native(self) -> dict[str, Any] | None:
+        """Return arguments of `_core.configure_next`, or None for a cache of llama.cpp's own."""
+        return self.kv.native()
 
 
 REFERENCE = Setting(spec="f32", kv=UniformKV(type_k="f32", type_v="f32"), flash_attn=False)

@@ -1,7 +1,8 @@
 """One model and its contexts on llama_cpp's low-level API, for measurements that `Llama` would hide.
 
-The library is whichever one llama_cpp runs on: this package's own, or in the process of `peers` the stock
-one. Only a setting that the stock one does not know makes this module import the native part of mixedkv.
+The library is whichever one llama_cpp runs on: that of mixedkv, or in the process of `stock_peer` the one
+that llama_cpp came with. So this module, `filling` and `speed_run` import nothing of mixedkv: only
+a cache that the stock library does not know makes them.
 """
 
 from __future__ import annotations
@@ -10,15 +11,11 @@ import ctypes
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
-
-from mixedkv.limits import padded
-from mixedkv.row_types import ggml_type
-from mixedkv_bench.harness.cache_settings import Setting
 
 MICRO_BATCH = 512
 _LOG_ERROR = 4  # GGML_LOG_LEVEL_ERROR
@@ -26,6 +23,34 @@ _LOG_ERROR = 4  # GGML_LOG_LEVEL_ERROR
 
 class CannotRunError(ValueError):
     """This model cannot run this setting; the text says why."""
+
+
+class Cache(Protocol):
+    """What a context is made with: a `Setting`, or in the process of `stock_peer` a `StockCache`.
+
+    Attributes:
+        flash_attn: whether attention is fused.
+        type_k, type_v: the names of the types of K and V.
+        type_ids: ggml's numbers of these types.
+        window: tokens whose rows a mixed cache keeps in F16; None for a cache that is not mixed.
+    """
+
+    @property
+    def flash_attn(self) -> bool: ...
+    @property
+    def type_k(self) -> str: ...
+    @property
+    def type_v(self) -> str: ...
+    @property
+    def type_ids(self) -> tuple[int, int]: ...
+    @property
+    def window(self) -> int | None: ...
+
+    def check_context(self, n_ctx: int) -> None:
+        """Raise ValueError if the cache cannot have a context of `n_ctx` tokens."""
+
+    def native(self) -> dict[str, Any] | None:
+        """Arguments of `_core.configure_next`; None for a cache of llama.cpp's own."""
 
 
 class Model:
@@ -84,11 +109,11 @@ class Context:
         CannotRunError: the model cannot have this cache, or there is no memory for it.
     """
 
-    def __init__(self, model: Model, setting: Setting, *, n_ctx: int, threads: int, n_seq: int = 1) -> None:
+    def __init__(self, model: Model, setting: Cache, *, n_ctx: int, threads: int, n_seq: int = 1) -> None:
         self.model, self.setting, self.n_seq = model, setting, n_seq
-        self.n_ctx = padded(n_ctx)
         self.n_past = 0
-        self.ptr: Any = self._make(threads)
+        self.ptr: Any = self._make(n_ctx, threads)
+        self.n_ctx = int(llama_cpp.llama_n_ctx(self.ptr))
         self._memory = llama_cpp.llama_get_memory(self.ptr)
         self._batch = llama_cpp.llama_batch_init(MICRO_BATCH, 0, 1)
         for i in range(MICRO_BATCH):
@@ -96,17 +121,16 @@ class Context:
         fields = (self._batch.token, self._batch.pos, self._batch.logits)
         self._token, self._pos, self._wanted = (np.ctypeslib.as_array(f, (MICRO_BATCH,)) for f in fields)
 
-    def _make(self, threads: int) -> Any:
-        kv = self.setting.kv
+    def _make(self, n_ctx: int, threads: int) -> Any:
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = self.n_ctx, MICRO_BATCH, MICRO_BATCH
+        params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, MICRO_BATCH, MICRO_BATCH
         params.n_seq_max, params.kv_unified = self.n_seq, self.n_seq > 1
         params.n_threads = params.n_threads_batch = threads
-        params.type_k, params.type_v = ggml_type(kv.type_k), ggml_type(kv.type_v)
+        params.type_k, params.type_v = self.setting.type_ids
         params.flash_attn_type = int(self.setting.flash_attn)
         params.swa_full, params.no_perf = True, True
         try:
-            kv.check_context(self.n_ctx)
+            self.setting.check_context(n_ctx)
         except ValueError as error:
             raise CannotRunError(str(error)) from None
         log.start()
@@ -118,7 +142,7 @@ class Context:
 
     def _init(self, params: Any) -> str:
         """Makes the context; the reason when there is none."""
-        native = self.setting.kv.native()
+        native = self.setting.native()
         if native is None:
             self.ptr = llama_cpp.llama_init_from_model(self.model.ptr, params)
             return ""

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.config import MixedKVConfig
 from mixedkv_bench.harness.contexts import CannotRunError, Context
 
 FILLS = ("auto", "synthetic", "real", "peaked")
@@ -47,8 +46,7 @@ def make_fill(context: Context, depth: int, how: str = "auto") -> Fill:
         CannotRunError: the cache cannot be filled that far.
         UnknownLayoutError: a synthetic fill was asked for, and this cache has another layout.
     """
-    kv = context.setting.kv
-    window = kv.quantization_threshold if isinstance(kv, MixedKVConfig) else 0
+    window = context.setting.window or 0
     if how != "real" and depth - window > _PREFIX:
         try:
             return _synthetic(context, depth, window, how == "peaked")
@@ -81,7 +79,7 @@ class Fill:
 def _synthetic(context: Context, depth: int, window: int, peaked: bool) -> Fill:
     template = _Template.read(_decoded(context, _PREFIX), context)
     if peaked:
-        template.type_k = context.setting.kv.type_k
+        template.type_k = context.setting.type_k
         if template.type_k not in _BLOCKS:
             raise CannotRunError(f"keys in {template.type_k} cannot be peaked: only {', '.join(_BLOCKS)}")
     kind = "peaked" if peaked else "synthetic"
@@ -173,7 +171,7 @@ class _Template:
         template.layers = [_read_rows(reader, n) for _ in range(n_layer)]
         read_v = _read_transposed if transposed else _read_rows
         template.layers += [read_v(reader, n) for _ in range(n_layer)]
-        if isinstance(context.setting.kv, MixedKVConfig):
+        if context.setting.window is not None:
             ring = reader.take(_RING_HEAD + 4 * n_layer)
             if ring[:4].view("<u4")[0] != _RING_MAGIC:
                 raise UnknownLayoutError("its F16 rows have another layout")

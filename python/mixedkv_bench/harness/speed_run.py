@@ -1,6 +1,6 @@
 """What `speed` times: a prompt and generated tokens, at a depth of a filled cache.
 
-The process of `stock_peer` imports this too, without the native part of mixedkv.
+The process of `stock_peer` imports this too, and nothing of mixedkv.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from typing import Protocol, TypedDict
 
 import numpy as np
 
-from mixedkv.config import MixedKVConfig
-from mixedkv_bench.harness.cache_settings import Setting
-from mixedkv_bench.harness.contexts import MICRO_BATCH, Context, Model
+from mixedkv_bench.harness.contexts import MICRO_BATCH, Cache, Context, Model
 from mixedkv_bench.harness.filling import make_fill
 
 _ROOM = 1024  # for any window of the presets; the size of a context does not change its speed
@@ -71,7 +69,7 @@ class Local:
     def __init__(
         self,
         model: Model,
-        setting: Setting,
+        setting: Cache,
         work: Work,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -105,7 +103,7 @@ class Local:
         return prompt, generated
 
     def _tell_what_was_read(self) -> None:
-        if isinstance(self.context.setting.kv, MixedKVConfig):
+        if self.context.setting.window is not None:
             from mixedkv import _core
 
             now = _core.stats(self.context.address)

@@ -99,7 +99,7 @@ class PeerRunner:
 
     def __init__(self, peer: Peer, setting: Setting, work: Work) -> None:
         self._peer = peer
-        answer = peer.ask(do="open", spec=setting.spec, flash_attn=setting.flash_attn, work=asdict(work))
+        answer = peer.ask(do="open", cache=_description(setting), work=asdict(work))
         self._id = answer["id"]
         self.facts: RunFacts = {
             "fill": answer["fill"],
@@ -115,6 +115,16 @@ class PeerRunner:
     def close(self) -> None:
         with contextlib.suppress(CannotRunError):  # a dead peer has closed everything
             self._peer.ask(do="close", id=self._id)
+
+
+def _description(setting: Setting) -> dict[str, Any]:
+    """Return the fields of a `StockCache`."""
+    return {
+        "flash_attn": setting.flash_attn,
+        "type_k": setting.type_k,
+        "type_v": setting.type_v,
+        "type_ids": setting.type_ids,
+    }
 
 
 def would_crash(model: ModelFile) -> bool:

@@ -1,34 +1,46 @@
 """The process of `stock_peer`: one JSON request per line on stdin, one answer per line on stdout.
 
-Run by its path, since importing the package mixedkv would load its library. A bare module stands in for the
-package, so that the parts which measure can be imported without it.
+It runs on the library that llama_cpp came with, so nothing here may import mixedkv, whose library would be a
+second one. It is run by its path, as llama_cpp must be imported before the package mixedkv_bench.
 """
 
 import json
 import os
 import signal
 import sys
-import types
+from dataclasses import dataclass
 from pathlib import Path
 
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it closes our input
-
 sys.path = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).parent]
-_PACKAGE = Path(__file__).resolve().parents[2]
-sys.modules["mixedkv"] = types.ModuleType("mixedkv")
-sys.modules["mixedkv"].__path__ = [str(_PACKAGE / "mixedkv")]
+
+import llama_cpp  # noqa: E402
+
+from mixedkv_bench.harness.contexts import Model  # noqa: E402
+from mixedkv_bench.harness.speed_run import Local, Work  # noqa: E402
 
 _answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what the library prints is no answer
 
 
+@dataclass(frozen=True, kw_only=True)
+class StockCache:
+    """One of llama.cpp's own caches."""
+
+    flash_attn: bool
+    type_k: str
+    type_v: str
+    type_ids: tuple[int, int]
+    window: None = None
+
+    def check_context(self, n_ctx: int) -> None:
+        """Such a cache fits any context."""
+
+    def native(self) -> None:
+        """Leave everything to llama.cpp."""
+
+
 def main() -> None:
-    import llama_cpp
-
-    from mixedkv_bench.harness.cache_settings import make_settings
-    from mixedkv_bench.harness.contexts import Model
-    from mixedkv_bench.harness.speed_run import Local, Work
-
     extra_buffers = sys.argv[2] == "1"
     try:
         model = Model(Path(sys.argv[1]), extra_buffers=extra_buffers)
@@ -41,9 +53,7 @@ def main() -> None:
         request = json.loads(line)
         try:
             if request["do"] == "open":
-                flash = "on" if request["flash_attn"] else "off"
-                (setting,) = make_settings([request["spec"]], flash)
-                runners.append(Local(model, setting, Work(**request["work"])))
+                runners.append(Local(model, StockCache(**request["cache"]), Work(**request["work"])))
                 _answer(id=len(runners) - 1, **runners[-1].facts)
             elif request["do"] == "measure":
                 prompt, generated = runners[request["id"]].measure()

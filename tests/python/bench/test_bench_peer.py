@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 import pytest
 
 from mixedkv.bundled import model_path
@@ -120,3 +122,18 @@ def test_what_a_server_is_asked_for(tmp_path: Path) -> None:
 def test_no_program(test: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", test, "--peer", str(tmp_path / "none")]) == 2
     assert "is no program" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(
+    not any((Path(llama_cpp.__file__).parent / "lib").glob("*llama*")),
+    reason="llama-cpp-python was installed without its own libraries (LLAMA_BUILD=OFF)",
+)
+def test_the_peers_process_runs_on_the_stock_library() -> None:
+    """What measures there imports nothing of mixedkv, whose library would be a second one."""
+    script = """import sys, llama_cpp
+import mixedkv_bench.harness.speed_run
+print(llama_cpp.llama_cpp._lib._name, *(name for name in sys.modules if name.split(".")[0] == "mixedkv"))"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd="/")
+    library, *imported = done.stdout.split()
+    assert Path(library).parent.parent.name == "llama_cpp"
+    assert imported == []
