@@ -233,7 +233,7 @@ const uint8_t * layer_ring::hold(size_t layer, const std::function<bool()> & sto
         if (!failed.empty()) {
             throw read_error(failed);
         }
-        if (s->is == state::coming) {
+        if (ends) { // even where the layer has come meanwhile: who said stop has an exception that is to be raised
             throw interrupted_error();
         }
     }

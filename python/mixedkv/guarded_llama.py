@@ -53,7 +53,8 @@ class GuardedLlama(llama_cpp.Llama):
       evaluates between two tokens of a stream takes its place: its next token raises ContextBusyError.
     - What moves or reads rows (`save_state`, `load_state` and `kv`) raises ContextBusyError while another
       thread uses the context.
-    - While an `Engine` uses it, what evaluates raises ContextBusyError on every thread.
+    - While an `Engine` uses it, what evaluates or loads a state raises ContextBusyError on every thread, that
+      of the engine too.
     - After `close` all of them raise ClosedError.
 
     Attributes such as `n_tokens`, `input_ids` and `scores` are not guarded.
@@ -174,7 +175,13 @@ class GuardedLlama(llama_cpp.Llama):
             return super().save_state()
 
     def load_state(self, state: llama_cpp.LlamaState) -> None:
-        """As in the base class. What was done before it was saved is unknown: see `KVCache.exact_tokens`."""
+        """As in the base class. What was done before it was saved is unknown: see `KVCache.exact_tokens`.
+
+        Raises:
+            ContextBusyError: another thread uses the context, or an engine uses this `Llama`: on whatever
+                thread a state is loaded, it replaces the rows of all answers.
+        """
+        self._refuse_lent("load_state")
         with self.kv.busy.at_once("load_state"), self._evaluating("load_state"):
             self.kv.limit_exact(0)
             super().load_state(state)
@@ -188,11 +195,9 @@ class GuardedLlama(llama_cpp.Llama):
             StoppedError: `interrupt` was called.
             ClosedError: `close` was called.
         """
+        self._refuse_lent(what)
         with self.kv.busy.waiting():
-            if self._lent:
-                raise ContextBusyError(
-                    f"{what}: an Engine uses this Llama, and answers by Engine.submit: close it first"
-                )
+            self._refuse_lent(what)  # it may have begun while this waited
             self._n_turns += 1
             if self.kv.busy.refuses:
                 raise ClosedError("this Llama was closed while it evaluated")
@@ -201,6 +206,12 @@ class GuardedLlama(llama_cpp.Llama):
             except RuntimeError as error:
                 self._check_interrupt(error)
                 raise
+
+    def _refuse_lent(self, what: str) -> None:
+        if self._lent:
+            raise ContextBusyError(
+                f"{what}: an Engine uses this Llama, and answers by Engine.submit: close it first"
+            )
 
     def _watch(self, n_tokens: int) -> None:
         """Let Ctrl-C and `interrupt` stop the evaluation of `n_tokens` tokens half-way.

@@ -4,11 +4,16 @@
 
 #include "check.h"
 
+#include <atomic>
+#include <csignal>
 #include <cstring>
+#include <filesystem>
 #include <random>
+#include <set>
 #include <string>
 
 #include <fcntl.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 using namespace mixedkv;
@@ -87,6 +92,14 @@ static ring_settings settings(ring_mode mode, size_t n_slots = 3) {
     return res;
 }
 
+static std::set<int> threads() {
+    std::set<int> found;
+    for (const auto & entry : std::filesystem::directory_iterator("/proc/self/task")) {
+        found.insert(std::stoi(entry.path().filename()));
+    }
+    return found;
+}
+
 static void reads_what_is_there(const model & file, ring_mode mode) {
     for (size_t n_slots : { 2, 3, 9 }) {
         layer_ring ring(settings(mode, n_slots));
@@ -149,6 +162,52 @@ static void says_what_is_wrong(ring_mode mode) {
     CHECK(problem(changed).find("written to") != std::string::npos);
 }
 
+static std::atomic<bool> reader_waits{ false }, reader_goes{ false };
+
+static void wait_in_reader(int) {
+    reader_waits = true;
+    while (!reader_goes) {
+        usleep(1000);
+    }
+}
+
+// Who says stop has taken a signal's exception, which would be lost if the pass went on: it ends although the layer has
+// come meanwhile.
+static void stops_though_the_layer_came(const model & file) {
+    const auto    before = threads();
+    ring_settings one    = settings(ring_mode::direct, 2);
+    one.n_threads        = 1;
+    layer_ring ring(one);
+    fill(ring, file.fd);
+    while (ring.stats().n_layers < 2) {
+        usleep(1000);
+    }
+    signal(SIGUSR1, wait_in_reader);
+    for (const int thread : threads()) {
+        if (before.count(thread) == 0) {
+            CHECK(syscall(SYS_tgkill, getpid(), thread, SIGUSR1) == 0);
+        }
+    }
+    while (!reader_waits) {
+        usleep(1000);
+    }
+    bool stopped = false;
+    try {
+        ring.hold(4, [&] {
+            reader_goes  = true;
+            const auto n = ring.stats().n_layers;
+            while (ring.stats().n_layers == n) {
+                usleep(1000);
+            }
+            return true;
+        });
+    } catch (const interrupted_error &) {
+        stopped = true;
+    }
+    CHECK(stopped);
+    CHECK(holds(ring, file, 4));
+}
+
 int main() {
     for (const auto mode : { ring_mode::direct, ring_mode::prefetch }) {
         reads_what_is_there(model("/tmp"), mode);
@@ -158,5 +217,6 @@ int main() {
         says_what_is_wrong(mode);
     }
     holds_two_at_a_time(model("/tmp"));
+    stops_though_the_layer_came(model("/tmp"));
     return 0;
 }

@@ -125,6 +125,35 @@ def test_what_an_engine_uses_evaluates_nothing_else() -> None:
         llm.eval([1])
 
 
+def test_no_thread_loads_a_state_under_an_engine() -> None:
+    """Not on the engine's own thread either, so the error does not send anybody there."""
+    with open_llama(n_seq_max=4, kv_unified=True) as llm:
+        state = llm.save_state()
+        with Engine(llm) as engine:
+            inside, seen = threading.Event(), threading.Event()
+
+            def use() -> None:
+                with llm.kv.busy.waiting():
+                    inside.set()
+                    seen.wait(20)
+
+            using = engine.call(use)
+            assert inside.wait(PATIENCE)
+            with pytest.raises(ContextBusyError) as busy:
+                llm.load_state(state)
+            with pytest.raises(ContextBusyError) as reset:
+                llm.reset()
+            seen.set()
+            using.result()
+            with pytest.raises(ContextBusyError) as called:
+                engine.call(lambda: llm.load_state(state)).result()
+            assert str(busy.value) == str(called.value)
+            assert "load_state: an Engine uses this Llama" in str(busy.value)
+            assert "reset: an Engine uses this Llama" in str(reset.value)
+            assert "Engine.call" not in str(busy.value)
+        llm.load_state(state)
+
+
 def test_closing_the_model_closes_the_engine_first() -> None:
     llm = open_llama(n_seq_max=4, kv_unified=True)
     engine = Engine(llm)

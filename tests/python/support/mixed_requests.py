@@ -1,5 +1,7 @@
 """Requests of all kinds to two servers on one store, and the same ones to a server that reuses nothing.
 
+Answers labelled exact are compared token by token: not only which token was chosen, but how likely it was.
+
 PYTHONPATH=tests/python python -m support.mixed_requests MODEL --n 500
 """
 
@@ -7,11 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from mixedkv.bundled.corpus import make_recall
+from support.other_cuts import OtherCuts
 from support.server_support import Server
 
 CHAT = "/v1/chat/completions"
@@ -46,16 +50,16 @@ Message = dict[str, str]
 class Outcome:
     """
     Attributes:
-        counts: requests by kind and what became of them: "same", "labelled", "tie" (the reference's two
-            likeliest tokens are within `TIE` where answers part) or "differs".
-        differing: of these all that is known.
+        counts: requests by kind and what became of them: "same", "labelled" (not exact, and not the same
+            text), "tie" (another text, but each token's log-probability is within `bound`), "cuts" (it is
+            not, but evaluations of the same tokens in other steps are as far from each other) or "differs".
+        parted: of answers that are not the same all that is known.
+        far: of each answer labelled exact the largest difference of a token's log-probability, in nats.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
-    differing: list[dict[str, Any]] = field(default_factory=list)
-
-
-TIE = 1.0  # nats: what quantised caches and weights make of sums in another order, see docs/server.md
+    parted: list[dict[str, Any]] = field(default_factory=list)
+    far: list[float] = field(default_factory=list)
 
 
 def text(seed: int, n_sentences: int) -> str:
@@ -63,12 +67,24 @@ def text(seed: int, n_sentences: int) -> str:
 
 
 class Mix:
-    """Two servers on one store, and one that every answer is compared with."""
+    """Two servers on one store, and one that every answer is compared with.
+
+    Args:
+        bound: how far, in nats, the log-probability of a token may be from the fresh server's in an answer
+            that is labelled exact. Where it is further, it may be twice as far as evaluations of the same
+            tokens in other steps are from each other: see "The same request again" in docs/server.md.
+    """
 
     def __init__(
-        self, model: Path, folder: Path, seed: int, kv: str = "mixed", embeddings: bool = True
+        self,
+        model: Path,
+        folder: Path,
+        seed: int,
+        kv: str = "mixed",
+        embeddings: bool = True,
+        bound: float = 0.1,
     ) -> None:
-        self.random, self.outcome = random.Random(seed), Outcome()
+        self.random, self.outcome, self.bound = random.Random(seed), Outcome(), bound
         template = Path(__file__).parent / "templates" / "qwen2.5.jinja"  # as the model's own, with tools
         own = (
             "--model",
@@ -82,6 +98,8 @@ class Mix:
             *OPTIONS,
             *(["--embeddings"] if embeddings else []),
         )
+        self._other_cuts = lambda: OtherCuts(model, kv, N_CTX)
+        self.cuts: OtherCuts | None = None
         self._options = (*own, "--store", str(folder / "store"), "--reuse", "chunks")
         self.fresh = Server(*own)
         self.servers = [Server(*self._options), Server(*self._options)]
@@ -104,6 +122,8 @@ class Mix:
     def close(self) -> None:
         for server in (self.fresh, *self.servers):
             server.stop(signal.SIGKILL)
+        if self.cuts is not None:
+            self.cuts.close()
 
     def run(self, n: int, each: Callable[[int], None] = lambda i: None) -> Outcome:
         for i in range(n):
@@ -127,25 +147,44 @@ class Mix:
     ) -> Any:
         """Ask one of the servers, and the fresh one for `whole`, which is the same without a session."""
         server = self.random.choice(self.servers)
-        tell = {"logprobs": True, "top_logprobs": 2} if path == CHAT else {"logprobs": 2}
+        tell = {"logprobs": True, "top_logprobs": 5} if path == CHAT else {"logprobs": 5}
         answer = server.post(path, {**GREEDY, **tell, "reuse": "exact", **body})
         alone = self.fresh.post(path, {**GREEDY, **tell, **(whole or body), "use_kv_cache": False})
-        self.outcome.counts[f"{kind} {self._verdict(kind, body, answer, alone)}"] += 1
+        self.outcome.counts[f"{kind} {self._verdict(kind, whole or body, answer, alone)}"] += 1
         return answer
 
     def _verdict(self, kind: str, body: dict[str, Any], answer: Any, alone: Any) -> str:
         mine, other = answer["choices"][0], alone["choices"][0]
-        if _said(mine) == _said(other):
+        same = _said(mine) == _said(other)
+        if not answer["usage"]["prompt_tokens_details"]["cached_exact"]:
+            return "same" if same else "labelled"
+        far = _far(_tokens(mine), _tokens(other))
+        self.outcome.far.append(far)
+        if same and far < self.bound:
             return "same"
-        details = answer["usage"]["prompt_tokens_details"]
-        if not details["cached_exact"] or answer.get("warnings"):
-            return "labelled"
-        margin = _margin(mine, other)
-        found = {"kind": kind, "margin": margin, "body": body, "usage": answer["usage"], "said": _said(mine)}
-        self.outcome.differing.append({**found, "alone": _said(other), "usage_alone": alone["usage"]})
-        verdict = "tie" if margin is not None and margin < TIE else "differs"
-        self.outcome.differing[-1]["verdict"] = verdict
+        verdict, spread = "tie", None
+        if far >= self.bound:
+            spread = self._spread(body, [one for one, _ in _tokens(mine)], [one for one, _ in _tokens(other)])
+            verdict = "cuts" if far <= 2 * spread else "differs"
+        found = {"verdict": verdict, "kind": kind, "far": far, "spread": spread, "usage": answer["usage"]}
+        self.outcome.parted.append({**found, "said": _said(mine), "alone": _said(other), "body": body})
         return verdict
+
+    def _spread(self, body: dict[str, Any], mine: list[str], other: list[str]) -> float:
+        """Return how far evaluations of a prompt in other steps are from each other, in nats, up to where two
+        answers part.
+        """
+        self.cuts = self.cuts or self._other_cuts()
+        chat = "messages" in body
+        prompt = self.fresh.post("/apply-template", body)["prompt"] if chat else body["prompt"]
+        n = next((i for i, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b), None)
+        n = min(len(mine), len(other)) - 1 if n is None else n
+        before, ours, theirs = (
+            self.fresh.post("/tokenize", {"content": text})["tokens"]
+            for text in ("".join(mine[:n]), mine[n], other[n])
+        )
+        ids = self.fresh.post("/tokenize", {"content": prompt, "add_special": not chat})["tokens"]
+        return self.cuts.spread(ids, [*before, ours[0]], theirs[0]) if len(ids) < N_CTX - 16 else 0.0
 
     # --- kinds ---
 
@@ -228,24 +267,35 @@ def _said(choice: dict[str, Any]) -> Any:
     return [message.get("content"), calls]
 
 
-def _margin(mine: dict[str, Any], other: dict[str, Any]) -> float | None:
-    """How much likelier the reference's token is than the one after it where two answers part, in nats."""
-    ours, theirs = (_tokens(choice) for choice in (mine, other))
-    for (token, _), (theirs_token, tops) in zip(ours, theirs, strict=False):
-        if token != theirs_token:
-            best = sorted(tops, reverse=True)
-            return best[0] - best[1] if len(best) > 1 else None
-    return None
+Token = tuple[str, dict[str, float]]
 
 
-def _tokens(choice: dict[str, Any]) -> list[tuple[str, list[float]]]:
-    found = choice.get("logprobs") or {}
+def _far(mine: Sequence[Token], other: Sequence[Token]) -> float:
+    """Return the largest difference of log-probabilities, in nats, up to the first token that differs.
+
+    At that token both servers tell how likely the two candidates are. A candidate that one of them does not
+    have among its likeliest counts as infinitely far.
+    """
+    far = 0.0
+    for (token, tops), (theirs, their_tops) in zip(mine, other, strict=False):
+        for name in {token, theirs}:
+            if name not in tops or name not in their_tops:
+                return math.inf
+            far = max(far, abs(tops[name] - their_tops[name]))
+        if token != theirs:
+            break
+    return far
+
+
+def _tokens(choice: dict[str, Any]) -> list[Token]:
+    """Return each token with the log-probabilities of the likeliest ones in its place."""
+    found = choice["logprobs"]
     if "content" in found:
         return [
-            (one["token"], [top["logprob"] for top in one["top_logprobs"]]) for one in found["content"] or []
+            (one["token"], {top["token"]: top["logprob"] for top in one["top_logprobs"]})
+            for one in found["content"]
         ]
-    tops = found.get("top_logprobs") or []
-    return [(token, list(top.values())) for token, top in zip(found.get("tokens", []), tops, strict=False)]
+    return list(zip(found["tokens"], found["top_logprobs"], strict=True))
 
 
 def main() -> None:
@@ -254,21 +304,24 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kv", default="mixed")
+    parser.add_argument("--bound", type=float, default=0.1, help="nats")
     parser.add_argument("--no-embeddings", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        mix = Mix(args.model, Path(folder), args.seed, args.kv, not args.no_embeddings)
+        mix = Mix(args.model, Path(folder), args.seed, args.kv, not args.no_embeddings, args.bound)
 
         def note(i: int) -> None:
-            while mix.outcome.differing:
-                print(json.dumps(mix.outcome.differing.pop(0)), flush=True)
+            while mix.outcome.parted:
+                print(json.dumps(mix.outcome.parted.pop(0)), flush=True)
             if i % 10 == 9:
                 print(i + 1, dict(mix.outcome.counts), flush=True)
 
         try:
             mix.run(args.n, note)
         finally:
+            far = sorted(mix.outcome.far)
             print(dict(mix.outcome.counts))
+            print("furthest, nats:", " ".join(f"{x:.2g}" for x in far[-20:]), f"median {np.median(far):.2g}")
             mix.close()
 
 

@@ -1,4 +1,5 @@
-"""Many steps that fail, and what they leave behind.
+"""Many steps that fail, and what they leave behind: logits after them are, to the bit, those of a context
+that evaluated in the same steps and in which nothing failed.
 
 PYTHONPATH=tests/python python -m support.crossing.aborts --n 10000
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import random
 import tempfile
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -144,15 +146,17 @@ def run(setup: Setup, path: Path, n: int, seed: int) -> tuple[Counter[str], list
             sum(counts[kind] for kind in ("callback", "signal", "read error", "exception")) < n
             and len(found) < 5
         ):
-            subject = Subject(setup, path, Path(folder))
+            subject = Subject(setup, path, Path(folder), same_steps=True)
             failing = Failing(subject, seed + len(found))
             try:
                 while sum(failing.counts.values()) - sum(
                     failing.counts[k] for k in failing.counts if k.startswith("no ")
                 ) < n - sum(counts.values()):
                     failing.once()
-            except Exception as error:
-                found.append(f"{type(error).__name__}: {error}")
+            except FindingError as error:
+                found.append(str(error))
+            except Exception:
+                found.append(traceback.format_exc())
             finally:
                 counts += Counter({k: v for k, v in failing.counts.items() if not k.startswith("no ")})
                 subject.close()
@@ -166,13 +170,15 @@ def main() -> None:
     args = parser.parse_args()
     all_setups = list(setups())
     total: Counter[str] = Counter()
+    n_found = 0
     with tempfile.TemporaryDirectory() as folder:
         for setup in all_setups:
             path = model_file(setup.family, Path(folder))
             counts, found = run(setup, path, -(-args.n // len(all_setups)), args.seed)
             total += counts
+            n_found += len(found)
             print(setup, dict(counts), *sorted(set(found)), sep=" | ", flush=True)
-    print(sum(total.values()), dict(total))
+    print(sum(total.values()), dict(total), f"{n_found} findings")
 
 
 if __name__ == "__main__":

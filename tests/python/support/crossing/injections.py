@@ -11,7 +11,10 @@ from types import FrameType
 
 import llama_cpp
 
+import mixedkv
 from mixedkv import Llama
+
+_PACKAGE = Path(mixedkv.__file__).parent
 
 
 class RaisedError(Exception):
@@ -44,21 +47,32 @@ def abort_callback(llm: Llama, calls: Calls) -> Iterator[Calls]:
 
 @contextmanager
 def signal_after(seconds: float) -> Iterator[None]:
-    """A signal comes, and its handler raises; not after the block."""
+    """A signal comes, and its handler raises if it interrupts the package; it leaves our own books alone."""
     armed = True
 
-    def handler(_number: int, _frame: FrameType | None) -> None:
-        if armed:
+    def handler(_number: int, frame: FrameType | None) -> None:
+        if armed and _is_in_package(frame):
             raise RaisedError
 
     before = signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))
     try:
+        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))  # it may come before the next line
         yield
     finally:
         armed = False
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def _is_in_package(frame: FrameType | None) -> bool:
+    """Whether a call of the package is interrupted, but not one that computes what is compared."""
+    files: set[Path] = set()
+    while frame is not None:
+        files.add(Path(frame.f_code.co_filename))
+        frame = frame.f_back
+    return Path(__file__).with_name("lineage.py") not in files and any(
+        _PACKAGE in file.parents for file in files
+    )
 
 
 @contextmanager

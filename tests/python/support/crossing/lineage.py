@@ -58,10 +58,7 @@ class Lineage:
             return
         self.positions += range(self.end, self.end + len(tokens))
         self.tokens += tokens
-        if self.acts and self.acts[-1][0] == "eval":
-            self.acts[-1] = ("eval", [*self.acts[-1][1], *tokens])
-        else:
-            self.acts.append(("eval", list(tokens)))
+        self.acts.append(("eval", list(tokens)))
 
     def fill(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
         both = sorted([*zip(self.positions, self.tokens, strict=True), *zip(positions, tokens, strict=True)])
@@ -94,22 +91,30 @@ def evaluate(llm: Llama, tokens: Sequence[int], first: int, seq: int = 0) -> np.
 
 
 class Reference:
-    """A context that does what a lineage says, in one sequence, with nothing else in between."""
+    """A context that does what a lineage says, in one sequence, with nothing else in between.
 
-    def __init__(self, llm: Llama) -> None:
-        self.llm = llm
+    Args:
+        same_steps: evaluate in the steps of the lineage. Otherwise evaluations that follow each other are
+            one, and rows must not depend on how they were cut.
+    """
+
+    def __init__(self, llm: Llama, same_steps: bool = False) -> None:
+        self.llm, self.same_steps = llm, same_steps
 
     def logits(self, lineage: Lineage, n: int) -> np.ndarray:
         """Of the last `n` tokens, which an evaluation or a fill at the end put there."""
         kv = self.llm.kv
         kv.clear()
+        self.llm.reset()
         if lineage.window is not None:
             self._set_window(lineage.window)
         end, out = 0, np.empty((0, 0), np.float32)
-        for name, *args in lineage.acts:
-            if name == "eval":
+        for name, *args in lineage.acts if self.same_steps else _merged(lineage.acts):
+            if name == "eval" and self.same_steps:
+                self.llm.eval(args[0])
+                out = self.llm.scores[: self.llm.n_tokens].copy()
+            elif name == "eval":
                 out = evaluate(self.llm, args[0], end)
-                end += len(args[0])
             elif name == "fill":
                 kv.fill(args[0], args[1], 0, logits=True)
                 out = logits_at(self.llm, -1)[None]
@@ -128,6 +133,17 @@ class Reference:
     def _set_window(self, window: Window) -> None:
         threshold, group, sinks = window
         self.llm.kv.set_window(quantization_threshold=threshold, group_size=group, sink_tokens=sinks)
+
+
+def _merged(acts: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Return the acts with evaluations that follow each other made one."""
+    merged: list[tuple[Any, ...]] = []
+    for act in acts:
+        if merged and act[0] == merged[-1][0] == "eval":
+            merged[-1] = ("eval", [*merged[-1][1], *act[1]])
+        else:
+            merged.append(act)
+    return merged
 
 
 def window_of(llm: Llama) -> Window | None:
