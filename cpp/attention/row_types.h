@@ -16,19 +16,22 @@ struct type_constant {
     static constexpr row_type value = type;
 };
 
-// tc3 with the nibbles of lm4, which x86 bodies make of it before they multiply (x86/open_tc3.h). No segment has it.
+// The integers of tc3 as nibbles, which x86 bodies make of rows before they multiply (x86/open_tc3.h): 16 bytes for 32
+// elements, without scales. No segment has it.
 constexpr row_type opened_tc3 = row_type(int(row_type::other) + 1);
 
+// Whose scales go with the integers
+constexpr row_type stored_type(row_type t) {
+    return t == opened_tc3 ? row_type::tc3 : t;
+}
+
 // A block of 32 elements: F16 scale d first, then F16 minimum m where there is one, then the high bits of 5, then
-// either 32 integers or 16 bytes of nibbles, the low ones first. Of lm4 and opened tc3, two times 32 share a scale.
+// either 32 integers or 16 bytes of nibbles, the low ones first. Of lm4 and tc3, two times 32 share a scale.
 constexpr int block_elements(row_type t) {
-    return t == row_type::lm4 || t == row_type::tc3 || t == opened_tc3 ? LM4_ELEMENTS : 32;
+    return t == row_type::lm4 || stored_type(t) == row_type::tc3 ? LM4_ELEMENTS : 32;
 }
 
 constexpr int block_bytes(row_type t) {
-    if (t == opened_tc3) {
-        return LM4_BYTES;
-    }
     switch (t) {
     case row_type::q8_0:
         return 34;
@@ -56,7 +59,7 @@ constexpr int scale_at(row_type t, int b) {
 }
 
 constexpr int integers_at(row_type t, int b) {
-    return scale_at(t, b) + 2 + 32 * b % block_elements(t) / 2;
+    return t == opened_tc3 ? 16 * b : scale_at(t, b) + 2 + 32 * b % block_elements(t) / 2;
 }
 
 // Values of nibbles

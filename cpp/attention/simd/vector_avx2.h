@@ -115,10 +115,10 @@ struct avx2 : plain_blocks {
         look_up<lm4_values>(scale_of(p), p + 18, out + 32);
     }
     static void unpack(type_constant<row_type::tc3>, const char * p, float * out) {
-        char opened[LM4_BYTES];
+        char opened[32];
         open_block_tc3(p, opened);
-        look_up<tc3_values>(scale_of(p), opened + 2, out);
-        look_up<tc3_values>(scale_of(p), opened + 18, out + 32);
+        look_up<tc3_values>(scale_of(p), opened, out);
+        look_up<tc3_values>(scale_of(p), opened + 16, out + 32);
     }
 
     // As that of plain_blocks: a bit of `high` is the fifth of its element

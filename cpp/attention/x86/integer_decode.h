@@ -73,19 +73,28 @@ struct integer_decode {
     // 16 rows from p on, n of them there: past the last one it is repeated, in `local`
     template <row_type type>
     static const char * sixteen(const char * p, int64_t & row, int n, int n_blocks, char * local) {
-        if (n >= 16 && type != opened_tc3) {
+        if (n >= 16) {
             return p;
         }
         for (int i = 0; i < 16; i++) {
-            const char * from = p + (i < n ? i : n - 1) * row;
-            if constexpr (type == opened_tc3) {
-                open_row_tc3(from, n_blocks / 2, local + i * max_row_bytes);
-            } else {
-                std::memcpy(local + i * max_row_bytes, from, scale_at(type, n_blocks));
-            }
+            std::memcpy(local + i * max_row_bytes, p + (i < n ? i : n - 1) * row, scale_at(type, n_blocks));
         }
         row = max_row_bytes;
         return local;
+    }
+
+    // n rows of 32 n_blocks elements in type, of which the first is at p and the next `row` bytes further; what has to
+    // be opened first is then in `opened`
+    template <row_type type>
+    static const char * opened_rows(const char * p, int64_t & row, int n, int n_blocks, char * opened) {
+        if constexpr (type == opened_tc3) {
+            for (int i = 0; i < n; i++) {
+                open_row_tc3(p + i * row, n_blocks / 2, opened + 16 * n_blocks * i);
+            }
+            row = 16 * n_blocks;
+            return opened;
+        }
+        return p;
     }
 
     template <row_type type>
@@ -93,12 +102,16 @@ struct integer_decode {
                            prefetcher & ahead, float * s) {
         const attention_rows & rows     = span.segment->k;
         const int              n_blocks = w.args->d_k / 32;
+        constexpr row_type     stored   = stored_type(type);
         char                   local[16 * max_row_bytes];
+        alignas(64) char       opened[type == opened_tc3 ? 16 * 16 * 256 / 32 : 1];
         key_scales             scales;
         columns_of_block       x;
         for (int j = 0; j < span.n; j += 16) {
-            int64_t      row = rows.row;
-            const char * p   = sixteen<type>(key_row(rows, span.first + j, head), row, span.n - j, n_blocks, local);
+            int64_t      row   = rows.row;
+            const char * p     = sixteen<stored>(key_row(rows, span.first + j, head), row, span.n - j, n_blocks, local);
+            int64_t      bytes = row;
+            const char * ints  = opened_rows<type>(p, bytes, 16, n_blocks, opened);
             for (int r = 0; r < m.rows; r++) {
                 for (int i = 0; i < 16; i += L::width) {
                     L::store(s + r * key_block + j + i, L::zero());
@@ -107,9 +120,9 @@ struct integer_decode {
             for (int b = 0; b < n_blocks; b++) {
                 for (int i = 0; b % 4 == 0 && i < 16; i += 4) {
                     const int left = n_blocks - b;
-                    scales.load<type>(p + i * row + scale_at(type, b), row, left < 4 ? left : 4, i);
+                    scales.load<stored>(p + i * row + scale_at(stored, b), row, left < 4 ? left : 4, i);
                 }
-                Body::template columns<type>(p + integers_at(type, b), row, x);
+                Body::template columns<type>(ints + integers_at(type, b), bytes, x);
                 for (int q = 0; 4 * q < m.rows; q++) {
                     ahead.step(4);
                     if (!any_visible(w, span, 4 * q, 4)) {
@@ -200,20 +213,14 @@ struct integer_decode {
         for (int g = 0; 128 * g < w.args->d_v; g++) {
             const int          left     = w.args->d_v / 32 - g * 4;
             const int          n_blocks = left < 4 ? left : 4;
-            constexpr row_type stored   = type == opened_tc3 ? row_type::tc3 : type;
+            constexpr row_type stored   = stored_type(type);
             int64_t            bytes    = rows.row;
             const char *       p        = key_row(rows, span.first, head) + scale_at(stored, 4 * g);
-            char               opened[type == opened_tc3 ? key_block * 2 * LM4_BYTES : 1];
-            if constexpr (type == opened_tc3) {
-                bytes = 2 * LM4_BYTES;
-                for (int i = 0; i < span.n; i++) {
-                    open_row_tc3(p + i * rows.row, n_blocks / 2, opened + i * bytes);
-                }
-                p = opened;
-            }
-            scales.load_all<type>(p, bytes, span.n, n_blocks);
+            alignas(64) char   opened[type == opened_tc3 ? key_block * 64 : 1];
+            scales.load_all<stored>(p, bytes, span.n, n_blocks);
+            const char * ints = opened_rows<type>(p, bytes, span.n, n_blocks, opened);
             for (int row = 0; row < m.rows; row += 4) {
-                add_quad<type>(p, bytes, span.n, n_blocks, scales, ahead, m.rows - row < 4 ? m.rows - row : 4,
+                add_quad<type>(ints, bytes, span.n, n_blocks, scales, ahead, m.rows - row < 4 ? m.rows - row : 4,
                                s + row * key_block, m.acc + row * m.d_v_padded + 128 * g, m.d_v_padded);
             }
         }

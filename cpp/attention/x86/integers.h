@@ -45,6 +45,11 @@ struct integer_rows<row_type::lm4> : lm4_values {
 };
 
 template <>
+struct integer_rows<row_type::tc3> {
+    static constexpr bool nibbles = false; // until they are opened
+};
+
+template <>
 struct integer_rows<opened_tc3> : tc3_values {
     static constexpr bool nibbles = true;
     static constexpr bool even    = false;
@@ -107,10 +112,12 @@ template <row_type type>
 static __m128i four_scales(const char * p, int n_blocks) {
     constexpr int b1 = scale_at(type, 1), b2 = scale_at(type, 2), b3 = scale_at(type, 3);
 #ifdef __AVX512VBMI__
-    if (integer_rows<type>::nibbles && n_blocks == 4) { // all within the first 64 of 68 or 72 bytes
+    constexpr bool is_tc3 = type == row_type::tc3;
+    if ((is_tc3 || integer_rows<type>::nibbles) && n_blocks == 4) { // within 52 bytes, or the first 64 of 68 or 72
         const __m512i at =
             _mm512_castsi128_si512(_mm_setr_epi8(0, 1, b1, b1 + 1, b2, b2 + 1, b3, b3 + 1, 0, 0, 0, 0, 0, 0, 0, 0));
-        return _mm512_castsi512_si128(_mm512_permutexvar_epi8(at, _mm512_loadu_si512(p)));
+        const __mmask64 there = is_tc3 ? (uint64_t(1) << 2 * TC3_BYTES) - 1 : ~uint64_t(0);
+        return _mm512_castsi512_si128(_mm512_permutexvar_epi8(at, _mm512_maskz_loadu_epi8(there, p)));
     }
 #endif
     const auto at = [&](int i) {

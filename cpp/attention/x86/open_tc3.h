@@ -1,4 +1,4 @@
-// Rows of tc3 with the nibbles of lm4, which x86 bodies make of a block of keys before they multiply (opened_tc3).
+// The integers of tc3 as nibbles, which x86 bodies make of a block of keys before they multiply (opened_tc3).
 
 #pragma once
 
@@ -9,7 +9,7 @@
 namespace mixedkv {
 namespace {
 
-// As open_tc3 does it, of a whole block: 26 bytes to 34
+// As open_tc3 does it, of a whole block: 26 bytes to 32
 inline void open_block_tc3(const char * block, char * out) {
     const auto load = [](const char * p) { return _mm_loadu_si128(reinterpret_cast<const __m128i *>(p)); };
 
@@ -26,14 +26,47 @@ inline void open_block_tc3(const char * block, char * out) {
     const __m256i low  = _mm256_srlv_epi32(sets, _mm256_setr_epi32(0, 2, 0, 2, 0, 2, 0, 2));
     const __m256i high = _mm256_sllv_epi32(fields, _mm256_setr_epi32(2, 0, 2, 0, 2, 0, 2, 0));
     const __m256i set  = _mm256_set1_epi32(0x33333333);
-    std::memcpy(out, block, 2);
-    _mm256_storeu_si256(reinterpret_cast<__m256i *>(out + 2),
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(out),
                         _mm256_or_si256(_mm256_and_si256(set, low), _mm256_andnot_si256(set, high)));
 }
 
+#ifdef __AVX512VBMI__
+// The same of two blocks: 52 bytes to 64
+inline void open_two_blocks_tc3(const char * blocks, char * out) {
+    alignas(64) static constexpr uint8_t field_bytes[64] = { 2,  3,  4,  5,  2,  3,  4,  5,  6,  7,  8,  9,  6,
+                                                             7,  8,  9,  18, 19, 20, 21, 18, 19, 20, 21, 22, 23,
+                                                             24, 25, 22, 23, 24, 25, 28, 29, 30, 31, 28, 29, 30,
+                                                             31, 32, 33, 34, 35, 32, 33, 34, 35, 44, 45, 46, 47,
+                                                             44, 45, 46, 47, 48, 49, 50, 51, 48, 49, 50, 51 };
+    alignas(64) static constexpr uint8_t path_bytes[64]  = { 10, 11, 12, 13, 10, 11, 12, 13, 10, 11, 12, 13, 10,
+                                                             11, 12, 13, 14, 15, 16, 17, 14, 15, 16, 17, 14, 15,
+                                                             16, 17, 14, 15, 16, 17, 36, 37, 38, 39, 36, 37, 38,
+                                                             39, 36, 37, 38, 39, 36, 37, 38, 39, 40, 41, 42, 43,
+                                                             40, 41, 42, 43, 40, 41, 42, 43, 40, 41, 42, 43 };
+
+    const __m512i x      = _mm512_maskz_loadu_epi8((uint64_t(1) << 2 * TC3_BYTES) - 1, blocks);
+    const __m512i fields = _mm512_permutexvar_epi8(_mm512_load_si512(field_bytes), x);
+    const __m512i path   = _mm512_permutexvar_epi8(_mm512_load_si512(path_bytes), x);
+    const __m512i q      = _mm512_sllv_epi32(path, _mm512_set4_epi32(0, 0, 1, 1));
+    const __m512i odd    = _mm512_set1_epi32(int32_t(0xaaaaaaaa));
+    const __m512i sets   = _mm512_ternarylogic_epi32(q, _mm512_slli_epi32(q, 2), odd, 0x78); // q ^ (second & odd)
+    const __m512i low    = _mm512_srlv_epi32(sets, _mm512_set4_epi32(2, 0, 2, 0));
+    const __m512i high   = _mm512_sllv_epi32(fields, _mm512_set4_epi32(0, 2, 0, 2));
+    const __m512i set    = _mm512_set1_epi32(0x33333333);
+    const __m512i opened = _mm512_ternarylogic_epi32(set, low, high, 0xca); // where `set` is 1 low, elsewhere high
+    _mm512_storeu_si512(out, opened);
+}
+#endif
+
 inline void open_row_tc3(const char * row, int n_blocks, char * out) {
-    for (int b = 0; b < n_blocks; b++) {
-        open_block_tc3(row + b * TC3_BYTES, out + b * LM4_BYTES);
+    int b = 0;
+#ifdef __AVX512VBMI__
+    for (; b + 1 < n_blocks; b += 2) {
+        open_two_blocks_tc3(row + b * TC3_BYTES, out + 32 * b);
+    }
+#endif
+    for (; b < n_blocks; b++) {
+        open_block_tc3(row + b * TC3_BYTES, out + 32 * b);
     }
 }
 
