@@ -72,7 +72,14 @@ std::string window_problem(llama_context * ctx, const mixedkv::hot_window & wind
     return res;
 }
 
-// what set_window takes beside the other settings as they are
+bool has_room_for_window(llama_context * ctx, const mixedkv::hot_window & window) {
+    const auto caches = get_caches(ctx);
+    return window_problem(ctx, window).empty() && std::none_of(caches.begin(), caches.end(), [&](const auto * kv) {
+               return dynamic_cast<const llama_kv_cache_mixed &>(*kv).is_wider(window);
+           });
+}
+
+// what set_window takes without more memory, beside the other settings as they are
 uint32_t get_most_threshold(llama_context * ctx, const llama_kv_cache_mixed & kv) {
     auto window = kv.get_rule();
 
@@ -80,8 +87,8 @@ uint32_t get_most_threshold(llama_context * ctx, const llama_kv_cache_mixed & kv
     uint32_t low  = window.threshold;
     uint32_t high = std::max(low, kv.get_size() - std::min(kv.get_size(), window.sink_tokens)) + 1;
     while (kv.is_mixed() && high - low > 1) {
-        window.threshold                                   = low + (high - low) / 2;
-        (window_problem(ctx, window).empty() ? low : high) = window.threshold;
+        window.threshold                                = low + (high - low) / 2;
+        (has_room_for_window(ctx, window) ? low : high) = window.threshold;
     }
 
     return low;
@@ -295,6 +302,9 @@ mixedkv_status mixedkv_set_window(llama_context * ctx, uint32_t threshold, uint3
         const std::string         problem = window_problem(ctx, window);
         require(problem.empty(), MIXEDKV_INVALID, problem);
 
+        for (auto * kv : get_caches(ctx)) {
+            dynamic_cast<llama_kv_cache_mixed &>(*kv).make_room(window);
+        }
         for (auto * kv : get_caches(ctx)) {
             dynamic_cast<llama_kv_cache_mixed &>(*kv).set_window(window);
         }

@@ -1,5 +1,5 @@
-// Windows that change while the cache lives: slots are laid out anew within the ring that was allocated, rows move there, and
-// memory that is left over goes back. See docs/decisions/042.
+// Windows that change while the cache lives: slots are laid out anew, in a larger ring where the one that was allocated has no
+// room, rows move there, and memory that is left over goes back. See docs/decisions/042.
 
 #include "llama-kv-cache-mixed.h"
 
@@ -26,14 +26,52 @@ std::string llama_kv_cache_mixed::window_problem(mixedkv::hot_window value) cons
         return problem;
     }
 
-    const uint64_t least = hot_layout::least(value, get_n_seq(), get_size());
-    if (least > n_slots_max) {
+    if (!has_ring() && is_wider(value)) {
         return "quantization_threshold " + std::to_string(value.threshold) + " and sink_tokens " + std::to_string(value.sink_tokens) +
-            " take " + std::to_string(least) + " F16 rows, and the cache was made with " + std::to_string(n_slots_max) +
-            ": set a smaller window, or make it with a larger one or a larger hot_budget";
+            ": the cache was made without F16 rows, and graphs without them stay so: make it with a window";
     }
 
     return "";
+}
+
+bool llama_kv_cache_mixed::is_wider(mixedkv::hot_window value) const {
+    value.n_draft = rule.n_draft;
+    return hot_layout::least(value, get_n_seq(), get_size()) > n_slots_max;
+}
+
+void llama_kv_cache_mixed::make_room(const mixedkv::hot_window & value) {
+    if (is_wider(value)) {
+        auto wanted = value;
+        wanted.n_draft = rule.n_draft;
+        grow_rings(hot_layout::least(wanted, get_n_seq(), get_size()));
+    }
+}
+
+void llama_kv_cache_mixed::grow_rings(uint32_t n_slots) {
+    synchronize();
+
+    // A graph with the rows of before is not run again: its mask has another size, where masks are padded too.
+    const uint32_t n_wanted = hot_layout::rows(n_slots);
+    const uint32_t n_more   = is_fused() ? n_wanted - n_ring : GGML_PAD(n_wanted - n_ring, n_pad_view);
+
+    auto [layers, bufs] = alloc_rings(n_ring + n_more);
+
+    for (size_t i = 0; i < layers.size(); ++i) {
+        for (uint32_t strm = 0; strm < n_stream; ++strm) {
+            const auto from = ring_layers[i].stream(strm);
+            const auto to   = layers[i].stream(strm);
+            for (size_t j = 0; j < from.size(); ++j) {
+                std::vector<uint8_t> rows(layout.n_slots*from[j]->nb[1]);
+                ggml_backend_tensor_get(from[j], rows.data(), 0, rows.size());
+                ggml_backend_tensor_set(to[j], rows.data(), 0, rows.size());
+            }
+        }
+    }
+
+    ring_layers = std::move(layers);
+    ring_bufs   = std::move(bufs);
+    n_ring      += n_more;
+    n_slots_max = n_slots;
 }
 
 void llama_kv_cache_mixed::set_window(const mixedkv::hot_window & value) {

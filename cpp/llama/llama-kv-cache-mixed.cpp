@@ -11,6 +11,8 @@
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
+#include <tuple>
+#include <utility>
 
 //
 // llama_kv_cache_mixed
@@ -55,7 +57,7 @@ llama_kv_cache_mixed::llama_kv_cache_mixed(
     }
 
     make_rings(kv_size);
-    alloc_rings();
+    std::tie(ring_layers, ring_bufs) = alloc_rings(n_ring);
     make_latent_rot();
 
     for (const auto & layer : layers) {
@@ -198,9 +200,12 @@ void llama_kv_cache_mixed::make_rings(uint32_t n_cells) {
     }
 }
 
-void llama_kv_cache_mixed::alloc_rings() {
-    if (!has_ring()) {
-        return;
+std::pair<std::vector<llama_kv_cache_mixed::ring_layer>, llama_kv_cache_mixed::buffers> llama_kv_cache_mixed::alloc_rings(
+        uint32_t n_rows) const {
+    std::pair<std::vector<ring_layer>, buffers> res;
+
+    if (n_rows == 0) {
+        return res;
     }
 
     // the ring lies where the cold rows of its layer lie
@@ -224,18 +229,18 @@ void llama_kv_cache_mixed::alloc_rings() {
 
         ring_layer ring;
 
-        ring.k = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F16, layer.k->ne[0], n_ring, n_stream);
-        ring.v = layer.v ? ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F16, layer.v->ne[0], n_ring, n_stream) : nullptr;
+        ring.k = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F16, layer.k->ne[0], n_rows, n_stream);
+        ring.v = layer.v ? ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F16, layer.v->ne[0], n_rows, n_stream) : nullptr;
 
         for (ggml_tensor * t : llama_kv_tensors(ring.k, ring.v)) {
             ggml_format_name(t, "ring_%s_l%d", t == ring.k ? "k" : "v", layer.il);
 
             for (uint32_t s = 0; s < n_stream; ++s) {
-                (t == ring.k ? ring.k_stream : ring.v_stream).push_back(ggml_view_2d(ctx.get(), t, t->ne[0], n_ring, t->nb[1], s*t->nb[2]));
+                (t == ring.k ? ring.k_stream : ring.v_stream).push_back(ggml_view_2d(ctx.get(), t, t->ne[0], n_rows, t->nb[1], s*t->nb[2]));
             }
         }
 
-        ring_layers.push_back(std::move(ring));
+        res.first.push_back(std::move(ring));
     }
 
     for (auto & [buft, ctx] : ctxs) {
@@ -255,10 +260,12 @@ void llama_kv_cache_mixed::alloc_rings() {
         ggml_backend_buffer_clear(buf, 0); // no NaN in rows that are masked but multiplied
 
         LLAMA_LOG_INFO("%s: %10s F16 ring buffer size = %8.2f MiB (%u rows, %u streams)\n", __func__,
-                ggml_backend_buffer_name(buf), ggml_backend_buffer_get_size(buf)/1024.0/1024.0, n_ring, n_stream);
+                ggml_backend_buffer_name(buf), ggml_backend_buffer_get_size(buf)/1024.0/1024.0, n_rows, n_stream);
 
-        ring_bufs.emplace_back(std::move(ctx), buf);
+        res.second.emplace_back(std::move(ctx), buf);
     }
+
+    return res;
 }
 
 llama_memory_context_ptr llama_kv_cache_mixed::init_update(llama_context * lctx, bool optimize) {

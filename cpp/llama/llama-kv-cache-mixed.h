@@ -105,6 +105,10 @@ public:
     // empty, or why the window cannot be set
     std::string window_problem(mixedkv::hot_window value) const;
 
+    // whether that takes more F16 rows than there are, and makes them; throws when there is no memory, and nothing has changed
+    bool is_wider(mixedkv::hot_window value) const;
+    void make_room(const mixedkv::hot_window & value);
+
     // rows move to where they lie in a ring of such windows, see llama-kv-cache-mixed-window.cpp
     void set_window(const mixedkv::hot_window & value);
 
@@ -290,7 +294,7 @@ private:
 
     mixedkv::hot_layout layout; // for the window
 
-    uint32_t n_slots_max  = 0; // of a stream, those of the first layout
+    uint32_t n_slots_max  = 0; // of a stream, as many as were allocated
     uint32_t n_ring       = 0;
     uint64_t n_given_back = 0;
 
@@ -318,7 +322,9 @@ private:
     // by stream: sequences were changed from outside, so every slot is looked at after the next ubatch
     std::vector<bool> dirty;
 
-    std::vector<std::pair<ggml_context_ptr, ggml_backend_buffer_ptr>> ring_bufs;
+    using buffers = std::vector<std::pair<ggml_context_ptr, ggml_backend_buffer_ptr>>;
+
+    buffers ring_bufs;
 
     ggml_context_ptr        latent_ctx;
     ggml_backend_buffer_ptr latent_buf;
@@ -333,10 +339,13 @@ private:
     void touch_stream(uint32_t strm);
     void touch_moved();
     void make_rings(uint32_t n_cells);
-    void alloc_rings();
+    std::pair<std::vector<ring_layer>, buffers> alloc_rings(uint32_t n_rows) const;
 
     // sequences that share a stream
     uint32_t get_n_seq() const { return n_stream == 1 ? n_seq_max : 1; }
+
+    // a ring with that many slots, with the rows of the one before it
+    void grow_rings(uint32_t n_slots);
 
     // the window follows the rule and the limit
     void renew_window();

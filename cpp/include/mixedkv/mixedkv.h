@@ -111,7 +111,7 @@ struct mixedkv_stats {
     uint32_t n_layer;            // layers with a KV cache
     uint32_t threshold;          // as set
     uint32_t threshold_now;      // less than that while mixedkv_limit_window() says so
-    uint32_t threshold_capacity; // the setter's upper bound: as many as the F16 ring has room for in one sequence
+    uint32_t threshold_capacity; // as many as the F16 ring has room for in one sequence; a wider window allocates
     uint32_t group_size;
     uint32_t sink_tokens;
     uint32_t n_draft;
@@ -185,9 +185,9 @@ LLAMA_API enum mixedkv_status mixedkv_get_scales(struct llama_context * ctx, int
 // what is kept is not the same.
 LLAMA_API enum mixedkv_status mixedkv_check_pages(struct llama_context * ctx, uint32_t * n_pages, uint32_t * n_wrong);
 
-// Live settings of a mixed cache, as far as there is room in the F16 ring that it was made with. What has aged out
-// stays cold; a wider window fills from new tokens. Rows move in the ring, and pages of CPU memory that are left over
-// go back.
+// Live settings of a mixed cache. What has aged out stays cold; a wider window fills from new tokens. Rows move in the
+// F16 ring, and pages of CPU memory that are left over go back. A window that the ring has no room for gets a larger
+// ring; without memory for it the call fails and the window stays as it was.
 LLAMA_API enum mixedkv_status mixedkv_set_window(struct llama_context * ctx, uint32_t threshold, uint32_t group_size,
                                                  uint32_t sink_tokens);
 

@@ -76,7 +76,8 @@ class KVStats:
         kv: the setting, as a spec.
         n_ctx: tokens that fit each of the `n_seq_max` sequences.
         n_layer: layers with a KV cache.
-        quantization_threshold, threshold_capacity: the window as set, and the most it can be set to.
+        quantization_threshold: the window as set.
+        threshold_capacity: the most that it can be set to without allocating F16 rows.
         window_now: less than `quantization_threshold` while memory is short (`shrink`).
         tokens_hot, tokens_cold: tokens that hold an F16 row, and those that do not.
         hot_budget: F16 rows that all sequences share.

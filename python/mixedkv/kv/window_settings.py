@@ -9,6 +9,8 @@ from mixedkv import _core
 from mixedkv.config import KVSetting, MixedKVConfig, check_window
 from mixedkv.kv.busy import exclusive
 from mixedkv.kv.relief import WindowRelief
+from mixedkv.kv.stats import format_bytes
+from mixedkv.memory_room import memory_room
 
 
 class WindowSettings(ABC):
@@ -38,11 +40,10 @@ class WindowSettings(ABC):
     def quantization_threshold(self) -> int:
         """F16 tokens at most in the recent window of a sequence.
 
-        Can be set as far as the F16 rows that were allocated have room for a window and the sinks, see
-        `KVStats.threshold_capacity`: with several sequences that is more than at first, and they share the
-        room. A smaller window takes effect at once, and its memory goes back to the system where the cache
-        lies in that of the CPU; a larger one fills from new tokens only, since what has left it stays
-        quantised.
+        Can be set while the cache lives. A smaller window takes effect at once, and its memory goes back to
+        the system where the cache lies in that of the CPU. A larger one fills from new tokens only, since
+        what has left it stays quantised; beyond `KVStats.threshold_capacity` it allocates F16 rows, whose
+        memory stays with the cache.
         """
         return self._setting.window.threshold
 
@@ -79,7 +80,8 @@ class WindowSettings(ABC):
         """Set several of the window's settings at once; what is None stays.
 
         Raises:
-            ValueError: a value is out of range, there is no room for such a window, or the cache is uniform.
+            ValueError: a value is out of range, the cache is uniform, or it was made without F16 rows.
+            MemoryError: a larger window takes more memory than there is. The window stays as it was.
         """
         now = self._setting
         if not isinstance(now, MixedKVConfig):
@@ -91,10 +93,24 @@ class WindowSettings(ABC):
         )
         check_window(*window)
         after = replace(now, quantization_threshold=window[0], group_size=window[1], sink_tokens=window[2])
+        self._check_room(after)
         _core.set_window(self._address, *window)
         if after != now:
             self._setting = after
             self.limit_exact(0)
+
+    def _check_room(self, wanted: MixedKVConfig) -> None:
+        """Raise MemoryError if the F16 rows of a wider window have no room in memory."""
+        now, room = _core.stats(self._address), memory_room()
+        if room is None or not now["hot_slots"] or wanted.quantization_threshold <= now["threshold_capacity"]:
+            return
+        rows = min(wanted.quantization_threshold, now["n_ctx_seq"]) * now["n_stream"]
+        n_bytes = now["bytes_hot"] * rows // now["hot_slots"]  # beside those of now, until they have moved
+        if n_bytes > room:
+            raise MemoryError(
+                f"quantization_threshold={wanted.quantization_threshold} takes {format_bytes(n_bytes)} of "
+                f"F16 rows, and {format_bytes(room)} of memory are left: set a smaller window"
+            )
 
     def follow_memory(self) -> None:
         """Between two evaluations, on their thread: where memory is short the window gets shorter, if

@@ -192,7 +192,7 @@ int main(int argc, char ** argv) {
     copy_rows(ctx, layers, n_layers);
     compare(ctx, llama_vocab_n_tokens(vocab), tokens[n - 1], n - 1);
 
-    const enum mixedkv_status status = mixedkv_set_window(ctx, 1000, 8, 4);
+    const enum mixedkv_status status = mixedkv_set_window(ctx, 8, 1000, 4); // more leave together than there are
     printf("status %d: %s\n", status, mixedkv_last_error());
 
     llama_free(ctx);

@@ -53,7 +53,7 @@ def test_example(programs: Path) -> None:
     assert [line.split()[0] for line in lines] == ["mixedkv", "stats:", "rows:", "copy:", "next:", "status"]
     assert "33 of 93 tokens hot" in lines[1]
     assert "the same bits" in lines[4]
-    assert lines[5].startswith("status 1: quantization_threshold 1000")
+    assert lines[5].startswith("status 1: quantization_threshold 8 is smaller than group_size 1000")
 
 
 def test_package_works_where_it_is_moved_to(tmp_path: Path) -> None:

@@ -42,8 +42,6 @@ def test_wider_than_at_first(open_pair, attention: str, unified: bool) -> None:
     assert_same(ctx, oracle, tokens[:100], seq_ids=1)
     most = ctx.stats()["threshold_capacity"]
     assert most > 2 * KV.threshold if unified else most == KV.threshold
-    with pytest.raises(ValueError, match=f"quantization_threshold {most + 1} and sink_tokens 4 take"):
-        ctx.set_window(most + 1, 8, 4)
     if not unified:
         return
     set_window(pair, 96, 8, 4)
@@ -59,6 +57,52 @@ def test_wider_than_at_first(open_pair, attention: str, unified: bool) -> None:
     for seq in (0, 1):
         assert_same(ctx, oracle, tokens[300:340], seq_ids=seq)
         check_books(ctx, oracle)
+
+
+@pytest.mark.parametrize("options", [{}, {"n_seq_max": 3, "unified": True}, {"n_seq_max": 2}], ids=str)
+@pytest.mark.parametrize("name", ["llama-64", "gemma2"])
+def test_wider_than_the_ring(open_pair, attention: str, options: dict, name: str) -> None:
+    """Rows go along into a larger one, in every sequence, and what is evaluated next sees all of them."""
+    pair = ctx, oracle = open_pair(name, 1, KV.with_(attention=attention), **options)
+    last, rows = options.get("n_seq_max", 1) - 1, ctx.stats()["ring_rows"]
+    for seq in (0, last):
+        assert_same(ctx, oracle, tokens[:100], seq_ids=seq)
+    for threshold, sinks in ((200, 4), (201, 4), (320, 6), (8, 4), (320, 4)):
+        set_window(pair, threshold, 8, sinks)
+        check_books(ctx, oracle)
+        for i, seq in enumerate((0, last)):
+            check_rows(ctx, oracle, seq)
+            assert_same(ctx, oracle, tokens[100 + i : 117 + i], seq_ids=seq)
+            assert_same(ctx, oracle, tokens[117:118], seq_ids=seq)
+        check_books(ctx, oracle)
+    stats = ctx.stats()
+    assert stats["ring_rows"] > max(rows, min(320, stats["n_ctx_seq"]))
+
+
+def test_a_window_without_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Llama(model_path(), n_ctx=4096, kv="mixed", verbose=False) as llm:
+        llm.eval([*range(300)])
+        before, bytes_hot = llm.kv.config, llm.kv.stats().bytes_hot
+        monkeypatch.setattr("mixedkv.kv.window_settings.memory_room", lambda: MIB)
+        with pytest.raises(
+            MemoryError, match=r"quantization_threshold=4000 takes .* F16 rows, and 1.* of memory are left"
+        ):
+            llm.kv.quantization_threshold = 4000
+        assert (llm.kv.config, llm.kv.stats().bytes_hot) == (before, bytes_hot)
+        monkeypatch.undo()
+        llm.kv.quantization_threshold = 128
+        assert llm.kv.stats().bytes_hot > bytes_hot
+        llm.eval([*range(300)])
+        assert llm.kv.layer(0).hot().sum() > 128 - 32
+
+
+def test_a_cache_without_rows_stays_without() -> None:
+    kv = "mixed:threshold=0,group=1,sinks=0"
+    with (
+        Llama(model_path(), n_ctx=512, kv=kv, verbose=False) as llm,
+        pytest.raises(ValueError, match="made without F16 rows"),
+    ):
+        llm.kv.quantization_threshold = 64
 
 
 @pytest.mark.parametrize("options", [{}, {"n_seq_max": 3, "unified": True}, {"n_seq_max": 2}], ids=str)

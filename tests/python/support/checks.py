@@ -69,8 +69,7 @@ def check_books(ctx: Ctx, oracle: Oracle | None = None) -> None:
     if oracle is not None:
         oracle.settle()
     il = [layer["il"] for layer in ctx.layers() if layer["mixed"]][-1]  # full attention, in every test model
-    n_slots = ctx.kv.slots * (1 if stats["n_stream"] > 1 else ctx.n_seq_max)  # type: ignore[union-attr]
-    assert stats["n_cells_hot"] <= n_slots * stats["n_stream"]
+    assert stats["n_cells_hot"] <= stats["hot_slots"]
     assert stats["n_cells_hot"] <= stats["n_cells_used"]
     total = 0
     for seq in range(ctx.n_seq_max):
