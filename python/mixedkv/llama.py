@@ -34,6 +34,7 @@ from mixedkv.llama_arguments import (
 )
 from mixedkv.model.footprint import model_shape
 from mixedkv.model.gguf_file import ModelFile, file_stamp, n_layers, n_mtp_layers, read_model_file
+from mixedkv.model.named_model import find_model, is_name
 from mixedkv.row_types import ggml_type, type_block, type_name
 from mixedkv.streaming.layer_choice import Asked
 from mixedkv.streaming.streaming import Mode, Streaming, plan_streaming
@@ -55,7 +56,8 @@ class Llama(GuardedLlama):
     Several threads may call it: they take turns, as `GuardedLlama` says; `close` waits for those inside.
 
     Args:
-        model_path: a GGUF file; of a split model the first part.
+        model_path: a GGUF file, of a split model the first part; or a name as `-m` takes it: "smollm2",
+            "hf:OWNER/REPO:FILE".
         kv: a spec such as "mixed" (the default), "mixed:cold=q8_0,threshold=256,group=32" or "q8_0", or a
             `MixedKVConfig`; see `mixedkv.config.parse_kv`. With embedding=True the default is "f16".
         n_seq_max: sequences the context can hold.
@@ -118,6 +120,8 @@ class Llama(GuardedLlama):
         self._n_rs_seq, self._load_mtp = check_snapshots(n_rs_seq), bool(load_mtp)
         flash_attn = _choose_flash_attn(self._setting, flash_attn)
         path = os.fsdecode(model_path)
+        if is_name(path):
+            path = str(find_model(path))
         file = read_model_file(path)
         if file.get("attention.causal", True) is False:  # llama.cpp ends the process where a batch is cut
             kwargs["n_batch"] = min(kwargs.get("n_batch", 512), kwargs.get("n_ubatch", 512))

@@ -18,6 +18,8 @@ EXIT_INTERRUPTED = 130
 _COMMANDS = {
     "run": "generate text from a prompt",
     "chat": "talk to a model, and go on another day",
+    "pull": "download a model",
+    "models": "list the models on this machine",
     "info": "what a cache would take",
     "serve": "serve a model over HTTP, as OpenAI does",
     "split": "a model on two machines: layers and cache here, embeddings and output head there",

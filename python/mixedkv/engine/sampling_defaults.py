@@ -36,7 +36,7 @@ def _is_good(name: str, value: Any) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:
-        Sampling(**{name: value})
+        Sampling(**dict[str, Any]({name: value}))
     except ValueError:
         return False
     return True

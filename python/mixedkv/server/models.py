@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mixedkv.bundled import model_path
 from mixedkv.limits import INT32_MAX
+from mixedkv.model.hub_model import is_hub_name
 from mixedkv.model.named_model import find_model
 from mixedkv.server.settings import ServerSettings
 
@@ -72,7 +73,8 @@ def _model(given: str, i: int, settings: ServerSettings) -> tuple[str, Path]:
     if named and not Path(given).exists():
         return named[1], find_model(named[2])
     name = settings.model_name if i == 0 else ""
-    return name or Path(given).stem, find_model(given)
+    path = find_model(given)
+    return name or (path if is_hub_name(given) else Path(given)).stem, path
 
 
 def _adapter(given: str, models: Sequence[tuple[str, Path]]) -> tuple[str, str, str]:

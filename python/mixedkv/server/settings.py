@@ -46,9 +46,10 @@ def _option(
 
 
 def _listed(value: Any) -> Any:
-    """Several are one text in the environment, with `:` between them as in PATH."""
+    """Several are one text in the environment: `:` between them as in PATH, or `,` if one is `hf:...`."""
     if isinstance(value, str):
-        return tuple(part for part in value.split(os.pathsep) if part)
+        between = "," if "hf:" in value else os.pathsep  # names of the hub have colons in them
+        return tuple(part for part in value.split(between) if part)
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -72,7 +73,9 @@ class ServerSettings(BaseSettings):
     )
 
     model: Several = _option(
-        (), "GGUF model or smollm2, again for more of them (default: the bundled one)", "[NAME=]FILE"
+        (),
+        "GGUF model, hf:OWNER/REPO[:FILE] or smollm2, again for more of them (default: the bundled one)",
+        "[NAME=]FILE",
     )
     model_name: str = _option("", "the first one's name for clients (default: the file's name)", "NAME")
     model_n_ctx: Several = _option((), "tokens of the cache of one of several models", "NAME=N")
