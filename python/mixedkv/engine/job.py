@@ -73,7 +73,7 @@ class Job:
         n_logprobs: None for no logprobs, else how many of the likeliest tokens to tell.
         reuse: which rows that are there it starts from, see `Reuse`: "exact", "prefix" or "chunks"; True as
             the engine does by default; False evaluates everything.
-        store: keep the KV in the store, if there is one.
+        store: keep the KV after the answer, in the context and in the store, if there is one.
         keep: the rows stay as a prefix that others start from.
         session: what the store files the KV under.
         shown: control tokens whose names are part of the answer.

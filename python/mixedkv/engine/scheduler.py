@@ -125,7 +125,8 @@ class Scheduler:
         """A job's place is free; its rows stay as an idle prefix."""
         self.save()
         seq = self._take(job)
-        if job.stitch is not None:  # half of its rows are nobody's
+        half = job.stitch is not None  # such rows are nobody's
+        if half or not (job.store or job.goes_on):
             self.pool.drop(seq)
         elif seq.tokens and job.goes_on:
             self.pool.pause(seq)

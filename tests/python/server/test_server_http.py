@@ -317,6 +317,28 @@ def test_without_the_cache_everything_is_evaluated(server: Server) -> None:
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+def test_without_the_cache_nothing_is_kept(server: Server) -> None:
+    """Not in the context either."""
+    bodies: tuple[dict[str, Any], ...] = ({"max_tokens": 4}, {"max_tokens": 4, "n": 2})
+    for i, body in enumerate(bodies):
+        asked = {"messages": make_recall(96 + i, 10).messages, "temperature": 0}
+        server.post("/v1/chat/completions", {**asked, **body, "use_kv_cache": False})
+        again = server.post("/v1/chat/completions", {**asked, "max_tokens": 4})
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_a_session_does_not_grow_without_the_cache(server: Server) -> None:
+    messages = make_recall(99, 10).messages
+    made = {"model": MODEL, "messages": messages[:1], "session_id": "none-kept", "mode": "append"}
+    server.post("/v1/context", made)
+    body = {"session_id": "none-kept", "messages": messages[1:], "max_tokens": 4, "use_kv_cache": False}
+    status, answer, _ = server.request("POST", "/v1/chat/completions", body)
+    assert status == 400
+    assert "use_kv_cache=false keeps nothing" in answer["error"]["message"]
+    usage = server.post("/v1/chat/completions", {**body, "append": False})["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+
+
 def test_an_answer_goes_back_under_its_message_id(server: Server) -> None:
     asked = {"role": "user", "content": make_recall(91, 20).text, "message_id": "m-1"}
     body = {"messages": [asked], "use_kv_cache": True, "temperature": 0, "max_tokens": 8}

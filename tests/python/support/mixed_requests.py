@@ -100,7 +100,8 @@ class Mix:
         )
         self._other_cuts = lambda: OtherCuts(model, kv, N_CTX)
         self.cuts: OtherCuts | None = None
-        self._options = (*own, "--store", str(folder / "store"), "--reuse", "chunks")
+        repair = () if kv.startswith("mixed") else ("--chunk-repair", "seam")
+        self._options = (*own, "--store", str(folder / "store"), "--reuse", "chunks", *repair)
         self.fresh = Server(*own)
         self.servers = [Server(*self._options), Server(*self._options)]
         for server in (self.fresh, *self.servers):

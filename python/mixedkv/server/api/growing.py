@@ -155,6 +155,8 @@ def _grows(body: Generation, session: CacheSessionMetadata) -> bool:
     grows = session.mode == "append" if body.append is None else body.append
     if grows and (body.n or 1) > 1:
         raise bad_request("append goes with one answer: leave n out, or append", "n")
+    if grows and body.use_kv_cache is False:
+        raise bad_request("use_kv_cache=false keeps nothing: say append=false too, or leave it out", "append")
     return grows
 
 

@@ -163,7 +163,7 @@ class Generation(Model):
     speculation: Literal["off", "prompt-lookup", "draft-model", "mtp"] | None = Field(
         None, description="How what comes next is guessed; default: as the server was started."
     )
-    use_kv_cache: bool | None = Field(None, description="False: evaluate everything, keep nothing.")
+    use_kv_cache: bool | None = Field(None, description="False: evaluate the whole prompt, keep no rows.")
     reuse: Literal["exact", "prefix", "chunks"] | None = Field(
         None, description="Which stored KV this answer may start from; default: the server's `--reuse`."
     )
