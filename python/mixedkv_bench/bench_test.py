@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mixedkv_bench.harness.contexts import Model
+from mixedkv_bench.harness.contexts import LoadedModel
 from mixedkv_bench.harness.progress import Progress
 from mixedkv_bench.harness.row import Row
 from mixedkv_bench.harness.table import Table
@@ -17,7 +17,7 @@ from mixedkv_bench.options import Options
 class Bench:
     """What a test works with: a model in memory, what was asked for, and where its rows go."""
 
-    model: Model
+    model: LoadedModel
     options: Options
     progress: Progress
     add: Callable[[Row], None]

@@ -24,7 +24,7 @@ from mixedkv_bench import (
 )
 from mixedkv_bench.aged import AgedRow
 from mixedkv_bench.fleet import FleetRow, ResumeRow
-from mixedkv_bench.harness.row import Part
+from mixedkv_bench.harness.row import RowPart
 from mixedkv_bench.memory import MemoryRow
 from mixedkv_bench.quality import QualityRow
 from mixedkv_bench.recall import RecallRow
@@ -82,7 +82,7 @@ AnyRow = Annotated[
 ]
 
 
-class Machine(Part):
+class Machine(RowPart):
     cpu: str = Field(description="name of the processor")
     cores: int = Field(description="cores it may use")
     memory_bytes: int = Field(description="memory of the machine")
@@ -90,7 +90,7 @@ class Machine(Part):
     load_average: list[float] = Field(description="of 1, 5 and 15 minutes, at the start")
 
 
-class Versions(Part):
+class Versions(RowPart):
     mixedkv: str = Field(description="this package")
     llama_commit: str = Field(description="commit of llama.cpp")
     isa: str = Field(description="instruction set of the kernels")
@@ -99,7 +99,7 @@ class Versions(Part):
     numpy: str = Field(description="numpy")
 
 
-class ModelFacts(Part):
+class ModelFacts(RowPart):
     file: str = Field(description="name of the file")
     name: str = Field(description="name of the model")
     architecture: str = Field(description="as llama.cpp calls it")
@@ -112,7 +112,7 @@ class ModelFacts(Part):
     n_ctx_train: int = Field(description="longest context in training")
 
 
-class Document(Part):
+class Document(RowPart):
     """What a run writes."""
 
     schema_: Literal["mixedkv.bench/1"] = Field(

@@ -14,14 +14,14 @@ from pydantic import Field
 
 from mixedkv_bench.bench_test import Bench, BenchTest, Measure
 from mixedkv_bench.harness.cache_settings import Setting
-from mixedkv_bench.harness.chat_client import Sampling
+from mixedkv_bench.harness.chat_client import ClientSampling
 from mixedkv_bench.harness.ray_fleet import RayFleet
 from mixedkv_bench.harness.replay import Conversation, Replay, replay
 from mixedkv_bench.harness.row import Row
 from mixedkv_bench.harness.summary import quartiles
 from mixedkv_bench.harness.table import Cells, Table, number
 from mixedkv_bench.options import Options
-from mixedkv_bench.serve import Script, TurnPart, Work, by_turn
+from mixedkv_bench.serve import Script, ServeWork, TurnPart, by_turn
 
 Routing = Literal["random", "ray", "prefix"]
 _SENDING = 3.0  # seconds in which what was answered is stored and sent
@@ -86,7 +86,7 @@ def check(options: Options) -> None:
 
 def prepare(bench: Bench) -> Measure:
     options = bench.options
-    work = Work(
+    work = ServeWork(
         n_prompt=options.n_prompt,
         n_gen=options.n_gen,
         turns=options.turns,
@@ -106,10 +106,10 @@ def _measure(bench: Bench, fleets: _Fleets) -> None:
 
 
 class _Fleets:
-    def __init__(self, bench: Bench, work: Work) -> None:
+    def __init__(self, bench: Bench, work: ServeWork) -> None:
         self._bench, self._work, self._remote = bench, work, bench.options.remote
         self._script = Script(bench.model, bench.options.file, work)
-        self._ends = Sampling(work.n_gen, ())
+        self._ends = ClientSampling(work.n_gen, ())
         self._n_ctx = self._script.n_ctx()
 
     def measure(self, fleet: RayFleet, setting: Setting, replicas: int) -> None:
@@ -188,7 +188,7 @@ class _Fleets:
         return texts[0] == texts[1]
 
 
-def _of_rounds(rounds: Sequence[Replay], work: Work) -> dict[str, Any]:
+def _of_rounds(rounds: Sequence[Replay], work: ServeWork) -> dict[str, Any]:
     answers = [answer for done in rounds for turn in done.answers for answer in turn]
     n_prompt = sum(answer.n_prompt or 0 for answer in answers)
     return {

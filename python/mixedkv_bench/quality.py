@@ -20,9 +20,9 @@ from pydantic import Field
 from mixedkv_bench.bench_test import Bench, BenchTest, Measure
 from mixedkv_bench.harness import context_facts, sample_text
 from mixedkv_bench.harness.cache_settings import REFERENCE, Setting
-from mixedkv_bench.harness.contexts import MICRO_BATCH, CannotRunError, Context, Model
+from mixedkv_bench.harness.contexts import MICRO_BATCH, CannotRunError, Context, LoadedModel
 from mixedkv_bench.harness.progress import Progress
-from mixedkv_bench.harness.row import CacheRow, Part
+from mixedkv_bench.harness.row import CacheRow, RowPart
 from mixedkv_bench.harness.summary import log_softmax, standard_error
 from mixedkv_bench.harness.table import Cells, Table, number
 from mixedkv_bench.options import Options
@@ -37,7 +37,7 @@ _MODES = {"batch": "in large batches", "token": "token by token"}
 Document = npt.NDArray[np.int32]
 
 
-class PositionPart(Part):
+class PositionPart(RowPart):
     """Some positions of all documents."""
 
     start: int = Field(alias="from", description="first position")
@@ -97,7 +97,7 @@ def prepare(bench: Bench) -> Measure:
     return lambda: measure(bench, documents)
 
 
-def read_documents(model: Model, options: Options) -> list[Document]:
+def read_documents(model: LoadedModel, options: Options) -> list[Document]:
     """`repeats` documents of `n_ctx` tokens each, fewer if the text has no more."""
     head = [model.bos] if model.adds_bos else []
     n = options.n_ctx - len(head)

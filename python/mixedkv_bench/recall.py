@@ -21,8 +21,8 @@ from mixedkv.model.gguf_file import read_model_file
 from mixedkv_bench.bench_test import Bench, BenchTest, Measure
 from mixedkv_bench.harness import context_facts, sample_text
 from mixedkv_bench.harness.cache_settings import REFERENCE, Setting
-from mixedkv_bench.harness.contexts import CannotRunError, Context, Model
-from mixedkv_bench.harness.row import CacheRow, Part
+from mixedkv_bench.harness.contexts import CannotRunError, Context, LoadedModel
+from mixedkv_bench.harness.row import CacheRow, RowPart
 from mixedkv_bench.harness.summary import wilson
 from mixedkv_bench.harness.table import NONE, Cells, Table, number
 from mixedkv_bench.options import Options
@@ -36,7 +36,7 @@ _SEED = 70_000
 _MIN_N_CTX = 1024  # a journal with all its questions
 
 
-class SharePart(Part):
+class SharePart(RowPart):
     n: int = Field(description="questions")
     correct: int = Field(description="right answers")
     low: float = Field(description="of the 95% Wilson interval of their share")
@@ -58,7 +58,7 @@ class VariantPart(SharePart):
     )
 
 
-class AgreementPart(Part):
+class AgreementPart(RowPart):
     """How long greedy text after a journal stays the reference's."""
 
     n: int = Field(description="texts")
@@ -87,7 +87,7 @@ class RecallRow(CacheRow):
 
 
 @dataclass(frozen=True)
-class Case:
+class RecallCase:
     """A journal in tokens, and its questions: tokens, tokens back to the fact, the wanted answer."""
 
     journal: list[int]
@@ -103,12 +103,12 @@ class _Answers:
     texts: list[list[int]]
 
 
-def make_cases(model: Model, n_journals: int, n_ctx: int) -> list[Case]:
+def make_cases(model: LoadedModel, n_journals: int, n_ctx: int) -> list[RecallCase]:
     """Journals that fill a context of `n_ctx` tokens."""
     return [_make_case(model, _SEED + i, n_ctx) for i in range(n_journals)]
 
 
-def _make_case(model: Model, seed: int, n_ctx: int) -> Case:
+def _make_case(model: LoadedModel, seed: int, n_ctx: int) -> RecallCase:
     def count(text: str) -> int:
         return len(model.tokenize(text))
 
@@ -124,7 +124,7 @@ def _make_case(model: Model, seed: int, n_ctx: int) -> Case:
         ask = model.tokenize(sample_text.NOTED + sample_text.ask(question.fact), special=True)
         questions.append((question, ask, journal.tokens_after(question, count) + len(ask)))
     starts = [model.tokenize(start) for start in _STARTS]
-    return Case(tokens, starts, questions)
+    return RecallCase(tokens, starts, questions)
 
 
 def check(options: Options) -> None:
@@ -143,7 +143,7 @@ def prepare(bench: Bench) -> Measure:
     return lambda: measure(bench, cases)
 
 
-def measure(bench: Bench, cases: Sequence[Case]) -> None:
+def measure(bench: Bench, cases: Sequence[RecallCase]) -> None:
     """Add one row per setting, the reference first."""
     options, progress = bench.options, bench.progress
     n_ctx, threads = options.n_ctx_recall, options.threads
@@ -178,7 +178,7 @@ def measure(bench: Bench, cases: Sequence[Case]) -> None:
             bench.add(RecallRow.model_validate(row | _summary(answers, want, setting)))
 
 
-def _answer(context: Context, case: Case, answers: _Answers) -> None:
+def _answer(context: Context, case: RecallCase, answers: _Answers) -> None:
     context.clear()
     context.feed(case.journal)
     state, n_past = context.save(), context.n_past

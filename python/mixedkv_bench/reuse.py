@@ -38,8 +38,8 @@ from mixedkv_bench.harness.reuse_cases import (
     Workload,
     kinds_of,
 )
-from mixedkv_bench.harness.row import Part, Row
-from mixedkv_bench.harness.store_run import Run
+from mixedkv_bench.harness.row import Row, RowPart
+from mixedkv_bench.harness.store_run import StoreRun
 from mixedkv_bench.harness.summary import wilson
 from mixedkv_bench.harness.table import Cells, Table, number
 from mixedkv_bench.options import Options
@@ -54,7 +54,7 @@ _CALIBRATED: tuple[Method, ...] = (
 )
 
 
-class ReuseBucket(Part):
+class ReuseBucket(RowPart):
     """Cases whose share of reused tokens is within bounds."""
 
     low: float = Field(alias="from", description="lower bound of the share")
@@ -64,7 +64,7 @@ class ReuseBucket(Part):
     kld_mean: float = Field(description="as of the row")
 
 
-class ReuseTurn(Part):
+class ReuseTurn(RowPart):
     """Cases of one turn of a growing history."""
 
     turn: int = Field(description="which, from 1")
@@ -203,7 +203,7 @@ def _measure_settings(
         try:
             with ExitStack() as stack:
                 run, reference = (
-                    stack.enter_context(Run(bench.model.path, each, n_ctx, options.threads))
+                    stack.enter_context(StoreRun(bench.model.path, each, n_ctx, options.threads))
                     for each in (setting, REFERENCE)
                 )
                 _measure_setting(bench, run, reference, setting, kinds, head, peer)
@@ -216,8 +216,8 @@ def _measure_settings(
 
 def _measure_setting(
     bench: Bench,
-    run: Run,
-    reference: Run,
+    run: StoreRun,
+    reference: StoreRun,
     setting: Setting,
     kinds: Sequence[tuple[Workload, DonorKind]],
     head: dict[str, Any],
@@ -253,7 +253,7 @@ def _measure_setting(
         _calibrate(run, worst, options.max_kld).write(options.folder)
 
 
-def _maker(run: Run, options: Options) -> CaseMaker:
+def _maker(run: StoreRun, options: Options) -> CaseMaker:
     llm = run.llm
 
     def encode(text: str) -> list[int]:
@@ -263,7 +263,9 @@ def _maker(run: Run, options: Options) -> CaseMaker:
     return CaseMaker(encode, head, options.n_prompt, options.n_documents)
 
 
-def _measure_case(run: Run, reference: Run, case: Case, results: Sequence[_Results], seed: int) -> None:
+def _measure_case(
+    run: StoreRun, reference: StoreRun, case: Case, results: Sequence[_Results], seed: int
+) -> None:
     """All methods on one prompt, each from an empty cache and the same store. Full evaluation comes first,
     since it says what the others follow; the others take turns in going next.
     """
@@ -300,7 +302,7 @@ def _measure_case(run: Run, reference: Run, case: Case, results: Sequence[_Resul
 _EMPTY = KVStore(None, max_ram_bytes=0)
 
 
-def _in_f32(reference: Run, case: Case, answer: list[int]) -> list[Logits]:
+def _in_f32(reference: StoreRun, case: Case, answer: list[int]) -> list[Logits]:
     """The distributions along an answer in a cache that rounds nothing."""
     reference.clear()
     reference.llm.eval(case.prompt.tolist())
@@ -318,7 +320,7 @@ def _timed(each: _Results, prefill: Callable[[], ChunkReuse]) -> None:
     each.cpu.append(time.process_time() - cpu)
 
 
-def _is_right(run: Run, tokens: list[int], case: Case) -> bool:
+def _is_right(run: StoreRun, tokens: list[int], case: Case) -> bool:
     """Whether the answer is the one that was taught, word for word, up to the end of the turn."""
     text = run.llm.detokenize(tokens, special=True).decode(errors="replace")
     return text.split("<|end|>")[0].strip() == case.answer
@@ -436,7 +438,7 @@ def _by_turn(each: _Results) -> list[ReuseTurn]:
     return turns
 
 
-def _calibrate(run: Run, worst: dict[Method, list[_Results]], max_kld: float) -> Calibration:
+def _calibrate(run: StoreRun, worst: dict[Method, list[_Results]], max_kld: float) -> Calibration:
     """Of each method the workload and donor with the largest mean divergence."""
     measured = []
     for method, kinds in worst.items():

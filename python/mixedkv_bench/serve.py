@@ -24,11 +24,11 @@ from mixedkv_bench.bench_test import Bench, BenchTest, Measure
 from mixedkv_bench.harness import servers
 from mixedkv_bench.harness.bench_peer import check_program
 from mixedkv_bench.harness.cache_settings import Setting, make_settings
-from mixedkv_bench.harness.chat_client import Sampling
-from mixedkv_bench.harness.contexts import CannotRunError, Model
+from mixedkv_bench.harness.chat_client import ClientSampling
+from mixedkv_bench.harness.contexts import CannotRunError, LoadedModel
 from mixedkv_bench.harness.progress import Progress
 from mixedkv_bench.harness.replay import Conversation, Replay, make_conversation, replay, room
-from mixedkv_bench.harness.row import Part, Row
+from mixedkv_bench.harness.row import Row, RowPart
 from mixedkv_bench.harness.servers import ServerSpec
 from mixedkv_bench.harness.stall import Stall, stall
 from mixedkv_bench.harness.summary import quartiles
@@ -54,7 +54,7 @@ class ServerRow(Row):
     )
 
 
-class TurnPart(Part):
+class TurnPart(RowPart):
     """All answers at one turn."""
 
     turn: int = Field(description="which, from 1")
@@ -151,7 +151,7 @@ class StallRow(ServerRow):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class ServeWork:
     """What is asked: conversations of `turns` messages, the first of `n_prompt` tokens, with answers of
     `n_gen`; as many conversations as the largest of `clients`, for every number of clients.
     """
@@ -172,7 +172,7 @@ class Work:
 
 
 @dataclass
-class Contender:
+class ServerContender:
     """One server: how it is started, and what came of it, by number of clients."""
 
     engine: str
@@ -188,10 +188,10 @@ class Contender:
 class Script:
     """The conversations, each with a number, and how they are sampled."""
 
-    def __init__(self, model: Model, file: ModelFile, work: Work) -> None:
+    def __init__(self, model: LoadedModel, file: ModelFile, work: ServeWork) -> None:
         self._work = work
         self._count = lambda text: len(model.tokenize(text))
-        self.sampling = Sampling(work.n_gen, _banned(model, file))
+        self.sampling = ClientSampling(work.n_gen, _banned(model, file))
 
     def conversations(self, group: int) -> list[Conversation]:
         """As many as are replayed together; another group shares none with this one."""
@@ -217,7 +217,7 @@ def check(options: Options) -> None:
 
 def prepare(bench: Bench) -> Measure:
     options = bench.options
-    work = Work(
+    work = ServeWork(
         n_prompt=options.n_prompt,
         n_gen=options.n_gen,
         turns=options.turns,
@@ -231,7 +231,7 @@ def prepare(bench: Bench) -> Measure:
     return lambda: measure(bench, work)
 
 
-def measure(bench: Bench, work: Work) -> None:
+def measure(bench: Bench, work: ServeWork) -> None:
     """Add a row for every server and number of clients, and one with the stall of each of ours.
 
     What was measured is added also when this is interrupted.
@@ -254,13 +254,13 @@ def measure(bench: Bench, work: Work) -> None:
             bench.add(row)
 
 
-def _contenders(options: Options, spec: ServerSpec, work: Work) -> list[Contender]:
-    def ours(setting: Setting) -> Contender:
-        return Contender("mixedkv", setting, lambda port: servers.mixedkv_command(spec, setting, port))
+def _contenders(options: Options, spec: ServerSpec, work: ServeWork) -> list[ServerContender]:
+    def ours(setting: Setting) -> ServerContender:
+        return ServerContender("mixedkv", setting, lambda port: servers.mixedkv_command(spec, setting, port))
 
-    def stock(engine: str) -> Contender:
+    def stock(engine: str) -> ServerContender:
         (f16,) = make_settings(["f16"], "off")
-        return Contender(engine, f16, lambda port: servers.stock_command(spec, engine, port))
+        return ServerContender(engine, f16, lambda port: servers.stock_command(spec, engine, port))
 
     contenders = [ours(setting) for setting in options.settings]
     if (program := work.program) is not None:
@@ -268,13 +268,13 @@ def _contenders(options: Options, spec: ServerSpec, work: Work) -> list[Contende
     return contenders + ([stock(servers.STOCK), stock(servers.STOCK_CACHE)] if work.peer else [])
 
 
-def _rival(setting: Setting, spec: ServerSpec, program: Path) -> Contender:
-    return Contender(
+def _rival(setting: Setting, spec: ServerSpec, program: Path) -> ServerContender:
+    return ServerContender(
         program.name, setting, lambda port: servers.llama_server_command(spec, setting, program, port)
     )
 
 
-def _start(contender: Contender, script: Script, stack: ExitStack, progress: Progress) -> None:
+def _start(contender: ServerContender, script: Script, stack: ExitStack, progress: Progress) -> None:
     """Start a server and let it answer once."""
     progress.show(f"serve: start {contender.engine} {contender.setting.name}")
     port = servers.free_port()
@@ -289,7 +289,7 @@ def _start(contender: Contender, script: Script, stack: ExitStack, progress: Pro
 
 
 def _round(
-    contender: Contender, no: int, script: Script, work: Work, spec: ServerSpec, progress: Progress
+    contender: ServerContender, no: int, script: Script, work: ServeWork, spec: ServerSpec, progress: Progress
 ) -> None:
     for i, clients in enumerate(work.clients):
         progress.show(f"serve: {contender.engine} {contender.setting.name}, {clients} clients")
@@ -319,7 +319,7 @@ def _round(
     progress.step()
 
 
-def _stall(server: servers.Server, no: int, script: Script, work: Work, spec: ServerSpec) -> Stall:
+def _stall(server: servers.Server, no: int, script: Script, work: ServeWork, spec: ServerSpec) -> Stall:
     """One client asks for a long prompt while all others generate; they share the room of all."""
     n_streams = work.n_conversations - 1
     n_long = min(_LONG, spec.n_ctx * spec.clients // 2)
@@ -333,7 +333,7 @@ def _stall(server: servers.Server, no: int, script: Script, work: Work, spec: Se
     return stall(server.url, streams, prompt, n_room, script.sampling)
 
 
-def _rows(contenders: Sequence[Contender], work: Work, spec: ServerSpec) -> Iterator[ServerRow]:
+def _rows(contenders: Sequence[ServerContender], work: ServeWork, spec: ServerSpec) -> Iterator[ServerRow]:
     for contender in contenders:
         head: dict[str, Any] = {
             "engine": contender.engine,
@@ -356,7 +356,11 @@ def _rows(contenders: Sequence[Contender], work: Work, spec: ServerSpec) -> Iter
 
 
 def _of_replays(
-    contender: Contender, contenders: Sequence[Contender], clients: int, replays: Sequence[Replay], work: Work
+    contender: ServerContender,
+    contenders: Sequence[ServerContender],
+    clients: int,
+    replays: Sequence[Replay],
+    work: ServeWork,
 ) -> dict[str, Any]:
     rates = [done.n_tokens(work.n_gen) / done.seconds for done in replays]
     low, median, high = quartiles(rates)
@@ -412,7 +416,7 @@ def _mean(values: Sequence[int | None]) -> float | None:
     return float(np.mean(known)) if len(known) == len(values) else None
 
 
-def _of_stalls(stalls: Sequence[Stall], work: Work) -> dict[str, Any]:
+def _of_stalls(stalls: Sequence[Stall], work: ServeWork) -> dict[str, Any]:
     """Means, since tokens that gather on the way come at once, with no time between them."""
     idle = np.concatenate([one.idle for one in stalls])
     busy = np.concatenate([one.busy for one in stalls])
@@ -430,7 +434,7 @@ def _of_stalls(stalls: Sequence[Stall], work: Work) -> dict[str, Any]:
     }
 
 
-def _banned(model: Model, file: ModelFile) -> tuple[int, ...]:
+def _banned(model: LoadedModel, file: ModelFile) -> tuple[int, ...]:
     """Tokens that end an answer, and if they are few all others that are no text."""
     vocab = llama_cpp.llama_model_get_vocab(model.ptr)
     ends = [i for i in range(model.n_vocab) if llama_cpp.llama_vocab_is_eog(vocab, i)]

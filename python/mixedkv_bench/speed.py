@@ -20,11 +20,11 @@ from mixedkv_bench.bench_test import Bench, BenchTest, Measure
 from mixedkv_bench.harness import context_facts
 from mixedkv_bench.harness.bench_peer import BenchPeer, check_program
 from mixedkv_bench.harness.cache_settings import Setting
-from mixedkv_bench.harness.contexts import CannotRunError, Model
+from mixedkv_bench.harness.contexts import CannotRunError, LoadedModel
 from mixedkv_bench.harness.neighbours import neighbours
 from mixedkv_bench.harness.progress import Progress
 from mixedkv_bench.harness.row import Row
-from mixedkv_bench.harness.speed_run import Local, RunFacts, Runner, Work
+from mixedkv_bench.harness.speed_run import Local, RunFacts, Runner, SpeedWork
 from mixedkv_bench.harness.stock_peer import Peer
 from mixedkv_bench.harness.summary import quartiles
 from mixedkv_bench.harness.table import NONE, Cells, Table, number, spread
@@ -110,7 +110,7 @@ class SpeedRow(Row):
 class Opener(Protocol):
     """Makes what runs a setting."""
 
-    def __call__(self, setting: Setting, work: Work) -> Runner: ...
+    def __call__(self, setting: Setting, work: SpeedWork) -> Runner: ...
 
 
 class Times(NamedTuple):
@@ -155,7 +155,7 @@ def measure(bench: Bench) -> None:
         entries = _entries(bench.model, bench, peers)
         progress.add(len(options.depths) * len(entries) * (options.repeats + 1))
         for depth in options.depths:
-            work = Work(
+            work = SpeedWork(
                 depth=depth,
                 n_prompt=options.n_prompt,
                 n_gen=options.n_gen,
@@ -175,10 +175,10 @@ def measure(bench: Bench) -> None:
                     bench.add(row)
 
 
-def _entries(model: Model, bench: Bench, stack: ExitStack) -> list[tuple[Setting, str, Opener]]:
+def _entries(model: LoadedModel, bench: Bench, stack: ExitStack) -> list[tuple[Setting, str, Opener]]:
     """Who is compared: each setting here, and with `--peer` those that llama.cpp knows there."""
 
-    def open_here(setting: Setting, work: Work) -> Runner:
+    def open_here(setting: Setting, work: SpeedWork) -> Runner:
         runner = Local(model, setting, work)
         try:
             runner.facts["attention"] = context_facts.attention(runner.context)
@@ -204,7 +204,7 @@ def _peer(options: Options, stack: ExitStack) -> tuple[str, Opener]:
     return "llama_cpp", peer.open
 
 
-def _open(contender: Contender, open_: Opener, work: Work, stack: ExitStack, progress: Progress) -> None:
+def _open(contender: Contender, open_: Opener, work: SpeedWork, stack: ExitStack, progress: Progress) -> None:
     progress.show(f"speed at {work.depth}: fill {contender.setting.name}")
     try:
         contender.runner = open_(contender.setting, work)
@@ -214,7 +214,7 @@ def _open(contender: Contender, open_: Opener, work: Work, stack: ExitStack, pro
         contender.error = str(error)
 
 
-def _take_turns(contenders: Sequence[Contender], work: Work, repeats: int, progress: Progress) -> None:
+def _take_turns(contenders: Sequence[Contender], work: SpeedWork, repeats: int, progress: Progress) -> None:
     """The first round only warms up. Every other one goes backwards: none always follows another."""
     for no in range(repeats + 1):
         for contender in contenders[:: -1 if no % 2 else 1]:
@@ -230,7 +230,7 @@ def _take_turns(contenders: Sequence[Contender], work: Work, repeats: int, progr
             progress.step()
 
 
-def _rows(contenders: Sequence[Contender], work: Work, busy: int) -> Iterator[SpeedRow]:
+def _rows(contenders: Sequence[Contender], work: SpeedWork, busy: int) -> Iterator[SpeedRow]:
     for contender in contenders:
         measured: dict[str, float | list[float]] = {}
         if contender.times:

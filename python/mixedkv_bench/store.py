@@ -23,11 +23,11 @@ from mixedkv.errors import UnsupportedModelError
 from mixedkv.limits import padded
 from mixedkv_bench.bench_test import Bench, BenchTest, Measure
 from mixedkv_bench.harness.cache_settings import Setting
-from mixedkv_bench.harness.contexts import CannotRunError, Model
+from mixedkv_bench.harness.contexts import CannotRunError, LoadedModel
 from mixedkv_bench.harness.page_cache import drop_cached
 from mixedkv_bench.harness.progress import Progress
-from mixedkv_bench.harness.row import Part, Row
-from mixedkv_bench.harness.store_run import Place, Run, in_new_process
+from mixedkv_bench.harness.row import Row, RowPart
+from mixedkv_bench.harness.store_run import StorePlace, StoreRun, in_new_process
 from mixedkv_bench.harness.summary import quartiles
 from mixedkv_bench.harness.table import Cells, Table, as_bytes, number, spread
 from mixedkv_bench.options import Options
@@ -92,7 +92,7 @@ class StoreRow(Row):
     )
 
 
-class ChatTurn(Part):
+class TimedTurn(RowPart):
     """A turn of a chat."""
 
     turn: int = Field(description="which, from 1")
@@ -116,11 +116,11 @@ class ChatRow(Row):
 
     test: Literal["chat"] = "chat"
     n_gen: int = Field(description="tokens of an answer")
-    turns: list[ChatTurn] = Field(description="the turns, in order")
+    turns: list[TimedTurn] = Field(description="the turns, in order")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class StoreWork:
     """What is timed: a prompt of `n_prompt` tokens of which the last `n_new` were never stored, and a chat of
     `turns` messages, the first of half a prompt, the others of `n_new` tokens, with answers of `n_gen`.
     """
@@ -147,7 +147,7 @@ def check(options: Options) -> None:
 
 def prepare(bench: Bench) -> Measure:
     options = bench.options
-    work = Work(
+    work = StoreWork(
         n_prompt=options.n_prompt,
         n_new=options.n_new,
         n_gen=options.n_gen,
@@ -160,7 +160,7 @@ def prepare(bench: Bench) -> Measure:
     return lambda: measure(bench, work)
 
 
-def measure(bench: Bench, work: Work) -> None:
+def measure(bench: Bench, work: StoreWork) -> None:
     """Add a row for every setting and tier, and one for the chat of every setting.
 
     What was measured is added also when this is interrupted.
@@ -204,23 +204,28 @@ class _Rounds:
     """One setting, with a store in memory, one in a folder, and an encrypted one."""
 
     def __init__(
-        self, model: Model, setting: Setting, work: Work, stack: ExitStack, times: dict[Tier, TierTimes]
+        self,
+        model: LoadedModel,
+        setting: Setting,
+        work: StoreWork,
+        stack: ExitStack,
+        times: dict[Tier, TierTimes],
     ) -> None:
         self._work, self._setting, self._times = work, setting, times
         head = [model.bos] if model.adds_bos else []
         text = model.random_tokens(work.n_prompt + work.n_ctx, seed=_SEED)
         self._prompt = np.array([*head, *text], np.int32)[: work.n_prompt]
         self._later = text[work.n_prompt :]
-        self._run = stack.enter_context(Run(model.path, setting, work.n_ctx, work.threads))
+        self._run = stack.enter_context(StoreRun(model.path, setting, work.n_ctx, work.threads))
         scratch = tempfile.TemporaryDirectory(dir=work.folder, prefix="mixedkv-bench-")
         folder = Path(stack.enter_context(scratch))
-        self._places: dict[Tier, Place] = {
-            "ram": Place(None),
-            "disk": Place(folder / "plain"),
-            "encrypted": Place(folder / "encrypted", encrypted=True),
+        self._places: dict[Tier, StorePlace] = {
+            "ram": StorePlace(None),
+            "disk": StorePlace(folder / "plain"),
+            "encrypted": StorePlace(folder / "encrypted", encrypted=True),
         }
         if work.remote is not None:
-            self._places["remote"] = Place(None, encrypted=True, remote=work.remote)
+            self._places["remote"] = StorePlace(None, encrypted=True, remote=work.remote)
         self._tiers = [tier for tier in TIERS if tier != "remote" or work.remote is not None]
         for place in self._places.values():
             stack.enter_context(place)
@@ -267,7 +272,7 @@ class _Rounds:
             if tier == "new_process":
                 times.start.append(start)
 
-    def _answer(self, place: Place | None) -> tuple[float, float]:
+    def _answer(self, place: StorePlace | None) -> tuple[float, float]:
         self._run.clear()
         if place:
             place.forget()
@@ -279,11 +284,11 @@ class _Rounds:
 
     # --- a chat ---
 
-    def chat(self, progress: Progress) -> list[ChatTurn]:
+    def chat(self, progress: Progress) -> list[TimedTurn]:
         """Every turn with the cache emptied before, from the files; and, to compare, evaluated anew."""
         place, work = self._places["disk"], self._work
         place.empty()
-        turns: list[ChatTurn] = []
+        turns: list[TimedTurn] = []
         history = self._prompt[: work.n_prompt // 2]
         n_message, n_known = len(history), 0
         for turn in range(1, work.turns + 1):
@@ -301,7 +306,7 @@ class _Rounds:
             n_known = len(history) - 1  # the last token was chosen, not evaluated
             place.save(self._run, history[:n_known])
             turns.append(
-                ChatTurn(
+                TimedTurn(
                     turn=turn,
                     n_prompt=len(history) - work.n_gen,
                     n_message=n_message,
@@ -318,7 +323,7 @@ class _Rounds:
 
 
 def _rows(
-    times: dict[Tier, TierTimes], head: dict[str, Any], work: Work, f16_bytes: int
+    times: dict[Tier, TierTimes], head: dict[str, Any], work: StoreWork, f16_bytes: int
 ) -> Iterator[StoreRow]:
     for tier, of_tier in times.items():
         if not of_tier.ttft and not of_tier.error:

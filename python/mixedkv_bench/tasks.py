@@ -16,11 +16,11 @@ from pydantic import Field
 from mixedkv_bench.bench_test import Bench, BenchTest, Measure
 from mixedkv_bench.harness import context_facts
 from mixedkv_bench.harness.cache_settings import Setting, make_settings
-from mixedkv_bench.harness.contexts import CannotRunError, Context, Model
-from mixedkv_bench.harness.row import CacheRow, Part
+from mixedkv_bench.harness.contexts import CannotRunError, Context, LoadedModel
+from mixedkv_bench.harness.row import CacheRow, RowPart
 from mixedkv_bench.harness.summary import wilson
 from mixedkv_bench.harness.table import NONE, Cells, Table, number
-from mixedkv_bench.harness.task_items import TASKS, Item, make_piles
+from mixedkv_bench.harness.task_items import TASKS, TaskItem, make_piles
 
 _SEED = 130_000
 _AT_ONCE = 8  # questions in a batch
@@ -29,7 +29,7 @@ _ROOM = 160  # tokens for a question and its answer
 _STARTS = ("\n\nIn short,", "\n\nThe", "\n\nFor example,", "\n\nNote that")
 
 
-class TaskPart(Part):
+class TaskPart(RowPart):
     """Answers to one kind of question."""
 
     task: str = Field(description="kind of question")
@@ -67,17 +67,17 @@ class _Case:
     """A document in tokens, and its questions; an item of None is a text to go on with."""
 
     document: list[int]
-    prompts: list[tuple[Item | None, list[int]]]
+    prompts: list[tuple[TaskItem | None, list[int]]]
 
 
 @dataclass
 class _Said:
     """What one setting said, in the order of the cases and their prompts."""
 
-    items: list[tuple[Item | None, list[int], bool]] = field(default_factory=list)
+    items: list[tuple[TaskItem | None, list[int], bool]] = field(default_factory=list)
 
 
-def make_cases(model: Model, n_documents: int, depth: int) -> list[_Case]:
+def make_cases(model: LoadedModel, n_documents: int, depth: int) -> list[_Case]:
     """Documents of about `depth` tokens with their questions."""
 
     def count(text: str) -> int:
@@ -147,7 +147,7 @@ def _ask(bench: Bench, setting: Setting, depth: int, cases: Sequence[_Case]) -> 
     return said, row
 
 
-def _answers(context: Context, case: _Case) -> Iterator[tuple[Item | None, list[int], bool]]:
+def _answers(context: Context, case: _Case) -> Iterator[tuple[TaskItem | None, list[int], bool]]:
     for start in range(0, len(case.prompts), _AT_ONCE):
         group = case.prompts[start : start + _AT_ONCE]
         lengths = [_GREEDY if item is None else item.n_tokens for item, _ in group]

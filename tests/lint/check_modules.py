@@ -1,4 +1,5 @@
-"""The modules of a package: no name that means two things, and llama_cpp's private parts in one place.
+"""The modules of both packages: no public class name that means two things, and llama_cpp's private parts in
+one place. Modules may have the same name in two folders, as long as their classes differ.
 
 Layers and circles are import-linter's business; see pyproject.toml.
 """
@@ -26,25 +27,32 @@ PRIVATE = {
     "_stack",
 }
 OWN = ("self", "cls")  # an attribute of one's own may have such a name
-MOST_LINES = 500
 ROOTS = ("python/mixedkv", "python/mixedkv_bench")
 
 
-def check(root: Path) -> list[str]:
-    """What is wrong, one line each."""
+def check(roots: list[Path]) -> list[str]:
+    """Return what is wrong, one line each."""
     problems = []
-    modules: defaultdict[str, list[str]] = defaultdict(list)
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root).as_posix()
-        text = path.read_text(encoding="utf-8")
-        if not path.stem.startswith("__"):
-            modules[path.stem].append(name)
-        if text.count("\n") >= MOST_LINES:
-            problems.append(f"{name} has {MOST_LINES} lines or more")
+    classes: defaultdict[str, list[str]] = defaultdict(list)
+    for path in sorted(path for root in roots for path in root.rglob("*.py")):
+        text, name = path.read_text(encoding="utf-8"), path.as_posix()
+        for each in public_classes(text):
+            classes[each].append(name)
         if path.name not in PRIVATE_IN:
             problems += [f"{name}:{line} uses llama_cpp's private {what}" for line, what in private(text)]
-    twice = [names for names in modules.values() if len(names) > 1]
-    return problems + [f"one name, two meanings: {', '.join(names)}" for names in twice]
+    twice = [(each, names) for each, names in classes.items() if len(names) > 1]
+    return problems + [
+        f"class {each} means several things, give all but one another name: {', '.join(names)}"
+        for each, names in twice
+    ]
+
+
+def public_classes(text: str) -> list[str]:
+    return [
+        node.name
+        for node in ast.parse(text).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
 
 
 def private(text: str) -> list[tuple[int, str]]:
@@ -58,6 +66,6 @@ def private(text: str) -> list[tuple[int, str]]:
 
 
 if __name__ == "__main__":
-    problems = [line for root in ROOTS for line in check(Path(root))]
-    print("\n".join(problems) or "python: no name twice, nothing private outside its place")
+    problems = check([Path(root) for root in ROOTS])
+    print("\n".join(problems) or "python: no class name twice, nothing private outside its place")
     sys.exit(bool(problems))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Literal
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
+from mixedkv.atomic_write import write_atomically
 from mixedkv.chunks.chunk_reuse import Repair
 from mixedkv.chunks.repair import Method
 from mixedkv.store import Identity
@@ -55,9 +55,7 @@ class Calibration(BaseModel):
     def write(self, folder: Path) -> Path:
         """To its place in a store's folder; the path."""
         path = place(folder, self.identity)
-        part = path.with_suffix(".part")
-        part.write_text(self.model_dump_json(indent=1) + "\n")
-        os.replace(part, path)
+        write_atomically(path, self.model_dump_json(indent=1) + "\n")
         return path
 
 

@@ -13,7 +13,7 @@ from mixedkv.engine.fair_queue import FairQueue, Service
 from mixedkv.engine.job import Failed, Job
 from mixedkv.engine.observer import Observer
 from mixedkv.engine.pacing import Pace, share
-from mixedkv.engine.sequences import NO_MATCH, Match, Sequence, SequencePool
+from mixedkv.engine.sequences import NO_MATCH, Sequence, SequenceMatch, SequencePool
 from mixedkv.engine.tenant_limits import Limits, unlimited
 from mixedkv.errors import RowsGoneError
 from mixedkv.tokens import common_prefix
@@ -236,7 +236,7 @@ class Scheduler:
         if match.n >= job.first and job.n_fetched < match.n + _WAIT_FOR:
             job.forget_blocks()
         elif job.n_fetched:
-            match = Match(None, 0, job.blocks_exact, 0)
+            match = SequenceMatch(None, 0, job.blocks_exact, 0)
         n_cells = job.n_cells - match.n + _HEADROOM + self.pool.n_cells(match)
         if not self._make_room(job, n_cells, match.source):
             return False
@@ -258,7 +258,7 @@ class Scheduler:
         self.running.append(job)
         return True
 
-    def _plan_checkpoints(self, job: Job, seq: Sequence, match: Match) -> None:
+    def _plan_checkpoints(self, job: Job, seq: Sequence, match: SequenceMatch) -> None:
         pool, n = self.pool, job.n_prompt
         if job.goes_on and n - match.n < _SAVE_AFTER:
             return
@@ -270,7 +270,7 @@ class Scheduler:
         if match.n and match.n in job.save_at:
             pool.save(seq)
 
-    def _match(self, job: Job) -> Match:
+    def _match(self, job: Job) -> SequenceMatch:
         if job.paused is not None:
             own = self.pool.own_rows(job.paused, job.tenant, job.all_tokens, job.most_cut)
             if own.n:
@@ -286,7 +286,7 @@ class Scheduler:
             job.leave_out(job.long, n_dropped)
         return longer if longer.moved else self._match_plain(job)
 
-    def _match_plain(self, job: Job) -> Match:
+    def _match_plain(self, job: Job) -> SequenceMatch:
         match = NO_MATCH
         while job.reuse and not self.pool.confirm(
             match := self.pool.match(job.tenant, job.all_tokens, job.accept)

@@ -31,7 +31,7 @@ MIN_SHARED = 16  # tokens; less is not worth a copy
 _MAX_CUT = 32  # tokens an idle sequence loses at most when it is taken over instead of copied
 
 
-class Memory(Movable, Protocol):
+class SequenceMemory(Movable, Protocol):
     """What of a `KVCache` the pool needs."""
 
     @property
@@ -99,7 +99,7 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class SequenceMatch:
     """The best start for a prompt: `n` tokens of `source`, with a checkpoint where a plain cut would not do;
     up to `longest` are the same, but cannot be gone on from exactly. `dropped` tokens of the source from
     `head` on are taken out first. `again`: the source answered the same prompt, and what it answered is about
@@ -121,7 +121,7 @@ class Match:
         return self.dropped > 0 or (self.source is not None and self.source.stitched)
 
 
-NO_MATCH = Match(None, 0, True, 0)
+NO_MATCH = SequenceMatch(None, 0, True, 0)
 
 
 class SequencePool:
@@ -138,7 +138,7 @@ class SequencePool:
 
     def __init__(
         self,
-        memory: Memory,
+        memory: SequenceMemory,
         n_seq: int,
         rule: CutRule,
         *,
@@ -178,7 +178,7 @@ class SequencePool:
             kept.update(seq.id for seq in seqs[: share if most is None else min(share, most)])
         return kept
 
-    def match(self, tenant: str, prompt: Tokens, accept: Reuse | None = None) -> Match:
+    def match(self, tenant: str, prompt: Tokens, accept: Reuse | None = None) -> SequenceMatch:
         """The longest usable prefix of a prompt, one token short of the whole at most.
 
         Args:
@@ -193,7 +193,7 @@ class SequencePool:
                     best = _better(best, self._match(seq, n, exact_only and not seq.stitched))
         return best
 
-    def match_long(self, tenant: str, prompt: LongPrompt) -> tuple[Match, int]:
+    def match_long(self, tenant: str, prompt: LongPrompt) -> tuple[SequenceMatch, int]:
         """The sequence that most of a prompt which does not fit can go on from, and how many tokens of the
         prompt are then left out. Those of its rows that are not dropped move down, if they are not there yet.
         """
@@ -211,7 +211,7 @@ class SequencePool:
                 continue
             if gap is None or gap.is_of(prompt.tokens):  # last of all: it reads the whole gap
                 exact = seq.exact and not more
-                best, n_dropped = Match(seq, n, exact, n, head=prompt.head, dropped=more), dropped
+                best, n_dropped = SequenceMatch(seq, n, exact, n, head=prompt.head, dropped=more), dropped
         return best, n_dropped
 
     @property
@@ -219,7 +219,7 @@ class SequencePool:
         """Whether rows can go to other positions."""
         return self._memory.can_shift
 
-    def n_cells(self, match: Match) -> int:
+    def n_cells(self, match: SequenceMatch) -> int:
         """That are needed, or become free, when the rows of a match are moved."""
         source = match.source
         if source is None or not match.dropped:
@@ -231,20 +231,20 @@ class SequencePool:
     def is_exact_only(self, accept: Reuse | None) -> bool:
         return self.exact_only if accept is None else accept != "prefix"
 
-    def _match(self, seq: Sequence, n: int, exact_only: bool) -> Match:
+    def _match(self, seq: Sequence, n: int, exact_only: bool) -> SequenceMatch:
         """With the first n tokens of a sequence, or as many of them as can be used."""
         if seq.whole and self.rule.cut_is_exact(len(seq.tokens), n):
             if seq.exact or not exact_only:
-                return Match(seq, n, seq.exact, n)
+                return SequenceMatch(seq, n, seq.exact, n)
             return replace(NO_MATCH, longest=n)
         if not exact_only and self.rule.only_approximate and not seq.stitched:
-            return Match(seq, n, False, n)
+            return SequenceMatch(seq, n, False, n)
         at, point = served(seq.checkpoints, n)
         if point is None or at < MIN_SHARED or (exact_only and not seq.exact):
             return replace(NO_MATCH, longest=n)
-        return Match(seq, at, seq.exact, n, point)
+        return SequenceMatch(seq, at, seq.exact, n, point)
 
-    def confirm(self, match: Match) -> bool:
+    def confirm(self, match: SequenceMatch) -> bool:
         """Whether the source still holds what the match needs, which may have been needed elsewhere; if not,
         it does not match like this again.
         """
@@ -254,7 +254,7 @@ class SequencePool:
         source.whole = self._memory.holds(source.id, match.n)
         return source.whole
 
-    def acquire(self, tenant: str, match: Match) -> Sequence | None:
+    def acquire(self, tenant: str, match: SequenceMatch) -> Sequence | None:
         """A running sequence that starts with the match's rows; None when all are running."""
         source = match.source
         if source is None:
@@ -312,14 +312,14 @@ class SequencePool:
         seq.running, seq.paused = False, True
         self.touch(seq)
 
-    def own_rows(self, seq: Sequence, tenant: str, tokens: Tokens, most_cut: int = 0) -> Match:
+    def own_rows(self, seq: Sequence, tenant: str, tokens: Tokens, most_cut: int = 0) -> SequenceMatch:
         """Where a paused job with these tokens goes on, if its rows still wait for it. Up to `most_cut` of
         the last ones that are not of these tokens are taken away.
         """
         n = min(seq.common(tokens), len(tokens) - 1)
         if not seq.paused or seq.tenant != tenant or n == 0 or len(seq.tokens) - n > most_cut:
             return NO_MATCH
-        match = Match(seq, n, seq.exact and self._memory.holds(seq.id, n), 0)
+        match = SequenceMatch(seq, n, seq.exact and self._memory.holds(seq.id, n), 0)
         return match if n == len(seq.tokens) or self._cut(seq, match) is not None else NO_MATCH
 
     def evaluated(self) -> None:
@@ -368,7 +368,7 @@ class SequencePool:
         seq.version += 1
         return True
 
-    def asked_again(self, match: Match, n_prompt: int) -> bool:
+    def asked_again(self, match: SequenceMatch, n_prompt: int) -> bool:
         """Whether the idle source of a match answered this prompt, and can do so again in its place."""
         source = match.source
         if source is None or source.running or source.keep or source.paused or match.dropped:
@@ -406,10 +406,10 @@ class SequencePool:
         """Whether the next turn may take moved rows: they are never shared."""
         return seq.gap is not None and not (seq.running or seq.keep or seq.paused)
 
-    def _may_take(self, source: Sequence, match: Match) -> bool:
+    def _may_take(self, source: Sequence, match: SequenceMatch) -> bool:
         return source.stitched or self._may_continue(source, match.n + match.dropped)
 
-    def _move(self, source: Sequence, match: Match) -> Sequence | None:
+    def _move(self, source: Sequence, match: SequenceMatch) -> Sequence | None:
         plain = replace(match, n=match.n + match.dropped, dropped=0)
         seq = self._cut(source, plain) if self._may_take(source, match) else self._copy(source, plain)
         if seq is None or not match.dropped or self.close_gap(seq, match.head, match.head + match.dropped):
@@ -417,7 +417,7 @@ class SequencePool:
         self.drop(seq)
         return None
 
-    def _cut(self, seq: Sequence, match: Match) -> Sequence | None:
+    def _cut(self, seq: Sequence, match: SequenceMatch) -> Sequence | None:
         if not self._take_rows(seq, seq, match):
             return None
         if match.n < len(seq.tokens):
@@ -427,7 +427,7 @@ class SequencePool:
             seq.version += 1
         return seq
 
-    def _copy(self, source: Sequence, match: Match) -> Sequence | None:
+    def _copy(self, source: Sequence, match: SequenceMatch) -> Sequence | None:
         target = self._free(source)
         if target is None:  # every other one runs: the source itself has to serve
             return None if source.running else self._cut(source, match)
@@ -438,7 +438,7 @@ class SequencePool:
         target.checkpoints = [point for point in source.checkpoints if point.n <= match.n]
         return target
 
-    def _take_rows(self, source: Sequence, target: Sequence, match: Match) -> bool:
+    def _take_rows(self, source: Sequence, target: Sequence, match: SequenceMatch) -> bool:
         """Give the target its rows; False when the checkpoint turns out to be of no use, and is dropped."""
         n, point = match.n, match.checkpoint
         if point is not None:
@@ -478,10 +478,10 @@ def _is_chunks(seq: Sequence, accept: Reuse | None) -> bool:
     return accept == "chunks" and seq.gap is None
 
 
-def _better(a: Match, b: Match) -> Match:
+def _better(a: SequenceMatch, b: SequenceMatch) -> SequenceMatch:
     """The longer one, then the exact one, then that of an idle sequence."""
 
-    def rank(match: Match) -> tuple[int, bool, bool]:
+    def rank(match: SequenceMatch) -> tuple[int, bool, bool]:
         return match.n, match.exact, match.source is not None and not match.source.running
 
     best = b if b.n and rank(b) > rank(a) else a

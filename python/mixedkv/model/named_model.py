@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from importlib import metadata
 from pathlib import Path
 
 import gguf
 import numpy as np
 
+from mixedkv.atomic_write import replacing
 from mixedkv.bundled import model_path
 from mixedkv.model.gguf_copy import copy_metadata, write_and_close
 from mixedkv.model.hub_model import hub_model, is_hub_name
@@ -103,12 +103,10 @@ def _f16_path() -> Path:
 def write_f16(source: Path, path: Path) -> None:
     """Write a copy of a GGUF model with matrices in F16; the file appears only when it is complete."""
     reader = gguf.GGUFReader(source)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        part = Path(folder) / path.name
+    with replacing(path) as part:
         writer = gguf.GGUFWriter(part, reader.fields["general.architecture"].contents())
         copy_metadata(reader, writer, {"general.file_type": _MOSTLY_F16})
         for tensor in reader.tensors:
             values = gguf.dequantize(tensor.data, tensor.tensor_type)
             writer.add_tensor(tensor.name, values.astype(np.float32 if values.ndim == 1 else np.float16))
         write_and_close(writer)
-        os.replace(part, path)

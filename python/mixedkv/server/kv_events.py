@@ -64,7 +64,7 @@ class AllBlocksCleared(_Event):
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-class Batch(msgspec.Struct, array_like=True):
+class EventBatch(msgspec.Struct, array_like=True):
     """Events at a time, in seconds since 1970."""
 
     ts: float
@@ -247,7 +247,9 @@ class KVEvents:
 
     def _send(self, one: _Publisher, events: list[Event]) -> None:
         number = one.n_sent.to_bytes(8, "big")
-        self._socket.send_multipart([one.topic, number, msgspec.msgpack.encode(Batch(time.time(), events))])
+        self._socket.send_multipart(
+            [one.topic, number, msgspec.msgpack.encode(EventBatch(time.time(), events))]
+        )
         one.n_sent += 1
 
 

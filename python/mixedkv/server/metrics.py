@@ -121,7 +121,6 @@ class Metrics(Observer):
         self._n_queries = 0
         for tier in self._hits:
             self.hits.labels(tier)
-        self._store_counts: dict[str, int] = {}
 
     def expose(self) -> bytes:
         return generate_latest(self.registry)

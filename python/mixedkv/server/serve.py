@@ -65,7 +65,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mixedkv.server")
 
-_DEFAULT_N_CTX = 8192
 _OWN_FILES = 256  # of the store, the metadata and connections that are being refused
 _REGISTER_SECONDS = 60.0  # after the prompt of a session is evaluated
 _LONGEST_END = 60.0  # seconds for storing KV and closing everything, after the drain timeout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -160,10 +159,6 @@ def _only_embeds(server: ServerState) -> ApiError:
         "model",
         "generation_not_supported",
     )
-
-
-def new_id(kind: str) -> str:
-    return f"{kind}-{secrets.token_hex(12)}"
 
 
 async def find_session(server: ServerState, session_id: str, owner: str) -> CacheSessionMetadata:

@@ -86,7 +86,7 @@ def arithmetic(file: ModelFile, tensors: set[str]) -> Arithmetic:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ModelPart:
     """What the header of a head or a body says.
 
     Attributes:
@@ -99,7 +99,7 @@ class Part:
     width: int
 
 
-def read_part(file: ModelFile, kind: str) -> Part:
+def read_part(file: ModelFile, kind: str) -> ModelPart:
     """
     Raises:
         UnsupportedModelError: the file is not such a part, or one of another version.
@@ -117,4 +117,4 @@ def read_part(file: ModelFile, kind: str) -> Part:
     pair, width = get("pair"), file.get("embedding_length")
     if not (isinstance(pair, str) and len(pair) == 32 and isinstance(width, int) and 0 < width <= 1 << 20):
         raise UnsupportedModelError(f"{file.path} is damaged: export the model again")
-    return Part(kind, pair, width)
+    return ModelPart(kind, pair, width)

@@ -22,7 +22,7 @@ from mixedkv.server.metrics import Metrics
 from mixedkv.split import split_pb2 as pb
 from mixedkv.split import split_pb2_grpc, wire
 from mixedkv.split.kept_sessions import KeptSessions
-from mixedkv.split.parts import BODY, Part, read_part
+from mixedkv.split.parts import BODY, ModelPart, read_part
 from mixedkv.split.service import SplitService
 from mixedkv.split.sessions import Sessions
 from mixedkv.split.split_settings import SplitSettings
@@ -85,7 +85,7 @@ def open_engine(settings: SplitSettings, keys: Keys, metrics: Metrics) -> Iterat
 async def start(
     settings: SplitSettings,
     engine: Engine,
-    part: Part,
+    part: ModelPart,
     keys: Keys,
     credentials: grpc.ServerCredentials | None,
 ) -> tuple[grpc.aio.Server, int]:
@@ -130,7 +130,7 @@ async def start(
 async def _serve(
     settings: SplitSettings,
     engine: Engine,
-    part: Part,
+    part: ModelPart,
     keys: Keys,
     credentials: grpc.ServerCredentials | None,
 ) -> None:

@@ -20,7 +20,7 @@ from mixedkv.server.http.auth import Keys
 from mixedkv.split import split_pb2 as pb
 from mixedkv.split import wire
 from mixedkv.split.kept_sessions import Kept, KeptSessions, Place
-from mixedkv.split.parts import VERSION, Part
+from mixedkv.split.parts import VERSION, ModelPart
 from mixedkv.split.sessions import Session, Sessions
 from mixedkv.store.entries import TooLargeError
 
@@ -53,7 +53,7 @@ class SplitService:
     def __init__(
         self,
         engine: Engine,
-        part: Part,
+        part: ModelPart,
         keys: Keys,
         sessions: Sessions,
         kept: KeptSessions | None = None,

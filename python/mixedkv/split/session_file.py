@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from mixedkv.atomic_write import write_atomically
 from mixedkv.limits import INT32_MAX
 from mixedkv.split.session_key import KEY_BYTES, new_key
 
@@ -57,11 +58,5 @@ class SessionFile:
         Raises:
             OSError: it cannot be written.
         """
-        part = Path(f"{path}.part")
-        part.unlink(missing_ok=True)
         text = json.dumps({"key": self.key.hex(), "tokens": self.tokens, "n_kept": self.n_kept})
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
+        write_atomically(Path(path), text, mode=0o600)

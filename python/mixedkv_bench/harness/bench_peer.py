@@ -17,7 +17,7 @@ from pathlib import Path
 from mixedkv.model.gguf_file import ModelFile
 from mixedkv_bench.harness.cache_settings import Setting
 from mixedkv_bench.harness.contexts import CannotRunError
-from mixedkv_bench.harness.speed_run import RunFacts, Work
+from mixedkv_bench.harness.speed_run import RunFacts, SpeedWork
 
 _SECONDS = 3600.0  # of one run
 
@@ -35,14 +35,14 @@ class BenchPeer:
         self.program, self.model = program.resolve(), model
         self.is_sweep = "sweep" in program.name
 
-    def open(self, setting: Setting, work: Work) -> BenchRunner:
+    def open(self, setting: Setting, work: SpeedWork) -> BenchRunner:
         return BenchRunner(self, setting, work)
 
 
 class BenchRunner:
     """A setting at one depth; each measurement is a run of the program."""
 
-    def __init__(self, peer: BenchPeer, setting: Setting, work: Work) -> None:
+    def __init__(self, peer: BenchPeer, setting: Setting, work: SpeedWork) -> None:
         self._peer, self._work = peer, work
         common = ["-m", str(peer.model.path.resolve()), "-t", str(work.threads)]
         common += ["-ctk", setting.kv.type_k, "-ctv", setting.kv.type_v]
@@ -77,7 +77,7 @@ class BenchRunner:
         """Nothing of it is left running."""
 
 
-def bench_seconds(output: str, work: Work) -> tuple[float, float]:
+def bench_seconds(output: str, work: SpeedWork) -> tuple[float, float]:
     """What llama-bench says of the prompt and of the generated tokens.
 
     Raises:
@@ -90,7 +90,7 @@ def bench_seconds(output: str, work: Work) -> tuple[float, float]:
         raise CannotRunError(f"llama-bench printed no times of what was asked: {output[:200]!r}") from None
 
 
-def sweep_seconds(output: str, work: Work) -> tuple[float, float]:
+def sweep_seconds(output: str, work: SpeedWork) -> tuple[float, float]:
     """What llama-sweep-bench says of the first step at `depth` or more, for as many tokens as were asked for.
 
     Raises:

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mixedkv_bench.harness.contexts import CannotRunError
-from mixedkv_bench.harness.http_connection import Connection
+from mixedkv_bench.harness.http_connection import ClientConnection
 
 Message = dict[str, str]
 
 
 @dataclass
-class Answer:
+class ChatAnswer:
     """What a request brought: seconds from sending it, and texts, of each piece; usage as the server said."""
 
     times: list[float] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class ClientSampling:
     """Greedy, `n_gen` tokens to the last: what would end an answer is ruled out, with any server the same
     way.
     """
@@ -74,13 +74,13 @@ class Sampling:
         }
 
 
-async def ask(connection: Connection, body: dict[str, Any]) -> Answer:
+async def ask(connection: ClientConnection, body: dict[str, Any]) -> ChatAnswer:
     """One answer.
 
     Raises:
         CannotRunError: the server refused, or gave no text.
     """
-    answer = Answer()
+    answer = ChatAnswer()
     async for _ in watch(connection, body, answer):
         pass
     if not answer.times:
@@ -88,7 +88,9 @@ async def ask(connection: Connection, body: dict[str, Any]) -> Answer:
     return answer
 
 
-async def watch(connection: Connection, body: dict[str, Any], answer: Answer) -> AsyncIterator[float]:
+async def watch(
+    connection: ClientConnection, body: dict[str, Any], answer: ChatAnswer
+) -> AsyncIterator[float]:
     """Fill `answer` as it comes; yields the clock's time of every piece of text."""
     begin = time.perf_counter()
     connection.send("/v1/chat/completions", body)
@@ -106,7 +108,7 @@ def _parse(data: bytes) -> dict[str, Any]:
     return event
 
 
-def _take(event: dict[str, Any], answer: Answer, seconds: float) -> bool:
+def _take(event: dict[str, Any], answer: ChatAnswer, seconds: float) -> bool:
     """Whether the event brought text."""
     if "error" in event:
         raise CannotRunError(f"the server failed: {event['error']}")

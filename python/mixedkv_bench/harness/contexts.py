@@ -53,7 +53,7 @@ class Cache(Protocol):
         """Arguments of `_core.configure_next`; None for a cache of llama.cpp's own."""
 
 
-class Model:
+class LoadedModel:
     """A model in memory, read by any number of contexts; without `weights` its vocabulary alone.
 
     Raises:
@@ -109,7 +109,9 @@ class Context:
         CannotRunError: the model cannot have this cache, or there is no memory for it.
     """
 
-    def __init__(self, model: Model, setting: Cache, *, n_ctx: int, threads: int, n_seq: int = 1) -> None:
+    def __init__(
+        self, model: LoadedModel, setting: Cache, *, n_ctx: int, threads: int, n_seq: int = 1
+    ) -> None:
         self.model, self.setting, self.n_seq = model, setting, n_seq
         self.n_past = 0
         self.ptr: Any = self._make(n_ctx, threads)

@@ -20,7 +20,7 @@ _LIMIT = 2**20  # bytes of a header or a chunk's
 
 
 @asynccontextmanager
-async def connect(url: str) -> AsyncIterator[Connection]:
+async def connect(url: str) -> AsyncIterator[ClientConnection]:
     """A connection to a server, for one request after the other.
 
     Raises:
@@ -32,12 +32,12 @@ async def connect(url: str) -> AsyncIterator[Connection]:
     except OSError as error:
         raise CannotRunError(f"{url} cannot be reached: {error.strerror or error}") from None
     try:
-        yield Connection(reader, writer, place.netloc)
+        yield ClientConnection(reader, writer, place.netloc)
     finally:
         writer.close()
 
 
-class Connection:
+class ClientConnection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str) -> None:
         self._reader, self._writer, self._host = reader, writer, host
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from mixedkv_bench.harness import context_facts
 from mixedkv_bench.harness.cache_settings import Setting, make_settings
-from mixedkv_bench.harness.contexts import CannotRunError, Context, Model
+from mixedkv_bench.harness.contexts import CannotRunError, Context, LoadedModel
 from mixedkv_bench.harness.filling import make_fill
 
 _CLEAR_PEAK = "5"  # proc(5), clear_refs: set the peak to what is resident now
@@ -35,7 +35,7 @@ def in_new_process(model: Path, setting: Setting, n_ctx: int, threads: int) -> d
 def _child(path: str, spec: str, flash: str, n_ctx: str, threads: str) -> dict[str, Any]:
     """Fills the context but for one micro-batch, then reads a prompt into the rest."""
     (setting,) = make_settings([spec], "on" if flash == "1" else "off")
-    model = Model(Path(path))
+    model = LoadedModel(Path(path))
     try:
         context = Context(model, setting, n_ctx=int(n_ctx), threads=int(threads))
         facts = context_facts.of_context(context)

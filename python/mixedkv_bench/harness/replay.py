@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from mixedkv_bench.harness import sample_text
-from mixedkv_bench.harness.chat_client import Answer, Message, Sampling, ask
+from mixedkv_bench.harness.chat_client import ChatAnswer, ClientSampling, Message, ask
 from mixedkv_bench.harness.http_connection import connect
 
 _OVERHEAD = 16  # tokens a chat template puts around a message, at most
@@ -31,7 +31,7 @@ class Replay:
     """
 
     seconds: float = 0.0
-    answers: list[list[Answer]] = field(default_factory=list)
+    answers: list[list[ChatAnswer]] = field(default_factory=list)
 
     def n_tokens(self, n_asked: int) -> int:
         return sum(answer.n_tokens(n_asked) for turn in self.answers for answer in turn)
@@ -67,7 +67,7 @@ def replay(
     url: str,
     conversations: Sequence[Conversation],
     clients: int,
-    sampling: Sampling,
+    sampling: ClientSampling,
     after: Replay | None = None,
 ) -> Replay:
     """All conversations, `clients` of them at a time; each one's turns follow each other.
@@ -82,9 +82,9 @@ def replay(
 
 
 async def _replay(
-    url: str, conversations: Sequence[Conversation], clients: int, sampling: Sampling, after: Replay
+    url: str, conversations: Sequence[Conversation], clients: int, sampling: ClientSampling, after: Replay
 ) -> Replay:
-    found: dict[tuple[int, int], Answer] = {}
+    found: dict[tuple[int, int], ChatAnswer] = {}
     waiting = deque(enumerate(conversations))
 
     async def work() -> None:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 _HALF_OR_MORE = ("f16", "bf16", "f32")
 
 
-class Part(BaseModel):
+class RowPart(BaseModel):
     """A part of the JSON object. A field that was not given is not written."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, populate_by_name=True)
@@ -18,7 +18,7 @@ class Part(BaseModel):
         return self.model_dump(by_alias=True, exclude_unset=True)
 
 
-class Row(Part):
+class Row(RowPart):
     """What was measured of one setting."""
 
     test: str = Field(description="what kind of row it is: the name of its section below")

@@ -12,7 +12,7 @@ from typing import Protocol, TypedDict
 
 import numpy as np
 
-from mixedkv_bench.harness.contexts import MICRO_BATCH, Cache, Context, Model
+from mixedkv_bench.harness.contexts import MICRO_BATCH, Cache, Context, LoadedModel
 from mixedkv_bench.harness.filling import make_fill
 
 _ROOM = 1024  # for any window of the presets; the size of a context does not change its speed
@@ -30,7 +30,7 @@ class RunFacts(TypedDict, total=False):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class SpeedWork:
     """What is timed: a prompt of `n_prompt` tokens, and `n_gen` tokens one by one, both at `depth`; with more
     `sequences` all are at that depth, and a token of each comes at a time.
     """
@@ -68,9 +68,9 @@ class Local:
 
     def __init__(
         self,
-        model: Model,
+        model: LoadedModel,
         setting: Cache,
-        work: Work,
+        work: SpeedWork,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._clock = clock

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv_bench.harness.chat_client import Answer, Message, Sampling, ask, watch
+from mixedkv_bench.harness.chat_client import ChatAnswer, ClientSampling, Message, ask, watch
 from mixedkv_bench.harness.contexts import CannotRunError
 from mixedkv_bench.harness.http_connection import connect
 
@@ -33,7 +33,7 @@ class Stall:
     n_prompt: int
 
 
-def stall(url: str, streams: Sequence[str], prompt: str, n_room: int, sampling: Sampling) -> Stall:
+def stall(url: str, streams: Sequence[str], prompt: str, n_room: int, sampling: ClientSampling) -> Stall:
     """Watch answers alone for a while, then while a long prompt is evaluated.
 
     Args:
@@ -46,9 +46,9 @@ def stall(url: str, streams: Sequence[str], prompt: str, n_room: int, sampling: 
     return asyncio.run(_stall(url, streams, prompt, n_room, sampling))
 
 
-async def _stall(url: str, texts: Sequence[str], prompt: str, n_room: int, sampling: Sampling) -> Stall:
+async def _stall(url: str, texts: Sequence[str], prompt: str, n_room: int, sampling: ClientSampling) -> Stall:
     gaps: list[tuple[float, float]] = []  # when a token came, and seconds since the one before
-    endless = Sampling(n_room, sampling.banned)
+    endless = ClientSampling(n_room, sampling.banned)
     streams = [asyncio.ensure_future(_stream(url, endless.body(_user(text)), gaps)) for text in texts]
     try:
         await _until(lambda: len(gaps) >= 4 * len(texts), streams)
@@ -56,7 +56,7 @@ async def _stall(url: str, texts: Sequence[str], prompt: str, n_room: int, sampl
         await asyncio.sleep(_IDLE_SECONDS)
         async with connect(url) as connection:
             busy_from = time.perf_counter()
-            answer = await ask(connection, Sampling(1, sampling.banned).body(_user(prompt)))
+            answer = await ask(connection, ClientSampling(1, sampling.banned).body(_user(prompt)))
         busy_to = busy_from + answer.ttft
     finally:
         for stream in streams:
@@ -80,7 +80,7 @@ async def _stream(url: str, body: dict[str, object], gaps: list[tuple[float, flo
     async with connect(url) as connection:
         while True:
             last = None
-            async for now in watch(connection, body, Answer()):
+            async for now in watch(connection, body, ChatAnswer()):
                 if last is not None:
                     gaps.append((now, now - last))
                 last = now

@@ -18,7 +18,7 @@ from typing import Any
 from mixedkv.model.gguf_file import ModelFile
 from mixedkv_bench.harness.cache_settings import Setting
 from mixedkv_bench.harness.contexts import CannotRunError
-from mixedkv_bench.harness.speed_run import RunFacts, Work
+from mixedkv_bench.harness.speed_run import RunFacts, SpeedWork
 
 _CHILD = Path(__file__).with_name("stock_peer_child.py")
 _VARIABLE = "LLAMA_CPP_LIB_PATH"
@@ -50,7 +50,7 @@ class Peer:
     def pid(self) -> int:
         return self._process.pid
 
-    def open(self, setting: Setting, work: Work) -> PeerRunner:
+    def open(self, setting: Setting, work: SpeedWork) -> PeerRunner:
         return PeerRunner(self, setting, work)
 
     def ask(self, **request: Any) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class Peer:
 class PeerRunner:
     """A setting in the peer's process, timed there."""
 
-    def __init__(self, peer: Peer, setting: Setting, work: Work) -> None:
+    def __init__(self, peer: Peer, setting: Setting, work: SpeedWork) -> None:
         self._peer = peer
         answer = peer.ask(do="open", cache=_description(setting), work=asdict(work))
         self._id = answer["id"]

@@ -16,8 +16,8 @@ sys.path = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(
 
 import llama_cpp  # noqa: E402
 
-from mixedkv_bench.harness.contexts import Model  # noqa: E402
-from mixedkv_bench.harness.speed_run import Local, Work  # noqa: E402
+from mixedkv_bench.harness.contexts import LoadedModel  # noqa: E402
+from mixedkv_bench.harness.speed_run import Local, SpeedWork  # noqa: E402
 
 _answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what the library prints is no answer
@@ -43,7 +43,7 @@ class StockCache:
 def main() -> None:
     extra_buffers = sys.argv[2] == "1"
     try:
-        model = Model(Path(sys.argv[1]), extra_buffers=extra_buffers)
+        model = LoadedModel(Path(sys.argv[1]), extra_buffers=extra_buffers)
     except ValueError as error:
         _answer(error=str(error))
         return
@@ -53,7 +53,7 @@ def main() -> None:
         request = json.loads(line)
         try:
             if request["do"] == "open":
-                runners.append(Local(model, StockCache(**request["cache"]), Work(**request["work"])))
+                runners.append(Local(model, StockCache(**request["cache"]), SpeedWork(**request["work"])))
                 _answer(id=len(runners) - 1, **runners[-1].facts)
             elif request["do"] == "measure":
                 prompt, generated = runners[request["id"]].measure()

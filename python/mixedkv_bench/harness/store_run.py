@@ -24,10 +24,9 @@ from mixedkv_bench.harness.cache_settings import Setting
 from mixedkv_bench.harness.contexts import CannotRunError
 
 _KEY_BYTES = 32
-_KEY = "MIXEDKV_BENCH_KEY"
 
 
-class Run:
+class StoreRun:
     """A `Llama` of one setting, with a context of one sequence.
 
     Raises:
@@ -51,7 +50,7 @@ class Run:
             raise CannotRunError(str(error)) from None
         self.identity = Identity.of(self.llm)
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> StoreRun:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -73,7 +72,7 @@ class Run:
         return np.array(tokens, np.int32)
 
 
-class Place:
+class StorePlace:
     """A store that keeps blocks in memory only (no folder), or in files only, so that each hit is of one
     tier. One with a remote has to `forget` for that before each.
     """
@@ -91,7 +90,7 @@ class Place:
             return KVStore(None, max_ram_bytes=2**40, key=key, remote=self._remote)
         return KVStore(self.folder, max_ram_bytes=0, max_kv_size_gb=1e6, key=key)
 
-    def __enter__(self) -> Place:
+    def __enter__(self) -> StorePlace:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -122,7 +121,7 @@ class Place:
         if self._remote is not None:
             self.empty()
 
-    def save(self, run: Run, tokens: Tokens) -> float:
+    def save(self, run: StoreRun, tokens: Tokens) -> float:
         """Seconds to store a sequence.
 
         Raises:
@@ -142,7 +141,7 @@ class Place:
         self._store.close()  # sends what waits
         return saved.seconds + time.perf_counter() - begin
 
-    def restore(self, run: Run, tokens: Tokens, n_expected: int) -> int:
+    def restore(self, run: StoreRun, tokens: Tokens, n_expected: int) -> int:
         """Tokens restored, which must be all that were stored, exactly.
 
         Raises:
@@ -158,7 +157,7 @@ class Place:
         return restored.n_tokens
 
 
-def in_new_process(run: Run, place: Place, tokens: Tokens) -> tuple[float, float, float]:
+def in_new_process(run: StoreRun, place: StorePlace, tokens: Tokens) -> tuple[float, float, float]:
     """Seconds until the model is loaded, to restore, and to the first token; the last two from then on.
 
     Raises:
@@ -181,7 +180,7 @@ def main() -> None:
     request: dict[str, Any] = json.load(sys.stdin)
     (setting,) = make_settings([request["spec"]], "on" if request["flash_attn"] else "off")
     tokens = np.array(request["tokens"], np.int32)
-    run = Run(Path(request["path"]), setting, request["n_ctx"], request["threads"])
+    run = StoreRun(Path(request["path"]), setting, request["n_ctx"], request["threads"])
     with run, KVStore(request["folder"], max_ram_bytes=0, max_kv_size_gb=1e6) as store:
         start = time.perf_counter()
         restored = store.restore(run.llm, tokens, identity=run.identity)

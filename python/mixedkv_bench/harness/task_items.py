@@ -35,7 +35,7 @@ Count = Callable[[str], int]  # tokens of a text
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class TaskItem:
     """A question about a document.
 
     Attributes:
@@ -60,7 +60,7 @@ class Pile:
     """A document and the questions about it."""
 
     text: str
-    items: tuple[Item, ...]
+    items: tuple[TaskItem, ...]
 
 
 def make_piles(seed: int, n_tokens: int, count: Count) -> tuple[Pile, Pile]:
@@ -111,14 +111,14 @@ def _prose(random: Random, n_tokens: int, count: Count) -> list[str]:
     return chosen
 
 
-def _lookups(codes: dict[str, str]) -> Iterator[Item]:
+def _lookups(codes: dict[str, str]) -> Iterator[TaskItem]:
     for place, code in codes.items():
         prompt = f"\n\nQuestion: What is the access code of the {place}?\n"
         prompt += f"Answer: The access code of the {place} is"
-        yield Item("lookup", prompt, code, 8)
+        yield TaskItem("lookup", prompt, code, 8)
 
 
-def _needles(random: Random, codes: dict[str, str]) -> Iterator[Item]:
+def _needles(random: Random, codes: dict[str, str]) -> Iterator[TaskItem]:
     """Three codes at a time; each place is asked for once or twice."""
     for _ in range(12):
         chosen = random.sample(sorted(codes), 3)
@@ -126,30 +126,30 @@ def _needles(random: Random, codes: dict[str, str]) -> Iterator[Item]:
         prompt = f"\n\nQuestion: What are the access codes of the {asked}, in this order?\nAnswer:"
         prompt += f" {chosen[0]}:"
         rest = "".join(f", {place}: {codes[place]}" for place in chosen[1:])
-        yield Item("needles", prompt, codes[chosen[0]] + rest, 40)
+        yield TaskItem("needles", prompt, codes[chosen[0]] + rest, 40)
 
 
-def _quotes(random: Random, paragraphs: Sequence[str]) -> Iterator[Item]:
+def _quotes(random: Random, paragraphs: Sequence[str]) -> Iterator[TaskItem]:
     sentences = [each for paragraph in paragraphs for each in _SENTENCE.split(paragraph)]
     long = [words for each in sentences if len(words := each.split()) >= _GIVEN + _QUOTED]
     starts = [" ".join(words[:_GIVEN]) for words in long]
     unique = [words for words in long if starts.count(" ".join(words[:_GIVEN])) == 1]
     for words in random.sample(unique, min(20, len(unique))):
         prompt = f'\n\nA passage from the text above, word for word: "{" ".join(words[:_GIVEN])}'
-        yield Item("quote", prompt, " ".join(words[_GIVEN : _GIVEN + _QUOTED]), 40)
+        yield TaskItem("quote", prompt, " ".join(words[_GIVEN : _GIVEN + _QUOTED]), 40)
 
 
-def _extractions(people: Sequence[Person]) -> Iterator[Item]:
+def _extractions(people: Sequence[Person]) -> Iterator[TaskItem]:
     """What a schema leaves open is asked for: its keys and their order are given by an example."""
     example = json.dumps({"name": "Otto", "age": 51, "city": "Vienna", "job": "tailor"})
     for person in people:
         text = json.dumps(person)
         given = text[: text.index('"age"')]
         prompt = f"\n\nPeople of the text above as JSON, one in a line:\n{example}\n{given}"
-        yield Item("json", prompt, text[len(given) :], 40)
+        yield TaskItem("json", prompt, text[len(given) :], 40)
 
 
-def _sums(random: Random, people: Sequence[Person]) -> Iterator[Item]:
+def _sums(random: Random, people: Sequence[Person]) -> Iterator[TaskItem]:
     """How old two of the people are together, step by step."""
     example = "Otto is 51 years old, Anna is 22 years old: 51 + 22 = 73."
     for _ in range(_N_SUMS):
@@ -158,7 +158,7 @@ def _sums(random: Random, people: Sequence[Person]) -> Iterator[Item]:
         answer = f"{one['age']} years old, {other['name']} is {other['age']} years old: "
         answer += f"{one['age']} + {other['age']} = {int(one['age']) + int(other['age'])}"
         prompt = prompt.replace("their years", f"their years ({one['name']} and {other['name']})")
-        yield Item("sums", prompt, answer, 48)
+        yield TaskItem("sums", prompt, answer, 48)
 
 
 def _dialogue(random: Random, n_tokens: int, count: Count) -> Pile:
@@ -178,4 +178,4 @@ def _dialogue(random: Random, n_tokens: int, count: Count) -> Pile:
             continue
         text, number = text + turn, number + 1
     form = f"{number + 1} of many <<"
-    return Pile(text, tuple(Item("format", f"User: {each}\nReply", form, 12) for each in asked))
+    return Pile(text, tuple(TaskItem("format", f"User: {each}\nReply", form, 12) for each in asked))

@@ -6,12 +6,12 @@ import datetime
 import json
 import os
 import platform
-import tempfile
 from pathlib import Path
 
 import llama_cpp
 import numpy as np
 
+from mixedkv.atomic_write import write_atomically
 from mixedkv.model.footprint import ModelShape
 from mixedkv.model.gguf_file import ModelFile
 from mixedkv_bench.catalog import Document, Machine, ModelFacts, Versions
@@ -51,21 +51,6 @@ class Result:
     def write(self) -> None:
         if self._path is not None:
             write_atomically(self._path, json.dumps(self.document.as_json(), indent=1) + "\n")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Readers see the old file or the new one, never a part."""
-    handle, part = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(part, 0o644)
-        os.replace(part, path)
-    except BaseException:
-        os.unlink(part)
-        raise
 
 
 def _machine() -> Machine:

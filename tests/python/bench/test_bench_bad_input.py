@@ -92,7 +92,7 @@ def test_plots_without_matplotlib(
 
 
 def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mixedkv_bench.output import result
+    from mixedkv import atomic_write
 
     path = tmp_path / "out.json"
     path.write_text("old")
@@ -100,8 +100,8 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(result.os, "fsync", fail)
+    monkeypatch.setattr(atomic_write.os, "fsync", fail)
     with pytest.raises(OSError, match="No space"):
-        result.write_atomically(path, "new")
+        atomic_write.write_atomically(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]

@@ -12,9 +12,9 @@ import pytest
 
 from mixedkv.bundled import model_path
 from mixedkv_bench.harness.cache_settings import Setting, make_settings
-from mixedkv_bench.harness.contexts import CannotRunError, Context, Model
+from mixedkv_bench.harness.contexts import CannotRunError, Context, LoadedModel
 from mixedkv_bench.harness.filling import make_fill
-from mixedkv_bench.harness.speed_run import Local, Work
+from mixedkv_bench.harness.speed_run import Local, SpeedWork
 
 SINKS = 4
 SPECS = ("f16", "q8_0/q4_0", "mixed", "mixed:cold_k=q8_0,threshold=100,group=33,sinks=3")
@@ -22,14 +22,14 @@ SETTINGS = make_settings(SPECS)
 
 
 @pytest.fixture(scope="module")
-def model() -> Iterator[Model]:
-    model = Model(model_path())
+def model() -> Iterator[LoadedModel]:
+    model = LoadedModel(model_path())
     yield model
     model.close()
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.name)
-def test_a_made_up_state_has_the_cells_of_a_real_one(model: Model, setting: Setting) -> None:
+def test_a_made_up_state_has_the_cells_of_a_real_one(model: LoadedModel, setting: Setting) -> None:
     """As many, at the same positions, and with the same of them hot but for the sinks, which are few."""
     from mixedkv import _core
 
@@ -47,7 +47,7 @@ def test_a_made_up_state_has_the_cells_of_a_real_one(model: Model, setting: Sett
     assert seen[0] == seen[1]
 
 
-def test_restoring_brings_the_same_logits_again(model: Model) -> None:
+def test_restoring_brings_the_same_logits_again(model: LoadedModel) -> None:
     """With the F16 window as full as before, which rolling back would leave empty."""
     (setting,) = make_settings(["mixed:threshold=64,group=16"])
     context = Context(model, setting, n_ctx=512, threads=1)
@@ -61,12 +61,12 @@ def test_restoring_brings_the_same_logits_again(model: Model) -> None:
     assert (logits[0] == logits[1]).all()
 
 
-def test_peaked_keys_have_a_structure(model: Model) -> None:
+def test_peaked_keys_have_a_structure(model: LoadedModel) -> None:
     """A tenth of the pages holds the attention, so `sparse` reads few of them."""
     (setting,) = make_settings(["mixed:sparse=top_p:0.99"])
     read = {}
     for fill in ("synthetic", "peaked"):
-        runner = Local(model, setting, Work(depth=2000, n_prompt=1, n_gen=2, threads=1, fill=fill))
+        runner = Local(model, setting, SpeedWork(depth=2000, n_prompt=1, n_gen=2, threads=1, fill=fill))
         assert runner.facts["fill"] == fill
         runner.measure()
         read[fill] = runner.facts["pages_read"]
@@ -74,16 +74,16 @@ def test_peaked_keys_have_a_structure(model: Model) -> None:
     assert 4 * read["peaked"] < read["synthetic"], read
 
 
-def test_only_some_keys_can_be_peaked(model: Model) -> None:
+def test_only_some_keys_can_be_peaked(model: LoadedModel) -> None:
     (setting,) = make_settings(["mixed:cold=q5_1"])
     with pytest.raises(CannotRunError, match="keys in q5_1 cannot be peaked: only f16, q4_0, q8_0"):
-        Local(model, setting, Work(depth=600, n_prompt=1, n_gen=1, threads=1, fill="peaked"))
+        Local(model, setting, SpeedWork(depth=600, n_prompt=1, n_gen=1, threads=1, fill="peaked"))
 
 
 @pytest.mark.parametrize("setting", make_settings(["f16", "mixed"], "off"), ids=lambda s: s.name)
-def test_all_sequences_are_at_the_depth(model: Model, setting: Setting) -> None:
+def test_all_sequences_are_at_the_depth(model: LoadedModel, setting: Setting) -> None:
     """And each gets the tokens that are generated."""
-    runner = Local(model, setting, Work(depth=300, n_prompt=40, n_gen=3, threads=1, sequences=3))
+    runner = Local(model, setting, SpeedWork(depth=300, n_prompt=40, n_gen=3, threads=1, sequences=3))
     for _ in range(2):
         runner.measure()
         memory = llama_cpp.llama_get_memory(runner.context.ptr)
@@ -93,10 +93,15 @@ def test_all_sequences_are_at_the_depth(model: Model, setting: Setting) -> None:
 
 @pytest.mark.bench
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.name)
-def test_both_fills_take_the_same_time(model: Model, setting: Setting) -> None:
+def test_both_fills_take_the_same_time(model: LoadedModel, setting: Setting) -> None:
     """By the time of the one thread, which other processes do not lengthen much."""
     runners = [
-        Local(model, setting, Work(depth=2000, n_prompt=64, n_gen=16, threads=1, fill=fill), time.thread_time)
+        Local(
+            model,
+            setting,
+            SpeedWork(depth=2000, n_prompt=64, n_gen=16, threads=1, fill=fill),
+            time.thread_time,
+        )
         for fill in ("synthetic", "real")
     ]
     times = [[runner.measure() for runner in runners] for _ in range(12)][2:]

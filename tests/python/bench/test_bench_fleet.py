@@ -14,26 +14,26 @@ from mixedkv.cli import main
 from mixedkv_bench import fleet
 from mixedkv_bench.fleet import RESUME_TABLE, TABLE, FleetRow, ResumeRow
 from mixedkv_bench.harness import replay as replaying
-from mixedkv_bench.harness.chat_client import Answer, Sampling
+from mixedkv_bench.harness.chat_client import ChatAnswer, ClientSampling
 from mixedkv_bench.harness.replay import Conversation, Replay, replay
-from mixedkv_bench.serve import Work
+from mixedkv_bench.serve import ServeWork
 from support.bench_support import run
 from support.remote_servers import redis_server
 
 HEAD: dict[str, Any] = {"kv": "mixed", "flash_attn": False, "threads": 1, "replicas": 2}
 
 
-def answer(seconds: float, n_prompt: int, n_cached: int) -> Answer:
+def answer(seconds: float, n_prompt: int, n_cached: int) -> ChatAnswer:
     usage = {"completion_tokens": 4, "prompt_tokens": n_prompt}
     details = {"cached_tokens": n_cached, "cached_tier": "remote"}
-    return Answer([seconds], ["a"], "length", {**usage, "prompt_tokens_details": details})
+    return ChatAnswer([seconds], ["a"], "length", {**usage, "prompt_tokens_details": details})
 
 
 def test_rows_of_rounds() -> None:
     rounds = [
         Replay(seconds, [[answer(0.4, 100, 0)] * 2, [answer(0.1, 200, 150)] * 2]) for seconds in (1, 2, 4)
     ]
-    work = Work(n_prompt=100, n_gen=4, turns=2, clients=(2,), threads=1, repeats=3, peer=False)
+    work = ServeWork(n_prompt=100, n_gen=4, turns=2, clients=(2,), threads=1, repeats=3, peer=False)
     found = fleet._of_rounds(rounds, work)
     assert found["hit_ratio"] == 0.5
     assert found["tps"] == 8
@@ -63,15 +63,15 @@ def test_a_replay_goes_on_after_another(monkeypatch: pytest.MonkeyPatch) -> None
     async def connect(url: str) -> AsyncIterator[str]:
         yield url
 
-    async def ask(_: str, body: dict[str, Any]) -> Answer:
+    async def ask(_: str, body: dict[str, Any]) -> ChatAnswer:
         asked.append([message["content"] for message in body["messages"]])
-        return Answer([0.1], [f"to {asked[-1][-1]}"], "stop")
+        return ChatAnswer([0.1], [f"to {asked[-1][-1]}"], "stop")
 
     monkeypatch.setattr(replaying, "connect", connect)
     monkeypatch.setattr(replaying, "ask", ask)
     whole = [Conversation((f"{i}a", f"{i}b", f"{i}c")) for i in range(3)]
     begun = [Conversation(one.messages[:2]) for one in whole]
-    sampling = Sampling(4, ())
+    sampling = ClientSampling(4, ())
     before = replay("", begun, 2, sampling)
     del asked[:]
     found = replay("", whole, 2, sampling, before)

@@ -14,7 +14,7 @@ from mixedkv.model.gguf_file import read_model_file
 from mixedkv_bench import quality
 from mixedkv_bench.harness import sample_text, summary
 from mixedkv_bench.harness.cache_settings import make_settings
-from mixedkv_bench.harness.speed_run import Work
+from mixedkv_bench.harness.speed_run import SpeedWork
 from mixedkv_bench.memory import longest_context
 from mixedkv_bench.speed import Contender, Times, _rows
 
@@ -77,7 +77,7 @@ def test_ratios_are_taken_within_a_round() -> None:
         Contender(f16, "mixedkv", times=[Times(t, t) for t in slowing]),
         Contender(q4_0, "mixedkv", times=[Times(2 * t, 0.5 * t) for t in slowing]),
     ]
-    row = list(_rows(contenders, Work(depth=0, n_prompt=8, n_gen=4, threads=1), busy=0))[1]
+    row = list(_rows(contenders, SpeedWork(depth=0, n_prompt=8, n_gen=4, threads=1), busy=0))[1]
     assert (row.pp_vs_f16, row.tg_vs_f16) == (0.5, 2.0)
     assert row.pp_samples == [4.0, 2.0, 1.0]
 

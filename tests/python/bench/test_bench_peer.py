@@ -19,9 +19,9 @@ from mixedkv_bench.harness.bench_peer import BenchPeer, bench_seconds, sweep_sec
 from mixedkv_bench.harness.cache_settings import make_settings
 from mixedkv_bench.harness.contexts import CannotRunError
 from mixedkv_bench.harness.servers import ServerSpec, llama_server_command
-from mixedkv_bench.harness.speed_run import Work
+from mixedkv_bench.harness.speed_run import SpeedWork
 
-WORK = Work(depth=600, n_prompt=512, n_gen=32, threads=2)
+WORK = SpeedWork(depth=600, n_prompt=512, n_gen=32, threads=2)
 SWEEP = """main: n_kv_max = 2048
 |    PP |     TG |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S_TG t/s |
 |-------|--------|--------|----------|----------|----------|----------|

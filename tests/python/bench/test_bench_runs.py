@@ -26,7 +26,7 @@ from mixedkv_bench.catalog import Document
 from mixedkv_bench.harness.cache_settings import DEFAULT_SPECS, make_settings
 from mixedkv_bench.harness.contexts import CannotRunError
 from mixedkv_bench.harness.neighbours import neighbours
-from mixedkv_bench.harness.speed_run import Work
+from mixedkv_bench.harness.speed_run import SpeedWork
 from mixedkv_bench.harness.stock_peer import Peer
 from support.bench_support import by_kv, run
 from support.patience import PATIENCE, wait_for
@@ -289,7 +289,7 @@ def test_neighbours_compute_and_end() -> None:
 def test_a_peer_that_dies_says_so() -> None:
     (setting,) = make_settings(["q4_0"])
     peer = Peer(read_model_file(model_path()))
-    runner = peer.open(setting, Work(depth=0, n_prompt=8, n_gen=2, threads=1))
+    runner = peer.open(setting, SpeedWork(depth=0, n_prompt=8, n_gen=2, threads=1))
     assert min(runner.measure()) > 0
     os.kill(peer.pid, signal.SIGKILL)
     with pytest.raises(CannotRunError, match="died of signal 9"):

@@ -25,11 +25,11 @@ from mixedkv.model.gguf_file import read_model_file
 from mixedkv_bench.catalog import Document
 from mixedkv_bench.harness import servers
 from mixedkv_bench.harness.cache_settings import make_settings
-from mixedkv_bench.harness.chat_client import Answer, Sampling, ask
-from mixedkv_bench.harness.contexts import CannotRunError, Model
+from mixedkv_bench.harness.chat_client import ChatAnswer, ClientSampling, ask
+from mixedkv_bench.harness.contexts import CannotRunError, LoadedModel
 from mixedkv_bench.harness.http_connection import connect
 from mixedkv_bench.harness.replay import Replay, make_conversation, replay
-from mixedkv_bench.serve import Contender, Script, Work, _of_replays, _stall
+from mixedkv_bench.serve import Script, ServerContender, ServeWork, _of_replays, _stall
 from support.bench_support import run
 from support.patience import PATIENCE
 
@@ -141,13 +141,13 @@ def test_the_stock_server_beside_ours(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def model() -> Iterator[Model]:
-    opened = Model(model_path())
+def model() -> Iterator[LoadedModel]:
+    opened = LoadedModel(model_path())
     yield opened
     opened.close()
 
 
-def test_conversations_share_nothing(model: Model) -> None:
+def test_conversations_share_nothing(model: LoadedModel) -> None:
     def count(text: str) -> int:
         return len(model.tokenize(text))
 
@@ -163,17 +163,17 @@ def test_ratios_are_taken_within_a_round() -> None:
     (setting,) = make_settings(["f16"], "off")
     slowing = [1.0, 2.0, 4.0]
 
-    def contender(engine: str, factor: float) -> Contender:
-        answer = Answer(times=[0.1], texts=["a"], end="length")
+    def contender(engine: str, factor: float) -> ServerContender:
+        answer = ChatAnswer(times=[0.1], texts=["a"], end="length")
         replays = [Replay(factor * t, [[answer]]) for t in slowing]
-        return Contender(
+        return ServerContender(
             engine,
             setting,
             lambda port: [],
             replays={1: [Replay(t, [[answer]]) for t in slowing], 2: replays},
         )
 
-    work = Work(n_prompt=8, n_gen=5, turns=1, clients=(1, 2), threads=1, repeats=3, peer=True)
+    work = ServeWork(n_prompt=8, n_gen=5, turns=1, clients=(1, 2), threads=1, repeats=3, peer=True)
     contenders = [
         contender("mixedkv", 0.5),
         contender(servers.STOCK, 2.0),
@@ -225,11 +225,13 @@ def answering(*chunks: bytes, status: int = 200, cut: bool = False) -> Iterator[
         thread.join()
 
 
-def ask_once(url: str, n: int = 1) -> Answer:
-    async def go() -> Answer:
+def ask_once(url: str, n: int = 1) -> ChatAnswer:
+    async def go() -> ChatAnswer:
         async with connect(url) as connection:
             for _ in range(n):
-                answer = await ask(connection, Sampling(2, (7,)).body([{"role": "user", "content": "a"}]))
+                answer = await ask(
+                    connection, ClientSampling(2, (7,)).body([{"role": "user", "content": "a"}])
+                )
         return answer
 
     return asyncio.run(go())
@@ -255,9 +257,9 @@ def test_events_that_chunks_cut_and_join() -> None:
 
 
 def test_tokens_of_a_server_that_does_not_tell() -> None:
-    assert Answer(times=[0.1, 0.2], end="length").n_tokens(5) == 5  # three had no text
-    assert Answer(times=[0.1, 0.2], end="stop").n_tokens(5) == 2
-    assert Answer().n_cached is None
+    assert ChatAnswer(times=[0.1, 0.2], end="length").n_tokens(5) == 5  # three had no text
+    assert ChatAnswer(times=[0.1, 0.2], end="stop").n_tokens(5) == 2
+    assert ChatAnswer().n_cached is None
 
 
 @pytest.mark.parametrize(
@@ -280,10 +282,10 @@ def test_nobody_listens() -> None:
         ask_once(f"http://127.0.0.1:{servers.free_port()}")
 
 
-def test_the_first_failure_ends_a_replay(model: Model) -> None:
+def test_the_first_failure_ends_a_replay(model: LoadedModel) -> None:
     conversation = make_conversation(1, 50, 2, lambda text: len(model.tokenize(text)))
     with answering(b"no", status=500) as url, pytest.raises(CannotRunError, match="answered 500"):
-        replay(url, [conversation] * 4, 2, Sampling(2, ()))
+        replay(url, [conversation] * 4, 2, ClientSampling(2, ()))
 
 
 # --- the servers ---
@@ -370,9 +372,9 @@ def test_every_server_gets_the_same() -> None:
     assert "--cache" in servers.stock_command(spec, servers.STOCK_CACHE, 1)
 
 
-def test_a_context_too_small_for_a_stall_is_an_error_with_a_remedy(model: Model) -> None:
+def test_a_context_too_small_for_a_stall_is_an_error_with_a_remedy(model: LoadedModel) -> None:
     file = read_model_file(model_path())
-    work = Work(n_prompt=8, n_gen=5, turns=1, clients=(2,), threads=1, repeats=1, peer=False)
+    work = ServeWork(n_prompt=8, n_gen=5, turns=1, clients=(2,), threads=1, repeats=1, peer=False)
     spec = servers.ServerSpec(file=file, n_ctx=256, clients=2, threads=1)
     with pytest.raises(CannotRunError, match="use a larger --n-ctx"):
         _stall(None, 0, Script(model, file, work), work, spec)  # type: ignore[arg-type]

@@ -15,8 +15,8 @@ from mixedkv_bench.catalog import Document
 from mixedkv_bench.harness.cache_settings import make_settings
 from mixedkv_bench.harness.contexts import CannotRunError
 from mixedkv_bench.harness.page_cache import drop_cached, resident_share
-from mixedkv_bench.harness.store_run import Place, Run, in_new_process
-from mixedkv_bench.store import TIERS, TierTimes, Work, _rows
+from mixedkv_bench.harness.store_run import StorePlace, StoreRun, in_new_process
+from mixedkv_bench.store import TIERS, StoreWork, TierTimes, _rows
 from support.bench_support import by_kv, run
 
 MIXED = "mixed:compact"
@@ -103,7 +103,7 @@ def test_ratios_are_taken_within_a_round() -> None:
     times["encrypted"] = TierTimes(ttft=[2.0, 4.0, 8.0])
     times["cold"] = TierTimes(ttft=[10.0, 20.0, 40.0])
     head = {"kv": "f16", "flash_attn": False, "threads": 1}
-    work = Work(n_prompt=8, n_new=1, n_gen=1, turns=1, threads=1, repeats=3)
+    work = StoreWork(n_prompt=8, n_new=1, n_gen=1, turns=1, threads=1, repeats=3)
     rows = {row.tier: row for row in _rows(times, head, work, 0)}
     assert rows["disk"].vs_cold == pytest.approx(0.1)
     assert rows["encrypted"].vs_disk == 2
@@ -123,14 +123,14 @@ def test_files_that_were_forgotten(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def q8_0() -> Any:
     (setting,) = make_settings(["q8_0"])
-    with Run(model_path(), setting, 256, 1) as made:
+    with StoreRun(model_path(), setting, 256, 1) as made:
         yield made
 
 
-def test_a_miss_is_no_hit(q8_0: Run, tmp_path: Path) -> None:
+def test_a_miss_is_no_hit(q8_0: StoreRun, tmp_path: Path) -> None:
     """What was not restored as wanted must not be measured as if it were."""
     tokens = np.arange(1, 40, dtype=np.int32)
-    with Place(tmp_path / "kv") as place:
+    with StorePlace(tmp_path / "kv") as place:
         with pytest.raises(CannotRunError, match=r"restored 0 tokens from none .* instead of 30 from disk"):
             place.restore(q8_0, tokens, 30)
         with pytest.raises(CannotRunError, match="nothing was restored"):

@@ -10,7 +10,7 @@ import pytest
 
 from mixedkv.cli import main
 from mixedkv_bench.catalog import Document
-from mixedkv_bench.harness.task_items import TASKS, Item, make_piles
+from mixedkv_bench.harness.task_items import TASKS, TaskItem, make_piles
 from mixedkv_bench.tasks import TasksRow
 
 
@@ -55,7 +55,7 @@ def test_documents_differ_by_seed_and_nothing_else() -> None:
     [(" 4817.\n\nQuestion", True), ("4817", True), (" 481", False), (" 4871.", False)],
 )
 def test_an_answer_is_right_by_how_it_begins(said: str, right: bool) -> None:
-    assert Item("lookup", "", "4817", 8).is_right(said) == right
+    assert TaskItem("lookup", "", "4817", 8).is_right(said) == right
 
 
 def test_rows_say_what_stays_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

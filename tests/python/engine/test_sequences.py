@@ -10,7 +10,7 @@ import pytest
 
 from mixedkv.cut_rule import CutRule
 from mixedkv.engine.checkpoints import CheckpointLimits
-from mixedkv.engine.sequences import NO_MATCH, Match, Sequence, SequencePool
+from mixedkv.engine.sequences import NO_MATCH, Sequence, SequenceMatch, SequencePool
 from mixedkv.engine.tenant_limits import TenantLimits
 from mixedkv.hot_window import HotWindow
 from mixedkv.kv.checkpoint import Checkpoint
@@ -269,7 +269,7 @@ def test_a_prefix_whose_f16_rows_made_room_is_not_exact() -> None:
     match = pool.match("", tokens(0, 60))
     assert match.exact
     assert not pool.confirm(match)
-    assert pool.match("", tokens(0, 60)) == Match(seq, 50, False, 50)
+    assert pool.match("", tokens(0, 60)) == SequenceMatch(seq, 50, False, 50)
 
 
 def test_a_paused_answer_goes_on_without_its_f16_rows_and_says_so() -> None:
@@ -277,7 +277,7 @@ def test_a_paused_answer_goes_on_without_its_f16_rows_and_says_so() -> None:
     seq = run(pool, tokens(0, 50), release=False)
     pool.pause(seq)
     memory.lost.add(seq.id)
-    assert pool.own_rows(seq, "", tokens(0, 51)) == Match(seq, 50, False, 0)
+    assert pool.own_rows(seq, "", tokens(0, 51)) == SequenceMatch(seq, 50, False, 0)
 
 
 def test_what_was_evaluated_without_f16_rows_is_not_exact() -> None:

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from mixedkv.engine.chat_template import RenderedChat
 from mixedkv.engine.job import Delta, Done, Job
+from mixedkv.ids import new_id
 from mixedkv.server.api.chat_jobs import AnswerParts, chat_jobs
 from mixedkv.server.api.generation import prompt_progress, usage
 from mixedkv.server.api.growing import Turn, check_version, respond_with
@@ -24,7 +25,6 @@ from mixedkv.server.state import (
     ServerState,
     find_session,
     model_of,
-    new_id,
     read_prompt,
     tenant,
 )

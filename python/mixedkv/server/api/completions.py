@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mixedkv.engine.job import Delta, Done, Job
+from mixedkv.ids import new_id
 from mixedkv.server.api.generation import (
     constraint_of,
     context_tokens,
@@ -27,7 +28,6 @@ from mixedkv.server.state import (
     ServerState,
     find_session,
     model_of,
-    new_id,
     read_prompt,
     tenant,
 )

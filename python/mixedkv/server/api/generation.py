@@ -19,12 +19,12 @@ from mixedkv.engine.sampler import Sampling
 from mixedkv.engine.slide import fit
 from mixedkv.errors import ContextLengthError
 from mixedkv.images import PromptImage
-from mixedkv.server.api.schemas import Generation
+from mixedkv.server.api.schemas import GenerationFields
 from mixedkv.server.api_error import bad_request, from_engine
 from mixedkv.server.state import ServerState
 from mixedkv.sessions import CacheSessionMetadata
 
-_SAMPLING = {each.name for each in fields(Sampling)} & Generation.model_fields.keys() - {
+_SAMPLING = {each.name for each in fields(Sampling)} & GenerationFields.model_fields.keys() - {
     "seed",
     "logit_bias",
     "dry_sequence_breakers",
@@ -40,12 +40,12 @@ def context_tokens(server: ServerState, session: Any, *, long: bool = False) -> 
     return server.engine.tokenizer.chat(messages, long=long)[0]
 
 
-def slides(server: ServerState, body: Generation) -> bool:
+def slides(server: ServerState, body: GenerationFields) -> bool:
     """Whether the middle goes of what does not fit the context."""
     return (body.overflow or server.settings.overflow) == "slide"
 
 
-def sampling(server: ServerState, body: Generation, choice: int) -> Sampling:
+def sampling(server: ServerState, body: GenerationFields, choice: int) -> Sampling:
     """Each choice gets a seed of its own."""
     seed = body.seed if body.seed is not None else server.settings.seed
     seed = secrets.randbits(32) if seed is None else seed
@@ -58,7 +58,7 @@ def sampling(server: ServerState, body: Generation, choice: int) -> Sampling:
 
 def make_jobs(
     server: ServerState,
-    body: Generation,
+    body: GenerationFields,
     prompts: Sequence[Sequence[int]],
     *,
     owner: str,
@@ -196,7 +196,7 @@ def _approximate(jobs: Sequence[Job]) -> dict[str, Any]:
     return {"approximate_cached_tokens": n, "cached_repair": method} if n else {}
 
 
-def constraint_of(body: Generation) -> Constraint | None:
+def constraint_of(body: GenerationFields) -> Constraint | None:
     """Of the fields that raw prompts have too.
 
     Raises:
@@ -220,7 +220,7 @@ def _matcher(server: ServerState, constraint: Constraint | None, optional: bool)
         raise bad_request(str(error), constraint.name) from None
 
 
-def _check_reuse(server: ServerState, body: Generation) -> None:
+def _check_reuse(server: ServerState, body: GenerationFields) -> None:
     if body.reuse == "chunks" and server.settings.reuse != "chunks":
         raise bad_request(
             "this server reuses no chunks: start it with --reuse chunks, or ask for exact or prefix", "reuse"
@@ -229,7 +229,7 @@ def _check_reuse(server: ServerState, body: Generation) -> None:
         raise bad_request(f"reuse={body.reuse} and use_kv_cache=false exclude each other: give one", "reuse")
 
 
-def _check_tokens(server: ServerState, body: Generation, max_tokens: int) -> None:
+def _check_tokens(server: ServerState, body: GenerationFields, max_tokens: int) -> None:
     if (body.min_tokens or 0) > max_tokens:
         raise bad_request(f"min_tokens={body.min_tokens} is more than max_tokens={max_tokens}", "min_tokens")
     n_vocab = server.engine.tokenizer.n_vocab
@@ -249,7 +249,9 @@ def _check_logprobs(n: int, n_tokens: int, n_logprobs: int | None) -> None:
         )
 
 
-def _check_prompt_logprobs(server: ServerState, body: Generation, prompts: Sequence[Sequence[int]]) -> None:
+def _check_prompt_logprobs(
+    server: ServerState, body: GenerationFields, prompts: Sequence[Sequence[int]]
+) -> None:
     if body.prompt_logprobs is None:
         return
     n_ctx = server.engine.n_ctx
@@ -269,7 +271,7 @@ def _check_prompt_logprobs(server: ServerState, body: Generation, prompts: Seque
         )
 
 
-def _check_images(body: Generation, prediction: str) -> None:
+def _check_images(body: GenerationFields, prediction: str) -> None:
     """What needs a prompt of tokens; where the server does it by default, it leaves it."""
     asked = {
         "prompt_logprobs": body.prompt_logprobs is not None,
@@ -282,7 +284,9 @@ def _check_images(body: Generation, prediction: str) -> None:
         raise bad_request(f"{name} does not go with images: leave one out", name)
 
 
-def _prompt_logprobs(server: ServerState, body: Generation, prompt: Sequence[int]) -> PromptLogprobs | None:
+def _prompt_logprobs(
+    server: ServerState, body: GenerationFields, prompt: Sequence[int]
+) -> PromptLogprobs | None:
     if body.prompt_logprobs is None:
         return None
     return PromptLogprobs(prompt, body.prompt_logprobs, server.engine.tokenizer.n_vocab)

@@ -15,8 +15,8 @@ from mixedkv.engine.job import Delta, Done, Job
 from mixedkv.server.api.chat_jobs import AnswerParts, message_of
 from mixedkv.server.api.chat_message import Message
 from mixedkv.server.api.rendering import template_message
-from mixedkv.server.api.respond import Answer, respond
-from mixedkv.server.api.schemas import ChatRequest, CompletionRequest, Generation
+from mixedkv.server.api.respond import SentAnswer, respond
+from mixedkv.server.api.schemas import ChatRequest, CompletionRequest, GenerationFields
 from mixedkv.server.api_error import ApiError, bad_request
 from mixedkv.server.state import ServerState
 from mixedkv.sessions import CacheSessionMetadata, ContextMessage, ErrorResponse
@@ -116,11 +116,11 @@ class Turn:
 
 async def respond_with(
     turn: Turn | None,
-    body: Generation,
+    body: GenerationFields,
     request: Request,
     server: ServerState,
     jobs: Sequence[Job],
-    answer: Answer,
+    answer: SentAnswer,
     *,
     large: bool,
 ) -> Response:
@@ -141,7 +141,7 @@ async def respond_with(
     return response if turn is None else turn.tell(response)
 
 
-def check_version(body: Generation, session: CacheSessionMetadata) -> None:
+def check_version(body: GenerationFields, session: CacheSessionMetadata) -> None:
     """Before work is done for another version of a session than the one that is meant.
 
     Raises:
@@ -151,7 +151,7 @@ def check_version(body: Generation, session: CacheSessionMetadata) -> None:
         raise _conflict(session, f"session_version={body.session_version}")
 
 
-def _grows(body: Generation, session: CacheSessionMetadata) -> bool:
+def _grows(body: GenerationFields, session: CacheSessionMetadata) -> bool:
     grows = session.mode == "append" if body.append is None else body.append
     if grows and (body.n or 1) > 1:
         raise bad_request("append goes with one answer: leave n out, or append", "n")

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from mixedkv.engine.answer_reader import Part
 from mixedkv.engine.chat_template import RenderedChat
 from mixedkv.engine.job import Delta, Done, Job
+from mixedkv.ids import new_id
 from mixedkv.server.api.chat_jobs import AnswerParts, chat_jobs, chat_tokens, translated
 from mixedkv.server.api.message_schemas import CountRequest, MessagesRequest
 from mixedkv.server.api.respond import respond
@@ -18,7 +19,7 @@ from mixedkv.server.api.schemas import ChatFields, ChatRequest
 from mixedkv.server.api.sse import named_sse
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.json_body import JSONRoute
-from mixedkv.server.state import ServerState, model_of, new_id, read_prompt, tenant
+from mixedkv.server.state import ServerState, model_of, read_prompt, tenant
 
 router = APIRouter(route_class=JSONRoute)
 

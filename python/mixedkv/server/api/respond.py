@@ -18,7 +18,7 @@ _PING = 15.0  # seconds without an event after which a stream says that it is al
 _PROGRESS = 0.5  # the same where the client asks how far its prompt is
 
 
-class Answer(StreamedAnswer, Protocol):
+class SentAnswer(StreamedAnswer, Protocol):
     """An API's objects of one request: the parts of a stream, or one of all ends."""
 
     def whole(self, ends: list[Done]) -> dict[str, Any]: ...
@@ -28,7 +28,7 @@ async def respond(
     request: Request,
     server: ServerState,
     jobs: Sequence[Job],
-    answer: Answer,
+    answer: SentAnswer,
     *,
     stream: bool,
     large: bool,

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from mixedkv.engine.answer_reader import Part, ReadAnswer
 from mixedkv.engine.chat_template import RenderedChat
 from mixedkv.engine.job import Delta, Done, Job
+from mixedkv.ids import new_id
 from mixedkv.server.api.chat_jobs import AnswerParts, chat_jobs, translated
 from mixedkv.server.api.kept_responses import ResponseId, check_room, find, history, keep
 from mixedkv.server.api.respond import respond
@@ -20,7 +21,7 @@ from mixedkv.server.api.schemas import ChatRequest
 from mixedkv.server.api.sse import PING, named_sse
 from mixedkv.server.api_error import ApiError, bad_request
 from mixedkv.server.http.json_body import JSONRoute
-from mixedkv.server.state import ServerState, model_of, new_id, read_prompt, server_state, tenant
+from mixedkv.server.state import ServerState, model_of, read_prompt, server_state, tenant
 
 router = APIRouter(route_class=JSONRoute)
 

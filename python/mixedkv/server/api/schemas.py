@@ -102,7 +102,7 @@ class Prediction(Model):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class Generation(Model):
+class GenerationFields(Model):
     """What chat and completions have in common."""
 
     model: Name | None = None
@@ -186,7 +186,7 @@ class Generation(Model):
     prompt_cache_retention: Name | None = Field(None, description=IGNORED)
 
     @model_validator(mode="after")
-    def _stream_options_need_stream(self) -> Generation:
+    def _stream_options_need_stream(self) -> GenerationFields:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options goes with stream=true only")
         if self.return_progress and not self.stream:
@@ -196,7 +196,7 @@ class Generation(Model):
         return self
 
     @model_validator(mode="after")
-    def _needs_a_session(self) -> Generation:
+    def _needs_a_session(self) -> GenerationFields:
         for name in ("append", "session_version"):
             if getattr(self, name) is not None and self.session_id is None:
                 raise ValueError(f"{name} goes with session_id only")
@@ -228,7 +228,7 @@ class ChatFields(Model):
     )
 
 
-class ChatRequest(ChatFields, Generation):
+class ChatRequest(ChatFields, GenerationFields):
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -272,7 +272,7 @@ Prompt = (
 )
 
 
-class CompletionRequest(Generation):
+class CompletionRequest(GenerationFields):
     prompt: Prompt
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
@@ -303,7 +303,7 @@ class ExtraFile(Model):
     text: Text
 
 
-class InfillRequest(Generation):
+class InfillRequest(GenerationFields):
     input_prefix: Text
     input_suffix: Text
     input_extra: Annotated[list[ExtraFile], Field(max_length=MAX_FIELDS, fail_fast=True)] | None = None

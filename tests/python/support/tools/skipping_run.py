@@ -27,7 +27,7 @@ import numpy.typing as npt
 from llama_cpp._ggml import libggml
 
 from mixedkv_bench.harness.cache_settings import Setting, make_settings
-from mixedkv_bench.harness.contexts import Context, Model
+from mixedkv_bench.harness.contexts import Context, LoadedModel
 from mixedkv_bench.harness.sample_text import document
 from mixedkv_bench.harness.summary import log_softmax
 
@@ -42,7 +42,7 @@ class TimedContext(Context):
         attention: CPU seconds, all layers.
     """
 
-    def __init__(self, model: Model, setting: Setting, n_ctx: int) -> None:
+    def __init__(self, model: LoadedModel, setting: Setting, n_ctx: int) -> None:
         self.attention = self._before = 0.0
         self._callback = llama_cpp.ggml_backend_sched_eval_callback(self._node)
         super().__init__(model, setting, n_ctx=n_ctx, threads=1)
@@ -69,7 +69,7 @@ class TimedContext(Context):
 class Skipping:
     """One EPS: a cache that goes on by itself, one that starts each token from the rows of the exact one."""
 
-    def __init__(self, model: Model, kv: str, eps: str, n_ctx: int, stack: ExitStack) -> None:
+    def __init__(self, model: LoadedModel, kv: str, eps: str, n_ctx: int, stack: ExitStack) -> None:
         spec = f"{kv}{',' if ':' in kv else ':'}v_skip={eps}"
         (setting,) = make_settings([spec], "off")
         self.eps, self.drift, self.step = eps, *(TimedContext(model, setting, n_ctx) for _ in range(2))
@@ -102,7 +102,7 @@ def _divergence(
 def measure(path: Path, kv: str, eps: Sequence[str], n_past: int, n_new: int, texts: int) -> Iterator[str]:
     """The lines of a table, a row for each EPS."""
     with ExitStack() as stack:
-        model = Model(path)
+        model = LoadedModel(path)
         stack.callback(model.close)
         (setting,) = make_settings([kv], "off")
         base = TimedContext(model, setting, n_past + n_new)
