@@ -88,7 +88,7 @@ def test_states_of_windows_with_and_without_rows(open_ctx) -> None:
 # --- windows ---
 
 
-@pytest.mark.parametrize("window", [(2**32 - 1, 1, 1), (0, 2**32 - 1, 4), (33, 16, 4), (32, 16, 5)])
+@pytest.mark.parametrize("window", [(2**32 - 1, 1, 1), (0, 2**32 - 1, 4), (32, 16, 2**32 - 1)])
 def test_windows_out_of_range_are_refused(open_ctx, window: tuple[int, int, int]) -> None:
     ctx = open_ctx("llama-64", KV)
     with pytest.raises(ValueError, match="quantization_threshold"):
