@@ -59,6 +59,8 @@ class MixedKVConfig:
             from layer 7 on.
         budget: bytes that the cache may take, 0: any. `settle` then chooses the cold types, for a model and a
             context: see `for_budget`.
+        bits: of an element of the cold rows at most, scales included, 0: as the types say. `settle` chooses
+            the types by layer, for a model, and spends the bits where they do most.
         shrink: while memory is short, of the machine or of a control group, the recent window is halved
             step by step and its memory given back; it grows again when there is room. Statistics and the log
             say so, and what is evaluated meanwhile is not exact.
@@ -87,6 +89,7 @@ class MixedKVConfig:
     hot_budget: int | str = "auto"
     layers: str = ""
     budget: int = 0
+    bits: float = 0.0
     shrink: bool = False
     v_skip: float = 0.0
     sparse: str = ""
@@ -123,10 +126,20 @@ class MixedKVConfig:
             raise TypeError(f"budget={self.budget!r}: use a number of bytes")
         if self.budget < 0:
             raise ValueError(f"budget={self.budget}: use a number of bytes, or 0 for none")
-        if self.budget and (self.cold_type_k, self.cold_type_v, self.layers) != ("q4_0", "q4_0", ""):
+        if isinstance(self.bits, bool) or not isinstance(self.bits, int | float):
+            raise TypeError(f"bits={self.bits!r}: use a number such as 3.5")
+        if not (self.bits == 0 or 1 <= self.bits <= 16):
+            raise ValueError(f"bits={self.bits:g}: use a number such as 3.5, or 0 for the types as given")
+        if self.budget and self.bits:
             raise ValueError(
-                f"budget={self.budget} chooses the cold types: leave cold_type_k, cold_type_v and layers out"
+                f"budget={self.budget} and bits={self.bits:g} both choose the cold types: use one"
             )
+        for field in ("budget", "bits"):
+            chosen = (self.cold_type_k, self.cold_type_v, self.layers) != ("q4_0", "q4_0", "")
+            if (value := getattr(self, field)) and chosen:
+                raise ValueError(
+                    f"{field}={value} chooses the cold types: leave cold_type_k, cold_type_v and layers out"
+                )
 
     @classmethod
     def for_budget(
@@ -185,10 +198,14 @@ class MixedKVConfig:
         return next(types, (self.cold_type_k, self.cold_type_v))
 
     def _check_settled(self) -> None:
-        if self.budget:
-            raise ValueError(
-                f"budget={self.budget}: what it comes to depends on the model and its context; see `settle`"
-            )
+        if not self.is_settled:
+            name = f"budget={self.budget}" if self.budget else f"bits={self.bits:g}"
+            raise ValueError(f"{name}: what it comes to depends on the model and its context; see `settle`")
+
+    @property
+    def is_settled(self) -> bool:
+        """False while a budget or a number of bits stands for types of layers that a model is needed for."""
+        return not (self.budget or self.bits)
 
     def check_layers(self, n_layer: int) -> None:
         """Raise ValueError if `layers` names one that a model of `n_layer` layers lacks."""
@@ -329,7 +346,7 @@ def parse_kv(kv: str | KVSetting) -> KVSetting:
     "mixed:cold_k=q8_0,cold_v=q4_0,threshold=256,group=32,sinks=4,draft=16,equalize=false,
     hot_budget=2048,v_skip=1e-6,shrink=true,
     sparse=top_p:0.99"; "cold=q8_0" sets both cold types,
-    "layers=0-3:q8_0/q8_0,9-:q5_1" those of single layers, and "budget=2GiB" has them chosen.
+    "layers=0-3:q8_0/q8_0,9-:q5_1" those of single layers; "bits=3.5" and "budget=2GiB" have them chosen.
     A type such as "f16" or "q8_0" is llama.cpp's uniform cache of it, "q8_0/q4_0" one with another
     type for V. Each takes "attention=" too. "mixed:compact", "mixed:balanced" and "mixed:quality" are presets
     to start from, as in "mixed:quality,sinks=8". Case does not matter. `str()` of the result reads back
@@ -374,16 +391,21 @@ def settle(
     n_stream: int = 1,
     on_cpu: bool = True,
 ) -> KVSetting:
-    """The setting that a budget comes to for a model and a context, see `MixedKVConfig.for_budget`; a setting
-    without a budget stays as it is. `n_stream` equal parts of the context have sequences of their own;
-    `on_cpu`: the cache lies in CPU memory.
+    """The setting that a budget comes to for a model and a context, see `MixedKVConfig.for_budget`, or `bits`
+    for a model; a setting without them stays as it is. `n_stream` equal parts of the context have sequences
+    of their own; `on_cpu`: the cache lies in CPU memory.
 
     Raises:
-        ValueError: nothing fits the budget.
+        ValueError: nothing fits the budget, or the bits.
     """
-    if not isinstance(kv, MixedKVConfig) or not kv.budget:
+    if not isinstance(kv, MixedKVConfig) or kv.is_settled:
         return kv
     f16, plan = _without_quantization(kv), LayerPlan(shape, shares, on_cpu=on_cpu)
+    if kv.bits:
+        if kv.bits < plan.bits(0):
+            raise ValueError(f"bits={kv.bits:g}: the coarsest types take {plan.bits(0):g} in this model")
+        type_k, type_v, layers = shorten(plan.types(plan.most(kv.bits)))
+        return replace(kv, bits=0.0, cold_type_k=type_k, cold_type_v=type_v, layers=layers)
 
     def size(setting: KVSetting) -> int:
         return n_stream * footprint(shape, setting, n_ctx // n_stream, n_seq // n_stream).bytes

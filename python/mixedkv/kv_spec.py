@@ -21,6 +21,7 @@ KEYS = {
     "hot_budget": "hot_budget",
     "layers": "layers",
     "budget": "budget",
+    "bits": "bits",
     "shrink": "shrink",
     "v_skip": "v_skip",
     "sparse": "sparse",
@@ -71,7 +72,7 @@ def fields_of(spec: str, options: dict[str, str]) -> dict[str, Any]:
 
 
 def _parse_value(spec: str, key: str, value: str) -> str | int | float | bool:
-    if key == "v_skip":
+    if key in ("bits", "v_skip"):
         return _parse_float(spec, key, value)
     if key in ("threshold", "group", "sinks", "draft"):
         return _parse_int(spec, key, value)

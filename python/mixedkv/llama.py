@@ -338,10 +338,10 @@ class Llama(GuardedLlama):
         return {**state, **own, **self._asked}
 
     def _settle(self, file: ModelFile, n_ctx: int, *, on_cpu: bool) -> KVSetting:
-        """What a budget comes to."""
-        if not isinstance(self._setting, MixedKVConfig) or not self._setting.budget:
+        """What a budget or a number of bits comes to."""
+        if not isinstance(self._setting, MixedKVConfig) or self._setting.is_settled:
             return self._setting
-        if not n_ctx:
+        if self._setting.budget and not n_ctx:
             raise ValueError(
                 f"kv={str(self._setting)!r}: the model names no context: give n_ctx with a budget"
             )

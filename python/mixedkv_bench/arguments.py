@@ -54,7 +54,7 @@ def check(args: argparse.Namespace) -> Options:
         tests=tests,
         file=file,
         shape=shape,
-        settings=tuple(settings),
+        settings=tuple(setting.settled(shape) for setting in settings),
         depths=_depths(args.depths, max(n_prompt, args.n_gen + 1), longest),
         n_ctx=_n_ctx(args.n_ctx, _N_CTX, shape.n_ctx_train),
         n_ctx_recall=_n_ctx(args.n_ctx, _N_CTX_RECALL, shape.n_ctx_train),

@@ -32,7 +32,7 @@ class LayerPlan:
     Args:
         shape: the model.
         shares: divergence that K or V of a layer causes in the type `MEASURED`, in nats; without it all
-            layers are taken to be alike, and the outermost come first.
+            layers are taken to be alike, and the deepest come first.
         on_cpu: the cache lies in CPU memory, where types of `CPU_TYPES` can be.
     """
 
@@ -45,10 +45,9 @@ class LayerPlan:
     ) -> None:
         self._shape = shape
         usable = _usable(shape, on_cpu)
-        outermost = sorted(range(n := len(shape.layers)), key=lambda i: (min(i, n - 1 - i), -i))
         parts: list[Each] = [
             (layer.il, part)
-            for layer in (shape.layers[i] for i in outermost)
+            for layer in reversed(shape.layers)  # K of the upper half makes most of the error: decision 048
             for part in ("k", "v")
             if _width(layer, part)  # latent attention (MLA): values are a part of the keys
         ]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mixedkv.config import KVSetting, MixedKVConfig, UniformKV, parse_kv
+from mixedkv.config import KVSetting, MixedKVConfig, UniformKV, parse_kv, settle
 from mixedkv.limits import padded
+from mixedkv.model.footprint import ModelShape
 from mixedkv.row_types import ggml_type
 
 DEFAULT_SPECS = ("f16", "q8_0", "q4_0", "mixed:compact", "mixed:balanced", "mixed:quality")
@@ -55,6 +56,17 @@ class Setting:
     def window(self) -> int | None:
         """Tokens whose rows a mixed cache keeps in F16; None for a cache that is not mixed."""
         return self.kv.quantization_threshold if isinstance(self.kv, MixedKVConfig) else None
+
+    def settled(self, shape: ModelShape) -> Setting:
+        """Return the setting whose `bits` are what they come to for a model of this shape.
+
+        Raises:
+            ValueError: the model has no types so coarse.
+        """
+        if not isinstance(self.kv, MixedKVConfig) or self.kv.is_settled:
+            return self
+        kv = settle(self.kv, shape, 0)
+        return replace(self, spec=str(kv), kv=kv)
 
     def check_context(self, n_ctx: int) -> None:
         """Raise ValueError if the cache cannot have the context that llama.cpp makes of `n_ctx` tokens."""

@@ -93,7 +93,7 @@ def test_bits_go_to_keys_then_to_values_then_to_the_window() -> None:
     def chosen(bits: float) -> KVSetting:
         return MixedKVConfig.for_budget(shape, 8192, int(bits * element), sink_tokens=2)
 
-    assert str(chosen(4.38)) == "mixed:cold_k=q5_0,cold_v=tc3,sinks=2,layers=1:lm4/tc3"
+    assert str(chosen(4.38)) == "mixed:cold_k=q5_0,cold_v=tc3,sinks=2,layers=0:lm4/tc3"
     assert str(chosen(5.5)) == "mixed:cold_k=q5_1,cold_v=lm4,sinks=2"
     assert chosen(6.68).types_of(0) == ("q8_0", "lm4")
     assert chosen(8.8).types_of(3) == (FINEST, FINEST)
@@ -110,7 +110,7 @@ def test_shares_choose_the_layers() -> None:
     shares = {(il, part): 1e-6 for il in range(3) for part in ("k", "v")} | {(2, "v"): 1e-3, (0, "k"): 1e-4}
     plan = LayerPlan(shape, shares)  # type: ignore[arg-type]
     assert (plan.bits(0), plan.bits(len(plan))) == (type_bits("tc3"), type_bits(FINEST))
-    assert shorten(plan.types(plan.most(5.4))) == ("q8_0", "lm4", "1:tc3,2:lm4/q8_0")
+    assert shorten(plan.types(plan.most(5.4))) == ("q8_0", "tc3", "1:lm4/tc3,2:lm4/q8_0")
     divergence = [plan.divergence(n) for n in range(len(plan) + 1)]
     assert divergence == sorted(divergence, reverse=True)
     budget = footprint(shape, parse_kv("mixed:cold=q5_0"), 4096).bytes
@@ -148,9 +148,35 @@ def test_a_budget_is_settled_before_it_is_used() -> None:
     assert settle(parse_kv("mixed"), shape_of(model_path()), 512) == MixedKVConfig()
 
 
+def test_bits_go_to_the_keys_of_deep_layers_first() -> None:
+    shape = layers_of(64, 4)
+    kv = parse_kv("mixed:bits=3.5,threshold=64")
+    assert str(kv) == "mixed:threshold=64,bits=3.5"
+    with pytest.raises(ValueError, match=r"bits=3\.5: what it comes to depends on the model"):
+        kv.native()
+    assert settle(kv, shape, 512) == parse_kv("mixed:cold=tc3,threshold=64,layers=2-3:lm4/tc3")
+    assert settle(parse_kv("mixed:bits=3.25"), shape, 512) == parse_kv("mixed:cold=tc3")
+    assert settle(parse_kv("mixed:bits=8.5"), shape, 512) == parse_kv("mixed:cold=q8_0")
+    with pytest.raises(ValueError, match=r"bits=3: the coarsest types take 3\.25 in this model"):
+        settle(parse_kv("mixed:bits=3"), shape, 512)
+
+
+def test_bits_of_a_llama() -> None:
+    with Llama(model_path(), kv="mixed:bits=4", n_ctx=256, verbose=False) as llm:
+        chosen = llm.kv.config
+        assert isinstance(chosen, MixedKVConfig)
+        types = [name for il in range(6) for name in chosen.types_of(il)]
+        assert 3.8 < sum(map(type_bits, types)) / 12 <= 4
+        llm.eval([1, 2, 3])
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
+        ("mixed:bits=few", "bits=few is not a number"),
+        ("mixed:bits=0.5", r"bits=0\.5: use a number such as 3\.5"),
+        ("mixed:bits=4,cold=q8_0", "bits=4.0 chooses the cold types"),
+        ("mixed:bits=4,budget=2GiB", "both choose the cold types: use one"),
         ("mixed:budget=much", "budget='much' is not a size: use e.g. 2GiB"),
         ("mixed:budget=0", "budget='0' is not a size"),
         (

@@ -15,15 +15,17 @@ from mixedkv.model.gguf_file import read_model_file
 N_CTX = 1024
 
 
-def divergences(model: Path, folder: Path, *specs: str) -> list[float]:
-    """Mean KL divergence of each cache from an F32 cache, over the second half of a document of prose."""
+def divergences(model: Path, folder: Path, *specs: str, text: str = "prose") -> list[float]:
+    """Mean KL divergence of each cache from an F32 cache, over the second half of a document."""
     result = folder / "quality.json"
     options = ["--mode", "batch", "--n-ctx", str(N_CTX), "--repeats", "1", "--flash-attn", "off"]
     kv = [part for spec in specs for part in ("--kv", spec)]
-    command = ["bench", "quality", "-m", str(model), "--text", "prose", *options, *kv]
+    command = ["bench", "quality", "-m", str(model), "--text", text, *options, *kv]
     assert main([*command, "--json", str(result)]) == 0
-    found = {row["kv"]: row["kld_mean"] for row in json.loads(result.read_text())["rows"]}
-    return [found[spec] for spec in specs]
+    reference, *rows = json.loads(result.read_text())["rows"]
+    assert reference["control"]
+    assert len(rows) == len(specs)
+    return [row["kld_mean"] for row in rows]
 
 
 @pytest.mark.parametrize("fixture", ["real_model", "real_model_planted"])
@@ -32,6 +34,12 @@ def test_fewer_bits_than_q4_0_do_less(fixture: str, request: pytest.FixtureReque
     q4_0, tc3, lm4 = divergences(model, tmp_path, "q4_0", "mixed:cold=tc3", "mixed:cold=lm4")
     assert tc3 < 0.6 * q4_0
     assert lm4 < 0.25 * q4_0
+
+
+def test_a_bit_less_than_q4_0_does_half(real_model: Path, tmp_path: Path) -> None:
+    """On code, where tc3 alone does not."""
+    q4_0, mixed = divergences(real_model, tmp_path, "q4_0", "mixed:bits=3.5", text="code")
+    assert mixed < 0.5 * q4_0
 
 
 def test_a_budget_spends_no_worse_than_one_type(real_model: Path, tmp_path: Path) -> None:
