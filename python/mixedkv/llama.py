@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import llama_cpp
 
 from mixedkv import _core, _llama_cpp, long_text
+from mixedkv.card import card
 from mixedkv.config import KVSetting, MixedKVConfig, UniformKV, parse_kv, settle
 from mixedkv.errors import (
     ClosedError,
@@ -187,6 +188,10 @@ class Llama(GuardedLlama):
         finally:
             self._loading = None
             _core.withdraw()
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return card("Llama", [("file", self.model_path)], self._kv._repr_html_())
 
     @property
     def kv(self) -> KVCache:

@@ -16,10 +16,12 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Late
 from types import TracebackType
 from typing import Any, TypeVar
 
 from mixedkv import _llama_cpp
+from mixedkv.card import card
 from mixedkv.chunks import Reuse
 from mixedkv.engine.answer import Answer
 from mixedkv.engine.batch import Batch
@@ -56,6 +58,7 @@ from mixedkv.tokens import Tokens
 log = logging.getLogger("mixedkv.engine")
 
 _CLOSING = "the engine is shutting down"
+_CARD_SECONDS = 5.0  # that a step may take when a notebook asks what the engine does
 
 _T = TypeVar("_T")
 
@@ -173,6 +176,24 @@ class Engine:
     @property
     def alive(self) -> bool:
         return self._thread.is_alive() and not self._inbox.closed
+
+    def _repr_html_(self) -> str:
+        return self.card()
+
+    def card(self, title: str = "Engine") -> str:
+        """Return what a notebook shows, as HTML: what runs, what waits, and what the cache holds, if the
+        engine can tell soon.
+        """
+        rows: list[tuple[str, object]] = [
+            ("model", self.llm.model_path),
+            ("context", f"{self.n_ctx} tokens, {self.parallel} answers at a time"),
+            ("running", self.n_running),
+            ("waiting", self.n_queued),
+        ]
+        try:
+            return card(title, rows, self.call(self.llm.kv.stats).result(_CARD_SECONDS)._repr_html_())
+        except (ClosedError, Late) as error:
+            return card(title, [*rows, ("state", "closed" if isinstance(error, ClosedError) else "busy")])
 
     @property
     def idle(self) -> bool:

@@ -7,9 +7,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv import _core, _llama_cpp
+from mixedkv.card import card
 from mixedkv.config import MixedKVConfig
 from mixedkv.cut_rule import CutRule
-from mixedkv.errors import UnsupportedModelError
+from mixedkv.errors import ClosedError, ContextBusyError, UnsupportedModelError
 from mixedkv.kv import block_rows, sequence_state
 from mixedkv.kv.block import KVBlock
 from mixedkv.kv.busy import exclusive, present
@@ -31,6 +32,13 @@ class KVCache(Evaluating):
 
     def __repr__(self) -> str:
         return f"<KVCache {self._setting}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        try:
+            return self.stats()._repr_html_()
+        except (ClosedError, ContextBusyError) as error:
+            return card("KV cache", [("", error)])
 
     @exclusive
     def stats(self, by_layer: bool = False) -> KVStats:

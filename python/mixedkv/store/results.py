@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
+from mixedkv.card import card, rows_of
 from mixedkv.kv.stats import format_bytes
 from mixedkv.store.identity import Identity
 
@@ -226,6 +227,10 @@ class StoreStats:
     @property
     def n_misses(self) -> int:
         return sum(self.misses.values())
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return card("KV that is kept", rows_of(str(self)))
 
     def __str__(self) -> str:
         misses = ", ".join(f"{reason} {n}" for reason, n in sorted(self.misses.items()))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, get_args
 
 import numpy.typing as npt
 
+from mixedkv.card import card, rows_of
 from mixedkv.ids import check_session_id, check_tenant
 from mixedkv.kv.block import KVBlock
 from mixedkv.store import coverage, live_sequence
@@ -453,6 +454,10 @@ class KVStore:
     def entries(self) -> list[EntryInfo]:
         """All entries, last used first."""
         return self._entries.list()
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return card("KVStore", [("folder", self.folder or "none, memory alone"), *rows_of(str(self.stats()))])
 
     def stats(self) -> StoreStats:
         """What the store holds, and what was done with it since it was opened."""
