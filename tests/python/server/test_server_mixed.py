@@ -13,12 +13,14 @@ N = int(os.environ.get("MIXEDKV_TEST_MIXED_REQUESTS", "12"))
 
 
 @pytest.mark.slow
-def test_two_servers_on_one_store(real_model_q4_1: Path, tmp_path: Path) -> None:
-    mix = Mix(real_model_q4_1, tmp_path, seed=1, embeddings=False)
+@pytest.mark.parametrize(("kv", "bound"), [("f16", 0.05), ("mixed", 0.1)])
+def test_two_servers_on_one_store(real_model: Path, tmp_path: Path, kv: str, bound: float) -> None:
+    """With F16 weights: rounding to four or eight bits makes more of sums in another order."""
+    mix = Mix(real_model, tmp_path, seed=1, kv=kv, embeddings=False, bound=bound)
     try:
         outcome = mix.run(N)
     finally:
         mix.close()
     assert sum(outcome.counts.values()) >= N
-    differing = [found for found in outcome.differing if found["verdict"] == "differs"]
-    assert len(differing) <= N // 10, differing
+    assert len(outcome.far) > N // 2
+    assert not [found for found in outcome.parted if found["verdict"] == "differs"]

@@ -15,6 +15,7 @@ import numpy as np
 
 from mixedkv import Llama
 from mixedkv.config import parse_kv
+from mixedkv.model.named_model import smollm2_f16
 from support import zoo
 from support.crossing.lineage import Lineage, Reference, evaluate, pos_max, window_of
 from support.harness import rel_rms
@@ -235,7 +236,11 @@ class Subject:
 
 
 def model_file(family: str, folder: Path) -> Path:
-    """Of a family of the zoo, or "deep": a Llama of more layers than the ring of a streamed model holds."""
+    """Of a family of the zoo, "real" (SmolLM2 with F16 weights), or "deep": a Llama of more layers than the
+    ring of a streamed model holds.
+    """
+    if family == "real":
+        return smollm2_f16()
     if family != "deep":
         return zoo.write(family, folder)
     path = folder / "deep.gguf"
