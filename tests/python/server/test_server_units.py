@@ -16,6 +16,7 @@ import pytest
 from mixedkv.engine.job import Delta, Done, Job
 from mixedkv.engine.tenant_limits import TenantLimits
 from mixedkv.errors import ClosedError, ContextLengthError, QueueFullError
+from mixedkv.server.api.generation import usage
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.auth import Keys
 from mixedkv.server.pending import PendingRequest
@@ -274,3 +275,11 @@ def test_a_shutdown_that_hangs_is_given_up() -> None:
     assert done.returncode == 1
     assert "0.5 seconds and is given up; at work: " in done.stderr
     assert "a database" in done.stderr
+
+
+def test_usage_is_exact_only_if_all_answers_are() -> None:
+    """One of them may have made do with fewer F16 rows."""
+    jobs = [Job([1, 2, 3], max_tokens=1, sampler=None) for _ in range(2)]
+    assert usage(jobs, 2)["prompt_tokens_details"]["cached_exact"]
+    jobs[1].exact = False
+    assert not usage(jobs, 2)["prompt_tokens_details"]["cached_exact"]

@@ -181,7 +181,7 @@ def usage(jobs: Sequence[Job], n: int) -> dict[str, Any]:
         "prompt_tokens_details": {
             "cached_tokens": sum(job.n_cached_exact for job in firsts),
             "cached_tier": next((job.cached_tier for job in firsts if job.n_cached_exact), None),
-            "cached_exact": all(job.exact for job in firsts),
+            "cached_exact": all(job.exact for job in jobs),
             **_approximate(firsts),
         },
         **({"completion_tokens_details": details} if details else {}),
