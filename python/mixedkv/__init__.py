@@ -8,7 +8,7 @@
 from importlib.metadata import version as _version
 
 from mixedkv import _native, errors
-from mixedkv._install_paths import cmake_dir, include_dir
+from mixedkv.native.library_paths import cmake_dir, include_dir
 
 _native.load()  # before anything imports _core or llama_cpp: all must run on one copy of the libraries
 

@@ -12,9 +12,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import llama_cpp
 
-from mixedkv import _core, _llama_cpp
+from mixedkv import _core
 from mixedkv.errors import ClosedError, ContextBusyError, StoppedError
 from mixedkv.kv.cache import KVCache
+from mixedkv.native import llama_cpp as _llama_cpp
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

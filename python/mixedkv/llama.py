@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import llama_cpp
 
-from mixedkv import _core, _llama_cpp, long_text
+from mixedkv import _core
 from mixedkv.card import card
-from mixedkv.config import KVSetting, MixedKVConfig, UniformKV, parse_kv, settle
+from mixedkv.config import KVSetting, MixedKVConfig, UniformKV, parse_kv
+from mixedkv.config.row_types import ggml_type, type_block, type_name
 from mixedkv.errors import (
     ClosedError,
     EngineError,
@@ -26,17 +27,19 @@ from mixedkv.errors import (
 )
 from mixedkv.guarded_llama import GuardedLlama
 from mixedkv.kv.cache import KVCache
-from mixedkv.llama_arguments import (
+from mixedkv.model.footprint import model_shape
+from mixedkv.model.gguf_file import ModelFile, file_stamp, n_layers, n_mtp_layers, read_model_file
+from mixedkv.model.named_model import find_model, is_name
+from mixedkv.model.settle import settle
+from mixedkv.native import llama_cpp as _llama_cpp
+from mixedkv.native.llama_arguments import (
     beyond_training,
     check_names,
     check_numbers,
     check_sequences,
     check_snapshots,
 )
-from mixedkv.model.footprint import model_shape
-from mixedkv.model.gguf_file import ModelFile, file_stamp, n_layers, n_mtp_layers, read_model_file
-from mixedkv.model.named_model import find_model, is_name
-from mixedkv.row_types import ggml_type, type_block, type_name
+from mixedkv.prompts import long_text
 from mixedkv.streaming.layer_choice import Asked
 from mixedkv.streaming.streaming import Mode, Streaming, plan_streaming
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from mixedkv.config import MixedKVConfig
-from mixedkv.layer_types import shorten
+from mixedkv.config.layers import shorten
 from mixedkv.model.layer_plan import FINEST, MEASURED, LayerPlan, Part, Shares
 from mixedkv_bench.bench_test import Bench, BenchTest, Measure
 from mixedkv_bench.harness.cache_settings import Setting

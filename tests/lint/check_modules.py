@@ -11,7 +11,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-PRIVATE_IN = ("_llama_cpp.py", "_native.py")
+PRIVATE_IN = ("mixedkv/native/llama_cpp.py", "mixedkv/_native.py")
 PRIVATE = {
     "_batch",
     "_candidates",
@@ -38,7 +38,7 @@ def check(roots: list[Path]) -> list[str]:
         text, name = path.read_text(encoding="utf-8"), path.as_posix()
         for each in public_classes(text):
             classes[each].append(name)
-        if path.name not in PRIVATE_IN:
+        if not name.endswith(PRIVATE_IN):
             problems += [f"{name}:{line} uses llama_cpp's private {what}" for line, what in private(text)]
     twice = [(each, names) for each, names in classes.items() if len(names) > 1]
     return problems + [

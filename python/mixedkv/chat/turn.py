@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 
-from mixedkv import _llama_cpp
 from mixedkv.chat.reuse import Reuse
 from mixedkv.chat.window import Window
 from mixedkv.kv.close_gap import check_can_shift
 from mixedkv.limits import INT32_MAX
+from mixedkv.native import llama_cpp as _llama_cpp
 
 if TYPE_CHECKING:
     from mixedkv.llama import Llama

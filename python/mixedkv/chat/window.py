@@ -1,5 +1,5 @@
 """A sequence longer than its context: the first tokens and the latest stay, the middle is dropped, as
-`mixedkv.overflow` says.
+`mixedkv.prompts.overflow` says.
 
 What stays keeps its KV; its positions close up (llama.cpp's context shift). Such KV was computed with the
 dropped tokens in sight, so it is that of no prompt, and is never stored.
@@ -15,10 +15,10 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from mixedkv import _llama_cpp
 from mixedkv.kv.close_gap import close_gap
-from mixedkv.message_starts import message_starts
-from mixedkv.overflow import budget, cut
+from mixedkv.native import llama_cpp as _llama_cpp
+from mixedkv.prompts.message_starts import message_starts
+from mixedkv.prompts.overflow import budget, cut
 from mixedkv.tokens import common_prefix
 
 if TYPE_CHECKING:

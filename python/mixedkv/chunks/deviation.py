@@ -8,8 +8,8 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv import _llama_cpp
 from mixedkv.llama import Llama
+from mixedkv.native import llama_cpp as _llama_cpp
 
 Logits = npt.NDArray[np.float32]
 

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv.chunks.plan import Segment
+from mixedkv.config.row_types import type_bits
 from mixedkv.kv.evaluate_again import Rows
 from mixedkv.llama import Llama
-from mixedkv.row_types import type_bits
 
 Mask = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]

@@ -10,13 +10,13 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv import _llama_cpp
 from mixedkv.chunks.deviation import last_logits
 from mixedkv.chunks.drift import Drift
 from mixedkv.chunks.plan import Segment, covered
 from mixedkv.chunks.repair import Mask, Method, at_seams, most, worth
 from mixedkv.kv.block import KVBlock
 from mixedkv.llama import Llama
+from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.tokens import Tokens
 
 Rows = Sequence[tuple[Segment, list[KVBlock]]]  # cold rows of each segment, where they stood in their donor

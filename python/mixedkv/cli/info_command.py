@@ -9,15 +9,16 @@ from itertools import product
 from typing import Any
 
 from mixedkv.cli.values import positive
-from mixedkv.config import PRESETS, parse_kv, settle
+from mixedkv.config import PRESETS, parse_kv
 from mixedkv.kv.stats import format_bytes
-from mixedkv.llama_arguments import beyond_training
 from mixedkv.model.footprint import ModelShape, footprint, model_shape
 from mixedkv.model.gguf_file import ModelFile, read_model_file
 from mixedkv.model.layer_plan import Shares
 from mixedkv.model.measured_shares import read_shares
 from mixedkv.model.named_model import HELP as MODEL_HELP
 from mixedkv.model.named_model import find_model
+from mixedkv.model.settle import settle
+from mixedkv.native.llama_arguments import beyond_training
 
 _N_CTX = 8192
 _SETTINGS = (

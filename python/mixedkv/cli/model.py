@@ -7,10 +7,10 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from mixedkv import _llama_cpp
 from mixedkv.cli.values import layers, memory
 from mixedkv.llama import Llama
 from mixedkv.model.gguf_file import read_model_file
+from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.terminal import LoadingBar
 
 DEFAULT_N_CTX = 8192

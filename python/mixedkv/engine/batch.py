@@ -11,7 +11,7 @@ import numpy.typing as npt
 from mixedkv.engine.prompt_logprobs import PromptLogprobs
 from mixedkv.engine.scheduler import Run
 from mixedkv.kv.cache import KVCache
-from mixedkv.native_batch import NativeBatch, decode
+from mixedkv.native.batch import NativeBatch, decode
 
 
 class Batch:

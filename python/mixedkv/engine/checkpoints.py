@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mixedkv.cut_rule import CutRule
+from mixedkv.config.cut_rule import CutRule
 from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.limits import INT32_MAX
 

@@ -21,12 +21,12 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import LogitsProcessorList
 
-from mixedkv import _llama_cpp
 from mixedkv.engine.detokenizer import Detokenizer
 from mixedkv.engine.gbnf import gbnf_to_lark
 from mixedkv.engine.json_schema import MAX_SCHEMA, closed_schema
 from mixedkv.engine.number_length import NumberLength, begin_with_digit
 from mixedkv.llama import Llama
+from mixedkv.native import llama_cpp as _llama_cpp
 
 log = logging.getLogger("mixedkv.engine")
 

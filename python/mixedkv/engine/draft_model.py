@@ -16,12 +16,12 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from mixedkv import _llama_cpp
 from mixedkv.engine.batch import Batch
 from mixedkv.engine.job import Job
 from mixedkv.engine.sampler import logits_row
 from mixedkv.llama import Llama
-from mixedkv.native_batch import NO_CELLS
+from mixedkv.native import llama_cpp as _llama_cpp
+from mixedkv.native.batch import NO_CELLS
 from mixedkv.tokens import Tokens, common_prefix
 
 log = logging.getLogger(__name__)

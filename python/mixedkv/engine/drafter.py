@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from mixedkv.prompt_lookup import PromptLookup
+from mixedkv.prompts.prompt_lookup import PromptLookup
 
 _FIRST = 0.5  # how often a guess is right, before anything is known
 _LEARN = 0.15  # what the latest one counts

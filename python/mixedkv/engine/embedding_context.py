@@ -10,11 +10,12 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv import _core, _llama_cpp
+from mixedkv import _core
 from mixedkv.engine.batch import Batch
 from mixedkv.errors import EngineError
 from mixedkv.llama import Llama
 from mixedkv.model.gguf_file import ModelFile
+from mixedkv.native import llama_cpp as _llama_cpp
 
 Vectors = npt.NDArray[np.float32]
 

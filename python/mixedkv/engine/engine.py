@@ -20,7 +20,6 @@ from concurrent.futures import TimeoutError as Late
 from types import TracebackType
 from typing import Any, TypeVar
 
-from mixedkv import _llama_cpp
 from mixedkv.card import card
 from mixedkv.chunks import Reuse
 from mixedkv.engine.answer import Answer
@@ -51,8 +50,9 @@ from mixedkv.engine.turns import Turns
 from mixedkv.engine.vector_job import VectorJob, take_hidden, vector_width
 from mixedkv.errors import ClosedError, ContextLengthError
 from mixedkv.llama import Llama
-from mixedkv.native_batch import NO_CELLS
-from mixedkv.overflow import Overflow
+from mixedkv.native import llama_cpp as _llama_cpp
+from mixedkv.native.batch import NO_CELLS
+from mixedkv.prompts.overflow import Overflow
 from mixedkv.tokens import Tokens
 
 log = logging.getLogger("mixedkv.engine")

@@ -24,7 +24,7 @@ from mixedkv.engine.sequences import Sequence
 from mixedkv.engine.thought import Thought
 from mixedkv.images import Picture, place
 from mixedkv.llama import Llama
-from mixedkv.overflow import Gap, LongPrompt, Overflow, without
+from mixedkv.prompts.overflow import Gap, LongPrompt, Overflow, without
 from mixedkv.store.recheck import Doubt
 from mixedkv.tokens import Tokens
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mixedkv.engine.job import Job
 from mixedkv.engine.scheduler import Scheduler, Step
 from mixedkv.llama import Llama
-from mixedkv.native_batch import NO_CELLS
+from mixedkv.native.batch import NO_CELLS
 
 
 def look(llm: Llama, step: Step, scheduler: Scheduler) -> Iterator[tuple[Job, Exception | None]]:

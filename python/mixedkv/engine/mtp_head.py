@@ -17,13 +17,14 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv import _core, _llama_cpp
+from mixedkv import _core
 from mixedkv.engine.batch import Batch
 from mixedkv.engine.draft_model import sure_guess
 from mixedkv.engine.job import Job
 from mixedkv.engine.scheduler import Step
 from mixedkv.llama import Llama
-from mixedkv.native_batch import NO_CELLS
+from mixedkv.native import llama_cpp as _llama_cpp
+from mixedkv.native.batch import NO_CELLS
 from mixedkv.tokens import Tokens, common_prefix
 
 log = logging.getLogger(__name__)

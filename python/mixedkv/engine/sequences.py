@@ -16,13 +16,13 @@ from typing import Protocol
 import numpy as np
 
 from mixedkv.chunks.chunk_reuse import Reuse
-from mixedkv.cut_rule import CutRule
+from mixedkv.config.cut_rule import CutRule
 from mixedkv.engine.checkpoints import CheckpointLimits, thinned
 from mixedkv.engine.tenant_limits import Limits, unlimited
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.kv.checkpoint import Checkpoint, served
 from mixedkv.kv.close_gap import Movable, close_gap
-from mixedkv.overflow import Gap, LongPrompt
+from mixedkv.prompts.overflow import Gap, LongPrompt
 from mixedkv.tokens import Tokens, common_prefix
 
 log = logging.getLogger("mixedkv.engine")

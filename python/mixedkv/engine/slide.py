@@ -1,4 +1,4 @@
-"""Prompts and answers that do not fit the context: the middle of them goes, see `mixedkv.overflow`."""
+"""Prompts and answers that do not fit the context: the middle of them goes, see `prompts.overflow`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from mixedkv.engine.job import Job
 from mixedkv.engine.scheduler import Scheduler
 from mixedkv.engine.tokenizer import Tokenizer
-from mixedkv.overflow import LongPrompt, Places, cut, head_of
+from mixedkv.prompts.overflow import LongPrompt, Places, cut, head_of
 from mixedkv.tokens import Tokens
 
 

@@ -17,7 +17,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from mixedkv import _llama_cpp
 from mixedkv.config import MixedKVConfig
 from mixedkv.engine.draft_model import DraftModel
 from mixedkv.engine.drafter import Drafter
@@ -25,6 +24,7 @@ from mixedkv.engine.mtp_head import MtpHead
 from mixedkv.engine.observer import Observer
 from mixedkv.engine.scheduler import Run, Step
 from mixedkv.llama import Llama
+from mixedkv.native import llama_cpp as _llama_cpp
 
 Mode = Literal["off", "prompt-lookup", "draft-model", "mtp"]
 

@@ -13,7 +13,6 @@ import llama_cpp
 import numpy as np
 from llama_cpp import llama_chat_format
 
-from mixedkv import _llama_cpp
 from mixedkv.engine.chat_template import NOTHING_SAID, ChatRenderer, RenderedChat, TemplateOptions, ToolChoice
 from mixedkv.engine.constraint import Constraint, ConstraintCompiler, Matcher
 from mixedkv.engine.sampler import Sampler, Sampling
@@ -22,8 +21,9 @@ from mixedkv.errors import ContextLengthError, UnsupportedModelError
 from mixedkv.images import MARK, PromptImage
 from mixedkv.limits import INT32_MAX
 from mixedkv.llama import NO_VOCABULARY, Llama
-from mixedkv.message_starts import message_starts
-from mixedkv.overflow import Places
+from mixedkv.native import llama_cpp as _llama_cpp
+from mixedkv.prompts.message_starts import message_starts
+from mixedkv.prompts.overflow import Places
 from mixedkv.tokens import Tokens
 
 Messages = Sequence[Mapping[str, Any]]

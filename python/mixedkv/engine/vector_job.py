@@ -10,12 +10,12 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv import _llama_cpp
 from mixedkv.engine.job import Event, Job
 from mixedkv.engine.scheduler import Step
 from mixedkv.engine.sequences import Sequence
 from mixedkv.errors import EngineError, RowsGoneError
 from mixedkv.llama import Llama
+from mixedkv.native import llama_cpp as _llama_cpp
 
 Vectors = npt.NDArray[np.float32]
 

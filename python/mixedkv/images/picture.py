@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv.kv.cache import KVCache
-from mixedkv.native_batch import NativeBatch
+from mixedkv.native.batch import NativeBatch
 from mixedkv.tokens import Tokens
 
 # where an image stands in the text of a prompt; nobody else's text has it but by intent

@@ -13,12 +13,13 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from mixedkv import _core, _llama_cpp
+from mixedkv import _core
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.images.picture import Picture, PromptImage, ids_of
 from mixedkv.images.pixels import Pixels, read_pixels
 from mixedkv.llama import Llama
 from mixedkv.model.fingerprint import fingerprint
+from mixedkv.native import llama_cpp as _llama_cpp
 
 _KEPT = 1 << 28  # bytes of vectors of the latest images
 _MARKER = b"<image>"  # of the library, nothing else is in the text

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import llama_cpp
 
-from mixedkv import _core, _llama_cpp
+from mixedkv import _core
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.kv import sequence_state
 from mixedkv.kv.block import KVBlock
 from mixedkv.kv.native_rows import from_native, to_native
 from mixedkv.kv.rows import RowGroup
+from mixedkv.native import llama_cpp as _llama_cpp
 
 
 class StateRefusedError(Exception):

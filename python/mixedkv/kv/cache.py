@@ -6,10 +6,10 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv import _core, _llama_cpp
+from mixedkv import _core
 from mixedkv.card import card
 from mixedkv.config import MixedKVConfig
-from mixedkv.cut_rule import CutRule
+from mixedkv.config.cut_rule import CutRule
 from mixedkv.errors import ClosedError, ContextBusyError, UnsupportedModelError
 from mixedkv.kv import block_rows, sequence_state
 from mixedkv.kv.block import KVBlock
@@ -19,6 +19,7 @@ from mixedkv.kv.evaluating import Evaluating
 from mixedkv.kv.layer_view import LayerView, layer_stats
 from mixedkv.kv.stats import KVStats, LayerStats, SequenceStats
 from mixedkv.limits import INT32_MAX
+from mixedkv.native import llama_cpp as _llama_cpp
 
 
 class KVCache(Evaluating):

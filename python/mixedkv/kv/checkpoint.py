@@ -1,4 +1,4 @@
-"""What a sequence holds besides rows of all its tokens, kept as of one moment: see `mixedkv.cut_rule`."""
+"""What a sequence holds besides rows of all its tokens, kept as of one moment: see `config.cut_rule`."""
 
 from __future__ import annotations
 

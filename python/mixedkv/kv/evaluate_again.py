@@ -9,8 +9,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from mixedkv.config.row_types import type_bits
 from mixedkv.kv.cache import KVCache
-from mixedkv.row_types import type_bits
 
 Span: TypeAlias = tuple[int, int]  # positions [begin, end)
 Rows: TypeAlias = dict[tuple[int, str], npt.NDArray[np.float32]]  # by layer and "K" or "V", [n, width]

@@ -11,14 +11,15 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv import _core, _llama_cpp
+from mixedkv import _core
 from mixedkv.config import KVSetting, MixedKVConfig
-from mixedkv.cut_rule import CutRule
+from mixedkv.config.cut_rule import CutRule
 from mixedkv.kv import sequence_state
 from mixedkv.kv.busy import exclusive
 from mixedkv.kv.exactness import ExactRows
 from mixedkv.kv.window_settings import WindowSettings
-from mixedkv.native_batch import decode
+from mixedkv.native import llama_cpp as _llama_cpp
+from mixedkv.native.batch import decode
 
 
 class Evaluating(WindowSettings):

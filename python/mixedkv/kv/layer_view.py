@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv import _core
+from mixedkv.config.row_types import type_name
 from mixedkv.kv.busy import exclusive
 from mixedkv.kv.stats import LayerStats
-from mixedkv.row_types import type_name
 
 Basis = Literal["attention", "model"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from mixedkv import _core
+from mixedkv.config.row_types import ggml_type, type_name
 from mixedkv.kv.rows import LayerRows, RowGroup
-from mixedkv.row_types import ggml_type, type_name
 
 
 def from_native(group: _core.RowGroup) -> RowGroup:

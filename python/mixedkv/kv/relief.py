@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from mixedkv import _core
 from mixedkv.kv.stats import format_bytes
 from mixedkv.limits import INT32_MAX
-from mixedkv.memory_room import Room, memory_rooms, memory_stall
+from mixedkv.native.memory import Room, memory_rooms, memory_stall
 
 log = logging.getLogger("mixedkv.kv")
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mixedkv.config.row_types import UNIFORM_TYPES, replacement, type_block
 from mixedkv.limits import INT32_MAX
-from mixedkv.row_types import UNIFORM_TYPES, replacement, type_block
 
 _SIZE_MAX = 2**20  # heads, head sizes and layers above this are not a model's
 

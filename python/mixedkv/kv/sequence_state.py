@@ -11,13 +11,14 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv import _core, _llama_cpp
+from mixedkv import _core
 from mixedkv.config import KVSetting
-from mixedkv.cut_rule import CutRule
+from mixedkv.config.cut_rule import CutRule
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.kv.checkpoint import Checkpoint, joined, only_hot
 from mixedkv.kv.native_rows import from_native, to_native
 from mixedkv.kv.rows import RowGroup
+from mixedkv.native import llama_cpp as _llama_cpp
 
 _STATE_ONLY = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 _HEAD = struct.Struct("<IiIiI")  # magic, sequence, cells, position, sequences of the cell

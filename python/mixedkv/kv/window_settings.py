@@ -10,7 +10,7 @@ from mixedkv.config import KVSetting, MixedKVConfig, check_window
 from mixedkv.kv.busy import exclusive
 from mixedkv.kv.relief import WindowRelief
 from mixedkv.kv.stats import format_bytes
-from mixedkv.memory_room import memory_room
+from mixedkv.native.memory import memory_room
 
 
 class WindowSettings(ABC):

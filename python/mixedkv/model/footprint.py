@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from mixedkv.config.hot_window import HotWindow
+from mixedkv.config.row_types import type_bits
 from mixedkv.errors import UnsupportedModelError
-from mixedkv.hot_window import HotWindow
 from mixedkv.limits import padded
 from mixedkv.model.gguf_file import ModelFile, n_layers
-from mixedkv.row_types import type_bits
 
 _F16_BYTES = 2
 

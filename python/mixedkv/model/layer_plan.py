@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Literal
 
+from mixedkv.config.row_types import CPU_TYPES, type_bits, type_block
 from mixedkv.model.footprint import LayerShape, ModelShape
-from mixedkv.row_types import CPU_TYPES, type_bits, type_block
 
 Part = Literal["k", "v"]
 Each = tuple[int, Part]

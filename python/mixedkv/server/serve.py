@@ -20,7 +20,6 @@ import llama_cpp
 import uvicorn
 from pydantic import ValidationError
 
-from mixedkv import _llama_cpp
 from mixedkv.engine import tokenizer
 from mixedkv.engine.answer import Answer
 from mixedkv.engine.checkpoints import CheckpointLimits
@@ -35,6 +34,7 @@ from mixedkv.engine.turns import Turns
 from mixedkv.errors import ClosedError, ModelChangedError
 from mixedkv.model.fingerprint import model_parts
 from mixedkv.model.gguf_file import ModelFile, n_mtp_layers, read_model_file, weight_type
+from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.server import logs
 from mixedkv.server.api.context import warm_job
 from mixedkv.server.api.schemas import WarmRequest

@@ -22,7 +22,7 @@ from pydantic_settings import (
 from mixedkv.chunks import Reuse
 from mixedkv.config import parse_kv
 from mixedkv.limits import INT32_MAX, MAX_SEQUENCES, MAX_SNAPSHOTS
-from mixedkv.overflow import Overflow
+from mixedkv.prompts.overflow import Overflow
 from mixedkv.sessions.metadata_url import beside
 from mixedkv.sizes import parse_size
 from mixedkv.streaming.layer_choice import parse_layers

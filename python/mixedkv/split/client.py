@@ -17,7 +17,7 @@ from mixedkv.engine.detokenizer import TextStream
 from mixedkv.engine.sampler import Sampling
 from mixedkv.engine.tokenizer import Prompt
 from mixedkv.errors import ClosedError, ContextLengthError
-from mixedkv.prompt_lookup import PromptLookup
+from mixedkv.prompts.prompt_lookup import PromptLookup
 from mixedkv.server.settings import is_local
 from mixedkv.split import split_pb2 as pb
 from mixedkv.split import split_pb2_grpc, wire

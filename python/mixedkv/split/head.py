@@ -10,12 +10,13 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv import _core, _llama_cpp
+from mixedkv import _core
 from mixedkv.engine.detokenizer import Detokenizer
 from mixedkv.engine.tokenizer import Tokenizer
 from mixedkv.errors import InvalidModelFileError
 from mixedkv.llama import Llama
 from mixedkv.model.gguf_file import read_model_file
+from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.split.parts import HEAD, OUTPUT, OUTPUT_BIAS, PREFIX, TOKEN_EMBD, read_part
 
 Floats = npt.NDArray[np.float32]

@@ -10,12 +10,13 @@ from typing import Any, Literal, get_args
 
 import llama_cpp
 
-from mixedkv import _core, _llama_cpp
+from mixedkv import _core
 from mixedkv.config import KVSetting
 from mixedkv.errors import UnsupportedModelError
-from mixedkv.memory_room import memory_room, own_memory
 from mixedkv.model.footprint import footprint, model_shape
 from mixedkv.model.gguf_file import ModelFile, n_layers
+from mixedkv.native import llama_cpp as _llama_cpp
+from mixedkv.native.memory import memory_room, own_memory
 from mixedkv.sizes import parse_size
 from mixedkv.streaming.layer_choice import RING_LAYERS, Asked, LayerSizes, choose_layers, no_room
 

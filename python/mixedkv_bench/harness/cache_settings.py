@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mixedkv.config import KVSetting, MixedKVConfig, UniformKV, parse_kv, settle
+from mixedkv.config import KVSetting, MixedKVConfig, UniformKV, parse_kv
+from mixedkv.config.row_types import ggml_type
 from mixedkv.limits import padded
 from mixedkv.model.footprint import ModelShape
-from mixedkv.row_types import ggml_type
+from mixedkv.model.settle import settle
 
 DEFAULT_SPECS = ("f16", "q8_0", "q4_0", "mixed:compact", "mixed:balanced", "mixed:quality")
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from mixedkv import _core
-from mixedkv._install_paths import cmake_dir, include_dir
 from mixedkv.bundled import model_path
+from mixedkv.native.library_paths import cmake_dir, include_dir
 from support import REPOSITORY, zoo
 from support.harness import Ctx, Mixed, Uniform, prompt, rel_rms
 

@@ -17,8 +17,8 @@ from mixedkv.config import (
     check_window,
     parse_kv,
 )
-from mixedkv.layer_types import join_layers
-from mixedkv.row_types import COLD_TYPES, UNIFORM_TYPES, ggml_type, type_bits, type_name
+from mixedkv.config.layers import join_layers
+from mixedkv.config.row_types import COLD_TYPES, UNIFORM_TYPES, ggml_type, type_bits, type_name
 
 
 def any_case(names: tuple[str, ...]) -> st.SearchStrategy[str]:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mixedkv._install_paths import cmake_dir
 from mixedkv.bundled import model_path
 from mixedkv.config import PRESETS, MixedKVConfig
+from mixedkv.native.library_paths import cmake_dir
 from support import REPOSITORY
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="preloads a library")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from mixedkv import MixedKVConfig, UniformKV, _core
-from mixedkv.hot_window import HotWindow
+from mixedkv.config.hot_window import HotWindow
 
 LONGEST = 26
 

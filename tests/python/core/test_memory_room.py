@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mixedkv.memory_room import memory_room, memory_rooms, memory_stall
+from mixedkv.native.memory import memory_room, memory_rooms, memory_stall
 
 
 def _proc(folder: Path, cgroup: str) -> Path:

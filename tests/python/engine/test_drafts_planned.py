@@ -12,7 +12,7 @@ from mixedkv.engine.drafter import Drafter
 from mixedkv.engine.observer import Observer
 from mixedkv.engine.scheduler import Run, Step
 from mixedkv.engine.speculation import Speculation, StepTime
-from mixedkv.prompt_lookup import PromptLookup
+from mixedkv.prompts.prompt_lookup import PromptLookup
 
 
 def after(tokens: str, prediction: str = "", most: int = 8) -> str:

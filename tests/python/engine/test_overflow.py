@@ -20,7 +20,7 @@ from mixedkv.engine.slide import fit
 from mixedkv.errors import ContextLengthError
 from mixedkv.kv.close_gap import close_gap
 from mixedkv.llama import Llama
-from mixedkv.overflow import NOWHERE, Gap, LongPrompt, budget, cut, head_of
+from mixedkv.prompts.overflow import NOWHERE, Gap, LongPrompt, budget, cut, head_of
 from mixedkv.store import KVStore
 from support.harness import prompt
 from support.patience import PATIENCE, wait_for

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mixedkv.cut_rule import CutRule
+from mixedkv.config.cut_rule import CutRule
+from mixedkv.config.hot_window import HotWindow
 from mixedkv.engine.job import Job
-from mixedkv.hot_window import HotWindow
 from support.scheduler_support import N_BATCH, N_CTX, Desk
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mixedkv.cut_rule import CutRule
+from mixedkv.config.cut_rule import CutRule
+from mixedkv.config.hot_window import HotWindow
 from mixedkv.engine.checkpoints import CheckpointLimits
 from mixedkv.engine.sequences import NO_MATCH, Sequence, SequenceMatch, SequencePool
 from mixedkv.engine.tenant_limits import TenantLimits
-from mixedkv.hot_window import HotWindow
 from mixedkv.kv.checkpoint import Checkpoint
-from mixedkv.overflow import Gap, LongPrompt
+from mixedkv.prompts.overflow import Gap, LongPrompt
 
 
 class FakeMemory:

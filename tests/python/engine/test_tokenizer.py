@@ -13,7 +13,7 @@ import pytest
 from mixedkv import Llama
 from mixedkv.engine.tokenizer import Tokenizer
 from mixedkv.errors import ContextLengthError, InvalidModelFileError
-from mixedkv.long_text import MAX_STRETCH, OWN_SPLITTERS
+from mixedkv.prompts.long_text import MAX_STRETCH, OWN_SPLITTERS
 from support import zoo
 from support.tokenize_child import LONG
 

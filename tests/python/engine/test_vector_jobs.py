@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mixedkv.cut_rule import CutRule
+from mixedkv.config.cut_rule import CutRule
+from mixedkv.config.hot_window import HotWindow
 from mixedkv.engine.job import Failed
 from mixedkv.engine.sequences import Sequence
 from mixedkv.engine.vector_job import VectorJob
 from mixedkv.errors import EngineError, RowsGoneError
-from mixedkv.hot_window import HotWindow
 from support.scheduler_support import Desk
 
 WIDTH = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mixedkv.row_types import COLD_TYPES, CPU_TYPES
+from mixedkv.config.row_types import COLD_TYPES, CPU_TYPES
 from support.harness import Mixed, Uniform, prompt, rel_rms
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-from mixedkv import Llama, _core, _llama_cpp
+from mixedkv import Llama, _core
+from mixedkv.native import llama_cpp as _llama_cpp
 from support.checks import assert_same, check_books, check_rows
 from support.conversation_support import open_llama
 from support.harness import Mixed, prompt

@@ -17,7 +17,7 @@ import pytest
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.kv.relief import Memory
-from mixedkv.memory_room import Room, own_memory
+from mixedkv.native.memory import Room, own_memory
 from support.checks import TOL_FUSED, assert_same, check_books, check_rows, distances
 from support.harness import Mixed, prompt
 from support.patience import PATIENCE

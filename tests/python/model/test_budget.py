@@ -10,12 +10,13 @@ import pytest
 
 from mixedkv import Llama, MixedKVConfig, UniformKV
 from mixedkv.bundled import model_path
-from mixedkv.config import KVSetting, parse_kv, settle
-from mixedkv.layer_types import shorten
+from mixedkv.config import KVSetting, parse_kv
+from mixedkv.config.layers import shorten
+from mixedkv.config.row_types import type_bits
 from mixedkv.model.footprint import LayerShape, ModelShape, footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.model.layer_plan import FINEST, LADDER, MEASURED, LayerPlan
-from mixedkv.row_types import type_bits
+from mixedkv.model.settle import settle
 
 N_CTX = 2048
 MODELS = ("bundled", "qwen3", "lfm2")  # layers alike, a norm of K, layers without keys between others

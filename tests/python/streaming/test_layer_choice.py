@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mixedkv.memory_room import memory_room, own_memory
 from mixedkv.model.gguf_file import ModelFile, TensorFacts, read_model_file
+from mixedkv.native.memory import memory_room, own_memory
 from mixedkv.sizes import parse_size
 from mixedkv.streaming import streaming
 from mixedkv.streaming.layer_choice import LayerSizes, choose_layers, parse_layers

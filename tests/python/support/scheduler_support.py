@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from mixedkv.cut_rule import CutRule
+from mixedkv.config.cut_rule import CutRule
 from mixedkv.engine.job import Job
 from mixedkv.engine.observer import Observer
 from mixedkv.engine.pacing import Pace

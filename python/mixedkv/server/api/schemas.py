@@ -12,7 +12,7 @@ from pydantic import (
 )
 
 from mixedkv.limits import INT32_MAX
-from mixedkv.overflow import Overflow
+from mixedkv.prompts.overflow import Overflow
 from mixedkv.server.api.chat_message import Messages, TextPart
 from mixedkv.server.api.fields import (
     IGNORED,

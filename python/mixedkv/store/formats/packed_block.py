@@ -9,8 +9,8 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv import _llama_cpp
 from mixedkv.kv.block import KVBlock, LayerRows, RowGroup
+from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.store.formats.packed import Array, Layers
 from mixedkv.tokens import as_tokens
 

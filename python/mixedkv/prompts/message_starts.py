@@ -7,7 +7,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from mixedkv.overflow import Places
+from mixedkv.prompts.overflow import Places
 from mixedkv.tokens import Tokens
 
 

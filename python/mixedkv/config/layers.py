@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from mixedkv.row_types import replacement
+from mixedkv.config.row_types import replacement
 
 _ITEM = re.compile(r"(\d{1,6})(?:(-)(\d{1,6})?)?:([a-z0-9_]+)(?:/([a-z0-9_]+))?")
 

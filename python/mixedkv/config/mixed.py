@@ -1,29 +1,26 @@
-"""Settings of the KV cache, each validated once, and their short written form."""
+"""The setting of the mixed cache, validated once."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
-from mixedkv.hot_window import HotWindow
-from mixedkv.kv_spec import HOT_BUDGETS, KEYS, fields_of, parse_options, spec_of
-from mixedkv.layer_types import LayerTypes, parse_layers, shorten
-from mixedkv.limits import INT32_MAX
-from mixedkv.model.budget import Room, Types, spend
-from mixedkv.model.footprint import ModelShape, footprint, model_shape, ring_rows
-from mixedkv.model.gguf_file import read_model_file
-from mixedkv.model.layer_plan import LayerPlan, Shares
-from mixedkv.row_types import (
+from mixedkv.config.checks import check_int, check_window, normalise
+from mixedkv.config.hot_window import HotWindow
+from mixedkv.config.layers import LayerTypes, parse_layers
+from mixedkv.config.row_types import (
     COLD_TYPES,
     HOT_TYPES,
-    UNIFORM_TYPES,
     ggml_type,
-    replacement,
-    type_bits,
 )
-from mixedkv.sparse import normal_sparse, top_p_of
+from mixedkv.config.sparse import normal_sparse, top_p_of
+from mixedkv.config.spec import HOT_BUDGETS, KEYS, spec_of
+from mixedkv.config.uniform import UniformKV
+
+if TYPE_CHECKING:
+    from mixedkv.model.footprint import ModelShape
+    from mixedkv.model.layer_plan import Shares
 
 ATTENTIONS = ("auto", "fused", "merged")
 
@@ -99,16 +96,16 @@ class MixedKVConfig:
             if not isinstance(getattr(self, field), bool):
                 raise TypeError(f"{field}={getattr(self, field)!r}: use True or False")
         for field in ("hot_type_k", "hot_type_v"):
-            _normalise(self, field, HOT_TYPES)
-        _normalise(self, "cold_type_k", COLD_TYPES)
-        _normalise(self, "cold_type_v", COLD_TYPES)
-        _normalise(self, "attention", ATTENTIONS)
+            normalise(self, field, HOT_TYPES)
+        normalise(self, "cold_type_k", COLD_TYPES)
+        normalise(self, "cold_type_v", COLD_TYPES)
+        normalise(self, "attention", ATTENTIONS)
         check_window(self.quantization_threshold, self.group_size, self.sink_tokens)
-        _check_int("n_draft", self.n_draft, at_least=0)
+        check_int("n_draft", self.n_draft, at_least=0)
         if isinstance(self.hot_budget, str):
-            _normalise(self, "hot_budget", HOT_BUDGETS)
+            normalise(self, "hot_budget", HOT_BUDGETS)
         else:
-            _check_int("hot_budget", self.hot_budget, at_least=1)
+            check_int("hot_budget", self.hot_budget, at_least=1)
         if isinstance(self.v_skip, bool) or not isinstance(self.v_skip, int | float):
             raise TypeError(f"v_skip={self.v_skip!r}: use a number")
         if not 0 <= self.v_skip < 1:
@@ -151,7 +148,7 @@ class MixedKVConfig:
         n_seq: int = 1,
         shares: Shares | None = None,
         **given: Any,
-    ) -> KVSetting:
+    ) -> MixedKVConfig | UniformKV:
         """The setting whose cache takes at most `n_bytes` and moves the next token least.
 
         Bits go to K and V of the layers where they do most, see `mixedkv.model.layer_plan`. What is left
@@ -168,10 +165,13 @@ class MixedKVConfig:
             ValueError: nothing fits; the message says what the smallest cache takes.
             OSError, InvalidModelFileError, UnsupportedModelError: see `model_shape`.
         """
-        kv = cls(**given, budget=n_bytes)
-        if isinstance(model, ModelShape):
-            return settle(kv, model, n_ctx, n_seq, shares)
-        return settle(kv, model_shape(read_model_file(model)), n_ctx, n_seq, shares)
+        from mixedkv.model.settle import settle_for  # only here: all else about a setting needs no model
+
+        return settle_for(cls(**given, budget=n_bytes), model, n_ctx, n_seq, shares)
+
+    def without_quantization(self) -> UniformKV:
+        """Return llama.cpp's F16 cache with this attention."""
+        return UniformKV(attention="fused" if self.attention == "fused" else "auto")
 
     @property
     def native_budget(self) -> int | None:
@@ -261,208 +261,11 @@ class MixedKVConfig:
     def __str__(self) -> str:
         """The spec that `parse_kv` reads back: what differs from the defaults."""
         if not self.enable_quantization:
-            return str(_without_quantization(self))
+            return str(self.without_quantization())
         return spec_of("mixed", _changes(self))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UniformKV:
-    """One of llama.cpp's own caches: every token in the same type.
-
-    Args:
-        type_k, type_v: types of K and V, each one of `UNIFORM_TYPES`.
-        attention: "auto" is llama.cpp's own attention, "fused" this package's CPU kernel.
-    """
-
-    type_k: str = "f16"
-    type_v: str = "f16"
-    attention: str = "auto"
-
-    def __post_init__(self) -> None:
-        _normalise(self, "type_k", UNIFORM_TYPES)
-        _normalise(self, "type_v", UNIFORM_TYPES)
-        _normalise(self, "attention", ("auto", "fused"))
-
-    def types_of(self, il: int) -> tuple[str, str]:
-        """Types of K and V of a layer: the same in all of them."""
-        return self.type_k, self.type_v
-
-    def check_layers(self, n_layer: int) -> None:
-        """A uniform cache fits any model."""
-
-    @property
-    def native_budget(self) -> int | None:
-        """No row has an F16 copy."""
-        return None
-
-    @property
-    def window(self) -> HotWindow:
-        """No token has a row of another type."""
-        return HotWindow()
-
-    @property
-    def needs_flash(self) -> bool:
-        """llama.cpp reads a quantised V, and this package's kernels their rows, with flash attention only."""
-        return self.attention == "fused" or type_bits(self.type_v) < 16
-
-    def check_context(self, n_ctx: int) -> None:
-        """A uniform cache fits any context."""
-
-    def native(self) -> dict[str, Any] | None:
-        """Arguments of `_core.configure_next`; None leaves everything to llama.cpp."""
-        if self.attention == "auto":
-            return None
-        window = {"threshold": 0, "group_size": 1, "sink_tokens": 0}
-        return {"mixed": False, **window, "attention": self.attention}
-
-    def __str__(self) -> str:
-        """The spec that `parse_kv` reads back."""
-        name = self.type_k if self.type_k == self.type_v else f"{self.type_k}/{self.type_v}"
-        return spec_of(name, {} if self.attention == "auto" else {"attention": self.attention})
-
-
-KVSetting = MixedKVConfig | UniformKV
-
 _NATIVE_BUDGETS = {"auto": 0, "all": 2**32 - 1}  # MIXEDKV_HOT_BUDGET_*
-
-# Chosen from docs/benchmarks.md, with the reasons. Plain "mixed" is compact: the bits of q4_0.
-PRESETS: dict[str, dict[str, Any]] = {
-    "compact": {},
-    "balanced": {"cold_type_k": "q8_0", "quantization_threshold": 128, "group_size": 32},
-    "quality": {
-        "cold_type_k": "q8_0",
-        "cold_type_v": "q8_0",
-        "quantization_threshold": 256,
-        "group_size": 32,
-    },
-}
-_KNOWN_NAMES = "mixed, " + ", ".join(UNIFORM_TYPES)
-
-
-def parse_kv(kv: str | KVSetting) -> KVSetting:
-    """Read the setting of a cache: a spec or a setting itself.
-
-    Specs: "mixed" (the defaults of `MixedKVConfig`), and with other values
-    "mixed:cold_k=q8_0,cold_v=q4_0,threshold=256,group=32,sinks=4,draft=16,equalize=false,
-    hot_budget=2048,v_skip=1e-6,shrink=true,
-    sparse=top_p:0.99"; "cold=q8_0" sets both cold types,
-    "layers=0-3:q8_0/q8_0,9-:q5_1" those of single layers; "bits=3.5" and "budget=2GiB" have them chosen.
-    A type such as "f16" or "q8_0" is llama.cpp's uniform cache of it, "q8_0/q4_0" one with another
-    type for V. Each takes "attention=" too. "mixed:compact", "mixed:balanced" and "mixed:quality" are presets
-    to start from, as in "mixed:quality,sinks=8". Case does not matter. `str()` of the result reads back
-    as the same setting.
-
-    Raises:
-        ValueError: the spec has an unknown name, key or value; the message lists the known ones.
-        TypeError: `kv` is neither a spec nor a setting.
-    """
-    if isinstance(kv, MixedKVConfig):
-        return kv if kv.enable_quantization else _without_quantization(kv)
-    if isinstance(kv, UniformKV):
-        return kv
-    if not isinstance(kv, str):
-        raise TypeError(f"kv={kv!r}: use a spec such as 'mixed' or 'q8_0', or a MixedKVConfig")
-    name, colon, rest = kv.lower().replace(" ", "").partition(":")
-    preset, _, more = rest.partition(",")
-    if name == "mixed" and preset in PRESETS:
-        options = parse_options(kv, more) if more else {}
-        return MixedKVConfig(**{**PRESETS[preset], **fields_of(kv, options)})
-    options = parse_options(kv, rest) if colon else {}
-    if name == "mixed":
-        return MixedKVConfig(**fields_of(kv, options))
-    type_k, slash, type_v = name.partition("/")
-    if not slash:
-        type_v = type_k
-    if not {type_k, type_v} <= set(UNIFORM_TYPES):
-        gone = replacement(type_k) or replacement(type_v)
-        raise ValueError(f"kv={kv!r} names no cache: use one of {_KNOWN_NAMES}{gone}")
-    if unknown := options.keys() - {"attention"}:
-        raise ValueError(f"kv={kv!r}: a uniform cache takes attention only, not {', '.join(sorted(unknown))}")
-    return UniformKV(type_k=type_k, type_v=type_v, **options)
-
-
-def settle(
-    kv: KVSetting,
-    shape: ModelShape,
-    n_ctx: int,
-    n_seq: int = 1,
-    shares: Shares | None = None,
-    *,
-    n_stream: int = 1,
-    on_cpu: bool = True,
-) -> KVSetting:
-    """The setting that a budget comes to for a model and a context, see `MixedKVConfig.for_budget`, or `bits`
-    for a model; a setting without them stays as it is. `n_stream` equal parts of the context have sequences
-    of their own; `on_cpu`: the cache lies in CPU memory.
-
-    Raises:
-        ValueError: nothing fits the budget, or the bits.
-    """
-    if not isinstance(kv, MixedKVConfig) or kv.is_settled:
-        return kv
-    f16, plan = _without_quantization(kv), LayerPlan(shape, shares, on_cpu=on_cpu)
-    if kv.bits:
-        if kv.bits < plan.bits(0):
-            raise ValueError(f"bits={kv.bits:g}: the coarsest types take {plan.bits(0):g} in this model")
-        type_k, type_v, layers = shorten(plan.types(plan.most(kv.bits)))
-        return replace(kv, bits=0.0, cold_type_k=type_k, cold_type_v=type_v, layers=layers)
-
-    def size(setting: KVSetting) -> int:
-        return n_stream * footprint(shape, setting, n_ctx // n_stream, n_seq // n_stream).bytes
-
-    def make(types: Types, threshold: int, hot_budget: Room) -> MixedKVConfig:
-        type_k, type_v, layers = shorten(types)
-        group_size = min(kv.group_size, threshold or kv.group_size)
-        kept = replace(kv, budget=0, quantization_threshold=threshold, group_size=group_size)
-        kept = replace(kept, hot_budget=hot_budget)
-        return replace(kept, cold_type_k=type_k, cold_type_v=type_v, layers=layers)
-
-    def rooms(threshold: int) -> Sequence[Room]:
-        """A quarter of the cold rows is more than what several sequences need at least."""
-        if kv.hot_budget != "auto" or n_seq == n_stream:
-            return [kv.hot_budget]
-        n_rows, least = ring_rows(shape, make(plan.types(0), threshold, "auto"), n_ctx, n_seq)
-        return [*range(max(least, 1), n_rows, 16), "auto"]
-
-    if size(f16) <= kv.budget:
-        return f16
-    least, most = kv.quantization_threshold, n_ctx // n_seq - kv.sink_tokens
-    windows = range(least, max(most, least) + 1, kv.group_size)
-    return spend(kv.budget, plan, windows, rooms, make, size)
-
-
-def check_window(quantization_threshold: int, group_size: int, sink_tokens: int) -> None:
-    """Raise ValueError or TypeError unless the three can stand together."""
-    _check_int("quantization_threshold", quantization_threshold, at_least=0)
-    _check_int("group_size", group_size, at_least=1)
-    _check_int("sink_tokens", sink_tokens, at_least=0)
-    if 0 < quantization_threshold < group_size:
-        raise ValueError(
-            f"quantization_threshold={quantization_threshold} is smaller than group_size={group_size} "
-            f"(16 unless given): a window cannot let go of more than it holds. Use "
-            f"group_size={quantization_threshold} or less, or quantization_threshold={group_size} or more "
-            f"(0: no recent window)"
-        )
-
-
-def _check_int(field: str, value: object, at_least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{field}={value!r}: use a whole number")
-    if not at_least <= value <= INT32_MAX:
-        raise ValueError(f"{field}={value}: use a number from {at_least} to {INT32_MAX}")
-
-
-def _normalise(setting: KVSetting, field: str, known: tuple[str, ...]) -> None:
-    value = getattr(setting, field)
-    if not isinstance(value, str):
-        raise TypeError(f"{field}={value!r}: use one of {', '.join(known)}")
-    if value.lower() not in known:
-        raise ValueError(f"{field}={value!r} is not one of {', '.join(known)}{replacement(value.lower())}")
-    object.__setattr__(setting, field, value.lower())
-
-
-def _without_quantization(config: MixedKVConfig) -> UniformKV:
-    return UniformKV(attention="fused" if config.attention == "fused" else "auto")
 
 
 def _changes(config: MixedKVConfig) -> dict[str, object]:

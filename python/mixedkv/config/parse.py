@@ -1,0 +1,67 @@
+"""Reads the setting of a cache from its written form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mixedkv.config.mixed import MixedKVConfig
+from mixedkv.config.row_types import UNIFORM_TYPES, replacement
+from mixedkv.config.spec import fields_of, parse_options
+from mixedkv.config.uniform import UniformKV
+
+KVSetting = MixedKVConfig | UniformKV
+
+# Chosen from docs/benchmarks.md, with the reasons. Plain "mixed" is compact: the bits of q4_0.
+PRESETS: dict[str, dict[str, Any]] = {
+    "compact": {},
+    "balanced": {"cold_type_k": "q8_0", "quantization_threshold": 128, "group_size": 32},
+    "quality": {
+        "cold_type_k": "q8_0",
+        "cold_type_v": "q8_0",
+        "quantization_threshold": 256,
+        "group_size": 32,
+    },
+}
+_KNOWN_NAMES = "mixed, " + ", ".join(UNIFORM_TYPES)
+
+
+def parse_kv(kv: str | KVSetting) -> KVSetting:
+    """Read the setting of a cache: a spec or a setting itself.
+
+    Specs: "mixed" (the defaults of `MixedKVConfig`), and with other values
+    "mixed:cold_k=q8_0,cold_v=q4_0,threshold=256,group=32,sinks=4,draft=16,equalize=false,
+    hot_budget=2048,v_skip=1e-6,shrink=true,
+    sparse=top_p:0.99"; "cold=q8_0" sets both cold types,
+    "layers=0-3:q8_0/q8_0,9-:q5_1" those of single layers; "bits=3.5" and "budget=2GiB" have them chosen.
+    A type such as "f16" or "q8_0" is llama.cpp's uniform cache of it, "q8_0/q4_0" one with another
+    type for V. Each takes "attention=" too. "mixed:compact", "mixed:balanced" and "mixed:quality" are presets
+    to start from, as in "mixed:quality,sinks=8". Case does not matter. `str()` of the result reads back
+    as the same setting.
+
+    Raises:
+        ValueError: the spec has an unknown name, key or value; the message lists the known ones.
+        TypeError: `kv` is neither a spec nor a setting.
+    """
+    if isinstance(kv, MixedKVConfig):
+        return kv if kv.enable_quantization else kv.without_quantization()
+    if isinstance(kv, UniformKV):
+        return kv
+    if not isinstance(kv, str):
+        raise TypeError(f"kv={kv!r}: use a spec such as 'mixed' or 'q8_0', or a MixedKVConfig")
+    name, colon, rest = kv.lower().replace(" ", "").partition(":")
+    preset, _, more = rest.partition(",")
+    if name == "mixed" and preset in PRESETS:
+        options = parse_options(kv, more) if more else {}
+        return MixedKVConfig(**{**PRESETS[preset], **fields_of(kv, options)})
+    options = parse_options(kv, rest) if colon else {}
+    if name == "mixed":
+        return MixedKVConfig(**fields_of(kv, options))
+    type_k, slash, type_v = name.partition("/")
+    if not slash:
+        type_v = type_k
+    if not {type_k, type_v} <= set(UNIFORM_TYPES):
+        gone = replacement(type_k) or replacement(type_v)
+        raise ValueError(f"kv={kv!r} names no cache: use one of {_KNOWN_NAMES}{gone}")
+    if unknown := options.keys() - {"attention"}:
+        raise ValueError(f"kv={kv!r}: a uniform cache takes attention only, not {', '.join(sorted(unknown))}")
+    return UniformKV(type_k=type_k, type_v=type_v, **options)

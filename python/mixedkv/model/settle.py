@@ -1,0 +1,77 @@
+"""What a budget of bytes comes to: the setting for a model and a context."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mixedkv.config import KVSetting, MixedKVConfig
+from mixedkv.config.layers import shorten
+from mixedkv.model.budget import Room, Types, spend
+from mixedkv.model.footprint import ModelShape, footprint, model_shape, ring_rows
+from mixedkv.model.gguf_file import read_model_file
+from mixedkv.model.layer_plan import LayerPlan, Shares
+
+
+def settle(
+    kv: KVSetting,
+    shape: ModelShape,
+    n_ctx: int,
+    n_seq: int = 1,
+    shares: Shares | None = None,
+    *,
+    n_stream: int = 1,
+    on_cpu: bool = True,
+) -> KVSetting:
+    """The setting that a budget comes to for a model and a context, see `MixedKVConfig.for_budget`, or `bits`
+    for a model; a setting without them stays as it is. `n_stream` equal parts of the context have sequences
+    of their own; `on_cpu`: the cache lies in CPU memory.
+
+    Raises:
+        ValueError: nothing fits the budget, or the bits.
+    """
+    if not isinstance(kv, MixedKVConfig) or kv.is_settled:
+        return kv
+    f16, plan = kv.without_quantization(), LayerPlan(shape, shares, on_cpu=on_cpu)
+    if kv.bits:
+        if kv.bits < plan.bits(0):
+            raise ValueError(f"bits={kv.bits:g}: the coarsest types take {plan.bits(0):g} in this model")
+        type_k, type_v, layers = shorten(plan.types(plan.most(kv.bits)))
+        return replace(kv, bits=0.0, cold_type_k=type_k, cold_type_v=type_v, layers=layers)
+
+    def size(setting: KVSetting) -> int:
+        return n_stream * footprint(shape, setting, n_ctx // n_stream, n_seq // n_stream).bytes
+
+    def make(types: Types, threshold: int, hot_budget: Room) -> MixedKVConfig:
+        type_k, type_v, layers = shorten(types)
+        group_size = min(kv.group_size, threshold or kv.group_size)
+        kept = replace(kv, budget=0, quantization_threshold=threshold, group_size=group_size)
+        kept = replace(kept, hot_budget=hot_budget)
+        return replace(kept, cold_type_k=type_k, cold_type_v=type_v, layers=layers)
+
+    def rooms(threshold: int) -> Sequence[Room]:
+        """A quarter of the cold rows is more than what several sequences need at least."""
+        if kv.hot_budget != "auto" or n_seq == n_stream:
+            return [kv.hot_budget]
+        n_rows, least = ring_rows(shape, make(plan.types(0), threshold, "auto"), n_ctx, n_seq)
+        return [*range(max(least, 1), n_rows, 16), "auto"]
+
+    if size(f16) <= kv.budget:
+        return f16
+    least, most = kv.quantization_threshold, n_ctx // n_seq - kv.sink_tokens
+    windows = range(least, max(most, least) + 1, kv.group_size)
+    return spend(kv.budget, plan, windows, rooms, make, size)
+
+
+def settle_for(
+    kv: KVSetting, model: str | os.PathLike[str] | ModelShape, n_ctx: int, n_seq: int, shares: Shares | None
+) -> KVSetting:
+    """Return what `settle` does for a GGUF file, or for a shape that was read before.
+
+    Raises:
+        ValueError: nothing fits the budget.
+        OSError, InvalidModelFileError, UnsupportedModelError: see `model_shape`.
+    """
+    shape = model if isinstance(model, ModelShape) else model_shape(read_model_file(model))
+    return settle(kv, shape, n_ctx, n_seq, shares)

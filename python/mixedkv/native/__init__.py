@@ -1,0 +1,1 @@
+"""What is close to llama.cpp: private parts of llama_cpp, batches, memory, arguments, where libraries lie."""
