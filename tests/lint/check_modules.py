@@ -1,5 +1,6 @@
 """The modules of both packages: no public class name that means two things, and llama_cpp's private parts in
-one place. Modules may have the same name in two folders, as long as their classes differ.
+one place. Modules may have the same name in two folders, as long as their classes differ. No import of a
+module that was moved away.
 
 Layers and circles are import-linter's business; see pyproject.toml.
 """
@@ -27,6 +28,8 @@ PRIVATE = {
     "_stack",
 }
 OWN = ("self", "cls")  # an attribute of one's own may have such a name
+OURS = ("mixedkv", "mixedkv_bench")
+TESTS = Path("tests")
 ROOTS = ("python/mixedkv", "python/mixedkv_bench")
 
 
@@ -40,11 +43,29 @@ def check(roots: list[Path]) -> list[str]:
             classes[each].append(name)
         if not name.endswith(PRIVATE_IN):
             problems += [f"{name}:{line} uses llama_cpp's private {what}" for line, what in private(text)]
+    for path in sorted(path for root in (*roots, TESTS) for path in root.rglob("*.py")):
+        problems += [
+            f"{path.as_posix()}:{line} imports {what}, which is no module" for line, what in gone(path)
+        ]
     twice = [(each, names) for each, names in classes.items() if len(names) > 1]
     return problems + [
         f"class {each} means several things, give all but one another name: {', '.join(names)}"
         for each, names in twice
     ]
+
+
+def gone(path: Path) -> list[tuple[int, str]]:
+    """Imports of our own modules that are not there, as a move leaves them behind."""
+    named = [
+        (node.lineno, node.module)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in OURS
+    ]
+    return [(line, name) for line, name in named if not is_module(Path("python", *name.split(".")))]
+
+
+def is_module(path: Path) -> bool:
+    return path.is_dir() or any(path.with_suffix(suffix).is_file() for suffix in (".py", ".pyi"))
 
 
 def public_classes(text: str) -> list[str]:
