@@ -168,6 +168,12 @@ class KVCache(Evaluating):
         """Tokens that layers with a sliding window see, 0 if there are none."""
         return sequence_state.sliding_window(self._llama)
 
+    @property
+    @present
+    def has_experts(self) -> bool:
+        """Whether each token is computed by a few of many experts, which rounding may choose otherwise."""
+        return _llama_cpp.has_experts(self._llama)
+
     @exclusive
     def checkpoint(self, seq: int = 0) -> Checkpoint | None:
         """What the sequence holds now besides rows of all its tokens: F16 copies of the recent rows, rows of

@@ -20,7 +20,7 @@ Rows: TypeAlias = dict[tuple[int, str], npt.NDArray[np.float32]]  # by layer and
 # position, noise, another rotary layout or RoPE base and zeroed heads have more in one (docs/store.md).
 _TENSOR = 0.35
 _TOKEN = 0.35
-_COARSE = 2.0  # times as much for types of fewer than four bits
+_COARSE = 2.0  # times as much for types of fewer than four bits, and where tokens choose experts
 _FIRST_LAYER = 0.1  # rows there depend on the token and its position alone: the same bits were seen
 
 
@@ -32,13 +32,16 @@ class Again:
         before, after: the rows, [n, width] by layer and "K" or "V".
         moved: tokens whose rows are read in another type now, cold instead of F16 or the other way round,
             bool [n].
-        coarse: a layer keeps fewer than four bits of an element.
+        coarse: a layer keeps fewer than four bits of an element, or tokens choose experts.
+        experts: tokens choose experts. Rounding may choose others for single tokens, whose rows in the layers
+            above are then others altogether.
     """
 
     before: Rows
     after: Rows
     moved: npt.NDArray[np.bool_]
     coarse: bool
+    experts: bool = False
 
     @property
     def errors(self) -> Rows:
@@ -63,11 +66,13 @@ class Again:
             same = rows[~self.moved[part]]
             if il == 0 and len(same) and same.max() > _FIRST_LAYER:
                 return f"{which} of layer 0 is off by {same.max():.2g} of its size"
-            if np.median(rows) > factor * _TENSOR:
-                return f"{which} of layer {il} is off by {np.median(rows):.2g} of its size"
+            off = rows.min() if self.experts else np.median(rows)  # not all tokens choose others at once
+            if off > factor * _TENSOR:
+                return f"{which} of layer {il} is off by {off:.2g} of its size"
         for which in ("K", "V"):
             of_tokens = [rows for (_, name), rows in errors.items() if name == which]
-            worst = np.median(of_tokens, axis=0).max() if of_tokens else 0.0
+            of_token = np.median(of_tokens, axis=0) if of_tokens else np.zeros(1)
+            worst = of_token.min() if self.experts else of_token.max()
             if worst > factor * _TOKEN:
                 return f"{which} of a token is off by {worst:.2g} of its size in most layers"
         return ""
@@ -108,7 +113,8 @@ def evaluate_again(kv: KVCache, seq: int, tokens: npt.NDArray[np.int32], spans: 
     at = np.concatenate([np.arange(begin, end, dtype=np.int32) for begin, end in spans])
     kv.fill(tokens[at], at, seq)
     coarse = any(type_bits(kind) < 4 for layer in kv.layers for kind in (layer.type_k, layer.type_v))
-    return Again(before, read_rows(kv, seq, spans), hot != _hot(kv, seq, spans), coarse)
+    moved, experts = hot != _hot(kv, seq, spans), kv.has_experts
+    return Again(before, read_rows(kv, seq, spans), moved, coarse or experts, experts)
 
 
 def relative_errors(rows: Rows, wanted: Rows) -> Rows:

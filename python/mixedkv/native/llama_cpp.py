@@ -117,6 +117,12 @@ def is_hybrid(llm: llama_cpp.Llama) -> bool:
     return bool(llm._is_hybrid)
 
 
+def has_experts(llm: llama_cpp.Llama) -> bool:
+    """Return whether each token is computed by a few of many experts, which rounding may choose otherwise."""
+    key = f"{llm.metadata.get('general.architecture')}.expert_count"
+    return int(llm.metadata.get(key) or 0) > 0
+
+
 def n_rollback(llm: llama_cpp.Llama) -> int:
     """Of a sequence with a state of all of it, how many of the last tokens can be removed (`n_rs_seq`)."""
     return int(llama_cpp.llama_n_rs_seq(context(llm)))

@@ -88,3 +88,27 @@ def test_rounding_and_damage(real_model_q4_1: Path, kv: str) -> None:
             missed,
         )
         assert not any(missed.values())
+
+
+def test_tokens_that_choose_other_experts_are_no_damage() -> None:
+    """Rows of some tokens are others from a layer on; of a damaged block those of all tokens are."""
+    sound = {
+        (il, which): RNG.standard_normal((N, 64)).astype(np.float32) for il in range(4) for which in "KV"
+    }
+    others = {name: RNG.standard_normal((N, 64)).astype(np.float32) for name in sound}
+    moved = np.zeros(N, np.bool_)
+
+    def problem(rows: Rows, experts: bool) -> str:
+        return Again(rows, sound, moved, experts, experts).problems([(0, N)])[0]
+
+    def with_others(n: int) -> Rows:
+        return {
+            name: np.concatenate([others[name][:n], rows[n:]]) if name[0] >= 2 else rows
+            for name, rows in sound.items()
+        }
+
+    assert problem(with_others(3), experts=True) == ""
+    assert "of layer 2 is off" in problem(with_others(3), experts=False)
+    assert "of layer 2 is off" in problem(with_others(4), experts=True)
+    late = {name: np.roll(rows, 1, axis=0) for name, rows in sound.items()}
+    assert "of layer 0 is off" in problem(late, experts=True)
