@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
+from mixedkv.database import prepare
+
 _VERSION = 1
 _MAX_ROWS = 100_000
 _BUSY_SECONDS = 10.0
@@ -99,13 +101,7 @@ class MessageAliases:
     def _open(self) -> sqlite3.Connection:
         db = sqlite3.connect(self._path or ":memory:", timeout=_BUSY_SECONDS, check_same_thread=False)
         try:
-            (version,) = db.execute("PRAGMA user_version").fetchone()
-            if version > _VERSION:
-                raise ValueError(f"{self._path} is of version {version}: upgrade mixedkv")
-            db.execute("PRAGMA journal_mode = WAL")
-            db.execute("PRAGMA secure_delete = ON")
-            db.executescript(_TABLES)
-            db.execute(f"PRAGMA user_version = {_VERSION}")
+            prepare(db, str(self._path), _VERSION, _TABLES)
             db.commit()
         except BaseException:
             db.close()

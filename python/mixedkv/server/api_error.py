@@ -16,6 +16,7 @@ from mixedkv.errors import (
     ModelChangedError,
     QueueFullError,
 )
+from mixedkv.sessions import ErrorResponse
 
 _TYPES = {
     400: "invalid_request_error",
@@ -99,3 +100,9 @@ def timed_out(seconds: float) -> ApiError:
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
+
+
+def session_error(error: ErrorResponse) -> ApiError:
+    """Return what a request is told when the sessions refuse it."""
+    status = {"session_not_found": 404, "session_quota": 429}.get(error.code, 409)
+    return ApiError(status, error.detail, param="session_id", code=error.code)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mixedkv.database import prepare
 from mixedkv.sessions.metadata import Held, Key, Listed, Outcome, Quota
 from mixedkv.store.tiers.disk import inode, open_own
 
@@ -19,16 +20,16 @@ _VERSION = 1  # of the table, in PRAGMA user_version
 _BUSY_SECONDS = 10.0
 _T = TypeVar("_T")
 
-_TABLE = """
+_TABLES = """
 CREATE TABLE IF NOT EXISTS sessions (
     tenant     TEXT NOT NULL,
     session_id TEXT NOT NULL,
     expires_at REAL NOT NULL,
     record     BLOB NOT NULL,
     PRIMARY KEY (tenant, session_id)
-) WITHOUT ROWID
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS sessions_by_expiry ON sessions (expires_at);
 """
-_INDEX = "CREATE INDEX IF NOT EXISTS sessions_by_expiry ON sessions (expires_at)"
 
 
 class SQLiteMetadata:
@@ -121,23 +122,11 @@ class SQLiteMetadata:
                 self._path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
             )
             try:
-                self._prepare(db)
+                prepare(db, self._path, _VERSION, _TABLES)
             except BaseException:
                 db.close()
                 raise
         return db
-
-    def _prepare(self, db: sqlite3.Connection) -> None:
-        (version,) = db.execute("PRAGMA user_version").fetchone()
-        if version > _VERSION:
-            raise ValueError(
-                f"{self._path} is of version {version}, this release reads {_VERSION}: upgrade mixedkv"
-            )
-        db.execute("PRAGMA journal_mode = WAL")
-        db.execute("PRAGMA secure_delete = ON")  # what is deleted is overwritten, not only unlinked
-        db.execute(_TABLE)
-        db.execute(_INDEX)
-        db.execute(f"PRAGMA user_version = {_VERSION}")
 
     async def _put(
         self, sql: str, values: tuple[Any, ...], tenant: str, now: float, quota: Quota | None

@@ -17,7 +17,7 @@ from mixedkv.ids import MAX_LENGTH, PATTERN
 from mixedkv.server.api.generation import context_tokens
 from mixedkv.server.api.rendering import RenderRequest, render_request, template_message
 from mixedkv.server.api.schemas import ContextPatch, WarmRequest
-from mixedkv.server.api_error import ApiError, bad_request, prompt_error
+from mixedkv.server.api_error import bad_request, prompt_error, session_error
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.pending import PendingRequest, or_disconnect
 from mixedkv.server.state import (
@@ -36,7 +36,6 @@ from mixedkv.tokens import as_tokens, common_prefix
 router = APIRouter(route_class=JSONRoute)
 _MAX_RECORD_PER_TOKEN = 128  # characters
 _MAX_PAGE = 1000  # sessions in a list
-_STATUS = {"session_not_found": 404, "session_quota": 429}
 SessionId = Annotated[str, Path(max_length=MAX_LENGTH, pattern=f"^{PATTERN}$")]
 
 
@@ -46,7 +45,7 @@ async def create_context(body: CreateContextCacheRequest, request: Request) -> R
     owner = tenant(request)
     server = model_of(request, body.model)
     if full := await server.contexts.check_quota(owner):
-        raise _as_error(full)
+        raise session_error(full)
     reference, seconds = server.contexts.new_kv_cache_ref(), server.settings.request_timeout
     job = await read_prompt(request, _context_job, server, body, owner, reference)
     try:
@@ -56,7 +55,7 @@ async def create_context(body: CreateContextCacheRequest, request: Request) -> R
             body, tenant=owner, n_tokens=job.n_prompt, kv_cache_ref=reference
         )
         if isinstance(created, ErrorResponse):
-            raise _as_error(created)
+            raise session_error(created)
     except BaseException:  # what no session owns would outlive useful KV, and nobody could delete it
         await in_thread(server.session_kv.remove, session=reference, tenant=owner)
         raise
@@ -108,7 +107,7 @@ async def patch_context(session_id: SessionId, body: ContextPatch, request: Requ
         session_id, body.ttl, tenant=tenant(request)
     )
     if isinstance(renewed, ErrorResponse):
-        raise _as_error(renewed)
+        raise session_error(renewed)
     return JSONResponse(_describe(renewed))
 
 
@@ -117,7 +116,7 @@ async def delete_context(session_id: SessionId, request: Request) -> Response:
     """Forget a session and its KV in the store."""
     gone = await server_state(request).contexts.unregister_session_cache(session_id, tenant=tenant(request))
     if isinstance(gone, ErrorResponse):
-        raise _as_error(gone)
+        raise session_error(gone)
     return JSONResponse(gone.model_dump())
 
 
@@ -214,7 +213,3 @@ def _describe(session: CacheSessionMetadata) -> dict[str, Any]:
         "mode": session.mode,
         "version": session.version,
     }
-
-
-def _as_error(error: ErrorResponse) -> ApiError:
-    return ApiError(_STATUS.get(error.code, 409), error.detail, param="session_id", code=error.code)

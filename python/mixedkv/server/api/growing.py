@@ -17,12 +17,11 @@ from mixedkv.server.api.chat_message import Message
 from mixedkv.server.api.rendering import template_message
 from mixedkv.server.api.respond import SentAnswer, respond
 from mixedkv.server.api.schemas import ChatRequest, CompletionRequest, GenerationFields
-from mixedkv.server.api_error import ApiError, bad_request
+from mixedkv.server.api_error import ApiError, bad_request, session_error
 from mixedkv.server.state import ServerState
 from mixedkv.sessions import CacheSessionMetadata, ContextMessage, ErrorResponse
 
 _HEADER = "x-session-version"
-_STATUS = {"session_not_found": 404, "session_quota": 429}
 
 
 class Turn:
@@ -170,7 +169,7 @@ async def _as_error(server: ServerState, error: ErrorResponse, session: CacheSes
         now = await server.contexts.get_session_metadata(session.session_id, tenant=session.tenant)
         if now is not None:
             return _conflict(now, f"this turn began at version {session.version}")
-    return ApiError(_STATUS.get(error.code, 409), error.detail, param="session_id", code=error.code)
+    return session_error(error)
 
 
 def _conflict(now: CacheSessionMetadata, what: str) -> ApiError:
