@@ -13,8 +13,8 @@ import numpy as np
 from pydantic import Field
 
 from mixedkv.engine import Engine
-from mixedkv.engine.constraint import Constraint
-from mixedkv.engine.speculation import Mode
+from mixedkv.engine.constrain.constraint import Constraint
+from mixedkv.engine.draft.speculation import Mode
 from mixedkv.limits import padded
 from mixedkv.llama import Llama
 from mixedkv_bench.bench_test import Bench, BenchTest, Measure

@@ -25,7 +25,7 @@ from mixedkv_bench.split_clients import TABLE as CLIENTS_TABLE
 from mixedkv_bench.split_clients import SplitClientsRow, measure_clients, n_ctx_of, random_prompt
 
 if TYPE_CHECKING:
-    from mixedkv.engine.tokenizer import Tokenizer
+    from mixedkv.engine.chat.tokenizer import Tokenizer
     from mixedkv.split.client import SplitClient
     from mixedkv.split.export import Exported
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mixedkv.cli.values import between, temperature, whole
-from mixedkv.engine.sampling_defaults import sampling_defaults
+from mixedkv.engine.sample.sampling_defaults import sampling_defaults
 from mixedkv.model.gguf_file import read_model_file
 
 _NAMES = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")

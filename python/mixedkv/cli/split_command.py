@@ -124,7 +124,7 @@ def run_export(args: argparse.Namespace) -> None:
 
 def run_serve(args: argparse.Namespace) -> None:
     with naming_the_extra("split"):
-        from mixedkv.engine.tokenizer import silence
+        from mixedkv.engine.chat.tokenizer import silence
         from mixedkv.split.server import serve
         from mixedkv.split.split_settings import SplitSettings
 
@@ -136,7 +136,7 @@ def run_client(args: argparse.Namespace) -> None:
     with naming_the_extra("split"):
         import grpc
 
-        from mixedkv.engine.tokenizer import silence
+        from mixedkv.engine.chat.tokenizer import silence
         from mixedkv.split.client import SplitClient, tls
         from mixedkv.split.head import Head
 

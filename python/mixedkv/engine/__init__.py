@@ -3,15 +3,15 @@ common is evaluated once. docs/engine.md tells more.
 """
 
 from mixedkv.engine.answer import Answer
-from mixedkv.engine.chunk_connector import ChunkConnector
+from mixedkv.engine.connect.chunk_connector import ChunkConnector
+from mixedkv.engine.connect.kv_connector import KVConnector
+from mixedkv.engine.connect.store_connector import StoreConnector
 from mixedkv.engine.engine import Engine
-from mixedkv.engine.job import Delta, Done, Failed, Job
-from mixedkv.engine.kv_connector import KVConnector
-from mixedkv.engine.observer import Observer
 from mixedkv.engine.prompt_cache import Generation, PromptCache
-from mixedkv.engine.sampler import Sampling
-from mixedkv.engine.store_connector import StoreConnector
-from mixedkv.engine.tenant_limits import TenantLimits
+from mixedkv.engine.sample.sampler import Sampling
+from mixedkv.engine.schedule.job import Delta, Done, Failed, Job
+from mixedkv.engine.schedule.observer import Observer
+from mixedkv.engine.schedule.tenant_limits import TenantLimits
 
 __all__ = [
     "Answer",

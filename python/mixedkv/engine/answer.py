@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Generator, Iterator
 from concurrent.futures import CancelledError
 from typing import Protocol
 
-from mixedkv.engine.job import Done, Event, Failed, Job
-from mixedkv.engine.sampler import TokenLogprob
+from mixedkv.engine.sample.sampler import TokenLogprob
+from mixedkv.engine.schedule.job import Done, Event, Failed, Job
 
 
 class _Canceller(Protocol):

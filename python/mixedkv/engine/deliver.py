@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from mixedkv.engine.job import Event, Job
+from mixedkv.engine.schedule.job import Event, Job
 
 log = logging.getLogger("mixedkv.engine")
 

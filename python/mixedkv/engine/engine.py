@@ -23,31 +23,31 @@ from typing import Any, TypeVar
 from mixedkv.card import card
 from mixedkv.chunks import Reuse
 from mixedkv.engine.answer import Answer
-from mixedkv.engine.batch import Batch
-from mixedkv.engine.checkpoints import CheckpointLimits
-from mixedkv.engine.chunk_connector import ChunkConnector
+from mixedkv.engine.batch.batch import Batch
+from mixedkv.engine.batch.next_token import go_on
+from mixedkv.engine.batch.vector_job import VectorJob, take_hidden, vector_width
+from mixedkv.engine.chat.tokenizer import Prompt, Tokenizer
+from mixedkv.engine.connect.chunk_connector import ChunkConnector
+from mixedkv.engine.connect.kv_connector import KVConnector
+from mixedkv.engine.connect.loading import Loader
 from mixedkv.engine.deliver import Deliver, Outbox, deliver_directly
-from mixedkv.engine.detokenizer import Detokenizer, stop_strings
-from mixedkv.engine.drafter import Drafter
+from mixedkv.engine.draft.speculation import Mode, Speculation
 from mixedkv.engine.engine_models import check_model, lend
 from mixedkv.engine.inbox import Inbox
-from mixedkv.engine.job import Failed, Job
-from mixedkv.engine.kv_connector import KVConnector
-from mixedkv.engine.loading import Loader
-from mixedkv.engine.looking import look
-from mixedkv.engine.next_token import go_on
-from mixedkv.engine.observer import Observer
-from mixedkv.engine.pacing import Pace
-from mixedkv.engine.queue_room import QueueRoom
-from mixedkv.engine.sampler import Sampling
-from mixedkv.engine.scheduler import Run, Scheduler, Step
-from mixedkv.engine.sequences import SequencePool
+from mixedkv.engine.sample.sampler import Sampling
+from mixedkv.engine.schedule.checkpoints import CheckpointLimits
+from mixedkv.engine.schedule.drafter import Drafter
+from mixedkv.engine.schedule.job import Failed, Job
+from mixedkv.engine.schedule.looking import look
+from mixedkv.engine.schedule.observer import Observer
+from mixedkv.engine.schedule.pacing import Pace
+from mixedkv.engine.schedule.queue_room import QueueRoom
+from mixedkv.engine.schedule.scheduler import Run, Scheduler, Step
+from mixedkv.engine.schedule.sequences import SequencePool
+from mixedkv.engine.schedule.tenant_limits import Limits, unlimited
 from mixedkv.engine.slide import fit, make_room
-from mixedkv.engine.speculation import Mode, Speculation
-from mixedkv.engine.tenant_limits import Limits, unlimited
-from mixedkv.engine.tokenizer import Prompt, Tokenizer
+from mixedkv.engine.text.detokenizer import Detokenizer, stop_strings
 from mixedkv.engine.turns import Turns
-from mixedkv.engine.vector_job import VectorJob, take_hidden, vector_width
 from mixedkv.errors import ClosedError, ContextLengthError
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp

@@ -10,11 +10,11 @@ from typing import Any, cast, overload
 
 from mixedkv.chunks import Reuse
 from mixedkv.engine.answer import Answer
-from mixedkv.engine.chunk_connector import ChunkConnector
+from mixedkv.engine.chat.tokenizer import Prompt
+from mixedkv.engine.connect.chunk_connector import ChunkConnector
+from mixedkv.engine.connect.store_connector import StoreConnector
 from mixedkv.engine.engine import Engine
-from mixedkv.engine.job import Job
-from mixedkv.engine.store_connector import StoreConnector
-from mixedkv.engine.tokenizer import Prompt
+from mixedkv.engine.schedule.job import Job
 from mixedkv.llama import Llama
 from mixedkv.store import KVStore
 

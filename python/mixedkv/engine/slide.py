@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mixedkv.engine.job import Job
-from mixedkv.engine.scheduler import Scheduler
-from mixedkv.engine.tokenizer import Tokenizer
+from mixedkv.engine.chat.tokenizer import Tokenizer
+from mixedkv.engine.schedule.job import Job
+from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.prompts.overflow import LongPrompt, Places, cut, head_of
 from mixedkv.tokens import Tokens
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from mixedkv.engine.constraint import DeadEndError
+from mixedkv.engine.constrain.constraint import DeadEndError
 from mixedkv.errors import (
     ClosedError,
     ContextLengthError,

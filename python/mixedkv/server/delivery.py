@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from mixedkv.engine.deliver import deliver_directly
-from mixedkv.engine.job import Event, Job
+from mixedkv.engine.schedule.job import Event, Job
 
 
 class Delivery:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mixedkv.config import MixedKVConfig
-from mixedkv.engine import tokenizer
+from mixedkv.engine.chat import tokenizer
 from mixedkv.images import Projector
 from mixedkv.limits import CELLS
 from mixedkv.llama import Llama

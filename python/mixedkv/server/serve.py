@@ -20,16 +20,16 @@ import llama_cpp
 import uvicorn
 from pydantic import ValidationError
 
-from mixedkv.engine import tokenizer
 from mixedkv.engine.answer import Answer
-from mixedkv.engine.checkpoints import CheckpointLimits
-from mixedkv.engine.chunk_connector import ChunkConnector
-from mixedkv.engine.embedder import Embedder
-from mixedkv.engine.embedding_context import EmbeddingContext, only_embeds
+from mixedkv.engine.chat import tokenizer
+from mixedkv.engine.connect.chunk_connector import ChunkConnector
+from mixedkv.engine.connect.store_connector import StoreConnector
+from mixedkv.engine.draft.speculation import Mode
+from mixedkv.engine.embed.embedder import Embedder
+from mixedkv.engine.embed.embedding_context import EmbeddingContext, only_embeds
 from mixedkv.engine.engine import Engine
-from mixedkv.engine.sampling_defaults import sampling_defaults
-from mixedkv.engine.speculation import Mode
-from mixedkv.engine.store_connector import StoreConnector
+from mixedkv.engine.sample.sampling_defaults import sampling_defaults
+from mixedkv.engine.schedule.checkpoints import CheckpointLimits
 from mixedkv.engine.turns import Turns
 from mixedkv.errors import ClosedError, ModelChangedError
 from mixedkv.model.fingerprint import model_parts

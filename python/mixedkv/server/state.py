@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mixedkv import __version__
-from mixedkv.engine.embedder import Embedder
+from mixedkv.engine.embed.embedder import Embedder
 from mixedkv.engine.engine import Engine
 from mixedkv.images import Projector
 from mixedkv.server.api_error import ApiError, bad_request

@@ -13,9 +13,9 @@ from typing import Any
 import grpc
 import numpy as np
 
-from mixedkv.engine.detokenizer import TextStream
-from mixedkv.engine.sampler import Sampling
-from mixedkv.engine.tokenizer import Prompt
+from mixedkv.engine.chat.tokenizer import Prompt
+from mixedkv.engine.sample.sampler import Sampling
+from mixedkv.engine.text.detokenizer import TextStream
 from mixedkv.errors import ClosedError, ContextLengthError
 from mixedkv.prompts.prompt_lookup import PromptLookup
 from mixedkv.server.settings import is_local

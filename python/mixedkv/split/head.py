@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv import _core
-from mixedkv.engine.detokenizer import Detokenizer
-from mixedkv.engine.tokenizer import Tokenizer
+from mixedkv.engine.chat.tokenizer import Tokenizer
+from mixedkv.engine.text.detokenizer import Detokenizer
 from mixedkv.errors import InvalidModelFileError
 from mixedkv.llama import Llama
 from mixedkv.model.gguf_file import read_model_file

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from mixedkv.engine.connect.stored_rows import SequenceRows, StoredRows
 from mixedkv.engine.engine import Engine
-from mixedkv.engine.stored_rows import SequenceRows, StoredRows
 from mixedkv.errors import RowsGoneError
 from mixedkv.split.session_key import Unwrapper
 from mixedkv.split.sessions import Session

@@ -12,9 +12,9 @@ from typing import Any
 
 import grpc
 
+from mixedkv.engine.batch.vector_job import VectorJob
 from mixedkv.engine.engine import Engine
-from mixedkv.engine.job import Event, Failed
-from mixedkv.engine.vector_job import VectorJob
+from mixedkv.engine.schedule.job import Event, Failed
 from mixedkv.errors import ClosedError, ContextLengthError, QueueFullError, RowsGoneError
 from mixedkv.server.http.auth import Keys
 from mixedkv.split import split_pb2 as pb

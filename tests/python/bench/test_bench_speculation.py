@@ -9,7 +9,7 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.bundled import model_path
-from mixedkv.engine.speculation import StepTime
+from mixedkv.engine.draft.speculation import StepTime
 from support.bench_support import run
 from support.tools import padded_model
 

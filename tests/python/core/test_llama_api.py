@@ -18,7 +18,7 @@ import pytest
 from mixedkv import Llama, MixedKVConfig
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
-from mixedkv.engine.constraint import constrain
+from mixedkv.engine.constrain.constraint import constrain
 
 RECALL = make_recall(seed=52_001, n_sentences=30, where=0.2)
 CHAT = {"temperature": 0.0, "max_tokens": 40}

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from mixedkv.engine.answer_reader import AnswerReader
-from mixedkv.engine.chat_template import ChatRenderer, RenderedChat, ToolChoice, check_depth
-from mixedkv.engine.constraint import ConstraintCompiler
+from mixedkv.engine.chat.chat_template import ChatRenderer, RenderedChat, ToolChoice, check_depth
+from mixedkv.engine.constrain.constraint import ConstraintCompiler
+from mixedkv.engine.text.answer_reader import AnswerReader
 from support.families import ADD, ARGUMENTS, CALLS, WEATHER, template
 
 USER = {"role": "user", "content": "Will it rain in Oslo?"}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mixedkv.engine.constraint import Constraint, ConstraintCompiler, DeadEndError
+from mixedkv.engine.constrain.constraint import Constraint, ConstraintCompiler, DeadEndError
 from support.constraint_support import BYTEWISE
 
 _N_TOKENS = 150_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mixedkv.engine.detokenizer import TextStream
+from mixedkv.engine.text.detokenizer import TextStream
 
 
 @given(

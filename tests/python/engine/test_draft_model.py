@@ -13,7 +13,7 @@ from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.engine import Engine
-from mixedkv.engine.speculation import StepTime
+from mixedkv.engine.draft.speculation import StepTime
 from mixedkv.errors import ClosedError
 from mixedkv_bench.harness.sample_text import document
 from support import zoo

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from mixedkv.config import parse_kv
-from mixedkv.engine.drafter import Drafter
-from mixedkv.engine.observer import Observer
-from mixedkv.engine.scheduler import Run, Step
-from mixedkv.engine.speculation import Speculation, StepTime
+from mixedkv.engine.draft.speculation import Speculation, StepTime
+from mixedkv.engine.schedule.drafter import Drafter
+from mixedkv.engine.schedule.observer import Observer
+from mixedkv.engine.schedule.scheduler import Run, Step
 from mixedkv.prompts.prompt_lookup import PromptLookup
 
 

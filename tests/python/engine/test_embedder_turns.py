@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mixedkv.engine.embedder import Embedder
-from mixedkv.engine.observer import Observer
-from mixedkv.engine.scheduler import Step
-from mixedkv.engine.tenant_limits import Limits, TenantLimits, unlimited
+from mixedkv.engine.embed.embedder import Embedder
+from mixedkv.engine.schedule.observer import Observer
+from mixedkv.engine.schedule.scheduler import Step
+from mixedkv.engine.schedule.tenant_limits import Limits, TenantLimits, unlimited
 from mixedkv.errors import QueueFullError
 
 N_EMBD = 2

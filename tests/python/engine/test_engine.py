@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from mixedkv.bundled.corpus import make_recall
-from mixedkv.engine.constraint import Constraint
-from mixedkv.engine.job import Delta, Failed
-from mixedkv.engine.pacing import Pace
-from mixedkv.engine.sampler import Sampling
+from mixedkv.engine.constrain.constraint import Constraint
+from mixedkv.engine.sample.sampler import Sampling
+from mixedkv.engine.schedule.job import Delta, Failed
+from mixedkv.engine.schedule.pacing import Pace
 from mixedkv.errors import ClosedError, EngineError, QueueFullError
 from support.patience import PATIENCE, wait_for
 from support.server_support import Direct, end_of

@@ -19,7 +19,7 @@ from mixedkv.bundled.corpus import Recall, make_recall
 from mixedkv.engine import Delta, Engine, Job, StoreConnector
 from mixedkv.engine.deliver import deliver_directly
 from mixedkv.engine.inbox import Inbox
-from mixedkv.engine.job import Event
+from mixedkv.engine.schedule.job import Event
 from mixedkv.errors import ClosedError, ContextLengthError
 from mixedkv.store import KVStore
 from support.patience import PATIENCE

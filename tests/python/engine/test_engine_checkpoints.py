@@ -13,8 +13,8 @@ from mixedkv.bundled.corpus import make_recall
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.config.hot_window import HotWindow
 from mixedkv.engine import StoreConnector
-from mixedkv.engine.checkpoints import CheckpointLimits, places
-from mixedkv.engine.stored_rows import StoredRows
+from mixedkv.engine.connect.stored_rows import StoredRows
+from mixedkv.engine.schedule.checkpoints import CheckpointLimits, places
 from mixedkv.store import KVStore
 from support.harness import prompt
 from support.patience import PATIENCE

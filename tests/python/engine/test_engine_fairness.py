@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from mixedkv.bundled.corpus import make_recall
-from mixedkv.engine.job import Job
-from mixedkv.engine.observer import Observer
-from mixedkv.engine.tenant_limits import TenantLimits
+from mixedkv.engine.schedule.job import Job
+from mixedkv.engine.schedule.observer import Observer
+from mixedkv.engine.schedule.tenant_limits import TenantLimits
 from mixedkv.errors import QueueFullError
 from support.patience import wait_for
 from support.server_support import Direct, end_of

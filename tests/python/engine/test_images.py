@@ -12,10 +12,10 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.chunks.deviation import last_logits
+from mixedkv.engine.connect.store_connector import StoreConnector
 from mixedkv.engine.engine import Engine
-from mixedkv.engine.job import Done, Job
-from mixedkv.engine.sampler import Sampling
-from mixedkv.engine.store_connector import StoreConnector
+from mixedkv.engine.sample.sampler import Sampling
+from mixedkv.engine.schedule.job import Done, Job
 from mixedkv.errors import ContextLengthError, UnsupportedModelError
 from mixedkv.images import Projector, PromptImage
 from mixedkv.store import KVStore

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mixedkv.engine.constraint import Constraint, ConstraintCompiler, DeadEndError
+from mixedkv.engine.constrain.constraint import Constraint, ConstraintCompiler, DeadEndError
 from support.constraint_support import BYTEWISE, follow, random_answer
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from mixedkv import Llama
-from mixedkv.engine.constraint import constrain
-from mixedkv.engine.embedding_context import EmbeddingContext, Piece
+from mixedkv.engine.constrain.constraint import constrain
+from mixedkv.engine.embed.embedding_context import EmbeddingContext, Piece
 from mixedkv.engine.engine import Engine
 from mixedkv.model.gguf_file import read_model_file
 from support import zoo

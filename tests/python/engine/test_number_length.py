@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mixedkv.engine.constraint import Constraint, ConstraintCompiler, Matcher
-from mixedkv.engine.number_length import NumberLength
+from mixedkv.engine.constrain.constraint import Constraint, ConstraintCompiler, Matcher
+from mixedkv.engine.constrain.number_length import NumberLength
 from support.constraint_support import BYTEWISE, follow
 
 END = BYTEWISE[1][0]

@@ -15,7 +15,7 @@ from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.chunks.deviation import last_logits
 from mixedkv.engine import Job, StoreConnector
-from mixedkv.engine.sequences import Sequence
+from mixedkv.engine.schedule.sequences import Sequence
 from mixedkv.engine.slide import fit
 from mixedkv.errors import ContextLengthError
 from mixedkv.kv.close_gap import close_gap

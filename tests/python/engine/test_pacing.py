@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mixedkv.engine.pacing import Pace, share
+from mixedkv.engine.schedule.pacing import Pace, share
 
 
 @pytest.mark.parametrize("token_s", [0.0001, 0.001])

@@ -12,9 +12,9 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.engine import Engine
-from mixedkv.engine.observer import Observer
-from mixedkv.engine.rechecking import IdleRecheck
-from mixedkv.engine.store_connector import StoreConnector
+from mixedkv.engine.connect.rechecking import IdleRecheck
+from mixedkv.engine.connect.store_connector import StoreConnector
+from mixedkv.engine.schedule.observer import Observer
 from mixedkv.kv.block import KVBlock
 from mixedkv.store import Identity, KVStore
 from support.conversation_support import open_llama

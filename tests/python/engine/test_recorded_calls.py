@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from mixedkv.engine.answer_reader import ReadAnswer
-from mixedkv.engine.call_trigger import CallTrigger
-from mixedkv.engine.chat_template import ChatRenderer, RenderedChat, ToolChoice
-from mixedkv.engine.constraint import ConstraintCompiler, Matcher
-from mixedkv.engine.next_token import follow
-from mixedkv.engine.thought import Thought
+from mixedkv.engine.batch.next_token import follow
+from mixedkv.engine.chat.chat_template import ChatRenderer, RenderedChat, ToolChoice
+from mixedkv.engine.constrain.call_trigger import CallTrigger
+from mixedkv.engine.constrain.constraint import ConstraintCompiler, Matcher
+from mixedkv.engine.text.answer_reader import ReadAnswer
+from mixedkv.engine.text.thought import Thought
 from support.recorded import CLOCK, FOUND, RECORDED, SEARCH, TIME, TOOLS, Recorded
 
 USER = {"role": "user", "content": "Find the note."}

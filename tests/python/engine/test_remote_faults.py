@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from mixedkv.bundled.corpus import make_recall
-from mixedkv.engine.job import Job
-from mixedkv.engine.observer import Observer
-from mixedkv.engine.store_connector import StoreConnector
+from mixedkv.engine.connect.store_connector import StoreConnector
+from mixedkv.engine.schedule.job import Job
+from mixedkv.engine.schedule.observer import Observer
 from mixedkv.store import KVStore
 from support.patience import wait_for
 from support.remote_servers import Line, free_port, redis_server

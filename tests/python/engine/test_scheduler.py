@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.config.hot_window import HotWindow
-from mixedkv.engine.job import Job
+from mixedkv.engine.schedule.job import Job
 from support.scheduler_support import N_BATCH, N_CTX, Desk
 
 

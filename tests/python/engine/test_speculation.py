@@ -14,12 +14,12 @@ import pytest
 from mixedkv import Llama
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.engine import Answer, Engine
-from mixedkv.engine.constraint import Constraint
-from mixedkv.engine.drafter import Drafter
-from mixedkv.engine.job import Done, Job
-from mixedkv.engine.sampler import Sampling
-from mixedkv.engine.speculation import StepTime
-from mixedkv.engine.thought import Thought, ThoughtTags
+from mixedkv.engine.constrain.constraint import Constraint
+from mixedkv.engine.draft.speculation import StepTime
+from mixedkv.engine.sample.sampler import Sampling
+from mixedkv.engine.schedule.drafter import Drafter
+from mixedkv.engine.schedule.job import Done, Job
+from mixedkv.engine.text.thought import Thought, ThoughtTags
 from support.server_support import Direct, end_of
 
 SCHEMA = {

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mixedkv.engine.drafter import Drafter
-from mixedkv.engine.speculation import StepTime
+from mixedkv.engine.draft.speculation import StepTime
+from mixedkv.engine.schedule.drafter import Drafter
 from support.served_models import Answered, Served, questions
 
 N_RS_SEQ = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mixedkv.engine.thought import Thought, ThoughtTags
+from mixedkv.engine.text.thought import Thought, ThoughtTags
 
 CLOSE = [7, 8]
 

@@ -11,7 +11,7 @@ import llama_cpp
 import pytest
 
 from mixedkv import Llama
-from mixedkv.engine.tokenizer import Tokenizer
+from mixedkv.engine.chat.tokenizer import Tokenizer
 from mixedkv.errors import ContextLengthError, InvalidModelFileError
 from mixedkv.prompts.long_text import MAX_STRETCH, OWN_SPLITTERS
 from support import zoo

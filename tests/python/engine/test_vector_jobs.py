@@ -9,9 +9,9 @@ import pytest
 
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.config.hot_window import HotWindow
-from mixedkv.engine.job import Failed
-from mixedkv.engine.sequences import Sequence
-from mixedkv.engine.vector_job import VectorJob
+from mixedkv.engine.batch.vector_job import VectorJob
+from mixedkv.engine.schedule.job import Failed
+from mixedkv.engine.schedule.sequences import Sequence
 from mixedkv.errors import EngineError, RowsGoneError
 from support.scheduler_support import Desk
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mixedkv import KVBlock, Llama
-from mixedkv.engine.batch import Batch
+from mixedkv.engine.batch.batch import Batch
 from mixedkv.kv.checkpoint import Checkpoint
 from support.harness import prompt, rel_rms
 

@@ -16,7 +16,7 @@ import pytest
 from mixedkv import KVBlock, Llama
 from mixedkv.chunks import ChunkCache, UncalibratedWarning
 from mixedkv.chunks.deviation import last_logits
-from mixedkv.engine.batch import Batch
+from mixedkv.engine.batch.batch import Batch
 from mixedkv.store import Identity, KVStore
 from support.harness import prompt, rel_rms
 

@@ -11,7 +11,7 @@ import pytest
 
 from mixedkv import KVBlock, Llama
 from mixedkv.chunks.deviation import last_logits
-from mixedkv.engine.batch import Batch
+from mixedkv.engine.batch.batch import Batch
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.store import KVStore
 from support.harness import prompt, rel_rms

@@ -22,10 +22,10 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.bundled import model_path
-from mixedkv.engine.embedder import Embedder
-from mixedkv.engine.embedding_context import EmbeddingContext, Piece
-from mixedkv.engine.observer import Observer
-from mixedkv.engine.scheduler import Step
+from mixedkv.engine.embed.embedder import Embedder
+from mixedkv.engine.embed.embedding_context import EmbeddingContext, Piece
+from mixedkv.engine.schedule.observer import Observer
+from mixedkv.engine.schedule.scheduler import Step
 from mixedkv.errors import EngineError
 from mixedkv.model.gguf_file import read_model_file
 from support.patience import PATIENCE, wait_for
@@ -483,7 +483,7 @@ def test_slices_are_short_on_a_slow_machine(monkeypatch: pytest.MonkeyPatch) -> 
     def take_long() -> None:
         clock[0] += 0.02
 
-    monkeypatch.setattr("mixedkv.engine.embedder.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr("mixedkv.engine.embed.embedder.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     slow = Context(n_slice=512, on_token=take_long)
     context, (vectors,) = asyncio.run(embed_all([[20] * 80], context=slow))
     assert vectors.tolist() == [[20, 1]]

@@ -11,7 +11,7 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.bundled import model_path
-from mixedkv.engine.tokenizer import Tokenizer
+from mixedkv.engine.chat.tokenizer import Tokenizer
 from support.fim import write_fim_model
 from support.patience import PATIENCE
 from support.server_support import Server, running

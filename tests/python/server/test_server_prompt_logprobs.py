@@ -12,7 +12,7 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.bundled import model_path
-from mixedkv.engine.prompt_logprobs import PromptLogprobs
+from mixedkv.engine.sample.prompt_logprobs import PromptLogprobs
 from support.server_support import MODEL, Direct, Server, end_of, running
 
 TEXT = "The code of the mill is 4817. " * 24

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from mixedkv.engine.job import Delta, Done, Job
-from mixedkv.engine.tenant_limits import TenantLimits
+from mixedkv.engine.schedule.job import Delta, Done, Job
+from mixedkv.engine.schedule.tenant_limits import TenantLimits
 from mixedkv.errors import ClosedError, ContextLengthError, QueueFullError
 from mixedkv.server.api.generation import usage
 from mixedkv.server.api_error import ApiError

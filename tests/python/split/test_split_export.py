@@ -11,7 +11,7 @@ import pytest
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.engine import Engine
-from mixedkv.engine.tokenizer import Tokenizer
+from mixedkv.engine.chat.tokenizer import Tokenizer
 from mixedkv.errors import InvalidModelFileError, UnsupportedModelError
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.split.export import export

@@ -16,11 +16,11 @@ import numpy as np
 
 from mixedkv import Llama
 from mixedkv.engine import ChunkConnector, Engine, Job, StoreConnector
-from mixedkv.engine.constraint import Constraint
-from mixedkv.engine.drafter import Drafter
-from mixedkv.engine.embedding_context import EmbeddingContext, Piece
-from mixedkv.engine.sampler import Sampling
-from mixedkv.engine.vector_job import VectorJob
+from mixedkv.engine.batch.vector_job import VectorJob
+from mixedkv.engine.constrain.constraint import Constraint
+from mixedkv.engine.embed.embedding_context import EmbeddingContext, Piece
+from mixedkv.engine.sample.sampler import Sampling
+from mixedkv.engine.schedule.drafter import Drafter
 from mixedkv.images import Projector
 from mixedkv.model.gguf_file import n_layers, read_model_file
 from mixedkv.split.export import export

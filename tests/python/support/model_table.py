@@ -20,7 +20,7 @@ from mixedkv import KVBlock, Llama
 from mixedkv.chunks import ChunkCache, UncalibratedWarning
 from mixedkv.chunks.deviation import last_logits
 from mixedkv.engine import Engine
-from mixedkv.engine.batch import Batch
+from mixedkv.engine.batch.batch import Batch
 from mixedkv.store import KVStore
 from support import zoo
 from support.harness import prompt, rel_rms

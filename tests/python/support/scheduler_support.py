@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 from mixedkv.config.cut_rule import CutRule
-from mixedkv.engine.job import Job
-from mixedkv.engine.observer import Observer
-from mixedkv.engine.pacing import Pace
-from mixedkv.engine.scheduler import Scheduler, Step
-from mixedkv.engine.sequences import SequencePool
-from mixedkv.engine.tenant_limits import Limits, unlimited
+from mixedkv.engine.schedule.job import Job
+from mixedkv.engine.schedule.observer import Observer
+from mixedkv.engine.schedule.pacing import Pace
+from mixedkv.engine.schedule.scheduler import Scheduler, Step
+from mixedkv.engine.schedule.sequences import SequencePool
+from mixedkv.engine.schedule.tenant_limits import Limits, unlimited
 from mixedkv.kv.checkpoint import Checkpoint
 
 N_CTX, N_BATCH = 256, 64

@@ -21,8 +21,8 @@ from typing import Any
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.engine.engine import Engine
-from mixedkv.engine.job import Done, Failed, Job
-from mixedkv.engine.sampler import Sampling
+from mixedkv.engine.sample.sampler import Sampling
+from mixedkv.engine.schedule.job import Done, Failed, Job
 from support.patience import PATIENCE, wait_for
 
 MODEL = model_path().stem

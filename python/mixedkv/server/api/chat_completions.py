@@ -9,8 +9,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from mixedkv.engine.chat_template import RenderedChat
-from mixedkv.engine.job import Delta, Done, Job
+from mixedkv.engine.chat.chat_template import RenderedChat
+from mixedkv.engine.schedule.job import Delta, Done, Job
 from mixedkv.ids import new_id
 from mixedkv.server.api.chat_jobs import AnswerParts, chat_jobs
 from mixedkv.server.api.generation import prompt_progress, usage

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from mixedkv.engine.answer_reader import Part, ReadAnswer
-from mixedkv.engine.chat_template import RenderedChat, ToolChoice
-from mixedkv.engine.constraint import Constraint
-from mixedkv.engine.job import Delta, Done, Job
+from mixedkv.engine.chat.chat_template import RenderedChat, ToolChoice
+from mixedkv.engine.constrain.constraint import Constraint
+from mixedkv.engine.schedule.job import Delta, Done, Job
+from mixedkv.engine.text.answer_reader import Part, ReadAnswer
 from mixedkv.images import PromptImage
 from mixedkv.server.api.generation import constraint_of, context_tokens, make_jobs, slides
 from mixedkv.server.api.images import read_images

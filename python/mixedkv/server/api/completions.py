@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from mixedkv.engine.job import Delta, Done, Job
+from mixedkv.engine.schedule.job import Delta, Done, Job
 from mixedkv.ids import new_id
 from mixedkv.server.api.generation import (
     constraint_of,

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import JSONResponse, Response
 
-from mixedkv.engine.chat_template import NOTHING_SAID, ToolChoice
-from mixedkv.engine.job import Job
+from mixedkv.engine.chat.chat_template import NOTHING_SAID, ToolChoice
+from mixedkv.engine.schedule.job import Job
 from mixedkv.ids import MAX_LENGTH, PATTERN
 from mixedkv.server.api.generation import context_tokens
 from mixedkv.server.api.rendering import RenderRequest, render_request, template_message

@@ -11,8 +11,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
-from mixedkv.engine.embedder import Embedder
-from mixedkv.engine.embedding_context import Vectors
+from mixedkv.engine.embed.embedder import Embedder
+from mixedkv.engine.embed.embedding_context import Vectors
 from mixedkv.errors import ClosedError, EngineError, QueueFullError
 from mixedkv.limits import INT32_MAX
 from mixedkv.server.api.schemas import EmbeddingRequest

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from mixedkv.engine.call_trigger import CallTrigger
-from mixedkv.engine.chat_template import RenderedChat
-from mixedkv.engine.constraint import Constraint, Matcher
-from mixedkv.engine.job import Job
-from mixedkv.engine.prompt_logprobs import PromptLogprobs
-from mixedkv.engine.sampler import Sampling
+from mixedkv.engine.chat.chat_template import RenderedChat
+from mixedkv.engine.constrain.call_trigger import CallTrigger
+from mixedkv.engine.constrain.constraint import Constraint, Matcher
+from mixedkv.engine.sample.prompt_logprobs import PromptLogprobs
+from mixedkv.engine.sample.sampler import Sampling
+from mixedkv.engine.schedule.job import Job
 from mixedkv.engine.slide import fit
 from mixedkv.errors import ContextLengthError
 from mixedkv.images import PromptImage

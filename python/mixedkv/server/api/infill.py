@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from mixedkv.engine.job import Delta, Done, Job
+from mixedkv.engine.schedule.job import Delta, Done, Job
 from mixedkv.server.api.generation import constraint_of, make_jobs
 from mixedkv.server.api.logprobs import prompt_logprobs
 from mixedkv.server.api.respond import respond

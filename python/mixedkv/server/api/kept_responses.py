@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Request
 from starlette.responses import JSONResponse, Response
 
-from mixedkv.engine.answer_reader import ReadAnswer
-from mixedkv.engine.job import Job
+from mixedkv.engine.schedule.job import Job
+from mixedkv.engine.text.answer_reader import ReadAnswer
 from mixedkv.ids import MAX_LENGTH, PATTERN
 from mixedkv.server.api.chat_jobs import message_of
 from mixedkv.server.api.tools import call_json

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mixedkv.engine.detokenizer import Detokenizer
-from mixedkv.engine.prompt_logprobs import PromptLogprobs
-from mixedkv.engine.sampler import TokenLogprob
+from mixedkv.engine.sample.prompt_logprobs import PromptLogprobs
+from mixedkv.engine.sample.sampler import TokenLogprob
+from mixedkv.engine.text.detokenizer import Detokenizer
 
 _LOWEST = -9999.0  # JSON has no infinity
 

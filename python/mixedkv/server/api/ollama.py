@@ -10,8 +10,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from mixedkv.engine.chat_template import RenderedChat
-from mixedkv.engine.job import Delta, Done, Job
+from mixedkv.engine.chat.chat_template import RenderedChat
+from mixedkv.engine.schedule.job import Delta, Done, Job
 from mixedkv.server.api.chat_jobs import AnswerParts, chat_jobs, translated
 from mixedkv.server.api.completions import completion_jobs
 from mixedkv.server.api.logprobs import chat_logprobs

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from mixedkv import __version__
-from mixedkv.engine.embedder import Embedder
+from mixedkv.engine.embed.embedder import Embedder
 from mixedkv.model.fingerprint import fingerprint, model_header
 from mixedkv.server.api.chat_jobs import translated
 from mixedkv.server.api.embeddings import checked_embedder, embed, input_tokens

@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mixedkv.engine.chat_template import NOTHING_SAID, RenderedChat, TemplateOptions, ToolChoice, check_depth
+from mixedkv.engine.chat.chat_template import (
+    NOTHING_SAID,
+    RenderedChat,
+    TemplateOptions,
+    ToolChoice,
+    check_depth,
+)
 from mixedkv.errors import ContextLengthError
 from mixedkv.images import PromptImage
 from mixedkv.server.api.chat_message import Message

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from mixedkv.engine.embedder import Embedder
+from mixedkv.engine.embed.embedder import Embedder
 from mixedkv.server.api.embeddings import check_length, embed
 from mixedkv.server.api.fields import IGNORED, Model, Name, Text
 from mixedkv.server.api_error import bad_request, prompt_error

@@ -9,9 +9,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from mixedkv.engine.answer_reader import Part, ReadAnswer
-from mixedkv.engine.chat_template import RenderedChat
-from mixedkv.engine.job import Delta, Done, Job
+from mixedkv.engine.chat.chat_template import RenderedChat
+from mixedkv.engine.schedule.job import Delta, Done, Job
+from mixedkv.engine.text.answer_reader import Part, ReadAnswer
 from mixedkv.ids import new_id
 from mixedkv.server.api.chat_jobs import AnswerParts, chat_jobs, translated
 from mixedkv.server.api.kept_responses import ResponseId, check_room, find, history, keep

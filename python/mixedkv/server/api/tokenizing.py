@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from mixedkv.engine.chat_template import ToolChoice
+from mixedkv.engine.chat.chat_template import ToolChoice
 from mixedkv.server.api.rendering import render_request, template_message, template_options
 from mixedkv.server.api.schemas import ApplyTemplateRequest, DetokenizeRequest, TokenizeRequest
 from mixedkv.server.api_error import bad_request, prompt_error

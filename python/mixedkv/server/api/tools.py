@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from mixedkv.engine.answer_reader import Call, Part
-from mixedkv.engine.chat_template import ToolChoice, check_depth
+from mixedkv.engine.chat.chat_template import ToolChoice, check_depth
+from mixedkv.engine.text.answer_reader import Call, Part
 from mixedkv.server.api.chat_message import Message
 from mixedkv.server.api.schemas import ChatRequest, NamedTool, Tool
 from mixedkv.server.api_error import ApiError, bad_request

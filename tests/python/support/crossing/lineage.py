@@ -12,7 +12,7 @@ import numpy as np
 from mixedkv import Llama
 from mixedkv.chunks.deviation import logits_at
 from mixedkv.config import MixedKVConfig
-from mixedkv.engine.batch import Batch
+from mixedkv.engine.batch.batch import Batch
 
 Window = tuple[int, int, int]
 

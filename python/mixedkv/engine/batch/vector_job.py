@@ -1,0 +1,104 @@
+"""A job of vectors: for a model whose embeddings and output head are elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+from mixedkv.engine.schedule.job import Event, Job
+from mixedkv.engine.schedule.scheduler import Step
+from mixedkv.engine.schedule.sequences import Sequence
+from mixedkv.errors import EngineError, RowsGoneError
+from mixedkv.llama import Llama
+from mixedkv.native import llama_cpp as _llama_cpp
+
+Vectors = npt.NDArray[np.float32]
+
+
+class VectorJob(Job):
+    """The next tokens of a session, as vectors. Its end brings no text but `hidden`.
+
+    The pool tells rows apart by token ids; here each token has an id that stands for it and all before it.
+    Rows are shared as for tokens; those before the vectors must be there, or the job fails: RowsGoneError.
+
+    Args:
+        ids: of all the session's tokens, those of `vectors` last.
+        vectors: [n, width], of the last n tokens.
+        n_hidden: of how many of the last tokens the hidden state is wanted; 0 to n.
+        resume: where the session's job before this one left its rows.
+        most_cut: of those rows that may be taken away, where the session went back.
+
+    Attributes:
+        hidden: [n_hidden, width], complete when the job is done.
+    """
+
+    def __init__(
+        self,
+        ids: Seq[int],
+        vectors: Vectors,
+        n_hidden: int,
+        *,
+        tenant: str = "",
+        resume: Sequence | None = None,
+        most_cut: int = 0,
+        deliver: Callable[[Event], None] = lambda event: None,
+    ) -> None:
+        super().__init__(ids, max_tokens=0, sampler=None, tenant=tenant, store=False, deliver=deliver)
+        self.vectors, self.paused = vectors, resume
+        self.first, self.goes_on, self.most_cut = self.n_prompt - len(vectors), True, most_cut
+        self.n_hidden = n_hidden
+        self.rows = resume  # the sequence that has the session's rows
+        self._pieces: list[Vectors] = []
+
+    def begin(self, seq: Sequence, n_cached: int) -> bool:
+        self.rows = seq
+        return super().begin(seq, n_cached)
+
+    def inputs(self, p0: int, p1: int) -> npt.NDArray[Any]:
+        return self.vectors[p0 - self.first : p1 - self.first]
+
+    def take_hidden(self, context: object, index: int, n: int) -> None:
+        """Hidden states of the batch's tokens from `index` on, which are the next `n` of this job."""
+        p0, width = self.n_rows, self.vectors.shape[1]
+        for p in range(max(p0, self.n_prompt - self.n_hidden), p0 + n):
+            row = llama_cpp.llama_get_embeddings_ith(context, index + p - p0)
+            self._pieces.append(np.ctypeslib.as_array(row, (width,)).copy())
+
+    @property
+    def hidden(self) -> Vectors:
+        """
+        Raises:
+            RowsGoneError: a wanted one's row was there already, so that nobody computed it.
+            EngineError: the model gave numbers that are not finite.
+        """
+        if len(self._pieces) < self.n_hidden:
+            raise RowsGoneError("these tokens were evaluated before: their hidden states have gone")
+        hidden = np.array(self._pieces[-self.n_hidden :], np.float32) if self.n_hidden else _NONE
+        if not np.isfinite(hidden).all():
+            raise EngineError("the model gave numbers that are not finite")
+        return hidden
+
+
+_NONE = np.empty((0, 0), np.float32)
+
+
+def vector_width(llm: Llama) -> int:
+    """Of a model without vocabulary, whose context gives hidden states from now on; 0 for others."""
+    if _llama_cpp.has_vocabulary(llm):
+        return 0
+    llama_cpp.llama_set_embeddings(llm.ctx, True)
+    return int(llama_cpp.llama_model_n_embd(_llama_cpp.model(llm)))
+
+
+def take_hidden(context: object, step: Step) -> None:
+    """What a step of vectors computed, to its jobs; before their rows are counted."""
+    begin = 0
+    for run in step.runs:
+        assert isinstance(run.job, VectorJob)
+        run.job.take_hidden(context, begin, run.n)
+        begin += run.n

@@ -1,0 +1,264 @@
+"""Chats by llama.cpp's own chat layer: it knows how each family of models is told of tools, and how it writes
+calls and thoughts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+from mixedkv import _chat
+from mixedkv.engine.constrain.constraint import SPACE, Constraint
+from mixedkv.engine.constrain.tool_grammar import tool_grammar
+from mixedkv.engine.text.answer_reader import AnswerReader, ReadAnswer
+from mixedkv.engine.text.thought import ThoughtTags
+
+_MAX_TEMPLATE = 1 << 16  # characters: llama.cpp takes a chain of filters apart by recursion
+_MAX_DEPTH = 64  # of objects and lists in a schema or in arguments
+_PROBE = "a_name_that_no_template_has"
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolChoice:
+    """What the answer may be.
+
+    Attributes:
+        mode: "none" only text, "auto" the model's choice, "required" at least one call.
+        name: the only function to call; with "required".
+        parallel: more than one call.
+    """
+
+    mode: str = "auto"
+    name: str = ""
+    parallel: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemplateOptions:
+    """What a chat says to its template.
+
+    Attributes:
+        variables: of the template, JSON values by name.
+        thinking: the model may think first, where it does that.
+        continues: the last message is the answer's beginning.
+    """
+
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    thinking: bool = True
+    continues: bool = False
+
+
+NOTHING_SAID = TemplateOptions()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenderedChat:
+    """A rendered chat.
+
+    Attributes:
+        constraint: of an answer that must call, or of a call that it may have.
+        triggers: words that begin a call that it may have; empty where it must.
+        stops: strings that end the answer.
+        shown: control tokens that are part of its text.
+        thoughts: None for a model that does not think.
+        answer: the end of `text` that no later turn's prompt has: templates leave out thoughts.
+        before: the answer's beginning, where the chat gave it.
+    """
+
+    text: str
+    constraint: Constraint | None
+    triggers: tuple[str, ...]
+    stops: tuple[str, ...]
+    shown: tuple[str, ...]
+    thoughts: ThoughtTags | None
+    answer: str
+    before: ReadAnswer
+    prompt: _chat.ChatPrompt
+    parallel: bool
+
+    def reader(self) -> AnswerReader:
+        """Of one answer."""
+        return AnswerReader(self.prompt.parse, parallel=self.parallel, before=self.before)
+
+
+class ChatRenderer:
+    """A model's chat template.
+
+    Args:
+        source: its Jinja text; "" for none.
+    """
+
+    def __init__(self, source: str, bos: str, eos: str) -> None:
+        self._source, self._bos, self._eos = source, bos, eos
+
+    @cached_property
+    def thinks(self) -> bool:
+        """Whether the model's template knows of thoughts."""
+        try:
+            return _tags(self._apply([{"role": "user", "content": "?"}], [], ToolChoice())) is not None
+        except ValueError:
+            return False
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        choice: ToolChoice,
+        options: TemplateOptions = NOTHING_SAID,
+    ) -> RenderedChat:
+        """
+        Args:
+            messages, tools: in OpenAI's form.
+
+        Raises:
+            ValueError: the model cannot be told of tools, or its template refuses the messages; the message
+                begins with the field.
+        """
+        if tools and self._template and not self.takes_tools:
+            raise ValueError(
+                "tools: the chat template of this model has none: leave them out, or serve the model with a "
+                "chat_template that has"
+            )
+        must = choice.mode == "required"
+        if must:
+            options = replace(options, thinking=False)
+        prompt = self._apply(messages, tools, choice, options)
+        reading, constraint = prompt, None
+        if must:
+            callable_ = [tool for tool in tools if choice.name in ("", tool["function"]["name"])]
+            reading = self._apply(messages, callable_, choice, options)
+            constraint = _calls_only(reading, callable_, choice.parallel)
+        elif tools and choice.mode == "none":
+            reading = self._apply(messages, [], choice, options)
+        elif tools and prompt.triggers:
+            with suppress(ValueError):  # the model's own choice: unconstrained rather than refused
+                constraint = _calls_only(prompt, tools, choice.parallel)
+        thoughts = _tags(prompt)
+        tags = (thoughts.start, *thoughts.ends) if thoughts is not None else ()
+        return RenderedChat(
+            text=prompt.prompt,
+            constraint=constraint,
+            triggers=tuple(prompt.triggers) if constraint is not None else (),
+            stops=tuple(reading.stops),
+            shown=(*(reading.preserved if tools or thoughts else ()), *tags),
+            thoughts=None if must else thoughts,
+            answer=_forgotten(prompt, thoughts),
+            before=_said(messages[-1]) if options.continues else ReadAnswer(),
+            prompt=reading,
+            parallel=choice.parallel,
+        )
+
+    @cached_property
+    def _template(self) -> _chat.ChatTemplate:
+        if not self._source:
+            raise ValueError("tools: this model has no chat template: serve it with chat_template")
+        if len(self._source) > _MAX_TEMPLATE:
+            raise ValueError(f"tools: the model's chat template has more than {_MAX_TEMPLATE} characters")
+        try:
+            return _chat.ChatTemplate(self._source, self._bos, self._eos)
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"tools: the model's chat template cannot be read: {_short(error)}") from None
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether a tool appears in a prompt, and calls can be read: some families are known by name only."""
+        tools = [{"type": "function", "function": {"name": _PROBE, "parameters": _NO_ARGUMENTS}}]
+        try:
+            prompt = self._apply([{"role": "user", "content": "?"}], tools, ToolChoice(mode="required"))
+        except ValueError:
+            return False
+        return _PROBE in prompt.prompt and bool(prompt.grammar)
+
+    def _apply(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        choice: ToolChoice,
+        options: TemplateOptions = NOTHING_SAID,
+    ) -> _chat.ChatPrompt:
+        template = self._template
+        variables = {name: json.dumps(value) for name, value in options.variables.items()}
+        try:
+            return template.apply(
+                json.dumps(messages),
+                json.dumps(tools),
+                choice.mode,
+                choice.parallel,
+                options.thinking,
+                variables,
+                options.continues,
+            )
+        except (RuntimeError, ValueError) as error:  # templates are programs of the model's file
+            field = "messages"
+            if tools:  # are they to blame?
+                with suppress(ValueError):
+                    self._apply(messages, [], ToolChoice(), options)
+                    field = "tools"
+            raise ValueError(f"{field}: the model's chat template refuses them: {_short(error)}") from None
+
+
+def check_depth(value: Any, name: str) -> None:
+    """
+    Raises:
+        ValueError: objects or lists that are nested too deep: templates go through them by recursion.
+    """
+    todo = [(value, 0)]
+    while todo:
+        item, depth = todo.pop()
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"{name}: nested deeper than {_MAX_DEPTH} objects and lists: make it flatter")
+        inner = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+        todo += [(part, depth + 1) for part in inner]
+
+
+_KEPT = 1 << 16  # characters of schemas whose grammar is kept
+
+
+def _calls_only(prompt: _chat.ChatPrompt, tools: Sequence[Mapping[str, Any]], parallel: bool) -> Constraint:
+    """A forced call comes at once: where a template has begun a thought, that is ended."""
+    functions = [tool["function"] for tool in tools]
+    schemas = {each["name"]: each.get("parameters") or _NO_ARGUMENTS for each in functions}
+    thoughts = _tags(prompt)
+    ends_thought = thoughts is not None and thoughts.open and not prompt.triggers
+    first = thoughts.ends[0] if thoughts is not None and ends_thought else ""
+    try:
+        given = json.dumps(schemas)
+        make = _grammar if len(given) < _KEPT else _grammar.__wrapped__
+        lark = make(prompt.grammar, prompt.parser, given, first, parallel)
+    except ValueError as error:
+        raise ValueError(f"tools: {error}") from None
+    return Constraint("calls", lark, "tools", tuple(prompt.preserved))
+
+
+@lru_cache(maxsize=32)  # an agent sends the same tools every turn, and 20 take 15 ms
+def _grammar(gbnf: str, parser: str, schemas: str, first: str, parallel: bool) -> str:
+    return tool_grammar(gbnf, parser, json.loads(schemas), space=SPACE, first=first, parallel=parallel)
+
+
+def _tags(prompt: _chat.ChatPrompt) -> ThoughtTags | None:
+    start, ends = prompt.thinking_start, tuple(end for end in prompt.thinking_ends if end)
+    if not start or not ends:
+        return None
+    began, ended = prompt.opening.rfind(start), max(prompt.opening.rfind(end) for end in ends)
+    return ThoughtTags(start=start, ends=ends, open=began > ended)
+
+
+def _forgotten(prompt: _chat.ChatPrompt, thoughts: ThoughtTags | None) -> str:
+    """Of the prompt's end what a thought begins."""
+    at = prompt.opening.find(thoughts.start) if thoughts is not None else -1
+    return prompt.opening[at:] if at >= 0 else ""
+
+
+def _said(message: Mapping[str, Any]) -> ReadAnswer:
+    return ReadAnswer(message.get("content") or "", message.get("reasoning_content") or "")
+
+
+def _short(error: Exception) -> str:
+    """The last line of llama.cpp's errors says what is wrong; those before quote the template."""
+    lines = [line for line in str(error).splitlines() if line.strip("- ")]
+    return (lines[-1] if lines else "it fails")[:300]

@@ -1,0 +1,379 @@
+"""Between text and tokens: chat templates, tokenizing.
+
+Needs the vocabulary, not the context, so it works on any thread while the engine decodes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import llama_cpp
+import numpy as np
+from llama_cpp import llama_chat_format
+
+from mixedkv.engine.chat.chat_template import (
+    NOTHING_SAID,
+    ChatRenderer,
+    RenderedChat,
+    TemplateOptions,
+    ToolChoice,
+)
+from mixedkv.engine.constrain.constraint import Constraint, ConstraintCompiler, Matcher
+from mixedkv.engine.sample.sampler import Sampler, Sampling
+from mixedkv.engine.text.thought import Thought, ThoughtTags
+from mixedkv.errors import ContextLengthError, UnsupportedModelError
+from mixedkv.images import MARK, PromptImage
+from mixedkv.limits import INT32_MAX
+from mixedkv.llama import NO_VOCABULARY, Llama
+from mixedkv.native import llama_cpp as _llama_cpp
+from mixedkv.prompts.message_starts import message_starts
+from mixedkv.prompts.overflow import Places
+from mixedkv.tokens import Tokens
+
+Messages = Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int] | Messages
+
+_CHUNK = 1 << 12  # characters
+_SPECIAL = (
+    llama_cpp.LLAMA_TOKEN_ATTR_CONTROL
+    | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
+    | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
+)
+_CONTROL = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL
+_MAX_SPECIAL = 2000
+_AUTO = ToolChoice()
+
+
+class Tokenizer:
+    """The tokenizer and the chat template of a model.
+
+    Args:
+        chat_format: name of one of llama-cpp-python's formats, for a model that has no template; "" is none.
+        chat_template: Jinja text in place of the model's own.
+
+    Raises:
+        ValueError: there is no such format.
+        UnsupportedModelError: the model has no vocabulary.
+    """
+
+    def __init__(self, llm: Llama, chat_format: str = "", chat_template: str = "") -> None:
+        if not _llama_cpp.has_vocabulary(llm):
+            raise UnsupportedModelError(NO_VOCABULARY)
+        self._llm = llm
+        self._vocab = _llama_cpp.vocab(llm)
+        self.n_ctx = int(llm.n_ctx())
+        self.n_vocab = int(llm.n_vocab())
+        self._eos = self._piece_text(llm.token_eos())
+        bos = self._piece_text(llm.token_bos())
+        template = "" if chat_format else chat_template or llm.metadata.get("tokenizer.chat_template", "")
+        self._formatter = _make_formatter(chat_format, template, bos, self._eos)
+        self._renderer = ChatRenderer(template, bos, self._eos)
+        self._special = self._special_texts()
+        self._longest = self._longest_token()
+        self._is_control = np.array([self._has(token, _CONTROL) for token in range(self.n_vocab)], bool)
+        self._constraints = ConstraintCompiler(self._vocab)
+        self._fim = (
+            llama_cpp.llama_vocab_fim_pre(self._vocab),
+            llama_cpp.llama_vocab_fim_suf(self._vocab),
+            llama_cpp.llama_vocab_fim_mid(self._vocab),
+        )
+        self._fim_file = llama_cpp.llama_vocab_fim_sep(self._vocab)
+
+    def tokenize(
+        self, text: str, *, start: bool = True, special: bool = False, n_ctx: int | None = None
+    ) -> list[int]:
+        """Tokens of a text.
+
+        Args:
+            start: it begins a sequence.
+            special: control tokens are read as such.
+            n_ctx: what cannot be within so many tokens is refused unread; None for the model's context.
+
+        Raises:
+            ContextLengthError: it is too long.
+            ValueError: it has a line that is too long for the tokenizer.
+        """
+        self._check_size(text, self.n_ctx if n_ctx is None else n_ctx)
+        tokens: list[int] = []
+        for chunk in self._chunks(text) if special else [text]:
+            tokens += self._llm.tokenize(chunk.encode("utf-8"), add_bos=start, special=special)
+            start = False
+        return tokens
+
+    def _check_size(self, text: str, n_ctx: int) -> None:
+        size, largest = len(text.encode("utf-8")), n_ctx * self._longest
+        if self._longest and size > largest:
+            raise ContextLengthError(
+                f"the text has {size} bytes, {n_ctx} tokens of this model have {largest} at most: shorten it"
+            )
+
+    def _longest_token(self) -> int:
+        """Bytes of a text that a token stands for at most, 0 if not known: what is unknown to WordPiece and
+        Unigram is one token however long it is.
+        """
+        if llama_cpp.llama_vocab_type(self._vocab) not in (
+            llama_cpp.LLAMA_VOCAB_TYPE_SPM,
+            llama_cpp.LLAMA_VOCAB_TYPE_BPE,
+        ):
+            return 0
+        tokens = range(self.n_vocab)  # in the file's spelling, which is never shorter
+        return max(len(llama_cpp.llama_vocab_get_text(self._vocab, token)) for token in tokens)
+
+    def _chunks(self, text: str) -> Iterator[str]:
+        """A text cut before special tokens, where tokenizing the parts gives the tokens of the whole.
+
+        After each special token it has found llama.cpp looks for all: 100,000 of them would take hours.
+        """
+        begin = 0
+        while len(text) - begin > _CHUNK and (cut := self._cut(text, begin)) > 0:
+            yield text[begin:cut]
+            begin = cut
+        yield text[begin:]
+
+    def _cut(self, text: str, begin: int) -> int:
+        """The last special token of a chunk, else the next one after it; -1 if there is none."""
+        cut = max((text.rfind(t, begin + 1, begin + _CHUNK) for t in self._special), default=-1)
+        if cut < 0:
+            later = (text.find(t, begin + 1) for t in self._special)
+            cut = min((at for at in later if at > 0), default=-1)
+        overlap = True
+        while overlap and cut > 0:  # of specials that overlap the first one's start
+            starts = (text.find(t, max(begin, cut - len(t) + 1), cut + len(t) - 1) for t in self._special)
+            first = min((at for at in starts if at >= 0), default=cut)
+            overlap, cut = first < cut, min(cut, first)
+        return cut if cut > begin else -1
+
+    def boundaries(self, tokens: Tokens) -> Places:
+        """Where messages of a chat begin and end: at the control tokens of its template."""
+        return np.flatnonzero(self._is_control[np.maximum(tokens, 0)] & (tokens >= 0))
+
+    def message_starts(self, tokens: Tokens) -> Places:
+        """Where messages of a chat begin, as far as its tokens tell."""
+        return message_starts(self._vocab, tokens)
+
+    def _has(self, token: int, attributes: int) -> bool:
+        return bool(llama_cpp.llama_vocab_get_attr(self._vocab, token) & attributes)
+
+    def _special_texts(self) -> list[str]:
+        """Of the tokens a text can be cut at."""
+        if llama_cpp.llama_vocab_get_add_eos(self._vocab) or llama_cpp.llama_vocab_get_add_sep(self._vocab):
+            return []
+        texts = []
+        for token in range(self.n_vocab):
+            attributes = llama_cpp.llama_vocab_get_attr(self._vocab, token)
+            if attributes & _SPECIAL and not attributes & llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP:
+                texts.append(self._piece_text(token))
+        return [text for text in texts if text][:_MAX_SPECIAL]
+
+    def encode(self, prompt: Prompt, *, long: bool = False) -> tuple[list[int], list[str]]:
+        """Tokens of a text, of token ids or of the messages of a chat, and strings that end the answer.
+
+        Args:
+            long: more than the context has room for are taken too, here and below.
+
+        Raises:
+            ValueError: as `prompt` and `chat`.
+        """
+        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
+            return self.chat(cast(Messages, prompt), long=long)
+        return self.prompt(cast("str | Sequence[int]", prompt), long=long), []
+
+    def prompt(self, prompt: str | Sequence[int], *, start: bool = True, long: bool = False) -> list[int]:
+        """Tokens of a raw prompt, text or tokens.
+
+        Raises:
+            ValueError: a token is not of this model.
+        """
+        if isinstance(prompt, str):
+            return self.tokenize(prompt, start=start, special=True, n_ctx=INT32_MAX if long else None)
+        if bad := next((token for token in prompt if not 0 <= token < self.n_vocab), None):
+            raise ValueError(f"prompt: token {bad} is not one of this model's {self.n_vocab}")
+        return list(prompt)
+
+    def infill(
+        self, before: str, after: str, *, beginning: str = "", files: Sequence[tuple[str, str]] = ()
+    ) -> list[int]:
+        """Tokens of a prompt that asks for what is missing between two texts.
+
+        Args:
+            beginning: of what is missing.
+            files: names and texts of others, for models that know of several.
+
+        Raises:
+            ValueError: the model was not made for this, or the texts are too long.
+        """
+        if not self.infills:
+            raise ValueError("this model has no tokens for infilling (FIM): serve one that was made for it")
+        if files and self._fim_file < 0:
+            raise ValueError("input_extra: this model has no token for other files: leave it out")
+        prefix, suffix, middle = self._fim
+        tokens = self.tokenize("", start=True)
+        for name, text in files:
+            tokens += [self._fim_file, *self.tokenize(f"{name}\n{text}", start=False)]
+        tokens += [prefix, *self.tokenize(before, start=False), suffix, *self.tokenize(after, start=False)]
+        return [*tokens, middle, *self.tokenize(beginning, start=False)]
+
+    def pair(self, query: str, document: str, *, n_ctx: int) -> list[int]:
+        """Tokens of two texts, for a model that ranks: by the template it has for that, else as llama-server
+        puts them together.
+
+        Raises:
+            ContextLengthError, ValueError: as `tokenize`.
+        """
+        if template := self._llm.metadata.get("tokenizer.chat_template.rerank", ""):
+            texts = {"{query}": query, "{document}": document}
+            text = re.sub(r"\{query\}|\{document\}", lambda name: texts[name[0]], template)
+            return self.tokenize(text, start=False, special=True, n_ctx=n_ctx)
+        first, second = (self.tokenize(text, start=False, n_ctx=n_ctx) for text in (query, document))
+        vocab, separator = self._vocab, llama_cpp.llama_vocab_sep(self._vocab)
+        eos = llama_cpp.llama_vocab_eos(vocab)
+        begin = [llama_cpp.llama_vocab_bos(vocab)] if llama_cpp.llama_vocab_get_add_bos(vocab) else []
+        end = [eos if eos >= 0 else separator] if llama_cpp.llama_vocab_get_add_eos(vocab) else []
+        between = [separator] if llama_cpp.llama_vocab_get_add_sep(vocab) else []
+        return [*begin, *first, *end, *between, *second, *end]
+
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        start: bool = True,
+        long: bool = False,
+        images: Sequence[PromptImage] = (),
+    ) -> tuple[list[int], list[str]]:
+        """Tokens of a chat, up to where the answer begins, and strings that end the answer.
+
+        Args:
+            images: that the messages have, in order; each stands there as `images.MARK`.
+
+        Raises:
+            ValueError: the model has no chat template, or its template refuses the messages.
+        """
+        if self.thinks:
+            tokens, chat = self.render(messages, long=long, images=images)
+            return tokens, list(chat.stops)
+        result = self._format(messages)
+        start = start and not result.added_special
+        tokens = self._with_images(result.prompt, images, start=start, long=long)
+        stops = [result.stop] if isinstance(result.stop, str) else list(result.stop or ())
+        return tokens, [stop for stop in stops if stop and stop != self._eos]
+
+    def chat_text(self, messages: Messages) -> str:
+        """The text of a chat, up to where the answer begins.
+
+        Raises:
+            ValueError: as `chat`.
+        """
+        if self.thinks:
+            return self._renderer.render(messages, [], _AUTO).text
+        return str(self._format(messages).prompt)
+
+    def _format(self, messages: Messages) -> Any:
+        if self._formatter is None:
+            raise ValueError(
+                "this model has no chat template: use /v1/completions, or serve it with chat_format"
+            )
+        try:
+            return self._formatter(messages=list(messages))
+        except Exception as error:  # templates are programs of the model's file
+            raise ValueError(f"messages: the model's chat template refuses them: {error}") from None
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template has tools in it."""
+        return self._renderer.takes_tools
+
+    @property
+    def infills(self) -> bool:
+        """Whether the model has the tokens that `infill` needs."""
+        return all(token >= 0 for token in self._fim)
+
+    @property
+    def thinks(self) -> bool:
+        """Whether chats with this model are rendered and read by llama.cpp's chat layer, tools or not."""
+        return self._renderer.thinks
+
+    def render(
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]] = (),
+        choice: ToolChoice = _AUTO,
+        options: TemplateOptions = NOTHING_SAID,
+        *,
+        long: bool = False,
+        images: Sequence[PromptImage] = (),
+    ) -> tuple[list[int], RenderedChat]:
+        """Tokens of a chat by llama.cpp's chat layer, and how its answer is to be made and read.
+
+        Raises:
+            ValueError: as `ChatRenderer.render`, or it is too long.
+        """
+        chat = self._renderer.render(messages, tools, choice, options)
+        return self._with_images(chat.text, images, start=False, long=long), chat  # the template begins it
+
+    def _with_images(self, text: str, images: Sequence[PromptImage], *, start: bool, long: bool) -> list[int]:
+        if not images:
+            return self.prompt(text, start=start, long=long)
+        first, *others = text.split(MARK)
+        if len(others) != len(images):
+            raise ValueError(
+                f"messages: of {len(images)} images the model's chat template shows {len(others)}"
+            )
+        tokens = self.prompt(first, start=start, long=long)
+        for image, piece in zip(images, others, strict=True):
+            tokens += [*image.tokens, *self.prompt(piece, start=False, long=long)]
+        return tokens
+
+    def thought(self, tags: ThoughtTags, budget: int | None = None) -> Thought:
+        """For one answer; see `Thought`."""
+        opening = self.tokenize(tags.start, start=False, special=True)
+        close = self.tokenize(tags.ends[0], start=False, special=True)
+        return Thought(tags, close=close, opening=opening[0] if len(opening) == 1 else -1, budget=budget)
+
+    def shown(self, names: Sequence[str]) -> tuple[int, ...]:
+        """Control tokens by their names, without those that end an answer."""
+        return self._constraints.shown(names)
+
+    def matcher(self, constraint: Constraint) -> Matcher:
+        """
+        Raises:
+            ValueError: it cannot be read, or not be followed by this model.
+        """
+        return self._constraints.compile(constraint)
+
+    def sampler(self, sampling: Sampling, matcher: Matcher | None = None) -> Sampler:
+        """
+        Args:
+            matcher: of `sampling.constraint`, where it was compiled already; copied.
+
+        Raises:
+            ValueError: a token of logit_bias is not of this model, or the constraint cannot be followed.
+        """
+        for token, _ in sampling.logit_bias:
+            if not 0 <= token < self.n_vocab:
+                raise ValueError(f"logit_bias: token {token} is not one of this model's {self.n_vocab}")
+        if matcher is not None:
+            matcher = matcher.copy()
+        elif sampling.constraint is not None:
+            matcher = self.matcher(sampling.constraint)
+        return Sampler(self._vocab, sampling, self.n_ctx, matcher)
+
+    def _piece_text(self, token: int) -> str:
+        return llama_cpp.llama_vocab_get_text(self._vocab, token).decode("utf-8") if token >= 0 else ""
+
+
+def _make_formatter(chat_format: str, template: str, bos: str, eos: str) -> Any:
+    if chat_format:
+        formatter = getattr(llama_chat_format, "format_" + chat_format.replace("-", "_"), None)
+        if formatter is None:
+            raise ValueError(f"chat_format={chat_format!r} is not one of llama-cpp-python's")
+        return formatter
+    if not template:
+        return None
+    return llama_chat_format.Jinja2ChatFormatter(template=template, eos_token=eos, bos_token=bos)
+
+
+def silence() -> None:
+    """Drop llama.cpp's log: errors reach clients as answers, and some log lines repeat a prompt's text."""
+    _llama_cpp.silence_log()

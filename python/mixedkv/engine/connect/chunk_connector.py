@@ -1,0 +1,146 @@
+"""A `StoreConnector` that also finds passages of a prompt which were computed elsewhere, see docs/chunks.md.
+
+A sample of the answers is evaluated exactly while the engine has nothing else to do, a slice at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mixedkv.chunks.deviation import Logits, compare, logits_at
+from mixedkv.chunks.gate import Waiting
+from mixedkv.chunks.passages import Passages
+from mixedkv.engine.connect.kv_connector import ConnectedEngine
+from mixedkv.engine.connect.store_connector import StoreConnector
+from mixedkv.engine.schedule.job import Job
+from mixedkv.engine.schedule.sequences import NO_MATCH, Sequence
+from mixedkv.errors import ClosedError
+from mixedkv.store import KVStore
+
+log = logging.getLogger("mixedkv.engine")
+
+_LOOK_AGAIN = 0.05  # seconds, while a check waits for the engine to be idle
+
+
+class ChunkConnector(StoreConnector):
+    """Stores, fetches and finds passages for one engine: a `KVConnector`.
+
+    Jobs that say `reuse="chunks"`, or nothing, are answered from passages too; those that keep their prompt
+    for others, or have pictures in it, never are.
+
+    Args:
+        store: closed with the connector.
+        **options: of `ChunkOptions`: repair, ratio, overlap_k, chunk_size, max_kld, check, ...
+
+    Raises:
+        UnsupportedModelError, ValueError: from the engine's constructor, as from `ChunkCache`.
+    """
+
+    _passages: Passages
+
+    def __init__(self, store: KVStore, **options: Any) -> None:
+        super().__init__(store)
+        self._options = options
+        self._wake, self._closing = threading.Event(), threading.Event()
+        self._checker = threading.Thread(target=self._check_all, name="mixedkv-check", daemon=True)
+
+    def attach(self, engine: ConnectedEngine) -> None:
+        self._passages = Passages(engine.llm, self.store, **self._options)
+        super().attach(engine)
+        self._checker.start()
+
+    def fetch(self, job: Job) -> bool:
+        if job.keep or job.max_tokens == 0 or job.pictures or self._passages.gate.closed:
+            job.accept = "exact" if job.accept == "chunks" else job.accept
+        elif job.accept is None:
+            job.accept = "chunks"
+        return super().fetch(job)
+
+    def evaluated(self, job: Job, index: int) -> None:
+        gate = self._passages.gate
+        if job.n_approximate and job.method is not None and gate.wants():
+            logits = logits_at(self._engine.llm, index)
+            gate.add(Waiting(job.prompt, logits, job.tenant))
+            self._wake.set()
+
+    def stats(self) -> dict[str, Any]:
+        gate = self._passages.gate
+        chunks = {
+            "method": str(self._passages.method),
+            "checked": gate.n_checked,
+            "waiting_to_be_checked": gate.n_waiting,
+            "kld_mean": gate.kld_mean,
+            "same_top1": gate.same_top1,
+            "off": gate.closed,
+        }
+        return {**super().stats(), "chunks": chunks}
+
+    def close(self) -> None:
+        self._closing.set()
+        self._wake.set()
+        if self._checker.is_alive():
+            self._checker.join()
+        super().close()
+
+    def _fetch(self, job: Job) -> None:
+        super()._fetch(job)
+        if job.accept != "chunks" or job.cancelled:
+            return
+        n_exact = max(job.n_fetched, self._in_context(job))
+        rows = self._passages.find(job.prompt, self._identity(job.tenant), n_exact)
+        job.set_passages(
+            [(segment, self._rows.cut(blocks)) for segment, blocks in rows], self._passages.method
+        )
+
+    # --- checks, on a thread of their own ---
+
+    def _check_all(self) -> None:
+        gate = self._passages.gate
+        while not self._closing.is_set():
+            self._wake.wait()
+            self._wake.clear()
+            while gate.n_waiting and not self._closing.wait(0 if self._engine.idle else _LOOK_AGAIN):
+                if self._engine.idle and (waiting := gate.take()) is not None:
+                    try:
+                        self._check(waiting)
+                    except ClosedError:
+                        return
+                    except Exception as error:  # a check is a service, never a reason to fail a request
+                        log.warning("a check of reused chunks failed: %s: %s", type(error).__name__, error)
+
+    def _check(self, waiting: Waiting) -> None:
+        """Evaluate a prompt exactly and compare; it waits again when somebody wants the engine meanwhile."""
+        engine, gate = self._engine, self._passages.gate
+        seq = engine.call(lambda: self._place(waiting)).result()
+        if seq is None:
+            return
+        try:
+            for p0 in range(0, len(waiting.tokens), engine.llm.n_batch):
+                if self._closing.is_set() or not engine.idle:
+                    gate.add(waiting)
+                    return
+                logits = engine.call(partial(self._evaluate, seq, waiting, p0)).result()
+        finally:
+            engine.call(lambda: engine.pool.drop(seq)).result()
+        deviation = compare(logits, waiting.logits)
+        gate.note(deviation)
+        engine.observer.checked(deviation.kld, bool(gate.closed))
+
+    def _place(self, waiting: Waiting) -> Sequence | None:
+        """A sequence for it; None where it would not fit beside the work there is."""
+        pool, n_ctx = self._engine.pool, self._engine.llm.kv.stats().n_ctx
+        while pool.used + len(waiting.tokens) > n_ctx:
+            if not pool.evict():
+                return None
+        return pool.acquire(waiting.tenant, NO_MATCH)
+
+    def _evaluate(self, seq: Sequence, waiting: Waiting, p0: int) -> Logits:
+        llm = self._engine.llm
+        tokens = waiting.tokens[p0 : p0 + llm.n_batch]
+        llm.kv.fill(tokens, np.arange(p0, p0 + len(tokens)), seq.id, logits=True)
+        return logits_at(llm, -1)

@@ -1,0 +1,57 @@
+"""Where an engine's KV goes to and comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+from mixedkv.engine.schedule.job import Job
+from mixedkv.engine.schedule.observer import Observer
+from mixedkv.engine.schedule.sequences import SequencePool
+from mixedkv.llama import Llama
+
+_T = TypeVar("_T")
+
+
+class ConnectedEngine(Protocol):
+    """What a connector needs of its engine."""
+
+    llm: Llama
+    pool: SequencePool
+    observer: Observer
+
+    @property
+    def idle(self) -> bool: ...
+
+    def ready(self, job: Job) -> None: ...
+
+    def call(self, function: Callable[[], _T]) -> Future[_T]: ...
+
+
+class KVConnector(Protocol):
+    """What an `Engine` is made with to fetch and offload KV; `StoreConnector` does it with a `KVStore`."""
+
+    def attach(self, engine: ConnectedEngine) -> None:
+        """Called once by the engine, before anything else."""
+
+    def fetch(self, job: Job) -> bool:
+        """On the submitting thread, with a new job: look for the KV of its prompt. False: there is nothing to
+        look for. True: `engine.ready(job)` is called later, after `job.set_blocks` if something was found.
+        """
+        ...
+
+    def evaluated(self, job: Job, index: int) -> None:
+        """On the engine's thread: the prompt's last token has logits, at `index` of the step's."""
+
+    def offload(self, job: Job) -> None:
+        """On the engine's thread, with a job that is done: keep its KV. The rows are in `job.seq` as long as
+        the `version` of that stays the same: `engine.call` reads them between later steps.
+        """
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers for people."""
+        ...
+
+    def close(self) -> None:
+        """Finish what was begun; the engine still runs."""

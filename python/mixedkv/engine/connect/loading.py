@@ -1,0 +1,72 @@
+"""Rows that come from elsewhere, put into the sequences of jobs between and beside steps."""
+
+from __future__ import annotations
+
+import logging
+
+from mixedkv.engine.connect.rechecking import evaluate_copy
+from mixedkv.engine.schedule.job import Job
+from mixedkv.engine.schedule.observer import Observer
+from mixedkv.engine.schedule.scheduler import Scheduler, Step
+from mixedkv.llama import Llama
+
+log = logging.getLogger("mixedkv.engine")
+
+
+class Loader:
+    """Belongs to the engine's thread. What cannot be loaded is evaluated."""
+
+    def __init__(self, llm: Llama, scheduler: Scheduler, observer: Observer) -> None:
+        self._llm, self._scheduler, self._observer = llm, scheduler, observer
+
+    def restore(self) -> None:
+        """Load one fetched block: a long chain is spread over steps."""
+        job = next((job for job in self._scheduler.running if job.blocks), None)
+        if job is None:
+            return
+        assert job.seq is not None
+        block = job.blocks.pop(0)
+        try:
+            self._llm.kv.load(block, seq=job.seq.id, more=bool(job.blocks))
+            job.seq.tokens.extend(block.tokens.tolist())
+            job.seq.checkpoints.extend(block.checkpoints)
+        except Exception as error:
+            log.warning("a stored block could not be loaded: %s", error)
+            self._observer.restore_failed("load")
+            self._scheduler.refetch(job)
+        if not job.blocks and job.doubt is not None:
+            self._recheck(job)
+        if not job.evaluated:  # not after a pause or a preemption
+            job.set_cached(job.n_rows)
+        if not job.blocks:
+            self._observer.restored(job)
+
+    def _recheck(self, job: Job) -> None:
+        """Compare stored rows that nobody has compared yet: where they are wrong the job evaluates all."""
+        doubt, job.doubt = job.doubt, None
+        assert doubt is not None
+        assert job.seq is not None
+        try:
+            problem = evaluate_copy(self._llm, self._scheduler.pool, job.seq, doubt)
+        except Exception as error:  # what cannot be compared is not believed
+            problem = f"it could not be compared: {error}"
+            log.warning("stored rows could not be compared with the model: %s", error)
+        self._observer.rechecked(problem)
+        if problem:
+            self._observer.restore_failed("wrong")
+            self._scheduler.refetch(job)
+
+    def stitch(self, step: Step) -> None:
+        """Put passages together, as far as the step goes."""
+        for job, n in ((run.job, run.n) for run in step.stitches):
+            try:
+                stitch = job.stitch or job.begin_stitch(self._llm)
+                if not stitch.advance(n):
+                    job.stitched()
+            except Exception as error:
+                log.warning("passages could not be put together: %s", error)
+                self._observer.restore_failed("passages")
+                assert job.seq is not None
+                job.set_passages([], None)
+                self._scheduler.pool.clear(job.seq)
+                job.set_cached(0)

@@ -1,0 +1,146 @@
+"""Stored rows compared with the model: before they are first believed, and while nobody wants an answer."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from mixedkv.engine.connect.kv_connector import ConnectedEngine
+from mixedkv.engine.connect.stored_rows import StoredRows
+from mixedkv.engine.schedule.sequences import NO_MATCH, SequencePool
+from mixedkv.engine.schedule.sequences import Sequence as CacheSequence
+from mixedkv.errors import ClosedError
+from mixedkv.kv.evaluate_again import evaluate_again
+from mixedkv.llama import Llama
+from mixedkv.store import Identity, KVStore
+from mixedkv.store.recheck import Doubt
+
+log = logging.getLogger("mixedkv.engine")
+_T = TypeVar("_T")
+
+_REST = 50  # times as long as the last comparison took: at most 2% of idle time is spent on them
+_LEAST_REST = 5.0  # seconds
+
+
+def evaluate_copy(llm: Llama, pool: SequencePool, seq: CacheSequence, doubt: Doubt) -> str:
+    """Evaluate doubted tokens again in a copy of the sequence that holds them.
+
+    Returns:
+        What is wrong with the rows, "" if nothing is.
+
+    Raises:
+        LookupError: there is no room for it.
+    """
+    n_ctx = llm.kv.stats().n_ctx
+    while pool.used + len(doubt) > n_ctx:
+        if not pool.evict():
+            raise LookupError("there are no cells for it")
+    copy = pool.acquire(seq.tenant, NO_MATCH)
+    if copy is None:
+        raise LookupError("no sequence is free for it")
+    try:
+        llm.kv.copy(seq.id, copy.id)
+        again = evaluate_again(llm.kv, copy.id, doubt.match.tokens, doubt.spans)
+    finally:
+        pool.drop(copy)
+    pool.evaluated()
+    return doubt.settle(again)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A sequence of the pool, until a request needs its cells."""
+
+    seq: CacheSequence
+    version: int
+
+    @property
+    def is_there(self) -> bool:
+        return self.seq.version == self.version
+
+
+class IdleRecheck:
+    """Compares stored sequences, chosen at random, while the engine is idle.
+
+    A request that comes meanwhile waits for one call at most: a slice of rows that is loaded, or up to 32
+    tokens. Nothing is evicted for the comparison, whose rows go at once where a request needs their cells.
+
+    Args:
+        identities: those that the engine has used so far.
+    """
+
+    def __init__(
+        self,
+        engine: ConnectedEngine,
+        store: KVStore,
+        rows: StoredRows,
+        identities: Callable[[], Sequence[Identity]],
+    ) -> None:
+        self._engine, self._store, self._rows, self._identities = engine, store, rows, identities
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mixedkv-recheck", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        rest = _LEAST_REST
+        while not self._closing.wait(rest):
+            began, rest = time.perf_counter(), _LEAST_REST
+            try:
+                if self._engine.idle and (identities := self._identities()):
+                    self.look(random.choice(identities))
+            except ClosedError:
+                return
+            except Exception as error:  # a service, never a reason to fail
+                log.warning("stored rows were not compared: %s: %s", type(error).__name__, error)
+            rest = max(rest, _REST * (time.perf_counter() - began))
+
+    def look(self, identity: Identity) -> str | None:
+        """Compare a stored sequence; what is wrong with it, "" if nothing is, None if it was not compared."""
+        engine, recheck = self._engine, self._store.recheck
+        match = recheck.random_match(identity)
+        if match is None or not (doubt := recheck.sample(match, engine.llm)).spans:
+            return None
+        blocks = self._rows.cut(recheck.read(match))
+        held = engine.call(partial(self._place, identity.tenant, match.n_tokens + len(doubt))).result()
+        if held is None:
+            return None
+        try:
+            for block in blocks:
+                if self._closing.is_set() or not engine.idle:
+                    return None
+                more = block is not blocks[-1]
+                self._call(held, partial(engine.llm.kv.load, block, held.seq.id, more=more))
+            evaluate = partial(evaluate_again, engine.llm.kv, held.seq.id, match.tokens, doubt.spans)
+            again = self._call(held, evaluate)
+        finally:
+            self._call(held, partial(engine.pool.drop, held.seq))
+        if again is None:
+            return None
+        problem = doubt.settle(again)
+        engine.observer.rechecked(problem)
+        return problem
+
+    def _call(self, held: _Held, function: Callable[[], _T]) -> _T | None:
+        """Run a function on the engine's thread; None where a request has taken the sequence's place."""
+        return self._engine.call(lambda: function() if held.is_there else None).result()
+
+    def _place(self, tenant: str, n: int) -> _Held | None:
+        """A sequence with room for `n` tokens; None where something would have to be evicted for it."""
+        pool = self._engine.pool
+        if pool.used + n > self._engine.llm.kv.stats().n_ctx or not pool.has_free:
+            return None
+        seq = pool.acquire(tenant, NO_MATCH)
+        if seq is None:
+            return None
+        seq.guest = True
+        return _Held(seq, seq.version)

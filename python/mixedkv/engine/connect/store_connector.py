@@ -1,0 +1,192 @@
+"""KV between an engine and a `KVStore`: what a finished job leaves is stored, what a new one needs fetched.
+
+Rows leave and enter the context on the engine's thread, a bounded part per step; hashing, encrypting and
+files are the business of two threads here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from mixedkv.engine.connect.kv_connector import ConnectedEngine
+from mixedkv.engine.connect.rechecking import IdleRecheck
+from mixedkv.engine.connect.stored_rows import SequenceRows, StoredRows
+from mixedkv.engine.schedule.job import Job
+from mixedkv.errors import ClosedError
+from mixedkv.store import Identity, KVStore
+from mixedkv.store.tiers.disk import is_full
+
+log = logging.getLogger("mixedkv.engine")
+
+_T = TypeVar("_T")
+_LEAST = 32  # tokens worth storing, and worth fetching more than the context has
+
+
+@dataclass(frozen=True, slots=True)
+class _Finished:
+    """Rows that a job left in the context."""
+
+    rows: SequenceRows
+    tenant: str
+    session: str | None
+
+
+class StoreConnector:
+    """Stores and fetches for one engine: a `KVConnector`.
+
+    Args:
+        store: closed with the connector.
+    """
+
+    _engine: ConnectedEngine
+
+    def __init__(self, store: KVStore) -> None:
+        self.store = store
+        self._identities: dict[str, Identity] = {}
+        self._identity_lock = threading.Lock()
+        self._finished: queue.SimpleQueue[_Finished | None] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._n_unstored = 0
+        self._threads: list[threading.Thread] = []
+        self._recheck: IdleRecheck | None = None
+
+    def attach(self, engine: ConnectedEngine) -> None:
+        self._engine = engine
+        self._rows = StoredRows(engine)
+        self._identity("")  # what the model file says fails now, not later
+        if self.store.recheck.on:
+            self._recheck = IdleRecheck(engine, self.store, self._rows, self._known)
+        self._begin("mixedkv-offload", self._finished, self._put, self._stored)
+        self._begin("mixedkv-fetch", self._wanted, self._fetch, engine.ready)
+
+    def _begin(
+        self,
+        name: str,
+        items: queue.SimpleQueue[_T | None],
+        work: Callable[[_T], None],
+        after: Callable[[_T], None],
+    ) -> None:
+        thread = threading.Thread(target=self._work, args=(items, work, after), name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    # --- the engine's hooks ---
+
+    def evaluated(self, job: Job, index: int) -> None:
+        pass
+
+    def flush(self) -> None:
+        """Wait until all that was done is stored."""
+        while self._n_unstored and all(thread.is_alive() for thread in self._threads):
+            time.sleep(0.01)
+
+    def offload(self, job: Job) -> None:
+        seq = job.seq
+        if seq is not None and seq.exact and len(seq.tokens) >= _LEAST:
+            tokens = np.array(seq.tokens, np.int32)
+            self._n_unstored += 1
+            rows = SequenceRows(seq, seq.version, tokens)
+            self._finished.put(_Finished(rows, job.tenant, job.session))
+
+    def fetch(self, job: Job) -> bool:
+        if job.n_prompt <= _LEAST:
+            return False
+        self._wanted.put(job)
+        return True
+
+    # --- outside ---
+
+    def stats(self) -> dict[str, Any]:
+        return {**asdict(self.store.stats()), "waiting_to_be_stored": self._n_unstored}
+
+    def close(self) -> None:
+        """Store what waits, then close the store."""
+        if self._recheck is not None:
+            self._recheck.close()
+        self._finished.put(None)
+        self._wanted.put(None)
+        for thread in self._threads:
+            thread.join()
+        self.store.close()
+
+    # --- the threads ---
+
+    def _work(
+        self,
+        items: queue.SimpleQueue[_T | None],
+        work: Callable[[_T], None],
+        after: Callable[[_T], None],
+    ) -> None:
+        while (item := items.get()) is not None:
+            try:
+                work(item)
+            except ClosedError:
+                pass
+            except Exception as error:  # storing is a service, never a reason to fail a request
+                if not is_full(error):  # which the store has said, once
+                    log.warning("the store: %s: %s", type(error).__name__, error)
+                self._engine.observer.store_failed(type(error).__name__)
+            finally:
+                after(item)
+
+    def _stored(self, _: _Finished) -> None:
+        """Counted on two threads, so on the one that counts up."""
+        with contextlib.suppress(ClosedError):
+            self._engine.call(self._count_down)
+
+    def _count_down(self) -> None:
+        self._n_unstored -= 1
+
+    def _identity(self, tenant: str) -> Identity:
+        with self._identity_lock:
+            if tenant not in self._identities:
+                self._identities[tenant] = Identity.of(self._engine.llm, tenant=tenant)
+            return self._identities[tenant]
+
+    def _known(self) -> list[Identity]:
+        with self._identity_lock:
+            return list(self._identities.values())
+
+    def _fetch(self, job: Job) -> None:
+        if job.cancelled:
+            return
+        tokens = job.prompt[: job.n_prompt - 1]
+        exact_only = self._engine.pool.is_exact_only(job.accept)
+        identity = self._identity(job.tenant)
+        match = self.store.find(identity, tokens, exact_only=exact_only)
+        if match is not None and (n := job.outside_pictures(match.n_tokens)) < match.n_tokens:
+            match = self.store.find(identity, tokens[:n], exact_only=exact_only)
+        if match is None:
+            return
+        if match.n_tokens < self._in_context(job) + _LEAST:
+            return
+        found = self.store.read_from(match)
+        if found is None:
+            self._engine.observer.restore_failed("read")
+            return
+        blocks, tier = found
+        doubt = self.store.recheck.doubt(match, self._engine.llm)
+        job.set_blocks(self._rows.cut(blocks), tier, match.exact, doubt if doubt.spans else None)
+
+    def _in_context(self, job: Job) -> int:
+        """Tokens of a prompt that the context has rows of, exact enough for it; asked once, since it takes
+        until the next step.
+        """
+        if job.n_in_context is None:
+            pool = self._engine.pool
+            found = self._engine.call(lambda: pool.match(job.tenant, job.prompt, job.accept)).result()
+            job.n_in_context = found.n
+        return job.n_in_context
+
+    def _put(self, finished: _Finished) -> None:
+        identity = self._identity(finished.tenant)
+        self._rows.put(self.store, identity, finished.rows, finished.session)

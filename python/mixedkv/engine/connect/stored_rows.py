@@ -1,0 +1,89 @@
+"""Rows on their way between an engine's context and a `KVStore`: a bounded part between two steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from mixedkv.engine.connect.kv_connector import ConnectedEngine
+from mixedkv.engine.schedule.sequences import Sequence
+from mixedkv.kv.block import KVBlock
+from mixedkv.limits import CELLS
+from mixedkv.store import Identity, KVStore, Match
+from mixedkv.store.lookup import worth_building_on
+from mixedkv.tokens import Tokens
+
+_SLICE_BYTES = 16 << 20  # copied out or in between two steps: some milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRows:
+    """Rows that a sequence has as long as its `version` stays what it is."""
+
+    seq: Sequence
+    version: int
+    tokens: Tokens
+
+
+class StoredRows:
+    """For any thread but the engine's."""
+
+    def __init__(self, engine: ConnectedEngine) -> None:
+        self._engine = engine
+        stats = engine.llm.kv.stats()
+        self._slice = max(CELLS, _SLICE_BYTES * stats.n_ctx // max(1, stats.bytes_total))
+        if not engine.pool.rule.only_approximate:  # a slice is found only where a checkpoint is
+            self._slice = stats.n_ctx
+        self._window = engine.llm.kv.config.window.threshold
+
+    def put(self, store: KVStore, identity: Identity, rows: SequenceRows, session: str | None = None) -> int:
+        """Store what is not stored yet, in slices, each of which is found by the next; how many of the tokens
+        are in the store now.
+        """
+        n = len(rows.tokens)
+        parent = self._parent(store, identity, rows.tokens)
+        while (p0 := parent.n_tokens if parent is not None else 0) < n:
+            p1 = min(n, p0 + self._slice)
+            p1 = n if n - p1 < self._window else p1  # the last one has the whole F16 window
+            block = self._export(rows, p0, p1)
+            if block is None:
+                return p0
+            store.put(identity, block, parent, session=session)
+            self._engine.observer.stored(p1 - p0)
+            if p1 == n:
+                return n
+            parent = store.find(identity, rows.tokens, max_tokens=p1, remote=False)
+            if parent is None or parent.n_tokens != p1:
+                return p0  # removed meanwhile, or the budget is too small
+        return n
+
+    def cut(self, blocks: list[KVBlock]) -> list[KVBlock]:
+        """Blocks of a size that can be loaded between two steps."""
+        return [
+            block.slice(p0, min(p0 + self._slice, block.p1))
+            for block in blocks
+            for p0 in range(block.p0, block.p1, self._slice)
+        ]
+
+    def _parent(self, store: KVStore, identity: Identity, tokens: Tokens) -> Match | None:
+        """What the new entry builds on. Within another entry it leaves room for the F16 window, whose rows
+        that entry does not have in F16.
+        """
+        match = store.find(identity, tokens, remote=False)
+        if match is not None and match.n_tokens == len(tokens):
+            return match
+        return worth_building_on(match, max(0, len(tokens) - self._window))
+
+    def _export(self, rows: SequenceRows, p0: int, p1: int) -> KVBlock | None:
+        """None when the sequence has gone or was cut meanwhile."""
+
+        def export() -> KVBlock | None:
+            if rows.seq.version != rows.version:
+                return None
+            kv, seq, n = self._engine.llm.kv, rows.seq, len(rows.tokens)
+            block = kv.export(seq.id, p0, p1, rows.tokens[p0:p1])
+            whole = kv.holds(seq.id, n)  # its end needs no checkpoint
+            points = {point.n: point for point in seq.checkpoints if point.n < n or not whole}
+            points |= {point.n: point for point in block.checkpoints}
+            return replace(block, checkpoints=tuple(points[n] for n in sorted(points) if p0 < n <= p1))
+
+        return self._engine.call(export).result()

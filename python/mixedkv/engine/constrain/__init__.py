@@ -1,0 +1,1 @@
+"""What an answer may say: schemas, grammars, tools, as masks over tokens."""

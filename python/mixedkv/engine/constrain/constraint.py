@@ -1,0 +1,325 @@
+"""Answers that follow a JSON schema, a regular expression or a grammar, by llguidance.
+
+A constraint is compiled for one request, off the engine's thread; there its matcher then says of a token
+whether it may come next, or of all. Both are bounded (`_LIMITS`): a constraint that takes too much fails its
+own answer.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import llguidance
+import numpy as np
+import numpy.typing as npt
+from llama_cpp import LogitsProcessorList
+
+from mixedkv.engine.constrain.gbnf import gbnf_to_lark
+from mixedkv.engine.constrain.json_schema import MAX_SCHEMA, closed_schema
+from mixedkv.engine.constrain.number_length import NumberLength, begin_with_digit
+from mixedkv.engine.text.detokenizer import Detokenizer
+from mixedkv.llama import Llama
+from mixedkv.native import llama_cpp as _llama_cpp
+
+log = logging.getLogger("mixedkv.engine")
+
+Kind = Literal["json_schema", "regex", "gbnf", "lark", "calls"]
+
+_MAX_REGEX = 1 << 15  # characters
+_SPECIAL = b"\xff"  # llguidance's mark of tokens that are no text
+# At most one space or line break with its indent, as llama.cpp has it: a model that likes spaces gets on.
+SPACE = r"[ ]|\n[ \t]{0,20}"
+# Tokens are the model's choice. Else llguidance tokenizes what is certain itself and allows no other tokens.
+_HEAD = '%llguidance {"no_forcing": true}\n'
+_STACK = 64 << 20  # llguidance compiles by recursion; 8 MB end at a chain of 1,000 references
+_LIMITS: dict[str, Any] = {
+    # milliseconds in the worker thread
+    "initial_lexer_fuel": 200_000,
+    "max_grammar_size": 200_000,
+    # of one mask, on the engine's thread: 15 ms at most of all that was tried, with 150,000 tokens
+    "step_lexer_fuel": 100_000,
+    "max_lexer_states": 25_000,  # memory: 1 to 2 KB each
+    "verbose_errors": False,
+}
+# Of the parser, at one byte and in one mask. Where a text can be read in many ways each byte takes the square
+# of the first. Schemas have few readings, but some items for each property that may come next.
+_MAX_ITEMS: dict[Kind, tuple[int, int]] = {
+    "json_schema": (2000, 25_000),
+    "regex": (500, 5000),
+    "gbnf": (500, 5000),
+    "lark": (500, 5000),
+    "calls": (2000, 25_000),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an answer must be.
+
+    Attributes:
+        kind: the language of `text`. Lark is for authors that are trusted: it can compile for hours. Calls
+            are Lark of ours, with schemas in it.
+        name: what error messages call it.
+        shown: control tokens that stand for their text in it.
+    """
+
+    kind: Kind
+    text: str
+    name: str = "grammar"
+    shown: tuple[str, ...] = ()
+
+
+class DeadEndError(ValueError):
+    """No token of the model continues the answer, or finding one takes more than is allowed."""
+
+
+class _Tokens:
+    """Each token's bytes, and whether it begins with a digit."""
+
+    def __init__(self, tokens: list[bytes]) -> None:
+        self.bytes, self.digit = tokens, begin_with_digit(tokens)
+
+
+class Matcher:
+    """A constraint and how much of an answer it has seen; used by one thread at a time."""
+
+    def __init__(
+        self, inner: Any, name: str, vocabulary: _Tokens, tokenizer: Any, numbers: NumberLength | None = None
+    ) -> None:
+        self._inner, self._name, self._vocabulary, self._tokenizer = inner, name, vocabulary, tokenizer
+        self._numbers = numbers  # of a text that is JSON from its first byte
+
+    def copy(self) -> Matcher:
+        """Another one at the same place. Both share the lexer's states, and the limit of their number: keep
+        copies to one request.
+        """
+        numbers = replace(self._numbers) if self._numbers is not None else None
+        return Matcher(self._inner.deep_copy(), self._name, self._vocabulary, self._tokenizer, numbers)
+
+    def allows(self, token: int) -> bool:
+        """Far quicker than `allowed`; says False where only the end may come."""
+        if self._numbers is not None and self._numbers.is_full and self._vocabulary.digit[token]:
+            return bool((self.allowed() == token).any())
+        return bool(self._inner.validate_tokens([token]))
+
+    def allowed(self) -> npt.NDArray[np.int32]:
+        """The tokens that may come next; when the answer is complete those that end it.
+
+        Raises:
+            DeadEndError: there are none.
+        """
+        mask = np.frombuffer(self._inner.compute_bitmask(), np.uint8)
+        self._check()
+        bits = np.unpackbits(mask, bitorder="little")[: len(self._vocabulary.bytes)]
+        allowed = np.flatnonzero(bits).astype(np.int32)
+        if self._numbers is not None and self._numbers.is_full:
+            others = allowed[~self._vocabulary.digit[allowed]]
+            return others if len(others) else allowed  # where a number cannot end it goes on
+        return allowed
+
+    def certain(self) -> list[int]:
+        """Tokens of the text that has to come next, the longest ones: the model may write it with others."""
+        text = self._inner.compute_ff_bytes().decode("utf-8", "ignore")
+        return list(self._tokenizer.greedy_tokenize(text)) if text else []
+
+    def follow(self, text: bytes) -> bool:
+        """Go on by a text, whatever its tokens were. False where it is not allowed: it is then of no use."""
+        tokens = self._tokenizer.greedy_tokenize(text.decode("utf-8", "replace"))
+        if self._numbers is not None:
+            self._numbers.read(text)
+        return int(self._inner.try_consume_tokens(tokens)) == len(tokens)
+
+    def accept(self, token: int) -> None:
+        """Go on by a token that is allowed.
+
+        Raises:
+            DeadEndError: that took too much.
+        """
+        self._inner.consume_token(token)
+        if self._numbers is not None:
+            self._numbers.read(self._vocabulary.bytes[token])
+        self._check()
+
+    def _check(self) -> None:
+        if not self._inner.is_error():
+            return
+        error = self._inner.get_error().partition("\n")[0]
+        if "NoExtension" in error:
+            raise DeadEndError(f"{self._name}: no token of this model can come next here")
+        raise DeadEndError(f"{self._name}: following it takes too much: leave less open ({error[:200]})")
+
+
+class ConstraintCompiler:
+    """Makes matchers for one vocabulary, on any thread. Itself takes a second to make for 150,000 tokens."""
+
+    def __init__(self, vocab: Any) -> None:
+        pieces = Detokenizer(vocab)
+        tokens = [pieces[token] or _named(pieces.name(token)) for token in range(pieces.n_vocab)]
+        self._init(tokens, [token for token in range(pieces.n_vocab) if pieces.is_end(token)])
+
+    @classmethod
+    def of_tokens(cls, tokens: list[bytes], ends: list[int]) -> ConstraintCompiler:
+        """For a vocabulary without a model: each token's bytes, and the tokens that end an answer."""
+        self = cls.__new__(cls)
+        self._init(tokens, ends)
+        return self
+
+    def _init(self, tokens: list[bytes], ends: list[int]) -> None:
+        self.ends = ends
+        self._tokens = _Tokens(tokens)
+        self._names = {name[1:]: token for token, name in enumerate(tokens) if name[:1] == _SPECIAL}
+        self._tokenizers: dict[tuple[int, ...], Any] = {}
+        self._making = threading.Lock()
+
+    def compile(self, constraint: Constraint) -> Matcher:
+        """
+        Raises:
+            ValueError: it cannot be read or followed, or is too large; the message begins with its name.
+        """
+        if not self.ends:
+            raise ValueError(f"{constraint.name}: this model has no token that ends an answer")
+        try:
+            tokenizer = self._tokenizer(self.shown(constraint.shown))
+            inner = _compile(tokenizer, _lark(constraint), _MAX_ITEMS[constraint.kind])
+            if inner.is_error():
+                raise ValueError(_message(inner.get_error()))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{constraint.name}: {str(error)[:500]}") from None
+        numbers = NumberLength() if constraint.kind == "json_schema" else None
+        matcher = Matcher(inner, constraint.name, self._tokens, tokenizer, numbers)
+        matcher.allowed()  # the first mask takes longest, and a dead end shows early
+        return matcher
+
+    def shown(self, names: Sequence[str]) -> tuple[int, ...]:
+        """The control tokens of these names that are no end."""
+        tokens = {self._names.get(name.encode("utf-8"), -1) for name in names}
+        return tuple(sorted(tokens - {-1} - set(self.ends)))
+
+    def _tokenizer(self, shown: tuple[int, ...]) -> Any:
+        with self._making:
+            if shown not in self._tokenizers:
+                tokens = list(self._tokens.bytes)
+                for token in shown:
+                    tokens[token] = tokens[token].removeprefix(_SPECIAL)
+                self._tokenizers[shown] = _tokenizer(tokens, self.ends)
+            return self._tokenizers[shown]
+
+
+class _Vocabulary:
+    """What llguidance asks of a tokenizer."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], end: int) -> None:
+        self.tokens, self.eos_token_id, self.special_token_ids = tokens, end, [end]
+
+    def __call__(self, text: bytes) -> list[int]:
+        raise NotImplementedError("nothing is tokenized: see _HEAD")
+
+
+def _tokenizer(tokens: list[bytes], ends: list[int]) -> Any:
+    wrapper = llguidance.TokenizerWrapper(_Vocabulary(tokens, ends[0]))
+    return llguidance.LLTokenizer(wrapper, eos_token=ends)
+
+
+def _named(name: bytes) -> bytes:
+    return _SPECIAL + name if name else b""
+
+
+_compiling = ThreadPoolExecutor(max_workers=2, thread_name_prefix="mixedkv-constraint")
+_starting = threading.Lock()
+
+
+def _compile(tokenizer: Any, lark: str, max_items: tuple[int, int]) -> Any:
+    """In a thread with a deep stack; two at a time, so that they do not take all processors."""
+    with _starting:
+        before = threading.stack_size(_STACK)
+        try:
+            future = _compiling.submit(_make, tokenizer, lark, max_items)
+        finally:
+            threading.stack_size(before)
+    return future.result()
+
+
+def _make(tokenizer: Any, lark: str, max_items: tuple[int, int]) -> Any:
+    row, step = max_items
+    limits = llguidance.LLParserLimits(max_items_in_row=row, step_max_items=step, **_LIMITS)
+    return llguidance.LLMatcher(tokenizer, lark, log_level=0, limits=limits)
+
+
+def _lark(constraint: Constraint) -> str:
+    kind, text = constraint.kind, constraint.text
+    if kind == "json_schema":
+        if len(text) > MAX_SCHEMA:
+            raise ValueError(f"it has {len(text)} characters, at most {MAX_SCHEMA} are taken")
+        schema = closed_schema(json.loads(text, parse_constant=_refuse_constant))
+        schema["x-guidance"] = {"whitespace_pattern": SPACE}
+        return f"{_HEAD}start: %json {json.dumps(schema)}"
+    if kind == "regex":
+        if len(text) > _MAX_REGEX:
+            raise ValueError(f"it has {len(text)} characters, at most {_MAX_REGEX} are taken")
+        return f"{_HEAD}start: TEXT\nTEXT: /{llguidance.regex_to_lark(text, 'dw')}/"
+    if kind == "gbnf":
+        return _HEAD + gbnf_to_lark(text)
+    return _HEAD + text
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _message(error: str) -> str:
+    """The first line: further ones repeat the grammar."""
+    first = error.partition("\n")[0]
+    if "oneOf constraints are not supported" in first:
+        return (
+            "oneOf is enforced only where no value fits two of its members: use anyOf, or a required "
+            "property with another constant in each"
+        )
+    return first.removeprefix("at 2(8): ").removeprefix("failed to compile JSON schema: ")
+
+
+class _Logits:
+    """A logits processor of llama-cpp-python, for one answer."""
+
+    def __init__(self, matcher: Matcher, ends: list[int]) -> None:
+        self._matcher, self._ends = matcher, ends
+        self._n_seen = -1  # tokens, those of the prompt included
+
+    def __call__(
+        self, input_ids: npt.NDArray[np.intc], scores: npt.NDArray[np.single]
+    ) -> npt.NDArray[np.single]:
+        try:
+            for token in input_ids[self._n_seen :].tolist() if self._n_seen >= 0 else []:
+                self._matcher.accept(token)
+            allowed = self._matcher.allowed()
+        except DeadEndError as error:  # what is raised here, inside llama.cpp, would be lost
+            log.warning("the answer ends unfinished: %s", error)
+            allowed = np.array(self._ends, np.int32)
+        self._n_seen = len(input_ids)
+        masked = np.full(len(scores), -np.inf, np.single)
+        masked[allowed] = scores[allowed]
+        return masked
+
+
+_compilers: WeakKeyDictionary[Llama, ConstraintCompiler] = WeakKeyDictionary()
+
+
+def constrain(llm: Llama, kind: Kind, text: str | dict[str, Any]) -> LogitsProcessorList:
+    """For `logits_processor=` of a `Llama`; a new one for each answer.
+
+    Raises:
+        ValueError: the schema or grammar cannot be read, or not be followed.
+    """
+    if llm not in _compilers:
+        _compilers[llm] = ConstraintCompiler(_llama_cpp.vocab(llm))
+    compiler = _compilers[llm]
+    constraint = Constraint(kind, text if isinstance(text, str) else json.dumps(text), kind)
+    return LogitsProcessorList([_Logits(compiler.compile(constraint), compiler.ends)])

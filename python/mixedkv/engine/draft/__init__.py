@@ -1,0 +1,1 @@
+"""Tokens guessed ahead: draft models, prediction heads, repeated text."""

@@ -1,0 +1,178 @@
+"""A smaller model with the same vocabulary guesses how answers go on: speculative decoding
+(https://arxiv.org/abs/2211.17192), its drafts greedy.
+
+It reads what the engine's model reads, beside it: in a step with prompts as many tokens as that step has of
+them, else a few, so that one with a long history to catch up with holds up nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+from mixedkv.engine.batch.batch import Batch
+from mixedkv.engine.sample.sampler import logits_row
+from mixedkv.engine.schedule.job import Job
+from mixedkv.llama import Llama
+from mixedkv.native import llama_cpp as _llama_cpp
+from mixedkv.native.batch import NO_CELLS
+from mixedkv.tokens import Tokens, common_prefix
+
+log = logging.getLogger(__name__)
+
+_CATCH_UP = 64  # tokens in a step without prompts
+_LAST = 16  # tokens of an answer that are read when it is drafted: while nothing is, nothing is read
+_SURE = 0.4  # a draft less likely than that, to the draft model, is the last one
+_MOST_EXTRA = 128  # by which vocabularies may differ in size, as llama.cpp has it
+
+
+@dataclass(slots=True, eq=False)
+class _Follower:
+    """A sequence of the draft model's context, and the tokens that have rows there."""
+
+    id: int
+    tokens: Tokens = field(default_factory=lambda: np.empty(0, np.int32))
+    job: Job | None = None
+
+
+class DraftModel:
+    """Greedy drafts for many answers at a time; for the engine's thread.
+
+    Args:
+        llm: the model that answers.
+        model: the one that drafts, nobody else's until the engine is closed.
+        parallel: answers at a time: sequences that `model` needs.
+
+    Raises:
+        ValueError: `model` has another vocabulary, too few sequences, or cannot take tokens back.
+    """
+
+    def __init__(self, llm: Llama, model: Llama, parallel: int) -> None:
+        if model is llm:
+            raise ValueError("draft_model: it is the model that answers: load a smaller one")
+        n_seq = int(model.context_params.n_seq_max)
+        if n_seq < parallel or (n_seq > 1 and not model.context_params.kv_unified):
+            raise ValueError(
+                f"draft_model: it has {n_seq} sequences for {parallel} answers at a time: load it with "
+                f"n_seq_max={parallel}, kv_unified=True"
+            )
+        if not model.kv.can_cut:
+            raise ValueError("draft_model: its recurrent layers cannot take drafts back: use another one")
+        _check_vocabulary(llm, model)
+        self._model, self._n_vocab = model, min(llm.n_vocab(), model.n_vocab())
+        self._n_ctx = int(model.n_ctx())
+        self._batch = Batch(model.n_batch)
+        self._followers = [_Follower(i) for i in range(parallel)]
+        model.kv.clear()
+
+    def read(self, jobs: Iterable[Job], n_prompt: int) -> None:
+        """Read on in what the jobs at work have: in all `n_prompt` tokens, or a few where that is 0. The last
+        ones of a job are left for `draft`.
+        """
+        jobs = list(jobs)
+        for follower in self._followers:
+            if follower.job not in jobs:
+                follower.job = None
+        room = min(max(n_prompt, _CATCH_UP), self._batch.n_max)
+        self._batch.clear()
+        read = []
+        for job in jobs:
+            if len(job.tokens) >= self._n_ctx:
+                continue
+            follower = self._follower(job)
+            first = len(follower.tokens)
+            n = min(room, len(job.tokens) - first - _LAST)
+            if n > 0:
+                self._batch.add(job.tokens[first : first + n], first, follower.id, logits=False)
+                room -= n
+                read.append((follower, job.tokens[first : first + n]))
+        if read and self._decode():
+            for follower, tokens in read:
+                follower.tokens = np.append(follower.tokens, np.array(tokens, np.int32))
+
+    def draft(self, wanted: Sequence[tuple[Job, int]]) -> list[list[int]]:
+        """Up to so many tokens that may come next, for each job; none for a job that is not read yet."""
+        drafts: list[list[int]] = [[] for _ in wanted]
+        at_work = []
+        for (job, n), made in zip(wanted, drafts, strict=True):
+            if len(job.tokens) + n <= self._n_ctx:
+                follower = self._follower(job)
+                left = job.tokens[len(follower.tokens) :]
+                if n > 0 and len(left) <= min(_LAST, self._batch.n_max // len(wanted)):
+                    at_work.append((follower, left, n, made))
+        while at_work:
+            self._batch.clear()
+            rows = [
+                self._batch.add(tokens, len(follower.tokens), follower.id, logits=True)
+                for follower, tokens, _, _ in at_work
+            ]
+            if not self._decode():
+                break
+            goes_on = []
+            for row, (follower, tokens, n, made) in zip(rows, at_work, strict=True):
+                follower.tokens = np.append(follower.tokens, np.array(tokens, np.int32))
+                best = sure_guess(self._model.ctx, row, self._n_vocab)
+                if best is None:
+                    continue
+                made.append(best)
+                if len(made) < n:
+                    goes_on.append((follower, array("i", [best]), n, made))
+            at_work = goes_on
+        return drafts
+
+    def _follower(self, job: Job) -> _Follower:
+        """The sequence that reads a job, cut to what it has in common with it."""
+        tokens = job.all_tokens
+        follower = next((f for f in self._followers if f.job is job), None)
+        if follower is None:
+            idle = [f for f in self._followers if f.job is None]
+            follower = max(idle, key=lambda f: common_prefix(f.tokens, tokens))
+            follower.job = job
+        n = min(common_prefix(follower.tokens, tokens), len(tokens) - 1)
+        if n < len(follower.tokens):
+            self._model.kv.remove(follower.id, n)
+            follower.tokens = follower.tokens[:n]
+        return follower
+
+    def _decode(self) -> bool:
+        """Evaluate the batch; whether that was possible."""
+        code = self._batch.decode(self._model.ctx, self._model.kv)
+        if code == 0:
+            return True
+        if code != NO_CELLS:  # else those of answers that have ended make room for the next step
+            log.warning("the draft model's llama_decode returned %d", code)
+        for follower in self._followers:
+            if code != NO_CELLS or follower.job is None:
+                self._model.kv.remove(follower.id)
+                follower.tokens = follower.tokens[:0]
+        return False
+
+
+def sure_guess(context: Any, row: int, n_vocab: int) -> int | None:
+    """The likeliest token after a row of the latest batch; None if it is not likely enough to be a draft."""
+    logits = logits_row(context, row, n_vocab)
+    best = int(logits.argmax())
+    return None if np.exp(logits - logits[best]).sum() * _SURE > 1.0 else best
+
+
+def _check_vocabulary(llm: Llama, model: Llama) -> None:
+    """
+    Raises:
+        ValueError: tokens of one mean something else to the other.
+    """
+    mine, other = _llama_cpp.vocab(llm), _llama_cpp.vocab(model)
+    n_mine, n_other = llm.n_vocab(), model.n_vocab()
+    kinds = [llama_cpp.llama_vocab_type(vocab) for vocab in (mine, other)]
+    same = kinds[0] == kinds[1] and abs(n_mine - n_other) <= _MOST_EXTRA
+    text = llama_cpp.llama_vocab_get_text
+    if not same or any(text(mine, token) != text(other, token) for token in range(min(n_mine, n_other))):
+        raise ValueError(
+            f"draft_model: its vocabulary is not that of the model ({n_other} and {n_mine} tokens): use a "
+            "smaller model of the same family"
+        )

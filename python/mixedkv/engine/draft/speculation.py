@@ -1,0 +1,269 @@
+"""Several tokens of an answer in one step: drafts are evaluated with the last token, and those count that the
+sampler then chooses.
+
+At each draft the answer's own sampler chooses from the logits there, as it would without drafts, and goes on
+as long as it chooses the draft. So the distribution is the model's, a seed makes the same choices, and what
+was rejected was never seen by penalties, constraints or stop strings. The rows of rejected drafts are taken
+back, which leaves no trace for as many as the cache is made for (`n_draft`).
+
+A draft is made where it is worth its time: where the chance that it comes, for its share of a step's time, is
+better than what the step gives without it. Both are measured. With many answers at work a step takes as long
+as it has tokens, and there is nothing to gain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from mixedkv.config import MixedKVConfig
+from mixedkv.engine.draft.draft_model import DraftModel
+from mixedkv.engine.draft.mtp_head import MtpHead
+from mixedkv.engine.schedule.drafter import Drafter
+from mixedkv.engine.schedule.observer import Observer
+from mixedkv.engine.schedule.scheduler import Run, Step
+from mixedkv.llama import Llama
+from mixedkv.native import llama_cpp as _llama_cpp
+
+Mode = Literal["off", "prompt-lookup", "draft-model", "mtp"]
+
+_MOST = 16  # drafts of an answer in a step, where the cache sets no bound
+_DECAY = 0.95  # what the steps before the latest one count
+_WEIGHTS = 8  # tokens' worth of time that a step is taken to need for reading weights, before it is measured
+_DOUBT = 0.1  # drafts squared: how much that counts beside measures
+_LEAST = 1 / 64  # of a step's time: no draft costs less
+_LATE = 4.0  # a step that takes so many times what was expected says nothing
+
+
+class StepTime:
+    """What drafts cost: a straight line through the times of the latest steps over their drafts.
+
+    Args:
+        n_streams: answers in these steps.
+    """
+
+    def __init__(self, n_streams: int) -> None:
+        self._first = 1 / (n_streams + _WEIGHTS)  # a draft's share of a step
+        self._n = self._drafts = self._seconds = self._squares = self._products = 0.0
+
+    def observe(self, n_drafts: int, seconds: float) -> None:
+        """Take the measure of a step."""
+        if self._n:
+            alone, each = self.line()
+            seconds = min(seconds, _LATE * (alone + n_drafts * each))
+        self._n = self._n * _DECAY + 1
+        self._drafts = self._drafts * _DECAY + n_drafts
+        self._seconds = self._seconds * _DECAY + seconds
+        self._squares = self._squares * _DECAY + n_drafts * n_drafts
+        self._products = self._products * _DECAY + n_drafts * seconds
+
+    def line(self) -> tuple[float, float]:
+        """Seconds of a step without drafts, and of each draft; after one step at least."""
+        drafts, seconds = self._drafts / self._n, self._seconds / self._n
+        spread = self._squares / self._n - drafts * drafts
+        slope = self._products / self._n - drafts * seconds
+        # where little is known, which it is again after long without drafts, what is taken for granted counts
+        each = (slope + _DOUBT * self._share(self._first)) / (spread + _DOUBT)
+        each = max(each, self._share(_LEAST))
+        return max(seconds - each * drafts, each), each
+
+    def _share(self, share: float) -> float:
+        """Seconds of a draft that takes a share of a step without drafts."""
+        return self._seconds / self._n * share / (1 + self._drafts / self._n * share)
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What may come in an answer: up to `n` tokens, each with the chance `rate` if those before it do.
+
+    `drafts` is None where a draft model or MTP layer makes them, as many as are wanted.
+    """
+
+    run: Run
+    n: int
+    rate: float
+    drafts: list[int] | None
+
+
+class Speculation:
+    """Drafts of all answers of a context. `drafter` is for any thread, the rest for the engine's.
+
+    Args:
+        mode: of answers that do not say.
+        draft_model: makes drafts where nothing better is known, in the mode "draft-model"; in the mode "mtp"
+            the model's own MTP layer does.
+        parallel: answers at a time.
+
+    Raises:
+        ValueError: the mode needs a draft model or MTP layers, or they cannot draft for this one.
+
+    Attributes:
+        why_off: why this model and cache take no drafts; "" where they do.
+    """
+
+    def __init__(
+        self,
+        llm: Llama,
+        mode: Mode,
+        observer: Observer,
+        draft_model: Llama | None = None,
+        parallel: int = 1,
+    ) -> None:
+        if draft_model is not None and mode == "mtp":
+            raise ValueError('speculation: "mtp" needs no draft model: leave draft_model out')
+        self._model: DraftModel | MtpHead | None = None
+        self.mode, self.why_off = mode, _why_off(llm)
+        if draft_model is not None:
+            self._model = DraftModel(llm, draft_model, parallel)
+        elif mode == "mtp":
+            self._model = MtpHead(llm, parallel)
+        self._check(mode)
+        self.n_drafted = self.n_accepted = 0
+        self._most = _most(llm)
+        self._together = not llm.kv.can_cut  # snapshots of a state are those of the latest micro-batch
+        self._room = min(llm.n_batch, int(llm.context_params.n_ubatch))  # one micro-batch: see `settle`
+        self._kv, self._n_ctx, self._observer = llm.kv, int(llm.n_ctx()), observer
+        self._times: dict[int, StepTime] = {}  # by the number of answers in a step
+
+    def drafter(
+        self, prompt: Iterable[int], mode: Mode | None = None, prediction: Iterable[int] = ()
+    ) -> Drafter | None:
+        """For the answer to a prompt; None where nothing is to be drafted.
+
+        Args:
+            mode: None for that of the engine.
+            prediction: what the answer may be; drafts are then made in any mode.
+
+        Raises:
+            ValueError: the mode needs a draft model, or MTP layers.
+        """
+        prediction, mode = list(prediction), mode or self.mode
+        self._check(mode)
+        if self.why_off or (mode == "off" and not prediction):
+            return None
+        return Drafter(map(int, prompt), prediction, by_model=mode in ("draft-model", "mtp"))
+
+    def _check(self, mode: Mode) -> None:
+        if mode == "draft-model" and not isinstance(self._model, DraftModel):
+            raise ValueError('speculation: "draft-model" needs one: give the engine a draft_model')
+        if mode == "mtp" and not isinstance(self._model, MtpHead):
+            raise ValueError('speculation: "mtp" has to be that of the engine, which then reads along')
+
+    def stats(self) -> dict[str, str | int]:
+        """Tokens that were drafted and that came so far; `why_off` is "" where drafts can be made."""
+        return {
+            "mode": self.mode,
+            "why_off": self.why_off,
+            "drafted_tokens": self.n_drafted,
+            "accepted_tokens": self.n_accepted,
+        }
+
+    def plan(self, step: Step) -> None:
+        """Add drafts to a step that has no prompts, which would take the time for themselves."""
+        if self._model is not None:
+            jobs = [run.job for run in step.runs if run.job.drafter is not None and run.job.drafter.by_model]
+            self._model.read(jobs, step.n_prompt)
+        time = self._times.get(step.n_streams)
+        if step.n_prompt or time is None:
+            return
+        runs = [run for run in step.runs if run.job.drafter is not None and run.job.n_answer]
+        offers = [self._offer(run) for run in runs]
+        gains = sorted(
+            ((offer.rate ** (i + 1), k) for k, offer in enumerate(offers) for i in range(offer.n)),
+            reverse=True,
+        )
+        tokens, (seconds, each) = float(step.n_streams), time.line()
+        counts = [0] * len(runs)
+        for gain, k in gains[: self._room - step.n_streams]:
+            if gain * seconds <= each * tokens:
+                break
+            tokens, seconds = tokens + gain, seconds + each
+            counts[k] += 1
+        if self._together:
+            counts = [min(counts) if len(runs) == step.n_streams else 0 for _ in counts]
+        self._make([(offer, n) for offer, n in zip(offers, counts, strict=True) if n])
+        if self._together and runs:
+            n = min(len(run.drafts) for run in runs)
+            for run in runs:
+                run.drafts = run.drafts[:n]
+        step.n_drafts = sum(len(run.drafts) for run in runs)
+
+    def _offer(self, run: Run) -> _Offer:
+        job = run.job
+        assert job.drafter is not None
+        assert job.sampler is not None
+        left = min(job.max_tokens - job.n_answer, self._n_ctx - len(job.tokens))
+        thinks = job.thought is not None and job.thought.open  # a constraint holds for what comes after
+        most = min(self._most, left - 1)
+        drafts, rate = job.drafter.draft(most, [] if thinks else job.sampler.certain())
+        if self._model is not None and job.drafter.model_rate > (rate if drafts else 0.0):
+            return _Offer(run, max(0, most), job.drafter.model_rate, None)
+        return _Offer(run, len(drafts), rate, drafts)
+
+    def _make(self, wanted: list[tuple[_Offer, int]]) -> None:
+        """Give runs their drafts."""
+        for offer, n in wanted:
+            if offer.drafts is not None:
+                offer.run.drafts = offer.drafts[:n]
+        asked = [(offer.run, n) for offer, n in wanted if offer.drafts is None]
+        if asked:
+            assert self._model is not None
+            made = self._model.draft([(run.job, n) for run, n in asked])
+            for (run, _), drafts in zip(asked, made, strict=True):
+                assert run.job.drafter is not None
+                run.drafts = drafts
+                run.job.drafter.modelled(drafts)
+
+    def close(self) -> None:
+        """Free what was made for drafts; the draft model stays."""
+        if isinstance(self._model, MtpHead):
+            self._model.close()
+
+    def evaluated(self, step: Step) -> None:
+        """The model has evaluated it just now."""
+        if isinstance(self._model, MtpHead):
+            self._model.evaluated(step)
+
+    def settle(self, run: Run, n: int) -> None:
+        """The first `n` drafts of a job have come: they are part of its sequence, the others leave it.
+
+        They were all in one micro-batch: a sliding window has given up nothing that the token after the last
+        one needs.
+        """
+        job = run.job
+        if not run.drafts:
+            return
+        assert job.seq is not None
+        assert job.drafter is not None
+        job.seq.tokens.extend(run.drafts[:n])
+        if n < len(run.drafts):
+            self._kv.remove(job.seq.id, len(job.seq.tokens))
+        for counted in (self, job.drafter):
+            counted.n_drafted += len(run.drafts)
+            counted.n_accepted += n
+        self._observer.speculated(len(run.drafts), n)
+
+    def took(self, step: Step, seconds: float) -> None:
+        """How long a step was."""
+        if step.n_streams and not step.n_prompt:
+            time = self._times.setdefault(step.n_streams, StepTime(step.n_streams))
+            time.observe(step.n_drafts, seconds)
+
+
+def _most(llm: Llama) -> int:
+    """Drafts of an answer in a step: those that can be taken back without a trace."""
+    config = llm.kv.config
+    most = min(_MOST, config.n_draft) if isinstance(config, MixedKVConfig) else _MOST
+    return most if llm.kv.can_cut else min(most, _llama_cpp.n_rollback(llm))
+
+
+def _why_off(llm: Llama) -> str:
+    config = llm.kv.config
+    if isinstance(config, MixedKVConfig) and config.n_draft < 1:
+        return "n_draft=0: drafts that are rejected would shorten the F16 window"
+    if _most(llm) < 1:
+        return (
+            "recurrent layers keep a state of the whole sequence: drafts can be taken back with n_rs_seq only"
+        )
+    return ""

@@ -1,0 +1,183 @@
+"""A second context on the served model, for vectors of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+from mixedkv import _core
+from mixedkv.engine.batch.batch import Batch
+from mixedkv.errors import EngineError
+from mixedkv.llama import Llama
+from mixedkv.model.gguf_file import ModelFile
+from mixedkv.native import llama_cpp as _llama_cpp
+
+Vectors = npt.NDArray[np.float32]
+
+_DEFAULT_N_CTX = 2048
+_MAX_INPUTS = 64  # in one slice
+_MAX_STATES = 8  # of a recurrent model, whose sequences each take memory
+_MAX_LOGITS = 1 << 24  # llama.cpp makes logits of every token that is embedded, and holds them twice
+_LEAST_SLICE = 32
+_MEAN, _CLS, _LAST, _RANK = 1, 2, 3, 4  # llama_pooling_type
+
+
+def ranks(file: ModelFile) -> bool:
+    """Whether a model says how well two texts go together, and nothing else."""
+    return int(file.get("pooling_type", 0)) == _RANK
+
+
+def only_embeds(file: ModelFile) -> bool:
+    """Whether a model attends to both sides of a token, or ranks: it cannot go on with a text."""
+    kind = file.architecture
+    is_encoder = "bert" in kind or kind == "gemma-embedding" or file.get("attention.causal", True) is False
+    return is_encoder or ranks(file)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens of one input from position `first` on; `ends`: its last ones."""
+
+    tokens: Sequence[int]
+    first: int
+    ends: bool
+
+
+class EmbeddingContext:
+    """A context that pools: for vectors of texts, or for what a model that ranks says to them. It reads the
+    weights of `llm` and is freed with it. Not thread-safe.
+
+    Where tokens see only those before them an input can be evaluated in pieces, since its rows stay in the
+    cache until its end; otherwise it is one piece.
+
+    Args:
+        llm: a loaded model; its own context is not touched.
+        file: its header.
+        n_ctx: tokens of the longest input; 0 takes 2048, or the model's if that is less.
+        n_batch: tokens in one slice at most; of a model that takes no pieces as many as the longest input.
+
+    Raises:
+        ValueError: the model gives no vectors, is not made for this n_ctx, or there is no memory.
+    """
+
+    def __init__(self, llm: Llama, file: ModelFile, *, n_ctx: int = 0, n_batch: int = 512) -> None:
+        if not _llama_cpp.has_vocabulary(llm):
+            raise ValueError("embeddings: the body of a split model reads no text: use the whole model")
+        if llm.streaming is not None and llm.streaming.layers:
+            raise ValueError(
+                "embeddings: this model's layers are streamed, which is for one context: leave stream_layers "
+                "and memory out"
+            )
+        self._model = _llama_cpp.model(llm)
+        n_train = int(llama_cpp.llama_model_n_ctx_train(self._model))
+        if n_ctx > n_train:
+            raise ValueError(f"embedding_n_ctx={n_ctx}: this model takes {n_train} tokens at most")
+        self.n_ctx, self.n_train = n_ctx or min(_DEFAULT_N_CTX, n_train), n_train
+        self.pooling, self.ranks = self._choose_pooling(file), ranks(file)
+        numbers = llama_cpp.llama_model_n_cls_out if self.ranks else llama_cpp.llama_model_n_embd_out
+        self.n_embd = int(numbers(self._model))
+        self.in_pieces = not only_embeds(file)
+        n_vocab = int(llm.n_vocab())
+        self.n_slice = min(n_batch, max(_LEAST_SLICE, _MAX_LOGITS // n_vocab))
+        n_ubatch = self.n_slice if self.in_pieces else max(self.n_slice, self.n_ctx)
+        self.n_seq = min(_MAX_STATES if not llm.kv.can_cut else _MAX_INPUTS, n_ubatch)
+        self._batch = Batch(n_ubatch)
+        self._held = 0  # the sequence whose input goes on
+        self._holds = False
+        self._ctx = self._make(llm, n_ubatch)
+        self._memory = llama_cpp.llama_get_memory(self._ctx)
+        self._threads: _core.Threads | None = None
+        llm.at_close(self.close)
+        self._threads = _core.Threads(_llama_cpp.address(self._ctx))
+
+    def _choose_pooling(self, file: ModelFile) -> int:
+        pooling = file.get("pooling_type", 0)
+        if llama_cpp.llama_model_has_encoder(self._model):
+            raise ValueError("embeddings: a model of an encoder and a decoder gives no vectors here")
+        return pooling if pooling in (_MEAN, _CLS, _LAST, _RANK) else _MEAN
+
+    def _make(self, llm: Llama, n_ubatch: int) -> Any:
+        params = llama_cpp.llama_context_default_params()
+        # one input that goes on, and a slice of others
+        params.n_ctx = self.n_ctx + (n_ubatch if self.in_pieces else 0)
+        params.n_batch = params.n_ubatch = n_ubatch
+        params.n_seq_max, params.kv_unified = self.n_seq, True
+        params.embeddings, params.pooling_type = True, self.pooling
+        params.n_threads = params.n_threads_batch = llm.context_params.n_threads_batch
+        # as llama_cpp.Llama; with it V would be summed in F16
+        params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params.offload_kqv = llm.context_params.offload_kqv
+        params.no_perf = True
+        ctx = llama_cpp.llama_init_from_model(self._model, params)
+        if not ctx:
+            raise ValueError(
+                f"embeddings: llama.cpp could not make a context of {params.n_ctx} tokens; verbose shows why"
+            )
+        return ctx
+
+    def evaluate(self, pieces: Sequence[Piece]) -> Vectors:
+        """One llama_decode: the pooled vector of each piece, [len(pieces), n_embd].
+
+        The first piece may go on with the input of the last one before; all others begin an input. Every
+        piece but the last ends its input, whose rows are then dropped.
+
+        Raises:
+            EngineError: llama.cpp failed; the input that went on is lost.
+        """
+        if not pieces[0].first:
+            self.clear()  # whoever waited for the rest has gone
+        assert self._holds == bool(pieces[0].first)
+        seqs = [(self._held + i) % self.n_seq for i in range(len(pieces))]
+        self._batch.clear()
+        for piece, seq in zip(pieces, seqs, strict=True):
+            self._batch.add(piece.tokens, piece.first, seq, logits=True, every=True)
+        code = self._batch.decode(self._ctx)
+        if code != 0:
+            self.clear()
+            raise EngineError(f"llama_decode returned {code}")
+        vectors = np.stack([self._pooled(seq) for seq in seqs])
+        self._held, self._holds = seqs[-1], not pieces[-1].ends
+        if self._holds:
+            for seq in seqs[:-1]:
+                llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
+        else:
+            self.clear()
+        return vectors
+
+    def _pooled(self, seq: int) -> Vectors:
+        vector = llama_cpp.llama_get_embeddings_seq(self._ctx, seq)
+        if not vector:
+            raise EngineError("llama.cpp gave no vector")
+        return np.ctypeslib.as_array(vector, (self.n_embd,)).copy()
+
+    def join(self, vectors: Sequence[Vectors], sizes: Sequence[int]) -> Vectors:
+        """The vector of an input, of length 1, from those of its pieces and their numbers of tokens; of a
+        model that ranks what it says.
+        """
+        if self.ranks:
+            return vectors[-1]
+        if self.pooling == _MEAN:
+            vector = np.average(np.asarray(vectors, np.float64), axis=0, weights=sizes)
+        else:
+            vector = np.asarray(vectors[0 if self.pooling == _CLS else -1], np.float64)
+        norm = np.linalg.norm(vector)
+        return (vector / norm if norm > 0 else vector).astype(np.float32)
+
+    def clear(self) -> None:
+        """Drop all rows."""
+        if self._memory:
+            llama_cpp.llama_memory_clear(self._memory, False)
+        self._holds = False
+
+    def close(self) -> None:
+        """Called by `llm.close`."""
+        if self._ctx:
+            if self._threads is not None:
+                self._threads.close()
+            llama_cpp.llama_free(self._ctx)
+            self._ctx = None

@@ -1,0 +1,41 @@
+"""Log probabilities of the tokens of a prompt, which are asked for while it is evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mixedkv.engine.sample.sampler import TokenLogprob, logits_row, logprob_of
+
+_MAX_LOGITS = 1 << 24  # numbers that llama.cpp holds of one step: 64 MB
+
+
+class PromptLogprobs:
+    """Of one prompt, as it is evaluated from its first token on.
+
+    Args:
+        prompt: token ids.
+        n_top: how many of the likeliest tokens to tell at each.
+
+    Attributes:
+        most: tokens in one step at most.
+        found: of the tokens from the second one on, each with its place among all by probability, from 1.
+    """
+
+    def __init__(self, prompt: Sequence[int], n_top: int, n_vocab: int) -> None:
+        self._prompt, self._n_top, self._n_vocab = list(prompt), n_top, n_vocab
+        self.most = max(1, _MAX_LOGITS // n_vocab)
+        self.found: list[tuple[TokenLogprob, int]] = []
+
+    def wants(self, p0: int) -> bool:
+        """Whether tokens from position `p0` on say something that is not known yet."""
+        return p0 < len(self._prompt) - 1
+
+    def take(self, context: Any, index: int, p0: int, n: int) -> None:
+        """The batch's tokens from `index` on were those at positions p0 to p0 + n; what is known is skipped,
+        since a job that gave its rows back evaluates them again.
+        """
+        for p in range(max(p0, len(self.found)), min(p0 + n, len(self._prompt) - 1)):
+            row, token = logits_row(context, index + p - p0, self._n_vocab), self._prompt[p + 1]
+            logprob = logprob_of(row, token, self._n_top)
+            self.found.append((logprob, int((row > row[token]).sum()) + 1))

@@ -1,0 +1,112 @@
+"""Jobs that wait, by tenant, and whose turn it is.
+
+Places are dealt by weighted turns: each tenant's service is counted, and a place goes to who has been served
+least by its weight. docs/decisions/013-fair-shares.md has the reasons.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+
+from mixedkv.engine.schedule.job import Job
+from mixedkv.engine.schedule.tenant_limits import Limits
+
+_TURN = 16  # steps that a place stays where it is although others want it; less means more pauses
+
+
+class Service:
+    """What each tenant was given, divided by its weight."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._given: dict[str, float] = {}
+
+    def of(self, tenant: str) -> float:
+        return self._given.get(tenant, 0.0)
+
+    def add(self, tenant: str, n: float) -> None:
+        self._given[tenant] = self.of(tenant) + n / self._limits(tenant).weight
+
+    def join(self, tenant: str, others: Iterable[str]) -> None:
+        """Who wanted nothing is owed nothing: it starts level with the least served of the others."""
+        self._given[tenant] = max(self.of(tenant), min(map(self.of, others), default=0.0))
+
+    def clear(self) -> None:
+        self._given.clear()
+
+
+class FairQueue:
+    """Each tenant's jobs in order of arrival. `len` and `n_of` are for any thread."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._queues: dict[str, deque[Job]] = {}  # none of them empty
+        self._service = Service(limits)  # places for a step each, counted while anybody waits
+
+    def __len__(self) -> int:
+        return sum(map(len, list(self._queues.values())))
+
+    def __iter__(self) -> Iterator[Job]:
+        for queue in self._queues.values():
+            yield from queue
+
+    def n_of(self, tenant: str) -> int:
+        return len(self._queues.get(tenant, ()))
+
+    def of(self, tenant: str) -> list[Job]:
+        return list(self._queues.get(tenant, ()))
+
+    def append(self, job: Job) -> None:
+        self._queue(job.tenant).append(job)
+
+    def appendleft(self, job: Job) -> None:
+        """Before all others of its tenant."""
+        self._queue(job.tenant).appendleft(job)
+
+    def remove(self, job: Job) -> None:
+        queue = self._queues[job.tenant]
+        queue.remove(job)
+        if not queue:
+            del self._queues[job.tenant]
+            if not self._queues:  # everybody has what it wants
+                self._service.clear()
+
+    def clear(self) -> None:
+        self._queues.clear()
+        self._service.clear()
+
+    def count_step(self, running: Iterable[Job]) -> None:
+        """These held a place for a step."""
+        if self._queues:
+            for job in running:
+                self._service.add(job.tenant, 1)
+
+    def by_turn(self, places: Mapping[str, int]) -> list[str]:
+        """Tenants that wait and may have one more than the places they have, whose turn it is first."""
+        turns = [
+            (self._level(tenant, places.get(tenant, 0) + 1), queue[0].t_submit, tenant)
+            for tenant, queue in self._queues.items()
+            if self._may_have_more(tenant, places.get(tenant, 0))
+        ]
+        return [tenant for _, _, tenant in sorted(turns)]
+
+    def who_gives_way(self, tenant: str, places: Mapping[str, int]) -> str | None:
+        """Who has to give this tenant a place: who without it is still served as much as this one with it."""
+        others = [(self._level(other, n - 1), other) for other, n in places.items() if other != tenant]
+        level, other = max(others, default=(float("-inf"), ""))
+        return other if self._level(tenant, places.get(tenant, 0) + 1) <= level else None
+
+    def _level(self, tenant: str, n_places: int) -> float:
+        """What a tenant will have been given after a turn on so many places."""
+        return self._service.of(tenant) + n_places * _TURN / self._limits(tenant).weight
+
+    def _may_have_more(self, tenant: str, n_places: int) -> bool:
+        most = self._limits(tenant).running
+        return most is None or n_places < most
+
+    def _queue(self, tenant: str) -> deque[Job]:
+        if tenant not in self._queues:
+            self._service.join(tenant, self._queues)
+            self._queues[tenant] = deque()
+        return self._queues[tenant]

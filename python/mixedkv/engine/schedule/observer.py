@@ -1,0 +1,70 @@
+"""What the engine tells while it works; `metrics` turns it into Prometheus' numbers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mixedkv.engine.schedule.job import Job
+
+
+class Observer:
+    """Called on the engine's thread; a subclass overrides what it wants to know."""
+
+    def started(self, job: Job) -> None:
+        """A job has a sequence."""
+
+    def prompt_done(self, job: Job) -> None:
+        """The prompt is evaluated; `n_cached` and `cached_tier` are final."""
+
+    def token(self, job: Job, now: float) -> None:
+        """A token was chosen; `t_last` is still the time of the one before, None at the first."""
+
+    def finished(self, job: Job, reason: str) -> None: ...
+
+    def cancelled(self, job: Job) -> None: ...
+
+    def failed(self, job: Job) -> None: ...
+
+    def step(self, n_streams: int, n_prompt: int, seconds: float) -> None: ...
+
+    def speculated(self, n_drafted: int, n_accepted: int) -> None:
+        """So many tokens of a job were drafted in a step, and came."""
+
+    def evicted(self) -> None: ...
+
+    def paused(self) -> None:
+        """An answer has to let another tenant's go first."""
+
+    def preempted(self) -> None: ...
+
+    def restored(self, job: Job) -> None:
+        """The rows that were fetched for a job are in the context."""
+
+    def restore_failed(self, reason: str) -> None: ...
+
+    def stored(self, n_tokens: int) -> None: ...
+
+    def checked(self, kld: float, is_off: bool) -> None:
+        """An answer that reused chunks was evaluated exactly as well, on another thread than the engine's:
+        its divergence in nats, and whether chunks are reused no more.
+        """
+
+    def store_failed(self, reason: str) -> None: ...
+
+    def rechecked(self, problem: str) -> None:
+        """Tokens of stored rows were evaluated again; what is wrong with the rows, "" if nothing is."""
+
+    # --- embeddings: the first two on the event loop ---
+
+    def embedding_requests(self, n: int) -> None:
+        """So many requests for vectors more, or less, are at work or wait."""
+
+    def embedded(self, outcome: str, seconds: float) -> None:
+        """A request for vectors ended: "stop", "abort" or "error"."""
+
+    def embedded_piece(self, n_tokens: int, ends: bool) -> None:
+        """Tokens were evaluated; `ends`: their input has its vector."""
+
+    def embedding_slice(self, seconds: float) -> None:
+        """How long running answers waited for a slice."""

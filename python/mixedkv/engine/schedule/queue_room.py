@@ -1,0 +1,46 @@
+"""How many jobs a tenant may have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from mixedkv.engine.schedule.job import Job
+from mixedkv.engine.schedule.scheduler import Scheduler
+from mixedkv.engine.schedule.tenant_limits import Limits
+from mixedkv.errors import QueueFullError
+
+
+class QueueRoom:
+    """
+    Args:
+        max_queue: jobs that may wait of a tenant without a limit of its own.
+        coming: those that wait and have not reached the scheduler.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, limits: Limits, max_queue: int, coming: Callable[[], Iterable[Job]]
+    ) -> None:
+        self._scheduler, self._limits, self.max_queue = scheduler, limits, max_queue
+        self._coming = coming
+
+    def most(self, tenant: str) -> int:
+        """That a tenant may have, those that run and those that wait."""
+        parallel = self._scheduler.parallel
+        return min(parallel, self._limits(tenant).running or parallel) + self._most_queued(tenant)
+
+    def check(self, tenant: str, n: int) -> None:
+        """
+        Raises:
+            QueueFullError: n more jobs of this tenant are too many. Who has none at all may bring one.
+        """
+        scheduler = self._scheduler
+        waiting = scheduler.waiting.n_of(tenant) + sum(job.tenant == tenant for job in self._coming())
+        running = sum(job.tenant == tenant for job in list(scheduler.running))
+        most = self._limits(tenant).running or scheduler.parallel
+        free = max(0, min(scheduler.parallel - len(scheduler.running), most - running))
+        if n > max(self._most_queued(tenant) + free - waiting, 0 if waiting or running else 1):
+            raise QueueFullError(f"{waiting} requests wait already")
+
+    def _most_queued(self, tenant: str) -> int:
+        queued = self._limits(tenant).queued
+        return self.max_queue if queued is None else queued

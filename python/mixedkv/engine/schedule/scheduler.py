@@ -1,0 +1,456 @@
+"""Which jobs run, which wait, and what each step evaluates. It knows no model and no thread."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from mixedkv.chunks.stitch import behind
+from mixedkv.engine.schedule.checkpoints import places
+from mixedkv.engine.schedule.fair_queue import FairQueue, Service
+from mixedkv.engine.schedule.job import Failed, Job
+from mixedkv.engine.schedule.observer import Observer
+from mixedkv.engine.schedule.pacing import Pace, share
+from mixedkv.engine.schedule.sequences import NO_MATCH, Sequence, SequenceMatch, SequencePool
+from mixedkv.engine.schedule.tenant_limits import Limits, unlimited
+from mixedkv.errors import RowsGoneError
+from mixedkv.tokens import common_prefix
+
+log = logging.getLogger("mixedkv.engine")
+
+_WAIT_FOR = 32  # tokens that another job is about to evaluate and that are worth waiting for
+_SAVE_AFTER = 32  # tokens that a job adds to rows which wait for it: fewer are no place to branch off
+_HEADROOM = 32  # cells an answer needs at the start besides its prompt
+_LONG = 4  # an answer of a quarter of the context: what it drops at a time, and its turn where others wait
+
+
+@dataclass(slots=True)
+class Run:
+    """The next `n` tokens of a job; `chooses`: the token after them is chosen from the last one's logits.
+    `drafts` may come after them, each with logits too.
+    """
+
+    job: Job
+    n: int
+    chooses: bool
+    drafts: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Step:
+    """What one `llama_decode` evaluates: a token of `n_streams` answers each, `n_drafts` that may come after
+    these, and `n_prompt` of prompts. Of these some are in `stitches`: parts of passages that are put
+    together, and in `pictures`: each in a decode of its own.
+    """
+
+    runs: list[Run] = field(default_factory=list)
+    n_streams: int = 0
+    n_prompt: int = 0
+    n_drafts: int = 0
+    stitches: list[Run] = field(default_factory=list)
+    pictures: list[Run] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        """Tokens."""
+        return self.n_streams + self.n_prompt + self.n_drafts
+
+    def outputs(self) -> Iterator[tuple[int, Run]]:
+        """The runs whose next token can be chosen, each with the row of the batch that says it; those of its
+        drafts follow.
+        """
+        end = 0
+        for run in self.runs:
+            end += run.n
+            if run.chooses:
+                yield end - 1, run
+            end += len(run.drafts)
+
+
+class Scheduler:
+    """Admission by weighted turns of tenants, each one's jobs in order of arrival; prompts in slices beside
+    running answers; eviction of idle prefixes and preemption of the youngest answer when cells run out.
+
+    Args:
+        pool: the sequences of the context.
+        pace: how much of prompts goes into a step.
+        n_ctx: cells of the context.
+        n_batch: tokens in a step at most.
+        parallel: answers at a time.
+        observer: told who starts, is cancelled, evicted, paused or preempted.
+        limits: of each tenant.
+    """
+
+    def __init__(
+        self,
+        pool: SequencePool,
+        pace: Pace,
+        *,
+        n_ctx: int,
+        n_batch: int,
+        parallel: int,
+        observer: Observer,
+        limits: Limits = unlimited,
+    ) -> None:
+        self.pool, self.parallel = pool, parallel
+        self.waiting = FairQueue(limits)
+        self.running: list[Job] = []
+        self._lost: list[Job] = []
+        self.to_save: list[Sequence] = []
+        self._limits = limits
+        self._prompt_service = Service(limits)  # prompt tokens, counted while tenants have them at a time
+        self._prompting: set[str] = set()  # tenants with prompts in the last step
+        self._pace, self._observer = pace, observer
+        self._n_ctx, self._n_batch = n_ctx, n_batch
+
+    # --- jobs come and go ---
+
+    def add(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            self.waiting.append(job)
+
+    def drop_cancelled(self) -> None:
+        for job in [job for job in self.running if job.cancelled]:
+            self.leave(job)
+            self._observer.cancelled(job)
+        for job in [job for job in self.waiting if job.cancelled]:
+            self.waiting.remove(job)
+            if job.paused is not None:
+                job.paused.paused = False
+            job.close()
+            self._observer.cancelled(job)
+
+    def leave(self, job: Job) -> None:
+        """A job's place is free; its rows stay as an idle prefix."""
+        self.save()
+        seq = self._take(job)
+        half = job.stitch is not None  # such rows are nobody's
+        if half or not (job.store or job.goes_on):
+            self.pool.drop(seq)
+        elif seq.tokens and job.goes_on:
+            self.pool.pause(seq)
+        elif seq.tokens:
+            seq.n_prompt = job.n_prompt
+            self.pool.release(seq, job.keep and not job.cancelled, job.session)
+            self.to_save.append(seq)  # the next turn goes on from here, and may be said again in other words
+        else:
+            self.pool.drop(seq)
+        job.close()
+
+    def abandon(self, job: Job) -> None:
+        """A job cannot go on, and its rows are not to be trusted."""
+        self.pool.drop(self._take(job))
+        job.close()
+
+    def refetch(self, job: Job) -> None:
+        """The rows that were fetched for a job cannot be used: it evaluates all, or cannot go on."""
+        job.forget_blocks()
+        assert job.seq is not None
+        self.pool.clear(job.seq)
+        if job.first:
+            self.abandon(job)
+            self._lost.append(job)
+
+    def clear(self) -> list[Job]:
+        """Every job there was, closed; what the context holds is nobody's any more."""
+        jobs = [*self.running, *self.waiting]
+        for job in jobs:
+            job.close()
+        self.running, self.to_save = [], []
+        self.waiting.clear()
+        return jobs
+
+    def take_lost(self) -> list[tuple[Job, Failed]]:
+        """Jobs that cannot start, since the rows they go on from have gone, each with its end."""
+        lost, self._lost = self._lost, []
+        for job in lost:
+            job.close()
+            self._observer.cancelled(job)
+        return [(job, Failed(RowsGoneError("the rows before these vectors have gone"))) for job in lost]
+
+    def _take(self, job: Job) -> Sequence:
+        self.running.remove(job)
+        assert job.seq is not None
+        return job.seq
+
+    # --- admission ---
+
+    def admit(self) -> None:
+        """Give places to waiting jobs. Where none is free, a tenant that is served more than another one that
+        waits gives one back.
+        """
+        while self.waiting and self._admit_one():
+            pass
+
+    def _admit_one(self) -> bool:
+        """Past jobs that wait for another's prompt; False when nobody can start."""
+        places = Counter(job.tenant for job in self.running)
+        for tenant in self.waiting.by_turn(places):
+            is_full, victim = len(self.running) >= self.parallel, None
+            if is_full and (other := self.waiting.who_gives_way(tenant, places)) is not None:
+                victim = self._youngest(other)
+            if is_full and victim is None:
+                return False
+            ready = (job for job in self.waiting.of(tenant) if not (job.reuse and self._comes_soon(job)))
+            if job := next(ready, None):
+                if victim is not None:
+                    self._pause(victim)
+                return self._start(job)
+        return False
+
+    def _youngest(self, tenant: str) -> Job | None:
+        """Of a tenant's running jobs that can be paused: not while rows are being loaded."""
+        jobs = (job for job in reversed(self.running) if job.tenant == tenant)
+        return next((job for job in jobs if not job.blocks and job.stitch is None), None)
+
+    def _comes_soon(self, job: Job) -> bool:
+        """A running job is about to evaluate what this one can then share."""
+        others = [
+            other for other in self.running if other.tenant == job.tenant and other.n_rows < other.n_prompt
+        ]
+        here = self.pool.match(job.tenant, job.prompt, job.accept).n if others else 0
+        for other in others:
+            n = min(common_prefix(other.prompt, job.prompt), job.n_prompt - 1, other.n_plain)
+            if n - max(here, other.n_rows, job.n_fetched) >= _WAIT_FOR:
+                return self._worth_it(other, n, self.pool.is_exact_only(job.accept))
+        return False
+
+    def _worth_it(self, other: Job, n: int, exact_only: bool) -> bool:
+        """Only rows that can be shared are worth waiting for: most caches need a checkpoint there."""
+        pool = self.pool
+        if pool.rule.cut_is_exact(other.n_prompt, n) or (pool.rule.only_approximate and not exact_only):
+            return True
+        at = pool.rule.save_at(n, other.n_prompt)
+        if at not in other.save_at and len(other.save_at) < pool.limits.per_sequence:
+            other.save_also(at)
+        return at in other.save_at
+
+    def _start(self, job: Job) -> bool:
+        """Give a job a sequence and the rows that are there for it; False when there is no room."""
+        match = self._match(job)
+        if max(match.n, job.n_fetched) < job.first:
+            self.waiting.remove(job)
+            self._lost.append(job)
+            return True
+        if match.n >= job.first and job.n_fetched < match.n + _WAIT_FOR:
+            job.forget_blocks()
+        elif job.n_fetched:
+            match = SequenceMatch(None, 0, job.blocks_exact, 0)
+        n_cells = job.n_cells - match.n + _HEADROOM + self.pool.n_cells(match)
+        if not self._make_room(job, n_cells, match.source):
+            return False
+        if job.sampler is not None and job.sampler.greedy and self.pool.asked_again(match, job.n_prompt):
+            match = replace(match, again=True)  # in the same cells it is the same answer, to the bit
+        seq = self.pool.acquire(job.tenant, match)
+        if seq is None:
+            return False
+        seq.gap = job.gap
+        if job.begin(seq, match.n):
+            self._observer.started(job)
+        if match.moved and job.gap is not None:  # what slid is no chunk: not repaired, and not to be checked
+            job.set_passages([], None)
+        else:
+            job.set_passages(behind(job.passages, max(match.n, job.n_fetched)), job.method)
+        self._plan_checkpoints(job, seq, match)
+        job.paused = None
+        self.waiting.remove(job)
+        self.running.append(job)
+        return True
+
+    def _plan_checkpoints(self, job: Job, seq: Sequence, match: SequenceMatch) -> None:
+        pool, n = self.pool, job.n_prompt
+        if job.goes_on and n - match.n < _SAVE_AFTER:
+            return
+        job.save_at = places(pool.rule, pool.limits, job.boundaries, match.n, n)
+        if pool.limits.per_sequence and not pool.rule.anywhere:
+            for at in (match.longest, job.boundary):  # others may branch off there, and later turns do
+                if match.n < at < n:
+                    job.save_also(pool.rule.save_at(at, n))
+        if match.n and match.n in job.save_at:
+            pool.save(seq)
+
+    def _match(self, job: Job) -> SequenceMatch:
+        if job.paused is not None:
+            own = self.pool.own_rows(job.paused, job.tenant, job.all_tokens, job.most_cut)
+            if own.n:
+                return own
+        match = self._match_plain(job)
+        if job.long is None or job.n_cached is not None or not job.reuse:
+            return match
+        # a prompt that does not fit goes on where its last turn stands, without what that has dropped
+        longer, n_dropped = self.pool.match_long(job.tenant, job.long)
+        if longer.n <= max(match.n, job.n_fetched):
+            return match
+        if n_dropped != job.n_dropped:
+            job.leave_out(job.long, n_dropped)
+        return longer if longer.moved else self._match_plain(job)
+
+    def _match_plain(self, job: Job) -> SequenceMatch:
+        match = NO_MATCH
+        while job.reuse and not self.pool.confirm(
+            match := self.pool.match(job.tenant, job.all_tokens, job.accept)
+        ):
+            pass
+        return match
+
+    def _make_room(self, job: Job, n_cells: int, spare: Sequence | None) -> bool:
+        """Until `n_cells` are free besides what running prompts still need, evict idle prefixes and pause
+        answers of tenants that hold more.
+        """
+        while True:
+            promised = sum(other.n_remaining for other in self.running)
+            if self.pool.used + promised + n_cells <= self._n_ctx:
+                return True
+            if self.pool.evict(spare):
+                self._observer.evicted()
+            elif victim := self._holds_more(job, n_cells):
+                self._pause(victim)
+            else:
+                # alone it may have what there is; else it waits until another answer is done
+                return not self.running
+
+    def _holds_more(self, job: Job, n_cells: int) -> Job | None:
+        """The youngest job of the tenant with the most cells, if these are more than the given job's tenant
+        would have with `n_cells` more.
+        """
+        cells = self._cells()
+        wanted = cells.pop(job.tenant, 0.0) + n_cells / self._limits(job.tenant).weight
+        most = max(cells, key=cells.__getitem__, default="")
+        return self._youngest(most) if most in cells and cells[most] > wanted else None
+
+    def _cells(self) -> dict[str, float]:
+        """Cells of each tenant's running jobs by its weight; those that jobs share count for each."""
+        cells: dict[str, float] = {}
+        for job in self.running:
+            cells[job.tenant] = cells.get(job.tenant, 0.0) + len(job.tokens) / self._limits(job.tenant).weight
+        return cells
+
+    # --- a step ---
+
+    def plan(self) -> Step:
+        """What to evaluate next: a token of every answer, and slices of prompts as the pace allows."""
+        step = Step([Run(job, 1, chooses=True) for job in self.running if job.n_remaining == 1])
+        step.n_streams = len(step.runs)
+        prompts = self._by_turn([job for job in self.running if job.n_remaining > 1 and not job.blocks])
+        budget = self._pace.budget(step.n_streams, len(prompts))
+        budget = min(budget, self._n_batch - step.n_streams)
+        for job, n in zip(prompts, share(budget, [job.n_to_do for job in prompts]), strict=True):
+            if job.at_passages:  # loading takes no tokens
+                step.stitches.append(Run(job, n, chooses=False))
+                step.n_prompt += n
+                continue
+            if n and job.picture is not None:  # whole: its parts may see each other
+                step.pictures.append(Run(job, len(job.picture.ids), chooses=False))
+                step.n_prompt += len(job.picture)
+                continue
+            n = job.up_to_checkpoint(n)
+            if job.sampler and n == job.n_remaining and not step.n_streams and len(prompts) == 1:
+                n -= 1  # the last token is a step of its own, as where all before it has rows: the same bits
+            if n:
+                step.runs.append(Run(job, n, chooses=n == job.n_remaining))
+                step.n_prompt += n
+        return step
+
+    def _by_turn(self, prompts: list[Job]) -> list[Job]:
+        """Prompts of the tenant first of which the fewest tokens were evaluated by its weight."""
+        tenants = {job.tenant for job in prompts}
+        if len(tenants) <= 1:
+            self._prompt_service.clear()
+        for tenant in tenants - self._prompting:
+            self._prompt_service.join(tenant, tenants & self._prompting)
+        self._prompting = tenants
+        return sorted(prompts, key=lambda job: self._prompt_service.of(job.tenant))
+
+    def evaluated(self, step: Step) -> None:
+        """The step's tokens have rows now."""
+        self.waiting.count_step(self.running)
+        self.pool.evaluated()
+        for run in [*step.runs[step.n_streams :], *step.stitches, *step.pictures]:
+            self._prompt_service.add(run.job.tenant, run.n)
+        self.to_save += filter(None, map(self._add_rows, step.runs))
+
+    def has_rows(self, run: Run) -> None:
+        """A picture, or tokens of a passage, have rows now."""
+        if seq := self._add_rows(run):
+            self.pool.save(seq)
+
+    def _add_rows(self, run: Run) -> Sequence | None:
+        """The sequence, if a checkpoint of it is to be taken now."""
+        job, seq = run.job, run.job.seq
+        assert seq is not None
+        seq.tokens.extend(job.tokens[job.n_rows : job.n_rows + run.n])
+        job.exact = job.exact and seq.exact
+        return seq if job.n_rows in job.save_at else None
+
+    def save(self) -> None:
+        """Take the checkpoints that are due: not before the step's tokens are on their way."""
+        due, self.to_save = self.to_save, []
+        for seq in due:
+            try:
+                self.pool.save(seq)
+            except Exception:
+                log.exception("a checkpoint could not be taken")
+
+    def took(self, step: Step, seconds: float) -> None:
+        """How long a step was: the pace follows."""
+        self._pace.observe(step.n_streams, step.n_prompt, seconds)
+        self._observer.step(step.n_streams, step.n_prompt, seconds)
+
+    def relieve(self) -> Job | None:
+        """Free cells for a step that found none: of an idle prefix, else of the youngest answer of the tenant
+        that holds the most. The only answer there is has to end: it is returned.
+        """
+        if self.pool.evict():
+            self._observer.evicted()
+        elif len(self.running) > 1:
+            cells = self._cells()
+            most = max(cells, key=cells.__getitem__)
+            self._preempt(next(job for job in reversed(self.running) if job.tenant == most))
+        else:
+            return self.running[0]
+        return None
+
+    def drop(self, job: Job, begin: int, end: int) -> None:
+        """Take tokens [begin, end) out of a running job; rows that cannot be moved are evaluated again."""
+        seq = job.seq
+        assert seq is not None
+        job.drop(begin, end)
+        job.exact = False
+        pool = self.pool
+        if pool.can_move:
+            while pool.used + pool.n_copied(seq, end) > self._n_ctx and pool.evict():
+                self._observer.evicted()
+            pool.close_gap(seq, begin, end)
+        else:
+            pool.clear(seq)
+        seq.gap = job.gap
+
+    def give_way(self, job: Job) -> None:
+        """A long answer that has just dropped something goes on after those that wait: it has all the cells,
+        and no end in sight.
+        """
+        if self.waiting and job.n_answer >= self._n_ctx // _LONG:
+            self._pause(job)
+            self.waiting.remove(job)
+            self.waiting.append(job)
+
+    def _pause(self, job: Job) -> None:
+        """Take a job's place; it goes on later from its rows, if nobody needs the cells meanwhile."""
+        seq = self._take(job)
+        self.pool.pause(seq)
+        job.paused = seq
+        self._wait_again(job)
+        self._observer.paused()
+
+    def _preempt(self, job: Job) -> None:
+        """Take a job's rows and let it go on later from its tokens."""
+        self.pool.drop(self._take(job))
+        self._wait_again(job)
+        self._observer.preempted()
+
+    def _wait_again(self, job: Job) -> None:
+        job.seq = None
+        job.forget_blocks()
+        job.set_passages([], None)
+        self.waiting.appendleft(job)

@@ -1,0 +1,488 @@
+"""Which rows the context holds, for whom, and who may share them.
+
+A sequence that ends its work stays as an idle prefix until its place or its rows are needed. A new prompt
+starts from the longest prefix that a sequence of the same tenant has, idle or running: `seq_cp` shares the
+rows, llama.cpp counts the references. What belongs to a moment (F16 copies, sliding windows, recurrent state)
+comes from a checkpoint of that sequence. Nothing is shared between tenants.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from mixedkv.chunks.chunk_reuse import Reuse
+from mixedkv.config.cut_rule import CutRule
+from mixedkv.engine.schedule.checkpoints import CheckpointLimits, thinned
+from mixedkv.engine.schedule.tenant_limits import Limits, unlimited
+from mixedkv.errors import UnsupportedModelError
+from mixedkv.kv.checkpoint import Checkpoint, served
+from mixedkv.kv.close_gap import Movable, close_gap
+from mixedkv.prompts.overflow import Gap, LongPrompt
+from mixedkv.tokens import Tokens, common_prefix
+
+log = logging.getLogger("mixedkv.engine")
+
+MIN_SHARED = 16  # tokens; less is not worth a copy
+_MAX_CUT = 32  # tokens an idle sequence loses at most when it is taken over instead of copied
+
+
+class SequenceMemory(Movable, Protocol):
+    """What of a `KVCache` the pool needs."""
+
+    @property
+    def used(self) -> int: ...
+
+    def copy(self, source: int, target: int, p0: int = 0, p1: int = -1) -> None: ...
+
+    def checkpoint(self, seq: int) -> Checkpoint | None: ...
+
+    def resume(self, point: Checkpoint, n: int, source: int, target: int) -> None: ...
+
+    def holds(self, seq: int, n: int) -> bool: ...
+
+    def short_from(self) -> list[int]: ...
+
+    def rest(self, seq: int) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One sequence of the context. `tokens` are those that have rows, in order of position.
+
+    Attributes:
+        exact: its rows are what evaluating the tokens from the start gives.
+        keep: a prefix that was asked for; it is copied, never continued, and evicted after others.
+        paused: rows of an answer that goes on later: not continued by others, and evicted last of all.
+        checkpoints: what it held besides rows when it was shorter, in order of length.
+        whole: it still holds what the token at its end reads.
+        stitched: some of its rows were computed elsewhere: only who accepts that goes on from them.
+        gap: what of a longer prompt was left out; where it is `stitched` too, rows behind were moved down,
+            and nobody but the next turn goes on from them.
+        shared: other sequences may have its rows at the positions below.
+        session: whose prefix it then is, if it is a session's.
+        n_prompt: how many of its tokens were the prompt that was answered last; 0 where none was.
+        guest: nobody waits for its rows; it runs, and is evicted before all others.
+        version: changes whenever rows are taken away, so that who reads rows later can tell.
+    """
+
+    id: int
+    tenant: str = ""
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    running: bool = False
+    exact: bool = True
+    keep: bool = False
+    paused: bool = False
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    whole: bool = True
+    stitched: bool = False
+    gap: Gap | None = None
+    shared: int = 0
+    session: str | None = None
+    n_prompt: int = 0
+    guest: bool = False
+    used_at: int = 0
+    version: int = 0
+
+    @property
+    def saved(self) -> bool:
+        """There is a checkpoint of it as it is."""
+        return any(point.n == len(self.tokens) for point in self.checkpoints)
+
+    def common(self, prompt: Tokens) -> int:
+        """Number of first tokens that are the same."""
+        return common_prefix(np.frombuffer(self.tokens, np.int32), prompt) if self.tokens else 0
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceMatch:
+    """The best start for a prompt: `n` tokens of `source`, with a checkpoint where a plain cut would not do;
+    up to `longest` are the same, but cannot be gone on from exactly. `dropped` tokens of the source from
+    `head` on are taken out first. `again`: the source answered the same prompt, and what it answered is about
+    to be answered again.
+    """
+
+    source: Sequence | None
+    n: int
+    exact: bool
+    longest: int
+    checkpoint: Checkpoint | None = None
+    head: int = 0
+    dropped: int = 0
+    again: bool = False
+
+    @property
+    def moved(self) -> bool:
+        """Its rows are, or will be, at other positions than those they were evaluated at."""
+        return self.dropped > 0 or (self.source is not None and self.source.stitched)
+
+
+NO_MATCH = SequenceMatch(None, 0, True, 0)
+
+
+class SequencePool:
+    """All sequences of a context. Belongs to the engine's thread.
+
+    Args:
+        rule: where the context's sequences can be cut.
+        exact_only: take no prefix whose F16 window is not whole.
+        max_kept: prefixes that are evicted last because that was asked for; None is half of all. Tenants that
+            ask share them.
+        limits: of checkpoints.
+        tenants: of prefixes that were asked for.
+    """
+
+    def __init__(
+        self,
+        memory: SequenceMemory,
+        n_seq: int,
+        rule: CutRule,
+        *,
+        exact_only: bool = True,
+        max_kept: int | None = None,
+        limits: CheckpointLimits | None = None,
+        tenants: Limits = unlimited,
+    ) -> None:
+        self._memory, self.rule, self.exact_only = memory, rule, exact_only
+        self.limits, self._tenants = limits or CheckpointLimits(), tenants
+        self._all = [Sequence(i) for i in range(n_seq)]
+        self._max_kept = max(1, n_seq // 2) if max_kept is None else max_kept
+        self._clock = 0
+        self.n_evicted = 0
+        self._warned = False
+
+    def held(self) -> list[Sequence]:
+        """Sequences that have rows or are about to."""
+        return [seq for seq in self._all if seq.running or seq.tokens]
+
+    def idle(self) -> list[Sequence]:
+        """Guests and idle prefixes, in the order of their eviction."""
+        idle = [seq for seq in self._all if seq.guest or (seq.tokens and not seq.running)]
+        kept = self._kept(idle)
+        return sorted(idle, key=lambda seq: (not seq.guest, seq.paused, seq.id in kept, seq.used_at))
+
+    def _kept(self, idle: list[Sequence]) -> set[int]:
+        """Of those with `keep` each tenant's latest, as many as is its share and its limit."""
+        by_tenant: dict[str, list[Sequence]] = {}
+        for seq in sorted(idle, key=lambda seq: -seq.used_at):
+            if seq.keep:
+                by_tenant.setdefault(seq.tenant, []).append(seq)
+        share = self._max_kept // max(1, len(by_tenant))
+        kept: set[int] = set()
+        for tenant, seqs in by_tenant.items():
+            most = self._tenants(tenant).kept
+            kept.update(seq.id for seq in seqs[: share if most is None else min(share, most)])
+        return kept
+
+    def match(self, tenant: str, prompt: Tokens, accept: Reuse | None = None) -> SequenceMatch:
+        """The longest usable prefix of a prompt, one token short of the whole at most.
+
+        Args:
+            accept: which rows will do; None is what the pool was made for.
+        """
+        exact_only = self.is_exact_only(accept)
+        best = NO_MATCH
+        for seq in self._all:
+            if seq.tenant == tenant and seq.tokens and (not seq.stitched or _is_chunks(seq, accept)):
+                n = min(seq.common(prompt), len(prompt) - 1)
+                if n >= MIN_SHARED:
+                    best = _better(best, self._match(seq, n, exact_only and not seq.stitched))
+        return best
+
+    def match_long(self, tenant: str, prompt: LongPrompt) -> tuple[SequenceMatch, int]:
+        """The sequence that most of a prompt which does not fit can go on from, and how many tokens of the
+        prompt are then left out. Those of its rows that are not dropped move down, if they are not there yet.
+        """
+        best, n_dropped = NO_MATCH, 0
+        for seq in self._all:
+            if seq.tenant != tenant or not seq.tokens or (seq.stitched and not self._goes_on(seq)):
+                continue
+            gap, gone = seq.gap, seq.gap.n if seq.gap is not None else 0
+            if gap is not None and gap.begin != prompt.head:
+                continue
+            wanted, dropped = prompt.beginning(len(seq.tokens) + 1, gone), prompt.to_drop(gone)
+            more = dropped - gone
+            n = min(seq.common(wanted), len(wanted) - 1) - more
+            if n <= max(best.n, prompt.head + MIN_SHARED) or (more and not self.can_move):
+                continue
+            if gap is None or gap.is_of(prompt.tokens):  # last of all: it reads the whole gap
+                exact = seq.exact and not more
+                best, n_dropped = SequenceMatch(seq, n, exact, n, head=prompt.head, dropped=more), dropped
+        return best, n_dropped
+
+    @property
+    def can_move(self) -> bool:
+        """Whether rows can go to other positions."""
+        return self._memory.can_shift
+
+    def n_cells(self, match: SequenceMatch) -> int:
+        """That are needed, or become free, when the rows of a match are moved."""
+        source = match.source
+        if source is None or not match.dropped:
+            return 0
+        if source.shared > match.head + match.dropped or not self._may_take(source, match):
+            return match.n - match.head  # copies
+        return 0 if source.shared > match.head else -match.dropped
+
+    def is_exact_only(self, accept: Reuse | None) -> bool:
+        return self.exact_only if accept is None else accept != "prefix"
+
+    def _match(self, seq: Sequence, n: int, exact_only: bool) -> SequenceMatch:
+        """With the first n tokens of a sequence, or as many of them as can be used."""
+        if seq.whole and self.rule.cut_is_exact(len(seq.tokens), n):
+            if seq.exact or not exact_only:
+                return SequenceMatch(seq, n, seq.exact, n)
+            return replace(NO_MATCH, longest=n)
+        if not exact_only and self.rule.only_approximate and not seq.stitched:
+            return SequenceMatch(seq, n, False, n)
+        at, point = served(seq.checkpoints, n)
+        if point is None or at < MIN_SHARED or (exact_only and not seq.exact):
+            return replace(NO_MATCH, longest=n)
+        return SequenceMatch(seq, at, seq.exact, n, point)
+
+    def confirm(self, match: SequenceMatch) -> bool:
+        """Whether the source still holds what the match needs, which may have been needed elsewhere; if not,
+        it does not match like this again.
+        """
+        source = match.source
+        if source is None or match.checkpoint or not match.exact:
+            return True
+        source.whole = self._memory.holds(source.id, match.n)
+        return source.whole
+
+    def acquire(self, tenant: str, match: SequenceMatch) -> Sequence | None:
+        """A running sequence that starts with the match's rows; None when all are running."""
+        source = match.source
+        if source is None:
+            seq = self._free(None)
+        elif not match.dropped and (match.again or self._may_continue(source, match.n)):
+            seq = self._cut(source, match)
+        elif match.dropped or (source.stitched and source.gap is not None):
+            seq = self._move(source, match)
+        else:
+            seq = self._copy(source, match)
+        if seq is None:
+            return None
+        seq.tenant, seq.running, seq.session = tenant, True, None
+        seq.keep = seq.paused = False
+        seq.exact, seq.whole = match.exact, True
+        seq.stitched = source is not None and (source.stitched or match.dropped > 0)
+        seq.gap, seq.n_prompt = None, 0
+        if source is not None:  # a prefix that many share is in use, however old it is
+            self.touch(source)
+        self.touch(seq)
+        return seq
+
+    def save(self, seq: Sequence) -> None:
+        """Keep what a sequence holds now besides its rows; of an idle one others may then have it."""
+        if not self.limits.per_sequence or self.rule.anywhere or not seq.exact:
+            return
+        if not seq.saved:
+            point = self._memory.checkpoint(seq.id)
+            if point is None:
+                return
+            seq.checkpoints = thinned([*seq.checkpoints, point], self.limits.per_sequence)
+            self._make_room(seq)
+        if seq.saved and not seq.running:
+            self._memory.rest(seq.id)
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """Of all sequences; those that several share once."""
+        return list({id(point): point for seq in self._all for point in seq.checkpoints}.values())
+
+    def _make_room(self, spare: Sequence) -> None:
+        """Until the checkpoints fit their limit, take one from the sequence used the longest ago."""
+        order = sorted(self._all, key=lambda seq: (seq is spare, seq.running, seq.used_at))
+        while sum(point.nbytes for point in self.checkpoints) > self.limits.max_bytes:
+            seq = next(seq for seq in order if seq.checkpoints)
+            seq.checkpoints = thinned(seq.checkpoints, len(seq.checkpoints) - 1)
+
+    def release(self, seq: Sequence, keep: bool = False, session: str | None = None) -> None:
+        """The work is done: the rows stay as an idle prefix."""
+        seq.running, seq.keep, seq.session = False, keep, session if keep else None
+        self.touch(seq)
+
+    def pause(self, seq: Sequence) -> None:
+        """The work goes on later: the rows wait for it."""
+        seq.running, seq.paused = False, True
+        self.touch(seq)
+
+    def own_rows(self, seq: Sequence, tenant: str, tokens: Tokens, most_cut: int = 0) -> SequenceMatch:
+        """Where a paused job with these tokens goes on, if its rows still wait for it. Up to `most_cut` of
+        the last ones that are not of these tokens are taken away.
+        """
+        n = min(seq.common(tokens), len(tokens) - 1)
+        if not seq.paused or seq.tenant != tenant or n == 0 or len(seq.tokens) - n > most_cut:
+            return NO_MATCH
+        match = SequenceMatch(seq, n, seq.exact and self._memory.holds(seq.id, n), 0)
+        return match if n == len(seq.tokens) or self._cut(seq, match) is not None else NO_MATCH
+
+    def evaluated(self) -> None:
+        """A step is done: which sequences lacked F16 rows that had made room for others."""
+        for seq, first in zip(self._all, self._memory.short_from(), strict=True):
+            seq.exact = seq.exact and first < 0
+
+    def forget(self, tenant: str, session: str) -> None:
+        """Drop the prefix of a session."""
+        for seq in self.idle():
+            if (seq.tenant, seq.session) == (tenant, session):
+                self.drop(seq)
+
+    def drop(self, seq: Sequence) -> None:
+        """Give the rows and the place back."""
+        self.clear(seq)
+        seq.running = seq.keep = seq.paused = seq.guest = False
+        seq.exact, seq.session, seq.stitched, seq.gap = True, None, False, None
+
+    def clear(self, seq: Sequence) -> None:
+        """Take the rows of a running sequence."""
+        self._memory.remove(seq.id)
+        seq.tokens, seq.checkpoints, seq.whole = array("i"), [], True
+        seq.shared = 0
+        seq.version += 1
+
+    def n_copied(self, seq: Sequence, end: int) -> int:
+        """Rows from `end` on that have to be copied before they can move, since others may have them too."""
+        return len(seq.tokens) - end if seq.shared > end else 0
+
+    def close_gap(self, seq: Sequence, begin: int, end: int) -> bool:
+        """Drop tokens [begin, end) of a sequence, and move down the rows behind them; False when these are
+        lost, since the memory cannot move them or has no room for copies of those that are shared.
+        """
+        rest = seq.tokens[end:] if self.n_copied(seq, end) else None
+        try:
+            close_gap(self._memory, seq.id, begin, end, shared=rest)
+        except (ValueError, UnsupportedModelError) as error:
+            log.warning("rows cannot be moved, so they are evaluated again: %s", error)
+            self.clear(seq)
+            seq.exact, seq.stitched = True, False
+            return False
+        del seq.tokens[begin:end]
+        seq.checkpoints = [point for point in seq.checkpoints if point.n <= begin]
+        seq.exact, seq.stitched, seq.shared = False, True, min(seq.shared, begin)
+        seq.version += 1
+        return True
+
+    def asked_again(self, match: SequenceMatch, n_prompt: int) -> bool:
+        """Whether the idle source of a match answered this prompt, and can do so again in its place."""
+        source = match.source
+        if source is None or source.running or source.keep or source.paused or match.dropped:
+            return False
+        return source.n_prompt == n_prompt == match.n + 1
+
+    def evict(self, spare: Sequence | None = None) -> bool:
+        """Drop the idle prefix that was used the longest ago; False when there is none."""
+        for seq in self.idle():
+            if seq is not spare:
+                self.drop(seq)
+                self.n_evicted += 1
+                return True
+        return False
+
+    @property
+    def has_free(self) -> bool:
+        """Whether a sequence is free without an eviction."""
+        return any(not seq.running and not seq.tokens for seq in self._all)
+
+    @property
+    def used(self) -> int:
+        """Cells that hold rows."""
+        return self._memory.used
+
+    def touch(self, seq: Sequence) -> None:
+        self._clock += 1
+        seq.used_at = self._clock
+
+    def _may_continue(self, source: Sequence, n: int) -> bool:
+        n_cut = len(source.tokens) - n
+        return not (source.running or source.keep) and n_cut <= (0 if source.paused else _MAX_CUT)
+
+    def _goes_on(self, seq: Sequence) -> bool:
+        """Whether the next turn may take moved rows: they are never shared."""
+        return seq.gap is not None and not (seq.running or seq.keep or seq.paused)
+
+    def _may_take(self, source: Sequence, match: SequenceMatch) -> bool:
+        return source.stitched or self._may_continue(source, match.n + match.dropped)
+
+    def _move(self, source: Sequence, match: SequenceMatch) -> Sequence | None:
+        plain = replace(match, n=match.n + match.dropped, dropped=0)
+        seq = self._cut(source, plain) if self._may_take(source, match) else self._copy(source, plain)
+        if seq is None or not match.dropped or self.close_gap(seq, match.head, match.head + match.dropped):
+            return seq
+        self.drop(seq)
+        return None
+
+    def _cut(self, seq: Sequence, match: SequenceMatch) -> Sequence | None:
+        if not self._take_rows(seq, seq, match):
+            return None
+        if match.n < len(seq.tokens):
+            del seq.tokens[match.n :]
+            seq.shared = min(seq.shared, match.n)
+            seq.checkpoints = [point for point in seq.checkpoints if point.n <= match.n]
+            seq.version += 1
+        return seq
+
+    def _copy(self, source: Sequence, match: SequenceMatch) -> Sequence | None:
+        target = self._free(source)
+        if target is None:  # every other one runs: the source itself has to serve
+            return None if source.running else self._cut(source, match)
+        if not self._take_rows(source, target, match):
+            return None
+        target.tokens = source.tokens[: match.n]
+        target.shared, source.shared = match.n, max(source.shared, match.n)
+        target.checkpoints = [point for point in source.checkpoints if point.n <= match.n]
+        return target
+
+    def _take_rows(self, source: Sequence, target: Sequence, match: SequenceMatch) -> bool:
+        """Give the target its rows; False when the checkpoint turns out to be of no use, and is dropped."""
+        n, point = match.n, match.checkpoint
+        if point is not None:
+            try:
+                self._memory.resume(point, n, source.id, target.id)
+            except ValueError as error:
+                # in a small context each prompt may meet this: the first time says enough
+                log.log(
+                    logging.DEBUG if self._warned else logging.WARNING,
+                    "a checkpoint cannot be used: %s",
+                    error,
+                )
+                self._warned = True
+                source.checkpoints = [other for other in source.checkpoints if other is not point]
+                if source is target:
+                    self.drop(source)
+                return False
+        elif source is not target:
+            self._memory.copy(source.id, target.id, p1=n)
+        elif n < len(source.tokens):
+            self._memory.remove(source.id, n)
+        return True
+
+    def _free(self, spare: Sequence | None) -> Sequence | None:
+        """A sequence without rows, made by eviction if need be."""
+        for _ in range(2):
+            for seq in self._all:
+                if not seq.running and not seq.tokens:
+                    return seq
+            if not self.evict(spare):
+                return None
+        return None
+
+
+def _is_chunks(seq: Sequence, accept: Reuse | None) -> bool:
+    """Whether a stitched sequence will do."""
+    return accept == "chunks" and seq.gap is None
+
+
+def _better(a: SequenceMatch, b: SequenceMatch) -> SequenceMatch:
+    """The longer one, then the exact one, then that of an idle sequence."""
+
+    def rank(match: SequenceMatch) -> tuple[int, bool, bool]:
+        return match.n, match.exact, match.source is not None and not match.source.running
+
+    best = b if b.n and rank(b) > rank(a) else a
+    return replace(best, longest=max(a.longest, b.longest))

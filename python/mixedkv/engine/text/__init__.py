@@ -1,0 +1,1 @@
+"""What tokens say: bytes to text, thoughts, the parts of an answer."""
