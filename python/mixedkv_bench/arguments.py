@@ -202,7 +202,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--calibrate", action="store_true", help="more methods, and what was found into the store in --folder"
     )
     reuse.add_argument(
-        "--max-kld", metavar="NATS", type=nats, default=0.01, help="divergence a calibration allows (0.01)"
+        "--max-kld", metavar="NATS", type=nats, default=0.25, help="median a calibration allows (0.25)"
     )
     reuse.add_argument(
         "--kvboost", metavar="PYTHON", default="", help="of an environment with kvboost: measure it too"

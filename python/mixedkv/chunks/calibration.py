@@ -48,9 +48,16 @@ class Calibration(BaseModel):
 
     @property
     def chosen(self) -> Measured | None:
-        """The one that evaluates least of those within the bound; None if none is."""
-        good = [each for each in self.measured if each.kld_mean <= self.max_kld]
-        return min(good, key=lambda each: each.evaluated, default=None)
+        """The method that evaluates least of those that leave a quarter of the mean divergence of no repair, or
+        the one with the least divergence if none does. None if its median is above the bound: the gate, which
+        looks at the median as well, would close.
+        """
+        unrepaired = max((each.kld_mean for each in self.measured if each.repair == "none"), default=0.0)
+        good = [each for each in self.measured if each.kld_median <= self.max_kld]
+        near = [each for each in good if each.kld_mean <= unrepaired / 4]
+        if near:
+            return min(near, key=lambda each: each.evaluated)
+        return min(good, key=lambda each: each.kld_mean, default=None)
 
     def write(self, folder: Path) -> Path:
         """To its place in a store's folder; the path."""

@@ -1,8 +1,9 @@
-"""Correct the rows that stay a donor's by what evaluation changed in the chosen rows near them.
+"""Correct the rows that stay a donor's by what evaluation changed in the chosen rows of their passage.
 
-What another context does to a passage is much the same for neighbours: over 16 tokens half of it in K of deep
-layers. Attention adds up what neighbours share and averages out the rest. So the shared part is what
-divergence is made of, and a few evaluated rows show it.
+What another context does to a passage is much the same for neighbours, most of all in K of deep layers. Attention
+adds up what neighbours share and averages out the rest. So the shared part is what divergence is made of, and
+a few evaluated rows show it: the change is estimated everywhere from where it is known (kriging, Gaussian process
+regression over positions).
 """
 
 from __future__ import annotations
@@ -23,17 +24,30 @@ class DamagedRowsError(ValueError):
 
 
 Rows: TypeAlias = npt.NDArray[np.float32]  # [n, n_head_kv, head size]
+Mask: TypeAlias = npt.NDArray[np.bool_]
 
-_REACH = 16  # tokens over which a change fades to a third; K is turned, and further off turned too far
-_DOUBT = 0.5  # rows that have not changed which count along with those that have
+_REACHES = (8.0, 64.0, 512.0)  # tokens over which a change fades to a third, an equal part of it each
+_NOISE = 1.0  # what a row changes of its own, in the same unit: as much as it shares
 _SINKS = 8  # tokens at the beginning of a passage, which change in a way of their own
-_OF_SINK = 0.2  # what the change of one counts
+_NOISE_OF_SINK = 5.0
+_FAR = 1024  # tokens before a piece whose changes count for it
 # In the first layer a row depends on token and position alone. Q4_0 keys, turned, are off by .11 in the
-# median; turned to the next position by .22, and rows of other tokens by .8 in K and 1.2 in V. In other
-# layers context changes a row by .25 in the median, other rows are off by 1.2.
-_FIRST_K, _FIRST_V, _OTHER = 0.16, 0.6, 1.0
+# median; turned to the next position by .22, and rows of other tokens by .8 in K and 1.2 in V. Context changes
+# rows of other layers by their own size and more.
+_FIRST_K, _FIRST_V, _OTHER = 0.16, 0.6, 3.0
 _LEAST = 8  # evaluated rows that say something of a passage
-_PIECE = 512  # rows that are in memory as F32 at a time
+
+
+def pieces(n: int) -> list[tuple[int, int]]:
+    """Parts [low, high) of a passage of n tokens that are evaluated and corrected one after the other. They grow
+    with the distance from the beginning, as changes fade, up to the rows that may be in memory as F32 at a time.
+    """
+    edges, size = [0], 16
+    while edges[-1] + size + size // 2 < n:
+        edges.append(edges[-1] + size)
+        size = min(2 * size, 512)
+    edges.append(n)
+    return list(zip(edges, edges[1:], strict=False))
 
 
 class Drift:
@@ -46,90 +60,104 @@ class Drift:
         chosen: which of its tokens are to be evaluated, bool [end - begin].
     """
 
-    def __init__(self, kv: KVCache, seq: int, begin: int, end: int, chosen: npt.NDArray[np.bool_]) -> None:
-        self._kv, self._seq, self._begin, self._end = kv, seq, begin, end
+    def __init__(self, kv: KVCache, seq: int, begin: int, end: int, chosen: Mask) -> None:
+        self._kv, self._seq, self._begin, self._end, self._chosen = kv, seq, begin, end, chosen
         self._at = np.flatnonzero(chosen)
-        layers = kv.stats(by_layer=True).layers or ()
-        self._before = {layer.il: tuple(rows[self._at] for rows in self._read(layer.il)) for layer in layers}
+        self._before = {layer.il: self._read(layer.il, begin, end, chosen) for layer in kv.layers}
+        self._change = {il: [np.zeros_like(rows) for rows in old] for il, old in self._before.items()}
+        self._off: dict[tuple[int, str], list[float]] = {}
 
-    def correct(self, tokens: Tokens) -> None:
-        """Add to each row that was not chosen what changed near it.
+    def correct(self, tokens: Tokens, low: int, high: int) -> None:
+        """Add to each row of [low, high) of the passage that was not chosen what the chosen rows up to `high`
+        say. Pieces come in order, each evaluated just before.
 
         Args:
             tokens: of the passage.
+            low, high: the piece.
 
         Raises:
             LookupError: a row of the passage is missing.
             DamagedRowsError: what was evaluated says that the donor's rows are not of these tokens, or not of
                 these positions.
         """
-        if not len(self._at):
-            return
-        after = {il: [rows[self._at] for rows in self._read(il)] for il in self._before}
-        if problem := self._problem(after):
+        self._note(low, high)
+        if problem := self._problem(high):
             raise DamagedRowsError(problem)
-        changes = {
-            il: [new - old for new, old in zip(rows, self._before[il], strict=True)]
-            for il, rows in after.items()
-        }
-        if len(self._at) == self._end - self._begin:
+        near = (self._at < high) & (self._at >= low - _FAR)
+        stay = np.flatnonzero(~self._chosen[low:high]) + low
+        if not near.any() or not len(stay):
             return
-        for low in range(self._begin, self._end, _PIECE):
-            high = min(low + _PIECE, self._end)
-            weights = self._weights(np.arange(low, high) - self._begin)
-            block = self._kv.export(self._seq, low, high, tokens[low - self._begin : high - self._begin])
-            groups = tuple(
-                replace(
-                    group,
-                    layers=tuple(
-                        _with_rows(
-                            layer,
-                            [
-                                rows + np.tensordot(weights, change, axes=1)
-                                for rows, change in zip(
-                                    self._read(layer.il, low, high), changes[layer.il], strict=True
-                                )
-                            ],
-                        )
-                        for layer in group.layers
-                    ),
-                )
-                for group in block.without_hot().groups
-            )
-            self._kv.replace(replace(block, groups=groups, checkpoints=()), self._seq)
-
-    def _problem(self, after: dict[int, list[Rows]]) -> str:
-        """What is wrong with the donor's rows, "" if nothing is."""
-        first = min(after)
-        for il, rows in after.items() if len(self._at) >= _LEAST else ():
-            for which, new, old in zip("KV", rows, self._before[il], strict=False):
-                size = np.sqrt(np.square(new).sum(axis=(1, 2)))
-                off = np.sqrt(np.square(new - old).sum(axis=(1, 2))) / np.maximum(size, 1e-9)
-                bound = _OTHER if il != first else _FIRST_K if which == "K" else _FIRST_V
-                if not np.median(off) <= bound:  # nor is what is not finite
-                    return (
-                        f"{which} of the passage at [{self._begin}, {self._end}) in layer {il} is off by "
-                        f"{np.median(off):.2g} of its size where it was evaluated, and sound rows are by "
-                        f"{bound:g} at most: the rows are damaged, another text's, or of other positions"
+        weights = np.zeros((high - low, int(near.sum())), np.float32)
+        weights[stay - low] = _weights(stay, self._at[near])
+        p0, p1 = self._begin + low, self._begin + high
+        block = self._kv.export(self._seq, p0, p1, tokens[low:high])
+        groups = tuple(
+            replace(
+                group,
+                layers=tuple(
+                    _with_rows(
+                        layer,
+                        [
+                            rows + np.tensordot(weights, change[near], axes=1)
+                            for rows, change in zip(
+                                self._read(layer.il, p0, p1), self._change[layer.il], strict=True
+                            )
+                        ],
                     )
+                    for layer in group.layers
+                ),
+            )
+            for group in block.without_hot().groups
+        )
+        self._kv.replace(replace(block, groups=groups, checkpoints=()), self._seq)
+
+    def _note(self, low: int, high: int) -> None:
+        """Keep what changed in the chosen rows of a piece, and by how much of their size."""
+        part = slice(*np.searchsorted(self._at, (low, high)).tolist())
+        mask = self._chosen[low:high]
+        for il, old in self._before.items():
+            new = self._read(il, self._begin + low, self._begin + high, mask)
+            for which, change, was, now in zip("KV", self._change[il], old, new, strict=False):
+                change[part] = now - was[part]
+                size = np.maximum(np.sqrt(np.square(now).sum(axis=(1, 2))), 1e-9)
+                off = np.sqrt(np.square(change[part]).sum(axis=(1, 2))) / size
+                self._off.setdefault((il, which), []).extend(off.tolist())
+
+    def _problem(self, high: int) -> str:
+        """What is wrong with the donor's rows, "" if nothing is."""
+        first = min(self._before)
+        for (il, which), off in self._off.items():
+            bound = _OTHER if il != first else _FIRST_K if which == "K" else _FIRST_V
+            if len(off) >= _LEAST and not np.median(off) <= bound:  # nor is what is not finite
+                return (
+                    f"{which} of the passage at [{self._begin}, {self._end}) in layer {il} is off by "
+                    f"{np.median(off):.2g} of its size where it was evaluated, and sound rows are by "
+                    f"{bound:g} at most: the rows are damaged, another text's, or of other positions"
+                )
         return ""
 
-    def _weights(self, of: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """What each chosen row's change counts for these rows, float32 [n, n of chosen]."""
-        weights = np.exp(-np.abs(of[:, None] - self._at) / _REACH) * np.where(self._at < _SINKS, _OF_SINK, 1)
-        weights /= weights.sum(axis=1, keepdims=True) + _DOUBT
-        weights[np.isin(of, self._at)] = 0
-        found: npt.NDArray[np.float32] = weights.astype(np.float32)
-        return found
-
-    def _read(self, il: int, p0: int = -1, p1: int = -1) -> list[Rows]:
+    def _read(self, il: int, p0: int, p1: int, mask: Mask | None = None) -> list[Rows]:
         """K, and V where the layer has any, as the model computes them."""
-        begin, end = (self._begin, self._end) if p0 < 0 else (p0, p1)
         view = self._kv.layer(il)
-        rows = [view.k(self._seq, begin, end, basis="model")]
+        rows = [view.k(self._seq, p0, p1, basis="model")]
         if view.info.head_size_v:
-            rows.append(view.v(self._seq, begin, end, basis="model"))
-        return rows
+            rows.append(view.v(self._seq, p0, p1, basis="model"))
+        return rows if mask is None else [each[mask] for each in rows]
+
+
+def _weights(of: npt.NDArray[np.int64], at: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """What the change of each row `at` counts for the rows `of`, float32 [n of, n at]."""
+    noise = np.diag(np.where(at < _SINKS, _NOISE_OF_SINK, 1.0) * _NOISE)
+    found = np.linalg.solve(_alike(at, at) + noise, _alike(at, of))
+    weights: npt.NDArray[np.float32] = found.T.astype(np.float32)
+    return weights
+
+
+def _alike(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """How much changes at two positions have in common, 1 at the same one, [n of a, n of b]."""
+    apart = np.abs(a[:, None] - b[None])
+    alike: npt.NDArray[np.float64] = np.mean([np.exp(-apart / reach) for reach in _REACHES], axis=0)
+    return alike
 
 
 def _with_rows(layer: LayerRows, rows: list[Rows]) -> LayerRows:

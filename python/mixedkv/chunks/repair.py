@@ -12,10 +12,12 @@ from mixedkv.chunks.chunk_reuse import REPAIRS, Repair
 from mixedkv.chunks.plan import Segment
 
 Mask = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float32]
 
 _RATIOS: dict[Repair, float] = {"none": 0.0, "seam": 0.0, "cacheblend": 0.15, "query": 0.15}
-_LOOKED_AT = 0.2  # of a token that is looked at as much as the others, to what it is worth anyway
-_OVERLAPS: dict[Repair, int] = {"none": 0, "seam": 16, "cacheblend": 0, "query": 8}
+_LOOKED_AT = 1.0  # of a token that is looked at as much as the others, to what it is worth anyway
+_ROUNDS = 60  # some ten are enough
+_OVERLAPS: dict[Repair, int] = {"none": 0, "seam": 16, "cacheblend": 0, "query": 4}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,10 +29,10 @@ class Method:
             `overlap_k` tokens of each segment (EPIC, arXiv:2410.15332, has the first). "cacheblend": tokens
             whose V deviates most in the second layer from what the whole prompt gives there (CacheBlend,
             arXiv:2405.16444). "query": tokens near the beginning of each segment, and those that the question
-            (as in ProphetKV, arXiv:2602.02579) and the first tokens of an answer look at; the other rows are
-            moved by what changed in these.
+            (as in ProphetKV, arXiv:2602.02579) and the first tokens of an answer look at, some of every part;
+            the other rows are moved by what changed in these.
         ratio: share of the reused tokens that "cacheblend" and "query" choose. None: 0.15.
-        overlap_k: None: 8 for "query", 16 for "seam".
+        overlap_k: None: 4 for "query", 16 for "seam".
 
     Raises:
         ValueError: a value is out of range.
@@ -77,25 +79,43 @@ def at_seams(segments: Sequence[Segment], n: int, *, first: int, last: int) -> M
     return mask
 
 
-def worth(
-    attention: npt.NDArray[np.float32], segments: Sequence[Segment], overlap: int
-) -> npt.NDArray[np.float32]:
+def worth(looks: Floats, segments: Sequence[Segment], overlap: int) -> Floats:
     """What evaluating each token is worth, float32 [n]: how far its row is expected to be off, which falls
     with the distance from the beginning of its segment, times how much it is looked at. Tokens that the
     question passes over count like those it looks at on average: others look at them.
 
     Args:
-        attention: of the question and the draft, float32 [n].
+        looks: attention of the question and the draft, as a multiple of the mean, float32 [n].
         segments: of the prompt.
         overlap: tokens at the beginning of a segment that are off by the same.
     """
-    scores = np.zeros(len(attention), np.float32)
-    mean = sum(float(attention[each.begin : each.end].sum()) for each in segments)
-    mean /= max(1, sum(map(len, segments)))
+    scores = np.zeros(len(looks), np.float32)
     for each in segments:
-        looks = attention[each.begin : each.end] / max(mean, 1e-9)
-        scores[each.begin : each.end] = (_LOOKED_AT * looks + 1) / (np.arange(len(each)) + max(1, overlap))
+        distance = np.arange(len(each)) + max(1, overlap)
+        scores[each.begin : each.end] = (_LOOKED_AT * looks[each.begin : each.end] + 1) / distance
     return scores
+
+
+def spread(scores: Floats, looks: Floats, among: Mask, share: float) -> Mask:
+    """Choose a share of the positions that are `among`, as many of each part of them as it is worth, bool [n].
+
+    The positions are cut in order into parts of the same worth. Each gives the one that is looked at most. Rows
+    between are corrected by the chosen ones, so these must not be all in one place.
+    """
+    at, mask = np.flatnonzero(among), np.zeros(len(scores), np.bool_)
+    n = round(share * len(at))
+    if not n:
+        return mask
+    scale, worths = 1.0, scores[at].astype(np.float64)
+    for _ in range(_ROUNDS):  # until what is worth more than a part counts as one
+        scale *= n / max(np.minimum(1, scale * worths).sum(), 1e-9)
+    shares = np.minimum(1, scale * worths)
+    part = np.floor(np.cumsum(shares) - shares / 2).clip(0, n - 1).astype(np.int64)
+    order = np.lexsort((-looks[at], part))
+    _, first = np.unique(part[order], return_index=True)
+    mask[at[order[first]]] = True
+    rest = among & ~mask  # where a part has no middle of a token in it
+    return mask | most(scores, rest, (n - int(mask.sum())) / max(1, int(rest.sum())))
 
 
 def most(scores: npt.NDArray[np.float32], among: Mask, share: float) -> Mask:

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv.chunks.deviation import last_logits
-from mixedkv.chunks.drift import Drift
+from mixedkv.chunks.drift import Drift, pieces
 from mixedkv.chunks.plan import Segment, covered
-from mixedkv.chunks.repair import Mask, Method, at_seams, most, worth
+from mixedkv.chunks.repair import Mask, Method, at_seams, most, spread, worth
 from mixedkv.kv.block import KVBlock
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
@@ -95,13 +95,16 @@ class Stitch:
         yield from self._replace(begin, len(self._tokens) - 1)
 
     def _correct(self, begin: int, segment: Segment, chosen: Mask) -> _Work[None]:
-        """Evaluate from `begin` to the end of a segment what is not kept, and correct what is. The next
-        segment's tokens then see all that.
+        """Evaluate from `begin` to the end of a segment what is not kept, and correct what is, piece by piece:
+        what is evaluated next then sees corrected rows.
         """
+        tokens = self._tokens[segment.begin : segment.end]
         drift = Drift(self._llm.kv, self._seq, segment.begin, segment.end, chosen)
-        yield from self._replace(begin, segment.end)
-        drift.correct(self._tokens[segment.begin : segment.end])
-        yield
+        for low, high in pieces(len(segment)):
+            yield from self._replace(begin, segment.begin + high)
+            drift.correct(tokens, low, high)
+            begin = segment.begin + high
+            yield
 
     def _replace(self, begin: int, end: int) -> _Work[None]:
         """Evaluate what is not kept of [begin, end)."""
@@ -114,8 +117,10 @@ class Stitch:
         if method.repair == "none":
             return np.zeros(n, np.bool_)
         if method.repair == "query":
-            attention = yield from self._attention()
-            return most(worth(attention, self._segments, method.overlap), self._reused, method.share)
+            looks = yield from self._attention()
+            looks /= max(float(looks[self._reused].mean()), 1e-9)
+            scores = worth(looks, self._segments, method.overlap)
+            return spread(scores, looks, self._reused, method.share)
         last = method.overlap if method.repair == "seam" else 0
         chosen = at_seams(self._segments, n, first=method.overlap, last=last)
         if deviation is not None:

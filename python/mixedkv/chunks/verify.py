@@ -13,6 +13,8 @@ from mixedkv.chunks.deviation import compare, follow
 from mixedkv.chunks.repair import Method
 from mixedkv.chunks.row_damage import all_rows, evaluate_donors, row_errors
 
+_AS_STORED = Method(repair="none")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptCheck:
@@ -22,7 +24,7 @@ class PromptCheck:
         kld: mean divergence over the tokens that follow, in nats.
         same_top1: share of these with the same likeliest token.
         first_diverging: which of them is the first that has another one, None if all agree.
-        worst_row: largest relative error of a reused row in the first layer, 0 where none was reused.
+        worst_row: largest relative error of a head of a reused row in the first layer, 0 where none was reused.
         problem: what is wrong, "" if nothing is.
         damaged: positions whose rows are wrong.
     """
@@ -74,8 +76,10 @@ def _check(
     tokens, exact = follow(llm, n_gen)
     llm.kv.remove(0)  # nothing live: reuse starts from the store
     reuse = cache.prefill(prompt, tenant=tenant, method=method)
-    found, at = all_rows(llm), np.flatnonzero(cache.kept)
     _, other = follow(llm, n_gen, tokens)
+    llm.kv.remove(0)
+    cache.prefill(prompt, tenant=tenant, method=_AS_STORED)  # a repair would have moved the rows it keeps
+    found, at = all_rows(llm), np.flatnonzero(cache.kept)
     again = evaluate_donors(llm, cache.placed, len(cache.kept)) if len(at) else {}
     errors = row_errors(llm, found, full, again, at)
     deviations = [compare(a, b) for a, b in zip(exact, other, strict=True)]

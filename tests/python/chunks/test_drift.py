@@ -56,7 +56,7 @@ def test_rows_that_were_not_chosen_come_nearer(cold: str) -> None:
         moved = rows_of(llm)
         drift = Drift(llm.kv, 0, BEGIN, END, CHOSEN)
         evaluate_chosen(llm, tokens)
-        drift.correct(tokens[BEGIN:END])
+        drift.correct(tokens[BEGIN:END], 0, END - BEGIN)
         corrected = rows_of(llm)
         assert llm.kv.positions(0) == (0, END - 1)
         empty(llm)
@@ -75,7 +75,7 @@ def test_without_a_change_rows_stay_to_the_bit(kv: str) -> None:
         tokens = place(llm, tokens_of(llm)[:BEGIN])
         before = llm.kv.export(0, 0, END, tokens[:END])
         drift = Drift(llm.kv, 0, BEGIN, END, CHOSEN)
-        drift.correct(tokens[BEGIN:END])
+        drift.correct(tokens[BEGIN:END], 0, END - BEGIN)
         after = llm.kv.export(0, 0, END, tokens[:END])
         for layer, other in zip(before.groups[0].layers, after.groups[0].layers, strict=True):
             assert np.array_equal(layer.v[BEGIN:], other.v[BEGIN:])
@@ -93,9 +93,9 @@ def test_damage_is_told_from_another_context(cold: str, damage: str) -> None:
         evaluate_chosen(llm, tokens)
         if damage:
             with pytest.raises(DamagedRowsError, match="in layer"):
-                drift.correct(tokens[BEGIN:END])
+                drift.correct(tokens[BEGIN:END], 0, END - BEGIN)
         else:
-            drift.correct(tokens[BEGIN:END])
+            drift.correct(tokens[BEGIN:END], 0, END - BEGIN)
 
 
 def spoil(llm: Llama, tokens: np.ndarray, damage: str, random: np.random.Generator) -> None:

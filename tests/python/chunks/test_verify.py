@@ -68,7 +68,7 @@ def with_layer(block: KVBlock, il: int, change: Any) -> KVBlock:
 def test_what_is_right_passes(llm: Llama, store: KVStore, prompt: Tokens) -> None:
     found = check(llm, store, prompt)
     assert found.ok, found.problem
-    assert 0 < found.worst_row < 0.2
+    assert 0 < found.worst_row < 0.25
     assert 0 <= found.kld < 1
     assert found.first_diverging is None or 0 <= found.first_diverging < 4
 
@@ -83,6 +83,45 @@ def test_context_is_not_damage(real_model_q4_1: Path) -> None:
         (found,) = verify_correctness(cache, ["Two texts. " + second + first + "In short:"], n_gen=2)
         assert found.reuse.n_cached_approximate > 32
         assert (found.problem, found.damaged) == ("", ())
+
+
+@pytest.fixture(scope="module", params=["mixed", "mixed:cold=q8_0"])
+def real(request: pytest.FixtureRequest, real_model_q4_1: Path) -> Iterator[tuple[ChunkCache, list[str]]]:
+    """A cache that repairs with a passage, and a prompt that holds it elsewhere."""
+    first = "The miller counted the planks that went by, and said that he had seen worse in his time. " * 4
+    second = "Bread is made of flour, water and salt. The dough rests for a night in a cold room. " * 4
+    kv = request.param
+    with Llama(real_model_q4_1, kv=kv, n_ctx=512, verbose=False) as llm, KVStore(None) as store:
+        cache = ChunkCache(llm, store, repair="query", check=0)
+        cache.warm([first, second])
+        yield cache, ["Two texts. " + second + first + "In short:"]
+
+
+def test_repaired_rows_are_not_damage(real: tuple[ChunkCache, list[str]]) -> None:
+    cache, prompts = real
+    (found,) = verify_correctness(cache, prompts, n_gen=2)
+    assert found.reuse.method == "query"
+    assert found.reuse.n_cached_approximate > 32
+    assert (found.problem, found.damaged) == ("", ())
+
+
+@pytest.mark.parametrize("il", [2, 28])
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_a_scale_that_is_a_little_off(
+    real: tuple[ChunkCache, list[str]], monkeypatch: pytest.MonkeyPatch, il: int, which: str
+) -> None:
+    """One block of 32 elements of one row has a scale of 1.25 times its own."""
+
+    def damaged(layer: LayerRows) -> LayerRows:
+        rows = getattr(layer, which).copy()
+        rows[9, :2] = (rows[9, :2].view(np.float16) * np.float16(1.25)).view(np.uint8)
+        return replace(layer, **{which: rows})
+
+    plant(monkeypatch, lambda block: with_layer(block, il, damaged))
+    cache, prompts = real
+    (found,) = verify_correctness(cache, prompts, n_gen=2)
+    assert found.problem
+    assert len(found.damaged) >= 1
 
 
 def test_a_bound_that_is_not_met_is_a_problem(llm: Llama, store: KVStore, prompt: Tokens) -> None:
