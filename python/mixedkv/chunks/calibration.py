@@ -48,7 +48,8 @@ class Calibration(BaseModel):
 
     @property
     def chosen(self) -> Measured | None:
-        """The method that evaluates least of those that leave a quarter of the mean divergence of no repair, or
+        """The method that evaluates least of those that leave a quarter of the mean divergence of no
+        repair, or
         the one with the least divergence if none does. None if its median is above the bound: the gate, which
         looks at the median as well, would close.
         """

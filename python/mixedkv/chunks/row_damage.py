@@ -108,7 +108,8 @@ class RowErrors:
         for row in np.flatnonzero(self.isolated)[:1].tolist():
             worst, (il, which) = max((float(errors[row].max()), name) for name, errors in self.off.items())
             return (
-                f"{which} of position {positions[row]} in layer {il} is off by {worst:.2g} of its size, and other "
+                f"{which} of position {positions[row]} in layer {il} is off by {worst:.2g} of its size, and "
+                f"other "
                 f"layers are not: it is damaged"
             )
         return ""

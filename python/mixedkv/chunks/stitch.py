@@ -95,7 +95,8 @@ class Stitch:
         yield from self._replace(begin, len(self._tokens) - 1)
 
     def _correct(self, begin: int, segment: Segment, chosen: Mask) -> _Work[None]:
-        """Evaluate from `begin` to the end of a segment what is not kept, and correct what is, piece by piece:
+        """Evaluate from `begin` to the end of a segment what is not kept, and correct what is, piece by
+        piece:
         what is evaluated next then sees corrected rows.
         """
         tokens = self._tokens[segment.begin : segment.end]

@@ -24,7 +24,8 @@ class PromptCheck:
         kld: mean divergence over the tokens that follow, in nats.
         same_top1: share of these with the same likeliest token.
         first_diverging: which of them is the first that has another one, None if all agree.
-        worst_row: largest relative error of a head of a reused row in the first layer, 0 where none was reused.
+        worst_row: largest relative error of a head of a reused row in the first layer, 0 where none was
+        reused.
         problem: what is wrong, "" if nothing is.
         damaged: positions whose rows are wrong.
     """
