@@ -11,6 +11,7 @@ regression over positions).
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -52,7 +53,7 @@ def pieces(n: int) -> list[tuple[int, int]]:
         edges.append(edges[-1] + size)
         size = min(2 * size, 512)
     edges.append(n)
-    return list(zip(edges, edges[1:], strict=False))
+    return list(pairwise(edges))
 
 
 class Drift:
