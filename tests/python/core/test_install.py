@@ -77,7 +77,8 @@ def wheel_files() -> list[PurePosixPath]:
 
 def test_everything_lies_in_the_package() -> None:
     tops = {path.parts[0] for path in wheel_files() if path.parts[0] != ".."}
-    assert tops == {"mixedkv", f"mixedkv-{importlib.metadata.version('mixedkv')}.dist-info"}
+    packages = {"mixedkv", "mixedkv_bench", "mixedkv_llm"}
+    assert tops == {*packages, f"mixedkv-{importlib.metadata.version('mixedkv')}.dist-info"}
     outside = [path for path in wheel_files() if path.parts[0] == ".."]
     assert [path.stem for path in outside] == ["mixedkv"]  # the command
 

@@ -96,7 +96,7 @@ def test_refusals_are_not_tried_again(server: Server) -> None:
     with pytest.raises(openai.BadRequestError):
         client.completions.create(model=MODEL, prompt="The", temperature=1000)
     with pytest.raises(openai.NotFoundError):
-        client.completions.create(model="other", prompt="The")
+        client.models.retrieve("other")
     assert statuses == [400, 404]
 
 

@@ -133,7 +133,9 @@ def misbehave(server: Server, r: random.Random) -> None:
             server.status("POST", "/v1/completions", raw=bytes(r.randrange(256) for _ in range(200))) == 400
         )
     elif kind == 3:
-        assert server.status("POST", "/v1/completions", {"prompt": "x", "odd": r.random()}) == 400
+        assert (
+            server.status("POST", "/v1/completions", {"prompt": "x", "temperature": -1 - r.random()}) == 400
+        )
     elif kind == 4:
         server.status("POST", "/v1/completions", raw=b" " * 1_200_000)
     else:
