@@ -131,12 +131,9 @@ class MixedKVConfig:
             raise ValueError(
                 f"budget={self.budget} and bits={self.bits:g} both choose the cold types: use one"
             )
-        for field in ("budget", "bits"):
-            chosen = (self.cold_type_k, self.cold_type_v, self.layers) != ("q4_0", "q4_0", "")
-            if (value := getattr(self, field)) and chosen:
-                raise ValueError(
-                    f"{field}={value} chooses the cold types: leave cold_type_k, cold_type_v and layers out"
-                )
+        if not self.is_settled and (self.cold_type_k, self.cold_type_v, self.layers) != ("q4_0", "q4_0", ""):
+            asked = f"budget={self.budget}" if self.budget else f"bits={self.bits}"
+            raise ValueError(f"{asked} chooses the cold types: leave cold_type_k, cold_type_v and layers out")
 
     @classmethod
     def for_budget(

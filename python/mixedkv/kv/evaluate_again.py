@@ -32,7 +32,7 @@ class Again:
         before, after: the rows, [n, width] by layer and "K" or "V".
         moved: tokens whose rows are read in another type now, cold instead of F16 or the other way round,
             bool [n].
-        coarse: a layer keeps fewer than four bits of an element, or tokens choose experts.
+        coarse: a layer keeps fewer than four bits of an element.
         experts: tokens choose experts. Rounding may choose others for single tokens, whose rows in the layers
             above are then others altogether.
     """
@@ -54,7 +54,8 @@ class Again:
         A span is wrong if a tensor's errors are large for its tokens, if a token's are in most layers, or if
         one in the first layer is.
         """
-        errors, factor, found, first = self.errors, _COARSE if self.coarse else 1.0, [], 0
+        factor = _COARSE if self.coarse or self.experts else 1.0
+        errors, found, first = self.errors, [], 0
         for begin, end in spans:
             part = slice(first, first + end - begin)
             first = part.stop
@@ -114,7 +115,7 @@ def evaluate_again(kv: KVCache, seq: int, tokens: npt.NDArray[np.int32], spans: 
     kv.fill(tokens[at], at, seq)
     coarse = any(type_bits(kind) < 4 for layer in kv.layers for kind in (layer.type_k, layer.type_v))
     moved, experts = hot != _hot(kv, seq, spans), kv.has_experts
-    return Again(before, read_rows(kv, seq, spans), moved, coarse or experts, experts)
+    return Again(before, read_rows(kv, seq, spans), moved, coarse, experts)
 
 
 def relative_errors(rows: Rows, wanted: Rows) -> Rows:

@@ -136,7 +136,7 @@ def model_of(
     server = server_state(request)
     found = server if name in (None, server.model_name) else server.others.get(str(name))
     if found is None and not (exact or server.others or server.settings.strict):
-        request.app.state.said.other_model(str(name), server.model_name)
+        request.app.state.said.other_model(server.model_name)
         found = server
     if found is None:
         names = ", ".join(repr(each.model_name) for each in server.all)

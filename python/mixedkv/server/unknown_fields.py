@@ -53,9 +53,9 @@ class SaidOnce:
         if new := self._new(path, names):
             log.info("%s: ignored, as nothing here knows them: %s (--strict refuses)", path, ", ".join(new))
 
-    def other_model(self, asked: str, served: str) -> None:
+    def other_model(self, served: str) -> None:
         """Say that a model of another name answers."""
-        if asked != served and self._new("model", ["another"]):
+        if self._new("model", ["another"]):
             log.info("another model than %s was asked for, and it answers (--strict refuses)", served)
 
     def ignored_option(self, path: str, name: str, why: str) -> None:
