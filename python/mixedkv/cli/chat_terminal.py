@@ -6,9 +6,8 @@ import signal
 import sys
 import termios
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import Any
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.history import InMemoryHistory
@@ -61,18 +60,29 @@ def _keys() -> KeyBindings:
 
 @contextmanager
 def _keys_wait() -> Iterator[None]:
-    """Between two prompts, what is typed or pasted is not shown, and is for the next one."""
+    """Between two prompts, what is typed or pasted is not shown, and is for the next one.
+
+    So is Ctrl-C: as a signal it would come while a prompt is set up, which can leave that prompt deaf.
+    """
+    with _local_modes(on=termios.NOFLSH, off=termios.ECHO | termios.ICANON | termios.ISIG):
+        try:
+            yield
+        finally:
+            print(_LEAVE_PASTES, end="", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _local_modes(on: int = 0, off: int = 0) -> Iterator[None]:
+    """Set flags of the terminal's local modes while inside (termios(3), `c_lflag`)."""
     stdin = sys.stdin.fileno()
     before = termios.tcgetattr(stdin)
     now = termios.tcgetattr(stdin)
-    now[3] &= ~(termios.ECHO | termios.ICANON)
-    now[3] |= termios.NOFLSH  # Ctrl-C is a signal, and drops nothing
+    now[3] = (now[3] | on) & ~off
     termios.tcsetattr(stdin, termios.TCSADRAIN, now)
     try:
         yield
     finally:
         termios.tcsetattr(stdin, termios.TCSADRAIN, before)
-        print(_LEAVE_PASTES, end="", file=sys.stderr, flush=True)
 
 
 class StopSignal:
@@ -80,16 +90,18 @@ class StopSignal:
 
     def __init__(self, llm: Llama) -> None:
         self._llm = llm
-        self._before: Any = None
+        self._stack = ExitStack()
         self.came = False
 
     def __enter__(self) -> StopSignal:
-        self._before = signal.signal(signal.SIGINT, self._on_signal)
+        self._stack.callback(self._llm.interrupt, False)
+        self._stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, self._on_signal))
+        if sys.stdin.isatty():
+            self._stack.enter_context(_local_modes(on=termios.ISIG | termios.NOFLSH))  # drops nothing typed
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
-        self._llm.interrupt(False)
+        self._stack.close()
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         if self.came:

@@ -83,8 +83,9 @@ class Terminal:
 
     def end(self) -> int:
         """Read to the end, and return the exit code."""
+        end = time.monotonic() + PATIENCE
         while self.read():
-            pass
+            assert time.monotonic() < end, self.raw
         return self.process.wait(PATIENCE)
 
 
