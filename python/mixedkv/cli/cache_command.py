@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mixedkv.cli.values import duration
 from mixedkv.kv.stats import format_bytes
 
 if TYPE_CHECKING:
@@ -35,6 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add(actions, "encrypt", _encrypt, "encrypt what was stored before the store had a key")
     gc = _add(actions, "gc", _gc, "remove what was left behind by killed programs")
     gc.add_argument("--max-gb", metavar="N", type=_gigabytes, help="also shrink the store to this size")
+    gc.add_argument(
+        "--older-than",
+        metavar="TIME",
+        type=duration,
+        help="also remove what was not used for e.g. 30d, 12h",
+    )
+    gc.add_argument(
+        "--eviction", metavar="lru|oldest|gdsf", default="lru", help="what leaves first for --max-gb"
+    )
 
 
 def _add(actions: Any, name: str, command: Any, text: str) -> argparse.ArgumentParser:
@@ -47,14 +57,13 @@ def _add(actions: Any, name: str, command: Any, text: str) -> argparse.ArgumentP
     return parser
 
 
-def _open(args: argparse.Namespace, max_gb: float = _ANY_SIZE_GB, remote: str | None = None) -> KVStore:
+def _open(args: argparse.Namespace, **options: Any) -> KVStore:
     from mixedkv.store import KVStore, parse_key_source
 
     _check_store(args.store)
     key = parse_key_source(args.key) if args.key else None
-    return KVStore(
-        args.store, max_ram_bytes=0, max_kv_size_gb=max_gb, key=key, check_key=False, remote=remote
-    )
+    given = {"max_kv_size_gb": _ANY_SIZE_GB, **options}
+    return KVStore(args.store, max_ram_bytes=0, key=key, check_key=False, **given)
 
 
 def _check_store(folder: Path) -> None:
@@ -114,11 +123,15 @@ def _verify(args: argparse.Namespace) -> None:
 
 
 def _gc(args: argparse.Namespace) -> None:
-    with _open(args, _ANY_SIZE_GB if args.max_gb is None else args.max_gb) as store:
+    max_gb = _ANY_SIZE_GB if args.max_gb is None else args.max_gb
+    with _open(args, max_kv_size_gb=max_gb, eviction=args.eviction, max_age_seconds=args.older_than) as store:
         report = store.gc()
         stats = store.stats()
     print(f"{report.n_unfinished} unfinished files, {report.n_orphans} files without an entry,")
-    print(f"{report.n_missing} entries without a file, {report.n_evicted} over the size: removed")
+    print(
+        f"{report.n_missing} entries without a file, {stats.n_expired} not used for long, "
+        f"{report.n_evicted} over the size: removed"
+    )
     print(f"{stats.n_entries} entries, {format_bytes(stats.bytes_disk)} stay")
 
 

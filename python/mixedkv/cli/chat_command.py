@@ -16,13 +16,14 @@ from mixedkv.chat import ChatResult, ChatUsage, MessageCache
 from mixedkv.cli.chat_terminal import StopSignal, questions
 from mixedkv.cli.model import DEFAULT_N_CTX, add_streaming_arguments, open_model, quiet
 from mixedkv.cli.sampling import add_sampling_arguments, sampling_options
-from mixedkv.cli.values import positive
+from mixedkv.cli.values import duration, positive
 from mixedkv.config import parse_kv
 from mixedkv.errors import StoppedError
 from mixedkv.llama import Llama
 from mixedkv.model.named_model import HELP as MODEL_HELP
 from mixedkv.model.named_model import find_model
 from mixedkv.store import KVStore
+from mixedkv.store.eviction import EVICTIONS
 from mixedkv.terminal import with_prompt_bar
 
 _KV, _MESSAGES = "kv", "messages.jsonl"
@@ -58,6 +59,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_sampling_arguments(parser)
     parser.add_argument("--max-kv-size-gb", metavar="GB", type=float, default=8.0, help="of --history")
+    parser.add_argument(
+        "--eviction",
+        choices=EVICTIONS,
+        default="lru",
+        help="which KV of --history leaves first",
+    )
+    parser.add_argument(
+        "--max-age", metavar="TIME", type=duration, help="remove KV that was not used for so long: 30d, 12h"
+    )
     parser.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
     parser.set_defaults(command=chat)
 
@@ -176,4 +186,9 @@ class _History:
 def _store(history: _History, args: argparse.Namespace) -> KVStore:
     if history.folder is None:
         return KVStore(None)
-    return KVStore(history.folder / _KV, max_kv_size_gb=args.max_kv_size_gb)
+    return KVStore(
+        history.folder / _KV,
+        max_kv_size_gb=args.max_kv_size_gb,
+        eviction=args.eviction,
+        max_age_seconds=args.max_age,
+    )

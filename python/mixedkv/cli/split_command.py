@@ -31,6 +31,7 @@ _SERVE_HELP = {
     "metrics_port": "port for Prometheus; 0 is none",
     "store": "folder of sessions that clients keep, each encrypted with its client's key",
     "store_gb": "size of that folder, in 10^9 bytes",
+    "store_max_age": "remove from it at the start what was not used for so long, e.g. 30d",
     "max_queue": "messages of a tenant that may wait",
     "max_sessions": "sessions of a tenant that are remembered",
     "max_streams": "streams of a tenant at a time",

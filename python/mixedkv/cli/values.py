@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from mixedkv.limits import INT32_MAX
-from mixedkv.sizes import parse_size
+from mixedkv.sizes import parse_duration, parse_size
 from mixedkv.streaming.layer_choice import Asked, parse_layers
 
 T = TypeVar("T")
@@ -59,6 +59,11 @@ def layers(text: str) -> Asked:
 def memory(text: str) -> int:
     """Of --memory."""
     return _value(parse_size, text)
+
+
+def duration(text: str) -> float:
+    """Seconds of --max-age and --older-than."""
+    return _value(parse_duration, text)
 
 
 def _value(parse: Callable[[str], T], text: str) -> T:

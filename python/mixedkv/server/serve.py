@@ -57,6 +57,7 @@ from mixedkv.server.shutdown import end_within
 from mixedkv.server.state import ServerState, session_quota
 from mixedkv.sessions import ContextCacheManager, explain
 from mixedkv.sessions.record_codec import PLAIN, RecordCodec
+from mixedkv.sizes import parse_duration
 from mixedkv.store import KeySource, KVStore, key_from_file
 from mixedkv.store.encryption import KeyCipher
 
@@ -297,6 +298,8 @@ def _open_store(
         settings.store or None,
         max_ram_bytes=int(settings.max_ram_gb * 1e9),
         max_kv_size_gb=settings.max_kv_size_gb,
+        eviction=settings.eviction,
+        max_age_seconds=parse_duration(settings.max_age) if settings.max_age else None,
         key=key,
         shares=keys.disk_share,
         # in memory sessions end with the process: nobody else may remove another one's

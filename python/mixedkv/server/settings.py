@@ -24,7 +24,8 @@ from mixedkv.config import parse_kv
 from mixedkv.limits import INT32_MAX, MAX_SEQUENCES, MAX_SNAPSHOTS
 from mixedkv.prompts.overflow import Overflow
 from mixedkv.sessions.metadata_url import beside
-from mixedkv.sizes import parse_size
+from mixedkv.sizes import parse_duration, parse_size
+from mixedkv.store.eviction import Eviction
 from mixedkv.streaming.layer_choice import parse_layers
 
 ENV_PREFIX = "MIXEDKV_"
@@ -223,6 +224,12 @@ class ServerSettings(BaseSettings):
     )
     max_kv_size_gb: float = _option(10.0, "disk the store may take", "GB", 0.001, 1e6)
     max_ram_gb: float = _option(1.0, "memory the store may take", "GB", 0, 1e6)
+    eviction: Eviction = _option(
+        "lru",
+        "what leaves the store first, on disk and in memory: what was used least recently, what is oldest, "
+        "or what saves least for its size (gdsf)",
+    )
+    max_age: str = _option("", "remove at the start what the store did not use for so long, e.g. 30d", "TIME")
     kv_events: str = _option(
         "", "ZeroMQ address that tells routers what the context holds, as vLLM does: tcp://HOST:PORT", "URL"
     )
@@ -268,6 +275,13 @@ class ServerSettings(BaseSettings):
         if memory:
             parse_size(memory)
         return memory
+
+    @field_validator("max_age")
+    @classmethod
+    def _is_a_duration(cls, age: str) -> str:
+        if age:
+            parse_duration(age)
+        return age
 
     @field_validator("cors_origin")
     @classmethod

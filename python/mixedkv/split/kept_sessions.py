@@ -46,20 +46,32 @@ class KeptSessions:
         folder: made if it is not there.
         max_gb: of all files, in 10^9 bytes; what was used the longest ago makes room.
         shares: what a tenant may have of it, by its name.
+        max_age_seconds: sessions that were not used for so long are removed now; None keeps them.
 
     Raises:
         OSError: the folder cannot be used.
     """
 
     def __init__(
-        self, folder: str | Path, max_gb: float, engine: Engine, shares: Callable[[str], Share]
+        self,
+        folder: str | Path,
+        max_gb: float,
+        engine: Engine,
+        shares: Callable[[str], Share],
+        max_age_seconds: float | None = None,
     ) -> None:
         self._folder, self._max_gb, self._engine = Path(folder), max_gb, engine
         self._shares = shares
         self._unwrapper, self._rows = Unwrapper(), StoredRows(engine)
         self.public_key = self._unwrapper.public_key
         self._identity("")  # what cannot be used fails now, not later
-        KVStore(self._folder, max_ram_bytes=0, max_kv_size_gb=max_gb, check_key=False).close()
+        KVStore(
+            self._folder,
+            max_ram_bytes=0,
+            max_kv_size_gb=max_gb,
+            max_age_seconds=max_age_seconds,
+            check_key=False,
+        ).close()
 
     def keep(self, tenant: str, name: bytes, place: Place, session: Session, wrapped_key: bytes) -> int:
         """Store the rows of a session that stands at a place; how many tokens were not stored yet.

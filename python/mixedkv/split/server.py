@@ -19,6 +19,7 @@ from mixedkv.llama import Llama
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.server.http.auth import Keys
 from mixedkv.server.metrics import Metrics
+from mixedkv.sizes import parse_duration
 from mixedkv.split import split_pb2 as pb
 from mixedkv.split import split_pb2_grpc, wire
 from mixedkv.split.kept_sessions import KeptSessions
@@ -96,7 +97,8 @@ async def start(
     """
     kept = None
     if settings.store:
-        kept = KeptSessions(settings.store, settings.store_gb, engine, keys.disk_share)
+        age = parse_duration(settings.store_max_age) if settings.store_max_age else None
+        kept = KeptSessions(settings.store, settings.store_gb, engine, keys.disk_share, age)
     server = grpc.aio.server(options=_OPTIONS)
     service = SplitService(
         engine,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from mixedkv.config import parse_kv
 from mixedkv.limits import INT32_MAX, MAX_SEQUENCES
 from mixedkv.server.settings import is_local
+from mixedkv.sizes import parse_duration
 
 _RANGES = {
     "n_ctx": (0, INT32_MAX),
@@ -52,6 +53,7 @@ class SplitSettings:
     metrics_port: int = 0
     store: str = ""
     store_gb: float = 10.0
+    store_max_age: str = ""
     max_queue: int = 64
     max_sessions: int = 256
     max_streams: int = 64
@@ -62,6 +64,8 @@ class SplitSettings:
 
     def __post_init__(self) -> None:
         parse_kv(self.kv)
+        if self.store_max_age:
+            parse_duration(self.store_max_age)
         for field in fields(self):
             low, high = _RANGES.get(field.name, (None, None))
             value = getattr(self, field.name)

@@ -54,6 +54,7 @@ class Entries:
         root: the folder, None for memory only.
         max_bytes: of all files, or in memory only of all blocks.
         max_ram_bytes: of the blocks kept in memory.
+        max_age_seconds: since an entry's last use, after which it is removed; None keeps it.
         owner: whose the entries of an identity are.
     """
 
@@ -65,11 +66,12 @@ class Entries:
         max_bytes: int,
         max_ram_bytes: int,
         eviction: Eviction,
+        max_age_seconds: float | None = None,
         owner: Callable[[Identity], Owner] = lambda identity: NOBODY,
     ) -> None:
         self._cipher, self._eviction, self._owner = cipher, eviction, owner
-        self.max_bytes = max_bytes
-        self.ram = RamTier(max_ram_bytes)
+        self.max_bytes, self._max_age_seconds = max_bytes, max_age_seconds
+        self.ram = RamTier(max_ram_bytes, eviction)
         self.counts: Counter[str] = Counter()
         self._lock = RLock()
         self._uses = UseLog()
@@ -458,13 +460,35 @@ class Entries:
         with self._lock, as_os_error():
             self._uses.write(self._index)
             unfinished, orphans, missing = self._folder.tidy(self._index)
+            expired = self._expire()
             evicted = self._index.evict(self.max_bytes, self._eviction)
             self.counts["evicted"] += len(evicted)
             self.ram.keep_only(self._index.ids())
-        self._remove_files(evicted)
+        self._remove_files([*expired, *evicted])
         with as_os_error():
             self._forget(_FORGET_SECONDS)
-        return GCResult(n_unfinished=unfinished, n_orphans=orphans, n_missing=missing, n_evicted=len(evicted))
+        return GCResult(
+            n_unfinished=unfinished,
+            n_orphans=orphans,
+            n_missing=missing,
+            n_expired=len(expired),
+            n_evicted=len(evicted),
+        )
+
+    def remove_expired(self) -> int:
+        """Remove what was not used for `max_age_seconds`; how many entries."""
+        with self._lock, as_os_error():
+            self._uses.write(self._index)
+            expired = self._expire()
+        self._remove_files(expired)
+        return len(expired)
+
+    def _expire(self) -> list[str]:
+        if self._max_age_seconds is None:
+            return []
+        expired = self._index.expire(time.time() - self._max_age_seconds)
+        self.counts["expired"] += len(expired)
+        return expired
 
     def _look(self) -> None:
         """A folder that was deleted while it is open is made again, empty.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 Eviction = Literal["lru", "oldest", "gdsf"]
+EVICTIONS: tuple[Eviction, ...] = get_args(Eviction)
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS worth (
@@ -35,19 +36,31 @@ ORDER = {
     "gdsf": "COALESCE((SELECT priority FROM worth WHERE entry = leaf.id), 0), used, created",
 }
 # GreedyDual-Size-Frequency (Cherkasova, HPL-98-69): uses times cost by size, plus what the last one that left
-# had. The cost is what evaluating the tokens takes: attention to 16k of them is about as much work as the
-# weights.
+# had.
 _WORTH = """
-INSERT INTO worth SELECT id, :uses, :uses * (p1 - p0) * (1 + (p0 + p1) / 32768.0) / MAX(1, nbytes)
+INSERT INTO worth SELECT id, :uses, :uses * worth_of_use(p0, p1, nbytes)
     + COALESCE((SELECT priority FROM aging), 0) FROM entries WHERE id = :entry
 ON CONFLICT (entry) DO UPDATE SET uses = uses + excluded.uses, priority =
     COALESCE((SELECT priority FROM aging), 0) + (uses + excluded.uses) *
-    (SELECT (p1 - p0) * (1 + (p0 + p1) / 32768.0) / MAX(1, nbytes) FROM entries WHERE id = excluded.entry)
+    (SELECT worth_of_use(p0, p1, nbytes) FROM entries WHERE id = excluded.entry)
 """
 _AGE = """
 INSERT INTO aging SELECT 1, priority FROM worth WHERE entry = ?
 ON CONFLICT (id) DO UPDATE SET priority = MAX(priority, excluded.priority)
 """
+
+
+def worth_of_use(p0: int, p1: int, n_bytes: int) -> float:
+    """What evaluating tokens [p0, p1) takes, for the bytes of their KV.
+
+    Attention to 16k tokens is about as much work as the weights.
+    """
+    return (p1 - p0) * (1 + (p0 + p1) / 32768) / max(1, n_bytes)
+
+
+def prepare(db: sqlite3.Connection) -> None:
+    """Teach a connection the functions that the statements here use."""
+    db.create_function("worth_of_use", 3, worth_of_use, deterministic=True)
 
 
 def note_uses(db: sqlite3.Connection, uses: Mapping[str, int]) -> None:

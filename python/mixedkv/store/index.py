@@ -84,6 +84,10 @@ WITH RECURSIVE chain (id, parent, nbytes) AS (
     UNION SELECT up.id, up.parent, up.nbytes FROM entries AS up JOIN chain ON up.id = chain.parent
 ) SELECT COALESCE(SUM(CAST(nbytes AS INTEGER)), 0) FROM chain
 """
+_EXPIRED = """
+SELECT id FROM entries AS leaf WHERE CAST(used AS REAL) < ?
+    AND NOT EXISTS (SELECT 1 FROM entries AS child WHERE child.parent = leaf.id)
+"""
 _VARIABLES = 500  # in one statement; SQLite's limit was 999 once
 _BUSY_SECONDS = 30.0
 _REMOVED_SECONDS = 30 * 86400.0  # longer than what is under way when a session is removed
@@ -120,6 +124,7 @@ class Index:
             self._db.execute("PRAGMA synchronous = FULL")  # what was reported as stored outlives a power cut
         self._db.execute("PRAGMA secure_delete = ON")  # a removed data key leaves no copy in a free page
         self._db.execute("PRAGMA foreign_keys = ON")
+        leaving.prepare(self._db)
         with self._transaction():
             for statement in (_SCHEMA + leaving.SCHEMA).split(";"):
                 self._db.execute(statement)
@@ -318,6 +323,17 @@ class Index:
         """Remove entries until their files take `max_bytes` at most; their ids."""
         with self._transaction():
             return self._evict(max_bytes, eviction, keep="")
+
+    def expire(self, before: float) -> list[str]:
+        """Remove entries that were last used before a time and that none used since then builds on; their
+        ids.
+        """
+        expired: list[str] = []
+        with self._transaction():
+            while leaves := [leaf[0] for leaf in self._db.execute(_EXPIRED, (before,))]:
+                self._delete(leaves)
+                expired += leaves
+        return expired
 
     def _evict(self, max_bytes: int, eviction: Eviction, keep: str, tenant: bytes | None = None) -> list[str]:
         evicted: list[str] = []

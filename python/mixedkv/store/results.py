@@ -141,18 +141,25 @@ class Verified:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GCResult:
-    """What `KVStore.gc` removed: unfinished files, files without an entry, entries without their file, and
-    entries that were over the budget.
+    """What `KVStore.gc` removed.
+
+    Args:
+        n_unfinished: files that were never finished.
+        n_orphans: files without an entry.
+        n_missing: entries without their file.
+        n_expired: entries that were not used for `max_age_seconds`.
+        n_evicted: entries that were over the budget.
     """
 
     n_unfinished: int
     n_orphans: int
     n_missing: int
+    n_expired: int
     n_evicted: int
 
     @property
     def total(self) -> int:
-        return self.n_unfinished + self.n_orphans + self.n_missing + self.n_evicted
+        return self.n_unfinished + self.n_orphans + self.n_missing + self.n_expired + self.n_evicted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,6 +203,7 @@ class StoreStats:
         tokens_hit: tokens that need not be computed again.
         bytes_read, bytes_written: of files.
         n_evicted: entries this process removed to make room.
+        n_expired: entries this process removed since they were not used for `max_age_seconds`.
         unerased: keys of removed entries may still be in the index's log, since another program reads it.
         n_restored, seconds_restoring: calls of `restore` that hit, and their time together.
         n_rechecked, n_wrong: entries of which tokens were evaluated again, and those that were removed since
@@ -216,6 +224,7 @@ class StoreStats:
     unerased: bool
     n_restored: int
     seconds_restoring: float
+    n_expired: int = 0
     n_rechecked: int = 0
     n_wrong: int = 0
     remote: RemoteStats | None = None
@@ -244,7 +253,7 @@ class StoreStats:
                 f"{self.tokens_hit} tokens",
                 f"misses    {self.n_misses}" + (f" ({misses})" if misses else ""),
                 f"bytes     {format_bytes(self.bytes_read)} read, {format_bytes(self.bytes_written)} written",
-                f"evicted   {self.n_evicted}",
+                f"evicted   {self.n_evicted} to make room, {self.n_expired} by age",
                 f"restored  {self.n_restored}, {per_restore:.1f} ms each",
             ]
         )

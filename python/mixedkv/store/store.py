@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import numpy.typing as npt
 
@@ -25,7 +25,7 @@ from mixedkv.store.encryption import (
 )
 from mixedkv.store.entries import Entries, ParentGoneError, SessionRemovedError, TooLargeError, store_root
 from mixedkv.store.entry_error import EntryError, Reason
-from mixedkv.store.eviction import Eviction
+from mixedkv.store.eviction import EVICTIONS, Eviction
 from mixedkv.store.identity import Identity
 from mixedkv.store.lookup import worth_building_on
 from mixedkv.store.ownership import Ownership
@@ -68,6 +68,8 @@ class KVStore:
         eviction: what leaves first when a budget is full: "lru", the least recently used; "oldest"; or
             "gdsf", which weighs how often an entry was used, how long ago, and what evaluating it takes for
             its size (GreedyDual-Size-Frequency). What others build on leaves after them.
+        max_age_seconds: entries that were not used for so long are removed, when the store is opened and by
+            `gc`; None keeps them. One that a younger entry builds on stays with it.
         key: where the master key comes from, e.g. `key_from_file(path)` or a callable that returns 32 bytes;
             None stores without encryption.
         check_key: refuse a folder that was encrypted, but not with this key.
@@ -89,6 +91,7 @@ class KVStore:
         max_ram_bytes: int = 2**30,
         max_kv_size_gb: float = 10.0,
         eviction: Eviction = "lru",
+        max_age_seconds: float | None = None,
         key: KeySource | None = None,
         check_key: bool = True,
         shares: Callable[[str], Share] | None = None,
@@ -96,10 +99,12 @@ class KVStore:
         remote: str | None = None,
         recheck: bool = True,
     ) -> None:
-        if eviction not in get_args(Eviction):
-            raise ValueError(f"eviction={eviction!r}: use one of {', '.join(get_args(Eviction))}")
+        if eviction not in EVICTIONS:
+            raise ValueError(f"eviction={eviction!r}: use one of {', '.join(EVICTIONS)}")
         max_ram_bytes = int(_check_number("max_ram_bytes", max_ram_bytes))
         max_disk_bytes = int(_check_number("max_kv_size_gb", max_kv_size_gb) * _GB)
+        if max_age_seconds is not None:
+            _check_number("max_age_seconds", max_age_seconds)
         self._cipher: Cipher = PlainCipher() if key is None else KeyCipher(key)
         self.folder = Path(folder) if folder is not None else None
         self._owners = Ownership(self._cipher, shares, session_owner)
@@ -111,6 +116,7 @@ class KVStore:
             max_bytes=max_ram_bytes if folder is None else max_disk_bytes,
             max_ram_bytes=max_ram_bytes,
             eviction=eviction,
+            max_age_seconds=max_age_seconds,
             owner=self._owners.of,
         )
         self._tally = Tally()
@@ -122,6 +128,8 @@ class KVStore:
                 if key is not None and "" in key_ids:
                     _LOG.warning(PLAIN_ENTRIES, folder)
                 self._entries.adopt_key()
+            if n := self._entries.remove_expired():
+                _LOG.info("%d entries were removed that were not used for %.0f s", n, max_age_seconds)
             if remote is not None and isinstance(self._entries, SharedEntries):
                 self._remote = RemoteTier(remote, self._entries, self._cipher)
         except BaseException:
@@ -448,7 +456,9 @@ class KVStore:
         return self._entries.verify()
 
     def gc(self) -> GCResult:
-        """Remove files that were left behind, entries whose file is gone, and what is over the budget."""
+        """Remove files that were left behind, entries whose file is gone or that were not used for
+        `max_age_seconds`, and what is over the budget.
+        """
         return self._entries.collect()
 
     def entries(self) -> list[EntryInfo]:
@@ -471,6 +481,7 @@ class KVStore:
             bytes_read=counts["bytes_read"],
             bytes_written=counts["bytes_written"],
             n_evicted=counts["evicted"],
+            n_expired=counts["expired"],
             unerased=self._entries.unerased,
             remote=self._remote.stats() if self._remote is not None else None,
             **self._tally.stats(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -71,9 +72,17 @@ def test_gc(folder: Path) -> None:
     (folder / "v1" / "entries" / ("b" * 32 + ".safetensors")).write_bytes(b"x")
     lines = cache("gc", "--store", folder).stdout.splitlines()
     assert lines[0] == "1 unfinished files, 1 files without an entry,"
-    assert lines[1] == "0 entries without a file, 0 over the size: removed"
+    assert lines[1] == "0 entries without a file, 0 not used for long, 0 over the size: removed"
     assert lines[2].startswith("3 entries, ")
-    assert "3 over the size" in cache("gc", "--store", folder, "--max-gb", "0").stdout
+    assert "0 not used for long" in cache("gc", "--store", folder, "--older-than", "1h").stdout
+    time.sleep(0.1)
+    assert "3 not used for long" in cache("gc", "--store", folder, "--older-than", "0.1s").stdout
+
+
+def test_gc_shrinks(folder: Path) -> None:
+    done = cache("gc", "--store", folder, "--max-gb", "0", "--eviction", "oldest")
+    assert "3 over the size" in done.stdout
+    assert "eviction='newest'" in cache("gc", "--store", folder, "--eviction", "newest", code=2).stderr
 
 
 def test_an_encrypted_store(tmp_path: Path) -> None:

@@ -158,6 +158,8 @@ def test_the_environment_has_text_for_every_kind(tmp_path: Path) -> None:
         {"reuse": "some"},
         {"request_timeout": float("nan")},
         {"store_key_file": "k"},
+        {"eviction": "newest"},
+        {"max_age": "1 month"},
     ],
 )
 def test_settings_that_cannot_stand_are_refused(options: dict[str, object]) -> None:

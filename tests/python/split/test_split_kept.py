@@ -265,6 +265,23 @@ def test_a_server_without_a_folder_keeps_nothing(parts: Exported, head: Head) ->
             keyless.keep()
 
 
+def test_what_was_not_used_for_long_is_removed_at_the_start(
+    parts: Exported, head: Head, tmp_path: Path
+) -> None:
+    with (
+        split_support.running(parts.body, store=str(tmp_path)) as server,
+        SplitClient(head, server.address) as client,
+        client.session(new_key()) as session,
+    ):
+        _answer(session, _PROMPT)
+        session.keep()
+    assert _files(tmp_path)
+    with split_support.running(parts.body, store=str(tmp_path), store_max_age="1d"):
+        assert _files(tmp_path)
+    with split_support.running(parts.body, store=str(tmp_path), store_max_age="0.001s"):
+        assert not _files(tmp_path)
+
+
 def test_a_folder_without_room(parts: Exported, head: Head, tmp_path: Path) -> None:
     with (
         split_support.running(parts.body, store=str(tmp_path), store_gb=1e-6) as server,

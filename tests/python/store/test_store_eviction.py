@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sqlite3
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import pytest
 
 from mixedkv.kv.block import KVBlock
 from mixedkv.store import KVStore, Share
+from mixedkv.store.eviction import Eviction
 from mixedkv.store.tiers.disk import DiskTier
 from mixedkv.store.tiers.ram import RamTier
 from support.store_support import identity, make_block, put_chain, same
@@ -131,6 +133,43 @@ def test_use_outlives_the_process(tmp_path: Path) -> None:
         assert stored(store) == {0, 2}
 
 
+def age(folder: Path, seconds: float, *entries: str) -> None:
+    """As if entries had been used for the last time so long ago; all of them if none is named."""
+    with sqlite3.connect(folder / "v1" / "index.sqlite3") as db:
+        chosen = entries or [entry for (entry,) in db.execute("SELECT id FROM entries")]
+        db.executemany("UPDATE entries SET used = used - ? WHERE id = ?", [(seconds, e) for e in chosen])
+
+
+def test_what_was_not_used_for_long_is_removed_when_the_store_is_opened(tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    with KVStore(folder) as store:
+        for i in range(3):
+            store.put(WHO, block(i))
+    age(folder, 3600)
+    with KVStore(folder, max_age_seconds=7200) as store:
+        read(store, 1)
+        assert store.stats().n_expired == 0
+    with KVStore(folder, max_age_seconds=1800) as store:
+        assert stored(store) == {1}
+        assert store.stats().n_expired == 2
+        assert len(list(folder.rglob("*.safetensors"))) == 1
+        age(folder, 3600)
+        assert store.gc().n_expired == 1
+        assert stored(store) == set()
+
+
+def test_what_a_younger_entry_builds_on_stays(tmp_path: Path) -> None:
+    folder, chain = tmp_path / "kv", list(range(96))
+    with KVStore(folder) as store:
+        entries = put_chain(store, WHO, chain, [32, 64, 96])
+    age(folder, 3600, entries[0], entries[2])
+    with KVStore(folder, max_age_seconds=1800) as store:
+        assert {entry.id for entry in store.entries()} == set(entries[:2])
+    age(folder, 3600, entries[1])
+    with KVStore(folder, max_age_seconds=1800) as store:
+        assert store.entries() == []
+
+
 def test_what_others_build_on_leaves_after_them(tmp_path: Path) -> None:
     chain = list(range(1000, 1096))
     with KVStore(tmp_path / "kv") as store:
@@ -203,6 +242,17 @@ def test_memory_above_the_folder(tmp_path: Path) -> None:
         assert store.stats().n_ram == 0
 
 
+@pytest.mark.parametrize(("eviction", "left"), [("lru", "cad"), ("oldest", "bcd"), ("gdsf", "abd")])
+def test_memory_above_a_folder_has_the_same_order(eviction: Eviction, left: str) -> None:
+    ram = RamTier(3 * SIZE, eviction)
+    for i, name in enumerate("abc"):
+        ram.put(name, block(i))
+    for name in "aabbca":
+        assert ram.get(name) is not None
+    ram.put("d", block(3))
+    assert {name for name in "abcd" if name in ram} == set(left)
+
+
 def test_ram_tier() -> None:
     ram = RamTier(2 * SIZE)
     for name in "aba":
@@ -225,6 +275,7 @@ def test_ram_tier() -> None:
         ({"max_kv_size_gb": "10"}, "max_kv_size_gb='10'"),
         ({"max_kv_size_gb": float("nan")}, "max_kv_size_gb=nan"),
         ({"max_ram_bytes": True}, "max_ram_bytes=True"),
+        ({"max_age_seconds": "30d"}, "max_age_seconds='30d'"),
     ],
 )
 def test_settings_that_are_refused(options: dict, message: str) -> None:

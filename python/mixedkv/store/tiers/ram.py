@@ -1,21 +1,39 @@
-"""Blocks in memory: the least recently used leave when the budget is full."""
+"""Blocks in memory, of which some leave when the budget is full."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection
+from dataclasses import dataclass
 from threading import Lock
 
 from mixedkv.kv.block import KVBlock
+from mixedkv.store.eviction import Eviction, worth_of_use
+
+
+@dataclass(slots=True)
+class _Kept:
+    block: KVBlock
+    n_bytes: int
+    worth: float  # of one use
+    uses: int
+    priority: float
 
 
 class RamTier:
-    """Blocks by entry id, `max_bytes` of them at most. Thread-safe."""
+    """Blocks by entry id, `max_bytes` of them at most. Thread-safe.
 
-    def __init__(self, max_bytes: int) -> None:
+    Args:
+        max_bytes: of all blocks.
+        eviction: which block leaves first, as for the entries in the folder (`KVStore`).
+    """
+
+    def __init__(self, max_bytes: int, eviction: Eviction = "lru") -> None:
         self.max_bytes = max_bytes
         self.n_bytes = 0
-        self._blocks: OrderedDict[str, tuple[KVBlock, int]] = OrderedDict()
+        self._eviction = eviction
+        self._floor = 0.0  # priority of the last block that left: what comes now is worth more
+        self._blocks: OrderedDict[str, _Kept] = OrderedDict()
         self._lock = Lock()
 
     def __len__(self) -> int:
@@ -26,10 +44,14 @@ class RamTier:
 
     def get(self, entry: str) -> KVBlock | None:
         with self._lock:
-            if entry not in self._blocks:
+            kept = self._blocks.get(entry)
+            if kept is None:
                 return None
-            self._blocks.move_to_end(entry)
-            return self._blocks[entry][0]
+            kept.uses += 1
+            kept.priority = self._floor + kept.uses * kept.worth
+            if self._eviction == "lru":
+                self._blocks.move_to_end(entry)
+            return kept.block
 
     def put(self, entry: str, block: KVBlock) -> None:
         """Keep a block; one that is larger than the budget is not kept."""
@@ -39,8 +61,9 @@ class RamTier:
         with self._lock:
             self._drop(entry)
             while self.n_bytes + n_bytes > self.max_bytes:
-                self._drop(next(iter(self._blocks)))
-            self._blocks[entry] = block, n_bytes
+                self._evict()
+            worth = worth_of_use(block.p0, block.p0 + len(block), n_bytes)
+            self._blocks[entry] = _Kept(block, n_bytes, worth, uses=1, priority=self._floor + worth)
             self.n_bytes += n_bytes
 
     def remove(self, entry: str) -> None:
@@ -53,6 +76,13 @@ class RamTier:
             for entry in self._blocks.keys() - set(entries):
                 self._drop(entry)
 
+    def _evict(self) -> None:
+        first = next(iter(self._blocks))
+        if self._eviction == "gdsf":
+            first = min(self._blocks, key=lambda entry: self._blocks[entry].priority)
+        self._floor = max(self._floor, self._blocks[first].priority)
+        self._drop(first)
+
     def _drop(self, entry: str) -> None:
-        _, n_bytes = self._blocks.pop(entry, (None, 0))
-        self.n_bytes -= n_bytes
+        if kept := self._blocks.pop(entry, None):
+            self.n_bytes -= kept.n_bytes
