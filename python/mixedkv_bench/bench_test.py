@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mixedkv_bench.harness.contexts import LoadedModel
-from mixedkv_bench.harness.progress import Progress
+from mixedkv_bench.harness.progress import Bar
 from mixedkv_bench.harness.row import Row
 from mixedkv_bench.harness.table import Table
 from mixedkv_bench.options import Options
@@ -19,7 +19,7 @@ class Bench:
 
     model: LoadedModel
     options: Options
-    progress: Progress
+    progress: Bar
     add: Callable[[Row], None]
 
 

@@ -21,7 +21,7 @@ from mixedkv_bench.bench_test import Bench, BenchTest, Measure
 from mixedkv_bench.harness import context_facts, sample_text
 from mixedkv_bench.harness.cache_settings import REFERENCE, Setting
 from mixedkv_bench.harness.contexts import MICRO_BATCH, CannotRunError, Context, LoadedModel
-from mixedkv_bench.harness.progress import Progress
+from mixedkv_bench.harness.progress import Bar
 from mixedkv_bench.harness.row import CacheRow, RowPart
 from mixedkv_bench.harness.summary import log_softmax, standard_error
 from mixedkv_bench.harness.table import Cells, Table, number
@@ -186,7 +186,7 @@ def _read(
     contenders: Sequence[_Contender],
     document: Document,
     mode: str,
-    progress: Progress,
+    progress: Bar,
 ) -> None:
     """Every context reads the document; the distributions are compared chunk by chunk."""
     chunk = max(32, min(MICRO_BATCH, _CHUNK_FLOATS // reference.model.n_vocab))

@@ -11,7 +11,7 @@ from mixedkv_bench import arguments
 from mixedkv_bench.bench_test import Bench
 from mixedkv_bench.catalog import TESTS
 from mixedkv_bench.harness.contexts import LoadedModel
-from mixedkv_bench.harness.progress import Progress
+from mixedkv_bench.harness.progress import Bar
 from mixedkv_bench.output.report import render
 from mixedkv_bench.output.result import Result
 
@@ -22,7 +22,7 @@ def bench(args: argparse.Namespace) -> None:
     result = Result(options.file, options.shape, _command(), options.json)
     try:
         weights = any(TESTS[name].weights for name in options.tests)
-        with Progress() as progress, closing(LoadedModel(options.file.path, weights=weights)) as model:
+        with Bar() as progress, closing(LoadedModel(options.file.path, weights=weights)) as model:
             work = Bench(model=model, options=options, progress=progress, add=result.add)
             for measure in [TESTS[name].prepare(work) for name in options.tests]:
                 measure()

@@ -26,7 +26,7 @@ from mixedkv_bench.harness.bench_peer import check_program
 from mixedkv_bench.harness.cache_settings import Setting, make_settings
 from mixedkv_bench.harness.chat_client import ClientSampling
 from mixedkv_bench.harness.contexts import CannotRunError, LoadedModel
-from mixedkv_bench.harness.progress import Progress
+from mixedkv_bench.harness.progress import Bar
 from mixedkv_bench.harness.replay import Conversation, Replay, make_conversation, replay, room
 from mixedkv_bench.harness.row import Row, RowPart
 from mixedkv_bench.harness.servers import ServerSpec
@@ -274,7 +274,7 @@ def _rival(setting: Setting, spec: ServerSpec, program: Path) -> ServerContender
     )
 
 
-def _start(contender: ServerContender, script: Script, stack: ExitStack, progress: Progress) -> None:
+def _start(contender: ServerContender, script: Script, stack: ExitStack, progress: Bar) -> None:
     """Start a server and let it answer once."""
     progress.show(f"serve: start {contender.engine} {contender.setting.name}")
     port = servers.free_port()
@@ -289,7 +289,12 @@ def _start(contender: ServerContender, script: Script, stack: ExitStack, progres
 
 
 def _round(
-    contender: ServerContender, no: int, script: Script, work: ServeWork, spec: ServerSpec, progress: Progress
+    contender: ServerContender,
+    no: int,
+    script: Script,
+    work: ServeWork,
+    spec: ServerSpec,
+    progress: Bar,
 ) -> None:
     for i, clients in enumerate(work.clients):
         progress.show(f"serve: {contender.engine} {contender.setting.name}, {clients} clients")

@@ -13,8 +13,8 @@ import numpy as np
 from pydantic import Field
 
 from mixedkv.engine import Engine
-from mixedkv.engine.constrain.constraint import Constraint
-from mixedkv.engine.draft.speculation import Mode
+from mixedkv.engine.constrain.constraint_text import Constraint
+from mixedkv.engine.schedule.request import SpeculationMode
 from mixedkv.limits import padded
 from mixedkv.llama import Llama
 from mixedkv_bench.bench_test import Bench, BenchTest, Measure
@@ -151,7 +151,7 @@ class _Turns:
 
     def __init__(self, engine: Engine, prompt: list[int], options: Options, text: Text) -> None:
         self._engine, self._prompt, self._n_gen, self._text = engine, prompt, options.n_gen, text
-        self._mode: Mode = "prompt-lookup" if options.draft_model is None else "draft-model"
+        self._mode: SpeculationMode = "prompt-lookup" if options.draft_model is None else "draft-model"
         self._bias = tuple((token, -100.0) for token in engine.detokenizer.ends)
         self._constraint = None
         if text == "is certain":
@@ -163,7 +163,7 @@ class _Turns:
         self._steps = self._drafted = self._accepted = 0
 
     def turn(self, no: int) -> None:
-        order: tuple[Mode, Mode] = ("off", self._mode) if no % 2 else (self._mode, "off")
+        order: Sequence[SpeculationMode] = ("off", self._mode) if no % 2 else (self._mode, "off")
         answers = {mode: self._answer(mode, no) for mode in order}
         plain, plain_cpu, plain_tokens, _ = answers["off"]
         fast, cpu, tokens, steps = answers[self._mode]
@@ -173,7 +173,7 @@ class _Turns:
             self._same.append(tokens == plain_tokens)
             self._steps += steps
 
-    def _answer(self, mode: Mode, seed: int) -> tuple[float, float, list[int], int]:
+    def _answer(self, mode: SpeculationMode, seed: int) -> tuple[float, float, list[int], int]:
         before, began = self._engine.n_steps, time.process_time()
         answer = self._engine.submit(
             self._prompt,
@@ -189,9 +189,9 @@ class _Turns:
         job = answer.job
         assert job.t_first is not None
         assert job.t_last is not None
-        if job.drafter is not None and seed:
-            self._drafted += job.drafter.n_drafted
-            self._accepted += job.drafter.n_accepted
+        if job.answer.drafter is not None and seed:
+            self._drafted += job.answer.drafter.n_drafted
+            self._accepted += job.answer.drafter.n_accepted
         rate = (job.n_answer - 1) / max(job.t_last - job.t_first, 1e-9)
         return rate, cpu, list(job.tokens[job.n_prompt :]), self._engine.n_steps - before
 

@@ -22,7 +22,7 @@ from mixedkv_bench.harness.bench_peer import BenchPeer, check_program
 from mixedkv_bench.harness.cache_settings import Setting
 from mixedkv_bench.harness.contexts import CannotRunError, LoadedModel
 from mixedkv_bench.harness.neighbours import neighbours
-from mixedkv_bench.harness.progress import Progress
+from mixedkv_bench.harness.progress import Bar
 from mixedkv_bench.harness.row import Row
 from mixedkv_bench.harness.speed_run import Local, RunFacts, Runner, SpeedWork
 from mixedkv_bench.harness.stock_peer import Peer
@@ -204,7 +204,7 @@ def _peer(options: Options, stack: ExitStack) -> tuple[str, Opener]:
     return "llama_cpp", peer.open
 
 
-def _open(contender: Contender, open_: Opener, work: SpeedWork, stack: ExitStack, progress: Progress) -> None:
+def _open(contender: Contender, open_: Opener, work: SpeedWork, stack: ExitStack, progress: Bar) -> None:
     progress.show(f"speed at {work.depth}: fill {contender.setting.name}")
     try:
         contender.runner = open_(contender.setting, work)
@@ -214,7 +214,7 @@ def _open(contender: Contender, open_: Opener, work: SpeedWork, stack: ExitStack
         contender.error = str(error)
 
 
-def _take_turns(contenders: Sequence[Contender], work: SpeedWork, repeats: int, progress: Progress) -> None:
+def _take_turns(contenders: Sequence[Contender], work: SpeedWork, repeats: int, progress: Bar) -> None:
     """The first round only warms up. Every other one goes backwards: none always follows another."""
     for no in range(repeats + 1):
         for contender in contenders[:: -1 if no % 2 else 1]:

@@ -25,7 +25,7 @@ from mixedkv_bench.bench_test import Bench, BenchTest, Measure
 from mixedkv_bench.harness.cache_settings import Setting
 from mixedkv_bench.harness.contexts import CannotRunError, LoadedModel
 from mixedkv_bench.harness.page_cache import drop_cached
-from mixedkv_bench.harness.progress import Progress
+from mixedkv_bench.harness.progress import Bar
 from mixedkv_bench.harness.row import Row, RowPart
 from mixedkv_bench.harness.store_run import StorePlace, StoreRun, in_new_process
 from mixedkv_bench.harness.summary import quartiles
@@ -232,7 +232,7 @@ class _Rounds:
 
     # --- one prompt ---
 
-    def take_turns(self, progress: Progress) -> None:
+    def take_turns(self, progress: Bar) -> None:
         """The first round only warms up. Every other one goes backwards: no tier always follows another."""
         for no in range(self._work.repeats + 1):
             progress.show(f"store: {self._setting.name}")
@@ -284,7 +284,7 @@ class _Rounds:
 
     # --- a chat ---
 
-    def chat(self, progress: Progress) -> list[TimedTurn]:
+    def chat(self, progress: Bar) -> list[TimedTurn]:
         """Every turn with the cache emptied before, from the files; and, to compare, evaluated anew."""
         place, work = self._places["disk"], self._work
         place.empty()

@@ -7,10 +7,12 @@ from mixedkv.engine.connect.chunk_connector import ChunkConnector
 from mixedkv.engine.connect.kv_connector import KVConnector
 from mixedkv.engine.connect.store_connector import StoreConnector
 from mixedkv.engine.engine import Engine
+from mixedkv.engine.jobs.events import Delta, Done, Failed
+from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.prompt_cache import Generation, PromptCache
-from mixedkv.engine.sample.sampler import Sampling
-from mixedkv.engine.schedule.job import Delta, Done, Failed, Job
+from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.observer import Observer
+from mixedkv.engine.schedule.request import Request
 from mixedkv.engine.schedule.tenant_limits import TenantLimits
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "KVConnector",
     "Observer",
     "PromptCache",
+    "Request",
     "Sampling",
     "StoreConnector",
     "TenantLimits",

@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator, Generator, Iterator
 from concurrent.futures import CancelledError
 from typing import Protocol
 
+from mixedkv.engine.jobs.events import Done, Event, Failed
+from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.sample.sampler import TokenLogprob
-from mixedkv.engine.schedule.job import Done, Event, Failed, Job
 
 
 class _Canceller(Protocol):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from mixedkv.engine.schedule.job import Event, Job
+from mixedkv.engine.jobs.events import Event
+from mixedkv.engine.jobs.job import Job
 
 log = logging.getLogger("mixedkv.engine")
 

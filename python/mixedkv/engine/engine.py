@@ -24,6 +24,7 @@ from mixedkv.card import card
 from mixedkv.chunks import Reuse
 from mixedkv.engine.answer import Answer
 from mixedkv.engine.batch.batch import Batch
+from mixedkv.engine.batch.looking import look
 from mixedkv.engine.batch.next_token import go_on
 from mixedkv.engine.batch.vector_job import VectorJob, take_hidden, vector_width
 from mixedkv.engine.chat.tokenizer import Prompt, Tokenizer
@@ -31,29 +32,30 @@ from mixedkv.engine.connect.chunk_connector import ChunkConnector
 from mixedkv.engine.connect.kv_connector import KVConnector
 from mixedkv.engine.connect.loading import Loader
 from mixedkv.engine.deliver import Deliver, Outbox, deliver_directly
-from mixedkv.engine.draft.speculation import Mode, Speculation
+from mixedkv.engine.draft.speculation import Speculation
 from mixedkv.engine.engine_models import check_model, lend
 from mixedkv.engine.inbox import Inbox
-from mixedkv.engine.sample.sampler import Sampling
+from mixedkv.engine.jobs.events import Failed
+from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.prepare import prepare
+from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.checkpoints import CheckpointLimits
-from mixedkv.engine.schedule.drafter import Drafter
-from mixedkv.engine.schedule.job import Failed, Job
-from mixedkv.engine.schedule.looking import look
+from mixedkv.engine.schedule.contract import Run, StepPlan
 from mixedkv.engine.schedule.observer import Observer
 from mixedkv.engine.schedule.pacing import Pace
 from mixedkv.engine.schedule.queue_room import QueueRoom
-from mixedkv.engine.schedule.scheduler import Run, Scheduler, Step
+from mixedkv.engine.schedule.request import Request, SpeculationMode
+from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.engine.schedule.sequences import SequencePool
 from mixedkv.engine.schedule.tenant_limits import Limits, unlimited
 from mixedkv.engine.slide import fit, make_room
 from mixedkv.engine.text.detokenizer import Detokenizer, stop_strings
 from mixedkv.engine.turns import Turns
-from mixedkv.errors import ClosedError, ContextLengthError
+from mixedkv.errors import ClosedError, ContextLengthError, RowsGoneError
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.batch import NO_CELLS
 from mixedkv.prompts.overflow import Overflow
-from mixedkv.tokens import Tokens
 
 log = logging.getLogger("mixedkv.engine")
 
@@ -108,7 +110,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         limits: Limits = unlimited,
         checkpoints: CheckpointLimits | None = None,
-        speculation: Mode = "off",
+        speculation: SpeculationMode = "off",
         draft_model: Llama | None = None,
         turns: Turns | None = None,
     ) -> None:
@@ -131,8 +133,8 @@ class Engine:
         self.speculation = Speculation(llm, speculation, self.observer, draft_model, parallel)
         self._turns = turns or Turns()
         self.n_steps = 0
-        self.last_step, self.last_step_seconds = Step(), 0.0
-        self._scheduler = Scheduler(
+        self.last_step, self.last_step_seconds = StepPlan[Job](), 0.0
+        self._scheduler: Scheduler[Job] = Scheduler(
             self.pool,
             Pace(llm.n_batch, slowdown),
             n_ctx=self.n_ctx,
@@ -209,7 +211,7 @@ class Engine:
         n_logprobs: int | None = None,
         tenant: str = "",
         reuse: bool | Reuse = True,
-        speculation: Mode | None = None,
+        speculation: SpeculationMode | None = None,
         prediction: str = "",
         overflow: Overflow = "refuse",
         **sampling: Any,
@@ -222,10 +224,10 @@ class Engine:
             stop: a string that ends it, or several.
             n_logprobs: how many of the likeliest tokens to tell with each token; None for none.
             tenant: answers of one tenant share the rows of what their prompts have in common.
-            reuse: which rows that are there it starts from, see `Job`; False evaluates everything.
+            reuse: which rows that are there it starts from, see `Request`; False evaluates everything.
             speculation: "prompt-lookup", "draft-model", "mtp", "off", or None for the engine's.
             prediction: what the answer may be, to be checked instead of generated where it is so.
-            overflow: "slide" drops the middle of what does not fit the context, see `Job`.
+            overflow: "slide" drops the middle of what does not fit the context, see `Request`.
             **sampling: fields of `Sampling`: temperature, top_p, seed, ...
 
         Raises:
@@ -238,26 +240,32 @@ class Engine:
         self._check_open()
         with self.llm.kv.busy.present():  # the tokenizer's vocabulary goes with the `Llama`
             tokens, stops = self.tokenizer.encode(prompt, long=overflow == "slide")
-        job = Job(
-            tokens,
+        request = Request(
+            prompt=tokens,
             max_tokens=max_tokens,
-            sampler=self.tokenizer.sampler(Sampling(**sampling)),
+            sampling=Sampling(**sampling),
             tenant=tenant,
             stop=[*stop_strings(stop), *stops],
             stream=True,
             n_logprobs=n_logprobs,
             reuse=reuse,
-            drafter=self.drafter(tokens, speculation, prediction),
+            speculation=speculation,
+            prediction=prediction,
             overflow=overflow,
         )
+        (job,) = self.prepare([request])
         answer = Answer(self, job)
         self.submit_jobs([job])
         return answer
 
-    def drafter(self, prompt: Tokens | Sequence[int], mode: Mode | None, prediction: str) -> Drafter | None:
-        """For the answer to a prompt, by a mode or the engine's; None where nothing is drafted."""
-        tokens = self.tokenizer.tokenize(prediction, start=False) if prediction else []
-        return self.speculation.drafter(prompt[-self.n_ctx :], mode, tokens)  # one that slides may be longer
+    def prepare(self, requests: Sequence[Request], n: int = 1) -> list[Job]:
+        """Return `n` jobs for each request, for `submit_jobs`. Each answer has a seed of its own.
+
+        Raises:
+            ValueError: constraint, sampling, speculation or prediction cannot be followed; the
+                message begins with the field.
+        """
+        return prepare(requests, n, self.tokenizer, self.speculation, self.n_ctx)
 
     def submit_jobs(self, jobs: Sequence[Job], force: bool = False) -> None:
         """Queue jobs, all or none.
@@ -413,7 +421,7 @@ class Engine:
             with self._turns, self.llm.kv.busy.waiting():
                 scheduler.save()
 
-    def _use_context(self, scheduler: Scheduler) -> None:
+    def _use_context(self, scheduler: Scheduler[Job]) -> None:
         # one call a step while answers run: what a call takes, every stream waits
         while self._inbox.answer_call() and not scheduler.running:
             pass
@@ -421,7 +429,7 @@ class Engine:
         scheduler.add(self._inbox.take())
         scheduler.drop_cancelled()
         scheduler.admit()
-        self._outbox.put(*scheduler.take_lost())
+        self._fail_lost()
         if scheduler.running:
             try:
                 self._step(began)
@@ -432,7 +440,7 @@ class Engine:
     def _step(self, began: float) -> None:
         self.llm.kv.follow_memory()
         self._loader.restore()
-        self._outbox.put(*self._scheduler.take_lost())
+        self._fail_lost()
         step, code = self._decode(self._scheduler.plan())
         if code == NO_CELLS and step.n_drafts:  # nobody gives way to drafts
             step, code = self._decode(self._scheduler.plan(), drafts=False)
@@ -462,14 +470,14 @@ class Engine:
         self.speculation.took(step, self.last_step_seconds)
         self._scheduler.took(step, self.last_step_seconds)
 
-    def _decode(self, step: Step, drafts: bool = True) -> tuple[Step, int]:
+    def _decode(self, step: StepPlan[Job], drafts: bool = True) -> tuple[StepPlan[Job], int]:
         """Evaluate a step; llama_decode's code."""
         if drafts:
             self.speculation.plan(step)
         self._batch.set_runs(step.runs)
         return step, self._batch.decode(self.llm.ctx, self.llm.kv) if step.runs else 0
 
-    def _answer(self, run: Run, index: int) -> None:
+    def _answer(self, run: Run[Job], index: int) -> None:
         """Take a job's next tokens from the step's logits: its drafts count as far as they are its choice."""
         job, n = run.job, 0
         if not job.evaluated:
@@ -477,7 +485,7 @@ class Engine:
             self.observer.prompt_done(job)
             if self._connector is not None:
                 self._connector.evaluated(job, index)
-        if job.sampler is None or job.n_answer >= job.max_tokens:
+        if job.answer.sampler is None or job.n_answer >= job.request.max_tokens:
             self._finish(job, "length")
             return
         while True:
@@ -490,7 +498,7 @@ class Engine:
         self.speculation.settle(run, n)
         if end:
             self._finish(job, end)
-        elif job.slides:
+        elif job.request.slides:
             make_room(job, self.tokenizer, self._scheduler, self.n_ctx)
 
     def _finish(self, job: Job, reason: str) -> None:
@@ -498,7 +506,7 @@ class Engine:
         self._scheduler.leave(job)
         self._outbox.put((job, done))
         self.observer.finished(job, reason)
-        if self._connector is not None and job.store:
+        if self._connector is not None and job.request.store:
             self._connector.offload(job)
 
     def _abandon(self, jobs: Sequence[Job], error: Exception) -> None:
@@ -506,6 +514,10 @@ class Engine:
             self._scheduler.abandon(job)
             self._outbox.put((job, Failed(error)))
             self.observer.failed(job)
+
+    def _fail_lost(self) -> None:
+        gone = RowsGoneError("the rows before these vectors have gone")
+        self._outbox.put(*((job, Failed(gone)) for job in self._scheduler.take_lost()))
 
     def _fail_all(self, error: Exception) -> None:
         self._scheduler.add(self._inbox.take())

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from mixedkv.engine.schedule.job import Job
+from mixedkv.engine.jobs.job import Job
 from mixedkv.errors import ClosedError
 
 _T = TypeVar("_T")

@@ -14,7 +14,8 @@ from mixedkv.engine.chat.tokenizer import Prompt
 from mixedkv.engine.connect.chunk_connector import ChunkConnector
 from mixedkv.engine.connect.store_connector import StoreConnector
 from mixedkv.engine.engine import Engine
-from mixedkv.engine.schedule.job import Job
+from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.schedule.request import Request
 from mixedkv.llama import Llama
 from mixedkv.store import KVStore
 
@@ -120,7 +121,7 @@ class PromptCache:
 
     def _evaluate(self, tokens: Sequence[int], keep: bool) -> Generation:
         called = time.perf_counter()
-        job = Job(tokens, max_tokens=0, sampler=None, keep=keep)
+        job = Job(Request(prompt=tokens, max_tokens=0, keep=keep))
         answer = Answer(self.engine, job)
         self.engine.submit_jobs([job])
         return _generation(answer, called)

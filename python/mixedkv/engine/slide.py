@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from mixedkv.engine.chat.tokenizer import Tokenizer
-from mixedkv.engine.schedule.job import Job
+from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.prompts.overflow import LongPrompt, Places, cut, head_of
 from mixedkv.tokens import Tokens
@@ -17,7 +17,7 @@ def fit(job: Job, tokenizer: Tokenizer, n_ctx: int) -> None:
     """Leave out as much of a job's prompt as does not fit, if the job wants it. Once only, off the threads
     that others wait for where that can be: it may be thousands of contexts long.
     """
-    if not job.slides or job.n_prompt < n_ctx:
+    if not job.request.slides or job.n_prompt < n_ctx:
         return
     starts = _at_ends(job.prompt, n_ctx, tokenizer.message_starts)
     boundaries = _at_ends(job.prompt, n_ctx, tokenizer.boundaries)
@@ -33,9 +33,9 @@ def _at_ends(tokens: Tokens, n: int, find: Callable[[Tokens], Places]) -> Places
     return np.concatenate([find(tokens[:n]), last + find(tokens[last:])])
 
 
-def make_room(job: Job, tokenizer: Tokenizer, scheduler: Scheduler, n_ctx: int) -> None:
+def make_room(job: Job, tokenizer: Tokenizer, scheduler: Scheduler[Job], n_ctx: int) -> None:
     """For more of an answer whose next token has no place left."""
-    if not job.slides or len(job.tokens) < n_ctx:
+    if not job.request.slides or len(job.tokens) < n_ctx:
         return
     starts = tokenizer.message_starts(job.all_tokens)
     head = job.gap.begin if job.gap is not None else head_of(starts, n_ctx)

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.kv.cache import KVCache
-from mixedkv.native.batch import NativeBatch
 from mixedkv.tokens import Tokens
 
 # where an image stands in the text of a prompt; nobody else's text has it but by intent
@@ -42,30 +40,6 @@ class Picture:
     def __len__(self) -> int:
         """Rows in the cache."""
         return len(self.vectors)
-
-    def evaluate(self, kv: KVCache, pos: int, seq: int, n_batch: int) -> int:
-        """Evaluate at positions of a sequence from `pos` on; return llama_decode's code. Where it is not 0
-        after the first `n_batch` vectors, rows of those are left.
-        """
-        with kv.causal(self.causal):
-            for begin in range(0, len(self), n_batch):
-                batch = self._batch(pos, seq, begin, min(begin + n_batch, len(self)))
-                if (code := kv.decode(batch.native)) != 0:
-                    return code
-            return 0
-
-    def _batch(self, pos: int, seq: int, begin: int, end: int) -> NativeBatch:
-        n = end - begin
-        vectors = np.ascontiguousarray(self.vectors[begin:end])
-        if self.grid is None:
-            batch = NativeBatch(vectors)
-            batch.pos[:] = np.arange(pos + begin, pos + end)
-        else:  # the fourth part is 0
-            batch = NativeBatch(vectors, n_pos=4)
-            batch.pos[: 3 * n] = (self.grid[:, begin:end] + pos).ravel()
-        batch.seq[:] = seq
-        batch.native.n_tokens = n
-        return batch
 
 
 @dataclass(frozen=True, slots=True)

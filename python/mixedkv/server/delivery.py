@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Sequence
 
 from mixedkv.engine.deliver import deliver_directly
-from mixedkv.engine.schedule.job import Event, Job
+from mixedkv.engine.jobs.events import Event
+from mixedkv.engine.jobs.job import Job
 
 
 class Delivery:

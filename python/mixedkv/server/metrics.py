@@ -9,8 +9,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from mixedkv.engine.schedule.job import Job
 from mixedkv.engine.schedule.observer import Observer
+from mixedkv.engine.schedule.progress import Progress
 
 _FIRST = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 30, 60, 120)
 _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
@@ -127,14 +127,14 @@ class Metrics(Observer):
 
     # --- Observer, on the engine's thread ---
 
-    def started(self, job: Job) -> None:
+    def started(self, job: Progress) -> None:
         assert job.t_start is not None
         self.queue.observe(job.t_start - job.t_submit)
         self.prompt_tokens.inc(job.n_prompt)
         if self.by_tenant:
             self.tenant_prompts.labels(job.tenant).inc(job.n_prompt)
 
-    def prompt_done(self, job: Job) -> None:
+    def prompt_done(self, job: Progress) -> None:
         n_cached = job.n_cached or 0
         self.evaluated.inc(job.n_prompt - n_cached)
         if self.by_tenant:
@@ -147,7 +147,7 @@ class Metrics(Observer):
                 self.hits.labels(job.cached_tier).inc(n_exact)
                 self._hits[job.cached_tier] += n_exact
 
-    def token(self, job: Job, now: float) -> None:
+    def token(self, job: Progress, now: float) -> None:
         self.generated.inc()
         if self.by_tenant:
             self.tenant_generated.labels(job.tenant).inc()
@@ -168,15 +168,15 @@ class Metrics(Observer):
         self.accepted.inc(n_accepted)
         self._tokens.append((time.monotonic(), n_accepted, 0))
 
-    def finished(self, job: Job, reason: str) -> None:
+    def finished(self, job: Progress, reason: str) -> None:
         self.success.labels(reason).inc()
         self._record(job, reason)
 
-    def cancelled(self, job: Job) -> None:
+    def cancelled(self, job: Progress) -> None:
         self.success.labels("abort").inc()
         self._record(job, "abort")
 
-    def failed(self, job: Job) -> None:
+    def failed(self, job: Progress) -> None:
         self.errors.labels("engine").inc()
         self._record(job, "error")
 
@@ -192,7 +192,7 @@ class Metrics(Observer):
     def restore_failed(self, reason: str) -> None:
         self.restore_failures.labels(reason).inc()
 
-    def restored(self, job: Job) -> None:
+    def restored(self, job: Progress) -> None:
         self.restores.inc()
 
     def stored(self, n_tokens: int) -> None:
@@ -224,7 +224,7 @@ class Metrics(Observer):
     def embedding_slice(self, seconds: float) -> None:
         self.embedding_slices.observe(seconds)
 
-    def _record(self, job: Job, reason: str) -> None:
+    def _record(self, job: Progress, reason: str) -> None:
         now = time.perf_counter()
         self.e2e.observe(now - job.t_submit)
         self.dropped.inc(job.n_dropped)
@@ -293,9 +293,9 @@ def _sum(parts: Sequence[dict[str, Any]], name: str) -> float:
     return float(sum(part[name] for part in parts))
 
 
-def _between_tokens(job: Job, reason: str) -> float | None:
+def _between_tokens(job: Progress, reason: str) -> float | None:
     """Seconds from one token to the next, on average; the model's end of its answer is a token too."""
-    n = job.n_answer - 1 + (reason == "stop" and not job.text.stopped)
+    n = job.n_chosen - 1
     if job.t_first is None or job.t_last is None or n < 1:
         return None
     return (job.t_last - job.t_first) / n

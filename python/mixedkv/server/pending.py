@@ -11,7 +11,8 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from mixedkv.engine.engine import Engine
-from mixedkv.engine.schedule.job import Delta, Done, Event, Failed, Job
+from mixedkv.engine.jobs.events import Delta, Done, Event, Failed
+from mixedkv.engine.jobs.job import Job
 from mixedkv.errors import ClosedError, ContextLengthError, QueueFullError
 from mixedkv.server.api_error import from_engine, timed_out
 

@@ -24,12 +24,12 @@ from mixedkv.engine.answer import Answer
 from mixedkv.engine.chat import tokenizer
 from mixedkv.engine.connect.chunk_connector import ChunkConnector
 from mixedkv.engine.connect.store_connector import StoreConnector
-from mixedkv.engine.draft.speculation import Mode
 from mixedkv.engine.embed.embedder import Embedder
 from mixedkv.engine.embed.embedding_context import EmbeddingContext, only_embeds
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.sample.sampling_defaults import sampling_defaults
 from mixedkv.engine.schedule.checkpoints import CheckpointLimits
+from mixedkv.engine.schedule.request import SpeculationMode
 from mixedkv.engine.turns import Turns
 from mixedkv.errors import ClosedError, ModelChangedError
 from mixedkv.model.fingerprint import model_parts
@@ -223,7 +223,7 @@ def _open_model(
     )
 
 
-def speculation_of(settings: ServerSettings, drafts: bool) -> Mode:
+def speculation_of(settings: ServerSettings, drafts: bool) -> SpeculationMode:
     """Of a model's answers; `drafts`: it has the draft model, which is the first one's, or MTP layers."""
     if settings.speculation in ("draft-model", "mtp") and not drafts:
         return "prompt-lookup"

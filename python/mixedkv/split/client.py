@@ -14,7 +14,7 @@ import grpc
 import numpy as np
 
 from mixedkv.engine.chat.tokenizer import Prompt
-from mixedkv.engine.sample.sampler import Sampling
+from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.text.detokenizer import TextStream
 from mixedkv.errors import ClosedError, ContextLengthError
 from mixedkv.prompts.prompt_lookup import PromptLookup

@@ -14,7 +14,7 @@ import grpc
 
 from mixedkv.engine.batch.vector_job import VectorJob
 from mixedkv.engine.engine import Engine
-from mixedkv.engine.schedule.job import Event, Failed
+from mixedkv.engine.jobs.events import Event, Failed
 from mixedkv.errors import ClosedError, ContextLengthError, QueueFullError, RowsGoneError
 from mixedkv.server.http.auth import Keys
 from mixedkv.split import split_pb2 as pb

@@ -8,7 +8,7 @@ from types import TracebackType
 from tqdm import tqdm
 
 
-class Progress:
+class Bar:
     """One bar over all that a run does; its length grows as parts are added."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Progress:
         self._bar.set_description_str(what, refresh=False)
         self._bar.update(0)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Bar:
         return self
 
     def __exit__(

@@ -120,7 +120,7 @@ def _lookup(engine: Engine, n: int) -> dict[str, float]:
     )
     answer.result()
     job = answer.job
-    n_passes = n - (job.drafter.n_accepted if job.drafter else 0)  # each gives a token besides
+    n_passes = n - (job.answer.drafter.n_accepted if job.answer.drafter else 0)  # each gives a token besides
     seconds = (job.t_last or 0.0) - (job.t_first or 0.0)
     return {"lookup_tps": n / max(seconds, 1e-9), "lookup_tokens": n / max(n_passes, 1)}
 

@@ -12,7 +12,7 @@ import pytest
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.engine import ChunkConnector, Job, PromptCache
 from mixedkv.engine.engine import Engine
-from mixedkv.engine.schedule.job import Done
+from mixedkv.engine.jobs.events import Done
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.store import KVStore
 from mixedkv_bench.harness.reuse_cases import Case, CaseMaker

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from mixedkv import Llama
 from mixedkv.bundled import model_path
-from mixedkv.engine.constrain.constraint import Constraint, ConstraintCompiler, DeadEndError
+from mixedkv.engine.constrain.constraint import ConstraintCompiler, DeadEndError
+from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.text.detokenizer import Detokenizer
 from support import zoo
 from support.constraint_support import BYTEWISE, follow, random_answer, schemas

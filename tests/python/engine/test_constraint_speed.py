@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mixedkv.engine.constrain.constraint import Constraint, ConstraintCompiler, DeadEndError
+from mixedkv.engine.constrain.constraint import ConstraintCompiler, DeadEndError
+from mixedkv.engine.constrain.constraint_text import Constraint
 from support.constraint_support import BYTEWISE
 
 _N_TOKENS = 150_000

@@ -9,9 +9,9 @@ import pytest
 
 from mixedkv.config import parse_kv
 from mixedkv.engine.draft.speculation import Speculation, StepTime
-from mixedkv.engine.schedule.drafter import Drafter
+from mixedkv.engine.jobs.drafter import Drafter
+from mixedkv.engine.schedule.contract import Run, StepPlan
 from mixedkv.engine.schedule.observer import Observer
-from mixedkv.engine.schedule.scheduler import Run, Step
 from mixedkv.prompts.prompt_lookup import PromptLookup
 
 
@@ -95,11 +95,9 @@ def drafted(spec: Speculation, rates: list[float], n_prompt: int = 0, left: int 
     runs = [
         Run(
             SimpleNamespace(  # type: ignore[arg-type]
-                drafter=Fixed(rate),
-                sampler=sampler,
-                thought=None,
+                answer=SimpleNamespace(drafter=Fixed(rate), sampler=sampler, thought=None),
+                request=SimpleNamespace(max_tokens=left + 1),
                 n_answer=1,
-                max_tokens=left + 1,
                 tokens=[1] * 50,
             ),
             1,
@@ -107,7 +105,7 @@ def drafted(spec: Speculation, rates: list[float], n_prompt: int = 0, left: int 
         )
         for rate in rates
     ]
-    step = Step(runs, len(runs), n_prompt)
+    step = StepPlan(runs, len(runs), n_prompt)
     spec.plan(step)
     assert step.n_drafts == sum(len(run.drafts) for run in runs)
     return [len(run.drafts) for run in runs]
@@ -116,7 +114,7 @@ def drafted(spec: Speculation, rates: list[float], n_prompt: int = 0, left: int 
 def measure(spec: Speculation, n_streams: int, alone: float, each: float) -> None:
     for i in range(100):
         n = i % 5
-        spec.took(Step([], n_streams, 0, n), alone + n * each)
+        spec.took(StepPlan([], n_streams, 0, n), alone + n * each)
 
 
 def test_what_drafts_cost_is_measured() -> None:

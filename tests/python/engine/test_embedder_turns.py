@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from mixedkv.engine.embed.embedder import Embedder
+from mixedkv.engine.schedule.contract import StepPlan
 from mixedkv.engine.schedule.observer import Observer
-from mixedkv.engine.schedule.scheduler import Step
 from mixedkv.engine.schedule.tenant_limits import Limits, TenantLimits, unlimited
 from mixedkv.errors import QueueFullError
 
@@ -25,7 +25,7 @@ class Engine:
 
     observer, alive, closing_error = Observer(), True, None
     n_queued = n_running = n_steps = 0
-    last_step, last_step_seconds = Step(), 0.0
+    last_step, last_step_seconds = StepPlan(), 0.0
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()

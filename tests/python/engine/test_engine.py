@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from mixedkv.bundled.corpus import make_recall
-from mixedkv.engine.constrain.constraint import Constraint
-from mixedkv.engine.sample.sampler import Sampling
-from mixedkv.engine.schedule.job import Delta, Failed
+from mixedkv.engine.constrain.constraint_text import Constraint
+from mixedkv.engine.jobs.events import Delta, Failed
+from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.pacing import Pace
 from mixedkv.errors import ClosedError, EngineError, QueueFullError
 from support.patience import PATIENCE, wait_for
@@ -215,7 +215,7 @@ def test_a_bug_in_one_answer_does_not_stop_the_engine(direct: Direct) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 
-    bad.take = fail  # type: ignore[method-assign]
+    bad.answer.add = fail  # type: ignore[method-assign]
     other = direct.start(make_recall(12, 5).prompt)[1]
     direct.engine.submit_jobs([bad])
     with pytest.raises(ZeroDivisionError):

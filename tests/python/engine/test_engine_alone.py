@@ -19,7 +19,8 @@ from mixedkv.bundled.corpus import Recall, make_recall
 from mixedkv.engine import Delta, Engine, Job, StoreConnector
 from mixedkv.engine.deliver import deliver_directly
 from mixedkv.engine.inbox import Inbox
-from mixedkv.engine.schedule.job import Event
+from mixedkv.engine.jobs.events import Event
+from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ClosedError, ContextLengthError
 from mixedkv.store import KVStore
 from support.patience import PATIENCE
@@ -273,12 +274,12 @@ def test_calls_that_were_cancelled_do_not_stop_others() -> None:
 
 def test_one_receiver_that_fails_leaves_the_others_alone(engine: Engine) -> None:
     answers = [engine.submit(recall.prompt, **GREEDY) for recall in RECALLS[:1]]
-    jobs = [Job(answers[0].job.prompt, max_tokens=0, sampler=None, deliver=fail) for _ in range(2)]
+    jobs = [Job(Request(prompt=answers[0].job.prompt, max_tokens=0), deliver=fail) for _ in range(2)]
     engine.submit_jobs(jobs)
     answers += [engine.submit(recall.prompt, **GREEDY) for recall in RECALLS[1:2]]
     assert right([answer.text for answer in answers], RECALLS[:2]) == 2
     seen: list[Job] = []
-    done = Job([5, 6], max_tokens=0, sampler=None, deliver=lambda _: seen.append(done))
+    done = Job(Request(prompt=[5, 6], max_tokens=0), deliver=lambda _: seen.append(done))
     deliver_directly([(jobs[0], Delta("x")), (done, Delta("x"))])
     assert seen == [done]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mixedkv.bundled.corpus import make_recall
-from mixedkv.engine.schedule.job import Job
+from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.schedule.observer import Observer
 from mixedkv.engine.schedule.tenant_limits import TenantLimits
 from mixedkv.errors import QueueFullError

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from mixedkv.engine.schedule.job import Job
+from mixedkv.engine.schedule.progress import Progress
 from mixedkv.engine.schedule.tenant_limits import Limits, TenantLimits
 from support.scheduler_support import N_BATCH, Desk
 
@@ -17,17 +17,14 @@ def of(**limits: TenantLimits) -> Limits:
     return lambda tenant: limits.get(tenant, TenantLimits())
 
 
-def endless(desk: Desk, tenant: str, n: int = 1, n_prompt: int = 20) -> list[Job]:
+def endless(desk: Desk, tenant: str, n: int = 1, n_prompt: int = 20) -> list[Progress]:
     """Answers that never end, to prompts that have nothing in common with others."""
     first = 1000 * (ord(tenant[0]) + 100 * int(tenant[1:] or 0))
     prompts = [range(first + 100_000 * i, first + 100_000 * i + n_prompt) for i in range(n)]
-    jobs = desk.add(*prompts, tenant=tenant)
-    for job in jobs:
-        job.max_tokens = ENDLESS
-    return jobs
+    return desk.add(*prompts, tenant=tenant, max_tokens=ENDLESS)
 
 
-def answered(desk: Desk, jobs: list[Job], steps: int) -> Counter[str]:
+def answered(desk: Desk, jobs: list[Progress], steps: int) -> Counter[str]:
     """Tokens of answers in so many steps, by tenant."""
     before = [job.n_answer for job in jobs]
     for _ in range(steps):
@@ -38,7 +35,7 @@ def answered(desk: Desk, jobs: list[Job], steps: int) -> Counter[str]:
     return n
 
 
-def steps_to_first_token(desk: Desk, job: Job) -> int:
+def steps_to_first_token(desk: Desk, job: Progress) -> int:
     steps = 0
     while job.n_answer == 0:
         desk.step()
@@ -79,8 +76,7 @@ def test_a_paused_answer_goes_on_from_its_rows() -> None:
 @pytest.mark.parametrize("reuse", [True, False])
 def test_who_shares_nothing_with_others_still_keeps_its_own_rows(reuse: bool) -> None:
     desk = Desk(parallel=1, idle=1, n_ctx=10_000)
-    (a,) = desk.add(range(300), tenant="a", reuse=reuse)
-    a.max_tokens = ENDLESS
+    (a,) = desk.add(range(300), tenant="a", reuse=reuse, max_tokens=ENDLESS)
     answered(desk, [a], 100)
     endless(desk, "b")
     answered(desk, [a], 400)
@@ -112,13 +108,13 @@ def test_short_answers_share_by_weight_too() -> None:
     """Places fall free by themselves here: nobody has to be paused for this."""
     desk = Desk(parallel=4, idle=4, n_ctx=100_000, limits=of(b=TenantLimits(weight=3)))
     n_tokens: Counter[str] = Counter()
-    jobs: list[Job] = []
+    jobs: list[Progress] = []
     for step in range(1200):
         for tenant in "ab":
             while sum(job.tenant == tenant for job in desk.scheduler.waiting) < 8:
                 first = 100 * step + 50 * ord(tenant)
-                jobs += desk.add(range(first, first + 4), tenant=tenant, reuse=False)
-                jobs[-1].max_tokens = 5 + len(jobs) % 7
+                prompt, n = range(first, first + 4), 5 + (len(jobs) + 1) % 7
+                jobs += desk.add(prompt, tenant=tenant, reuse=False, max_tokens=n)
         desk.step()
     for job in jobs:
         n_tokens[job.tenant] += job.n_answer
@@ -131,9 +127,8 @@ def test_who_had_nothing_to_do_has_nothing_coming_to_it() -> None:
     first = endless(desk, "a", 8)
     (single,) = endless(desk, "b")
     answered(desk, [*first, single], 2000)  # b used a quarter
-    later = desk.add(*(range(7000 * i, 7000 * i + 20) for i in range(1, 9)), tenant="b")
-    for job in later:
-        job.max_tokens = ENDLESS
+    prompts = (range(7000 * i, 7000 * i + 20) for i in range(1, 9))
+    later = desk.add(*prompts, tenant="b", max_tokens=ENDLESS)
     n = answered(desk, [*first, *later, single], 100)
     assert n["a"] >= 0.4 * n.total()
 
@@ -208,13 +203,13 @@ def test_no_more_places_than_a_tenant_may_have() -> None:
 def test_everybody_ends_whoever_pauses() -> None:
     """Five tenants, few places, few cells: all jobs end, and no row is left running."""
     desk = Desk(parallel=2, idle=2, n_ctx=512)
-    jobs: list[Job] = []
+    jobs: list[Progress] = []
     for i in range(30):
-        jobs += desk.add(range(1000 * i, 1000 * i + 20 + 7 * i), tenant=f"a{i % 5}")
-        jobs[-1].max_tokens = 10 + 13 * i % 90
+        prompt = range(1000 * i, 1000 * i + 20 + 7 * i)
+        jobs += desk.add(prompt, tenant=f"a{i % 5}", max_tokens=10 + 13 * i % 90)
         desk.step()
         if i % 7 == 3:
             jobs[-2].cancelled = True
     desk.finish(20_000)
-    assert all(job.cancelled or job.n_answer == job.max_tokens for job in jobs)
+    assert all(job.cancelled or job.n_answer == job.request.max_tokens for job in jobs)
     assert not any(seq.running or seq.paused for seq in desk.pool.held())

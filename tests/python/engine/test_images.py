@@ -14,8 +14,10 @@ from mixedkv import Llama
 from mixedkv.chunks.deviation import last_logits
 from mixedkv.engine.connect.store_connector import StoreConnector
 from mixedkv.engine.engine import Engine
-from mixedkv.engine.sample.sampler import Sampling
-from mixedkv.engine.schedule.job import Done, Job
+from mixedkv.engine.jobs.events import Done
+from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.sample.sampling import Sampling
+from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ContextLengthError, UnsupportedModelError
 from mixedkv.images import Projector, PromptImage
 from mixedkv.store import KVStore
@@ -60,14 +62,15 @@ class Seeing:
     def start(self, *parts: str | PromptImage, max_tokens: int = 1, **options: Any) -> tuple[Job, Any]:
         events: queue.Queue[Any] = queue.Queue()
         images = [part for part in parts if isinstance(part, PromptImage)]
-        job = Job(
-            self.tokens(*parts),
+        request = Request(
+            prompt=self.tokens(*parts),
             max_tokens=max_tokens,
-            sampler=self.engine.tokenizer.sampler(Sampling(temperature=0)),
+            sampling=Sampling(temperature=0),
             pictures=[picture for image in images for picture in image.pictures],
-            deliver=events.put,
             **options,
         )
+        (job,) = self.engine.prepare([request])
+        job.deliver = events.put
         self.engine.submit_jobs([job])
         return job, events
 
@@ -179,11 +182,10 @@ def test_room_is_made_for_an_image(seeing: Callable[..., Seeing]) -> None:
 def test_ids_without_their_image(seeing: Callable[..., Seeing]) -> None:
     case = seeing("llama-128", "f16")
     image, other = case.projector.read(png()), case.projector.read(png(1))
-    sampler = case.engine.tokenizer.sampler(Sampling(temperature=0))
     tokens = case.tokens(BEFORE, image)
     for prompt, pictures in (([*tokens, 5], other.pictures), (tokens, image.pictures)):
         with pytest.raises(ValueError, match="picture"):
-            Job(prompt, max_tokens=1, sampler=sampler, pictures=pictures)
+            Job(Request(prompt=prompt, max_tokens=1, pictures=pictures))
 
 
 def test_a_projector_of_another_model(

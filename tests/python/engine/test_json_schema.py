@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mixedkv.engine.constrain.constraint import Constraint, ConstraintCompiler, DeadEndError
+from mixedkv.engine.constrain.constraint import ConstraintCompiler, DeadEndError
+from mixedkv.engine.constrain.constraint_text import Constraint
 from support.constraint_support import BYTEWISE, follow, random_answer
 
 

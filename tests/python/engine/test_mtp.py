@@ -14,8 +14,8 @@ from mixedkv import Llama
 from mixedkv.engine import Engine
 from mixedkv.engine.draft.mtp_head import MtpHead
 from mixedkv.engine.draft.speculation import StepTime
+from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.sample.sampler import logits_row
-from mixedkv.engine.schedule.job import Job
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.model.footprint import footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mixedkv.engine.constrain.constraint import Constraint, ConstraintCompiler, Matcher
+from mixedkv.engine.constrain.constraint import ConstraintCompiler, Matcher
+from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.constrain.number_length import NumberLength
 from support.constraint_support import BYTEWISE, follow
 

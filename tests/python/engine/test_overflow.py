@@ -15,7 +15,8 @@ from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.chunks.deviation import last_logits
 from mixedkv.engine import Job, StoreConnector
-from mixedkv.engine.schedule.sequences import Sequence
+from mixedkv.engine.schedule.request import Request
+from mixedkv.engine.schedule.sequence import Sequence
 from mixedkv.engine.slide import fit
 from mixedkv.errors import ContextLengthError
 from mixedkv.kv.close_gap import close_gap
@@ -91,7 +92,7 @@ class Marks:
 
 @pytest.mark.parametrize("n", [N_CTX, 2 * N_CTX, 2 * N_CTX + 10, 50 * N_CTX])
 def test_of_a_long_prompt_only_what_can_stay_is_looked_at(n: int) -> None:
-    job, whole = (Job(np.arange(n), max_tokens=1, sampler=None, **SLIDE) for _ in range(2))
+    job, whole = (Job(Request(prompt=np.arange(n), max_tokens=1, **SLIDE)) for _ in range(2))
     marks: Any = Marks()
     fit(job, marks, N_CTX)
     assert marks.n_seen <= 4 * N_CTX
@@ -369,7 +370,8 @@ def test_one_without_end_holds_up_nobody(direct: Direct, tenant: str) -> None:
 
 def test_drafts_are_looked_up_in_what_a_context_holds(direct: Direct) -> None:
     """However long the prompt is: what is dropped says little of what comes."""
-    drafter = direct.engine.drafter(list(range(400)) * 10, "prompt-lookup", "")
+    job, _ = direct.job(list(range(400)) * 10, 1, speculation="prompt-lookup", **SLIDE)
+    drafter = job.answer.drafter
     assert drafter is not None
     for token in range(3):
         drafter.take(token)

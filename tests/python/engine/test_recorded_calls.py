@@ -190,15 +190,15 @@ def test_what_is_thought_is_no_call() -> None:
     assert chat.constraint is not None
     assert chat.thoughts is not None
     held: list[Matcher] = []
-    job: Any = SimpleNamespace(
+    answer: Any = SimpleNamespace(
         thought=Thought(chat.thoughts, close=[]),
         trigger=CallTrigger(chat.triggers, BYTES.compile(chat.constraint)),
+        sampler=SimpleNamespace(hold_to=held.append),
     )
-    sampler: Any = SimpleNamespace(hold_to=held.append)
     for text in ("<think>", "I could say\n<tool_call>\n", "but no", "</think>", "\n\nSo: <tool_", "call>"):
-        follow(job, sampler, text.encode())
+        follow(answer, text.encode())
     assert held == []
-    follow(job, sampler, b"\n")
+    follow(answer, b"\n")
     assert len(held) == 1
     assert held[0].allows(ord("{"))
 

@@ -17,7 +17,7 @@ import pytest
 
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.engine.connect.store_connector import StoreConnector
-from mixedkv.engine.schedule.job import Job
+from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.schedule.observer import Observer
 from mixedkv.store import KVStore
 from support.patience import wait_for

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.config.hot_window import HotWindow
-from mixedkv.engine.schedule.job import Job
+from mixedkv.engine.schedule.progress import Progress
 from support.scheduler_support import N_BATCH, N_CTX, Desk
 
 
@@ -86,9 +86,7 @@ def test_idle_prefixes_go_before_answers() -> None:
 
 def test_the_youngest_gives_way_and_goes_on_later() -> None:
     desk = Desk(parallel=3, idle=1)
-    jobs = desk.add(range(100), range(1000, 1100), range(2000, 2100))
-    for job in jobs:
-        job.max_tokens = 60  # 3 x 160 of 256 cells
+    jobs = desk.add(range(100), range(1000, 1100), range(2000, 2100), max_tokens=60)  # 3 x 160 of 256 cells
     desk.finish()
     assert desk.log.seen["preempted"] > 0
     assert [job.n_answer for job in jobs] == [60, 60, 60]
@@ -97,8 +95,7 @@ def test_the_youngest_gives_way_and_goes_on_later() -> None:
 
 def test_the_only_answer_has_to_end_when_nothing_is_left() -> None:
     desk = Desk(parallel=1, idle=1)
-    (job,) = desk.add(range(200))
-    job.max_tokens = 1000
+    (job,) = desk.add(range(200), max_tokens=1000)
     desk.finish()
     assert job.n_answer == N_CTX - 200 + 1  # the last one has no row
 
@@ -139,10 +136,10 @@ def test_everybody_ends_and_no_cell_is_lost(work: list[tuple[int, int, int]], da
     """Random prompts that share beginnings, random arrivals and cancellations."""
     rules = [CutRule(), CutRule(HotWindow(16, 8, 2)), CutRule(sliding=20), CutRule(recurrent=True)]
     desk = Desk(parallel=3, idle=3, rule=data.draw(st.sampled_from(rules)))
-    jobs: list[Job] = []
+    jobs: list[Progress] = []
     for stem, n, later in work:
-        jobs += desk.add([stem * 1000 + i for i in range(n)], tenant=data.draw(st.sampled_from("ab")))
-        jobs[-1].max_tokens = 1 + n % 9
+        prompt, tenant = [stem * 1000 + i for i in range(n)], data.draw(st.sampled_from("ab"))
+        jobs += desk.add(prompt, tenant=tenant, max_tokens=1 + n % 9)
         for _ in range(later):
             desk.step()
         if data.draw(st.integers(0, 5)) == 0:

@@ -11,7 +11,8 @@ import pytest
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.config.hot_window import HotWindow
 from mixedkv.engine.schedule.checkpoints import CheckpointLimits
-from mixedkv.engine.schedule.sequences import NO_MATCH, Sequence, SequenceMatch, SequencePool
+from mixedkv.engine.schedule.sequence import Sequence
+from mixedkv.engine.schedule.sequences import NO_MATCH, SequenceMatch, SequencePool
 from mixedkv.engine.schedule.tenant_limits import TenantLimits
 from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.prompts.overflow import Gap, LongPrompt

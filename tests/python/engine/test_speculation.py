@@ -14,12 +14,14 @@ import pytest
 from mixedkv import Llama
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.engine import Answer, Engine
-from mixedkv.engine.constrain.constraint import Constraint
+from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.draft.speculation import StepTime
-from mixedkv.engine.sample.sampler import Sampling
-from mixedkv.engine.schedule.drafter import Drafter
-from mixedkv.engine.schedule.job import Done, Job
-from mixedkv.engine.text.thought import Thought, ThoughtTags
+from mixedkv.engine.jobs.drafter import Drafter
+from mixedkv.engine.jobs.events import Done
+from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.sample.sampling import Sampling
+from mixedkv.engine.schedule.request import Request
+from mixedkv.engine.text.thought import ThoughtTags
 from support.server_support import Direct, end_of
 
 SCHEMA = {
@@ -74,7 +76,7 @@ def direct(request: pytest.FixtureRequest) -> Iterator[Direct]:
 
 def answer_with_drafts(direct: Direct, prompt: Any, true: Job, **options: Any) -> tuple[Job, Done]:
     job, events = direct.job(prompt, true.max_tokens, **options)
-    job.drafter = Half(job, list(true.tokens[true.n_prompt :]))
+    job.answer.drafter = Half(job, list(true.tokens[true.n_prompt :]))
     direct.engine.submit_jobs([job])
     return job, end_of(events)
 
@@ -98,7 +100,7 @@ def test_200_prompts_have_the_same_greedy_answers(direct: Direct) -> None:
         """All of them, a few at a time, with drafts of what is known."""
         work = [direct.job(prompt, 24, reuse=False, ignore_end=True) for prompt in prompts]
         for (job, _), twin in zip(work, known, strict=False):
-            job.drafter = Half(job, list(twin.tokens[twin.n_prompt :]), seed=twin.n_prompt)
+            job.answer.drafter = Half(job, list(twin.tokens[twin.n_prompt :]), seed=twin.n_prompt)
         for job, _ in work[turn:] + work[:turn]:
             direct.engine.submit_jobs([job])
         return [(job, end_of(events).text) for job, events in work]
@@ -106,7 +108,7 @@ def test_200_prompts_have_the_same_greedy_answers(direct: Direct) -> None:
     plain = answers(0)
     beside = answers(1)
     drafted = answers(0, [job for job, _ in plain])
-    drafters = [job.drafter for job, _ in drafted if job.drafter is not None]
+    drafters = [job.answer.drafter for job, _ in drafted if job.answer.drafter is not None]
     n_drafted, n_accepted = (sum(d.n_drafted for d in drafters), sum(d.n_accepted for d in drafters))
     assert 500 < n_accepted < n_drafted - 100
 
@@ -147,8 +149,8 @@ def test_all_that_shapes_an_answer_sees_accepted_tokens_only(direct: Direct, way
             assert a == pytest.approx(b, abs=0.05)
         if way == "schema":
             assert json.loads(got.text).keys() == {"colour", "place"}
-        assert job.drafter is not None
-        drafted += job.drafter.n_drafted
+        assert job.answer.drafter is not None
+        drafted += job.answer.drafter.n_drafted
     assert equal >= 2
     assert drafted
 
@@ -156,13 +158,9 @@ def test_all_that_shapes_an_answer_sees_accepted_tokens_only(direct: Direct, way
 def test_a_thought_ends_at_its_budget(direct: Direct) -> None:
     tags = ThoughtTags(start="<", ends=("|>",), open=True)
     close = direct.tokens("|>")
-
-    def thought() -> Thought:
-        return Thought(tags, close=close, budget=5)
-
     prompt = make_recall(50, 8).prompt
-    plain, want = direct.answer(prompt, 20, thought=thought(), ignore_end=True)
-    _, got = answer_with_drafts(direct, prompt, plain, thought=thought(), ignore_end=True)
+    plain, want = direct.answer(prompt, 20, thoughts=tags, thought_budget=5, ignore_end=True)
+    _, got = answer_with_drafts(direct, prompt, plain, thoughts=tags, thought_budget=5, ignore_end=True)
     assert got.text == want.text
     assert list(plain.tokens[plain.n_prompt + 5 :][: len(close)]) == close
 
@@ -172,7 +170,7 @@ def test_rejected_drafts_leave_no_rows(direct: Direct) -> None:
     kv, junk = direct.llm.kv, Always([7] * 16)
     for n in (10, 33, 64, 90):
         job, events = direct.job(make_recall(60 + n, 8).prompt, n, ignore_end=True)
-        job.drafter = junk
+        job.answer.drafter = junk
         direct.engine.submit_jobs([job])
         end_of(events)
         seq = next(s for s in direct.engine.pool.held() if s.tokens == job.tokens[:-1])
@@ -193,7 +191,7 @@ def test_nobody_gives_way_to_drafts(direct: Direct) -> None:
         pass
     job, events = direct.job([30] * (n_ctx - 20), 100, ignore_end=True)
     other, _ = direct.job([31] * 4, 1000, ignore_end=True)
-    job.drafter = Always([7] * 16)
+    job.answer.drafter = Always([7] * 16)
     direct.engine.submit_jobs([job])
     assert end_of(events).reason == "length"
     assert len(job.tokens) == n_ctx
@@ -204,7 +202,7 @@ def test_an_answer_has_no_more_than_max_tokens(direct: Direct) -> None:
     plain, _ = direct.answer(make_recall(70, 8).prompt, 30, ignore_end=True)
     for n in (1, 2, 3, 17, 18):
         job, events = direct.job(plain.prompt, n, ignore_end=True)
-        job.drafter = Always(list(plain.tokens[plain.n_prompt + 1 :]))
+        job.answer.drafter = Always(list(plain.tokens[plain.n_prompt + 1 :]))
         direct.engine.submit_jobs([job])
         assert end_of(events).reason == "length"
         assert job.n_answer == n
@@ -219,7 +217,7 @@ def test_an_answer_that_is_paused_goes_on(direct: Direct) -> None:
     running = []
     for plain, _ in work:
         job, events = direct.job([*plain.prompt], 60, ignore_end=True, reuse=False)
-        job.drafter = Half(job, list(plain.tokens[plain.n_prompt :]))
+        job.answer.drafter = Half(job, list(plain.tokens[plain.n_prompt :]))
         running.append((job, events))
     direct.engine.submit_jobs([job for job, _ in running])
     direct.engine.cancel(running[0][0])
@@ -257,7 +255,7 @@ def test_sampled_tokens_have_the_models_distribution() -> None:
                 ignore_end=True,
                 sampling=Sampling(temperature=temperature, seed=seed),
             )
-            job.drafter = Always(drafts)
+            job.answer.drafter = Always(drafts)
             starts.append((job, events))
         for i in range(0, len(starts), 200):
             part = starts[i : i + 200]
@@ -291,10 +289,10 @@ def test_what_a_schema_leaves_no_choice_about_is_drafted() -> None:
         text, before = plain.text, direct.engine.n_steps
         answer = direct.engine.submit("Say it:", **options)
         assert answer.text == text
-        assert answer.job.drafter is not None
+        assert answer.job.answer.drafter is not None
         assert direct.engine.n_steps - before < answer.job.n_answer * 0.8
-        assert answer.job.drafter.n_accepted > 5
-        assert direct.engine.speculation.stats()["accepted_tokens"] == answer.job.drafter.n_accepted
+        assert answer.job.answer.drafter.n_accepted > 5
+        assert direct.engine.speculation.stats()["accepted_tokens"] == answer.job.answer.drafter.n_accepted
 
 
 def test_a_prediction_is_taken_where_it_comes_true() -> None:
@@ -305,8 +303,8 @@ def test_a_prediction_is_taken_where_it_comes_true() -> None:
         before = want.text and direct.engine.n_steps
         answer = direct.engine.submit(prompt, **options, prediction=want.text)
         assert answer.text == want.text
-        assert answer.job.drafter is not None
-        assert answer.job.drafter.n_accepted >= want.job.n_answer // 2
+        assert answer.job.answer.drafter is not None
+        assert answer.job.answer.drafter.n_accepted >= want.job.n_answer // 2
         assert direct.engine.n_steps - before < want.job.n_answer
 
 
@@ -319,18 +317,17 @@ def test_models_of_all_kinds(zoo_path: Callable[[str], Path], name: str) -> None
         Engine(llm, speculation="prompt-lookup") as engine,
     ):
         if name == "lfm2":
-            assert engine.submit([5] * 20, max_tokens=20).job.drafter is None
+            assert engine.submit([5] * 20, max_tokens=20).job.answer.drafter is None
             assert "recurrent" in engine.speculation.stats()["why_off"]
             return
         for seed in range(3):
             prompt = np.random.default_rng(seed).integers(3, 200, 200).tolist()
             plain = engine.submit(prompt, max_tokens=150, temperature=0, speculation="off", reuse=False)
             plain.result()
-            job = Job(
-                prompt, max_tokens=150, sampler=engine.tokenizer.sampler(Sampling(temperature=0)), reuse=False
-            )
-            job.drafter = Half(job, list(plain.job.tokens[200:]), seed)
+            greedy = Sampling(temperature=0)
+            (job,) = engine.prepare([Request(prompt=prompt, max_tokens=150, sampling=greedy, reuse=False)])
+            job.answer.drafter = Half(job, list(plain.job.tokens[200:]), seed)
             answer = Answer(engine, job)
             engine.submit_jobs([job])
             assert answer.text == plain.text
-            assert job.drafter.n_accepted > 20
+            assert job.answer.drafter.n_accepted > 20

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mixedkv.engine.draft.speculation import StepTime
-from mixedkv.engine.schedule.drafter import Drafter
+from mixedkv.engine.jobs.drafter import Drafter
 from support.served_models import Answered, Served, questions
 
 N_RS_SEQ = 4

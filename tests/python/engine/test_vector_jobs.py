@@ -10,8 +10,8 @@ import pytest
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.config.hot_window import HotWindow
 from mixedkv.engine.batch.vector_job import VectorJob
-from mixedkv.engine.schedule.job import Failed
-from mixedkv.engine.schedule.sequences import Sequence
+from mixedkv.engine.jobs.events import Failed
+from mixedkv.engine.schedule.sequence import Sequence
 from mixedkv.errors import EngineError, RowsGoneError
 from support.scheduler_support import Desk
 

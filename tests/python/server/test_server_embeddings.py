@@ -24,8 +24,8 @@ from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.engine.embed.embedder import Embedder
 from mixedkv.engine.embed.embedding_context import EmbeddingContext, Piece
+from mixedkv.engine.schedule.contract import StepPlan
 from mixedkv.engine.schedule.observer import Observer
-from mixedkv.engine.schedule.scheduler import Step
 from mixedkv.errors import EngineError
 from mixedkv.model.gguf_file import read_model_file
 from support.patience import PATIENCE, wait_for
@@ -430,7 +430,7 @@ class IdleEngine:
     """Answers calls and has nothing else to do."""
 
     n_running = n_queued = n_steps = 0
-    alive, observer, last_step, last_step_seconds = True, Observer(), Step(), 0.0
+    alive, observer, last_step, last_step_seconds = True, Observer(), StepPlan(), 0.0
     closing_error = None
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from mixedkv.engine.schedule.job import Delta, Done, Job
+from mixedkv.engine.jobs.events import Delta, Done
+from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.schedule.request import Request
 from mixedkv.engine.schedule.tenant_limits import TenantLimits
 from mixedkv.errors import ClosedError, ContextLengthError, QueueFullError
 from mixedkv.server.api.generation import usage
@@ -46,7 +48,7 @@ def test_a_refused_request_leaves_nothing_in_memory(error: type[Exception], stat
     """Not even until its time would have been over: thousands may be refused in that time."""
 
     async def refuse() -> None:
-        job = Job([1, 2, 3], max_tokens=0, sampler=None)
+        job = Job(Request(prompt=[1, 2, 3], max_tokens=0))
         left = weakref.ref(job)
         pending = PendingRequest(FullEngine(error), [job], 600)  # type: ignore[arg-type]
         with pytest.raises(ApiError) as caught:
@@ -68,7 +70,7 @@ def test_a_request_that_waits_says_so_now_and_then() -> None:
             pass
 
     async def wait() -> list[Any]:
-        engine, job = Engine(), Job([1], max_tokens=0, sampler=None, stream=True)
+        engine, job = Engine(), Job(Request(prompt=[1], max_tokens=0, stream=True))
         with PendingRequest(engine, [job], 60) as pending:  # type: ignore[arg-type]
             pending.tick_every(0.02)
             got: list[Any] = [await pending.next(), await pending.next()]
@@ -281,7 +283,7 @@ def test_a_shutdown_that_hangs_is_given_up() -> None:
 
 def test_usage_is_exact_only_if_all_answers_are() -> None:
     """One of them may have made do with fewer F16 rows."""
-    jobs = [Job([1, 2, 3], max_tokens=1, sampler=None) for _ in range(2)]
+    jobs = [Job(Request(prompt=[1, 2, 3], max_tokens=1)) for _ in range(2)]
     assert usage(jobs, 2)["prompt_tokens_details"]["cached_exact"]
     jobs[1].exact = False
     assert not usage(jobs, 2)["prompt_tokens_details"]["cached_exact"]

@@ -17,10 +17,11 @@ import numpy as np
 from mixedkv import Llama
 from mixedkv.engine import ChunkConnector, Engine, Job, StoreConnector
 from mixedkv.engine.batch.vector_job import VectorJob
-from mixedkv.engine.constrain.constraint import Constraint
+from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.embed.embedding_context import EmbeddingContext, Piece
-from mixedkv.engine.sample.sampler import Sampling
-from mixedkv.engine.schedule.drafter import Drafter
+from mixedkv.engine.jobs.drafter import Drafter
+from mixedkv.engine.sample.sampling import Sampling
+from mixedkv.engine.schedule.request import Request
 from mixedkv.images import Projector
 from mixedkv.model.gguf_file import n_layers, read_model_file
 from mixedkv.split.export import export
@@ -197,16 +198,16 @@ class Bench:
             options["pictures"] = image.pictures
         if "slide" in self.has:
             options["overflow"] = "slide"
-        if "drafts" in self.has:
-            drafter = self.engine.drafter(tokens, "prompt-lookup", "")
-            options["drafter"] = None if drafter is None else Guesses()
         if "sessions" in self.has:
             options["session"] = "s"
         events: queue.Queue[Any] = queue.Queue()
-        job = Job(
-            tokens, max_tokens=6, sampler=self.engine.tokenizer.sampler(Sampling(**sampling)),
-            n_logprobs=zoo.N_VOCAB, deliver=events.put, **options,
-        )  # fmt: skip
+        request = Request(
+            prompt=tokens, max_tokens=6, sampling=Sampling(**sampling), n_logprobs=zoo.N_VOCAB, **options
+        )
+        (job,) = self.engine.prepare([request])
+        job.deliver = events.put
+        if "drafts" in self.has and not self.engine.speculation.why_off:
+            job.answer.drafter = Guesses()
         self.engine.submit_jobs([job])
         done = end_of(events)
         self._note(job)
@@ -221,7 +222,7 @@ class Bench:
             self.used |= {"store", "sessions"}
         if job.gap is not None:
             self.used.add("slide")
-        if job.drafter is not None and job.drafter.n_drafted:
+        if job.answer.drafter is not None and job.answer.drafter.n_drafted:
             self.used.add("drafts")
 
     def _hidden(self, tokens: list[int]) -> Said:

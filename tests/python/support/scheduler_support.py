@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from mixedkv.config.cut_rule import CutRule
-from mixedkv.engine.schedule.job import Job
+from mixedkv.engine.schedule.contract import StepPlan
 from mixedkv.engine.schedule.observer import Observer
 from mixedkv.engine.schedule.pacing import Pace
-from mixedkv.engine.schedule.scheduler import Scheduler, Step
+from mixedkv.engine.schedule.progress import Progress
+from mixedkv.engine.schedule.request import Request
+from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.engine.schedule.sequences import SequencePool
 from mixedkv.engine.schedule.tenant_limits import Limits, unlimited
 from mixedkv.kv.checkpoint import Checkpoint
@@ -73,10 +76,10 @@ class Log(Observer):
     def __init__(self) -> None:
         self.seen: Counter[str] = Counter()
 
-    def started(self, job: Job) -> None:
+    def started(self, job: Progress) -> None:
         self.seen["started"] += 1
 
-    def cancelled(self, job: Job) -> None:
+    def cancelled(self, job: Progress) -> None:
         self.seen["cancelled"] += 1
 
     def evicted(self) -> None:
@@ -105,7 +108,7 @@ class Desk:
         rule = rule or CutRule()
         self.cells, self.log = Cells(parallel + idle, rule), Log()
         self.pool = SequencePool(self.cells, parallel + idle, rule)
-        self.scheduler = Scheduler(
+        self.scheduler: Scheduler[Progress] = Scheduler(
             self.pool,
             Pace(N_BATCH, 2.0),
             n_ctx=n_ctx,
@@ -115,12 +118,14 @@ class Desk:
             limits=limits,
         )
 
-    def add(self, *prompts: range | list[int], **options: object) -> list[Job]:
-        jobs = [Job(list(prompt), max_tokens=8, sampler=None, **options) for prompt in prompts]  # type: ignore[arg-type]
+    def add(self, *prompts: range | list[int], max_tokens: int = 8, **options: Any) -> list[Progress]:
+        jobs = [
+            Progress(Request(prompt=list(prompt), max_tokens=max_tokens, **options)) for prompt in prompts
+        ]
         self.scheduler.add(jobs)
         return jobs
 
-    def step(self) -> Step:
+    def step(self) -> StepPlan[Progress]:
         """One round of the engine; a job leaves after its eighth token."""
         scheduler = self.scheduler
         scheduler.drop_cancelled()
@@ -137,16 +142,16 @@ class Desk:
         for run in step.runs:
             if run.chooses:
                 run.job.tokens.append(7)
-                if run.job.n_answer >= run.job.max_tokens:
+                if run.job.n_answer >= run.job.request.max_tokens:
                     scheduler.leave(run.job)
         scheduler.took(step, 0.001 * max(1, len(step)))
         scheduler.save()
         return step
 
-    def finish_one(self, job: Job, limit: int = 500) -> None:
+    def finish_one(self, job: Progress, limit: int = 500) -> None:
         """Until a job has its whole answer."""
         for _ in range(limit):
-            if job.n_answer == job.max_tokens:
+            if job.n_answer == job.request.max_tokens:
                 return
             self.step()
         raise AssertionError("the job does not end")

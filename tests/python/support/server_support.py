@@ -21,8 +21,10 @@ from typing import Any
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.engine.engine import Engine
-from mixedkv.engine.sample.sampler import Sampling
-from mixedkv.engine.schedule.job import Done, Failed, Job
+from mixedkv.engine.jobs.events import Done, Failed
+from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.sample.sampling import Sampling
+from mixedkv.engine.schedule.request import Request
 from support.patience import PATIENCE, wait_for
 
 MODEL = model_path().stem
@@ -196,11 +198,12 @@ class Direct:
         self, prompt: str | Sequence[int], max_tokens: int = 32, **options: Any
     ) -> tuple[Job, queue.Queue[Any]]:
         """A job that is not submitted yet, greedy unless told otherwise, and its events."""
-        sampling = options.pop("sampling", Sampling(temperature=0))
-        sampler = self.engine.tokenizer.sampler(sampling) if max_tokens else None
+        if max_tokens:
+            options.setdefault("sampling", Sampling(temperature=0))
         events: queue.Queue[Any] = queue.Queue()
         tokens = self.tokens(prompt) if isinstance(prompt, str) else prompt
-        job = Job(tokens, max_tokens=max_tokens, sampler=sampler, deliver=events.put, **options)
+        (job,) = self.engine.prepare([Request(prompt=tokens, max_tokens=max_tokens, **options)])
+        job.deliver = events.put
         return job, events
 
     def start(

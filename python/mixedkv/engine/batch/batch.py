@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.sample.prompt_logprobs import PromptLogprobs
-from mixedkv.engine.schedule.scheduler import Run
+from mixedkv.engine.schedule.contract import Run
 from mixedkv.kv.cache import KVCache
 from mixedkv.native.batch import NativeBatch, decode
 
@@ -63,16 +64,17 @@ class Batch:
         self._native.n_tokens = last
         return last - 1
 
-    def set_runs(self, runs: Sequence[Run]) -> None:
+    def set_runs(self, runs: Sequence[Run[Job]]) -> None:
         """Hold what jobs have in a step, and nothing else."""
         self.clear()
         for run in runs:
             self._add_run(run)
 
-    def _add_run(self, run: Run) -> None:
+    def _add_run(self, run: Run[Job]) -> None:
         job, first = run.job, run.job.n_rows
         assert job.seq is not None
-        asked = job.prompt_logprobs if job.prompt_logprobs and job.prompt_logprobs.wants(first) else None
+        wanted = job.answer.prompt_logprobs
+        asked = wanted if wanted is not None and wanted.wants(first) else None
         if asked is not None:
             self._asked.append((asked, len(self), first, run.n))
         inputs, every = job.inputs(first, first + run.n), asked is not None

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from mixedkv.engine.jobs.answer_state import AnswerState
+from mixedkv.engine.jobs.events import Delta
+from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.sample.sampler import Sampler, logits_row, logprob_of
-from mixedkv.engine.schedule.job import Delta, Job
 from mixedkv.engine.schedule.observer import Observer
 from mixedkv.engine.text.detokenizer import Detokenizer
 from mixedkv.engine.text.thought import Thought
@@ -23,76 +25,80 @@ def go_on(
     Raises:
         DeadEndError: the job's constraint allows no token.
     """
-    assert job.sampler is not None
-    token = next_token(job, job.sampler, context, index, detokenizer)
+    answer, request = job.answer, job.request
+    token = next_token(job, context, index, detokenizer)
     now = time.perf_counter()
     observer.token(job, now)
-    job.t_first, job.t_last = job.t_first or now, now
-    if token in job.stop_tokens or (detokenizer.is_end(token) and not job.ignore_end):
+    job.chose(now)
+    if token in answer.stop_tokens or (detokenizer.is_end(token) and not request.ignore_end):
         return None, "stop"
-    delta = take(job, token, context, index, detokenizer)
-    if job.text.stopped:
+    delta = _add(job, token, context, index, detokenizer)
+    if answer.text.stopped:
         return delta, "stop"
-    is_full = len(job.tokens) >= n_ctx and not job.slides
-    return delta, "length" if job.n_answer >= job.max_tokens or is_full else ""
+    is_full = len(job.tokens) >= n_ctx and not request.slides
+    return delta, "length" if job.n_answer >= request.max_tokens or is_full else ""
 
 
-def next_token(job: Job, sampler: Sampler, context: Any, index: int, detokenizer: Detokenizer) -> int:
-    """From the logits of the batch's token `index`. A constraint holds for what comes after a thought.
+def next_token(job: Job, context: Any, index: int, detokenizer: Detokenizer) -> int:
+    """Choose from the logits of the batch's token `index`. A constraint holds for what comes after a thought.
 
     Raises:
         DeadEndError: the job's constraint allows no token.
     """
-    thought = job.thought
-    token = thought.forced() if thought is not None and not job.text.within_character else None
+    answer = job.answer
+    assert answer.sampler is not None
+    thought = answer.thought
+    token = thought.forced() if thought is not None and not answer.text.within_character else None
     if token is not None:
-        sampler.accept(token)
+        answer.sampler.accept(token)
     else:
-        token = _chosen(job, sampler, context, index, detokenizer)
-    follow(job, sampler, piece(job, token, detokenizer))
+        token = _chosen(job, answer.sampler, context, index, detokenizer)
+    follow(answer, piece(answer, token, detokenizer))
     return token
 
 
-def follow(job: Job, sampler: Sampler, text: bytes) -> None:
-    """Thoughts and calls of an answer that goes on by a text. What is thought is no call."""
-    thought, trigger = job.thought, job.trigger
+def follow(answer: AnswerState, text: bytes) -> None:
+    """Follow thoughts and calls of an answer that goes on by a text. What is thought is no call."""
+    thought, trigger = answer.thought, answer.trigger
     thinks = thought is not None and thought.open
     if thought is not None:
         thought.take(text)
     if trigger is not None and not thinks and (matcher := trigger.take(text)) is not None:
-        sampler.hold_to(matcher)
+        assert answer.sampler is not None
+        answer.sampler.hold_to(matcher)
 
 
 def _chosen(job: Job, sampler: Sampler, context: Any, index: int, detokenizer: Detokenizer) -> int:
-    never = None
-    if job.n_answer < job.min_tokens:
-        never = np.array([*detokenizer.ends, *job.stop_tokens], np.int32)
-    thought = job.thought
+    answer, never = job.answer, None
+    if job.n_answer < job.request.min_tokens:
+        never = np.array([*detokenizer.ends, *answer.stop_tokens], np.int32)
+    thought = answer.thought
     if thought is None:
         return sampler.sample(context, index, never=never)
     token = sampler.sample(context, index, free=thought.open, also=thought.may_begin, never=never)
-    if sampler.constrained and _breaks_off(job, thought, token, detokenizer):
+    if sampler.constrained and _breaks_off(answer, thought, token, detokenizer):
         return thought.close()
     return token
 
 
-def _breaks_off(job: Job, thought: Thought, token: int, detokenizer: Detokenizer) -> bool:
+def _breaks_off(answer: AnswerState, thought: Thought, token: int, detokenizer: Detokenizer) -> bool:
     """Whether what is constrained would be missing, or begin within this token."""
-    return thought.open and (detokenizer.is_end(token) or thought.ends_within(piece(job, token, detokenizer)))
+    if not thought.open:
+        return False
+    return detokenizer.is_end(token) or thought.ends_within(piece(answer, token, detokenizer))
 
 
-def take(job: Job, token: int, context: Any, index: int, detokenizer: Detokenizer) -> Delta | None:
+def _add(job: Job, token: int, context: Any, index: int, detokenizer: Detokenizer) -> Delta | None:
     """Make a token part of the answer; the text that is certain now."""
-    logprob = None
-    if job.n_logprobs is not None:
-        row = logits_row(context, index, detokenizer.n_vocab)
-        logprob = logprob_of(row, token, job.n_logprobs)
+    answer, n_top, logprob = job.answer, job.request.n_logprobs, None
+    if n_top is not None:
+        logprob = logprob_of(logits_row(context, index, detokenizer.n_vocab), token, n_top)
     job.tokens.append(token)
-    if job.drafter is not None:
-        job.drafter.take(token)
-    return job.take(piece(job, token, detokenizer), logprob)
+    if answer.drafter is not None:
+        answer.drafter.take(token)
+    return answer.add(piece(answer, token, detokenizer), logprob)
 
 
-def piece(job: Job, token: int, detokenizer: Detokenizer) -> bytes:
-    """A token's text in this answer."""
-    return detokenizer.name(token) if token in job.shown else detokenizer[token]
+def piece(answer: AnswerState, token: int, detokenizer: Detokenizer) -> bytes:
+    """Return a token's text in this answer."""
+    return detokenizer.name(token) if token in answer.shown else detokenizer[token]

@@ -10,9 +10,11 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.engine.schedule.job import Event, Job
-from mixedkv.engine.schedule.scheduler import Step
-from mixedkv.engine.schedule.sequences import Sequence
+from mixedkv.engine.jobs.events import Event
+from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.schedule.contract import StepPlan
+from mixedkv.engine.schedule.request import Request
+from mixedkv.engine.schedule.sequence import Sequence
 from mixedkv.errors import EngineError, RowsGoneError
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
@@ -48,7 +50,8 @@ class VectorJob(Job):
         most_cut: int = 0,
         deliver: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        super().__init__(ids, max_tokens=0, sampler=None, tenant=tenant, store=False, deliver=deliver)
+        request = Request(prompt=ids, max_tokens=0, tenant=tenant, store=False)
+        super().__init__(request, deliver=deliver)
         self.vectors, self.paused = vectors, resume
         self.first, self.goes_on, self.most_cut = self.n_prompt - len(vectors), True, most_cut
         self.n_hidden = n_hidden
@@ -95,7 +98,7 @@ def vector_width(llm: Llama) -> int:
     return int(llama_cpp.llama_model_n_embd(_llama_cpp.model(llm)))
 
 
-def take_hidden(context: object, step: Step) -> None:
+def take_hidden(context: object, step: StepPlan[Job]) -> None:
     """What a step of vectors computed, to its jobs; before their rows are counted."""
     begin = 0
     for run in step.runs:

@@ -12,7 +12,8 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from mixedkv import _chat
-from mixedkv.engine.constrain.constraint import SPACE, Constraint
+from mixedkv.engine.constrain.constraint import SPACE
+from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.constrain.tool_grammar import tool_grammar
 from mixedkv.engine.text.answer_reader import AnswerReader, ReadAnswer
 from mixedkv.engine.text.thought import ThoughtTags

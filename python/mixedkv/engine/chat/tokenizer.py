@@ -20,8 +20,10 @@ from mixedkv.engine.chat.chat_template import (
     TemplateOptions,
     ToolChoice,
 )
-from mixedkv.engine.constrain.constraint import Constraint, ConstraintCompiler, Matcher
-from mixedkv.engine.sample.sampler import Sampler, Sampling
+from mixedkv.engine.constrain.constraint import ConstraintCompiler, Matcher
+from mixedkv.engine.constrain.constraint_text import Constraint
+from mixedkv.engine.sample.sampler import Sampler
+from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.text.thought import Thought, ThoughtTags
 from mixedkv.errors import ContextLengthError, UnsupportedModelError
 from mixedkv.images import MARK, PromptImage

@@ -16,9 +16,11 @@ from mixedkv.chunks.deviation import Logits, compare, logits_at
 from mixedkv.chunks.gate import Waiting
 from mixedkv.chunks.passages import Passages
 from mixedkv.engine.connect.kv_connector import ConnectedEngine
+from mixedkv.engine.connect.passage_rows import PassageRows
 from mixedkv.engine.connect.store_connector import StoreConnector
-from mixedkv.engine.schedule.job import Job
-from mixedkv.engine.schedule.sequences import NO_MATCH, Sequence
+from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.schedule.sequence import Sequence
+from mixedkv.engine.schedule.sequences import NO_MATCH
 from mixedkv.errors import ClosedError
 from mixedkv.store import KVStore
 
@@ -55,7 +57,7 @@ class ChunkConnector(StoreConnector):
         self._checker.start()
 
     def fetch(self, job: Job) -> bool:
-        if job.keep or job.max_tokens == 0 or job.pictures or self._passages.gate.closed:
+        if job.request.keep or job.request.max_tokens == 0 or job.pictures or self._passages.gate.closed:
             job.accept = "exact" if job.accept == "chunks" else job.accept
         elif job.accept is None:
             job.accept = "chunks"
@@ -63,7 +65,7 @@ class ChunkConnector(StoreConnector):
 
     def evaluated(self, job: Job, index: int) -> None:
         gate = self._passages.gate
-        if job.n_approximate and job.method is not None and gate.wants():
+        if job.n_approximate and job.method and gate.wants():
             logits = logits_at(self._engine.llm, index)
             gate.add(Waiting(job.prompt, logits, job.tenant))
             self._wake.set()
@@ -92,10 +94,12 @@ class ChunkConnector(StoreConnector):
         if job.accept != "chunks" or job.cancelled:
             return
         n_exact = max(job.n_fetched, self._in_context(job))
-        rows = self._passages.find(job.prompt, self._identity(job.tenant), n_exact)
-        job.set_passages(
-            [(segment, self._rows.cut(blocks)) for segment, blocks in rows], self._passages.method
+        found, method = (
+            self._passages.find(job.prompt, self._identity(job.tenant), n_exact),
+            self._passages.method,
         )
+        rows = [(segment, self._rows.cut(blocks)) for segment, blocks in found]
+        job.set_passages(PassageRows(rows, method) if rows else None, str(method))
 
     # --- checks, on a thread of their own ---
 

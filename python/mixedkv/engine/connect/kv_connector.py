@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-from mixedkv.engine.schedule.job import Job
+from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.schedule.observer import Observer
 from mixedkv.engine.schedule.sequences import SequencePool
 from mixedkv.llama import Llama

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 
+from mixedkv.engine.connect.passage_rows import PassageRows
 from mixedkv.engine.connect.rechecking import evaluate_copy
-from mixedkv.engine.schedule.job import Job
+from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.schedule.contract import StepPlan
 from mixedkv.engine.schedule.observer import Observer
-from mixedkv.engine.schedule.scheduler import Scheduler, Step
+from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.llama import Llama
+from mixedkv.store.recheck import Doubt
 
 log = logging.getLogger("mixedkv.engine")
 
@@ -16,7 +19,7 @@ log = logging.getLogger("mixedkv.engine")
 class Loader:
     """Belongs to the engine's thread. What cannot be loaded is evaluated."""
 
-    def __init__(self, llm: Llama, scheduler: Scheduler, observer: Observer) -> None:
+    def __init__(self, llm: Llama, scheduler: Scheduler[Job], observer: Observer) -> None:
         self._llm, self._scheduler, self._observer = llm, scheduler, observer
 
     def restore(self) -> None:
@@ -44,7 +47,7 @@ class Loader:
     def _recheck(self, job: Job) -> None:
         """Compare stored rows that nobody has compared yet: where they are wrong the job evaluates all."""
         doubt, job.doubt = job.doubt, None
-        assert doubt is not None
+        assert isinstance(doubt, Doubt)
         assert job.seq is not None
         try:
             problem = evaluate_copy(self._llm, self._scheduler.pool, job.seq, doubt)
@@ -56,17 +59,18 @@ class Loader:
             self._observer.restore_failed("wrong")
             self._scheduler.refetch(job)
 
-    def stitch(self, step: Step) -> None:
+    def stitch(self, step: StepPlan[Job]) -> None:
         """Put passages together, as far as the step goes."""
         for job, n in ((run.job, run.n) for run in step.stitches):
+            passages, seq = job.passages, job.seq
+            assert isinstance(passages, PassageRows)
+            assert seq is not None
             try:
-                stitch = job.stitch or job.begin_stitch(self._llm)
-                if not stitch.advance(n):
-                    job.stitched()
+                if not passages.advance(self._llm, job.prompt, job.n_rows, seq.id, n):
+                    job.stitched(passages.n_kept)
             except Exception as error:
                 log.warning("passages could not be put together: %s", error)
                 self._observer.restore_failed("passages")
-                assert job.seq is not None
-                job.set_passages([], None)
-                self._scheduler.pool.clear(job.seq)
+                job.set_passages(None, "")
+                self._scheduler.pool.clear(seq)
                 job.set_cached(0)

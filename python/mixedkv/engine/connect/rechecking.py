@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from mixedkv.engine.connect.kv_connector import ConnectedEngine
 from mixedkv.engine.connect.stored_rows import StoredRows
+from mixedkv.engine.schedule.sequence import Sequence as CacheSequence
 from mixedkv.engine.schedule.sequences import NO_MATCH, SequencePool
-from mixedkv.engine.schedule.sequences import Sequence as CacheSequence
 from mixedkv.errors import ClosedError
 from mixedkv.kv.evaluate_again import evaluate_again
 from mixedkv.llama import Llama

@@ -20,7 +20,7 @@ import numpy as np
 from mixedkv.engine.connect.kv_connector import ConnectedEngine
 from mixedkv.engine.connect.rechecking import IdleRecheck
 from mixedkv.engine.connect.stored_rows import SequenceRows, StoredRows
-from mixedkv.engine.schedule.job import Job
+from mixedkv.engine.jobs.job import Job
 from mixedkv.errors import ClosedError
 from mixedkv.store import Identity, KVStore
 from mixedkv.store.tiers.disk import is_full
@@ -95,7 +95,7 @@ class StoreConnector:
             tokens = np.array(seq.tokens, np.int32)
             self._n_unstored += 1
             rows = SequenceRows(seq, seq.version, tokens)
-            self._finished.put(_Finished(rows, job.tenant, job.session))
+            self._finished.put(_Finished(rows, job.tenant, job.request.session))
 
     def fetch(self, job: Job) -> bool:
         if job.n_prompt <= _LEAST:

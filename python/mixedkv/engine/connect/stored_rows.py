@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from mixedkv.engine.connect.kv_connector import ConnectedEngine
-from mixedkv.engine.schedule.sequences import Sequence
+from mixedkv.engine.schedule.sequence import Sequence
 from mixedkv.kv.block import KVBlock
 from mixedkv.limits import CELLS
 from mixedkv.store import Identity, KVStore, Match

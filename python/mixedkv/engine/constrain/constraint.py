@@ -12,8 +12,8 @@ import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import llguidance
@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import LogitsProcessorList
 
+from mixedkv.engine.constrain.constraint_text import Constraint, Kind
 from mixedkv.engine.constrain.gbnf import gbnf_to_lark
 from mixedkv.engine.constrain.json_schema import MAX_SCHEMA, closed_schema
 from mixedkv.engine.constrain.number_length import NumberLength, begin_with_digit
@@ -29,8 +30,6 @@ from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
 
 log = logging.getLogger("mixedkv.engine")
-
-Kind = Literal["json_schema", "regex", "gbnf", "lark", "calls"]
 
 _MAX_REGEX = 1 << 15  # characters
 _SPECIAL = b"\xff"  # llguidance's mark of tokens that are no text
@@ -57,23 +56,6 @@ _MAX_ITEMS: dict[Kind, tuple[int, int]] = {
     "lark": (500, 5000),
     "calls": (2000, 25_000),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Constraint:
-    """What an answer must be.
-
-    Attributes:
-        kind: the language of `text`. Lark is for authors that are trusted: it can compile for hours. Calls
-            are Lark of ours, with schemas in it.
-        name: what error messages call it.
-        shown: control tokens that stand for their text in it.
-    """
-
-    kind: Kind
-    text: str
-    name: str = "grammar"
-    shown: tuple[str, ...] = ()
 
 
 class DeadEndError(ValueError):

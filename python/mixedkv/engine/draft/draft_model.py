@@ -17,8 +17,8 @@ import llama_cpp
 import numpy as np
 
 from mixedkv.engine.batch.batch import Batch
+from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.sample.sampler import logits_row
-from mixedkv.engine.schedule.job import Job
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.batch import NO_CELLS

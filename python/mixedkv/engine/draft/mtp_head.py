@@ -20,8 +20,8 @@ import numpy.typing as npt
 from mixedkv import _core
 from mixedkv.engine.batch.batch import Batch
 from mixedkv.engine.draft.draft_model import sure_guess
-from mixedkv.engine.schedule.job import Job
-from mixedkv.engine.schedule.scheduler import Step
+from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.schedule.contract import StepPlan
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.batch import NO_CELLS
@@ -152,13 +152,14 @@ class MtpHead:
             llama_cpp.llama_free(self._ctx)
             self._ctx = None
 
-    def evaluated(self, step: Step) -> None:
+    def evaluated(self, step: StepPlan[Job]) -> None:
         """Take the hidden states of a step that the model has just evaluated."""
         end = 0
         for run in step.runs:
             begin, end = end, end + run.n + len(run.drafts)
             job = run.job
-            if job.drafter is None or not job.drafter.by_model:
+            drafter = job.answer.drafter
+            if drafter is None or not drafter.by_model:
                 continue
             first = job.n_rows
             tokens = np.array([*job.tokens[first : first + run.n], *run.drafts], np.int32)

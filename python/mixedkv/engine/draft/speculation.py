@@ -15,18 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 from mixedkv.config import MixedKVConfig
 from mixedkv.engine.draft.draft_model import DraftModel
 from mixedkv.engine.draft.mtp_head import MtpHead
-from mixedkv.engine.schedule.drafter import Drafter
+from mixedkv.engine.jobs.drafter import Drafter
+from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.schedule.contract import Run, StepPlan
 from mixedkv.engine.schedule.observer import Observer
-from mixedkv.engine.schedule.scheduler import Run, Step
+from mixedkv.engine.schedule.request import SpeculationMode
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
-
-Mode = Literal["off", "prompt-lookup", "draft-model", "mtp"]
 
 _MOST = 16  # drafts of an answer in a step, where the cache sets no bound
 _DECAY = 0.95  # what the steps before the latest one count
@@ -80,7 +79,7 @@ class _Offer:
     `drafts` is None where a draft model or MTP layer makes them, as many as are wanted.
     """
 
-    run: Run
+    run: Run[Job]
     n: int
     rate: float
     drafts: list[int] | None
@@ -105,7 +104,7 @@ class Speculation:
     def __init__(
         self,
         llm: Llama,
-        mode: Mode,
+        mode: SpeculationMode,
         observer: Observer,
         draft_model: Llama | None = None,
         parallel: int = 1,
@@ -127,7 +126,7 @@ class Speculation:
         self._times: dict[int, StepTime] = {}  # by the number of answers in a step
 
     def drafter(
-        self, prompt: Iterable[int], mode: Mode | None = None, prediction: Iterable[int] = ()
+        self, prompt: Iterable[int], mode: SpeculationMode | None = None, prediction: Iterable[int] = ()
     ) -> Drafter | None:
         """For the answer to a prompt; None where nothing is to be drafted.
 
@@ -144,7 +143,7 @@ class Speculation:
             return None
         return Drafter(map(int, prompt), prediction, by_model=mode in ("draft-model", "mtp"))
 
-    def _check(self, mode: Mode) -> None:
+    def _check(self, mode: SpeculationMode) -> None:
         if mode == "draft-model" and not isinstance(self._model, DraftModel):
             raise ValueError('speculation: "draft-model" needs one: give the engine a draft_model')
         if mode == "mtp" and not isinstance(self._model, MtpHead):
@@ -159,15 +158,16 @@ class Speculation:
             "accepted_tokens": self.n_accepted,
         }
 
-    def plan(self, step: Step) -> None:
+    def plan(self, step: StepPlan[Job]) -> None:
         """Add drafts to a step that has no prompts, which would take the time for themselves."""
         if self._model is not None:
-            jobs = [run.job for run in step.runs if run.job.drafter is not None and run.job.drafter.by_model]
+            drafted = ((run.job, run.job.answer.drafter) for run in step.runs)
+            jobs = [job for job, drafter in drafted if drafter is not None and drafter.by_model]
             self._model.read(jobs, step.n_prompt)
         time = self._times.get(step.n_streams)
         if step.n_prompt or time is None:
             return
-        runs = [run for run in step.runs if run.job.drafter is not None and run.job.n_answer]
+        runs = [run for run in step.runs if run.job.answer.drafter is not None and run.job.n_answer]
         offers = [self._offer(run) for run in runs]
         gains = sorted(
             ((offer.rate ** (i + 1), k) for k, offer in enumerate(offers) for i in range(offer.n)),
@@ -189,16 +189,16 @@ class Speculation:
                 run.drafts = run.drafts[:n]
         step.n_drafts = sum(len(run.drafts) for run in runs)
 
-    def _offer(self, run: Run) -> _Offer:
-        job = run.job
-        assert job.drafter is not None
-        assert job.sampler is not None
-        left = min(job.max_tokens - job.n_answer, self._n_ctx - len(job.tokens))
-        thinks = job.thought is not None and job.thought.open  # a constraint holds for what comes after
+    def _offer(self, run: Run[Job]) -> _Offer:
+        job, answer = run.job, run.job.answer
+        assert answer.drafter is not None
+        assert answer.sampler is not None
+        left = min(job.request.max_tokens - job.n_answer, self._n_ctx - len(job.tokens))
+        thinks = answer.thought is not None and answer.thought.open  # a constraint holds for what comes after
         most = min(self._most, left - 1)
-        drafts, rate = job.drafter.draft(most, [] if thinks else job.sampler.certain())
-        if self._model is not None and job.drafter.model_rate > (rate if drafts else 0.0):
-            return _Offer(run, max(0, most), job.drafter.model_rate, None)
+        drafts, rate = answer.drafter.draft(most, [] if thinks else answer.sampler.certain())
+        if self._model is not None and answer.drafter.model_rate > (rate if drafts else 0.0):
+            return _Offer(run, max(0, most), answer.drafter.model_rate, None)
         return _Offer(run, len(drafts), rate, drafts)
 
     def _make(self, wanted: list[tuple[_Offer, int]]) -> None:
@@ -211,21 +211,21 @@ class Speculation:
             assert self._model is not None
             made = self._model.draft([(run.job, n) for run, n in asked])
             for (run, _), drafts in zip(asked, made, strict=True):
-                assert run.job.drafter is not None
+                assert run.job.answer.drafter is not None
                 run.drafts = drafts
-                run.job.drafter.modelled(drafts)
+                run.job.answer.drafter.modelled(drafts)
 
     def close(self) -> None:
         """Free what was made for drafts; the draft model stays."""
         if isinstance(self._model, MtpHead):
             self._model.close()
 
-    def evaluated(self, step: Step) -> None:
+    def evaluated(self, step: StepPlan[Job]) -> None:
         """The model has evaluated it just now."""
         if isinstance(self._model, MtpHead):
             self._model.evaluated(step)
 
-    def settle(self, run: Run, n: int) -> None:
+    def settle(self, run: Run[Job], n: int) -> None:
         """The first `n` drafts of a job have come: they are part of its sequence, the others leave it.
 
         They were all in one micro-batch: a sliding window has given up nothing that the token after the last
@@ -235,16 +235,16 @@ class Speculation:
         if not run.drafts:
             return
         assert job.seq is not None
-        assert job.drafter is not None
+        assert job.answer.drafter is not None
         job.seq.tokens.extend(run.drafts[:n])
         if n < len(run.drafts):
             self._kv.remove(job.seq.id, len(job.seq.tokens))
-        for counted in (self, job.drafter):
+        for counted in (self, job.answer.drafter):
             counted.n_drafted += len(run.drafts)
             counted.n_accepted += n
         self._observer.speculated(len(run.drafts), n)
 
-    def took(self, step: Step, seconds: float) -> None:
+    def took(self, step: StepPlan[Job], seconds: float) -> None:
         """How long a step was."""
         if step.n_streams and not step.n_prompt:
             time = self._times.setdefault(step.n_streams, StepTime(step.n_streams))

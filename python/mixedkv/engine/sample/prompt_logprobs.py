@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from mixedkv.engine.sample.sampler import TokenLogprob, logits_row, logprob_of
+from mixedkv.tokens import Tokens
 
 _MAX_LOGITS = 1 << 24  # numbers that llama.cpp holds of one step: 64 MB
 
@@ -22,8 +25,8 @@ class PromptLogprobs:
         found: of the tokens from the second one on, each with its place among all by probability, from 1.
     """
 
-    def __init__(self, prompt: Sequence[int], n_top: int, n_vocab: int) -> None:
-        self._prompt, self._n_top, self._n_vocab = list(prompt), n_top, n_vocab
+    def __init__(self, prompt: Sequence[int] | Tokens, n_top: int, n_vocab: int) -> None:
+        self._prompt, self._n_top, self._n_vocab = np.asarray(prompt).tolist(), n_top, n_vocab
         self.most = max(1, _MAX_LOGITS // n_vocab)
         self.found: list[tuple[TokenLogprob, int]] = []
 

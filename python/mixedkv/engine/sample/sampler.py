@@ -11,98 +11,13 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.engine.constrain.constraint import Constraint, Matcher
-from mixedkv.limits import INT32_MAX
+from mixedkv.engine.constrain.constraint import Matcher
+from mixedkv.engine.sample.sampling import Sampling
 
 _REPEAT_LAST_N = 64  # llama.cpp's window of repeat_penalty, prompt included
 _MIROSTAT_M = 100  # llama.cpp's, of version 1
-_RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0, 100),
-    "top_k": (0, INT32_MAX),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "typical_p": (0, 1),
-    "top_n_sigma": (-1, 1000),
-    "xtc_probability": (0, 1),
-    "xtc_threshold": (0, 1),
-    "dynatemp_range": (0, 100),
-    "dynatemp_exponent": (0, 100),
-    "dry_multiplier": (0, 100),
-    "dry_base": (0, 100),
-    "dry_allowed_length": (1, INT32_MAX),
-    "dry_penalty_last_n": (-1, INT32_MAX),
-    "mirostat": (0, 2),
-    "mirostat_tau": (0, 100),
-    "mirostat_eta": (0, 1),
-    "adaptive_target": (-1, 1),
-    "adaptive_decay": (0, 0.99),
-    "repeat_penalty": (0.01, 100),
-    "frequency_penalty": (-100, 100),
-    "presence_penalty": (-100, 100),
-    "seed": (0, 2**32 - 1),
-}
 _TOP = np.dtype([("token", np.int32), ("logprob", np.float64)])
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sampling:
-    """How tokens are chosen.
-
-    Attributes:
-        temperature: 0 takes the likeliest token.
-        top_k, top_p, min_p, typical_p, top_n_sigma: 0, 1, 0, 1 and -1 or 0 switch them off.
-        xtc_probability, xtc_threshold: of leaving out the likeliest tokens; probability 0 switches it off.
-        dynatemp_range, dynatemp_exponent: the temperature is within this range around `temperature`, by the
-            entropy of the choice; range 0 switches it off.
-        dry_multiplier, dry_base, dry_allowed_length, dry_penalty_last_n, dry_sequence_breakers: of tokens
-            that go on with a repetition; multiplier 0 switches it off, -1 tokens are the context. The answer
-            counts, and the last 64 tokens of the prompt.
-        mirostat, mirostat_tau, mirostat_eta: version 1 or 2, in place of all samplers but temperature and
-            penalties; 0 switches it off.
-        adaptive_target, adaptive_decay: choose near a probability; a target below 0 switches it off.
-        repeat_penalty: of the last 64 tokens, prompt included; 1 switches it off.
-        frequency_penalty, presence_penalty: of the answer's tokens, as OpenAI has them.
-        seed: of the random choice.
-        logit_bias: token ids and what is added to their logits.
-        constraint: what the answer must be.
-
-    Raises:
-        ValueError: a number is out of its range; the message names it.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    top_n_sigma: float = -1.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    dynatemp_range: float = 0.0
-    dynatemp_exponent: float = 1.0
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_penalty_last_n: int = -1
-    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
-    mirostat: int = 0
-    mirostat_tau: float = 5.0
-    mirostat_eta: float = 0.1
-    adaptive_target: float = -1.0
-    adaptive_decay: float = 0.9
-    repeat_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    seed: int = 0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    constraint: Constraint | None = None
-
-    def __post_init__(self) -> None:
-        for name, (low, high) in _RANGES.items():
-            value = getattr(self, name)
-            if not low <= value <= high:  # nor NaN
-                raise ValueError(f"{name}={value}: use {low} to {high}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,7 +41,7 @@ class Sampler:
 
     def __init__(self, vocab: Any, sampling: Sampling, n_ctx: int, matcher: Matcher | None = None) -> None:
         self._n_vocab = int(llama_cpp.llama_vocab_n_tokens(vocab))
-        self.greedy = sampling.temperature <= 0  # the same logits, the same token
+        self.greedy = sampling.greedy  # the same logits, the same token
         self._sees_prompt = sampling.repeat_penalty != 1.0 or sampling.dry_multiplier > 0
         self._matcher = matcher
         self._chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())

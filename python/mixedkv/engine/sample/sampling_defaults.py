@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mixedkv.engine.sample.sampler import Sampling
+from mixedkv.engine.sample.sampling import Sampling
 
 # llama.cpp's common_params_sampling; penalties and the other samplers are off in it
 _LLAMA_SERVER: dict[str, float] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}

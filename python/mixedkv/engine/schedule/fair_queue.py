@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Generic
 
-from mixedkv.engine.schedule.job import Job
+from mixedkv.engine.schedule.contract import P
 from mixedkv.engine.schedule.tenant_limits import Limits
 
 _TURN = 16  # steps that a place stays where it is although others want it; less means more pauses
@@ -36,35 +37,35 @@ class Service:
         self._given.clear()
 
 
-class FairQueue:
+class FairQueue(Generic[P]):
     """Each tenant's jobs in order of arrival. `len` and `n_of` are for any thread."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._queues: dict[str, deque[Job]] = {}  # none of them empty
+        self._queues: dict[str, deque[P]] = {}  # none of them empty
         self._service = Service(limits)  # places for a step each, counted while anybody waits
 
     def __len__(self) -> int:
         return sum(map(len, list(self._queues.values())))
 
-    def __iter__(self) -> Iterator[Job]:
+    def __iter__(self) -> Iterator[P]:
         for queue in self._queues.values():
             yield from queue
 
     def n_of(self, tenant: str) -> int:
         return len(self._queues.get(tenant, ()))
 
-    def of(self, tenant: str) -> list[Job]:
+    def of(self, tenant: str) -> list[P]:
         return list(self._queues.get(tenant, ()))
 
-    def append(self, job: Job) -> None:
+    def append(self, job: P) -> None:
         self._queue(job.tenant).append(job)
 
-    def appendleft(self, job: Job) -> None:
+    def appendleft(self, job: P) -> None:
         """Before all others of its tenant."""
         self._queue(job.tenant).appendleft(job)
 
-    def remove(self, job: Job) -> None:
+    def remove(self, job: P) -> None:
         queue = self._queues[job.tenant]
         queue.remove(job)
         if not queue:
@@ -76,7 +77,7 @@ class FairQueue:
         self._queues.clear()
         self._service.clear()
 
-    def count_step(self, running: Iterable[Job]) -> None:
+    def count_step(self, running: Iterable[P]) -> None:
         """These held a place for a step."""
         if self._queues:
             for job in running:
@@ -105,7 +106,7 @@ class FairQueue:
         most = self._limits(tenant).running
         return most is None or n_places < most
 
-    def _queue(self, tenant: str) -> deque[Job]:
+    def _queue(self, tenant: str) -> deque[P]:
         if tenant not in self._queues:
             self._service.join(tenant, self._queues)
             self._queues[tenant] = deque()

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from mixedkv.engine.schedule.job import Job
+from mixedkv.engine.schedule.progress import Progress
 
 
 class Observer:
     """Called on the engine's thread; a subclass overrides what it wants to know."""
 
-    def started(self, job: Job) -> None:
+    def started(self, job: Progress) -> None:
         """A job has a sequence."""
 
-    def prompt_done(self, job: Job) -> None:
+    def prompt_done(self, job: Progress) -> None:
         """The prompt is evaluated; `n_cached` and `cached_tier` are final."""
 
-    def token(self, job: Job, now: float) -> None:
+    def token(self, job: Progress, now: float) -> None:
         """A token was chosen; `t_last` is still the time of the one before, None at the first."""
 
-    def finished(self, job: Job, reason: str) -> None: ...
+    def finished(self, job: Progress, reason: str) -> None: ...
 
-    def cancelled(self, job: Job) -> None: ...
+    def cancelled(self, job: Progress) -> None: ...
 
-    def failed(self, job: Job) -> None: ...
+    def failed(self, job: Progress) -> None: ...
 
     def step(self, n_streams: int, n_prompt: int, seconds: float) -> None: ...
 
@@ -38,7 +35,7 @@ class Observer:
 
     def preempted(self) -> None: ...
 
-    def restored(self, job: Job) -> None:
+    def restored(self, job: Progress) -> None:
         """The rows that were fetched for a job are in the context."""
 
     def restore_failed(self, reason: str) -> None: ...

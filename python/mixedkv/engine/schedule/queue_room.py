@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
-from mixedkv.engine.schedule.job import Job
+from mixedkv.engine.schedule.progress import Progress
 from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.engine.schedule.tenant_limits import Limits
 from mixedkv.errors import QueueFullError
@@ -18,7 +19,11 @@ class QueueRoom:
     """
 
     def __init__(
-        self, scheduler: Scheduler, limits: Limits, max_queue: int, coming: Callable[[], Iterable[Job]]
+        self,
+        scheduler: Scheduler[Any],
+        limits: Limits,
+        max_queue: int,
+        coming: Callable[[], Iterable[Progress]],
     ) -> None:
         self._scheduler, self._limits, self.max_queue = scheduler, limits, max_queue
         self._coming = coming

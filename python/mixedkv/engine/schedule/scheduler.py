@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Generic
 
-from mixedkv.chunks.stitch import behind
 from mixedkv.engine.schedule.checkpoints import places
+from mixedkv.engine.schedule.contract import P, Run, StepPlan
 from mixedkv.engine.schedule.fair_queue import FairQueue, Service
-from mixedkv.engine.schedule.job import Failed, Job
 from mixedkv.engine.schedule.observer import Observer
 from mixedkv.engine.schedule.pacing import Pace, share
-from mixedkv.engine.schedule.sequences import NO_MATCH, Sequence, SequenceMatch, SequencePool
+from mixedkv.engine.schedule.sequence import Sequence
+from mixedkv.engine.schedule.sequences import NO_MATCH, SequenceMatch, SequencePool
 from mixedkv.engine.schedule.tenant_limits import Limits, unlimited
-from mixedkv.errors import RowsGoneError
 from mixedkv.tokens import common_prefix
 
 log = logging.getLogger("mixedkv.engine")
@@ -26,49 +26,7 @@ _HEADROOM = 32  # cells an answer needs at the start besides its prompt
 _LONG = 4  # an answer of a quarter of the context: what it drops at a time, and its turn where others wait
 
 
-@dataclass(slots=True)
-class Run:
-    """The next `n` tokens of a job; `chooses`: the token after them is chosen from the last one's logits.
-    `drafts` may come after them, each with logits too.
-    """
-
-    job: Job
-    n: int
-    chooses: bool
-    drafts: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Step:
-    """What one `llama_decode` evaluates: a token of `n_streams` answers each, `n_drafts` that may come after
-    these, and `n_prompt` of prompts. Of these some are in `stitches`: parts of passages that are put
-    together, and in `pictures`: each in a decode of its own.
-    """
-
-    runs: list[Run] = field(default_factory=list)
-    n_streams: int = 0
-    n_prompt: int = 0
-    n_drafts: int = 0
-    stitches: list[Run] = field(default_factory=list)
-    pictures: list[Run] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        """Tokens."""
-        return self.n_streams + self.n_prompt + self.n_drafts
-
-    def outputs(self) -> Iterator[tuple[int, Run]]:
-        """The runs whose next token can be chosen, each with the row of the batch that says it; those of its
-        drafts follow.
-        """
-        end = 0
-        for run in self.runs:
-            end += run.n
-            if run.chooses:
-                yield end - 1, run
-            end += len(run.drafts)
-
-
-class Scheduler:
+class Scheduler(Generic[P]):
     """Admission by weighted turns of tenants, each one's jobs in order of arrival; prompts in slices beside
     running answers; eviction of idle prefixes and preemption of the youngest answer when cells run out.
 
@@ -94,9 +52,9 @@ class Scheduler:
         limits: Limits = unlimited,
     ) -> None:
         self.pool, self.parallel = pool, parallel
-        self.waiting = FairQueue(limits)
-        self.running: list[Job] = []
-        self._lost: list[Job] = []
+        self.waiting: FairQueue[P] = FairQueue(limits)
+        self.running: list[P] = []
+        self._lost: list[P] = []
         self.to_save: list[Sequence] = []
         self._limits = limits
         self._prompt_service = Service(limits)  # prompt tokens, counted while tenants have them at a time
@@ -106,7 +64,7 @@ class Scheduler:
 
     # --- jobs come and go ---
 
-    def add(self, jobs: Iterable[Job]) -> None:
+    def add(self, jobs: Iterable[P]) -> None:
         for job in jobs:
             self.waiting.append(job)
 
@@ -121,29 +79,29 @@ class Scheduler:
             job.close()
             self._observer.cancelled(job)
 
-    def leave(self, job: Job) -> None:
+    def leave(self, job: P) -> None:
         """A job's place is free; its rows stay as an idle prefix."""
         self.save()
         seq = self._take(job)
-        half = job.stitch is not None  # such rows are nobody's
-        if half or not (job.store or job.goes_on):
+        half = job.stitching  # such rows are nobody's
+        if half or not (job.request.store or job.goes_on):
             self.pool.drop(seq)
         elif seq.tokens and job.goes_on:
             self.pool.pause(seq)
         elif seq.tokens:
             seq.n_prompt = job.n_prompt
-            self.pool.release(seq, job.keep and not job.cancelled, job.session)
+            self.pool.release(seq, job.request.keep and not job.cancelled, job.request.session)
             self.to_save.append(seq)  # the next turn goes on from here, and may be said again in other words
         else:
             self.pool.drop(seq)
         job.close()
 
-    def abandon(self, job: Job) -> None:
+    def abandon(self, job: P) -> None:
         """A job cannot go on, and its rows are not to be trusted."""
         self.pool.drop(self._take(job))
         job.close()
 
-    def refetch(self, job: Job) -> None:
+    def refetch(self, job: P) -> None:
         """The rows that were fetched for a job cannot be used: it evaluates all, or cannot go on."""
         job.forget_blocks()
         assert job.seq is not None
@@ -152,7 +110,7 @@ class Scheduler:
             self.abandon(job)
             self._lost.append(job)
 
-    def clear(self) -> list[Job]:
+    def clear(self) -> list[P]:
         """Every job there was, closed; what the context holds is nobody's any more."""
         jobs = [*self.running, *self.waiting]
         for job in jobs:
@@ -161,15 +119,15 @@ class Scheduler:
         self.waiting.clear()
         return jobs
 
-    def take_lost(self) -> list[tuple[Job, Failed]]:
-        """Jobs that cannot start, since the rows they go on from have gone, each with its end."""
+    def take_lost(self) -> list[P]:
+        """Return jobs that cannot start, since the rows they go on from have gone."""
         lost, self._lost = self._lost, []
         for job in lost:
             job.close()
             self._observer.cancelled(job)
-        return [(job, Failed(RowsGoneError("the rows before these vectors have gone"))) for job in lost]
+        return lost
 
-    def _take(self, job: Job) -> Sequence:
+    def _take(self, job: P) -> Sequence:
         self.running.remove(job)
         assert job.seq is not None
         return job.seq
@@ -199,12 +157,12 @@ class Scheduler:
                 return self._start(job)
         return False
 
-    def _youngest(self, tenant: str) -> Job | None:
+    def _youngest(self, tenant: str) -> P | None:
         """Of a tenant's running jobs that can be paused: not while rows are being loaded."""
         jobs = (job for job in reversed(self.running) if job.tenant == tenant)
-        return next((job for job in jobs if not job.blocks and job.stitch is None), None)
+        return next((job for job in jobs if not (job.blocks or job.stitching)), None)
 
-    def _comes_soon(self, job: Job) -> bool:
+    def _comes_soon(self, job: P) -> bool:
         """A running job is about to evaluate what this one can then share."""
         others = [
             other for other in self.running if other.tenant == job.tenant and other.n_rows < other.n_prompt
@@ -216,7 +174,7 @@ class Scheduler:
                 return self._worth_it(other, n, self.pool.is_exact_only(job.accept))
         return False
 
-    def _worth_it(self, other: Job, n: int, exact_only: bool) -> bool:
+    def _worth_it(self, other: P, n: int, exact_only: bool) -> bool:
         """Only rows that can be shared are worth waiting for: most caches need a checkpoint there."""
         pool = self.pool
         if pool.rule.cut_is_exact(other.n_prompt, n) or (pool.rule.only_approximate and not exact_only):
@@ -226,7 +184,7 @@ class Scheduler:
             other.save_also(at)
         return at in other.save_at
 
-    def _start(self, job: Job) -> bool:
+    def _start(self, job: P) -> bool:
         """Give a job a sequence and the rows that are there for it; False when there is no room."""
         match = self._match(job)
         if max(match.n, job.n_fetched) < job.first:
@@ -240,7 +198,7 @@ class Scheduler:
         n_cells = job.n_cells - match.n + _HEADROOM + self.pool.n_cells(match)
         if not self._make_room(job, n_cells, match.source):
             return False
-        if job.sampler is not None and job.sampler.greedy and self.pool.asked_again(match, job.n_prompt):
+        if job.request.greedy and self.pool.asked_again(match, job.n_prompt):
             match = replace(match, again=True)  # in the same cells it is the same answer, to the bit
         seq = self.pool.acquire(job.tenant, match)
         if seq is None:
@@ -249,16 +207,16 @@ class Scheduler:
         if job.begin(seq, match.n):
             self._observer.started(job)
         if match.moved and job.gap is not None:  # what slid is no chunk: not repaired, and not to be checked
-            job.set_passages([], None)
-        else:
-            job.set_passages(behind(job.passages, max(match.n, job.n_fetched)), job.method)
+            job.set_passages(None, "")
+        elif job.passages is not None:
+            job.passages = job.passages.behind(max(match.n, job.n_fetched))
         self._plan_checkpoints(job, seq, match)
         job.paused = None
         self.waiting.remove(job)
         self.running.append(job)
         return True
 
-    def _plan_checkpoints(self, job: Job, seq: Sequence, match: SequenceMatch) -> None:
+    def _plan_checkpoints(self, job: P, seq: Sequence, match: SequenceMatch) -> None:
         pool, n = self.pool, job.n_prompt
         if job.goes_on and n - match.n < _SAVE_AFTER:
             return
@@ -270,7 +228,7 @@ class Scheduler:
         if match.n and match.n in job.save_at:
             pool.save(seq)
 
-    def _match(self, job: Job) -> SequenceMatch:
+    def _match(self, job: P) -> SequenceMatch:
         if job.paused is not None:
             own = self.pool.own_rows(job.paused, job.tenant, job.all_tokens, job.most_cut)
             if own.n:
@@ -286,7 +244,7 @@ class Scheduler:
             job.leave_out(job.long, n_dropped)
         return longer if longer.moved else self._match_plain(job)
 
-    def _match_plain(self, job: Job) -> SequenceMatch:
+    def _match_plain(self, job: P) -> SequenceMatch:
         match = NO_MATCH
         while job.reuse and not self.pool.confirm(
             match := self.pool.match(job.tenant, job.all_tokens, job.accept)
@@ -294,7 +252,7 @@ class Scheduler:
             pass
         return match
 
-    def _make_room(self, job: Job, n_cells: int, spare: Sequence | None) -> bool:
+    def _make_room(self, job: P, n_cells: int, spare: Sequence | None) -> bool:
         """Until `n_cells` are free besides what running prompts still need, evict idle prefixes and pause
         answers of tenants that hold more.
         """
@@ -310,7 +268,7 @@ class Scheduler:
                 # alone it may have what there is; else it waits until another answer is done
                 return not self.running
 
-    def _holds_more(self, job: Job, n_cells: int) -> Job | None:
+    def _holds_more(self, job: P, n_cells: int) -> P | None:
         """The youngest job of the tenant with the most cells, if these are more than the given job's tenant
         would have with `n_cells` more.
         """
@@ -328,9 +286,9 @@ class Scheduler:
 
     # --- a step ---
 
-    def plan(self) -> Step:
+    def plan(self) -> StepPlan[P]:
         """What to evaluate next: a token of every answer, and slices of prompts as the pace allows."""
-        step = Step([Run(job, 1, chooses=True) for job in self.running if job.n_remaining == 1])
+        step = StepPlan([Run(job, 1, chooses=True) for job in self.running if job.n_remaining == 1])
         step.n_streams = len(step.runs)
         prompts = self._by_turn([job for job in self.running if job.n_remaining > 1 and not job.blocks])
         budget = self._pace.budget(step.n_streams, len(prompts))
@@ -345,14 +303,14 @@ class Scheduler:
                 step.n_prompt += len(job.picture)
                 continue
             n = job.up_to_checkpoint(n)
-            if job.sampler and n == job.n_remaining and not step.n_streams and len(prompts) == 1:
+            if job.request.sampling and n == job.n_remaining and not step.n_streams and len(prompts) == 1:
                 n -= 1  # the last token is a step of its own, as where all before it has rows: the same bits
             if n:
                 step.runs.append(Run(job, n, chooses=n == job.n_remaining))
                 step.n_prompt += n
         return step
 
-    def _by_turn(self, prompts: list[Job]) -> list[Job]:
+    def _by_turn(self, prompts: list[P]) -> list[P]:
         """Prompts of the tenant first of which the fewest tokens were evaluated by its weight."""
         tenants = {job.tenant for job in prompts}
         if len(tenants) <= 1:
@@ -362,7 +320,7 @@ class Scheduler:
         self._prompting = tenants
         return sorted(prompts, key=lambda job: self._prompt_service.of(job.tenant))
 
-    def evaluated(self, step: Step) -> None:
+    def evaluated(self, step: StepPlan[P]) -> None:
         """The step's tokens have rows now."""
         self.waiting.count_step(self.running)
         self.pool.evaluated()
@@ -370,12 +328,12 @@ class Scheduler:
             self._prompt_service.add(run.job.tenant, run.n)
         self.to_save += filter(None, map(self._add_rows, step.runs))
 
-    def has_rows(self, run: Run) -> None:
+    def has_rows(self, run: Run[P]) -> None:
         """A picture, or tokens of a passage, have rows now."""
         if seq := self._add_rows(run):
             self.pool.save(seq)
 
-    def _add_rows(self, run: Run) -> Sequence | None:
+    def _add_rows(self, run: Run[P]) -> Sequence | None:
         """The sequence, if a checkpoint of it is to be taken now."""
         job, seq = run.job, run.job.seq
         assert seq is not None
@@ -392,12 +350,12 @@ class Scheduler:
             except Exception:
                 log.exception("a checkpoint could not be taken")
 
-    def took(self, step: Step, seconds: float) -> None:
+    def took(self, step: StepPlan[P], seconds: float) -> None:
         """How long a step was: the pace follows."""
         self._pace.observe(step.n_streams, step.n_prompt, seconds)
         self._observer.step(step.n_streams, step.n_prompt, seconds)
 
-    def relieve(self) -> Job | None:
+    def relieve(self) -> P | None:
         """Free cells for a step that found none: of an idle prefix, else of the youngest answer of the tenant
         that holds the most. The only answer there is has to end: it is returned.
         """
@@ -411,7 +369,7 @@ class Scheduler:
             return self.running[0]
         return None
 
-    def drop(self, job: Job, begin: int, end: int) -> None:
+    def drop(self, job: P, begin: int, end: int) -> None:
         """Take tokens [begin, end) out of a running job; rows that cannot be moved are evaluated again."""
         seq = job.seq
         assert seq is not None
@@ -426,7 +384,7 @@ class Scheduler:
             pool.clear(seq)
         seq.gap = job.gap
 
-    def give_way(self, job: Job) -> None:
+    def give_way(self, job: P) -> None:
         """A long answer that has just dropped something goes on after those that wait: it has all the cells,
         and no end in sight.
         """
@@ -435,7 +393,7 @@ class Scheduler:
             self.waiting.remove(job)
             self.waiting.append(job)
 
-    def _pause(self, job: Job) -> None:
+    def _pause(self, job: P) -> None:
         """Take a job's place; it goes on later from its rows, if nobody needs the cells meanwhile."""
         seq = self._take(job)
         self.pool.pause(seq)
@@ -443,14 +401,14 @@ class Scheduler:
         self._wait_again(job)
         self._observer.paused()
 
-    def _preempt(self, job: Job) -> None:
+    def _preempt(self, job: P) -> None:
         """Take a job's rows and let it go on later from its tokens."""
         self.pool.drop(self._take(job))
         self._wait_again(job)
         self._observer.preempted()
 
-    def _wait_again(self, job: Job) -> None:
+    def _wait_again(self, job: P) -> None:
         job.seq = None
         job.forget_blocks()
-        job.set_passages([], None)
+        job.set_passages(None, "")
         self.waiting.appendleft(job)

@@ -10,7 +10,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mixedkv.engine.chat.chat_template import RenderedChat
-from mixedkv.engine.schedule.job import Delta, Done, Job
+from mixedkv.engine.jobs.events import Delta, Done
+from mixedkv.engine.jobs.job import Job
 from mixedkv.ids import new_id
 from mixedkv.server.api.chat_jobs import AnswerParts, chat_jobs
 from mixedkv.server.api.generation import prompt_progress, usage
@@ -83,7 +84,7 @@ class _Answer:
             }
             for i, end in enumerate(ends)
         ]
-        of_prompt = prompt_logprobs(self._server.engine.detokenizer, self._jobs[0].prompt_logprobs)
+        of_prompt = prompt_logprobs(self._server.engine.detokenizer, self._jobs[0].answer.prompt_logprobs)
         head = {**self._head, "object": "chat.completion", **of_prompt}
         return {**head, "choices": choices, "usage": self._usage()}
 

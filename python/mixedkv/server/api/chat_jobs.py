@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from mixedkv.engine.chat.chat_template import RenderedChat, ToolChoice
-from mixedkv.engine.constrain.constraint import Constraint
-from mixedkv.engine.schedule.job import Delta, Done, Job
+from mixedkv.engine.constrain.constraint_text import Constraint
+from mixedkv.engine.jobs.events import Delta, Done
+from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.text.answer_reader import Part, ReadAnswer
 from mixedkv.images import PromptImage
 from mixedkv.server.api.generation import constraint_of, context_tokens, make_jobs, slides

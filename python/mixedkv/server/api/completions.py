@@ -8,7 +8,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from mixedkv.engine.schedule.job import Delta, Done, Job
+from mixedkv.engine.jobs.events import Delta, Done
+from mixedkv.engine.jobs.job import Job
 from mixedkv.ids import new_id
 from mixedkv.server.api.generation import (
     constraint_of,
@@ -110,7 +111,7 @@ class _Answer:
     def _of_prompt(self, i: int) -> dict[str, Any]:
         """The log probabilities of a prompt, which its first choice has."""
         first = self._jobs[i - i % self._n]
-        return prompt_logprobs(self._server.engine.detokenizer, first.prompt_logprobs)
+        return prompt_logprobs(self._server.engine.detokenizer, first.answer.prompt_logprobs)
 
     def first(self) -> bytes:
         """The echo."""

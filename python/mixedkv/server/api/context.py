@@ -12,7 +12,8 @@ from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from mixedkv.engine.chat.chat_template import NOTHING_SAID, ToolChoice
-from mixedkv.engine.schedule.job import Job
+from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.schedule.request import Request as EngineRequest
 from mixedkv.ids import MAX_LENGTH, PATTERN
 from mixedkv.server.api.generation import context_tokens
 from mixedkv.server.api.rendering import RenderRequest, render_request, template_message
@@ -153,7 +154,7 @@ def warm_job(server: ServerState, body: WarmRequest, owner: str) -> Job:
             tokens = server.engine.tokenizer.prompt(body.prompt)
     except ValueError as error:
         raise prompt_error(error, "prompt" if body.messages is None else "messages") from None
-    return Job(tokens, max_tokens=0, sampler=None, tenant=owner, keep=True)
+    return Job(EngineRequest(prompt=tokens, max_tokens=0, tenant=owner, keep=True))
 
 
 def _context_job(server: ServerState, body: CreateContextCacheRequest, owner: str, reference: str) -> Job:
@@ -166,7 +167,7 @@ def _context_job(server: ServerState, body: CreateContextCacheRequest, owner: st
             tokens = context_tokens(server, body)
     except ValueError as error:
         raise prompt_error(error, "prompt" if body.messages is None else "messages") from None
-    return Job(tokens, max_tokens=0, sampler=None, tenant=owner, keep=True, session=reference)
+    return Job(EngineRequest(prompt=tokens, max_tokens=0, tenant=owner, keep=True, session=reference))
 
 
 def _check_kept(body: CreateContextCacheRequest, n_ctx: int) -> None:

@@ -8,19 +8,16 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-import numpy as np
-
 from mixedkv.engine.chat.chat_template import RenderedChat
-from mixedkv.engine.constrain.call_trigger import CallTrigger
-from mixedkv.engine.constrain.constraint import Constraint, Matcher
-from mixedkv.engine.sample.prompt_logprobs import PromptLogprobs
-from mixedkv.engine.sample.sampler import Sampling
-from mixedkv.engine.schedule.job import Job
-from mixedkv.engine.slide import fit
+from mixedkv.engine.chat.tokenizer import Tokenizer
+from mixedkv.engine.constrain.constraint_text import Constraint
+from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.sample.sampling import Sampling
+from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ContextLengthError
 from mixedkv.images import PromptImage
 from mixedkv.server.api.schemas import GenerationFields
-from mixedkv.server.api_error import bad_request, from_engine
+from mixedkv.server.api_error import ApiError, bad_request, from_engine
 from mixedkv.server.state import ServerState
 from mixedkv.sessions import CacheSessionMetadata
 
@@ -45,15 +42,22 @@ def slides(server: ServerState, body: GenerationFields) -> bool:
     return (body.overflow or server.settings.overflow) == "slide"
 
 
-def sampling(server: ServerState, body: GenerationFields, choice: int) -> Sampling:
-    """Each choice gets a seed of its own."""
+def sampling(server: ServerState, body: GenerationFields, constraint: Constraint | None) -> Sampling:
+    """
+    Raises:
+        ApiError: 400, a value is out of its range.
+    """
     seed = body.seed if body.seed is not None else server.settings.seed
     seed = secrets.randbits(32) if seed is None else seed
     bias = tuple((_token_id(key), value) for key, value in (body.logit_bias or {}).items())
     given: dict[str, Any] = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     if body.dry_sequence_breakers is not None:
         given["dry_sequence_breakers"] = tuple(body.dry_sequence_breakers)
-    return Sampling(**{**server.sampling, **given}, seed=(seed + choice) % 2**32, logit_bias=bias)
+    given = {**server.sampling, **given, "seed": seed % 2**32, "logit_bias": bias}
+    try:
+        return Sampling(**given, constraint=constraint)
+    except ValueError as error:
+        raise _bad_field(error) from None
 
 
 def make_jobs(
@@ -84,68 +88,69 @@ def make_jobs(
     Raises:
         ApiError: 400.
     """
-    n, tokenizer = body.n or 1, server.engine.tokenizer
-    max_tokens = server.engine.n_ctx if max_tokens is None else max_tokens
-    _check_tokens(server, body, max_tokens)
+    n, engine = body.n or 1, server.engine
+    max_tokens = engine.n_ctx if max_tokens is None else max_tokens
     long = slides(server, body) and not images
-    most_tokens = max_tokens if long else min(max_tokens, server.engine.n_ctx)
+    most_tokens = max_tokens if long else min(max_tokens, engine.n_ctx)
+    _check_tokens(server, body, max_tokens)
     _check_logprobs(n * len(prompts), most_tokens, n_logprobs)
     _check_prompt_logprobs(server, body, prompts)
+    _check_reuse(server, body)
     if images:
         _check_images(body, prediction)
-    if n * len(prompts) > server.engine.most_jobs(owner):
+    if n * len(prompts) > engine.most_jobs(owner):
         raise bad_request(f"n={n} for {len(prompts)} prompts is more than this server queues", "n")
-    jobs = []
-    triggers = chat.triggers if chat is not None else ()
-    matcher = _matcher(server, constraint, optional=bool(triggers))
-    _check_reuse(server, body)
+    try:
+        for prompt in prompts:
+            engine.check_prompt(min(len(prompt), engine.n_ctx - 1) if long else len(prompt))
+    except ContextLengthError as error:
+        raise from_engine(error, param) from None
     reuse = body.use_kv_cache is not False
-    pictures = [picture for image in images for picture in image.pictures]
-    thoughts = chat.thoughts if chat is not None else None
-    shown = tokenizer.shown(chat.shown) if chat is not None else ()
-    n_forgotten = len(tokenizer.tokenize(chat.answer, start=False, special=True)) if chat is not None else 0
-    for prompt in prompts:
-        ids = np.asarray(prompt, np.int32)
-        try:
-            server.engine.check_prompt(min(len(prompt), server.engine.n_ctx - 1) if long else len(prompt))
-        except ContextLengthError as error:
-            raise from_engine(error, param) from None
-        try:
-            drafter = server.engine.drafter(prompt, body.speculation, prediction) if not images else None
-        except ValueError as error:
-            param = "speculation" if str(error).startswith("speculation") else "prediction"
-            raise bad_request(str(error) if param == "speculation" else f"{param}: {error}", param) from None
-        for choice in range(n):
-            try:
-                sampler = tokenizer.sampler(sampling(server, body, choice), None if triggers else matcher)
-            except ValueError as error:
-                raise bad_request(str(error), str(error).partition(":")[0]) from None
-            job = Job(
-                ids,
-                max_tokens=max_tokens,
-                sampler=sampler,
-                tenant=owner,
-                stop=[*body.stops, *stops],
-                stream=bool(body.stream),
-                n_logprobs=n_logprobs,
-                ignore_end=bool(body.ignore_eos),
-                reuse=(body.reuse or True) if reuse else choice > 0,
-                store=reuse,
-                session=session.kv_cache_ref if session is not None else None,
-                min_tokens=body.min_tokens or 0,
-                stop_tokens=body.stop_token_ids or (),
-                shown=shown,
-                thought=tokenizer.thought(thoughts, budget) if thoughts is not None else None,
-                trigger=CallTrigger(triggers, matcher.copy()) if triggers and matcher is not None else None,
-                boundary=len(prompt) - n_forgotten if n_forgotten else 0,
-                drafter=drafter.copy() if drafter is not None else None,
-                prompt_logprobs=_prompt_logprobs(server, body, prompt) if choice == 0 else None,
-                overflow="slide" if long else "refuse",
-                pictures=pictures,
-            )
-            fit(job, tokenizer, server.engine.n_ctx)
-            jobs.append(job)
-    return jobs
+    requests = [
+        Request(
+            prompt=prompt,
+            max_tokens=max_tokens,
+            sampling=sampling(server, body, constraint),
+            tenant=owner,
+            session=session.kv_cache_ref if session is not None else None,
+            stop=[*body.stops, *stops],
+            stop_tokens=body.stop_token_ids or (),
+            min_tokens=body.min_tokens or 0,
+            ignore_end=bool(body.ignore_eos),
+            stream=bool(body.stream),
+            n_logprobs=n_logprobs,
+            prompt_logprobs=body.prompt_logprobs,
+            reuse=(body.reuse or True) if reuse else False,
+            store=reuse,
+            overflow="slide" if long else "refuse",
+            speculation=body.speculation,
+            prediction=prediction,
+            pictures=[picture for image in images for picture in image.pictures],
+            **(_as_rendered(engine.tokenizer, chat, len(prompt), budget) if chat is not None else {}),
+        )
+        for prompt in prompts
+    ]
+    try:
+        return engine.prepare(requests, n)
+    except ValueError as error:
+        raise _bad_field(error) from None
+
+
+def _as_rendered(tokenizer: Tokenizer, chat: RenderedChat, n: int, budget: int | None) -> dict[str, Any]:
+    """Fields of a request whose prompt of `n` tokens was rendered by llama.cpp's chat layer."""
+    forgotten = len(tokenizer.tokenize(chat.answer, start=False, special=True))
+    return {
+        "shown": tokenizer.shown(chat.shown),
+        "thoughts": chat.thoughts,
+        "thought_budget": budget,
+        "triggers": chat.triggers,
+        "boundary": n - forgotten if forgotten else 0,
+    }
+
+
+def _bad_field(error: ValueError) -> ApiError:
+    """Of a message that begins with the field."""
+    return bad_request(str(error), str(error).partition(":")[0].partition("=")[0])
 
 
 def prompt_progress(job: Job) -> dict[str, Any] | None:
@@ -168,9 +173,9 @@ def usage(jobs: Sequence[Job], n: int) -> dict[str, Any]:
     dropped = sum(job.n_dropped for job in jobs)
     answer_tokens = sum(job.n_answer for job in jobs)
     details = {}
-    if thoughts := [job.thought.n_tokens for job in jobs if job.thought is not None]:
+    if thoughts := [job.answer.thought.n_tokens for job in jobs if job.answer.thought is not None]:
         details["reasoning_tokens"] = sum(thoughts)
-    if drafters := [job.drafter for job in jobs if job.drafter is not None]:
+    if drafters := [job.answer.drafter for job in jobs if job.answer.drafter is not None]:
         accepted = sum(drafter.n_accepted for drafter in drafters)
         details["accepted_prediction_tokens"] = accepted
         details["rejected_prediction_tokens"] = sum(each.n_drafted for each in drafters) - accepted
@@ -192,7 +197,7 @@ def usage(jobs: Sequence[Job], n: int) -> dict[str, Any]:
 def _approximate(jobs: Sequence[Job]) -> dict[str, Any]:
     """What else was not evaluated, and how passages among it were repaired."""
     n = sum(job.n_approximate for job in jobs)
-    method = next((str(job.method) for job in jobs if job.n_approximate and job.method), None)
+    method = next((job.method for job in jobs if job.n_approximate and job.method), None)
     return {"approximate_cached_tokens": n, "cached_repair": method} if n else {}
 
 
@@ -207,17 +212,6 @@ def constraint_of(body: GenerationFields) -> Constraint | None:
     if body.grammar is not None:
         return Constraint("gbnf", body.grammar, "grammar")
     return Constraint("regex", body.regex, "regex") if body.regex is not None else None
-
-
-def _matcher(server: ServerState, constraint: Constraint | None, optional: bool) -> Matcher | None:
-    if constraint is None:
-        return None
-    try:
-        return server.engine.tokenizer.matcher(constraint)
-    except ValueError as error:
-        if optional:
-            return None
-        raise bad_request(str(error), constraint.name) from None
 
 
 def _check_reuse(server: ServerState, body: GenerationFields) -> None:
@@ -282,14 +276,6 @@ def _check_images(body: GenerationFields, prediction: str) -> None:
     }
     if name := next((name for name, is_asked in asked.items() if is_asked), None):
         raise bad_request(f"{name} does not go with images: leave one out", name)
-
-
-def _prompt_logprobs(
-    server: ServerState, body: GenerationFields, prompt: Sequence[int]
-) -> PromptLogprobs | None:
-    if body.prompt_logprobs is None:
-        return None
-    return PromptLogprobs(prompt, body.prompt_logprobs, server.engine.tokenizer.n_vocab)
 
 
 def _token_id(key: str) -> int:

@@ -11,7 +11,8 @@ from starlette.types import Message as Sent
 from starlette.types import Receive, Scope, Send
 
 from mixedkv.engine.chat.chat_template import RenderedChat
-from mixedkv.engine.schedule.job import Delta, Done, Job
+from mixedkv.engine.jobs.events import Delta, Done
+from mixedkv.engine.jobs.job import Job
 from mixedkv.server.api.chat_jobs import AnswerParts, message_of
 from mixedkv.server.api.chat_message import Message
 from mixedkv.server.api.rendering import template_message

@@ -7,7 +7,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from mixedkv.engine.schedule.job import Delta, Done, Job
+from mixedkv.engine.jobs.events import Delta, Done
+from mixedkv.engine.jobs.job import Job
 from mixedkv.server.api.generation import constraint_of, make_jobs
 from mixedkv.server.api.logprobs import prompt_logprobs
 from mixedkv.server.api.respond import respond
@@ -71,16 +72,16 @@ class _Answer:
 
     def _end(self, end: Done, text: str) -> dict[str, Any]:
         job = self._job
-        stop = "limit" if end.reason == "length" else "word" if job.text.stopped else "eos"
+        stop = "limit" if end.reason == "length" else "word" if job.answer.text.stopped else "eos"
         return {
             "index": 0,
             "content": text,
             "stop": True,
             "stop_type": stop,
-            "stopping_word": job.text.stopped_by,
+            "stopping_word": job.answer.text.stopped_by,
             "model": self._model,
             "tokens_predicted": job.n_answer,
             "tokens_evaluated": job.n_prompt,
             "tokens_cached": job.n_cached or 0,
-            **prompt_logprobs(self._pieces, job.prompt_logprobs),
+            **prompt_logprobs(self._pieces, job.answer.prompt_logprobs),
         }

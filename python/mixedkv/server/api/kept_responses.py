@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Request
 from starlette.responses import JSONResponse, Response
 
-from mixedkv.engine.schedule.job import Job
+from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.text.answer_reader import ReadAnswer
 from mixedkv.ids import MAX_LENGTH, PATTERN
 from mixedkv.server.api.chat_jobs import message_of

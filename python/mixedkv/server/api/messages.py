@@ -9,7 +9,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from mixedkv.engine.chat.chat_template import RenderedChat
-from mixedkv.engine.schedule.job import Delta, Done, Job
+from mixedkv.engine.jobs.events import Delta, Done
+from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.text.answer_reader import Part
 from mixedkv.ids import new_id
 from mixedkv.server.api.chat_jobs import AnswerParts, chat_jobs, chat_tokens, translated
@@ -131,7 +132,7 @@ class _Answer:
         return blocks
 
     def _stop(self, end: Done) -> dict[str, Any]:
-        by = self._job.text.stopped_by
+        by = self._job.answer.text.stopped_by
         if by in (self._body.stop_sequences or ()):
             return {"stop_reason": "stop_sequence", "stop_sequence": by}
         reason = {"tool_calls": "tool_use", "length": "max_tokens"}.get(self._parts.reason(end), "end_turn")

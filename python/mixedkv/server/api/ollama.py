@@ -11,7 +11,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from mixedkv.engine.chat.chat_template import RenderedChat
-from mixedkv.engine.schedule.job import Delta, Done, Job
+from mixedkv.engine.jobs.events import Delta, Done
+from mixedkv.engine.jobs.job import Job
 from mixedkv.server.api.chat_jobs import AnswerParts, chat_jobs, translated
 from mixedkv.server.api.completions import completion_jobs
 from mixedkv.server.api.logprobs import chat_logprobs

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 from fastapi import Request
 from starlette.responses import Response
 
-from mixedkv.engine.schedule.job import Done, Job
+from mixedkv.engine.jobs.events import Done
+from mixedkv.engine.jobs.job import Job
 from mixedkv.server.api.sse import EVENTS, EventStream, Headers, StreamedAnswer
 from mixedkv.server.pending import OnEvent, PendingRequest, or_disconnect
 from mixedkv.server.state import ServerState, json_answer, time_left

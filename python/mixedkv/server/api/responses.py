@@ -10,7 +10,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from mixedkv.engine.chat.chat_template import RenderedChat
-from mixedkv.engine.schedule.job import Delta, Done, Job
+from mixedkv.engine.jobs.events import Delta, Done
+from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.text.answer_reader import Part, ReadAnswer
 from mixedkv.ids import new_id
 from mixedkv.server.api.chat_jobs import AnswerParts, chat_jobs, translated
@@ -301,12 +302,12 @@ class _Answer:
         return choice if isinstance(choice, str) else choice.model_dump()
 
     def _usage(self) -> dict[str, Any]:
-        job = self._job
+        job, thought = self._job, self._job.answer.thought
         return {
             "input_tokens": job.n_given,
             "input_tokens_details": {"cached_tokens": job.n_cached_exact},
             "output_tokens": job.n_answer,
-            "output_tokens_details": {"reasoning_tokens": job.thought.n_tokens if job.thought else 0},
+            "output_tokens_details": {"reasoning_tokens": thought.n_tokens if thought else 0},
             "total_tokens": job.n_given + job.n_answer,
         }
 

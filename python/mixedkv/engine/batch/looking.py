@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mixedkv.engine.schedule.job import Job
-from mixedkv.engine.schedule.scheduler import Scheduler, Step
+from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.schedule.contract import StepPlan
+from mixedkv.engine.schedule.scheduler import Scheduler
+from mixedkv.images.evaluate import evaluate
 from mixedkv.llama import Llama
 from mixedkv.native.batch import NO_CELLS
 
+_CannotGoOn = tuple[Job, Exception | None]
 
-def look(llm: Llama, step: Step, scheduler: Scheduler) -> Iterator[tuple[Job, Exception | None]]:
+
+def look(llm: Llama, step: StepPlan[Job], scheduler: Scheduler[Job]) -> Iterator[_CannotGoOn]:
     """Evaluate them. Yields jobs that cannot go on: for want of room, or because of an error."""
     for run in step.pictures:
         job = run.job
         if job.seq is None or job.picture is None:  # it gave way to another one
             continue
-        code = job.picture.evaluate(llm.kv, job.n_rows, job.seq.id, llm.n_batch)
+        code = evaluate(job.picture, llm.kv, job.n_rows, job.seq.id, llm.n_batch)
         if code == 0:
             scheduler.has_rows(run)
         elif code != NO_CELLS:

@@ -1,0 +1,65 @@
+"""The state of one answer: what chooses its tokens, and the text so far."""
+
+from __future__ import annotations
+
+from mixedkv.engine.constrain.call_trigger import CallTrigger
+from mixedkv.engine.jobs.drafter import Drafter
+from mixedkv.engine.jobs.events import Delta, Done
+from mixedkv.engine.sample.prompt_logprobs import PromptLogprobs
+from mixedkv.engine.sample.sampler import Sampler, TokenLogprob
+from mixedkv.engine.schedule.request import Request
+from mixedkv.engine.text.detokenizer import TextStream
+from mixedkv.engine.text.thought import Thought
+
+
+class AnswerState:
+    """One answer to a request.
+
+    Args:
+        sampler: chooses tokens; None where none is chosen.
+        thought: follows the answer of a model that thinks.
+        trigger: follows an answer that may call: a call is constrained.
+        drafter: guesses what comes next, so that several tokens can be evaluated in a step.
+        prompt_logprobs: takes those of the prompt.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        sampler: Sampler | None = None,
+        *,
+        thought: Thought | None = None,
+        trigger: CallTrigger | None = None,
+        drafter: Drafter | None = None,
+        prompt_logprobs: PromptLogprobs | None = None,
+    ) -> None:
+        self.request, self.sampler = request, sampler
+        self.thought, self.trigger, self.drafter = thought, trigger, drafter
+        self.prompt_logprobs = prompt_logprobs
+        self.shown, self.stop_tokens = frozenset(request.shown), frozenset(request.stop_tokens)
+        self.text = TextStream(request.stop)
+        self._pieces: list[str] = []
+        self._logprobs: list[tuple[int, TokenLogprob]] = []  # with the character where the token starts
+
+    def add(self, piece: bytes, logprob: TokenLogprob | None) -> Delta | None:
+        """Add a token's text; return what can be delivered now, if anything."""
+        start = self.text.n_seen
+        released = self.text.feed(piece)
+        if logprob is not None:
+            self._logprobs.append((start, logprob))
+        if not self.request.stream:
+            self._pieces.append(released)
+            return None
+        return Delta(released, self._certain_logprobs()) if released else None
+
+    def finish(self, reason: str) -> Done:
+        """End the answer; return what was not delivered yet."""
+        rest = self.text.finish()
+        if self.text.stopped:
+            self._logprobs = [entry for entry in self._logprobs if entry[0] < self.text.n_released]
+        return Done(reason, "".join([*self._pieces, rest]), tuple(each for _, each in self._logprobs))
+
+    def _certain_logprobs(self) -> tuple[TokenLogprob, ...]:
+        certain = tuple(each for start, each in self._logprobs if start < self.text.n_released)
+        del self._logprobs[: len(certain)]
+        return certain

@@ -1,0 +1,37 @@
+"""What is told of an answer while it comes: text, then its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mixedkv.engine.sample.sampler import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Text that is certain, and the tokens that end in it."""
+
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The end of an answer, with what of its text was not delivered yet.
+
+    `reason` is OpenAI's finish_reason: "stop", or "length" when max_tokens or the context is used up.
+    """
+
+    reason: str
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The answer cannot be finished."""
+
+    error: Exception
+
+
+Event = Delta | Done | Failed

@@ -1,0 +1,49 @@
+"""A request at work in an engine: `Progress`, which the scheduler sees, and the state of its answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from mixedkv.engine.jobs.answer_state import AnswerState
+from mixedkv.engine.jobs.events import Done, Event
+from mixedkv.engine.schedule.progress import Progress
+from mixedkv.engine.schedule.request import Request
+from mixedkv.engine.schedule.sequence import Sequence
+
+_LATEST = 64  # tokens of the prompt that penalties see
+
+
+class Job(Progress):
+    """
+    Args:
+        answer: None for a request that only evaluates its prompt.
+        deliver: gets the events in order, the last one a `Done` or a `Failed`.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        answer: AnswerState | None = None,
+        deliver: Callable[[Event], None] = lambda event: None,
+    ) -> None:
+        super().__init__(request)
+        self.answer, self.deliver = answer or AnswerState(request), deliver
+        if self.answer.prompt_logprobs is not None:
+            self.most_in_step = self.answer.prompt_logprobs.most
+
+    def begin(self, seq: Sequence, n_cached: int) -> bool:
+        is_first = super().begin(seq, n_cached)
+        if is_first and self.answer.sampler is not None:
+            latest = self.prompt[-_LATEST:]
+            self.answer.sampler.accept_prompt(latest[latest >= 0].tolist())
+        return is_first
+
+    def finish(self, reason: str) -> Done:
+        self.t_end = time.perf_counter()
+        return self.answer.finish(reason)
+
+    def close(self) -> None:
+        super().close()
+        if self.answer.sampler is not None:
+            self.answer.sampler.close()

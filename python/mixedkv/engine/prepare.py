@@ -1,0 +1,99 @@
+"""From requests to the jobs that answer them: what chooses the tokens is made here, on any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mixedkv.engine.chat.tokenizer import Tokenizer
+from mixedkv.engine.constrain.call_trigger import CallTrigger
+from mixedkv.engine.constrain.constraint import Matcher
+from mixedkv.engine.constrain.constraint_text import Constraint
+from mixedkv.engine.draft.speculation import Speculation
+from mixedkv.engine.jobs.answer_state import AnswerState
+from mixedkv.engine.jobs.drafter import Drafter
+from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.sample.prompt_logprobs import PromptLogprobs
+from mixedkv.engine.schedule.request import Request
+from mixedkv.engine.slide import fit
+from mixedkv.tokens import Tokens
+
+
+def prepare(
+    requests: Sequence[Request], n: int, tokenizer: Tokenizer, speculation: Speculation, n_ctx: int
+) -> list[Job]:
+    """Return `n` jobs for each request. Each answer has its own seed; what they share is made once.
+
+    Raises:
+        ValueError: constraint, sampling, speculation or prediction cannot be followed; the
+            message begins with the field.
+    """
+    jobs: list[Job] = []
+    matchers: dict[Constraint | None, Matcher | None] = {None: None}
+    for request in requests:
+        constraint = request.sampling.constraint if request.sampling is not None else None
+        if constraint is not None and constraint not in matchers:
+            matchers[constraint] = _matcher(constraint, tokenizer, optional=bool(request.triggers))
+        drafter = _drafter(request, tokenizer, speculation, n_ctx)
+        for choice in range(n):
+            each = _choice(request, choice) if choice else request
+            mine = drafter.copy() if drafter is not None and choice else drafter
+            job = Job(each, _answer(each, tokenizer, matchers[constraint], mine))
+            fit(job, tokenizer, n_ctx)
+            jobs.append(job)
+    return jobs
+
+
+def _choice(request: Request, choice: int) -> Request:
+    """Return the request of a further answer: it may share the rows of the first one's prompt in any case."""
+    sampling = request.sampling
+    if sampling is not None:
+        sampling = replace(sampling, seed=(sampling.seed + choice) % 2**32)
+    return replace(request, sampling=sampling, reuse=request.reuse or True, prompt_logprobs=None)
+
+
+def _answer(
+    request: Request, tokenizer: Tokenizer, matcher: Matcher | None, drafter: Drafter | None
+) -> AnswerState:
+    triggers, sampler = request.triggers, None
+    if request.sampling is not None:
+        plain = replace(request.sampling, constraint=None) if triggers else request.sampling
+        sampler = tokenizer.sampler(plain, None if triggers else matcher)
+    return AnswerState(
+        request,
+        sampler,
+        thought=(
+            tokenizer.thought(request.thoughts, request.thought_budget)
+            if request.thoughts is not None
+            else None
+        ),
+        trigger=CallTrigger(triggers, matcher.copy()) if triggers and matcher is not None else None,
+        drafter=drafter,
+        prompt_logprobs=(
+            PromptLogprobs(request.prompt, request.prompt_logprobs, tokenizer.n_vocab)
+            if request.prompt_logprobs is not None
+            else None
+        ),
+    )
+
+
+def _matcher(constraint: Constraint, tokenizer: Tokenizer, optional: bool) -> Matcher | None:
+    try:
+        return tokenizer.matcher(constraint)
+    except ValueError:
+        if optional:  # a call that cannot be constrained is still a call
+            return None
+        raise
+
+
+def _drafter(request: Request, tokenizer: Tokenizer, speculation: Speculation, n_ctx: int) -> Drafter | None:
+    if request.pictures or request.sampling is None:
+        return None
+    predicted: Sequence[int] = ()
+    if request.prediction:
+        try:
+            predicted = tokenizer.tokenize(request.prediction, start=False)
+        except ValueError as error:
+            raise ValueError(f"prediction: {error}") from None
+    prompt: Tokens | Sequence[int] = request.prompt[-n_ctx:]  # one that slides may be longer
+    return speculation.drafter(prompt, request.speculation, predicted)

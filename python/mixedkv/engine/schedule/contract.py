@@ -1,0 +1,89 @@
+"""The scheduler's contract: what it is given and what it decides. Nothing here knows a model or a thread.
+
+The engine gives requests at work (`Progress`), the cache's sequences (`SequenceMemory`, by a `SequencePool`),
+and how long steps take. One round of the engine is
+
+    scheduler.add(new)           they wait
+    scheduler.drop_cancelled()
+    scheduler.admit()            who gets a sequence, and from which existing rows it starts
+    plan = scheduler.plan()      what the step evaluates: a `StepPlan`
+    ... `plan.runs` are evaluated in one llama_decode; without free cells: scheduler.relieve(), and plan again
+    scheduler.evaluated(plan)    the tokens have rows now
+    ... tokens are chosen; who has its whole answer: scheduler.leave(one)
+    ... `plan.stitches` and `plan.pictures` are evaluated, each in decodes of its own
+    scheduler.took(plan, seconds)
+    scheduler.save()             checkpoints that are due, while the answers are on their way
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from mixedkv.engine.schedule.progress import Progress
+from mixedkv.kv.checkpoint import Checkpoint
+from mixedkv.kv.close_gap import Movable
+
+P = TypeVar("P", bound=Progress)
+
+
+class SequenceMemory(Movable, Protocol):
+    """What of a `KVCache` the sequence pool needs."""
+
+    @property
+    def used(self) -> int: ...
+
+    def copy(self, source: int, target: int, p0: int = 0, p1: int = -1) -> None: ...
+
+    def checkpoint(self, seq: int) -> Checkpoint | None: ...
+
+    def resume(self, point: Checkpoint, n: int, source: int, target: int) -> None: ...
+
+    def holds(self, seq: int, n: int) -> bool: ...
+
+    def short_from(self) -> list[int]: ...
+
+    def rest(self, seq: int) -> None: ...
+
+
+@dataclass(slots=True)
+class Run(Generic[P]):
+    """The next `n` tokens of a job; `chooses`: the token after them is chosen from the last one's logits.
+    `drafts` may come after them, each with logits too.
+    """
+
+    job: P
+    n: int
+    chooses: bool
+    drafts: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StepPlan(Generic[P]):
+    """What one step evaluates: a token of `n_streams` answers each, `n_drafts` that may come after these, and
+    `n_prompt` of prompts. Of the prompts some are in `stitches`: parts of passages that are put together, and
+    in `pictures`.
+    """
+
+    runs: list[Run[P]] = field(default_factory=list)
+    n_streams: int = 0
+    n_prompt: int = 0
+    n_drafts: int = 0
+    stitches: list[Run[P]] = field(default_factory=list)
+    pictures: list[Run[P]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return self.n_streams + self.n_prompt + self.n_drafts
+
+    def outputs(self) -> Iterator[tuple[int, Run[P]]]:
+        """Yield the runs whose next token can be chosen, each with the batch's row that has the logits; the
+        rows of its drafts follow.
+        """
+        end = 0
+        for run in self.runs:
+            end += run.n
+            if run.chooses:
+                yield end - 1, run
+            end += len(run.drafts)

@@ -1,0 +1,259 @@
+"""How far the evaluation of a request is: what the scheduler reads and writes."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Sequence as Seq
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from mixedkv.chunks.chunk_reuse import Reuse
+from mixedkv.engine.schedule.request import Request
+from mixedkv.engine.schedule.sequence import Sequence
+from mixedkv.images.picture import Picture, place
+from mixedkv.kv.block import KVBlock
+from mixedkv.prompts.overflow import Gap, LongPrompt, without
+from mixedkv.tokens import Tokens
+
+
+class Stitching(Protocol):
+    """Passages of a prompt whose rows come from elsewhere and are put together in its sequence."""
+
+    @property
+    def begin(self) -> int:
+        """Position of the first passage's first token."""
+
+    @property
+    def begun(self) -> bool: ...
+
+    @property
+    def n_left(self) -> int:
+        """About how many tokens are still to be evaluated, once it has begun."""
+
+    def behind(self, n: int) -> Stitching | None:
+        """Return what of the passages is behind the first `n` tokens, not begun; None if nothing is."""
+
+
+class Progress:
+    """A request at work. After `Engine.submit_jobs` it belongs to the engine's thread.
+
+    Attributes:
+        prompt: the request's, without what was left out because it does not fit the context.
+        tokens: prompt and answer.
+        n_prompt, n_given: tokens of the prompt, and of the request's prompt.
+        accept: which existing rows will do; None is the engine's default.
+        seq: the sequence it has; None while it waits.
+        paused: the sequence that holds its rows while it waits.
+        first: position of the first token that can be evaluated: rows before it must exist.
+        most_cut: how many of the last rows of `paused` may be taken away.
+        goes_on: another request continues this one: the rows wait for it, as its `paused`.
+        save_at: take a checkpoint of the sequence when it has so many tokens, ascending.
+        blocks: fetched rows, still to be loaded; `n_fetched` tokens are in them all.
+        doubt: what of the blocks is compared with the model before it is believed.
+        passages: rows from elsewhere, still to be put together.
+        method: how passages are repaired.
+        evaluated: the whole prompt was evaluated once.
+        n_cached: tokens of the prompt that were not evaluated; None before it has a sequence.
+        n_approximate: how many of these have rows that differ from those of an evaluation.
+        n_chosen: tokens that were chosen, one that ends the answer included.
+        cancelled: set from any thread, read between steps.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.tenant = request.tenant
+        self.prompt: Tokens = np.asarray(request.prompt, np.int32)
+        self.reuse = bool(request.reuse) and request.prompt_logprobs is None
+        self.accept: Reuse | None = request.reuse if isinstance(request.reuse, str) else None
+        self.first = self.most_cut = 0
+        self.goes_on = self.cancelled = False
+
+        self.long: LongPrompt | None = None  # where the prompt does not fit, all of it
+        self.gap: Gap | None = None  # what is missing in `tokens`, and in `prompt`
+        self.n_left_out = self.n_answer_dropped = 0  # tokens of it before work began, and of the answer
+        self.pictures: dict[int, Picture] = place(request.pictures, self.prompt) if request.pictures else {}
+        self.tokens = array("i", self.prompt.tobytes())
+        self.n_prompt = self.n_given = len(self.tokens)
+        self.most_in_step: int | None = None
+        self.seq: Sequence | None = None
+        self.paused: Sequence | None = None
+        self.boundaries: Seq[int] = ()  # where messages of the prompt begin and end
+        self.boundary = request.boundary
+        self.save_at: list[int] = []
+
+        self.blocks: list[KVBlock] = []
+        self.doubt: object | None = None
+        self.n_fetched = 0
+        self.blocks_exact = True
+        self.n_in_context: int | None = None  # as it was when the store was asked
+        self.passages: Stitching | None = None
+        self.method = ""
+
+        self.evaluated = False
+        self.n_cached: int | None = None
+        self.n_approximate = 0
+        self.cached_tier = ""
+        self.exact = True
+        self.t_submit = time.perf_counter()
+        self.t_start: float | None = None
+        self.n_chosen = 0
+        self.t_first: float | None = None
+        self.t_last: float | None = None
+        self.t_end: float | None = None
+
+    @property
+    def n_rows(self) -> int:
+        """Return how many tokens have rows."""
+        return len(self.seq.tokens) if self.seq is not None else 0
+
+    @property
+    def n_remaining(self) -> int:
+        """Return how many tokens to evaluate before the next one can be chosen."""
+        return len(self.tokens) - self.n_rows
+
+    @property
+    def all_tokens(self) -> Tokens:
+        """Return prompt and answer so far: where a paused or preempted job goes on."""
+        return np.array(self.tokens, np.int32)
+
+    def inputs(self, p0: int, p1: int) -> Seq[int] | npt.NDArray[Any]:
+        """Return what a `Batch` takes of the tokens at positions p0 to p1."""
+        return self.tokens[p0:p1]
+
+    def save_also(self, n: int) -> None:
+        """Take a checkpoint after `n` tokens too."""
+        self.save_at = sorted({*self.save_at, n})
+
+    @property
+    def n_plain(self) -> int:
+        """Return how many tokens are before the first passage: those are evaluated in order, exactly."""
+        return self.passages.begin if self.passages is not None else len(self.tokens)
+
+    @property
+    def at_passages(self) -> bool:
+        """Whether a passage comes next."""
+        return self.passages is not None and self.n_rows >= self.n_plain
+
+    @property
+    def stitching(self) -> bool:
+        """Whether passages are being put together: until the end the rows are of no use to others."""
+        return self.passages is not None and self.passages.begun
+
+    @property
+    def n_to_do(self) -> int:
+        """Return about how many tokens are still to be evaluated."""
+        return self.passages.n_left if self.passages is not None and self.stitching else self.n_remaining
+
+    @property
+    def n_cached_exact(self) -> int:
+        return (self.n_cached or 0) - self.n_approximate
+
+    def up_to_checkpoint(self, n: int) -> int:
+        """Return how many of the next `n` tokens come before the next checkpoint, picture or passage."""
+        if self.most_in_step is not None:
+            n = min(n, self.most_in_step)
+        left = next((at - self.n_rows for at in self.save_at if at > self.n_rows), n)
+        seen = next((at - self.n_rows for at in self.pictures if at > self.n_rows), n)
+        return min(n, left, seen, self.n_plain - self.n_rows)
+
+    @property
+    def picture(self) -> Picture | None:
+        """Return the picture to evaluate next; None if a token is next."""
+        return self.pictures.get(self.n_rows)
+
+    def outside_pictures(self, n: int) -> int:
+        """Return `n`, or where the picture begins that the first `n` tokens would cut."""
+        return next((at for at, picture in self.pictures.items() if at < n < at + len(picture.ids)), n)
+
+    @property
+    def n_cells(self) -> int:
+        """Return how many cells all tokens take. A picture whose positions have time, row and column has more
+        rows than positions.
+        """
+        return len(self.tokens) + sum(
+            max(0, len(picture) - len(picture.ids)) for picture in self.pictures.values()
+        )
+
+    def begin(self, seq: Sequence, n_cached: int) -> bool:
+        """Have a sequence with `n_cached` tokens of the prompt in it. Returns whether it is the first, so not
+        after a pause or a preemption.
+        """
+        self.seq, self.exact = seq, self.exact and seq.exact
+        if self.n_cached is not None:
+            return False
+        self.set_cached(n_cached)
+        if not self.blocks:
+            self.cached_tier = "context" if n_cached else ""
+        self.t_start = time.perf_counter()
+        return True
+
+    def set_cached(self, n: int) -> None:
+        """The first `n` tokens of the prompt had rows already."""
+        self.n_cached, self.n_approximate = n, 0 if self.exact else n
+
+    def set_blocks(self, blocks: list[Any], tier: str, exact: bool, doubt: object | None = None) -> None:
+        """Use these rows if the context has fewer; `doubt` is compared first."""
+        self.doubt = doubt
+        self.blocks, self.cached_tier, self.blocks_exact = blocks, tier, exact
+        self.n_fetched = sum(len(block.tokens) for block in blocks)
+
+    def forget_blocks(self) -> None:
+        self.blocks, self.n_fetched, self.doubt = [], 0, None
+
+    def set_passages(self, passages: Stitching | None, method: str) -> None:
+        self.passages, self.method = passages, method
+
+    def stitched(self, n_kept: int) -> None:
+        """The prompt has rows, but for its last token; those of `n_kept` tokens were computed elsewhere."""
+        assert self.seq is not None
+        self.seq.tokens.extend(self.prompt[self.n_rows : -1].tolist())
+        self.seq.exact, self.seq.stitched = False, True
+        self.exact = False
+        self.n_cached, self.n_approximate = (self.n_cached or 0) + n_kept, self.n_approximate + n_kept
+        self.passages = None
+
+    @property
+    def n_answer(self) -> int:
+        return len(self.tokens) - self.n_prompt + self.n_answer_dropped
+
+    @property
+    def n_dropped(self) -> int:
+        """Return how many tokens do not fit the context, of prompt and answer."""
+        return self.gap.n if self.gap is not None else 0
+
+    @property
+    def n_evaluated(self) -> int:
+        """Return how many tokens of the prompt were evaluated before the answer began."""
+        return self.n_given - self.n_left_out - (self.n_cached or 0)
+
+    def leave_out(self, long: LongPrompt, n: int) -> None:
+        """Make the prompt `long` without `n` tokens behind its head. Only before it has rows."""
+        moved, self.n_left_out = n - self.n_dropped, n
+        self.long, self.gap, self.prompt = long, long.gap(n), long.without(n)
+        self.tokens = array("i", self.prompt.tobytes())
+        self.n_prompt, self.boundaries = len(self.tokens), long.boundaries_without(n)
+        self.boundary = max(0, self.boundary - moved)
+        self.forget_blocks()
+        self.set_passages(None, "")
+
+    def drop(self, begin: int, end: int) -> None:
+        """Drop tokens at positions [begin, end) to make room for more of the answer."""
+        self.gap = (self.gap or Gap(begin)).wider(self.all_tokens[begin:end])
+        of_prompt = max(0, min(end, self.n_prompt) - begin)
+        self.prompt = without(self.prompt, begin, of_prompt)
+        self.n_prompt -= of_prompt
+        self.n_answer_dropped += end - begin - of_prompt
+        del self.tokens[begin:end]
+        self.save_at, self.boundaries, self.boundary = [], [], 0
+
+    def chose(self, token_time: float) -> None:
+        """A token of the answer was chosen."""
+        self.n_chosen += 1
+        self.t_first, self.t_last = self.t_first or token_time, token_time
+
+    def close(self) -> None:
+        """Free what only work needs; the numbers stay."""
+        self.blocks, self.passages, self.long = [], None, None

@@ -1,0 +1,100 @@
+"""What a caller asks of the engine: plain data, which nothing here changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+from mixedkv.chunks.chunk_reuse import Reuse
+from mixedkv.engine.sample.sampling import Sampling
+from mixedkv.engine.text.thought import ThoughtTags
+from mixedkv.images.picture import Picture
+from mixedkv.prompts.overflow import Overflow
+from mixedkv.tokens import Tokens
+
+SpeculationMode = Literal["off", "prompt-lookup", "draft-model", "mtp"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Request:
+    """A prompt to evaluate and an answer to generate.
+
+    Attributes:
+        prompt: token ids, at least one; those of pictures are negative.
+        max_tokens: maximum length of the answer; 0 only evaluates the prompt.
+        sampling: how the answer's tokens are chosen; None only where none is chosen.
+        tenant: who asks; rows are shared within a tenant only.
+        session: the store files the KV under this name.
+        stop: strings that end the answer.
+        stop_tokens: tokens that end the answer, beside the model's own.
+        min_tokens: the answer does not end by a token before it has so many.
+        ignore_end: the model's own end tokens do not end the answer.
+        stream: deliver text as it comes, else all of it with the end.
+        n_logprobs: how many of the likeliest tokens to tell with each token; None for no logprobs.
+        prompt_logprobs: the same for the prompt's tokens, all of which are then evaluated.
+        shown: control tokens whose names are part of the answer.
+        thoughts: how the model marks its thoughts; None for one that does not think.
+        thought_budget: tokens after which a thought is closed.
+        triggers: words that begin a call; `sampling.constraint` holds from such a word on, not before.
+        boundary: how many of the prompt's tokens the next turn's prompt begins with too, where templates
+            leave thoughts out of the history; 0 for all of them.
+        reuse: which existing rows the prompt starts from, see `Reuse`; True is the engine's default, False
+            evaluates everything.
+        store: keep the KV after the answer, in the context and in the store, if there is one.
+        keep: the rows stay as a prefix that others start from.
+        overflow: "slide" drops the middle of what does not fit the context, of the prompt and during the
+            answer; "refuse" takes no such prompt and ends the answer.
+        speculation: how the answer is drafted; None is the engine's default.
+        prediction: a text that the answer may be, to be checked instead of generated where it is so.
+        pictures: the images in the prompt, in order.
+
+    Raises:
+        ValueError: `reuse`, `overflow` or `n_logprobs` has no such value.
+    """
+
+    prompt: Tokens | Sequence[int]
+    max_tokens: int
+    sampling: Sampling | None = None
+    tenant: str = ""
+    session: str | None = None
+    stop: Sequence[str] = ()
+    stop_tokens: Sequence[int] = ()
+    min_tokens: int = 0
+    ignore_end: bool = False
+    stream: bool = False
+    n_logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    shown: Sequence[int] = ()
+    thoughts: ThoughtTags | None = None
+    thought_budget: int | None = None
+    triggers: Sequence[str] = ()
+    boundary: int = 0
+    reuse: bool | Reuse = True
+    store: bool = True
+    keep: bool = False
+    overflow: Overflow = "refuse"
+    speculation: SpeculationMode | None = None
+    prediction: str = ""
+    pictures: Sequence[Picture] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.reuse, bool) and self.reuse not in get_args(Reuse):
+            raise ValueError(f"reuse={self.reuse!r}: use True, False, or one of {', '.join(get_args(Reuse))}")
+        if self.n_logprobs is not None and self.n_logprobs < 0:
+            raise ValueError(f"n_logprobs={self.n_logprobs}: use 0 or more, or None for none")
+        if self.overflow not in get_args(Overflow):
+            raise ValueError(f"overflow={self.overflow!r}: use one of {', '.join(get_args(Overflow))}")
+        object.__setattr__(self, "prompt", np.asarray(self.prompt, np.int32))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the same logits give the same token."""
+        return self.sampling is not None and self.sampling.greedy
+
+    @property
+    def slides(self) -> bool:
+        """Whether the middle goes of what does not fit the context; pictures cannot be cut."""
+        return self.overflow == "slide" and not self.pictures
