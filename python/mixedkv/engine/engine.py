@@ -23,14 +23,10 @@ from typing import Any, TypeVar
 from mixedkv.card import card
 from mixedkv.chunks import Reuse
 from mixedkv.engine.answer import Answer
-from mixedkv.engine.batch.batch import Batch
-from mixedkv.engine.batch.looking import look
-from mixedkv.engine.batch.next_token import go_on
-from mixedkv.engine.batch.vector_job import VectorJob, take_hidden, vector_width
+from mixedkv.engine.batch.vector_job import VectorJob, vector_width
 from mixedkv.engine.chat.tokenizer import Prompt, Tokenizer
 from mixedkv.engine.connect.chunk_connector import ChunkConnector
 from mixedkv.engine.connect.kv_connector import KVConnector
-from mixedkv.engine.connect.loading import Loader
 from mixedkv.engine.deliver import Deliver, Outbox, deliver_directly
 from mixedkv.engine.draft.speculation import Speculation
 from mixedkv.engine.engine_models import check_model, lend
@@ -40,7 +36,7 @@ from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.prepare import prepare
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.checkpoints import CheckpointLimits
-from mixedkv.engine.schedule.contract import Run, StepPlan
+from mixedkv.engine.schedule.contract import StepPlan
 from mixedkv.engine.schedule.observer import Observer
 from mixedkv.engine.schedule.pacing import Pace
 from mixedkv.engine.schedule.queue_room import QueueRoom
@@ -48,13 +44,13 @@ from mixedkv.engine.schedule.request import Request, SpeculationMode
 from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.engine.schedule.sequences import SequencePool
 from mixedkv.engine.schedule.tenant_limits import Limits, unlimited
-from mixedkv.engine.slide import fit, make_room
+from mixedkv.engine.slide import fit
+from mixedkv.engine.stepping import Stepper
 from mixedkv.engine.text.detokenizer import Detokenizer, stop_strings
 from mixedkv.engine.turns import Turns
-from mixedkv.errors import ClosedError, ContextLengthError, RowsGoneError
+from mixedkv.errors import ClosedError, ContextLengthError
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
-from mixedkv.native.batch import NO_CELLS
 from mixedkv.prompts.overflow import Overflow
 
 log = logging.getLogger("mixedkv.engine")
@@ -132,8 +128,6 @@ class Engine:
         )
         self.speculation = Speculation(llm, speculation, self.observer, draft_model, parallel)
         self._turns = turns or Turns()
-        self.n_steps = 0
-        self.last_step, self.last_step_seconds = StepPlan[Job](), 0.0
         self._scheduler: Scheduler[Job] = Scheduler(
             self.pool,
             Pace(llm.n_batch, slowdown),
@@ -143,9 +137,18 @@ class Engine:
             observer=self.observer,
             limits=limits,
         )
-        self._loader = Loader(llm, self._scheduler, self.observer)
-        self._batch = Batch(llm.n_batch, self.width)
         self._outbox = Outbox(deliver)
+        self._stepper = Stepper(
+            llm,
+            self._scheduler,
+            self._outbox,
+            self.observer,
+            self.speculation,
+            connector,
+            None if self.width else self.tokenizer,
+            None if self.width else self.detokenizer,
+            self.width,
+        )
         self._inbox = Inbox()
         self._fetching: set[Job] = set()
         self.room = QueueRoom(
@@ -174,6 +177,19 @@ class Engine:
     @property
     def n_running(self) -> int:
         return len(self._scheduler.running)
+
+    @property
+    def n_steps(self) -> int:
+        return self._stepper.n_steps
+
+    @property
+    def last_step(self) -> StepPlan[Job]:
+        """Return what the latest step evaluated."""
+        return self._stepper.last
+
+    @property
+    def last_step_seconds(self) -> float:
+        return self._stepper.last_seconds
 
     @property
     def alive(self) -> bool:
@@ -415,112 +431,17 @@ class Engine:
         if not scheduler.running:  # with jobs waiting only a call can change something: look again soon
             self._inbox.wait(0.01 if scheduler.waiting else None)
         with self._turns, self.llm.kv.busy.waiting():
-            self._use_context(scheduler)
+            # one call a step while answers run: what a call takes, every stream waits
+            while self._inbox.answer_call() and not scheduler.running:
+                pass
+            self._stepper.advance(self._inbox.take())
         self._outbox.flush()
         if scheduler.to_save:
             with self._turns, self.llm.kv.busy.waiting():
                 scheduler.save()
 
-    def _use_context(self, scheduler: Scheduler[Job]) -> None:
-        # one call a step while answers run: what a call takes, every stream waits
-        while self._inbox.answer_call() and not scheduler.running:
-            pass
-        began = time.perf_counter()
-        scheduler.add(self._inbox.take())
-        scheduler.drop_cancelled()
-        scheduler.admit()
-        self._fail_lost()
-        if scheduler.running:
-            try:
-                self._step(began)
-            except Exception as error:
-                log.exception("a step failed")
-                self._abandon(scheduler.running, error)
-
-    def _step(self, began: float) -> None:
-        self.llm.kv.follow_memory()
-        self._loader.restore()
-        self._fail_lost()
-        step, code = self._decode(self._scheduler.plan())
-        if code == NO_CELLS and step.n_drafts:  # nobody gives way to drafts
-            step, code = self._decode(self._scheduler.plan(), drafts=False)
-        while code == NO_CELLS:
-            if job := self._scheduler.relieve():
-                self._finish(job, "length")
-            step, code = self._decode(self._scheduler.plan(), drafts=False)
-        if not (step.runs or step.stitches or step.pictures):
-            return
-        if code != 0:
-            self._abandon(self._scheduler.running, self.llm.decode_error(code))
-            return
-        if self.width:
-            take_hidden(self.llm.ctx, step)
-        self.speculation.evaluated(step)
-        self._scheduler.evaluated(step)
-        for index, run in step.outputs():
-            try:
-                self._answer(run, index)
-            except Exception as error:
-                self._abandon([run.job], error)
-        self._loader.stitch(step)  # decodes of their own: the logits have been used
-        for job, failed in look(self.llm, step, self._scheduler):
-            self._abandon([job], failed) if failed else self._finish(job, "length")
-        self.n_steps += 1
-        self.last_step, self.last_step_seconds = step, time.perf_counter() - began
-        self.speculation.took(step, self.last_step_seconds)
-        self._scheduler.took(step, self.last_step_seconds)
-
-    def _decode(self, step: StepPlan[Job], drafts: bool = True) -> tuple[StepPlan[Job], int]:
-        """Evaluate a step; llama_decode's code."""
-        if drafts:
-            self.speculation.plan(step)
-        self._batch.set_runs(step.runs)
-        return step, self._batch.decode(self.llm.ctx, self.llm.kv) if step.runs else 0
-
-    def _answer(self, run: Run[Job], index: int) -> None:
-        """Take a job's next tokens from the step's logits: its drafts count as far as they are its choice."""
-        job, n = run.job, 0
-        if not job.evaluated:
-            job.evaluated = True
-            self.observer.prompt_done(job)
-            if self._connector is not None:
-                self._connector.evaluated(job, index)
-        if job.answer.sampler is None or job.n_answer >= job.request.max_tokens:
-            self._finish(job, "length")
-            return
-        while True:
-            delta, end = go_on(job, self.llm.ctx, index + n, self.detokenizer, self.observer, self.n_ctx)
-            if delta is not None:
-                self._outbox.put((job, delta))
-            if end or n == len(run.drafts) or job.tokens[-1] != run.drafts[n]:
-                break
-            n += 1
-        self.speculation.settle(run, n)
-        if end:
-            self._finish(job, end)
-        elif job.request.slides:
-            make_room(job, self.tokenizer, self._scheduler, self.n_ctx)
-
-    def _finish(self, job: Job, reason: str) -> None:
-        done = job.finish(reason)
-        self._scheduler.leave(job)
-        self._outbox.put((job, done))
-        self.observer.finished(job, reason)
-        if self._connector is not None and job.request.store:
-            self._connector.offload(job)
-
-    def _abandon(self, jobs: Sequence[Job], error: Exception) -> None:
-        for job in list(jobs):
-            self._scheduler.abandon(job)
-            self._outbox.put((job, Failed(error)))
-            self.observer.failed(job)
-
-    def _fail_lost(self) -> None:
-        gone = RowsGoneError("the rows before these vectors have gone")
-        self._outbox.put(*((job, Failed(gone)) for job in self._scheduler.take_lost()))
-
     def _fail_all(self, error: Exception) -> None:
         self._scheduler.add(self._inbox.take())
-        self._outbox.put(*((job, Failed(error)) for job in self._scheduler.clear()))
+        self._stepper.fail_all(error)
         self._inbox.fail_calls(error)
         self._outbox.flush()

@@ -11,6 +11,7 @@ import pytest
 
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.engine import ChunkConnector, Job, PromptCache
+from mixedkv.engine.connect.passage_rows import PassageRows
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.jobs.events import Done
 from mixedkv.errors import UnsupportedModelError
@@ -172,9 +173,9 @@ def test_others_get_on_meanwhile(direct: Direct) -> None:
     seen: list[int] = []
     advance = Job.stitched
 
-    def stitched(job: Job) -> None:
+    def stitched(job: Job, n_kept: int) -> None:
         seen.append(running.n_answer)
-        advance(job)
+        advance(job, n_kept)
 
     began = running.n_answer
     with pytest.MonkeyPatch.context() as patch:
@@ -190,14 +191,14 @@ def test_a_cancelled_one_leaves_nothing(direct: Direct) -> None:
     case = make(direct, 9)
     store(direct, case)
     job, _events = direct.job(case.prompt.tolist(), 4, reuse="chunks")
-    begin = Job.begin_stitch
+    advance = PassageRows.advance
 
-    def cancel(self: Job, llm: Any) -> Any:
-        direct.engine.cancel(self)
-        return begin(self, llm)
+    def cancel(self: PassageRows, *args: Any) -> bool:
+        direct.engine.cancel(job)
+        return advance(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Job, "begin_stitch", cancel)
+        patch.setattr(PassageRows, "advance", cancel)
         direct.engine.submit_jobs([job])
         wait_for(lambda: job.cancelled and direct.engine.idle)
     forget(direct)

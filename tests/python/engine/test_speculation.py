@@ -75,7 +75,7 @@ def direct(request: pytest.FixtureRequest) -> Iterator[Direct]:
 
 
 def answer_with_drafts(direct: Direct, prompt: Any, true: Job, **options: Any) -> tuple[Job, Done]:
-    job, events = direct.job(prompt, true.max_tokens, **options)
+    job, events = direct.job(prompt, true.request.max_tokens, **options)
     job.answer.drafter = Half(job, list(true.tokens[true.n_prompt :]))
     direct.engine.submit_jobs([job])
     return job, end_of(events)

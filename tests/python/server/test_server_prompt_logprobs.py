@@ -12,7 +12,6 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.bundled import model_path
-from mixedkv.engine.sample.prompt_logprobs import PromptLogprobs
 from support.server_support import MODEL, Direct, Server, end_of, running
 
 TEXT = "The code of the mill is 4817. " * 24
@@ -131,12 +130,13 @@ def test_slices_and_an_evaluation_that_begins_anew_are_one_prompt(kv: str, toler
         tokens = direct.tokens(TEXT)[:200]
         found = []
         for most in (200, 7):
-            asked = PromptLogprobs(tokens, 2, direct.llm.n_vocab())
-            asked.most = most
-            job, events = direct.job(tokens, 3, prompt_logprobs=asked)
+            job, events = direct.job(tokens, 3, prompt_logprobs=2)
+            job.most_in_step = most
             direct.engine.submit_jobs([job])
             end_of(events)
-            found.append(np.array([logprob.logprob for logprob, _ in asked.found]))
+            asked = job.answer.prompt_logprobs
+            assert asked is not None
+            found.append(np.array([each.logprob for each, _ in asked.found]))
         assert found[0].shape == (199,)
         difference = np.abs(found[0] - found[1])
         assert difference.max() < tolerance

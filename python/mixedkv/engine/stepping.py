@@ -1,0 +1,165 @@
+"""Steps of the engine: what the scheduler plans is evaluated, and tokens are chosen. Its own thread only."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from mixedkv.engine.batch.batch import Batch
+from mixedkv.engine.batch.looking import look
+from mixedkv.engine.batch.next_token import go_on
+from mixedkv.engine.batch.vector_job import take_hidden
+from mixedkv.engine.chat.tokenizer import Tokenizer
+from mixedkv.engine.connect.kv_connector import KVConnector
+from mixedkv.engine.connect.loading import Loader
+from mixedkv.engine.deliver import Outbox
+from mixedkv.engine.draft.speculation import Speculation
+from mixedkv.engine.jobs.events import Failed
+from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.schedule.contract import Run, StepPlan
+from mixedkv.engine.schedule.observer import Observer
+from mixedkv.engine.schedule.scheduler import Scheduler
+from mixedkv.engine.slide import make_room
+from mixedkv.engine.text.detokenizer import Detokenizer
+from mixedkv.errors import RowsGoneError
+from mixedkv.llama import Llama
+from mixedkv.native.batch import NO_CELLS
+
+log = logging.getLogger("mixedkv.engine")
+
+
+class Stepper:
+    """
+    Args:
+        width: numbers of the vectors that the model takes in place of tokens; 0 where it takes tokens.
+        tokenizer, detokenizer: None for a model without vocabulary.
+
+    Attributes:
+        n_steps: since the beginning.
+        last, last_seconds: what the latest step evaluated, and how long it took.
+    """
+
+    def __init__(
+        self,
+        llm: Llama,
+        scheduler: Scheduler[Job],
+        outbox: Outbox,
+        observer: Observer,
+        speculation: Speculation,
+        connector: KVConnector | None,
+        tokenizer: Tokenizer | None,
+        detokenizer: Detokenizer | None,
+        width: int,
+    ) -> None:
+        self._llm, self._scheduler, self._outbox, self._observer = llm, scheduler, outbox, observer
+        self._speculation, self._connector = speculation, connector
+        self._tokenizer, self._detokenizer = tokenizer, detokenizer
+        self._n_ctx, self._width = int(llm.n_ctx()), width
+        self._loader = Loader(llm, scheduler, observer)
+        self._batch = Batch(llm.n_batch, width)
+        self.n_steps = 0
+        self.last, self.last_seconds = StepPlan[Job](), 0.0
+
+    def advance(self, jobs: Sequence[Job]) -> None:
+        """Admit new jobs and evaluate one step."""
+        began = time.perf_counter()
+        scheduler = self._scheduler
+        scheduler.add(jobs)
+        scheduler.drop_cancelled()
+        scheduler.admit()
+        self._fail_lost()
+        if scheduler.running:
+            try:
+                self._step(began)
+            except Exception as error:
+                log.exception("a step failed")
+                self._abandon(scheduler.running, error)
+
+    def fail_all(self, error: Exception) -> None:
+        """Every job ends with this error."""
+        self._outbox.put(*((job, Failed(error)) for job in self._scheduler.clear()))
+
+    def _step(self, began: float) -> None:
+        self._llm.kv.follow_memory()
+        self._loader.restore()
+        self._fail_lost()
+        step, code = self._decode(self._scheduler.plan())
+        if code == NO_CELLS and step.n_drafts:  # nobody gives way to drafts
+            step, code = self._decode(self._scheduler.plan(), drafts=False)
+        while code == NO_CELLS:
+            if job := self._scheduler.relieve():
+                self._finish(job, "length")
+            step, code = self._decode(self._scheduler.plan(), drafts=False)
+        if not (step.runs or step.stitches or step.pictures):
+            return
+        if code != 0:
+            self._abandon(self._scheduler.running, self._llm.decode_error(code))
+            return
+        if self._width:
+            take_hidden(self._llm.ctx, step)
+        self._speculation.evaluated(step)
+        self._scheduler.evaluated(step)
+        for index, run in step.outputs():
+            try:
+                self._answer(run, index)
+            except Exception as error:
+                self._abandon([run.job], error)
+        self._loader.stitch(step)  # decodes of their own: the logits have been used
+        for job, failed in look(self._llm, step, self._scheduler):
+            self._abandon([job], failed) if failed else self._finish(job, "length")
+        self.n_steps += 1
+        self.last, self.last_seconds = step, time.perf_counter() - began
+        self._speculation.took(step, self.last_seconds)
+        self._scheduler.took(step, self.last_seconds)
+
+    def _decode(self, step: StepPlan[Job], drafts: bool = True) -> tuple[StepPlan[Job], int]:
+        """Evaluate a step; llama_decode's code."""
+        if drafts:
+            self._speculation.plan(step)
+        self._batch.set_runs(step.runs)
+        return step, self._batch.decode(self._llm.ctx, self._llm.kv) if step.runs else 0
+
+    def _answer(self, run: Run[Job], index: int) -> None:
+        """Take a job's next tokens from the step's logits: its drafts count as far as they are its choice."""
+        job, n = run.job, 0
+        if not job.evaluated:
+            job.evaluated = True
+            self._observer.prompt_done(job)
+            if self._connector is not None:
+                self._connector.evaluated(job, index)
+        if job.answer.sampler is None or job.n_answer >= job.request.max_tokens:
+            self._finish(job, "length")
+            return
+        assert self._tokenizer is not None
+        assert self._detokenizer is not None
+        while True:
+            delta, end = go_on(job, self._llm.ctx, index + n, self._detokenizer, self._observer, self._n_ctx)
+            if delta is not None:
+                self._outbox.put((job, delta))
+            if end or n == len(run.drafts) or job.tokens[-1] != run.drafts[n]:
+                break
+            n += 1
+        self._speculation.settle(run, n)
+        if end:
+            self._finish(job, end)
+        elif job.request.slides:
+            make_room(job, self._tokenizer, self._scheduler, self._n_ctx)
+
+    def _finish(self, job: Job, reason: str) -> None:
+        done = job.finish(reason)
+        self._scheduler.leave(job)
+        self._outbox.put((job, done))
+        self._observer.finished(job, reason)
+        if self._connector is not None and job.request.store:
+            self._connector.offload(job)
+
+    def _abandon(self, jobs: Sequence[Job], error: Exception) -> None:
+        for job in list(jobs):
+            self._scheduler.abandon(job)
+            self._outbox.put((job, Failed(error)))
+            self._observer.failed(job)
+
+    def _fail_lost(self) -> None:
+        gone = RowsGoneError("the rows before these vectors have gone")
+        self._outbox.put(*((job, Failed(gone)) for job in self._scheduler.take_lost()))
