@@ -8,6 +8,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -27,10 +28,10 @@ from mixedkv.errors import (
 )
 from mixedkv.guarded_llama import GuardedLlama
 from mixedkv.kv.cache import KVCache
-from mixedkv.model.footprint import model_shape
+from mixedkv.model.footprint import ModelShape, model_shape
 from mixedkv.model.gguf_file import ModelFile, file_stamp, n_layers, n_mtp_layers, read_model_file
 from mixedkv.model.named_model import find_model, is_name
-from mixedkv.model.settle import settle
+from mixedkv.model.settle import fit_window, settle
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.llama_arguments import (
     beyond_training,
@@ -346,22 +347,33 @@ class Llama(GuardedLlama):
         return {**state, **own, **self._asked}
 
     def _settle(self, file: ModelFile, n_ctx: int, *, on_cpu: bool) -> KVSetting:
-        """What a budget or a number of bits comes to."""
-        if not isinstance(self._setting, MixedKVConfig) or self._setting.is_settled:
+        """What a budget or a number of bits comes to, and a window that is too wide for the context."""
+        if not isinstance(self._setting, MixedKVConfig):
             return self._setting
         if self._setting.budget and not n_ctx:
             raise ValueError(
                 f"kv={str(self._setting)!r}: the model names no context: give n_ctx with a budget"
             )
         n_seq, n_stream = self._n_seq_max, 1 if self._kv_unified else self._n_seq_max
-        return settle(
-            self._setting,
-            model_shape(file),
-            n_ctx,
-            n_seq,
-            n_stream=n_stream,
-            on_cpu=on_cpu,
-        )
+        if not self._setting.is_settled:
+            shape = model_shape(file)
+            return settle(self._setting, shape, n_ctx, n_seq, n_stream=n_stream, on_cpu=on_cpu)
+        with suppress(UnsupportedModelError):  # the shape is not known: llama.cpp has the last word
+            return self._fit_window(self._setting, model_shape(file), n_ctx, n_seq, n_stream)
+        return self._setting
+
+    @staticmethod
+    def _fit_window(
+        setting: MixedKVConfig, shape: ModelShape, n_ctx: int, n_seq: int, n_stream: int
+    ) -> KVSetting:
+        fitted = fit_window(setting, shape, n_ctx, n_seq, n_stream) if n_ctx else setting
+        if fitted is not setting:
+            warnings.warn(
+                f"kv={str(setting)!r} would take more than an F16 cache of n_ctx={n_ctx}: it is "
+                f"{str(fitted)!r} here. A larger n_ctx, or hot_budget, has room for what was asked for",
+                stacklevel=4,
+            )
+        return fitted
 
     def _check_context(self, n_ctx: int, embedding: bool) -> None:
         """`n_ctx` is 0 where the file does not tell; llama.cpp then has the last word."""

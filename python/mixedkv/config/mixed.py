@@ -11,7 +11,6 @@ from mixedkv.config.hot_window import HotWindow
 from mixedkv.config.layers import LayerTypes, parse_layers
 from mixedkv.config.row_types import (
     COLD_TYPES,
-    HOT_TYPES,
     ggml_type,
 )
 from mixedkv.config.sparse import normal_sparse, top_p_of
@@ -36,7 +35,6 @@ class MixedKVConfig:
             Can be set while the cache lives, as far as its F16 rows have room.
         group_size: once more than `quantization_threshold` recent tokens are F16, the oldest
             `group_size` leave the window together. At most the threshold.
-        hot_type_k, hot_type_v: type of the recent tokens; only "f16".
         cold_type_k, cold_type_v: type of the older tokens, one of `COLD_TYPES`.
         sink_tokens: the first tokens of a sequence, which stay F16 for good.
         n_draft: tokens that can be taken back, as speculative decoding does with drafts that are
@@ -75,8 +73,6 @@ class MixedKVConfig:
     enable_quantization: bool = True
     quantization_threshold: int = 32
     group_size: int = 16
-    hot_type_k: str = "f16"
-    hot_type_v: str = "f16"
     cold_type_k: str = "q4_0"
     cold_type_v: str = "q4_0"
     sink_tokens: int = 4
@@ -95,8 +91,6 @@ class MixedKVConfig:
         for field in ("enable_quantization", "equalize", "shrink"):
             if not isinstance(getattr(self, field), bool):
                 raise TypeError(f"{field}={getattr(self, field)!r}: use True or False")
-        for field in ("hot_type_k", "hot_type_v"):
-            normalise(self, field, HOT_TYPES)
         normalise(self, "cold_type_k", COLD_TYPES)
         normalise(self, "cold_type_v", COLD_TYPES)
         normalise(self, "attention", ATTENTIONS)

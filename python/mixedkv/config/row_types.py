@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gguf
 
-HOT_TYPES = ("f16",)
 COLD_TYPES = ("q8_0", "q4_0", "q4_1", "iq4_nl", "lm4", "tc3", "q5_0", "q5_1")
 CPU_TYPES = ("lm4", "tc3")  # that no GPU writes
 UNIFORM_TYPES = ("f16", "bf16", "f32", *COLD_TYPES)

@@ -64,6 +64,29 @@ def settle(
     return spend(kv.budget, plan, windows, rooms, make, size)
 
 
+def fit_window(kv: KVSetting, shape: ModelShape, n_ctx: int, n_seq: int = 1, n_stream: int = 1) -> KVSetting:
+    """Return the setting with its window halved until the cache is no larger than an F16 one.
+
+    A window takes F16 rows beside the cold ones, which a short context has no gain to pay with. A setting
+    with a `hot_budget` stays as it is, and so do one that no window makes small enough and one whose window
+    is wider than the context, which `check_context` refuses. Arguments as in `settle`.
+    """
+    if not isinstance(kv, MixedKVConfig) or not kv.enable_quantization or kv.hot_budget != "auto":
+        return kv
+    if kv.quantization_threshold + kv.sink_tokens > n_ctx // n_stream:
+        return kv
+
+    def size(setting: KVSetting) -> int:
+        return n_stream * footprint(shape, setting, n_ctx // n_stream, n_seq // n_stream).bytes
+
+    most, fitted = size(kv.without_quantization()), kv
+    while fitted.quantization_threshold and size(fitted) > most:
+        threshold = fitted.quantization_threshold // 2
+        group_size = max(1, min(fitted.group_size, threshold))
+        fitted = replace(fitted, quantization_threshold=threshold, group_size=group_size)
+    return fitted if size(fitted) <= most else kv
+
+
 def settle_for(
     kv: KVSetting, model: str | os.PathLike[str] | ModelShape, n_ctx: int, n_seq: int, shares: Shares | None
 ) -> KVSetting:

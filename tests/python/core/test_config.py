@@ -65,7 +65,6 @@ settings = st.one_of(mixed_configs(), uniform_settings)
 def test_defaults_of_the_seed_design() -> None:
     config = MixedKVConfig()
     assert (config.quantization_threshold, config.group_size) == (32, 16)
-    assert (config.hot_type_k, config.hot_type_v) == ("f16", "f16")
     assert (config.cold_type_k, config.cold_type_v) == ("q4_0", "q4_0")
     assert config.enable_quantization
 
@@ -155,8 +154,6 @@ def test_frozen_and_keyword_only() -> None:
         ("group_size", "16", TypeError),
         ("sink_tokens", -1, ValueError),
         ("sink_tokens", None, TypeError),
-        ("hot_type_k", "q8_0", ValueError),
-        ("hot_type_v", "f32", ValueError),
         ("cold_type_k", "f16", ValueError),
         ("cold_type_v", "q4_k", ValueError),
         ("cold_type_v", 8, TypeError),

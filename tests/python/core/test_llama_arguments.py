@@ -89,6 +89,20 @@ def test_others_are_not(options: dict[str, Any]) -> None:
         Llama(model_path(), **{**TINY, "n_ctx": n_ctx_train() * 2, **options}).close()
 
 
+@pytest.mark.parametrize("n_seq_max", [1, 4])
+def test_a_window_that_a_short_context_cannot_pay_for_is_narrower(n_seq_max: int) -> None:
+    n_ctx = 512 * n_seq_max
+    with pytest.warns(UserWarning, match="would take more than an F16 cache") as seen:
+        llm = Llama(
+            model_path(), kv="mixed:quality", n_ctx=n_ctx, n_seq_max=n_seq_max, n_threads=1, verbose=False
+        )
+    assert [warning.filename for warning in seen] == [__file__]
+    with llm:
+        assert 32 <= llm.kv.quantization_threshold < 256
+        assert llm.kv.stats().saving >= 0
+        llm.eval(list(range(5, 105)))
+
+
 @pytest.mark.parametrize("command", [["run", "-p", "x", "-n", "1"], ["info"], ["chat", "-n", "1"]])
 def test_the_command_line_warns_in_one_line(command: list[str]) -> None:
     done = subprocess.run(
