@@ -3,6 +3,7 @@ common is evaluated once. docs/engine.md tells more.
 """
 
 from mixedkv.engine.answer import Answer
+from mixedkv.engine.chat.chat_template import Chat, ToolChoice
 from mixedkv.engine.connect.chunk_connector import ChunkConnector
 from mixedkv.engine.connect.kv_connector import KVConnector
 from mixedkv.engine.connect.store_connector import StoreConnector
@@ -17,6 +18,7 @@ from mixedkv.engine.schedule.tenant_limits import TenantLimits
 
 __all__ = [
     "Answer",
+    "Chat",
     "ChunkConnector",
     "Delta",
     "Done",
@@ -31,4 +33,5 @@ __all__ = [
     "Sampling",
     "StoreConnector",
     "TenantLimits",
+    "ToolChoice",
 ]

@@ -10,9 +10,11 @@ from collections.abc import AsyncIterator, Generator, Iterator
 from concurrent.futures import CancelledError
 from typing import Protocol
 
+from mixedkv.engine.chat.chat_template import RenderedChat
 from mixedkv.engine.jobs.events import Done, Event, Failed
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.sample.sampler import TokenLogprob
+from mixedkv.engine.text.answer_reader import ReadAnswer
 
 
 class _Canceller(Protocol):
@@ -29,9 +31,9 @@ class Answer:
         job: the numbers: n_prompt, n_cached, n_answer, exact, t_first - t_submit.
     """
 
-    def __init__(self, engine: _Canceller, job: Job) -> None:
+    def __init__(self, engine: _Canceller, job: Job, chat: RenderedChat | None = None) -> None:
         self.job = job
-        self._engine = engine
+        self._engine, self._chat = engine, chat or RenderedChat(text="")
         self._pieces: deque[str] = deque()  # nobody has taken
         self._taken: list[str] = []
         self._logprobs: list[TokenLogprob] = []
@@ -53,6 +55,13 @@ class Answer:
     def text(self) -> str:
         """All of the answer; waits for its end."""
         return self.result().text
+
+    @property
+    def message(self) -> ReadAnswer:
+        """Return the answer to a `Chat` as text, thoughts and calls; waits for its end."""
+        reader = self._chat.reader()
+        reader.feed(self.text, last=True)
+        return reader.answer
 
     def result(self, timeout: float | None = None) -> Done:
         """All of the answer and why it ended: "stop", or "length" at max_tokens or the context's end.

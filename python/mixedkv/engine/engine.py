@@ -24,6 +24,7 @@ from mixedkv.card import card
 from mixedkv.chunks import Reuse
 from mixedkv.engine.answer import Answer
 from mixedkv.engine.batch.vector_job import VectorJob, vector_width
+from mixedkv.engine.chat.chat_template import Chat
 from mixedkv.engine.chat.tokenizer import Prompt, Tokenizer
 from mixedkv.engine.connect.chunk_connector import ChunkConnector
 from mixedkv.engine.connect.kv_connector import KVConnector
@@ -235,7 +236,8 @@ class Engine:
         """Answer a prompt; returns at once.
 
         Args:
-            prompt: a text, token ids, or the messages of a chat.
+            prompt: a text, token ids, the messages of a chat, or a `Chat`, which may have tools and images:
+                its answer is read by `Answer.message`.
             max_tokens: of the answer.
             stop: a string that ends it, or several.
             n_logprobs: how many of the likeliest tokens to tell with each token; None for none.
@@ -255,22 +257,25 @@ class Engine:
             raise ValueError("a model without vocabulary takes vectors: use `submit_jobs` with a VectorJob")
         self._check_open()
         with self.llm.kv.busy.present():  # the tokenizer's vocabulary goes with the `Llama`
-            tokens, stops = self.tokenizer.encode(prompt, long=overflow == "slide")
+            tokens, chat = self.tokenizer.encode(prompt, long=overflow == "slide")
+        if chat.constraint is not None:
+            sampling["constraint"] = chat.constraint
         request = Request(
             prompt=tokens,
             max_tokens=max_tokens,
             sampling=Sampling(**sampling),
             tenant=tenant,
-            stop=[*stop_strings(stop), *stops],
+            stop=[*stop_strings(stop), *chat.stops],
             stream=True,
             n_logprobs=n_logprobs,
             reuse=reuse,
             speculation=speculation,
             prediction=prediction,
             overflow=overflow,
+            **(self.tokenizer.answer_fields(chat, len(tokens)) if isinstance(prompt, Chat) else {}),
         )
         (job,) = self.prepare([request])
-        answer = Answer(self, job)
+        answer = Answer(self, job, chat)
         self.submit_jobs([job])
         return answer
 

@@ -216,8 +216,8 @@ class SplitSession:
             grpc.RpcError: the server refuses, or could not be reached for `patience` seconds.
         """
         head = self._head
-        tokens, stops = head.tokenizer.encode(prompt)
-        text = TextStream([*([stop] if isinstance(stop, str) else stop), *stops])
+        tokens, chat = head.tokenizer.encode(prompt)
+        text = TextStream([*([stop] if isinstance(stop, str) else stop), *chat.stops])
         answer = self.generate_tokens(
             tokens, max_tokens=max_tokens, sinks=sinks, window=window, draft=draft, **sampling
         )

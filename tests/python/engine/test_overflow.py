@@ -226,7 +226,7 @@ def test_the_turn_after_such_an_answer_goes_on_from_it(direct: Direct) -> None:
     assert job.n_dropped > 0
     answered = job.all_tokens
     messages += [assistant(text), note(5)]
-    again = direct.engine.tokenizer.chat(messages, long=True)[0]
+    again = direct.engine.tokenizer.encode(messages, long=True)[0]
     assert len(again) > N_CTX
     job, _ = ask(direct, messages)
     same = job.prompt[: len(answered) - 1].tolist() == answered[:-1].tolist()

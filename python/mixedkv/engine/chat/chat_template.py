@@ -17,6 +17,7 @@ from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.constrain.tool_grammar import tool_grammar
 from mixedkv.engine.text.answer_reader import AnswerReader, ReadAnswer
 from mixedkv.engine.text.thought import ThoughtTags
+from mixedkv.images import PromptImage
 
 _MAX_TEMPLATE = 1 << 16  # characters: llama.cpp takes a chain of filters apart by recursion
 _MAX_DEPTH = 64  # of objects and lists in a schema or in arguments
@@ -57,11 +58,34 @@ class TemplateOptions:
 NOTHING_SAID = TemplateOptions()
 
 
-@dataclass(frozen=True, kw_only=True)
-class RenderedChat:
-    """A rendered chat.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chat:
+    """A chat to answer.
 
     Attributes:
+        messages, tools: in OpenAI's form; each image stands in its message as `images.MARK`.
+        images: of the messages, in order.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    choice: ToolChoice = field(default_factory=ToolChoice)
+    options: TemplateOptions = NOTHING_SAID
+    images: Sequence[PromptImage] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing in it is about tools, and nothing is said to the template."""
+        calls = (message.get("role") == "tool" or message.get("tool_calls") for message in self.messages)
+        return not self.tools and self.options == NOTHING_SAID and not any(calls)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenderedChat:
+    """A chat as the model reads it, and how its answer is made and read.
+
+    Attributes:
+        begins: the text has what a sequence begins with.
         constraint: of an answer that must call, or of a call that it may have.
         triggers: words that begin a call that it may have; empty where it must.
         stops: strings that end the answer.
@@ -69,22 +93,30 @@ class RenderedChat:
         thoughts: None for a model that does not think.
         answer: the end of `text` that no later turn's prompt has: templates leave out thoughts.
         before: the answer's beginning, where the chat gave it.
+        prompt: llama.cpp's chat layer reads the answer by it; None for an answer that is text only.
     """
 
     text: str
-    constraint: Constraint | None
-    triggers: tuple[str, ...]
-    stops: tuple[str, ...]
-    shown: tuple[str, ...]
-    thoughts: ThoughtTags | None
-    answer: str
-    before: ReadAnswer
-    prompt: _chat.ChatPrompt
-    parallel: bool
+    begins: bool = True
+    constraint: Constraint | None = None
+    triggers: tuple[str, ...] = ()
+    stops: tuple[str, ...] = ()
+    shown: tuple[str, ...] = ()
+    thoughts: ThoughtTags | None = None
+    answer: str = ""
+    before: ReadAnswer = field(default_factory=ReadAnswer)
+    prompt: _chat.ChatPrompt | None = None
+    parallel: bool = True
+
+    @property
+    def is_parsed(self) -> bool:
+        """Whether the answer's text is more than what is said."""
+        return self.prompt is not None
 
     def reader(self) -> AnswerReader:
-        """Of one answer."""
-        return AnswerReader(self.prompt.parse, parallel=self.parallel, before=self.before)
+        """Return what reads one answer."""
+        parse = self.prompt.parse if self.prompt is not None else None
+        return AnswerReader(parse, parallel=self.parallel, before=self.before)
 
 
 class ChatRenderer:

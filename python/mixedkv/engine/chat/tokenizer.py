@@ -13,13 +13,7 @@ import llama_cpp
 import numpy as np
 from llama_cpp import llama_chat_format
 
-from mixedkv.engine.chat.chat_template import (
-    NOTHING_SAID,
-    ChatRenderer,
-    RenderedChat,
-    TemplateOptions,
-    ToolChoice,
-)
+from mixedkv.engine.chat.chat_template import Chat, ChatRenderer, RenderedChat
 from mixedkv.engine.constrain.constraint import ConstraintCompiler, Matcher
 from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.sample.sampler import Sampler
@@ -35,7 +29,7 @@ from mixedkv.prompts.overflow import Places
 from mixedkv.tokens import Tokens
 
 Messages = Sequence[Mapping[str, Any]]
-Prompt = str | Sequence[int] | Messages
+Prompt = str | Sequence[int] | Messages | Chat
 
 _CHUNK = 1 << 12  # characters
 _SPECIAL = (
@@ -45,7 +39,6 @@ _SPECIAL = (
 )
 _CONTROL = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL
 _MAX_SPECIAL = 2000
-_AUTO = ToolChoice()
 
 
 class Tokenizer:
@@ -169,18 +162,30 @@ class Tokenizer:
                 texts.append(self._piece_text(token))
         return [text for text in texts if text][:_MAX_SPECIAL]
 
-    def encode(self, prompt: Prompt, *, long: bool = False) -> tuple[list[int], list[str]]:
-        """Tokens of a text, of token ids or of the messages of a chat, and strings that end the answer.
+    def encode(self, prompt: Prompt, *, long: bool = False) -> tuple[list[int], RenderedChat]:
+        """Return the tokens of a text, of token ids or of a chat, and how the answer is made and read.
 
         Args:
             long: more than the context has room for are taken too, here and below.
 
         Raises:
-            ValueError: as `prompt` and `chat`.
+            ValueError: as `prompt` and `render`.
         """
+        if isinstance(prompt, Chat):
+            return self.render(prompt, long=long)
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
-            return self.chat(cast(Messages, prompt), long=long)
-        return self.prompt(cast("str | Sequence[int]", prompt), long=long), []
+            return self.render(Chat(messages=cast(Messages, prompt)), long=long)
+        return self.prompt(cast("str | Sequence[int]", prompt), long=long), RenderedChat(text="")
+
+    def answer_fields(self, chat: RenderedChat, n: int) -> dict[str, Any]:
+        """Return the fields of a `Request` that say how the answer to a chat of `n` tokens is made."""
+        forgotten = len(self.tokenize(chat.answer, start=False, special=True)) if chat.answer else 0
+        return {
+            "shown": self.shown(chat.shown),
+            "thoughts": chat.thoughts,
+            "triggers": chat.triggers,
+            "boundary": n - forgotten if forgotten else 0,
+        }
 
     def prompt(self, prompt: str | Sequence[int], *, start: bool = True, long: bool = False) -> list[int]:
         """Tokens of a raw prompt, text or tokens.
@@ -236,40 +241,36 @@ class Tokenizer:
         between = [separator] if llama_cpp.llama_vocab_get_add_sep(vocab) else []
         return [*begin, *first, *end, *between, *second, *end]
 
-    def chat(
-        self,
-        messages: Messages,
-        *,
-        start: bool = True,
-        long: bool = False,
-        images: Sequence[PromptImage] = (),
-    ) -> tuple[list[int], list[str]]:
-        """Tokens of a chat, up to where the answer begins, and strings that end the answer.
+    def rendered(self, chat: Chat) -> RenderedChat:
+        """Return a chat as the model reads it, up to where the answer begins: by llama.cpp's chat layer where
+        there are tools or thoughts, else by the template alone.
+
+        Raises:
+            ValueError: the model has no chat template, cannot be told of tools, or its template refuses the
+                messages.
+        """
+        if self.thinks or not chat.is_plain:
+            return self._renderer.render(chat.messages, chat.tools, chat.choice, chat.options)
+        result = self._format(chat.messages)
+        stops = [result.stop] if isinstance(result.stop, str) else list(result.stop or ())
+        return RenderedChat(
+            text=str(result.prompt),
+            begins=bool(result.added_special),
+            stops=tuple(stop for stop in stops if stop and stop != self._eos),
+        )
+
+    def render(self, chat: Chat, *, start: bool = True, long: bool = False) -> tuple[list[int], RenderedChat]:
+        """Return the tokens of a chat, up to where the answer begins, and how its answer is made and read.
 
         Args:
-            images: that the messages have, in order; each stands there as `images.MARK`.
+            start: it begins a sequence.
 
         Raises:
-            ValueError: the model has no chat template, or its template refuses the messages.
+            ValueError: as `rendered`, or it is too long.
         """
-        if self.thinks:
-            tokens, chat = self.render(messages, long=long, images=images)
-            return tokens, list(chat.stops)
-        result = self._format(messages)
-        start = start and not result.added_special
-        tokens = self._with_images(result.prompt, images, start=start, long=long)
-        stops = [result.stop] if isinstance(result.stop, str) else list(result.stop or ())
-        return tokens, [stop for stop in stops if stop and stop != self._eos]
-
-    def chat_text(self, messages: Messages) -> str:
-        """The text of a chat, up to where the answer begins.
-
-        Raises:
-            ValueError: as `chat`.
-        """
-        if self.thinks:
-            return self._renderer.render(messages, [], _AUTO).text
-        return str(self._format(messages).prompt)
+        rendered = self.rendered(chat)
+        start = start and not rendered.begins
+        return self._with_images(rendered.text, chat.images, start=start, long=long), rendered
 
     def _format(self, messages: Messages) -> Any:
         if self._formatter is None:
@@ -295,24 +296,6 @@ class Tokenizer:
     def thinks(self) -> bool:
         """Whether chats with this model are rendered and read by llama.cpp's chat layer, tools or not."""
         return self._renderer.thinks
-
-    def render(
-        self,
-        messages: Messages,
-        tools: Sequence[Mapping[str, Any]] = (),
-        choice: ToolChoice = _AUTO,
-        options: TemplateOptions = NOTHING_SAID,
-        *,
-        long: bool = False,
-        images: Sequence[PromptImage] = (),
-    ) -> tuple[list[int], RenderedChat]:
-        """Tokens of a chat by llama.cpp's chat layer, and how its answer is to be made and read.
-
-        Raises:
-            ValueError: as `ChatRenderer.render`, or it is too long.
-        """
-        chat = self._renderer.render(messages, tools, choice, options)
-        return self._with_images(chat.text, images, start=False, long=long), chat  # the template begins it
 
     def _with_images(self, text: str, images: Sequence[PromptImage], *, start: bool, long: bool) -> list[int]:
         if not images:

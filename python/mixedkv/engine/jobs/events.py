@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from mixedkv.engine.sample.sampler import TokenLogprob
 
@@ -13,6 +14,7 @@ class Delta:
 
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
+    last: ClassVar = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,7 @@ class Done:
     reason: str
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
+    last: ClassVar = True
 
 
 @dataclass(frozen=True, slots=True)

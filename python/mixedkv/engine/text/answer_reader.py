@@ -49,13 +49,18 @@ class AnswerReader:
     """One answer, so far in `answer`. What it has given out stays.
 
     Args:
-        parse: llama.cpp's parser of this family: text and whether it goes on, to a message as JSON.
+        parse: llama.cpp's parser of this family: text and whether it goes on, to a message as JSON. None for
+            an answer that is text only.
         parallel: more than one call; else those after the first are left out.
         before: the answer's beginning, which its prompt has: no part of what is given out.
     """
 
     def __init__(
-        self, parse: Callable[[str, bool], str], *, parallel: bool = True, before: ReadAnswer | None = None
+        self,
+        parse: Callable[[str, bool], str] | None,
+        *,
+        parallel: bool = True,
+        before: ReadAnswer | None = None,
     ) -> None:
         self._parse, self._parallel = parse, parallel
         self._before = before or ReadAnswer()
@@ -64,6 +69,9 @@ class AnswerReader:
 
     def feed(self, text: str, *, last: bool = False) -> list[Part]:
         """Take the next text and return what is certain now; after the `last` all of it."""
+        if self._parse is None:
+            self.answer.content += text
+            return [Part(content=text)] if text else []
         self._text += text
         if not last and len(self._text) < self._due:
             return []
@@ -79,6 +87,10 @@ class AnswerReader:
                 "tool_calls": [],
             }
         return [*self._texts(message), *self._calls(message["tool_calls"], last)]
+
+    def finish_reason(self, reason: str) -> str:
+        """Return OpenAI's finish_reason of an answer that ended for this reason."""
+        return "tool_calls" if self.answer.calls and reason == "stop" else reason
 
     def _texts(self, message: dict[str, Any]) -> list[Part]:
         answer, before, parts = self.answer, self._before, []

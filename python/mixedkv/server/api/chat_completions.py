@@ -13,7 +13,7 @@ from mixedkv.engine.chat.chat_template import RenderedChat
 from mixedkv.engine.jobs.events import Delta, Done
 from mixedkv.engine.jobs.job import Job
 from mixedkv.ids import new_id
-from mixedkv.server.api.chat_jobs import AnswerParts, chat_jobs
+from mixedkv.server.api.chat_jobs import chat_jobs
 from mixedkv.server.api.generation import prompt_progress, usage
 from mixedkv.server.api.growing import Turn, check_version, respond_with
 from mixedkv.server.api.logprobs import chat_logprobs, prompt_logprobs
@@ -46,7 +46,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     if turn is not None:
         turn.chat = prompt
     answer = _Answer(server, body, jobs, prompt)
-    large = bool(body.logprobs) or body.prompt_logprobs is not None or prompt is not None
+    large = bool(body.logprobs) or body.prompt_logprobs is not None or prompt.is_parsed
     return await respond_with(turn, body, request, server, jobs, answer, large=large)
 
 
@@ -54,15 +54,13 @@ class _Answer:
     """OpenAI's objects of one request.
 
     Args:
-        prompt: says how answers are read, where llama.cpp's chat layer does that.
+        prompt: says how answers are read.
     """
 
-    def __init__(
-        self, server: ServerState, body: ChatRequest, jobs: list[Job], prompt: RenderedChat | None
-    ) -> None:
+    def __init__(self, server: ServerState, body: ChatRequest, jobs: list[Job], prompt: RenderedChat) -> None:
         self._server, self._body, self._jobs = server, body, jobs
-        self._is_read = prompt is not None
-        self._parts = [AnswerParts(prompt) for _ in jobs]
+        self._is_read = prompt.is_parsed
+        self._parts = [prompt.reader() for _ in jobs]
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
         # the answer's own name, by which a client may call it in the next turn
         self._ids = [new_id("msg") for _ in jobs] if body.use_kv_cache else None
@@ -80,7 +78,7 @@ class _Answer:
                 "index": i,
                 "message": {"role": "assistant", **self._content(i, end), **self._message_id(i)},
                 "logprobs": self._logprobs(end),
-                "finish_reason": self._parts[i].reason(end),
+                "finish_reason": self._parts[i].finish_reason(end.reason),
             }
             for i, end in enumerate(ends)
         ]
@@ -118,19 +116,19 @@ class _Answer:
         return sse(chunk) + DONE
 
     def _read_chunks(self, i: int, event: Delta | Done) -> Iterable[dict[str, Any]]:
-        parts = self._parts[i].feed(event)
+        parts = self._parts[i].feed(event.text, last=event.last)
         logprobs = self._logprobs(event) if event.logprobs else None
         deltas = [delta(part) for part in parts] or ([{}] if logprobs else [])
         for fields in deltas:
             yield self._chunk(i, fields, logprobs)
             logprobs = None
         if isinstance(event, Done):
-            yield self._chunk(i, {}, reason=self._parts[i].reason(event))
+            yield self._chunk(i, {}, reason=self._parts[i].finish_reason(event.reason))
 
     def _content(self, i: int, end: Done) -> dict[str, Any]:
         if not self._is_read:
             return {"content": end.text, "refusal": None}
-        self._parts[i].feed(end)
+        self._parts[i].feed(end.text, last=end.last)
         answer = self._parts[i].answer
         message: dict[str, Any] = {
             "content": answer.content or (None if answer.calls else ""),

@@ -11,13 +11,13 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import JSONResponse, Response
 
-from mixedkv.engine.chat.chat_template import NOTHING_SAID, ToolChoice
+from mixedkv.engine.chat.chat_template import Chat, RenderedChat
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.schedule.request import Request as EngineRequest
 from mixedkv.ids import MAX_LENGTH, PATTERN
 from mixedkv.server.api.generation import context_tokens
-from mixedkv.server.api.rendering import RenderRequest, render_request, template_message
-from mixedkv.server.api.schemas import ContextPatch, WarmRequest
+from mixedkv.server.api.rendering import chat_of, render
+from mixedkv.server.api.schemas import ChatFields, ContextPatch, WarmRequest
 from mixedkv.server.api_error import bad_request, prompt_error, session_error
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.pending import PendingRequest, or_disconnect
@@ -146,9 +146,10 @@ def warm_job(server: ServerState, body: WarmRequest, owner: str) -> Job:
         if body.messages is not None:
             if any(message.images for message in body.messages):
                 raise bad_request("messages: images cannot be warmed: leave them out", "messages")
-            tools = render_request(server, body.messages, body.tools, ToolChoice(), NOTHING_SAID)
-            messages = [template_message(message) for message in body.messages]
-            tokens = _without_answer(partial(_tokens, server, tools), messages)
+            chat = chat_of(
+                server, ChatFields.model_validate({"messages": body.messages, "tools": body.tools})
+            )
+            tokens = _without_answer(chat, partial(render, server))
         else:
             assert body.prompt is not None
             tokens = server.engine.tokenizer.prompt(body.prompt)
@@ -162,7 +163,7 @@ def _context_job(server: ServerState, body: CreateContextCacheRequest, owner: st
         _check_kept(body, server.engine.n_ctx)
         if body.messages is not None:
             messages = [message.model_dump(exclude_none=True) for message in body.messages]
-            tokens = _without_answer(partial(_tokens, server, None), messages)
+            tokens = _without_answer(Chat(messages=messages), server.engine.tokenizer.render)
         else:
             tokens = context_tokens(server, body)
     except ValueError as error:
@@ -187,18 +188,10 @@ def _check_kept(body: CreateContextCacheRequest, n_ctx: int) -> None:
         raise ValueError(f"{len(text)} characters are more than the {largest} that a context here can need")
 
 
-def _tokens(server: ServerState, tools: RenderRequest | None, messages: list[dict[str, Any]]) -> list[int]:
-    if tools is None:
-        return server.engine.tokenizer.chat(messages)[0]
-    return replace(tools, messages=messages).tokens(server)[0]
-
-
-def _without_answer(
-    tokenize: Callable[[list[dict[str, Any]]], list[int]], messages: list[dict[str, Any]]
-) -> list[int]:
-    """What the rendered messages have in common with a chat that goes on: not the answer's beginning."""
-    tokens = tokenize(messages)
-    longer = tokenize([*messages, {"role": "user", "content": "?"}])
+def _without_answer(chat: Chat, tokenize: Callable[[Chat], tuple[list[int], RenderedChat]]) -> list[int]:
+    """What the rendered chat has in common with one that goes on: not the answer's beginning."""
+    tokens, _ = tokenize(chat)
+    longer, _ = tokenize(replace(chat, messages=[*chat.messages, {"role": "user", "content": "?"}]))
     return tokens[: common_prefix(as_tokens(tokens), as_tokens(longer))] or tokens
 
 

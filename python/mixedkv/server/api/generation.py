@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from mixedkv.engine.chat.chat_template import RenderedChat
-from mixedkv.engine.chat.tokenizer import Tokenizer
+from mixedkv.engine.chat.chat_template import Chat, RenderedChat
 from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.sample.sampling import Sampling
@@ -34,7 +33,7 @@ def context_tokens(server: ServerState, session: Any, *, long: bool = False) -> 
     if session.prompt is not None:
         return server.engine.tokenizer.prompt(session.prompt, long=long)
     messages = [message.model_dump(exclude_none=True) for message in session.messages]
-    return server.engine.tokenizer.chat(messages, long=long)[0]
+    return server.engine.tokenizer.render(Chat(messages=messages), long=long)[0]
 
 
 def slides(server: ServerState, body: GenerationFields) -> bool:
@@ -68,7 +67,6 @@ def make_jobs(
     owner: str,
     max_tokens: int | None,
     constraint: Constraint | None = None,
-    stops: Sequence[str] = (),
     n_logprobs: int | None = None,
     session: CacheSessionMetadata | None = None,
     param: str = "prompt",
@@ -80,7 +78,7 @@ def make_jobs(
     """`body.n` jobs for each prompt. Not for the event loop: constraints take time to compile.
 
     Args:
-        chat: how the prompt was rendered and the answers are to be made, where llama.cpp's chat layer knows.
+        chat: how the answers are to be made, where the prompt is a chat.
         budget: tokens after which a thought is ended.
         prediction: what an answer may be.
         images: in the prompts.
@@ -113,7 +111,7 @@ def make_jobs(
             sampling=sampling(server, body, constraint),
             tenant=owner,
             session=session.kv_cache_ref if session is not None else None,
-            stop=[*body.stops, *stops],
+            stop=[*body.stops, *(chat.stops if chat is not None else ())],
             stop_tokens=body.stop_token_ids or (),
             min_tokens=body.min_tokens or 0,
             ignore_end=bool(body.ignore_eos),
@@ -126,7 +124,8 @@ def make_jobs(
             speculation=body.speculation,
             prediction=prediction,
             pictures=[picture for image in images for picture in image.pictures],
-            **(_as_rendered(engine.tokenizer, chat, len(prompt), budget) if chat is not None else {}),
+            thought_budget=budget,
+            **(engine.tokenizer.answer_fields(chat, len(prompt)) if chat is not None else {}),
         )
         for prompt in prompts
     ]
@@ -134,18 +133,6 @@ def make_jobs(
         return engine.prepare(requests, n)
     except ValueError as error:
         raise _bad_field(error) from None
-
-
-def _as_rendered(tokenizer: Tokenizer, chat: RenderedChat, n: int, budget: int | None) -> dict[str, Any]:
-    """Fields of a request whose prompt of `n` tokens was rendered by llama.cpp's chat layer."""
-    forgotten = len(tokenizer.tokenize(chat.answer, start=False, special=True))
-    return {
-        "shown": tokenizer.shown(chat.shown),
-        "thoughts": chat.thoughts,
-        "thought_budget": budget,
-        "triggers": chat.triggers,
-        "boundary": n - forgotten if forgotten else 0,
-    }
 
 
 def _bad_field(error: ValueError) -> ApiError:

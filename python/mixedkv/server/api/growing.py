@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from mixedkv.engine.chat.chat_template import RenderedChat
 from mixedkv.engine.jobs.events import Delta, Done
 from mixedkv.engine.jobs.job import Job
-from mixedkv.server.api.chat_jobs import AnswerParts, message_of
+from mixedkv.server.api.chat_jobs import message_of
 from mixedkv.server.api.chat_message import Message
 from mixedkv.server.api.rendering import template_message
 from mixedkv.server.api.respond import SentAnswer, respond
@@ -33,11 +33,11 @@ class Turn:
 
     Attributes:
         job: its answer.
-        chat: says how the answer is read, where llama.cpp's chat layer does that.
+        chat: says how the answer is read, where the session is of messages.
     """
 
     job: Job
-    chat: RenderedChat | None = None
+    chat: RenderedChat
 
     def __init__(self, server: ServerState, session: CacheSessionMetadata) -> None:
         self._server, self._session = server, session
@@ -103,9 +103,9 @@ class Turn:
     def _changes(self, text: str) -> dict[str, Any]:
         if self._session.messages is None:
             return {"prompt": (self._session.prompt or "") + self._prompt + text}
-        parts, before = AnswerParts(self.chat), self._messages
-        parts.feed(Done("stop", text))
-        said = message_of(parts.answer)
+        reader, before = self.chat.reader(), self._messages
+        reader.feed(text, last=True)
+        said = message_of(reader.answer)
         if self._continues:  # the last message is the answer's beginning
             *before, begun = before
             said["content"] = (begun.content or "") + said["content"]

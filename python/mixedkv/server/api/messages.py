@@ -13,7 +13,7 @@ from mixedkv.engine.jobs.events import Delta, Done
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.text.answer_reader import Part
 from mixedkv.ids import new_id
-from mixedkv.server.api.chat_jobs import AnswerParts, chat_jobs, chat_tokens, translated
+from mixedkv.server.api.chat_jobs import chat_jobs, chat_tokens, translated
 from mixedkv.server.api.message_schemas import CountRequest, MessagesRequest
 from mixedkv.server.api.respond import respond
 from mixedkv.server.api.schemas import ChatFields, ChatRequest
@@ -42,7 +42,7 @@ async def count_tokens(body: CountRequest, request: Request) -> Response:
     return JSONResponse({"input_tokens": await read_prompt(request, _count, server, body)})
 
 
-def _jobs(server: ServerState, body: MessagesRequest, owner: str) -> tuple[list[Job], RenderedChat | None]:
+def _jobs(server: ServerState, body: MessagesRequest, owner: str) -> tuple[list[Job], RenderedChat]:
     return chat_jobs(server, translated(ChatRequest, body.as_chat()), owner, None)
 
 
@@ -53,18 +53,16 @@ def _count(server: ServerState, body: CountRequest) -> int:
 class _Answer:
     """Anthropic's objects of one request: an answer is a list of blocks, of thoughts, text and calls."""
 
-    def __init__(
-        self, server: ServerState, body: MessagesRequest, job: Job, chat: RenderedChat | None
-    ) -> None:
+    def __init__(self, server: ServerState, body: MessagesRequest, job: Job, chat: RenderedChat) -> None:
         self._body, self._job = body, job
-        self._parts = AnswerParts(chat)
+        self._parts = chat.reader()
         self._block = -1  # the one that is open
         self._kind: tuple[str, int] | None = None
         self._head = {"id": new_id("msg"), "type": "message", "role": "assistant", "model": server.model_name}
 
     def whole(self, ends: list[Done]) -> dict[str, Any]:
         (end,) = ends
-        self._parts.feed(end)
+        self._parts.feed(end.text, last=end.last)
         return {**self._head, "content": self._content(), **self._stop(end), "usage": self._usage()}
 
     def first(self) -> bytes:
@@ -78,7 +76,7 @@ class _Answer:
         return named_sse({"type": "message_start", "message": message})
 
     def event(self, i: int, event: Delta | Done) -> bytes:
-        out = b"".join(self._delta(part) for part in self._parts.feed(event))
+        out = b"".join(self._delta(part) for part in self._parts.feed(event.text, last=event.last))
         if not isinstance(event, Done):
             return out
         usage = self._usage()
@@ -135,7 +133,9 @@ class _Answer:
         by = self._job.answer.text.stopped_by
         if by in (self._body.stop_sequences or ()):
             return {"stop_reason": "stop_sequence", "stop_sequence": by}
-        reason = {"tool_calls": "tool_use", "length": "max_tokens"}.get(self._parts.reason(end), "end_turn")
+        reason = {"tool_calls": "tool_use", "length": "max_tokens"}.get(
+            self._parts.finish_reason(end.reason), "end_turn"
+        )
         return {"stop_reason": reason, "stop_sequence": None}
 
     def _usage(self) -> dict[str, int]:

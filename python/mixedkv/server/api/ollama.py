@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from mixedkv.engine.chat.chat_template import RenderedChat
 from mixedkv.engine.jobs.events import Delta, Done
 from mixedkv.engine.jobs.job import Job
-from mixedkv.server.api.chat_jobs import AnswerParts, chat_jobs, translated
+from mixedkv.server.api.chat_jobs import chat_jobs, translated
 from mixedkv.server.api.completions import completion_jobs
 from mixedkv.server.api.logprobs import chat_logprobs
 from mixedkv.server.api.ollama_schemas import OllamaChat, OllamaGenerate, OllamaRequest
@@ -66,10 +66,12 @@ async def _answer(request: Request, body: OllamaChat | OllamaGenerate, is_empty:
 
 def _jobs(
     server: ServerState, body: OllamaChat | OllamaGenerate, owner: str
-) -> tuple[list[Job], RenderedChat | None]:
+) -> tuple[list[Job], RenderedChat]:
     if isinstance(body, OllamaGenerate) and body.is_raw:
         fields = body.as_completion(server.engine.n_ctx)
-        return completion_jobs(server, translated(CompletionRequest, fields), owner, None), None
+        return completion_jobs(server, translated(CompletionRequest, fields), owner, None), RenderedChat(
+            text=body.prompt
+        )
     return chat_jobs(server, translated(ChatRequest, body.as_chat()), owner, None)
 
 
@@ -88,14 +90,14 @@ class _Answer:
     """Ollama's objects of one request. Calls are told at the end, each whole."""
 
     def __init__(
-        self, server: ServerState, body: OllamaChat | OllamaGenerate, job: Job, chat: RenderedChat | None
+        self, server: ServerState, body: OllamaChat | OllamaGenerate, job: Job, chat: RenderedChat
     ) -> None:
         self._server, self._body, self._job = server, body, job
-        self._parts = AnswerParts(chat)
+        self._parts = chat.reader()
 
     def whole(self, ends: list[Done]) -> dict[str, Any]:
         (end,) = ends
-        self._parts.feed(end)
+        self._parts.feed(end.text, last=end.last)
         answer = self._parts.answer
         said = _said(self._body, answer.content, answer.reasoning, self._calls())
         return {**self._head(), **said, **self._logprobs(end), **self._end(end)}
@@ -105,7 +107,7 @@ class _Answer:
 
     def event(self, i: int, event: Delta | Done) -> bytes:
         lines, logprobs = [], self._logprobs(event)
-        for part in self._parts.feed(event):
+        for part in self._parts.feed(event.text, last=event.last):
             if part.index < 0:
                 lines.append({**_said(self._body, part.content, part.reasoning), **logprobs})
                 logprobs = {}

@@ -1,90 +1,79 @@
-"""How the chat of a request becomes a prompt: by llama.cpp's chat layer where there are tools or thoughts."""
+"""The chat of a request, as the engine takes it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from mixedkv.engine.chat.chat_template import (
-    NOTHING_SAID,
-    RenderedChat,
-    TemplateOptions,
-    ToolChoice,
-    check_depth,
-)
-from mixedkv.errors import ContextLengthError
-from mixedkv.images import PromptImage
+from mixedkv.engine.chat.chat_template import Chat, RenderedChat, TemplateOptions, ToolChoice, check_depth
 from mixedkv.server.api.chat_message import Message
-from mixedkv.server.api.schemas import ChatFields, Tool
+from mixedkv.server.api.images import read_images
+from mixedkv.server.api.schemas import ChatFields
 from mixedkv.server.api.tools import check_calls, checked_tools
-from mixedkv.server.api_error import bad_request, prompt_error
+from mixedkv.server.api_error import ApiError, bad_request, prompt_error
 from mixedkv.server.state import ServerState
 
 _MAX_VARIABLES = 1 << 16  # characters of chat_template_kwargs
 _OURS = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RenderRequest:
-    """What llama.cpp's chat layer is told."""
-
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]]
-    choice: ToolChoice
-    options: TemplateOptions
-
-    def tokens(
-        self, server: ServerState, *, long: bool = False, images: Sequence[PromptImage] = ()
-    ) -> tuple[list[int], RenderedChat]:
-        """
-        Args:
-            long: more than the context has room for are taken too.
-            images: of the messages.
-
-        Raises:
-            ApiError: 400.
-        """
-        try:
-            return server.engine.tokenizer.render(
-                self.messages, self.tools, self.choice, self.options, long=long, images=images
-            )
-        except ContextLengthError as error:
-            raise prompt_error(error, "messages") from None
-        except ValueError as error:
-            raise bad_request(str(error), str(error).partition(":")[0]) from None
-
-
-def render_request(
+def chat_of(
     server: ServerState,
-    messages: Sequence[Message],
-    tools: Sequence[Tool] | None,
-    choice: ToolChoice,
-    options: TemplateOptions,
+    body: ChatFields,
+    choice: ToolChoice | None = None,
     before: Sequence[dict[str, Any]] = (),
-) -> RenderRequest | None:
-    """None where nothing is about tools or thoughts.
-
+) -> Chat:
+    """
     Args:
         before: messages of a session.
 
     Raises:
         ApiError: 400, something does not go together; it names the field.
     """
-    if not tools and choice.mode == "required":
+    choice = choice or ToolChoice()
+    options = template_options(body)
+    images = read_images(server, body.messages)
+    if not body.tools and choice.mode == "required":
         raise bad_request("tool_choice asks for a call, and there are no tools: give tools", "tool_choice")
-    check_calls(messages)
-    about_tools = tools or any(message.role == "tool" or message.tool_calls for message in messages)
-    said = options != NOTHING_SAID
-    if not (about_tools or said or server.engine.tokenizer.thinks):
-        return None
-    return RenderRequest(
-        messages=[*before, *map(template_message, messages)],
-        tools=checked_tools(tools or [], choice),
+    check_calls(body.messages)
+    return Chat(
+        messages=[*before, *map(template_message, body.messages)],
+        tools=checked_tools(body.tools or [], choice),
         choice=choice,
         options=options,
+        images=images,
     )
+
+
+def render(
+    server: ServerState, chat: Chat, *, start: bool = True, long: bool = False
+) -> tuple[list[int], RenderedChat]:
+    """As `Tokenizer.render`.
+
+    Raises:
+        ApiError: 400; it names the field.
+    """
+    try:
+        return server.engine.tokenizer.render(chat, start=start, long=long)
+    except ValueError as error:
+        raise _refused(error) from None
+
+
+def rendered_text(server: ServerState, chat: Chat) -> str:
+    """
+    Raises:
+        ApiError: 400; it names the field.
+    """
+    try:
+        return server.engine.tokenizer.rendered(chat).text
+    except ValueError as error:
+        raise _refused(error) from None
+
+
+def _refused(error: ValueError) -> ApiError:
+    field = str(error).partition(":")[0]
+    return prompt_error(error, field if field.isidentifier() else "messages")
 
 
 def template_message(message: Message) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from mixedkv.engine.jobs.events import Delta, Done
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.text.answer_reader import Part, ReadAnswer
 from mixedkv.ids import new_id
-from mixedkv.server.api.chat_jobs import AnswerParts, chat_jobs, translated
+from mixedkv.server.api.chat_jobs import chat_jobs, translated
 from mixedkv.server.api.kept_responses import ResponseId, check_room, find, history, keep
 from mixedkv.server.api.respond import respond
 from mixedkv.server.api.response_schemas import ResponsesRequest
@@ -102,7 +102,7 @@ def _items(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _jobs(
     server: ServerState, body: ResponsesRequest, owner: str, messages: list[dict[str, Any]]
-) -> tuple[list[Job], RenderedChat | None]:
+) -> tuple[list[Job], RenderedChat]:
     return chat_jobs(server, translated(ChatRequest, body.as_chat(messages)), owner, None)
 
 
@@ -178,11 +178,9 @@ _NAMES = {
 class _Answer:
     """OpenAI's objects of one request: an answer is a list of items, of thoughts, text and calls."""
 
-    def __init__(
-        self, server: ServerState, body: ResponsesRequest, job: Job, chat: RenderedChat | None
-    ) -> None:
+    def __init__(self, server: ServerState, body: ResponsesRequest, job: Job, chat: RenderedChat) -> None:
         self._body, self._job, self._sampling = body, job, server.sampling
-        self._parts = AnswerParts(chat)
+        self._parts = chat.reader()
         self._read: deque[list[Part]] = deque()  # of events that have not been told yet
         self._outputs: list[_Output] = []
         self._open: tuple[str, int] | None = None
@@ -202,10 +200,10 @@ class _Answer:
 
     def read(self, event: Delta | Done) -> None:
         """Read an event before it is told."""
-        self._read.append(self._parts.feed(event))
+        self._read.append(self._parts.feed(event.text, last=event.last))
 
     def _new(self, event: Delta | Done) -> list[Part]:
-        return self._read.popleft() if self._read else self._parts.feed(event)
+        return self._read.popleft() if self._read else self._parts.feed(event.text, last=event.last)
 
     def whole(self, ends: list[Done]) -> dict[str, Any]:
         (end,) = ends

@@ -7,8 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from mixedkv.engine.chat.chat_template import ToolChoice
-from mixedkv.server.api.rendering import render_request, template_message, template_options
+from mixedkv.server.api.rendering import chat_of, rendered_text
 from mixedkv.server.api.schemas import ApplyTemplateRequest, DetokenizeRequest, TokenizeRequest
 from mixedkv.server.api_error import bad_request, prompt_error
 from mixedkv.server.http.json_body import JSONRoute
@@ -73,11 +72,4 @@ def _text(server: ServerState, body: DetokenizeRequest) -> dict[str, Any]:
 def _prompt(server: ServerState, body: ApplyTemplateRequest) -> dict[str, Any]:
     if any(message.images for message in body.messages):
         raise bad_request("messages: images have no text: leave them out", "messages")
-    rendering = render_request(server, body.messages, body.tools, ToolChoice(), template_options(body))
-    if rendering is not None:
-        return {"prompt": rendering.tokens(server)[1].text}
-    messages = [template_message(message) for message in body.messages]
-    try:
-        return {"prompt": server.engine.tokenizer.chat_text(messages)}
-    except ValueError as error:
-        raise prompt_error(error, "messages") from None
+    return {"prompt": rendered_text(server, chat_of(server, body))}
