@@ -40,7 +40,7 @@ from mixedkv_bench.harness.reuse_cases import (
 )
 from mixedkv_bench.harness.row import Row, RowPart
 from mixedkv_bench.harness.store_run import StoreRun
-from mixedkv_bench.harness.summary import wilson
+from mixedkv_bench.harness.summary import ratio_interval, wilson
 from mixedkv_bench.harness.table import Cells, Table, number
 from mixedkv_bench.options import Options
 
@@ -86,7 +86,8 @@ class ReuseRow(Row):
     workload: Workload = Field(
         description='`"documents"`: in another order; `"edited"`: one passage of a history has changed; '
         '`"system"`: a growing history behind a changed system prompt; `"few_shot"`: examples in another '
-        'order; `"prose"`, `"code"`: passages of real text and a question about them'
+        'order; `"prose"`, `"narrative"`, `"code"`, `"dialogue"`: passages of real text, of its second half, '
+        "and a question about them"
     )
     donor: DonorKind = Field(
         description='where the rows are from: `"alone"`, `"bos"` (BOS and the passage), or a `"conversation"`'
@@ -124,6 +125,14 @@ class ReuseRow(Row):
     )
     kld_first: float | None = Field(default=None, description="that of the first token alone, mean")
     kld_median: float | None = Field(default=None, description="its median over all of these tokens")
+    kld_of_none: float | None = Field(
+        default=None,
+        description='`kld_mean` by that of `"none"` on the same prompts, where both were measured',
+    )
+    kld_of_none_low: float | None = Field(
+        default=None, description="of its 95% interval: bootstrap over prompts"
+    )
+    kld_of_none_high: float | None = Field(default=None, description="of the same interval")
     kld_f32: float | None = Field(
         default=None,
         description="KL divergence from full evaluation in an F32 cache, mean over the same tokens; of full "
@@ -208,10 +217,13 @@ def _measure_settings(
                 )
                 _measure_setting(bench, run, reference, setting, kinds, head, peer)
         except (CannotRunError, UnsupportedModelError) as error:
-            empty = {"workload": kinds[0][0], "donor": kinds[0][1], "method": "full", "n_cases": 0}
-            bench.add(
-                ReuseRow.model_validate({**empty, "ratio": 0.0, "overlap_k": 0, "error": str(error), **head})
-            )
+            bench.add(_refused(*kinds[0], error, head))
+
+
+def _refused(workload: Workload, donor: DonorKind, error: Exception, head: dict[str, Any]) -> ReuseRow:
+    """Return the row that says why nothing was measured."""
+    empty = {"workload": workload, "donor": donor, "method": "full", "n_cases": 0}
+    return ReuseRow.model_validate({**empty, "ratio": 0.0, "overlap_k": 0, "error": str(error), **head})
 
 
 def _measure_setting(
@@ -239,10 +251,13 @@ def _measure_setting(
                     of_peer.answers.append(found)
                     of_peer.correct += _is_right(run, found["tokens"], case)
                 bench.progress.step()
+        except CannotRunError as error:
+            bench.add(_refused(workload, donor, error, head))
+            continue
         finally:
             for each in results:
                 if each.seconds:
-                    bench.add(_row(each, results[0], workload, donor, head))
+                    bench.add(_row(each, results, workload, donor, head))
             if peer is not None and of_peer.answers:
                 bench.add(_peer_row(of_peer, peer, results[0], workload, donor, head))
         for each in results[1:]:
@@ -294,9 +309,10 @@ def _measure_case(
             _, logits = follow(llm, _FOLLOWED, answer)
             one.deviations.append([compare(a, b) for a, b in zip(exact[:_FOLLOWED], logits, strict=True)])
             one.from_f32 += _klds(best, logits)
-            llm.kv.remove(0, len(case.prompt) - 1)
-            llm.eval([int(case.prompt[-1])])
-            one.correct += _is_right(run, follow(llm, _ANSWER)[0], case)
+            if case.answer:
+                llm.kv.remove(0, len(case.prompt) - 1)
+                llm.eval([int(case.prompt[-1])])
+                one.correct += _is_right(run, follow(llm, _ANSWER)[0], case)
 
 
 _EMPTY = KVStore(None, max_ram_bytes=0)
@@ -327,14 +343,22 @@ def _is_right(run: StoreRun, tokens: list[int], case: Case) -> bool:
 
 
 def _row(
-    each: _Results, full: _Results, workload: Workload, donor: DonorKind, head: dict[str, Any]
+    each: _Results,
+    all_results: Sequence[_Results],
+    workload: Workload,
+    donor: DonorKind,
+    head: dict[str, Any],
 ) -> ReuseRow:
-    n = len(each.seconds)
+    n, full = len(each.seconds), all_results[0]
     deviations = [deviation for case in each.deviations for deviation in case]
     low, high = wilson(each.correct, n)
     answers = {"correct": each.correct, "correct_low": low, "correct_high": high} if full.correct else {}
     method = each.method
     turns = {"by_turn": _by_turn(each)} if workload == "system" else {}
+    unrepaired = [
+        other for other in all_results if other.method is not None and other.method.repair == "none"
+    ]
+    of_none = _of_none(each, unrepaired[0]) if unrepaired and method else {}
     return ReuseRow.model_validate(
         {
             "workload": workload,
@@ -359,11 +383,27 @@ def _row(
             "kld_f32": float(np.mean(each.from_f32)),
             "same_top1": float(np.mean([deviation.same_top1 for deviation in deviations])),
             "by_reuse": _by_reuse(each),
+            **of_none,
             **answers,
             **turns,
             **head,
         }
     )
+
+
+def _of_none(each: _Results, none: _Results) -> dict[str, float]:
+    """Return what is left of the mean divergence without repair, and the interval of that."""
+    n = min(len(each.deviations), len(none.deviations))
+    own, others = (
+        [float(np.mean([deviation.kld for deviation in case])) for case in results.deviations[:n]]
+        for results in (each, none)
+    )
+    if not any(others):
+        return {}
+    found = {"kld_of_none": sum(own) / sum(others)}
+    if n > 1:
+        found["kld_of_none_low"], found["kld_of_none_high"] = ratio_interval(own, others)
+    return found
 
 
 def _peer_row(
@@ -462,9 +502,15 @@ def _calibrate(run: StoreRun, worst: dict[Method, list[_Results]], max_kld: floa
     )
 
 
+def _share(row: ReuseRow) -> str:
+    if row.kld_of_none is None or row.kld_of_none_low is None:
+        return number(row.kld_of_none, ".0%")
+    return f"{row.kld_of_none:.0%} ({row.kld_of_none_low:.0%} to {row.kld_of_none_high:.0%})"
+
+
 def _cells(rows: Sequence[ReuseRow]) -> Cells:
     head = ["cache", "workload", "donor", "method", "evaluated", "repair", "first token", "p95", "of cold"]
-    return [[*head, "CPU", "KLD mean", "median", "first", "from F32", "same top-1", "right"]] + [
+    return [[*head, "CPU", "KLD mean", "of none", "median", "first", "from F32", "same top-1", "right"]] + [
         [
             row.name,
             row.workload,
@@ -477,6 +523,7 @@ def _cells(rows: Sequence[ReuseRow]) -> Cells:
             number(row.vs_cold, ".1%"),
             number(row.cpu_vs_cold, ".1%"),
             number(row.kld_mean, ".1e"),
+            _share(row),
             number(row.kld_median, ".1e"),
             number(row.kld_first, ".1e"),
             number(row.kld_f32, ".1e"),

@@ -10,10 +10,11 @@ from typing import Literal, get_args
 import numpy as np
 
 from mixedkv.bundled.corpus import Fact, World, filler
-from mixedkv.real_text import read_real_text
+from mixedkv.real_text import KINDS, read_real_text
 from mixedkv.tokens import Tokens
+from mixedkv_bench.harness.contexts import CannotRunError
 
-Workload = Literal["documents", "edited", "system", "few_shot", "prose", "code"]
+Workload = Literal["documents", "edited", "system", "few_shot", "prose", "narrative", "code", "dialogue"]
 DonorKind = Literal["alone", "bos", "conversation"]
 
 WORKLOADS: tuple[Workload, ...] = get_args(Workload)
@@ -24,7 +25,9 @@ DONORS: dict[Workload, tuple[DonorKind, ...]] = {
     "system": ("conversation",),
     "few_shot": ("conversation",),
     "prose": ("alone", "bos", "conversation"),
+    "narrative": ("alone", "bos", "conversation"),
     "code": ("alone", "bos", "conversation"),
+    "dialogue": ("alone", "bos", "conversation"),
 }
 
 
@@ -77,12 +80,17 @@ class CaseMaker:
     def __init__(self, encode: Encode, bos: Sequence[int], n_prompt: int, n_documents: int = TURNS) -> None:
         self._encode, self._bos, self._n_prompt = encode, list(bos), n_prompt
         self._n_documents = n_documents
+        self._texts: dict[str, Tokens] = {}
 
     def make(self, workload: Workload, donor: DonorKind, seed: int) -> Case:
-        """The same for all donors of a workload but for what was stored."""
+        """Make the case with this number: the same for all donors of a workload but for what was stored.
+
+        Raises:
+            CannotRunError: the workload's text is not installed, or is too short.
+        """
         random = Random(_SEED + seed)
-        if workload in ("prose", "code"):
-            return self._passages(random, read_real_text(workload).text, donor)
+        if workload in KINDS:
+            return self._passages(random, workload, donor)
         world = World(random)
         if workload == "few_shot":
             return self._few_shot(random, world)
@@ -113,18 +121,36 @@ class CaseMaker:
         stored = tuple(_ids(head, self._encode(document)) for document in documents)
         return Case(stored, prompt, fact.answer)
 
-    def _passages(self, random: Random, text: str, donor: DonorKind) -> Case:
+    def _passages(self, random: Random, workload: Workload, donor: DonorKind) -> Case:
         """Passages of a real text, a question about all of them, and no right answer."""
         size = (self._n_prompt - len(self._encode(_ASKED[0])) - 60) // self._n_documents
-        texts = []
-        for begin in random.sample(range(0, len(text) - 8 * size, 8 * size), self._n_documents + 1):
-            texts.append([*self._encode(text[begin : begin + 8 * size])[:size], *self._encode("\n\n")])
+        text = self._held_out(workload)
+        n = self._n_documents + 1
+        free = len(text) - n * size
+        if free < 0:
+            raise CannotRunError(
+                f"{n} passages of {size} tokens are more than half of the text of kind {workload}, which "
+                f"has {2 * len(text)} tokens: use a smaller --n-prompt"
+            )
+        begins = [i * size + at for i, at in enumerate(sorted(random.randint(0, free) for _ in range(n)))]
+        random.shuffle(begins)
+        texts = [[*text[begin : begin + size].tolist(), *self._encode("\n\n")] for begin in begins]
         head, question = (self._encode(each) for each in (_ASKED[0], random.choice(_ASKED[1:])))
         prompt = _ids(self._bos, head, *texts[:-1], question)
         if donor == "conversation":  # with another passage before them
             return Case((_ids(self._bos, head[:10], texts[-1], *texts[-2::-1], question),), prompt, "")
         begin_of = self._bos if donor == "bos" else []
         return Case(tuple(_ids(begin_of, each) for each in texts[:-1]), prompt, "")
+
+    def _held_out(self, workload: Workload) -> Tokens:
+        """Return the second half of a real text. Methods are tuned on the first halves and on other texts."""
+        if workload not in self._texts:
+            try:
+                text = read_real_text(workload).text
+            except ValueError as error:
+                raise CannotRunError(str(error)) from None
+            self._texts[workload] = np.asarray(self._encode(text[len(text) // 2 :]), np.int32)
+        return self._texts[workload]
 
     def _few_shot(self, random: Random, world: World) -> Case:
         """Questions with their answers, each after a short journal that tells them."""

@@ -30,6 +30,15 @@ def wilson(correct: int, n: int, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
+def ratio_interval(values: Sequence[float], of: Sequence[float], n: int = 10_000) -> tuple[float, float]:
+    """95% bootstrap interval of the ratio of two means over the same cases, which are drawn together."""
+    random = np.random.default_rng(0)
+    drawn = random.integers(0, len(of), (n, len(of)))
+    ratios = np.asarray(values)[drawn].mean(axis=1) / np.asarray(of)[drawn].mean(axis=1)
+    low, high = np.percentile(ratios, (2.5, 97.5))
+    return float(low), float(high)
+
+
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """25%, median and 75%."""
     low, middle, high = np.percentile(values, (25, 50, 75))
