@@ -28,8 +28,10 @@ class DamagedRowsError(ValueError):
 
 Rows: TypeAlias = npt.NDArray[np.float32]  # [n, n_head_kv, head size]
 Mask: TypeAlias = npt.NDArray[np.bool_]
+Places: TypeAlias = npt.NDArray[np.int64]
 
 _REACHES = (8.0, 64.0, 512.0)  # tokens over which a change fades to a third, an equal part of it each
+_CONTENT = 1.0  # what rows of the same content share beside, wherever they are
 _NOISE = 1.0  # what a row changes of its own, in the same unit: as much as it shares
 _SINKS = 8  # tokens at the beginning of a passage, which change in a way of their own
 _NOISE_OF_SINK = 5.0
@@ -93,29 +95,22 @@ class Drift:
         stay = np.flatnonzero(~self._chosen[low:high]) + low
         if not near.any() or not len(stay):
             return
-        weights = np.zeros((high - low, int(near.sum())), np.float32)
-        weights[stay - low] = _weights(stay, self._at[near])
         p0, p1 = self._begin + low, self._begin + high
         block = self._kv.export(self._seq, p0, p1, tokens[low:high])
         groups = tuple(
-            replace(
-                group,
-                layers=tuple(
-                    _with_rows(
-                        layer,
-                        [
-                            rows + np.tensordot(weights, change[near], axes=1)
-                            for rows, change in zip(
-                                self._read(layer.il, p0, p1), self._change[layer.il], strict=True
-                            )
-                        ],
-                    )
-                    for layer in group.layers
-                ),
-            )
+            replace(group, layers=tuple(self._moved(layer, low, high, stay, near) for layer in group.layers))
             for group in block.without_hot().groups
         )
         self._kv.replace(replace(block, groups=groups, checkpoints=()), self._seq)
+
+    def _moved(self, layer: LayerRows, low: int, high: int, stay: Places, near: Mask) -> LayerRows:
+        """Return a layer of the piece [low, high) with the rows `stay` moved by the changes `near`."""
+        rows = self._read(layer.il, self._begin + low, self._begin + high)
+        of, at = [each[stay - low] for each in rows], [each[near] for each in self._before[layer.il]]
+        weights = _weights(stay, self._at[near], of, at)
+        for which, change in zip(rows, self._change[layer.il], strict=True):
+            which[stay - low] += np.tensordot(weights, change[near], axes=1)
+        return _with_rows(layer, rows)
 
     def _note(self, low: int, high: int) -> None:
         """Keep what changed in the chosen rows of a piece, and by how much of their size."""
@@ -151,19 +146,36 @@ class Drift:
         return rows if mask is None else [each[mask] for each in rows]
 
 
-def _weights(of: npt.NDArray[np.int64], at: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """What the change of each row `at` counts for the rows `of`, float32 [n of, n at]."""
+def _weights(of: Places, at: Places, rows_of: list[Rows], rows_at: list[Rows]) -> npt.NDArray[np.float32]:
+    """Return what the change of each row `at` counts for the rows `of`, float32 [n of, n at].
+
+    Args:
+        of, at: positions in the passage.
+        rows_of, rows_at: the donor's K and V there, which say what is alike.
+    """
     noise = np.diag(np.where(at < _SINKS, _NOISE_OF_SINK, 1.0) * _NOISE)
-    found = np.linalg.solve(_alike(at, at) + noise, _alike(at, of))
+    content = [_content(*each) for each in zip(rows_of, rows_at, strict=True)]
+    to_of, to_at = (np.mean(each, axis=0) for each in zip(*content, strict=True))
+    found = np.linalg.solve(_alike(at, at, to_at) + noise, _alike(at, of, to_of))
     weights: npt.NDArray[np.float32] = found.T.astype(np.float32)
     return weights
 
 
-def _alike(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """How much changes at two positions have in common, 1 at the same one, [n of a, n of b]."""
+def _alike(a: Places, b: Places, cosines: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    """Return how much changes at two positions have in common, [n of a, n of b]: where they are near each
+    other, and where their rows are alike.
+    """
     apart = np.abs(a[:, None] - b[None])
-    alike: npt.NDArray[np.float64] = np.mean([np.exp(-apart / reach) for reach in _REACHES], axis=0)
-    return alike
+    near: npt.NDArray[np.float64] = np.mean([np.exp(-apart / reach) for reach in _REACHES], axis=0)
+    return near + _CONTENT * np.maximum(cosines, 0) * np.exp(-apart / max(_REACHES))
+
+
+def _content(of: Rows, at: Rows) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Return the cosines of the rows `at` with the rows `of` and with each other, less what all share."""
+    middle = at.mean(axis=0)
+    far = [(rows - middle).reshape(len(rows), -1) for rows in (of, at)]
+    of, at = (each / np.maximum(np.linalg.norm(each, axis=1, keepdims=True), 1e-9) for each in far)
+    return at @ of.T, at @ at.T
 
 
 def _with_rows(layer: LayerRows, rows: list[Rows]) -> LayerRows:

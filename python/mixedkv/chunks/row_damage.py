@@ -34,16 +34,24 @@ class Bounds:
     Args:
         turned: relative error from full evaluation in the first layer: rounding twice, since K is turned.
         off: relative error from the donor evaluated again in other steps.
-        scaled: how much of the same head is added or lacks, in such a comparison. Rounding goes in all
-            directions, so there is little of it along the row itself.
+        scaled: how much of the same block of 32 elements is added or lacks, in such a comparison. Rounding
+            goes in all directions, so there is little of it along the row itself.
+        element: error of an element, as a share of its block's largest. Rounding moves one by few steps.
+        everywhere: the error that half of the elements have in the block where it is least. Rounding leaves
+            many elements as they were.
     """
 
     turned: float
     off: float
     scaled: float
+    element: float
+    everywhere: float
 
 
-_EIGHT, _FOUR, _COARSE = Bounds(0.05, 0.05, 0.03), Bounds(0.3, 0.4, 0.16), Bounds(0.6, 0.8, 0.4)
+_EIGHT = Bounds(0.05, 0.05, 0.03, 0.1, 0.02)
+_FOUR = Bounds(0.3, 0.4, 0.15, 0.5, 0.032)
+_COARSE = Bounds(0.6, 0.8, 0.4, 1.0, 0.1)
+_BLOCK = 32
 _ISOLATED = 8  # one layer in so many
 
 
@@ -60,13 +68,13 @@ class RowErrors:
     Args:
         from_full: from full evaluation, in the first layer, [n, heads] for K and V.
         off: from their donors evaluated again, [n, heads] by tensor.
-        scaled: the part of that which is along the head itself, [n, heads] by tensor.
+        in_blocks: what `Bounds` calls scaled, element and everywhere, [n, heads, 3] by tensor.
         kinds: the type of each tensor.
     """
 
     from_full: Heads
     off: Heads
-    scaled: Heads
+    in_blocks: Heads
     kinds: dict[Tensor, str]
 
     @property
@@ -118,7 +126,11 @@ class RowErrors:
         bounds = {name: bounds_of(kind) for name, kind in self.kinds.items()}
         found = [(name, errors, bounds[name].turned) for name, errors in self.from_full.items()]
         found += [(name, errors, bounds[name].off) for name, errors in self.off.items()]
-        return found + [(name, np.abs(each), bounds[name].scaled) for name, each in self.scaled.items()]
+        for i, bound in enumerate(("scaled", "element", "everywhere")):
+            found += [
+                (name, each[..., i], getattr(bounds[name], bound)) for name, each in self.in_blocks.items()
+            ]
+        return found
 
 
 def row_errors(llm: Llama, found: Heads, full: Heads, again: Heads, at: npt.NDArray[np.int64]) -> RowErrors:
@@ -130,13 +142,10 @@ def row_errors(llm: Llama, found: Heads, full: Heads, again: Heads, at: npt.NDAr
         at: the positions of reused rows.
     """
     first = min(il for il, _ in full)
-    off, scaled = Heads(), Heads()
-    for name, rows in again.items():
-        off[name], scaled[name] = _off(found[name][at], rows[at])
     return RowErrors(
-        {name: _off(found[name][at], rows[at])[0] for name, rows in full.items() if name[0] == first},
-        off,
-        scaled,
+        {name: _off(found[name][at], rows[at]) for name, rows in full.items() if name[0] == first},
+        {name: _off(found[name][at], rows[at]) for name, rows in again.items()},
+        {name: _in_blocks(found[name][at], rows[at]) for name, rows in again.items()},
         {(each.il, "K"): each.type_k for each in llm.kv.layers}
         | {(each.il, "V"): each.type_v for each in llm.kv.layers},
     )
@@ -183,17 +192,34 @@ def _spread(rows: Floats, at: npt.NDArray[np.int64], n: int) -> Floats:
     return whole
 
 
-def _off(rows: Floats, wanted: Floats) -> tuple[Floats, Floats]:
-    """Return the error of each head, and the part of it along the head itself, as shares of the head's size,
-    [n, heads]. A head that is nearly 0 counts as a hundredth of the row. What is not a number is infinitely
-    far off.
+def _off(rows: Floats, wanted: Floats) -> Floats:
+    """Return the error of each head as a share of its size, [n, heads]. A head that is nearly 0 counts as a
+    hundredth of the row. What is not a number is infinitely far off.
     """
     with np.errstate(invalid="ignore", over="ignore"):
-        wide = wanted.astype(np.float64)
-        apart = rows.astype(np.float64) - wide
-        energy = np.square(wide).sum(axis=2)
+        apart, energy = rows.astype(np.float64) - wanted, np.square(wanted, dtype=np.float64).sum(axis=2)
         energy = np.maximum(energy, np.maximum(1e-4 * energy.sum(axis=1, keepdims=True), 1e-18))
-        off = np.sqrt(np.square(apart).sum(axis=2) / energy)
-        along = (apart * wide).sum(axis=2) / energy
-    errors: list[Floats] = [np.nan_to_num(each, nan=np.inf).astype(np.float32) for each in (off, along)]
-    return errors[0], errors[1]
+        return _finite(np.sqrt(np.square(apart).sum(axis=2) / energy))
+
+
+def _in_blocks(rows: Floats, wanted: Floats) -> Floats:
+    """Return the error of each head along its blocks, of its worst element, and of the half of each block
+    that is off least, [n, heads, 3]; the last is the least of all heads of a row. A block that is nearly 0
+    counts as a tenth of the row.
+    """
+    n, heads, size = rows.shape
+    shape = (n, heads, -1, _BLOCK if size % _BLOCK == 0 else size)
+    with np.errstate(invalid="ignore", over="ignore"):
+        wide = wanted.reshape(shape).astype(np.float64)
+        apart = rows.reshape(shape).astype(np.float64) - wide
+        least = np.maximum(0.01 * np.square(wide).mean(axis=(1, 2, 3), keepdims=True), 1e-18)[..., 0]
+        energy = np.maximum(np.square(wide).mean(axis=3), least)
+        along = np.abs((apart * wide).mean(axis=3) / energy).max(axis=2)
+        worst = (np.abs(apart).max(axis=3) / np.maximum(np.abs(wide).max(axis=3), np.sqrt(least))).max(axis=2)
+        half = (np.median(np.abs(apart), axis=3) / np.sqrt(energy)).min(axis=(1, 2), keepdims=True)[..., 0]
+        return _finite(np.stack([along, worst, np.broadcast_to(half, along.shape)], axis=2))
+
+
+def _finite(errors: npt.NDArray[np.float64]) -> Floats:
+    found: Floats = np.nan_to_num(errors, nan=np.inf).astype(np.float32)
+    return found

@@ -124,6 +124,49 @@ def test_a_scale_that_is_a_little_off(
     assert len(found.damaged) >= 1
 
 
+@pytest.fixture(scope="module")
+def stepwise(real_model_q4_1: Path) -> Iterator[tuple[ChunkCache, list[str]]]:
+    """Q4_0 rows of a passage that was evaluated 50 tokens at a time, as answers and histories are."""
+    passage = "Bread is made of flour, water and salt. The dough rests for a night in a cold room. " * 8
+    with Llama(real_model_q4_1, kv="mixed", n_ctx=512, verbose=False) as llm, KVStore(None) as store:
+        tokens = llm.tokenize(passage.encode(), add_bos=False)
+        for i in range(0, len(tokens), 50):
+            llm.eval(tokens[i : i + 50])
+        store.save(llm)
+        cache = ChunkCache(llm, store, repair="none", check=0)
+        yield cache, ["A text about what people eat and how it is made at home. " * 6 + passage + "In short:"]
+
+
+def test_rows_evaluated_in_other_steps_are_sound(stepwise: tuple[ChunkCache, list[str]]) -> None:
+    cache, prompts = stepwise
+    (found,) = verify_correctness(cache, prompts, n_gen=2)
+    assert found.reuse.n_cached_approximate > 64
+    assert (found.problem, found.damaged) == ("", ())
+
+
+@pytest.mark.parametrize("what", ["scale", "element", "noise"])
+def test_damage_among_rows_evaluated_in_other_steps(
+    stepwise: tuple[ChunkCache, list[str]], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """A block's scale off by a quarter, two elements by half of their range, or each by a step."""
+
+    def damaged(layer: LayerRows) -> LayerRows:
+        rows = layer.v.copy()
+        if what == "scale":
+            rows[-9, :2] = (rows[-9, :2].view(np.float16) * np.float16(1.25)).view(np.uint8)
+        elif what == "element":
+            rows[-9, 2] ^= 0x88
+        else:
+            rows[-9].reshape(-1, 18)[:, 2:] ^= 0x11
+        return replace(layer, v=rows)
+
+    plant(monkeypatch, lambda block: with_layer(block, 17, damaged))
+    cache, prompts = stepwise
+    (found,) = verify_correctness(cache, prompts, n_gen=2)
+    assert found.problem
+    assert len(found.damaged) == 1
+
+
 def test_a_bound_that_is_not_met_is_a_problem(llm: Llama, store: KVStore, prompt: Tokens) -> None:
     cache = ChunkCache(llm, store, repair="none", check=0)
     (found,) = verify_correctness(cache, [prompt], n_gen=2, max_kld=1e-12)
