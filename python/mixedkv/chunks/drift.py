@@ -167,7 +167,8 @@ def _alike(a: Places, b: Places, cosines: npt.NDArray[np.float32]) -> npt.NDArra
     """
     apart = np.abs(a[:, None] - b[None])
     near: npt.NDArray[np.float64] = np.mean([np.exp(-apart / reach) for reach in _REACHES], axis=0)
-    return near + _CONTENT * np.maximum(cosines, 0) * np.exp(-apart / max(_REACHES))
+    alike: npt.NDArray[np.float64] = _CONTENT * np.maximum(cosines, 0) * np.exp(-apart / max(_REACHES))
+    return np.add(near, alike)
 
 
 def _content(of: Rows, at: Rows) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:

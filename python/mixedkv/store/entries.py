@@ -406,6 +406,13 @@ class Entries:
             self.ram.remove(entry)
             self._folder.remove(entry)
 
+    def _expire(self) -> list[str]:
+        if self._max_age_seconds is None:
+            return []
+        expired = self._index.expire(time.time() - self._max_age_seconds)
+        self.counts["expired"] += len(expired)
+        return expired
+
     # --- looking after it ---
 
     def list(self) -> list[EntryInfo]:
@@ -482,13 +489,6 @@ class Entries:
             expired = self._expire()
         self._remove_files(expired)
         return len(expired)
-
-    def _expire(self) -> list[str]:
-        if self._max_age_seconds is None:
-            return []
-        expired = self._index.expire(time.time() - self._max_age_seconds)
-        self.counts["expired"] += len(expired)
-        return expired
 
     def _look(self) -> None:
         """A folder that was deleted while it is open is made again, empty.
