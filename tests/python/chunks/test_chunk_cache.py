@@ -412,27 +412,29 @@ def wide_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_repair_on_other_shapes(
     name: str, cold: str, zoo_path: Callable[[str], Path], wide_path: Path
 ) -> None:
-    """Random weights look everywhere, so a few tokens say little: what repair makes of all of them does."""
-    random = np.random.default_rng(5)
-    a, b, question = (random.integers(3, zoo.N_VOCAB, n).astype(np.int32) for n in (160, 160, 20))
-    path, kv = (
-        wide_path if name == "wide" else zoo_path(name),
-        f"mixed:cold={cold},threshold=64,group=32,sinks=4",
-    )
-    with Llama(path, kv=kv, n_ctx=768, verbose=False, n_threads=1) as llm, KVStore(None) as store:
-        cache = open_cache(llm, store, chunk_size=32, boundary_window=4)
-        cache.warm([a, b])
-        prompt = np.concatenate([b[:40], a, b, question])
-        expected = full(llm, prompt)
-        klds = {}
-        for ratio in (0.0, 0.3, 1.0):
-            for _ in range(3):  # moved again and again, each time from where it was stored
-                empty(llm)
-                reuse = cache.prefill(prompt, method=Method(ratio=ratio))
-                assert not reuse.exact
-            klds[ratio] = compare(expected, last_logits(llm)).kld
-        assert klds[1.0] < 0.02
-        assert klds[1.0] < klds[0.3] < 1.5 * klds[0.0], klds  # changes of random weights are no neighbours'
+    """Over four prompts: with random weights one prompt's divergence is that of another by a factor of 7, and
+    of some prompts repair of three rows in ten makes it larger.
+    """
+    path = wide_path if name == "wide" else zoo_path(name)
+    kv = f"mixed:cold={cold},threshold=64,group=32,sinks=4"
+    klds: dict[float, list[float]] = {0.0: [], 0.3: [], 1.0: []}
+    with Llama(path, kv=kv, n_ctx=768, verbose=False, n_threads=1) as llm:
+        for seed in (5, 6, 7, 8):
+            random = np.random.default_rng(seed)
+            a, b, question = (random.integers(3, zoo.N_VOCAB, n).astype(np.int32) for n in (160, 160, 20))
+            prompt = np.concatenate([b[:40], a, b, question])
+            expected = full(llm, prompt)
+            with KVStore(None) as store:
+                cache = open_cache(llm, store, chunk_size=32, boundary_window=4)
+                cache.warm([a, b])
+                for ratio, found in klds.items():
+                    empty(llm)
+                    reuse = cache.prefill(prompt, method=Method(ratio=ratio))
+                    assert not reuse.exact
+                    found.append(compare(expected, last_logits(llm)).kld)
+            empty(llm)
+    assert max(klds[1.0]) < 0.02
+    assert np.mean(klds[1.0]) < np.mean(klds[0.3]) < 0.8 * np.mean(klds[0.0]), klds
 
 
 @pytest.mark.parametrize("name", ["llama-64", "llama-128", "qwen3", "llama-96", "refact"])
