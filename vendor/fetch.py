@@ -1,7 +1,7 @@
-"""Fetch the pinned llama.cpp, verify it, unpack it and apply the patch series.
+"""Fetch the pinned llama-cpp-python, verify it, unpack its Python layer, and its llama.cpp with the patches.
 
-CMake runs this when it configures. The result is stamped with a hash over the pin, the series and every
-patch: a second run with the same three does nothing, and a changed patch unpacks again.
+CMake runs this when it configures. Each of the two is stamped with a hash over the pin and, for llama.cpp,
+over the series and every patch: a second run with the same does nothing, a changed patch unpacks again.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -38,20 +39,31 @@ class Pin:
     sha256: str
     llama_cpp_commit: str
     paths: tuple[str, ...]
+    layer: tuple[str, ...]
 
     @property
     def root(self) -> PurePosixPath:
-        """Where llama.cpp lies in the source distribution."""
-        return PurePosixPath(f"{self.package.replace('-', '_')}-{self.version}", "vendor", "llama.cpp")
+        """The folder that holds everything in the source distribution."""
+        return PurePosixPath(f"{self.package.replace('-', '_')}-{self.version}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A folder of the source distribution, and the paths in it that the build needs."""
+
+    root: PurePosixPath
+    paths: tuple[str, ...]
+    patches: tuple[Path, ...] = ()
+    """Applied in this order."""
 
     def wants(self, path: PurePosixPath) -> bool:
-        """Whether the build needs this path, which is relative to llama.cpp."""
-        return any(path.is_relative_to(wanted) for wanted in self.paths)
+        """Whether the build needs this path of the archive."""
+        return any(path.is_relative_to(self.root / wanted) for wanted in self.paths)
 
 
 def read_pin(vendor: Path) -> Pin:
     fields = tomllib.loads((vendor / "pin.toml").read_text(encoding="utf-8"))
-    return Pin(**{**fields, "paths": tuple(fields["paths"])})
+    return Pin(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
 
 
 def read_series(vendor: Path) -> list[Path]:
@@ -65,9 +77,18 @@ def read_series(vendor: Path) -> list[Path]:
     return patches
 
 
-def compute_stamp(vendor: Path) -> str:
-    digest = hashlib.sha256()
-    for path in [vendor / "pin.toml", vendor / "patches" / "series", *read_series(vendor)]:
+def llama_cpp(vendor: Path, pin: Pin) -> Part:
+    root = pin.root / "vendor" / "llama.cpp"
+    return Part(root=root, paths=pin.paths, patches=tuple(read_series(vendor)))
+
+
+def python_layer(pin: Pin) -> Part:
+    return Part(root=pin.root, paths=pin.layer)
+
+
+def compute_stamp(vendor: Path, part: Part) -> str:
+    digest = hashlib.sha256(str(part.root).encode())
+    for path in [vendor / "pin.toml", *part.patches]:
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
 
@@ -82,7 +103,7 @@ def sha256_of(path: Path) -> str:
 
 def download(pin: Pin, folder: Path) -> Path:
     """Let pip fetch the source distribution, with the index, proxy and certificates it is configured for."""
-    sdist = folder / f"{pin.root.parts[0]}.tar.gz"
+    sdist = folder / f"{pin.root}.tar.gz"
     if sdist.is_file() and sha256_of(sdist) == pin.sha256:
         return sdist
     folder.mkdir(parents=True, exist_ok=True)
@@ -112,34 +133,32 @@ def verify(sdist: Path, pin: Pin) -> None:
         )
 
 
-def extract(sdist: Path, pin: Pin, tree: Path) -> None:
+def extract(sdist: Path, part: Part, tree: Path) -> None:
     """Write the wanted regular files below tree. Nothing else in the archive ever becomes a path on disk."""
     with tarfile.open(sdist, "r:gz") as archive:
         for member in archive:
             path = PurePosixPath(member.name)
             if path.is_absolute() or ".." in path.parts:
                 raise VendorError(f"{sdist} has a member outside of its own folder: {member.name!r}")
-            if not path.is_relative_to(pin.root) or not pin.wants(path.relative_to(pin.root)):
-                continue
-            if member.isdir():
+            if member.isdir() or not part.wants(path):
                 continue
             source = archive.extractfile(member) if member.isfile() else None
             if source is None:
                 raise VendorError(f"{sdist} has a member that is no regular file: {member.name!r}")
-            target = tree.joinpath(*path.relative_to(pin.root).parts)
+            target = tree.joinpath(*path.relative_to(part.root).parts)
             target.parent.mkdir(parents=True, exist_ok=True)
             with source, target.open("wb") as file:
                 shutil.copyfileobj(source, file)
-    for wanted in pin.paths:
+    for wanted in part.paths:
         if not (tree / wanted).exists():
-            raise VendorError(f"{sdist} has no {pin.root / wanted}")
+            raise VendorError(f"{sdist} has no {part.root / wanted}")
 
 
-def apply_series(vendor: Path, tree: Path) -> None:
+def apply(patches: Sequence[Path], tree: Path) -> None:
     # Inside another repository `git apply` would take the paths as that one's and silently skip them all.
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     env["GIT_CEILING_DIRECTORIES"] = str(tree.resolve().parent)
-    for patch in read_series(vendor):
+    for patch in patches:
         command = ["git", "apply", "--whitespace=nowarn", str(patch.resolve())]
         try:
             result = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, check=False)
@@ -158,13 +177,12 @@ def keep_times(tree: Path, old: Path) -> None:
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def prepare(vendor: Path, dest: Path, sdist: Path | None = None) -> bool:
-    """Make dest the patched llama.cpp. Returns whether anything had to be done."""
-    stamp = compute_stamp(vendor)
+def prepare(vendor: Path, pin: Pin, part: Part, dest: Path, sdist: Path | None = None) -> bool:
+    """Make dest the part, patched. Returns whether anything had to be done."""
+    stamp = compute_stamp(vendor, part)
     stamp_file = dest / STAMP
     if stamp_file.is_file() and stamp_file.read_text(encoding="utf-8") == stamp:
         return False
-    pin = read_pin(vendor)
     if sdist is None:
         sdist = download(pin, dest.parent / "sdist")
     verify(sdist, pin)
@@ -173,8 +191,8 @@ def prepare(vendor: Path, dest: Path, sdist: Path | None = None) -> bool:
     with tempfile.TemporaryDirectory(prefix=f".{dest.name}-", dir=dest.parent) as scratch:
         tree = Path(scratch, "new")
         tree.mkdir()
-        extract(sdist, pin, tree)
-        apply_series(vendor, tree)
+        extract(sdist, part, tree)
+        apply(part.patches, tree)
         (tree / STAMP).write_text(stamp, encoding="utf-8")
         if dest.exists():
             keep_times(tree, dest)
@@ -187,16 +205,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     here = Path(__file__).resolve().parent
     parser.add_argument("--vendor", type=Path, default=here, help="folder of pin.toml")
-    goal = parser.add_mutually_exclusive_group(required=True)
-    goal.add_argument("--dest", type=Path, help="folder that becomes the patched llama.cpp")
-    goal.add_argument("--apply", type=Path, metavar="CHECKOUT", help="only patch this llama.cpp checkout")
+    parser.add_argument("--dest", type=Path, help="folder that becomes the patched llama.cpp")
+    parser.add_argument("--layer", type=Path, help="folder that becomes the Python layer of llama-cpp-python")
+    parser.add_argument("--apply", type=Path, metavar="CHECKOUT", help="only patch this llama.cpp checkout")
     parser.add_argument("--sdist", type=Path, help="an already downloaded source distribution")
     options = parser.parse_args()
+    if not (options.dest or options.layer or options.apply):
+        parser.error("one of --dest, --layer and --apply is needed")
     try:
         if options.apply:
-            apply_series(options.vendor, options.apply)
-        elif prepare(options.vendor, options.dest, options.sdist):
-            print(f"llama.cpp unpacked and patched in {options.dest}")
+            apply(read_series(options.vendor), options.apply)
+        pin = read_pin(options.vendor)
+        if options.dest:
+            part = llama_cpp(options.vendor, pin)
+            if prepare(options.vendor, pin, part, options.dest, options.sdist):
+                print(f"llama.cpp unpacked and patched in {options.dest}")
+        if options.layer and prepare(options.vendor, pin, python_layer(pin), options.layer, options.sdist):
+            print(f"the Python layer of {pin.package} unpacked in {options.layer}")
     except VendorError as error:
         print(f"vendor/fetch.py: {error}", file=sys.stderr)
         return 1

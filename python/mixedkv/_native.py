@@ -1,85 +1,64 @@
-"""Loads the patched llama.cpp and makes llama_cpp run on it.
+"""Imports llama_cpp, the Python layer of llama-cpp-python, which lies in this package beside our libraries.
 
-llama_cpp opens the libllama in the folder that LLAMA_CPP_LIB_PATH names when it is first imported, and two
-copies of ggml in one process silently bind to each other. So everything that could bring a second copy in is
-refused here, before anything is loaded.
+The layer is unchanged and loads the libraries in its own folder. A llama-cpp-python that is installed
+besides has libraries of its own, and a pointer from one copy of llama.cpp ends the process in the other. So
+everything that could bring a second copy in is refused here, before anything is loaded.
 """
 
 from __future__ import annotations
 
-import ctypes
-import importlib.metadata
 import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from importlib.machinery import PathFinder
 from pathlib import Path
-from types import ModuleType
 
 _PATH_VARIABLE = "LLAMA_CPP_LIB_PATH"
-_SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
-_PREFIX = "" if sys.platform == "win32" else "lib"
 
 
 def load() -> None:
-    """Load the libraries of this package and import llama_cpp on top of them.
+    """Import llama_cpp from this package, so that each later `import llama_cpp` gets this one.
 
     Raises:
-        ImportError: llama_cpp has another version than this package is built for, or a llama.cpp library from
-            elsewhere is loaded already or asked for by LLAMA_CPP_LIB_PATH.
+        ImportError: another llama_cpp is imported already, or a llama.cpp library from elsewhere is loaded or
+            asked for by LLAMA_CPP_LIB_PATH.
     """
     folder = library_folder()
-    _check_version(_installed_version())
     _check_environment(folder)
     _check_nothing_else_loaded(folder)
-    for path in _libraries(folder):
-        ctypes.CDLL(str(path))
-    with _library_path(folder):
-        import llama_cpp.llama_cpp
-
-    _check_version(llama_cpp.__version__)
-    loaded = Path(llama_cpp.llama_cpp._lib._name).parent
-    if not loaded.samefile(folder):
-        raise ImportError(f"llama_cpp runs on the library in {loaded}, not on the one in {folder}")
-    _share_ggml(folder)
+    if "llama_cpp" not in sys.modules:
+        _import_layer(folder.parent.parent)
 
 
 def library_folder() -> Path:
-    """The folder with libllama and the ggml libraries. It lies beside _core, in an editable install too."""
+    """Return the folder of libllama, libmtmd and the ggml libraries."""
+    return package_folder() / "_llama_cpp_python" / "llama_cpp" / "lib"
+
+
+def package_folder() -> Path:
+    """Return the folder of all that was compiled, which in an editable install is not that of the modules."""
     spec = importlib.util.find_spec("mixedkv._core")
     if spec is None or spec.origin is None:
         raise ImportError(
             "mixedkv has no compiled part here: this is its source folder. Install it with `pip install .` "
             "and start Python in another folder."
         )
-    return Path(spec.origin).parent / "lib"
+    return Path(spec.origin).parent
 
 
-def required_version() -> str:
-    """The one llama-cpp-python version this package works with, as its metadata says."""
-    for requirement in importlib.metadata.requires("mixedkv") or []:
-        if match := re.match(r"llama[-_]cpp[-_]python *\(?== *([\w.]+)", requirement):
-            return match[1]
-    raise ImportError("the metadata of mixedkv name no llama-cpp-python version: install mixedkv again")
-
-
-def _installed_version() -> str | None:
+def _import_layer(folder: Path) -> None:
+    """Import llama_cpp from this folder, whichever comes first on sys.path."""
+    spec = PathFinder.find_spec("llama_cpp", [str(folder)])
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{folder} has no llama_cpp: install mixedkv again")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["llama_cpp"] = module
     try:
-        return importlib.metadata.version("llama-cpp-python")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _check_version(version: str | None) -> None:
-    required = required_version()
-    if version != required:
-        found = f"version {version} is installed" if version else "it is not installed"
-        raise ImportError(
-            f"mixedkv needs llama-cpp-python {required}, but {found}. "
-            f"Run: pip install llama-cpp-python=={required}"
-        )
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules["llama_cpp"]
+        raise
 
 
 def _check_environment(folder: Path) -> None:
@@ -91,13 +70,19 @@ def _check_environment(folder: Path) -> None:
 
 
 def _check_nothing_else_loaded(folder: Path) -> None:
-    remedy = "Import mixedkv first, or use that library in a process of its own."
-    module = sys.modules.get("llama_cpp.llama_cpp")
-    if module is not None and not _same_folder(Path(module._lib._name).parent, folder):
-        raise ImportError(f"llama_cpp is imported already and runs on {module._lib._name}. {remedy}")
+    module = sys.modules.get("llama_cpp")
+    if module is not None and not _same_folder(Path(module.__file__ or "").parent, folder.parent):
+        raise ImportError(
+            f"llama_cpp is imported already, from {module.__file__}: another llama-cpp-python, with a "
+            "llama.cpp of its own. mixedkv brings its own llama_cpp. Import mixedkv first, or remove the "
+            "other, after which the order does not matter: pip uninstall llama-cpp-python"
+        )
     for path in mapped_libraries():
         if not _same_folder(path.parent, folder):
-            raise ImportError(f"another copy of llama.cpp is loaded already: {path}. {remedy}")
+            raise ImportError(
+                f"another copy of llama.cpp is loaded already: {path}. Import mixedkv first, or use that "
+                "library in a process of its own."
+            )
 
 
 def mapped_libraries() -> list[Path]:
@@ -105,40 +90,8 @@ def mapped_libraries() -> list[Path]:
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return []
-    name = re.compile(r"/.*/lib(llama|ggml|ggml-[\w-]+)\.so[\d.]*$", re.M)
+    name = re.compile(r"/.*/lib(llama|mtmd|ggml|ggml-[\w-]+)\.so[\d.]*$", re.M)
     return [Path(path) for path in sorted({match[0] for match in name.finditer(maps.read_text())})]
-
-
-def _libraries(folder: Path) -> list[Path]:
-    """In the order in which they need each other: a NEEDED entry then finds its SONAME among those loaded."""
-    files = {path.name: path for path in sorted(folder.glob(f"{_PREFIX}*{_SUFFIX}"))}
-    try:
-        base, ggml, llama = (files.pop(f"{_PREFIX}{key}{_SUFFIX}") for key in ("ggml-base", "ggml", "llama"))
-    except KeyError as error:
-        raise ImportError(f"{folder} has no {error}: install mixedkv again") from None
-    return [base, *files.values(), ggml, llama]
-
-
-@contextmanager
-def _library_path(folder: Path) -> Iterator[None]:
-    """Set the variable for one import: a child process that wants the stock llama_cpp must not inherit it."""
-    before = os.environ.get(_PATH_VARIABLE)
-    os.environ[_PATH_VARIABLE] = str(folder)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_PATH_VARIABLE]
-        else:
-            os.environ[_PATH_VARIABLE] = before
-
-
-def _share_ggml(folder: Path) -> None:
-    """llama_cpp._ggml ignores the variable and would load a second libggml: stand in for it."""
-    module = ModuleType("llama_cpp._ggml", "libggml of mixedkv")
-    module.libggml = ctypes.CDLL(str(folder / f"{_PREFIX}ggml{_SUFFIX}"))  # type: ignore[attr-defined]
-    sys.modules[module.__name__] = module
-    sys.modules["llama_cpp"]._ggml = module  # type: ignore[attr-defined]
 
 
 def _same_folder(path: Path, folder: Path) -> bool:

@@ -37,8 +37,11 @@ UPSTREAM = tuple(
 THREADS = ("/ggml-cpu/ggml-cpu.c",)  # its barriers, or no two threads of a graph seem to wait for each other
 
 
+LIBRARIES = "_llama_cpp_python/llama_cpp/lib"
+
+
 def main(kind: str, build: Path, destination: Path) -> None:
-    objects, libraries = destination / "objects", destination / "mixedkv" / "lib"
+    objects, libraries = destination / "objects", destination / "mixedkv" / LIBRARIES
     objects.mkdir(parents=True, exist_ok=True)
     libraries.mkdir(parents=True, exist_ok=True)
 
@@ -76,11 +79,14 @@ def main(kind: str, build: Path, destination: Path) -> None:
     for name in ("ggml-base", "ggml"):
         shutil.copy(build / "bin" / f"lib{name}.so", libraries)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        link(libraries / "libggml-cpu.so", objects_of("ggml-cpu"), ["ggml-base"], "libggml-cpu.so.0")
+        link(libraries / "libggml-cpu.so", objects_of("ggml-cpu"), ["ggml-base"], "libggml-cpu.so")
         needs = ["ggml", "ggml-cpu", "ggml-base"]
-        link(libraries / "libllama.so", objects_of("llama", "mixedkv_attention"), needs, "libllama.so.0")
+        link(libraries / "libllama.so", objects_of("llama", "mixedkv_attention"), needs, "libllama.so")
         core = destination / "mixedkv" / f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
-        link(core, objects_of("_core"), ["llama", *needs], core.name, "$ORIGIN/lib")
+        link(core, objects_of("_core"), ["llama", *needs], core.name, f"$ORIGIN/{LIBRARIES}")
+    for file in (build / "llama-cpp-python" / "llama_cpp").iterdir():  # the Python layer
+        (libraries.parent / file.name).unlink(missing_ok=True)
+        (libraries.parent / file.name).symlink_to(file)
     for module in (ROOT / "python" / "mixedkv").iterdir():
         (destination / "mixedkv" / module.name).unlink(missing_ok=True)
         (destination / "mixedkv" / module.name).symlink_to(module)

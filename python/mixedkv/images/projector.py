@@ -35,7 +35,7 @@ class Projector:
         verbose: show the library's log.
 
     Raises:
-        UnsupportedModelError: this build has no multimodal library, or the file is not of this model.
+        UnsupportedModelError: the file is not of this model.
         InvalidModelFileError, OSError: it cannot be read.
     """
 
@@ -43,7 +43,9 @@ class Projector:
         self, llm: Llama, path: str | os.PathLike[str], n_threads: int | None = None, *, verbose: bool = False
     ) -> None:
         self._hash = fingerprint(path).encode()
-        self._mtmd = _library()
+        from llama_cpp import mtmd_cpp  # loads the library
+
+        self._mtmd: Any = mtmd_cpp
         self._width = int(llama_cpp.llama_model_n_embd_inp(_llama_cpp.model(llm)))
         self._n_ubatch = int(llm.context_params.n_ubatch)
         self._kept: OrderedDict[bytes, PromptImage] = OrderedDict()
@@ -143,14 +145,3 @@ class Projector:
             places = (mtmd.mtmd_image_tokens_get_decoder_pos(image, 0, i) for i in range(n))
             grid = np.array([(place.t, place.y, place.x) for place in places], np.int32).T
         return Picture(ids, vectors, grid, causal)
-
-
-def _library() -> Any:
-    try:
-        from llama_cpp import mtmd_cpp
-    except (ImportError, OSError, FileNotFoundError, RuntimeError) as error:
-        raise UnsupportedModelError(
-            f"images need llama.cpp's multimodal library, which this llama-cpp-python was built without "
-            f"(LLAMA_BUILD=OFF): {error}"
-        ) from None
-    return mtmd_cpp

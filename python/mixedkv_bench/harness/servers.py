@@ -18,7 +18,7 @@ from pathlib import Path
 from mixedkv.model.gguf_file import ModelFile
 from mixedkv_bench.harness.cache_settings import Setting
 from mixedkv_bench.harness.contexts import CannotRunError
-from mixedkv_bench.harness.stock_peer import would_crash
+from mixedkv_bench.harness.stock_peer import check_stock_library, would_crash
 
 STOCK, STOCK_CACHE = "llama_cpp", "llama_cpp, RAM cache"
 
@@ -93,11 +93,15 @@ def stock_extra_buffers(file: ModelFile) -> bool:
 
 
 def check_stock() -> None:
-    """Raises ValueError if a package that the stock server needs is missing."""
+    """Raises ValueError if the stock library, or a package that its server needs, is missing."""
+    try:
+        check_stock_library()
+    except ValueError as error:
+        raise ValueError(f"{error}; or use --no-peer") from None
     for name in _STOCK_NEEDS:
         if importlib.util.find_spec(name) is None:
             raise ValueError(
-                f"the stock server needs {name}: run pip install 'llama-cpp-python[server]', or use --no-peer"
+                f"the stock server needs {name}: run pip install 'mixedkv[peer]', or use --no-peer"
             )
 
 

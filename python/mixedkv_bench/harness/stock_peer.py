@@ -7,6 +7,7 @@ others are timed: its settings take their turns in the same rounds. `mixedkv ben
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -24,14 +25,37 @@ _CHILD = Path(__file__).with_name("stock_peer_child.py")
 _VARIABLE = "LLAMA_CPP_LIB_PATH"
 
 
+def stock_library() -> Path | None:
+    """Return the folder of the libraries that an installed llama-cpp-python came with, or None."""
+    try:
+        folder = Path(str(importlib.metadata.distribution("llama-cpp-python").locate_file("llama_cpp/lib")))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return folder if any(folder.glob("*llama.*")) else None
+
+
+def check_stock_library() -> None:
+    """Check that there is a stock library; without one the peer would be this package's own.
+
+    Raises:
+        ValueError: llama-cpp-python is not installed, or was installed without its libraries.
+    """
+    if stock_library() is None:
+        raise ValueError(
+            "the stock llama-cpp-python to compare with is not installed: run pip install 'mixedkv[peer]', "
+            "which compiles it"
+        )
+
+
 class Peer:
     """A process in which llama_cpp runs on the library it was installed with.
 
     Raises:
-        ValueError: it does not start.
+        ValueError: it is not installed, or does not start.
     """
 
     def __init__(self, model: ModelFile) -> None:
+        check_stock_library()
         extra = "0" if would_crash(model) else "1"
         environment = {key: value for key, value in os.environ.items() if key != _VARIABLE}
         self._process = subprocess.Popen(

@@ -9,7 +9,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import llama_cpp
 import pytest
 
 from mixedkv.bundled import model_path
@@ -20,6 +19,7 @@ from mixedkv_bench.harness.cache_settings import make_settings
 from mixedkv_bench.harness.contexts import CannotRunError
 from mixedkv_bench.harness.servers import ServerSpec, llama_server_command
 from mixedkv_bench.harness.speed_run import SpeedWork
+from mixedkv_bench.harness.stock_peer import stock_library
 
 WORK = SpeedWork(depth=600, n_prompt=512, n_gen=32, threads=2)
 SWEEP = """main: n_kv_max = 2048
@@ -125,8 +125,7 @@ def test_no_program(test: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.skipif(
-    not any((Path(llama_cpp.__file__).parent / "lib").glob("*llama*")),
-    reason="llama-cpp-python was installed without its own libraries (LLAMA_BUILD=OFF)",
+    stock_library() is None, reason="compares with llama-cpp-python, which is not installed: the extra `peer`"
 )
 def test_the_peers_process_runs_on_the_stock_library() -> None:
     """What measures there imports nothing of mixedkv, whose library would be a second one."""
@@ -135,5 +134,5 @@ import mixedkv_bench.harness.speed_run
 print(llama_cpp.llama_cpp._lib._name, *(name for name in sys.modules if name.split(".")[0] == "mixedkv"))"""
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd="/")
     library, *imported = done.stdout.split()
-    assert Path(library).parent.parent.name == "llama_cpp"
+    assert Path(library).parent == stock_library()
     assert imported == []

@@ -12,7 +12,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import llama_cpp
 import pytest
 
 from mixedkv.bundled import model_path
@@ -27,7 +26,7 @@ from mixedkv_bench.harness.cache_settings import DEFAULT_SPECS, make_settings
 from mixedkv_bench.harness.contexts import CannotRunError
 from mixedkv_bench.harness.neighbours import neighbours
 from mixedkv_bench.harness.speed_run import SpeedWork
-from mixedkv_bench.harness.stock_peer import Peer
+from mixedkv_bench.harness.stock_peer import Peer, stock_library
 from support.bench_support import by_kv, run
 from support.patience import PATIENCE, wait_for
 
@@ -254,8 +253,7 @@ def test_a_cache_of_another_layout_is_filled_by_decoding(tmp_path: Path, zoo_pat
 
 
 needs_stock = pytest.mark.skipif(
-    not any((Path(llama_cpp.__file__).parent / "lib").glob("*llama*")),
-    reason="llama-cpp-python was installed without its own libraries (LLAMA_BUILD=OFF)",
+    stock_library() is None, reason="compares with llama-cpp-python, which is not installed: the extra `peer`"
 )
 
 

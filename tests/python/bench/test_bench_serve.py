@@ -29,6 +29,7 @@ from mixedkv_bench.harness.chat_client import ChatAnswer, ClientSampling, ask
 from mixedkv_bench.harness.contexts import CannotRunError, LoadedModel
 from mixedkv_bench.harness.http_connection import connect
 from mixedkv_bench.harness.replay import Replay, make_conversation, replay
+from mixedkv_bench.harness.stock_peer import stock_library
 from mixedkv_bench.serve import Script, ServerContender, ServeWork, _of_replays, _stall
 from support.bench_support import run
 from support.patience import PATIENCE
@@ -40,9 +41,8 @@ needs_server = pytest.mark.skipif(
     reason="mixedkv serve needs pip install 'mixedkv[server]'",
 )
 needs_stock = pytest.mark.skipif(
-    not any((Path(llama_cpp.__file__).parent / "lib").glob("*llama*"))
-    or any(importlib.util.find_spec(name) is None for name in servers._STOCK_NEEDS),
-    reason="the stock server needs llama-cpp-python[server] with its own libraries",
+    stock_library() is None or any(importlib.util.find_spec(name) is None for name in servers._STOCK_NEEDS),
+    reason="compares with llama-cpp-python[server], which is not installed: the extra `peer`",
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from mixedkv.bundled import model_path
 from mixedkv.config import PRESETS, MixedKVConfig
-from mixedkv.native.library_paths import cmake_dir
+from mixedkv.native.library_paths import cmake_dir, include_dir
 from support import REPOSITORY
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="preloads a library")
@@ -29,12 +30,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(folder: Path, spec: str | None) -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
+def run(
+    folder: Path, spec: str | None, program: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"} | variables
     env["LD_PRELOAD"] = str(folder / "tools" / "libmixedkv-environment.so")
     if spec is not None:
         env["MIXEDKV_KV"] = spec
-    command = [str(folder / "capi" / "example"), str(model_path())]
+    command = [str(program or folder / "capi" / "example"), str(model_path())]
     return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
 
 
@@ -50,6 +53,29 @@ def test_without_the_variable_a_program_has_its_own_cache(folder: Path) -> None:
 
 def test_a_spec_replaces_the_cache(folder: Path) -> None:
     assert "18 of 93 tokens hot" in stats(folder, "mixed:cold=lm4,threshold=16,group=1,sinks=2,v_skip=1e-6")
+
+
+def test_a_program_that_asks_for_upstreams_names_gets_these_libraries(folder: Path, tmp_path: Path) -> None:
+    """llama.cpp's own programs ask for libllama.so.0; a second copy of it would not have the asked cache."""
+
+    def cc(*options: object) -> None:
+        subprocess.run(["cc", *map(str, options)], check=True, capture_output=True)
+
+    source, names = REPOSITORY / "tests" / "cpp" / "capi" / "example.c", ("llama", "ggml", "ggml-base")
+    cc("-c", f"-I{include_dir()}", source, "-o", tmp_path / "example.o")
+    unknown = subprocess.run(["nm", "-u", tmp_path / "example.o"], check=True, capture_output=True, text=True)
+    functions = re.findall(r"\b(?:llama|ggml|mixedkv)_\w+", unknown.stdout)
+    (tmp_path / "stub.c").write_text("".join(f"void {name}(void) {{}}\n" for name in functions))
+    stubs = [tmp_path / f"lib{name}.so.0" for name in names]
+    for stub in stubs:  # only their names are of use
+        cc("-shared", "-fPIC", tmp_path / "stub.c", f"-Wl,-soname,{stub.name}", "-o", stub)
+    cc(tmp_path / "example.o", "-Wl,--no-as-needed", *stubs, "-lpthread", "-o", tmp_path / "example")
+
+    links = folder / "tools" / "mixedkv-libraries"
+    spec = "mixed:cold=lm4,threshold=16,group=1,sinks=2"
+    done = run(folder, spec, program=tmp_path / "example", LD_LIBRARY_PATH=str(links))
+    assert done.returncode == 0, done.stderr
+    assert "18 of 93 tokens hot" in done.stdout
 
 
 @pytest.mark.parametrize("preset", PRESETS)

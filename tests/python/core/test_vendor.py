@@ -40,6 +40,8 @@ class Vendor:
             f"{ROOT}/LICENSE": b"licence\n",
             f"{ROOT}/tools/big.txt": b"not wanted\n",
             "fake_pkg-1.0/setup.py": b"raise SystemExit\n",
+            "fake_pkg-1.0/fake/__init__.py": b"version = 1\n",
+            "fake_pkg-1.0/fake/vendor.txt": b"of the layer\n",
         }
     )
 
@@ -79,7 +81,7 @@ class Vendor:
     def write_pin(self, sha256: str) -> None:
         (self.folder / "pin.toml").write_text(
             f'package = "fake-pkg"\nversion = "1.0"\nsha256 = "{sha256}"\nllama_cpp_commit = "abc"\n'
-            'paths = ["LICENSE", "src"]\n'
+            'paths = ["LICENSE", "src"]\nlayer = ["fake"]\n'
         )
 
     def run(self, *options: str) -> subprocess.CompletedProcess[str]:
@@ -108,6 +110,17 @@ def test_unpacks_only_what_the_pin_names_and_patches_it(vendor: Vendor) -> None:
     assert files == {"src/a.txt", "src/b.txt", "LICENSE", ".mixedkv-stamp"}
     assert (vendor.dest / "src/a.txt").read_text() == "one\nTWO\n"
     assert (vendor.dest / "src/b.txt").read_text() == "untouched\n"
+
+
+def test_unpacks_the_python_layer_unpatched(vendor: Vendor) -> None:
+    layer = vendor.base / "build" / "layer"
+    both = ("--layer", str(layer), "--dest", str(vendor.dest), "--sdist", str(vendor.sdist))
+    assert vendor.run(*both).returncode == 0
+    files = {str(p.relative_to(layer)) for p in layer.rglob("*") if p.is_file()}
+    assert files == {"fake/__init__.py", "fake/vendor.txt", ".mixedkv-stamp"}
+    assert (vendor.dest / "src/a.txt").read_text() == "one\nTWO\n"
+    vendor.write_series({"0001-two.patch": PATCH.replace("TWO", "zwei")})
+    assert "Python layer" not in vendor.run(*both).stdout  # which no patch concerns
 
 
 def test_patches_apply_inside_another_git_repository(vendor: Vendor) -> None:
@@ -215,10 +228,10 @@ def test_series_applies_to_a_checkout(vendor: Vendor) -> None:
     assert (checkout / "src/a.txt").read_text() == "one\nTWO\n"
 
 
-def test_pin_and_dependency_are_one_version() -> None:
+def test_pin_and_peer_are_one_version() -> None:
     pin = (REPOSITORY / "vendor" / "pin.toml").read_text()
     pinned = re.search(r'^version\s*=\s*"(.+)"$', pin, re.M)
-    required = re.search(r'"llama-cpp-python==(.+)"', (REPOSITORY / "pyproject.toml").read_text())
+    required = re.search(r'"llama-cpp-python\[server\]==(.+)"', (REPOSITORY / "pyproject.toml").read_text())
     assert pinned
     assert required
     assert pinned[1] == required[1]

@@ -26,11 +26,6 @@ from support.image_support import BEFORE, BEHIND, KINDS, logits_of_library, png
 from support.server_support import end_of
 from support.zoo.projector import write_projector
 
-try:
-    import llama_cpp.mtmd_cpp  # noqa: F401
-except (ImportError, OSError, RuntimeError) as error:
-    pytest.skip(f"this llama-cpp-python has no multimodal library: {error}", allow_module_level=True)
-
 MIXED = "mixed:threshold=32,group=16,hot_budget=all"
 
 

@@ -1,6 +1,5 @@
 """With the mixed cache off our library is llama.cpp as it was: logits and states are bit-identical to those
-of the libllama that came with llama_cpp. The two run in processes of their own, since only one copy of ggml
-fits in one.
+of the libllama that comes with llama-cpp-python (the extra `peer`), in a process of its own.
 """
 
 from __future__ import annotations
@@ -9,24 +8,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mixedkv import bundled
+from mixedkv_bench.harness.stock_peer import stock_library
 from support import TESTS, zoo
 
 MODELS = [n for n in (*zoo.SUPPORTED, *zoo.REFUSED) if n != "bert"]
-
-
-def stock_library() -> Path | None:
-    spec = find_spec("llama_cpp")
-    assert spec is not None
-    assert spec.origin is not None
-    folder = Path(spec.origin).parent / "lib"
-    return folder if list(folder.glob("libllama.*")) else None
 
 
 def run(which: str, out: Path, paths: list[str]) -> dict[str, np.ndarray]:
@@ -45,7 +36,7 @@ def results(
     tmp_path_factory: pytest.TempPathFactory, zoo_path: Callable[[str], Path]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     if stock_library() is None:
-        pytest.skip("llama_cpp was installed without a libllama of its own: nothing to compare with")
+        pytest.skip("compares with llama-cpp-python, which is not installed: the extra `peer`")
     folder = tmp_path_factory.mktemp("identity")
     paths = [str(zoo_path(name)) for name in MODELS] + [str(bundled.model_path())]
     return run("ours", folder / "ours.npz", paths), run("stock", folder / "stock.npz", paths)

@@ -21,11 +21,6 @@ from support.patience import PATIENCE
 from support.server_support import MODEL, Server, running
 from support.zoo.projector import write_projector
 
-try:
-    import llama_cpp.mtmd_cpp  # noqa: F401
-except (ImportError, OSError, RuntimeError) as error:
-    pytest.skip(f"this llama-cpp-python has no multimodal library: {error}", allow_module_level=True)
-
 CHAT = "/v1/chat/completions"
 
 
