@@ -13,7 +13,7 @@ from mixedkv.cli.values import duration
 from mixedkv.kv.stats import format_bytes
 
 if TYPE_CHECKING:
-    from mixedkv.store import EntryInfo, KVStore
+    from mixedkv.store import EntryInfo, KVStore, MessageInfo
 
 _ANY_SIZE_GB = 2.0**40
 _ID_SHOWN = 12
@@ -23,11 +23,14 @@ _LABEL_SHOWN = 28
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "List, remove, check, clean, encrypt or rekey the KV that is stored in a folder."
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
-    _add(actions, "ls", _ls, "list what is stored, last used first")
+    ls = _add(actions, "ls", _ls, "list what is stored, last used first")
+    ls.add_argument("--messages", action="store_true", help="ids of chat messages and their entries")
+    ls.add_argument("--tenant", metavar="NAME", help="with --messages: of this tenant alone")
     rm = _add(actions, "rm", _rm, "remove entries, and what builds on them")
     rm.add_argument("entry", nargs="*", metavar="ID", help="entries, by the first digits of their ids")
     rm.add_argument("--session", metavar="NAME", help="what belongs to this session alone")
-    rm.add_argument("--tenant", metavar="NAME", default="", help="the session's tenant")
+    rm.add_argument("--message", metavar="ID", help="what holds this chat message")
+    rm.add_argument("--tenant", metavar="NAME", default="", help="whose the session or the message is")
     rm.add_argument("--all", action="store_true", help="everything")
     rm.add_argument("--remote", metavar="URL", help="remove it there too: as --store-remote of the server")
     _add(actions, "verify", _verify, "read everything, remove what is damaged")
@@ -75,7 +78,23 @@ def _check_store(folder: Path) -> None:
 
 def _ls(args: argparse.Namespace) -> None:
     with _open(args) as store:
-        print("\n".join(_table(store.entries())))
+        if args.messages:
+            rows = _message_table(store.messages.list(args.tenant))
+        elif args.tenant is not None:
+            raise ValueError("--tenant goes with --messages only: names of tenants are stored as hashes")
+        else:
+            rows = _table(store.entries())
+        print("\n".join(rows))
+
+
+def _message_table(messages: list[MessageInfo]) -> Iterable[str]:
+    if messages:
+        yield f"{'entry':<{_ID_SHOWN}}  {'tokens':>7}  {'size':>10}  {'age':>8}  message"
+    for info in messages:
+        size, age = format_bytes(info.nbytes), _age(time.time() - info.created)
+        entry = info.entry[:_ID_SHOWN]
+        yield f"{entry:<{_ID_SHOWN}}  {info.n_tokens:>7}  {size:>10}  {age:>8}  {info.message_id}"
+    yield f"{len({info.message_id for info in messages})} messages"
 
 
 def _table(entries: list[EntryInfo]) -> Iterable[str]:
@@ -93,11 +112,13 @@ def _table(entries: list[EntryInfo]) -> Iterable[str]:
 
 
 def _rm(args: argparse.Namespace) -> None:
-    if (bool(args.entry) + bool(args.session) + args.all) != 1:
-        raise ValueError("rm: give ids, --session NAME or --all")
+    if (bool(args.entry) + bool(args.session) + bool(args.message) + args.all) != 1:
+        raise ValueError("rm: give ids, --session NAME, --message ID or --all")
     with _open(args, remote=args.remote) as store:
         if args.session:
             removed = store.remove(session=args.session, tenant=args.tenant)
+        elif args.message:
+            removed = store.messages.remove(args.message, args.tenant)
         else:
             ids = [entry.id for entry in store.entries()]
             chosen = ids if args.all else [_resolve(ids, prefix) for prefix in args.entry]

@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from mixedkv import __version__
 from mixedkv.server.api import (
+    cached_messages,
     chat_completions,
     completions,
     context,
@@ -70,7 +71,7 @@ def make_app(server: ServerState) -> FastAPI:
         tokenizing,
     ):
         app.include_router(module.router, dependencies=[Depends(check_generates)])
-    for module in (embeddings, info, ollama_models, rerank):
+    for module in (cached_messages, embeddings, info, ollama_models, rerank):
         app.include_router(module.router)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)

@@ -177,6 +177,7 @@ def _open_model(
         load_model(settings, model, file, generates, parent.engine.llm if parent else None, mtp)
     )
     draft_model = stack.enter_context(load_draft_model(settings, llm)) if drafts else None
+    connector = _connector(settings, store)
     engine = stack.enter_context(
         Engine(
             llm,
@@ -184,7 +185,7 @@ def _open_model(
             max_queue=settings.max_queue,
             slowdown=settings.slowdown,
             exact_only=settings.reuse != "prefix",
-            connector=_connector(settings, store),
+            connector=connector,
             observer=shared["metrics"],
             deliver=shared["delivery"],
             tokenizer=tokenizer.Tokenizer(
@@ -200,7 +201,7 @@ def _open_model(
         )
     )
     watch.begin(partial(_stop_reading, engine))
-    shared["session_kv"].add(engine, store)
+    shared["session_kv"].add(engine, connector)
     embedder = _open_embedder(settings, engine, file, keys) if parent is None else None
     return ServerState(
         **shared,

@@ -1,12 +1,13 @@
-"""The KV of sessions, wherever it lies."""
+"""The KV of sessions and messages, wherever it lies."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
 
+from mixedkv.engine.connect.store_connector import StoreConnector
 from mixedkv.engine.engine import Engine
-from mixedkv.store import KVStore
+from mixedkv.store import KVStore, MessageInfo
 
 
 class SessionKV:
@@ -16,10 +17,22 @@ class SessionKV:
 
     def __init__(self) -> None:
         self._parts: list[tuple[Engine, KVStore | None]] = []
+        self._connectors: list[StoreConnector] = []
 
-    def add(self, engine: Engine, store: KVStore | None) -> None:
+    def add(self, engine: Engine, connector: StoreConnector | None) -> None:
         """Of one model more."""
-        self._parts.append((engine, store))
+        self._parts.append((engine, connector.store if connector is not None else None))
+        if connector is not None:
+            self._connectors.append(connector)
+
+    def messages(self, tenant: str, message_id: str | None) -> list[MessageInfo]:
+        """Return which entries a tenant's messages end in, or one of them. Models may share a folder."""
+        found = [info for each in self._connectors for info in each.store.messages.list(tenant, message_id)]
+        return list({(info.message_id, info.entry): info for info in found}.values())
+
+    def remove_message(self, tenant: str, message_id: str) -> int:
+        """Remove a message's KV; how many entries."""
+        return sum(each.forget_message(tenant, message_id) for each in self._connectors)
 
     def remove(self, entry: str | None = None, *, session: str | None = None, tenant: str = "") -> int:
         n = 0

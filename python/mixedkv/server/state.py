@@ -124,7 +124,8 @@ async def check_generates(request: Request) -> None:  # FastAPI runs others in a
 def model_of(
     request: Request, name: str | None, *, generates: bool = True, exact: bool = False
 ) -> ServerState:
-    """The model of that name, the default one for None, and where there is one alone it has any name.
+    """The model of that name, the default one for None, and where there is one alone it has any name. The
+    header X-Model-Id goes before the body's name.
 
     Args:
         generates: it has to do more than to embed.
@@ -134,6 +135,8 @@ def model_of(
         ApiError: 404, there is none; 400, it only embeds.
     """
     server = server_state(request)
+    if not exact:
+        name = request.headers.get("x-model-id") or name
     found = server if name in (None, server.model_name) else server.others.get(str(name))
     if found is None and not (exact or server.others or server.settings.strict):
         request.app.state.said.other_model(server.model_name)

@@ -6,10 +6,11 @@ import logging
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import RLock
+from typing import Any
 
 import numpy as np
 
@@ -150,6 +151,23 @@ class Entries:
         except (sqlite3.Error, OSError) as error:
             _LOG.warning("the index cannot be read: %s", error)
             return None
+
+    def sequence(self, identity: Identity, entry: str, n_tokens: int) -> Match | None:
+        """Return the first tokens of the sequence that an entry ends; None if it has fewer."""
+        with suppress(sqlite3.Error, OSError), self._lock:
+            return sequence_of(self._index, self._cipher, identity, entry, n_tokens)
+        return None
+
+    def read_rows(self, query: str, values: Sequence[object]) -> list[tuple[Any, ...]]:
+        """Return the rows of a query of the index."""
+        with self._lock, as_os_error():
+            self._uses.write(self._index)
+            return self._index.read_rows(query, values)
+
+    def change(self, write: Callable[[sqlite3.Connection], None]) -> None:
+        """Write to the index, in one transaction."""
+        with self._lock, as_os_error():
+            self._index.change(write)
 
     def random_match(self, identity: Identity) -> Match | None:
         """Return the whole sequence that ends in any of an identity's entries; None if there is none."""

@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from mixedkv.store import eviction as leaving
 from mixedkv.store.entry_row import FIELDS, NOBODY, EntryRow, Owner, sound_row
 from mixedkv.store.eviction import Eviction
+from mixedkv.store.message_rows import MESSAGE_SCHEMA, message_rows, put_message_rows
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
@@ -126,7 +128,7 @@ class Index:
         self._db.execute("PRAGMA foreign_keys = ON")
         leaving.prepare(self._db)
         with self._transaction():
-            for statement in (_SCHEMA + leaving.SCHEMA).split(";"):
+            for statement in (_SCHEMA + leaving.SCHEMA + MESSAGE_SCHEMA).split(";"):
                 self._db.execute(statement)
 
     def close(self) -> None:
@@ -268,6 +270,10 @@ class Index:
         """Number of sessions each entry belongs to, without those that belong to none."""
         return dict(self._db.execute("SELECT entry, COUNT(*) FROM sessions GROUP BY entry"))
 
+    def read_rows(self, query: str, values: Sequence[object]) -> list[tuple[Any, ...]]:
+        """Return the rows of a query of another module of the store."""
+        return list(self._db.execute(query, values))
+
     # --- writing ---
 
     def insert(
@@ -296,10 +302,11 @@ class Index:
         with self._transaction():
             if row.parent is not None and self.get(row.parent) is None:
                 raise ParentGoneError(f"entry {row.parent} has been removed")
-            sessions = {session} if session is not None else set()
+            sessions, messages = {session} if session is not None else set(), []
             if replaced is not None:
                 members = self._db.execute("SELECT session FROM sessions WHERE entry = ?", (replaced,))
                 sessions |= {member for (member,) in members}
+                messages = message_rows(self._db, replaced)
                 self._delete([replaced])
                 self._db.execute("UPDATE entries SET parent = ? WHERE parent = ?", (row.id, replaced))
             marks = ",".join("?" * len(FIELDS))
@@ -311,6 +318,7 @@ class Index:
             self._db.executemany("INSERT INTO blocks VALUES (?, ?)", [(h, row.id) for h in hashes])
             for member in sessions:
                 self._join(member, [row.id], owner.sessions)
+            put_message_rows(self._db, row.id, messages)
             self._db.execute(
                 "INSERT INTO tenants VALUES (?, ?, ?) ON CONFLICT (identity) DO UPDATE SET "
                 "tenant = excluded.tenant, weight = excluded.weight",
@@ -379,6 +387,11 @@ class Index:
         """
         with self._transaction():
             self._join(session, entries, owner)
+
+    def change(self, write: Callable[[sqlite3.Connection], None]) -> None:
+        """Let another module of the store write, in one transaction."""
+        with self._transaction():
+            write(self._db)
 
     def note_key(self, key_id: str, hashing: bytes) -> None:
         """The store is encrypted with this master key, also while it is empty."""

@@ -129,6 +129,27 @@ class EntryInfo:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MessageInfo:
+    """One entry that a chat message ends in.
+
+    Args:
+        n_tokens: of the conversation up to the message's end.
+        p0: position where the entry begins.
+        nbytes: of the entry, which can hold more than this message.
+        created, used: of the entry, seconds since 1970.
+    """
+
+    message_id: str
+    n_tokens: int
+    entry: str
+    p0: int
+    nbytes: int
+    created: float
+    used: float
+    label: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Verified:
     """What `KVStore.verify` found: entries that are whole, those it removed and why, and those encrypted with
     another key, which it left alone.

@@ -28,6 +28,7 @@ from mixedkv.store.entry_error import EntryError, Reason
 from mixedkv.store.eviction import EVICTIONS, Eviction
 from mixedkv.store.identity import Identity
 from mixedkv.store.lookup import worth_building_on
+from mixedkv.store.message_ids import MessageIds
 from mixedkv.store.ownership import Ownership
 from mixedkv.store.recheck import Recheck
 from mixedkv.store.remote.shared_entries import SharedEntries
@@ -59,7 +60,7 @@ class KVStore:
 
     Reading takes nothing out. What cannot be read is a miss with a reason, and is removed, so that it can be
     stored again. Several stores, in one process or several, may share a folder; one store may be used by
-    several threads.
+    several threads. `messages` maps ids of chat messages to the entries that hold them.
 
     Args:
         folder: where entries live; made if it is not there. None keeps them in memory only.
@@ -119,6 +120,7 @@ class KVStore:
             max_age_seconds=max_age_seconds,
             owner=self._owners.of,
         )
+        self.messages = MessageIds(self._entries, self._cipher)
         self._tally = Tally()
         self.recheck = Recheck(self._entries, self._tally, recheck)
         self._restorer = Restorer(self._find, self._entries, self.recheck, self._tally)

@@ -213,6 +213,15 @@ def test_an_unknown_one_is_a_404(server: Server, path: str, body: Any) -> None:
     assert server.status("GET", "/v1/models/third") == 404
 
 
+def test_the_header_names_a_model_before_the_body_does(server: Server) -> None:
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0)
+    make = client.completions.create
+    answer = make(model="base", prompt="The lamp", max_tokens=1, extra_headers={"X-Model-Id": "second"})
+    assert answer.model == "second"
+    with pytest.raises(openai.NotFoundError, match="'third'"):
+        make(model="base", prompt="The lamp", max_tokens=1, extra_headers={"X-Model-Id": "third"})
+
+
 def test_a_client_and_sessions(server: Server) -> None:
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="unused")
     for name in NAMES:

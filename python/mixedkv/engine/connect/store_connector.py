@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -38,6 +39,7 @@ class _Finished:
     rows: SequenceRows
     tenant: str
     session: str | None
+    message_ends: list[tuple[str, int]]
 
 
 class StoreConnector:
@@ -95,7 +97,9 @@ class StoreConnector:
             tokens = np.array(seq.tokens, np.int32)
             self._n_unstored += 1
             rows = SequenceRows(seq, seq.version, tokens)
-            self._finished.put(_Finished(rows, job.tenant, job.request.session))
+            self._finished.put(
+                _Finished(rows, job.tenant, job.request.session, _message_ends(job, len(tokens)))
+            )
 
     def fetch(self, job: Job) -> bool:
         if job.n_prompt <= _LEAST:
@@ -104,6 +108,15 @@ class StoreConnector:
         return True
 
     # --- outside ---
+
+    def forget_message(self, tenant: str, message_id: str) -> int:
+        """Remove what the store and idle sequences hold of a message, and all that builds on it; how many
+        entries. What is being answered just now may be stored again.
+        """
+        for p0, match in self.store.messages.sequences(self._identity(tenant), message_id):
+            drop = partial(self._engine.pool.forget_tokens, tenant, match.tokens, p0)
+            self._engine.call(drop).result()
+        return self.store.messages.remove(message_id, tenant)
 
     def stats(self) -> dict[str, Any]:
         return {**asdict(self.store.stats()), "waiting_to_be_stored": self._n_unstored}
@@ -189,4 +202,16 @@ class StoreConnector:
 
     def _put(self, finished: _Finished) -> None:
         identity = self._identity(finished.tenant)
-        self._rows.put(self.store, identity, finished.rows, finished.session)
+        n = self._rows.put(self.store, identity, finished.rows, finished.session)
+        if finished.message_ends:
+            match = self.store.find(identity, finished.rows.tokens[:n], remote=False)
+            if match is not None:
+                self.store.messages.note(match, finished.message_ends)
+
+
+def _message_ends(job: Job, n: int) -> list[tuple[str, int]]:
+    """Return the ids of messages in a job's `n` tokens, and where each ends; those of the prompt only while
+    all of it is there.
+    """
+    given = [] if job.n_dropped else [each for each in job.request.message_ends if each[1] <= n]
+    return [*given, (job.message_id, n)] if job.message_id else given

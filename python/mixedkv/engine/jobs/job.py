@@ -19,6 +19,9 @@ class Job(Progress):
     Args:
         answer: None for a request that only evaluates its prompt.
         deliver: gets the events in order, the last one a `Done` or a `Failed`.
+
+    Attributes:
+        message_id: by which the answer is found where its KV is stored; "" for none.
     """
 
     def __init__(
@@ -28,6 +31,7 @@ class Job(Progress):
         deliver: Callable[[Event], None] = lambda event: None,
     ) -> None:
         super().__init__(request)
+        self.message_id = ""
         self.answer, self.deliver = answer or AnswerState(request), deliver
         if self.answer.prompt_logprobs is not None:
             self.most_in_step = self.answer.prompt_logprobs.most

@@ -50,6 +50,7 @@ class Request:
         speculation: how the answer is drafted; None is the engine's default.
         prediction: a text that the answer may be, to be checked instead of generated where it is so.
         pictures: the images in the prompt, in order.
+        message_ends: ids of messages in the prompt, and how many tokens it has up to the end of each.
 
     Raises:
         ValueError: `reuse`, `overflow` or `n_logprobs` has no such value.
@@ -79,6 +80,7 @@ class Request:
     speculation: SpeculationMode | None = None
     prediction: str = ""
     pictures: Sequence[Picture] = ()
+    message_ends: Sequence[tuple[str, int]] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.reuse, bool) and self.reuse not in get_args(Reuse):

@@ -265,6 +265,12 @@ class SequencePool:
             if (seq.tenant, seq.session) == (tenant, session):
                 self.drop(seq)
 
+    def forget_tokens(self, tenant: str, tokens: Tokens, begin: int) -> None:
+        """Drop idle sequences of a tenant that begin like `tokens` to behind position `begin`."""
+        for seq in self.idle():
+            if seq.tenant == tenant and not seq.running and seq.common(tokens) > begin:
+                self.drop(seq)
+
     def drop(self, seq: Sequence) -> None:
         """Give the rows and the place back."""
         self.clear(seq)

@@ -62,8 +62,6 @@ class _Answer:
         self._is_read = prompt.is_parsed
         self._parts = [prompt.reader() for _ in jobs]
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
-        # the answer's own name, by which a client may call it in the next turn
-        self._ids = [new_id("msg") for _ in jobs] if body.use_kv_cache else None
         self._templates: dict[int, Template] = {}
         self._head = {
             "id": new_id("chatcmpl"),
@@ -151,7 +149,7 @@ class _Answer:
         return {**chunk, "usage": None} if self._include_usage else chunk
 
     def _message_id(self, i: int) -> dict[str, str]:
-        return {} if self._ids is None else {"message_id": self._ids[i]}
+        return {"message_id": name} if (name := self._jobs[i].message_id) else {}
 
     def _logprobs(self, event: Delta | Done) -> Any:
         return chat_logprobs(self._server.engine.detokenizer, event.logprobs) if self._body.logprobs else None

@@ -11,7 +11,9 @@ from mixedkv.engine.chat.chat_template import RenderedChat
 from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.text.answer_reader import ReadAnswer
+from mixedkv.ids import new_id
 from mixedkv.server.api.generation import constraint_of, context_tokens, make_jobs, slides
+from mixedkv.server.api.message_ends import message_ends
 from mixedkv.server.api.rendering import chat_of, render
 from mixedkv.server.api.schemas import ChatFields, ChatRequest
 from mixedkv.server.api.tools import choice_of
@@ -47,6 +49,9 @@ def chat_jobs(
             "tools, calls and their results do not go with session_id: leave one out", "session_id"
         )
     tokens, rendered = render(server, chat, start=not prefix, long=long)
+    ends: list[tuple[str, int]] = []
+    if not chat.images:
+        ends = message_ends(body.messages, rendered.text, tokens, server.engine.detokenizer)
     jobs = make_jobs(
         server,
         body,
@@ -61,7 +66,11 @@ def chat_jobs(
         budget=body.reasoning_budget_tokens,
         prediction=body.prediction.text if body.prediction is not None else "",
         images=chat.images,
+        message_ends=[(name, len(prefix) + end) for name, end in ends],
     )
+    if body.names_answers:
+        for job in jobs:
+            job.message_id = new_id("msg")
     return jobs, rendered
 
 

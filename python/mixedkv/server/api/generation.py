@@ -74,6 +74,7 @@ def make_jobs(
     budget: int | None = None,
     prediction: str = "",
     images: Sequence[PromptImage] = (),
+    message_ends: Sequence[tuple[str, int]] = (),
 ) -> list[Job]:
     """`body.n` jobs for each prompt. Not for the event loop: constraints take time to compile.
 
@@ -82,6 +83,7 @@ def make_jobs(
         budget: tokens after which a thought is ended.
         prediction: what an answer may be.
         images: in the prompts.
+        message_ends: ids of messages in the prompt, and where each ends.
 
     Raises:
         ApiError: 400.
@@ -125,6 +127,7 @@ def make_jobs(
             prediction=prediction,
             pictures=[picture for image in images for picture in image.pictures],
             thought_budget=budget,
+            message_ends=message_ends,
             **(engine.tokenizer.answer_fields(chat, len(prompt)) if chat is not None else {}),
         )
         for prompt in prompts

@@ -249,6 +249,11 @@ class ChatRequest(ChatFields, GenerationFields):
     audio: Any = Field(None, description=REFUSED)
     web_search_options: Any = Field(None, description=REFUSED)
 
+    @property
+    def names_answers(self) -> bool:
+        """Whether answers have a `message_id`: where it was asked for, and in a chat whose messages have."""
+        return bool(self.use_kv_cache) or any(message.message_id for message in self.messages)
+
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> ChatRequest:
         """Fields that ask for another kind of answer than text."""
