@@ -79,7 +79,7 @@ def _check_store(folder: Path) -> None:
 def _ls(args: argparse.Namespace) -> None:
     with _open(args) as store:
         if args.messages:
-            rows = _message_table(store.messages.list(args.tenant))
+            rows = _message_table(store.messages.entries(args.tenant))
         elif args.tenant is not None:
             raise ValueError("--tenant goes with --messages only: names of tenants are stored as hashes")
         else:

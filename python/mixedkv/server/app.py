@@ -102,7 +102,7 @@ def make_app(server: ServerState) -> FastAPI:
             allow_origins=origins,
             allow_methods=["GET", "POST", "PATCH", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "retry-after", "x-ignored-fields"],
         )
     app.add_middleware(ShortPaths)
     return app

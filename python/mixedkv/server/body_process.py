@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from pydantic import BaseModel, ValidationError
 
-from mixedkv.server.unknown_fields import read_tolerantly
+from mixedkv.server.unknown_fields import read_tolerantly, without_effect
 
 _MAX_PARTS = 250_000  # objects and arrays, of 60 to 240 bytes; 100,000 messages of one part are 200,000
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
@@ -22,7 +22,7 @@ _NICENESS = 10  # tokens come first
 class Kind(enum.Enum):
     """What became of a body."""
 
-    READ = enum.auto()  # an object of its model, and the names of fields that were ignored
+    READ = enum.auto()  # an object of its model, names of unknown fields, and of known ones without effect
     WRONG = enum.auto()  # pydantic's first error
     REFUSED = enum.auto()  # why
 
@@ -36,7 +36,8 @@ def read(model: type[BaseModel], body: bytes, strict: bool) -> Result:
         return Kind.REFUSED, f"the body has more than {_MAX_PARTS} objects and lists: send less"
     try:
         value = json.loads(body)
-        return Kind.READ, (model.model_validate(value), []) if strict else read_tolerantly(model, value)
+        found, unknown = (model.model_validate(value), []) if strict else read_tolerantly(model, value)
+        return Kind.READ, (found, unknown, without_effect(found))
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         return Kind.WRONG, first

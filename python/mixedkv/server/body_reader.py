@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from typing import TypeAlias
 
 from fastapi.exceptions import HTTPException, RequestValidationError
 from pydantic import BaseModel
@@ -16,10 +17,11 @@ from mixedkv.server import body_process
 from mixedkv.server.api_error import ApiError
 
 _PROCESS = body_process.__name__  # not run by `-m`: what it sends would be of `__main__`
+Read: TypeAlias = tuple[BaseModel, list[str], set[str]]
 _ENDED = (OSError, EOFError, pickle.UnpicklingError)
 
 
-def body_of(model: type[BaseModel], result: body_process.Result) -> tuple[BaseModel, list[str]]:
+def body_of(model: type[BaseModel], result: body_process.Result) -> Read:
     """
     Raises:
         RequestValidationError, HTTPException: see `BodyReader.read`.
@@ -29,9 +31,9 @@ def body_of(model: type[BaseModel], result: body_process.Result) -> tuple[BaseMo
         raise RequestValidationError([{**found, "loc": ("body", *found["loc"])}])
     if kind is body_process.Kind.REFUSED:
         raise HTTPException(400, found)
-    body, ignored = found
+    body, unknown, without_effect = found
     assert isinstance(body, model)
-    return body, ignored
+    return body, unknown, without_effect
 
 
 class BodyReader:
@@ -42,8 +44,9 @@ class BodyReader:
         self._closed = False
         self._lock = threading.Lock()
 
-    def read(self, model: type[BaseModel], body: bytes, strict: bool) -> tuple[BaseModel, list[str]]:
-        """Return what a body says, and the names of the fields that were ignored. `strict`: none are.
+    def read(self, model: type[BaseModel], body: bytes, strict: bool) -> Read:
+        """Return what a body says, the names of unknown fields, which were ignored, and of known ones that
+        have no effect. `strict`: none are ignored.
 
         Raises:
             RequestValidationError: it is no JSON, or not what `model` says; with the first error alone.

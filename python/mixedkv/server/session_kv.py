@@ -27,7 +27,9 @@ class SessionKV:
 
     def messages(self, tenant: str, message_id: str | None) -> list[MessageInfo]:
         """Return which entries a tenant's messages end in, or one of them. Models may share a folder."""
-        found = [info for each in self._connectors for info in each.store.messages.list(tenant, message_id)]
+        found = [
+            info for each in self._connectors for info in each.store.messages.entries(tenant, message_id)
+        ]
         return list({(info.message_id, info.entry): info for info in found}.values())
 
     def remove_message(self, tenant: str, message_id: str) -> int:

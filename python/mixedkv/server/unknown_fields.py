@@ -1,4 +1,6 @@
-"""Fields of a request that this server does not know: taken off, and said once in the log."""
+"""Fields of a request that have no effect: those that this server does not know are taken off, and said once
+in the log; the response names all of them.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,13 @@ from pydantic import BaseModel
 
 log = logging.getLogger("mixedkv.server")
 
+IGNORED = "Accepted and ignored."  # how the description of a field begins that has no effect
+
 _M = TypeVar("_M", bound=BaseModel)
 # what fields of APIs look like; anything else may be somebody's text, which no log repeats
 _NAME = re.compile(r"([a-z][a-z_]{0,39}(\[\])?\.)*[a-zA-Z][a-zA-Z_]{0,39}", re.ASCII)
+_MOST_TOLD = 32  # names in one response
+_AS_ALWAYS = ("auto", "default", "standard_only")  # values that ask for what is done anyway
 _MOST = 200  # names that are said: clients make them up
 
 
@@ -42,6 +48,32 @@ def _take_off(found: BaseModel, path: str) -> Iterator[str]:
                     yield from _take_off(each, f"{path}{name}[].")
 
 
+def without_effect(body: BaseModel, path: str = "") -> set[str]:
+    """Return the names of fields that are known, ask for something, and change nothing here."""
+    found = set()
+    for name in body.model_fields_set & type(body).model_fields.keys():
+        value = getattr(body, name)
+        description = type(body).model_fields[name].description or ""
+        if description.startswith(IGNORED) and value and value not in _AS_ALWAYS:
+            found.add(path + name)
+        elif isinstance(value, BaseModel):
+            found |= without_effect(value, f"{path}{name}.")
+        elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
+            for each in value:
+                if isinstance(each, BaseModel):
+                    found |= without_effect(each, f"{path}{name}[].")
+    return found
+
+
+def shown(names: Iterable[str]) -> list[str]:
+    """Return the first names in order, as they can be repeated: odd ones are not."""
+    return list(dict.fromkeys(_shown(name) for name in sorted(names)))[:_MOST_TOLD]
+
+
+def _shown(name: str) -> str:
+    return name if _NAME.fullmatch(name) else "(an odd name)"
+
+
 class SaidOnce:
     """Writes a line about each name once, and about at most 200 of them."""
 
@@ -65,8 +97,7 @@ class SaidOnce:
 
     def _new(self, about: str, names: Iterable[str]) -> list[str]:
         """Names with odd characters are not repeated."""
-        shown = [name if _NAME.fullmatch(name) else "(an odd name)" for name in names]
-        new = [name for name in dict.fromkeys(shown) if (about, name) not in self._said]
+        new = [name for name in dict.fromkeys(map(_shown, names)) if (about, name) not in self._said]
         new = new[: max(0, _MOST - len(self._said))]
         self._said.update((about, name) for name in new)
         return new

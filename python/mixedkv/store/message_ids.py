@@ -67,7 +67,7 @@ class MessageIds:
 
         self._entries.change(write)
 
-    def list(self, tenant: str | None = None, message_id: str | None = None) -> list[MessageInfo]:
+    def entries(self, tenant: str | None = None, message_id: str | None = None) -> list[MessageInfo]:
         """Return which entries messages end in, the latest first: of one tenant, or of all if it is None; of
         one message if it is given. A message that several conversations have may end in several entries.
 
@@ -75,7 +75,7 @@ class MessageIds:
             ValueError: a name is refused.
             OSError: the index cannot be read.
         """
-        conditions, values = ["1"], []
+        conditions, values = ["1"], list[object]()
         if tenant is not None:
             conditions.append("tenant = ?")
             values.append(self._tenant(check_tenant(tenant)))
@@ -103,7 +103,7 @@ class MessageIds:
         message ends in.
         """
         found = []
-        for info in self.list(identity.tenant, message_id):
+        for info in self.entries(identity.tenant, message_id):
             match = self._entries.sequence(identity, info.entry, info.n_tokens)
             if match is not None:
                 found.append((info.p0, match))
@@ -119,7 +119,7 @@ class MessageIds:
             ValueError: a name is refused.
             OSError: the index cannot be written.
         """
-        entries = {info.entry for info in self.list(tenant, message_id)}
+        entries = {info.entry for info in self.entries(tenant, message_id)}
         return sum(self._entries.remove(entry) for entry in entries)
 
     def _tenant(self, tenant: str) -> bytes:

@@ -169,3 +169,49 @@ def test_a_key_may_come_as_x_api_key(tmp_path: Any) -> None:
 def test_an_origin_is_checked() -> None:
     with pytest.raises(RuntimeError, match="scheme and host"):
         running("--cors-origin", "example.org").__enter__()
+
+
+NOMINAL: dict[str, Any] = {
+    "user": "anna",
+    "service_tier": "flex",
+    "metadata": {"a": "b"},
+    "verbosity": "low",
+    "store": True,
+    "prompt_cache_key": "k",
+}
+
+
+@pytest.mark.parametrize("filler", ["", "x" * 100_000])
+def test_a_response_says_which_fields_did_nothing(server: Server, filler: str) -> None:
+    body = {**CHAT, **NOMINAL, "id_slot": 1, "note": filler}
+    _, answer, headers = server.request("POST", "/v1/chat/completions", body)
+    names = sorted([*NOMINAL, "id_slot", "note"])
+    assert headers["x-ignored-fields"] == ", ".join(names)
+    assert [line.partition(":")[0] for line in answer["warnings"]] == names
+    status, stream, headers = server.request("POST", "/v1/chat/completions", {**body, "stream": True})
+    assert (status, headers["x-ignored-fields"]) == (200, ", ".join(names))
+    assert "[DONE]" in str(stream)
+    # nothing is said where nothing was lost
+    idle = {"store": False, "metadata": {}, "service_tier": "auto", "user": None}
+    asked = {**CHAT, **idle, "use_kv_cache": True}
+    _, answer, headers = server.request("POST", "/v1/chat/completions", asked)
+    assert "x-ignored-fields" not in headers
+    assert "warnings" not in answer
+
+
+def test_no_name_of_a_client_gets_into_a_header_as_it_is(server: Server) -> None:
+    _, answer, headers = server.request("POST", "/v1/chat/completions", {**CHAT, "a\r\nSet-Cookie: b": 1})
+    assert headers["x-ignored-fields"] == "(an odd name)"
+    assert answer["warnings"] == ["(an odd name): it has no effect here"]
+
+
+def test_other_apis_say_it_too(server: Server) -> None:
+    part = {"type": "text", "text": "Hello", "cache_control": {"type": "ephemeral"}}
+    message = {"role": "user", "content": [part]}
+    body = {"model": MODEL, "messages": [message], "max_tokens": 2, "metadata": {"user_id": "u"}}
+    _, answer, headers = server.request("POST", "/v1/messages", body)
+    assert headers["x-ignored-fields"] == "messages[].content[].cache_control, metadata"
+    assert anthropic.types.Message.model_validate(answer)
+    body = {"input": "Hello", "max_output_tokens": 16, "text": {"verbosity": "low"}, "user": "u"}
+    _, answer, headers = server.request("POST", "/v1/responses", body)
+    assert headers["x-ignored-fields"] == "text.verbosity, user"

@@ -27,7 +27,8 @@ _HEAD = """# Fields of OpenAI's API
 What the server does with each field that the package `openai` {version} knows, made by
 `python tests/python/support/api_fields.py > docs/openai-fields.md`. *Refused* is a 400 that names the field,
 unless it asks for what the server does anyway (`"modalities": ["text"]`). What is *not known* is ignored and
-said once in the log, as is a field that is in no list; `--strict` refuses both. *Ours* are those that OpenAI
+said once in the log, as is a field that is in no list; `--strict` refuses both. The response names what
+was *ignored* in the header `X-Ignored-Fields`, and an object in `warnings`. *Ours* are those that OpenAI
 does not have, most of them llama-server's.
 """
 
@@ -38,7 +39,7 @@ def state(model: type[Model], name: str) -> str:
         return "not known"
     if field.description == REFUSED:
         return "refused"
-    return "ignored" if field.description == IGNORED else "taken"
+    return "ignored" if (field.description or "").startswith(IGNORED) else "taken"
 
 
 def fields(endpoint: str) -> dict[str, str]:

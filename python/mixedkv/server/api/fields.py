@@ -17,6 +17,7 @@ from pydantic import (
 
 from mixedkv.ids import MAX_LENGTH, PATTERN
 from mixedkv.limits import INT32_MAX
+from mixedkv.server.unknown_fields import IGNORED as IGNORED
 
 MAX_STOPS = 16
 MAX_TOOLS = 128  # OpenAI's
@@ -71,5 +72,6 @@ def _is_list(value: Any) -> str:
 TEXT, LIST, TEXT_OR_LIST = Tag("text"), Tag("list"), Discriminator(_is_list)
 
 
-IGNORED = "Accepted and ignored."  # descriptions: docs/openai-fields.md is made of them
+# descriptions: docs/openai-fields.md is made of them, and of IGNORED
 REFUSED = "Refused unless it asks for what this server does anyway."
+PREFIX_FOUND = f"{IGNORED} The longest prefix is found without it."

@@ -12,6 +12,7 @@ from mixedkv.server.api.fields import (
     IGNORED,
     LIST,
     MAX_TOOLS,
+    PREFIX_FOUND,
     TEXT,
     TEXT_OR_LIST,
     Few,
@@ -31,9 +32,7 @@ class CacheControl(Model):
 
 
 class Block(Model):
-    cache_control: CacheControl | None = Field(
-        None, description="Accepted: the longest prefix is found without it."
-    )
+    cache_control: CacheControl | None = Field(None, description=PREFIX_FOUND)
     citations: None = None
 
 
@@ -108,7 +107,7 @@ class CustomTool(Model):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: Text | None = None
     input_schema: dict[str, Any]
-    cache_control: CacheControl | None = None
+    cache_control: CacheControl | None = Field(None, description=PREFIX_FOUND)
     strict: bool | None = None
     eager_input_streaming: bool | None = None
 
@@ -144,7 +143,7 @@ class CountRequest(Model):
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: CacheControl | None = None
+    cache_control: CacheControl | None = Field(None, description=PREFIX_FOUND)
 
     def fields(self) -> dict[str, Any]:
         """Of a chat of OpenAI's: what its prompt is made of."""

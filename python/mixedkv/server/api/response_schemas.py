@@ -131,7 +131,7 @@ class TextFormat(Model):
 
 class TextOptions(Model):
     format: TextFormat | None = None
-    verbosity: Name | None = None
+    verbosity: Name | None = Field(None, description=IGNORED)
 
 
 class Reasoning(Model):

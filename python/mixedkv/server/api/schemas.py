@@ -19,6 +19,7 @@ from mixedkv.server.api.fields import (
     MAX_FIELDS,
     MAX_STOPS,
     MAX_TOOLS,
+    PREFIX_FOUND,
     REFUSED,
     Breaker,
     Few,
@@ -50,7 +51,7 @@ class Function(Model):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: Text | None = None
     parameters: dict[str, Any] | None = Field(None, description="JSON Schema of an object.")
-    strict: bool | None = Field(None, description="Accepted and ignored: forced calls always follow it.")
+    strict: bool | None = Field(None, description="Calls follow their schema with or without it.")
 
 
 class Tool(Model):
@@ -177,9 +178,7 @@ class GenerationFields(Model):
     session_version: Annotated[int, Field(ge=0, le=_MAX_SEED)] | None = Field(
         None, description="Answer only if the session is at this version."
     )
-    prompt_cache_key: Name | None = Field(
-        None, description="Accepted: the longest prefix is found without it."
-    )
+    prompt_cache_key: Name | None = Field(None, description=PREFIX_FOUND)
     user: Name | None = Field(None, description=IGNORED)
     service_tier: Name | None = Field(None, description=IGNORED)
     safety_identifier: Name | None = Field(None, description=IGNORED)

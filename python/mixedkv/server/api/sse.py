@@ -90,7 +90,7 @@ class EventStream(Response):
     ) -> None:
         self.status_code, self.background = 200, None
         self._pending, self._answer = pending, answer
-        self._interval, self._at_once, self._stream_headers = interval, at_once, headers
+        self._interval, self._at_once, self.raw_headers = interval, at_once, list(headers)
         self._begin: tuple[int, Delta | Done] | None = None
 
     async def begin(self, request: Any) -> EventStream:
@@ -123,7 +123,7 @@ class EventStream(Response):
             await asyncio.gather(writing, gone, return_exceptions=True)
 
     async def _write(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self._stream_headers})
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         pending, answer = self._pending, self._answer
         out = [answer.first()]
         if self._begin is not None:

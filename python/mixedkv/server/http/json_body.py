@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 from fastapi import Request
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
+from starlette.responses import Response
 
 from mixedkv.server.body_process import read
 from mixedkv.server.body_reader import body_of
 from mixedkv.server.pools import LARGE, in_pool
+from mixedkv.server.unknown_fields import shown
 
 
 class JSONRoute(APIRoute):
@@ -31,14 +34,30 @@ class JSONRoute(APIRoute):
             state = request.app.state
             pools, strict = state.server.pools, state.server.settings.strict
             if len(body) > LARGE:
-                found, ignored = await in_pool(pools.bodies, pools.body_reader.read, model, body, strict)
+                found, unknown, idle = await in_pool(
+                    pools.bodies, pools.body_reader.read, model, body, strict
+                )
             else:
-                found, ignored = body_of(model, read(model, body, strict))
-            if ignored:
-                state.said.ignored_fields(self.path, ignored)
-            return await handle(_ReadRequest(request, body, found))
+                found, unknown, idle = body_of(model, read(model, body, strict))
+            if unknown:
+                state.said.ignored_fields(self.path, unknown)
+            response = await handle(_ReadRequest(request, body, found))
+            if names := shown([*unknown, *idle]):
+                _warn(response, names)
+            return response
 
         return handler
+
+
+def _warn(response: Response, names: list[str]) -> None:
+    """Say in a response which fields had no effect: streams in a header, objects in `warnings` too."""
+    response.headers["x-ignored-fields"] = ", ".join(names)
+    body = getattr(response, "body", b"")
+    is_object = response.headers.get("content-type", "").startswith("application/json")
+    if is_object and response.status_code < 300 and body.endswith(b"}") and body != b"{}":
+        warnings = json.dumps([f"{name}: it has no effect here" for name in names])
+        response.body = bytes(body[:-1]) + b',"warnings":' + warnings.encode() + b"}"
+        response.headers["content-length"] = str(len(response.body))
 
 
 class PlainJSONRoute(JSONRoute):
