@@ -84,6 +84,9 @@ def serve(settings: ServerSettings) -> None:
     sys.setswitchinterval(_SWITCH_SECONDS)
     keys = Keys.load(settings.api_key_file) if settings.api_key_file else Keys()
     warm = read_warm_file(settings.warm, keys) if settings.warm else []
+    if settings.warm_text and keys:
+        raise ValueError("warm_text: with keys a prompt has a tenant: use warm, a file whose lines name it")
+    warm += [WarmLine.model_validate({"prompt": text}) for text in settings.warm_text]
     with ExitStack() as stack:
         tls = TLS(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
         listening = stack.enter_context(listen(settings))
@@ -107,7 +110,7 @@ def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Serve
     key = key_from_file(settings.store_key_file) if settings.store_key_file else None
     metrics_key = MetricsKey.load(settings.metrics_key_file) if settings.metrics_key_file else None
     models = [(model, read_model_file(model.path)) for model in served_models(settings)]
-    keeps = settings.store or settings.store_remote or settings.warm
+    keeps = settings.store or settings.store_remote or settings.warm or settings.warm_text
     if keeps and all(only_embeds(file) for _, file in models):
         raise ValueError(
             "store, store_remote, warm: this model generates nothing, it has no KV to keep: serve it without"

@@ -252,6 +252,7 @@ class ServerSettings(BaseSettings):
     max_connections: int = _option(
         1024, "connections at a time; if all are at work, more are answered 503", "N", 1, 1_000_000
     )
+    warm_text: Several = _option((), "text to evaluate at the start; for a server without keys", "TEXT")
     warm: str = _option("", "file of JSON lines with prompts (or messages) to evaluate at the start", "FILE")
     access_log: bool = _option(False, "log each answer: its id, route, status, bytes and seconds")
     verbose: bool = _option(False, "show llama.cpp's log")

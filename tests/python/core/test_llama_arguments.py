@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 import numpy as np
 import pytest
 
@@ -70,6 +71,13 @@ def test_a_micro_batch_may_be_smaller(n_ubatch: int) -> None:
     with Llama(model_path(), n_batch=16, n_ubatch=n_ubatch, n_seq_max=16, kv_unified=True, **TINY) as llm:
         llm.eval(list(range(5, 45)))
         assert llm.n_tokens == 40
+
+
+@pytest.mark.skipif(llama_cpp.llama_supports_gpu_offload(), reason="this build has a GPU")
+def test_layers_for_a_gpu_that_is_not_there_are_warned_of() -> None:
+    with pytest.warns(UserWarning, match="n_gpu_layers=-1 has no effect") as seen:
+        Llama(model_path(), n_gpu_layers=-1, **TINY).close()
+    assert [warning.filename for warning in seen] == [__file__]
 
 
 def test_a_context_beyond_training_is_warned_of() -> None:

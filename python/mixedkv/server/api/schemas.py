@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
+    AliasChoices,
     BeforeValidator,
     Field,
     field_validator,
@@ -328,7 +329,7 @@ class WarmRequest(Model):
     """A prompt to evaluate and keep: requests that start with it then do not wait for it."""
 
     model: Name | None = None
-    prompt: Text | Tokens | None = None
+    prompt: Text | Tokens | None = Field(None, validation_alias=AliasChoices("prompt", "text"))
     messages: Messages | None = None
     tools: Tools | None = None
 
