@@ -177,7 +177,7 @@ class Llama(GuardedLlama):
             if not kwargs.get("vocab_only"):
                 self._warn_of_size()
                 self._warn_of_length(file, kwargs)
-                _warn_of_gpu(kwargs, stacklevel=3)
+                _warn_of_gpu(kwargs)
             self._pre_tokenizer = _llama_cpp.pre_tokenizer(self)
             self._open_gate()
             if self._streaming is not None:
@@ -508,10 +508,10 @@ def _block_problem(setting: KVSetting, file: ModelFile) -> str:
     return ""
 
 
-def _warn_of_gpu(given: dict[str, Any], stacklevel: int) -> None:
+def _warn_of_gpu(given: dict[str, Any]) -> None:
     if given.get("n_gpu_layers") and not llama_cpp.llama_supports_gpu_offload():
         warnings.warn(
             f"n_gpu_layers={given['n_gpu_layers']} has no effect: this build of llama.cpp has no GPU, or "
             "finds none. Leave it out, or install with a backend for your GPU",
-            stacklevel=stacklevel + 1,
+            stacklevel=3,
         )
