@@ -16,6 +16,7 @@ from typing import Any
 
 import gguf
 
+from mixedkv.errors import UnsupportedModelError
 from mixedkv.model.fingerprint import fingerprint
 from mixedkv.model.gguf_file import ModelFile, other_parts, read_model_file
 from mixedkv.split.cloak import cloaked
@@ -66,6 +67,8 @@ def export(
         OSError: a file cannot be read or written.
     """
     file = read_model_file(model)
+    if any(key.startswith(PREFIX) for key in file.metadata):
+        raise UnsupportedModelError(f"{file.path} is a part of a split model already: export the whole model")
     source = _Source(file)
     numbers = arithmetic(file, set(source.tensors))
     pair = fingerprint(model)

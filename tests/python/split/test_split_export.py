@@ -97,6 +97,14 @@ def test_a_file_that_is_there_stays(tmp_path: Path) -> None:
     assert not (tmp_path / "head").exists()
 
 
+@pytest.mark.parametrize("part", ["head", "body"])
+def test_a_part_is_not_split_again(tmp_path: Path, part: str) -> None:
+    parts = split_support.split(model_path(), tmp_path)
+    with pytest.raises((UnsupportedModelError, InvalidModelFileError), match="is a part of a split model"):
+        export(getattr(parts, part), tmp_path / "head2", tmp_path / "body2")
+    assert not (tmp_path / "head2").exists()
+
+
 def test_a_damaged_head_is_refused(tmp_path: Path) -> None:
     parts = split_support.split(model_path(), tmp_path)
     damaged = tmp_path / "damaged.gguf"
