@@ -40,6 +40,7 @@ _OTHERS = (
     "GET /v1/context", "GET /v1/context/{session_id}", "PATCH /v1/context/{session_id}",
     "DELETE /v1/context/{session_id}", "DELETE /v1/responses/{response_id}",
     "GET /v1/responses/{response_id}",
+    "GET /v1/cache/messages", "GET /v1/cache/messages/{message_id}", "DELETE /v1/cache/messages/{message_id}",
 )  # fmt: skip
 
 
