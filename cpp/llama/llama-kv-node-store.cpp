@@ -4,8 +4,7 @@
 #include "llama-kv-mixed-guard.h"
 
 #include "attention/attention.h"
-
-#include "ggml-cpu.h"
+#include "llama-kv-rows-convert.h"
 
 #include <algorithm>
 #include <cmath>
@@ -89,8 +88,7 @@ static void store_token(ggml_tensor * dst, const llama_kv_node & node, int i, in
 
     if (node.has_ring) {
         const size_t first = i == 0 ? 0 : dst->src[0]->ne[0]*dst->src[0]->ne[1];
-        ggml_get_type_traits_cpu(GGML_TYPE_F16)->from_float(
-                x, (char *) dst->data + token*dst->nb[1] + first*sizeof(ggml_fp16_t), n);
+        llama_kv_row_writer(GGML_TYPE_F16)(x, (char *) dst->data + token*dst->nb[1] + first*sizeof(ggml_fp16_t), n);
     }
 
     if (i == 0 && node.pairs) {
@@ -100,7 +98,7 @@ static void store_token(ggml_tensor * dst, const llama_kv_node & node, int i, in
     }
 
     // as SET_ROWS does it
-    ggml_get_type_traits_cpu(cold->type)->from_float(x, (char *) cold->data + cell*cold->nb[1], n);
+    llama_kv_row_writer(cold->type)(x, (char *) cold->data + cell*cold->nb[1], n);
 }
 
 static void store_compute(ggml_tensor * dst, int ith, int nth, void * userdata) {

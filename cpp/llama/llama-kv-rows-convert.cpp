@@ -1,10 +1,12 @@
 #include "llama-kv-rows-convert.h"
 
+#include "ggml-backend.h"
 #include "ggml-cpu.h"
 #include "llama-model.h"
 
 #include <cmath>
 #include <cstring>
+#include <stdexcept>
 
 bool llama_kv_row_is_readable(ggml_type type) {
     return uint32_t(type) < GGML_TYPE_COUNT && ggml_blck_size(type) > 0 &&
@@ -12,8 +14,21 @@ bool llama_kv_row_is_readable(ggml_type type) {
 }
 
 bool llama_kv_row_is_writable(ggml_type type) {
-    return llama_kv_row_is_readable(type) && ggml_get_type_traits_cpu(type)->from_float &&
+    return llama_kv_row_is_readable(type) && llama_kv_row_writer(type) &&
         (type == GGML_TYPE_F32 || ggml_get_type_traits(type)->from_float_ref);
+}
+
+ggml_from_float_t llama_kv_row_writer(ggml_type type) {
+    static const auto traits = [] {
+        ggml_backend_dev_t device  = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+        void *             address = device ? ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(device),
+                                                                                "ggml_get_type_traits_cpu") : nullptr;
+        if (!address) {
+            throw std::runtime_error("no CPU backend is loaded: call ggml_backend_load_all_from_path with the folder of libllama");
+        }
+        return reinterpret_cast<decltype(ggml_get_type_traits_cpu) *>(address);
+    }();
+    return traits(type)->from_float;
 }
 
 void llama_kv_rows_rotate(float * x, int64_t n_total, int64_t n) {

@@ -19,6 +19,10 @@ void llama_kv_rows_scale(float * x, const std::vector<float> & scale);
 bool llama_kv_row_is_readable(ggml_type type);
 bool llama_kv_row_is_writable(ggml_type type);
 
+// The CPU backend's function that writes a row of this type, nullptr where it has none. The backend may be a plugin, which
+// nothing can be linked with.
+ggml_from_float_t llama_kv_row_writer(ggml_type type);
+
 // a row of the cache: its type, the edge of the Hadamard blocks that it is rotated by, 0: none, what it was multiplied by
 // before that, nullptr: nothing, and whether the biases that cold rows lack were taken from it first of all
 struct llama_kv_row_format {

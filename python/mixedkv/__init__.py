@@ -5,8 +5,6 @@
 >>> print(llm.kv.stats())
 """
 
-from importlib.metadata import version as _version
-
 from mixedkv import _native, errors
 from mixedkv.native.library_paths import cmake_dir, include_dir
 
@@ -17,7 +15,7 @@ from mixedkv.kv.block import KVBlock  # noqa: E402
 from mixedkv.kv.stats import KVStats  # noqa: E402
 from mixedkv.llama import Llama  # noqa: E402
 
-__version__ = _version("mixedkv")
+__version__: str
 __all__ = [
     "KVBlock",
     "KVStats",
@@ -29,3 +27,11 @@ __all__ = [
     "errors",
     "include_dir",
 ]
+
+
+def __getattr__(name: str) -> str:
+    if name != "__version__":
+        raise AttributeError(f"module 'mixedkv' has no attribute {name!r}")
+    from importlib.metadata import version  # takes longer to import than most of what is here
+
+    return version("mixedkv")

@@ -7,6 +7,7 @@ everything that could bring a second copy in is refused here, before anything is
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import re
@@ -14,6 +15,7 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+_CPU_INFO = Path("/proc/cpuinfo")
 _PATH_VARIABLE = "LLAMA_CPP_LIB_PATH"
 
 
@@ -21,14 +23,17 @@ def load() -> None:
     """Import llama_cpp from this package, so that each later `import llama_cpp` gets this one.
 
     Raises:
-        ImportError: another llama_cpp is imported already, or a llama.cpp library from elsewhere is loaded or
-            asked for by LLAMA_CPP_LIB_PATH.
+        ImportError: the package was built for another processor, or no CPU backend of it runs on this one;
+            another llama_cpp is imported already; a llama.cpp library from elsewhere is loaded or asked for
+            by LLAMA_CPP_LIB_PATH.
     """
     folder = library_folder()
+    _check_processor(package_folder())
     _check_environment(folder)
     _check_nothing_else_loaded(folder)
     if "llama_cpp" not in sys.modules:
         _import_layer(folder.parent.parent)
+    _load_processor_plugin(folder)
 
 
 def library_folder() -> Path:
@@ -61,6 +66,36 @@ def _import_layer(folder: Path) -> None:
         raise
 
 
+def _load_processor_plugin(folder: Path) -> None:
+    """Load the one of ggml's CPU backends that suits this processor best, in a build that has several."""
+    if next(folder.glob("libggml-cpu-*"), None) is None:
+        return
+    ggml = ctypes.CDLL(str(next(folder.glob("libggml.*"))))
+    if not ggml.ggml_backend_reg_count():
+        ggml.ggml_backend_load_all_from_path(os.fsencode(folder))
+    if not ggml.ggml_backend_reg_count():
+        raise ImportError(f"none of the CPU backends in {folder} runs on this processor: install from source")
+
+
+def _check_processor(folder: Path) -> None:
+    """A library for another processor would end the process with SIGILL."""
+    needed = (folder / "processor_features.txt").read_text(encoding="ascii").split()
+    try:
+        with _CPU_INFO.open("rb") as file:
+            text = file.read(16384)  # the first processor's
+    except OSError:  # not Linux
+        return
+    flags = re.search(rb"^flags\s*:(.*)", text, re.M)
+    if flags is None:
+        return
+    if missing := set(needed) - set(flags[1].decode("ascii", "replace").split()):
+        raise ImportError(
+            f"mixedkv in {folder} was built for a processor with {', '.join(sorted(missing))}, which this "
+            "one lacks. Build it here (pip install --no-cache-dir --force-reinstall), or for all processors: "
+            "CMAKE_ARGS=-DMIXEDKV_PORTABLE=ON pip install ."
+        )
+
+
 def _check_environment(folder: Path) -> None:
     value = os.environ.get(_PATH_VARIABLE)
     if value is not None and not _same_folder(Path(value), folder):
@@ -83,6 +118,12 @@ def _check_nothing_else_loaded(folder: Path) -> None:
                 f"another copy of llama.cpp is loaded already: {path}. Import mixedkv first, or use that "
                 "library in a process of its own."
             )
+
+
+def processor_plugin() -> str:
+    """Return which of ggml's CPU backends is loaded, such as "zen4", and "" in a build that has one only."""
+    names = (re.fullmatch(r"libggml-cpu-(\w+)\.\w+", path.name) for path in mapped_libraries())
+    return next((name[1] for name in names if name), "")
 
 
 def mapped_libraries() -> list[Path]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from mixedkv import __version__, _core
+from mixedkv._native import processor_plugin
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -89,4 +90,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _version_line() -> str:
     native = _core.version()
-    return f"mixedkv {__version__} (llama.cpp {native['llama_commit'][:9]}, {native['isa']} kernels)"
+    plugin = processor_plugin()
+    backend = f", ggml for {plugin}" if plugin else ""
+    return f"mixedkv {__version__} (llama.cpp {native['llama_commit'][:9]}, {native['isa']} kernels{backend})"

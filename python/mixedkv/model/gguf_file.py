@@ -13,10 +13,9 @@ import stat
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
-
-import gguf
 
 from mixedkv.errors import InvalidModelFileError
 
@@ -30,8 +29,7 @@ _MAX_TEXT = 1 << 24
 _MAX_KEPT = 1 << 14  # array elements; longer arrays are stepped over: the tokenizer's
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-# elements and bytes of a block
-_TYPE_SIZES = {int(kind): size for kind, size in gguf.GGML_QUANT_SIZES.items()}
+_ALIGNMENT = 32  # where a file names none
 # llama.cpp's llama_model_rope_type has these without RoPE; granitehybrid has it in some files only
 _WITHOUT_ROPE = frozenset(
     {
@@ -103,8 +101,18 @@ def n_mtp_layers(file: ModelFile) -> int:
     return n if isinstance(n, int) else 0
 
 
+@cache
+def _type_sizes() -> dict[int, tuple[int, int]]:
+    """Return the elements and bytes of a block of each of ggml's types, by the type's id."""
+    import gguf  # takes a while
+
+    return {int(kind): size for kind, size in gguf.GGML_QUANT_SIZES.items()}
+
+
 def weight_type(file: ModelFile) -> str:
     """Return the type of most weights as the file names it, `Q4_K_M`, or "unknown"."""
+    import gguf  # takes a while
+
     try:
         return gguf.LlamaFileType(file.metadata.get("general.file_type", -1)).name.removeprefix("MOSTLY_")
     except ValueError:
@@ -247,7 +255,7 @@ class Reader:
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path, self.file = path, file
         self.size = os.fstat(file.fileno()).st_size
-        self.alignment = gguf.GGUF_DEFAULT_ALIGNMENT
+        self.alignment = _ALIGNMENT
 
     def read(self) -> ModelFile:
         self._check_magic()
@@ -367,7 +375,7 @@ class Reader:
 
 def _tensor_bytes(kind: int, n_elements: int) -> int:
     """0 for a type that only a later gguf package knows: llama.cpp has the last word on it."""
-    block, size = _TYPE_SIZES.get(kind, (1, 0))
+    block, size = _type_sizes().get(kind, (1, 0))
     return n_elements // block * size
 
 

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from importlib import metadata
 from pathlib import Path
 
-import gguf
 import numpy as np
 
 from mixedkv.atomic_write import replacing
 from mixedkv.bundled import model_path
-from mixedkv.model.gguf_copy import copy_metadata, write_and_close
 from mixedkv.model.hub_model import hub_model, is_hub_name
 
 SMOLLM2 = "smollm2"
@@ -71,6 +68,8 @@ def smollm2_q4_1() -> Path:
     Raises:
         ValueError: the package is not installed.
     """
+    from importlib import metadata  # takes a while
+
     files: list[metadata.PackagePath] = []
     with contextlib.suppress(metadata.PackageNotFoundError):
         files = metadata.files(_PACKAGE) or []
@@ -95,6 +94,8 @@ def smollm2_f16() -> Path:
 
 
 def _f16_path() -> Path:
+    from importlib import metadata
+
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "mixedkv" / f"{_PACKAGE}-{metadata.version(_PACKAGE)}"
     return folder / smollm2_q4_1().name.replace(".Q4_1.", ".F16.")
@@ -102,6 +103,10 @@ def _f16_path() -> Path:
 
 def write_f16(source: Path, path: Path) -> None:
     """Write a copy of a GGUF model with matrices in F16; the file appears only when it is complete."""
+    import gguf  # takes a while
+
+    from mixedkv.model.gguf_copy import copy_metadata, write_and_close
+
     reader = gguf.GGUFReader(source)
     with replacing(path) as part:
         writer = gguf.GGUFWriter(part, reader.fields["general.architecture"].contents())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import signal
@@ -11,17 +10,22 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+try:
+    from fcntl import F_GETLEASE, F_RDLCK, F_SETLEASE, F_UNLCK, fcntl
+except ImportError:  # leases are Linux's
+    F_SETLEASE = None  # type: ignore[assignment]
+
 log = logging.getLogger("mixedkv.server")
 
 _SECONDS = 0.2  # between two looks
-_BROKEN = fcntl.F_UNLCK  # what is left of a lease that somebody waits for
 
 
 class ModelWatch:
     """Holds a lease on each file: who opens one for writing waits until what reads it has stopped, which the
     kernel allows 45 seconds (/proc/sys/fs/lease-break-time). A file that is renamed over another
-    one changes nothing. Where there are no leases (another user's file, some file systems, a file that is
-    open for writing already, off the main thread), size and time of change are looked at.
+    one changes nothing. Where there are no leases (other systems than Linux, another user's file, some file
+    systems, a file that is open for writing already, off the main thread), size and time of change are
+    looked at.
     https://man7.org/linux/man-pages/man2/F_GETLEASE.2const.html
 
     Use it as a context manager, from before the files are loaded until they are not needed any more.
@@ -36,16 +40,17 @@ class ModelWatch:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> ModelWatch:
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main:
+        # off the main thread the signal cannot be ignored, which would end the process
+        can_lease = F_SETLEASE is not None and threading.current_thread() is threading.main_thread()
+        if can_lease:
             signal.signal(signal.SIGIO, signal.SIG_IGN)  # which tells of who waits; it is looked for instead
         for path in self._paths:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             self._files.append(file)
-            if not is_main:  # where the signal cannot be ignored, which would end the process
+            if not can_lease:
                 continue
             try:
-                fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+                fcntl(file, F_SETLEASE, F_RDLCK)
                 self._leased.append(file)
             except OSError as error:
                 log.info("no lease on a model's file (%s): it is looked at instead", error.strerror)
@@ -73,7 +78,7 @@ class ModelWatch:
                 return
 
     def _changes(self) -> bool:
-        broken = (fcntl.fcntl(file, fcntl.F_GETLEASE) == _BROKEN for file in self._leased)
+        broken = (fcntl(file, F_GETLEASE) == F_UNLCK for file in self._leased)  # all that is left of it
         return any(broken) or self._now() != self._before
 
     def _now(self) -> list[tuple[int, int]]:
@@ -83,7 +88,7 @@ class ModelWatch:
     def _give_way(self) -> None:
         for file in self._leased:
             with contextlib.suppress(OSError):
-                fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+                fcntl(file, F_SETLEASE, F_UNLCK)
         self._leased.clear()
 
     def _release(self) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import json
 import logging
-import resource
 import signal
 import sys
 import time
@@ -63,6 +62,11 @@ from mixedkv.store.encryption import KeyCipher
 
 if TYPE_CHECKING:
     from mixedkv.server.kv_events import KVEvents
+
+try:
+    import resource
+except ImportError:  # Windows, which has no such limit
+    resource = None  # type: ignore[assignment]
 
 log = logging.getLogger("mixedkv.server")
 
@@ -391,6 +395,8 @@ def _leave(*_: Any) -> None:
 
 def _allow_connections(wanted: int) -> int:
     """Raise the limit on open files, which often is 1024; how many connections leave enough for the store."""
+    if resource is None:
+        return wanted
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = wanted + _OWN_FILES
     if soft != resource.RLIM_INFINITY and soft < need:

@@ -7,7 +7,6 @@ however that ends, so what nobody locks and the index does not know was left beh
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -23,15 +22,31 @@ import numpy.typing as npt
 
 from mixedkv.store.entry_error import EntryError
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 _TEMPORARY = ".tmp"
 _NAME = re.compile(r"[0-9a-f]{32}\.(safetensors(\.enc)?|tmp)")
 _MAX_FILE = 1 << 40
 
 
 class DiskTier:
-    """A folder with one file per entry, named by its id."""
+    """A folder with one file per entry, named by its id.
+
+    Raises:
+        OSError: the folder cannot be made, or this system has no locks that end with their process.
+    """
 
     def __init__(self, folder: Path) -> None:
+        if fcntl is None:
+            raise OSError(
+                errno.ENOTSUP,
+                "a store in a folder needs POSIX file locks, which this system lacks: keep KV in memory, "
+                "KVStore(None)",
+                str(folder),
+            )
         self.folder = folder
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 

@@ -1,0 +1,80 @@
+"""What one system has and another lacks: nothing is imported or called that is not there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mixedkv import _native
+
+_WITHOUT = """
+import sys
+sys.modules.update(fcntl=None, resource=None)  # as on Windows
+from pathlib import Path
+import mixedkv
+from mixedkv.store import KVStore
+KVStore(None).close()
+try:
+    KVStore(sys.argv[1])
+except OSError as error:
+    print(error)
+from mixedkv.server import serve
+from mixedkv.server.model_watch import ModelWatch
+print(serve._allow_connections(100_000))
+with ModelWatch([sys.argv[2]]) as watch:
+    print(watch._changes())
+    with open(sys.argv[2], "ab") as file:
+        file.write(b"more")
+    print(watch._changes())
+"""
+
+
+def test_without_posix_modules(tmp_path: Path) -> None:
+    model = tmp_path / "model.gguf"
+    model.write_bytes(b"GGUF")
+    command = [sys.executable, "-c", _WITHOUT, str(tmp_path / "kv"), str(model)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    refused, connections, before, after = result.stdout.splitlines()
+    assert "POSIX file locks" in refused
+    assert "KVStore(None)" in refused
+    assert (connections, before, after) == ("100000", "False", "True")
+
+
+def test_without_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS has fcntl, but no leases: the file's size and time tell."""
+    from mixedkv.server import model_watch
+
+    monkeypatch.setattr(model_watch, "F_SETLEASE", None)
+    monkeypatch.setattr(model_watch, "fcntl", None)
+    model = tmp_path / "model.gguf"
+    model.write_bytes(b"GGUF")
+    with model_watch.ModelWatch([model]) as watch:
+        assert not watch._changes()
+        model.write_bytes(b"GGUF and more")
+        assert watch._changes()
+
+
+def test_a_build_for_another_processor_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "processor_features.txt").write_text("avx2\navx512f\navx512_vnni\n")
+    processor = tmp_path / "cpuinfo"
+    monkeypatch.setattr(_native, "_CPU_INFO", processor)
+    for flags in ("fpu avx avx2 avx512f avx512_vnni fma", None):
+        if flags is None:
+            processor.unlink()  # a system that does not tell
+        else:
+            processor.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
+        _native._check_processor(tmp_path)
+    processor.write_text("processor\t: 0\nflags\t\t: fpu avx avx2 fma\n")
+    with pytest.raises(ImportError, match="avx512_vnni, avx512f, which this one lacks"):
+        _native._check_processor(tmp_path)
+
+
+def test_what_this_build_needs_is_known() -> None:
+    features = (_native.package_folder() / "processor_features.txt").read_text().split()
+    plugins = list(_native.library_folder().glob("libggml-cpu-*"))
+    assert not (features and plugins)  # one processor's or all processors'
+    assert len(plugins) != 1
