@@ -27,6 +27,7 @@ from mixedkv.server.api import (
     messages,
     ollama,
     ollama_models,
+    pages,
     rerank,
     responses,
     tokenizing,
@@ -71,7 +72,7 @@ def make_app(server: ServerState) -> FastAPI:
         tokenizing,
     ):
         app.include_router(module.router, dependencies=[Depends(check_generates)])
-    for module in (cached_messages, embeddings, info, ollama_models, rerank):
+    for module in (cached_messages, embeddings, info, ollama_models, pages, rerank):
         app.include_router(module.router)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)

@@ -66,6 +66,20 @@ class ServerState:
         """All models of the server."""
         return [self, *self.others.values()]
 
+    @property
+    def capabilities(self) -> list[str]:
+        """What the model can do, in Ollama's words."""
+        tokenizer, can = self.engine.tokenizer, []
+        if self.generates:
+            can = ["completion"]
+            can += ["tools"] if tokenizer.takes_tools else []
+            can += ["thinking"] if tokenizer.thinks else []
+            can += ["insert"] if tokenizer.infills else []
+            can += ["vision"] if self.projector is not None else []
+        if self.embedder is not None and not self.embedder.context.ranks:
+            can.append("embedding")
+        return can
+
     async def drain(self, seconds: float) -> bool:
         """Take no more, and let what is under way finish, at all models; whether it did within the time."""
         drains = [asyncio.to_thread(model.engine.drain, seconds) for model in self.all]

@@ -425,13 +425,22 @@ def test_accepted_connections_do_not_wait_for_full_packets() -> None:
     assert asyncio.run(nodelay())
 
 
-def test_the_page_is_shown_in_no_frame(server: Server) -> None:
-    status, _, headers = server.request("GET", "/")
+@pytest.mark.parametrize("path", ["/", "/stats", "/page/chat.js"])
+def test_pages_are_shown_in_no_frame(server: Server, path: str) -> None:
+    status, _, headers = server.request("GET", path)
     assert status == 200
-    assert headers["content-security-policy"] == "frame-ancestors 'none'"
+    assert headers["content-security-policy"].endswith("frame-ancestors 'none'")
     assert headers["x-content-type-options"] == "nosniff"
     assert headers["referrer-policy"] == "no-referrer"
     assert headers["cache-control"] == "no-cache"
+
+
+def test_the_chat_loads_scripts_of_the_server_alone(server: Server) -> None:
+    policy = server.request("GET", "/")[2]["content-security-policy"]
+    assert "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'" in policy
+    assert "unsafe" not in policy
+    for path in ("/page/", "/page/chat.html", "/page/..%2fsettings.py", "/page/none.js"):
+        assert server.status("GET", path) == 404, path
 
 
 def test_a_recurrent_model_is_served(zoo_path: Callable[[str], Path]) -> None:

@@ -1,4 +1,4 @@
-"""The page at /, in a real browser."""
+"""The page at /stats, in a real browser."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import re
-import shutil
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,41 +13,15 @@ from typing import Any
 
 import pytest
 
+from support.browser import CONTRASTS, OVERFLOWS, PHONE, needs_chromium
 from support.patience import PATIENCE
 from support.server_support import MODEL, Server, key_file, running
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the Python package playwright")
-_CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(
-    _CHROMIUM is None, reason="needs the program chromium (Debian's package chromium)"
-)
-
-PHONE = {"width": 360, "height": 740}
+pytestmark = needs_chromium
 KEYS = ("alice-key-0123456789", "bob-key-0123456789")
-_OVERFLOWS = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
 _SHARES = """() => [...document.querySelectorAll("#bar-rows i")]
     .map(i => [i.className, i.getBoundingClientRect().width])"""
-# WCAG's contrast of every element that has a text of its own
-_CONTRASTS = r"""() => {
-    const parse = (color) => color.match(/[\d.]+/g).map(Number);
-    const light = ([r, g, b]) => [r, g, b].map((c) => c / 255)
-        .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
-        .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
-    const behind = (element) => {
-        for (; element; element = element.parentElement) {
-            const color = parse(getComputedStyle(element).backgroundColor);
-            if (color.length === 3 || color[3] > 0) return color;
-        }
-        return [255, 255, 255];
-    };
-    return [...document.body.querySelectorAll("*")]
-        .filter((e) => [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim()))
-        .filter((e) => e.checkVisibility())
-        .map((e) => {
-            const [a, b] = [light(parse(getComputedStyle(e).color)), light(behind(e))].sort((x, y) => y - x);
-            return [e.textContent.trim().slice(0, 40), (a + 0.05) / (b + 0.05)];
-        });
-}"""
 OpenPage = Callable[..., Any]
 Change = Callable[[Any], None]
 
@@ -59,14 +32,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "--n-ctx", "2048", "--parallel", "2", "--store", str(tmp_path_factory.mktemp("store"))
     ) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=_CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
@@ -90,7 +55,7 @@ def open_page(browser: Any) -> Iterator[OpenPage]:
         page.on("request", lambda request: page.asked.append(request.url))
         if change is not None:
             page.route("**/v1/stats", lambda route: _answer(route, change))
-        page.goto(server.url)
+        page.goto(server.url + "/stats")
         if wait:
             page.wait_for_selector("#state.live")
         return page
@@ -144,7 +109,7 @@ def test_it_loads_from_the_server_alone_and_without_a_complaint(server: Server, 
     with page.expect_response("**/v1/stats"):  # one more poll
         pass
     assert page.noise == []
-    assert set(page.asked) == {server.url + "/", server.url + "/v1/stats"}
+    assert set(page.asked) == {server.url + "/stats", server.url + "/v1/stats"}
     assert page.asked.count(server.url + "/v1/stats") >= 2
 
 
@@ -270,7 +235,7 @@ def test_names_are_text_and_never_markup(server: Server, open_page: OpenPage) ->
 def test_the_keyboard_reaches_everything_in_order(server: Server, open_page: OpenPage) -> None:
     page = open_page(server)
     order = []
-    for _ in range(6):
+    for _ in range(7):
         page.keyboard.press("Tab")
         order.append(
             page.evaluate(
@@ -279,7 +244,7 @@ def test_the_keyboard_reaches_everything_in_order(server: Server, open_page: Ope
             )
         )
         assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid", order
-    assert order == ["pause", "h-sequences", "h-layers", "h-recent", "v1/stats", "metrics"]
+    assert order == ["pause", "h-sequences", "h-layers", "h-recent", "v1/stats", "metrics", "./"]
     page.focus("#pause")
     page.keyboard.press("Enter")
     page.wait_for_selector("#state:has-text('Paused')")
@@ -310,7 +275,7 @@ def test_landmarks_and_headers(server: Server, open_page: OpenPage) -> None:
 def test_text_can_be_read(server: Server, open_page: OpenPage, scheme: str) -> None:
     chat(server)
     page = open_page(server, color_scheme=scheme)
-    contrasts = page.evaluate(_CONTRASTS)
+    contrasts = page.evaluate(CONTRASTS)
     assert len(contrasts) > 50
     assert [entry for entry in contrasts if entry[1] < 4.5] == []
     backs = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -334,10 +299,10 @@ def test_it_fits_a_phone(server: Server, open_page: OpenPage) -> None:
         for seq in now["sequences"]:
             seq |= {"tokens": 131_072, "hot": 4_096, "cold": 126_976}
 
-    assert not open_page(server, viewport=PHONE).evaluate(_OVERFLOWS)
+    assert not open_page(server, viewport=PHONE).evaluate(OVERFLOWS)
     page = open_page(server, large, viewport=PHONE)
     assert "131,072" in page.text_content("#recent")
-    assert not page.evaluate(_OVERFLOWS)
+    assert not page.evaluate(OVERFLOWS)
     cut = page.evaluate(
         "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth).length"
     )

@@ -1,9 +1,8 @@
-"""GET /v1/models, /v1/stats, /health, /ready, /metrics and the page."""
+"""GET /v1/models, /v1/stats, /health, /ready and /metrics."""
 
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -16,13 +15,6 @@ from mixedkv.server.snapshot import of_tenant, snapshot
 from mixedkv.server.state import ServerState, model_of, server_state, tenant
 
 router = APIRouter()
-_PAGE = Path(__file__).parents[1] / "page" / "index.html"
-_PAGE_HEADERS = {  # the page's own <meta> cannot say frame-ancestors
-    "Content-Security-Policy": "frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
 
 
 @router.get("/v1/models")
@@ -96,14 +88,6 @@ async def metrics(request: Request) -> Response:
     return Response(await request.app.state.metrics_text.get(), media_type=CONTENT_TYPE_LATEST)
 
 
-@router.get("/", include_in_schema=False)
-async def page() -> Response:
-    if not _PAGE.is_file():
-        raise ApiError(404, "this build has no page; see /v1/stats and /metrics")
-    # no FileResponse, which also answers thousands of ranges
-    return Response(_PAGE.read_bytes(), media_type="text/html; charset=utf-8", headers=_PAGE_HEADERS)
-
-
 def _model(server: ServerState) -> dict[str, Any]:
     return {
         "id": server.model_name,
@@ -111,5 +95,5 @@ def _model(server: ServerState) -> dict[str, Any]:
         "created": server.created,
         "owned_by": "mixedkv",
         **({"parent": server.parent} if server.parent else {}),
-        "meta": {**server.facts, "kv": str(server.engine.llm.kv.config)},
+        "meta": {**server.facts, "kv": str(server.engine.llm.kv.config), "capabilities": server.capabilities},
     }

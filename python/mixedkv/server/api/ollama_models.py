@@ -136,23 +136,9 @@ def _details(server: ServerState) -> dict[str, Any]:
 
 
 def _shown(server: ServerState) -> dict[str, Any]:
-    path, tokenizer = server.engine.llm.model_path, server.engine.tokenizer
+    path = server.engine.llm.model_path
     metadata = dict(model_header(path).metadata)
     template = str(metadata.pop("tokenizer.chat_template", ""))
-    can = ["completion"] if server.generates else []
-    if server.generates:
-        can += [
-            name
-            for name, has in {
-                "tools": tokenizer.takes_tools,
-                "thinking": tokenizer.thinks,
-                "insert": tokenizer.infills,
-                "vision": server.projector is not None,
-            }.items()
-            if has
-        ]
-    if server.embedder is not None and not server.embedder.context.ranks:
-        can.append("embedding")
     return {
         "modelfile": f"# served by mixedkv\nFROM {Path(path).name}\n",
         "parameters": "",
@@ -160,7 +146,7 @@ def _shown(server: ServerState) -> dict[str, Any]:
         "license": str(metadata.get("general.license", "")),
         "details": _details(server),
         "model_info": {**_plain(metadata), "general.parameter_count": server.facts["n_params"]},
-        "capabilities": can,
+        "capabilities": server.capabilities,
         "modified_at": _listed(server)["modified_at"],
     }
 

@@ -1,0 +1,462 @@
+// The page at /: chats with the server's models, over /v1/chat/completions.
+
+import { addNode, branch, children, deleteChat, listChats, loadChat, merge, newChat, openChats, saveChat, tip } from "./chats.js";
+import { codeBlock, make, showMarkdown } from "./markdown.js";
+
+const KEY = "mixedkv-key", DRAFT = "mixedkv-draft", SAVE_MS = 1000, RETRY_MS = 3000, MAX_TITLE = 80, MAX_SIDE = 1536; // pixels
+const $ = (id) => document.getElementById(id);
+const count = (n, what) => `${new Intl.NumberFormat("en").format(n)} ${what}${n === 1 ? "" : "s"}`;
+const writings = new Map(); // by chat: {chat, node, abort}, answers that this tab receives
+const shown = new Map(); // by message: the function that draws it again
+let chat = newChat(), models = [], images = [], secret = "";
+
+// --- the server ---
+
+/** A place of this tab that survives a reload, where the browser has one. */
+const tab = {
+  get(name) { try { return sessionStorage.getItem(name) ?? ""; } catch { return ""; } },
+  set(name, value) { try { value ? sessionStorage.setItem(name, value) : sessionStorage.removeItem(name); } catch { /* none */ } },
+};
+
+async function request(path, options = {}) {
+  const headers = { ...(secret && { Authorization: "Bearer " + secret }), ...(options.body && { "Content-Type": "application/json" }) };
+  const answer = await fetch(path, { ...options, headers, cache: "no-store" });
+  if (answer.ok) return answer;
+  const body = await answer.json().catch(() => null);
+  if (answer.status === 401) wantKey();
+  throw new Error(body?.error?.message ?? `the server answered ${answer.status}`);
+}
+
+async function loadModels() {
+  try {
+    const { data } = await (await request("v1/models")).json();
+    models = data.filter((each) => each.meta.capabilities.includes("completion"));
+    $("model").replaceChildren(...models.map((each) => new Option(each.id, each.id)));
+    tell("");
+    useKey(secret);
+  } catch (error) {
+    if (!(error instanceof TypeError)) return tell($("key").hidden ? error.message : "");
+    tell("The server is out of reach. Trying again.");
+    setTimeout(loadModels, RETRY_MS);
+  }
+  showSettings();
+}
+
+function wantKey() {
+  $("refused").textContent = secret ? "The server does not know this key." : "";
+  useKey("");
+  $("key").hidden = false;
+  $("secret").focus();
+}
+
+function useKey(key) {
+  secret = key;
+  tab.set(KEY, key);
+  $("forget").hidden = !key;
+  $("key").hidden = true;
+}
+
+/** The events of a stream. */
+async function* events(answer) {
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let rest = ""; ; ) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      if (part.startsWith("data: ") && part !== "data: [DONE]") yield JSON.parse(part.slice(6));
+    }
+  }
+}
+
+// --- asking ---
+
+/** The messages of a branch as the server takes them. */
+function messages(of, end) {
+  const out = of.settings.system ? [{ role: "system", content: of.settings.system }] : [];
+  for (const { role, content, images: seen, reasoning, calls, call } of branch(of, end)) {
+    if (role === "user") {
+      const parts = (seen ?? []).map((url) => ({ type: "image_url", image_url: { url } }));
+      const text = parts.length ? [...parts, { type: "text", text: content }] : content;
+      if (out.at(-1)?.role === "user") out.pop(); // its answer failed
+      out.push({ role, content: text });
+    } else if (role === "tool") out.push({ role, tool_call_id: call, content });
+    else if (content || calls.length) {
+      out.push({ role, content, ...(reasoning && { reasoning_content: reasoning }), ...(calls.length && { tool_calls: calls }) });
+    }
+  }
+  return out;
+}
+
+async function answer(of, parent) {
+  const { model, temperature, max_tokens, tools } = of.settings;
+  const body = { model: model ?? models[0]?.id, messages: messages(of, parent), temperature, max_tokens, tools,
+    stream: true, stream_options: { include_usage: true }, return_progress: true };
+  const node = addNode(of, parent, { role: "assistant", content: "", reasoning: "", calls: [], state: "writing", note: "" });
+  const writing = { chat: of, node, abort: new AbortController() };
+  writings.set(of.id, writing);
+  await keep(of, node);
+  show();
+  try {
+    await receive(writing, body);
+    node.state = "done";
+  } catch (error) {
+    node.state = writing.abort.signal.aborted ? "stopped" : "failed";
+    if (node.state === "failed") node.error = error instanceof TypeError ? "The server is out of reach." : error.message;
+  }
+  writings.delete(of.id);
+  await keep(of, node);
+  if (of === chat) show();
+}
+
+async function receive(writing, body) {
+  const { chat: of, node, abort } = writing;
+  const stream = await request("v1/chat/completions", { method: "POST", body: JSON.stringify(body), signal: abort.signal });
+  let began = 0, saved = performance.now(), drawing = false, usage = null, reason = "";
+  for await (const event of events(stream)) {
+    if (event.error) throw new Error(event.error.message);
+    const { delta = {}, finish_reason } = event.choices?.[0] ?? {};
+    const { total, cache, processed } = event.prompt_progress ?? {};
+    node.progress = total ? `Reading: ${processed} of ${count(total, "token")}, ${cache} of them known` : "";
+    node.content += delta.content ?? "";
+    node.reasoning += delta.reasoning_content ?? "";
+    for (const call of delta.tool_calls ?? []) addCall(node, call);
+    usage = event.usage ?? usage;
+    reason = finish_reason ?? reason;
+    if (!began && (node.content || node.reasoning)) began = performance.now();
+    if (!drawing) {
+      drawing = true;
+      requestAnimationFrame(() => { drawing = false; if (of === chat) follow(() => shown.get(node.id)?.()); });
+    }
+    if (performance.now() - saved > SAVE_MS) saved = performance.now(), await saveChat(of, node);
+  }
+  if (!reason) throw new Error("The connection ended before the answer did.");
+  node.note = note(usage, reason, (performance.now() - began) / 1000);
+}
+
+function addCall(node, { index, id, function: called }) {
+  const call = (node.calls[index] ??= { id, type: "function", function: { name: called.name, arguments: "" } });
+  call.function.arguments += called.arguments ?? "";
+}
+
+function note(usage, reason, seconds) {
+  if (!usage) return "";
+  const { completion_tokens: n, prompt_tokens_details: { cached_tokens: cached }, dropped_tokens: dropped } = usage;
+  return [cached && `${count(cached, "token")} not evaluated again`, dropped && `${count(dropped, "token")} left out: the chat is longer than the context`,
+    count(n, "token"), n > 1 && `${(n / seconds).toFixed(1)}/s`, reason === "length" && "cut: as long as it may be"].filter(Boolean).join(" · ");
+}
+
+async function keep(of, node) {
+  of.title ||= (Object.values(of.nodes).find((each) => each.role === "user")?.content || "Images").slice(0, MAX_TITLE);
+  await saveChat(of, node).catch((error) => tell(`This chat could not be kept: ${error.message}`));
+  await showList();
+}
+
+/** The call of the shown answer that has no result yet. */
+function openCall() {
+  const nodes = branch(chat), last = nodes.findLastIndex((node) => node.role === "assistant");
+  if (last < 0 || writings.has(chat.id)) return undefined;
+  const given = nodes.slice(last + 1);
+  return given.every((node) => node.role === "tool") ? nodes[last].calls[given.length] : undefined;
+}
+
+async function send(content, pictures, parent = chat.shown) {
+  const of = chat, call = parent === chat.shown ? openCall() : undefined;
+  const fields = call ? { role: "tool", content, call: call.id } : { role: "user", content, images: pictures };
+  const node = addNode(of, parent, fields);
+  if (location.hash !== "#" + of.id) history.pushState(null, "", "#" + of.id);
+  if (!call || !openCall()) return answer(of, node.id);
+  await keep(of, null);
+  show();
+}
+
+// --- drawing ---
+
+function tell(text) {
+  $("state").textContent = text;
+}
+
+function show(toEnd = true) {
+  const nodes = branch(chat), busy = writings.has(chat.id), call = openCall();
+  shown.clear();
+  follow(() => $("log").replaceChildren(...(nodes.length ? nodes.map(article) : [hello()])), toEnd);
+  $("title").textContent = chat.title || "New chat";
+  document.title = `${chat.title || "New chat"} – mixedkv`;
+  $("send").textContent = busy ? "Stop" : "Send";
+  $("text").placeholder = call ? `Result of ${call.function.name}` : "Message";
+  showSettings();
+}
+
+function hello() {
+  return make("div", "empty soft", make("h3", "", "What is on your mind?"), make("p", "", "Enter sends, Shift+Enter begins a new line."));
+}
+
+/** Change the log; its end stays in view if it was, or with `always`. */
+function follow(change, always = false) {
+  const log = $("log"), atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
+  change();
+  if (always || atEnd) log.scrollTop = log.scrollHeight;
+}
+
+function article(node) {
+  const body = make("div", "body"), feet = make("div", "feet"), element = make("article", node.role);
+  const thought = make("details", "", make("summary", "", "Thoughts"), make("div", "body")), calls = make("div", "body");
+  element.setAttribute("aria-label", { user: "You", tool: "Result of a tool", assistant: "Answer" }[node.role]);
+  element.append(...(node.images?.length ? [make("div", "images", ...node.images.map((url) => picture(url)))] : []));
+  if (node.role === "assistant") element.append(thought, body, calls, feet);
+  else element.append(body, feet), (body.textContent = node.content);
+  const draw = () => {
+    feet.replaceChildren(...foot(node, element));
+    if (node.role !== "assistant") return;
+    showMarkdown(body, node.content);
+    showMarkdown(thought.lastChild, node.reasoning);
+    thought.hidden = !node.reasoning;
+    body.classList.toggle("waits", writings.get(chat.id)?.node === node);
+    calls.replaceChildren(...node.calls.filter(Boolean).map((each) => codeBlock(each.function.arguments, "calls " + each.function.name)));
+  };
+  shown.set(node.id, draw);
+  draw();
+  return element;
+}
+
+function picture(url) {
+  const image = make("img");
+  image.alt = "Attached image";
+  image.src = url;
+  return image;
+}
+
+function foot(node, element) {
+  if (writings.get(chat.id)?.node === node) return node.progress ? [make("span", "soft", node.progress)] : [];
+  const out = [], same = children(chat, node.parent), at = same.indexOf(node);
+  if (same.length > 1) {
+    const turn = (to, label, sign) => {
+      const one = button(sign, label, () => { chat.shown = tip(chat, same[to].id); keep(chat, null); show(); });
+      one.disabled = !same[to];
+      return one;
+    };
+    out.push(turn(at - 1, "The version before", "‹"), make("span", "soft", `${at + 1} of ${same.length}`), turn(at + 1, "The next version", "›"));
+  }
+  if (node.role === "assistant") {
+    const said = { stopped: "Stopped", writing: "Not finished: it is written in another tab, or the page was closed" }[node.state];
+    if (node.error) out.push(make("span", "alert", node.error));
+    out.push(make("span", "soft", node.note || said || ""));
+    out.push(button("Again", "Answer again", () => idle() && answer(chat, node.parent)));
+  } else if (node.role === "user") out.push(button("Edit", "Edit and begin a branch", () => idle() && edit(node, element)));
+  if (node.content) out.push(button("Copy", "Copy the text", (event) => copy(node.content, event.target)));
+  return out;
+}
+
+function button(text, label, pressed) {
+  const element = make("button", "plain", text);
+  element.type = "button";
+  element.setAttribute("aria-label", label);
+  element.addEventListener("click", pressed);
+  return element;
+}
+
+const idle = () => !writings.has(chat.id);
+
+function edit(node, element) {
+  const text = make("textarea"), ok = make("button", "main", "Send"), cancel = button("Cancel", "Cancel", () => show(false));
+  const form = make("form", "", text, make("div", "row", ok, cancel));
+  text.value = node.content;
+  text.setAttribute("aria-label", "Edited message");
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (text.value.trim() || node.images?.length) send(text.value.trim(), node.images, node.parent);
+  });
+  text.addEventListener("keydown", (event) => enterSends(event, form));
+  element.replaceChildren(form);
+  text.focus();
+}
+
+async function copy(text, from) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch { // a page without TLS has no clipboard
+    const area = make("textarea", "", text);
+    document.body.append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+  from.textContent = "Copied";
+  setTimeout(() => { from.textContent = "Copy"; }, 1500);
+}
+
+async function showList() {
+  const list = await listChats();
+  $("chats").replaceChildren(...list.map(({ id, title }) => {
+    const link = make("a", "", title), item = make("li", id === chat.id ? "here" : "", link);
+    link.href = "#" + id;
+    if (id === chat.id) link.setAttribute("aria-current", "page");
+    item.append(button("✕", `Delete ${title}`, async () => {
+      if (!confirm(`Delete the chat “${title}”?`)) return;
+      writings.get(id)?.abort.abort();
+      await deleteChat(id);
+      id === chat.id ? begin() : showList();
+    }));
+    return item;
+  }));
+}
+
+// --- which chat, with which settings ---
+
+async function open(id) {
+  document.body.classList.remove("side-open");
+  chat = writings.get(id)?.chat ?? (id ? await loadChat(id) : null) ?? newChat();
+  show();
+  await showList();
+}
+
+function begin() {
+  history.pushState(null, "", location.pathname + location.search);
+  $("text").focus();
+  return open("");
+}
+
+/** Another tab has changed a chat. */
+async function changed(id) {
+  await showList();
+  if (id !== chat.id || !chat.kept) return;
+  const stored = await loadChat(id);
+  if (!stored) return writings.has(id) ? undefined : begin();
+  merge(chat, stored, writings.get(id)?.node);
+  if (!idle() || document.querySelector("article form")) return;
+  chat.shown = tip(chat, chat.shown);
+  show(false);
+}
+
+function showSettings() {
+  const model = models.find((each) => each.id === chat.settings.model) ?? models[0];
+  $("model").hidden = models.length < 2;
+  if (model) $("model").value = $("alone").textContent = model.id;
+  $("attach").hidden = !model?.meta.capabilities.includes("vision");
+}
+
+function readSettings() {
+  const settings = { model: chat.settings.model, system: $("system").value.trim() };
+  for (const name of ["temperature", "max_tokens"]) if ($(name).value) settings[name] = Number($(name).value);
+  if ($("tools").value.trim()) settings.tools = JSON.parse($("tools").value);
+  return settings;
+}
+
+// --- images: made smaller here, which also leaves out what a camera has written into the file ---
+
+async function attach(files) {
+  if ($("attach").hidden) return;
+  for (const file of files) {
+    try {
+      const bitmap = await createImageBitmap(file), scale = Math.min(1, MAX_SIDE / Math.max(bitmap.width, bitmap.height));
+      const canvas = make("canvas");
+      [canvas.width, canvas.height] = [bitmap.width, bitmap.height].map((side) => Math.max(1, Math.round(side * scale)));
+      canvas.getContext("2d").drawImage(bitmap, 0, 0, canvas.width, canvas.height);
+      images.push(file.type === "image/jpeg" ? canvas.toDataURL("image/jpeg", 0.9) : canvas.toDataURL("image/png"));
+    } catch {
+      tell(`${file.name} is no image that this browser can read.`);
+    }
+  }
+  showImages();
+}
+
+function showImages() {
+  $("images").hidden = !images.length;
+  $("images").replaceChildren(...images.map((url, i) => {
+    const remove = button("", "Remove this image", () => { images.splice(i, 1); showImages(); });
+    remove.append(picture(url));
+    return remove;
+  }));
+}
+
+// --- what people do ---
+
+function enterSends(event, form) {
+  const alone = event.key === "Enter" && !event.shiftKey && !event.isComposing && !matchMedia("(pointer: coarse)").matches;
+  if (alone) event.preventDefault(), form.requestSubmit();
+}
+
+function fit() {
+  $("text").style.height = "auto";
+  $("text").style.height = `${$("text").scrollHeight + 2}px`;
+  tab.set(DRAFT, $("text").value);
+}
+
+$("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const content = $("text").value.trim(), pictures = images;
+  if (event.submitter && !idle()) return writings.get(chat.id).abort.abort();
+  if (!idle() || (!content && !pictures.length)) return;
+  $("text").value = "";
+  images = [];
+  fit();
+  showImages();
+  tell("");
+  send(content, pictures);
+});
+$("text").addEventListener("keydown", (event) => enterSends(event, $("ask")));
+$("text").addEventListener("input", fit);
+$("text").addEventListener("paste", (event) => {
+  const files = [...event.clipboardData.files].filter((file) => file.type.startsWith("image/"));
+  if (files.length && !$("attach").hidden) event.preventDefault(), attach(files);
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && !document.querySelector("dialog[open]")) writings.get(chat.id)?.abort.abort();
+});
+for (const name of ["dragover", "drop"]) {
+  document.addEventListener(name, (event) => {
+    if (!event.dataTransfer.types.includes("Files")) return;
+    event.preventDefault();
+    if (name === "drop") attach(event.dataTransfer.files);
+  });
+}
+$("attach").addEventListener("click", () => $("files").click());
+$("files").addEventListener("change", async () => { await attach($("files").files); $("files").value = ""; });
+$("log").addEventListener("click", (event) => {
+  const code = event.target.closest(".copy")?.closest(".code");
+  if (code) copy(code.querySelector("code").textContent, event.target);
+});
+$("new").addEventListener("click", begin);
+$("open-side").addEventListener("click", () => { document.body.classList.add("side-open"); $("close-side").focus(); });
+$("close-side").addEventListener("click", () => { document.body.classList.remove("side-open"); $("open-side").focus(); });
+$("forget").addEventListener("click", () => { useKey(""); loadModels(); });
+$("key").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const key = $("secret").value.trim();
+  if (!/^[\x21-\x7e]+$/.test(key)) return void ($("refused").textContent = "A key has no spaces, and no letters beyond ASCII.");
+  secret = key;
+  $("secret").value = "";
+  loadModels();
+});
+$("model").addEventListener("change", () => {
+  chat.settings.model = $("model").value;
+  showSettings();
+  if (chat.kept) keep(chat, null);
+});
+$("open-settings").addEventListener("click", () => {
+  const { system = "", temperature = "", max_tokens = "", tools } = chat.settings;
+  Object.assign($("system"), { value: system });
+  Object.assign($("temperature"), { value: temperature });
+  Object.assign($("max_tokens"), { value: max_tokens });
+  $("tools").value = tools ? JSON.stringify(tools, null, 1) : "";
+  $("wrong").textContent = "";
+  $("settings").showModal();
+});
+$("settings").querySelector("form").addEventListener("submit", (event) => {
+  try {
+    chat.settings = readSettings();
+    if (chat.kept) keep(chat, null);
+  } catch (error) {
+    event.preventDefault();
+    $("wrong").textContent = `Tools: ${error.message}`;
+  }
+});
+addEventListener("popstate", () => open(location.hash.slice(1)));
+
+secret = tab.get(KEY);
+$("text").value = tab.get(DRAFT);
+fit();
+if (!(await openChats(changed))) $("kept").textContent = "This browser keeps no chats: they are gone with this page.";
+await open(location.hash.slice(1));
+await loadModels();
