@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import logging
 import os
 import re
 import sys
@@ -72,7 +73,11 @@ def _load_processor_plugin(folder: Path) -> None:
         return
     ggml = ctypes.CDLL(str(next(folder.glob("libggml.*"))))
     if not ggml.ggml_backend_reg_count():
+        logger = logging.getLogger("llama-cpp-python")
+        level = logger.level
+        logger.setLevel(logging.ERROR)  # ggml says what it loads
         ggml.ggml_backend_load_all_from_path(os.fsencode(folder))
+        logger.setLevel(level)
     if not ggml.ggml_backend_reg_count():
         raise ImportError(f"none of the CPU backends in {folder} runs on this processor: install from source")
 

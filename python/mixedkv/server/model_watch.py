@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 try:
-    from fcntl import F_GETLEASE, F_RDLCK, F_SETLEASE, F_UNLCK, fcntl
-except ImportError:  # leases are Linux's
-    F_SETLEASE = None  # type: ignore[assignment]
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 log = logging.getLogger("mixedkv.server")
 
 _SECONDS = 0.2  # between two looks
+_HAS_LEASES = hasattr(fcntl, "F_SETLEASE")  # Linux
 
 
 class ModelWatch:
@@ -41,7 +42,7 @@ class ModelWatch:
 
     def __enter__(self) -> ModelWatch:
         # off the main thread the signal cannot be ignored, which would end the process
-        can_lease = F_SETLEASE is not None and threading.current_thread() is threading.main_thread()
+        can_lease = _HAS_LEASES and threading.current_thread() is threading.main_thread()
         if can_lease:
             signal.signal(signal.SIGIO, signal.SIG_IGN)  # which tells of who waits; it is looked for instead
         for path in self._paths:
@@ -50,7 +51,7 @@ class ModelWatch:
             if not can_lease:
                 continue
             try:
-                fcntl(file, F_SETLEASE, F_RDLCK)
+                fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
                 self._leased.append(file)
             except OSError as error:
                 log.info("no lease on a model's file (%s): it is looked at instead", error.strerror)
@@ -78,7 +79,7 @@ class ModelWatch:
                 return
 
     def _changes(self) -> bool:
-        broken = (fcntl(file, F_GETLEASE) == F_UNLCK for file in self._leased)  # all that is left of it
+        broken = (fcntl.fcntl(file, fcntl.F_GETLEASE) == fcntl.F_UNLCK for file in self._leased)
         return any(broken) or self._now() != self._before
 
     def _now(self) -> list[tuple[int, int]]:
@@ -88,7 +89,7 @@ class ModelWatch:
     def _give_way(self) -> None:
         for file in self._leased:
             with contextlib.suppress(OSError):
-                fcntl(file, F_SETLEASE, F_UNLCK)
+                fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         self._leased.clear()
 
     def _release(self) -> None:

@@ -48,7 +48,7 @@ def test_without_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """macOS has fcntl, but no leases: the file's size and time tell."""
     from mixedkv.server import model_watch
 
-    monkeypatch.setattr(model_watch, "F_SETLEASE", None)
+    monkeypatch.setattr(model_watch, "_HAS_LEASES", False)
     monkeypatch.setattr(model_watch, "fcntl", None)
     model = tmp_path / "model.gguf"
     model.write_bytes(b"GGUF")
