@@ -9,7 +9,7 @@ from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from mixedkv.cli.extra import naming_the_extra
-from mixedkv.cli.values import positive, temperature
+from mixedkv.cli.values import positive, temperature, whole
 
 if TYPE_CHECKING:
     from mixedkv.split.client import SplitClient
@@ -102,6 +102,16 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--draft", metavar="N", type=positive, default=0, help="tokens looked up in the text and sent ahead"
     )
     parser.add_argument(
+        "--window",
+        metavar="N",
+        type=whole,
+        default=0,
+        help="at the end of the server's context go on with the last N tokens (default: 0, the answer ends)",
+    )
+    parser.add_argument(
+        "--sinks", metavar="N", type=whole, default=4, help="with --window: and with the first N (default: 4)"
+    )
+    parser.add_argument(
         "--session",
         metavar="FILE",
         help="go on from the text that this file has the key of, and keep it again",
@@ -166,7 +176,13 @@ def _generate(client: SplitClient, args: argparse.Namespace) -> None:
         prompt = [*kept.tokens, *client.head.tokenizer.tokenize(args.prompt, start=not kept.tokens)]
     began = time.perf_counter()
     with client.session(kept.key, kept.tokens[: kept.n_kept]) if kept else client.session() as session:
-        options = {"max_tokens": args.n_predict, "temperature": args.temp, "draft": args.draft}
+        options = {
+            "max_tokens": args.n_predict,
+            "temperature": args.temp,
+            "draft": args.draft,
+            "window": args.window,
+            "sinks": args.sinks,
+        }
         for text in session.generate(prompt, **options):
             print(text, end="", flush=True)
         print(flush=True)

@@ -291,6 +291,10 @@ def _connector(settings: ServerSettings, store: KVStore | None) -> StoreConnecto
     return ChunkConnector(
         store,
         repair=settings.chunk_repair or None,
+        ratio=settings.chunk_ratio or None,
+        overlap_k=settings.chunk_overlap or None,
+        chunk_size=settings.chunk_size,
+        boundary_window=min(settings.chunk_boundary, settings.chunk_size // 2),
         max_kld=settings.chunk_max_kld,
         check=settings.chunk_check,
     )

@@ -139,6 +139,24 @@ class ServerSettings(BaseSettings):
     chunk_repair: Literal["", "none", "seam", "cacheblend", "query"] = _option(
         "", "how reused chunks are repaired (default: as calibrated, else query)", "HOW"
     )
+    chunk_ratio: float = _option(
+        0.0, "share of the reused tokens that is evaluated again (0: as calibrated, else 0.15)", "X", 0, 1
+    )
+    chunk_overlap: int = _option(
+        0,
+        "tokens at the edge of a passage that are evaluated again (0: as calibrated, else 4, or 16 of seam)",
+        "N",
+        0,
+        1024,
+    )
+    chunk_size: int = _option(64, "tokens of the shortest passage that is looked for", "N", 32, INT32_MAX)
+    chunk_boundary: int = _option(
+        16,
+        "tokens, at most half of --chunk-size, by which the edge of a passage moves to the end of a sentence",
+        "N",
+        0,
+        INT32_MAX,
+    )
     chunk_max_kld: float = _option(
         0.25, "median divergence in nats above which chunks are reused no more", "X", 1e-9, 1e6
     )

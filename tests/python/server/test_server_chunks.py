@@ -95,3 +95,14 @@ def test_what_is_refused(server: Server, options: dict[str, Any], match: str) ->
 def test_a_cache_that_cannot_is_refused_at_the_start() -> None:
     with pytest.raises(RuntimeError, match="fused attention"), running("--kv", "f16", *OPTIONS[2:]):
         pass
+
+
+def test_how_passages_are_found_and_repaired_can_be_said(tmp_path: Path) -> None:
+    options = ("--chunk-size", "32", "--chunk-ratio", ".3", "--chunk-overlap", "8")
+    with running(*OPTIONS, *options) as server:
+        warm(server)
+        _, found = complete(server)
+        assert found["approximate_cached_tokens"] > 0
+        assert server.stats()["store"]["chunks"]["method"] == "query 30%"
+    with pytest.raises(RuntimeError, match="32"), running(*OPTIONS, "--chunk-size", "2"):
+        pass

@@ -390,6 +390,27 @@ def test_a_session_goes_before_the_prompt(server: Server) -> None:
         assert (status, answer["error"]["code"]) == (404, "session_not_found")
 
 
+@pytest.mark.parametrize("kind", ["messages", "prompt"])
+def test_a_context_is_answered_in_the_same_call(server: Server, kind: str) -> None:
+    recall = make_recall(94, 20)
+    content = {kind: recall.messages if kind == "messages" else recall.text}
+    body = {"model": MODEL, "ttl": 60, **content}
+    made = server.post("/v1/context", {**body, "max_tokens": 12, "temperature": 0})
+    choice = made["choices"][0]
+    text = choice["message"]["content"] if kind == "messages" else choice["text"]
+    assert recall.fact.answer in text
+    assert 1 <= made["usage"]["completion_tokens"] <= 12
+    assert "warnings" not in made
+    assert server.request("GET", f"/v1/context/{made['session_id']}")[1]["n_tokens"] == made["n_tokens"]
+    for wrong, match in (
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 2, "mode": "append"}, "mode=prefix"),
+    ):
+        status, answer, _ = server.request("POST", "/v1/context", {**body, **wrong})
+        assert status == 400
+        assert match in answer["error"]["message"]
+
+
 def test_a_session_of_text_continues_as_text(server: Server) -> None:
     recall = make_recall(93, 20)
     journal, question = recall.text.split(" Question:")

@@ -20,6 +20,7 @@ import pytest
 
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
+from mixedkv.cli.main import main
 from mixedkv.errors import ContextLengthError
 from mixedkv.split.client import SplitClient
 from mixedkv.split.export import Exported
@@ -187,6 +188,16 @@ def test_a_prompt_beyond_the_context_goes_on_with_sinks_and_window(parts: Export
             )
             assert fact.answer in answer
             assert _used(server) <= client.n_ctx
+
+
+def test_the_command_line_has_a_window(parts: Exported, capsys: pytest.CaptureFixture[str]) -> None:
+    prompt = "the rain in the night and the lamp in the mill " * 60
+    with split_support.running(parts.body, n_ctx=256) as server:
+        command = ["split", "run", str(parts.head), server.address, "-p", prompt, "-n", "4"]
+        assert main(command) == 2
+        assert "give a window" in capsys.readouterr().err
+        assert main([*command, "--window", "100", "--sinks", "8"]) == 0
+        assert capsys.readouterr().out.strip()
 
 
 def test_an_answer_longer_than_the_context_goes_on(parts: Exported, head: Head) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,15 +10,26 @@ from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.responses import JSONResponse, Response
 
 from mixedkv.engine.chat.chat_template import Chat, RenderedChat
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.schedule.request import Request as EngineRequest
 from mixedkv.ids import MAX_LENGTH, PATTERN
+from mixedkv.server.api.chat_completions import chat_completions
+from mixedkv.server.api.completions import completions
 from mixedkv.server.api.generation import context_tokens
 from mixedkv.server.api.rendering import chat_of, render
-from mixedkv.server.api.schemas import ChatFields, ContextPatch, WarmRequest
+from mixedkv.server.api.schemas import (
+    ChatFields,
+    ChatRequest,
+    CompletionRequest,
+    ContextPatch,
+    ContextRequest,
+    WarmRequest,
+)
 from mixedkv.server.api_error import bad_request, prompt_error, session_error
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.pending import PendingRequest, or_disconnect
@@ -41,26 +53,47 @@ SessionId = Annotated[str, Path(max_length=MAX_LENGTH, pattern=f"^{PATTERN}$")]
 
 
 @router.post("/v1/context")
-async def create_context(body: CreateContextCacheRequest, request: Request) -> Response:
-    """Evaluate a prompt and keep it under a session id for `ttl` seconds."""
+async def create_context(body: ContextRequest, request: Request) -> Response:
+    """Evaluate a prompt and keep it under a session id for `ttl` seconds; with `max_tokens` answer it too."""
     owner = tenant(request)
     server = model_of(request, body.model)
     if full := await server.contexts.check_quota(owner):
         raise session_error(full)
+    # first, so that nothing is kept if it fails
+    answer = {} if body.max_tokens is None else await _answer(body, request)
+    context = body.context
     reference, seconds = server.contexts.new_kv_cache_ref(), server.settings.request_timeout
-    job = await read_prompt(request, _context_job, server, body, owner, reference)
+    job = await read_prompt(request, _context_job, server, context, owner, reference)
     try:
         with PendingRequest(server.engine, [job], seconds, time_left(request)) as pending:
             await or_disconnect(request, pending.done())
         created = await server.contexts.register_session_cache(
-            body, tenant=owner, n_tokens=job.n_prompt, kv_cache_ref=reference
+            context, tenant=owner, n_tokens=job.n_prompt, kv_cache_ref=reference
         )
         if isinstance(created, ErrorResponse):
             raise session_error(created)
     except BaseException:  # what no session owns would outlive useful KV, and nobody could delete it
         await in_thread(server.session_kv.remove, session=reference, tenant=owner)
         raise
-    return JSONResponse(created.model_dump(), 201)
+    return JSONResponse({**created.model_dump(), **answer}, 201)
+
+
+async def _answer(body: ContextRequest, request: Request) -> dict[str, Any]:
+    """Return `choices` and `usage` as the endpoints of answers have them."""
+    fields = body.model_dump(include={"model", "max_tokens", "temperature", "seed"}, exclude_none=True)
+    try:
+        if body.messages is not None:
+            messages = [message.model_dump(exclude_none=True) for message in body.messages]
+            chat = ChatRequest.model_validate({**fields, "messages": messages})
+            response = await chat_completions(chat, request)
+        else:
+            asked = CompletionRequest.model_validate({**fields, "prompt": body.prompt})
+            response = await completions(asked, request)
+    except ValidationError as error:  # a message that can be kept, but not answered
+        places = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+        raise RequestValidationError(places) from None
+    whole = json.loads(bytes(response.body))
+    return {"choices": whole["choices"], "usage": whole["usage"]}
 
 
 @router.get("/v1/context")

@@ -36,6 +36,7 @@ from mixedkv.server.api.fields import (
     Tokens,
     few,
 )
+from mixedkv.sessions import CreateContextCacheRequest
 
 _MAX_CHOICES = 64
 _MAX_INPUTS = 2048  # OpenAI's
@@ -357,6 +358,28 @@ class DetokenizeRequest(Model):
 
 class ApplyTemplateRequest(ChatFields):
     model: Name | None = None
+
+
+class ContextRequest(CreateContextCacheRequest):
+    """A context to keep, and if `max_tokens` is given an answer to it in the same call, sampled with
+    `temperature` and `seed`.
+    """
+
+    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
+    seed: Annotated[int, Field(ge=-_MAX_SEED - 1, le=_MAX_SEED)] | None = None
+
+    @property
+    def context(self) -> CreateContextCacheRequest:
+        """Return what is kept of it."""
+        fields = {name: getattr(self, name) for name in CreateContextCacheRequest.model_fields}
+        return CreateContextCacheRequest.model_construct(**fields)
+
+    @model_validator(mode="after")
+    def _answered_once(self) -> ContextRequest:
+        if self.max_tokens is not None and self.mode == "append":
+            raise ValueError("max_tokens goes with mode=prefix: ask with session_id for answers to append")
+        return self
 
 
 class ContextPatch(Model):
