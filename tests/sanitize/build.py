@@ -84,6 +84,7 @@ def main(kind: str, build: Path, destination: Path) -> None:
         link(libraries / "libllama.so", objects_of("llama", "mixedkv_attention"), needs, "libllama.so")
         core = destination / "mixedkv" / f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
         link(core, objects_of("_core"), ["llama", *needs], core.name, f"$ORIGIN/{LIBRARIES}")
+    shutil.copy(build / "processor_features.txt", destination / "mixedkv")
     for file in (build / "llama-cpp-python" / "llama_cpp").iterdir():  # the Python layer
         (libraries.parent / file.name).unlink(missing_ok=True)
         (libraries.parent / file.name).symlink_to(file)
