@@ -44,7 +44,7 @@ def server() -> Iterator[Server]:
 
 
 def test_there_are_blocks() -> None:
-    assert len(BLOCKS) >= 15
+    assert len(BLOCKS) >= 12
 
 
 @pytest.mark.parametrize("block", BLOCKS)
