@@ -51,10 +51,6 @@ std::vector<T> fetch(llama_context * ctx, list_fn<T> list) {
     return out;
 }
 
-mixedkv_config make_config(bool mixed, uint32_t threshold, uint32_t group_size, uint32_t sink_tokens,
-                           const std::string & attention, uint32_t n_draft, bool equalize, uint32_t hot_budget,
-                           float v_skip, float sparse_top_p);
-
 void register_errors(pybind11::module_ & m);
 void register_config(pybind11::module_ & m);
 void register_stats(pybind11::module_ & m);

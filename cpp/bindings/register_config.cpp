@@ -26,34 +26,42 @@ static mixedkv_attention parse_attention(const std::string & name) {
     throw py::value_error("attention='" + name + "' is unknown: use 'auto', 'fused' or 'merged'");
 }
 
-mixedkv_config make_config(bool mixed, uint32_t threshold, uint32_t group_size, uint32_t sink_tokens,
-                           const std::string & attention, uint32_t n_draft, bool equalize, uint32_t hot_budget,
-                           float v_skip, float sparse_top_p) {
-    mixedkv_config config = {};
-
-    config.mixed        = mixed;
-    config.threshold    = threshold;
-    config.group_size   = group_size;
-    config.sink_tokens  = sink_tokens;
-    config.attention    = parse_attention(attention);
-    config.n_draft      = n_draft;
-    config.equalize     = equalize;
-    config.hot_budget   = hot_budget;
-    config.v_skip       = v_skip;
-    config.sparse_top_p = sparse_top_p;
-    return config;
-}
-
 // first and last layer, types of K and V
 using layer_types = std::tuple<int32_t, int32_t, int, int>;
 
-static std::vector<mixedkv_layer_types> make_layers(const std::vector<layer_types> & layers) {
-    std::vector<mixedkv_layer_types> res;
-    for (const auto & [first, last, type_k, type_v] : layers) {
-        res.push_back({ first, last, static_cast<ggml_type>(type_k), static_cast<ggml_type>(type_v) });
+// mixedkv_config with the layers it points to.
+class cache_config {
+  public:
+    cache_config(bool mixed, uint32_t threshold, uint32_t group_size, uint32_t sink_tokens,
+                 const std::string & attention, uint32_t n_draft, bool equalize, uint32_t hot_budget, float v_skip,
+                 float sparse_top_p, const std::vector<layer_types> & layers) {
+        values.mixed        = mixed;
+        values.threshold    = threshold;
+        values.group_size   = group_size;
+        values.sink_tokens  = sink_tokens;
+        values.attention    = parse_attention(attention);
+        values.n_draft      = n_draft;
+        values.equalize     = equalize;
+        values.hot_budget   = hot_budget;
+        values.v_skip       = v_skip;
+        values.sparse_top_p = sparse_top_p;
+        for (const auto & [first, last, type_k, type_v] : layers) {
+            types.push_back({ first, last, static_cast<ggml_type>(type_k), static_cast<ggml_type>(type_v) });
+        }
     }
-    return res;
-}
+
+    // Lives as long as this object.
+    mixedkv_config native() const {
+        mixedkv_config res = values;
+        res.layers         = types.data();
+        res.n_layers       = static_cast<uint32_t>(types.size());
+        return res;
+    }
+
+  private:
+    mixedkv_config                   values = {};
+    std::vector<mixedkv_layer_types> types;
+};
 
 static py::dict version() {
     return py::dict("version"_a = mixedkv_version(), "llama_commit"_a = mixedkv_llama_commit(),
@@ -61,42 +69,27 @@ static py::dict version() {
 }
 
 // The configuration and the message of a failure belong to the calling thread, which keeps the GIL here.
-static void configure_next(bool mixed, uint32_t threshold, uint32_t group_size, uint32_t sink_tokens,
-                           const std::string & attention, uint32_t n_draft, bool equalize, uint32_t hot_budget,
-                           float v_skip, float sparse_top_p, const std::vector<layer_types> & layers) {
-    mixedkv_config config = make_config(mixed, threshold, group_size, sink_tokens, attention, n_draft, equalize,
-                                        hot_budget, v_skip, sparse_top_p);
-    const auto     types  = make_layers(layers);
-    config.layers         = types.data();
-    config.n_layers       = types.size();
-    check(mixedkv_configure_next(&config));
+static void configure_next(const cache_config & config) {
+    const mixedkv_config native = config.native();
+    check(mixedkv_configure_next(&native));
 }
 
 static void withdraw() {
     check(mixedkv_configure_next(nullptr));
 }
 
-static void check_model(uintptr_t model, bool mixed, uint32_t threshold, uint32_t group_size, uint32_t sink_tokens,
-                        const std::string & attention, int type_k, int type_v, uint32_t n_ctx, uint32_t n_draft,
-                        bool equalize, uint32_t hot_budget, float v_skip, float sparse_top_p,
-                        const std::vector<layer_types> & layers) {
-    mixedkv_config config = make_config(mixed, threshold, group_size, sink_tokens, attention, n_draft, equalize,
-                                        hot_budget, v_skip, sparse_top_p);
-    const auto     types  = make_layers(layers);
-    config.layers         = types.data();
-    config.n_layers       = types.size();
-    check(mixedkv_check(pointer<const llama_model>(model), &config, static_cast<ggml_type>(type_k),
+static void check_model(uintptr_t model, const cache_config & config, int type_k, int type_v, uint32_t n_ctx) {
+    const mixedkv_config native = config.native();
+    check(mixedkv_check(pointer<const llama_model>(model), &native, static_cast<ggml_type>(type_k),
                         static_cast<ggml_type>(type_v), n_ctx));
 }
 
-static py::tuple count_ring_rows(uint32_t threshold, uint32_t group_size, uint32_t sink_tokens, uint32_t n_draft,
-                                 uint32_t hot_budget, uint32_t n_seq, uint32_t n_cells, uint64_t bytes_cold,
+static py::tuple count_ring_rows(const cache_config & config, uint32_t n_seq, uint32_t n_cells, uint64_t bytes_cold,
                                  uint64_t bytes_f16) {
-    const mixedkv_config config =
-        make_config(true, threshold, group_size, sink_tokens, "auto", n_draft, false, hot_budget, 0.0f, 0.0f);
-    uint32_t n     = 0;
-    uint32_t least = 0;
-    check(mixedkv_count_ring_rows(&config, n_seq, n_cells, bytes_cold, bytes_f16, &n, &least));
+    const mixedkv_config native = config.native();
+    uint32_t             n      = 0;
+    uint32_t             least  = 0;
+    check(mixedkv_count_ring_rows(&native, n_seq, n_cells, bytes_cold, bytes_f16, &n, &least));
     return py::make_tuple(n, least);
 }
 
@@ -111,18 +104,20 @@ static bool is_hot(uint32_t threshold, uint32_t group_size, uint32_t sink_tokens
 }
 
 void register_config(py::module_ & m) {
-    const std::vector<layer_types> no_layers;
+    py::class_<cache_config> config(m, "CacheConfig");
+    config.def(py::init<bool, uint32_t, uint32_t, uint32_t, const std::string &, uint32_t, bool, uint32_t, float, float,
+                        const std::vector<layer_types> &>(),
+               py::kw_only(), "mixed"_a = true, "threshold"_a = 0, "group_size"_a = 1, "sink_tokens"_a = 0,
+               "attention"_a = "auto", "n_draft"_a = 0, "equalize"_a = false, "hot_budget"_a = MIXEDKV_HOT_BUDGET_AUTO,
+               "v_skip"_a = 0.0f, "sparse_top_p"_a = 0.0f, "layers"_a = std::vector<layer_types>());
+    config.attr("HOT_BUDGET_AUTO") = MIXEDKV_HOT_BUDGET_AUTO;
+    config.attr("HOT_BUDGET_ALL")  = MIXEDKV_HOT_BUDGET_ALL;
 
     m.def("version", &version);
-    m.def("configure_next", &configure_next, "mixed"_a, "threshold"_a, "group_size"_a, "sink_tokens"_a, "attention"_a,
-          "n_draft"_a = 0, "equalize"_a = false, "hot_budget"_a = MIXEDKV_HOT_BUDGET_AUTO, "v_skip"_a = 0.0f,
-          "sparse_top_p"_a = 0.0f, "layers"_a = no_layers);
+    m.def("configure_next", &configure_next, "config"_a);
     m.def("withdraw", &withdraw);
-    m.def("check", &check_model, "model"_a, "mixed"_a, "threshold"_a, "group_size"_a, "sink_tokens"_a, "attention"_a,
-          "type_k"_a, "type_v"_a, "n_ctx"_a, "n_draft"_a = 0, "equalize"_a = false,
-          "hot_budget"_a = MIXEDKV_HOT_BUDGET_AUTO, "v_skip"_a = 0.0f, "sparse_top_p"_a = 0.0f, "layers"_a = no_layers);
-    m.def("count_ring_rows", &count_ring_rows, "threshold"_a, "group_size"_a, "sink_tokens"_a, "n_draft"_a,
-          "hot_budget"_a, "n_seq"_a, "n_cells"_a, "bytes_cold"_a, "bytes_f16"_a);
+    m.def("check", &check_model, "model"_a, "config"_a, "type_k"_a, "type_v"_a, "n_ctx"_a);
+    m.def("count_ring_rows", &count_ring_rows, "config"_a, "n_seq"_a, "n_cells"_a, "bytes_cold"_a, "bytes_f16"_a);
     m.def("hot_begin", &hot_begin, "threshold"_a, "group_size"_a, "sink_tokens"_a, "q"_a);
     m.def("is_hot", &is_hot, "threshold"_a, "group_size"_a, "sink_tokens"_a, "p"_a, "q"_a);
 }

@@ -5,7 +5,7 @@ NOT_AVAILABLE LookupError, UNREADABLE errors.ModelReadError, INTERNAL RuntimeErr
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, TypedDict
+from typing import Any, ClassVar, Literal, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -108,47 +108,34 @@ class RowGroup(TypedDict):
 
 def version() -> Version: ...
 def last_error() -> str: ...
-def configure_next(
-    mixed: bool,
-    threshold: int,
-    group_size: int,
-    sink_tokens: int,
-    attention: str,
-    n_draft: int = 0,
-    equalize: bool = False,
-    hot_budget: int = 0,
-    v_skip: float = 0.0,
-    sparse_top_p: float = 0.0,
-    layers: list[tuple[int, int, int, int]] = ...,
-) -> None: ...
+
+class CacheConfig:
+    """How the next context keeps its KV: `mixedkv_config` of mixedkv.h, where each field is explained."""
+
+    HOT_BUDGET_AUTO: ClassVar[int]
+    HOT_BUDGET_ALL: ClassVar[int]
+
+    def __init__(
+        self,
+        *,
+        mixed: bool = True,
+        threshold: int = 0,
+        group_size: int = 1,
+        sink_tokens: int = 0,
+        attention: str = "auto",
+        n_draft: int = 0,
+        equalize: bool = False,
+        hot_budget: int = ...,
+        v_skip: float = 0.0,
+        sparse_top_p: float = 0.0,
+        layers: list[tuple[int, int, int, int]] = ...,
+    ) -> None: ...
+
+def configure_next(config: CacheConfig) -> None: ...
 def withdraw() -> None: ...
-def check(
-    model: int,
-    mixed: bool,
-    threshold: int,
-    group_size: int,
-    sink_tokens: int,
-    attention: str,
-    type_k: int,
-    type_v: int,
-    n_ctx: int,
-    n_draft: int = 0,
-    equalize: bool = False,
-    hot_budget: int = 0,
-    v_skip: float = 0.0,
-    sparse_top_p: float = 0.0,
-    layers: list[tuple[int, int, int, int]] = ...,
-) -> None: ...
+def check(model: int, config: CacheConfig, type_k: int, type_v: int, n_ctx: int) -> None: ...
 def count_ring_rows(
-    threshold: int,
-    group_size: int,
-    sink_tokens: int,
-    n_draft: int,
-    hot_budget: int,
-    n_seq: int,
-    n_cells: int,
-    bytes_cold: int,
-    bytes_f16: int,
+    config: CacheConfig, n_seq: int, n_cells: int, bytes_cold: int, bytes_f16: int
 ) -> tuple[int, int]: ...
 def hot_begin(threshold: int, group_size: int, sink_tokens: int, q: int) -> int: ...
 def is_hot(threshold: int, group_size: int, sink_tokens: int, p: int, q: int) -> bool: ...

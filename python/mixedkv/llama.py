@@ -157,7 +157,7 @@ class Llama(GuardedLlama):
         assertions = _core.Assertions()
         try:
             if native is not None:  # the context that super().__init__ makes on this thread takes it
-                _core.configure_next(**native)
+                _core.configure_next(native)
             with assertions, _llama_cpp.weights_of(weights):
                 super().__init__(
                     path,
@@ -451,7 +451,7 @@ class Llama(GuardedLlama):
         n_ctx = self._context_params.n_ctx // (1 if self._kv_unified else self._n_seq_max)
         type_k, type_v = ggml_type(self._setting.type_k), ggml_type(self._setting.type_v)
         try:
-            _core.check(_llama_cpp.model(self), **native, type_k=type_k, type_v=type_v, n_ctx=n_ctx)
+            _core.check(_llama_cpp.model(self), native, type_k, type_v, n_ctx)
         except UnsupportedModelError as error:
             return str(error)
         return ""

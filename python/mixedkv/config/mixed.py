@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any
 from mixedkv.config.checks import check_int, check_window, normalise
 from mixedkv.config.hot_window import HotWindow
 from mixedkv.config.layers import LayerTypes, parse_layers
-from mixedkv.config.row_types import (
-    COLD_TYPES,
-    ggml_type,
-)
+from mixedkv.config.row_types import COLD_TYPES, ggml_type
 from mixedkv.config.sparse import normal_sparse, top_p_of
 from mixedkv.config.spec import HOT_BUDGETS, KEYS, spec_of
 from mixedkv.config.uniform import UniformKV
 
 if TYPE_CHECKING:
+    from mixedkv import _core
     from mixedkv.model.footprint import ModelShape
     from mixedkv.model.layer_plan import Shares
 
@@ -165,11 +163,6 @@ class MixedKVConfig:
         return UniformKV(attention="fused" if self.attention == "fused" else "auto")
 
     @property
-    def native_budget(self) -> int | None:
-        """`hot_budget` as the C API has it."""
-        return _NATIVE_BUDGETS.get(self.hot_budget, self.hot_budget)  # type: ignore[arg-type]
-
-    @property
     def type_k(self) -> str:
         """The type llama.cpp's context is made with: that of the cold rows."""
         return self.cold_type_k
@@ -224,19 +217,21 @@ class MixedKVConfig:
                 f"lower their sum or raise n_ctx"
             )
 
-    def native(self) -> dict[str, Any] | None:
-        """Arguments of `_core.configure_next`."""
+    def native(self) -> _core.CacheConfig:
+        """The setting as the native library takes it."""
+        from mixedkv import _core  # only here: settings are read beside the stock library too
+
         self._check_settled()
-        return {
-            "mixed": True,
-            "threshold": self.quantization_threshold,
-            "group_size": self.group_size,
-            "sink_tokens": self.sink_tokens,
-            "attention": self.attention,
-            "n_draft": self.n_draft,
-            "equalize": self.equalize,
-            "hot_budget": self.native_budget,
-            "layers": [
+        named = {"auto": _core.CacheConfig.HOT_BUDGET_AUTO, "all": _core.CacheConfig.HOT_BUDGET_ALL}
+        return _core.CacheConfig(
+            threshold=self.quantization_threshold,
+            group_size=self.group_size,
+            sink_tokens=self.sink_tokens,
+            attention=self.attention,
+            n_draft=self.n_draft,
+            equalize=self.equalize,
+            hot_budget=self.hot_budget if isinstance(self.hot_budget, int) else named[self.hot_budget],
+            layers=[
                 (
                     each.first,
                     -1 if each.last is None else each.last,
@@ -245,18 +240,15 @@ class MixedKVConfig:
                 )
                 for each in self._ranges
             ],
-            "v_skip": self.v_skip,
-            "sparse_top_p": top_p_of(self.sparse),
-        }
+            v_skip=self.v_skip,
+            sparse_top_p=top_p_of(self.sparse),
+        )
 
     def __str__(self) -> str:
         """The spec that `parse_kv` reads back: what differs from the defaults."""
         if not self.enable_quantization:
             return str(self.without_quantization())
         return spec_of("mixed", _changes(self))
-
-
-_NATIVE_BUDGETS = {"auto": 0, "all": 2**32 - 1}  # MIXEDKV_HOT_BUDGET_*
 
 
 def _changes(config: MixedKVConfig) -> dict[str, object]:

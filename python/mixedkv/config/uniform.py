@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mixedkv.config.checks import normalise
 from mixedkv.config.hot_window import HotWindow
 from mixedkv.config.row_types import UNIFORM_TYPES, type_bits
 from mixedkv.config.spec import spec_of
+
+if TYPE_CHECKING:
+    from mixedkv import _core
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,9 +40,8 @@ class UniformKV:
         """A uniform cache fits any model."""
 
     @property
-    def native_budget(self) -> int | None:
+    def hot_budget(self) -> None:
         """No row has an F16 copy."""
-        return None
 
     @property
     def window(self) -> HotWindow:
@@ -54,12 +56,13 @@ class UniformKV:
     def check_context(self, n_ctx: int) -> None:
         """A uniform cache fits any context."""
 
-    def native(self) -> dict[str, Any] | None:
-        """Arguments of `_core.configure_next`; None leaves everything to llama.cpp."""
+    def native(self) -> _core.CacheConfig | None:
+        """The setting as the native library takes it; None leaves everything to llama.cpp."""
         if self.attention == "auto":
             return None
-        window = {"threshold": 0, "group_size": 1, "sink_tokens": 0}
-        return {"mixed": False, **window, "attention": self.attention}
+        from mixedkv import _core  # only here: settings are read beside the stock library too
+
+        return _core.CacheConfig(mixed=False, attention=self.attention)
 
     def __str__(self) -> str:
         """The spec that `parse_kv` reads back."""

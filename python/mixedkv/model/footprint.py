@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mixedkv.config.hot_window import HotWindow
 from mixedkv.config.row_types import type_bits
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.limits import padded
 from mixedkv.model.gguf_file import ModelFile, n_layers
+
+if TYPE_CHECKING:
+    from mixedkv import _core
 
 _F16_BYTES = 2
 
@@ -32,9 +35,10 @@ class CacheSetting(Protocol):
     @property
     def window(self) -> HotWindow: ...
     @property
-    def native_budget(self) -> int | None:
-        """F16 tokens that all sequences share, as the C API has it; None: there are none."""
+    def hot_budget(self) -> int | str | None:
+        """F16 tokens that all sequences share; None: there are none."""
 
+    def native(self) -> _core.CacheConfig | None: ...
     def types_of(self, il: int) -> tuple[str, str]: ...
     def check_layers(self, n_layer: int) -> None: ...
 
@@ -127,7 +131,7 @@ def footprint(shape: ModelShape, kv: CacheSetting, n_ctx: int, n_seq: int = 1) -
     n_rows, least = ring_rows(shape, kv, n_ctx, n_seq)
     if least and not n_rows:
         raise ValueError(
-            f"hot_budget={kv.native_budget} is less than the {least} F16 tokens of one window and the sinks "
+            f"hot_budget={kv.hot_budget} is less than the {least} F16 tokens of one window and the sinks "
             f"of {n_seq} sequences: raise it, or lower quantization_threshold or the number of sequences"
         )
     view = max((_view_bytes(layer, n_cells + n_rows) for layer in shape.layers), default=0) if n_rows else 0
@@ -146,15 +150,15 @@ def cold_bytes(layer: LayerShape, kv: CacheSetting) -> int:
 
 def ring_rows(shape: ModelShape, kv: CacheSetting, n_ctx: int, n_seq: int = 1) -> tuple[int, int]:
     """F16 rows that are allocated, 0 if `hot_budget` is less than the second number, which is the least."""
-    if kv.native_budget is None:
+    native = kv.native() if kv.hot_budget is not None else None
+    if native is None:
         return 0, 0
-    rule, n_cells = kv.window, padded(n_ctx)
+    n_cells = padded(n_ctx)
     cold = sum(cold_bytes(layer, kv) for layer in shape.layers)
     f16 = _F16_BYTES * sum(layer.n_embd_k + layer.n_embd_v for layer in shape.layers)
-    window = rule.threshold, rule.group_size, rule.sink_tokens, rule.n_draft
     from mixedkv import _core  # settings are read in processes with the stock library too
 
-    return _core.count_ring_rows(*window, kv.native_budget, n_seq, n_cells, cold, f16)
+    return _core.count_ring_rows(native, n_seq, n_cells, cold, f16)
 
 
 def _view_bytes(layer: LayerShape, n_rows: int) -> int:

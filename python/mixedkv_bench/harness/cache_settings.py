@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mixedkv.config import KVSetting, MixedKVConfig, UniformKV, parse_kv
 from mixedkv.config.row_types import ggml_type
 from mixedkv.limits import padded
 from mixedkv.model.footprint import ModelShape
 from mixedkv.model.settle import settle
+
+if TYPE_CHECKING:
+    from mixedkv import _core
 
 DEFAULT_SPECS = ("f16", "q8_0", "q4_0", "mixed:compact", "mixed:balanced", "mixed:quality")
 
@@ -73,8 +76,8 @@ class Setting:
         """Raise ValueError if the cache cannot have the context that llama.cpp makes of `n_ctx` tokens."""
         self.kv.check_context(padded(n_ctx))
 
-    def native(self) -> dict[str, Any] | None:
-        """Return arguments of `_core.configure_next`, or None for a cache of llama.cpp's own."""
+    def native(self) -> _core.CacheConfig | None:
+        """Return the setting as the native library takes it, or None for a cache of llama.cpp's own."""
         return self.kv.native()
 
 

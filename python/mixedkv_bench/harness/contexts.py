@@ -11,11 +11,14 @@ import ctypes
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from mixedkv import _core
 
 MICRO_BATCH = 512
 _LOG_ERROR = 4  # GGML_LOG_LEVEL_ERROR
@@ -49,8 +52,8 @@ class Cache(Protocol):
     def check_context(self, n_ctx: int) -> None:
         """Raise ValueError if the cache cannot have a context of `n_ctx` tokens."""
 
-    def native(self) -> dict[str, Any] | None:
-        """Arguments of `_core.configure_next`; None for a cache of llama.cpp's own."""
+    def native(self) -> _core.CacheConfig | None:
+        """The setting as the native library takes it; None for a cache of llama.cpp's own."""
 
 
 class LoadedModel:
@@ -151,7 +154,7 @@ class Context:
         from mixedkv import _core
 
         try:
-            _core.configure_next(**native)
+            _core.configure_next(native)
             self.ptr = llama_cpp.llama_init_from_model(self.model.ptr, params)
         finally:
             _core.withdraw()

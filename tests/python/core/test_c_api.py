@@ -151,7 +151,7 @@ def test_no_groups(ctx: Ctx, groups: list[Any]) -> None:
 @pytest.mark.parametrize("value", [-1, 2**32])
 def test_integers_that_do_not_fit(value: int) -> None:
     with pytest.raises(TypeError):
-        _core.configure_next(True, value, 8, 4, "auto")
+        _core.CacheConfig(threshold=value, group_size=8)
 
 
 def test_closed_context() -> None:

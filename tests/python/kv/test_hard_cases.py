@@ -123,13 +123,14 @@ def test_a_float32_cache_with_the_fused_kernel(zoo_path) -> None:
 @pytest.mark.parametrize("kind", [4, 9999, -1])
 def test_types_that_do_not_exist_are_refused(load, kind: int) -> None:
     model = load("llama-64")
+    config = _core.CacheConfig(threshold=32, group_size=16, sink_tokens=4)
     with pytest.raises(ValueError, match="no type that a KV cache can have"):
-        _core.check(model.address, True, 32, 16, 4, "auto", kind, 2, 512)
+        _core.check(model.address, config, kind, 2, 512)
 
 
 def test_a_failed_context_does_not_leave_its_configuration_to_the_next(load) -> None:
     model = load("llama-64")
-    _core.configure_next(True, 32, 16, 4, "auto")
+    _core.configure_next(_core.CacheConfig(threshold=32, group_size=16, sink_tokens=4))
     params = llama_cpp.llama_context_default_params()
     params.n_batch = params.n_ubatch = 0
     assert not llama_cpp.llama_init_from_model(model.ptr, params)

@@ -430,4 +430,5 @@ def test_specs_read_back() -> None:
     for budget in (1, 2048, "all", "auto"):
         config = MixedKVConfig(hot_budget=budget)
         assert parse_kv(str(config)) == config
-    assert _core.count_ring_rows(32, 16, 4, 16, 0, 16, 8192, 45, 160)[0] == 568
+    config = _core.CacheConfig(threshold=32, group_size=16, sink_tokens=4, n_draft=16)
+    assert _core.count_ring_rows(config, 16, 8192, 45, 160)[0] == 568

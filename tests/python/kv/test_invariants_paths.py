@@ -65,7 +65,7 @@ def test_fused_attention_of_a_uniform_cache(open_pair, has_fused: bool, name: st
         pytest.skip("no fused kernel in this build")
     from mixedkv import _core
 
-    _core.configure_next(False, 0, 1, 0, "fused")
+    _core.configure_next(_core.CacheConfig(mixed=False, attention="fused"))
     ctx, oracle = open_pair(name, zoo.SHAPES[name].kv_layers[-1], Uniform(k=types, v=types))
     assert {layer["il"]: layer["fused"] for layer in ctx.layers()}[oracle.il]
     assert not ctx.stats()["mixed"]

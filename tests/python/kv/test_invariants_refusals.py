@@ -43,7 +43,7 @@ def test_check_says_the_same_without_a_context(load, name: str) -> None:
 
     q4 = TYPES["q4_0"]
     with pytest.raises((UnsupportedModelError, ValueError)) as refused:
-        _core.check(load(name).address, True, 32, 16, 0, "auto", q4, q4, 512)
+        _core.check(load(name).address, _core.CacheConfig(threshold=32, group_size=16), q4, q4, 512)
     for word in CASES[name]:
         assert word in str(refused.value)
 
@@ -53,15 +53,17 @@ def test_check_compares_the_window_with_the_context(load) -> None:
 
     q4 = TYPES["q4_0"]
     for threshold, sinks in ((513, 0), (500, 13)):
+        config = _core.CacheConfig(threshold=threshold, group_size=16, sink_tokens=sinks)
         with pytest.raises(ValueError, match=r"quantization_threshold.*512"):
-            _core.check(load("llama-64").address, True, threshold, 16, sinks, "auto", q4, q4, 512)
+            _core.check(load("llama-64").address, config, q4, q4, 512)
 
 
 def test_check_accepts_what_works(load) -> None:
     from mixedkv import _core
 
     q4 = TYPES["q4_0"]
-    _core.check(load("llama-64").address, True, 32, 16, 4, "auto", q4, q4, 512)
+    config = _core.CacheConfig(threshold=32, group_size=16, sink_tokens=4)
+    _core.check(load("llama-64").address, config, q4, q4, 512)
 
 
 SETTINGS = {
@@ -97,7 +99,7 @@ def test_a_refused_configuration_does_not_wait_for_the_next_context(load) -> Non
 def test_withdrawn(load) -> None:
     from mixedkv import _core
 
-    _core.configure_next(True, 32, 16, 0, "auto")
+    _core.configure_next(_core.CacheConfig(threshold=32, group_size=16))
     _core.withdraw()
     with Ctx(load("llama-64"), Uniform(k="q4_0", v="q4_0")) as ctx:
         assert not ctx.stats()["mixed"]
@@ -114,7 +116,7 @@ def test_the_configuration_belongs_to_its_thread(load) -> None:
         with Ctx(model, Uniform(k="q4_0", v="q4_0")) as ctx:
             seen.append(ctx.stats()["mixed"])
 
-    _core.configure_next(True, 32, 16, 0, "auto")
+    _core.configure_next(_core.CacheConfig(threshold=32, group_size=16))
     thread = Thread(target=other)
     thread.start()
     thread.join()

@@ -122,7 +122,7 @@ def test_the_setting() -> None:
     assert parse_kv("mixed:sparse=top_p:0.99") == MixedKVConfig(sparse="top_p:0.99")
     assert str(parse_kv("mixed:v_skip=1e-6,sparse=TOP_P:0.990")) == "mixed:v_skip=1e-06,sparse=top_p:0.99"
     assert str(MixedKVConfig(sparse="")) == "mixed"
-    assert parse_kv("mixed:sparse=top_p:0.5,layers=0-1:q8_0").native()["sparse_top_p"] == 0.5
+    assert parse_kv("mixed:sparse=top_p:0.5,layers=0-1:q8_0").sparse == "top_p:0.5"
 
 
 @pytest.mark.parametrize("value", ["top_p:0", "top_p:1.5", "top_p:nan", "top_p:", "top_p", "0.9", "top_k:9"])

@@ -75,8 +75,8 @@ def test_many_sequences_share_less_before_their_windows_get_shorter() -> None:
     least = int(str(refused.value).split("takes ")[1].split()[0])
     chosen = [MixedKVConfig.for_budget(shape, 8192, round(least * x), n_seq=20) for x in (1, 1.05, 1.15, 1.3)]
     assert [kv.window.threshold for kv in chosen] == [0, 32, 32, 32]
-    assert chosen[1].native_budget < chosen[2].native_budget  # type: ignore[operator]
-    assert chosen[3].native_budget == 0  # "auto"
+    assert chosen[1].hot_budget < chosen[2].hot_budget  # type: ignore[operator]
+    assert chosen[3].hot_budget == "auto"
     assert [footprint(shape, kv, 8192, 20).bytes / least for kv in chosen] == [
         1.0,
         *(pytest.approx(x, rel=0.03) for x in (1.05, 1.15, 1.3)),

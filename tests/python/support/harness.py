@@ -152,10 +152,17 @@ class Ctx:
         if isinstance(kv, Mixed):
             from mixedkv import _core
 
-            window = kv.threshold, kv.group, kv.sinks
-            layers = [(first, last, TYPES[k], TYPES[v]) for first, last, k, v in kv.layers]
-            rest = kv.draft, kv.equalize, kv.budget
-            _core.configure_next(True, *window, kv.attention, *rest, layers=layers)
+            config = _core.CacheConfig(
+                threshold=kv.threshold,
+                group_size=kv.group,
+                sink_tokens=kv.sinks,
+                attention=kv.attention,
+                n_draft=kv.draft,
+                equalize=kv.equalize,
+                hot_budget=kv.budget,
+                layers=[(first, last, TYPES[k], TYPES[v]) for first, last, k, v in kv.layers],
+            )
+            _core.configure_next(config)
         self._abort: Any = None  # keeps the callback alive
         self.abort_calls = 0
         self.ptr: Any = llama_cpp.llama_init_from_model(model.ptr, params)
