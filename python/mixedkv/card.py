@@ -1,4 +1,6 @@
-"""What notebooks show of an object: a table with a title, and bars. No scripts, and every text is escaped."""
+"""Render an object as the card that notebooks show: a table with a title, and bars. No scripts, and every
+text is escaped.
+"""
 
 from __future__ import annotations
 

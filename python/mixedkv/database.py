@@ -1,4 +1,4 @@
-"""What the SQLite files of chats and sessions have in common."""
+"""Opens the SQLite files of chats and sessions."""
 
 from __future__ import annotations
 

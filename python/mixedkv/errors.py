@@ -32,7 +32,7 @@ class EngineError(RuntimeError):
 
 
 class QueueFullError(RuntimeError):
-    """As many requests wait as may."""
+    """The queue is full: as many requests wait as may."""
 
 
 class RowsGoneError(RuntimeError):

@@ -43,8 +43,8 @@ def _waiting(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate
 
 
 class GuardedLlama(llama_cpp.Llama):
-    """What `Llama` adds to its base class about threads. llama.cpp itself takes one thread at a time, and two
-    end the process.
+    """Lets several threads use a `Llama`. llama.cpp itself takes one thread at a time, and two end the
+    process.
 
     - What needs the vocabulary or a size only (`tokenize`, `detokenize`, `n_ctx`, `token_eos`, ...) runs on
       any thread at any time.
@@ -115,7 +115,7 @@ class GuardedLlama(llama_cpp.Llama):
     create_chat_completion = _waiting(llama_cpp.Llama.create_chat_completion)
 
     def sample(self, *args: Any, idx: int | None = None, **kwargs: Any) -> Any:
-        """As in the base class.
+        """Sample as the base class does.
 
         Raises:
             ValueError: there are no logits of this token: nothing was evaluated since a state was loaded, or
@@ -171,12 +171,13 @@ class GuardedLlama(llama_cpp.Llama):
             steps.close()
 
     def save_state(self) -> llama_cpp.LlamaState:
-        """As in the base class."""
+        """Save the state as the base class does."""
         with self.kv.busy.at_once("save_state"):
             return super().save_state()
 
     def load_state(self, state: llama_cpp.LlamaState) -> None:
-        """As in the base class. What was done before it was saved is unknown: see `KVCache.exact_tokens`.
+        """Load a state as the base class does. Nothing is known of how it was computed: see
+        `KVCache.exact_tokens`.
 
         Raises:
             ContextBusyError: another thread uses the context, or an engine uses this `Llama`: on whatever

@@ -205,12 +205,12 @@ class Llama(GuardedLlama):
 
     @property
     def streaming(self) -> Streaming | None:
-        """Of its layers, what is read for each pass; None if that was not asked for."""
+        """Streaming of the layers that are read for each pass; None if that was not asked for."""
         return self._streaming
 
     @property
     def has_mtp(self) -> bool:
-        """Whether its MTP layers are loaded."""
+        """True if its MTP layers are loaded."""
         return self._load_mtp
 
     @property
@@ -219,7 +219,7 @@ class Llama(GuardedLlama):
         return self.n_tokens, max(self.n_tokens, self._n_asked)
 
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
-        """As in the base class, on a stack that is deep enough for the text.
+        """Tokenize as the base class does, on a stack that is deep enough for the text.
 
         Raises:
             ValueError: none would be: a line of more than 262,144 characters, for some vocabularies.
@@ -267,8 +267,8 @@ class Llama(GuardedLlama):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """As in the base class, which goes past max_tokens to end a character, and for good where none ends:
-        here 3 tokens at most.
+        """Complete as the base class does, which goes past max_tokens to end a character, and for good where
+        none ends: here 3 tokens at most.
         """
         given = _COMPLETION.bind(self, prompt, suffix, max_tokens, *args, **kwargs)
         if max_tokens and max_tokens > 0:
@@ -277,7 +277,7 @@ class Llama(GuardedLlama):
         return super().create_completion(*given.args[1:], **given.kwargs)
 
     def decode_error(self, code: int) -> Exception:
-        """What a code of llama_decode other than 0 means, after one that this context returned."""
+        """Return the error for a code of llama_decode other than 0, after one that this context returned."""
         try:
             self._check_evaluation()
         except (ModelReadError, StoppedError, ClosedError) as error:

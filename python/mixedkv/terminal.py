@@ -1,4 +1,4 @@
-"""How far a model and a prompt are, on a terminal, where that takes long; nothing elsewhere."""
+"""Shows on a terminal how far a model and a prompt are, where that takes long; nothing elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LATE = 2.0
 
 
 class LoadingBar:
-    """For `progress` of `Llama`."""
+    """Shows how much of a model is loaded, as `progress` of `Llama`."""
 
     def __init__(self) -> None:
         self._bar = _bar("loading")

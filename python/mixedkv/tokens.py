@@ -24,7 +24,7 @@ def as_tokens(tokens: npt.ArrayLike) -> Tokens:
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
-    """How many tokens two sequences begin with alike."""
+    """Return how many tokens two sequences begin with alike."""
     n = min(len(a), len(b))
     if n == 0 or a[0] != b[0]:  # as for most of the many that branch off at one place
         return 0

@@ -1,5 +1,4 @@
-"""What a step of many sequences takes in a cache in which they have come and gone for long, and in a fresh
-one.
+"""Times a step of many sequences in a cache in which they have come and gone for long, and in a fresh one.
 
 Rows of a sequence lie together in a fresh cache. Where they mix with those of others as time goes by,
 attention reads more of them.

@@ -1,4 +1,4 @@
-"""What a test of `mixedkv bench` is made of."""
+"""Base of the tests of `mixedkv bench`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mixedkv_bench.options import Options
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bench:
-    """What a test works with: a model in memory, what was asked for, and where its rows go."""
+    """A test's surroundings: a model in memory, what was asked for, and where its rows go."""
 
     model: LoadedModel
     options: Options

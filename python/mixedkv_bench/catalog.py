@@ -113,7 +113,7 @@ class ModelFacts(RowPart):
 
 
 class Document(RowPart):
-    """What a run writes."""
+    """The JSON object that a run writes."""
 
     schema_: Literal["mixedkv.bench/1"] = Field(
         alias="schema",

@@ -1,4 +1,6 @@
-"""What a cache takes: bytes as allocated, the peak of a whole process, and the context a budget holds."""
+"""Measures what a cache takes: bytes as allocated, the peak of a whole process, and the context a budget
+holds.
+"""
 
 from __future__ import annotations
 

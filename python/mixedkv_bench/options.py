@@ -1,4 +1,4 @@
-"""What a run was asked for, checked."""
+"""Options of a run, checked."""
 
 from __future__ import annotations
 

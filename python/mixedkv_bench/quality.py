@@ -1,4 +1,4 @@
-"""How far a cache moves the next-token distribution, against a reference with an F32 cache.
+"""Measures how far a cache moves the next-token distribution, against a reference with an F32 cache.
 
 All contexts read the same text in step, a chunk at a time; of a chunk's distributions only a few numbers
 per position are kept, so memory does not grow with the text.
@@ -237,7 +237,7 @@ class Distributions:
 
     @classmethod
     def of(cls, logits: npt.NDArray[np.float32]) -> Distributions:
-        """Of a view that the next evaluation overwrites."""
+        """Compute distributions from logits, a view that the next evaluation overwrites."""
         log_p = log_softmax(logits)
         kept = logits.copy()
         return cls(kept, np.exp(log_p).astype(np.float32), kept[:, 0] - log_p[:, 0])

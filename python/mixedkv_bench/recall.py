@@ -59,7 +59,7 @@ class VariantPart(SharePart):
 
 
 class AgreementPart(RowPart):
-    """How long greedy text after a journal stays the reference's."""
+    """Length of the greedy text after a journal that is the reference's."""
 
     n: int = Field(description="texts")
     tokens: int = Field(description="tokens of a text")

@@ -1,4 +1,6 @@
-"""What K or V of each layer adds to the divergence, and the types of least divergence at given bits."""
+"""Measures what K or V of each layer adds to the divergence, and the types of least divergence at given
+bits.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ _SHORT = 32  # tokens of the prompts of these others
 
 
 class ServerRow(Row):
-    """What rows of servers share."""
+    """Fields that rows of servers share."""
 
     engine: str = Field(
         description='`"mixedkv"`, `"llama_cpp"`, `"llama_cpp, RAM cache"`, or with `--peer PROGRAM` its name'
@@ -152,7 +152,7 @@ class StallRow(ServerRow):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeWork:
-    """What is asked: conversations of `turns` messages, the first of `n_prompt` tokens, with answers of
+    """Work that is timed: conversations of `turns` messages, the first of `n_prompt` tokens, with answers of
     `n_gen`; as many conversations as the largest of `clients`, for every number of clients.
     """
 
@@ -194,7 +194,7 @@ class Script:
         self.sampling = ClientSampling(work.n_gen, _banned(model, file))
 
     def conversations(self, group: int) -> list[Conversation]:
-        """As many as are replayed together; another group shares none with this one."""
+        """Return the conversations that are replayed together; another group shares none with this one."""
         n, work = self._work.n_conversations, self._work
         seeds = range(_SEED + group * n, _SEED + (group + 1) * n)
         return [make_conversation(seed, work.n_prompt, work.turns, self._count) for seed in seeds]

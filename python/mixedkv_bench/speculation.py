@@ -1,4 +1,4 @@
-"""How fast answers come with drafts, where text repeats itself and where it does not."""
+"""Measures how fast answers come with drafts, where text repeats itself and where it does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What it costs to have the layers on another machine: bytes and milliseconds a token, beside `Llama`."""
+"""Measures what it costs to have the layers on another machine: bytes and milliseconds a token, beside
+`Llama`.
+"""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def random_prompt(n_vocab: int, n: int, seed: int) -> list[int]:
 
 
 def n_ctx_of(options: Options) -> int:
-    """Of a context with room for all clients."""
+    """Return the tokens of a context with room for all clients."""
     return 256 * -(-MOST_CLIENTS * (options.n_prompt + options.n_gen + 64) // 256)
 
 

@@ -121,8 +121,9 @@ class ChatRow(Row):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreWork:
-    """What is timed: a prompt of `n_prompt` tokens of which the last `n_new` were never stored, and a chat of
-    `turns` messages, the first of half a prompt, the others of `n_new` tokens, with answers of `n_gen`.
+    """Work that is timed: a prompt of `n_prompt` tokens of which the last `n_new` were never stored, and a
+    chat of `turns` messages, the first of half a prompt, the others of `n_new` tokens, with answers of
+    `n_gen`.
     """
 
     n_prompt: int
@@ -190,7 +191,7 @@ def measure(bench: Bench, work: StoreWork) -> None:
 
 @dataclass
 class TierTimes:
-    """Of one tier: seconds to the first token, to restore and to save, by round."""
+    """Times of one tier: seconds to the first token, to restore and to save, by round."""
 
     ttft: list[float] = field(default_factory=list)
     restore: list[float] = field(default_factory=list)

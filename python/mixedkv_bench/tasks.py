@@ -1,4 +1,5 @@
-"""What a cache costs in answers: questions about long documents, and how long greedy text stays the same.
+"""Measures what a cache costs in answers: questions about long documents, and how long greedy text stays the
+same.
 
 A document is read once; its questions are then answered greedily, several of them in one batch, each in a
 sequence that shares the document's rows.

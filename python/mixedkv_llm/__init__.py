@@ -42,7 +42,7 @@ def register_models(register: Any) -> None:
 
 
 class Options(llm.Options):
-    """What `-o` takes."""
+    """Options that `-o` takes."""
 
     temperature: float | None = Field(None, ge=0, le=100, description="0 takes the likeliest token")
     top_k: int | None = Field(None, ge=0, description="of the likeliest tokens; 0 is all")

@@ -1,5 +1,5 @@
-"""Which stored entries hold an assistant message, by the message's id. An alias: what an entry holds is
-decided by its tokens, in the store.
+"""Index of the stored entries that hold an assistant message, by the message's id. An id is an alias: the
+tokens in the store decide what an entry holds.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _PICTURES = (llama_chat_format.Llava15ChatHandler, llama_chat_format.MTMDChatHan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatUsage:
-    """What an answer took. `prompt_tokens` is the whole prompt, as OpenAI counts it.
+    """Counts tokens, time and reuse of an answer. `prompt_tokens` is the whole prompt, as OpenAI counts it.
 
     Args:
         cached_tokens: tokens of the prompt that were not evaluated.
@@ -157,7 +157,8 @@ class MessageCache:
     def stream(
         self, messages: Sequence[Message], *, message_id: str | None = None, **options: Any
     ) -> ChatStream:
-        """As `chat`, in pieces: iterate for chunks as `create_chat_completion(stream=True)` yields them.
+        """Answer as `chat` does, in pieces: iterate for chunks as `create_chat_completion(stream=True)`
+        yields them.
 
         The first chunk's delta has the `message_id`. After the last one `result` is there; one that is closed
         before stores what was computed up to then.

@@ -1,4 +1,4 @@
-"""What a prompt needs not compute again: tokens that are live in the cache, or stored."""
+"""Finds what a prompt need not compute again: tokens that are live in the cache, or stored."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Source = Literal["live", "ram", "disk", "remote", "none"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reuse:
-    """What was reused for one prompt.
+    """Counts what was reused for one prompt.
 
     Args:
         n_tokens: tokens at the beginning of the prompt that were not evaluated.

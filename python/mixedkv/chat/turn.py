@@ -67,7 +67,7 @@ class ChatTurn(_llama_cpp.Completions):
         stopping_criteria: Callable[[Any, Any], bool] | None = None,
         **sampling: Any,
     ) -> Generator[int, None, None]:
-        """As `llama_cpp.Llama.generate`, without draft models."""
+        """Generate as `llama_cpp.Llama.generate` does, without draft models."""
         return self._llm.in_turns(self._steps(tokens, stopping_criteria, sampling))
 
     def _steps(

@@ -72,8 +72,8 @@ class Window:
         return budget(self.size, self.sinks or 0)
 
     def to_drop(self, tokens: Sequence[int]) -> int:
-        """How many tokens behind the sinks have to go of a sequence that does not fit: whole messages, where
-        that is not too much.
+        """Return how many tokens behind the sinks have to go from a sequence that does not fit: whole
+        messages, where that is not too much.
         """
         sinks = self.sinks or 0
         starts = message_starts(_llama_cpp.vocab(self._llm), np.asarray(tokens, np.int32))
@@ -123,7 +123,9 @@ class Window:
             _shifted[self._llm] = _Shifted(self.sinks or 0, dropped)
 
     def aligned(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens, dropped ones included, the shifted sequence stands for; 0: none."""
+        """Return how many of these tokens, dropped ones included, the shifted sequence stands for; 0 for
+        none.
+        """
         state = _shifted.get(self._llm)
         if state is None or state.kept != self.sinks:
             return 0

@@ -1,4 +1,4 @@
-"""What a model's answers lose to each way of repair, as measured: a JSON file beside the store."""
+"""A model's measured loss for each way of repair, in a JSON file beside the store."""
 
 from __future__ import annotations
 

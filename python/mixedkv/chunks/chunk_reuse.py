@@ -1,4 +1,4 @@
-"""What reusing chunks did."""
+"""The result of reusing chunks for a prompt."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DonorUse:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkReuse:
-    """What became of a prompt.
+    """Says which tokens of a prompt were reused, repaired and evaluated.
 
     Args:
         exact: every row is what evaluating the prompt from its first token gives.
@@ -69,5 +69,5 @@ class ChunkReuse:
 
     @property
     def repaired_ratio(self) -> float:
-        """What the repair evaluated, by the tokens of the prompt: all but what is new."""
+        """Share of the prompt's tokens that the repair evaluated: all evaluated ones but the new."""
         return (self.n_evaluated - self.n_new) / self.n_tokens

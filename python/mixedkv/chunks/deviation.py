@@ -1,4 +1,4 @@
-"""How far one distribution of the next token is from another."""
+"""Measures how far one distribution of the next token is from another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Logits = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """Of the distribution after a prompt.
+    """The deviation of the distribution after a prompt.
 
     Args:
         kld: KL divergence of what reuse gives from what full evaluation gives, in nats.
@@ -28,12 +28,12 @@ class Deviation:
 
 
 def last_logits(llm: Llama) -> Logits:
-    """Of the token that was evaluated last, a copy, float32 [n_vocab]."""
+    """Return a copy of the logits of the token that was evaluated last, float32 [n_vocab]."""
     return logits_at(llm, -1)
 
 
 def logits_at(llm: Llama, index: int) -> Logits:
-    """Of a token of the last batch, a copy, float32 [n_vocab]."""
+    """Return a copy of the logits of a token of the last batch, float32 [n_vocab]."""
     pointer = llama_cpp.llama_get_logits_ith(_llama_cpp.context(llm), index)
     return np.array(np.ctypeslib.as_array(pointer, (llm.n_vocab(),)), np.float32)
 

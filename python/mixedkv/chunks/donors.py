@@ -1,4 +1,4 @@
-"""Where else a passage was computed: ranges of what a store has, found by their content.
+"""Finds where else a passage was computed: ranges of what a store has, by their content.
 
 Nothing is stored for it: the index is made from the tokens of the entries that are there, and follows them.
 """
@@ -29,11 +29,11 @@ class Donor:
     left: bytes
 
     def common_left(self, before: Tokens) -> int:
-        """How many tokens before it are those before the place where it is to go."""
+        """Return how many tokens before the passage equal those before the place where it is to go."""
         return common_prefix(self.source.tokens[: self.at][::-1], before[::-1])
 
     def common_right(self, tokens: Tokens) -> int:
-        """How many tokens from it on are these."""
+        """Return how many tokens from the passage on equal the given ones."""
         return common_prefix(self.source.tokens[self.at :], tokens)
 
 
@@ -58,7 +58,7 @@ class DonorIndex:
         return len(self._donors)
 
     def places(self, tokens: Tokens) -> list[int]:
-        """Where to look for donors of some tokens."""
+        """Return the places where donors of some tokens may be."""
         found: list[int] = find_fingerprints(tokens, self._chunk_size).tolist()
         return found
 

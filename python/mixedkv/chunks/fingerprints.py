@@ -1,4 +1,4 @@
-"""Which places of a text are remembered, told by the text itself.
+"""Chooses which places of a text are remembered, from the text itself.
 
 The same passage then has the same places wherever it stands, whatever was inserted before it: winnowing
 (Schleimer, Wilkerson, Aiken, SIGMOD 2003).
@@ -21,7 +21,7 @@ _SENTENCE_ENDS = tuple(text.encode() for text in (".", "!", "?", "。", "！", "
 
 
 class TextEnds:
-    """What ends with a token, by token id: 0 nothing, 1 a sentence, 2 a line, 3 a message."""
+    """Tells what ends with a token, by token id: 0 nothing, 1 a sentence, 2 a line, 3 a message."""
 
     def __init__(self, llm: Llama) -> None:
         self._vocab = _llama_cpp.vocab(llm)

@@ -1,4 +1,4 @@
-"""Whether chunks may be reused: by a calibration at first, then by what samples of requests show."""
+"""Decides whether chunks may be reused: by a calibration at first, then by what samples of requests show."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Gate:
 
     @property
     def kld_mean(self) -> float | None:
-        """Of the latest checks, None before the first."""
+        """Mean KL divergence of the latest checks, in nats; None before the first."""
         return statistics.fmean(each.kld for each in self._recent) if self._recent else None
 
     @property
     def kld_median(self) -> float | None:
-        """Of the latest checks, None before the first."""
+        """Median KL divergence of the latest checks, in nats; None before the first."""
         return statistics.median(each.kld for each in self._recent) if self._recent else None
 
     @property
@@ -65,7 +65,7 @@ class Gate:
         return len(self._waiting)
 
     def wants(self) -> bool:
-        """Whether the request at hand is one of the sample."""
+        """Return whether the request at hand is one of the sample."""
         return self._check > 0 and self._random.random() < self._check
 
     def add(self, waiting: Waiting) -> None:

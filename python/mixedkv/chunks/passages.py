@@ -33,7 +33,7 @@ class UncalibratedWarning(UserWarning):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkOptions:
-    """Which passages are found, and how they are repaired.
+    """Settings that say which passages are found, and how they are repaired.
 
     Args:
         chunk_size: passages of so many tokens that were computed elsewhere are always found, shorter ones
@@ -67,7 +67,7 @@ class ChunkOptions:
 
     @property
     def method(self) -> Method | None:
-        """What was asked for, None if nothing was."""
+        """The method that was asked for, None if none was."""
         if self.repair is None and self.ratio is None and self.overlap_k is None:
             return None
         return Method(repair=self.repair or "query", ratio=self.ratio, overlap_k=self.overlap_k)
@@ -105,8 +105,8 @@ class Passages:
         self._indexes: dict[bytes, DonorIndex] = {}
 
     def find(self, tokens: Tokens, identity: Identity, n_exact: int) -> Rows:
-        """What stands behind the first `n_exact` tokens, whose rows are there, and behind the first chunk;
-        nothing while the gate is closed.
+        """Return the passages behind the first `n_exact` tokens, whose rows are there, and behind the first
+        chunk; none while the gate is closed.
         """
         if self.gate.closed:
             return []

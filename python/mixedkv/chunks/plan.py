@@ -1,4 +1,4 @@
-"""What of a prompt is taken from where."""
+"""Plans which tokens of a prompt are taken from where."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _grown(
 
 
 def covered(segments: list[Segment], n: int) -> npt.NDArray[np.bool_]:
-    """Which of n positions are in a segment."""
+    """Return which of n positions are in a segment, bool [n]."""
     mask = np.zeros(n, np.bool_)
     for segment in segments:
         mask[segment.begin : segment.end] = True

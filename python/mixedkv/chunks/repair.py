@@ -1,4 +1,4 @@
-"""Which tokens of reused chunks are evaluated anew."""
+"""Chooses which tokens of reused chunks are evaluated anew."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OVERLAPS: dict[Repair, int] = {"none": 0, "seam": 16, "cacheblend": 0, "query":
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Method:
-    """How seams are repaired.
+    """Method by which seams are repaired.
 
     Args:
         repair: "none": not at all, as llama-server's --cache-reuse. "seam": the first and the last
@@ -80,8 +80,8 @@ def at_seams(segments: Sequence[Segment], n: int, *, first: int, last: int) -> M
 
 
 def worth(looks: Floats, segments: Sequence[Segment], overlap: int) -> Floats:
-    """What evaluating each token is worth, float32 [n]: how far its row is expected to be off, which falls
-    with the distance from the beginning of its segment, times how much it is looked at. Tokens that the
+    """Return the worth of evaluating each token, float32 [n]: how far its row is expected to be off, which
+    falls with the distance from the beginning of its segment, times how much it is looked at. Tokens that the
     question passes over count like those it looks at on average: others look at them.
 
     Args:

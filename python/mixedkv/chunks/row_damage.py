@@ -29,7 +29,8 @@ Heads: TypeAlias = dict[Tensor, Floats]  # rows [n, heads, head size]
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What sound rows stay below, for a head of a row; docs/chunks.md has what sound and damaged rows have.
+    """Bounds that sound rows stay below, for a head of a row; docs/chunks.md has measurements of sound and
+    damaged rows.
 
     Args:
         turned: relative error from full evaluation in the first layer: rounding twice, since K is turned.
@@ -63,7 +64,7 @@ def bounds_of(kind: str) -> Bounds:
 
 @dataclass(frozen=True, slots=True)
 class RowErrors:
-    """How far reused rows are off, as a share of the size of each head of them.
+    """Errors of reused rows, as a share of the size of each head of them.
 
     Args:
         from_full: from full evaluation, in the first layer, [n, heads] for K and V.
@@ -84,7 +85,7 @@ class RowErrors:
 
     @property
     def isolated(self) -> Mask:
-        """Which rows differ in a few layers alone, bool [n]. A difference by rounding goes on into deeper
+        """Rows that differ in a few layers alone, bool [n]. A difference by rounding goes on into deeper
         layers: sound rows of SmolLM2 differ in none of its 30 layers, or in more than four.
         """
         layers = sorted({il for il, _ in self.off})
@@ -98,7 +99,7 @@ class RowErrors:
 
     @property
     def damaged(self) -> Mask:
-        """Which of the rows are damaged, bool [n]."""
+        """Rows that are damaged, bool [n]."""
         wrong = [(errors > bound).any(axis=1) for _, errors, bound in self._all()]
         mask: Mask = np.any([self.isolated, *wrong], axis=0) if self.off else np.zeros(0, np.bool_)
         return mask

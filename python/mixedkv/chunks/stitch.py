@@ -199,7 +199,7 @@ class Stitch:
 
 
 def behind(rows: Rows, n: int) -> Rows:
-    """What of segments is behind the first `n` tokens."""
+    """Return the parts of segments that are behind the first `n` tokens."""
     return [_behind(segment, blocks, n) for segment, blocks in rows if segment.end > n]
 
 

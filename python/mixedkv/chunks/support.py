@@ -1,4 +1,4 @@
-"""What chunks cannot be reused with, and why."""
+"""Refuses what chunks cannot be reused with, and says why."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from mixedkv.store import Identity
 
 
 def check_memory(llm: Llama) -> None:
-    """
+    """Refuse a context whose rows cannot be put together.
+
     Raises:
         UnsupportedModelError: the context keeps more than rows of tokens.
     """
@@ -21,7 +22,8 @@ def check_memory(llm: Llama) -> None:
 
 
 def check_model(llm: Llama, identity: Identity, chunk_size: int) -> None:
-    """
+    """Refuse a model whose rows cannot be moved.
+
     Raises:
         UnsupportedModelError: rows of this model, or of this context, cannot be moved.
     """
@@ -39,7 +41,8 @@ def check_model(llm: Llama, identity: Identity, chunk_size: int) -> None:
 
 
 def check_method(llm: Llama, method: Method) -> None:
-    """
+    """Refuse a repair method that the context's attention cannot serve.
+
     Raises:
         UnsupportedModelError: the method looks at what only the fused attention shows.
     """

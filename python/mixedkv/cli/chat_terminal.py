@@ -1,4 +1,4 @@
-"""What a chat needs of a terminal: questions that are edited and pasted, and Ctrl-C that stops an answer."""
+"""A chat's terminal: questions that are edited and pasted, and Ctrl-C that stops an answer."""
 
 from __future__ import annotations
 

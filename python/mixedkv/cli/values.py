@@ -52,12 +52,12 @@ def between(low: float, high: float) -> Callable[[str], float]:
 
 
 def layers(text: str) -> Asked:
-    """Of --stream-layers."""
+    """Parse the value of --stream-layers."""
     return _value(parse_layers, text)
 
 
 def memory(text: str) -> int:
-    """Of --memory."""
+    """Parse the value of --memory."""
     return _value(parse_size, text)
 
 

@@ -1,4 +1,4 @@
-"""Where a sequence can be cut, and go on as if it had never been longer; no model and no rows here.
+"""Rules for where a sequence can be cut, and go on as if it had never been longer; no model and no rows here.
 
 Rows of a token range can be cut anywhere. What a cache keeps besides belongs to the moment: F16 copies of the
 recent rows, rows of sliding windows, the state of recurrent layers.
@@ -14,7 +14,7 @@ from mixedkv.config.hot_window import HotWindow
 
 @dataclass(frozen=True, slots=True)
 class CutRule:
-    """What a cache keeps besides rows of all tokens.
+    """Says what a cache keeps besides rows of all tokens, and so where it can be cut.
 
     Args:
         window: which rows have F16 copies.
@@ -37,7 +37,7 @@ class CutRule:
         return not (self.recurrent or self.sliding)
 
     def cut_is_exact(self, n: int, at: int) -> bool:
-        """Whether a sequence of `n` tokens, as it stands, can be cut at `at`."""
+        """Return whether a sequence of `n` tokens, as it stands, can be cut at `at`."""
         if n == at:
             return True
         return not self.recurrent and n <= (self.sliding or n) and self.window.cut_is_exact(n, at)
@@ -51,8 +51,8 @@ class CutRule:
         return bisect_left(range(n), True, first, n, key=lambda at: self.window.cut_is_exact(n, at))
 
     def save_at(self, cut: int, end: int) -> int:
-        """Where to save on the way to `end` tokens, so that it serves a cut at `cut` and as many as possible
-        behind it.
+        """Return where to save on the way to `end` tokens, so that it serves a cut at `cut` and as many as
+        possible behind it.
         """
         if self.recurrent:
             return cut

@@ -30,7 +30,7 @@ class HotWindow:
         return max(0, -(-(q + 1 - self.threshold) // self.group_size)) * self.group_size
 
     def contains(self, p: int, q: int) -> bool:
-        """Whether the query at position `q` reads the key at position `p` in F16."""
+        """Return whether the query at position `q` reads the key at position `p` in F16."""
         return p >= self.begin(q) or p < self.sink_tokens
 
     def held_begin(self, q: int) -> int:
@@ -38,8 +38,9 @@ class HotWindow:
         return self.begin(max(q - self.n_draft, -1)) if self.threshold else self.begin(q)
 
     def cut_is_exact(self, n: int, at: int) -> bool:
-        """Whether a sequence evaluated to `n` tokens, then cut or copied at `at`, can go on as if it had
-        never been longer: every F16 row that the query at position `at` reads is one that the sequence holds.
+        """Return whether a sequence evaluated to `n` tokens, then cut or copied at `at`, can go on as if it
+        had never been longer: every F16 row that the query at position `at` reads is one that the sequence
+        holds.
 
         So it is if no row has made room for another sequence's, and all of them were evaluated here.
         """

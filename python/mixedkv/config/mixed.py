@@ -199,7 +199,7 @@ class MixedKVConfig:
 
     @property
     def window(self) -> HotWindow:
-        """Which positions are F16."""
+        """The rule that says which positions are F16."""
         return HotWindow(self.quantization_threshold, self.group_size, self.sink_tokens, self.n_draft)
 
     @property

@@ -50,7 +50,9 @@ class UniformKV:
 
     @property
     def needs_flash(self) -> bool:
-        """llama.cpp reads a quantised V, and this package's kernels their rows, with flash attention only."""
+        """True where flash attention is needed: llama.cpp reads a quantised V, and this package's kernels
+        their rows, with it only.
+        """
         return self.attention == "fused" or type_bits(self.type_v) < 16
 
     def check_context(self, n_ctx: int) -> None:

@@ -1,4 +1,4 @@
-"""How the events of a step reach who asked."""
+"""Brings the events of a step to whoever asked."""
 
 from __future__ import annotations
 

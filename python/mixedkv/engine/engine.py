@@ -317,7 +317,7 @@ class Engine:
                 self._fetch_or_put(job)
 
     def most_jobs(self, tenant: str) -> int:
-        """That a tenant may have, those that run and those that wait."""
+        """Return the maximum number of running plus queued jobs per tenant."""
         return self.room.most(tenant)
 
     @property
@@ -330,7 +330,8 @@ class Engine:
             raise error
 
     def check_prompt(self, n_tokens: int) -> None:
-        """
+        """Refuse a prompt that has no room for an answer.
+
         Raises:
             ContextLengthError: a prompt of so many tokens has no room for an answer, or there is none.
         """
@@ -341,7 +342,7 @@ class Engine:
             )
 
     def connector_stats(self) -> dict[str, Any] | None:
-        """What the connector tells of itself; None without one."""
+        """Numbers that the connector reports about itself; None without one."""
         return self._connector.stats() if self._connector is not None else None
 
     def ready(self, job: Job) -> None:

@@ -1,4 +1,4 @@
-"""What other threads hand to the engine's: jobs, and functions to run between two steps."""
+"""Jobs and functions that other threads hand to the engine's thread, to be run between two steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Inbox:
         return list(self._jobs)
 
     def put(self, job: Job) -> None:
-        """
+        """Hand an item to the engine's thread.
+
         Raises:
             ClosedError: nobody will take it.
         """

@@ -48,7 +48,7 @@ class Generation:
 
     @property
     def kv_reuse_ratio(self) -> float:
-        """Of the prompt's tokens those that were not evaluated, 0 to 1."""
+        """Share of the prompt's tokens that were not evaluated, 0 to 1."""
         return 1 - self.evaluated / self.prompt_tokens
 
 

@@ -34,7 +34,7 @@ def _at_ends(tokens: Tokens, n: int, find: Callable[[Tokens], Places]) -> Places
 
 
 def make_room(job: Job, tokenizer: Tokenizer, scheduler: Scheduler[Job], n_ctx: int) -> None:
-    """For more of an answer whose next token has no place left."""
+    """Drop the middle of an answer whose next token has no place left."""
     if not job.request.slides or len(job.tokens) < n_ctx:
         return
     starts = tokenizer.message_starts(job.all_tokens)

@@ -1,4 +1,4 @@
-"""What a model sees of an image: vectors in place of tokens.
+"""Images as a model sees them: vectors in place of tokens.
 
 Each position that they take has an id below zero, made of a hash of the image and of the encoder. So prompts
 with images are compared, shared and stored as all others are: by their tokens.
@@ -59,7 +59,7 @@ class PromptImage:
 
 
 def place(pictures: Sequence[Picture], prompt: Tokens) -> dict[int, Picture]:
-    """Where they begin in a prompt, in order.
+    """Return where pictures begin in a prompt, in order.
 
     Raises:
         ValueError: there are ids in it of none, or it ends with one, so that no token says what comes next.

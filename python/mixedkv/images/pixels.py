@@ -37,7 +37,7 @@ def read_data_url(url: str) -> bytes:
 
 
 def read_pixels(data: bytes) -> Pixels:
-    """Of an image file: uint8 [height, width, 3], upright, what is transparent is white.
+    """Read an image file: uint8 [height, width, 3], upright, what is transparent is white.
 
     Raises:
         ValueError: it is no image, or too large.

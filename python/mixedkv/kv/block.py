@@ -65,7 +65,7 @@ class KVBlock:
 
     @property
     def is_text(self) -> bool:
-        """Whether none of the rows is an image's."""
+        """True if none of the rows is an image's."""
         return all(
             group.xy is None
             or (len(group.xy) == len(self) and bool((group.xy == group.positions[:, None]).all()))

@@ -43,7 +43,7 @@ class KVCache(Evaluating):
 
     @exclusive
     def stats(self, by_layer: bool = False) -> KVStats:
-        """What the cache holds now; `by_layer` adds one entry per layer."""
+        """Return what the cache holds now; `by_layer` adds one entry per layer."""
         address = self._address
         if _llama_cpp.is_recurrent(self._llama):
             return KVStats.without_rows(self._llama.n_ctx(), self._llama.context_params.n_seq_max, by_layer)
@@ -53,7 +53,7 @@ class KVCache(Evaluating):
 
     @property
     def layers(self) -> tuple[LayerStats, ...]:
-        """What is allocated for each layer that has a KV cache, in order. Any thread may ask."""
+        """Allocated rows of each layer that has a KV cache, in order. Any thread may ask."""
         return tuple(self._layers().values())
 
     def layer(self, il: int) -> LayerView:
@@ -159,7 +159,7 @@ class KVCache(Evaluating):
     @property
     @present
     def cut_rule(self) -> CutRule:
-        """Where a sequence can be cut."""
+        """The rule that says where a sequence can be cut."""
         return sequence_state.cut_rule(self._llama, self.config)
 
     @property
@@ -171,13 +171,13 @@ class KVCache(Evaluating):
     @property
     @present
     def has_experts(self) -> bool:
-        """Whether each token is computed by a few of many experts, which rounding may choose otherwise."""
+        """True if each token is computed by a few of many experts, which rounding may choose otherwise."""
         return _llama_cpp.has_experts(self._llama)
 
     @exclusive
     def checkpoint(self, seq: int = 0) -> Checkpoint | None:
-        """What the sequence holds now besides rows of all its tokens: F16 copies of the recent rows, rows of
-        sliding windows, the state of recurrent layers. With it `resume` goes on from here later.
+        """Copy what the sequence holds now besides rows of all its tokens: F16 copies of the recent rows,
+        rows of sliding windows, the state of recurrent layers. With it `resume` goes on from here later.
 
         None where there is nothing of the kind, or not all of it any more.
         """
@@ -219,13 +219,13 @@ class KVCache(Evaluating):
 
     @property
     def can_cut(self) -> bool:
-        """Whether part of a sequence can be removed: not where recurrent layers keep a state of all of it."""
+        """True if part of a sequence can be removed: not where recurrent layers keep a state of all of it."""
         return not (_llama_cpp.is_recurrent(self._llama) or _llama_cpp.is_hybrid(self._llama))
 
     @property
     @present
     def can_shift(self) -> bool:
-        """Whether positions can be moved: not with recurrent layers, with sliding-window layers only where
+        """True if positions can be moved: not with recurrent layers, with sliding-window layers only where
         swa_full=True, and not in a quantised uniform cache where RoPE turns a part of each head.
         """
         memory = self._memory

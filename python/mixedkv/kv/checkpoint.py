@@ -1,4 +1,4 @@
-"""What a sequence holds besides rows of all its tokens, kept as of one moment: see `config.cut_rule`."""
+"""A sequence's data besides rows of all its tokens, kept as of one moment: see `config.cut_rule`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Checkpoint:
         return self.first <= n <= self.n
 
     def cut(self, n: int) -> Checkpoint:
-        """What it holds of a sequence of `n` tokens that it serves."""
+        """Return the part of it that serves a sequence of `n` tokens."""
         if n == self.n:
             return self
         return replace(self, n=n, groups=tuple(slice_group(group, 0, n) for group in self.groups))
@@ -127,7 +127,8 @@ def named_checkpoints(
 def read_checkpoints(
     description: Mapping[str, Any], arrays: dict[str, npt.NDArray[Any]], p0: int, p1: int
 ) -> tuple[Checkpoint, ...]:
-    """
+    """Read checkpoints that were written.
+
     Raises:
         ValueError: as `Checkpoint.taken`, or one is not of a token in [p0, p1).
     """

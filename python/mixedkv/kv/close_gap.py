@@ -10,7 +10,7 @@ from mixedkv.errors import UnsupportedModelError
 
 
 class Movable(Protocol):
-    """What of a `KVCache` is needed."""
+    """The part of a `KVCache` that is needed to close a gap."""
 
     @property
     def can_shift(self) -> bool: ...
@@ -25,7 +25,8 @@ class Movable(Protocol):
 
 
 def check_can_shift(kv: Movable) -> None:
-    """
+    """Refuse a cache whose positions cannot be moved.
+
     Raises:
         UnsupportedModelError: positions cannot be moved.
     """

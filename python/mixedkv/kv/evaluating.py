@@ -23,7 +23,7 @@ from mixedkv.native.batch import decode
 
 
 class Evaluating(WindowSettings):
-    """What a `KVCache` knows of evaluations: three ways to evaluate, and which rows are exact afterwards.
+    """The part of a `KVCache` that evaluates: in three ways, noting which rows are exact afterwards.
 
     `step` is for tokens at the end of sequence 0, which the `Llama` follows, `fill` for tokens between
     others, `decode` for a caller that keeps track of its sequences itself. Rows of an evaluation that did not
@@ -53,7 +53,7 @@ class Evaluating(WindowSettings):
     @property
     @abstractmethod
     def cut_rule(self) -> CutRule:
-        """Where a sequence can be cut."""
+        """The rule that says where a sequence can be cut."""
 
     # --- three ways to evaluate ---
 
@@ -162,7 +162,8 @@ class Evaluating(WindowSettings):
 
     @property
     def exact_tokens(self) -> int:
-        """How many leading tokens of sequence 0 have the rows that evaluating them from the start would give.
+        """Number of leading tokens of sequence 0 that have the rows which evaluating them from the start
+        would give.
 
         All of n_tokens, unless tokens were evaluated behind a mixed window that had lost F16 rows (after a
         rollback, a block cut short, or where other sequences needed the room), rows were loaded at another
@@ -190,8 +191,8 @@ class Evaluating(WindowSettings):
 
     @exclusive
     def short_from(self) -> list[int]:
-        """For every sequence the first position that was evaluated without F16 rows which had made room for
-        those of other sequences; -1 where there is none. Its rows are not exact from there on.
+        """Return for every sequence the first position that was evaluated without F16 rows which had made
+        room for those of other sequences; -1 where there is none. Its rows are not exact from there on.
         """
         if not isinstance(self._setting, MixedKVConfig):
             return [-1] * self._llama.context_params.n_seq_max
@@ -199,7 +200,9 @@ class Evaluating(WindowSettings):
 
     @exclusive
     def holds(self, seq: int, n: int) -> bool:
-        """Whether the sequence, cut at n tokens, has all that the token there reads as it was evaluated."""
+        """Return whether the sequence, cut at n tokens, has all that the token there reads as it was
+        evaluated.
+        """
         return sequence_state.holds(self._llama, self.cut_rule, seq, n)
 
     def _cut_is_whole(self, n: int) -> bool:

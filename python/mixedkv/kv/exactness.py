@@ -24,7 +24,7 @@ class ExactRows:
         self._looked = True  # nobody but that step has touched the window since
 
     def count(self, n_tokens: int) -> int:
-        """How many of the sequence's tokens have exact rows."""
+        """Return how many of the sequence's tokens have exact rows."""
         return min(self._limit, n_tokens)
 
     def limit(self, n: int) -> None:

@@ -59,7 +59,7 @@ class LayerView:
 
     @exclusive
     def hot(self, seq: int = 0, p0: int = 0, p1: int = -1) -> npt.NDArray[np.bool_]:
-        """Which of the rows are read in F16, bool [n_tokens]."""
+        """Return which of the rows are read in F16, bool [n_tokens]."""
         return _core.read_tiers(self._address(), self.info.il, seq, p0, p1)[1]
 
     def _rows(

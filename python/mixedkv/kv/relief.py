@@ -22,7 +22,9 @@ _STALL = 10.0  # percent of the time spent waiting for memory
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What the process may still take, and how much of the time it waits for memory, in percent."""
+    """Memory that the process may still take, in bytes, and the share of the time it waits for memory, in
+    percent.
+    """
 
     rooms: list[Room] = field(default_factory=memory_rooms)
     stall: float = field(default_factory=memory_stall)
@@ -32,7 +34,7 @@ class Memory:
         return self.stall >= _STALL or any(room.left < _reserve(room) for room in self.rooms)
 
     def has_room(self, n_bytes: int) -> bool:
-        """For so many, and as much again as shall stay free."""
+        """Return whether there is room for so many bytes, and as much again as shall stay free."""
         return self.stall < _STALL / 10 and all(
             room.left >= 2 * _reserve(room) + n_bytes for room in self.rooms
         )

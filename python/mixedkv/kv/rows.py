@@ -81,7 +81,9 @@ class RowGroup:
 
     @property
     def ends(self) -> npt.NDArray[np.int32]:
-        """Where what a row covers ends, int32 [n_rows]: behind an image's last column or row goes text."""
+        """The position behind what each row covers, int32 [n_rows]: behind an image's last column or row goes
+        text.
+        """
         last = self.positions
         if self.xy is not None:
             last = np.maximum(last, self.xy.max(axis=1, initial=-1))

@@ -56,7 +56,8 @@ def take(llm: llama_cpp.Llama, rule: CutRule, seq: int) -> Checkpoint | None:
 
 
 def resume(llm: llama_cpp.Llama, point: Checkpoint, n: int, source: int, target: int) -> None:
-    """
+    """Restore a checkpoint into a sequence.
+
     Raises:
         ValueError: as `KVCache.resume`.
     """
@@ -85,13 +86,15 @@ def put(llm: llama_cpp.Llama, point: Checkpoint, seq: int) -> None:
 
 
 def holds(llm: llama_cpp.Llama, rule: CutRule, seq: int, n: int) -> bool:
-    """Whether the sequence, cut at n tokens, has all that the token there reads as it was evaluated."""
+    """Return whether the sequence, cut at n tokens, has all that the token there reads as it was
+    evaluated.
+    """
     last = int(llama_cpp.llama_memory_seq_pos_max(_memory(llm), seq)) + 1
     return n <= last and not (rule.recurrent and n != last) and has_rows(llm, rule, seq, n)
 
 
 def has_rows(llm: llama_cpp.Llama, rule: CutRule, seq: int, n: int) -> bool:
-    """Whether all rows that the token at n reads of sliding windows are there, and all F16 copies."""
+    """Return whether all rows that the token at n reads of sliding windows are there, and all F16 copies."""
     address = _address(llm)
     if (rule.window.threshold or rule.window.sink_tokens) and not _core.window_is_whole(address, seq, n):
         return False

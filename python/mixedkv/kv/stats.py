@@ -1,4 +1,4 @@
-"""What a KV cache holds at one moment."""
+"""Contents of a KV cache at one moment."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class LayerStats:
 
     @property
     def attention(self) -> str:
-        """How the rows are read: "fused", "merged" or by "llama.cpp" as they are."""
+        """Names who reads the rows: "fused", "merged", or "llama.cpp" as they are."""
         return "fused" if self.fused else "merged" if self.mixed else "llama.cpp"
 
 
@@ -167,7 +167,7 @@ class KVStats:
 
     @classmethod
     def without_rows(cls, n_ctx: int, n_seq_max: int, by_layer: bool) -> KVStats:
-        """Of a context whose layers all keep a state instead."""
+        """Return the stats of a context whose layers all keep a state instead."""
         numbers: dict[str, Any] = {field.name: 0 for field in fields(cls)}
         named = {"kv": "none", "mixed": False, "n_ctx": n_ctx, "n_seq_max": n_seq_max, "sequences": ()}
         return cls(**{**numbers, **named, "pages_read": 1.0, "layers": () if by_layer else None})
@@ -183,7 +183,7 @@ class KVStats:
 
     @property
     def bytes_f16(self) -> int:
-        """What llama.cpp's F16 cache of the same size takes."""
+        """Bytes that llama.cpp's F16 cache of the same size takes."""
         return _F16_BYTES * self.n_elements
 
     @property

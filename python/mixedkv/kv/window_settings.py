@@ -14,7 +14,7 @@ from mixedkv.native.memory import memory_room
 
 
 class WindowSettings(ABC):
-    """What a `KVCache` was made with, and its window as it is now."""
+    """The settings that a `KVCache` was made with, and its window as it is now."""
 
     def __init__(self, setting: KVSetting) -> None:
         self._setting = setting

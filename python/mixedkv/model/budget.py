@@ -1,4 +1,4 @@
-"""What bytes are spent on: the types of rows first, then the window."""
+"""Spends bytes: on the types of rows first, then on the window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What makes a GGUF file the one it is, without reading all of it.
+"""Identifies a GGUF file without reading all of it.
 
 Hashed are the size, the header (all metadata and the table of tensors) and 4 KiB of every tensor's data, at
 another place in each. Retraining, merging and requantising change every tensor they touch nearly everywhere,

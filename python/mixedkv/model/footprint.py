@@ -1,4 +1,4 @@
-"""What a KV cache would take, from the header of a model file: nothing is allocated or loaded.
+"""Computes the size of a KV cache from the header of a model file: nothing is allocated or loaded.
 
 llama.cpp's rules, as in its llama-kv-cache*.cpp: a context is a multiple of 256 tokens, a recurrent layer
 keeps no keys and values, and a sliding-window layer keeps the whole context, as `Llama` has it unless told
@@ -28,7 +28,7 @@ _HYBRID_PERIOD = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4}
 
 
 class CacheSetting(Protocol):
-    """What the formula asks of a setting, which is a `MixedKVConfig` or a `UniformKV`."""
+    """The part of a setting that the formula needs, of a `MixedKVConfig` or a `UniformKV`."""
 
     @property
     def attention(self) -> str: ...

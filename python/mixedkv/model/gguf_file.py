@@ -70,7 +70,7 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """What the header of a GGUF file says.
+    """Facts from the header of a GGUF file.
 
     Attributes:
         path: the file, for a split model its first part.

@@ -34,7 +34,7 @@ class KeptModel:
 
 
 def is_hub_name(given: str) -> bool:
-    """Whether a model was given as `hf:...`."""
+    """Return whether a model was given as `hf:...`."""
     return given.startswith(PREFIX)
 
 

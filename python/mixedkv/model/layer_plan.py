@@ -1,4 +1,4 @@
-"""Which layers get the bits: types of K and V by layer, in steps, each where a bit does most.
+"""Gives bits to layers: types of K and V by layer, in steps, each where a bit does most.
 
 What rounding does to the next token grows with its mean squared error. So what K or V of one layer does in
 a coarse type, measured once (`mixedkv bench sensitivity`), tells what it does in a finer one, and together
@@ -90,7 +90,7 @@ class LayerPlan:
         return bisect_right(range(len(self) + 1), bits, key=self.bits) - 1
 
     def divergence(self, n_steps: int) -> float:
-        """What the shares of these types come to."""
+        """Return the divergence that the shares of these types add up to."""
         types = self._coarsest | dict(self._steps[:n_steps])
         return sum(self._shares[each] * self._errors[name] for each, name in types.items())
 

@@ -1,4 +1,4 @@
-"""What `mixedkv bench sensitivity` measured: the divergence that K or V of each layer causes."""
+"""Shares of the divergence that K or V of each layer causes, as `mixedkv bench sensitivity` measured them."""
 
 from __future__ import annotations
 

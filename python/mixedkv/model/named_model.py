@@ -48,7 +48,7 @@ def find_model(given: str | None) -> Path:
 
 
 def is_name(given: str) -> bool:
-    """Whether a model was given by its name, not as a file."""
+    """Return whether a model was given by its name, not as a file."""
     return (given in NAMES or is_hub_name(given)) and not Path(given).exists()
 
 

@@ -1,4 +1,4 @@
-"""What a budget of bytes comes to: the setting for a model and a context."""
+"""Settles a budget of bytes: returns the setting for a model and a context."""
 
 from __future__ import annotations
 

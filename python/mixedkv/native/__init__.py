@@ -1,1 +1,3 @@
-"""What is close to llama.cpp: private parts of llama_cpp, batches, memory, arguments, where libraries lie."""
+"""All that is close to llama.cpp: private parts of llama_cpp, batches, memory, arguments, where libraries
+lie.
+"""

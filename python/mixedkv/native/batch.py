@@ -21,8 +21,8 @@ def decode(context: Any, batch: Any) -> int:
 
 
 class NativeBatch:
-    """Of tokens that belong to one sequence each. Fill `pos`, `seq` and `logits`, set `native.n_tokens`, and
-    give `native` to llama_decode.
+    """A batch of tokens that belong to one sequence each. Fill `pos`, `seq` and `logits`, set
+    `native.n_tokens`, and give `native` to llama_decode.
 
     Args:
         inputs: token ids, int32 [n], or vectors, float32 [n, width].

@@ -1,4 +1,4 @@
-"""Where the C API lies, for programs that are compiled against it."""
+"""Paths of the C API, for programs that are compiled against it."""
 
 from __future__ import annotations
 

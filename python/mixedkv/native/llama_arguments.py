@@ -35,7 +35,8 @@ def check_names(given: Iterable[str], function: Callable[..., object]) -> None:
 
 
 def check_numbers(given: Mapping[str, Any]) -> None:
-    """
+    """Check that the numbers among the arguments are whole and large enough.
+
     Raises:
         TypeError: an argument is no whole number.
         ValueError: it is negative, or too small.

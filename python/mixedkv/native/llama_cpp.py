@@ -34,7 +34,9 @@ show_log()
 
 
 class TensorBufferOverride(ctypes.Structure):
-    """llama_model_tensor_buft_override; llama_model_params has an array that ends with an empty one."""
+    """Mirrors llama_model_tensor_buft_override; llama_model_params has an array that ends with an empty
+    one.
+    """
 
     _fields_ = (("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p))
 
@@ -52,7 +54,7 @@ def context(llm: llama_cpp.Llama) -> Any:
 
 
 def address(handle: Any) -> int:
-    """Of a llama_context or llama_model, as `_core` takes it."""
+    """Return the native pointer of a llama_context or llama_model as an int."""
     return int(getattr(handle, "value", handle))
 
 
@@ -124,12 +126,14 @@ def has_experts(llm: llama_cpp.Llama) -> bool:
 
 
 def n_rollback(llm: llama_cpp.Llama) -> int:
-    """Of a sequence with a state of all of it, how many of the last tokens can be removed (`n_rs_seq`)."""
+    """Return how many of the last tokens can be removed from a sequence with a state of all of it
+    (`n_rs_seq`).
+    """
     return int(llama_cpp.llama_n_rs_seq(context(llm)))
 
 
 def has_adapter(llm: llama_cpp.Llama) -> bool:
-    """Whether its LoRA adapter was loaded: the base class goes on without one that was refused."""
+    """Return whether its LoRA adapter was loaded: the base class goes on without one that was refused."""
     if not llm._lora_adapter:
         llm._lora_adapter = None  # which it would free
     return llm._lora_adapter is not None
@@ -182,15 +186,17 @@ def weights_of(other: llama_cpp.Llama | None) -> Iterator[None]:
 
 
 def sampler(llm: llama_cpp.Llama, **sampling: Any) -> Callable[[], int]:
-    """What chooses the next token from the latest logits, as `llama_cpp.Llama.generate` does."""
+    """Return a sampler that chooses the next token from the latest logits, as `llama_cpp.Llama.generate`
+    does.
+    """
     chain = llm._init_sampler(**sampling)
     llm._sampler = chain  # where the base class looks for it
     return lambda: int(chain.sample(llm._ctx, -1))
 
 
 class Completions:
-    """llama-cpp-python's chat formatters, tools, grammars, stop strings and chunks, for an object that stands
-    in for a `Llama` and has its own `generate`.
+    """Gives llama-cpp-python's chat formatters, tools, grammars, stop strings and chunks to an object that
+    stands in for a `Llama` and has its own `generate`.
     """
 
     cache = None  # of llama_cpp.Llama.set_cache

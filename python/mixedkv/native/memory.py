@@ -1,4 +1,4 @@
-"""What this process may still take: of the machine's memory, and of its control groups'."""
+"""Finds how much memory this process may still take: of the machine's, and of its control groups'."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where messages of a chat begin in its tokens, whatever its template is."""
+"""Finds where messages of a chat begin in its tokens, whatever its template is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stays of a sequence that is longer than its context: its beginning, on which attention rests, and the
+"""Shortens a sequence that is longer than its context: its beginning stays, on which attention rests, and the
 newest tokens (StreamingLLM, arXiv:2309.17453). The middle goes, as far as a message boundary where there is
 one. No model and no rows here.
 """
@@ -29,7 +29,7 @@ def budget(size: int, head: int) -> int:
 
 
 def head_of(starts: Places, size: int) -> int:
-    """How many first tokens stay: the first message, if that is no more than a quarter of the context.
+    """Return how many first tokens stay: the first message, if that is no more than a quarter of the context.
 
     Args:
         starts: where messages begin.
@@ -40,8 +40,8 @@ def head_of(starts: Places, size: int) -> int:
 
 
 def cut(n: int, head: int, size: int, starts: Places = NOWHERE) -> int:
-    """Where the part ends that goes of n tokens, which begins at `head`: at the next message, unless that
-    would take more than half of what could stay.
+    """Return where the part that goes from n tokens, which begins at `head`, ends: at the next message,
+    unless that would take more than half of what could stay.
     """
     end = head + n - budget(size, head)
     near = starts[(starts >= end) & (starts <= end + (n - end) // 2)]
@@ -67,7 +67,7 @@ class Gap:
         return Gap(self.begin, self.n + len(tokens), grown)
 
     def is_of(self, whole: Tokens) -> bool:
-        """Whether these tokens have the same ones there."""
+        """Return whether these tokens have the same ones there."""
         missing = np.ascontiguousarray(whole[self.begin : self.begin + self.n], np.int32)
         return bool(sha256(missing.tobytes()).digest() == self.hash.digest())
 
@@ -96,7 +96,7 @@ class LongPrompt:
     boundaries: tuple[int, ...] = ()
 
     def to_drop(self, dropped: int = 0) -> int:
-        """How many tokens behind the head have to go, if so many have gone already."""
+        """Return how many tokens behind the head have to go, if so many have gone already."""
         if dropped and len(self.tokens) - dropped < self.size:
             return dropped
         return cut(len(self.tokens), self.head, self.size, self.starts) - self.head
@@ -112,6 +112,6 @@ class LongPrompt:
         return Gap(self.head).wider(self.tokens[self.head : self.head + n])
 
     def boundaries_without(self, n: int) -> list[int]:
-        """Where messages begin and end in what is left."""
+        """Return where messages begin and end in what is left."""
         end = self.head + n
         return [at if at < end else at - n for at in self.boundaries if not self.head <= at < end]

@@ -10,8 +10,8 @@ _MASK = (1 << _N * _BITS) - 1
 
 
 class PromptLookup:
-    """Tokens so far, and where each run of three of them last ended. As in Saxena's prompt lookup decoding,
-    https://github.com/apoorvumang/prompt-lookup-decoding
+    """Holds the tokens so far, and where each run of three of them last ended. This is Saxena's prompt lookup
+    decoding: see https://github.com/apoorvumang/prompt-lookup-decoding.
 
     Args:
         tokens: of the prompt.

@@ -1,4 +1,4 @@
-"""Which replica answers a prompt: where it takes the least work.
+"""Chooses the replica that answers a prompt: where it takes the least work.
 
 That is what of the prompt has no KV there, and beta times what others that wait there have none of. What was
 sent where is known, not what was evicted since: a guess that is wrong costs time, never an answer.
@@ -20,7 +20,7 @@ _ROUTING = 10.0  # seconds after which one that was placed has been given up, un
 
 
 class Placing:
-    """For one event loop.
+    """Places prompts, for one event loop.
 
     Args:
         beta: how much waiting counts beside evaluating; 0 goes by prefixes alone.

@@ -1,4 +1,4 @@
-"""What of a request decides where its KV lies."""
+"""Extracts the part of a request that decides where its KV lies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Prefix:
 
 
 def prefix_of(body: bytes, owner: str = "", session: str = "") -> Prefix:
-    """Of a request's body; of what is no prompt, an empty one.
+    """Return the prefix of a request's body; of what is no prompt, an empty one.
 
     Args:
         owner: what tells tenants apart: KV is found by its own only.

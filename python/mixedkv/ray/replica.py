@@ -70,7 +70,8 @@ class EngineReplica:
             gone.set()
 
     def check_health(self) -> None:
-        """
+        """Check that the engine lives, as Ray Serve asks.
+
         Raises:
             ClosedError: the engine has ended; Ray Serve replaces the replica.
         """

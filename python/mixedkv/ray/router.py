@@ -12,7 +12,7 @@ from mixedkv.ray.prefix import Prefix
 
 
 class RandomRouter(RequestRouter):  # type: ignore[misc]
-    """What others are measured against."""
+    """Chooses a replica at random: the baseline of measurements."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

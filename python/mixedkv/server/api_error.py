@@ -71,7 +71,7 @@ class ApiError(Exception):
 
 
 def from_engine(error: Exception, param: str = "prompt") -> ApiError:
-    """What an error of the engine is to a client; `param` is the field that holds the prompt."""
+    """Return the HTTP error for an error of the engine; `param` is the field that holds the prompt."""
     message = str(error)
     if isinstance(error, QueueFullError):
         return ApiError(429, f"{message}: try again later", code="queue_full", headers={"Retry-After": "1"})
@@ -89,7 +89,7 @@ def from_engine(error: Exception, param: str = "prompt") -> ApiError:
 
 
 def prompt_error(error: ValueError, param: str, where: str = "") -> ApiError:
-    """What is wrong with a text that has no tokens."""
+    """Return what is wrong with a text that has no tokens."""
     code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
     return bad_request(f"{where}{error}", param, code)
 

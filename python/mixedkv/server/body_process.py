@@ -20,7 +20,7 @@ _NICENESS = 10  # tokens come first
 
 
 class Kind(enum.Enum):
-    """What became of a body."""
+    """The result of reading a body."""
 
     READ = enum.auto()  # an object of its model, names of unknown fields, and of known ones without effect
     WRONG = enum.auto()  # pydantic's first error

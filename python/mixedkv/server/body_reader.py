@@ -22,7 +22,8 @@ _ENDED = (OSError, EOFError, pickle.UnpicklingError)
 
 
 def body_of(model: type[BaseModel], result: body_process.Result) -> Read:
-    """
+    """Return the body that the process has read.
+
     Raises:
         RequestValidationError, HTTPException: see `BodyReader.read`.
     """
@@ -65,7 +66,7 @@ class BodyReader:
         return body_of(model, result)
 
     def close(self) -> None:
-        """What is being read ends with an error."""
+        """Stop the process; a body that is being read ends with an error."""
         self._closed = True
         self._end()
 

@@ -1,4 +1,4 @@
-"""How events come from the engine's thread to the event loop."""
+"""Carries events from the engine's thread to the event loop."""
 
 from __future__ import annotations
 

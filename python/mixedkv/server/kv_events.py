@@ -1,5 +1,5 @@
-"""What the context holds, told to routers as vLLM tells it: ZeroMQ messages of a topic, a number (8 bytes,
-big endian) and a batch of events in MessagePack.
+"""Tells routers what the context holds, as vLLM does: ZeroMQ messages of a topic, a number (8 bytes, big
+endian) and a batch of events in MessagePack.
 
 Blocks of 16 tokens are named by the first 8 bytes, big endian, of SHA-256 over the name of the block before
 (32 bytes) and its tokens (int32, little endian); before the first stands SHA-256 of "mixedkv kv events\\n"
@@ -99,7 +99,7 @@ class HeldBlocks:
         self._holders: Counter[bytes] = Counter()
 
     def look(self, held: Sequence[Held]) -> list[News]:
-        """What is there, with the tokens that are new; on the engine's thread."""
+        """Return what is there, with the tokens that are new; on the engine's thread."""
         news = []
         for seq in held:
             if not seq.stitched:

@@ -1,4 +1,4 @@
-"""Where the server listens: an address or a Unix socket, with TLS or without."""
+"""Opens the address or the Unix socket that the server listens on, with TLS or without."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def listen(settings: ServerSettings) -> Iterator[socket.socket]:
 
 
 def url(listening: socket.socket, tls: bool) -> str:
-    """As a client would write it."""
+    """Return the server's URL as a client would write it."""
     if listening.family == socket.AF_UNIX:
         return f"unix:{listening.getsockname()}"
     host, port = listening.getsockname()[:2]

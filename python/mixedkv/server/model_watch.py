@@ -23,11 +23,10 @@ _HAS_LEASES = hasattr(fcntl, "F_SETLEASE")  # Linux
 
 class ModelWatch:
     """Holds a lease on each file: who opens one for writing waits until what reads it has stopped, which the
-    kernel allows 45 seconds (/proc/sys/fs/lease-break-time). A file that is renamed over another
-    one changes nothing. Where there are no leases (other systems than Linux, another user's file, some file
-    systems, a file that is open for writing already, off the main thread), size and time of change are
-    looked at.
-    https://man7.org/linux/man-pages/man2/F_GETLEASE.2const.html
+    kernel allows 45 seconds (/proc/sys/fs/lease-break-time). A file that is renamed over another one changes
+    nothing. Where there are no leases (other systems than Linux, another user's file, some file systems, a
+    file that is open for writing already, off the main thread), size and time of change are looked at. See
+    https://man7.org/linux/man-pages/man2/F_GETLEASE.2const.html.
 
     Use it as a context manager, from before the files are loaded until they are not needed any more.
     """

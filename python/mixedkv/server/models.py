@@ -1,4 +1,4 @@
-"""Which models a server has, and by which names: files, and adapters on them."""
+"""Names the models that a server has: files, and adapters on them."""
 
 from __future__ import annotations
 

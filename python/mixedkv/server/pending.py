@@ -105,7 +105,7 @@ class PendingRequest:
             self._arrival.set_result(None)
 
     def waiting(self) -> bool:
-        """Whether `next` would wait."""
+        """Return whether `next` would wait."""
         return not self._events
 
     @property
@@ -113,7 +113,8 @@ class PendingRequest:
         return self._left == 0
 
     async def next(self) -> tuple[int, Delta | Done] | None:
-        """
+        """Return the next event of the jobs.
+
         Raises:
             ApiError: a job has failed, or the time is up.
         """

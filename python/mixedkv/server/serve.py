@@ -232,7 +232,9 @@ def _open_model(
 
 
 def speculation_of(settings: ServerSettings, drafts: bool) -> SpeculationMode:
-    """Of a model's answers; `drafts`: it has the draft model, which is the first one's, or MTP layers."""
+    """Return the speculation mode of a model's answers; `drafts`: it has the draft model, which is the first
+    one's, or MTP layers.
+    """
     if settings.speculation in ("draft-model", "mtp") and not drafts:
         return "prompt-lookup"
     return settings.speculation or ("draft-model" if drafts else "off")
@@ -323,7 +325,8 @@ def _open_store(
 
 
 def read_chat_template(path: str) -> str:
-    """
+    """Read a chat template from its file.
+
     Raises:
         ValueError: the file cannot be read.
     """
@@ -342,7 +345,8 @@ class WarmLine(WarmRequest):
 
 
 def read_warm_file(path: str, keys: Keys) -> list[WarmLine]:
-    """
+    """Read the prompts that are evaluated at the start.
+
     Raises:
         ValueError: a line is not a WarmLine, or its tenant has no key; the message has its number.
     """

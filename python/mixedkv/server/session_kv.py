@@ -11,8 +11,8 @@ from mixedkv.store import KVStore, MessageInfo
 
 
 class SessionKV:
-    """What `ContextCacheManager` removes with a session: its rows in the contexts of all models, and its KV
-    in their stores.
+    """Removes a session's KV for `ContextCacheManager`: its rows in the contexts of all models, and its KV in
+    their stores.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class SessionKV:
         self._connectors: list[StoreConnector] = []
 
     def add(self, engine: Engine, connector: StoreConnector | None) -> None:
-        """Of one model more."""
+        """Add one more model."""
         self._parts.append((engine, connector.store if connector is not None else None))
         if connector is not None:
             self._connectors.append(connector)

@@ -384,7 +384,7 @@ class ServerSettings(BaseSettings):
 
     @property
     def sessions_url(self) -> str:
-        """Where sessions are written down: beside the KV that is kept of them."""
+        """URL where sessions are written down: beside the KV that is kept of them."""
         if self.metadata_url:
             return self.metadata_url
         return f"sqlite:{beside(self.store)}" if self.store else IN_MEMORY
@@ -395,7 +395,7 @@ class ServerSettings(BaseSettings):
 
 
 def is_local(host: str) -> bool:
-    """Whether an address can be reached from this machine only."""
+    """Return whether an address can be reached from this machine only."""
     if host == "localhost":
         return True
     try:

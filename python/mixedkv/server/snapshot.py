@@ -1,4 +1,4 @@
-"""What /v1/stats tells, and the gauges of /metrics: taken between two steps, on the engine's thread."""
+"""Takes what /v1/stats tells, and the gauges of /metrics, between two steps, on the engine's thread."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _timed_snapshot(server: ServerState) -> tuple[dict[str, Any], float]:
 
 
 def of_tenant(now: dict[str, Any], owner: str) -> dict[str, Any]:
-    """What a snapshot tells one tenant: of others nothing but sums."""
+    """Return the part of a snapshot that one tenant may see: of others nothing but sums."""
     recent = [entry for entry in now["recent"] if entry["tenant"] == owner]
     return {
         **now,

@@ -1,4 +1,4 @@
-"""What the endpoints share: the engine, who is asking, and small checks."""
+"""State that the endpoints share: the engine, who is asking, and small checks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ServerState:
 
     @property
     def capabilities(self) -> list[str]:
-        """What the model can do, in Ollama's words."""
+        """Abilities of the model, in Ollama's words."""
         tokenizer, can = self.engine.tokenizer, []
         if self.generates:
             can = ["completion"]
@@ -88,7 +88,7 @@ class ServerState:
 
     @property
     def fingerprint(self) -> str:
-        """What answers were computed by: says so where attention was sparse."""
+        """The setting that answers were computed by, which says so where attention was sparse."""
         sparse = getattr(self.engine.llm.kv.config, "sparse", "")
         return f"{_FINGERPRINT}-sparse-{sparse}" if sparse else _FINGERPRINT
 
@@ -97,7 +97,7 @@ class ServerState:
 
 
 def session_quota(settings: ServerSettings, keys: Keys, owner: str) -> Quota:
-    """What the sessions of a tenant may be."""
+    """Return the limits of a tenant's sessions."""
     return keys.session_quota(owner, Quota(settings.max_sessions, int(settings.max_sessions_mb * 1e6)))
 
 
@@ -106,7 +106,7 @@ def server_state(request: Request) -> ServerState:
 
 
 def tenant(request: Request) -> str:
-    """Whose key the request carries.
+    """Return the tenant whose key the request carries.
 
     Raises:
         ApiError: 401, nobody's.
@@ -125,7 +125,8 @@ def tenant(request: Request) -> str:
 
 
 async def check_generates(request: Request) -> None:  # FastAPI runs others in a thread
-    """
+    """Refuse a model that generates no text.
+
     Raises:
         ApiError: 400, the model only embeds; 401 before that.
     """
@@ -179,7 +180,8 @@ def _only_embeds(server: ServerState) -> ApiError:
 
 
 async def find_session(server: ServerState, session_id: str, owner: str) -> CacheSessionMetadata:
-    """
+    """Return the tenant's session of this id.
+
     Raises:
         ApiError: 404, there is no such session, it has expired, or is another tenant's.
     """

@@ -31,7 +31,7 @@ _ATTEMPTS = 16  # against other writers of the same session
 
 
 class SessionEntries(Protocol):
-    """What the manager needs of a `KVStore`."""
+    """The part of a `KVStore` that the manager needs."""
 
     def remove(self, entry: str | None = None, *, session: str | None = None, tenant: str = "") -> Any:
         """Remove all entries of a session, with the keys that read them."""
@@ -194,11 +194,11 @@ class ContextCacheManager:
         return await self._metadata.page(check_tenant(tenant), self._clock(), after, limit)
 
     async def held(self, tenant: str | None = None) -> Held:
-        """How many sessions live and bytes of their records: a tenant's, or all."""
+        """Return how many sessions live and the bytes of their records: a tenant's, or all."""
         return await self._metadata.held(self._clock(), tenant)
 
     async def check_quota(self, tenant: str = "") -> ErrorResponse | None:
-        """Whether one more session has no room, before work is done for it."""
+        """Return an error if one more session has no room, before work is done for it."""
         quota = self._quota(check_tenant(tenant))
         if quota is None:
             return None

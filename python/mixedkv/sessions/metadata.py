@@ -1,4 +1,4 @@
-"""Where sessions are written down: one protocol for SQLite and Redis.
+"""Protocol of the places where sessions are written down, for SQLite and Redis.
 
 A store of metadata keeps bytes under a name and knows when they expire; what the bytes mean, and that an
 expired session is an unknown one, is the manager's business. Every change is compare-and-swap, so several
@@ -18,14 +18,14 @@ class Key(NamedTuple):
 
 
 class Quota(NamedTuple):
-    """What a tenant's sessions may be: how many, and bytes of their records."""
+    """Limits of a tenant's sessions: how many, and bytes of their records."""
 
     sessions: int
     nbytes: int
 
 
 class Held(NamedTuple):
-    """How many sessions there are, and bytes of their records."""
+    """Number of sessions, and bytes of their records."""
 
     sessions: int
     nbytes: int
@@ -71,13 +71,13 @@ class MetadataStore(Protocol):
         """Up to `limit` records with `expires_at <= now`, the oldest first."""
 
     async def keys(self) -> list[Key]:
-        """Of all records, expired or not."""
+        """Return the keys of all records, expired or not."""
 
     async def page(self, tenant: str, now: float, after: str, limit: int) -> list[Listed]:
         """Up to `limit` sessions of a tenant in the order of their ids, from the one after `after` on."""
 
     async def held(self, now: float, tenant: str | None = None) -> Held:
-        """How much a tenant has; None is for all of them."""
+        """Return how much a tenant has; None is for all of them."""
 
     async def close(self) -> None:
         """Let go of the connection. Can be called again."""

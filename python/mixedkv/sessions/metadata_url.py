@@ -8,7 +8,7 @@ from mixedkv.sessions.metadata import MetadataStore
 
 
 def beside(store: str | Path) -> Path:
-    """Where the sessions of a store are written down unless another place is named."""
+    """Return the URL where the sessions of a store are written down unless another place is named."""
     return Path(store).absolute() / "sessions.sqlite3"
 
 

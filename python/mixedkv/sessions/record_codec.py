@@ -1,4 +1,4 @@
-"""How a session is written down: JSON after a line that says so, or that encrypted."""
+"""Writes and reads records of sessions: JSON after a line that says so, or that encrypted."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class RecordCodec:
         return _PLAIN + text if self._is_plain else _SEALED + self._cipher.seal_alone(text, _context(key))
 
     def load(self, key: Key, record: bytes) -> CacheSessionMetadata | None:
-        """None for what is not a record of this session, or encrypted with another key: the place where
-        sessions are written down may hold anything.
+        """Return the record, or None for what is not a record of this session, or is encrypted with another
+        key: the place where sessions are written down may hold anything.
         """
         try:
             metadata = CacheSessionMetadata.model_validate_json(self._text(key, record))

@@ -1,4 +1,4 @@
-"""What goes into and comes out of `ContextCacheManager`: pydantic models, strict, unknown fields refused.
+"""Models of what goes into and comes out of `ContextCacheManager`: pydantic, strict, unknown fields refused.
 
 Names follow the context cache of AIBrix (vllm-project/aibrix, design/ep-1248.md), with what was left open
 there: messages, the time to live in answers, and who owns a session.
@@ -75,7 +75,7 @@ class CreateContextCacheRequest(_Model):
 
 
 class CacheSessionMetadata(_Model):
-    """What is known of a session. Times are Unix times in seconds.
+    """Record of a session. Times are Unix times in seconds.
 
     Attributes:
         model_id: the model the context was given to; its KV is of no use to another.

@@ -130,7 +130,7 @@ class SplitClient:
         return SplitSession(self, key, tokens)
 
     def generate(self, prompt: Prompt, *, max_tokens: int = 256, **options: Any) -> Iterator[str]:
-        """As `SplitSession.generate`, in a session of its own."""
+        """Generate as `SplitSession.generate` does, in a session of its own."""
         with self.session() as session:
             yield from session.generate(prompt, max_tokens=max_tokens, **options)
 
@@ -239,7 +239,7 @@ class SplitSession:
         draft: int = 0,
         **sampling: Any,
     ) -> Iterator[int]:
-        """As `generate`: the answer's tokens, without the one that ends it."""
+        """Generate as `generate` does, and yield the answer's tokens, without the one that ends it."""
         n_ctx = self._client.n_ctx
         if sinks < 0 or window < 0 or (window and sinks + window >= n_ctx):
             raise ValueError(f"sinks={sinks}, window={window}: the server has room for {n_ctx - 1} tokens")

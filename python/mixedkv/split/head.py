@@ -80,7 +80,7 @@ class Head:
         return rows if self._embedding_scale == 1 else rows * self._embedding_scale
 
     def logits(self, hidden: Floats) -> Floats:
-        """Of hidden states [n, width]: [n, n_vocab]."""
+        """Return the logits [n, n_vocab] of hidden states [n, width]."""
         with self._lock:
             logits = self._output.multiply(hidden)
         if self._bias is not None:

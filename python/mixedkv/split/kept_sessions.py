@@ -22,7 +22,7 @@ from mixedkv.store import Identity, KVStore, Share
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What was kept of a session: ids of its tokens, and blocks of their rows."""
+    """The kept part of a session: ids of its tokens, and blocks of their rows."""
 
     ids: array[int]
     blocks: list[Any]
@@ -31,7 +31,9 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a session stood: its tokens, the running hash of them, and the precision of its vectors."""
+    """A session's state when it was kept: its tokens, the running hash of them, and the precision of its
+    vectors.
+    """
 
     position: int
     running_hash: bytes
@@ -94,7 +96,7 @@ class KeptSessions:
             return len(tokens) - (before.n_tokens if before else 0)
 
     def find(self, tenant: str, name: bytes, place: Place, wrapped_key: bytes) -> Kept | None:
-        """What was kept of a session when it stood at a place.
+        """Return what was kept of a session when it stood at a place.
 
         Raises:
             ValueError: the key was not wrapped for this.

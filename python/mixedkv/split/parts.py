@@ -21,7 +21,7 @@ HEAD_TENSORS = (TOKEN_EMBD, OUTPUT, OUTPUT_BIAS)
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """What a graph of llama.cpp does to embeddings and to logits besides the two matrices.
+    """Operations of llama.cpp's graph on embeddings and logits besides the two matrices.
 
     Embeddings are multiplied by `embedding_scale`; logits by `logit_scale`, then x becomes
     softcap * tanh(x / softcap) where `logit_softcap` is not 0.
@@ -87,7 +87,7 @@ def arithmetic(file: ModelFile, tensors: set[str]) -> Arithmetic:
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """What the header of a head or a body says.
+    """Facts from the header of a head or a body.
 
     Attributes:
         pair: 32 hex digits that a head and its body share, and no other two files.
@@ -100,7 +100,8 @@ class ModelPart:
 
 
 def read_part(file: ModelFile, kind: str) -> ModelPart:
-    """
+    """Read the header of a part of a model.
+
     Raises:
         UnsupportedModelError: the file is not such a part, or one of another version.
     """

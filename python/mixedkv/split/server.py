@@ -146,7 +146,7 @@ async def _serve(
 
 
 def read_credentials(settings: SplitSettings) -> grpc.ServerCredentials | None:
-    """Of TLS, None for a server without.
+    """Read the TLS credentials; None for a server without.
 
     Raises:
         ValueError: a file is not PEM.

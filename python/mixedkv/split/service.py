@@ -38,7 +38,7 @@ _STATUS = {
 
 
 class SplitService:
-    """What `add_SplitServicer_to_server` takes.
+    """Implements the gRPC service that `add_SplitServicer_to_server` takes.
 
     Args:
         engine: on the body of a split model.

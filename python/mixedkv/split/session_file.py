@@ -1,4 +1,4 @@
-"""What a client holds on to of a session that its server keeps: the key and the tokens, in one file."""
+"""Keeps a client's side of a session that its server keeps: the key and the tokens, in one file."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SessionFile:
         return cls(key, tokens, n_kept)
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """For its owner only, in one piece.
+        """Write the file for its owner only, in one piece.
 
         Raises:
             OSError: it cannot be written.

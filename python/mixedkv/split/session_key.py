@@ -39,7 +39,7 @@ def session_name(key: bytes) -> bytes:
 
 
 def wrap(key: bytes, public_key: bytes, session: bytes) -> bytes:
-    """For the server with this public key, and for this session only."""
+    """Wrap the key for the server with this public key, and for this session only."""
     return _SUITE.encrypt(key, X25519PublicKey.from_public_bytes(public_key), info=_INFO + session)
 
 

@@ -1,4 +1,4 @@
-"""What a server knows of its clients' sessions: how long each is, its running hash, where its rows lie."""
+"""A server's state of its clients' sessions: how long each is, its running hash, where its rows lie."""
 
 from __future__ import annotations
 

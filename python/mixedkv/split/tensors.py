@@ -31,7 +31,7 @@ class Tensor:
 
     @classmethod
     def of(cls, tensor: Any) -> Tensor:
-        """Of a `gguf.ReaderTensor`."""
+        """Describe a `gguf.ReaderTensor`."""
         data, ne = tensor.data, tuple(int(n) for n in tensor.shape)
         return cls(tensor.name, tensor.tensor_type, data.shape, data.dtype, ne, lambda: data)
 

@@ -45,7 +45,7 @@ def unpack(data: bytes, n: int, width: int, precision: int) -> Vectors:
 
 
 def first_hash(pair: str, precision: int) -> bytes:
-    """Of a session without tokens."""
+    """Return the running hash of a session without tokens."""
     return _hash(b"mixedkv.split.v1" + pair.encode() + bytes([precision]))
 
 

@@ -1,4 +1,4 @@
-"""Which rows a chain of blocks has, and so where it may be cut.
+"""Knows which rows a chain of blocks has, and so where it may be cut.
 
 A cache of one type can be cut anywhere. A sliding-window layer may hold only the rows of its window, which
 stood at the end of the block when it was exported; a mixed cache holds its recent rows in F16 as of then. Cut
@@ -36,7 +36,7 @@ class GroupRows:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """What a block has: the rows of its groups, and where its checkpoints serve, [first, last] each."""
+    """Rows that a block has, by group, and where its checkpoints serve, [first, last] each."""
 
     groups: list[GroupRows]
     served: list[tuple[int, int]] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Coverage:
 
 
 def of_block(block: KVBlock) -> Coverage:
-    """What a block has."""
+    """Return the coverage of a block."""
     groups = [_rows_of(group) for group in block.groups]
     return Coverage(groups, [(point.first, point.n) for point in block.checkpoints])
 
@@ -78,7 +78,7 @@ def from_text(text: str) -> Coverage:
 
 
 def verdict(identity: Identity, chain: Sequence[tuple[Coverage, int, int]], n: int) -> Verdict:
-    """What a chain of blocks is worth when cut at position n.
+    """Return how a chain of blocks can be used when cut at position n.
 
     Args:
         identity: of the blocks.
@@ -112,7 +112,7 @@ def window_begin(identity: Identity, n: int) -> int:
 
 
 def verdict_of_end(identity: Identity, coverage: Coverage, p0: int, p1: int) -> Verdict:
-    """What a block [p0, p1) is worth at its own end, if nothing is amiss before it."""
+    """Return how a block [p0, p1) can be used at its own end, if nothing is amiss before it."""
     before = Coverage([GroupRows([(0, p0)], [(0, p0)])] * len(coverage.groups))
     chain = [(before, 0, p0)] if p0 else []
     return verdict(identity, [*chain, (coverage, p0, p1)], p1)
@@ -173,7 +173,9 @@ def _covers(runs: Runs, begin: int, end: int) -> bool:
 
 
 def is_better(identity: Identity, block: KVBlock, rows: str) -> bool:
-    """Whether a block can be continued from its end more exactly than the same tokens that are stored."""
+    """Return whether a block can be continued from its end more exactly than the same tokens that are
+    stored.
+    """
     return is_better_row(identity, block.p0, block.p1, to_text(of_block(block)), rows)
 
 

@@ -134,7 +134,8 @@ class PlainCipher:
         return data
 
     def unseal_alone(self, data: bytes, context: bytes) -> bytes:
-        """
+        """Decrypt what stands alone under the master key.
+
         Raises:
             EntryError: it is of another master key, or not what was written.
         """
@@ -170,7 +171,7 @@ class KeyCipher(PlainCipher):
         return other._wrap(self._unwrap(wrapped, context), context)
 
     def wrap_hashing_key(self) -> bytes:
-        """What hashes are keyed with, for a store that gets another master key."""
+        """Return the wrapped key that hashes are made with, for a store that gets another master key."""
         return self._wrap(self._hashing, _HASHING)
 
     def rewrap_hashing_key(self, other: KeyCipher) -> bytes:

@@ -47,7 +47,7 @@ _TYPES = (str, bytes, bytes, str, (str, type(None)), int, int, bytes, str, int, 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose an entry is, and what its tenant may have.
+    """An entry's tenant, and what the tenant may have.
 
     Args:
         tenant: a hash of its name.

@@ -1,4 +1,4 @@
-"""What leaves the store first: the order, and what it is made of."""
+"""Decides what leaves the store first: the order, and what it is made of."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ ON CONFLICT (id) DO UPDATE SET priority = MAX(priority, excluded.priority)
 
 
 def worth_of_use(p0: int, p1: int, n_bytes: int) -> float:
-    """What evaluating tokens [p0, p1) takes, for the bytes of their KV.
+    """Return the worth of a use: what evaluating tokens [p0, p1) takes, for the bytes of their KV.
 
     Attention to 16k tokens is about as much work as the weights.
     """

@@ -19,7 +19,9 @@ _SUFFIXES = {False: ".safetensors", True: ".safetensors.enc"}
 
 
 def store_root(folder: str | Path) -> Path:
-    """Where in a folder this version of the format lives; another version leaves it alone."""
+    """Return the folder within `folder` where this version of the format lives; another version leaves it
+    alone.
+    """
     return Path(folder) / f"v{FORMAT_VERSION}"
 
 
@@ -73,7 +75,7 @@ class StoreFolder:
         return index
 
     def is_there(self) -> bool:
-        """Whether the index that was opened is still the one in the folder."""
+        """Return whether the index that was opened is still the one in the folder."""
         return self._root is None or self._file == inode(self._root / _INDEX)
 
     def tidy(self, index: Index) -> tuple[int, int, int]:

@@ -47,7 +47,8 @@ class FullDisk:
                 return
 
     def check(self) -> None:
-        """
+        """Refuse to write while the disk is known to be full.
+
         Raises:
             OSError: ENOSPC, it is not tried yet.
         """

@@ -35,7 +35,7 @@ _ROPE = (
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What KV was computed under. Two are equal if their digests are.
+    """Identifies what KV was computed under. Two are equal if their digests are.
 
     Args:
         digest: SHA-256 over the facts and the tenant, 32 bytes.

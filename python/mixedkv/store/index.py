@@ -138,7 +138,7 @@ class Index:
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
-        """What others change meanwhile is not seen within."""
+        """Hold a snapshot of the index: what others change meanwhile is not seen within."""
         self._db.execute("BEGIN")
         try:
             yield
@@ -182,7 +182,9 @@ class Index:
         return list(dict.fromkeys(entry for rows in found for (entry,) in rows))
 
     def has_other_key(self, identity: bytes, key_id: str) -> bool:
-        """Whether entries of this identity are there that are encrypted with another key, or with none."""
+        """Return whether entries of this identity are there that are encrypted with another key, or with
+        none.
+        """
         query = "SELECT 1 FROM entries WHERE identity = ? AND key_id != ? LIMIT 1"
         return self._db.execute(query, (identity, key_id)).fetchone() is not None
 
@@ -194,7 +196,7 @@ class Index:
         return {str(key_id) for (key_id,) in self._db.execute(query)}
 
     def hashing_key(self, key_id: str) -> bytes | None:
-        """How a master key that was noted keeps its hashing key; None if it was not noted."""
+        """Return the wrapped hashing key that was noted of a master key; None if there is none."""
         row = self._db.execute("SELECT hashing FROM keys WHERE key_id = ?", (key_id,)).fetchone()
         return None if row is None or not isinstance(row[0], bytes) else row[0]
 

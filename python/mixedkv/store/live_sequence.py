@@ -63,8 +63,8 @@ def known_tokens(llm: Llama, seq: int) -> npt.ArrayLike:
 
 
 def exact_tokens(llm: Llama, tokens: Tokens, seq: int) -> int:
-    """How many of a sequence's tokens may be stored; what is done through llama.cpp's own functions is not
-    known here, but to who does it.
+    """Return how many of a sequence's tokens may be stored. Whoever changes rows through llama.cpp's own
+    functions has to say so: that is not known here.
     """
     n = len(tokens)
     if seq != 0 or llm.n_tokens < n or not np.array_equal(llm.input_ids[:n], tokens):
@@ -73,7 +73,7 @@ def exact_tokens(llm: Llama, tokens: Tokens, seq: int) -> int:
 
 
 def check_sequence(llm: Llama, seq: int) -> None:
-    """llama.cpp would end the process, or take -1 for all sequences."""
+    """Check the number of a sequence: llama.cpp would end the process, or take -1 for all sequences."""
     n = llm.context_params.n_seq_max
     if isinstance(seq, bool) or not isinstance(seq, int) or not 0 <= seq < n:
         raise ValueError(f"seq={seq!r}: use a number from 0 to {n - 1}")

@@ -57,7 +57,7 @@ def _extend(cipher: Cipher, hashes: list[bytes], tokens: Tokens) -> list[bytes]:
 
 
 def token_context(identity: bytes, entry: str, content: bytes, rows: str) -> bytes:
-    """What an entry's encrypted tokens are bound to: all of its row that decides about a match."""
+    """Return what an entry's encrypted tokens are bound to: all of its row that decides about a match."""
     return b"tokens" + identity + entry.encode() + content + rows.encode()
 
 
@@ -70,7 +70,7 @@ def file_context(identity: bytes, entry: str) -> bytes:
 
 
 class Listing(Protocol):
-    """What a search asks: an index, or what lies in a remote."""
+    """Protocol of what a search asks: an index, or what lies in a remote."""
 
     def known(self, hashes: Sequence[bytes]) -> set[bytes]: ...
 
@@ -281,7 +281,7 @@ def _better(best: Match | None, other: Match | None) -> Match | None:
 
 
 def check_tokens(block: KVBlock, link: Link, match: Match) -> None:
-    """What decides about a hit: the tokens in the file are the wanted ones."""
+    """Check that the tokens in the file are the wanted ones, which decides about a hit."""
     if (block.p0, block.p1) != (link.p0, link.p1):
         raise EntryError("tokens", f"its file has positions {block.p0} to {block.p1}")
     if not np.array_equal(block.tokens[: link.end - link.p0], match.tokens[link.p0 : link.end]):

@@ -1,4 +1,4 @@
-"""Whose entries and sessions are."""
+"""Notes the owners of entries and sessions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which stored entries are believed: those this process stored, and those of which it evaluated some tokens
-again and found the same rows.
+"""Decides which stored entries are believed: those this process stored, and those of which it evaluated some
+tokens again and found the same rows.
 
 An entry may be what a checksum calls whole and still be wrong, if what computed it was.
 """
@@ -30,7 +30,7 @@ _MOST = 32  # tokens of a match, as long as each entry has one
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """What is evaluated of a match before it is believed.
+    """The tokens of a match that are evaluated before it is believed.
 
     Args:
         match: rows of it are in a sequence.
@@ -44,7 +44,7 @@ class Doubt:
     links: list[Link] = field(default_factory=list)
 
     def settle(self, again: Again) -> str:
-        """As `Recheck.settle`."""
+        """Settle the doubt as `Recheck.settle` does."""
         return self.recheck.settle(self, again)
 
     def __len__(self) -> int:

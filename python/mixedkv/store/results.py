@@ -1,4 +1,4 @@
-"""What a store answers."""
+"""Results of a store's methods."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Tier = Literal["ram", "disk", "remote", "none"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """What a tenant may have of a folder: its weight beside others, and bytes of its own at most.
+    """A tenant's share of a folder: its weight beside others, and bytes of its own at most.
 
     `owner` is 16 bytes that tell it apart where its entries have several master keys; empty for a keyed hash
     of its name.
@@ -68,7 +68,7 @@ class Match:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """What `KVStore.save` did.
+    """Result of `KVStore.save`.
 
     Args:
         entry: id of the entry that ends what is stored; "" if nothing could be.
@@ -89,7 +89,7 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restored:
-    """What `KVStore.restore` did.
+    """Result of `KVStore.restore`.
 
     Args:
         n_tokens: tokens now in the sequence; 0 is a miss, and the sequence is as it was.
@@ -151,7 +151,7 @@ class MessageInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verified:
-    """What `KVStore.verify` found: entries that are whole, those it removed and why, and those encrypted with
+    """Result of `KVStore.verify`: entries that are whole, those it removed and why, and those encrypted with
     another key, which it left alone.
     """
 
@@ -162,7 +162,7 @@ class Verified:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GCResult:
-    """What `KVStore.gc` removed.
+    """Result of `KVStore.gc`.
 
     Args:
         n_unfinished: files that were never finished.
@@ -185,7 +185,7 @@ class GCResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemoteStats:
-    """What this process did with its remote.
+    """Counts of what this process did with its remote.
 
     Args:
         url: where it is, without a password.
@@ -214,7 +214,7 @@ class RemoteStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreStats:
-    """What a store holds, and what this process did with it.
+    """Contents of a store, and counts of what this process did with it.
 
     Args:
         n_entries, bytes_disk: in the folder, by all processes; without one, `bytes_disk` is 0.

@@ -216,7 +216,8 @@ class KVStore:
         return found[0] if found else None
 
     def read_from(self, match: Match, begin: int = 0) -> tuple[list[KVBlock], Tier] | None:
-        """As `read`, and where they came from: "ram", or "disk" or "remote" if any of them did.
+        """Read as `read` does, and return where the blocks came from: "ram", or "disk" or "remote" if any of
+        them did.
 
         Args:
             match: from `find` or `sequences`.
@@ -412,7 +413,7 @@ class KVStore:
         return match.entry
 
     def add_to_session(self, match: Match, session: str) -> None:
-        """What is there already belongs to the session too.
+        """Add entries to a session; what is there already belongs to the session too.
 
         Raises:
             ValueError: the session has been removed, or its name is refused.
@@ -472,7 +473,7 @@ class KVStore:
         return card("KVStore", [("folder", self.folder or "none, memory alone"), *rows_of(str(self.stats()))])
 
     def stats(self) -> StoreStats:
-        """What the store holds, and what was done with it since it was opened."""
+        """Return what the store holds, and what was done with it since it was opened."""
         n_entries, n_bytes = self._entries.totals()
         counts, ram = self._entries.counts, self._entries.ram
         return StoreStats(

@@ -1,4 +1,4 @@
-"""What was found in a store, counted."""
+"""Counts what was found in a store."""
 
 from __future__ import annotations
 

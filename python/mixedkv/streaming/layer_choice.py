@@ -1,4 +1,4 @@
-"""Which layers of a model stay in memory, and which are read for each pass."""
+"""Chooses which layers of a model stay in memory, and which are read for each pass."""
 
 from __future__ import annotations
 

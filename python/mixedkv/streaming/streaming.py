@@ -29,7 +29,7 @@ _BATCHES = (2048, 1024, 512)  # tokens of a micro-batch, the largest that takes 
 
 @dataclass(frozen=True, slots=True)
 class StreamingStats:
-    """What streaming takes and does; counts are since the model was loaded.
+    """Memory and work of streaming; counts are since the model was loaded.
 
     Attributes:
         mode: how layers are read. "direct" with `o_direct` False: through the page cache, since the file
@@ -124,7 +124,9 @@ class Streaming:
 
     @property
     def layer(self) -> tuple[int, int] | None:
-        """Which of how many streamed layers the pass is at, from 1; for another thread to show."""
+        """The streamed layer that the pass is at, from 1, and how many there are; for another thread to
+        show.
+        """
         n = len(self.layers)
         return ((self._stream.stats()["n_holds"] - 1) % n + 1, n) if self._stream and n else None
 
@@ -160,7 +162,8 @@ def plan_streaming(
     mode: Mode,
     context: dict[str, Any],
 ) -> Streaming | None:
-    """What `Llama` was asked for, None if nothing; `context`: its other arguments, which may get an n_batch.
+    """Plan the streaming that a `Llama` was asked for, None if nothing; `context`: its other arguments, which
+    may get an n_batch.
 
     Raises:
         ValueError: what was asked does not fit, or does not go together.

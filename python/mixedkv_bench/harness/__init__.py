@@ -1,1 +1,1 @@
-"""What the tests of `mixedkv bench` share: contexts, servers, clients, rows and tables."""
+"""Parts that the tests of `mixedkv bench` share: contexts, servers, clients, rows and tables."""

@@ -78,7 +78,7 @@ class BenchRunner:
 
 
 def bench_seconds(output: str, work: SpeedWork) -> tuple[float, float]:
-    """What llama-bench says of the prompt and of the generated tokens.
+    """Return the seconds that llama-bench measured for the prompt and for the generated tokens.
 
     Raises:
         CannotRunError: it says something else.
@@ -91,7 +91,8 @@ def bench_seconds(output: str, work: SpeedWork) -> tuple[float, float]:
 
 
 def sweep_seconds(output: str, work: SpeedWork) -> tuple[float, float]:
-    """What llama-sweep-bench says of the first step at `depth` or more, for as many tokens as were asked for.
+    """Return the seconds that llama-sweep-bench measured at the first step at `depth` or more, for as many
+    tokens as were asked for.
 
     Raises:
         CannotRunError: it has no such step.

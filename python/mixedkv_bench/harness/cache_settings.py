@@ -1,4 +1,4 @@
-"""What is compared: a cache, and with or without flash attention where both are possible."""
+"""Settings that are compared: a cache, and with or without flash attention where both are possible."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Setting:
 
     @property
     def is_f16(self) -> bool:
-        """llama.cpp's own F16 cache: what the others are compared with."""
+        """True for llama.cpp's own F16 cache, which the others are compared with."""
         return self.kv == UniformKV()
 
     @property
     def is_peer(self) -> bool:
-        """Whether the stock llama.cpp can run it."""
+        """True if the stock llama.cpp can run it."""
         return isinstance(self.kv, UniformKV) and self.kv.attention == "auto"
 
     @property
@@ -53,7 +53,7 @@ class Setting:
 
     @property
     def type_ids(self) -> tuple[int, int]:
-        """ggml's numbers of the types of K and V."""
+        """Ggml's numbers of the types of K and V."""
         return ggml_type(self.kv.type_k), ggml_type(self.kv.type_v)
 
     @property

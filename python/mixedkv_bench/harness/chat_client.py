@@ -16,7 +16,7 @@ Message = dict[str, str]
 
 @dataclass
 class ChatAnswer:
-    """What a request brought: seconds from sending it, and texts, of each piece; usage as the server said."""
+    """A request's answer: seconds from sending it, and texts, of each piece; usage as the server said."""
 
     times: list[float] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -46,7 +46,7 @@ class ChatAnswer:
 
     @property
     def tier(self) -> str | None:
-        """Where they came from, if the server is ours."""
+        """Tier that the cached tokens came from, if the server is ours."""
         return self._details.get("cached_tier")
 
     @property

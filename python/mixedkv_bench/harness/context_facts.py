@@ -1,4 +1,4 @@
-"""What a row says about its context: the cache's bytes, and who reads its rows."""
+"""Facts of a context for a row: the cache's bytes, and who reads its rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class CacheFacts(TypedDict, total=False):
 
 
 def of_context(context: Context) -> CacheFacts:
-    """kv_bytes from llama.cpp's own memory breakdown, bits_per_element, attention; of our library only.
+    """Return kv_bytes from llama.cpp's own memory breakdown, bits_per_element and attention; of our library
+    only.
 
     Raises:
         CannotRunError: the model keeps no keys and values.
@@ -34,7 +35,8 @@ def of_context(context: Context) -> CacheFacts:
 
 
 def attention(context: Context) -> str:
-    """Who reads the rows: "fused", "merged" or "llama.cpp"; where layers differ, names joined by "+".
+    """Return the name of what reads the rows: "fused", "merged" or "llama.cpp"; where layers differ, names
+    joined by "+".
 
     Raises:
         CannotRunError: the model keeps no keys and values.

@@ -29,7 +29,7 @@ class CannotRunError(ValueError):
 
 
 class Cache(Protocol):
-    """What a context is made with: a `Setting`, or in the process of `stock_peer` a `StockCache`.
+    """Protocol of what a context is made with: a `Setting`, or in the process of `stock_peer` a `StockCache`.
 
     Attributes:
         flash_attn: whether attention is fused.

@@ -1,4 +1,4 @@
-"""How fast a disk is read in order, past the page cache: what streaming is compared with."""
+"""Measures how fast a disk is read in order, past the page cache: what streaming is compared with."""
 
 from __future__ import annotations
 

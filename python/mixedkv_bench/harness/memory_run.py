@@ -1,4 +1,4 @@
-"""What `memory` measures: a process that fills a cache and then reads a prompt.
+"""Runs the process that `memory` measures: it fills a cache and then reads a prompt.
 
 As a module it is that process, which imports little: its own memory is part of what is measured.
 """

@@ -70,7 +70,7 @@ class RayFleet:
             _wait_for(lambda i=i: self._answers(i), "the replicas do not answer in time")  # type: ignore[misc]
 
     def kill_one(self) -> None:
-        """As if its machine went away; returns when another is in its place."""
+        """Kill a replica as if its machine went away; returns when another is in its place."""
         victim = replica_pids()[0]
         os.kill(victim, signal.SIGKILL)
         _wait_for(lambda: victim not in replica_pids(), "the replica does not die")
@@ -96,7 +96,7 @@ class RayFleet:
 
 
 def replica_pids() -> list[int]:
-    """Of the processes with an engine: children of a child of this one."""
+    """Return the ids of the processes with an engine: children of a child of this one."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

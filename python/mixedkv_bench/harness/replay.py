@@ -19,7 +19,7 @@ _OVERHEAD = 16  # tokens a chat template puts around a message, at most
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What the user says, turn by turn; the first turn is the long one."""
+    """A user's messages, turn by turn; the first turn is the long one."""
 
     messages: tuple[str, ...]
 

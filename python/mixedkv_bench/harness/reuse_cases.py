@@ -200,7 +200,7 @@ class CaseMaker:
 
 
 def filler_question(random: Random) -> Fact:
-    """What an earlier conversation about the same passages asked."""
+    """Return what an earlier conversation about the same passages asked."""
     return World(random).fact()
 
 

@@ -1,4 +1,6 @@
-"""What all rows have in common: pydantic models, from which the documentation and the checks are made."""
+"""Fields that all rows have in common: pydantic models, from which the documentation and the checks are
+made.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ class RowPart(BaseModel):
 
 
 class Row(RowPart):
-    """What was measured of one setting."""
+    """Measurements of one setting."""
 
     test: str = Field(description="what kind of row it is: the name of its section below")
     kv: str = Field(description="the cache, as it was given")

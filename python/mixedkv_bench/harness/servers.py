@@ -32,7 +32,7 @@ _STOP_SECONDS = 20.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerSpec:
-    """What every server gets: `n_ctx` tokens for each of `clients`, and CPU threads."""
+    """Settings that every server gets: `n_ctx` tokens for each of `clients`, and CPU threads."""
 
     file: ModelFile
     n_ctx: int
@@ -88,7 +88,7 @@ def llama_server_command(spec: ServerSpec, setting: Setting, program: Path, port
 
 
 def stock_extra_buffers(file: ModelFile) -> bool:
-    """Whether the stock server runs on repacked weights: not where it would crash of them."""
+    """Return whether the stock server runs on repacked weights: not where they would crash it."""
     return not would_crash(file)
 
 
@@ -137,7 +137,7 @@ class Server:
 
     @property
     def cpu_seconds(self) -> float | None:
-        """What the process has computed, None where the system does not tell."""
+        """The CPU seconds that the process has used, None where the system does not tell."""
         try:  # fields 14 and 15 of proc(5)
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:

@@ -1,4 +1,4 @@
-"""What `speed` times: a prompt and generated tokens, at a depth of a filled cache.
+"""Runs what `speed` times: a prompt and generated tokens, at a depth of a filled cache.
 
 The process of `stock_peer` imports this too, and nothing of mixedkv.
 """
@@ -19,7 +19,7 @@ _ROOM = 1024  # for any window of the presets; the size of a context does not ch
 
 
 class RunFacts(TypedDict, total=False):
-    """What a row says about the run, by its field."""
+    """Facts of the run in a row, by its field."""
 
     fill: str
     attention: str
@@ -31,8 +31,8 @@ class RunFacts(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeedWork:
-    """What is timed: a prompt of `n_prompt` tokens, and `n_gen` tokens one by one, both at `depth`; with more
-    `sequences` all are at that depth, and a token of each comes at a time.
+    """Work that is timed: a prompt of `n_prompt` tokens, and `n_gen` tokens one by one, both at `depth`; with
+    more `sequences` all are at that depth, and a token of each comes at a time.
     """
 
     depth: int

@@ -1,4 +1,4 @@
-"""How much a long prompt holds up the answers that are being generated."""
+"""Measures how much a long prompt holds up the answers that are being generated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `store` times: a `Llama` that answers a prompt of tokens, and stores it takes KV from.
+"""Runs what `store` times: a `Llama` that answers a prompt of tokens, and stores it takes KV from.
 
 As a module it is the new process of that tier: a request on stdin, an answer on stdout.
 """

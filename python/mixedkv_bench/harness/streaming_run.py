@@ -1,4 +1,4 @@
-"""What `streaming` measures: a process that reads a prompt and generates in less memory than the model.
+"""Runs what `streaming` measures: a process that reads a prompt and generates in less memory than the model.
 
 As a module it is that process. It says what it did on its last line.
 """
@@ -28,7 +28,7 @@ _BATCH = 512  # the same in all modes: sums in another order are other bits
 
 
 def in_group(group: MemoryGroup, request: dict[str, Any]) -> dict[str, Any]:
-    """What a process in a control group did; an `error` if it came to nothing."""
+    """Run a request in a process of a control group, and return what it did, or an `error`."""
     command = [sys.executable, "-m", __name__, json.dumps(request)]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, preexec_fn=group.join, timeout=_TIMEOUT

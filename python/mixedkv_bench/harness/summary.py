@@ -12,7 +12,9 @@ _BLOCK = 32  # neighbouring positions share a context: a block of them is one sa
 
 
 def standard_error(values: npt.NDArray[np.float64]) -> float:
-    """Of the mean, from the means of blocks of neighbours. 0 with fewer than two blocks."""
+    """Return the standard error of the mean, from the means of blocks of neighbours. 0 with fewer than two
+    blocks.
+    """
     n = values.size // _BLOCK
     if n < 2:
         return 0.0

@@ -1,4 +1,4 @@
-"""How rows are shown in a terminal: tables of plain text."""
+"""Tables of rows in a terminal, as plain text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ R = TypeVar("R", bound=Row)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table(Generic[R]):
-    """How rows of one kind are shown: a table for each value of `by`, which stands in its title."""
+    """Layout of the rows of one kind: a table for each value of `by`, which stands in its title."""
 
     row: type[R]
     title: str

@@ -51,7 +51,7 @@ class TaskItem:
     n_tokens: int
 
     def is_right(self, said: str) -> bool:
-        """Whether an answer begins as it should."""
+        """Return whether an answer begins as it should."""
         return _plain(said).startswith(_plain(self.answer))
 
 

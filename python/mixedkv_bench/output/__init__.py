@@ -1,1 +1,1 @@
-"""What a run leaves: rows, tables, pictures."""
+"""Output of a run: rows, tables, pictures."""

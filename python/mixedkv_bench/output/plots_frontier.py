@@ -1,4 +1,4 @@
-"""What bits give, for `plots`: divergence and facts found, of one model or of several beside each other."""
+"""Plots divergence and facts found against bits, of one model or of several beside each other."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _found(row: Row) -> float | None:
 
 
 def points(rows: Sequence[Row], value: Callable[[Row], float | None]) -> dict[str, Point]:
-    """What `value` finds in the rows of each setting, by the setting's name."""
+    """Return what `value` finds in the rows of each setting, by the setting's name."""
     found: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         shown = value(row)

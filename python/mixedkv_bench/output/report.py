@@ -8,7 +8,7 @@ from mixedkv_bench.catalog import TESTS, Document
 
 
 def render(document: Document) -> str:
-    """What was run, and a table for everything there are rows of."""
+    """Return a report of what was run, with a table for everything there are rows of."""
     machine, model = document.machine, document.model
     heads = (
         f", {_list(model.n_head)} query heads over {_list(model.n_head_kv)} KV heads "

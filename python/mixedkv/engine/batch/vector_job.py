@@ -74,7 +74,8 @@ class VectorJob(Job):
 
     @property
     def hidden(self) -> Vectors:
-        """
+        """The hidden states that were asked for.
+
         Raises:
             RowsGoneError: a wanted one's row was there already, so that nobody computed it.
             EngineError: the model gave numbers that are not finite.
@@ -91,7 +92,9 @@ _NONE = np.empty((0, 0), np.float32)
 
 
 def vector_width(llm: Llama) -> int:
-    """Of a model without vocabulary, whose context gives hidden states from now on; 0 for others."""
+    """Return the width of hidden states of a model without vocabulary, whose context gives them from now on;
+    0 for others.
+    """
     if _llama_cpp.has_vocabulary(llm):
         return 0
     llama_cpp.llama_set_embeddings(llm.ctx, True)
@@ -99,7 +102,7 @@ def vector_width(llm: Llama) -> int:
 
 
 def take_hidden(context: object, step: StepPlan[Job]) -> None:
-    """What a step of vectors computed, to its jobs; before their rows are counted."""
+    """Give the hidden states of a step to its jobs, before their rows are counted."""
     begin = 0
     for run in step.runs:
         assert isinstance(run.job, VectorJob)

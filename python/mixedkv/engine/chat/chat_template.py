@@ -27,7 +27,7 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fal
 
 @dataclass(frozen=True, kw_only=True)
 class ToolChoice:
-    """What the answer may be.
+    """Restricts what the answer may be: text, calls, or both.
 
     Attributes:
         mode: "none" only text, "auto" the model's choice, "required" at least one call.
@@ -42,7 +42,7 @@ class ToolChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateOptions:
-    """What a chat says to its template.
+    """Options that a chat gives to its template.
 
     Attributes:
         variables: of the template, JSON values by name.
@@ -75,7 +75,7 @@ class Chat:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing in it is about tools, and nothing is said to the template."""
+        """True where nothing in it is about tools, and nothing is said to the template."""
         calls = (message.get("role") == "tool" or message.get("tool_calls") for message in self.messages)
         return not self.tools and self.options == NOTHING_SAID and not any(calls)
 
@@ -110,7 +110,7 @@ class RenderedChat:
 
     @property
     def is_parsed(self) -> bool:
-        """Whether the answer's text is more than what is said."""
+        """True if the answer's text is more than what is said."""
         return self.prompt is not None
 
     def reader(self) -> AnswerReader:
@@ -131,7 +131,7 @@ class ChatRenderer:
 
     @cached_property
     def thinks(self) -> bool:
-        """Whether the model's template knows of thoughts."""
+        """True if the model's template knows of thoughts."""
         try:
             return _tags(self._apply([{"role": "user", "content": "?"}], [], ToolChoice())) is not None
         except ValueError:
@@ -199,7 +199,7 @@ class ChatRenderer:
 
     @cached_property
     def takes_tools(self) -> bool:
-        """Whether a tool appears in a prompt, and calls can be read: some families are known by name only."""
+        """True if a tool appears in a prompt, and calls can be read: some families are known by name only."""
         tools = [{"type": "function", "function": {"name": _PROBE, "parameters": _NO_ARGUMENTS}}]
         try:
             prompt = self._apply([{"role": "user", "content": "?"}], tools, ToolChoice(mode="required"))
@@ -236,7 +236,8 @@ class ChatRenderer:
 
 
 def check_depth(value: Any, name: str) -> None:
-    """
+    """Refuse objects and lists that are nested too deeply.
+
     Raises:
         ValueError: objects or lists that are nested too deep: templates go through them by recursion.
     """

@@ -141,11 +141,11 @@ class Tokenizer:
         return cut if cut > begin else -1
 
     def boundaries(self, tokens: Tokens) -> Places:
-        """Where messages of a chat begin and end: at the control tokens of its template."""
+        """Return where messages of a chat begin and end: at the control tokens of its template."""
         return np.flatnonzero(self._is_control[np.maximum(tokens, 0)] & (tokens >= 0))
 
     def message_starts(self, tokens: Tokens) -> Places:
-        """Where messages of a chat begin, as far as its tokens tell."""
+        """Return where messages of a chat begin, as far as its tokens tell."""
         return message_starts(self._vocab, tokens)
 
     def _has(self, token: int, attributes: int) -> bool:
@@ -284,17 +284,17 @@ class Tokenizer:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the chat template has tools in it."""
+        """True if the chat template has tools in it."""
         return self._renderer.takes_tools
 
     @property
     def infills(self) -> bool:
-        """Whether the model has the tokens that `infill` needs."""
+        """True if the model has the tokens that `infill` needs."""
         return all(token >= 0 for token in self._fim)
 
     @property
     def thinks(self) -> bool:
-        """Whether chats with this model are rendered and read by llama.cpp's chat layer, tools or not."""
+        """True if chats with this model are rendered and read by llama.cpp's chat layer, tools or not."""
         return self._renderer.thinks
 
     def _with_images(self, text: str, images: Sequence[PromptImage], *, start: bool, long: bool) -> list[int]:
@@ -311,7 +311,7 @@ class Tokenizer:
         return tokens
 
     def thought(self, tags: ThoughtTags, budget: int | None = None) -> Thought:
-        """For one answer; see `Thought`."""
+        """Return the `Thought` of one answer."""
         opening = self.tokenize(tags.start, start=False, special=True)
         close = self.tokenize(tags.ends[0], start=False, special=True)
         return Thought(tags, close=close, opening=opening[0] if len(opening) == 1 else -1, budget=budget)
@@ -321,7 +321,8 @@ class Tokenizer:
         return self._constraints.shown(names)
 
     def matcher(self, constraint: Constraint) -> Matcher:
-        """
+        """Return the matcher of a constraint for this model.
+
         Raises:
             ValueError: it cannot be read, or not be followed by this model.
         """

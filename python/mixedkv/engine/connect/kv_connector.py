@@ -1,4 +1,4 @@
-"""Where an engine's KV goes to and comes from."""
+"""Protocol of what an engine's KV goes to and comes from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 
 
 class ConnectedEngine(Protocol):
-    """What a connector needs of its engine."""
+    """The part of an engine that a connector needs."""
 
     llm: Llama
     pool: SequencePool
@@ -30,7 +30,7 @@ class ConnectedEngine(Protocol):
 
 
 class KVConnector(Protocol):
-    """What an `Engine` is made with to fetch and offload KV; `StoreConnector` does it with a `KVStore`."""
+    """Protocol of what fetches and offloads KV for an `Engine`; `StoreConnector` does it with a `KVStore`."""
 
     def attach(self, engine: ConnectedEngine) -> None:
         """Called once by the engine, before anything else."""

@@ -25,7 +25,7 @@ class SequenceRows:
 
 
 class StoredRows:
-    """For any thread but the engine's."""
+    """Reads stored rows, on any thread but the engine's."""
 
     def __init__(self, engine: ConnectedEngine) -> None:
         self._engine = engine

@@ -1,1 +1,1 @@
-"""What an answer may say: schemas, grammars, tools, as masks over tokens."""
+"""Constraints on answers: schemas, grammars and tools, as masks over tokens."""

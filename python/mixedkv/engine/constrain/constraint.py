@@ -148,7 +148,9 @@ class ConstraintCompiler:
 
     @classmethod
     def of_tokens(cls, tokens: list[bytes], ends: list[int]) -> ConstraintCompiler:
-        """For a vocabulary without a model: each token's bytes, and the tokens that end an answer."""
+        """Make constraints for a vocabulary without a model: each token's bytes, and the tokens that end an
+        answer.
+        """
         self = cls.__new__(cls)
         self._init(tokens, ends)
         return self
@@ -161,7 +163,8 @@ class ConstraintCompiler:
         self._making = threading.Lock()
 
     def compile(self, constraint: Constraint) -> Matcher:
-        """
+        """Compile a constraint to a matcher that answers start from.
+
         Raises:
             ValueError: it cannot be read or followed, or is too large; the message begins with its name.
         """
@@ -295,7 +298,7 @@ _compilers: WeakKeyDictionary[Llama, ConstraintCompiler] = WeakKeyDictionary()
 
 
 def constrain(llm: Llama, kind: Kind, text: str | dict[str, Any]) -> LogitsProcessorList:
-    """For `logits_processor=` of a `Llama`; a new one for each answer.
+    """Return a new `logits_processor=` of a `Llama` for one answer.
 
     Raises:
         ValueError: the schema or grammar cannot be read, or not be followed.

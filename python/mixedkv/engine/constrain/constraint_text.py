@@ -1,4 +1,4 @@
-"""What an answer must be, as a text in a language for that: plain data, which `constraint` compiles."""
+"""Constraints of answers as text: plain data, which `constraint` compiles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Kind = Literal["json_schema", "regex", "gbnf", "lark", "calls"]
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What an answer must be.
+    """Constraint on the text of an answer.
 
     Attributes:
         kind: the language of `text`. Lark is for authors that are trusted: it can compile for hours. Calls

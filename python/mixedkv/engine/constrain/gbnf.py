@@ -14,7 +14,8 @@ _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}
 
 
 def gbnf_to_lark(text: str) -> str:
-    """
+    """Translate a GBNF grammar to llguidance's Lark.
+
     Raises:
         ValueError: it is not GBNF with a rule `root`, or too large.
     """

@@ -36,7 +36,7 @@ _LATE = 4.0  # a step that takes so many times what was expected says nothing
 
 
 class StepTime:
-    """What drafts cost: a straight line through the times of the latest steps over their drafts.
+    """Estimates what drafts cost: a straight line through the times of the latest steps over their drafts.
 
     Args:
         n_streams: answers in these steps.
@@ -128,7 +128,7 @@ class Speculation:
     def drafter(
         self, prompt: Iterable[int], mode: SpeculationMode | None = None, prediction: Iterable[int] = ()
     ) -> Drafter | None:
-        """For the answer to a prompt; None where nothing is to be drafted.
+        """Return a drafter for the answer to a prompt; None where nothing is to be drafted.
 
         Args:
             mode: None for that of the engine.
@@ -245,7 +245,7 @@ class Speculation:
         self._observer.speculated(len(run.drafts), n)
 
     def took(self, step: StepPlan[Job], seconds: float) -> None:
-        """How long a step was."""
+        """Learn from the time that a step took."""
         if step.n_streams and not step.n_prompt:
             time = self._times.setdefault(step.n_streams, StepTime(step.n_streams))
             time.observe(step.n_drafts, seconds)

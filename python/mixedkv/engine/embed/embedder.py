@@ -92,7 +92,8 @@ class Embedder:
     # --- the event loop ---
 
     def check_room(self, tenant: str = "") -> None:
-        """
+        """Refuse a request that there is no room for.
+
         Raises:
             QueueFullError: as many requests of this tenant are here as may.
             ClosedError: the server is shutting down.

@@ -28,12 +28,12 @@ _MEAN, _CLS, _LAST, _RANK = 1, 2, 3, 4  # llama_pooling_type
 
 
 def ranks(file: ModelFile) -> bool:
-    """Whether a model says how well two texts go together, and nothing else."""
+    """Return whether a model says how well two texts go together, and nothing else."""
     return int(file.get("pooling_type", 0)) == _RANK
 
 
 def only_embeds(file: ModelFile) -> bool:
-    """Whether a model attends to both sides of a token, or ranks: it cannot go on with a text."""
+    """Return whether a model attends to both sides of a token, or ranks: it cannot go on with a text."""
     kind = file.architecture
     is_encoder = "bert" in kind or kind == "gemma-embedding" or file.get("attention.causal", True) is False
     return is_encoder or ranks(file)

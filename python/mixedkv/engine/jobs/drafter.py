@@ -1,4 +1,4 @@
-"""What may come next in one answer, and how likely that is."""
+"""Guesses what may come next in one answer, and how likely that is."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Drafter:
         self.n_drafted = self.n_accepted = 0
 
     def copy(self) -> Drafter:
-        """For another answer to the same prompt, as it stands before its first token."""
+        """Return a drafter for another answer to the same prompt, as it stands before its first token."""
         other = Drafter((), by_model=self.by_model)
         other._lookup = self._lookup.copy()
         return other
@@ -65,7 +65,7 @@ class Drafter:
 
     @property
     def model_rate(self) -> float:
-        """How likely a guess of the draft model is to come; 0 where it makes none."""
+        """Probability that a guess of the draft model is right; 0 where it makes none."""
         return self._rates["model"].value if self.by_model else 0.0
 
     def modelled(self, drafts: Sequence[int]) -> None:

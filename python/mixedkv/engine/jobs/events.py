@@ -1,4 +1,4 @@
-"""What is told of an answer while it comes: text, then its end."""
+"""Events that an answer sends while it comes: text, then its end."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How the next token is chosen, and what is told of the others."""
+"""Chooses the next token, and tells the probabilities of the others."""

@@ -14,7 +14,7 @@ _MAX_LOGITS = 1 << 24  # numbers that llama.cpp holds of one step: 64 MB
 
 
 class PromptLogprobs:
-    """Of one prompt, as it is evaluated from its first token on.
+    """Log probabilities of one prompt, gathered as it is evaluated from its first token on.
 
     Args:
         prompt: token ids.
@@ -31,7 +31,7 @@ class PromptLogprobs:
         self.found: list[tuple[TokenLogprob, int]] = []
 
     def wants(self, p0: int) -> bool:
-        """Whether tokens from position `p0` on say something that is not known yet."""
+        """Return whether tokens from position `p0` on say something that is not known yet."""
         return p0 < len(self._prompt) - 1
 
     def take(self, context: Any, index: int, p0: int, n: int) -> None:

@@ -204,7 +204,7 @@ def logits_row(context: Any, index: int, n_vocab: int) -> npt.NDArray[np.float32
 
 
 def logprob_of(logits: npt.NDArray[np.float32], token: int, n_top: int) -> TokenLogprob:
-    """Of the model's own distribution, before any sampler."""
+    """Return the log probability of a token in the model's own distribution, before any sampler."""
     row = logits.astype(np.float64)
     row -= row.max()
     row -= np.log(np.exp(row).sum())

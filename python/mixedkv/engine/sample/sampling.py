@@ -1,4 +1,4 @@
-"""How the tokens of an answer are chosen: plain data."""
+"""Settings of how the tokens of an answer are chosen: plain data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How tokens are chosen.
+    """Settings of how tokens are chosen.
 
     Attributes:
         temperature: 0 takes the likeliest token.
@@ -95,5 +95,5 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
+        """True if the likeliest token is always taken."""
         return self.temperature <= 0

@@ -1,4 +1,4 @@
-"""How answers are sampled where nobody says: as the model's file recommends, else as llama-server does."""
+"""Defaults of sampling: as the model's file recommends, else as llama-server does."""
 
 from __future__ import annotations
 

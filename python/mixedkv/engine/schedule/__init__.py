@@ -1,1 +1,1 @@
-"""Which jobs and sequences are in the next step; decided without a model."""
+"""Decides which jobs and sequences are in the next step, without a model."""

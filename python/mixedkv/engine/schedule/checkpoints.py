@@ -1,4 +1,4 @@
-"""Where a prompt's checkpoints are taken, and which of them stay."""
+"""Decides where a prompt's checkpoints are taken, and which of them stay."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _AFTER = 16  # tokens of a message that may change without its first checkpoint 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointLimits:
-    """How many checkpoints a context keeps, and where.
+    """Limits on how many checkpoints a context keeps, and where.
 
     Args:
         per_sequence: of one sequence at most; 0 keeps none.

@@ -29,7 +29,7 @@ P = TypeVar("P", bound=Progress)
 
 
 class SequenceMemory(Movable, Protocol):
-    """What of a `KVCache` the sequence pool needs."""
+    """The part of a `KVCache` that the sequence pool needs."""
 
     @property
     def used(self) -> int: ...
@@ -61,7 +61,7 @@ class Run(Generic[P]):
 
 @dataclass(slots=True)
 class StepPlan(Generic[P]):
-    """What one step evaluates: a token of `n_streams` answers each, `n_drafts` that may come after these, and
+    """A step's work: a token of `n_streams` answers each, `n_drafts` that may come after these, and
     `n_prompt` of prompts. Of the prompts some are in `stitches`: parts of passages that are put together, and
     in `pictures`.
     """

@@ -17,7 +17,7 @@ _TURN = 16  # steps that a place stays where it is although others want it; less
 
 
 class Service:
-    """What each tenant was given, divided by its weight."""
+    """Counts what each tenant was given, divided by its weight."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -30,7 +30,9 @@ class Service:
         self._given[tenant] = self.of(tenant) + n / self._limits(tenant).weight
 
     def join(self, tenant: str, others: Iterable[str]) -> None:
-        """Who wanted nothing is owed nothing: it starts level with the least served of the others."""
+        """Let a tenant that wanted nothing start level with the least served of the others: it is owed
+        nothing.
+        """
         self._given[tenant] = max(self.of(tenant), min(map(self.of, others), default=0.0))
 
     def clear(self) -> None:
@@ -93,7 +95,9 @@ class FairQueue(Generic[P]):
         return [tenant for _, _, tenant in sorted(turns)]
 
     def who_gives_way(self, tenant: str, places: Mapping[str, int]) -> str | None:
-        """Who has to give this tenant a place: who without it is still served as much as this one with it."""
+        """Return the tenant that has to give this one a place: one that without it is still served as much as
+        this one with it.
+        """
         others = [(self._level(other, n - 1), other) for other, n in places.items() if other != tenant]
         level, other = max(others, default=(float("-inf"), ""))
         return other if self._level(tenant, places.get(tenant, 0) + 1) <= level else None

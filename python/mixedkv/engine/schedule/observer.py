@@ -1,4 +1,4 @@
-"""What the engine tells while it works; `metrics` turns it into Prometheus' numbers."""
+"""Protocol of what is told about the engine's work; `metrics` turns it into Prometheus' numbers."""
 
 from __future__ import annotations
 
@@ -64,4 +64,4 @@ class Observer:
         """Tokens were evaluated; `ends`: their input has its vector."""
 
     def embedding_slice(self, seconds: float) -> None:
-        """How long running answers waited for a slice."""
+        """Note how long running answers waited for a slice, in seconds."""

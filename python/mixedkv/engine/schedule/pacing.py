@@ -1,4 +1,4 @@
-"""How much of the waiting prompts goes into a step, so that running streams are not held up."""
+"""Decides how much of the waiting prompts goes into a step, so that running streams are not held up."""
 
 from __future__ import annotations
 

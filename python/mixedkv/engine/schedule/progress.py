@@ -1,4 +1,4 @@
-"""How far the evaluation of a request is: what the scheduler reads and writes."""
+"""State of a request's evaluation, which the scheduler reads and writes."""
 
 from __future__ import annotations
 
@@ -134,12 +134,12 @@ class Progress:
 
     @property
     def at_passages(self) -> bool:
-        """Whether a passage comes next."""
+        """True if a passage comes next."""
         return self.passages is not None and self.n_rows >= self.n_plain
 
     @property
     def stitching(self) -> bool:
-        """Whether passages are being put together: until the end the rows are of no use to others."""
+        """True if passages are being put together: until the end the rows are of no use to others."""
         return self.passages is not None and self.passages.begun
 
     @property

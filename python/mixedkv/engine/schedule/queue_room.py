@@ -1,4 +1,4 @@
-"""How many jobs a tenant may have."""
+"""Limits how many jobs a tenant may have."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ class QueueRoom:
         self._coming = coming
 
     def most(self, tenant: str) -> int:
-        """That a tenant may have, those that run and those that wait."""
+        """Return the maximum number of running plus queued jobs per tenant."""
         parallel = self._scheduler.parallel
         return min(parallel, self._limits(tenant).running or parallel) + self._most_queued(tenant)
 
     def check(self, tenant: str, n: int) -> None:
-        """
+        """Refuse jobs that a tenant has no room for.
+
         Raises:
             QueueFullError: n more jobs of this tenant are too many. Who has none at all may bring one.
         """

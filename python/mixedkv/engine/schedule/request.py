@@ -1,4 +1,4 @@
-"""What a caller asks of the engine: plain data, which nothing here changes."""
+"""A caller's request to the engine: plain data, which nothing here changes."""
 
 from __future__ import annotations
 
@@ -93,10 +93,10 @@ class Request:
 
     @property
     def greedy(self) -> bool:
-        """Whether the same logits give the same token."""
+        """True if the same logits give the same token."""
         return self.sampling is not None and self.sampling.greedy
 
     @property
     def slides(self) -> bool:
-        """Whether the middle goes of what does not fit the context; pictures cannot be cut."""
+        """True if the middle goes of what does not fit the context; pictures cannot be cut."""
         return self.overflow == "slide" and not self.pictures

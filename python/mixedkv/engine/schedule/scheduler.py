@@ -1,4 +1,4 @@
-"""Which jobs run, which wait, and what each step evaluates. It knows no model and no thread."""
+"""Decides which jobs run, which wait, and what each step evaluates. It knows no model and no thread."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ class Scheduler(Generic[P]):
     # --- a step ---
 
     def plan(self) -> StepPlan[P]:
-        """What to evaluate next: a token of every answer, and slices of prompts as the pace allows."""
+        """Plan the next step: a token of every answer, and slices of prompts as the pace allows."""
         step = StepPlan([Run(job, 1, chooses=True) for job in self.running if job.n_remaining == 1])
         step.n_streams = len(step.runs)
         prompts = self._by_turn([job for job in self.running if job.n_remaining > 1 and not job.blocks])
@@ -351,7 +351,7 @@ class Scheduler(Generic[P]):
                 log.exception("a checkpoint could not be taken")
 
     def took(self, step: StepPlan[P], seconds: float) -> None:
-        """How long a step was: the pace follows."""
+        """Adapt the pace to the time that a step took."""
         self._pace.observe(step.n_streams, step.n_prompt, seconds)
         self._observer.step(step.n_streams, step.n_prompt, seconds)
 

@@ -1,4 +1,4 @@
-"""Which rows the context holds, for whom, and who may share them.
+"""Keeps which rows the context holds, for whom, and who may share them.
 
 A sequence that ends its work stays as an idle prefix until its place or its rows are needed. A new prompt
 starts from the longest prefix that a sequence of the same tenant has, idle or running: `seq_cp` shares the
@@ -148,11 +148,11 @@ class SequencePool:
 
     @property
     def can_move(self) -> bool:
-        """Whether rows can go to other positions."""
+        """True if rows can go to other positions."""
         return self._memory.can_shift
 
     def n_cells(self, match: SequenceMatch) -> int:
-        """That are needed, or become free, when the rows of a match are moved."""
+        """Return the number of cells that are needed, or become free, when the rows of a match are moved."""
         source = match.source
         if source is None or not match.dropped:
             return 0
@@ -177,8 +177,8 @@ class SequencePool:
         return SequenceMatch(seq, at, seq.exact, n, point)
 
     def confirm(self, match: SequenceMatch) -> bool:
-        """Whether the source still holds what the match needs, which may have been needed elsewhere; if not,
-        it does not match like this again.
+        """Return whether the source still holds what the match needs, which may have been needed elsewhere;
+        if not, it does not match like this again.
         """
         source = match.source
         if source is None or match.checkpoint or not match.exact:
@@ -224,7 +224,7 @@ class SequencePool:
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
-        """Of all sequences; those that several share once."""
+        """Checkpoints of all sequences; those that several share once."""
         return list({id(point): point for seq in self._all for point in seq.checkpoints}.values())
 
     def _make_room(self, spare: Sequence) -> None:
@@ -245,8 +245,8 @@ class SequencePool:
         self.touch(seq)
 
     def own_rows(self, seq: Sequence, tenant: str, tokens: Tokens, most_cut: int = 0) -> SequenceMatch:
-        """Where a paused job with these tokens goes on, if its rows still wait for it. Up to `most_cut` of
-        the last ones that are not of these tokens are taken away.
+        """Return where a paused job with these tokens goes on, if its rows still wait for it. Up to
+        `most_cut` of the last ones that are not of these tokens are taken away.
         """
         n = min(seq.common(tokens), len(tokens) - 1)
         if not seq.paused or seq.tenant != tenant or n == 0 or len(seq.tokens) - n > most_cut:
@@ -307,7 +307,9 @@ class SequencePool:
         return True
 
     def asked_again(self, match: SequenceMatch, n_prompt: int) -> bool:
-        """Whether the idle source of a match answered this prompt, and can do so again in its place."""
+        """Return whether the idle source of a match answered this prompt, and can do so again in its
+        place.
+        """
         source = match.source
         if source is None or source.running or source.keep or source.paused or match.dropped:
             return False
@@ -324,7 +326,7 @@ class SequencePool:
 
     @property
     def has_free(self) -> bool:
-        """Whether a sequence is free without an eviction."""
+        """True if a sequence is free without an eviction."""
         return any(not seq.running and not seq.tokens for seq in self._all)
 
     @property

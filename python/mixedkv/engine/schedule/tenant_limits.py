@@ -1,4 +1,4 @@
-"""What a tenant may have of an engine."""
+"""Limits of what a tenant may have of an engine."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What tokens say: bytes to text, thoughts, the parts of an answer."""
+"""Turns tokens into text: bytes, thoughts, and the parts of an answer."""

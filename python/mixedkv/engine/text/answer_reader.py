@@ -1,4 +1,4 @@
-"""What a model has written, as text, thoughts and calls: at once, or piece by piece while it comes."""
+"""Reads a model's text as text, thoughts and calls: at once, or piece by piece while it comes."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Detokenizer:
         return piece
 
     def is_end(self, token: int) -> bool:
-        """Whether the model ends its answer with this token."""
+        """Return whether the model ends its answer with this token."""
         return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
 
     @cached_property
@@ -53,7 +53,8 @@ class Detokenizer:
 
 
 def stop_strings(stop: str | Sequence[str]) -> list[str]:
-    """
+    """Return the stop strings as a list.
+
     Raises:
         ValueError: one is empty.
     """
@@ -88,7 +89,7 @@ class TextStream:
 
     @property
     def within_character(self) -> bool:
-        """Whether the last one's bytes are not all there."""
+        """True if the last one's bytes are not all there."""
         return bool(self._decoder.getstate()[0])
 
     def feed(self, piece: bytes) -> str:
@@ -96,7 +97,7 @@ class TextStream:
         return self._take(self._decoder.decode(piece))
 
     def finish(self) -> str:
-        """What is still held when the answer ends without a stop string."""
+        """Return the text that is still held when the answer ends without a stop string."""
         if self.stopped:
             return ""
         text = self._take(self._decoder.decode(b"", final=True))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThoughtTags:
-    """What is around the thoughts of a family of models.
+    """Tags around the thoughts of a family of models.
 
     Attributes:
         start, ends: texts; the first of `ends` is the one to write.
@@ -59,7 +59,7 @@ class Thought:
         return self._closing.pop(0)
 
     def ends_within(self, piece: bytes) -> bool:
-        """Whether the thought ends in the middle of this token's text."""
+        """Return whether the thought ends in the middle of this token's text."""
         if not self.open:
             return False
         text = self._tail + piece

@@ -25,7 +25,7 @@ _T = TypeVar("_T", bound=BaseModel)
 
 
 def message_of(answer: ReadAnswer) -> dict[str, Any]:
-    """What was said, without calls, as a message of a history: thoughts are apart."""
+    """Return the text of an answer, without calls, as a message of a history: thoughts are apart."""
     said: dict[str, Any] = {"role": "assistant", "content": answer.content}
     return {**said, "reasoning_content": answer.reasoning} if answer.reasoning else said
 
@@ -89,7 +89,7 @@ def translated(kind: type[_T], fields: dict[str, Any]) -> _T:
 
 
 def chat_tokens(server: ServerState, body: ChatFields) -> list[int]:
-    """Of a prompt that nobody answers.
+    """Return the tokens of a prompt that nobody answers.
 
     Raises:
         ApiError: 400.

@@ -130,7 +130,7 @@ async def list_contexts(
 
 @router.get("/v1/context/{session_id}")
 async def get_context(session_id: SessionId, request: Request) -> Response:
-    """What is known of a session, without its prompt."""
+    """Return what is known of a session, without its prompt."""
     return JSONResponse(_describe(await find_session(server_state(request), session_id, tenant(request))))
 
 

@@ -44,7 +44,8 @@ async def embed(
     read: Callable[..., list[list[int]]],
     body: Any,
 ) -> tuple[Vectors, int]:
-    """What the model says to inputs, and how many tokens they have; `read` makes these, off the event loop.
+    """Return the model's vectors of inputs, and how many tokens they have; `read` makes these, off the event
+    loop.
 
     Raises:
         ApiError: too many requests are here, it takes too long, or the engine fails.
@@ -63,7 +64,8 @@ async def embed(
 
 
 def check_length(embedder: Embedder, n_tokens: int, name: str, param: str) -> None:
-    """
+    """Check that an input is not empty and fits the context.
+
     Raises:
         ApiError: 400, it is more than the context takes, or nothing.
     """
@@ -76,7 +78,8 @@ def check_length(embedder: Embedder, n_tokens: int, name: str, param: str) -> No
 
 
 def checked_embedder(server: ServerState, body: EmbeddingRequest) -> Embedder:
-    """
+    """Return the embedder of a model that gives the wanted vectors.
+
     Raises:
         ApiError: 400, this model gives no such vectors.
     """

@@ -1,4 +1,4 @@
-"""What the fields of bodies are made of. Strict: nothing odd gets further."""
+"""Types that the fields of bodies are made of. Strict: nothing odd gets further."""
 
 from __future__ import annotations
 

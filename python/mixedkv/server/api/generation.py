@@ -37,12 +37,13 @@ def context_tokens(server: ServerState, session: Any, *, long: bool = False) -> 
 
 
 def slides(server: ServerState, body: GenerationFields) -> bool:
-    """Whether the middle goes of what does not fit the context."""
+    """Return whether the middle goes of what does not fit the context."""
     return (body.overflow or server.settings.overflow) == "slide"
 
 
 def sampling(server: ServerState, body: GenerationFields, constraint: Constraint | None) -> Sampling:
-    """
+    """Return the sampling that a request asks for.
+
     Raises:
         ApiError: 400, a value is out of its range.
     """
@@ -144,7 +145,7 @@ def _bad_field(error: ValueError) -> ApiError:
 
 
 def prompt_progress(job: Job) -> dict[str, Any] | None:
-    """llama-server's: tokens of the prompt, found and evaluated ones; None when all are."""
+    """Return llama-server's field: tokens of the prompt, found and evaluated ones; None when all are."""
     seq = job.seq  # the engine's thread sets it
     if job.evaluated:
         return None
@@ -192,7 +193,7 @@ def _approximate(jobs: Sequence[Job]) -> dict[str, Any]:
 
 
 def constraint_of(body: GenerationFields) -> Constraint | None:
-    """Of the fields that raw prompts have too.
+    """Return the constraint in the fields that raw prompts have too.
 
     Raises:
         ApiError: 400, there are two.

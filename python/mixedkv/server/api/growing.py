@@ -53,7 +53,7 @@ class Turn:
         session: CacheSessionMetadata | None,
         messages: Sequence[Message],
     ) -> Turn | None:
-        """None where nothing grows.
+        """Return how a chat's session grows; None where nothing grows.
 
         Raises:
             ApiError: 400 or 409, it cannot grow by this request.
@@ -71,7 +71,7 @@ class Turn:
     def of_prompt(
         cls, server: ServerState, body: CompletionRequest, session: CacheSessionMetadata | None
     ) -> Turn | None:
-        """As `of_chat`, of a raw prompt."""
+        """Return how the session of a raw prompt grows, as `of_chat` does."""
         if session is None or not _grows(body, session):
             return None
         if session.prompt is None:
@@ -83,7 +83,8 @@ class Turn:
         return turn
 
     async def take(self, event: Delta | Done) -> None:
-        """
+        """Take an event of the answer; the session grows at the last one.
+
         Raises:
             ApiError: 409, another turn was appended first; 404, the session is gone; 429, it is too large.
         """

@@ -23,7 +23,7 @@ router = APIRouter(route_class=JSONRoute)
 
 @router.post("/infill")
 async def infill(body: InfillRequest, request: Request) -> Response:
-    """What is missing, whole or as server-sent events."""
+    """Generate what is missing in the middle, whole or as server-sent events."""
     owner = tenant(request)
     server = model_of(request, body.model)
     (job,) = await read_prompt(request, _jobs, server, body, owner)

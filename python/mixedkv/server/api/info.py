@@ -32,8 +32,8 @@ async def model(model: str, request: Request) -> Response:
 
 @router.get("/v1/stats")
 async def stats(request: Request, model: Annotated[str | None, Query(max_length=256)] = None) -> Response:
-    """What the cache of a model holds, by sequence and by layer, rates, and the latest requests without
-    their text.
+    """Return what the cache of a model holds, by sequence and by layer, rates, and the latest requests
+    without their text.
     """
     owner, server = tenant(request), model_of(request, model, generates=False)
     future = server.engine.call(lambda: snapshot(server))

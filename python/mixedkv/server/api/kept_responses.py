@@ -72,7 +72,8 @@ async def keep(
     answer: ReadAnswer,
     job: Job,
 ) -> None:
-    """
+    """Keep a response for later requests.
+
     Raises:
         ApiError: 429, the tenant has no room for it.
     """

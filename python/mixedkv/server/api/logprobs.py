@@ -40,8 +40,8 @@ def completion_logprobs(pieces: Detokenizer, logprobs: Sequence[TokenLogprob], o
 
 
 def prompt_logprobs(pieces: Detokenizer, asked: PromptLogprobs | None) -> dict[str, Any]:
-    """vLLM's field of that name, to be merged in: for each token the likeliest ones and itself by id; of the
-    first one nothing is known. No field where they were not asked for.
+    """Return vLLM's field of that name, to be merged in: for each token the likeliest ones and itself by id;
+    of the first one nothing is known. No field where they were not asked for.
     """
     if asked is None:
         return {}

@@ -1,4 +1,4 @@
-"""Where the messages of a chat end in its prompt, for those that have a `message_id`."""
+"""Finds where the messages of a chat end in its prompt, for those that have a `message_id`."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ class OutputConfig(Model):
 
 
 class CountRequest(Model):
-    """What the tokens of a prompt are counted of."""
+    """The prompt whose tokens are counted."""
 
     model: Name | None = None
     messages: Annotated[list[MessageParam], Field(min_length=1, max_length=100_000, fail_fast=True)]
@@ -146,7 +146,7 @@ class CountRequest(Model):
     cache_control: CacheControl | None = Field(None, description=PREFIX_FOUND)
 
     def fields(self) -> dict[str, Any]:
-        """Of a chat of OpenAI's: what its prompt is made of."""
+        """Return the fields of OpenAI's chat that its prompt is made of."""
         messages = [message for param in self.messages for message in _messages(param)]
         if system := _text(self.system):
             messages.insert(0, {"role": "system", "content": system})

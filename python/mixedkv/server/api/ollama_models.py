@@ -60,7 +60,7 @@ async def running(request: Request) -> Response:
 
 @router.post("/api/show")
 async def show(body: OllamaShow, request: Request) -> Response:
-    """What a model's file says of it, and what it can do."""
+    """Return what a model's file says of it, and what it can do."""
     tenant(request)
     server = named_model(request, body.model or body.name, generates=False)
     return JSONResponse(await in_thread(_shown, server))

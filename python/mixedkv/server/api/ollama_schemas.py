@@ -58,7 +58,7 @@ class OllamaOptions(Model):
     use_mmap: Any = Field(None, description=_ONLY_ANOTHER_SERVER)
 
     def fields(self) -> dict[str, Any]:
-        """Of a request of OpenAI's."""
+        """Return the fields of OpenAI's request."""
         most = self.num_predict
         same = self.model_dump(
             include={*OllamaOptions.model_fields} - {"num_predict", "num_ctx", "seed", *_LOADING},
@@ -75,7 +75,7 @@ _LOADING = ("numa", "num_batch", "num_gpu", "num_thread", "use_mmap")
 
 
 class OllamaRequest(Model):
-    """What /api/chat and /api/generate have in common."""
+    """The fields that /api/chat and /api/generate have in common."""
 
     model: Name | None = None
     stream: bool | None = Field(None, description="Default: true.")
@@ -93,7 +93,7 @@ class OllamaRequest(Model):
         return self.options or OllamaOptions.model_validate({})
 
     def answer_fields(self) -> dict[str, Any]:
-        """Of a chat of OpenAI's: how it is answered."""
+        """Return the fields of OpenAI's chat that say how it is answered."""
         form: dict[str, Any] | None = None
         if self.format == "json":
             form = {"type": "json_object"}

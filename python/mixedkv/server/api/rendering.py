@@ -49,7 +49,7 @@ def chat_of(
 def render(
     server: ServerState, chat: Chat, *, start: bool = True, long: bool = False
 ) -> tuple[list[int], RenderedChat]:
-    """As `Tokenizer.render`.
+    """Render a chat as `Tokenizer.render` does.
 
     Raises:
         ApiError: 400; it names the field.
@@ -61,7 +61,8 @@ def render(
 
 
 def rendered_text(server: ServerState, chat: Chat) -> str:
-    """
+    """Return the text that the template makes of a chat.
+
     Raises:
         ApiError: 400; it names the field.
     """
@@ -94,7 +95,8 @@ def template_message(message: Message) -> dict[str, Any]:
 
 
 def template_options(body: ChatFields) -> TemplateOptions:
-    """
+    """Return the options of the template that a request asks for.
+
     Raises:
         ApiError: 400, a variable cannot be had.
     """

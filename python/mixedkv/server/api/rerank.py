@@ -21,7 +21,7 @@ _MAX_DOCUMENTS = 2048  # as many as inputs of /v1/embeddings
 
 
 class RerankRequest(Model):
-    """As Jina, Cohere and llama-server have it."""
+    """A request to rank documents, as Jina, Cohere and llama-server have it."""
 
     query: Annotated[Text, Field(min_length=1)]
     documents: Annotated[

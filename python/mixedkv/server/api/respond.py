@@ -1,4 +1,4 @@
-"""How endpoints that generate answer: as an event stream, or whole."""
+"""Answers the endpoints that generate: as an event stream, or whole."""
 
 from __future__ import annotations
 

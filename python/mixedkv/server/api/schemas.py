@@ -95,7 +95,7 @@ class ResponseFormat(Model):
 
 
 class Prediction(Model):
-    """What the answer may be, or much of it."""
+    """Text that the answer may be, or much of it."""
 
     type: Literal["content"]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
@@ -106,7 +106,7 @@ class Prediction(Model):
 
 
 class GenerationFields(Model):
-    """What chat and completions have in common."""
+    """The fields that chat and completions have in common."""
 
     model: Name | None = None
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
@@ -216,7 +216,7 @@ Variables = Annotated[
 
 
 class ChatFields(Model):
-    """What a prompt is made of."""
+    """The fields that a prompt is made of."""
 
     messages: Messages
     tools: Tools | None = None
@@ -252,7 +252,9 @@ class ChatRequest(ChatFields, GenerationFields):
 
     @property
     def names_answers(self) -> bool:
-        """Whether answers have a `message_id`: where it was asked for, and in a chat whose messages have."""
+        """True if answers have a `message_id`: where it was asked for, and in a chat whose messages have
+        one.
+        """
         return bool(self.use_kv_cache) or any(message.message_id for message in self.messages)
 
     @model_validator(mode="after")

@@ -14,7 +14,8 @@ from mixedkv.server.api_error import ApiError, bad_request
 
 
 def choice_of(body: ChatRequest) -> ToolChoice:
-    """
+    """Return the choice of tools that a request asks for.
+
     Raises:
         ApiError: 400, calls do not go with what else is asked for.
     """

@@ -1,1 +1,1 @@
-"""What stands between a socket and the endpoints."""
+"""Guards that stand between a socket and the endpoints."""

@@ -70,13 +70,13 @@ class Keys:
         return self._limits.get(tenant, _NO_LIMITS)
 
     def session_quota(self, tenant: str, default: Quota) -> Quota:
-        """What a tenant's sessions may be."""
+        """Return the limits of a tenant's sessions."""
         given = self._kept.get(tenant, {})
         n_bytes = given["session_mb"] * 10**6 if "session_mb" in given else default.nbytes
         return Quota(given.get("sessions", default.sessions), n_bytes)
 
     def disk_share(self, tenant: str) -> Share:
-        """What a tenant may have of the store's folder."""
+        """Return a tenant's share of the store's folder."""
         given = self._kept.get(tenant, {})
         most = given["disk_mb"] * 10**6 if "disk_mb" in given else None
         return Share(weight=given.get("weight", 1), max_bytes=most)
@@ -105,7 +105,8 @@ class MetricsKey:
 
     @classmethod
     def load(cls, path: str) -> MetricsKey:
-        """
+        """Read the key from its file.
+
         Raises:
             ValueError: others than the owner can read the file, or it is not one key.
             OSError: the file cannot be read.

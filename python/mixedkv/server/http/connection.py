@@ -1,4 +1,4 @@
-"""What one client can hold of the server besides its requests: a connection, for a time.
+"""Bounds what one client can hold of the server besides its requests: a connection, for a time.
 
 uvicorn waits without end for the head of a request, and for a client to take what it is sent.
 """
@@ -29,7 +29,7 @@ _TOO_MANY = ApiError(
 
 
 class Connection(H11Protocol):
-    """uvicorn's protocol on h11, which bounds the size of a request's head, with bounds in time.
+    """Extends uvicorn's protocol on h11, which bounds the size of a request's head, with bounds in time.
 
     A connection is closed when a head is not complete `head_seconds` after the connection was made or the
     head's first byte came, when it is the idlest of too many, and when the client takes nothing for

@@ -18,7 +18,7 @@ from mixedkv.server.unknown_fields import shown
 
 
 class JSONRoute(APIRoute):
-    """For `APIRouter(route_class=...)`."""
+    """Reads JSON bodies, for `APIRouter(route_class=...)`."""
 
     any_content_type = False  # whether a body need not say that it is JSON
 
@@ -61,7 +61,7 @@ def _warn(response: Response, names: list[str]) -> None:
 
 
 class PlainJSONRoute(JSONRoute):
-    """Of an API whose clients send JSON without saying so (`curl -d`)."""
+    """Reads the bodies of an API whose clients send JSON without saying so (`curl -d`)."""
 
     any_content_type = True
 

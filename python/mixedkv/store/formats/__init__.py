@@ -1,1 +1,1 @@
-"""How blocks lie in files."""
+"""File formats of blocks."""

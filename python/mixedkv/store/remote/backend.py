@@ -20,7 +20,7 @@ class RefusedError(Exception):
 
 
 class Backend(Protocol):
-    """For several threads at once.
+    """Protocol of a remote server, which several threads use at once.
 
     Args:
         fan: names that may be asked for at once.
@@ -49,7 +49,8 @@ class Backend(Protocol):
     def exist(self, names: Sequence[str]) -> list[bool]: ...
 
     def put(self, values: Mapping[str, bytes]) -> None:
-        """
+        """Store values by their names.
+
         Raises:
             RefusedError: there is no room.
         """
@@ -64,7 +65,7 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RemoteURL:
-    """Where a remote is, and how it is used.
+    """Address of a remote, and how it is used.
 
     Args:
         url: without our options, with its password.
@@ -79,7 +80,8 @@ class RemoteURL:
 
     @classmethod
     def parse(cls, text: str) -> RemoteURL:
-        """
+        """Parse the URL of a remote.
+
         Raises:
             ValueError: it is no URL of a remote.
         """

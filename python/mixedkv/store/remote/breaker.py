@@ -26,7 +26,7 @@ class Breaker:
         return self._failures >= FAILURES
 
     def allows(self) -> bool:
-        """Whether to ask now; who gets True says how it went."""
+        """Return whether to ask now; a caller that gets True says how it went."""
         with self._lock:
             if not self.is_open:
                 return True
@@ -36,13 +36,13 @@ class Breaker:
             return True
 
     def succeeded(self) -> bool:
-        """Whether nobody asked before this."""
+        """Note a success, and return whether nobody asked before this."""
         with self._lock:
             was_open, self._failures, self._seconds = self.is_open, 0, 0.0
             return was_open
 
     def failed(self, times: int = 1) -> bool:
-        """Whether nobody asks from now on."""
+        """Note a failure, and return whether nobody asks from now on."""
         with self._lock:
             was_open = self.is_open
             self._failures += times

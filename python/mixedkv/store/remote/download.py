@@ -26,7 +26,7 @@ class Download(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """As many bytes as there is room for; fewer only at the end.
+        """Read as many bytes as there is room for; fewer only at the end.
 
         Raises:
             EntryError: a piece is missing.

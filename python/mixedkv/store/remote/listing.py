@@ -1,4 +1,4 @@
-"""What lies in a remote, and how it is found there by the hashes of its tokens: without a shared index.
+"""Finds entries in a remote by the hashes of their tokens, without a shared index.
 
     at/HASH             content hash of the last entry that was stored over this block boundary
     entry/CONTENT       the entry's row, and how its file is cut
@@ -84,7 +84,8 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
-        """
+        """Decode a manifest.
+
         Raises:
             EntryError: it is something else.
         """
@@ -118,7 +119,7 @@ class Manifest:
 
 
 class RemoteListing:
-    """What a search asks; see `lookup.Listing`.
+    """Lists the entries of a remote for a search; see `lookup.Listing`.
 
     Args:
         get: asks the remote for values by name.

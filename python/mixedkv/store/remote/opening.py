@@ -6,7 +6,8 @@ from mixedkv.store.remote.backend import Backend, RemoteURL
 
 
 def open_backend(url: RemoteURL) -> Backend:
-    """
+    """Open the remote of a URL.
+
     Raises:
         ValueError: the URL cannot be used, or the package for it is not installed.
     """

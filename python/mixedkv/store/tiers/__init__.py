@@ -1,1 +1,1 @@
-"""Where the entries of a store lie."""
+"""Tiers that the entries of a store lie in."""

@@ -181,7 +181,7 @@ def open_own(path: Path) -> IO[bytes]:
 
 
 def make_own_folder(path: Path) -> None:
-    """What is in it can be read back as text.
+    """Make a folder that only its owner can open: what is in it can be read back as text.
 
     Raises:
         PermissionError: it is another user's, or others may write to it.
@@ -206,7 +206,7 @@ def inode(path: Path) -> tuple[int, int]:
 
 
 def is_full(error: Exception) -> bool:
-    """Whether something could not be written because there is no room for it."""
+    """Return whether something could not be written because there is no room for it."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     return "full" in str(error)  # sqlite3's; its errors have had a code since Python 3.11 only

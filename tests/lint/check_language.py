@@ -1,0 +1,146 @@
+"""The language of docstrings and pages, as far as a program can see it.
+
+- The first line of a public docstring is a sentence. It begins with a capital or a name of the code, ends
+  with a period, and does not begin with a word that makes it a fragment ("What ...", "Whether ...").
+- An entry of `Raises:` says when.
+- A sentence on a page has at most 30 words. Tables, code and the decisions may have longer ones.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGES = ("python/mixedkv", "python/mixedkv_bench", "python/mixedkv_llm")
+GENERATED = ("split_pb2.py", "split_pb2_grpc.py")
+MOST_WORDS = 30
+# Pages that still have longer sentences: take one out when it is done, add none.
+NOT_DONE = (
+    "README.md",
+    "docs/architecture.md",
+    "docs/bench-schema.md",
+    "docs/benchmarks.md",
+    "docs/c-api.md",
+    "docs/choosing-a-cache.md",
+    "docs/chunks.md",
+    "docs/concepts/tiers.md",
+    "docs/conversations.md",
+    "docs/engine.md",
+    "docs/fleet.md",
+    "docs/formats.md",
+    "docs/hub.md",
+    "docs/kernels.md",
+    "docs/models.md",
+    "docs/server.md",
+    "docs/split.md",
+    "docs/store.md",
+    "docs/streaming.md",
+)
+
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+_FRAGMENT = re.compile(r"(What|Whether|How|Which|Who|Whose|Where|That|Of|For|As|None)\b")
+_BEGINS = re.compile(r"""[A-Z`"'0-9\[]""")
+
+
+def docstrings(path: Path) -> Iterator[tuple[int, str, str]]:
+    """Yield line, name and text of each public docstring of a module, its own first."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    yield from _within(tree, path.stem)
+
+
+def _within(node: Documented, name: str) -> Iterator[tuple[int, str, str]]:
+    text = ast.get_docstring(node)
+    if text:
+        yield node.body[0].lineno, name, text
+    if isinstance(node, ast.Module | ast.ClassDef):
+        for each in node.body:
+            if isinstance(
+                each, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+            ) and not each.name.startswith("_"):
+                yield from _within(each, each.name)
+
+
+def about_docstring(text: str) -> list[str]:
+    """Return what is wrong with a docstring."""
+    first = " ".join(text.split("\n\n")[0].split())
+    problems = []
+    if first.startswith("Raises:"):
+        problems.append("begins with Raises: say first what the function does")
+    elif _FRAGMENT.match(first):
+        problems.append(f"begins with {first.split()[0]!r}, which makes no sentence: {first[:60]}")
+    elif not _BEGINS.match(first):
+        problems.append(f"begins with a small letter; put code in backticks: {first[:60]}")
+    elif not first.endswith((".", ":", "?")):
+        problems.append(f"has no period at the end of its first paragraph: ... {first[-60:]}")
+    return problems + [f"does not say when it raises {name}" for name in bare_raises(text)]
+
+
+def bare_raises(text: str) -> list[str]:
+    """Return the names in a docstring's `Raises:` that have no text behind them."""
+    _, found, section = text.partition("\nRaises:\n")
+    if not found:
+        return []
+    lines = []
+    for line in section.splitlines():
+        if line and not line.startswith(" "):
+            break
+        lines.append(line)
+    entries = [line for line in lines if line.startswith("    ") and not line.startswith("     ")]
+    return [entry.strip() for entry in entries if not re.match(r"    [\w.]+(, [\w.]+)*: \S", entry)]
+
+
+def sentences(text: str) -> Iterator[tuple[int, str]]:
+    """Yield line and words of each sentence of a page that is in no table, list of links or code."""
+    lines = text.splitlines()
+    paragraph: list[str] = []
+    begin, fenced = 0, False
+    for number, line in enumerate([*lines, ""], 1):
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        stops = fenced or line.lstrip().startswith(("|", "#", "```", "<!--", "!["))
+        item = re.match(r"\s*(?:[-*]|\d+\.) ", line)
+        if paragraph and (stops or item or not line.strip() or line.startswith("    ")):
+            for each in re.split(r"(?<=[.!?:])(?<!e\.g\.)\)?\s+(?=[^a-z])", " ".join(paragraph)):
+                yield begin, each
+            paragraph = []
+        if line.strip() and not stops and not line.startswith("    "):
+            begin = begin if paragraph else number
+            paragraph.append(line[item.end() :] if item else line.strip())
+
+
+def long_sentences(text: str) -> list[tuple[int, int, str]]:
+    """Return line, number of words and beginning of each sentence that is too long."""
+    found = []
+    for line, sentence in sentences(text):
+        plain = re.sub(r"`[^`]*`", "X", re.sub(r"\]\([^)]*\)", "]", sentence))
+        words = len([word for word in plain.split() if re.search(r"\w", word)])
+        if words > MOST_WORDS:
+            found.append((line, words, sentence[:60]))
+    return found
+
+
+def main() -> list[str]:
+    """Return what is wrong in the packages and the pages, one line each."""
+    problems = []
+    for path in sorted(path for each in PACKAGES for path in Path(each).rglob("*.py")):
+        if path.name not in GENERATED:
+            for line, name, text in docstrings(path):
+                problems += [f"{path}:{line} {name}: {problem}" for problem in about_docstring(text)]
+    pages = [Path("README.md"), Path("CONTRIBUTING.md"), *sorted(Path("docs").rglob("*.md"))]
+    for path in pages:
+        if "decisions" not in path.parts and path.as_posix() not in NOT_DONE:
+            problems += [
+                f"{path}:{line} has a sentence of {words} words: {text} ..."
+                for line, words, text in long_sentences(path.read_text(encoding="utf-8"))
+            ]
+    return problems
+
+
+if __name__ == "__main__":
+    problems = main()
+    print("\n".join(problems) or "language: docstrings begin with sentences, pages have short ones")
+    sys.exit(bool(problems))

@@ -1,0 +1,59 @@
+"""What tests/lint/check_language.py finds, and what it lets pass."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from support import REPOSITORY
+
+sys.path.insert(0, str(REPOSITORY / "tests/lint"))
+from check_language import about_docstring, long_sentences
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "What the cache holds.",
+        "Whether it is full.",
+        "Of a sequence.",
+        "evict the oldest entry.",
+        "Evict the oldest entry",
+        "Raises:\n    ValueError: n is negative.",
+        "Evict an entry.\n\nRaises:\n    ValueError:",
+        "Evict an entry.\n\nRaises:\n    ValueError",
+    ],
+)
+def test_a_fragment_is_found(text: str) -> None:
+    assert about_docstring(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Return what the cache holds.",
+        "`n` entries that were evicted.",
+        "Evict the oldest entry, and all that builds\non it.",
+        "Evict an entry.\n\nRaises:\n    ValueError, KeyError: there is none,\n        or two.\n\nMore.",
+    ],
+)
+def test_a_sentence_passes(text: str) -> None:
+    assert not about_docstring(text)
+
+
+def test_a_long_sentence_is_found_where_it_begins() -> None:
+    page = (
+        "# Title\n\nShort.\n\n"
+        + "- "
+        + "word " * 31
+        + "\n\n```\n"
+        + "word " * 40
+        + "\n```\n\n| "
+        + "word " * 40
+    )
+    assert [(line, words) for line, words, _ in long_sentences(page)] == [(5, 31)]
+
+
+def test_a_link_and_code_count_once() -> None:
+    assert not long_sentences("word " * 28 + "[page](a/b/c.md) `a code of many words`.\n")
