@@ -119,14 +119,15 @@ def _lookups(codes: dict[str, str]) -> Iterator[TaskItem]:
 
 
 def _needles(random: Random, codes: dict[str, str]) -> Iterator[TaskItem]:
-    """Three codes at a time; each place is asked for once or twice."""
-    for _ in range(12):
+    """Three codes in a row, one after the other, each after the right ones before it."""
+    for _ in range(8):
         chosen = random.sample(sorted(codes), 3)
         asked = ", ".join(chosen[:-1]) + " and " + chosen[-1]
         prompt = f"\n\nQuestion: What are the access codes of the {asked}, in this order?\nAnswer:"
-        prompt += f" {chosen[0]}:"
-        rest = "".join(f", {place}: {codes[place]}" for place in chosen[1:])
-        yield TaskItem("needles", prompt, codes[chosen[0]] + rest, 40)
+        for place in chosen:
+            prompt += f" The access code of the {place} is"
+            yield TaskItem("needles", prompt, codes[place], 8)
+            prompt += f" {codes[place]}."
 
 
 def _quotes(random: Random, paragraphs: Sequence[str]) -> Iterator[TaskItem]:
@@ -140,25 +141,30 @@ def _quotes(random: Random, paragraphs: Sequence[str]) -> Iterator[TaskItem]:
 
 
 def _extractions(people: Sequence[Person]) -> Iterator[TaskItem]:
-    """What a schema leaves open is asked for: its keys and their order are given by an example."""
+    """Values of a JSON object, one after the other, each after the right ones before it.
+
+    Its keys and their order are given by an example.
+    """
     example = json.dumps({"name": "Otto", "age": 51, "city": "Vienna", "job": "tailor"})
     for person in people:
         text = json.dumps(person)
-        given = text[: text.index('"age"')]
-        prompt = f"\n\nPeople of the text above as JSON, one in a line:\n{example}\n{given}"
-        yield TaskItem("json", prompt, text[len(given) :], 40)
+        for key in ("age", "city", "job"):
+            at = text.index(f'"{key}": ') + len(f'"{key}": ')
+            prompt = f"\n\nPeople of the text above as JSON, one in a line:\n{example}\n{text[:at].rstrip()}"
+            yield TaskItem("json", prompt, json.dumps(person[key]), 8)
 
 
 def _sums(random: Random, people: Sequence[Person]) -> Iterator[TaskItem]:
-    """How old two of the people are together, step by step."""
+    """How old two of the people are together: either age and the sum, each after the right ones before it."""
     example = "Otto is 51 years old, Anna is 22 years old: 51 + 22 = 73."
     for _ in range(_N_SUMS):
         one, other = random.sample(list(people), 2)
         prompt = f"\n\nTwo people of the text above and their years together.\n{example}\n{one['name']} is"
-        answer = f"{one['age']} years old, {other['name']} is {other['age']} years old: "
-        answer += f"{one['age']} + {other['age']} = {int(one['age']) + int(other['age'])}"
-        prompt = prompt.replace("their years", f"their years ({one['name']} and {other['name']})")
-        yield TaskItem("sums", prompt, answer, 48)
+        yield TaskItem("sums", prompt, f"{one['age']} years", 8)
+        prompt += f" {one['age']} years old, {other['name']} is"
+        yield TaskItem("sums", prompt, f"{other['age']} years", 8)
+        prompt += f" {other['age']} years old: {one['age']} + {other['age']} ="
+        yield TaskItem("sums", prompt, f"{int(one['age']) + int(other['age'])}", 8)
 
 
 def _dialogue(random: Random, n_tokens: int, count: Count) -> Pile:
