@@ -36,7 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add(actions, "verify", _verify, "read everything, remove what is damaged")
     rekey = _add(actions, "rekey", _rekey, "give an encrypted store another master key, also its sessions")
     rekey.add_argument("--new-key", metavar="SOURCE", required=True, help="the new one, as --key")
-    _add(actions, "encrypt", _encrypt, "encrypt what was stored before the store had a key")
+    encrypt = _add(actions, "encrypt", _encrypt, "encrypt what was stored before the store had a key")
+    encrypt.add_argument(
+        "--tenant",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="also keep the message ids of this tenant, whose name is stored as a hash; again for more",
+    )
     gc = _add(actions, "gc", _gc, "remove what was left behind by killed programs")
     gc.add_argument("--max-gb", metavar="N", type=_gigabytes, help="also shrink the store to this size")
     gc.add_argument(
@@ -177,7 +184,7 @@ def _encrypt(args: argparse.Namespace) -> None:
         raise ValueError("encrypt: give the key with --key")
     _check_store(args.store)
     key = parse_key_source(args.key)
-    n_entries, n_lost = encrypt_plain(args.store, key)
+    n_entries, n_lost = encrypt_plain(args.store, key, args.tenant)
     n_sessions = reseal(args.store, None, key)
     lost = f"; {n_lost} could not be read and were removed" if n_lost else ""
     print(f"{n_entries} entries and {n_sessions} sessions are encrypted now{lost}")

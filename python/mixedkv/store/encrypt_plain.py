@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -17,23 +18,25 @@ from mixedkv.store.folder import StoreFolder, store_root
 from mixedkv.store.identity import Identity
 from mixedkv.store.index import Index
 from mixedkv.store.lookup import Search
+from mixedkv.store.message_ids import MessageIds
 from mixedkv.store.results import Match
 
 _ANY_SIZE = 2**62
 _ANY_CUT = {"sliding_window": 1}  # whole entries are copied: where they can be cut plays no part
 
 
-def encrypt_plain(folder: str | Path, key: KeySource) -> tuple[int, int]:
+def encrypt_plain(folder: str | Path, key: KeySource, tenants: Iterable[str] = ()) -> tuple[int, int]:
     """Encrypt every entry of a store that lies there in plain text, and remove the plain files.
 
     It can be called again after it was interrupted. The entries belong to no session afterwards: names of
-    sessions were stored as hashes without a key, and what they were is not known any more.
+    sessions were stored as hashes without a key, and what they were is not known any more. Ids of messages
+    are kept of the default tenant and of `tenants`: names of tenants were stored as hashes too.
 
     Returns:
         How many entries were encrypted, and how many could not be read and were removed.
 
     Raises:
-        ValueError: the store is encrypted with another key.
+        ValueError: the store is encrypted with another key, or the name of a tenant is refused.
         OSError: it cannot be read or written.
     """
     cipher = KeyCipher(key)
@@ -46,18 +49,21 @@ def encrypt_plain(folder: str | Path, key: KeySource) -> tuple[int, int]:
         sealed.adopt_key()
         index = stack.enter_context(closing(StoreFolder(store_root(folder)).open()))
         rows = [row for row in index.entries() if not row.key_id]
-        n = _copy(index, rows, plain, sealed)
+        new = _copy(index, rows, plain, sealed)
+        before, after = MessageIds(plain, PlainCipher()), MessageIds(sealed, cipher)
+        for tenant in dict.fromkeys(("", *tenants)):
+            after.adopt(tenant, before.entries(tenant), new)
         for row in rows:
             plain.remove(row.id)
-    return n, len(rows) - n
+    return len(new), len(rows) - len(new)
 
 
 def _open(folder: str | Path, cipher: Cipher) -> Entries:
     return Entries(store_root(folder), cipher, max_bytes=_ANY_SIZE, max_ram_bytes=0, eviction="lru")
 
 
-def _copy(index: Index, rows: list[EntryRow], plain: Entries, sealed: Entries) -> int:
-    """Write the entries of these rows again; how many could be."""
+def _copy(index: Index, rows: list[EntryRow], plain: Entries, sealed: Entries) -> dict[str, str]:
+    """Write the entries of these rows again; the new ids of those that could be, by their old ones."""
     new: dict[str, str] = {}
     for row in sorted(rows, key=lambda row: row.p0):  # what others build on begins, but may not end, first
         match = _match(index, row)
@@ -67,7 +73,7 @@ def _copy(index: Index, rows: list[EntryRow], plain: Entries, sealed: Entries) -
         links = tuple(replace(link, entry=new[link.entry]) for link in match.links[:-1])
         parent = replace(match, tokens=match.tokens[: row.p0], links=links) if links else None
         new[row.id] = sealed.write(match.identity, block, parent, None)[0]
-    return len(new)
+    return new
 
 
 def _match(index: Index, row: EntryRow) -> Match | None:

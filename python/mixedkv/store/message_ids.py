@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from mixedkv.ids import check_id, check_tenant
 from mixedkv.store.encryption import Cipher
@@ -66,6 +66,26 @@ class MessageIds:
             )
 
         self._entries.change(write)
+
+    def adopt(self, tenant: str, infos: Iterable[MessageInfo], entries: Mapping[str, str]) -> None:
+        """Take over what another store noted, the latest first, of entries that have these ids here.
+
+        Raises:
+            OSError: the index cannot be written.
+        """
+        name, now = self._tenant(tenant), time.time()
+        rows = [
+            (name, info.message_id, info.n_tokens, now, entries[info.entry])
+            for info in infos
+            if info.entry in entries
+        ]
+        self._entries.change(
+            lambda db: db.executemany(
+                "INSERT OR REPLACE INTO messages (tenant, message_id, n_tokens, noted, entry) "
+                "VALUES (?, ?, ?, ?, ?)",
+                reversed(rows),
+            )
+        )
 
     def entries(self, tenant: str | None = None, message_id: str | None = None) -> list[MessageInfo]:
         """Return which entries messages end in, the latest first: of one tenant, or of all if it is None; of

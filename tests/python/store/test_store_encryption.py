@@ -276,6 +276,25 @@ def test_plain_entries_in_a_store_with_a_key_are_named(
         encrypt_plain(tmp_path, lambda: OTHER_KEY)
 
 
+def test_message_ids_are_kept(tmp_path: Path) -> None:
+    """Of the default tenant, and of those that are named: the store has hashes of their names."""
+    with KVStore(tmp_path) as store:
+        for tenant in ("", "alice", "bob"):
+            who = identity(tenant=tenant)
+            store.put(who, BLOCK)
+            match = store.find(who, TOKENS)
+            assert match is not None
+            store.messages.note(match, [("first", 10), ("second", 90)])
+    assert encrypt_plain(tmp_path, lambda: KEY, ["alice"]) == (3, 0)
+    with KVStore(tmp_path, key=lambda: KEY) as store:
+        for tenant, kept in (("", True), ("alice", True), ("bob", False)):
+            found = [(info.message_id, info.n_tokens) for info in store.messages.entries(tenant)]
+            assert found == ([("second", 90), ("first", 10)] if kept else [])
+        assert store.messages.remove("first", "alice") == 1
+        assert store.find(identity(tenant="alice"), TOKENS) is None
+        assert store.find(identity(), TOKENS) is not None
+
+
 def test_what_branches_off_within_another_entry_is_encrypted_too(tmp_path: Path) -> None:
     """It ends before that entry does, and was taken for an entry whose beginning is lost."""
     other = [*TOKENS[:40], *range(80_000, 80_020)]
