@@ -31,7 +31,7 @@ class AgedRow(Row):
     """One row per setting.
 
     Sequences decode together, a token each in a step, in one unified cache. In the aged one they have done so
-    for 1,000 steps, and every sixtieth token of a sequence was its last: another one with a prompt of 64 to
+    for 1,000 steps, and every sixtieth token of a sequence was its last. Another one with a prompt of 64 to
     400 tokens took its place. The fresh one has been given sequences of the same lengths, one after the
     other. Both then take turns, `n_gen` steps at a time, and ratios are taken within a turn.
     """

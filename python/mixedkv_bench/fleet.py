@@ -32,7 +32,7 @@ class FleetRow(Row):
     """One row per number of replicas and clients, routing, and with and without the shared store.
 
     The same conversations as of serve, new ones in each round, through the ingress of a Ray Serve application
-    on this machine; the context of every replica has room for all of them. With the shared store Ray's own
+    on this machine. The context of every replica has room for all of them. With the shared store Ray's own
     routing is left out.
     """
 

@@ -53,10 +53,10 @@ class QualityRow(CacheRow):
     """One row per setting and mode.
 
     The next-token distribution at each position, against that of a reference with an F32 cache and without
-    flash attention which reads the same documents: parts of `--text`, evenly spaced, or a sample generated
-    from the bundled model's corpus, the same on every machine. The numbers of a row are those of the second
-    half of each document, as in llama.cpp's perplexity tool: a window of recent tokens would hide the damage
-    to old ones early on.
+    flash attention which reads the same documents. These are parts of `--text`, evenly spaced, or a sample
+    generated from the bundled model's corpus, the same on every machine. The numbers of a row are those of
+    the second half of each document, as in llama.cpp's perplexity tool. A window of recent tokens would hide
+    the damage to old ones early on.
     """
 
     test: Literal["quality"] = "quality"

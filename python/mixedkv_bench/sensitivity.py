@@ -26,7 +26,7 @@ _AT_ONCE = 8  # contexts, beside the reference
 class SensitivityRow(Row):
     """One row for K and V of each layer, and one for each number of bits.
 
-    The cache has the finest cold type in all layers, and the coarsest in K or V of one: its divergence from
+    The cache has the finest cold type in all layers, and the coarsest in K or V of one. Its divergence from
     an F32 cache, less that of the finest type everywhere, is what this K or V adds. From that come the types
     of least divergence at given bits, whose divergence is measured as well. Documents, positions and
     divergence are those of `quality`, in large batches.

@@ -75,18 +75,19 @@ class ServeRow(ServerRow):
     Conversations over HTTP, streamed, replayed against `mixedkv serve` and against `python -m
     llama_cpp.server` of the stock llama-cpp-python. All servers run during the whole run, each in a process
     of its own, and take turns, round by round. All get the same requests: greedy, with the end of an answer
-    ruled out by `logit_bias`, so that each has `n_gen` tokens; the history of a conversation has the answers
+    ruled out by `logit_bias`, so that each has `n_gen` tokens. The history of a conversation has the answers
     that the server gave. Each round and each number of clients has new conversations. The first message is a
     journal of `n_prompt` tokens, the others are questions about it.
 
     The stock server runs with `logits_all=false` (it would write the logits of prompts),
-    `interrupt_requests=false` (a new request would cut off the running one), without flash attention, once as
-    it is, with the prefix of the last request in its context, and once with its RAM cache. It has a context
-    of `n_ctx` tokens; `mixedkv serve` has `n_ctx` times the largest number of clients, shared by all.
+    `interrupt_requests=false` (a new request would cut off the running one) and without flash attention. It
+    runs once as it is, with the prefix of the last request in its context, and once with its RAM cache. It
+    has a context of `n_ctx` tokens; `mixedkv serve` has `n_ctx` times the largest number of clients, shared
+    by all.
 
     With `--peer PROGRAM` a llama-server takes their place, with each of llama.cpp's own caches among the
-    settings, a slot for each client and as many tokens of one cache for all of them, and its prompt cache;
-    what a long prompt costs the others is not measured then.
+    settings. It has a slot for each client and as many tokens of one cache for all of them, and its prompt
+    cache. What a long prompt costs the others is not measured then.
     """
 
     test: Literal["serve"] = "serve"

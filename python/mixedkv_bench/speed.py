@@ -36,7 +36,7 @@ class SpeedRow(Row):
 
     All settings take turns in one process: every round measures each of them once, every other round in
     reverse order, and the first round is thrown away. A measurement restores the same state of `depth`
-    tokens, the rows of the F16 window included, and so shows a cache that has been running for long; rolling
+    tokens, the rows of the F16 window included, and so shows a cache that has been running for long. Rolling
     back would leave a mixed cache with an empty window. Times are wall time around `llama_decode` and
     `llama_synchronize`.
     """

@@ -40,7 +40,7 @@ class SplitRow(Row):
     """One row per cache and distance of the server; vectors are F16.
 
     In each round the same prompt is answered by `Llama` alone and by a client at each distance in turn,
-    greedily; milliseconds are medians over all tokens, or over the rounds.
+    greedily. Milliseconds are medians over all tokens, or over the rounds.
     """
 
     test: Literal["split"] = "split"

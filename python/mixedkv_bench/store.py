@@ -44,9 +44,9 @@ _STORED_AS: dict[Tier, Tier] = {"disk_dropped": "disk"}
 class StoreRow(Row):
     """One row per setting and tier.
 
-    A prompt of random tokens whose KV was kept but for its last ones. All tiers take turns in one process:
-    every round stores the prompt anew and then measures each tier once, every other round in reverse order,
-    and the first round is thrown away. The cache is emptied before each measurement. A hit must restore
+    A prompt of random tokens whose KV was kept but for its last ones. All tiers take turns in one process.
+    Every round stores the prompt anew and then measures each tier once, every other round in reverse order.
+    The first round is thrown away. The cache is emptied before each measurement. A hit must restore
     everything that was stored, exactly and from the tier it is of; anything else is an error.
     """
 

@@ -26,10 +26,10 @@ class StreamingRow(Row):
     """One row per setting, limit and mode, each measured in a process and a control group of its own.
 
     It reads `--n-prompt` tokens in micro-batches of 512 and generates `--n-gen`, then as many answers at a
-    time as the most of `--clients`, then an answer of eight times `--n-gen` tokens by prompt lookup. That one
-    repeats a token: a bias sees to it, since random weights do not, so every draft comes, and it is the most
-    that drafts can bring. "resident" has no limit: what the others' logits are compared with. Weights are
-    repacked in no mode.
+    time as the most of `--clients`. Last comes an answer of eight times `--n-gen` tokens by prompt lookup.
+    That one repeats a token: a bias sees to it, since random weights do not, so every draft comes, and it is
+    the most that drafts can bring. "resident" has no limit: what the others' logits are compared with.
+    Weights are repacked in no mode.
     """
 
     test: Literal["streaming"] = "streaming"

@@ -21,9 +21,9 @@ _COMMANDS = {
     "chat": "talk to a model, and go on another day",
     "pull": "download a model",
     "models": "list the models on this machine",
-    "info": "what a cache would take",
+    "info": "show what each cache would take",
     "serve": "serve a model over HTTP, as OpenAI does",
-    "split": "a model on two machines: layers and cache here, embeddings and output head there",
+    "split": "run a model on two machines: layers and cache on one, embeddings and output head on the other",
     "cache": "list, check and clean stored KV",
     "bench": "measure speed, memory, quality and recall of cache settings, kept KV, the server",
 }

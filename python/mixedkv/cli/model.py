@@ -27,7 +27,7 @@ def add_streaming_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory",
         metavar="SIZE",
         type=memory,
-        help="of this process, e.g. 6GiB; streams the layers that do not fit",
+        help="memory that this process may take, e.g. 6GiB; streams the layers that do not fit",
     )
 
 

@@ -18,18 +18,29 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         "sampling", "default: what the model's file recommends (general.sampling.*), else llama-server's"
     )
     group.add_argument("--temp", metavar="T", type=temperature, help="temperature; 0 is the likeliest token")
-    group.add_argument("--top-k", metavar="K", type=whole, help="of the K likeliest tokens; 0 is all")
     group.add_argument(
-        "--top-p", metavar="P", type=between(0, 1), help="of those with this probability together"
+        "--top-k", metavar="K", type=whole, help="sample from the K likeliest tokens; 0 is all"
     )
     group.add_argument(
-        "--min-p", metavar="P", type=between(0, 1), help="of those at least P times the likeliest"
+        "--top-p",
+        metavar="P",
+        type=between(0, 1),
+        help="sample from the likeliest tokens that together have this probability",
     )
     group.add_argument(
-        "--repeat-penalty", metavar="X", type=between(0.01, 10), help="of repeated tokens; 1 is none"
+        "--min-p",
+        metavar="P",
+        type=between(0, 1),
+        help="drop tokens less than P times as likely as the likeliest",
     )
     group.add_argument(
-        "--seed", metavar="N", type=int, help="the same text again (default: another each time)"
+        "--repeat-penalty", metavar="X", type=between(0.01, 10), help="penalty of repeated tokens; 1 is none"
+    )
+    group.add_argument(
+        "--seed",
+        metavar="N",
+        type=int,
+        help="seed of the sampler, for the same text again (default: another each time)",
     )
 
 

@@ -83,10 +83,8 @@ class ServerSettings(BaseSettings):
     lora: Several = _option(
         (), "LoRA adapter that answers as a model of that name, again for more", "NAME=[MODEL=]FILE"
     )
-    mmproj: Several = _option(
-        (), "image encoder of a model, the first one where nothing is said", "[NAME=]FILE"
-    )
-    lora_scale: Several = _option((), "how much of an adapter, e.g. 0.5 (default: all of it)", "NAME=X")
+    mmproj: Several = _option((), "image encoder of a model, by default of the first one", "[NAME=]FILE")
+    lora_scale: Several = _option((), "strength of an adapter, e.g. 0.5 (default: all of it)", "NAME=X")
     chat_format: str = _option("", "llama-cpp-python's chat format, for a model without a template", "NAME")
     chat_template: str = _option("", "Jinja chat template in place of the model's own", "FILE")
     kv: str = _option("mixed", "KV cache, as in `mixedkv run`", "SPEC")
@@ -124,7 +122,7 @@ class ServerSettings(BaseSettings):
     )
     checkpoint_every: int = _option(
         0,
-        "take one after so many tokens of a prompt too; 0: where messages begin and at the end",
+        "also keep a place every so many tokens of a prompt; 0: where messages begin and at the end",
         "N",
         0,
         INT32_MAX,
@@ -175,8 +173,8 @@ class ServerSettings(BaseSettings):
     )
     n_rs_seq: int = _option(
         0,
-        "of a hybrid or recurrent model, tokens of a sequence that can be taken back, as drafts are: for "
-        "each one more state of each sequence is kept",
+        "tokens that a sequence of a hybrid or recurrent model can take back, as rejected drafts are; each "
+        "keeps one more state of each sequence",
         "N",
         0,
         MAX_SNAPSHOTS,
@@ -188,16 +186,16 @@ class ServerSettings(BaseSettings):
         0,
         100,
     )
-    top_k: int | None = _option(None, "the same of top_k; 0 is all tokens", "K", 0, INT32_MAX)
-    top_p: float | None = _option(None, "the same of top_p", "P", 0, 1)
-    min_p: float | None = _option(None, "the same of min_p", "P", 0, 1)
-    repeat_penalty: float | None = _option(None, "the same of repeat_penalty", "X", 0.01, 10)
+    top_k: int | None = _option(None, "top_k where a request names none; 0 is all tokens", "K", 0, INT32_MAX)
+    top_p: float | None = _option(None, "top_p where a request names none", "P", 0, 1)
+    min_p: float | None = _option(None, "min_p where a request names none", "P", 0, 1)
+    repeat_penalty: float | None = _option(None, "repeat_penalty where a request names none", "X", 0.01, 10)
     seed: int | None = _option(
         None, "seed where a request names none (default: another each time)", "N", 0, 2**32 - 1
     )
     overflow: Overflow = _option(
         "refuse",
-        "of what does not fit the context: refuse such prompts and end the answer, or slide: drop the middle",
+        "refuse: reject prompts that do not fit the context, and end answers there; slide: drop the middle",
         "HOW",
     )
     embeddings: bool = _option(False, "answer /v1/embeddings, in a second context on the same model")

@@ -75,9 +75,9 @@ def check(condition: object, message: str) -> None:
 _TURNS = """
 ## What a turn costs
 
-A conversation of six questions of 60 tokens and answers of 12, had with an engine and a store, and its last
-prompt once more in a new context, from the store. Evaluated are the new question and the last token before
-it, or the last token alone.
+A conversation has six questions of 60 tokens and answers of 12, with an engine and a store. Its last
+prompt comes once more in a new context, from the store. Evaluated are the new question and the last token
+before it, or the last token alone.
 
 | kind | cache | prompt of turn 6 | evaluated | evaluated, from the store | largest checkpoint, bytes |
 |---|---|---|---|---|---|"""

@@ -20,7 +20,7 @@ _MAX_PAGE = 1000
 
 @router.get("/v1/cache/messages")
 async def list_messages(request: Request, limit: Annotated[int, Query(ge=1, le=_MAX_PAGE)] = 100) -> Response:
-    """The tenant's messages whose KV is stored, the latest first."""
+    """List the tenant's messages whose KV is stored, the latest first."""
     owner = tenant(request)
     found = await in_thread(server_state(request).session_kv.messages, owner, None)
     return JSONResponse(
@@ -34,7 +34,7 @@ async def list_messages(request: Request, limit: Annotated[int, Query(ge=1, le=_
 
 @router.get("/v1/cache/messages/{message_id}")
 async def get_message(message_id: MessageId, request: Request) -> Response:
-    """The entries that a message ends in, with their size and age."""
+    """Return the entries that a message ends in, with their size and age."""
     owner = tenant(request)
     found = await in_thread(server_state(request).session_kv.messages, owner, message_id)
     if not found:

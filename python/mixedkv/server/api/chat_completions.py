@@ -35,7 +35,7 @@ router = APIRouter(route_class=JSONRoute)
 
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
-    """An answer to a chat, whole or as server-sent events."""
+    """Answer a chat, whole or as server-sent events."""
     owner = tenant(request)
     server = model_of(request, body.model)
     session = await find_session(server, body.session_id, owner) if body.session_id else None

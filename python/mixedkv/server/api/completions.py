@@ -40,7 +40,7 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Response:
-    """The continuation of prompts, whole or as server-sent events."""
+    """Continue prompts, whole or as server-sent events."""
     owner = tenant(request)
     server = model_of(request, body.model)
     session = await find_session(server, body.session_id, owner) if body.session_id else None

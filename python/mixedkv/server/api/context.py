@@ -102,7 +102,7 @@ async def list_contexts(
     after: Annotated[str, Query(max_length=MAX_LENGTH, pattern=f"^({PATTERN})?$")] = "",
     limit: Annotated[int, Query(ge=1, le=_MAX_PAGE)] = 20,
 ) -> Response:
-    """The tenant's sessions in the order of their ids, a page at a time, and what all of them take."""
+    """List the tenant's sessions in the order of their ids, a page at a time, and what all of them take."""
     server, owner = server_state(request), tenant(request)
     found = await server.contexts.list_sessions(owner, after=after, limit=limit + 1)
     held, quota = await server.contexts.held(owner), server.session_quota(owner)

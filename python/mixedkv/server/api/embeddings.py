@@ -27,7 +27,7 @@ _CHUNK = 1 << 16
 
 @router.post("/v1/embeddings")
 async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
-    """A vector of length 1 for each input."""
+    """Return a vector of length 1 for each input."""
     owner = tenant(request)
     server = model_of(request, body.model, generates=False)
     embedder = checked_embedder(server, body)

@@ -19,7 +19,7 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
-    """The models that are served, and adapters on them; the default one first."""
+    """List the models that are served, and adapters on them; the default one first."""
     tenant(request)
     return JSONResponse({"object": "list", "data": [_model(each) for each in server_state(request).all]})
 
@@ -46,7 +46,7 @@ async def stats(request: Request, model: Annotated[str | None, Query(max_length=
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """200 while all engines are alive and their models are what was loaded."""
+    """Answer 200 while all engines are alive and their models are what was loaded."""
     for engine in (each.engine for each in server_state(request).all):
         if isinstance(engine.closing_error, ModelChangedError):
             raise from_engine(engine.closing_error)
@@ -62,7 +62,7 @@ async def health_head(request: Request) -> Response:
 
 @router.get("/ready")
 async def ready(request: Request) -> Response:
-    """200 when requests are taken: the model is loaded and warm, and the server is not shutting down."""
+    """Answer 200 when requests are taken: the model is loaded and warm, and the server goes on."""
     server = server_state(request)
     engines = [each.engine for each in server.all]
     for error in (engine.closing_error for engine in engines):
@@ -75,7 +75,7 @@ async def ready(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Prometheus' text format."""
+    """Return the metrics in Prometheus' text format."""
     server = server_state(request)
     key, headers = server.metrics_key, request.headers
     if key is not None and not key.opens(headers.get("authorization"), headers.get("x-api-key")):

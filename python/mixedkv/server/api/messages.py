@@ -27,7 +27,7 @@ router = APIRouter(route_class=JSONRoute)
 
 @router.post("/v1/messages")
 async def messages(body: MessagesRequest, request: Request) -> Response:
-    """An answer to a chat, whole or as server-sent events."""
+    """Answer a chat, whole or as server-sent events."""
     owner = tenant(request)
     server = model_of(request, body.model)
     jobs, chat = await read_prompt(request, _jobs, server, body, owner)
@@ -37,7 +37,7 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountRequest, request: Request) -> Response:
-    """Tokens of a prompt."""
+    """Count the tokens of a prompt."""
     server = model_of(request, body.model)
     return JSONResponse({"input_tokens": await read_prompt(request, _count, server, body)})
 

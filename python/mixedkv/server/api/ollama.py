@@ -30,13 +30,13 @@ _LATEST = ":latest"  # what Ollama's clients write behind a name
 
 @router.post("/api/chat")
 async def chat(body: OllamaChat, request: Request) -> Response:
-    """An answer to a chat, as lines of JSON or whole."""
+    """Answer a chat, as lines of JSON or whole."""
     return await _answer(request, body, is_empty=not body.messages)
 
 
 @router.post("/api/generate")
 async def generate(body: OllamaGenerate, request: Request) -> Response:
-    """An answer to a prompt, as lines of JSON or whole."""
+    """Answer a prompt, as lines of JSON or whole."""
     return await _answer(request, body, is_empty=not (body.prompt or body.suffix or body.images))
 
 

@@ -30,21 +30,21 @@ _MAX_VALUE = 10_000  # characters of a text in a file's metadata
 
 @router.get("/api/version")
 async def version(request: Request) -> Response:
-    """The version of Ollama whose API this is."""
+    """Return the version of Ollama whose API this is."""
     tenant(request)
     return JSONResponse({"version": _OLLAMA_VERSION, "mixedkv": __version__})
 
 
 @router.get("/api/tags")
 async def tags(request: Request) -> Response:
-    """The models that are served, and adapters on them."""
+    """List the models that are served, and adapters on them."""
     tenant(request)
     return JSONResponse({"models": [await in_thread(_listed, each) for each in server_state(request).all]})
 
 
 @router.get("/api/ps")
 async def running(request: Request) -> Response:
-    """The same models: what is served stays loaded."""
+    """List the same models: what is served stays loaded."""
     tenant(request)
     models = [
         {
@@ -68,7 +68,7 @@ async def show(body: OllamaShow, request: Request) -> Response:
 
 @router.post("/api/embed")
 async def embed_inputs(body: OllamaEmbed, request: Request) -> Response:
-    """A vector of length 1 for each input."""
+    """Return a vector of length 1 for each input."""
     began, inputs = time.perf_counter(), [body.input] if isinstance(body.input, str) else body.input
     server = named_model(request, body.model, generates=False)
     if not any(inputs) and len(inputs) < 2:
@@ -87,7 +87,7 @@ async def embed_inputs(body: OllamaEmbed, request: Request) -> Response:
 
 @router.post("/api/embeddings")
 async def embed_prompt(body: OllamaEmbeddings, request: Request) -> Response:
-    """A vector of length 1; what /api/embed was before."""
+    """Return a vector of length 1, as /api/embed did before its name changed."""
     server = named_model(request, body.model, generates=False)
     if not body.prompt:
         return JSONResponse({"embedding": []})

@@ -36,7 +36,7 @@ class RerankRequest(Model):
 
 @router.post("/v1/rerank")
 async def rerank(body: RerankRequest, request: Request) -> Response:
-    """A number for each document, the greatest first."""
+    """Return a number for each document, the greatest first."""
     owner = tenant(request)
     server = model_of(request, body.model, generates=False)
     embedder = _ranker(server)

@@ -29,7 +29,7 @@ router = APIRouter(route_class=JSONRoute)
 
 @router.post("/v1/responses")
 async def responses(body: ResponsesRequest, request: Request) -> Response:
-    """An answer to a list of items, whole or as server-sent events."""
+    """Answer a list of items, whole or as server-sent events."""
     owner = tenant(request)
     server = model_of(request, body.model)
     before = await history(server, body.previous_response_id, owner)
@@ -59,7 +59,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
 
 @router.get("/v1/responses/{response_id}")
 async def get_response(response_id: ResponseId, request: Request) -> Response:
-    """A response that was kept: what it says, without what is not kept (usage, instructions, options)."""
+    """Return a response that was kept, without what is not kept (usage, instructions, options)."""
     kept = await find(server_state(request), response_id, tenant(request), "response_id")
     last = kept.messages[-1].model_dump(exclude_none=True) if kept.messages else {}
     return JSONResponse(

@@ -18,19 +18,19 @@ router = APIRouter(route_class=JSONRoute)
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-    """Token ids of a text."""
+    """Return the token ids of a text."""
     return await _answer(request, _tokens, body)
 
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-    """The text of token ids; control tokens are written out."""
+    """Return the text of token ids; control tokens are written out."""
     return await _answer(request, _text, body)
 
 
 @router.post("/apply-template")
 async def apply_template(body: ApplyTemplateRequest, request: Request) -> Response:
-    """The prompt that a chat is to the model."""
+    """Return the prompt that a chat is to the model."""
     return await _answer(request, _prompt, body)
 
 
