@@ -195,7 +195,7 @@ class Llama(GuardedLlama):
             _core.withdraw()
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Return the card that a notebook shows."""
         return card("Llama", [("file", self.model_path)], self._kv._repr_html_())
 
     @property
@@ -255,6 +255,7 @@ class Llama(GuardedLlama):
                     super().eval(part)
 
     def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+        """Generate tokens as the base class does, at most as many as the completion may have."""
         made = super().generate(tokens, *args, **kwargs)
         criteria = kwargs.get("stopping_criteria")
         return islice(made, criteria.n_most) if isinstance(criteria, _Limited) else made
@@ -296,6 +297,7 @@ class Llama(GuardedLlama):
     # The base class fills in structures of its own making; some of their fields it has no arguments for.
     @property
     def model_params(self) -> llama_cpp.llama_model_params:
+        """Parameters of llama.cpp's model, with what the base class has no arguments for."""
         self._model_params.load_mtp = self._load_mtp
         if self._streaming is not None:  # each time: the base class has a load_mode of its own
             self._streaming.prepare(self._model_params)
@@ -309,6 +311,7 @@ class Llama(GuardedLlama):
 
     @property
     def context_params(self) -> llama_cpp.llama_context_params:
+        """Parameters of llama.cpp's context, with what the base class has no arguments for."""
         return self._context_params
 
     @context_params.setter
@@ -348,7 +351,7 @@ class Llama(GuardedLlama):
         return {**state, **own, **self._asked}
 
     def _settle(self, file: ModelFile, n_ctx: int, *, on_cpu: bool) -> KVSetting:
-        """What a budget or a number of bits comes to, and a window that is too wide for the context."""
+        """Settle a budget or a number of bits, and a window that is too wide for the context."""
         if not isinstance(self._setting, MixedKVConfig):
             return self._setting
         if self._setting.budget and not n_ctx:
@@ -458,7 +461,8 @@ class Llama(GuardedLlama):
 
 
 class _Limited(llama_cpp.StoppingCriteriaList):
-    """What a completion gives its own `generate`, however late it is read: how many tokens it may have.
+    """A completion's limit, which it gives its own `generate`, however late it is read: how many tokens it
+    may have.
 
     Args:
         n_most: as many.

@@ -135,7 +135,7 @@ class _Fleets:
         self._resume(fleet, options, remote, base)
 
     def _replay(self, fleet: RayFleet, clients: int) -> Replay:
-        """Of conversations that no store has seen."""
+        """Replay conversations that no store has seen."""
         conversations = self._script.conversations(time.time_ns() % 10**9)[:clients]
         return replay(fleet.url, conversations, clients, self._script.sampling)
 
@@ -182,7 +182,7 @@ class _Fleets:
         return conversations, replay(fleet.url, conversations, 1, self._ends, before)
 
     def _is_as_without(self, fleet: RayFleet, conversations: Sequence[Conversation], found: Replay) -> bool:
-        """Whether a fleet where nobody is killed, and nothing is kept, answers the same."""
+        """Return whether a fleet where nobody is killed, and nothing is kept, answers the same."""
         alone = replay(fleet.url, conversations, 1, self._ends)
         texts = [[[a.text for a in turn] for turn in one.answers] for one in (alone, found)]
         return texts[0] == texts[1]

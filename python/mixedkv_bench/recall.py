@@ -97,7 +97,7 @@ class RecallCase:
 
 @dataclass
 class _Answers:
-    """What one setting said."""
+    """The answers of one setting."""
 
     right: list[tuple[sample_text.Question, int, bool]]
     texts: list[list[int]]
@@ -259,7 +259,7 @@ def _share(right: Sequence[bool]) -> _Share:
 
 
 def _is_cold(setting: Setting, back: int) -> bool:
-    """Whether a row so many tokens back is out of the window: uniform caches have none."""
+    """Return whether a row so many tokens back is out of the window: uniform caches have none."""
     kv = setting.kv
     return not isinstance(kv, MixedKVConfig) or back > kv.quantization_threshold
 

@@ -149,7 +149,7 @@ class ReuseRow(Row):
 
 @dataclass
 class _Results:
-    """Of one workload, donor and method, by case."""
+    """Results of one workload, donor and method, by case."""
 
     method: Method | None
     reuses: list[ChunkReuse] = field(default_factory=list)
@@ -162,7 +162,7 @@ class _Results:
 
 @dataclass
 class _PeerResults:
-    """Of the peer, on one workload and donor."""
+    """Results of the peer, on one workload and donor."""
 
     answers: list[dict[str, Any]] = field(default_factory=list)
     correct: int = 0
@@ -337,7 +337,7 @@ def _timed(each: _Results, prefill: Callable[[], ChunkReuse]) -> None:
 
 
 def _is_right(run: StoreRun, tokens: list[int], case: Case) -> bool:
-    """Whether the answer is the one that was taught, word for word, up to the end of the turn."""
+    """Return whether the answer is the one that was taught, word for word, up to the end of the turn."""
     text = run.llm.detokenize(tokens, special=True).decode(errors="replace")
     return text.split("<|end|>")[0].strip() == case.answer
 
@@ -479,7 +479,7 @@ def _by_turn(each: _Results) -> list[ReuseTurn]:
 
 
 def _calibrate(run: StoreRun, worst: dict[Method, list[_Results]], max_kld: float) -> Calibration:
-    """Of each method the workload and donor with the largest mean divergence."""
+    """Make a calibration from each method's workload and donor with the largest mean divergence."""
     measured = []
     for method, kinds in worst.items():
         klds = [[deviation.kld for case in each.deviations for deviation in case] for each in kinds]

@@ -92,7 +92,7 @@ def _plan(options: Options, shares: Shares | None = None) -> LayerPlan:
 def _measure_shares(
     bench: Bench, documents: Sequence[Document], kv: MixedKVConfig
 ) -> Iterator[tuple[tuple[int, Part], float]]:
-    """What K or V of each layer adds, and its row."""
+    """Measure what K or V of each layer adds, and make its row."""
     parts: tuple[Part, ...] = ("k", "v")
     cases = [(layer.il, part) for layer in bench.options.shape.layers for part in parts]
     finest = [(layer.il, FINEST, FINEST) for layer in bench.options.shape.layers]

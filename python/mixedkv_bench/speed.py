@@ -176,7 +176,7 @@ def measure(bench: Bench) -> None:
 
 
 def _entries(model: LoadedModel, bench: Bench, stack: ExitStack) -> list[tuple[Setting, str, Opener]]:
-    """Who is compared: each setting here, and with `--peer` those that llama.cpp knows there."""
+    """Return what is compared: each setting here, and with `--peer` those that llama.cpp knows there."""
 
     def open_here(setting: Setting, work: SpeedWork) -> Runner:
         runner = Local(model, setting, work)
@@ -284,7 +284,7 @@ def _rates(
 
 
 def _is_uniform_twin(setting: Setting, kv: KVSetting) -> bool:
-    """Whether it is llama.cpp's own cache of the same types."""
+    """Return whether it is llama.cpp's own cache of the same types."""
     return setting.is_peer and (setting.kv.type_k, setting.kv.type_v) == (kv.type_k, kv.type_v)
 
 

@@ -73,7 +73,7 @@ class _Case:
 
 @dataclass
 class _Said:
-    """What one setting said, in the order of the cases and their prompts."""
+    """The answers of one setting, in the order of the cases and their prompts."""
 
     items: list[tuple[TaskItem | None, list[int], bool]] = field(default_factory=list)
 

@@ -225,7 +225,7 @@ def _tool(tool: Any) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Of a call that was cut off: none."""
+    """Return the arguments of a call; of one that was cut off, none."""
     try:
         found = json.loads(text)
     except ValueError:

@@ -1,8 +1,9 @@
 """The language of docstrings and pages, as far as a program can see it.
 
-- The first line of a public docstring is a sentence. It begins with a capital or a name of the code, ends
+- The first line of a docstring is a sentence. It begins with a capital or a name of the code, ends
   with a period, and does not begin with a word that makes it a fragment ("What ...", "Whether ...").
 - An entry of `Raises:` says when.
+- What docs/reference/python.md shows has a docstring.
 - A sentence on a page has at most 30 words. Tables, code and the decisions may have longer ones.
 """
 
@@ -25,21 +26,30 @@ _BEGINS = re.compile(r"""[A-Z`"'0-9\[]""")
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str, str]]:
-    """Yield line, name and text of each public docstring of a module, its own first."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    yield from _within(tree, path.stem)
+    """Yield line, name and text of each docstring of a module, its own first."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = ast.get_docstring(node) if isinstance(node, Documented) else None
+        if text:
+            yield node.body[0].lineno, getattr(node, "name", path.stem), text
 
 
-def _within(node: Documented, name: str) -> Iterator[tuple[int, str, str]]:
-    text = ast.get_docstring(node)
-    if text:
-        yield node.body[0].lineno, name, text
-    if isinstance(node, ast.Module | ast.ClassDef):
-        for each in node.body:
-            if isinstance(
-                each, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-            ) and not each.name.startswith("_"):
-                yield from _within(each, each.name)
+def undocumented(page: str) -> Iterator[str]:
+    """Yield the classes and public methods that a page of mkdocstrings shows and that have no docstring."""
+    for name in re.findall(r"^::: ([\w.]+)$", page, re.M):
+        module, _, last = name.rpartition(".")
+        whole = last.islower()  # a module, of which all classes are shown
+        path = Path("python", *(name if whole else module).split(".")).with_suffix(".py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and (whole or node.name == last):
+                shown = [node, *(each for each in node.body if _is_shown(each))]
+                yield from (f"{name}: {each.name}" for each in shown if not ast.get_docstring(each))
+
+
+def _is_shown(node: ast.stmt) -> bool:
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("_"):
+        return False
+    decorators = [ast.unparse(each) for each in node.decorator_list]
+    return not any(each == "overload" or each.endswith(".setter") for each in decorators)
 
 
 def about_docstring(text: str) -> list[str]:
@@ -115,7 +125,8 @@ def main() -> list[str]:
                 f"{path}:{line} has a sentence of {words} words: {text} ..."
                 for line, words, text in long_sentences(path.read_text(encoding="utf-8"))
             ]
-    return problems
+    reference = Path("docs/reference/python.md").read_text(encoding="utf-8")
+    return problems + [f"{name} is in the reference and has no docstring" for name in undocumented(reference)]
 
 
 if __name__ == "__main__":

@@ -71,10 +71,12 @@ class ChatResult:
 
     @property
     def message_id(self) -> str:
+        """Id of the assistant's message."""
         return str(self.message["message_id"])
 
     @property
     def content(self) -> str:
+        """Text of the assistant's message."""
         return self.message.get("content") or ""
 
 
@@ -186,7 +188,7 @@ class MessageCache:
         return ChatStream(self, plain, ids, new, sinks, {**options, "stream": stream})
 
     def _save(self, identity: Identity) -> Saved:
-        """What is wrong with storing is said, not raised: the answer is there."""
+        """Store what was computed. An error is noted, not raised, since the answer is there."""
         try:
             return self._store.save(self._llm, identity=identity, session=self._session)
         except (LookupError, ValueError, OSError) as error:

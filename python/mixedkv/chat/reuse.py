@@ -91,7 +91,7 @@ def _live_prefix(llm: Llama, window: Window, wanted: np.ndarray) -> int:
 
 
 def _has_window(llm: Llama, n: int) -> bool:
-    """Whether sliding-window layers still hold what the token at position n sees."""
+    """Return whether sliding-window layers still hold what the token at position n sees."""
     first, _ = llm.kv.positions(0)
     return first <= max(0, n - int(llama_cpp.llama_model_n_swa(llm.model)))
 

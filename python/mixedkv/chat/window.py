@@ -37,7 +37,7 @@ class _Shifted:
 
 @dataclass
 class _Owner:
-    """Whose sequence 0 is, and what was left in it; None while an answer is being made."""
+    """The owner of sequence 0, and what was left in it; None while an answer is being made."""
 
     owner: bytes
     tokens: np.ndarray | None = None

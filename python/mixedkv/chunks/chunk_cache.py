@@ -168,6 +168,7 @@ class ChunkCache:
         return deviation
 
     def stats(self) -> ChunkStats:
+        """Return what was reused and checked since the cache was made."""
         gate, totals = self._gate, self._totals
         return ChunkStats(
             n_prompts=totals["prompts"],

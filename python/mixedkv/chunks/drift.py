@@ -125,7 +125,7 @@ class Drift:
                 self._off.setdefault((il, which), []).extend(off.tolist())
 
     def _problem(self, high: int) -> str:
-        """What is wrong with the donor's rows, "" if nothing is."""
+        """Return what is wrong with the donor's rows, "" if nothing is."""
         first = min(self._before)
         for (il, which), off in self._off.items():
             bound = _OTHER if il != first else _FIRST_K if which == "K" else _FIRST_V

@@ -76,7 +76,7 @@ def find_fingerprints(tokens: Tokens, chunk_size: int) -> npt.NDArray[np.int64]:
 
 
 def _hashes(tokens: Tokens) -> npt.NDArray[np.uint64]:
-    """Of each `WIDTH` tokens in a row."""
+    """Return the hash of each `WIDTH` tokens in a row."""
     n = len(tokens) - WIDTH + 1
     ids = tokens.astype(np.uint64) + np.uint64(1)
     hashes = np.zeros(n, np.uint64)

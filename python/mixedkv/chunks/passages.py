@@ -132,8 +132,8 @@ class Passages:
         return index
 
     def _head(self, ends: npt.NDArray[np.int8]) -> int:
-        """How many tokens at the beginning are always exact: the sinks, and the first chunk up to the end of
-        a sentence.
+        """Return how many tokens at the beginning are always exact: the sinks, and the first chunk up to the
+        end of a sentence.
         """
         size, window = self._options.chunk_size, self._options.boundary_window
         near = ends[size - 1 : size + window]

@@ -130,8 +130,9 @@ class Stitch:
         return chosen
 
     def _attention(self) -> _Work[Floats]:
-        """What the question and the answer look at, float32 [n]: from the question's prefill over the rows as
-        they came, and a few tokens after it. The question alone does not find what the answer repeats.
+        """Return how much the question and the answer look at each token, float32 [n]: from the question's
+        prefill over the rows as they came, and a few tokens after it. The question alone does not find what
+        the answer repeats.
         """
         n = len(self._tokens)
         begin = max(self._segments[-1].end, n - _QUESTION)
@@ -148,7 +149,7 @@ class Stitch:
         return np.convolve(mass, _NEAR[::-1])[len(_NEAR) - 2 :][:n].astype(np.float32)
 
     def _next(self, token: int, position: int) -> tuple[Floats, int]:
-        """What a token looks at, float32 [n], and the likeliest one after it."""
+        """Return how much a token looks at each other, float32 [n], and the likeliest one after it."""
         watch = len(self._tokens)
         looks = self._llm.kv.fill([token], [position], self._seq, logits=True, watch=watch)
         self._work += 1

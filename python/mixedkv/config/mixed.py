@@ -169,6 +169,7 @@ class MixedKVConfig:
 
     @property
     def type_v(self) -> str:
+        """The type of V in llama.cpp's context: that of the cold rows."""
         return self.cold_type_v
 
     @property
@@ -252,7 +253,7 @@ class MixedKVConfig:
 
 
 def _changes(config: MixedKVConfig) -> dict[str, object]:
-    """What differs from the defaults, by key of the spec; equal cold types together."""
+    """Return the fields that differ from the defaults, by key of the spec; equal cold types together."""
     default = {field.name: field.default for field in fields(config)}
     changes = {
         key: getattr(config, field) for key, field in KEYS.items() if getattr(config, field) != default[field]

@@ -144,7 +144,7 @@ class Answer:
             await future
 
     def _next_piece(self) -> str | None:
-        """None at the end."""
+        """Return the next piece of text, None at the end."""
         if self._pieces:
             self._taken.append(self._pieces.popleft())
             return self._taken[-1]

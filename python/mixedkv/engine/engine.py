@@ -177,10 +177,12 @@ class Engine:
 
     @property
     def n_running(self) -> int:
+        """Number of jobs that run."""
         return len(self._scheduler.running)
 
     @property
     def n_steps(self) -> int:
+        """Number of steps since the engine began."""
         return self._stepper.n_steps
 
     @property
@@ -190,10 +192,12 @@ class Engine:
 
     @property
     def last_step_seconds(self) -> float:
+        """Seconds that the latest step took."""
         return self._stepper.last_seconds
 
     @property
     def alive(self) -> bool:
+        """True while the engine takes jobs."""
         return self._thread.is_alive() and not self._inbox.closed
 
     def _repr_html_(self) -> str:

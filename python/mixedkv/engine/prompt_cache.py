@@ -84,7 +84,7 @@ class PromptCache:
         self.engine = Engine(llm, connector=connector, **options)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Return the card that a notebook shows."""
         store = getattr(self._connector, "store", None)
         return self.engine.card("PromptCache") + (store._repr_html_() if store is not None else "")
 

@@ -26,7 +26,7 @@ def fit(job: Job, tokenizer: Tokenizer, n_ctx: int) -> None:
 
 
 def _at_ends(tokens: Tokens, n: int, find: Callable[[Tokens], Places]) -> Places:
-    """Where something is in the first n tokens and in the last n: nothing else of them can stay."""
+    """Return where something is in the first n tokens and in the last n: nothing else of them can stay."""
     if len(tokens) <= 2 * n:
         return find(tokens)
     last = len(tokens) - n

@@ -105,7 +105,7 @@ class Projector:
         return PromptImage(tokens, tuple(pictures))
 
     def _chunks(self, pixels: Pixels) -> Iterator[Any]:
-        """What the library makes of an image: pieces of text and of the image."""
+        """Yield what the library makes of an image: pieces of text and of the image."""
         mtmd, (height, width, _) = self._mtmd, pixels.shape
         data = pixels.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         bitmap = mtmd.mtmd_bitmap_init(width, height, data)

@@ -35,7 +35,7 @@ class KVCache(Evaluating):
         return f"<KVCache {self._setting}>"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Return the card that a notebook shows."""
         try:
             return self.stats()._repr_html_()
         except (ClosedError, ContextBusyError) as error:

@@ -134,7 +134,7 @@ def relative_errors(rows: Rows, wanted: Rows) -> Rows:
 
 
 def _hot(kv: KVCache, seq: int, spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
-    """Which of the tokens are read in F16 in a layer that has them all, bool [n]."""
+    """Return which of the tokens are read in F16 in a layer that has them all, bool [n]."""
     n = sum(end - begin for begin, end in spans)
     for layer in kv.layers:
         view = kv.layer(layer.il)

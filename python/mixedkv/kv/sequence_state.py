@@ -138,7 +138,9 @@ def _state(llm: llama_cpp.Llama, seq: int) -> npt.NDArray[np.uint8]:
 
 
 def _put_state(llm: llama_cpp.Llama, point: Checkpoint, seq: int) -> None:
-    """What comes from a file is looked at first: llama.cpp ends the process for some of it."""
+    """Put a state into the context. What comes from a file is looked at first: llama.cpp ends the process for
+    some of it.
+    """
     state = np.ascontiguousarray(point.state)
     slides = int(llama_cpp.llama_model_n_swa(_llama_cpp.model(llm))) > 0  # then rows of these come first
     if not slides and (

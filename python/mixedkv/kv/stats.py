@@ -174,6 +174,7 @@ class KVStats:
 
     @property
     def tokens(self) -> int:
+        """Number of tokens that the cache holds, hot and cold."""
         return self.tokens_hot + self.tokens_cold
 
     @property
@@ -203,7 +204,9 @@ class KVStats:
         return "\n".join([*lines, *map(str, filled), *map(str, self.layers or ())])
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the lines of `str`, and of each sequence which tokens are in which tier."""
+        """Return the card that a notebook shows: the lines of `str`, and of each sequence which tokens are in
+        which tier.
+        """
         rows = rows_of(str(self))[:_N_LINES]
         filled = [sequence for sequence in self.sequences if sequence.pos_max >= 0]
         bars = [self._bar(sequence) for sequence in filled[:_MOST_BARS]]

@@ -25,7 +25,7 @@ class WindowSettings(ABC):
     @property
     @abstractmethod
     def _address(self) -> int:
-        """Of the context."""
+        """The address of the context."""
 
     @abstractmethod
     def limit_exact(self, p: int) -> None:

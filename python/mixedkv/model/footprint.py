@@ -162,7 +162,7 @@ def ring_rows(shape: ModelShape, kv: CacheSetting, n_ctx: int, n_seq: int = 1) -
 
 
 def _view_bytes(layer: LayerShape, n_rows: int) -> int:
-    """As llama_kv_cache_mixed::get_view_bytes: K in F16, then besides it V in F32 and F16."""
+    """Compute what llama_kv_cache_mixed::get_view_bytes does: K in F16, then besides it V in F32 and F16."""
     k, v = 2 * layer.n_embd_k, 2 * layer.n_embd_v
     return padded(n_rows) * max(3 * k, k + 3 * v)
 

@@ -133,7 +133,7 @@ def kept_models() -> list[KeptModel]:
 
 
 def _is_model(file: str) -> bool:
-    """Whether it is a GGUF model, or its first part; encoders of images are none."""
+    """Return whether it is a GGUF model, or its first part; encoders of images are none."""
     part = _PART.fullmatch(file)
     is_first = part is None or int(part["no"]) == 1
     return file.endswith(".gguf") and is_first and "mmproj" not in file.lower()

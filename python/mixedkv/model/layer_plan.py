@@ -100,12 +100,12 @@ class LayerPlan:
 
 
 def _slope(errors: Mapping[str, float], one: str, other: str) -> float:
-    """What each bit from a type to a finer one takes from the error."""
+    """Return by how much each bit from a type to a finer one reduces the error."""
     return (errors[one] - errors[other]) / (type_bits(other) - type_bits(one))
 
 
 def _usable(shape: ModelShape, on_cpu: bool) -> dict[str, float]:
-    """Of `LADDER` what all heads can have."""
+    """Return the types of `LADDER` that all heads can have."""
     heads = [size for layer in shape.layers for size in (layer.head_k, layer.head_v)]
     return {
         name: error

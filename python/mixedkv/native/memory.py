@@ -82,7 +82,7 @@ def _own_groups(proc: Path, groups: Path) -> Iterator[tuple[Path, _Names, Path]]
 
 
 def _room(folder: Path, limits: tuple[str, ...], usage: str, cache: tuple[str, ...]) -> Iterator[Room]:
-    """What is left below its limits; the page cache gives way."""
+    """Return what is left below its limits; the page cache gives way."""
     for name in limits:
         try:
             most = (folder / name).read_text().strip()

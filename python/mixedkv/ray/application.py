@@ -46,7 +46,7 @@ class Ingress:
 
 
 async def _parts(answer: Any) -> AsyncIterator[bytes]:
-    """Who goes before the end ends the answer."""
+    """Yield the parts of an answer; a client that leaves before the end ends it."""
     try:
         async for message in answer:
             if part := message.get("body"):

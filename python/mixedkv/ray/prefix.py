@@ -63,7 +63,7 @@ def _number(name: bytes) -> int:
 
 
 def _texts(asked: dict[str, Any]) -> Iterator[str]:
-    """Of a chat, a completion or a response, in the order in which templates write it."""
+    """Yield the texts of a chat, a completion or a response, in the order in which templates write it."""
     for name in ("tools", "system", "instructions", "prompt", "input"):
         if value := asked.get(name):
             yield value if isinstance(value, str) else json.dumps(value)

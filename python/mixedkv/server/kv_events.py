@@ -167,7 +167,7 @@ class HeldBlocks:
 
 @dataclass(slots=True)
 class _Publisher:
-    """Of one engine, under a topic of its own."""
+    """Publishes the events of one engine, under a topic of its own."""
 
     topic: bytes
     engine: Engine

@@ -91,7 +91,7 @@ def _bind_address(host: str, port: int) -> socket.socket:
 
 
 def _bind_path(path: str) -> socket.socket:
-    """For its owner only; `chmod` opens it to others."""
+    """Bind the socket for its owner only; `chmod` opens it to others."""
     _remove_stale(path)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)
@@ -106,7 +106,7 @@ def _bind_path(path: str) -> socket.socket:
 
 
 def _remove_stale(path: str) -> None:
-    """What a server that was killed has left behind."""
+    """Remove what a server that was killed has left behind."""
     try:
         mode = os.lstat(path).st_mode
     except OSError:

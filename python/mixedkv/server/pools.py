@@ -27,7 +27,7 @@ class Pools:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """What waits is dropped; what runs reads the model, which is freed next."""
+        """Drop what waits, and wait for what runs: it reads the model, which is freed next."""
         self.body_reader.close()
         for pool in (self.bodies, self.prompts, self.large_prompts, self.answers):
             pool.shutdown(cancel_futures=True)

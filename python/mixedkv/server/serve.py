@@ -251,7 +251,7 @@ def _open_events(settings: ServerSettings, engines: Mapping[str, Engine]) -> KVE
 
 
 def _topics(settings: ServerSettings, names: Sequence[str]) -> dict[str, str]:
-    """Of KV events, by model: routers tell by them whose blocks they are."""
+    """Return the topics of KV events, by model: routers tell by them whose blocks they are."""
     topic = settings.kv_events_topic
     if len(names) > 1 and "{model}" not in topic:
         raise ValueError(
@@ -262,7 +262,7 @@ def _topics(settings: ServerSettings, names: Sequence[str]) -> dict[str, str]:
 
 
 def _stop_reading(engine: Engine) -> None:
-    """Who waits for the model's file may have it after this."""
+    """Stop the engine, so that whoever waits for the model's file may have it."""
     error = ModelChangedError(
         "the model's file was changed, or opened to be: restart the server, and replace a model by renaming "
         "another file over it"
@@ -305,7 +305,7 @@ def _connector(settings: ServerSettings, store: KVStore | None) -> StoreConnecto
 def _open_store(
     settings: ServerSettings, keys: Keys, key: KeySource | None, stack: ExitStack
 ) -> KVStore | None:
-    """Of one model: all of them have the folder, and each has memory of its own."""
+    """Open the store of one model: all of them have the folder, and each has memory of its own."""
     if not (settings.store or settings.store_remote or settings.reuse == "chunks"):
         return None
     store = KVStore(
@@ -457,8 +457,9 @@ class _Uvicorn(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As in the base class, without raising the signal again at the end: a shutdown in order exits 0.
-        What follows is storing, which a second signal shall not cut off.
+        """Capture signals as the base class does, without raising the signal again at the end.
+
+        A shutdown in order exits 0. What follows is storing, which a second signal shall not cut off.
         """
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.handle_exit)

@@ -330,7 +330,9 @@ class ContextCacheManager:
         return await self._metadata.remove(key, record)
 
     async def _purge_expired(self, key: Key, record: bytes) -> bool | None:
-        """None if it cannot be removed: whatever is wrong with one session, the others go."""
+        """Remove an expired session; None if it cannot be removed. Whatever is wrong with one session, the
+        others go.
+        """
         try:
             return await self._purge(key, record, self._codec.load(key, record))
         except Exception as error:

@@ -169,7 +169,8 @@ def _key(member: str) -> Key:
 
 
 async def _answer(question: Awaitable[_T]) -> _T:
-    """
+    """Wait for the server's answer.
+
     Raises:
         OSError: there is none, or none in time, however often the client tries.
     """

@@ -159,7 +159,7 @@ class SQLiteMetadata:
             return work(self._db)
 
     def _begin_again(self, old: sqlite3.Connection) -> None:
-        """Who deletes the file while it is open deletes what is in it; it is made again, empty."""
+        """Make the file again, empty: deleting it while it is open deletes what is in it."""
         _LOG.warning("the session database was deleted or replaced: it is opened again")
         Path(self._path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._db = self._open()

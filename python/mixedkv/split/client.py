@@ -393,8 +393,8 @@ class SplitSession:
         return int(reply.n_stored)
 
     def _wrapped_key(self) -> bytes:
-        """For the server that answers now: another process has another key. Empty without one, or for a
-        server that keeps nothing.
+        """Return the key wrapped for the server that answers now: another process has another key. Empty
+        without one, or for a server that keeps nothing.
         """
         if self._key is None:
             return b""
@@ -434,7 +434,8 @@ class _Stream:
         self._outgoing.put(message)
 
     def receive(self) -> pb.Hidden:
-        """
+        """Wait for the next answer of the server.
+
         Raises:
             grpc.RpcError: the server ended the stream, or cannot be reached any more.
         """

@@ -136,7 +136,7 @@ class KeptSessions:
             yield store
 
     def _share(self, tenant: str) -> Share:
-        """Of all sessions of a tenant together, whatever their keys."""
+        """Return the share of all sessions of a tenant together, whatever their keys."""
         owner = hashlib.sha256(b"split tenant" + tenant.encode()).digest()[:16]
         return replace(self._shares(tenant), owner=owner)
 
@@ -145,7 +145,7 @@ class KeptSessions:
 
 
 def _filed(name: bytes, place: Place) -> str:
-    """What a session is filed under, besides its key: only who knows where it stood finds it."""
+    """Return the name a session is filed under, besides its key: only who knows where it stood finds it."""
     return f"{name.hex()}.{place.position}.{place.running_hash.hex()}.{place.precision}"
 
 

@@ -164,13 +164,14 @@ class SplitService:
     # --- one message ---
 
     async def _next(self, context: _Context) -> pb.Vectors | None:
-        """None where the client has sent its last one."""
+        """Return the next message, None where the client has sent its last one."""
         with _within(self._idle_seconds, "no message came for"):
             message = await context.read()
         return None if message is grpc.aio.EOF else message
 
     async def _step(self, tenant: str, message: pb.Vectors) -> pb.Hidden:
-        """
+        """Evaluate the vectors of one message.
+
         Raises:
             _RefusedError: with the status that the client gets.
         """
@@ -226,7 +227,8 @@ class SplitService:
         return _RefusedError(grpc.StatusCode.INTERNAL, f"the step failed: {error}")
 
     def _check(self, message: pb.Vectors) -> None:
-        """
+        """Refuse values that no message can have.
+
         Raises:
             ValueError: a field has a value that no message can have.
         """
@@ -344,7 +346,7 @@ def _busy() -> _RefusedError:
 
 @contextmanager
 def _within(seconds: float, reason: str) -> Iterator[None]:
-    """As `asyncio.timeout`, which Python has since 3.11. `asyncio.wait_for` makes a task each time.
+    """Do what `asyncio.timeout` does, which Python has since 3.11. `asyncio.wait_for` makes a task each time.
 
     Raises:
         _RefusedError: what is awaited took longer.
@@ -371,7 +373,8 @@ def _within(seconds: float, reason: str) -> Iterator[None]:
 
 @contextmanager
 def _using(session: Session) -> Iterator[None]:
-    """
+    """Mark the session as used by this stream.
+
     Raises:
         _RefusedError: another stream is.
     """

@@ -76,5 +76,7 @@ class Unwrapper:
 
 
 def _wipe(data: bytes) -> None:
-    """Of an object that nobody else has: CPython keeps its bytes behind the header, and a zero after them."""
+    """Wipe an object that nobody else has: CPython keeps its bytes behind the header, and a zero after
+    them.
+    """
     ctypes.memset(id(data) + bytes.__basicsize__ - 1, 0, len(data))

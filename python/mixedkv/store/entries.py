@@ -397,7 +397,9 @@ class Entries:
         return len(removed)
 
     def _forget(self, seconds: float = 0.0) -> None:
-        """Who reads the index keeps what was removed in its log; it is tried again with the next change."""
+        """Forget what was removed: a reader of the index keeps it in its log, and then it is tried again with
+        the next change.
+        """
         until = time.monotonic() + seconds
         while True:
             with self._lock:

@@ -356,7 +356,7 @@ class Index:
         return evicted
 
     def _evict_own(self, owner: Owner, eviction: Eviction, keep: str) -> list[str]:
-        """What a tenant has beyond its own limit."""
+        """Evict what a tenant has beyond its own limit."""
         return [] if owner.max_bytes is None else self._evict(owner.max_bytes, eviction, keep, owner.tenant)
 
     def remove(self, entry: str, evicted: bool = False) -> list[str]:

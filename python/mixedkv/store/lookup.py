@@ -194,7 +194,9 @@ class Search:
         return None
 
     def _is_its_own(self, stored: _Stored) -> bool:
-        """Whether it was computed behind the tokens that are wanted before it, and not put there later."""
+        """Return whether it was computed behind the tokens that are wanted before it, and not put there
+        later.
+        """
         row = stored.row
         if row.id not in self._own:
             content = content_hash(self._cipher, self._hashes, self._tokens[: row.p0], stored.tokens)
@@ -206,7 +208,7 @@ class Search:
         return self._own[row.id]
 
     def _agrees(self, stored: _Stored, end: int) -> bool:
-        """Whether its tokens up to `end` are the wanted ones."""
+        """Return whether its tokens up to `end` are the wanted ones."""
         key = stored.row.id, end
         if key not in self._agreed:
             p0 = stored.row.p0

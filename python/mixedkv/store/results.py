@@ -108,6 +108,7 @@ class Restored:
 
     @property
     def hit(self) -> bool:
+        """True if tokens were restored."""
         return self.n_tokens > 0
 
 
@@ -252,14 +253,16 @@ class StoreStats:
 
     @property
     def n_hits(self) -> int:
+        """Number of searches that found something, of all tiers."""
         return sum(self.hits.values())
 
     @property
     def n_misses(self) -> int:
+        """Number of searches that found nothing, for any reason."""
         return sum(self.misses.values())
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Return the card that a notebook shows."""
         return card("KV that is kept", rows_of(str(self)))
 
     def __str__(self) -> str:

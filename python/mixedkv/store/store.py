@@ -469,7 +469,7 @@ class KVStore:
         return self._entries.list()
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Return the card that a notebook shows."""
         return card("KVStore", [("folder", self.folder or "none, memory alone"), *rows_of(str(self.stats()))])
 
     def stats(self) -> StoreStats:

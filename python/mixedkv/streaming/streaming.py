@@ -195,7 +195,9 @@ def plan_streaming(
 
 
 def _beside_experts(file: ModelFile, sizes: LayerSizes, asked: Asked | None, room: int) -> Streaming:
-    """What a token always needs stays; experts are mapped, and read as they are chosen, unless all fit."""
+    """Plan the streaming of a model with routed experts: what a token always needs stays; experts are mapped,
+    and read as they are chosen, unless all fit.
+    """
     if asked not in (None, "auto"):
         raise UnsupportedModelError(
             f"stream_layers={asked!r}: {file.path} has routed experts, of which a token needs few, and a "

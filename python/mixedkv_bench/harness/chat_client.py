@@ -109,7 +109,7 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 def _take(event: dict[str, Any], answer: ChatAnswer, seconds: float) -> bool:
-    """Whether the event brought text."""
+    """Take an event, and return whether it brought text."""
     if "error" in event:
         raise CannotRunError(f"the server failed: {event['error']}")
     answer.usage = event.get("usage") or answer.usage

@@ -161,7 +161,7 @@ class Context:
         return "" if self.ptr else _core.last_error()
 
     def _own_threads(self) -> Any:
-        """As `mixedkv.Llama` has them; not in a process with the stock library."""
+        """Set the threads as `mixedkv.Llama` has them; not in a process with the stock library."""
         if "mixedkv._core" not in sys.modules:
             return None
         from mixedkv import _core

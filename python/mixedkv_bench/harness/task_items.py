@@ -155,7 +155,9 @@ def _extractions(people: Sequence[Person]) -> Iterator[TaskItem]:
 
 
 def _sums(random: Random, people: Sequence[Person]) -> Iterator[TaskItem]:
-    """How old two of the people are together: either age and the sum, each after the right ones before it."""
+    """Make questions of how old two of the people are together: either age and the sum, each after the right
+    ones before it.
+    """
     example = "Otto is 51 years old, Anna is 22 years old: 51 + 22 = 73."
     for _ in range(_N_SUMS):
         one, other = random.sample(list(people), 2)

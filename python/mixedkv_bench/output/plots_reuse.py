@@ -38,7 +38,7 @@ def figures(rows: Sequence[Row], model: str, make: MakeFigure) -> Iterator[tuple
 
 
 def _cost_and_error(rows: Sequence[ReuseRow], model: str, make: MakeFigure) -> Figure:
-    """What each method leaves of the time to the first token, and how far off the answer then is."""
+    """Plot what each method leaves of the time to the first token, and how far off the answer then is."""
     kinds = list(dict.fromkeys((row.workload, row.donor) for row in rows))
     figure, axes = make(11.5, 4.4, 2)
     cost, error = axes

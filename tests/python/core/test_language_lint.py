@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
 from support import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "tests/lint"))
-from check_language import about_docstring, long_sentences
+from check_language import about_docstring, long_sentences, undocumented
 
 
 @pytest.mark.parametrize(
@@ -57,3 +58,15 @@ def test_a_long_sentence_is_found_where_it_begins() -> None:
 
 def test_a_link_and_code_count_once() -> None:
     assert not long_sentences("word " * 28 + "[page](a/b/c.md) `a code of many words`.\n")
+
+
+def test_a_name_of_the_reference_without_docstring_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "python").mkdir()
+    (tmp_path / "python/a.py").write_text(
+        'class A:\n    """One."""\n\n    def b(self): ...\n\n    def _c(self): ...\n\nclass D: ...\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    assert list(undocumented("::: a.A\n")) == ["a.A: b"]
+    assert list(undocumented("::: a\n")) == ["a: b", "a: D"]

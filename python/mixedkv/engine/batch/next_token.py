@@ -82,7 +82,7 @@ def _chosen(job: Job, sampler: Sampler, context: Any, index: int, detokenizer: D
 
 
 def _breaks_off(answer: AnswerState, thought: Thought, token: int, detokenizer: Detokenizer) -> bool:
-    """Whether what is constrained would be missing, or begin within this token."""
+    """Return whether what is constrained would be missing, or begin within this token."""
     if not thought.open:
         return False
     return detokenizer.is_end(token) or thought.ends_within(piece(answer, token, detokenizer))

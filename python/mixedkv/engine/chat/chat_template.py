@@ -283,7 +283,7 @@ def _tags(prompt: _chat.ChatPrompt) -> ThoughtTags | None:
 
 
 def _forgotten(prompt: _chat.ChatPrompt, thoughts: ThoughtTags | None) -> str:
-    """Of the prompt's end what a thought begins."""
+    """Return the part of the prompt's end that begins a thought."""
     at = prompt.opening.find(thoughts.start) if thoughts is not None else -1
     return prompt.opening[at:] if at >= 0 else ""
 

@@ -152,7 +152,7 @@ class Tokenizer:
         return bool(llama_cpp.llama_vocab_get_attr(self._vocab, token) & attributes)
 
     def _special_texts(self) -> list[str]:
-        """Of the tokens a text can be cut at."""
+        """Return the texts of the tokens a text can be cut at."""
         if llama_cpp.llama_vocab_get_add_eos(self._vocab) or llama_cpp.llama_vocab_get_add_sep(self._vocab):
             return []
         texts = []

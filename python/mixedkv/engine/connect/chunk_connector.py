@@ -52,11 +52,13 @@ class ChunkConnector(StoreConnector):
         self._checker = threading.Thread(target=self._check_all, name="mixedkv-check", daemon=True)
 
     def attach(self, engine: ConnectedEngine) -> None:
+        """Begin the threads that fetch, offload and check KV; the engine calls it once."""
         self._passages = Passages(engine.llm, self.store, **self._options)
         super().attach(engine)
         self._checker.start()
 
     def fetch(self, job: Job) -> bool:
+        """Have the KV of a job's prompt looked for, passages included where they may be reused."""
         if job.request.keep or job.request.max_tokens == 0 or job.pictures or self._passages.gate.closed:
             job.accept = "exact" if job.accept == "chunks" else job.accept
         elif job.accept is None:
@@ -64,6 +66,7 @@ class ChunkConnector(StoreConnector):
         return super().fetch(job)
 
     def evaluated(self, job: Job, index: int) -> None:
+        """Keep the logits of a prompt with reused passages, if it is to be checked."""
         gate = self._passages.gate
         if job.n_approximate and job.method and gate.wants():
             logits = logits_at(self._engine.llm, index)
@@ -71,6 +74,7 @@ class ChunkConnector(StoreConnector):
             self._wake.set()
 
     def stats(self) -> dict[str, Any]:
+        """Return the store's stats, and those of the reuse of chunks."""
         gate = self._passages.gate
         chunks = {
             "method": str(self._passages.method),
@@ -83,6 +87,7 @@ class ChunkConnector(StoreConnector):
         return {**super().stats(), "chunks": chunks}
 
     def close(self) -> None:
+        """End the checks, store what waits, then close the store."""
         self._closing.set()
         self._wake.set()
         if self._checker.is_alive():

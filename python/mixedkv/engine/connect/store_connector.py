@@ -62,6 +62,7 @@ class StoreConnector:
         self._recheck: IdleRecheck | None = None
 
     def attach(self, engine: ConnectedEngine) -> None:
+        """Begin the threads that fetch and offload KV; the engine calls it once."""
         self._engine = engine
         self._rows = StoredRows(engine)
         self._identity("")  # what the model file says fails now, not later
@@ -84,7 +85,7 @@ class StoreConnector:
     # --- the engine's hooks ---
 
     def evaluated(self, job: Job, index: int) -> None:
-        pass
+        """Do nothing: the rows are taken when the job is done."""
 
     def flush(self) -> None:
         """Wait until all that was done is stored."""
@@ -92,6 +93,7 @@ class StoreConnector:
             time.sleep(0.01)
 
     def offload(self, job: Job) -> None:
+        """Hand the rows of a job that is done to the thread that stores them."""
         seq = job.seq
         if seq is not None and seq.exact and len(seq.tokens) >= _LEAST:
             tokens = np.array(seq.tokens, np.int32)
@@ -102,6 +104,7 @@ class StoreConnector:
             )
 
     def fetch(self, job: Job) -> bool:
+        """Have the KV of a job's prompt looked for; False where it is too short for that."""
         if job.n_prompt <= _LEAST:
             return False
         self._wanted.put(job)
@@ -119,6 +122,7 @@ class StoreConnector:
         return self.store.messages.remove(message_id, tenant)
 
     def stats(self) -> dict[str, Any]:
+        """Return the store's stats, and how much waits to be stored."""
         return {**asdict(self.store.stats()), "waiting_to_be_stored": self._n_unstored}
 
     def close(self) -> None:

@@ -65,8 +65,8 @@ class StoredRows:
         ]
 
     def _parent(self, store: KVStore, identity: Identity, tokens: Tokens) -> Match | None:
-        """What the new entry builds on. Within another entry it leaves room for the F16 window, whose rows
-        that entry does not have in F16.
+        """Return the entry that a new one builds on. Within another entry it leaves room for the F16 window,
+        whose rows that entry does not have in F16.
         """
         match = store.find(identity, tokens, remote=False)
         if match is not None and match.n_tokens == len(tokens):
@@ -74,7 +74,7 @@ class StoredRows:
         return worth_building_on(match, max(0, len(tokens) - self._window))
 
     def _export(self, rows: SequenceRows, p0: int, p1: int) -> KVBlock | None:
-        """None when the sequence has gone or was cut meanwhile."""
+        """Export the rows; None when the sequence has gone or was cut meanwhile."""
 
         def export() -> KVBlock | None:
             if rows.seq.version != rows.version:

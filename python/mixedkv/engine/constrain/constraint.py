@@ -198,7 +198,7 @@ class ConstraintCompiler:
 
 
 class _Vocabulary:
-    """What llguidance asks of a tokenizer."""
+    """Gives llguidance what it asks of a tokenizer."""
 
     bos_token_id = None
 

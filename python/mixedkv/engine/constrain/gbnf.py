@@ -43,7 +43,7 @@ def convert(text: str) -> str:
 
 
 def _plain(part: re.Match[str]) -> str:
-    """What the converter reads otherwise than llama.cpp: `.` is any character, \\u0041 is A."""
+    """Rewrite what the converter reads otherwise than llama.cpp: `.` is any character, \\u0041 is A."""
     text = part[0]
     if text == ".":
         return "[\\x00-\U0010ffff]"

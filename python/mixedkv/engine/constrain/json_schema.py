@@ -135,7 +135,9 @@ class _Walk:
             )
 
     def _leaves_alone(self, node: dict[str, Any], name: str) -> bool:
-        """Whether nothing else in `node` is about the values that the schemas under `name` are about."""
+        """Return whether nothing else in `node` is about the values that the schemas under `name` are
+        about.
+        """
         if name in _MAPS:
             return "patternProperties" not in node
         if name not in _IN_PLACE:
@@ -147,8 +149,8 @@ class _Walk:
         return name != "oneOf" or self._are_apart(node[name])
 
     def _are_apart(self, members: list[Any]) -> bool:
-        """Whether no value fits two of these schemas, closed or open. llguidance knows that of some, but does
-        not look into references.
+        """Return whether no value fits two of these schemas, closed or open. llguidance knows that of some,
+        but does not look into references.
         """
         nodes = [self.resolve(member) for member in members]
         kinds = [_types(node) for node in nodes]
@@ -158,7 +160,7 @@ class _Walk:
         return all(kinds) and distinct and (len(objects) < 2 or _told_apart(objects))
 
     def resolve(self, node: Any) -> Any:
-        """What a schema refers to, if it does nothing else."""
+        """Return what a schema refers to, if it does nothing else."""
         for _ in range(100):
             if not (isinstance(node, dict) and _ENFORCED & node.keys() == {"$ref"}):
                 break
@@ -248,7 +250,7 @@ def _close(node: dict[str, Any]) -> None:
 
 
 def _types(node: Any) -> set[str]:
-    """Of the values that a schema takes; none if it does not say."""
+    """Return the types of the values that a schema takes; none if it does not say."""
     if not isinstance(node, dict):
         return set()
     if "const" in node or isinstance(node.get("enum"), list):
@@ -260,7 +262,7 @@ def _types(node: Any) -> set[str]:
 
 
 def _told_apart(nodes: list[dict[str, Any]]) -> bool:
-    """Whether a required property has another constant in each of these objects."""
+    """Return whether a required property has another constant in each of these objects."""
     for name in set.intersection(*(set(_strings(node.get("required"))) for node in nodes)):
         values = [_constants(node, name) for node in nodes]
         if all(values) and len(frozenset().union(*values)) == sum(map(len, values)):
@@ -269,7 +271,7 @@ def _told_apart(nodes: list[dict[str, Any]]) -> bool:
 
 
 def _problem(name: str, value: Any) -> str | None:
-    """What is wrong with a keyword's value, if anything is."""
+    """Return what is wrong with a keyword's value, if anything is."""
     if name in _MAPS and not isinstance(value, dict):
         return "must be an object"
     if name in _LISTS and not (isinstance(value, list) and value):

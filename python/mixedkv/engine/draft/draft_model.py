@@ -162,7 +162,8 @@ def sure_guess(context: Any, row: int, n_vocab: int) -> int | None:
 
 
 def _check_vocabulary(llm: Llama, model: Llama) -> None:
-    """
+    """Refuse a draft model with another vocabulary.
+
     Raises:
         ValueError: tokens of one mean something else to the other.
     """

@@ -74,7 +74,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """What may come in an answer: up to `n` tokens, each with the chance `rate` if those before it do.
+    """An offer of drafts: up to `n` tokens, each with the chance `rate` if those before it are right.
 
     `drafts` is None where a draft model or MTP layer makes them, as many as are wanted.
     """

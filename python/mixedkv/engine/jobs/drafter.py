@@ -13,7 +13,7 @@ _MOST = 0.98
 
 
 class _Rate:
-    """How often the guesses of one kind were right of late."""
+    """Estimates how often the guesses of one kind were right of late."""
 
     def __init__(self, value: float = _FIRST) -> None:
         self.value = value

@@ -80,7 +80,7 @@ def _apart(rule: CutRule, boundaries: Sequence[int], begin: int, end: int) -> li
 
 
 def _around(rule: CutRule, at: int, end: int) -> list[int]:
-    """Where to save for cuts at a boundary and some tokens behind it."""
+    """Return where to save for cuts at a boundary and some tokens behind it."""
     first = rule.save_at(at, end)
     if not rule.only_approximate or first == end or first - at >= _AFTER:
         return [first]

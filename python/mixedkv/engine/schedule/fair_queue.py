@@ -103,7 +103,7 @@ class FairQueue(Generic[P]):
         return other if self._level(tenant, places.get(tenant, 0) + 1) <= level else None
 
     def _level(self, tenant: str, n_places: int) -> float:
-        """What a tenant will have been given after a turn on so many places."""
+        """Return what a tenant will have been given after a turn on so many places."""
         return self._service.of(tenant) + n_places * _TURN / self._limits(tenant).weight
 
     def _may_have_more(self, tenant: str, n_places: int) -> bool:

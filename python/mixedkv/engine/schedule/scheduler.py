@@ -158,7 +158,9 @@ class Scheduler(Generic[P]):
         return False
 
     def _youngest(self, tenant: str) -> P | None:
-        """Of a tenant's running jobs that can be paused: not while rows are being loaded."""
+        """Return the youngest of a tenant's running jobs that can be paused: not while rows are being
+        loaded.
+        """
         jobs = (job for job in reversed(self.running) if job.tenant == tenant)
         return next((job for job in jobs if not (job.blocks or job.stitching)), None)
 

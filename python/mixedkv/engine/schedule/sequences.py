@@ -98,7 +98,7 @@ class SequencePool:
         return sorted(idle, key=lambda seq: (not seq.guest, seq.paused, seq.id in kept, seq.used_at))
 
     def _kept(self, idle: list[Sequence]) -> set[int]:
-        """Of those with `keep` each tenant's latest, as many as is its share and its limit."""
+        """Return of the sequences with `keep` each tenant's latest, as many as is its share and its limit."""
         by_tenant: dict[str, list[Sequence]] = {}
         for seq in sorted(idle, key=lambda seq: -seq.used_at):
             if seq.keep:
@@ -343,7 +343,7 @@ class SequencePool:
         return not (source.running or source.keep) and n_cut <= (0 if source.paused else _MAX_CUT)
 
     def _goes_on(self, seq: Sequence) -> bool:
-        """Whether the next turn may take moved rows: they are never shared."""
+        """Return whether the next turn may take moved rows: they are never shared."""
         return seq.gap is not None and not (seq.running or seq.keep or seq.paused)
 
     def _may_take(self, source: Sequence, match: SequenceMatch) -> bool:
@@ -414,7 +414,7 @@ class SequencePool:
 
 
 def _is_chunks(seq: Sequence, accept: Reuse | None) -> bool:
-    """Whether a stitched sequence will do."""
+    """Return whether a stitched sequence will do."""
     return accept == "chunks" and seq.gap is None
 
 

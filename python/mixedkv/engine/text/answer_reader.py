@@ -125,5 +125,5 @@ def new_call_id() -> str:
 
 
 def _rest(now: str, before: str) -> str:
-    """What has come; nothing where a text has changed that was given out."""
+    """Return the text that has come; nothing where a text has changed that was given out."""
     return now[len(before) :] if now.startswith(before) else ""

@@ -79,6 +79,6 @@ class Thought:
 
 
 def _first(text: bytes, tags: Sequence[bytes]) -> int | None:
-    """Where the first of the tags ends."""
+    """Return where the first of the tags ends."""
     ends = [at + len(tag) for tag in tags if tag and (at := text.find(tag)) >= 0]
     return min(ends, default=None)

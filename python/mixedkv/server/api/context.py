@@ -222,7 +222,7 @@ def _check_kept(body: CreateContextCacheRequest, n_ctx: int) -> None:
 
 
 def _without_answer(chat: Chat, tokenize: Callable[[Chat], tuple[list[int], RenderedChat]]) -> list[int]:
-    """What the rendered chat has in common with one that goes on: not the answer's beginning."""
+    """Return what the rendered chat has in common with one that goes on: not the answer's beginning."""
     tokens, _ = tokenize(chat)
     longer, _ = tokenize(replace(chat, messages=[*chat.messages, {"role": "user", "content": "?"}]))
     return tokens[: common_prefix(as_tokens(tokens), as_tokens(longer))] or tokens

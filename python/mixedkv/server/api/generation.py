@@ -140,7 +140,7 @@ def make_jobs(
 
 
 def _bad_field(error: ValueError) -> ApiError:
-    """Of a message that begins with the field."""
+    """Return the error for a message that begins with the field."""
     return bad_request(str(error), str(error).partition(":")[0].partition("=")[0])
 
 
@@ -186,7 +186,7 @@ def usage(jobs: Sequence[Job], n: int) -> dict[str, Any]:
 
 
 def _approximate(jobs: Sequence[Job]) -> dict[str, Any]:
-    """What else was not evaluated, and how passages among it were repaired."""
+    """Return what else was not evaluated, and how passages among it were repaired."""
     n = sum(job.n_approximate for job in jobs)
     method = next((job.method for job in jobs if job.n_approximate and job.method), None)
     return {"approximate_cached_tokens": n, "cached_repair": method} if n else {}
@@ -257,7 +257,7 @@ def _check_prompt_logprobs(
 
 
 def _check_images(body: GenerationFields, prediction: str) -> None:
-    """What needs a prompt of tokens; where the server does it by default, it leaves it."""
+    """Refuse what needs a prompt of tokens; where the server does it by default, it leaves it."""
     asked = {
         "prompt_logprobs": body.prompt_logprobs is not None,
         "overflow": body.overflow == "slide",

@@ -150,7 +150,7 @@ class _Answer:
 
 
 def _input(arguments: str) -> Any:
-    """Of a call that was cut off: nothing."""
+    """Return the arguments of a call; of one that was cut off, nothing."""
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError):

@@ -148,7 +148,7 @@ class _Answer:
         return {"logprobs": chat_logprobs(self._server.engine.detokenizer, event.logprobs)["content"]}
 
     def _end(self, end: Done) -> dict[str, Any]:
-        """How it ended, tokens, and times in nanoseconds. No time is spent on loading."""
+        """Return how the answer ended, tokens, and times in nanoseconds. No time is spent on loading."""
         job, at = self._job, time.perf_counter()
         first = job.t_first if job.t_first is not None else at
         return {
@@ -164,7 +164,7 @@ class _Answer:
 
 
 def _arguments(text: str) -> Any:
-    """Of a call that was cut off: nothing."""
+    """Return the arguments of a call; of one that was cut off, nothing."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

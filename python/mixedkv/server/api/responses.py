@@ -84,7 +84,7 @@ async def get_response(response_id: ResponseId, request: Request) -> Response:
 
 
 def _items(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """What an assistant thought, said and called."""
+    """Return what an assistant thought, said and called."""
     parts = [("reasoning", Part(reasoning=message.get("reasoning_content", "")))]
     parts.append(("message", Part(content=message.get("content", ""))))
     for i, call in enumerate(message.get("tool_calls", ())):
@@ -195,7 +195,7 @@ class _Answer:
 
     @property
     def answer(self) -> ReadAnswer:
-        """As far as it has been read."""
+        """The answer, as far as it has been read."""
         return self._parts.answer
 
     def read(self, event: Delta | Done) -> None:

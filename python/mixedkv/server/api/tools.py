@@ -57,7 +57,7 @@ def checked_tools(tools: Sequence[Tool], choice: ToolChoice) -> list[dict[str, A
 
 
 def _check_parameters(schema: dict[str, Any], where: str) -> None:
-    """As far as templates and parsers go through it; a forced call reads all of it."""
+    """Check parameters as far as templates and parsers go through them; a forced call reads all of them."""
     try:
         check_depth(schema, where)
         json.dumps(schema, ensure_ascii=False, allow_nan=False).encode("utf-8")

@@ -99,7 +99,8 @@ class BodyLimit:
         return self._max_bytes
 
     async def _read(self, scope: Scope, receive: Receive, held: _Held) -> None:
-        """
+        """Read the body of a request.
+
         Raises:
             ApiError: 400, it says in two ways how long it is; 413, it is too large; 429, all together are.
         """

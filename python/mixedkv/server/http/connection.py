@@ -173,7 +173,7 @@ def _health_only(app: ASGIApp, root_path: str) -> ASGIApp:
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
-    """None, in its place."""
+    """Cancel the timer and return None."""
     if timer is not None:
         timer.cancel()
     return None

@@ -116,7 +116,7 @@ def _check_checksum(data: npt.NDArray[np.uint8], header: bytes, checksum: str) -
 
 
 def _checksum_place(header: bytes, checksum: str, begin: int = 0) -> int:
-    """Where in the file the checksum's digits are; `header` begins at byte `begin` of it.
+    """Return where in the file the checksum's digits are; `header` begins at byte `begin` of it.
 
     The text cannot be elsewhere too: quotes within JSON strings are escaped.
     """

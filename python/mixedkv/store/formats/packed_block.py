@@ -117,7 +117,7 @@ def _n_rot(llm: Llama) -> int:
 
 
 def _rows(name: str, array: Array, n: int, n_head: int, size: int) -> Array:
-    """As [n, n_head, size]."""
+    """Return the rows as [n, n_head, size]."""
     if array.shape == (1, n_head, n, size):
         by_token: Array = array[0].transpose(1, 0, 2)
         return by_token

@@ -155,7 +155,7 @@ class RemoteTier:
         return found
 
     def _take_over(self, identity: Identity, tokens: Tokens, chain: list[Manifest]) -> bool:
-        """Whether at least one of them was."""
+        """Take entries over, and return whether at least one of them was."""
         wanted = [manifest for manifest in chain if not self._entries.has(manifest.row.content)]
         until = time.monotonic() + self._seconds(sum(manifest.row.nbytes for manifest in wanted))
         pieces = [piece for manifest in wanted for piece in manifest.pieces]
@@ -228,7 +228,7 @@ class RemoteTier:
                 self._failed(error)
 
     def _write_next(self) -> None:
-        """What is not done stays where it is."""
+        """Write the next entry; what is not done stays where it is."""
         if self._unwanted:
             some = [self._unwanted[i] for i in range(min(_NAMES, len(self._unwanted)))]
             try:
@@ -339,7 +339,7 @@ class RemoteTier:
         return self._each(self._backend.get, names)
 
     def _each(self, ask: Callable[[Sequence[str]], list[_T]], names: Sequence[str]) -> list[_T]:
-        """Of all names, as many at once as are answered in the time of one answer."""
+        """Ask for all names, as many at once as are answered in the time of one answer."""
         n = self._backend.fan
         return [found for i in range(0, len(names), n) for found in self._ask(ask, names[i : i + n])]
 
