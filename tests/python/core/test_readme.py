@@ -1,7 +1,7 @@
-"""The Python of README, the quickstart, the how-tos and the concepts runs as it stands there.
+"""The Python of README, the quickstart, the how-tos, the concepts and some guides runs as it stands there.
 
-Each piece has a process and a folder of its own. `model.gguf` is the bundled model, and the server is one for
-all of them.
+Each piece has a process and a folder of its own; those marked `py` are outlines, which need a server.
+`model.gguf` is the bundled model, and the server is one for all of them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,23 @@ from support.server_support import Server, running
 DOCS = REPOSITORY / "docs"
 PAGES = [
     REPOSITORY / "README.md",
-    *(DOCS / name for name in ("quickstart.md", "choosing-a-cache.md", "coming-from.md")),
+    *(DOCS / f"{name}.md" for name in ("quickstart", "choosing-a-cache", "coming-from")),
+    *(DOCS / f"{name}.md" for name in ("conversations", "store", "streaming")),
     *sorted((DOCS / "how-to").glob("*.md")),
     *sorted((DOCS / "concepts").glob("*.md")),
 ]
+CONTINUED = [DOCS / "engine.md", DOCS / "chunks.md"]  # each piece goes on where the one before it ended
+
+
+def _pieces(page: Path) -> list[str]:
+    pieces = re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
+    return ["\n".join(pieces)] if page in CONTINUED else pieces
+
+
 BLOCKS = [
     pytest.param(block, id=f"{page.stem}-{i}")
-    for page in PAGES
-    for i, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S))
+    for page in [*PAGES, *CONTINUED]
+    for i, block in enumerate(_pieces(page))
 ]
 TEMPLATE = REPOSITORY / "tests/python/support/templates/qwen3.jinja"
 _ADDRESS = "http://127.0.0.1:8000"

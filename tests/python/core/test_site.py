@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -26,6 +27,21 @@ from check_site import fetched  # noqa: E402
 def test_the_site_builds_without_a_warning() -> None:
     done = subprocess.run([sys.executable, str(CHECK)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_files_that_pages_name_are_there() -> None:
+    pages = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *(REPOSITORY / "docs").rglob("*.md")]
+    named = re.compile(
+        r"\b(?:python/mixedkv\w*|tests/python|tests/cpp|cpp|docs)/[\w./-]+\.(?:py|h|cpp|c|md|yml)\b"
+    )
+    missing = [
+        f"{page.relative_to(REPOSITORY)}: {path}"
+        for page in pages
+        if page.parent.name != "decisions"  # these tell of what was
+        for path in named.findall(page.read_text("utf-8"))
+        if not (REPOSITORY / path).is_file()
+    ]
+    assert not missing
 
 
 def test_what_is_loaded_from_elsewhere_is_found(tmp_path: Path) -> None:
