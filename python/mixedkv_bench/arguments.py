@@ -249,7 +249,7 @@ def nats(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of nats")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of nats")
     return value
 
 

@@ -91,7 +91,9 @@ def read_calibration(folder: Path, identity: Identity) -> Calibration | None:
     try:
         found = Calibration.model_validate_json(data)
     except pydantic.ValidationError as error:
-        raise ValueError(f"{path} is no calibration: {error.errors()[0]['msg']}. Calibrate again") from error
+        raise ValueError(
+            f"{path} is not a calibration: {error.errors()[0]['msg']}. Calibrate again"
+        ) from error
     if found.identity != name_of(identity):
         raise ValueError(f"{path} is of another model or setting ({found.label}). Calibrate again")
     return found

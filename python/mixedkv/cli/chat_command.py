@@ -168,7 +168,7 @@ class _History:
                 return dict(message)
         except (ValueError, TypeError, KeyError, RecursionError):
             pass
-        raise ValueError(f"{self._file}: a line of it is no message: begin anew with --new")
+        raise ValueError(f"{self._file}: a line of it is not a message: begin anew with --new")
 
     def add(self, *messages: dict[str, Any]) -> None:
         """A turn is written in one go: a crash leaves it out or in."""

@@ -76,7 +76,7 @@ def _parse_item(item: str, known: tuple[str, ...]) -> LayerTypes:
     match = _ITEM.fullmatch(item)
     if not match:
         raise ValueError(
-            f"layers: {item!r} is no range with types: use e.g. 0-3:q8_0/q4_0, 5:q8_0 or 6-:q4_0"
+            f"layers: {item!r} is not a range with types: use e.g. 0-3:q8_0/q4_0, 5:q8_0 or 6-:q4_0"
         )
     start, dash, end, type_k, type_v = match.groups()
     first = int(start)

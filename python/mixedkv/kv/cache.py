@@ -337,7 +337,7 @@ class KVCache(Evaluating):
     def _check_range(self, seq: int, p0: int, p1: int) -> None:
         self._check_sequence("seq", seq)
         if not 0 <= p0 <= INT32_MAX or p1 > INT32_MAX or 0 <= p1 < p0:
-            raise ValueError(f"[{p0}, {p1}) is no range of positions")
+            raise ValueError(f"[{p0}, {p1}) is not a valid range of positions")
 
     def _check_whole(self, seq: int, p0: int, p1: int) -> None:
         low, high = self.positions(seq)

@@ -51,7 +51,7 @@ def close_gap(kv: Movable, seq: int, begin: int, end: int, *, shared: npt.ArrayL
         UnsupportedModelError: the memory cannot shift.
     """
     if not 0 <= begin < end:
-        raise ValueError(f"[{begin}, {end}) is no range of positions to drop")
+        raise ValueError(f"[{begin}, {end}) is not a valid range of positions to drop")
     check_can_shift(kv)
     if shared is None:
         kv.remove(seq, begin, end)

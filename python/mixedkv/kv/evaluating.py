@@ -183,7 +183,7 @@ class Evaluating(WindowSettings):
         """
         ids = np.asarray(tokens, np.intc)
         if self.positions(0) != (0, len(ids) - 1):
-            raise ValueError(f"tokens: {len(ids)} are no description of positions {self.positions(0)}")
+            raise ValueError(f"tokens: {len(ids)} do not describe positions {self.positions(0)}")
         self._llama.input_ids[: len(ids)] = ids
         self._llama.n_tokens = len(ids)
         if n_exact < len(ids):

@@ -177,7 +177,7 @@ def _read_layer(
         n = n_head_kv * head_size
         rotation = take_whole(description, f"rotation_{which}", 0, _SIZE_MAX)
         if rotation and (rotation & (rotation - 1) or n % rotation):
-            raise ValueError(f"layer {il}: rotation_{which}={rotation} is no power of 2 that divides {n}")
+            raise ValueError(f"layer {il}: rotation_{which}={rotation} is not a power of 2 that divides {n}")
         name = f"{prefix}{il}.{which}"
         values |= {
             f"head_size_{which}": head_size,

@@ -49,7 +49,7 @@ class SessionFile:
             if not fits or any(type(token) is not int or not 0 <= token <= INT32_MAX for token in tokens):
                 raise ValueError("a value is out of range")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"{path} is no session that was kept: {error}") from None
+            raise ValueError(f"{path} is not a session that was kept: {error}") from None
         return cls(key, tokens, n_kept)
 
     def write(self, path: str | os.PathLike[str]) -> None:

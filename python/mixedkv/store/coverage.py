@@ -146,10 +146,10 @@ def _runs(positions: npt.NDArray[np.int32]) -> Runs:
 
 def _checked(runs: object) -> Runs:
     if not isinstance(runs, list):
-        raise TypeError("runs are no list")
+        raise TypeError("runs are not a list")
     pairs = [(begin, end) for begin, end in runs]
     if any(type(begin) is not int or type(end) is not int or begin >= end for begin, end in pairs):
-        raise ValueError("a run is no range of positions")
+        raise ValueError("a run is not a range of positions")
     return pairs
 
 

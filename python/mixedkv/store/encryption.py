@@ -285,7 +285,7 @@ def _check_header(header: bytes, size: int) -> int:
         _damaged("it is cut off")
     magic, version, chunk, plain_size = HEADER.unpack(header)
     if magic != _MAGIC:
-        _damaged("it is no encrypted entry")
+        _damaged("it is not an encrypted entry")
     if version != VERSION:
         raise EntryError("version", f"its encryption has version {version}, not {VERSION}")
     if chunk != CHUNK or _n_chunks(plain_size) > _MAX_CHUNKS or size != encrypted_size(plain_size):

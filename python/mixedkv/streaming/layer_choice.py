@@ -106,7 +106,7 @@ def parse_layers(text: str) -> Asked:
     pairs = dict(re.findall(r"(keep_first|keep_last)=(\d{1,6})", text))
     if text == ",".join(f"{name}={value}" for name, value in pairs.items()) and pairs:
         return {name: int(value) for name, value in pairs.items()}
-    raise ValueError(f"{text!r} is no choice of layers: use auto, a number, or keep_first=8,keep_last=2")
+    raise ValueError(f"{text!r} is not a choice of layers: use auto, a number, or keep_first=8,keep_last=2")
 
 
 def _named(asked: int | str | Mapping[str, int], n_layer: int) -> list[int]:

@@ -25,7 +25,7 @@ _SECONDS = 3600.0  # of one run
 def check_program(path: Path) -> None:
     """Raise ValueError unless it is a program."""
     if not (path.is_file() and os.access(path, os.X_OK)):
-        raise ValueError(f"--peer {path} is no program: give the path of a binary, or --peer alone")
+        raise ValueError(f"--peer {path} is not a program: give the path of a binary, or --peer alone")
 
 
 class BenchPeer:

@@ -40,7 +40,7 @@ def refuse(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["speed", "--repeats", "0"], "argument --repeats"),
         (["taste"], "argument test"),
         (["streaming"], "--memory is missing"),
-        (["streaming", "--stream-layers", "some"], "'some' is no choice of layers"),
+        (["streaming", "--stream-layers", "some"], "'some' is not a choice of layers"),
         (["memory", "--budget", "lots"], "'lots' is not a size"),
         (["quality", "--text", "no/such/file.txt"], "no/such/file.txt: No such file"),
         (["quality", "--kv", "mixed:budget=2GiB"], "a budget depends on the context"),

@@ -121,7 +121,7 @@ def test_what_a_server_is_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("test", ["speed", "serve"])
 def test_no_program(test: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", test, "--peer", str(tmp_path / "none")]) == 2
-    assert "is no program" in capsys.readouterr().err
+    assert "is not a program" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(

@@ -74,7 +74,7 @@ def test_tokens_in_the_middle_are_dropped_and_the_rest_moves_up(llm: Llama) -> N
 
 @pytest.mark.parametrize(("begin", "end"), [(-1, 4), (4, 4), (5, 4)])
 def test_ranges_that_are_none(llm: Llama, begin: int, end: int) -> None:
-    with pytest.raises(ValueError, match="no range"):
+    with pytest.raises(ValueError, match="not a valid range"):
         close_gap(llm.kv, 0, begin, end)
 
 

@@ -154,7 +154,7 @@ def test_replicas_come_with_the_load_and_hand_over_when_they_go(
         ({"routing": "best"}, "routing='best': use prefix, ray"),
         ({"kv_events": "tcp://*:1"}, "replicas cannot share an address"),
         ({"n_ctx": "-1"}, "MIXEDKV_N_CTX"),
-        ({"store_remote": "ftp://x"}, "'ftp' is no remote: use redis://"),
+        ({"store_remote": "ftp://x"}, "'ftp' is not the URL of a remote: use redis://"),
     ],
 )
 def test_bad_options(options: dict[str, str], message: str) -> None:

@@ -91,4 +91,4 @@ def test_serve_run_says_what_is_wrong(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with typed(documented(), log, MIXEDKV_STORE_REMOTE="ftp://x") as process:
         assert process.wait(PATIENCE) != 0
-    assert "ValueError: remote: 'ftp' is no remote: use redis://" in log.read_text()
+    assert "ValueError: remote: 'ftp' is not the URL of a remote: use redis://" in log.read_text()

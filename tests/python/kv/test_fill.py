@@ -127,7 +127,7 @@ def test_other_bad_input(tokens: np.ndarray) -> None:
             llm.kv.fill([10**6], [50])
         with pytest.raises(LookupError, match="sequence 1"):
             llm.kv.fill([1], [50], seq=1)
-        with pytest.raises(ValueError, match="no description"):
+        with pytest.raises(ValueError, match="do not describe"):
             llm.kv.assume([1, 2], 0)
     with open_llama("f16", n_ctx=256) as llm, pytest.raises(ValueError, match="fused"):
         llm.kv.fill([1], [0], watch=1)

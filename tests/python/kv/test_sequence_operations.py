@@ -86,8 +86,8 @@ def test_copying_into_sequence_0_makes_no_claim(llm: Llama) -> None:
     [
         (lambda kv: kv.remove(3), "seq=3: this context has the sequences 0 to 2"),
         (lambda kv: kv.remove(-1), "seq=-1: this context has"),
-        (lambda kv: kv.remove(0, -5), r"\[-5, -1\) is no range"),
-        (lambda kv: kv.remove(0, 9, 3), r"\[9, 3\) is no range"),
+        (lambda kv: kv.remove(0, -5), r"\[-5, -1\) is not a valid range"),
+        (lambda kv: kv.remove(0, 9, 3), r"\[9, 3\) is not a valid range"),
         (lambda kv: kv.copy(0, 9), "target=9: this context has"),
         (lambda kv: kv.copy(7, 0), "seq=7: this context has"),
         (lambda kv: kv.shift(0, 4, -1, -5), r"by=-5 moves \[4, 60\) out of"),

@@ -353,7 +353,7 @@ def test_the_command_line_goes_on_from_a_file(
     for wrong in ("", "[]", "{}", '{"key": "00", "tokens": [], "n_kept": 0}'):
         path.write_text(wrong)
         path.chmod(0o600)
-        with pytest.raises(ValueError, match="no session that was kept"):
+        with pytest.raises(ValueError, match="not a session that was kept"):
             SessionFile.read(path)
 
 

@@ -25,9 +25,9 @@ def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("http://somewhere", "'http' is no remote: use redis://"),
-        ("redis:", "'redis' is no remote"),
-        ("s3://", "'s3' is no remote"),
+        ("http://somewhere", "'http' is not the URL of a remote: use redis://"),
+        ("redis:", "'redis' is not the URL of a remote"),
+        ("s3://", "'s3' is not the URL of a remote"),
         ("redis://127.0.0.1:1/0?ttl=soon", "ttl=soon: use a number of seconds"),
         ("redis://127.0.0.1:1/0?timeout=0", "timeout=0: use a number of seconds"),
         ("redis://127.0.0.1:PORT/0?colour=red", "colour"),

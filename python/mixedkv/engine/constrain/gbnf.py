@@ -55,7 +55,7 @@ def _character(escape: re.Match[str]) -> str:
         return escape[0]
     code = int(escape[1] or escape[2] or escape[3], 16)
     if code > 0x10FFFF or 0xD800 <= code <= 0xDFFF:
-        raise ValueError(f"{escape[0]} is no character")
+        raise ValueError(f"{escape[0]} is not a character")
     return f"\\x{code:02x}" if code < 0x80 else chr(code)
 
 

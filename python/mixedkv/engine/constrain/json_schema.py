@@ -73,7 +73,7 @@ def closed_schema(schema: Any) -> dict[str, Any]:
     except RecursionError:
         raise ValueError("nested too deep") from None
     except UnicodeEncodeError:
-        raise ValueError("half a surrogate pair is no text") from None
+        raise ValueError("half a surrogate pair is not text") from None
     walk = _Walk(json.loads(text))
     walk.run()
     return walk.root

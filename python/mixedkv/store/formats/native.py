@@ -80,7 +80,7 @@ def _read_header(data: npt.NDArray[np.uint8]) -> tuple[bytes, dict[str, Any]]:
     header_bytes = data[8 : 8 + size].tobytes()
     header = _parse(header_bytes)
     if not isinstance(header, dict):
-        _damaged("its header is no object")
+        _damaged("its header is not an object")
     return header_bytes, header
 
 
@@ -167,7 +167,7 @@ def _parse(text: str | bytes) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_damaged)
     except (ValueError, RecursionError) as error:
-        raise EntryError("damaged", f"its header is no JSON: {error}") from error
+        raise EntryError("damaged", f"its header is not JSON: {error}") from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

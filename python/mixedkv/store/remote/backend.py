@@ -88,7 +88,8 @@ class RemoteURL:
         parts = urlsplit(text)
         if parts.scheme not in _SCHEMES or not (parts.netloc or parts.path):
             raise ValueError(
-                f"remote: {text.partition(':')[0][:20]!r} is no remote: use redis://HOST:PORT/DB, "
+                f"remote: {text.partition(':')[0][:20]!r} is not the URL of a remote: use "
+                "redis://HOST:PORT/DB, "
                 "rediss://..., unix://PATH or s3://BUCKET/PREFIX"
             )
         options = dict(parse_qsl(parts.query))

@@ -93,7 +93,7 @@ class DiskTier:
             with open(fd, "rb", buffering=0) as file:
                 info = os.fstat(fd)
                 if not stat.S_ISREG(info.st_mode):
-                    raise EntryError("damaged", "its file is no regular file")
+                    raise EntryError("damaged", "its file is not a regular file")
                 yield file, info.st_size
         except FileNotFoundError:
             raise EntryError("missing", "its file is gone") from None
