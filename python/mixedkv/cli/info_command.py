@@ -11,7 +11,7 @@ from typing import Any
 from mixedkv.cli.values import positive
 from mixedkv.config import PRESETS, parse_kv
 from mixedkv.kv.stats import format_bytes
-from mixedkv.model.footprint import ModelShape, footprint, model_shape
+from mixedkv.model.footprint import ModelShape, footprint, longest_context, model_shape
 from mixedkv.model.gguf_file import ModelFile, read_model_file
 from mixedkv.model.layer_plan import Shares
 from mixedkv.model.measured_shares import read_shares
@@ -19,6 +19,7 @@ from mixedkv.model.named_model import HELP as MODEL_HELP
 from mixedkv.model.named_model import find_model
 from mixedkv.model.settle import settle
 from mixedkv.native.llama_arguments import beyond_training
+from mixedkv.native.memory import memory_room
 
 _N_CTX = 8192
 _SETTINGS = (
@@ -65,7 +66,8 @@ def info(args: argparse.Namespace) -> None:
     contexts = args.n_ctx or [min(_N_CTX, shape.n_ctx_train or _N_CTX)]
     sizes = list(product(contexts, args.sequences))
     shares = read_shares(args.shares) if args.shares else None
-    report = _report(file, shape, shares, args.kv, sizes)
+    room = memory_room()
+    report = _report(file, shape, shares, args.kv, sizes, None if room is None else max(0, room - file.size))
     print(json.dumps(report, indent=2) if args.json else "\n".join(_lines(report, sizes)))
 
 
@@ -75,6 +77,7 @@ def _report(
     shares: Shares | None,
     specs: Iterable[str],
     sizes: list[tuple[int, int]],
+    room: int | None,
 ) -> dict[str, Any]:
     return {
         "model": {
@@ -93,11 +96,14 @@ def _report(
         },
         "n_ctx": sizes[0][0],
         "computed_by": "formula",
-        "caches": [_cache(shape, shares, spec, *size) for spec in specs for size in sizes],
+        "bytes_left": room,
+        "caches": [_cache(shape, shares, spec, *size, room) for spec in specs for size in sizes],
     }
 
 
-def _cache(shape: ModelShape, shares: Shares | None, spec: str, n_ctx: int, n_seq: int) -> dict[str, Any]:
+def _cache(
+    shape: ModelShape, shares: Shares | None, spec: str, n_ctx: int, n_seq: int, room: int | None
+) -> dict[str, Any]:
     kv = settle(parse_kv(spec), shape, n_ctx, n_seq, shares)
     size = footprint(shape, kv, n_ctx, n_seq)
     f16 = footprint(shape, parse_kv("f16"), n_ctx).bytes
@@ -110,6 +116,7 @@ def _cache(shape: ModelShape, shares: Shares | None, spec: str, n_ctx: int, n_se
         "bytes_view": size.view,
         "bits_per_element": round(size.bits_per_element, 3),
         "saving": round(1 - size.bytes / f16, 4) if f16 else 0.0,
+        "longest_n_ctx": None if room is None or not f16 else longest_context(shape, kv, room, n_seq),
     }
 
 
@@ -125,7 +132,10 @@ def _lines(report: dict[str, Any], sizes: list[tuple[int, int]]) -> Iterable[str
         if text := beyond_training(n_ctx, model["n_ctx_train"], {}):
             yield f"  {text}."
     if any(cache["saving"] < 0 for cache in report["caches"]):
-        yield "  More than F16 is refused where hot_budget is not given."
+        yield "  Loading narrows the window of a cache above F16, unless hot_budget is given."
+    if (room := report["bytes_left"]) is not None and len(sizes) == 1:
+        yield f"  Longest: tokens that fit into the {format_bytes(room)} this machine has left now"
+        yield "  besides the weights."
     if view := max(cache["bytes_view"] for cache in report["caches"]):
         yield f"  Mixed and in an accelerator's memory: up to {format_bytes(view)} more to read it."
     if model["sliding_window"]:
@@ -135,10 +145,11 @@ def _lines(report: dict[str, Any], sizes: list[tuple[int, int]]) -> Iterable[str
 def _table(caches: list[dict[str, Any]], n_ctx: int, n_seq: int) -> Iterable[str]:
     shared = f" that {n_seq} sequences share" if n_seq > 1 else ""
     yield f"KV cache for {n_ctx} tokens{shared}, by formula: nothing was loaded or allocated"
-    yield f"  {'--kv':<32}{'size':>12}{'bits/element':>16}{'below F16':>13}"
+    yield f"  {'--kv':<32}{'size':>11}{'bits/element':>13}{'below F16':>10}{'longest':>11}"
     for cache in caches:
         size, bits = format_bytes(cache["bytes"]), f"{cache['bits_per_element']:.2f}"
-        yield f"  {cache['kv']:<32}{size:>12}{bits:>16}{cache['saving']:>13.0%}"
+        longest = "" if (n := cache["longest_n_ctx"]) is None else f"{n:,}"
+        yield f"  {cache['kv']:<32}{size:>11}{bits:>13}{cache['saving']:>10.0%}{longest:>11}"
         if "setting" in cache:
             yield f"    --kv {cache['setting']}"
 

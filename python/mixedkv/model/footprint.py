@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mixedkv import _core
 
 _F16_BYTES = 2
+_MOST_TOKENS = 2**30  # llama.cpp counts cells in 32 bits
 
 # Where the file does not say which layers are recurrent: all but the last of every so many, from llama.cpp's
 # src/models/*.cpp.
@@ -140,6 +141,23 @@ def footprint(shape: ModelShape, kv: CacheSetting, n_ctx: int, n_seq: int = 1) -
         n_elements=n_cells * n_embd,
         view=view,
     )
+
+
+def longest_context(shape: ModelShape, kv: CacheSetting, n_bytes: int, n_seq: int = 1) -> int:
+    """Return the tokens of the largest context whose cache takes at most `n_bytes`, 0 if none does.
+
+    Raises:
+        ValueError: as `footprint` does.
+    """
+    step = padded(1)
+    low, high = 0, 1  # in steps: `low` fits, `high` does not
+    while high * step < _MOST_TOKENS and footprint(shape, kv, high * step, n_seq).bytes <= n_bytes:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = footprint(shape, kv, middle * step, n_seq).bytes <= n_bytes
+        low, high = (middle, high) if fits else (low, middle)
+    return low * step
 
 
 def cold_bytes(layer: LayerShape, kv: CacheSetting) -> int:

@@ -18,7 +18,7 @@ from mixedkv.bundled.corpus import make_recall
 from mixedkv.cli import main
 from mixedkv.config import parse_kv
 from mixedkv.kv.stats import format_saving
-from mixedkv.model.footprint import footprint, model_shape
+from mixedkv.model.footprint import footprint, longest_context, model_shape
 from mixedkv.model.gguf_file import read_model_file
 from support.patience import PATIENCE
 
@@ -110,6 +110,19 @@ def test_info_as_json() -> None:
     assert bits["mixed:compact"] == pytest.approx(4.5 + 16 * 56 / 4096, abs=1e-3)  # with the ring's padding
 
 
+@pytest.mark.parametrize("spec", ["f16", "mixed", "mixed:quality", "q8_0"])
+def test_info_says_what_fits(spec: str) -> None:
+    report = json.loads(run("info", "--json", "--kv", spec).stdout)
+    longest = report["caches"][0]["longest_n_ctx"]
+    shape, kv = model_shape(read_model_file(model_path())), parse_kv(spec)
+    assert longest % 256 == 0
+    assert footprint(shape, kv, longest).bytes <= report["bytes_left"]
+    assert footprint(shape, kv, longest + 256).bytes > report["bytes_left"]
+    assert longest_context(shape, kv, 1000) == 0
+    line = next(line for line in run("info", "--kv", spec).stdout.splitlines() if line.split()[:1] == [spec])
+    assert len(line.split()) == 6  # "6.9 MiB" are two
+
+
 def test_info_of_sequences_that_share_a_context() -> None:
     kv = ("mixed:quality", "mixed:quality,hot_budget=all")
     args = ("info", "--n-ctx", 8192, 32768, "--sequences", 1, 16, "--kv", *kv)
@@ -120,7 +133,7 @@ def test_info_of_sequences_that_share_a_context() -> None:
     assert bits[kv[0], 8192, 16] <= 1.25 * 8.5 < 16 < bits[kv[1], 8192, 16]
     text = run(*args).stdout
     assert "hot_budget=all" in text
-    assert "More than F16 is refused where hot_budget is not given." in text
+    assert "Loading narrows the window of a cache above F16, unless hot_budget is given." in text
 
 
 def test_info_of_a_budget(tmp_path: Path) -> None:
