@@ -79,13 +79,15 @@ class MessageIds:
             for info in infos
             if info.entry in entries
         ]
-        self._entries.change(
-            lambda db: db.executemany(
+
+        def write(db: sqlite3.Connection) -> None:
+            db.executemany(
                 "INSERT OR REPLACE INTO messages (tenant, message_id, n_tokens, noted, entry) "
                 "VALUES (?, ?, ?, ?, ?)",
                 reversed(rows),
             )
-        )
+
+        self._entries.change(write)
 
     def entries(self, tenant: str | None = None, message_id: str | None = None) -> list[MessageInfo]:
         """Return which entries messages end in, the latest first: of one tenant, or of all if it is None; of
