@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import takewhile
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mixedkv.chat import ChatResult, ChatUsage, MessageCache
+from mixedkv.cli.chat_commands import ChatCommands
+from mixedkv.cli.chat_history import ChatHistory
 from mixedkv.cli.chat_terminal import StopSignal, questions
 from mixedkv.cli.model import DEFAULT_N_CTX, add_streaming_arguments, open_model, quiet
 from mixedkv.cli.sampling import add_sampling_arguments, sampling_options
@@ -26,14 +27,15 @@ from mixedkv.store import KVStore
 from mixedkv.store.eviction import EVICTIONS
 from mixedkv.terminal import with_prompt_bar
 
-_KV, _MESSAGES = "kv", "messages.jsonl"
+_KV = "kv"
+_SHOWN = 6  # messages of a chat that goes on
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Talk to a model. On a terminal Ctrl-D ends the chat and Ctrl-C stops an answer. Piped input is a "
-        "question a line, up to an empty one. With --history the next call goes on where this one ended, and "
-        "evaluates nothing of it again."
+        "question a line, up to an empty one. /help lists commands, such as /undo and /save. With --history "
+        "the next call goes on where this one ended, and evaluates nothing of it again."
     )
     parser.add_argument("-m", "--model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument(
@@ -77,7 +79,7 @@ def chat(args: argparse.Namespace) -> None:
     if args.new and args.history is None:
         raise ValueError("--new: there is no --history to forget")
     path = find_model(args.model)
-    history = _History(Path(args.history) if args.history is not None else None, args.new)
+    history = ChatHistory(Path(args.history) if args.history is not None else None, args.new)
     with quiet(not args.verbose), open_model(path, args) as llm, _store(history, args) as store:
         if "tokenizer.chat_template" not in llm.metadata:
             raise ValueError(f"{path.name} has no chat template: use mixedkv run")
@@ -87,22 +89,38 @@ def chat(args: argparse.Namespace) -> None:
 
 
 def _talk(
-    llm: Llama, cache: MessageCache, history: _History, system: str | None, options: dict[str, Any]
+    llm: Llama, cache: MessageCache, history: ChatHistory, system: str | None, options: dict[str, Any]
 ) -> None:
     if history.messages:
-        _tell(f"{len(history.messages)} messages so far")
+        _show(history.messages)
     elif system:
         history.add({"role": "system", "content": system})
+    took = ""
+    commands = ChatCommands(llm, history, lambda: took)
     for text in _questions(history):
+        if (told := commands.run(text)) is not None:
+            _tell(told)
+            continue
         question = {"role": "user", "content": text}
+        begin = time.perf_counter()
         result, stopped = _answer(llm, cache, [*history.messages, question], options)
         if result is not None and (result.content or not stopped):
             history.add(question, result.message)
-            _tell(("stopped; " if stopped else "") + _took(result.usage))
+            took = _took(result.usage, time.perf_counter() - begin)
+            _tell(("stopped; " if stopped else "") + took)
         else:
             _tell("stopped before the answer began: the question is not kept")
         if stopped and not sys.stdin.isatty():
             raise KeyboardInterrupt
+
+
+def _show(messages: list[dict[str, Any]]) -> None:
+    """Tell how long a chat is that goes on, and on a terminal show its end."""
+    _tell(f"{len(messages)} messages so far")
+    if sys.stdin.isatty() and sys.stderr.isatty():
+        for message in messages[-_SHOWN:]:
+            mark = "> " if message["role"] == "user" else ""
+            print(f"{mark}{message['content']}", file=sys.stderr)
 
 
 def _answer(
@@ -119,18 +137,21 @@ def _answer(
         return answer.result, stop.came
 
 
-def _questions(history: _History) -> Iterator[str]:
+def _questions(history: ChatHistory) -> Iterator[str]:
     if sys.stdin.isatty() and sys.stderr.isatty():
         return questions([message["content"] for message in history.messages if message["role"] == "user"])
     return takewhile(bool, (line.strip() for line in sys.stdin))
 
 
-def _took(usage: ChatUsage) -> str:
+def _took(usage: ChatUsage, seconds: float) -> str:
     where = {"ram": " from memory", "disk": " from disk", "remote": " from the remote"}.get(usage.source, "")
     text = (
         f"{usage.prompt_tokens} tokens: {usage.cached_tokens} not evaluated again{where}, "
         f"{usage.evaluated_tokens} evaluated; first token after {usage.seconds_to_first_token:.2f} s"
     )
+    if usage.completion_tokens > 1 and seconds > usage.seconds_to_first_token:
+        speed = (usage.completion_tokens - 1) / (seconds - usage.seconds_to_first_token)
+        text += f", then {speed:.0f} tok/s"
     return f"{text}; {usage.dropped_tokens} dropped" if usage.dropped_tokens else text
 
 
@@ -138,52 +159,7 @@ def _tell(text: str) -> None:
     print(f"[{text}]", file=sys.stderr, flush=True)
 
 
-class _History:
-    """The messages, in a file for their owner only: one line each.
-
-    Raises:
-        ValueError: the file is none of ours.
-    """
-
-    def __init__(self, folder: Path | None, new: bool) -> None:
-        self.folder = folder
-        self.messages: list[dict[str, Any]] = []
-        if folder is None:
-            return
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if new:
-            self._file.unlink(missing_ok=True)
-        elif self._file.exists():
-            self.messages = [self._message(line) for line in self._file.read_text("utf-8").splitlines()]
-
-    @property
-    def _file(self) -> Path:
-        assert self.folder is not None
-        return self.folder / _MESSAGES
-
-    def _message(self, line: str) -> dict[str, Any]:
-        try:
-            message = json.loads(line)
-            if isinstance(message["role"], str) and isinstance(message["content"], str):
-                return dict(message)
-        except (ValueError, TypeError, KeyError, RecursionError):
-            pass
-        raise ValueError(f"{self._file}: a line of it is not a message: begin anew with --new")
-
-    def add(self, *messages: dict[str, Any]) -> None:
-        """A turn is written in one go: a crash leaves it out or in."""
-        self.messages += messages
-        if self.folder is None:
-            return
-        data = "".join(json.dumps(message) + "\n" for message in messages).encode()
-        file = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        try:
-            os.write(file, data)
-        finally:
-            os.close(file)
-
-
-def _store(history: _History, args: argparse.Namespace) -> KVStore:
+def _store(history: ChatHistory, args: argparse.Namespace) -> KVStore:
     if history.folder is None:
         return KVStore(None)
     return KVStore(

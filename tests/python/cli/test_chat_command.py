@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import stat
 import subprocess
@@ -57,6 +58,49 @@ def test_a_chat_can_begin_anew(tmp_path: Path) -> None:
     done = chat("Hello\n", "--history", tmp_path, "--new", "--system", "Be brief.")
     assert "so far" not in done.stderr
     assert len((tmp_path / "messages.jsonl").read_text().splitlines()) == 3
+
+
+def test_commands_are_not_for_the_model(tmp_path: Path) -> None:
+    done = chat("/help\n/stats\n/nonsense\n/kv now\n/save notes.txt\n/system\n/undo\n")
+    assert done.stdout == ""
+    for said in (
+        "/undo          take back",
+        "nothing was answered yet",
+        "there is no command /nonsense: /help, /kv, /save, /stats, /system, /undo",
+        "/kv takes nothing behind it",
+        "ends in .md or .json",
+        "there is no system message",
+        "no question to take back",
+    ):
+        assert said in done.stderr
+    assert len(chat("/etc/hosts is empty, why?\n").stdout.splitlines()) >= 1
+
+
+def test_commands_of_a_chat(tmp_path: Path) -> None:
+    talk = "/system Be brief.\nWhat is the code of the mill?\n/kv\n/stats\n"
+    talk += f"/save {tmp_path}/talk.md\n/save {tmp_path}/talk.json\n/save {tmp_path}/talk.json\n"
+    done = chat(talk, "--history", tmp_path / "talk")
+    assert "hot +" in done.stderr
+    assert done.stderr.count("first token after") == 2  # told, and told again
+    assert "exists: give another name" in done.stderr
+    messages = json.loads((tmp_path / "talk.json").read_text())
+    assert [each["role"] for each in messages] == ["system", "user", "assistant"]
+    assert f"## user\n\n{messages[1]['content']}\n" in (tmp_path / "talk.md").read_text()
+
+
+def test_what_is_taken_back_leaves_no_trace(tmp_path: Path) -> None:
+    """The next answer is that of a chat without the question, and reuses what is stored of the first."""
+    first, other, third = "What is the code of the mill?\n", "And of the barn?\n", "And of the shed?\n"
+    plain = chat(first + third, "--history", tmp_path / "plain")
+    undone = chat(first + other + "/undo\n" + third, "--history", tmp_path / "undone")
+    assert undone.stdout.splitlines()[-1] == plain.stdout.splitlines()[-1]
+    assert "taken back: And of the barn?" in undone.stderr
+    (_, all_of_first, _), _, (cached, evaluated, _) = took(undone)
+    assert cached >= all_of_first
+    assert evaluated < all_of_first
+    kept = [(tmp_path / name / "messages.jsonl").read_text().splitlines() for name in ("plain", "undone")]
+    contents = [[json.loads(line)["content"] for line in lines] for lines in kept]
+    assert contents[0] == contents[1]
 
 
 def test_a_history_that_is_none_is_refused(tmp_path: Path) -> None:

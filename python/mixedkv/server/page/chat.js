@@ -232,7 +232,12 @@ function foot(node, element) {
   const out = [], same = children(chat, node.parent), at = same.indexOf(node);
   if (same.length > 1) {
     const turn = (to, label, sign) => {
-      const one = button(sign, label, () => { chat.shown = tip(chat, same[to].id); keep(chat, null); show(); });
+      const one = button(sign, label, async () => {
+        const of = chat;
+        of.shown = tip(of, same[to].id);
+        await keep(of, null);
+        if (of === chat) show();
+      });
       one.disabled = !same[to];
       return one;
     };

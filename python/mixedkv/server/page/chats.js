@@ -7,6 +7,10 @@ const done = (request) => new Promise((resolve, reject) => {
   request.onsuccess = () => resolve(request.result);
   request.onerror = () => reject(request.error);
 });
+const committed = (transaction) => new Promise((resolve, reject) => {
+  transaction.oncomplete = resolve;
+  transaction.onabort = () => reject(transaction.error);
+});
 const chats = (mode = "readonly") => database.transaction("chats", mode).objectStore("chats");
 
 /** Open the database; whether chats are kept. `changed(id)` is called when another tab has changed a chat. */
@@ -41,7 +45,8 @@ export async function saveChat(chat, writing = null) {
   if (!old && chat.kept) return;
   chat.kept = true;
   merge(chat, old, writing);
-  await done(store.put(chat));
+  store.put(chat);
+  await committed(store.transaction); // a page that is reloaded before loses what was only put
   tabs.postMessage(chat.id);
 }
 
@@ -51,7 +56,11 @@ export function merge(chat, other, writing) {
 
 export async function deleteChat(id) {
   loose.delete(id);
-  if (database) await done(chats("readwrite").delete(id));
+  if (database) {
+    const store = chats("readwrite");
+    store.delete(id);
+    await committed(store.transaction);
+  }
   tabs.postMessage(id);
 }
 

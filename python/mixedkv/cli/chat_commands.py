@@ -1,0 +1,98 @@
+"""Lines of a chat that are for the program and not for the model: /help, /undo and others."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from mixedkv.cli.chat_history import ChatHistory
+from mixedkv.llama import Llama
+
+_COMMAND = re.compile(r"/([a-z]+|\?)(?:\s+(.+))?", re.DOTALL)  # "/etc/hosts is empty, why?" is a question
+_HELP = {
+    "help": "/help          list the commands",
+    "kv": "/kv            show what the KV cache holds, and in which types",
+    "save": "/save FILE     write the chat to FILE.md or FILE.json",
+    "stats": "/stats         say what the last answer took",
+    "system": "/system TEXT   set the system message; without TEXT, show it",
+    "undo": "/undo          take back the last question and its answer",
+}
+
+
+class ChatCommands:
+    """The commands of one chat.
+
+    Args:
+        llm: the model that answers.
+        history: the messages, which /undo and /system change.
+        last: returns what the last answer took, "" before the first.
+    """
+
+    def __init__(self, llm: Llama, history: ChatHistory, last: Callable[[], str]) -> None:
+        self._llm, self._history, self._last = llm, history, last
+
+    def run(self, line: str) -> str | None:
+        """Carry out a command and return what to tell; None where the line is a question."""
+        found = _COMMAND.fullmatch(line)
+        if found is None:
+            return None
+        name, text = found[1], (found[2] or "").strip()
+        if name not in _HELP:
+            return f"there is no command /{name}: " + ", ".join(f"/{each}" for each in _HELP)
+        if text and name not in ("save", "system"):
+            return f"/{name} takes nothing behind it"
+        command: Callable[[str], str] = getattr(self, f"_{name}")
+        return command(text)
+
+    def _help(self, _text: str) -> str:
+        return "\n".join(_HELP.values())
+
+    def _kv(self, _text: str) -> str:
+        return str(self._llm.kv.stats())
+
+    def _stats(self, _text: str) -> str:
+        return self._last() or "nothing was answered yet"
+
+    def _save(self, text: str) -> str:
+        path = Path(text).expanduser()
+        if path.suffix not in (".md", ".json"):
+            return "/save wants a file that ends in .md or .json"
+        messages = [{key: each[key] for key in ("role", "content")} for each in self._history.messages]
+        if path.suffix == ".json":
+            written = json.dumps(messages, indent=2, ensure_ascii=False) + "\n"
+        else:
+            written = "\n".join(f"## {each['role']}\n\n{each['content']}\n" for each in messages)
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(written)
+        except FileExistsError:
+            return f"{path} exists: give another name"
+        except OSError as error:
+            return f"not saved: {error}"
+        return f"{len(messages)} messages are in {path}"
+
+    def _system(self, text: str) -> str:
+        messages = self._history.messages
+        now = messages[0]["content"] if messages and messages[0]["role"] == "system" else ""
+        if not text:
+            return f"system message: {now}" if now else "there is no system message: /system TEXT sets one"
+        rest = messages[1:] if now else messages
+        self._history.replace([{"role": "system", "content": text}, *rest])
+        return "the system message is set: the next question evaluates the chat anew"
+
+    def _undo(self, _text: str) -> str:
+        messages = self._history.messages
+        asked = [i for i, each in enumerate(messages) if each["role"] == "user"]
+        if not asked:
+            return "there is no question to take back"
+        question = messages[asked[-1]]["content"]
+        self._history.replace(messages[: asked[-1]])
+        self._llm.reset()  # what is stored goes on exactly; what is cut off here would not
+        return f"taken back: {_shortened(question)}"
+
+
+def _shortened(text: str, most: int = 60) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[: most - 3] + "..."
