@@ -14,6 +14,7 @@ from typing import Any
 from mixedkv.chat import ChatResult, ChatUsage, MessageCache
 from mixedkv.cli.chat_commands import ChatCommands
 from mixedkv.cli.chat_history import ChatHistory
+from mixedkv.cli.chat_markdown import markdown_shown, show_markdown
 from mixedkv.cli.chat_terminal import StopSignal, questions
 from mixedkv.cli.model import DEFAULT_N_CTX, add_streaming_arguments, open_model, quiet
 from mixedkv.cli.sampling import add_sampling_arguments, sampling_options
@@ -70,6 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-age", metavar="TIME", type=duration, help="remove KV that was not used for so long: 30d, 12h"
     )
+    parser.add_argument(
+        "--plain",
+        action="store_true",
+        help="show answers as they are written, markdown and all",
+    )
     parser.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
     parser.set_defaults(command=chat)
 
@@ -85,16 +91,16 @@ def chat(args: argparse.Namespace) -> None:
             raise ValueError(f"{path.name} has no chat template: use mixedkv run")
         with MessageCache(llm, store) as cache:
             options = {"max_tokens": args.n_predict, **sampling_options(args, path)}
-            _talk(llm, cache, history, args.system, options)
+            _talk(llm, cache, history, args, options)
 
 
 def _talk(
-    llm: Llama, cache: MessageCache, history: ChatHistory, system: str | None, options: dict[str, Any]
+    llm: Llama, cache: MessageCache, history: ChatHistory, args: argparse.Namespace, options: dict[str, Any]
 ) -> None:
     if history.messages:
-        _show(history.messages)
-    elif system:
-        history.add({"role": "system", "content": system})
+        _show(history.messages, args.plain)
+    elif args.system:
+        history.add({"role": "system", "content": args.system})
     took = ""
     commands = ChatCommands(llm, history, lambda: took)
     for text in _questions(history):
@@ -103,7 +109,7 @@ def _talk(
             continue
         question = {"role": "user", "content": text}
         begin = time.perf_counter()
-        result, stopped = _answer(llm, cache, [*history.messages, question], options)
+        result, stopped = _answer(llm, cache, [*history.messages, question], args.plain, options)
         if result is not None and (result.content or not stopped):
             history.add(question, result.message)
             took = _took(result.usage, time.perf_counter() - begin)
@@ -114,26 +120,31 @@ def _talk(
             raise KeyboardInterrupt
 
 
-def _show(messages: list[dict[str, Any]]) -> None:
+def _show(messages: list[dict[str, Any]], plain: bool) -> None:
     """Tell how long a chat is that goes on, and on a terminal show its end."""
     _tell(f"{len(messages)} messages so far")
     if sys.stdin.isatty() and sys.stderr.isatty():
         for message in messages[-_SHOWN:]:
-            mark = "> " if message["role"] == "user" else ""
-            print(f"{mark}{message['content']}", file=sys.stderr)
+            if message["role"] == "user":
+                print(f"> {message['content']}", file=sys.stderr)
+            else:
+                show_markdown(message["content"], sys.stderr, plain)
 
 
 def _answer(
-    llm: Llama, cache: MessageCache, messages: list[dict[str, Any]], options: dict[str, Any]
+    llm: Llama, cache: MessageCache, messages: list[dict[str, Any]], plain: bool, options: dict[str, Any]
 ) -> tuple[ChatResult | None, bool]:
     """Print an answer, and return it and whether Ctrl-C stopped it."""
     with StopSignal(llm) as stop:
-        with cache.stream(messages, **options) as answer, suppress(StoppedError):
+        with (
+            cache.stream(messages, **options) as answer,
+            markdown_shown(sys.stdout, plain) as show,
+            suppress(StoppedError),
+        ):
             for chunk in with_prompt_bar(llm, answer):
-                print(chunk["choices"][0]["delta"].get("content") or "", end="", flush=True)
+                show(chunk["choices"][0]["delta"].get("content") or "")
                 if stop.came:
                     break
-        print(flush=True)
         return answer.result, stop.came
 
 
