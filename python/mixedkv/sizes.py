@@ -4,23 +4,54 @@ from __future__ import annotations
 
 import re
 
-_SIZE = re.compile(r"(?P<number>\d+\.?\d*|\.\d+) *((?P<unit>[KMGT])I?)?B?", re.ASCII)
-
+GB, MB = 10**9, 10**6
+_SIZE = re.compile(
+    r"(?P<number>\d+\.?\d*|\.\d+) *(?P<unit>((?P<power>[KMGT])(?P<binary>I)?)?(?P<b>B)?)", re.ASCII
+)
 _DURATION = re.compile(r"(?P<number>\d+\.?\d*|\.\d+) *(?P<unit>s|min|h|d|w)?", re.ASCII)
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 
 
-def parse_size(text: str) -> int:
-    """Bytes of "2GiB", "500M" or "4096"; units are powers of 1024.
+def parse_size(text: str, unit: int = 1, least: int = 1) -> int:
+    """Bytes of "2GiB", "500M", "10GB" or "4096". GB and its like are powers of 1000, GiB and G of 1024.
+
+    Args:
+        unit: bytes that a number without a unit counts.
+        least: bytes that are enough: 0 where a size of 0 means none.
 
     Raises:
         ValueError: it is no size.
     """
     found = _SIZE.fullmatch(text.strip().upper())
-    value = float(found["number"]) * 1024 ** " KMGT".find(found["unit"] or " ") if found else 0.0
-    if not 1 <= value < 2**60:
+    value = float(found["number"]) * _unit(found, unit) if found else -1.0
+    if not least <= value < 2**60:
         raise ValueError(f"{text!r} is not a size: use e.g. 2GiB or 500MiB")
     return int(value)
+
+
+def size_of(field: str, value: float | str, unit: int = 1) -> int:
+    """Return the bytes of a size as Python is given it: a number of `unit` bytes, or a text such as "2GiB".
+
+    Raises:
+        ValueError: it is no size; the message names the field.
+    """
+    if isinstance(value, str):
+        try:
+            return parse_size(value, unit, least=0)
+        except ValueError as error:
+            raise ValueError(f"{field}={error}") from None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{field}={value!r}: use a number, or e.g. '2GiB'")
+    if not 0 <= value < 2**60 / unit:
+        raise ValueError(f"{field}={value}: use a number from 0 to {2**60 // unit}, or e.g. '2GiB'")
+    return int(value * unit)
+
+
+def _unit(found: re.Match[str], default: int) -> int:
+    if not found["unit"]:
+        return default
+    base = 1000 if found["b"] and not found["binary"] else 1024
+    return int(base ** (" KMGT".index(found["power"] or " ")))
 
 
 def parse_duration(text: str) -> float:

@@ -11,6 +11,7 @@ from typing import get_args
 
 from mixedkv.bundled import model_path
 from mixedkv.chunks.chunk_reuse import REPAIRS
+from mixedkv.cli.values import memory
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.limits import CELLS
 from mixedkv.model.footprint import ModelShape, model_shape
@@ -18,7 +19,6 @@ from mixedkv.model.gguf_file import ModelFile, n_layers, read_model_file
 from mixedkv.model.named_model import HELP as MODEL_HELP
 from mixedkv.model.named_model import find_model
 from mixedkv.real_text import KINDS, read_text
-from mixedkv.sizes import parse_size
 from mixedkv.streaming.layer_choice import Asked, parse_layers
 from mixedkv_bench.catalog import TESTS
 from mixedkv_bench.harness.cache_settings import DEFAULT_SPECS, Setting, make_settings
@@ -137,7 +137,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help=f"text for quality: a file, or {', '.join(KINDS)} (a generated sample)",
     )
-    parser.add_argument("--budget", metavar="SIZE", type=size, help="memory for the cache, e.g. 2GiB")
+    parser.add_argument("--budget", metavar="SIZE", type=memory, help="memory for the cache, e.g. 2GiB")
     parser.add_argument(
         "--bits",
         metavar="N,N",
@@ -253,17 +253,9 @@ def nats(text: str) -> float:
     return value
 
 
-def size(text: str) -> int:
-    """A type for argparse: bytes."""
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def sizes(text: str) -> tuple[int, ...]:
     """ "1GiB,2GiB" in bytes."""
-    return tuple(sorted({size(part) for part in text.split(",")}))
+    return tuple(sorted({memory(part) for part in text.split(",")}))
 
 
 def stream_layers(text: str) -> Asked:

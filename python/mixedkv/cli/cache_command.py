@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import time
-from argparse import ArgumentTypeError
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mixedkv.cli.values import duration
+from mixedkv.cli.values import duration, gigabytes
 from mixedkv.kv.stats import format_bytes
 
 if TYPE_CHECKING:
     from mixedkv.store import EntryInfo, KVStore, MessageInfo
 
-_ANY_SIZE_GB = 2.0**40
+_ANY_SIZE_GB = 2.0**29
 _ID_SHOWN = 12
 _LABEL_SHOWN = 28
 
@@ -45,7 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also keep the message ids of this tenant, whose name is stored as a hash; again for more",
     )
     gc = _add(actions, "gc", _gc, "remove what was left behind by killed programs")
-    gc.add_argument("--max-gb", metavar="N", type=_gigabytes, help="also shrink the store to this size")
+    gc.add_argument(
+        "--max-gb",
+        metavar="SIZE",
+        type=gigabytes,
+        help="also shrink the store to this size, in 10^9 bytes or as 20GiB",
+    )
     gc.add_argument(
         "--older-than",
         metavar="TIME",
@@ -188,16 +192,6 @@ def _encrypt(args: argparse.Namespace) -> None:
     n_sessions = reseal(args.store, None, key)
     lost = f"; {n_lost} could not be read and were removed" if n_lost else ""
     print(f"{n_entries} entries and {n_sessions} sessions are encrypted now{lost}")
-
-
-def _gigabytes(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < _ANY_SIZE_GB:
-        raise ArgumentTypeError(f"{text!r} is not a size in GB")
-    return value
 
 
 def _age(seconds: float) -> str:

@@ -18,7 +18,7 @@ from mixedkv.cli.chat_markdown import markdown_shown, show_markdown
 from mixedkv.cli.chat_terminal import StopSignal, questions
 from mixedkv.cli.model import DEFAULT_N_CTX, add_streaming_arguments, open_model, quiet
 from mixedkv.cli.sampling import add_sampling_arguments, sampling_options
-from mixedkv.cli.values import duration, positive
+from mixedkv.cli.values import duration, gigabytes, positive
 from mixedkv.config import parse_kv
 from mixedkv.errors import StoppedError
 from mixedkv.llama import Llama
@@ -61,7 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens (default: 512)",
     )
     add_sampling_arguments(parser)
-    parser.add_argument("--max-kv-size-gb", metavar="GB", type=float, default=8.0, help="of --history")
+    parser.add_argument(
+        "--max-kv-size-gb",
+        metavar="SIZE",
+        type=gigabytes,
+        default=8.0,
+        help="of the KV in --history, in 10^9 bytes or as 20GiB (default: 8)",
+    )
     parser.add_argument(
         "--eviction",
         choices=EVICTIONS,

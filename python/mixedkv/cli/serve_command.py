@@ -45,7 +45,9 @@ def _add(parser: argparse.ArgumentParser, name: str, option: FieldInfo) -> None:
     if option.default not in (None, "", 0) and "default" not in text:
         text += f" (default: {option.default})"
     metavar = cast("dict[str, str]", option.json_schema_extra)["metavar"]
-    parser.add_argument(*flags, metavar=metavar, type=kind, default=None, help=text)
+    parser.add_argument(
+        *flags, metavar=metavar, type=str if metavar == "SIZE" else kind, default=None, help=text
+    )
 
 
 def run(args: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from mixedkv.cli.extra import naming_the_extra
-from mixedkv.cli.values import positive, temperature, whole
+from mixedkv.cli.values import gigabytes, positive, temperature, whole
 
 if TYPE_CHECKING:
     from mixedkv.split.client import SplitClient
@@ -30,7 +30,7 @@ _SERVE_HELP = {
     "allow_no_keys": "serve a public address without keys",
     "metrics_port": "port for Prometheus; 0 is none",
     "store": "folder of sessions that clients keep, each encrypted with its client's key",
-    "store_gb": "size of that folder, in 10^9 bytes",
+    "store_gb": "size of that folder, in 10^9 bytes or as 20GiB",
     "store_max_age": "remove from it at the start what was not used for so long, e.g. 30d",
     "max_queue": "messages of a tenant that may wait",
     "max_sessions": "sessions of a tenant that are remembered",
@@ -80,7 +80,10 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
             continue
         default = f" (default: {field.default})" if field.default not in ("", 0) else ""
         text = _SERVE_HELP[field.name] + default
-        parser.add_argument(flag, type=kind, default=field.default, help=text, metavar=kind.__name__.upper())
+        metavar = kind.__name__.upper()
+        if field.name == "store_gb":
+            kind, metavar = gigabytes, "SIZE"
+        parser.add_argument(flag, type=kind, default=field.default, help=text, metavar=metavar)
     parser.set_defaults(command=run_serve)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from mixedkv.limits import INT32_MAX
-from mixedkv.sizes import parse_duration, parse_size
+from mixedkv.sizes import GB, parse_duration, parse_size
 from mixedkv.streaming.layer_choice import Asked, parse_layers
 
 T = TypeVar("T")
@@ -57,8 +57,13 @@ def layers(text: str) -> Asked:
 
 
 def memory(text: str) -> int:
-    """Parse the value of --memory."""
+    """Parse the value of --memory and --budget."""
     return _value(parse_size, text)
+
+
+def gigabytes(text: str) -> float:
+    """Sizes in 10^9 bytes, if they name no unit."""
+    return _value(lambda text: parse_size(text, GB, least=0), text) / GB
 
 
 def duration(text: str) -> float:

@@ -13,6 +13,7 @@ from mixedkv.config.row_types import COLD_TYPES, ggml_type
 from mixedkv.config.sparse import normal_sparse, top_p_of
 from mixedkv.config.spec import HOT_BUDGETS, KEYS, spec_of
 from mixedkv.config.uniform import UniformKV
+from mixedkv.sizes import size_of
 
 if TYPE_CHECKING:
     from mixedkv import _core
@@ -50,8 +51,8 @@ class MixedKVConfig:
         layers: cold types of single layers, where they differ from `cold_type_k` and `cold_type_v`:
             "0-3:q8_0/q4_0,7-:q5_1" has K of the first four layers in Q8_0 and V in Q4_0, and both in Q5_1
             from layer 7 on.
-        budget: bytes that the cache may take, 0: any. `settle` then chooses the cold types, for a model and a
-            context: see `for_budget`.
+        budget: bytes that the cache may take, or e.g. "2GiB"; 0: any. `settle` then chooses the cold types,
+            for a model and a context: see `for_budget`.
         bits: of an element of the cold rows at most, scales included, 0: as the types say. `settle` chooses
             the types by layer, for a model, and spends the bits where they do most.
         shrink: while memory is short, of the machine or of a control group, the recent window is halved
@@ -79,7 +80,7 @@ class MixedKVConfig:
     equalize: bool = True
     hot_budget: int | str = "auto"
     layers: str = ""
-    budget: int = 0
+    budget: int | str = 0
     bits: float = 0.0
     shrink: bool = False
     v_skip: float = 0.0
@@ -111,10 +112,7 @@ class MixedKVConfig:
         if not isinstance(self.layers, str):
             raise TypeError(f"layers={self.layers!r}: use text such as '0-3:q8_0/q4_0,4-:q5_1'")
         object.__setattr__(self, "layers", ",".join(map(str, self._ranges)))
-        if isinstance(self.budget, bool) or not isinstance(self.budget, int):
-            raise TypeError(f"budget={self.budget!r}: use a number of bytes")
-        if self.budget < 0:
-            raise ValueError(f"budget={self.budget}: use a number of bytes, or 0 for none")
+        object.__setattr__(self, "budget", size_of("budget", self.budget))
         if isinstance(self.bits, bool) or not isinstance(self.bits, int | float):
             raise TypeError(f"bits={self.bits!r}: use a number such as 3.5")
         if not (self.bits == 0 or 1 <= self.bits <= 16):
@@ -132,13 +130,13 @@ class MixedKVConfig:
         cls,
         model: str | os.PathLike[str] | ModelShape,
         n_ctx: int,
-        n_bytes: int,
+        n_bytes: int | str,
         *,
         n_seq: int = 1,
         shares: Shares | None = None,
         **given: Any,
     ) -> MixedKVConfig | UniformKV:
-        """The setting whose cache takes at most `n_bytes` and moves the next token least.
+        """The setting whose cache takes at most `n_bytes` (or "2GiB") and moves the next token least.
 
         Bits go to K and V of the layers where they do most, see `mixedkv.model.layer_plan`. What is left
         when all rows have eight widens the recent window; where F16 fits, it is llama.cpp's F16 cache. Where

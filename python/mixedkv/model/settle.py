@@ -57,11 +57,11 @@ def settle(
         n_rows, least = ring_rows(shape, make(plan.types(0), threshold, "auto"), n_ctx, n_seq)
         return [*range(max(least, 1), n_rows, 16), "auto"]
 
-    if size(f16) <= kv.budget:
+    if size(f16) <= int(kv.budget):
         return f16
     least, most = kv.quantization_threshold, n_ctx // n_seq - kv.sink_tokens
     windows = range(least, max(most, least) + 1, kv.group_size)
-    return spend(kv.budget, plan, windows, rooms, make, size)
+    return spend(int(kv.budget), plan, windows, rooms, make, size)
 
 
 def fit_window(kv: KVSetting, shape: ModelShape, n_ctx: int, n_seq: int = 1, n_stream: int = 1) -> KVSetting:

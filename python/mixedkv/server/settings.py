@@ -24,12 +24,13 @@ from mixedkv.config import parse_kv
 from mixedkv.limits import INT32_MAX, MAX_SEQUENCES, MAX_SNAPSHOTS
 from mixedkv.prompts.overflow import Overflow
 from mixedkv.sessions.metadata_url import beside
-from mixedkv.sizes import parse_duration, parse_size
+from mixedkv.sizes import GB, MB, parse_duration, parse_size
 from mixedkv.store.eviction import Eviction
 from mixedkv.streaming.layer_choice import parse_layers
 
 ENV_PREFIX = "MIXEDKV_"
 IN_MEMORY = "sqlite:"
+SIZE = "SIZE"  # what stands for a size in --help
 
 _ROOT_PATH = re.compile(r"(/[A-Za-z0-9_.~-]+)+")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#]+")
@@ -55,6 +56,17 @@ def _listed(value: Any) -> Any:
 
 
 Several = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)]
+
+
+def _in_units(unit: int) -> BeforeValidator:
+    """Return what reads a size: a number of `unit` bytes, or a text that may name its own unit."""
+    return BeforeValidator(
+        lambda value: parse_size(value, unit, least=0) / unit if isinstance(value, str) else value
+    )
+
+
+Gigabytes = Annotated[float, _in_units(GB)]
+Megabytes = Annotated[float, _in_units(MB)]
 
 
 class ServerSettings(BaseSettings):
@@ -109,7 +121,7 @@ class ServerSettings(BaseSettings):
         "read layers from the file for each step: auto, a number, or keep_first=8,keep_last=2",
         "HOW",
     )
-    memory: str = _option("", "for this process, e.g. 6GiB; streams the layers that do not fit", "SIZE")
+    memory: str = _option("", "for this process, e.g. 6GiB; streams the layers that do not fit", SIZE)
     slowdown: float = _option(
         2.0,
         "how much longer a step may take for running answers while prompts are evaluated",
@@ -127,7 +139,9 @@ class ServerSettings(BaseSettings):
         0,
         INT32_MAX,
     )
-    max_checkpoint_gb: float = _option(1.0, "memory that checkpoints may take", "GB", 0, 1e6)
+    max_checkpoint_gb: Gigabytes = _option(
+        1.0, "memory that checkpoints may take, in 10^9 bytes or as 2GiB", SIZE, 0, 1e6
+    )
     reuse: Reuse = _option(
         "exact",
         "exact: what equals an evaluation from the start; prefix: also where the F16 window has aged out; "
@@ -238,8 +252,10 @@ class ServerSettings(BaseSettings):
         "evaluate some tokens of what is stored again, before what another process stored is first used and "
         "while nobody wants an answer; wrong rows are removed",
     )
-    max_kv_size_gb: float = _option(10.0, "disk the store may take", "GB", 0.001, 1e6)
-    max_ram_gb: float = _option(1.0, "memory the store may take", "GB", 0, 1e6)
+    max_kv_size_gb: Gigabytes = _option(
+        10.0, "disk the store may take, in 10^9 bytes or as 20GiB", SIZE, 0.001, 1e6
+    )
+    max_ram_gb: Gigabytes = _option(1.0, "memory the store may take, in 10^9 bytes or as 2GiB", SIZE, 0, 1e6)
     eviction: Eviction = _option(
         "lru",
         "what leaves the store first, on disk and in memory: what was used least recently, what is oldest, "
@@ -257,14 +273,16 @@ class ServerSettings(BaseSettings):
         "URL",
     )
     max_sessions: int = _option(1000, "sessions of a tenant", "N", 0, 1_000_000)
-    max_sessions_mb: float = _option(100.0, "what the sessions of a tenant may take", "MB", 0, 1e6)
+    max_sessions_mb: Megabytes = _option(
+        100.0, "what the sessions of a tenant may take, in 10^6 bytes or as 64MiB", SIZE, 0, 1e6
+    )
     max_queue: int = _option(64, "requests of a tenant that may wait", "N", 0, 100_000)
     request_timeout: float = _option(600.0, "seconds after which a request is given up", "S", 0.01, 1e6)
     read_timeout: float = _option(
         30.0, "seconds a client has to send a request's head, and as long for its body", "S", 0.01, 1e6
     )
     drain_timeout: float = _option(10.0, "seconds that running requests get at shutdown", "S", 0, 1e6)
-    max_body_mb: float = _option(8.0, "largest request body", "MB", 0.001, 1024)
+    max_body_mb: Megabytes = _option(8.0, "largest request body, in 10^6 bytes or as 8MiB", SIZE, 0.001, 1024)
     max_connections: int = _option(
         1024, "connections at a time; if all are at work, more are answered 503", "N", 1, 1_000_000
     )

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from mixedkv.card import card, rows_of
 from mixedkv.ids import check_session_id, check_tenant
 from mixedkv.kv.block import KVBlock
+from mixedkv.sizes import GB, size_of
 from mixedkv.store import coverage, live_sequence
 from mixedkv.store.encryption import (
     PLAIN_ENTRIES,
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from mixedkv.llama import Llama
 
 _LOG = logging.getLogger("mixedkv.store")
-_GB = 10**9
 
 
 class KVStore:
@@ -64,8 +64,8 @@ class KVStore:
 
     Args:
         folder: where entries live; made if it is not there. None keeps them in memory only.
-        max_ram_bytes: blocks kept in memory at most, 0 for none.
-        max_kv_size_gb: files in the folder at most, in 10^9 bytes.
+        max_ram_bytes: blocks kept in memory at most, 0 for none; a number or e.g. "2GiB".
+        max_kv_size_gb: files in the folder at most, in 10^9 bytes, or e.g. "20GiB".
         eviction: what leaves first when a budget is full: "lru", the least recently used; "oldest"; or
             "gdsf", which weighs how often an entry was used, how long ago, and what evaluating it takes for
             its size (GreedyDual-Size-Frequency). What others build on leaves after them.
@@ -89,8 +89,8 @@ class KVStore:
         self,
         folder: str | Path | None,
         *,
-        max_ram_bytes: int = 2**30,
-        max_kv_size_gb: float = 10.0,
+        max_ram_bytes: int | str = 2**30,
+        max_kv_size_gb: float | str = 10.0,
         eviction: Eviction = "lru",
         max_age_seconds: float | None = None,
         key: KeySource | None = None,
@@ -102,8 +102,8 @@ class KVStore:
     ) -> None:
         if eviction not in EVICTIONS:
             raise ValueError(f"eviction={eviction!r}: use one of {', '.join(EVICTIONS)}")
-        max_ram_bytes = int(_check_number("max_ram_bytes", max_ram_bytes))
-        max_disk_bytes = int(_check_number("max_kv_size_gb", max_kv_size_gb) * _GB)
+        max_ram_bytes = size_of("max_ram_bytes", max_ram_bytes)
+        max_disk_bytes = size_of("max_kv_size_gb", max_kv_size_gb, GB)
         if max_age_seconds is not None:
             _check_number("max_age_seconds", max_age_seconds)
         self._cipher: Cipher = PlainCipher() if key is None else KeyCipher(key)

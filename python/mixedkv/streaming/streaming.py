@@ -17,7 +17,7 @@ from mixedkv.model.footprint import footprint, model_shape
 from mixedkv.model.gguf_file import ModelFile, n_layers
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.memory import memory_room, own_memory
-from mixedkv.sizes import parse_size
+from mixedkv.sizes import size_of
 from mixedkv.streaming.layer_choice import RING_LAYERS, Asked, LayerSizes, choose_layers, no_room
 
 Mode = Literal["direct", "prefetch", "mmap", "resident"]
@@ -214,22 +214,11 @@ def _beside_experts(file: ModelFile, sizes: LayerSizes, asked: Asked | None, roo
 def _room(memory: int | str | None) -> int:
     left = memory_room()
     if memory is not None:
-        asked = _bytes(memory) - own_memory()
+        asked = size_of("memory", memory) - own_memory()
         return asked if left is None else min(asked, left)
     if left is None:
         raise ValueError("memory is missing: this system does not say what is left, give e.g. memory='6GiB'")
     return left
-
-
-def _bytes(memory: int | str) -> int:
-    if isinstance(memory, str):
-        try:
-            return parse_size(memory)
-        except ValueError as error:
-            raise ValueError(f"memory={error}") from None
-    if isinstance(memory, bool) or not isinstance(memory, int | float) or not 0 < memory < 2**60:
-        raise ValueError(f"memory={memory!r}: use bytes, or e.g. '6GiB'")
-    return int(memory)
 
 
 def _cache_bytes(file: ModelFile, setting: KVSetting, n_ctx: int, context: dict[str, Any]) -> int:

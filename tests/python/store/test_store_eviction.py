@@ -272,7 +272,7 @@ def test_ram_tier() -> None:
     [
         ({"eviction": "newest"}, "eviction='newest': use one of lru, oldest"),
         ({"max_ram_bytes": -1}, "max_ram_bytes=-1"),
-        ({"max_kv_size_gb": "10"}, "max_kv_size_gb='10'"),
+        ({"max_kv_size_gb": "10 of them"}, "max_kv_size_gb='10 of them'"),
         ({"max_kv_size_gb": float("nan")}, "max_kv_size_gb=nan"),
         ({"max_ram_bytes": True}, "max_ram_bytes=True"),
         ({"max_age_seconds": "30d"}, "max_age_seconds='30d'"),

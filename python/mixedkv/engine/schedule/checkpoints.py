@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.limits import INT32_MAX
+from mixedkv.sizes import size_of
 
 _APART = 16  # tokens; what begins closer to the next message is not worth a checkpoint of its own
 _AFTER = 16  # tokens of a message that may change without its first checkpoint being lost
@@ -20,7 +21,7 @@ class CheckpointLimits:
     Args:
         per_sequence: of one sequence at most; 0 keeps none.
         every: also after each so many tokens of a prompt; 0 takes only those at messages and at the end.
-        max_bytes: of all sequences together.
+        max_bytes: of all sequences together, a number or e.g. "2GiB".
 
     Raises:
         ValueError: one is negative.
@@ -28,10 +29,11 @@ class CheckpointLimits:
 
     per_sequence: int = 16
     every: int = 0
-    max_bytes: int = 1 << 30
+    max_bytes: int | str = 1 << 30
 
     def __post_init__(self) -> None:
-        for field in ("per_sequence", "every", "max_bytes"):
+        object.__setattr__(self, "max_bytes", size_of("checkpoints: max_bytes", self.max_bytes))
+        for field in ("per_sequence", "every"):
             if (value := getattr(self, field)) < 0:
                 raise ValueError(f"checkpoints: {field}={value}: use 0 or more")
 

@@ -230,7 +230,7 @@ class SequencePool:
     def _make_room(self, spare: Sequence) -> None:
         """Until the checkpoints fit their limit, take one from the sequence used the longest ago."""
         order = sorted(self._all, key=lambda seq: (seq is spare, seq.running, seq.used_at))
-        while sum(point.nbytes for point in self.checkpoints) > self.limits.max_bytes:
+        while sum(point.nbytes for point in self.checkpoints) > int(self.limits.max_bytes):
             seq = next(seq for seq in order if seq.checkpoints)
             seq.checkpoints = thinned(seq.checkpoints, len(seq.checkpoints) - 1)
 
