@@ -102,7 +102,9 @@ def check(args: argparse.Namespace) -> Options:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that `check` reads."""
     parser.add_argument(
-        "test", choices=(*_ALL, "all", *(name for name in TESTS if name not in _ALL)), help="what to measure"
+        "test",
+        choices=("quick", *_ALL, "all", *(name for name in TESTS if name not in (*_ALL, "quick"))),
+        help="what to measure; quick: in two minutes, which cache to use here",
     )
     parser.add_argument("-m", "--model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--kv", metavar="SPEC", action="append", help="cache to compare; again for more")
@@ -270,7 +272,8 @@ def _settings(args: argparse.Namespace) -> list[Setting]:
     """The server has no choice of flash attention: it uses it where the cache needs it."""
     if args.test not in ("serve", "fleet", "split", "streaming"):
         default = _SPECS.get(args.test, DEFAULT_SPECS)
-        return make_settings(args.kv or default, args.flash_attn)
+        one_way = args.test == "quick" and args.flash_attn == "both"
+        return make_settings(args.kv or default, "on" if one_way else args.flash_attn)
     if args.flash_attn == "on":
         raise ValueError(f"--flash-attn on is not a choice of {args.test}: leave it out")
     return make_settings(

@@ -11,6 +11,7 @@ from mixedkv_bench import (
     fleet,
     memory,
     quality,
+    quick,
     recall,
     reuse,
     sensitivity,
@@ -27,6 +28,7 @@ from mixedkv_bench.fleet import FleetRow, ResumeRow
 from mixedkv_bench.harness.row import RowPart
 from mixedkv_bench.memory import MemoryRow
 from mixedkv_bench.quality import QualityRow
+from mixedkv_bench.quick import QuickRow
 from mixedkv_bench.recall import RecallRow
 from mixedkv_bench.reuse import ReuseRow
 from mixedkv_bench.sensitivity import SensitivityRow
@@ -42,6 +44,7 @@ from mixedkv_bench.tasks import TasksRow
 TESTS = {
     module.TEST.name: module.TEST
     for module in (
+        quick,
         memory,
         speed,
         aged,
@@ -60,7 +63,8 @@ TESTS = {
 }  # in the order of `all`
 
 AnyRow = Annotated[
-    MemoryRow
+    QuickRow
+    | MemoryRow
     | SpeedRow
     | AgedRow
     | QualityRow

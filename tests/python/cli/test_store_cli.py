@@ -110,7 +110,7 @@ def test_an_encrypted_store(tmp_path: Path) -> None:
         (["rm", "--store", "{}", "--session", "../x"], "it looks like a path"),
         (["verify", "--store", "{}", "--key", "k"], "use env:NAME or file:PATH"),
         (["verify", "--store", "{}", "--key", "env:NO_SUCH"], "NO_SUCH is not set"),
-        (["gc", "--store", "{}", "--max-gb", "-1"], "'-1' is not a size in GB"),
+        (["gc", "--store", "{}", "--max-gb", "-1"], "'-1' is not a size: use"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(folder: Path, args: list[str], message: str) -> None:
