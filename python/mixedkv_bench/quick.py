@@ -33,6 +33,12 @@ _ALIKE, _NEARLY = 0.01, 0.05  # of positions, that may have another likeliest to
 _AS_FAST = 0.9  # of F16's generation
 
 
+_JOINED = {
+    "error", "attention", "n_ctx", "kv_bytes", "bits_per_element", "n_positions", "kld_mean", "same_top1",
+    "depth", "pp_tps", "tg_tps", "tg_vs_f16",
+}  # fmt: skip
+
+
 class QuickRow(CacheRow):
     """One row per setting: what it takes, how fast it is, what it changes, and when to use it.
 
@@ -55,14 +61,14 @@ class QuickRow(CacheRow):
     advice: Literal["", "use this", "if memory is short"] = Field(
         default="",
         description="`use this`: the smallest cache that keeps the likeliest token as often as F16 does, "
-        "less one position in a hundred, and generates at 0.9 of its speed; `if memory is short`: the smallest "
-        "that keeps it less five in a hundred",
+        "less one position in a hundred, and generates at 0.9 of its speed; `if memory is short`: the "
+        "smallest that keeps it less five in a hundred",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured: tokens of the text, the depth of speed, tokens generated; and the seconds."""
+    """Says how many tokens are read, at which depth speed is measured, and how many are generated."""
 
     n_text: int
     depth: int
@@ -171,9 +177,7 @@ def _rows(found: Sequence[Row], options: Options) -> list[QuickRow]:
         own = [row for row in found if (row.kv, row.flash_attn) == (setting.spec, setting.flash_attn)]
         fields: dict[str, object] = {}
         for row in own:
-            names = ("error", "attention", "n_ctx", "kv_bytes", "bits_per_element", "n_positions", "kld_mean")
-            names += ("same_top1", "depth", "pp_tps", "tg_tps", "tg_vs_f16")
-            part = row.model_dump(include=set(names), exclude_unset=True)
+            part = row.model_dump(include=_JOINED, exclude_unset=True)
             fields.update({name: value for name, value in part.items() if value is not None})
         if options.shape.layers and room is not None:
             weights = options.file.size

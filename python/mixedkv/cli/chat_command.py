@@ -173,7 +173,7 @@ def _took(usage: ChatUsage, seconds: float) -> str:
 
 
 def _tell(text: str) -> None:
-    print(f"[{text}]", file=sys.stderr, flush=True)
+    print(text if "\n" in text else f"[{text}]", file=sys.stderr, flush=True)
 
 
 def _store(history: ChatHistory, args: argparse.Namespace) -> KVStore:

@@ -92,6 +92,7 @@ def test_quick_on_the_bundled_model(
     assert (f16["kv"], mixed["kv"]) == ("f16", "mixed:quality")
     assert f16["flash_attn"]  # one way: people ask which cache, not which attention
     for each in (f16, mixed):
+        assert "error" not in each, each["error"]
         assert each["test"] == "quick"
         assert each["same_top1"] > 0.8
         assert each["n_positions"] >= 250
