@@ -23,7 +23,7 @@ from mixedkv_bench.harness.table import NONE, Cells, Table, number
 from mixedkv_bench.options import Options
 
 _SECONDS = 50.0  # for each of the two parts
-_DOCUMENT = (512, 2048)  # tokens of the text: at least, at most
+_DOCUMENT = (1024, 2048)  # tokens of the text; fewer hold no window of mixed:quality
 _GENERATED = (4, 32)
 _ROUNDS = 3
 _DEPTH = 4096
