@@ -4,6 +4,7 @@ docs/chunks.md.
 
 from mixedkv.chunks.calibration import Calibration, Measured
 from mixedkv.chunks.chunk_cache import ChunkCache, ChunkStats
+from mixedkv.chunks.chunk_choice import ChunkChoice
 from mixedkv.chunks.chunk_reuse import ChunkReuse, DonorUse, Repair, Reuse
 from mixedkv.chunks.deviation import Deviation
 from mixedkv.chunks.passages import ChunkOptions, UncalibratedWarning
@@ -13,6 +14,7 @@ from mixedkv.chunks.verify import PromptCheck, verify_correctness
 __all__ = [
     "Calibration",
     "ChunkCache",
+    "ChunkChoice",
     "ChunkOptions",
     "ChunkReuse",
     "ChunkStats",

@@ -5,21 +5,23 @@ are then repaired. What a `ChunkCache` and an engine have in common.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mixedkv.chunks.calibration import read_calibration
-from mixedkv.chunks.chunk_reuse import Repair
+from mixedkv.chunks.chunk_choice import ChunkChoice
+from mixedkv.chunks.chunk_reuse import REPAIRS, Repair
 from mixedkv.chunks.donors import DonorIndex
 from mixedkv.chunks.fingerprints import WIDTH, TextEnds
 from mixedkv.chunks.gate import Gate
-from mixedkv.chunks.plan import find_segments
+from mixedkv.chunks.plan import SHORTEST_SEGMENT, find_segments
 from mixedkv.chunks.repair import Method
 from mixedkv.chunks.stitch import Rows
 from mixedkv.chunks.support import check_memory, check_method, check_model
+from mixedkv.errors import UnsupportedModelError
 from mixedkv.llama import Llama
 from mixedkv.store import Identity, KVStore
 from mixedkv.tokens import Tokens
@@ -101,19 +103,57 @@ class Passages:
         self.gate = Gate(self._options.max_kld, self._options.check, self._options.seed)
         self.method = self._options.method or self._calibrated(identity) or Method()
         check_method(llm, self.method)
+        self._n_ctx, self._sliding_window = n_ctx, identity.sliding_window
+        self._unsupported = _unsupported(llm)
         self._ends = TextEnds(llm)
         self._indexes: dict[bytes, DonorIndex] = {}
 
-    def find(self, tokens: Tokens, identity: Identity, n_exact: int) -> Rows:
+    def chosen(self, choice: ChunkChoice) -> tuple[ChunkOptions, Method]:
+        """Return the settings of a request: its own where it gives them, else those of all.
+
+        Raises:
+            UnsupportedModelError: this cache has not what the repair needs.
+            ValueError: a value is out of range here; the message begins with `chunks.` and the field.
+        """
+        given = {"ratio": choice.ratio, "overlap_k": choice.overlap_k}
+        if choice.repair is not None and choice.repair != self.method.repair:
+            method = Method(repair=choice.repair, ratio=choice.ratio, overlap_k=choice.overlap_k)
+        else:
+            changes = {field: value for field, value in given.items() if value is not None}
+            method = replace(self.method, **changes)
+        if (error := self._unsupported.get(method.repair)) is not None:
+            raise UnsupportedModelError(f"chunks.{error}")
+        if choice.ratio is not None and method.repair not in ("query", "cacheblend"):
+            raise ValueError(f"chunks.ratio: repair={method.repair!r} has none: use query or cacheblend")
+        if choice.overlap_k is not None and method.repair == "none":
+            raise ValueError("chunks.overlap_k: repair='none' has none: use seam, query or cacheblend")
+        least, size = self._options.chunk_size, choice.chunk_size or self._options.chunk_size
+        most = min(self._n_ctx, self._sliding_window or self._n_ctx)
+        if not least <= size <= most:
+            raise ValueError(f"chunks.chunk_size={size}: use a whole number from {least} to {most}")
+        window = choice.boundary_window
+        if window is not None and window > size // 2:
+            raise ValueError(f"chunks.boundary_window={window}: use at most {size // 2}, half of chunk_size")
+        window = self._options.boundary_window if window is None else window
+        return replace(self._options, chunk_size=size, boundary_window=window), method
+
+    def find(
+        self, tokens: Tokens, identity: Identity, n_exact: int, options: ChunkOptions | None = None
+    ) -> Rows:
         """Return the passages behind the first `n_exact` tokens, whose rows are there, and behind the first
         chunk; none while the gate is closed.
         """
         if self.gate.closed:
             return []
+        options = options or self._options
         index, ends = self.refresh(identity), self._ends.of(tokens)
-        low = max(n_exact, self._head(ends))
+        low, shortest = max(n_exact, _head(ends, options)), SHORTEST_SEGMENT
+        if options.chunk_size > self._options.chunk_size:
+            shortest = max(shortest, options.chunk_size // 2)
         rows = []
-        for segment in find_segments(index, tokens, ends, low=low, window=self._options.boundary_window):
+        for segment in find_segments(
+            index, tokens, ends, low=low, window=options.boundary_window, shortest=shortest
+        ):
             blocks = index.read(segment.source, segment.at, segment.at + len(segment))
             if blocks is not None:
                 rows.append((segment, blocks))
@@ -131,14 +171,6 @@ class Passages:
         index.refresh()
         return index
 
-    def _head(self, ends: npt.NDArray[np.int8]) -> int:
-        """Return how many tokens at the beginning are always exact: the sinks, and the first chunk up to the
-        end of a sentence.
-        """
-        size, window = self._options.chunk_size, self._options.boundary_window
-        near = ends[size - 1 : size + window]
-        return size + (int(np.argmax(near == near.max())) if near.any() else 0)
-
     def _calibrated(self, identity: Identity) -> Method | None:
         folder = self._store.folder
         found = read_calibration(folder, identity) if folder is not None else None
@@ -154,6 +186,26 @@ class Passages:
             self.gate.close(f"no method met max_kld={found.max_kld:g} when this model was calibrated")
             return None
         return found.chosen.method
+
+
+def _head(ends: npt.NDArray[np.int8], options: ChunkOptions) -> int:
+    """Return how many tokens at the beginning are always exact: the sinks, and the first chunk up to the end
+    of a sentence.
+    """
+    size = options.chunk_size
+    near = ends[size - 1 : size + options.boundary_window]
+    return size + (int(np.argmax(near == near.max())) if near.any() else 0)
+
+
+def _unsupported(llm: Llama) -> dict[Repair, str]:
+    """Return why repairs are refused that this cache has not what they need for."""
+    errors: dict[Repair, str] = {}
+    for repair in REPAIRS:
+        try:
+            check_method(llm, Method(repair=repair))
+        except UnsupportedModelError as error:
+            errors[repair] = str(error)
+    return errors
 
 
 def _check_whole(field: str, value: int, low: int, high: int, why: str = "") -> None:

@@ -35,7 +35,13 @@ class Segment:
 
 
 def find_segments(
-    index: DonorIndex, tokens: Tokens, ends: npt.NDArray[np.int8], *, low: int, window: int
+    index: DonorIndex,
+    tokens: Tokens,
+    ends: npt.NDArray[np.int8],
+    *,
+    low: int,
+    window: int,
+    shortest: int = SHORTEST_SEGMENT,
 ) -> list[Segment]:
     """Passages of a prompt that were computed elsewhere, in order, with a question behind the last.
 
@@ -49,6 +55,7 @@ def find_segments(
         ends: what ends with each token, see `TextEnds`.
         low: where the first may begin.
         window: tokens by which each side of a segment may slide.
+        shortest: tokens of a segment that is worth its seams.
     """
     high = len(tokens) - min(SHORTEST_QUESTION, max(1, len(tokens) // 4))
     segments: list[Segment] = []
@@ -59,7 +66,7 @@ def find_segments(
         donors = index.find(tokens, place)
         if donors:
             segment = _grown(donors[0], tokens, ends, place, reached, high, window)
-            if len(segment) >= SHORTEST_SEGMENT:
+            if len(segment) >= shortest:
                 segments.append(segment)
     return segments
 

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from mixedkv.card import card
-from mixedkv.chunks import Reuse
+from mixedkv.chunks import ChunkChoice, Reuse
 from mixedkv.engine.answer import Answer
 from mixedkv.engine.batch.vector_job import VectorJob, vector_width
 from mixedkv.engine.chat.chat_template import Chat
@@ -232,6 +232,7 @@ class Engine:
         n_logprobs: int | None = None,
         tenant: str = "",
         reuse: bool | Reuse = True,
+        chunks: ChunkChoice | None = None,
         speculation: SpeculationMode | None = None,
         prediction: str = "",
         overflow: Overflow = "refuse",
@@ -247,6 +248,7 @@ class Engine:
             n_logprobs: how many of the likeliest tokens to tell with each token; None for none.
             tenant: answers of one tenant share the rows of what their prompts have in common.
             reuse: which rows that are there it starts from, see `Request`; False evaluates everything.
+            chunks: how passages are found and repaired, with a `ChunkConnector`; None is its own way.
             speculation: "prompt-lookup", "draft-model", "mtp", "off", or None for the engine's.
             prediction: what the answer may be, to be checked instead of generated where it is so.
             overflow: "slide" drops the middle of what does not fit the context, see `Request`.
@@ -273,6 +275,7 @@ class Engine:
             stream=True,
             n_logprobs=n_logprobs,
             reuse=reuse,
+            chunks=chunks,
             speculation=speculation,
             prediction=prediction,
             overflow=overflow,
@@ -287,9 +290,13 @@ class Engine:
         """Return `n` jobs for each request, for `submit_jobs`. Each answer has a seed of its own.
 
         Raises:
-            ValueError: constraint, sampling, speculation or prediction cannot be followed; the
+            ValueError: constraint, sampling, speculation, prediction or `chunks` cannot be followed; the
                 message begins with the field.
         """
+        for choice in (request.chunks for request in requests if request.chunks is not None):
+            if not isinstance(self._connector, ChunkConnector):
+                raise ValueError("chunks: give the engine a ChunkConnector(store), which finds passages")
+            self._connector.check(choice)
         return prepare(requests, n, self.tokenizer, self.speculation, self.n_ctx)
 
     def submit_jobs(self, jobs: Sequence[Job], force: bool = False) -> None:

@@ -24,6 +24,12 @@ def server() -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def chunk_server() -> Iterator[Server]:
+    with running(*OPTIONS) as server:
+        yield server
+
+
 def complete(server: Server, key: str = "", **options: Any) -> tuple[str, dict[str, Any]]:
     body = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 8, **options}
     answer = server.post("/v1/completions", body, key=key)
@@ -106,3 +112,46 @@ def test_how_passages_are_found_and_repaired_can_be_said(tmp_path: Path) -> None
         assert server.stats()["store"]["chunks"]["method"] == "query 30%"
     with pytest.raises(RuntimeError, match="32"), running(*OPTIONS, "--chunk-size", "2"):
         pass
+
+
+def test_a_request_says_how_its_passages_are_repaired() -> None:
+    with running(*OPTIONS[:4], "--chunk-repair", "seam", "--chunk-check", "0") as server:
+        warm(server)
+
+        def repaired(**chunks: Any) -> tuple[str, int]:
+            _, found = complete(server, chunks=chunks)
+            return found.get("cached_repair", ""), found.get("approximate_cached_tokens", 0)
+
+        assert complete(server)[1]["cached_repair"] == "seam 16+16"
+        kept = {
+            share: repaired(repair="query", ratio=share)  # the prompt is in the context with other rows
+            for share in (0.15, 0.5)
+        }
+        assert [name for name, _ in kept.values()] == ["query 15%", "query 50%"]
+        assert kept[0.5][1] < 0.7 * kept[0.15][1]
+        assert repaired(overlap_k=4)[0] == "seam 4+4"
+        assert repaired(chunk_size=64)[1] > 100
+        assert repaired(chunk_size=300) == ("", 0)  # the beginning is exact, and no passage is long enough
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "match"),
+    [
+        ({"chunks": {"repair": "magic"}}, "chunks.repair", "'query'"),
+        ({"chunks": {"ratio": 2}}, "chunks.ratio", "less than or equal to 1"),
+        ({"chunks": {"ratio": 0.5, "repair": "seam"}}, "chunks.ratio", "use query or cacheblend"),
+        ({"chunks": {"overlap_k": 3, "repair": "none"}}, "chunks.overlap_k", "repair='none' has none"),
+        ({"chunks": {"chunk_size": 32}}, "chunks.chunk_size", "from 64 to"),
+        ({"chunks": {"boundary_window": 40}}, "chunks.boundary_window", "half of chunk_size"),
+        ({"chunks": {}, "reuse": "exact"}, "chunks", "reuse='exact': leave one out"),
+        ({"chunks": {}, "use_kv_cache": False}, "chunks", "reuse=False: leave one out"),
+        ({"chunks": {}, "prompt_logprobs": 1}, "chunks", "leave one out"),
+    ],
+)
+def test_what_a_request_cannot_ask_of_passages(
+    chunk_server: Server, options: dict[str, Any], param: str, match: str
+) -> None:
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 1, **options}
+    status, answer, _ = chunk_server.request("POST", "/v1/completions", body)
+    assert (status, answer["error"]["param"]) == (400, param), answer
+    assert match in answer["error"]["message"]

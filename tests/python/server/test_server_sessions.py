@@ -7,6 +7,8 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from support.patience import wait_for
 from support.server_support import Server, key_file, running
 
@@ -79,3 +81,28 @@ def test_with_a_store_sessions_outlive_a_kill(tmp_path: Path) -> None:
         assert refused.process.wait(600) != 0
         refused.stop()
         assert "encrypted with" in refused.log
+
+
+@pytest.mark.parametrize("kv", ["f16", "mixed"])
+def test_a_context_of_a_few_words_is_reused(tmp_path: Path, kv: str) -> None:
+    """Of no more than a few tokens, in the context and after a restart: its owner asked for it to be kept."""
+    options = ("--store", str(tmp_path / "kv"), "--model-name", "m", "--n-ctx", "1024", "--kv", kv)
+    body = {"session_id": "s", "prompt": " And then?", "max_tokens": 4, "temperature": 0}
+
+    def answer(server: Server, **changes: Any) -> tuple[str, dict[str, Any]]:
+        found = server.post("/v1/completions", {**body, **changes})
+        return found["choices"][0]["text"], found["usage"]["prompt_tokens_details"]
+
+    with running(*options) as server:
+        status, made = create(server, session_id="s", prompt="Once.")
+        assert status == 201
+        assert 1 < (n := made["n_tokens"]) < 16
+        text, details = answer(server)
+        assert (details["cached_tokens"], details["cached_tier"]) == (n, "context")
+        assert text == answer(server, use_kv_cache=False)[0]
+        server.wait_until_idle()
+        assert server.stop() == 0
+    with running(*options) as server:
+        again, details = answer(server, prompt="\nBut why?")  # all of the other turn is there too
+        assert (details["cached_tokens"], details["cached_tier"]) == (n, "disk")
+        assert again == answer(server, prompt="\nBut why?", use_kv_cache=False)[0]

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from mixedkv.chunks.chunk_choice import ChunkChoice
 from mixedkv.chunks.deviation import Logits, compare, logits_at
 from mixedkv.chunks.gate import Waiting
 from mixedkv.chunks.passages import Passages
@@ -57,6 +58,14 @@ class ChunkConnector(StoreConnector):
         super().attach(engine)
         self._checker.start()
 
+    def check(self, choice: ChunkChoice) -> None:
+        """Refuse what a request asks of the reuse of chunks, where this cache cannot do it.
+
+        Raises:
+            ValueError: the message begins with `chunks.` and the field.
+        """
+        self._passages.chosen(choice)
+
     def fetch(self, job: Job) -> bool:
         """Have the KV of a job's prompt looked for, passages included where they may be reused."""
         if job.request.keep or job.request.max_tokens == 0 or job.pictures or self._passages.gate.closed:
@@ -99,10 +108,8 @@ class ChunkConnector(StoreConnector):
         if job.accept != "chunks" or job.cancelled:
             return
         n_exact = max(job.n_fetched, self._in_context(job))
-        found, method = (
-            self._passages.find(job.prompt, self._identity(job.tenant), n_exact),
-            self._passages.method,
-        )
+        options, method = self._passages.chosen(job.request.chunks or ChunkChoice())
+        found = self._passages.find(job.prompt, self._identity(job.tenant), n_exact, options)
         rows = [(segment, self._rows.cut(blocks)) for segment, blocks in found]
         job.set_passages(PassageRows(rows, method) if rows else None, str(method))
 

@@ -29,7 +29,6 @@ from mixedkv.store.tiers.disk import is_full
 log = logging.getLogger("mixedkv.engine")
 
 _T = TypeVar("_T")
-_LEAST = 32  # tokens worth storing, and worth fetching more than the context has
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,7 @@ class StoreConnector:
     def offload(self, job: Job) -> None:
         """Hand the rows of a job that is done to the thread that stores them."""
         seq = job.seq
-        if seq is not None and seq.exact and len(seq.tokens) >= _LEAST:
+        if seq is not None and seq.exact and len(seq.tokens) >= job.least:
             tokens = np.array(seq.tokens, np.int32)
             self._n_unstored += 1
             rows = SequenceRows(seq, seq.version, tokens)
@@ -105,7 +104,7 @@ class StoreConnector:
 
     def fetch(self, job: Job) -> bool:
         """Have the KV of a job's prompt looked for; False where it is too short for that."""
-        if job.n_prompt <= _LEAST:
+        if job.n_prompt <= job.least:
             return False
         self._wanted.put(job)
         return True
@@ -184,7 +183,7 @@ class StoreConnector:
             match = self.store.find(identity, tokens[:n], exact_only=exact_only)
         if match is None:
             return
-        if match.n_tokens < self._in_context(job) + _LEAST:
+        if match.n_tokens < self._in_context(job) + job.least:
             return
         found = self.store.read_from(match)
         if found is None:
@@ -200,7 +199,9 @@ class StoreConnector:
         """
         if job.n_in_context is None:
             pool = self._engine.pool
-            found = self._engine.call(lambda: pool.match(job.tenant, job.prompt, job.accept)).result()
+            found = self._engine.call(
+                lambda: pool.match(job.tenant, job.prompt, job.accept, job.request.chunks)
+            ).result()
             job.n_in_context = found.n
         return job.n_in_context
 

@@ -37,6 +37,9 @@ class Stitching(Protocol):
         """Return what of the passages is behind the first `n` tokens, not begun; None if nothing is."""
 
 
+_LEAST = 32  # tokens
+
+
 class Progress:
     """A request at work. After `Engine.submit_jobs` it belongs to the engine's thread.
 
@@ -45,6 +48,7 @@ class Progress:
         tokens: prompt and answer.
         n_prompt, n_given: tokens of the prompt, and of the request's prompt.
         accept: which existing rows will do; None is the engine's default.
+        least: tokens that are worth storing and fetching; of a session any are, its owner wants it kept.
         seq: the sequence it has; None while it waits.
         paused: the sequence that holds its rows while it waits.
         first: position of the first token that can be evaluated: rows before it must exist.
@@ -87,6 +91,7 @@ class Progress:
         self.blocks: list[KVBlock] = []
         self.doubt: object | None = None
         self.n_fetched = 0
+        self.least = _LEAST if request.session is None else 1
         self.blocks_exact = True
         self.n_in_context: int | None = None  # as it was when the store was asked
         self.passages: Stitching | None = None
@@ -210,7 +215,7 @@ class Progress:
         """The prompt has rows, but for its last token; those of `n_kept` tokens were computed elsewhere."""
         assert self.seq is not None
         self.seq.tokens.extend(self.prompt[self.n_rows : -1].tolist())
-        self.seq.exact, self.seq.stitched = False, True
+        self.seq.exact, self.seq.stitched, self.seq.chunks = False, True, self.request.chunks
         self.exact = False
         self.n_cached, self.n_approximate = (self.n_cached or 0) + n_kept, self.n_approximate + n_kept
         self.passages = None

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from mixedkv.chunks.chunk_choice import ChunkChoice
 from mixedkv.chunks.chunk_reuse import Reuse
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.text.thought import ThoughtTags
@@ -43,6 +44,7 @@ class Request:
             leave thoughts out of the history; 0 for all of them.
         reuse: which existing rows the prompt starts from, see `Reuse`; True is the engine's default, False
             evaluates everything.
+        chunks: how passages are found and repaired; None is the connector's way.
         store: keep the KV after the answer, in the context and in the store, if there is one.
         keep: the rows stay as a prefix that others start from.
         overflow: "slide" drops the middle of what does not fit the context, of the prompt and during the
@@ -53,7 +55,8 @@ class Request:
         message_ends: ids of messages in the prompt, and how many tokens it has up to the end of each.
 
     Raises:
-        ValueError: `reuse`, `overflow` or `n_logprobs` has no such value.
+        ValueError: `reuse`, `overflow` or `n_logprobs` has no such value, or `chunks` is given and may not be
+            reused.
     """
 
     prompt: Tokens | Sequence[int]
@@ -74,6 +77,7 @@ class Request:
     triggers: Sequence[str] = ()
     boundary: int = 0
     reuse: bool | Reuse = True
+    chunks: ChunkChoice | None = None
     store: bool = True
     keep: bool = False
     overflow: Overflow = "refuse"
@@ -85,6 +89,10 @@ class Request:
     def __post_init__(self) -> None:
         if not isinstance(self.reuse, bool) and self.reuse not in get_args(Reuse):
             raise ValueError(f"reuse={self.reuse!r}: use True, False, or one of {', '.join(get_args(Reuse))}")
+        if self.chunks is not None and self.reuse in (False, "exact", "prefix"):
+            raise ValueError(f"chunks: no passages are reused with reuse={self.reuse!r}: leave one out")
+        if self.chunks is not None and self.prompt_logprobs is not None:
+            raise ValueError("chunks: no passages are reused with prompt_logprobs: leave one out")
         if self.n_logprobs is not None and self.n_logprobs < 0:
             raise ValueError(f"n_logprobs={self.n_logprobs}: use 0 or more, or None for none")
         if self.overflow not in get_args(Overflow):

@@ -169,7 +169,7 @@ class Scheduler(Generic[P]):
         others = [
             other for other in self.running if other.tenant == job.tenant and other.n_rows < other.n_prompt
         ]
-        here = self.pool.match(job.tenant, job.prompt, job.accept).n if others else 0
+        here = self.pool.match(job.tenant, job.prompt, job.accept, job.request.chunks).n if others else 0
         for other in others:
             n = min(common_prefix(other.prompt, job.prompt), job.n_prompt - 1, other.n_plain)
             if n - max(here, other.n_rows, job.n_fetched) >= _WAIT_FOR:
@@ -193,7 +193,7 @@ class Scheduler(Generic[P]):
             self.waiting.remove(job)
             self._lost.append(job)
             return True
-        if match.n >= job.first and job.n_fetched < match.n + _WAIT_FOR:
+        if match.n >= job.first and job.n_fetched < match.n + job.least:
             job.forget_blocks()
         elif job.n_fetched:
             match = SequenceMatch(None, 0, job.blocks_exact, 0)
@@ -249,7 +249,7 @@ class Scheduler(Generic[P]):
     def _match_plain(self, job: P) -> SequenceMatch:
         match = NO_MATCH
         while job.reuse and not self.pool.confirm(
-            match := self.pool.match(job.tenant, job.all_tokens, job.accept)
+            match := self.pool.match(job.tenant, job.all_tokens, job.accept, job.request.chunks)
         ):
             pass
         return match

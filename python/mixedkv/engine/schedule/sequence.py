@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mixedkv.chunks.chunk_choice import ChunkChoice
 from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.prompts.overflow import Gap
 from mixedkv.tokens import Tokens, common_prefix
@@ -23,6 +24,7 @@ class Sequence:
         checkpoints: what it held besides rows when it was shorter, in order of length.
         whole: it still holds what the token at its end reads.
         stitched: some of its rows were computed elsewhere: only who accepts that goes on from them.
+        chunks: what the request asked of these rows that put them together; None where it asked nothing.
         gap: what of a longer prompt was left out; where it is `stitched` too, rows behind were moved down,
             and nobody but the next turn goes on from them.
         shared: other sequences may have its rows at the positions below.
@@ -42,6 +44,7 @@ class Sequence:
     checkpoints: list[Checkpoint] = field(default_factory=list)
     whole: bool = True
     stitched: bool = False
+    chunks: ChunkChoice | None = None
     gap: Gap | None = None
     shared: int = 0
     session: str | None = None

@@ -12,6 +12,7 @@ import logging
 from array import array
 from dataclasses import dataclass, replace
 
+from mixedkv.chunks.chunk_choice import ChunkChoice
 from mixedkv.chunks.chunk_reuse import Reuse
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.engine.schedule.checkpoints import CheckpointLimits, thinned
@@ -110,18 +111,25 @@ class SequencePool:
             kept.update(seq.id for seq in seqs[: share if most is None else min(share, most)])
         return kept
 
-    def match(self, tenant: str, prompt: Tokens, accept: Reuse | None = None) -> SequenceMatch:
+    def match(
+        self, tenant: str, prompt: Tokens, accept: Reuse | None = None, chunks: ChunkChoice | None = None
+    ) -> SequenceMatch:
         """The longest usable prefix of a prompt, one token short of the whole at most.
 
         Args:
             accept: which rows will do; None is what the pool was made for.
+            chunks: how rows that were computed elsewhere must have been asked for; None takes all.
         """
         exact_only = self.is_exact_only(accept)
         best = NO_MATCH
         for seq in self._all:
-            if seq.tenant == tenant and seq.tokens and (not seq.stitched or _is_chunks(seq, accept)):
+            if (
+                seq.tenant == tenant
+                and seq.tokens
+                and (not seq.stitched or (_is_chunks(seq, accept) and chunks in (None, seq.chunks)))
+            ):
                 n = min(seq.common(prompt), len(prompt) - 1)
-                if n >= MIN_SHARED:
+                if n >= MIN_SHARED or (seq.keep and 0 < n == len(seq.tokens)):
                     best = _better(best, self._match(seq, n, exact_only and not seq.stitched))
         return best
 
@@ -203,6 +211,7 @@ class SequencePool:
         seq.keep = seq.paused = False
         seq.exact, seq.whole = match.exact, True
         seq.stitched = source is not None and (source.stitched or match.dropped > 0)
+        seq.chunks = source.chunks if source is not None and seq.stitched else None
         seq.gap, seq.n_prompt = None, 0
         if source is not None:  # a prefix that many share is in use, however old it is
             self.touch(source)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+from mixedkv.chunks import ChunkChoice
 from mixedkv.engine.chat.chat_template import Chat, RenderedChat
 from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.jobs.job import Job
@@ -107,33 +108,34 @@ def make_jobs(
     except ContextLengthError as error:
         raise from_engine(error, param) from None
     reuse = body.use_kv_cache is not False
-    requests = [
-        Request(
-            prompt=prompt,
-            max_tokens=max_tokens,
-            sampling=sampling(server, body, constraint),
-            tenant=owner,
-            session=session.kv_cache_ref if session is not None else None,
-            stop=[*body.stops, *(chat.stops if chat is not None else ())],
-            stop_tokens=body.stop_token_ids or (),
-            min_tokens=body.min_tokens or 0,
-            ignore_end=bool(body.ignore_eos),
-            stream=bool(body.stream),
-            n_logprobs=n_logprobs,
-            prompt_logprobs=body.prompt_logprobs,
-            reuse=(body.reuse or True) if reuse else False,
-            store=reuse,
-            overflow="slide" if long else "refuse",
-            speculation=body.speculation,
-            prediction=prediction,
-            pictures=[picture for image in images for picture in image.pictures],
-            thought_budget=budget,
-            message_ends=message_ends,
-            **(engine.tokenizer.answer_fields(chat, len(prompt)) if chat is not None else {}),
-        )
-        for prompt in prompts
-    ]
     try:
+        requests = [
+            Request(
+                prompt=prompt,
+                max_tokens=max_tokens,
+                sampling=sampling(server, body, constraint),
+                tenant=owner,
+                session=session.kv_cache_ref if session is not None else None,
+                stop=[*body.stops, *(chat.stops if chat is not None else ())],
+                stop_tokens=body.stop_token_ids or (),
+                min_tokens=body.min_tokens or 0,
+                ignore_end=bool(body.ignore_eos),
+                stream=bool(body.stream),
+                n_logprobs=n_logprobs,
+                prompt_logprobs=body.prompt_logprobs,
+                reuse=(body.reuse or True) if reuse else False,
+                chunks=None if body.chunks is None else ChunkChoice(**body.chunks.model_dump()),
+                store=reuse,
+                overflow="slide" if long else "refuse",
+                speculation=body.speculation,
+                prediction=prediction,
+                pictures=[picture for image in images for picture in image.pictures],
+                thought_budget=budget,
+                message_ends=message_ends,
+                **(engine.tokenizer.answer_fields(chat, len(prompt)) if chat is not None else {}),
+            )
+            for prompt in prompts
+        ]
         return engine.prepare(requests, n)
     except ValueError as error:
         raise _bad_field(error) from None
@@ -210,6 +212,8 @@ def _check_reuse(server: ServerState, body: GenerationFields) -> None:
         raise bad_request(
             "this server reuses no chunks: start it with --reuse chunks, or ask for exact or prefix", "reuse"
         )
+    if body.chunks is not None and server.settings.reuse != "chunks":
+        raise bad_request("this server reuses no chunks: start it with --reuse chunks", "chunks")
     if body.reuse is not None and body.use_kv_cache is False:
         raise bad_request(f"reuse={body.reuse} and use_kv_cache=false exclude each other: give one", "reuse")
 
@@ -264,6 +268,7 @@ def _check_images(body: GenerationFields, prediction: str) -> None:
         "speculation": body.speculation not in (None, "off"),
         "prediction": bool(prediction),
         "reuse": body.reuse == "chunks",
+        "chunks": body.chunks is not None,
     }
     if name := next((name for name, is_asked in asked.items() if is_asked), None):
         raise bad_request(f"{name} does not go with images: leave one out", name)

@@ -12,6 +12,7 @@ from pydantic import (
     model_validator,
 )
 
+from mixedkv.chunks import Repair
 from mixedkv.limits import INT32_MAX
 from mixedkv.prompts.overflow import Overflow
 from mixedkv.server.api.chat_message import Messages, TextPart
@@ -47,6 +48,24 @@ _MAX_VARIABLES = 64  # of a chat template
 class StreamOptions(Model):
     include_usage: bool | None = None
     include_obfuscation: bool | None = Field(None, description=IGNORED)
+
+
+class ChunkFields(Model):
+    """How passages of elsewhere are found and repaired for one request."""
+
+    repair: Repair | None = Field(None, description="How their edges are repaired; default: the server's.")
+    ratio: Annotated[Finite, Field(ge=0, le=1)] | None = Field(
+        None, description="Share of the reused tokens that is evaluated again."
+    )
+    overlap_k: Annotated[int, Field(ge=0, le=1024)] | None = Field(
+        None, description="Tokens at the edge of a passage that are evaluated again."
+    )
+    chunk_size: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
+        None, description="At least the server's: shorter passages than half of it are not reused."
+    )
+    boundary_window: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
+        None, description="Tokens by which an edge moves at most to the end of a sentence."
+    )
 
 
 class Function(Model):
@@ -169,6 +188,9 @@ class GenerationFields(Model):
     use_kv_cache: bool | None = Field(None, description="False: evaluate the whole prompt, keep no rows.")
     reuse: Literal["exact", "prefix", "chunks"] | None = Field(
         None, description="Which stored KV this answer may start from; default: the server's `--reuse`."
+    )
+    chunks: ChunkFields | None = Field(
+        None, description="How passages are found and repaired, with `--reuse chunks`."
     )
     overflow: Overflow | None = Field(
         None, description="slide drops the middle of what does not fit; default: the server's `--overflow`."
