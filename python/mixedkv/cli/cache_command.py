@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mixedkv.cli import import_packed
 from mixedkv.cli.values import duration, gigabytes
 from mixedkv.kv.stats import format_bytes
 
@@ -20,7 +21,9 @@ _LABEL_SHOWN = 28
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "List, remove, check, clean, encrypt or rekey the KV that is stored in a folder."
+    parser.description = (
+        "List, remove, check, clean, encrypt, rekey or import the KV that is stored in a folder."
+    )
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
     ls = _add(actions, "ls", _ls, "list what is stored, last used first")
     ls.add_argument("--messages", action="store_true", help="ids of chat messages and their entries")
@@ -43,6 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="also keep the message ids of this tenant, whose name is stored as a hash; again for more",
     )
+    packed = _add(
+        actions,
+        "import",
+        import_packed.run_import,
+        "store a packed cache of another program, for an f16 cache",
+    )
+    import_packed.add_arguments(packed)
     gc = _add(actions, "gc", _gc, "remove what was left behind by killed programs")
     gc.add_argument(
         "--max-gb",

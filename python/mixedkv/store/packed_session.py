@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,11 @@ _EXACT = 0.02  # what rounding to F16 and another order of sums make of it
 
 
 def load_packed(
-    llm: Llama, layers: Sequence[tuple[Array, Array]], tokens: npt.ArrayLike, *, rotary: Rotary
+    llm: Llama,
+    layers: Sequence[tuple[Array, Array]],
+    tokens: npt.ArrayLike,
+    *,
+    rotary: Rotary | Literal["auto"],
 ) -> float:
     """Put a packed session into the empty sequence 0 of a `Llama`, if its rows are those of this model.
 
@@ -34,7 +38,8 @@ def load_packed(
 
     Args:
         llm: the model.
-        layers, tokens, rotary: as in `block_from_packed`.
+        layers, tokens, rotary: as in `block_from_packed`; "auto" takes the rotary layout that has the
+            model's rows.
 
     Returns:
         How far the rows are off, as a share of their size: the median over layers and tokens, of K or of V.
@@ -47,16 +52,24 @@ def load_packed(
         raise ValueError("sequence 0 is not empty: remove what it holds with llm.kv.remove(0)")
     if not llm.kv.can_cut:
         raise ValueError("this model keeps a state of the whole sequence: a packed session has none")
-    block = block_from_packed(layers, tokens, llm, rotary=rotary)
-    try:
-        off = _difference(llm, block)
-    finally:
-        llm.kv.remove(0)
+    layouts = get_args(Rotary) if rotary == "auto" else (rotary,)
+    blocks = [block_from_packed(layers, tokens, llm, rotary=each) for each in layouts]
+    differences = []
+    for block in blocks:
+        try:
+            differences.append(_difference(llm, block))
+        finally:
+            llm.kv.remove(0)
+    off = float(np.nanmin([*differences, np.inf]))
     if not off <= _SAME_MODEL:
+        remedy = (
+            "" if rotary == "auto" else f" and rotary={rotary!r}: llama models of transformers have 'half'"
+        )
         raise ValueError(
             f"the packed session is not this model's: its rows are off by {off:.2g} of their size. Check the "
-            f"tokens, the model and rotary={rotary!r}: llama models of transformers have 'half'"
+            f"tokens, the model{remedy}"
         )
+    block = blocks[differences.index(off)]
     llm.kv.load(block.as_own() if off <= _EXACT else block)
     return off
 

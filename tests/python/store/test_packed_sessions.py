@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from golden import make_golden as made
 from mixedkv import Llama
+from mixedkv.cli.main import main
 from mixedkv.store import (
     Identity,
     KVStore,
@@ -149,6 +151,43 @@ def test_another_rotary_layout_is_converted_or_refused(kv: str, tmp_path: Path) 
         assert (store.save(llm).n_stored > 0) == (kv == "f16")
         with pytest.raises(ValueError, match="is not empty"):
             load_packed(llm, theirs, tokens, rotary="half")
+
+
+def _import(capsys: pytest.CaptureFixture[str], *args: str | Path) -> tuple[int, str]:
+    code = main(["cache", "import", *map(str, args)])
+    told = capsys.readouterr()
+    return code, told.out + told.err
+
+
+def test_a_command_stores_a_packed_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of transformers' shape and rotary layout, which it finds out; then its rows are there."""
+    model, folder = made.session_model(2, tmp_path), tmp_path / "kv"
+    with _llama(model, "f16") as llm:
+        llm.eval(made.SESSION)
+        own = packed_from_block(llm.kv.export())
+    packed, tokens = tmp_path / "theirs.bin", tmp_path / "tokens.json"
+    for layers, tenant in ((_of_transformers(own), ""), (own, "ada")):
+        packed.write_bytes(pack_kv_cache_v2(layers))
+        tokens.write_text(str(made.SESSION))
+        to = ("-m", model, "--store", folder, "--tokens", tokens, "--tenant", tenant)
+        assert _import(capsys, packed, *to)[0] == 0
+        with _llama(model, "f16") as llm, KVStore(folder) as store:
+            restored = store.restore(llm, [*made.SESSION, 30], tenant=tenant)
+            assert (restored.n_tokens, restored.exact) == (len(made.SESSION), True)
+            answer, _ = _go_on(llm, 30, 8)
+        with _llama(model, "f16") as llm:
+            llm.eval(made.SESSION)
+            assert answer == _go_on(llm, 30, 8)[0]
+    for wrong, message in (
+        (made.SESSION[::-1], "not this model's"),
+        ([*made.SESSION[:-1], 10**6], "in the vocabulary"),
+        ({"ids": 1}, "give a JSON list"),
+        ([], "give the id of each token"),
+    ):
+        tokens.write_text(json.dumps(wrong))
+        code, told = _import(capsys, packed, *to)
+        assert (code, told.count("\n")) == (2, 1)
+        assert message in told
 
 
 def test_rows_that_nobody_compared_are_not_stored(tmp_path: Path) -> None:
