@@ -24,7 +24,8 @@ from mixedkv.errors import StoppedError
 from mixedkv.llama import Llama
 from mixedkv.model.named_model import HELP as MODEL_HELP
 from mixedkv.model.named_model import find_model
-from mixedkv.store import KVStore
+from mixedkv.store import KeySource, KVStore, parse_key_source
+from mixedkv.store.encryption import KeyCipher
 from mixedkv.store.eviction import EVICTIONS
 from mixedkv.terminal import with_prompt_bar
 
@@ -43,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--history",
         metavar="DIR",
         help="folder of this chat: messages and their KV (default: none)",
+    )
+    parser.add_argument(
+        "--key", metavar="SOURCE", help="encrypt --history with the key in env:NAME or file:PATH"
     )
     parser.add_argument("--new", action="store_true", help="begin anew: forget the messages in --history")
     parser.add_argument("--system", metavar="TEXT", help="first message of a chat that begins")
@@ -90,9 +94,15 @@ def chat(args: argparse.Namespace) -> None:
     parse_kv(args.kv)  # before a model is read
     if args.new and args.history is None:
         raise ValueError("--new: there is no --history to forget")
+    if args.key and args.history is None:
+        raise ValueError("--key: there is no --history to encrypt")
+    key = parse_key_source(args.key) if args.key else None
     path = find_model(args.model)
-    history = ChatHistory(Path(args.history) if args.history is not None else None, args.new)
-    with quiet(not args.verbose), open_model(path, args) as llm, _store(history, args) as store:
+    folder = Path(args.history) if args.history is not None else None
+    history = ChatHistory(folder, args.new, KeyCipher(key) if key is not None else None)
+    if history.encrypted_now:
+        _tell("the messages were kept in plain text: they are encrypted now")
+    with quiet(not args.verbose), open_model(path, args) as llm, _store(history, args, key) as store:
         if "tokenizer.chat_template" not in llm.metadata:
             raise ValueError(f"{path.name} has no chat template: use mixedkv run")
         with MessageCache(llm, store) as cache:
@@ -176,7 +186,7 @@ def _tell(text: str) -> None:
     print(text if "\n" in text else f"[{text}]", file=sys.stderr, flush=True)
 
 
-def _store(history: ChatHistory, args: argparse.Namespace) -> KVStore:
+def _store(history: ChatHistory, args: argparse.Namespace, key: KeySource | None) -> KVStore:
     if history.folder is None:
         return KVStore(None)
     return KVStore(
@@ -184,4 +194,5 @@ def _store(history: ChatHistory, args: argparse.Namespace) -> KVStore:
         max_kv_size_gb=args.max_kv_size_gb,
         eviction=args.eviction,
         max_age_seconds=args.max_age,
+        key=key,
     )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 from mixedkv.atomic_write import write_atomically
+from mixedkv.store.encryption import Cipher, PlainCipher
+from mixedkv.store.entry_error import EntryError
 
 _MESSAGES = "messages.jsonl"
 
@@ -15,12 +18,18 @@ _MESSAGES = "messages.jsonl"
 class ChatHistory:
     """The messages, in a file for their owner only: one line each.
 
+    Args:
+        folder: where the file is; None keeps nothing.
+        new: forget what the file holds.
+        cipher: with a key each line is encrypted; lines that were written without one are then encrypted too.
+
     Raises:
-        ValueError: the file is none of ours.
+        ValueError: the file is none of ours, or encrypted with another key.
     """
 
-    def __init__(self, folder: Path | None, new: bool) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path | None, new: bool, cipher: Cipher | None = None) -> None:
+        self.folder, self._cipher = folder, cipher or PlainCipher()
+        self.encrypted_now = False  # it was plain text before it was opened with a key
         self.messages: list[dict[str, Any]] = []
         if folder is None:
             return
@@ -28,28 +37,49 @@ class ChatHistory:
         if new:
             self._file.unlink(missing_ok=True)
         elif self._file.exists():
-            self.messages = [self._message(line) for line in self._file.read_text("utf-8").splitlines()]
+            lines = self._file.read_text("utf-8").splitlines()
+            self.messages = [self._message(i, line) for i, line in enumerate(lines)]
+            if self._cipher.key_id and any('"role"' in line for line in lines):
+                self.encrypted_now = True
+                self.replace(self.messages)
 
     @property
     def _file(self) -> Path:
         assert self.folder is not None
         return self.folder / _MESSAGES
 
-    def _message(self, line: str) -> dict[str, Any]:
+    def _message(self, i: int, line: str) -> dict[str, Any]:
         try:
             message = json.loads(line)
+            if "sealed" in message:
+                message = json.loads(self._unseal(i, base64.b64decode(message["sealed"])))
             if isinstance(message["role"], str) and isinstance(message["content"], str):
                 return dict(message)
+        except EntryError as error:
+            raise ValueError(f"{self._file}: line {i + 1}: {error.args[0]}") from None
         except (ValueError, TypeError, KeyError, RecursionError):
             pass
         raise ValueError(f"{self._file}: a line of it is not a message: begin anew with --new")
 
+    def _unseal(self, i: int, data: bytes) -> bytes:
+        if not self._cipher.key_id:
+            raise EntryError("key", "it is encrypted: give the key with --key")
+        return self._cipher.unseal_alone(data, _context(i))
+
+    def _line(self, i: int, message: dict[str, Any]) -> str:
+        text = json.dumps(message)
+        if self._cipher.key_id:
+            sealed = self._cipher.seal_alone(text.encode(), _context(i))
+            text = json.dumps({"sealed": base64.b64encode(sealed).decode()})
+        return text + "\n"
+
     def add(self, *messages: dict[str, Any]) -> None:
         """A turn is written in one go: a crash leaves it out or in."""
+        begin = len(self.messages)
         self.messages += messages
         if self.folder is None:
             return
-        data = "".join(json.dumps(message) + "\n" for message in messages).encode()
+        data = "".join(self._line(i, message) for i, message in enumerate(messages, begin)).encode()
         file = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             os.write(file, data)
@@ -60,5 +90,10 @@ class ChatHistory:
         """Keep these messages in place of all there were."""
         self.messages = messages
         if self.folder is not None:
-            text = "".join(json.dumps(message) + "\n" for message in messages)
+            text = "".join(self._line(i, message) for i, message in enumerate(messages))
             write_atomically(self._file, text, mode=0o600)
+
+
+def _context(i: int) -> bytes:
+    """What a line is bound to: its place, so that lines cannot be put in another order."""
+    return f"chat message {i}".encode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import stat
 import subprocess
@@ -11,12 +12,13 @@ from pathlib import Path
 
 from support.patience import PATIENCE
 
+MIXEDKV = [sys.executable, "-m", "mixedkv"]
 OPTIONS = ["--n-ctx", "1024", "--threads", "1", "--temp", "0", "-n", "12"]
 
 
 def chat(stdin: str, *options: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, "-m", "mixedkv", "chat", *OPTIONS, *map(str, options)],
+        [*MIXEDKV, "chat", *OPTIONS, *map(str, options)],
         input=stdin,
         capture_output=True,
         text=True,
@@ -101,6 +103,35 @@ def test_what_is_taken_back_leaves_no_trace(tmp_path: Path) -> None:
     kept = [(tmp_path / name / "messages.jsonl").read_text().splitlines() for name in ("plain", "undone")]
     contents = [[json.loads(line)["content"] for line in lines] for lines in kept]
     assert contents[0] == contents[1]
+
+
+def test_a_history_can_be_encrypted(tmp_path: Path) -> None:
+    folder, key, other = tmp_path / "talk", tmp_path / "key", tmp_path / "other"
+    for path in (key, other):
+        path.write_bytes(os.urandom(32))
+        path.chmod(0o600)
+    chat("What is the code of the mill?\n", "--history", folder)
+    done = chat("And of the barn?\n", "--history", folder, "--key", f"file:{key}")
+    assert "they are encrypted now" in done.stderr  # the messages
+    assert "mixedkv cache encrypt" in done.stderr  # their KV
+    assert "2 messages so far" in done.stderr
+    subprocess.run(
+        [*MIXEDKV, "cache", "encrypt", "--store", folder / "kv", "--key", f"file:{key}"], check=True
+    )
+    done = chat("And of the shed?\n", "--history", folder, "--key", f"file:{key}")
+    assert "4 messages so far" in done.stderr
+    assert "plain text" not in done.stderr
+    ((cached, evaluated, where),) = took(done)
+    assert (where, cached > evaluated) == (" from disk", True)
+    for path in filter(Path.is_file, folder.rglob("*")):
+        assert b"the mill" not in path.read_bytes(), path
+    assert "give the key with --key" in chat("Hello\n", "--history", folder, code=2).stderr
+    done = chat("Hello\n", "--history", folder, "--key", f"file:{other}", code=2)
+    assert "line 1: its data key is not of this master key" in done.stderr
+    lines = (folder / "messages.jsonl").read_text().splitlines(keepends=True)
+    (folder / "messages.jsonl").write_text("".join([lines[2], *lines[1:]]))
+    assert "line 1" in chat("Hello\n", "--history", folder, "--key", f"file:{key}", code=2).stderr
+    assert "no --history" in chat("Hello\n", "--key", f"file:{key}", code=2).stderr
 
 
 def test_a_history_that_is_none_is_refused(tmp_path: Path) -> None:
