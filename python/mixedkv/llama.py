@@ -75,7 +75,8 @@ class Llama(GuardedLlama):
         flash_attn: None turns it on where the cache needs it: a mixed one, a quantised V.
         type_k, type_v: ggml types of a uniform cache, as in the base class; only without `kv`.
         stream_layers: layers that are not kept in memory but read from the file for each pass: "auto", as few
-            as `memory` allows; a number; or all but {"keep_first": n, "keep_last": n}. See docs/streaming.md.
+            as `memory` allows; a number; all but {"keep_first": n, "keep_last": n}; "all"; or "ffn", the
+            feed-forward matrices of all layers, while attention stays. See docs/streaming.md.
         memory: what this process may take in all, bytes or "6GiB"; by default what the machine and its
             control groups have left. By itself it means stream_layers="auto".
         stream_mode: "direct" reads with O_DIRECT into a ring of layers, "prefetch" maps the file and has

@@ -155,7 +155,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOW",
         type=stream_layers,
         default="auto",
-        help="of streaming: auto, a number, or keep_first=8,keep_last=2 (auto)",
+        help="of streaming: auto, all, ffn, a number, or keep_first=8,keep_last=2 (auto)",
     )
     parser.add_argument(
         "--stream-mode", choices=STREAM_MODES, action="append", help="of streaming; again for more (all)"

@@ -21,7 +21,7 @@ def add_streaming_arguments(parser: argparse.ArgumentParser) -> None:
         "--stream-layers",
         metavar="HOW",
         type=layers,
-        help="read layers from the file for each token: auto, a number, or keep_first=8,keep_last=2",
+        help="read layers from the file each token: auto, all, ffn, a number, or keep_first=8,keep_last=2",
     )
     parser.add_argument(
         "--memory",

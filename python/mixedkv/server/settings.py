@@ -118,7 +118,7 @@ class ServerSettings(BaseSettings):
     n_gpu_layers: int = _option(0, "layers on a GPU, in a build that has one; -1 is all", "N", -1, 4096)
     stream_layers: str = _option(
         "",
-        "read layers from the file for each step: auto, a number, or keep_first=8,keep_last=2",
+        "read layers from the file for each step: auto, all, ffn, a number, or keep_first=8,keep_last=2",
         "HOW",
     )
     memory: str = _option("", "for this process, e.g. 6GiB; streams the layers that do not fit", SIZE)

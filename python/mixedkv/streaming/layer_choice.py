@@ -6,13 +6,13 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.model.gguf_file import ModelFile, n_layers
 
 RING_LAYERS = 3  # in memory at a time: one in use, one there, one on its way
-Asked = Literal["auto"] | int | Mapping[str, int]
+Asked = Literal["auto", "all", "ffn"] | int | Mapping[str, int]
 
 _MATRIX = re.compile(r"blk\.(\d+)\.(.+)\.weight")
 
@@ -28,8 +28,13 @@ class LayerSizes:
     routed: int = 0
 
     @classmethod
-    def of(cls, file: ModelFile) -> LayerSizes:
-        """Raises UnsupportedModelError for a model without layers."""
+    def of(cls, file: ModelFile, part: str = "") -> LayerSizes:
+        """Return the sizes of a model's layers, or of the matrices alone whose names in a layer begin with
+        `part`; the others then count as `rest`.
+
+        Raises:
+            UnsupportedModelError: the model has no layers, or none with such matrices.
+        """
         n_layer = n_layers(file)
         sizes: Counter[int] = Counter()
         names: set[str] = set()
@@ -38,7 +43,7 @@ class LayerSizes:
             match = _MATRIX.fullmatch(tensor.name)
             if match is not None and int(match[1]) >= n_layer:
                 continue  # MTP layers, which are not loaded
-            if match is None or tensor.n_dims < 2:
+            if match is None or tensor.n_dims < 2 or not match[2].startswith(part):
                 rest += tensor.n_bytes
                 continue
             if "_exps" in match[2]:
@@ -47,7 +52,8 @@ class LayerSizes:
             sizes[int(match[1])] += tensor.n_bytes
             names.add(match[2])
         if not sizes:
-            raise UnsupportedModelError(f"{file.path} has no layers to stream")
+            what = f"layers with matrices {part}*" if part else "layers"
+            raise UnsupportedModelError(f"{file.path} has no {what} to stream")
         return cls(tuple(sizes[il] for il in range(n_layer)), rest, frozenset(names), routed)
 
     def pattern(self, streamed: Sequence[int]) -> str:
@@ -67,8 +73,8 @@ def choose_layers(sizes: LayerSizes, asked: Asked, room: int) -> list[int]:
 
     Args:
         asked: "auto": as few as `room` allows, spread evenly so that reading goes on while others are
-            evaluated, the first and the last layer only if need be; a number of layers, spread likewise; or
-            {"keep_first": n, "keep_last": n}: all between.
+            evaluated, the first and the last layer only if need be; a number of layers, spread likewise;
+            {"keep_first": n, "keep_last": n}: all between; or "all", also of sizes of "ffn" alone.
         room: bytes for weights.
 
     Raises:
@@ -94,22 +100,26 @@ def no_room(what: str, needed: int, room: int) -> str:
 
 
 def parse_layers(text: str) -> Asked:
-    """ "auto", "12" or "keep_first=8,keep_last=2", as `choose_layers` takes it.
+    """ "auto", "all", "ffn", "12" or "keep_first=8,keep_last=2", as `Llama` takes it.
 
     Raises:
         ValueError: it is none of these.
     """
-    if text == "auto":
-        return "auto"
+    if text in ("auto", "all", "ffn"):
+        return cast(Asked, text)
     if text.isascii() and text.isdigit():
         return int(text)
     pairs = dict(re.findall(r"(keep_first|keep_last)=(\d{1,6})", text))
     if text == ",".join(f"{name}={value}" for name, value in pairs.items()) and pairs:
         return {name: int(value) for name, value in pairs.items()}
-    raise ValueError(f"{text!r} is not a choice of layers: use auto, a number, or keep_first=8,keep_last=2")
+    raise ValueError(
+        f"{text!r} is not a choice of layers: use auto, all, ffn, a number, or keep_first=8,keep_last=2"
+    )
 
 
 def _named(asked: int | str | Mapping[str, int], n_layer: int) -> list[int]:
+    if asked in ("all", "ffn"):
+        return list(range(n_layer))
     if isinstance(asked, int) and not isinstance(asked, bool) and 0 <= asked <= n_layer:
         return _spread(asked, n_layer)
     if isinstance(asked, Mapping) and asked.keys() <= {"keep_first", "keep_last"}:
@@ -117,7 +127,7 @@ def _named(asked: int | str | Mapping[str, int], n_layer: int) -> list[int]:
         if all(isinstance(n, int) and n >= 0 for n in (first, last)) and first + last <= n_layer:
             return list(range(first, n_layer - last))
     raise ValueError(
-        f"stream_layers={asked!r}: use 'auto', a number up to the model's {n_layer} layers, or "
+        f"stream_layers={asked!r}: use 'auto', 'all', 'ffn', a number up to the model's {n_layer} layers, or "
         f"{{'keep_first': 8, 'keep_last': 2}} with as many at most"
     )
 

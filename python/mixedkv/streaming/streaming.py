@@ -179,7 +179,7 @@ def plan_streaming(
         raise ValueError("vocab_only loads no layers: leave stream_layers and memory out")
     if mode in ("mmap", "resident"):
         return Streaming(file, [], None, mode)
-    sizes = LayerSizes.of(file)
+    sizes = LayerSizes.of(file, "ffn_" if asked == "ffn" else "")
     room = _room(memory)
     n_ctx = context["n_ctx"] or int(file.get("context_length", 0))
     if "n_batch" not in context and "n_ubatch" not in context:

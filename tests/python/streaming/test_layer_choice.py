@@ -38,10 +38,11 @@ def test_asked_for() -> None:
     assert choose_layers(SIZES, {"keep_last": 9}, ALL) == [0, 1, 2]
     assert choose_layers(SIZES, 12, ALL) == list(range(12))
     assert choose_layers(SIZES, 0, ALL) == []
+    assert choose_layers(SIZES, "all", ALL) == choose_layers(SIZES, "ffn", ALL) == list(range(12))
 
 
 @pytest.mark.parametrize(
-    "asked", [-1, 13, True, "all", {"keep": 1}, {"keep_first": 13}, {"keep_first": -1}, 1.5]
+    "asked", [-1, 13, True, "most", {"keep": 1}, {"keep_first": 13}, {"keep_first": -1}, 1.5]
 )
 def test_what_is_no_choice(asked: object) -> None:
     with pytest.raises(ValueError, match=r"stream_layers=.*12 layers"):
@@ -56,6 +57,7 @@ def test_too_little_memory_is_said() -> None:
 def test_the_words_of_the_command_line() -> None:
     assert parse_layers("auto") == "auto"
     assert parse_layers("12") == 12
+    assert [parse_layers(text) for text in ("all", "ffn")] == ["all", "ffn"]
     assert parse_layers("keep_first=8,keep_last=2") == {"keep_first": 8, "keep_last": 2}
     for text in ("", "some", "keep_first=", "keep_first=8;keep_last=2", "-1"):
         with pytest.raises(ValueError, match="not a choice of layers"):
@@ -73,6 +75,15 @@ def test_sizes_come_from_the_header(tmp_path: Path) -> None:
     sizes = LayerSizes.of(read_model_file(path))
     assert sizes.layers == (64 * (64 + 32 + 32 + 64 + 3 * 64) * 18 // 32,) * 3
     assert sizes.rest == 2 * (272 * 64 * 18 // 32) + 7 * 64 * 4
+
+
+def test_feed_forward_matrices_alone(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    RandomModel(n_layer=3, n_embd=64, n_head=2, n_head_kv=1, head_size=32, n_ff=64, kind="q4_0").write(path)
+    whole, ffn = (LayerSizes.of(read_model_file(path), part) for part in ("", "ffn_"))
+    assert ffn.layers == (64 * 3 * 64 * 18 // 32,) * 3
+    assert ffn.rest + sum(ffn.layers) == whole.rest + sum(whole.layers)
+    assert ffn.matrices == {"ffn_gate", "ffn_up", "ffn_down"}
 
 
 def test_routed_experts_are_apart() -> None:

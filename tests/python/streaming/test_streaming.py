@@ -94,6 +94,19 @@ def test_the_bits_of_the_resident_run(
         assert stats.bytes_ring == 0 if mode == "prefetch" else stats.bytes_ring > 0
 
 
+def test_the_feed_forward_matrices_alone(model: Path, expected: dict[str, list[bytes]]) -> None:
+    read = {}
+    for layers in ("all", "ffn"):
+        with _open(model, kv="f16", stream_layers=layers) as llm:
+            assert _run(llm) == expected["f16"]
+            assert llm.streaming is not None
+            stats = llm.streaming.stats()
+            assert stats.layers == tuple(range(N_LAYER))
+            read[layers] = stats.bytes_pass
+    assert read["ffn"] == pytest.approx(N_LAYER * 3 * 512 * 1024 * 18 // 32, rel=0.01)  # whole pages
+    assert read["ffn"] < 0.8 * read["all"]
+
+
 def test_plain_mmap_gives_the_same_bits(model: Path, expected: dict[str, list[bytes]]) -> None:
     with _open(model, kv="f16", stream_mode="mmap") as llm:
         assert _run(llm) == expected["f16"]

@@ -1,0 +1,82 @@
+"""What the precision of the wire does to the answers of a real model: docs/split.md has the figures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mixedkv import Llama
+from mixedkv.real_text import KINDS, read_real_text
+from mixedkv.split.client import SplitClient
+from mixedkv.split.export import Exported
+from mixedkv.split.head import Head
+from support import split_support
+
+_PROMPTS = int(os.environ.get("PROMPTS", "8"))  # of the four kinds of text in turn
+_N_PROMPT, _N_ANSWER = 96, 32
+_MOST = {"f32": 1e-6, "f16": 1e-4}  # nats
+
+
+@pytest.fixture(scope="module")
+def parts(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    return split_support.split(real_model, tmp_path_factory.mktemp("wire"))
+
+
+def _prompts(llm: Llama) -> Iterator[list[int]]:
+    texts = [llm.tokenize(read_real_text(kind).text[:400_000].encode(), add_bos=False) for kind in KINDS]
+    for i in range(_PROMPTS):
+        text = texts[i % len(texts)]
+        at = (i + 1) * (len(text) - _N_PROMPT) // (_PROMPTS + 1)
+        yield text[at : at + _N_PROMPT]
+
+
+def _log_p(logits: np.ndarray) -> np.ndarray:
+    wide = logits.astype(np.float64)
+    return np.asarray(wide - np.logaddexp.reduce(wide, axis=1, keepdims=True))
+
+
+def _alone(model: Path, kv: str) -> tuple[list[list[int]], list[list[int]], list[np.ndarray]]:
+    """Prompts, the answers of `Llama` alone, and its distributions along them."""
+    options = {"n_ctx": 256, "n_threads": 1, "n_threads_batch": 1, "logits_all": True, "verbose": False}
+    with Llama(model, kv=kv, **options) as llm:
+        prompts = list(_prompts(llm))
+        answers, rows = [], []
+        for prompt in prompts:
+            answers.append(split_support.local_tokens(llm, prompt, _N_ANSWER))
+            llm.reset()
+            llm.kv.clear()
+            llm.eval([*prompt, *answers[-1]])
+            rows.append(_log_p(llm.scores[_N_PROMPT - 1 : llm.n_tokens]))
+    return prompts, answers, rows
+
+
+@pytest.mark.parametrize("kv", ["f16", "mixed:threshold=32,group=8"])
+def test_answers_of_a_real_model(parts: Exported, real_model: Path, kv: str) -> None:
+    prompts, answers, alone = _alone(real_model, kv)
+    for precision, most in _MOST.items():
+        same, klds, first = 0, [], []
+        with (
+            Head(parts.head, n_threads=1) as head,
+            split_support.running(parts.body, kv=kv, n_ctx=512) as server,
+            SplitClient(head, server.address, precision=precision) as client,
+        ):
+            for prompt, answer, wanted in zip(prompts, answers, alone, strict=True):
+                with client.session() as session:
+                    found = list(session.generate_tokens(prompt, max_tokens=_N_ANSWER, temperature=0))
+                same += found == answer
+                with client.session() as session:
+                    got = _log_p(head.logits(session._evaluate([*prompt, *answer], len(answer) + 1)))
+                klds.append((np.exp(wanted) * (wanted - got)).sum(axis=1))
+                first.append(wanted.argmax(axis=1) == got.argmax(axis=1))
+        kld, top = float(np.concatenate(klds).mean()), float(np.concatenate(first).mean())
+        print(
+            f"{kv}, wire {precision}: {same} of {len(prompts)} answers the same, KLD {kld:.1e} "
+            f"(largest {np.concatenate(klds).max():.1e}), {100 * top:.2f}% of first choices"
+        )
+        assert kld < most
+        assert top > 0.98
+        assert same >= (0.75 if precision == "f16" else 0.9) * len(prompts)
