@@ -1,4 +1,4 @@
-"""What one request asks of the reuse of passages."""
+"""Settings of the reuse of passages for one request."""
 
 from __future__ import annotations
 

@@ -95,5 +95,5 @@ class ChatHistory:
 
 
 def _context(i: int) -> bytes:
-    """What a line is bound to: its place, so that lines cannot be put in another order."""
+    """Return what a line is bound to: its place, so that lines cannot be put in another order."""
     return f"chat message {i}".encode()

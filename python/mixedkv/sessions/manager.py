@@ -100,27 +100,36 @@ class ContextCacheManager:
     async def register_session_cache(
         self,
         request: CreateContextCacheRequest,
+        initial_inference_response: CreateCacheResponse | None = None,
+        kv_cache_sidecar_ref: str | None = None,
         *,
         tenant: str = "",
         n_tokens: int = 0,
-        kv_cache_ref: str | None = None,
     ) -> CreateCacheResponse | ErrorResponse:
-        """Register a context; `n_tokens` and `kv_cache_ref` tell of its KV, where that is stored already.
+        """Register a context. The first three arguments are those of AIBrix's design.
+
+        Args:
+            request: the context.
+            initial_inference_response: the answer that evaluated it; the session takes its ids and usage.
+            kv_cache_sidecar_ref: what its KV is filed under in the store, where that is there already.
+            tenant: whose session it is.
+            n_tokens: of the context; without it those of the response's prompt.
 
         Returns ErrorResponse "session_exists" if the request names a session that lives, "session_quota" if
         the tenant has no room for it.
         """
         now = self._clock()
-        session_id = new_id("session") if request.session_id is None else request.session_id
+        first = initial_inference_response
+        session_id = request.session_id or (new_id("session") if first is None else first.session_id)
         metadata = CacheSessionMetadata(
             session_id=session_id,
             tenant=check_tenant(tenant),
             model_id=request.model,
-            kv_cache_ref=self.new_kv_cache_ref() if kv_cache_ref is None else kv_cache_ref,
+            kv_cache_ref=self.new_kv_cache_ref() if kv_cache_sidecar_ref is None else kv_cache_sidecar_ref,
             created=now,
             ttl=self._check_ttl(request.ttl),
             expires_at=now + request.ttl,
-            n_tokens=n_tokens,
+            n_tokens=n_tokens or (0 if first is None else first.usage.prompt_tokens),
             prompt=request.prompt,
             messages=request.messages,
             mode=request.mode,
@@ -133,7 +142,8 @@ class ContextCacheManager:
                 detail=f"session_id={session_id!r} is in use: leave it out, or delete that session first",
                 code="session_exists",
             )
-        return _created(metadata)
+        created = _created(metadata)
+        return created if first is None else created.model_copy(update={"id": first.id, "usage": first.usage})
 
     async def get_session_metadata(self, session_id: str, *, tenant: str = "") -> CacheSessionMetadata | None:
         """A session that lives, or None: unknown, expired, or another tenant's."""

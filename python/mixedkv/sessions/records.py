@@ -117,9 +117,9 @@ class CreateCacheResponse(_Model):
     session_id: SessionId
     model: str
     created: int
-    ttl: int
-    expires_at: int
-    n_tokens: int
+    ttl: int = DEFAULT_TTL
+    expires_at: int = 0
+    n_tokens: int = 0
     usage: Usage
 
 

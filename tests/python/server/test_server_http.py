@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -409,6 +410,21 @@ def test_a_context_is_answered_in_the_same_call(server: Server, kind: str) -> No
         status, answer, _ = server.request("POST", "/v1/context", {**body, **wrong})
         assert status == 400
         assert match in answer["error"]["message"]
+
+
+def test_a_context_takes_the_headers_of_aibrix(server: Server) -> None:
+    def make(header: str, **body: Any) -> Any:
+        data = {"model": MODEL, "prompt": "Say this is a test", **body}
+        headers = {"Content-Type": "application/json", "x-session-ttl": header}
+        return httpx.post(server.url + "/v1/context", json=data, headers=headers, timeout=60)
+
+    made = make("77")
+    assert (made.status_code, made.json()["ttl"]) == (201, 77)
+    assert made.headers["x-session-id"] == made.json()["session_id"]
+    assert make("77", ttl=50).json()["ttl"] == 50
+    for wrong in ("0", "-1", "soon", "9" * 30, "1.5"):
+        refused = make(wrong)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "x-session-ttl")
 
 
 def test_a_session_of_text_continues_as_text(server: Server) -> None:

@@ -64,7 +64,7 @@ def test_a_ref_that_the_store_refuses_is_refused_at_once(bad: str) -> None:
     async def main() -> None:
         manager = ContextCacheManager()
         with pytest.raises(ValueError, match="kv_cache_ref"):
-            await manager.register_session_cache(wanted(), kv_cache_ref=bad)
+            await manager.register_session_cache(wanted(), kv_cache_sidecar_ref=bad)
         await manager.close()
 
     asyncio.run(main())

@@ -13,6 +13,8 @@ import pytest
 from mixedkv.sessions import (
     CacheSessionMetadata,
     ContextCacheManager,
+    CreateCacheResponse,
+    CreateContextCacheRequest,
     DeleteCacheResponse,
     ErrorResponse,
 )
@@ -36,6 +38,29 @@ def test_register_find_unregister(run: Callable[..., Any], clock: Clock, entries
         assert entries.removed == [found.kv_cache_ref]
         assert await manager.get_session_metadata(answer.session_id) is None
         assert code(await manager.unregister_session_cache(answer.session_id)) == "session_not_found"
+
+    run(body)
+
+
+def test_what_aibrix_gives_is_taken(run: Callable[..., Any]) -> None:
+    """Its design passes the answer that evaluated the context, and the name of its KV."""
+
+    async def body(manager: ContextCacheManager) -> None:
+        response = CreateCacheResponse(
+            id="cmpl-1",
+            session_id="session-01",
+            model="m",
+            created=1752594611,
+            usage={"prompt_tokens": 6, "completion_tokens": 87, "total_tokens": 93},  # type: ignore[arg-type]
+        )
+        request = CreateContextCacheRequest(model="m", prompt="Say this is a test", ttl=60)
+        answer = created(await manager.register_session_cache(request, response, "kv-7"))
+        assert (answer.id, answer.session_id, answer.usage) == ("cmpl-1", "session-01", response.usage)
+        found = await manager.get_session_metadata("session-01")
+        assert found is not None
+        assert (found.kv_cache_ref, found.n_tokens, found.model_id) == ("kv-7", 6, "m")
+        again = await manager.register_session_cache(request, response, "kv-7")
+        assert code(again) == "session_exists"
 
     run(body)
 
@@ -147,7 +172,7 @@ def test_a_session_that_cannot_be_removed_stops_no_other(url: str, clock: Clock)
         await empty(url)
         manager = ContextCacheManager(url, Failing(), clock=clock)
         for i in range(300):
-            await manager.register_session_cache(wanted(ttl=1), kv_cache_ref=f"bad-{i}")
+            await manager.register_session_cache(wanted(ttl=1), kv_cache_sidecar_ref=f"bad-{i}")
         for _ in range(5):
             await manager.register_session_cache(wanted(ttl=2))
         clock.now += 9

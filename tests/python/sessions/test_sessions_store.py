@@ -113,7 +113,7 @@ def test_kv_whose_session_is_gone_is_swept(url: str, tmp_path: Path) -> None:
             reference = manager.new_kv_cache_ref()
             store.put(who, blocks[i], session=reference)
             request = wanted(session_id=f"s{i}", ttl=99)
-            created(await manager.register_session_cache(request, kv_cache_ref=reference))
+            created(await manager.register_session_cache(request, kv_cache_sidecar_ref=reference))
         store.put(who, blocks[2], session=manager.new_kv_cache_ref())
         record = await metadata.get(Key("", "s0"))
         assert record is not None

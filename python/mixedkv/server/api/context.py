@@ -44,9 +44,11 @@ from mixedkv.server.state import (
     time_left,
 )
 from mixedkv.sessions import CacheSessionMetadata, CreateContextCacheRequest, ErrorResponse
+from mixedkv.sessions.records import MAX_TTL
 from mixedkv.tokens import as_tokens, common_prefix
 
 router = APIRouter(route_class=JSONRoute)
+_TTL_HEADER = "x-session-ttl"
 _MAX_RECORD_PER_TOKEN = 128  # characters
 _MAX_PAGE = 1000  # sessions in a list
 SessionId = Annotated[str, Path(max_length=MAX_LENGTH, pattern=f"^{PATTERN}$")]
@@ -54,28 +56,41 @@ SessionId = Annotated[str, Path(max_length=MAX_LENGTH, pattern=f"^{PATTERN}$")]
 
 @router.post("/v1/context")
 async def create_context(body: ContextRequest, request: Request) -> Response:
-    """Evaluate a prompt and keep it under a session id for `ttl` seconds; with `max_tokens` answer it too."""
+    """Evaluate a prompt and keep it under a session id for `ttl` seconds; with `max_tokens` answer it too.
+
+    The header x-session-ttl says `ttl` too, and the answer's x-session-id the session, as AIBrix has them.
+    """
     owner = tenant(request)
     server = model_of(request, body.model)
     if full := await server.contexts.check_quota(owner):
         raise session_error(full)
     # first, so that nothing is kept if it fails
     answer = {} if body.max_tokens is None else await _answer(body, request)
-    context = body.context
+    context = body.context if "ttl" in body.model_fields_set else _with_header_ttl(body.context, request)
     reference, seconds = server.contexts.new_kv_cache_ref(), server.settings.request_timeout
     job = await read_prompt(request, _context_job, server, context, owner, reference)
     try:
         with PendingRequest(server.engine, [job], seconds, time_left(request)) as pending:
             await or_disconnect(request, pending.done())
         created = await server.contexts.register_session_cache(
-            context, tenant=owner, n_tokens=job.n_prompt, kv_cache_ref=reference
+            context, None, reference, tenant=owner, n_tokens=job.n_prompt
         )
         if isinstance(created, ErrorResponse):
             raise session_error(created)
     except BaseException:  # what no session owns would outlive useful KV, and nobody could delete it
         await in_thread(server.session_kv.remove, session=reference, tenant=owner)
         raise
-    return JSONResponse({**created.model_dump(), **answer}, 201)
+    return JSONResponse({**created.model_dump(), **answer}, 201, {"x-session-id": created.session_id})
+
+
+def _with_header_ttl(context: CreateContextCacheRequest, request: Request) -> CreateContextCacheRequest:
+    """Take `ttl` from the header, if it is there."""
+    given = request.headers.get(_TTL_HEADER)
+    if given is None:
+        return context
+    if not (given.isascii() and given.isdigit() and len(given) < 10 and 1 <= int(given) <= MAX_TTL):
+        raise bad_request(f"{_TTL_HEADER}: use a whole number of seconds from 1 to {MAX_TTL}", _TTL_HEADER)
+    return context.model_copy(update={"ttl": int(given)})
 
 
 async def _answer(body: ContextRequest, request: Request) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class StreamOptions(Model):
 
 
 class ChunkFields(Model):
-    """How passages of elsewhere are found and repaired for one request."""
+    """Settings of one request for the passages that it reuses."""
 
     repair: Repair | None = Field(None, description="How their edges are repaired; default: the server's.")
     ratio: Annotated[Finite, Field(ge=0, le=1)] | None = Field(
