@@ -9,7 +9,7 @@ from mixedkv.chunks.chunk_reuse import ChunkReuse, DonorUse, Repair, Reuse
 from mixedkv.chunks.deviation import Deviation
 from mixedkv.chunks.passages import ChunkOptions, UncalibratedWarning
 from mixedkv.chunks.repair import Method
-from mixedkv.chunks.verify import PromptCheck, verify_correctness
+from mixedkv.chunks.verify import CorrectnessReport, PromptCheck, verify_correctness
 
 __all__ = [
     "Calibration",
@@ -18,6 +18,7 @@ __all__ = [
     "ChunkOptions",
     "ChunkReuse",
     "ChunkStats",
+    "CorrectnessReport",
     "Deviation",
     "DonorUse",
     "Measured",

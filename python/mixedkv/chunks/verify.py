@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 
@@ -43,6 +44,55 @@ class PromptCheck:
         return not self.problem
 
 
+@dataclass(frozen=True, slots=True)
+class CorrectnessReport(Sequence[PromptCheck]):
+    """The checks of several prompts, in order, and what they come to.
+
+    Args:
+        checks: one for each prompt.
+    """
+
+    checks: tuple[PromptCheck, ...]
+
+    @overload
+    def __getitem__(self, at: int) -> PromptCheck: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[PromptCheck, ...]: ...
+    def __getitem__(self, at: int | slice) -> PromptCheck | tuple[PromptCheck, ...]:
+        return self.checks[at]
+
+    def __len__(self) -> int:
+        return len(self.checks)
+
+    @property
+    def ok(self) -> bool:
+        """True if no prompt has a problem."""
+        return all(check.ok for check in self.checks)
+
+    @property
+    def kld(self) -> float:
+        """Mean divergence over all prompts, in nats."""
+        return float(np.mean([check.kld for check in self.checks])) if self.checks else 0.0
+
+    @property
+    def same_top1(self) -> float:
+        """Share of all compared tokens with the same likeliest token."""
+        return float(np.mean([check.same_top1 for check in self.checks])) if self.checks else 1.0
+
+    @property
+    def reuse_ratio(self) -> float:
+        """Mean share of the prompts' tokens that was not evaluated."""
+        return float(np.mean([check.reuse.reuse_ratio for check in self.checks])) if self.checks else 0.0
+
+    def __str__(self) -> str:
+        lines = [
+            f"prompt {i}: {check.problem or 'ok'}; {check.reuse.reuse_ratio:.0%} reused, "
+            f"KLD {check.kld:.2g}, {check.same_top1:.0%} of first choices the same"
+            for i, check in enumerate(self.checks)
+        ]
+        return "\n".join(lines)
+
+
 def verify_correctness(
     cache: ChunkCache,
     prompts: Sequence[Prompt],
@@ -51,7 +101,7 @@ def verify_correctness(
     n_gen: int = 8,
     max_kld: float | None = None,
     tenant: str = "",
-) -> list[PromptCheck]:
+) -> CorrectnessReport:
     """Evaluate each prompt fully and with reuse, and compare.
 
     Args:
@@ -65,7 +115,9 @@ def verify_correctness(
     Raises:
         ContextLengthError: a prompt with its n_gen tokens does not fit the context.
     """
-    return [_check(cache, prompt, method, n_gen, max_kld, tenant) for prompt in prompts]
+    return CorrectnessReport(
+        tuple(_check(cache, prompt, method, n_gen, max_kld, tenant) for prompt in prompts)
+    )
 
 
 def _check(

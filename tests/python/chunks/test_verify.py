@@ -99,7 +99,11 @@ def real(request: pytest.FixtureRequest, real_model_q4_1: Path) -> Iterator[tupl
 
 def test_repaired_rows_are_not_damage(real: tuple[ChunkCache, list[str]]) -> None:
     cache, prompts = real
-    (found,) = verify_correctness(cache, prompts, n_gen=2)
+    report = verify_correctness(cache, prompts, n_gen=2)
+    (found,) = report
+    assert (report.ok, report.kld, report.same_top1) == (True, found.kld, found.same_top1)
+    assert report.reuse_ratio == found.reuse.reuse_ratio > 0.3
+    assert str(report).startswith("prompt 0: ok; ")
     assert found.reuse.method == "query"
     assert found.reuse.n_cached_approximate > 32
     assert (found.problem, found.damaged) == ("", ())
@@ -119,8 +123,11 @@ def test_a_scale_that_is_a_little_off(
 
     plant(monkeypatch, lambda block: with_layer(block, il, damaged))
     cache, prompts = real
-    (found,) = verify_correctness(cache, prompts, n_gen=2)
+    report = verify_correctness(cache, prompts, n_gen=2)
+    found = report[0]
+    assert not report.ok
     assert found.problem
+    assert found.problem in str(report)
     assert len(found.damaged) >= 1
 
 

@@ -1,7 +1,7 @@
 """Replay a real conversation turn by turn in this package and in KVBoost, on the same weights and token ids.
 
 Each turn has all turns before it in its prompt, and those are stored when it comes. What is measured is the
-time to the first token, of that of an evaluation of the whole prompt in the same program, what was reused, and
+time to the first token beside that of evaluating the whole prompt in the same program, what was reused, and
 whether the eight tokens that follow are those of that evaluation. The answers are the corpus's own.
 
 python tests/python/support/tools/beside_kvboost.py -m smollm2:f16 [--kvboost PYTHON] [--kv SPEC] [--turns N]
@@ -64,8 +64,8 @@ def _turns(llm: Llama, n: int) -> Iterator[tuple[Tokens, Tokens]]:
     text = _SYSTEM
     for turn in range(n):
         part = lines[turn * _LINES_A_TURN : (turn + 1) * _LINES_A_TURN]
-        before, question = ("\n".join(part[:-1]), part[-1])
-        asked = f"<|im_start|>user\n{before}\n{question}<|im_end|>\n<|im_start|>assistant\n"
+        said = "\n".join(part[:-1])
+        asked = f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
         yield _ids(llm, text) if turn else as_tokens([]), _ids(llm, text + asked)
         text += f"{asked}{part[-1]}<|im_end|>\n"
 
