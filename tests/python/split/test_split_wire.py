@@ -12,18 +12,12 @@ import pytest
 from mixedkv import Llama
 from mixedkv.real_text import KINDS, read_real_text
 from mixedkv.split.client import SplitClient
-from mixedkv.split.export import Exported
 from mixedkv.split.head import Head
 from support import split_support
 
 _PROMPTS = int(os.environ.get("PROMPTS", "8"))  # of the four kinds of text in turn
 _N_PROMPT, _N_ANSWER = 96, 32
 _MOST = {"f32": 1e-6, "f16": 1e-4}  # nats
-
-
-@pytest.fixture(scope="module")
-def parts(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    return split_support.split(real_model, tmp_path_factory.mktemp("wire"))
 
 
 def _prompts(llm: Llama) -> Iterator[list[int]]:
@@ -54,9 +48,12 @@ def _alone(model: Path, kv: str) -> tuple[list[list[int]], list[list[int]], list
     return prompts, answers, rows
 
 
+@pytest.mark.parametrize("model", ["real_model", "real_model_q4_1"])
 @pytest.mark.parametrize("kv", ["f16", "mixed:threshold=32,group=8"])
-def test_answers_of_a_real_model(parts: Exported, real_model: Path, kv: str) -> None:
-    prompts, answers, alone = _alone(real_model, kv)
+def test_answers_of_a_real_model(request: pytest.FixtureRequest, tmp_path: Path, model: str, kv: str) -> None:
+    path = request.getfixturevalue(model)
+    parts = split_support.split(path, tmp_path)
+    prompts, answers, alone = _alone(path, kv)
     for precision, most in _MOST.items():
         same, klds, first = 0, [], []
         with (
@@ -74,7 +71,7 @@ def test_answers_of_a_real_model(parts: Exported, real_model: Path, kv: str) -> 
                 first.append(wanted.argmax(axis=1) == got.argmax(axis=1))
         kld, top = float(np.concatenate(klds).mean()), float(np.concatenate(first).mean())
         print(
-            f"{kv}, wire {precision}: {same} of {len(prompts)} answers the same, KLD {kld:.1e} "
+            f"{path.stem}, {kv}, wire {precision}: {same} of {len(prompts)} answers the same, KLD {kld:.1e} "
             f"(largest {np.concatenate(klds).max():.1e}), {100 * top:.2f}% of first choices"
         )
         assert kld < most

@@ -47,6 +47,10 @@ def main() -> None:
             "turn  tokens  program           first token   of cold  reused  KLD of the first  same 8 tokens"
         )
         for turn, (stored, prompt) in enumerate(_turns(llm, args.turns), 1):
+            if turn == 1:  # the first evaluation of a process reads the weights
+                _measure(llm, stored, prompt)
+                if peer is not None:
+                    peer.measure(prompt, [], _N_ANSWER)
             ours = _measure(llm, stored, prompt)
             _show(turn, len(prompt), f"mixedkv {args.kv}", *ours)
             if peer is not None:
