@@ -115,12 +115,13 @@ class Passages:
             UnsupportedModelError: this cache has not what the repair needs.
             ValueError: a value is out of range here; the message begins with `chunks.` and the field.
         """
-        given = {"ratio": choice.ratio, "overlap_k": choice.overlap_k}
-        if choice.repair is not None and choice.repair != self.method.repair:
-            method = Method(repair=choice.repair, ratio=choice.ratio, overlap_k=choice.overlap_k)
-        else:
-            changes = {field: value for field, value in given.items() if value is not None}
-            method = replace(self.method, **changes)
+        method = self.method
+        if choice.repair is not None and choice.repair != method.repair:
+            method = Method(repair=choice.repair)
+        if choice.ratio is not None:
+            method = replace(method, ratio=choice.ratio)
+        if choice.overlap_k is not None:
+            method = replace(method, overlap_k=choice.overlap_k)
         if (error := self._unsupported.get(method.repair)) is not None:
             raise UnsupportedModelError(f"chunks.{error}")
         if choice.ratio is not None and method.repair not in ("query", "cacheblend"):
