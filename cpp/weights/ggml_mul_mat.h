@@ -1,0 +1,78 @@
+// What ggml-cpu.c calls in its product of two matrices, and where it plans memory for it. Included there, behind its
+// own headers: tensors, the table of types and the thread pool are ggml's.
+
+#pragma once
+
+#include "weights.h"
+
+static inline bool weights_take(const struct ggml_tensor * dst) {
+    const struct ggml_tensor * rows = dst->src[0];
+    return rows->ne[2] == 1 && rows->ne[3] == 1 && !rows->extra && dst->src[1]->type == GGML_TYPE_F32 &&
+           ggml_is_contiguous(dst) && weights_supported(rows->type);
+}
+
+// Bytes of the columns that the threads share
+static inline size_t weights_wdata_size(const struct ggml_tensor * dst) {
+    if (!weights_take(dst)) {
+        return 0;
+    }
+    return ggml_nrows(dst->src[1]) * weights_column_bytes(dst->src[0]->type, dst->src[0]->ne[0]);
+}
+
+// This thread's share of the blocks of all columns, quantised by ggml
+static inline void weights_pack_columns(const struct ggml_tensor * dst, ggml_from_float_t quantise, char * packed,
+                                        int ith, int nth) {
+    enum { AT_ONCE = 32 };
+
+    const struct ggml_tensor * columns  = dst->src[1];
+    const int                  type     = dst->src[0]->type;
+    const int64_t              n_blocks = columns->ne[0] / WEIGHTS_BLOCK;
+    const int64_t              n_all    = n_blocks * ggml_nrows(columns);
+    const int64_t              end      = n_all * (ith + 1) / nth;
+    const size_t               bytes    = weights_column_bytes(type, WEIGHTS_BLOCK);
+    _Alignas(64) char          blocks[AT_ONCE * WEIGHTS_QUANTISED_BYTES];
+
+    for (int64_t b = n_all * ith / nth, n; b < end; b += n) {
+        const int64_t column = b / n_blocks;
+        const int64_t i1     = column % columns->ne[1];
+        const int64_t i2     = column / columns->ne[1] % columns->ne[2];
+        const int64_t i3     = column / columns->ne[1] / columns->ne[2];
+        const char *  x      = (const char *)columns->data + i1 * columns->nb[1] + i2 * columns->nb[2] + i3 * columns->nb[3];
+        n                    = MIN(MIN(end - b, n_blocks - b % n_blocks), AT_ONCE);
+        quantise((const float *)x + b % n_blocks * WEIGHTS_BLOCK, blocks, n * WEIGHTS_BLOCK);
+        weights_pack(type, blocks, packed + b * bytes, n);
+    }
+}
+
+// Returns false where ggml has to form the product.
+static inline bool weights_mul_mat(const struct ggml_compute_params * params, struct ggml_tensor * dst) {
+    const struct ggml_tensor * rows = dst->src[0];
+    if (params->use_ref || !weights_take(dst)) {
+        return false;
+    }
+    GGML_ASSERT(params->wsize >= weights_wdata_size(dst));
+    const enum ggml_type quantised = ggml_get_type_traits_cpu(rows->type)->vec_dot_type;
+    weights_pack_columns(dst, ggml_get_type_traits_cpu(quantised)->from_float, params->wdata, params->ith, params->nth);
+
+    const struct weights_product product = {
+        .type       = rows->type,
+        .n_elements = rows->ne[0],
+        .n_rows     = rows->ne[1],
+        .n_columns  = ggml_nrows(dst->src[1]),
+        .rows       = rows->data,
+        .row_bytes  = rows->nb[1],
+        .columns    = params->wdata,
+        .out        = dst->data,
+        .out_bytes  = dst->nb[1],
+    };
+    if (params->ith == 0) {
+        ggml_threadpool_chunk_set(params->threadpool, params->nth);
+    }
+    ggml_barrier(params->threadpool);
+
+    for (int64_t r = params->ith * WEIGHTS_ROWS; r < product.n_rows;
+         r         = ggml_threadpool_chunk_add(params->threadpool, 1) * WEIGHTS_ROWS) {
+        weights_run(&product, r, MIN(r + WEIGHTS_ROWS, product.n_rows));
+    }
+    return true;
+}

@@ -1,0 +1,56 @@
+// The choice of the body, and the packing of columns. Compiled for the baseline.
+
+#include "bodies.h"
+
+#include <cstdlib>
+#include <string>
+
+namespace mixedkv {
+namespace {
+
+// Without a body for the processor llama.cpp's own products are faster than the twin, which is taken only when forced.
+const weights_kernels * choose() {
+    const char *      isa   = std::getenv("MIXEDKV_ISA");
+    const char *      whose = std::getenv("MIXEDKV_WEIGHTS");
+    const std::string name  = isa ? isa : "";
+    if (whose && std::string(whose) == "llama.cpp") {
+        return nullptr;
+    }
+    if (name == "scalar") {
+        return weights_scalar();
+    }
+    const weights_kernels * avx2 = weights_avx2();
+    return name != "neon" && avx2 && avx2->supported() ? avx2 : nullptr;
+}
+
+const weights_kernels * kernels() {
+    static const weights_kernels * const chosen = choose();
+    return chosen;
+}
+
+} // namespace
+} // namespace mixedkv
+
+using namespace mixedkv;
+
+bool weights_supported(int type) {
+    return type == WEIGHTS_Q4_1 && kernels();
+}
+
+size_t weights_column_bytes(int, int64_t n_elements) {
+    return n_elements / WEIGHTS_BLOCK * sizeof(column_block);
+}
+
+void weights_pack(int, const void * blocks, void * packed, int64_t n_blocks) {
+    const auto * in  = static_cast<const column_q8_1 *>(blocks);
+    auto *       out = static_cast<column_block *>(packed);
+    for (int64_t b = 0; b < n_blocks; b++) {
+        out[b].scale = half_to_float(in[b].scale);
+        out[b].sum   = half_to_float(in[b].sum);
+        std::memcpy(out[b].values, in[b].values, WEIGHTS_BLOCK);
+    }
+}
+
+void weights_run(const weights_product * product, int64_t row_0, int64_t row_1) {
+    kernels()->run(*product, row_0, row_1);
+}

@@ -1,0 +1,57 @@
+// Products of quantised weights with activations, for types that llama.cpp multiplies one row and one column at a time.
+// In C, for ggml: it is compiled into ggml-base, and ggml_mul_mat.h calls it from ggml's product of matrices.
+//
+// A sum has one order, block after block, whatever the number of columns and threads: a column has the same bits in a
+// batch as alone.
+
+#pragma once
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define WEIGHTS_BLOCK           32 // elements that share a scale, of rows and of columns
+#define WEIGHTS_ROWS            32 // that a thread draws at once: 192 are few enough to share between several
+#define WEIGHTS_QUANTISED_BYTES 36 // of a block of a column, at most, as ggml quantises it
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(__GNUC__) && !defined(_WIN32)
+#define WEIGHTS_API __attribute__((visibility("default")))
+#else
+#define WEIGHTS_API
+#endif
+
+// Layouts of rows as in ggml's files, and ggml's numbers
+enum weights_type { WEIGHTS_Q4_1 = 3 };
+
+// out[column][row] = rows[row] . columns[column]
+struct weights_product {
+    int          type; // of rows
+    int64_t      n_elements; // of a row and of a column, a multiple of WEIGHTS_BLOCK
+    int64_t      n_rows;
+    int64_t      n_columns;
+    const void * rows;
+    size_t       row_bytes; // from a row to the next
+    const void * columns;   // packed by weights_pack, one after the other
+    float *      out;
+    size_t       out_bytes; // from a column of out to the next
+};
+
+// Whether products with this type of ggml are made here, on this processor. MIXEDKV_WEIGHTS=llama.cpp leaves all to
+// llama.cpp; MIXEDKV_ISA forces a body as it does for attention.
+WEIGHTS_API bool weights_supported(int type);
+
+WEIGHTS_API size_t weights_column_bytes(int type, int64_t n_elements);
+
+// Blocks of a column, quantised as llama.cpp does for this type of rows (Q8_1 for Q4_1), to where they are read
+WEIGHTS_API void weights_pack(int type, const void * blocks, void * packed, int64_t n_blocks);
+
+// Rows row_0 to row_1 - 1 of all columns; row_0 is a multiple of WEIGHTS_ROWS.
+WEIGHTS_API void weights_run(const struct weights_product * product, int64_t row_0, int64_t row_1);
+
+#ifdef __cplusplus
+}
+#endif
