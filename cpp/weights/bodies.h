@@ -12,8 +12,8 @@
 namespace mixedkv {
 namespace {
 
-constexpr int     panel_rows    = 16;  // whose products a body forms at once
-constexpr int64_t panel_blocks  = 16;  // of a row, opened at once: 10 KB of 16 rows, which stay in the nearest cache
+constexpr int     panel_rows    = 16; // whose products a body forms at once
+constexpr int64_t panel_blocks  = 16; // of a row, opened at once: 10 KB of 16 rows, which stay in the nearest cache
 constexpr int     panel_columns = 4;
 static_assert(WEIGHTS_ROWS % panel_rows == 0);
 

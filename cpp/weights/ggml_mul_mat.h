@@ -37,8 +37,8 @@ static inline void weights_pack_columns(const struct ggml_tensor * dst, ggml_fro
         const int64_t i1     = column % columns->ne[1];
         const int64_t i2     = column / columns->ne[1] % columns->ne[2];
         const int64_t i3     = column / columns->ne[1] / columns->ne[2];
-        const char *  x      = (const char *)columns->data + i1 * columns->nb[1] + i2 * columns->nb[2] + i3 * columns->nb[3];
-        n                    = MIN(MIN(end - b, n_blocks - b % n_blocks), AT_ONCE);
+        const char *  x = (const char *)columns->data + i1 * columns->nb[1] + i2 * columns->nb[2] + i3 * columns->nb[3];
+        n               = MIN(MIN(end - b, n_blocks - b % n_blocks), AT_ONCE);
         quantise((const float *)x + b % n_blocks * WEIGHTS_BLOCK, blocks, n * WEIGHTS_BLOCK);
         weights_pack(type, blocks, packed + b * bytes, n);
     }
@@ -70,9 +70,12 @@ static inline bool weights_mul_mat(const struct ggml_compute_params * params, st
     }
     ggml_barrier(params->threadpool);
 
-    for (int64_t r = params->ith * WEIGHTS_ROWS; r < product.n_rows;
-         r         = ggml_threadpool_chunk_add(params->threadpool, 1) * WEIGHTS_ROWS) {
-        weights_run(&product, r, MIN(r + WEIGHTS_ROWS, product.n_rows));
+    // Four turns for each thread, so that one that is held up leaves its work to others
+    const int64_t least = product.n_rows / (4 * params->nth);
+    const int64_t turn  = MAX(least - least % WEIGHTS_ROWS, WEIGHTS_ROWS);
+    for (int64_t r = params->ith * turn; r < product.n_rows;
+         r         = ggml_threadpool_chunk_add(params->threadpool, 1) * turn) {
+        weights_run(&product, r, MIN(r + turn, product.n_rows));
     }
     return true;
 }

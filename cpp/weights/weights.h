@@ -29,7 +29,7 @@ enum weights_type { WEIGHTS_Q4_1 = 3 };
 
 // out[column][row] = rows[row] . columns[column]
 struct weights_product {
-    int          type; // of rows
+    int          type;       // of rows
     int64_t      n_elements; // of a row and of a column, a multiple of WEIGHTS_BLOCK
     int64_t      n_rows;
     int64_t      n_columns;

@@ -50,16 +50,23 @@ int dword_at(const void * p) {
     return x;
 }
 
-void open_q4_1(const row_q4_1 * const rows[8], int64_t b, int half, panel_block & out) {
+// A block of 8 rows
+struct opened {
+    __m256i values[groups];
+    __m256  scale, least;
+};
+
+inline __attribute__((always_inline)) opened open_q4_1(const row_q4_1 * const rows[8], int64_t b) {
     const __m256i low = _mm256_set1_epi8(15);
     __m256i       lines[4], nibbles[4];
+    opened        out;
     for (int i = 0; i < 4; i++) {
         lines[i] = load_pair(rows[i][b].nibbles, rows[i + 4][b].nibbles);
     }
     transpose(lines, nibbles);
     for (int i = 0; i < 4; i++) {
-        out.values[i][half]     = _mm256_and_si256(nibbles[i], low);
-        out.values[i + 4][half] = _mm256_and_si256(_mm256_srli_epi16(nibbles[i], 4), low);
+        out.values[i]     = _mm256_and_si256(nibbles[i], low);
+        out.values[i + 4] = _mm256_and_si256(_mm256_srli_epi16(nibbles[i], 4), low);
     }
     const __m256i both =
         _mm256_setr_epi32(dword_at(rows[0] + b), dword_at(rows[1] + b), dword_at(rows[2] + b), dword_at(rows[3] + b),
@@ -67,8 +74,9 @@ void open_q4_1(const row_q4_1 * const rows[8], int64_t b, int half, panel_block 
     const __m256i apart = _mm256_permute4x64_epi64(
         _mm256_packus_epi32(_mm256_and_si256(both, _mm256_set1_epi32(0xffff)), _mm256_srli_epi32(both, 16)),
         _MM_SHUFFLE(3, 1, 2, 0));
-    out.scale[half] = _mm256_cvtph_ps(_mm256_castsi256_si128(apart));
-    out.least[half] = _mm256_cvtph_ps(_mm256_extracti128_si256(apart, 1));
+    out.scale = _mm256_cvtph_ps(_mm256_castsi256_si128(apart));
+    out.least = _mm256_cvtph_ps(_mm256_extracti128_si256(apart, 1));
+    return out;
 }
 
 // GCC 12 else forms all products of a block before it adds them, and has to store them.
@@ -134,7 +142,7 @@ void multiply_into(const panel & weights, int64_t n_blocks, const column_block *
     float *              to[Columns];
     float                few[Columns][panel_rows];
     for (int c = 0; c < Columns; c++) {
-        in[c]          = reinterpret_cast<const column_block *>(reinterpret_cast<const char *>(columns) + c * column_bytes);
+        in[c] = reinterpret_cast<const column_block *>(reinterpret_cast<const char *>(columns) + c * column_bytes);
         float * column = reinterpret_cast<float *>(reinterpret_cast<char *>(out) + c * out_bytes);
         to[c]          = n_rows == panel_rows ? column : few[c];
         if (to[c] == few[c] && !first) {
@@ -149,6 +157,41 @@ void multiply_into(const panel & weights, int64_t n_blocks, const column_block *
     }
 }
 
+// One column, as in decoding: each block is multiplied as it is opened, with no panel between. The sums and their order
+// are those of multiply().
+void run_column(const weights_product & p, int64_t row_0, int n_rows) {
+    const int64_t        n_blocks = p.n_elements / WEIGHTS_BLOCK;
+    const column_block * column   = static_cast<const column_block *>(p.columns);
+    const __m256i        ones     = _mm256_set1_epi16(1);
+    const row_q4_1 *     rows[8];
+    for (int r = 0; r < 8; r++) {
+        const int64_t row = row_0 + (r < n_rows ? r : n_rows - 1);
+        rows[r]           = reinterpret_cast<const row_q4_1 *>(static_cast<const char *>(p.rows) + row * p.row_bytes);
+    }
+    __m256       sums = _mm256_setzero_ps();
+    const char * next = static_cast<const char *>(p.rows) + (row_0 + 8) * p.row_bytes; // fetched as these are read
+    for (int64_t b = 0; b < n_blocks; b++) {
+        for (size_t line = 0; line < 8 * sizeof(row_q4_1); line += 64) {
+            _mm_prefetch(next + b * 8 * sizeof(row_q4_1) + line, _MM_HINT_T0);
+        }
+        const opened w     = open_q4_1(rows, b);
+        __m256i      whole = _mm256_setzero_si256();
+#pragma GCC unroll 8
+        for (int g = 0; g < groups; g++) {
+            const __m256i x = _mm256_set1_epi32(dword_at(column[b].values + 4 * g));
+            whole           = _mm256_add_epi16(whole, _mm256_maddubs_epi16(w.values[g], x));
+        }
+        const __m256 scale = _mm256_broadcast_ss(&column[b].scale);
+        const __m256 sum   = _mm256_broadcast_ss(&column[b].sum);
+        const __m256 x     = _mm256_cvtepi32_ps(_mm256_madd_epi16(whole, ones));
+        sums               = _mm256_fmadd_ps(x, _mm256_mul_ps(w.scale, scale), sums);
+        sums               = _mm256_fmadd_ps(w.least, sum, sums);
+    }
+    float of_rows[8];
+    _mm256_storeu_ps(of_rows, sums);
+    std::memcpy(static_cast<float *>(p.out) + row_0, of_rows, n_rows * sizeof(float));
+}
+
 void run_panel(const weights_product & p, int64_t row_0, int n_rows) {
     const int64_t    n_blocks     = p.n_elements / WEIGHTS_BLOCK;
     const size_t     column_bytes = weights_column_bytes(p.type, p.n_elements);
@@ -156,29 +199,40 @@ void run_panel(const weights_product & p, int64_t row_0, int n_rows) {
     panel            weights;
     for (int r = 0; r < panel_rows; r++) {
         const int64_t row = row_0 + (r < n_rows ? r : n_rows - 1);
-        rows[r] = reinterpret_cast<const row_q4_1 *>(static_cast<const char *>(p.rows) + row * p.row_bytes);
+        rows[r]           = reinterpret_cast<const row_q4_1 *>(static_cast<const char *>(p.rows) + row * p.row_bytes);
     }
     for (int64_t b_0 = 0; b_0 < n_blocks; b_0 += panel_blocks) {
         const int64_t n = n_blocks - b_0 < panel_blocks ? n_blocks - b_0 : panel_blocks;
         for (int64_t b = 0; b < n; b++) {
             for (int h = 0; h < halves; h++) {
-                open_q4_1(rows + 8 * h, b_0 + b, h, weights.blocks[b]);
+                const opened of = open_q4_1(rows + 8 * h, b_0 + b);
+                for (int g = 0; g < groups; g++) {
+                    weights.blocks[b].values[g][h] = of.values[g];
+                }
+                weights.blocks[b].scale[h] = of.scale;
+                weights.blocks[b].least[h] = of.least;
             }
         }
         for (int64_t c = 0; c < p.n_columns; c += panel_columns) {
             const char *         at      = static_cast<const char *>(p.columns) + c * column_bytes;
             const column_block * columns = reinterpret_cast<const column_block *>(at) + b_0;
             char *               to      = reinterpret_cast<char *>(p.out) + c * p.out_bytes + row_0 * sizeof(float);
-            const auto           body    = p.n_columns - c >= 4 ? multiply_into<4>
-                                         : p.n_columns - c == 3 ? multiply_into<3>
-                                         : p.n_columns - c == 2 ? multiply_into<2>
-                                                                : multiply_into<1>;
+            const auto           body    = p.n_columns - c >= 4   ? multiply_into<4>
+                                           : p.n_columns - c == 3 ? multiply_into<3>
+                                           : p.n_columns - c == 2 ? multiply_into<2>
+                                                                  : multiply_into<1>;
             body(weights, n, columns, column_bytes, b_0 == 0, reinterpret_cast<float *>(to), p.out_bytes, n_rows);
         }
     }
 }
 
 void run(const weights_product & p, int64_t row_0, int64_t row_1) {
+    if (p.n_columns == 1) {
+        for (int64_t r = row_0; r < row_1; r += 8) {
+            run_column(p, r, int(row_1 - r < 8 ? row_1 - r : 8));
+        }
+        return;
+    }
     for (int64_t r = row_0; r < row_1; r += panel_rows) {
         run_panel(p, r, int(row_1 - r < panel_rows ? row_1 - r : panel_rows));
     }

@@ -63,7 +63,7 @@ def test_the_words_of_the_command_line() -> None:
         with pytest.raises(ValueError, match="not a choice of layers"):
             parse_layers(text)
     assert parse_size("1.5GiB") == 3 << 29
-    assert [parse_size(text) for text in ("4096", "2 mb", ".5k")] == [4096, 2 << 20, 512]
+    assert [parse_size(text) for text in ("4096", "2 mb", ".5k")] == [4096, 2_000_000, 512]
     for wrong in ("much", "5TG", "GiB", "1.2.3G", "-1", "9" * 400):
         with pytest.raises(ValueError, match="is not a size"):
             parse_size(wrong)
