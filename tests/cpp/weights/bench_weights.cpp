@@ -17,9 +17,9 @@ int main(int argc, char ** argv) {
     const auto            columns = p.packed();
     std::vector<float>    out(p.n_rows * p.n_columns);
     const size_t          row_bytes = p.n_blocks() * sizeof(mixedkv::row_q4_1);
-    const weights_product product   = { WEIGHTS_Q4_1,   p.n_elements, p.n_rows,   p.n_columns,
-                                        p.rows.data(),  row_bytes,    columns.data(), out.data(),
-                                        p.n_rows * sizeof(float) };
+    const weights_product product   = { WEIGHTS_Q4_1,   p.n_elements,  p.n_rows,
+                                        p.n_columns,    p.rows.data(), row_bytes,
+                                        columns.data(), out.data(),    p.n_rows * sizeof(float) };
     using clock                     = std::chrono::steady_clock;
     double best                     = 1e9;
     for (const clock::time_point end = clock::now() + std::chrono::seconds(1); clock::now() < end;) {

@@ -83,8 +83,8 @@ struct problem {
     std::pair<double, double> exact(int64_t row, int64_t column) const {
         double sum = 0.0, size = 0.0;
         for (int64_t b = 0; b < n_blocks(); b++) {
-            const row_q4_1 &    w = rows[row * n_blocks() + b];
-            const column_q8_1 & x = columns[column * n_blocks() + b];
+            const row_q4_1 &    w     = rows[row * n_blocks() + b];
+            const column_q8_1 & x     = columns[column * n_blocks() + b];
             int                 whole = 0;
             for (int i = 0; i < WEIGHTS_BLOCK; i++) {
                 const int nibble = i < 16 ? w.nibbles[i] & 15 : w.nibbles[i - 16] >> 4;
