@@ -25,7 +25,7 @@ struct cache_spec {
 
     cache_spec() {
         config.mixed       = true;
-        config.threshold   = 32;
+        config.threshold   = 64;
         config.group_size  = 16;
         config.sink_tokens = 4;
         config.n_draft     = 16;

@@ -70,7 +70,7 @@ class MixedKVConfig:
     """
 
     enable_quantization: bool = True
-    quantization_threshold: int = 32
+    quantization_threshold: int = 64
     group_size: int = 16
     cold_type_k: str = "q4_0"
     cold_type_v: str = "q4_0"
@@ -248,6 +248,18 @@ class MixedKVConfig:
         if not self.enable_quantization:
             return str(self.without_quantization())
         return spec_of("mixed", _changes(self))
+
+    @property
+    def full_spec(self) -> str:
+        """The spec with the cold types, the window and the sinks named, whatever the defaults are.
+
+        What is kept on disk is found again by it, also by a version that has other defaults.
+        """
+        if not self.enable_quantization:
+            return str(self.without_quantization())
+        shape = {key: getattr(self, KEYS[key]) for key in ("cold_k", "cold_v", "threshold", "group", "sinks")}
+        rest = {key: value for key, value in _changes(self).items() if key != "cold" and key not in shape}
+        return spec_of("mixed", shape | rest)
 
 
 def _changes(config: MixedKVConfig) -> dict[str, object]:

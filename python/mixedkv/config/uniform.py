@@ -70,3 +70,8 @@ class UniformKV:
         """The spec that `parse_kv` reads back."""
         name = self.type_k if self.type_k == self.type_v else f"{self.type_k}/{self.type_v}"
         return spec_of(name, {} if self.attention == "auto" else {"attention": self.attention})
+
+    @property
+    def full_spec(self) -> str:
+        """The spec, which leaves nothing to defaults."""
+        return str(self)

@@ -74,7 +74,7 @@ class Identity:
             "model": fingerprint(llm.model_path, full_hash=full_hash),
             "overrides": _overrides(llm),
             "adapters": _adapters(llm, full_hash),
-            "kv": str(llm.kv.config),
+            "kv": llm.kv.config.full_spec,  # says the same whatever the defaults are
             **_equalization(llm),
             "context": _context(llm, file),
             "sliding_window": llm.kv.sliding_window,
@@ -82,7 +82,7 @@ class Identity:
             "extra": extra,
         }
         _check_files(llm)
-        return cls.from_facts(facts, tenant=tenant, label=f"{Path(llm.model_path).name} {facts['kv']}")
+        return cls.from_facts(facts, tenant=tenant, label=f"{Path(llm.model_path).name} {llm.kv.config}")
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any], *, tenant: str = "", label: str = "") -> Identity:

@@ -62,9 +62,9 @@ uniform_settings = st.builds(
 settings = st.one_of(mixed_configs(), uniform_settings)
 
 
-def test_defaults_of_the_seed_design() -> None:
+def test_defaults() -> None:
     config = MixedKVConfig()
-    assert (config.quantization_threshold, config.group_size) == (32, 16)
+    assert (config.quantization_threshold, config.group_size) == (64, 16)
     assert (config.cold_type_k, config.cold_type_v) == ("q4_0", "q4_0")
     assert config.enable_quantization
 
@@ -113,6 +113,14 @@ def test_specs(spec: str, setting: KVSetting) -> None:
 def test_the_written_form_reads_back(setting: KVSetting) -> None:
     assert parse_kv(str(setting)) == setting
     assert str(parse_kv(str(setting))) == str(setting)
+
+
+@given(settings)
+def test_the_full_form_reads_back_and_leaves_the_window_to_no_default(setting: KVSetting) -> None:
+    assert parse_kv(setting.full_spec) == parse_kv(setting)
+    if isinstance(parse_kv(setting), MixedKVConfig):
+        keys = {item.partition("=")[0] for item in setting.full_spec.partition(":")[2].split(",")}
+        assert keys >= {"cold_k", "cold_v", "threshold", "group", "sinks"}
 
 
 @given(settings)
