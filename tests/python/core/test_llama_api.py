@@ -223,7 +223,7 @@ def test_two_caches_in_one_process(llm: Llama) -> None:
 
 
 def test_caches_made_on_several_threads_at_once() -> None:
-    specs = ["f16", "mixed", "q8_0", "mixed:threshold=64", "mixed:cold=q8_0", "q4_0"] * 2
+    specs = ["f16", "mixed", "q8_0", "mixed:threshold=128", "mixed:cold=q8_0", "q4_0"] * 2
     found: dict[int, str] = {}
 
     def make(i: int) -> None:

@@ -32,7 +32,7 @@ def bytewise() -> ConstraintCompiler:
 @pytest.fixture(scope="module")
 def bundled() -> Iterator[tuple[ConstraintCompiler, list[bytes], list[int]]]:
     """The bundled model's vocabulary."""
-    with Llama(model_path(), n_ctx=64, verbose=False) as llm:
+    with Llama(model_path(), n_ctx=128, verbose=False) as llm:
         compiler = ConstraintCompiler(llm._model.vocab)
         pieces = Detokenizer(llm._model.vocab)
         yield compiler, [pieces[token] for token in range(pieces.n_vocab)], compiler.ends

@@ -75,7 +75,7 @@ def test_stats_are_a_snapshot(llm: Llama) -> None:
 
 def test_stats_to_read(llm: Llama) -> None:
     text = str(llm.kv.stats(by_layer=True))
-    assert "mixed:cold_k=q8_0,threshold=64" in text
+    assert "mixed:cold_k=q8_0, 6 layers" in text
     assert f"{N_PROMPT} = {llm.kv.stats().tokens_hot} hot" in text
     assert "layer 5" in text
     assert max(map(len, text.splitlines())) <= 80

@@ -23,8 +23,8 @@ from support.harness import prompt, rel_rms
 KINDS = [
     ("qwen2vl", "f16"),
     ("qwen2vl", "q8_0"),
-    ("qwen2vl", "mixed:hot_budget=all"),
-    ("qwen35", "mixed:hot_budget=all"),
+    ("qwen2vl", "mixed:threshold=32,hot_budget=all"),
+    ("qwen35", "mixed:threshold=32,hot_budget=all"),
 ]
 HEIGHT, WIDTH = 3, 5
 BEFORE, BEHIND = prompt(40, seed=1), prompt(50, seed=2)

@@ -74,7 +74,7 @@ def test_many_sequences_share_less_before_their_windows_get_shorter() -> None:
         MixedKVConfig.for_budget(shape, 8192, 1, n_seq=20)
     least = int(str(refused.value).split("takes ")[1].split()[0])
     chosen = [MixedKVConfig.for_budget(shape, 8192, round(least * x), n_seq=20) for x in (1, 1.05, 1.15, 1.3)]
-    assert [kv.window.threshold for kv in chosen] == [0, 32, 32, 32]
+    assert [kv.window.threshold for kv in chosen] == [0, 32, 64, 64]
     assert chosen[1].hot_budget < chosen[2].hot_budget  # type: ignore[operator]
     assert chosen[3].hot_budget == "auto"
     assert [footprint(shape, kv, 8192, 20).bytes / least for kv in chosen] == [
@@ -94,7 +94,7 @@ def test_bits_go_to_keys_then_to_values_then_to_the_window() -> None:
     def chosen(bits: float) -> KVSetting:
         return MixedKVConfig.for_budget(shape, 8192, int(bits * element), sink_tokens=2)
 
-    assert str(chosen(4.38)) == "mixed:cold_k=q5_0,cold_v=tc3,sinks=2,layers=0:lm4/tc3"
+    assert str(chosen(4.38)) == "mixed:cold_k=lm4,cold_v=tc3,sinks=2,layers=2-3:q5_0/tc3"
     assert str(chosen(5.5)) == "mixed:cold_k=q5_1,cold_v=lm4,sinks=2"
     assert chosen(6.68).types_of(0) == ("q8_0", "lm4")
     assert chosen(8.8).types_of(3) == (FINEST, FINEST)
@@ -141,8 +141,8 @@ def test_the_errors_of_the_ladder() -> None:
 
 
 def test_a_budget_is_settled_before_it_is_used() -> None:
-    kv = parse_kv("mixed:budget=1.5MiB,threshold=64")
-    assert str(kv) == "mixed:threshold=64,budget=1572864"
+    kv = parse_kv("mixed:budget=1.5MiB,threshold=128")
+    assert str(kv) == "mixed:threshold=128,budget=1572864"
     for use in (lambda: kv.types_of(0), kv.native):
         with pytest.raises(ValueError, match="depends on the model and its context"):
             use()
@@ -151,11 +151,11 @@ def test_a_budget_is_settled_before_it_is_used() -> None:
 
 def test_bits_go_to_the_keys_of_deep_layers_first() -> None:
     shape = layers_of(64, 4)
-    kv = parse_kv("mixed:bits=3.5,threshold=64")
-    assert str(kv) == "mixed:threshold=64,bits=3.5"
+    kv = parse_kv("mixed:bits=3.5,threshold=128")
+    assert str(kv) == "mixed:threshold=128,bits=3.5"
     with pytest.raises(ValueError, match=r"bits=3\.5: what it comes to depends on the model"):
         kv.native()
-    assert settle(kv, shape, 512) == parse_kv("mixed:cold=tc3,threshold=64,layers=2-3:lm4/tc3")
+    assert settle(kv, shape, 512) == parse_kv("mixed:cold=tc3,threshold=128,layers=2-3:lm4/tc3")
     assert settle(parse_kv("mixed:bits=3.25"), shape, 512) == parse_kv("mixed:cold=tc3")
     assert settle(parse_kv("mixed:bits=8.5"), shape, 512) == parse_kv("mixed:cold=q8_0")
     with pytest.raises(ValueError, match=r"bits=3: the coarsest types take 3\.25 in this model"):
