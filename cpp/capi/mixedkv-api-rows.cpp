@@ -158,7 +158,7 @@ mixedkv_status mixedkv_export_group(llama_context * ctx, int32_t seq_id, uint32_
             }
             if (rows[i].slot >= 0) {
                 *hot++   = i;
-                *slots++ = mixed->get_own_slot(seq_id, rows[i].slot);
+                *slots++ = mixed->get_hot().get_slots().get_own_slot(seq_id, rows[i].slot);
             }
         }
     });

@@ -75,13 +75,13 @@ std::string window_problem(llama_context * ctx, const mixedkv::hot_window & wind
 bool has_room_for_window(llama_context * ctx, const mixedkv::hot_window & window) {
     const auto caches = get_caches(ctx);
     return window_problem(ctx, window).empty() && std::none_of(caches.begin(), caches.end(), [&](const auto * kv) {
-               return dynamic_cast<const llama_kv_cache_mixed &>(*kv).is_wider(window);
+               return dynamic_cast<const llama_kv_cache_mixed &>(*kv).get_hot().is_wider(window);
            });
 }
 
 // what set_window takes without more memory, beside the other settings as they are
 uint32_t get_most_threshold(llama_context * ctx, const llama_kv_cache_mixed & kv) {
-    auto window = kv.get_rule();
+    auto window = kv.get_hot().get_slots().get_rule();
 
     // fits, does not
     uint32_t low  = window.threshold;
@@ -105,18 +105,20 @@ mixedkv_stats get_stats(llama_context * ctx) {
     res.n_cells_used = llama_kv_rows_used(kv);
 
     if (const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(&kv)) {
+        const auto & hot       = mixed->get_hot();
+        const auto & slots     = hot.get_slots();
         res.mixed              = mixed->is_mixed();
-        res.threshold          = mixed->get_rule().threshold;
-        res.threshold_now      = mixed->get_window().threshold;
+        res.threshold          = slots.get_rule().threshold;
+        res.threshold_now      = slots.get_window().threshold;
         res.threshold_capacity = get_most_threshold(ctx, *mixed);
-        res.group_size         = mixed->get_rule().group_size;
-        res.sink_tokens        = mixed->get_rule().sink_tokens;
-        res.n_draft            = mixed->get_rule().n_draft;
-        res.ring_rows          = mixed->get_n_ring();
-        res.n_cells_hot        = mixed->get_n_cells_hot();
-        res.hot_slots          = mixed->get_n_slots() * mixed->get_n_stream();
-        res.hot_shared         = mixed->is_shared();
-        res.n_evicted          = mixed->get_use().n_evicted;
+        res.group_size         = slots.get_rule().group_size;
+        res.sink_tokens        = slots.get_rule().sink_tokens;
+        res.n_draft            = slots.get_rule().n_draft;
+        res.ring_rows          = hot.get_n_rows();
+        res.n_cells_hot        = slots.get_n_cells_hot();
+        res.hot_slots          = slots.get_layout().n_slots * mixed->get_n_stream();
+        res.hot_shared         = slots.get_layout().is_shared();
+        res.n_evicted          = slots.get_use().n_evicted;
         res.n_v_met            = mixed->get_skips().keys;
         res.n_v_skipped        = mixed->get_skips().skipped;
         res.n_pages            = mixed->get_skips().pages;
@@ -136,7 +138,7 @@ mixedkv_stats get_stats(llama_context * ctx) {
         }
         if (const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(cache)) {
             res.bytes_view = std::max<uint64_t>(res.bytes_view, mixed->get_view_bytes());
-            res.bytes_given_back += mixed->get_bytes_given_back();
+            res.bytes_given_back += mixed->get_hot().get_bytes_given_back();
         }
     }
     res.bytes_total += res.bytes_view;
@@ -234,7 +236,7 @@ mixedkv_status mixedkv_get_short(llama_context * ctx, int32_t * out, uint32_t n,
         for (const auto * kv : get_caches(ctx)) {
             const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(kv);
             for (uint32_t s = 0; mixed && s < res.size(); ++s) {
-                const int32_t from = mixed->get_use().short_from[s];
+                const int32_t from = mixed->get_hot().get_slots().get_use().short_from[s];
                 res[s]             = from < 0 ? res[s] : res[s] < 0 ? from : std::min(res[s], from);
             }
         }
@@ -251,7 +253,7 @@ mixedkv_status mixedkv_window_is_whole(llama_context * ctx, int32_t seq_id, int3
         *out = true;
         for (const auto * kv : get_caches(ctx)) {
             const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(kv);
-            *out               = *out && (!mixed || !mixed->is_mixed() || mixed->is_window_whole(seq_id, pos));
+            *out = *out && (!mixed || !mixed->is_mixed() || mixed->get_hot().get_slots().is_window_whole(seq_id, pos));
         }
     });
 }
@@ -306,7 +308,7 @@ mixedkv_status mixedkv_set_window(llama_context * ctx, uint32_t threshold, uint3
             dynamic_cast<llama_kv_cache_mixed &>(*kv).make_room(window);
         }
         for (auto * kv : get_caches(ctx)) {
-            dynamic_cast<llama_kv_cache_mixed &>(*kv).set_window(window);
+            dynamic_cast<llama_kv_cache_mixed &>(*kv).get_hot().set_window(window);
         }
     });
 }
@@ -316,7 +318,7 @@ mixedkv_status mixedkv_rest(llama_context * ctx, int32_t seq_id) {
         check_seq(ctx, seq_id);
         for (auto * kv : get_caches(ctx)) {
             if (auto * mixed = dynamic_cast<llama_kv_cache_mixed *>(kv)) {
-                mixed->rest(seq_id);
+                mixed->get_hot().rest(seq_id);
             }
         }
     });
@@ -328,7 +330,7 @@ mixedkv_status mixedkv_limit_window(llama_context * ctx, uint32_t threshold) {
             auto * mixed = dynamic_cast<llama_kv_cache_mixed *>(kv);
             require(mixed && mixed->is_mixed(), MIXEDKV_NOT_AVAILABLE,
                     "this KV cache is uniform: only a mixed cache has a window");
-            mixed->limit_window(threshold);
+            mixed->get_hot().limit_window(threshold);
         }
     });
 }

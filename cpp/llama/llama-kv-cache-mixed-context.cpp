@@ -58,9 +58,9 @@ bool llama_kv_cache_mixed_context::apply() {
     kv_mixed->update_turns(sinfo);
     kv_mixed->begin_pages(sinfo);
 
-    if (kv_mixed->has_ring()) {
-        ring_rows = kv_mixed->advance(sinfo, ubatches[i_cur]);
-        kv_mixed->keep_rows(*step);
+    if (kv_mixed->get_hot().has_rows()) {
+        ring_rows = kv_mixed->get_hot().advance(sinfo, ubatches[i_cur]);
+        kv_mixed->get_hot().keep_rows(step->hot);
     }
 
     return true;
@@ -71,11 +71,11 @@ bool llama_kv_cache_mixed_context::apply() {
 //
 
 uint32_t llama_kv_cache_mixed_context::get_n_mask(const llama_ubatch & ubatch, uint32_t n_stream) const {
-    if (!kv_mixed->has_ring()) {
+    if (!kv_mixed->get_hot().has_rows()) {
         return get_n_kv();
     }
 
-    const uint32_t n = get_n_kv() + kv_mixed->get_n_ring() + ubatch.n_tokens/n_stream;
+    const uint32_t n = get_n_kv() + kv_mixed->get_hot().get_n_rows() + ubatch.n_tokens/n_stream;
 
     return kv_mixed->is_fused() ? n : GGML_PAD(n, llama_kv_cache_mixed::n_pad_view);
 }
@@ -120,7 +120,7 @@ ggml_tensor * llama_kv_cache_mixed_context::build_input_k_idxs(ggml_context * ct
         fold.k = fold.v = kv_mixed->get_latent_rot()->ne[0];
     }
 
-    if (!kv_mixed->has_ring()) {
+    if (!kv_mixed->get_hot().has_rows()) {
         return llama_kv_cache_context::build_input_k_idxs(ctx, ubatch);
     }
 
@@ -135,7 +135,7 @@ ggml_tensor * llama_kv_cache_mixed_context::build_input_k_idxs(ggml_context * ct
 void llama_kv_cache_mixed_context::set_input_k_idxs(ggml_tensor * dst, const llama_ubatch * ubatch) const {
     llama_kv_cache_context::set_input_k_idxs(dst, ubatch);
 
-    if (kv_mixed->has_ring()) {
+    if (kv_mixed->get_hot().has_rows()) {
         std::copy(ring_rows.begin(), ring_rows.end(), (int64_t *) dst->data + ubatch->n_tokens);
     }
 }
@@ -174,7 +174,7 @@ ggml_tensor * llama_kv_cache_mixed_context::cpy_k(ggml_context * ctx, ggml_tenso
     if (kv_mixed->is_fused(il)) {
         cur[il].k         = k_cur;
         cur[il].k_idxs    = k_idxs;
-        cur[il].ring_idxs = kv_mixed->has_ring() ? idxs_row(ctx, k_idxs, 1) : nullptr;
+        cur[il].ring_idxs = kv_mixed->get_hot().has_rows() ? idxs_row(ctx, k_idxs, 1) : nullptr;
 
         // else stored together with V
         return kv_mixed->is_latent(il) ? store_fused(ctx, nullptr, nullptr, il) : k_cur;
@@ -183,7 +183,7 @@ ggml_tensor * llama_kv_cache_mixed_context::cpy_k(ggml_context * ctx, ggml_tenso
     ggml_tensor * lacking = turns.cur ? kv_mixed->build_lacking(ctx, turns.cur, il) : nullptr;
     ggml_tensor * cold    = lacking ? ggml_sub(ctx, k_cur, lacking) : k_cur;
 
-    if (!kv_mixed->has_ring()) {
+    if (!kv_mixed->get_hot().has_rows()) {
         return llama_kv_cache_context::cpy_k(ctx, cold, k_idxs, il);
     }
 
@@ -204,7 +204,7 @@ ggml_tensor * llama_kv_cache_mixed_context::store_fused(ggml_context * ctx, ggml
     node.rotation_v = fold.v;
     node.scales     = kv_mixed->is_fused() ? kv_mixed->get_scales(il) : nullptr;
     node.pairs      = kv_mixed->is_fused() ? kv_mixed->get_pairs(il) : nullptr;
-    node.has_ring   = kv_mixed->has_ring();
+    node.has_ring   = kv_mixed->get_hot().has_rows();
     node.pages      = kv_mixed->get_pages(il);
     node.all_pages  = &kv_mixed->get_all_pages();
 
@@ -225,7 +225,7 @@ ggml_tensor * llama_kv_cache_mixed_context::cpy_v(ggml_context * ctx, ggml_tenso
         return store_fused(ctx, v_cur, v_idxs, il);
     }
 
-    if (kv_mixed->has_ring()) {
+    if (kv_mixed->get_hot().has_rows()) {
         cur[il].v = ggml_cast(ctx, v_cur, GGML_TYPE_F16);
     }
 
@@ -267,23 +267,23 @@ ggml_tensor * llama_kv_cache_mixed_context::get_k(ggml_context * ctx, int32_t il
     ggml_tensor * cold    = llama_kv_cache_context::get_k(ctx, il);
     ggml_tensor * lacking = turns.cells && !kv_mixed->is_fused(il) ? kv_mixed->build_lacking(ctx, turns.cells, il) : nullptr;
 
-    if (kv_mixed->is_fused(il) || (!kv_mixed->has_ring() && !lacking)) {
+    if (kv_mixed->is_fused(il) || (!kv_mixed->get_hot().has_rows() && !lacking)) {
         return cold;
     }
 
     cold = cast_rows(ctx, cold, lacking);
 
-    return kv_mixed->has_ring() ? merge(ctx, cold, kv_mixed->get_k_ring(ctx, il, sinfos[i_cur]), get_cur(il).k) : cold;
+    return kv_mixed->get_hot().has_rows() ? merge(ctx, cold, kv_mixed->get_hot().get_k(ctx, il, sinfos[i_cur]), get_cur(il).k) : cold;
 }
 
 ggml_tensor * llama_kv_cache_mixed_context::get_v(ggml_context * ctx, int32_t il) const {
     ggml_tensor * cold = llama_kv_cache_context::get_v(ctx, il);
 
-    if (!kv_mixed->has_ring() || kv_mixed->is_fused(il)) {
+    if (!kv_mixed->get_hot().has_rows() || kv_mixed->is_fused(il)) {
         return cold;
     }
 
-    return merge(ctx, cast_rows(ctx, cold, nullptr), kv_mixed->get_v_ring(ctx, il, sinfos[i_cur]), get_cur(il).v);
+    return merge(ctx, cast_rows(ctx, cold, nullptr), kv_mixed->get_hot().get_v(ctx, il, sinfos[i_cur]), get_cur(il).v);
 }
 
 ggml_tensor * llama_kv_cache_mixed_context::build_attn(
@@ -316,12 +316,12 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn(
     }
 
     // after the last attention that reads the slots as they were
-    if (kv_mixed->has_ring() && kv_mixed->is_last_reader(il) && !kv_mixed->is_fused(il)) {
+    if (kv_mixed->get_hot().has_rows() && kv_mixed->is_last_reader(il) && !kv_mixed->is_fused(il)) {
         const auto & rows = get_cur(il);
 
-        ggml_build_forward_expand(graph.gf, kv_mixed->cpy_k_ring(graph.ctx0, rows.k, rows.ring_idxs, il));
+        ggml_build_forward_expand(graph.gf, kv_mixed->get_hot().cpy_k(graph.ctx0, rows.k, rows.ring_idxs, il));
         if (rows.v) {
-            ggml_build_forward_expand(graph.gf, kv_mixed->cpy_v_ring(graph.ctx0, rows.v, rows.ring_idxs, il));
+            ggml_build_forward_expand(graph.gf, kv_mixed->get_hot().cpy_v(graph.ctx0, rows.v, rows.ring_idxs, il));
         }
     }
 
@@ -363,7 +363,7 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn_fused(
     node.all_pages     = &kv_mixed->get_all_pages();
     node.is_latent     = kv_mixed->is_latent(il);
     node.is_deep       = uint32_t(il) >= hparams.n_layer()/2;
-    node.writes_ring   = kv_mixed->has_ring() && kv_mixed->is_last_reader(il);
+    node.writes_ring   = kv_mixed->get_hot().has_rows() && kv_mixed->is_last_reader(il);
     node.scale         = kq_scale;
     node.max_bias      = hparams.f_max_alibi_bias;
     node.logit_softcap = hparams.attn_soft_cap ? hparams.f_attn_logit_softcapping : 0.0f;
@@ -374,10 +374,10 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn_fused(
     ggml_tensor * ring_k = nullptr;
     ggml_tensor * ring_v = nullptr;
 
-    if (kv_mixed->has_ring()) {
+    if (kv_mixed->get_hot().has_rows()) {
         rows   = get_cur(il);
-        ring_k = kv_mixed->get_k_ring(ctx, il, sinfos[i_cur]);
-        ring_v = kv_mixed->get_v_ring(ctx, il, sinfos[i_cur]);
+        ring_k = kv_mixed->get_hot().get_k(ctx, il, sinfos[i_cur]);
+        ring_v = kv_mixed->get_hot().get_v(ctx, il, sinfos[i_cur]);
     }
 
     ggml_tensor * choice = nullptr;
@@ -403,7 +403,7 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn_fused(
 static constexpr ggml_fp16_t F16_NEG_INF = 0xFC00;
 
 void llama_kv_cache_mixed_context::set_input_kq_mask(ggml_tensor * dst, const llama_ubatch * ubatch, bool causal_attn) const {
-    if (!kv_mixed->has_ring()) {
+    if (!kv_mixed->get_hot().has_rows()) {
         llama_kv_cache_context::set_input_kq_mask(dst, ubatch, causal_attn);
         return;
     }
@@ -434,15 +434,15 @@ void llama_kv_cache_mixed_context::set_input_kq_mask(ggml_tensor * dst, const ll
 // For each visible pair exactly one column stays open: the hot one where there is an F16 row, the cold one otherwise.
 void llama_kv_cache_mixed_context::route_hot(ggml_tensor * mask, const llama_ubatch & ubatch) const {
     const auto & sinfo  = sinfos[i_cur];
-    const auto & window = kv_mixed->get_window();
+    const auto & window = kv_mixed->get_hot().get_slots().get_window();
 
     const int64_t n_kv   = get_n_kv();
-    const int64_t n_ring = kv_mixed->get_n_ring();
+    const int64_t n_ring = kv_mixed->get_hot().get_n_rows();
     const int64_t n_tps  = sinfo.size();
 
     for (uint32_t s = 0; s < sinfo.n_stream(); ++s) {
         const auto & cells  = kv_mixed->get_stream_cells(sinfo.strm[s]);
-        const auto & owners = step->owners[s];
+        const auto & owners = step->hot.owners[s];
 
         for (int64_t ii = 0; ii < n_tps; ++ii) {
             const int64_t i = s*n_tps + ii;

@@ -53,22 +53,6 @@ void llama_kv_cache_mixed::touch_rows(uint32_t strm, const std::vector<uint32_t>
     }
 }
 
-void llama_kv_cache_mixed::touch_stream(uint32_t strm) {
-    for (uint32_t cell = 0; cell < get_size() && !pages.empty(); cell += mixedkv::attention_page) {
-        pages.touch(strm, cell);
-    }
-}
-
-void llama_kv_cache_mixed::touch_moved() {
-    for (uint32_t strm = 0; strm < n_stream && !pages.empty(); ++strm) {
-        for (uint32_t cell = 0; cell < v_cells[strm].size(); ++cell) {
-            if (!v_cells[strm].is_empty(cell) && v_cells[strm].get_shift(cell) != 0) {
-                pages.touch(strm, cell);
-            }
-        }
-    }
-}
-
 llama_kv_cache_mixed::page_check llama_kv_cache_mixed::check_pages() {
     page_check res;
 

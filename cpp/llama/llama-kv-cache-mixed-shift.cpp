@@ -107,9 +107,10 @@ ggml_cgraph * llama_kv_cache_mixed::build_graph_shift(llm_graph_result * res, ll
         for (uint32_t i = 0; i < cells.size(); ++i) {
             inp->cold.add(strm*cells.size() + i, cells.is_empty(i) ? 0 : cells.get_shift(i));
         }
-        for (uint32_t slot = 0; has_ring() && slot < rings[strm].n_slots(); ++slot) {
-            const int32_t cell = rings[strm].cell_of(slot);
-            inp->ring.add(strm*n_ring + slot, cell < 0 ? 0 : cells.get_shift(cell));
+        const auto & slots = hot.get_slots().get_ring(strm);
+        for (uint32_t slot = 0; hot.has_rows() && slot < slots.n_slots(); ++slot) {
+            const int32_t cell = slots.cell_of(slot);
+            inp->ring.add(strm*hot.get_n_rows() + slot, cell < 0 ? 0 : cells.get_shift(cell));
         }
     }
 
@@ -165,8 +166,8 @@ ggml_cgraph * llama_kv_cache_mixed::build_graph_shift(llm_graph_result * res, ll
         }
 
         shift_rows(layers[ikv].k, inp->cold, il);
-        if (has_ring()) {
-            shift_rows(ring_layers[ikv].k, inp->ring, il);
+        if (hot.has_rows()) {
+            shift_rows(hot.get_k_ring(il), inp->ring, il);
         }
     }
 

@@ -1,18 +1,17 @@
 #pragma once
 
 // A KV cache of mixed precision: upstream's cache of a quantised type is the cold store and holds every token;
-// recent tokens and attention sinks have an F16 copy besides, in a ring.
+// recent tokens and attention sinks have an F16 copy besides, in the hot rows, which the cache composes (llama-kv-hot-rows.h).
 //
-// Upstream reaches it through llama-kv-mixed-hooks.h, and through methods of llama_kv_cache and llama_kv_cache_context
-// that vendor/patches makes virtual.
+// Who calls it: upstream, through llama-kv-mixed-hooks.h and the methods of llama_kv_cache and llama_kv_cache_context that
+// vendor/patches makes virtual; its own context at each step; the C API and blocks of rows between steps, while they hold the
+// context's lock.
 
-#include "hot_set/hot_layout.h"
-#include "hot_set/hot_ring.h"
-#include "hot_set/hot_window.h"
 #include "mixedkv/mixedkv.h"
 
 #include "llama-kv-cache.h"
 #include "llama-kv-equalize.h"
+#include "llama-kv-hot-rows.h"
 #include "llama-kv-node.h"
 #include "llama-kv-pages.h"
 #include "llama-kv-placement.h"
@@ -20,15 +19,17 @@
 
 #include <algorithm>
 #include <map>
-#include <optional>
 #include <string>
 #include <vector>
 
-// K and V, or the one that a layer has: latent attention (MLA) reads values from the first elements of its keys
-inline std::vector<ggml_tensor *> llama_kv_tensors(ggml_tensor * k, ggml_tensor * v) {
-    return v ? std::vector<ggml_tensor *>{ k, v } : std::vector<ggml_tensor *>{ k };
-}
-
+// Invariants:
+//
+// - Every live cell has a valid cold row. Whatever happens to hot rows, no token is lost, and the base's operations hold.
+// - A sequence operation is the base's first: hot rows look at cells as they are after it.
+// - A cell is in one state for all layers: it has hot rows in all of them, or in none.
+// - A ubatch whose graph has not ended well leaves cells, hot rows and pages as they were: begin_step, roll_back.
+// - Keys of the cold store and of hot rows are in the same basis, but for the biases that cold rows lack (llama_kv_turns).
+// - What graphs point to (nodes, scratch, tensors) lives as long as the cache; only make_room() makes other tensors.
 class llama_kv_cache_mixed : public llama_kv_cache {
 public:
     // the arguments of llama_kv_cache, after the configuration
@@ -90,85 +91,28 @@ public:
     // false: a uniform cache that only wants the fused attention node
     bool is_mixed() const { return config.mixed; }
 
-    bool has_ring() const { return n_ring > 0; }
-
-    // rows of the ring per stream: slots, one row that nobody reads, padding
-    uint32_t get_n_ring() const { return n_ring; }
-
-    // row for tokens that get no slot: written, never read
-    uint32_t get_trash_row() const { return n_ring - 1; }
-
-    // the window as it was set, and as it is: shorter where limit_window says so
-    const mixedkv::hot_window & get_rule()   const { return rule; }
-    const mixedkv::hot_window & get_window() const { return window; }
+    // the F16 rows, and which cells have one
+          llama_kv_hot_rows & get_hot()       { return hot; }
+    const llama_kv_hot_rows & get_hot() const { return hot; }
 
     // empty, or why the window cannot be set
     std::string window_problem(mixedkv::hot_window value) const;
 
-    // whether that takes more F16 rows than there are, and makes them; throws when there is no memory, and nothing has changed
-    bool is_wider(mixedkv::hot_window value) const;
+    // makes the rows that such a window takes; throws when there is no memory, and nothing has changed
     void make_room(const mixedkv::hot_window & value);
 
-    // rows move to where they lie in a ring of such windows, see llama-kv-cache-mixed-window.cpp
-    void set_window(const mixedkv::hot_window & value);
-
-    // no more than so many recent tokens, whatever is set; the memory of slots that are left over goes back
-    void limit_window(uint32_t threshold);
-
-    // bytes of the ring that went back to the system
-    uint64_t get_bytes_given_back() const { return n_given_back; }
-
-    const mixedkv::hot_ring & get_ring(uint32_t strm)        const { return rings[strm]; }
-    const llama_kv_cells    & get_stream_cells(uint32_t strm) const { return v_cells[strm]; }
-
-    // after a ubatch has been placed: lets go of the slots that its queries no longer read,
-    //   gives slots to its hot tokens and returns the ring row of each token over all streams
-    std::vector<int64_t> advance(const slot_info & sinfo, const llama_ubatch & ubatch);
-
-    // What the ring's pool knows of the sequences that share it, by sequence, see llama-kv-cache-mixed-pool.cpp.
-    struct pool_use {
-        uint64_t               n_steps   = 1;
-        uint64_t               n_evicted = 0;  // rows that went before their window did
-        std::vector<uint64_t>  step;           // when the sequence was evaluated last, 0: it rests
-        std::vector<llama_pos> lost;           // highest position whose row went, -1: none
-        std::vector<llama_pos> short_from;     // first position that was evaluated without such rows, -1: none
-    };
-
-    const pool_use & get_use() const { return use; }
-
-    // until it is evaluated again, slots of the sequence count as free
-    void rest(llama_seq_id seq_id) { use.step[seq_id] = 0; }
-
-    // slots of a stream's ring
-    uint32_t get_n_slots() const { return layout.n_slots; }
-
-    // they are fewer than the windows of all sequences
-    bool is_shared() const { return layout.is_shared(); }
-
-    // whether a query at `pos` finds all keys of its window, sinks included, in F16
-    bool is_window_whole(llama_seq_id seq_id, llama_pos pos) const;
+    const llama_kv_cells & get_stream_cells(uint32_t strm) const { return v_cells[strm]; }
 
     // the cache before a ubatch was placed, as far as llama_context::decode does not restore it when the graph fails
     struct checkpoint {
-        slot_info                         sinfo;
-        std::vector<uint32_t>             heads;  // by stream of sinfo, as the others
-        std::vector<std::vector<int32_t>> owners; // who held which ring slot
-        std::vector<std::vector<uint8_t>> rows;   // of the slots in `taken`, see copy_rows
-        std::vector<std::vector<uint32_t>> taken; // slots that the ubatch gets from live cells
-        std::optional<pool_use>           use;    // of the whole cache
+        slot_info                     sinfo;
+        std::vector<uint32_t>         heads; // by stream of sinfo
+        llama_kv_hot_rows::checkpoint hot;
     };
 
     checkpoint begin_step(const slot_info & sinfo) const;
 
-    // after the ubatch has been placed, before its graph runs: keeps the rows that it overwrites
-    void keep_rows(checkpoint & step) const;
-
     void roll_back(const checkpoint & step);
-
-    // rows from outside were put into these cells, wanted[i] is the slot that row i would like, as get_own_slot tells it,
-    //   any_slot or none: lets go of the slots that nobody holds any more and returns the slot that each row gets, or none
-    static constexpr int32_t any_slot = INT32_MAX;
-    std::vector<int32_t> adopt(llama_seq_id seq_id, const std::vector<uint32_t> & cells, const std::vector<int32_t> & wanted);
 
     // the merged view has a multiple of these rows: flash attention of backends has its fast bodies for those alone
     static constexpr uint32_t n_pad_view = 256;
@@ -184,14 +128,6 @@ public:
 
     // so does that of every layer
     bool is_fused() const { return std::find(fused.begin(), fused.end(), false) == fused.end(); }
-
-    // F16 rows [n_embd_head, n_head_kv, n_ring, n_stream] of the streams of sinfo
-    ggml_tensor * get_k_ring(ggml_context * ctx, int32_t il, const slot_info & sinfo) const;
-    ggml_tensor * get_v_ring(ggml_context * ctx, int32_t il, const slot_info & sinfo) const;
-
-    // store rows of the ubatch, [n_embd_head, n_head_kv, n_tokens], at the ring rows idxs [n_tokens]
-    ggml_tensor * cpy_k_ring(ggml_context * ctx, ggml_tensor * cur, ggml_tensor * idxs, int32_t il) const;
-    ggml_tensor * cpy_v_ring(ggml_context * ctx, ggml_tensor * cur, ggml_tensor * idxs, int32_t il) const;
 
     // models can attend to the rows of a lower layer: whose rows layer il reads, and the last layer that does
     int32_t get_layer_id(int32_t il) const;
@@ -249,63 +185,21 @@ public:
     struct page_check { uint32_t n_known = 0, n_wrong = 0; };
     page_check check_pages();
 
-    const llama_kv_cells & get_seq_cells(llama_seq_id seq_id) const { return v_cells[seq_to_stream[seq_id]]; }
-
     // layers that attend to the rows of this cache
     uint32_t get_n_readers() const { return map_layer_ids.size(); }
-
-    // live cells that are read in F16
-    uint32_t get_n_cells_hot() const;
-
-    // K and V of the ring
-    size_t get_ring_bytes(int32_t il) const;
 
     // of all layers, and what an F16 cache would take
     uint64_t get_bytes() const;
     uint64_t get_bytes_f16() const;
 
-    // the slot that a query whose window begins at `begin` reads, -1: it reads the cold row
-    int32_t get_hot_slot(uint32_t strm, uint32_t cell, llama_pos begin) const;
-
-    // the slot as counted from the first one of the sequence; behind its last one for a row that has a slot elsewhere, as
-    //   rows that it shares with another sequence may
-    int32_t get_own_slot(llama_seq_id seq_id, int32_t slot) const;
-
-    // F16 [n_embd_gqa, n_ring]
-    const ggml_tensor * get_k_ring_stream(int32_t il, uint32_t strm) const { return ring_layers[map_layer_ids.at(il)].k_stream[strm]; }
-    const ggml_tensor * get_v_ring_stream(int32_t il, uint32_t strm) const { return ring_layers[map_layer_ids.at(il)].v_stream[strm]; }
-
 private:
-    struct ring_layer {
-        ggml_tensor * k; // F16 [n_embd_gqa, n_ring, n_stream]
-        ggml_tensor * v; // nullptr: none
-        std::vector<ggml_tensor *> k_stream;
-        std::vector<ggml_tensor *> v_stream;
-
-        std::vector<ggml_tensor *> stream(uint32_t s) const { return llama_kv_tensors(k_stream[s], v ? v_stream[s] : nullptr); }
-    };
-
     const mixedkv_config config;
 
-    mixedkv::hot_window rule;
-    mixedkv::hot_window window;
-    uint32_t            limit       = UINT32_MAX;
-    bool                was_limited = false;
-
-    mixedkv::hot_layout layout; // for the window
-
-    uint32_t n_slots_max  = 0; // of a stream, as many as were allocated
-    uint32_t n_ring       = 0;
-    uint64_t n_given_back = 0;
-
-    pool_use use;
-
-    std::vector<mixedkv::hot_ring> rings; // per stream
+    llama_kv_hot_rows hot;
 
     // by index of the KV cache layer
-    std::vector<ring_layer> ring_layers;
-    std::vector<int32_t>    last_reader;
-    std::vector<bool>       fused;
+    std::vector<int32_t> last_reader;
+    std::vector<bool>    fused;
 
     // by layer of the model, and the memory that their attention works in, one layer after the other
     std::map<int32_t, llama_kv_node> nodes;
@@ -315,16 +209,6 @@ private:
     llama_kv_turns     turns;
     llama_kv_pages     pages;
     uint32_t           turns_s0 = 0; // first stream of the ubatch at hand
-
-    // first hot position of each sequence after its last ubatch: what lies between it and the next one leaves
-    std::vector<llama_pos> begins;
-
-    // by stream: sequences were changed from outside, so every slot is looked at after the next ubatch
-    std::vector<bool> dirty;
-
-    using buffers = std::vector<std::pair<ggml_context_ptr, ggml_backend_buffer_ptr>>;
-
-    buffers ring_bufs;
 
     ggml_context_ptr        latent_ctx;
     ggml_backend_buffer_ptr latent_buf;
@@ -336,98 +220,14 @@ private:
     void make_scales();
     void make_latent_rot();
     void make_pages();
-    void touch_stream(uint32_t strm);
-    void touch_moved();
-    void make_rings(uint32_t n_cells);
-    std::pair<std::vector<ring_layer>, buffers> alloc_rings(uint32_t n_rows) const;
-
-    // sequences that share a stream
-    uint32_t get_n_seq() const { return n_stream == 1 ? n_seq_max : 1; }
-
-    // a ring with that many slots, with the rows of the one before it
-    void grow_rings(uint32_t n_slots);
-
-    // the window follows the rule and the limit
-    void renew_window();
-    void move_rows(uint32_t strm);
-    void give_back(const ggml_tensor * ring);
-
-    // does any sequence of the cell hold its row, seen from the sequence's last token?
-    bool is_wanted(uint32_t strm, uint32_t cell, const mixedkv::hot_window & window) const;
-
-    // slots of cells that died, and of cells that nobody wants any more
-    void release_dead();
-    void release_cells(uint32_t strm, const std::vector<uint32_t> & cells);
-    void release_unwanted(uint32_t strm, const mixedkv::hot_window & window);
-
-    // the same for the sequences of a ubatch, when only they went on
-    void release_left(uint32_t strm, const llama_ubatch & ubatch);
-
-    // Each sequence has slots of its own for its sinks, and where there is room for all one for its window, by turns. A
-    // token takes the one after that of the token before it, so drafts that were rejected leave no trace, and neither does a
-    // state that was restored.
-    uint32_t first_sink(llama_seq_id seq_id) const;
-    uint32_t first_turn(llama_seq_id seq_id) const;
-    uint32_t next_slot(uint32_t strm, uint32_t cell) const;
-
-    // the slot of the token before that of the cell, none: there is no such token, or it is cold
-    int32_t last_slot(uint32_t strm, uint32_t cell) const;
-
-    // the first sequence of a cell
-    llama_seq_id get_seq(uint32_t strm, uint32_t cell) const;
-
-    // a slot for the cell, or none
-    int32_t assign_slot(uint32_t strm, uint32_t cell);
-
-    // the slot that get_own_slot told, if the cell can have it
-    int32_t assign_own_slot(llama_seq_id seq_id, uint32_t cell, uint32_t wanted, bool is_alone);
-
-    // the same where windows of their own are too many: see llama-kv-cache-mixed-pool.cpp
-    struct page_info;
-
-    int32_t assign_sink   (uint32_t strm, uint32_t cell);
-    int32_t assign_in_page(uint32_t strm, uint32_t cell);
-    int32_t next_page     (uint32_t strm, llama_seq_id seq_id, int32_t last);
-
-    page_info              ring_page (uint32_t strm, uint32_t i_page) const;
-    std::vector<page_info> ring_pages(uint32_t strm) const;
-
-    // another sequence's page that is as good as free: what it holds comes back from a checkpoint
-    bool is_resting(const page_info & page, llama_seq_id seq_id) const;
-    bool take_page_of(uint32_t strm, llama_seq_id seq_id, uint32_t slot);
-    void evict_page(uint32_t strm, uint32_t i_page);
-
-    // the row goes before its window does
-    void evict(uint32_t strm, uint32_t slot);
-    void lose (uint32_t strm, uint32_t cell);
-
-    // sequences of a ubatch go on: were they evaluated without rows that went?
-    void use_by(const llama_ubatch & ubatch);
-
-    // what is known of positions that no longer are there is forgotten
-    void trim_use();
-
-    // rows came from elsewhere
-    void renew_use(llama_seq_id seq_id);
 
     // the context that computes on this cache, once it has
     llama_context * lctx = nullptr;
 
-    // waits for graphs that may still write rows
-    void synchronize() const;
-
-    // rows of all layers at these slots, one after the other, to `rows` or from there
-    void copy_rows(uint32_t strm, const std::vector<uint32_t> & slots, std::vector<uint8_t> & rows) const;
-    void put_rows (uint32_t strm, const std::vector<uint32_t> & slots, const std::vector<uint8_t> & rows);
-
-    template <typename F> void for_each_run(uint32_t strm, const std::vector<uint32_t> & slots, F && body) const;
-
     // cells in the order in which upstream's state_write stores them
     std::vector<uint32_t> saved_cells(uint32_t strm, llama_seq_id seq_id) const;
 
-    void restore_slots(
-            uint32_t strm, llama_seq_id seq_id, const std::vector<uint32_t> & cells, const std::vector<uint32_t> & wanted);
-
-    void ring_write(llama_io_write_i & io, llama_seq_id seq_id) const;
-    void ring_read (llama_io_read_i  & io, llama_seq_id seq_id, const slot_info_vec_t & sinfos);
+    // what is saved behind upstream's state of the cold store
+    void hot_write(llama_io_write_i & io, llama_seq_id seq_id) const;
+    void hot_read (llama_io_read_i  & io, llama_seq_id seq_id, const slot_info_vec_t & sinfos);
 };

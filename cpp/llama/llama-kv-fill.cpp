@@ -106,7 +106,7 @@ public:
 
     void add() const {
         for (size_t i = 0; i < caches.size() && fill.mass; ++i) {
-            const auto & cells = caches[i]->get_seq_cells(fill.seq_id);
+            const auto & cells = caches[i]->get_cells(fill.seq_id);
 
             for (const auto & of_thread : masses[i].by_thread) {
                 for (uint32_t cell = 0; cell < std::min<size_t>(of_thread.size(), cells.size()); ++cell) {

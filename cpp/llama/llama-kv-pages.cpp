@@ -71,6 +71,22 @@ void llama_kv_pages::touch(uint32_t strm, uint32_t cell) {
     }
 }
 
+void llama_kv_pages::touch_stream(uint32_t strm) {
+    for (uint32_t page = 0; page < n_pages; ++page) {
+        touch(strm, page*N_PAGE);
+    }
+}
+
+void llama_kv_pages::touch_moved(const std::vector<llama_kv_cells> & cells) {
+    for (uint32_t strm = 0; strm < cells.size() && !empty(); ++strm) {
+        for (uint32_t cell = 0; cell < cells[strm].size(); ++cell) {
+            if (!cells[strm].is_empty(cell) && cells[strm].get_shift(cell) != 0) {
+                touch(strm, cell);
+            }
+        }
+    }
+}
+
 void llama_kv_pages::begin_step(const std::vector<llama_kv_cells> & cells, const std::vector<std::pair<uint32_t, uint32_t>> & written) {
     static constexpr uint8_t IS_WRITTEN = 2;
 

@@ -43,6 +43,12 @@ public:
     // the row is written or turned
     void touch(uint32_t strm, uint32_t cell);
 
+    // so is every row of the stream
+    void touch_stream(uint32_t strm);
+
+    // so is every row that lies at another position than its key was turned to
+    void touch_moved(const std::vector<llama_kv_cells> & cells);
+
     // rows of a ubatch are about to be written: says which other pages are to be summed up before its queries choose
     void begin_step(const std::vector<llama_kv_cells> & cells, const std::vector<std::pair<uint32_t, uint32_t>> & written);
 

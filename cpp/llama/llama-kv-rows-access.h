@@ -11,6 +11,9 @@ struct kv_access : llama_kv_cache {
     static const auto & get_ids   (const llama_kv_cache & kv) { return kv.*(&kv_access::map_layer_ids); }
     static       auto & get_cells (const llama_kv_cache & kv) { return *(kv.*(&kv_access::v_cells_impl)); }
 
+    // the stream of each sequence
+    static const auto & get_streams(const llama_kv_cache & kv) { return kv.*(&kv_access::seq_to_stream); }
+
     static bool     get_v_trans(const llama_kv_cache & kv) { return kv.*(&kv_access::v_trans); }
     static uint32_t get_n_swa  (const llama_kv_cache & kv) { return kv.*(&kv_access::n_swa); }
 

@@ -144,10 +144,10 @@ void llama_kv_rows_export(
 
     const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(&kv);
 
-    if (mixed && mixed->has_ring()) {
-        export_hot(mixed->get_k_ring_stream(il, strm), rows, k_hot);
+    if (mixed && mixed->get_hot().has_rows()) {
+        export_hot(mixed->get_hot().get_k_stream(il, strm), rows, k_hot);
     }
-    if (mixed && mixed->has_ring() && layer.v) {
-        export_hot(mixed->get_v_ring_stream(il, strm), rows, v_hot);
+    if (mixed && mixed->get_hot().has_rows() && layer.v) {
+        export_hot(mixed->get_hot().get_v_stream(il, strm), rows, v_hot);
     }
 }

@@ -152,7 +152,7 @@ static std::vector<int32_t> wanted_slots(const placement & place) {
         }
     }
 
-    std::vector<int32_t> res(group.n_rows, better ? llama_kv_cache_mixed::any_slot : mixedkv::hot_ring::none);
+    std::vector<int32_t> res(group.n_rows, better ? llama_kv_hot_slots::any_slot : mixedkv::hot_ring::none);
 
     for (uint32_t i = 0; i < group.n_hot; ++i) {
         res[group.hot[i]] = group.slots[i];
@@ -168,13 +168,13 @@ static bool import_hot(
         const std::vector<int32_t> & rows, const std::vector<uint32_t> & cells, const std::vector<int32_t> & wanted) {
     const auto & group = place.group;
     const auto   strm  = kv.get_stream(seq_id);
-    const auto   slots = kv.adopt(seq_id, cells, wanted);
+    const auto   slots = kv.get_hot().adopt(seq_id, cells, wanted);
 
     for (uint32_t il = 0; il < group.n_layers; ++il) {
         for (const bool is_k : kinds_of(group.layers[il])) {
             const auto src  = get_source(place, group.layers[il], is_k);
-            auto *     ring = const_cast<ggml_tensor *>(is_k ? kv.get_k_ring_stream(group.layers[il].il, strm) :
-                                                               kv.get_v_ring_stream(group.layers[il].il, strm));
+            auto *     ring = is_k ? kv.get_hot().get_k_stream(group.layers[il].il, strm) :
+                                     kv.get_hot().get_v_stream(group.layers[il].il, strm);
 
             const llama_kv_row_format dst = to_hot(src.cold);
 
@@ -211,7 +211,7 @@ static bool restore_hot(const placement & place, llama_seq_id seq_id, llama_kv_c
 
     for (uint32_t i = 0; i < group.n_hot; ++i) {
         const uint32_t cell = llama_kv_rows_cell(kv.get_cells(seq_id), seq_id, group, group.hot[i]);
-        if (kv.get_ring(kv.get_stream(seq_id)).slot_of(cell) < 0) {
+        if (kv.get_hot().get_slots().get_ring(kv.get_stream(seq_id)).slot_of(cell) < 0) {
             rows.push_back(group.hot[i]);
             cells.push_back(cell);
             wanted.push_back(group.slots[i]);
@@ -282,7 +282,7 @@ static void import_group(llama_context & ctx, placement & place, llama_seq_id se
         }
     }
 
-    if (mixed && mixed->has_ring()) {
+    if (mixed && mixed->get_hot().has_rows()) {
         std::vector<int32_t> rows(place.group.n_rows);
         std::iota(rows.begin(), rows.end(), 0);
         import_hot(place, seq_id, *mixed, rows, place.cells(), wanted_slots(place));
@@ -476,7 +476,7 @@ std::string llama_kv_rows_restore_window(
         if (replaced[i]) {
             place.kv.seq_rm(seq_id, -1, -1);
             import_group(ctx, place, seq_id, 0);
-        } else if (place.group.n_hot > 0 && mixed && mixed->has_ring()) {
+        } else if (place.group.n_hot > 0 && mixed && mixed->get_hot().has_rows()) {
             complete = restore_hot(place, seq_id, *mixed) && complete;
         }
     }

@@ -62,7 +62,7 @@ std::vector<mixedkv_layer_info> llama_kv_rows_layers(const llama_kv_cache & kv, 
         info.rotation_v    = layer.v ? llama_kv_rows_rotation(kv, false) : 0;
         info.equalization  = mixed ? mixed->get_scales_id(layer.il) : 0;
         info.bytes_cold    = ggml_nbytes(layer.k) + (layer.v ? ggml_nbytes(layer.v) : 0);
-        info.bytes_hot     = mixed ? mixed->get_ring_bytes(layer.il) : 0;
+        info.bytes_hot     = mixed ? mixed->get_hot().get_bytes(layer.il) : 0;
         info.n_swa         = kv_access::get_n_swa(kv);
 
         res.push_back(info);
@@ -90,11 +90,11 @@ mixedkv_seq_info llama_kv_rows_seq(const llama_kv_cache & kv, llama_seq_id seq_i
     res.seq_id    = seq_id;
     res.pos_min   = cells.seq_pos_min(seq_id);
     res.pos_max   = cells.seq_pos_max(seq_id);
-    res.short_from = mixed ? mixed->get_use().short_from[seq_id] : -1;
-    res.hot_begin = mixed && mixed->is_mixed() ? mixed->get_window().begin(res.pos_max) : res.pos_max + 1;
+    res.short_from = mixed ? mixed->get_hot().get_slots().get_use().short_from[seq_id] : -1;
+    res.hot_begin = mixed && mixed->is_mixed() ? mixed->get_hot().get_slots().get_window().begin(res.pos_max) : res.pos_max + 1;
 
     for (const auto & [pos, cell] : cells.seq_pos_get(seq_id)) {
-        const bool hot = mixed && mixed->get_hot_slot(kv.get_stream(seq_id), cell, res.hot_begin) >= 0;
+        const bool hot = mixed && mixed->get_hot().get_slots().get_hot_slot(kv.get_stream(seq_id), cell, res.hot_begin) >= 0;
         ++(hot ? res.n_hot : res.n_cold);
     }
 
@@ -134,15 +134,15 @@ std::vector<llama_kv_row> llama_kv_rows_find(
     const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(&kv);
     const auto & cells = kv.get_cells(seq_id);
 
-    const bool      ringed = mixed && mixed->has_ring();
-    const llama_pos begin  = ringed ? mixed->get_window().begin(cells.seq_pos_max(seq_id)) : 0;
+    const bool      ringed = mixed && mixed->get_hot().has_rows();
+    const llama_pos begin  = ringed ? mixed->get_hot().get_slots().get_window().begin(cells.seq_pos_max(seq_id)) : 0;
 
     std::vector<llama_kv_row> res;
 
     const auto & rows = cells.seq_pos_get(seq_id);
 
     for (auto it = rows.lower_bound({ p0, 0 }); it != rows.end() && (p1 < 0 || it->first < p1); ++it) {
-        res.push_back({ it->first, it->second, ringed ? mixed->get_hot_slot(kv.get_stream(seq_id), it->second, begin) : -1 });
+        res.push_back({ it->first, it->second, ringed ? mixed->get_hot().get_slots().get_hot_slot(kv.get_stream(seq_id), it->second, begin) : -1 });
     }
 
     return res;
@@ -188,7 +188,7 @@ bool llama_kv_rows_read(
 
     for (const auto & r : rows) {
         if (r.slot >= 0) {
-            read_row(is_k ? mixed->get_k_ring_stream(il, strm) : mixed->get_v_ring_stream(il, strm), r.slot, row.data(), buf);
+            read_row(is_k ? mixed->get_hot().get_k_stream(il, strm) : mixed->get_hot().get_v_stream(il, strm), r.slot, row.data(), buf);
         } else if (!is_k && kv_access::get_v_trans(kv)) {
             read_row_trans(cold, r.cell, row.data());
         } else {

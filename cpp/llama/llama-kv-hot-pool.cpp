@@ -1,19 +1,21 @@
 // F16 rows that are fewer than the sequences' windows would take: who gets them, and who gives them up. See docs/decisions/014.
 
-#include "llama-kv-cache-mixed.h"
+#include "llama-kv-hot-slots.h"
 
 #include <algorithm>
+#include <map>
 #include <tuple>
+#include <utility>
 
 // of the rows that a page holds
-struct llama_kv_cache_mixed::page_info {
+struct llama_kv_hot_slots::page_info {
     uint32_t     n_rows  = 0;
     llama_seq_id owner   = -1; // of the sequences that they belong to the one that was evaluated last
     llama_pos    first   = 0;  // lowest position
     bool         is_kept = false; // a sink lies there, as it can after positions have been moved
 };
 
-llama_kv_cache_mixed::page_info llama_kv_cache_mixed::ring_page(uint32_t strm, uint32_t i_page) const {
+llama_kv_hot_slots::page_info llama_kv_hot_slots::ring_page(uint32_t strm, uint32_t i_page) const {
     const auto & cells = v_cells[strm];
     const auto & ring  = rings[strm];
 
@@ -41,7 +43,7 @@ llama_kv_cache_mixed::page_info llama_kv_cache_mixed::ring_page(uint32_t strm, u
     return res;
 }
 
-std::vector<llama_kv_cache_mixed::page_info> llama_kv_cache_mixed::ring_pages(uint32_t strm) const {
+std::vector<llama_kv_hot_slots::page_info> llama_kv_hot_slots::ring_pages(uint32_t strm) const {
     std::vector<page_info> res;
     for (uint32_t i = 0; i < layout.n_pages(); ++i) {
         res.push_back(ring_page(strm, i));
@@ -49,7 +51,7 @@ std::vector<llama_kv_cache_mixed::page_info> llama_kv_cache_mixed::ring_pages(ui
     return res;
 }
 
-int32_t llama_kv_cache_mixed::assign_sink(uint32_t strm, uint32_t cell) {
+int32_t llama_kv_hot_slots::assign_sink(uint32_t strm, uint32_t cell) {
     auto & ring = rings[strm];
 
     const uint32_t p = v_cells[strm].pos_get(cell);
@@ -74,7 +76,7 @@ int32_t llama_kv_cache_mixed::assign_sink(uint32_t strm, uint32_t cell) {
 
 // The slot after that of the token before it, to the end of the page; then in the sequence's first page, if its window has
 // moved on there; then in another page. A sequence that gets no other goes round in those that it has.
-int32_t llama_kv_cache_mixed::assign_in_page(uint32_t strm, uint32_t cell) {
+int32_t llama_kv_hot_slots::assign_in_page(uint32_t strm, uint32_t cell) {
     auto &       ring  = rings[strm];
     const auto & cells = v_cells[strm];
 
@@ -110,7 +112,7 @@ int32_t llama_kv_cache_mixed::assign_in_page(uint32_t strm, uint32_t cell) {
 }
 
 // the first slot of the page that a sequence goes on in, whose token before has the slot `last`
-int32_t llama_kv_cache_mixed::next_page(uint32_t strm, llama_seq_id seq_id, int32_t last) {
+int32_t llama_kv_hot_slots::next_page(uint32_t strm, llama_seq_id seq_id, int32_t last) {
     const auto pages = ring_pages(strm);
     const auto none  = pages.size();
 
@@ -180,18 +182,18 @@ int32_t llama_kv_cache_mixed::next_page(uint32_t strm, llama_seq_id seq_id, int3
     return layout.first_of(res);
 }
 
-bool llama_kv_cache_mixed::is_resting(const page_info & page, llama_seq_id seq_id) const {
+bool llama_kv_hot_slots::is_resting(const page_info & page, llama_seq_id seq_id) const {
     return page.n_rows > 0 && !page.is_kept && page.owner != seq_id && use.step[page.owner] == 0;
 }
 
-void llama_kv_cache_mixed::evict_page(uint32_t strm, uint32_t i_page) {
+void llama_kv_hot_slots::evict_page(uint32_t strm, uint32_t i_page) {
     for (uint32_t i = 0; i < layout.page; ++i) {
         evict(strm, layout.first_of(i_page) + i);
     }
 }
 
 // a page for the row that lay in this slot: it is the sequence's own, or nobody needs it now
-bool llama_kv_cache_mixed::take_page_of(uint32_t strm, llama_seq_id seq_id, uint32_t slot) {
+bool llama_kv_hot_slots::take_page_of(uint32_t strm, llama_seq_id seq_id, uint32_t slot) {
     if (!layout.is_in_page(slot)) {
         return false;
     }
@@ -204,7 +206,7 @@ bool llama_kv_cache_mixed::take_page_of(uint32_t strm, llama_seq_id seq_id, uint
     return page.n_rows == 0 || page.owner == seq_id;
 }
 
-void llama_kv_cache_mixed::evict(uint32_t strm, uint32_t slot) {
+void llama_kv_hot_slots::evict(uint32_t strm, uint32_t slot) {
     const int32_t cell = rings[strm].cell_of(slot);
     if (cell >= 0) {
         lose(strm, cell);
@@ -212,7 +214,7 @@ void llama_kv_cache_mixed::evict(uint32_t strm, uint32_t slot) {
     }
 }
 
-void llama_kv_cache_mixed::lose(uint32_t strm, uint32_t cell) {
+void llama_kv_hot_slots::lose(uint32_t strm, uint32_t cell) {
     const auto & cells = v_cells[strm];
 
     if (cells.is_empty(cell)) {
@@ -227,7 +229,7 @@ void llama_kv_cache_mixed::lose(uint32_t strm, uint32_t cell) {
     }
 }
 
-void llama_kv_cache_mixed::use_by(const llama_ubatch & ubatch) {
+void llama_kv_hot_slots::use_by(const llama_ubatch & ubatch) {
     use.n_steps++;
 
     for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
@@ -250,7 +252,7 @@ void llama_kv_cache_mixed::use_by(const llama_ubatch & ubatch) {
     }
 }
 
-void llama_kv_cache_mixed::trim_use() {
+void llama_kv_hot_slots::trim_use() {
     for (uint32_t s = 0; s < n_seq_max; ++s) {
         const llama_pos last = v_cells[seq_to_stream[s]].seq_pos_max(s);
 
@@ -259,7 +261,7 @@ void llama_kv_cache_mixed::trim_use() {
     }
 }
 
-void llama_kv_cache_mixed::renew_use(llama_seq_id seq_id) {
+void llama_kv_hot_slots::renew_use(llama_seq_id seq_id) {
     const uint32_t strm = seq_to_stream[seq_id];
     const auto &   rows = v_cells[strm].seq_pos_get(seq_id);
 
@@ -278,7 +280,7 @@ void llama_kv_cache_mixed::renew_use(llama_seq_id seq_id) {
     }
 }
 
-bool llama_kv_cache_mixed::is_window_whole(llama_seq_id seq_id, llama_pos pos) const {
+bool llama_kv_hot_slots::is_window_whole(llama_seq_id seq_id, llama_pos pos) const {
     const uint32_t strm  = seq_to_stream[seq_id];
     const auto &   rows  = v_cells[strm].seq_pos_get(seq_id);
     const auto     begin = rule.begin(pos);
