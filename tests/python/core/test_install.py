@@ -92,9 +92,29 @@ def test_wheel_carries_licences_model_and_type_marker() -> None:
     assert "ggml authors" in (folder / "licenses" / "llama.cpp").read_text()
     assert "Andrei Betlen" in (folder / "licenses" / "llama-cpp-python").read_text()
     assert "Niels Lohmann" in (folder / "licenses" / "nlohmann-json").read_text()
+    assert "Wenzel Jakob" in (folder / "licenses" / "pybind11").read_text()
     assert any(path.endswith(".dist-info/licenses/LICENSE") for path in files)
     assert {"mixedkv/py.typed", f"{LAYER}/llama_cpp/py.typed"} <= {*files}
     assert any(PurePosixPath(path).match("mixedkv/bundled/*.gguf") for path in files)
+
+
+def test_bill_of_materials_names_each_licence_that_is_there() -> None:
+    path = next(path for path in importlib.metadata.files("mixedkv") or [] if path.name == "mixedkv.cdx.json")
+    assert path.parent.name == "sboms"
+    bill = json.loads(path.read_text())
+    assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
+    assert bill["metadata"]["component"]["version"] == importlib.metadata.version("mixedkv")
+    names = [component["name"] for component in bill["components"]]
+    assert names == list(dict.fromkeys(names))
+    folder = Path(_native.__file__).parent / "licenses"
+    assert {*names} == {path.name for path in folder.iterdir()}
+    assert {"llama.cpp", "llama-cpp-python", "nlohmann-json", "miniaudio", "stb_image", "pybind11"} <= {
+        *names
+    }
+    assert all(component["licenses"][0]["expression"] for component in bill["components"])
+    versions = {component["name"]: component.get("version") for component in bill["components"]}
+    assert re.fullmatch(r"\d+\.\d+\.\d+", versions["nlohmann-json"])
+    assert re.fullmatch(r"3\.\d+\.\d+", versions["pybind11"])
 
 
 def test_the_python_layer_is_that_of_the_pin(tmp_path: Path) -> None:

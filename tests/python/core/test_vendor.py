@@ -244,3 +244,80 @@ def test_each_patch_is_listed_once_with_its_reason() -> None:
     assert sorted(listed) == sorted(p.name for p in folder.glob("*.patch"))
     for name in listed:
         assert lines[lines.index(name) - 1].startswith("#"), f"no reason above {name}"
+
+
+# --- what others wrote of it: contents.toml
+
+
+def licences(vendor: Path, llama_cpp: Path, dest: Path) -> subprocess.CompletedProcess[str]:
+    layer = vendor.parent / "llama-cpp-python"
+    options = [
+        "--vendor",
+        vendor,
+        "--llama-cpp",
+        llama_cpp,
+        "--layer",
+        layer,
+        "--version",
+        "1.0",
+        "--dest",
+        dest,
+    ]
+    script = REPOSITORY / "vendor" / "contents.py"
+    return subprocess.run([sys.executable, script, *options], capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def small_contents(tmp_path: Path) -> Path:
+    """A vendor folder with one component, whose licence is a part of a source file."""
+    vendor = tmp_path / "vendor"
+    (vendor / "patches").mkdir(parents=True)
+    (vendor / "pin.toml").write_text((REPOSITORY / "vendor" / "pin.toml").read_text())
+    (vendor / "contents.toml").write_text(
+        '[[component]]\nname = "small"\nlicence = "MIT"\n'
+        'text = "small.h"\nfirst = "from here"\nlast = "to here"\n'
+        'version_in = "small.h"\nversion = "small (\\\\d+)"\n'
+    )
+    return vendor
+
+
+def test_licence_within_a_source_file(small_contents: Path, tmp_path: Path) -> None:
+    (tmp_path / "small.h").write_text("// small 7\nto here\nfrom here\nanybody may\nto here\nint small;\n")
+    result = licences(small_contents, tmp_path, tmp_path / "out")
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "out" / "licenses" / "small").read_text() == "from here\nanybody may\nto here\n"
+    assert '"version": "7"' in (tmp_path / "out" / "mixedkv.cdx.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("// small 7\nanybody may\n", "has no longer the lines at which the licence of small begins"),
+        ("from here\nto here\n", "does not say the version of small any more"),
+        (None, "contents.toml names small.h, which is in none of"),
+    ],
+)
+def test_licence_that_is_not_where_it_was(
+    source: str | None, reason: str, small_contents: Path, tmp_path: Path
+) -> None:
+    if source is not None:
+        (tmp_path / "small.h").write_text(source)
+    result = licences(small_contents, tmp_path, tmp_path / "out")
+    assert result.returncode == 1
+    assert reason in result.stderr
+
+
+def test_each_folder_of_others_sources_is_listed() -> None:
+    """A library that llama.cpp newly brings along is in the pin's paths: its licence has to come too."""
+    pin = (REPOSITORY / "vendor" / "pin.toml").read_text()
+    contents = (REPOSITORY / "vendor" / "contents.toml").read_text()
+    folders = re.findall(r'"(vendor/\w+)",', pin)
+    assert len(folders) == 5
+    assert [folder for folder in folders if f'"{folder}/' not in contents] == []
+
+
+def test_changelog_has_an_entry_for_this_version() -> None:
+    version = re.search(r'^version = "(.+)"$', (REPOSITORY / "pyproject.toml").read_text(), re.M)
+    assert version
+    headings = re.findall(r"^## \[?(\d[\w.]*)", (REPOSITORY / "CHANGELOG.md").read_text(), re.M)
+    assert headings[0] == version[1]
