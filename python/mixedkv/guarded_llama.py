@@ -7,8 +7,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import llama_cpp
 
@@ -16,30 +15,11 @@ from mixedkv import _core
 from mixedkv.errors import ClosedError, ContextBusyError, StoppedError
 from mixedkv.kv.cache import KVCache
 from mixedkv.native import llama_cpp as _llama_cpp
+from mixedkv.native.context_lock import present, waiting
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 _T = TypeVar("_T")
 
 _SHORT_STEP = 8  # tokens: a step that ends sooner than a copy of recurrent states is worth
-
-
-def _present(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
-    @wraps(method)
-    def guarded(self: GuardedLlama, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with self.kv.busy.present():
-            return method(self, *args, **kwargs)
-
-    return guarded
-
-
-def _waiting(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
-    @wraps(method)
-    def guarded(self: GuardedLlama, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with self.kv.busy.waiting():
-            return method(self, *args, **kwargs)
-
-    return guarded
 
 
 class GuardedLlama(llama_cpp.Llama):
@@ -61,6 +41,7 @@ class GuardedLlama(llama_cpp.Llama):
     Attributes such as `n_tokens`, `input_ids` and `scores` are not guarded.
     """
 
+    busy: _core.Gate
     _closing: threading.RLock
     _at_close: list[Callable[[], object]]
     _interrupt: _core.Interrupt | None
@@ -76,6 +57,7 @@ class GuardedLlama(llama_cpp.Llama):
 
     def _guard(self) -> None:
         """Begin, before the base class does."""
+        self.busy = _core.Gate()
         self._closing, self._at_close = threading.RLock(), []
         self._interrupt = self._threads = None
         self._n_turns, self._lent = 0, False
@@ -83,7 +65,7 @@ class GuardedLlama(llama_cpp.Llama):
     def _open_gate(self) -> None:
         """The context is there."""
         address = _llama_cpp.address(_llama_cpp.context(self))
-        self.kv.busy.open(address)
+        self.busy.open(address)
         self._interrupt = _core.Interrupt(address)
         self._has_states = _llama_cpp.is_recurrent(self) or _llama_cpp.is_hybrid(self)
         self._interrupt.watch(not self._has_states)
@@ -91,16 +73,16 @@ class GuardedLlama(llama_cpp.Llama):
 
     # --- any thread at any time ---
 
-    n_ctx = _present(llama_cpp.Llama.n_ctx)
-    n_embd = _present(llama_cpp.Llama.n_embd)
-    n_vocab = _present(llama_cpp.Llama.n_vocab)
-    tokenize = _present(llama_cpp.Llama.tokenize)
-    detokenize = _present(llama_cpp.Llama.detokenize)
-    tokenizer = _present(llama_cpp.Llama.tokenizer)
-    token_eos = _present(llama_cpp.Llama.token_eos)
-    token_bos = _present(llama_cpp.Llama.token_bos)
-    token_nl = _present(llama_cpp.Llama.token_nl)
-    pooling_type = _present(llama_cpp.Llama.pooling_type)
+    n_ctx = present(llama_cpp.Llama.n_ctx)
+    n_embd = present(llama_cpp.Llama.n_embd)
+    n_vocab = present(llama_cpp.Llama.n_vocab)
+    tokenize = present(llama_cpp.Llama.tokenize)
+    detokenize = present(llama_cpp.Llama.detokenize)
+    tokenizer = present(llama_cpp.Llama.tokenizer)
+    token_eos = present(llama_cpp.Llama.token_eos)
+    token_bos = present(llama_cpp.Llama.token_bos)
+    token_nl = present(llama_cpp.Llama.token_nl)
+    pooling_type = present(llama_cpp.Llama.pooling_type)
 
     @property
     def ctx(self) -> Any:
@@ -112,7 +94,7 @@ class GuardedLlama(llama_cpp.Llama):
 
     # --- one thread at a time ---
 
-    create_chat_completion = _waiting(llama_cpp.Llama.create_chat_completion)
+    create_chat_completion = waiting(llama_cpp.Llama.create_chat_completion)
 
     def sample(self, *args: Any, idx: int | None = None, **kwargs: Any) -> Any:
         """Sample as the base class does.
@@ -121,7 +103,7 @@ class GuardedLlama(llama_cpp.Llama):
             ValueError: there are no logits of this token: nothing was evaluated since a state was loaded, or
                 it is not the last one and logits_all is False. llama.cpp would end the process.
         """
-        with self.kv.busy.waiting():
+        with self.busy.waiting():
             last = -1 if idx is None else idx - self.n_tokens
             if self.n_tokens and not llama_cpp.llama_get_logits_ith(self.ctx, last):
                 raise ValueError(
@@ -142,7 +124,7 @@ class GuardedLlama(llama_cpp.Llama):
         return self.in_turns(super().generate(*args, **kwargs))
 
     def create_completion(self, *args: Any, **kwargs: Any) -> Any:
-        with self.kv.busy.waiting():
+        with self.busy.waiting():
             made = super().create_completion(*args, **kwargs)
         return self.in_turns(made) if isinstance(made, Generator) else made
 
@@ -155,7 +137,7 @@ class GuardedLlama(llama_cpp.Llama):
         turn, sent = -1, None
         try:
             while True:
-                with self.kv.busy.waiting():
+                with self.busy.waiting():
                     if turn not in (-1, self._n_turns):
                         raise ContextBusyError(
                             "another answer was begun on this Llama: read a stream to its end or close it "
@@ -172,7 +154,7 @@ class GuardedLlama(llama_cpp.Llama):
 
     def save_state(self) -> llama_cpp.LlamaState:
         """Save the state as the base class does."""
-        with self.kv.busy.at_once("save_state"):
+        with self.busy.at_once("save_state"):
             return super().save_state()
 
     def load_state(self, state: llama_cpp.LlamaState) -> None:
@@ -184,7 +166,7 @@ class GuardedLlama(llama_cpp.Llama):
                 thread a state is loaded, it replaces the rows of all answers.
         """
         self._refuse_lent("load_state")
-        with self.kv.busy.at_once("load_state"), self._evaluating("load_state"):
+        with self.busy.at_once("load_state"), self._evaluating("load_state"):
             self.kv.limit_exact(0)
             super().load_state(state)
 
@@ -198,10 +180,10 @@ class GuardedLlama(llama_cpp.Llama):
             ClosedError: `close` was called.
         """
         self._refuse_lent(what)
-        with self.kv.busy.waiting():
+        with self.busy.waiting():
             self._refuse_lent(what)  # it may have begun while this waited
             self._n_turns += 1
-            if self.kv.busy.refuses:
+            if self.busy.refuses:
                 raise ClosedError("this Llama was closed while it evaluated")
             try:
                 yield
@@ -231,7 +213,7 @@ class GuardedLlama(llama_cpp.Llama):
         """Raise what ended an evaluation, if that was not llama.cpp: Ctrl-C, `interrupt` or `close`."""
         if self._interrupt is None or not self._interrupt.take():
             return
-        if self.kv.busy.refuses:
+        if self.busy.refuses:
             raise ClosedError("this Llama was closed while it evaluated") from error
         raise StoppedError("the evaluation was stopped by Llama.interrupt") from error
 
@@ -261,10 +243,9 @@ class GuardedLlama(llama_cpp.Llama):
         Raises:
             RuntimeError: this thread is in a call of this `Llama`.
         """
-        kv = getattr(self, "_kv", None)
-        if kv is None:
+        if getattr(self, "_kv", None) is None:
             return
-        if kv.busy.inside:
+        if self.busy.inside:
             raise RuntimeError(
                 "close: this thread is in a call of this Llama: close it when that has returned"
             )
@@ -272,15 +253,15 @@ class GuardedLlama(llama_cpp.Llama):
             while self._at_close:
                 self._at_close[-1]()
                 self._at_close.pop()
-            kv.busy.refuse()
+            self.busy.refuse()
             self.interrupt()
-            kv.busy.shut()
+            self.busy.shut()
             if self._threads is not None:
                 self._threads.close()
             _llama_cpp.close(self)
 
     def __del__(self) -> None:
-        kv = getattr(self, "_kv", None)
+        busy = getattr(self, "busy", None)
         # daemon threads stop where they are when Python ends, inside as well
-        if kv is not None and (not sys.is_finalizing() or kv.busy.empty):
+        if busy is not None and (not sys.is_finalizing() or busy.empty):
             self.close()

@@ -152,7 +152,7 @@ class Llama(GuardedLlama):
         lora_path = kwargs.get("lora_path")
         self._lora_stamp = file_stamp(lora_path) if lora_path and os.path.exists(lora_path) else None
         self._check_weights(weights, path, kwargs)
-        self._kv = KVCache(self, self._setting, self._check_evaluation)
+        self._kv = KVCache(self, self._setting, self._check_evaluation, self.busy)
         self._loading: _core.Loading | None = _core.Loading(progress)
         self._n_asked = 0
         assertions = _core.Assertions()
@@ -226,7 +226,7 @@ class Llama(GuardedLlama):
             ValueError: none would be: a line of more than 262,144 characters, for some vocabularies.
             UnsupportedModelError: the model has no vocabulary.
         """
-        with self._kv.busy.present():
+        with self.busy.present():
             if not _llama_cpp.has_vocabulary(self):
                 raise UnsupportedModelError(NO_VOCABULARY)
             base = super().tokenize

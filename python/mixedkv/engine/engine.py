@@ -262,7 +262,7 @@ class Engine:
         if self.width:
             raise ValueError("a model without vocabulary takes vectors: use `submit_jobs` with a VectorJob")
         self._check_open()
-        with self.llm.kv.busy.present():  # the tokenizer's vocabulary goes with the `Llama`
+        with self.llm.busy.present():  # the tokenizer's vocabulary goes with the `Llama`
             tokens, chat = self.tokenizer.encode(prompt, long=overflow == "slide")
         if chat.constraint is not None:
             sampling["constraint"] = chat.constraint
@@ -447,14 +447,14 @@ class Engine:
         scheduler = self._scheduler
         if not scheduler.running:  # with jobs waiting only a call can change something: look again soon
             self._inbox.wait(0.01 if scheduler.waiting else None)
-        with self._turns, self.llm.kv.busy.waiting():
+        with self._turns, self.llm.busy.waiting():
             # one call a step while answers run: what a call takes, every stream waits
             while self._inbox.answer_call() and not scheduler.running:
                 pass
             self._stepper.advance(self._inbox.take())
         self._outbox.flush()
         if scheduler.to_save:
-            with self._turns, self.llm.kv.busy.waiting():
+            with self._turns, self.llm.busy.waiting():
                 scheduler.save()
 
     def _fail_all(self, error: Exception) -> None:

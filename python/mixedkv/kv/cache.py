@@ -13,13 +13,13 @@ from mixedkv.config.cut_rule import CutRule
 from mixedkv.errors import ClosedError, ContextBusyError, UnsupportedModelError
 from mixedkv.kv import block_rows, sequence_state
 from mixedkv.kv.block import KVBlock
-from mixedkv.kv.busy import exclusive, present
 from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.kv.evaluating import Evaluating
 from mixedkv.kv.layer_view import LayerView, layer_stats
 from mixedkv.kv.stats import KVStats, LayerStats, SequenceStats
 from mixedkv.limits import INT32_MAX
 from mixedkv.native import llama_cpp as _llama_cpp
+from mixedkv.native.context_lock import exclusive, present
 
 
 class KVCache(Evaluating):

@@ -15,11 +15,11 @@ from mixedkv import _core
 from mixedkv.config import KVSetting, MixedKVConfig
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.kv import sequence_state
-from mixedkv.kv.busy import exclusive
 from mixedkv.kv.exactness import ExactRows
 from mixedkv.kv.window_settings import WindowSettings
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.batch import decode
+from mixedkv.native.context_lock import exclusive
 
 
 class Evaluating(WindowSettings):
@@ -31,10 +31,13 @@ class Evaluating(WindowSettings):
 
     Args:
         check: raises what ended an evaluation early: a file that cannot be read, a signal's handler.
+        busy: the context's lock.
     """
 
-    def __init__(self, llama: llama_cpp.Llama, setting: KVSetting, check: Callable[[], None]) -> None:
-        super().__init__(setting)
+    def __init__(
+        self, llama: llama_cpp.Llama, setting: KVSetting, check: Callable[[], None], busy: _core.Gate
+    ) -> None:
+        super().__init__(setting, busy)
         self._llama, self._check = llama, check
         self._exact = ExactRows()
 

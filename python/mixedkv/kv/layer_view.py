@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from mixedkv import _core
 from mixedkv.config.row_types import type_name
-from mixedkv.kv.busy import exclusive
 from mixedkv.kv.stats import LayerStats
+from mixedkv.native.context_lock import exclusive
 
 Basis = Literal["attention", "model"]
 

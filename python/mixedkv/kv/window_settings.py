@@ -7,18 +7,17 @@ from dataclasses import replace
 
 from mixedkv import _core
 from mixedkv.config import KVSetting, MixedKVConfig, check_window
-from mixedkv.kv.busy import exclusive
 from mixedkv.kv.relief import WindowRelief
 from mixedkv.kv.stats import format_bytes
+from mixedkv.native.context_lock import exclusive
 from mixedkv.native.memory import memory_room
 
 
 class WindowSettings(ABC):
     """The settings that a `KVCache` was made with, and its window as it is now."""
 
-    def __init__(self, setting: KVSetting) -> None:
-        self._setting = setting
-        self.busy = _core.Gate()
+    def __init__(self, setting: KVSetting, busy: _core.Gate) -> None:
+        self._setting, self.busy = setting, busy
         shrinks = isinstance(setting, MixedKVConfig) and setting.shrink
         self.relief = WindowRelief(lambda: self._address) if shrinks else None
 

@@ -197,7 +197,7 @@ def test_a_thread_cannot_close_what_it_evaluates_with() -> None:
         def close(*_: Any) -> Any:
             llm.close()
 
-        with llm.kv.busy.waiting(), pytest.raises(RuntimeError, match="this thread is in a call"):
+        with llm.busy.waiting(), pytest.raises(RuntimeError, match="this thread is in a call"):
             llm.close()
         llm.eval([1, 2, 3])
         assert llm.n_tokens == 3

@@ -133,7 +133,7 @@ def test_no_thread_loads_a_state_under_an_engine() -> None:
             inside, seen = threading.Event(), threading.Event()
 
             def use() -> None:
-                with llm.kv.busy.waiting():
+                with llm.busy.waiting():
                     inside.set()
                     seen.wait(20)
 
