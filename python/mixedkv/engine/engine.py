@@ -290,6 +290,7 @@ class Engine:
         """Return `n` jobs for each request, for `submit_jobs`. Each answer has a seed of its own.
 
         Raises:
+            ContextLengthError: a prompt is empty or does not fit the context.
             ValueError: constraint, sampling, speculation, prediction or `chunks` cannot be followed; the
                 message begins with the field.
         """
@@ -297,7 +298,20 @@ class Engine:
             if not isinstance(self._connector, ChunkConnector):
                 raise ValueError("chunks: give the engine a ChunkConnector(store), which finds passages")
             self._connector.check(choice)
-        return prepare(requests, n, self.tokenizer, self.speculation, self.n_ctx)
+        return prepare(requests, n, self.tokenizer, self.speculation, self.n_ctx, self._fit)
+
+    def _fit(self, job: Job) -> None:
+        """Leave out what of a prompt that may slide does not fit, and refuse another one that does not.
+        Once for each job.
+
+        Raises:
+            ContextLengthError: a prompt is empty or does not fit the context.
+        """
+        if not job.fits:
+            if not self.width:
+                fit(job, self.tokenizer, self.n_ctx)
+            self.check_prompt(job.n_cells)
+            job.fits = True
 
     def submit_jobs(self, jobs: Sequence[Job], force: bool = False) -> None:
         """Queue jobs, all or none.
@@ -310,9 +324,7 @@ class Engine:
                 chunks, and there are none.
         """
         for job in jobs:
-            if not self.width:
-                fit(job, self.tokenizer, self.n_ctx)
-            self.check_prompt(job.n_cells)
+            self._fit(job)
             if isinstance(job, VectorJob) != bool(self.width):
                 raise ValueError("a model without vocabulary takes vectors, and no other one does")
             if job.accept == "chunks" and not isinstance(self._connector, ChunkConnector):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mixedkv.engine.chat.tokenizer import Tokenizer
@@ -15,32 +15,41 @@ from mixedkv.engine.jobs.drafter import Drafter
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.sample.prompt_logprobs import PromptLogprobs
 from mixedkv.engine.schedule.request import Request
-from mixedkv.engine.slide import fit
 from mixedkv.tokens import Tokens
 
 
 def prepare(
-    requests: Sequence[Request], n: int, tokenizer: Tokenizer, speculation: Speculation, n_ctx: int
+    requests: Sequence[Request],
+    n: int,
+    tokenizer: Tokenizer,
+    speculation: Speculation,
+    n_ctx: int,
+    fit: Callable[[Job], None],
 ) -> list[Job]:
     """Return `n` jobs for each request. Each answer has its own seed; what they share is made once.
 
+    Args:
+        fit: makes a job's prompt fit the context; what does not is refused before anything is compiled.
+
     Raises:
+        ContextLengthError: `fit` refuses a prompt.
         ValueError: constraint, sampling, speculation or prediction cannot be followed; the
             message begins with the field.
     """
     jobs: list[Job] = []
     matchers: dict[Constraint | None, Matcher | None] = {None: None}
     for request in requests:
+        choices = [Job(_choice(request, choice) if choice else request) for choice in range(n)]
+        for job in choices:
+            fit(job)
         constraint = request.sampling.constraint if request.sampling is not None else None
         if constraint is not None and constraint not in matchers:
             matchers[constraint] = _matcher(constraint, tokenizer, optional=bool(request.triggers))
         drafter = _drafter(request, tokenizer, speculation, n_ctx)
-        for choice in range(n):
-            each = _choice(request, choice) if choice else request
+        for choice, job in enumerate(choices):
             mine = drafter.copy() if drafter is not None and choice else drafter
-            job = Job(each, _answer(each, tokenizer, matchers[constraint], mine))
-            fit(job, tokenizer, n_ctx)
-            jobs.append(job)
+            job.answer_by(_answer(job.request, tokenizer, matchers[constraint], mine))
+        jobs += choices
     return jobs
 
 

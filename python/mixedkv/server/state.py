@@ -19,7 +19,7 @@ from mixedkv.images import Projector
 from mixedkv.server.api_error import ApiError, bad_request
 from mixedkv.server.delivery import Delivery
 from mixedkv.server.http.auth import Keys, MetricsKey
-from mixedkv.server.http.body_limit import DEADLINE
+from mixedkv.server.http.body_limit import DEADLINE, TENANT
 from mixedkv.server.metrics import Metrics
 from mixedkv.server.pools import LARGE, Pools, in_pool
 from mixedkv.server.session_kv import SessionKV
@@ -106,13 +106,12 @@ def server_state(request: Request) -> ServerState:
 
 
 def tenant(request: Request) -> str:
-    """Return the tenant whose key the request carries.
+    """Return the tenant whose key the request carries, as `BodyLimit` has found out.
 
     Raises:
         ApiError: 401, nobody's.
     """
-    headers = request.headers
-    found = server_state(request).keys.tenant(headers.get("authorization"), headers.get("x-api-key"))
+    found: str | None = request.scope[TENANT]
     if found is None:
         raise ApiError(
             401,

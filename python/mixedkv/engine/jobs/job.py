@@ -32,9 +32,14 @@ class Job(Progress):
     ) -> None:
         super().__init__(request)
         self.message_id = ""
-        self.answer, self.deliver = answer or AnswerState(request), deliver
-        if self.answer.prompt_logprobs is not None:
-            self.most_in_step = self.answer.prompt_logprobs.most
+        self.deliver = deliver
+        self.answer_by(answer or AnswerState(request))
+
+    def answer_by(self, answer: AnswerState) -> None:
+        """Set the state of the answer. Only before work begins."""
+        self.answer = answer
+        if answer.prompt_logprobs is not None:
+            self.most_in_step = answer.prompt_logprobs.most
 
     def begin(self, seq: Sequence, n_cached: int) -> bool:
         is_first = super().begin(seq, n_cached)

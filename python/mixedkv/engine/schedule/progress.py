@@ -47,6 +47,7 @@ class Progress:
         prompt: the request's, without what was left out because it does not fit the context.
         tokens: prompt and answer.
         n_prompt, n_given: tokens of the prompt, and of the request's prompt.
+        fits: the prompt has room in the context, which was looked at.
         accept: which existing rows will do; None is the engine's default.
         least: tokens that are worth storing and fetching; of a session any are, its owner wants it kept.
         seq: the sequence it has; None while it waits.
@@ -73,7 +74,7 @@ class Progress:
         self.reuse = bool(request.reuse) and request.prompt_logprobs is None
         self.accept: Reuse | None = request.reuse if isinstance(request.reuse, str) else None
         self.first = self.most_cut = 0
-        self.goes_on = self.cancelled = False
+        self.goes_on = self.cancelled = self.fits = False
 
         self.long: LongPrompt | None = None  # where the prompt does not fit, all of it
         self.gap: Gap | None = None  # what is missing in `tokens`, and in `prompt`

@@ -102,11 +102,6 @@ def make_jobs(
         _check_images(body, prediction)
     if n * len(prompts) > engine.most_jobs(owner):
         raise bad_request(f"n={n} for {len(prompts)} prompts is more than this server queues", "n")
-    try:
-        for prompt in prompts:
-            engine.check_prompt(min(len(prompt), engine.n_ctx - 1) if long else len(prompt))
-    except ContextLengthError as error:
-        raise from_engine(error, param) from None
     reuse = body.use_kv_cache is not False
     try:
         requests = [
@@ -137,6 +132,8 @@ def make_jobs(
             for prompt in prompts
         ]
         return engine.prepare(requests, n)
+    except ContextLengthError as error:
+        raise from_engine(error, param) from None
     except ValueError as error:
         raise _bad_field(error) from None
 

@@ -1,4 +1,6 @@
-"""Reads a request's body first, up to limits in size and time; ends what takes too long; counts answers."""
+"""Finds out whose a request is and reads its body, up to limits in size and time; ends what takes too long;
+counts answers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from mixedkv.server.http.auth import Keys
 
 _MAX_BYTES_OF_STRANGERS = 4096  # who has no key fills no memory
 _LINGER_SECONDS = 1.0
-DEADLINE = "mixedkv.deadline"  # in a request's scope: time of the event loop at which it is given up
+# in a request's scope:
+DEADLINE = "mixedkv.deadline"  # time of the event loop at which it is given up
+TENANT = "mixedkv.tenant"  # whose key it carries; None where it carries nobody's
 _LARGEST_AT_A_TIME = 8  # bodies of the largest size, or as many bytes in smaller ones
 _SMALL = 1 << 16  # bytes of a body that is always taken: as many as there are connections are no danger
 
@@ -47,6 +51,8 @@ class BodyLimit:
 
         held = _Held()
         scope[DEADLINE] = asyncio.get_running_loop().time() + self._seconds
+        headers = Headers(scope=scope)
+        scope[TENANT] = self._keys.tenant(headers.get("authorization"), headers.get("x-api-key"))
         try:
             error = await self._read_or_refuse(scope, receive, held)
             if error is not None:
@@ -93,8 +99,7 @@ class BodyLimit:
         return refusal
 
     def _limit(self, scope: Scope) -> int:
-        headers = Headers(scope=scope)
-        if self._keys.tenant(headers.get("authorization"), headers.get("x-api-key")) is None:
+        if scope[TENANT] is None:
             return min(self._max_bytes, _MAX_BYTES_OF_STRANGERS)
         return self._max_bytes
 
