@@ -369,7 +369,7 @@ class Engine:
         return self._connector.stats() if self._connector is not None else None
 
     def ready(self, job: Job) -> None:
-        """A job whose KV the connector has looked for can start."""
+        """A job whose KV the connector has looked for, or read, can go on."""
         self._put(job)
         self._fetching.discard(job)
 
@@ -463,11 +463,23 @@ class Engine:
             # one call a step while answers run: what a call takes, every stream waits
             while self._inbox.answer_call() and not scheduler.running:
                 pass
-            self._stepper.advance(self._inbox.take())
+            self._stepper.advance([job for job in self._inbox.take() if not self._reads(job)])
         self._outbox.flush()
         if scheduler.to_save:
             with self._turns, self.llm.busy.waiting():
                 scheduler.save()
+
+    def _reads(self, job: Job) -> bool:
+        """Have the connector read what it found for a new job, if the context has less: the job then comes
+        again.
+        """
+        if job.offer is None or job.cancelled or self._connector is None:
+            return False
+        self._fetching.add(job)
+        if self._connector.read(job, self._scheduler.match(job).n):
+            return True
+        self._fetching.discard(job)
+        return False
 
     def _fail_all(self, error: Exception) -> None:
         self._scheduler.add(self._inbox.take())

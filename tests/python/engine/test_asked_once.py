@@ -1,16 +1,19 @@
-"""What an engine asks of a prompt it asks once: whether it fits."""
+"""What an engine asks of a prompt it asks once: whether it fits, and what the context has of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mixedkv import Llama
-from mixedkv.engine import Engine, Request, Sampling
+from mixedkv.engine import ChunkConnector, Engine, Request, Sampling, StoreConnector
 from mixedkv.engine.constrain.constraint_text import Constraint
+from mixedkv.engine.schedule.sequences import SequencePool
 from mixedkv.errors import ContextLengthError
+from mixedkv.store import KVStore
 from support.conversation_support import RECALL, open_llama
 
 GREEDY: dict[str, Any] = {"max_tokens": 4, "temperature": 0.0}
@@ -39,3 +42,42 @@ def test_a_prompt_that_does_not_fit_is_refused_before_its_constraint_is_read(llm
             engine.prepare([Request(prompt=[5], max_tokens=1, sampling=wrong)])
         with pytest.raises(ContextLengthError, match="2048 tokens"):
             engine.prepare([Request(prompt=[5] * 2048, max_tokens=1, sampling=wrong)])
+
+
+@pytest.mark.parametrize("kind", ["prefix", "chunks"])
+def test_the_context_is_searched_once_for_a_prompt(
+    kind: str, llm: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that looks into the store asks nothing; only rows that had to be read meanwhile are compared
+    with the context once more.
+    """
+    searched: list[int] = []
+    match = SequencePool.match
+    monkeypatch.setattr(
+        SequencePool,
+        "match",
+        lambda self, tenant, prompt, accept=None: (
+            searched.append(len(prompt)),
+            match(self, tenant, prompt, accept),
+        )[1],
+    )
+
+    def connector() -> StoreConnector:
+        store = KVStore(tmp_path)
+        return StoreConnector(store) if kind == "prefix" else ChunkConnector(store, repair="none", check=0)
+
+    with Engine(llm, connector=connector()) as engine:
+        first = engine.submit(RECALL.prompt, **GREEDY)
+        first.result()
+        engine._connector.flush()  # type: ignore[union-attr]
+        searched.clear()
+        again = engine.submit(RECALL.prompt, **GREEDY)
+        again.result()
+        assert again.job.cached_tier == "context"
+        assert len(searched) == 1
+    searched.clear()
+    with Engine(llm, connector=connector()) as engine:  # the context is empty, the store is not
+        third = engine.submit(RECALL.prompt, **GREEDY)
+        assert third.text == first.text
+        assert third.job.cached_tier in ("ram", "disk")
+        assert len(searched) == 1

@@ -18,7 +18,7 @@ from mixedkv.chunks.gate import Waiting
 from mixedkv.chunks.passages import Passages
 from mixedkv.engine.connect.kv_connector import ConnectedEngine
 from mixedkv.engine.connect.passage_rows import PassageRows
-from mixedkv.engine.connect.store_connector import StoreConnector
+from mixedkv.engine.connect.store_connector import Offer, StoreConnector
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.schedule.sequence import Sequence
 from mixedkv.engine.schedule.sequences import NO_MATCH
@@ -103,11 +103,17 @@ class ChunkConnector(StoreConnector):
             self._checker.join()
         super().close()
 
-    def _fetch(self, job: Job) -> None:
-        super()._fetch(job)
-        if job.accept != "chunks" or job.cancelled:
+    def _find(self, job: Job) -> Offer | None:
+        return super()._find(job) or (Offer(None) if job.accept == "chunks" else None)
+
+    def _is_wanted(self, job: Job, offer: Offer, n: int) -> bool:
+        return job.accept == "chunks" or super()._is_wanted(job, offer, n)
+
+    def _read(self, job: Job, offer: Offer, n: int) -> None:
+        super()._read(job, offer, n)
+        if job.accept != "chunks":
             return
-        n_exact = max(job.n_fetched, self._in_context(job))
+        n_exact = max(job.n_fetched, n)
         options, method = self._passages.chosen(job.request.chunks or ChunkChoice())
         found = self._passages.find(job.prompt, self._identity(job.tenant), n_exact, options)
         rows = [(segment, self._rows.cut(blocks)) for segment, blocks in found]

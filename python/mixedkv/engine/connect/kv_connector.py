@@ -37,7 +37,14 @@ class KVConnector(Protocol):
 
     def fetch(self, job: Job) -> bool:
         """On the submitting thread, with a new job: look for the KV of its prompt. False: there is nothing to
-        look for. True: `engine.ready(job)` is called later, after `job.set_blocks` if something was found.
+        look for. True: `engine.ready(job)` is called later, with `job.offer` set if something was found.
+        """
+        ...
+
+    def read(self, job: Job, n: int) -> bool:
+        """On the engine's thread, with a job that has an offer; the context has rows of the first `n` tokens
+        of its prompt. False: no more than that is worth reading. True: `engine.ready(job)` is called again,
+        after `job.set_blocks`.
         """
         ...
 

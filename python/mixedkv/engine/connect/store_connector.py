@@ -23,7 +23,7 @@ from mixedkv.engine.connect.rechecking import IdleRecheck
 from mixedkv.engine.connect.stored_rows import SequenceRows, StoredRows
 from mixedkv.engine.jobs.job import Job
 from mixedkv.errors import ClosedError
-from mixedkv.store import Identity, KVStore
+from mixedkv.store import Identity, KVStore, Match
 from mixedkv.store.tiers.disk import is_full
 
 log = logging.getLogger("mixedkv.engine")
@@ -41,6 +41,26 @@ class _Finished:
     message_ends: list[tuple[str, int]]
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A finding in the store for a job's prompt: a prefix, or maybe passages alone."""
+
+    match: Match | None
+
+    def has_more(self, n: int, least: int) -> bool:
+        """Return whether the prefix has `least` tokens more than the `n` that are there."""
+        return self.match is not None and self.match.n_tokens >= n + least
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A job whose KV is looked for, or, where there is an `offer`, read behind the first `n` tokens."""
+
+    job: Job
+    offer: Offer | None = None
+    n: int = 0
+
+
 class StoreConnector:
     """Stores and fetches for one engine: a `KVConnector`.
 
@@ -55,7 +75,8 @@ class StoreConnector:
         self._identities: dict[str, Identity] = {}
         self._identity_lock = threading.Lock()
         self._finished: queue.SimpleQueue[_Finished | None] = queue.SimpleQueue()
-        self._wanted: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[Wanted | None] = queue.SimpleQueue()
+        self._closed, self._asking = False, threading.Lock()
         self._n_unstored = 0
         self._threads: list[threading.Thread] = []
         self._recheck: IdleRecheck | None = None
@@ -68,7 +89,7 @@ class StoreConnector:
         if self.store.recheck.on:
             self._recheck = IdleRecheck(engine, self.store, self._rows, self._known)
         self._begin("mixedkv-offload", self._finished, self._put, self._stored)
-        self._begin("mixedkv-fetch", self._wanted, self._fetch, engine.ready)
+        self._begin("mixedkv-fetch", self._wanted, self._fetch, lambda wanted: engine.ready(wanted.job))
 
     def _begin(
         self,
@@ -106,8 +127,22 @@ class StoreConnector:
         """Have the KV of a job's prompt looked for; False where it is too short for that."""
         if job.n_prompt <= job.least:
             return False
-        self._wanted.put(job)
+        self._wanted.put(Wanted(job))
         return True
+
+    def read(self, job: Job, n: int) -> bool:
+        """Have what was found of a job's prompt read, if it is worth it beside `n` tokens in the context."""
+        offer, job.offer = job.offer, None
+        assert isinstance(offer, Offer)
+        if not self._is_wanted(job, offer, n):
+            return False
+        with self._asking:  # who closes has nothing on its way
+            if not self._closed:
+                self._wanted.put(Wanted(job, offer, n))
+            return not self._closed
+
+    def _is_wanted(self, job: Job, offer: Offer, n: int) -> bool:
+        return offer.has_more(n, job.least)
 
     # --- outside ---
 
@@ -129,7 +164,9 @@ class StoreConnector:
         if self._recheck is not None:
             self._recheck.close()
         self._finished.put(None)
-        self._wanted.put(None)
+        with self._asking:
+            self._closed = True
+            self._wanted.put(None)
         for thread in self._threads:
             thread.join()
         self.store.close()
@@ -172,18 +209,27 @@ class StoreConnector:
         with self._identity_lock:
             return list(self._identities.values())
 
-    def _fetch(self, job: Job) -> None:
-        if job.cancelled:
+    def _fetch(self, wanted: Wanted) -> None:
+        if wanted.job.cancelled:
             return
+        if wanted.offer is None:
+            wanted.job.offer = self._find(wanted.job)
+        else:
+            self._read(wanted.job, wanted.offer, wanted.n)
+
+    def _find(self, job: Job) -> Offer | None:
         tokens = job.prompt[: job.n_prompt - 1]
         exact_only = self._engine.pool.is_exact_only(job.accept)
         identity = self._identity(job.tenant)
         match = self.store.find(identity, tokens, exact_only=exact_only)
         if match is not None and (n := job.outside_pictures(match.n_tokens)) < match.n_tokens:
             match = self.store.find(identity, tokens[:n], exact_only=exact_only)
-        if match is None:
-            return
-        if match.n_tokens < self._in_context(job) + job.least:
+        return Offer(match) if match is not None else None
+
+    def _read(self, job: Job, offer: Offer, n: int) -> None:
+        """Read a prefix, if it is worth it."""
+        match = offer.match
+        if match is None or not offer.has_more(n, job.least):
             return
         found = self.store.read_from(match)
         if found is None:
@@ -192,18 +238,6 @@ class StoreConnector:
         blocks, tier = found
         doubt = self.store.recheck.doubt(match, self._engine.llm)
         job.set_blocks(self._rows.cut(blocks), tier, match.exact, doubt if doubt.spans else None)
-
-    def _in_context(self, job: Job) -> int:
-        """Tokens of a prompt that the context has rows of, exact enough for it; asked once, since it takes
-        until the next step.
-        """
-        if job.n_in_context is None:
-            pool = self._engine.pool
-            found = self._engine.call(
-                lambda: pool.match(job.tenant, job.prompt, job.accept, job.request.chunks)
-            ).result()
-            job.n_in_context = found.n
-        return job.n_in_context
 
     def _put(self, finished: _Finished) -> None:
         identity = self._identity(finished.tenant)

@@ -56,6 +56,8 @@ class Progress:
         most_cut: how many of the last rows of `paused` may be taken away.
         goes_on: another request continues this one: the rows wait for it, as its `paused`.
         save_at: take a checkpoint of the sequence when it has so many tokens, ascending.
+        offer: what a store has of the prompt, found and not read yet.
+        matched: the best start in the context, and what the context was like when it was looked for.
         blocks: fetched rows, still to be loaded; `n_fetched` tokens are in them all.
         doubt: what of the blocks is compared with the model before it is believed.
         passages: rows from elsewhere, still to be put together.
@@ -89,12 +91,13 @@ class Progress:
         self.boundary = request.boundary
         self.save_at: list[int] = []
 
+        self.offer: object | None = None
+        self.matched: tuple[object, Any] | None = None
         self.blocks: list[KVBlock] = []
         self.doubt: object | None = None
         self.n_fetched = 0
         self.least = _LEAST if request.session is None else 1
         self.blocks_exact = True
-        self.n_in_context: int | None = None  # as it was when the store was asked
         self.passages: Stitching | None = None
         self.method = ""
 

@@ -169,7 +169,7 @@ class Scheduler(Generic[P]):
         others = [
             other for other in self.running if other.tenant == job.tenant and other.n_rows < other.n_prompt
         ]
-        here = self.pool.match(job.tenant, job.prompt, job.accept, job.request.chunks).n if others else 0
+        here = self.match(job).n if others else 0
         for other in others:
             n = min(common_prefix(other.prompt, job.prompt), job.n_prompt - 1, other.n_plain)
             if n - max(here, other.n_rows, job.n_fetched) >= _WAIT_FOR:
@@ -248,10 +248,20 @@ class Scheduler(Generic[P]):
 
     def _match_plain(self, job: P) -> SequenceMatch:
         match = NO_MATCH
-        while job.reuse and not self.pool.confirm(
-            match := self.pool.match(job.tenant, job.all_tokens, job.accept, job.request.chunks)
-        ):
+        while job.reuse and not self.pool.confirm(match := self.match(job)):
             pass
+        return match
+
+    def match(self, job: P) -> SequenceMatch:
+        """Return the best start that the context has for a job. It is looked for again only where the
+        sequences have changed since.
+        """
+        state = self.pool.stamp, len(job.tokens), job.n_dropped
+        if job.matched is None or job.matched[0] != state:
+            job.matched = state, self.pool.match(
+                job.tenant, job.all_tokens, job.accept, job.request.chunks
+            )
+        match: SequenceMatch = job.matched[1]
         return match
 
     def _make_room(self, job: P, n_cells: int, spare: Sequence | None) -> bool:

@@ -111,6 +111,14 @@ class SequencePool:
             kept.update(seq.id for seq in seqs[: share if most is None else min(share, most)])
         return kept
 
+    @property
+    def stamp(self) -> tuple[object, ...]:
+        """Return what differs once `match` may give something else."""
+        return tuple(
+            (seq.version, len(seq.tokens), len(seq.checkpoints), seq.running, seq.exact, seq.whole, seq.chunks)
+            for seq in self._all
+        )
+
     def match(
         self, tenant: str, prompt: Tokens, accept: Reuse | None = None, chunks: ChunkChoice | None = None
     ) -> SequenceMatch:
