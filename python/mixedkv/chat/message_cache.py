@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from llama_cpp import llama_chat_format
 
 from mixedkv.chat.aliases import MessageAliases
-from mixedkv.chat.reuse import Reuse, Source, reuse_prefix
 from mixedkv.chat.turn import ChatTurn
 from mixedkv.chat.window import Window
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.ids import check_id, new_id
 from mixedkv.store import Identity, KVStore, Saved, check_session_id, check_tenant
+from mixedkv.store.live_prefix import PrefixReuse, Source, reuse_prefix
 
 if TYPE_CHECKING:
     from mixedkv.llama import Llama
@@ -37,7 +37,7 @@ class ChatUsage:
         dropped_tokens: tokens of the conversation that had left the context when the answer was done.
         stored_tokens: tokens newly stored.
         source: where the cached tokens came from: "live" is the cache itself, others are tiers of the store.
-        exact: the answer is that of a cache that never left, see `Reuse.exact`.
+        exact: the answer is that of a cache that never left, see `PrefixReuse.exact`.
         matched_message_id: the newest of the given messages whose stored KV the prompt goes on from.
         seconds_to_first_token: from the call to the first sampled token.
         reason: why something stored could not be used, or the answer not be stored.
@@ -97,7 +97,7 @@ class MessageCache:
             gave the ids, KV is found all the same, but `forget` and `matched_message_id` do not know them.
         attention_sink_tokens: when a conversation outgrows the context, this many first tokens stay with the
             latest, and the middle is dropped. None raises ValueError instead.
-        exact_only: reuse only what goes on exactly as if it had never left, see `Reuse.exact`.
+        exact_only: reuse only what goes on exactly as if it had never left, see `PrefixReuse.exact`.
 
     Raises:
         UnsupportedModelError: the model takes pictures.
@@ -209,7 +209,7 @@ class MessageCache:
         }
         self._aliases.add_copies(self._tenant, [(name, link.entry) for name, link in holding.items()])
 
-    def _matched(self, ids: Sequence[str], reused: Reuse) -> str | None:
+    def _matched(self, ids: Sequence[str], reused: PrefixReuse) -> str | None:
         """The newest message whose stored end lies within what was reused; the store has compared tokens."""
         if reused.match is None:
             return None
@@ -265,8 +265,19 @@ class ChatStream:
         identity = Identity.of(llm, tenant=cache._tenant)
         window = Window(llm, sinks, before_first=lambda: self._save(identity, turn))
 
-        def reuse(tokens: Sequence[int]) -> Reuse:
-            return reuse_prefix(llm, window, cache._store, identity, tokens, exact_only=cache._exact_only)
+        def reuse(tokens: Sequence[int]) -> PrefixReuse:
+            strict = cache._exact_only
+            found = reuse_prefix(
+                llm,
+                cache._store,
+                identity,
+                tokens,
+                n_plain=window.whole,
+                exact_live=strict,
+                exact_stored=strict,
+            )
+            window.begin()
+            return found
 
         def keep() -> None:
             if not window.mine:
@@ -275,7 +286,7 @@ class ChatStream:
                 self._save(identity, turn)
 
         turn = ChatTurn(llm, window, reuse, keep, begin)
-        window.claim(identity.digest)
+        window.claim(b"chat" + identity.digest)
         answer: Any = turn.create_chat_completion(messages, **options)
         collected = _Chunks()
         try:

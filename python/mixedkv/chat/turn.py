@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 
-from mixedkv.chat.reuse import Reuse
 from mixedkv.chat.window import Window
 from mixedkv.kv.close_gap import check_can_shift
 from mixedkv.limits import INT32_MAX
 from mixedkv.native import llama_cpp as _llama_cpp
+from mixedkv.store.live_prefix import PrefixReuse
 
 if TYPE_CHECKING:
     from mixedkv.llama import Llama
@@ -36,7 +36,7 @@ class ChatTurn(_llama_cpp.Completions):
         self,
         llm: Llama,
         window: Window,
-        reuse: Callable[[Sequence[int]], Reuse],
+        reuse: Callable[[Sequence[int]], PrefixReuse],
         keep: Callable[[], None],
         begin: float,
     ) -> None:
@@ -46,7 +46,7 @@ class ChatTurn(_llama_cpp.Completions):
         self._reuse = reuse
         self._keep = keep
         self._begin = begin
-        self.reused: Reuse | None = None
+        self.reused: PrefixReuse | None = None
         self.n_prompt = self.n_evaluated = self.n_generated = 0
         self.seconds_to_first_token = 0.0
 
@@ -106,7 +106,7 @@ class ChatTurn(_llama_cpp.Completions):
         if self.reused is None:  # a handler may ask for several completions; the first has the prompt
             self.reused, self.n_prompt = reused, len(tokens)
 
-    def _evaluate_long(self, tokens: list[int]) -> tuple[Reuse, list[int]]:
+    def _evaluate_long(self, tokens: list[int]) -> tuple[PrefixReuse, list[int]]:
         """A prompt that does not fit: go on where the window stands, or begin with what does fit of it."""
         window, llm = self._window, self._llm
         check_can_shift(llm.kv)
@@ -114,7 +114,7 @@ class ChatTurn(_llama_cpp.Completions):
         in_window = n - window.dropped
         if n and in_window > (window.sinks or 0) and len(tokens) - n <= window.budget:
             llm.kv.remove(0, in_window)
-            reused = Reuse(n_tokens=n, source="live", exact=False)
+            reused = PrefixReuse(n_tokens=n, source="live", exact=False)
         else:
             reused = self._reuse(tokens[: window.size])
             n = reused.n_tokens

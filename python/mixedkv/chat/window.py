@@ -19,6 +19,7 @@ from mixedkv.kv.close_gap import close_gap
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.prompts.message_starts import message_starts
 from mixedkv.prompts.overflow import budget, cut
+from mixedkv.store.live_owner import Claim
 from mixedkv.tokens import common_prefix
 
 if TYPE_CHECKING:
@@ -35,17 +36,8 @@ class _Shifted:
     dropped: int
 
 
-@dataclass
-class _Owner:
-    """The owner of sequence 0, and what was left in it; None while an answer is being made."""
-
-    owner: bytes
-    tokens: np.ndarray | None = None
-
-
 # By `Llama`, not by window: whoever uses one next must know what its sequence is.
 _shifted: WeakKeyDictionary[Llama, _Shifted] = WeakKeyDictionary()
-_owners: WeakKeyDictionary[Llama, _Owner] = WeakKeyDictionary()
 
 
 class Window:
@@ -63,7 +55,7 @@ class Window:
         self._llm = llm
         self.sinks = sinks
         self._before_first = before_first
-        self._owner: _Owner | None = None
+        self._claim: Claim | None = None
         self.size = min(llm.kv.stats().n_ctx, len(llm.input_ids))
 
     @property
@@ -93,25 +85,19 @@ class Window:
 
     def claim(self, owner: bytes) -> None:
         """Go on from what was left for this owner; what anyone else has evaluated since is dropped."""
-        last = _owners.get(self._llm)
-        self._owner = _owners[self._llm] = _Owner(owner)
-        if last is None or last.tokens is None or last.owner != owner:
-            untouched = False
-        else:
-            untouched = np.array_equal(last.tokens, self._held())
-        if not untouched:
-            self._llm.kv.remove(0)
+        self._claim = Claim(self._llm, owner, untouched=True)
+        if not self._claim.goes_on:
             self.begin()
 
     @property
     def mine(self) -> bool:
         """Nobody has claimed the sequence after this window."""
-        return self._owner is not None and _owners.get(self._llm) is self._owner
+        return self._claim is not None and self._claim.holds
 
     def leave(self) -> None:
         """Leave the sequence as it is to who claims it next as the same owner."""
-        if self._owner is not None:
-            self._owner.tokens = self._held().copy()
+        if self._claim is not None:
+            self._claim.leave()
 
     def _held(self) -> np.ndarray:
         return self._llm.input_ids[: self._llm.n_tokens]

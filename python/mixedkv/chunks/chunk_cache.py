@@ -23,7 +23,9 @@ from mixedkv.chunks.support import check_method
 from mixedkv.errors import ContextLengthError
 from mixedkv.llama import Llama
 from mixedkv.store import Identity, KVStore, Saved
-from mixedkv.tokens import Tokens, as_tokens, common_prefix
+from mixedkv.store.live_owner import Claim
+from mixedkv.store.live_prefix import reuse_prefix
+from mixedkv.tokens import Tokens, as_tokens
 
 _LOG = logging.getLogger("mixedkv.chunks")
 
@@ -79,7 +81,6 @@ class ChunkCache:
         self.llm, self._store = llm, store
         self._passages = Passages(llm, store, **options)
         self.method, self._gate = self._passages.method, self._passages.gate
-        self._live: bytes | None = None  # the identity that sequence 0 was evaluated under
         self.placed: tuple[Segment, ...] = ()  # passages of the last prompt
         self.kept: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)  # its rows that are a donor's
         self._totals = dict.fromkeys(("prompts", "tokens", "exact", "approximate", "evaluated"), 0)
@@ -111,12 +112,13 @@ class ChunkCache:
             check_method(self.llm, method)
         tokens = self._tokens(prompt)
         identity = Identity.of(self.llm, tenant=tenant)
+        claim = Claim(self.llm, b"chunks" + identity.digest, untouched=False)
         try:
             done = self._prefill_checked(tokens, identity, reuse, method or self.method)
         except BaseException:
-            self._live = None
             self.llm.kv.remove(0)  # nothing half done
             raise
+        claim.leave()
         done = _timed(done, time.perf_counter() - begin)
         self._count(done)
         if not done.exact and done.n_cached_approximate and self._gate.wants():
@@ -160,8 +162,7 @@ class ChunkCache:
         waiting = self._gate.take()
         if waiting is None:
             return None
-        self.llm.kv.remove(0)
-        self._live = None  # of whom, nobody asked
+        Claim(self.llm, b"check", untouched=True)  # nobody goes on from it
         self.llm.eval(waiting.tokens.tolist())
         deviation = compare(last_logits(self.llm), waiting.logits)
         self._gate.note(deviation)
@@ -193,14 +194,21 @@ class ChunkCache:
             return self._prefill(tokens, identity, reuse, method)
         except DamagedRowsError as error:
             _LOG.warning("a prompt is evaluated: %s", error)
-            self._live = None
             self.llm.kv.remove(0)
             return replace(self._prefill(tokens, identity, "exact", method), reason=str(error))
 
     def _prefill(self, tokens: Tokens, identity: Identity, reuse: Reuse, method: Method) -> ChunkReuse:
         llm = self.llm
-        n_cached, prefix_exact = self._restore_prefix(tokens, identity, reuse)
-        self._live = identity.digest
+        prefix = reuse_prefix(
+            llm,
+            self._store,
+            identity,
+            tokens,
+            n_plain=llm.kv.exact_tokens,
+            exact_live=True,
+            exact_stored=reuse != "prefix",
+        )
+        n_cached, prefix_exact = prefix.n_tokens, prefix.exact
         rows: Rows = []
         if reuse == "chunks":
             rows = self._passages.find(tokens, identity, n_cached)
@@ -231,26 +239,6 @@ class ChunkCache:
             seconds=0.0,
             reason=self._gate.closed if reuse == "chunks" else "",
         )
-
-    def _restore_prefix(self, tokens: Tokens, identity: Identity, reuse: Reuse) -> tuple[int, bool]:
-        """Leave the longest prefix that is live or stored in sequence 0; at least the last token is
-        evaluated.
-        """
-        llm, wanted = self.llm, tokens[:-1]
-        live = 0
-        if self._live == identity.digest:
-            known = llm.input_ids[: llm.kv.exact_tokens].astype(np.int32)
-            live = common_prefix(known, wanted)
-            live = live if live and llm.kv.holds(0, live) else 0
-        exact_only = reuse != "prefix"
-        match = self._store.find(identity, wanted, exact_only=exact_only) if len(wanted) else None
-        if match is not None and match.n_tokens > live:
-            restored = self._store.restore(llm, wanted, identity=identity, exact_only=exact_only)
-            if restored.hit:
-                return restored.n_tokens, restored.exact
-            live = min(live, llm.n_tokens)
-        llm.kv.remove(0, live)
-        return live, True
 
     def _tokens(self, prompt: Prompt, bos: bool = True) -> Tokens:
         if isinstance(prompt, str):

@@ -14,13 +14,14 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.bundled import model_path
+from mixedkv.chat import MessageCache
 from mixedkv.chunks import ChunkCache, Method, UncalibratedWarning
 from mixedkv.chunks.deviation import compare, follow, last_logits
 from mixedkv.errors import ContextLengthError, UnsupportedModelError
 from mixedkv.store import Identity, KVStore
 from mixedkv_bench.harness.reuse_cases import Case, CaseMaker
 from support import zoo
-from support.conversation_support import empty, open_llama
+from support.conversation_support import empty, open_llama, user
 from support.planted import plant
 from support.reshaped import SHAPES, reshape
 
@@ -222,6 +223,27 @@ def test_tenants_never_share(llm: Llama, store: KVStore) -> None:
     assert cache.prefill(case.prompt, tenant="a").n_cached_approximate > 0
     # nor what the other has just left in the cache
     assert cache.prefill(case.prompt, tenant="b").n_evaluated == len(case.prompt)
+
+
+def test_what_another_tenants_chat_left_is_not_gone_on_from(llm: Llama, store: KVStore) -> None:
+    """Both façades use sequence 0 of the same `Llama`."""
+    cache = open_cache(llm, store)
+    cache.prefill(llm.tokenize(b"A prompt of tenant a."), tenant="a")
+    with MessageCache(llm, store, tenant="b") as chat:
+        chat.chat([user("My name is Mira, and my kite is red.")], max_tokens=4, temperature=0.0)
+    left = llm.input_ids[: llm.n_tokens].copy()
+    reuse = cache.prefill(np.concatenate([left, left[5:15]]), tenant="a")
+    assert (reuse.n_cached_exact, reuse.n_evaluated) == (0, reuse.n_tokens)
+
+
+def test_what_the_caller_evaluated_behind_a_prompt_is_gone_on_from(llm: Llama, store: KVStore) -> None:
+    """An answer by llm.generate, or eval, is part of the next prompt."""
+    cache = open_cache(llm, store)
+    prompt = llm.tokenize(b"The kite of Mira is red, and the kite of Tom")
+    cache.prefill(prompt)
+    llm.eval([300, 301, 302])
+    reuse = cache.prefill([*prompt, 300, 301, 302, 303, 304])
+    assert (reuse.n_cached_exact, reuse.n_evaluated) == (len(prompt) + 3, 2)
 
 
 def test_a_check_leaves_nothing_to_another_tenant(llm: Llama, store: KVStore) -> None:

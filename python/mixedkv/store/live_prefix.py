@@ -1,4 +1,4 @@
-"""Finds what a prompt need not compute again: tokens that are live in the cache, or stored."""
+"""Begins a prompt in sequence 0 of a `Llama`: with what it need not compute again, live there or stored."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from typing import TYPE_CHECKING, Literal
 
 import llama_cpp
 import numpy as np
+import numpy.typing as npt
 
-from mixedkv.chat.window import Window
 from mixedkv.errors import UnsupportedModelError
-from mixedkv.store import Identity, KVStore, Match
+from mixedkv.store.identity import Identity
+from mixedkv.store.results import Match
 from mixedkv.tokens import common_prefix
 
 if TYPE_CHECKING:
     from mixedkv.llama import Llama
+    from mixedkv.store.store import KVStore
 
 Source = Literal["live", "ram", "disk", "remote", "none"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reuse:
+class PrefixReuse:
     """Counts what was reused for one prompt.
 
     Args:
@@ -43,29 +45,38 @@ class Reuse:
 
 def reuse_prefix(
     llm: Llama,
-    window: Window,
     store: KVStore,
     identity: Identity,
-    tokens: Sequence[int],
+    tokens: Sequence[int] | npt.NDArray[np.int32],
     *,
-    exact_only: bool = False,
-) -> Reuse:
+    n_plain: int,
+    exact_live: bool,
+    exact_stored: bool,
+) -> PrefixReuse:
     """Leave in sequence 0 the longest prefix of these tokens that is live or stored, and nothing else.
 
     At least the last token is left to be evaluated: sampling needs its logits.
+
+    Args:
+        llm: whose sequence.
+        store: where else a prefix may be.
+        identity: of the `Llama` and the tenant.
+        tokens: the prompt.
+        n_plain: live tokens whose rows are those of a plain prompt: none was dropped before them.
+        exact_live: go on from live rows only where the prompt then goes on exactly.
+        exact_stored: the same of stored rows.
     """
     wanted = np.asarray(tokens, np.intc)[:-1]
-    n_live = _live_prefix(llm, window, wanted)
+    n_live = _live_prefix(llm, n_plain, wanted)
     exact = not n_live or (n_live <= llm.kv.exact_tokens and llm.kv.holds(0, n_live))
-    if exact_only and not exact:
-        n_live = 0
-    match = store.find(identity, wanted, exact_only=exact_only) if len(wanted) else None
+    if exact_live and not exact:
+        n_live, exact = 0, True
+    match = store.find(identity, wanted, exact_only=exact_stored) if len(wanted) else None
     reason = ""
     if match is not None and (match.n_tokens, match.exact) > (n_live, exact):
-        restored = store.restore(llm, wanted, identity=identity, exact_only=exact_only)
+        restored = store.restore(llm, wanted, identity=identity, exact_only=exact_stored)
         if restored.hit:
-            window.begin()
-            return Reuse(
+            return PrefixReuse(
                 n_tokens=restored.n_tokens,
                 source=restored.tier,
                 exact=restored.exact,
@@ -75,8 +86,7 @@ def reuse_prefix(
         reason = restored.reason
         n_live = min(n_live, llm.n_tokens)  # a restore that was refused leaves nothing
     n_live = _cut(llm, n_live)
-    window.begin()
-    return Reuse(
+    return PrefixReuse(
         n_tokens=n_live,
         source="live" if n_live else "none",
         exact=exact or not n_live,
@@ -85,8 +95,8 @@ def reuse_prefix(
     )
 
 
-def _live_prefix(llm: Llama, window: Window, wanted: np.ndarray) -> int:
-    n = common_prefix(llm.input_ids[: window.whole], wanted)
+def _live_prefix(llm: Llama, n_plain: int, wanted: npt.NDArray[np.intc]) -> int:
+    n = common_prefix(llm.input_ids[:n_plain], wanted)
     return n if n == llm.n_tokens or (llm.kv.can_cut and _has_window(llm, n)) else 0
 
 
