@@ -258,9 +258,7 @@ class Scheduler(Generic[P]):
         """
         state = self.pool.stamp, len(job.tokens), job.n_dropped
         if job.matched is None or job.matched[0] != state:
-            job.matched = state, self.pool.match(
-                job.tenant, job.all_tokens, job.accept, job.request.chunks
-            )
+            job.matched = state, self.pool.match(job.tenant, job.all_tokens, job.accept, job.request.chunks)
         match: SequenceMatch = job.matched[1]
         return match
 

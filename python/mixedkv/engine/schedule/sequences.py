@@ -115,7 +115,15 @@ class SequencePool:
     def stamp(self) -> tuple[object, ...]:
         """Return what differs once `match` may give something else."""
         return tuple(
-            (seq.version, len(seq.tokens), len(seq.checkpoints), seq.running, seq.exact, seq.whole, seq.chunks)
+            (
+                seq.version,
+                len(seq.tokens),
+                len(seq.checkpoints),
+                seq.running,
+                seq.exact,
+                seq.whole,
+                seq.chunks,
+            )
             for seq in self._all
         )
 
