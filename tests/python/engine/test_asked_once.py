@@ -56,9 +56,9 @@ def test_the_context_is_searched_once_for_a_prompt(
     monkeypatch.setattr(
         SequencePool,
         "match",
-        lambda self, tenant, prompt, accept=None: (
+        lambda self, tenant, prompt, accept=None, chunks=None: (
             searched.append(len(prompt)),
-            match(self, tenant, prompt, accept),
+            match(self, tenant, prompt, accept, chunks),
         )[1],
     )
 
