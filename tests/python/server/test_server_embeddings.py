@@ -152,7 +152,7 @@ def test_base64_is_the_same_numbers(server: Server) -> None:
 
 
 def test_every_form_of_input(server: Server, client: openai.OpenAI) -> None:
-    with Llama(model_path(), n_ctx=64, verbose=False) as llm:
+    with Llama(model_path(), n_ctx=128, verbose=False) as llm:
         ids = [llm.tokenize(text.encode()) for text in TEXTS[:3]]
     expected = vectors_of(server, TEXTS[:3])
     for given, vectors in (
