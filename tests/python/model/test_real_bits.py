@@ -12,7 +12,7 @@ from mixedkv.config import MixedKVConfig, parse_kv
 from mixedkv.model.footprint import footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file
 
-N_CTX = 1024
+N_CTX = 512
 
 
 def divergences(model: Path, folder: Path, *specs: str, text: str = "prose") -> list[float]:

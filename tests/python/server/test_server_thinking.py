@@ -170,7 +170,8 @@ def test_ten_turns_of_tools_and_thoughts_evaluate_what_is_new(begun: Server) -> 
 
     for i in range(10):
         messages.append({"role": "user", "content": f"Question {i}?"})
-        (call,) = turn(tool_choice="required", reasoning_budget_tokens=60, max_tokens=300).choices[0].message.tool_calls
+        called = turn(tool_choice="required", reasoning_budget_tokens=60, max_tokens=300)
+        (call,) = called.choices[0].message.tool_calls
         messages.append({"role": "tool", "tool_call_id": call.id, "content": f"The result is {i}."})
         usage = turn(reasoning_budget_tokens=60, max_tokens=90).usage
         thought += usage.completion_tokens_details.reasoning_tokens
