@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mixedkv.errors import InvalidModelFileError
-from mixedkv.model.gguf_file import ModelFile, Reader, TensorFacts, other_parts, pad
+from mixedkv.model.gguf_file import ModelFile, Reader, other_parts, pad
 
 _SAMPLE = 1 << 12
 _WHOLE = 1 << 24
@@ -97,25 +97,12 @@ def _combined(parts: tuple[str, ...]) -> str:
 
 def _samples(path: Path, file: BinaryIO) -> Iterator[tuple[int, int]]:
     """Offset and size of what is hashed."""
-    reader = _TensorReader(path, file)
-    reader.read()
+    reader = Reader(path, file)
+    tensors = reader.read().tensors
     yield 0, file.tell()
     start = pad(file.tell(), reader.alignment)
     begin = 0
-    for i, end in enumerate(sorted(reader.ends)):
+    for i, end in enumerate(sorted(tensor.start - start + tensor.n_bytes for tensor in tensors)):
         size = min(_SAMPLE, end - begin)
         yield start + begin + int((end - begin - size) * (i * _GOLDEN % 1)), size
         begin = end
-
-
-class _TensorReader(Reader):
-    """Notes where the data of each tensor ends."""
-
-    def __init__(self, path: Path, file: BinaryIO) -> None:
-        super().__init__(path, file)
-        self.ends: list[int] = []
-
-    def _tensor(self) -> tuple[TensorFacts, int]:
-        facts, end = super()._tensor()
-        self.ends.append(end)
-        return facts, end

@@ -12,7 +12,7 @@ import re
 import stat
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -61,11 +61,20 @@ _SPLIT_NAME = re.compile(r"^(?P<prefix>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gg
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """A tensor in a model's file. `n_bytes` is 0 of a type that only a later gguf package knows."""
+    """A tensor in a model's file.
+
+    Attributes:
+        shape: as ggml has it, the dimension that lies together in memory first.
+        kind: the number of its ggml type.
+        n_bytes: of its data; 0 of a type that only a later gguf package knows.
+        start: the byte of its file at which its data begin.
+    """
 
     name: str
-    n_dims: int
+    shape: tuple[int, ...]
+    kind: int
     n_bytes: int
+    start: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,28 +294,22 @@ class Reader:
 
     def _read_tensors(self, n_tensors: int) -> tuple[TensorFacts, ...]:
         read = [self._tensor() for _ in range(n_tensors)]
-        start = pad(self.file.tell(), self.alignment)
-        name, end = max(
-            ((facts.name, end) for facts, end in read), key=lambda item: item[1], default=("", -start)
-        )
-        if start + end > self.size:
-            self._fail(
-                f"it is truncated: tensor {name!r} ends at byte {start + end}, the file at {self.size}"
-            )
-        return tuple(facts for facts, _ in read)
+        data = pad(self.file.tell(), self.alignment)
+        tensors = tuple(replace(tensor, start=data + tensor.start) for tensor in read)
+        end, name = max(((t.start + t.n_bytes, t.name) for t in tensors), default=(0, ""))
+        if end > self.size:
+            self._fail(f"it is truncated: tensor {name!r} ends at byte {end}, the file at {self.size}")
+        return tensors
 
-    def _tensor(self) -> tuple[TensorFacts, int]:
-        """A tensor, and where its data ends, counted from the start of the data."""
+    def _tensor(self) -> TensorFacts:
+        """A tensor whose `start` is counted from the first byte of all tensors' data."""
         name = self._string(_MAX_KEY)
         (n_dims,) = self._unpack("<I")
         if n_dims > 4:
             self._fail(f"its tensor {name!r} has {n_dims} dimensions")
-        n_elements = 1
-        for n in self._unpack(f"<{n_dims}Q"):
-            n_elements *= n
+        shape = self._unpack(f"<{n_dims}Q")
         kind, offset = self._unpack("<IQ")
-        n_bytes = _tensor_bytes(kind, n_elements)
-        return TensorFacts(name, n_dims, n_bytes), offset + n_bytes
+        return TensorFacts(name, shape, kind, _tensor_bytes(kind, math.prod(shape)), offset)
 
     def _pair(self) -> tuple[str, Any]:
         key = self._string(_MAX_KEY)

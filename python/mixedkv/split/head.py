@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any
 
-import gguf
 import numpy as np
 import numpy.typing as npt
 
@@ -15,7 +13,7 @@ from mixedkv.engine.chat.tokenizer import Tokenizer
 from mixedkv.engine.text.detokenizer import Detokenizer
 from mixedkv.errors import InvalidModelFileError
 from mixedkv.llama import Llama
-from mixedkv.model.gguf_file import read_model_file
+from mixedkv.model.gguf_file import TensorFacts, read_model_file
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.split.parts import HEAD, OUTPUT, OUTPUT_BIAS, PREFIX, TOKEN_EMBD, read_part
 
@@ -47,7 +45,8 @@ class Head:
         file = read_model_file(path)
         part = read_part(file, HEAD)
         self.pair, self.width = part.pair, part.width
-        tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+        tensors = {tensor.name: tensor for tensor in file.tensors}
+        data = np.memmap(path, np.uint8, mode="r")
         scale, self._logit_scale, self._softcap = (
             np.float32(file.metadata.get(PREFIX + name, default))
             for name, default in (("embedding_scale", 1.0), ("logit_scale", 1.0), ("logit_softcap", 0.0))
@@ -55,14 +54,16 @@ class Head:
         self._embedding_scale = scale
         n_threads = n_threads or max(1, (os.cpu_count() or 2) // 2)
         try:
-            self._embeddings = _matrix(tensors[TOKEN_EMBD], self.width, n_threads)
+            self._embeddings = _matrix(data, tensors[TOKEN_EMBD], self.width, n_threads)
             self._output = (
-                _matrix(tensors[OUTPUT], self.width, n_threads) if OUTPUT in tensors else self._embeddings
+                _matrix(data, tensors[OUTPUT], self.width, n_threads)
+                if OUTPUT in tensors
+                else self._embeddings
             )
         except (KeyError, ValueError) as error:
             raise InvalidModelFileError(f"{path} is damaged: export the model again ({error})") from None
         self._bias: Floats | None = (
-            np.asarray(tensors[OUTPUT_BIAS].data, np.float32) if OUTPUT_BIAS in tensors else None
+            _bytes(data, tensors[OUTPUT_BIAS]).view(np.float32) if OUTPUT_BIAS in tensors else None
         )
         self._lock = threading.Lock()
         self._llm = Llama(path, kv="f16", vocab_only=True, n_ctx=_VOCAB_N_CTX, verbose=False)
@@ -104,8 +105,12 @@ class Head:
 _VOCAB_N_CTX = 1 << 17  # tokens that a text may have; the server has the last word
 
 
-def _matrix(tensor: Any, width: int, n_threads: int) -> _core.Matrix:
-    n_in, n_rows = (int(n) for n in tensor.shape)
+def _bytes(data: npt.NDArray[np.uint8], tensor: TensorFacts) -> npt.NDArray[np.uint8]:
+    return data[tensor.start : tensor.start + tensor.n_bytes]
+
+
+def _matrix(data: npt.NDArray[np.uint8], tensor: TensorFacts, width: int, n_threads: int) -> _core.Matrix:
+    n_in, n_rows = tensor.shape
     if n_in != width:
         raise ValueError(f"{tensor.name} has rows of {n_in}")
-    return _core.Matrix(tensor.data.view(np.uint8), int(tensor.tensor_type), n_in, n_rows, n_threads)
+    return _core.Matrix(_bytes(data, tensor), tensor.kind, n_in, n_rows, n_threads)

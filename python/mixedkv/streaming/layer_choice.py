@@ -43,7 +43,7 @@ class LayerSizes:
             match = _MATRIX.fullmatch(tensor.name)
             if match is not None and int(match[1]) >= n_layer:
                 continue  # MTP layers, which are not loaded
-            if match is None or tensor.n_dims < 2 or not match[2].startswith(part):
+            if match is None or len(tensor.shape) < 2 or not match[2].startswith(part):
                 rest += tensor.n_bytes
                 continue
             if "_exps" in match[2]:

@@ -87,7 +87,10 @@ def test_feed_forward_matrices_alone(tmp_path: Path) -> None:
 
 
 def test_routed_experts_are_apart() -> None:
-    tensors = (TensorFacts("blk.0.ffn_up_exps.weight", 3, 100), TensorFacts("blk.0.attn_q.weight", 2, 10))
+    tensors = (
+        TensorFacts("blk.0.ffn_up_exps.weight", (5, 5, 4), 24, 100, 0),
+        TensorFacts("blk.0.attn_q.weight", (5, 2), 24, 10, 128),
+    )
     file = ModelFile(Path("moe.gguf"), {"general.architecture": "x", "x.block_count": 1}, 1, 100, tensors)
     sizes = LayerSizes.of(file)
     assert (sizes.layers, sizes.rest, sizes.routed) == ((10,), 0, 100)

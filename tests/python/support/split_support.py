@@ -15,7 +15,9 @@ import numpy as np
 
 from mixedkv import Llama
 from mixedkv.engine.engine import Engine
+from mixedkv.engine.text.detokenizer import Detokenizer
 from mixedkv.model.gguf_file import read_model_file
+from mixedkv.native.llama_cpp import vocab
 from mixedkv.server.http.auth import Keys
 from mixedkv.server.metrics import Metrics
 from mixedkv.split.export import Exported, export
@@ -105,9 +107,9 @@ def local_tokens(llm: Llama, prompt: list[int], n: int) -> list[int]:
     """The likeliest tokens after a prompt, as `Llama` alone has them, up to the one that ends the answer."""
     llm.reset()
     answer: list[int] = []
-    end = llm.token_eos()
+    is_end = Detokenizer(vocab(llm)).is_end
     for token in llm.generate(prompt, temp=0.0):
-        if len(answer) == n or token == end:
+        if len(answer) == n or is_end(token):
             return answer
         answer.append(token)
     return answer
