@@ -16,7 +16,7 @@ from support.server_support import MODEL, Server, running
 schemathesis = pytest.importorskip("schemathesis", reason="needs the Python package schemathesis")
 
 _GOOD, _BAD = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
-_EXAMPLES = 40
+_EXAMPLES = 25
 _PLAIN = (
     "GET /v1/models",
     "GET /v1/models/{model}",
