@@ -10,14 +10,18 @@ regression over positions).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from threadpoolctl import ThreadpoolController
 
 from mixedkv.kv.cache import KVCache
+from mixedkv.kv.layer_view import LayerView
 from mixedkv.kv.rows import LayerRows
 from mixedkv.tokens import Tokens
 
@@ -26,7 +30,7 @@ class DamagedRowsError(ValueError):
     """Rows are not those of these tokens at these positions."""
 
 
-Rows: TypeAlias = npt.NDArray[np.float32]  # [n, n_head_kv, head size]
+Rows: TypeAlias = npt.NDArray[np.float32]  # [n, width]
 Mask: TypeAlias = npt.NDArray[np.bool_]
 Places: TypeAlias = npt.NDArray[np.int64]
 
@@ -69,11 +73,11 @@ class Drift:
     """
 
     def __init__(self, kv: KVCache, seq: int, begin: int, end: int, chosen: Mask) -> None:
-        self._kv, self._seq, self._begin, self._end, self._chosen = kv, seq, begin, end, chosen
+        self._kv, self._seq, self._begin, self._chosen = kv, seq, begin, chosen
         self._at = np.flatnonzero(chosen)
-        self._before = {layer.il: self._read(layer.il, begin, end, chosen) for layer in kv.layers}
-        self._change = {il: [np.zeros_like(rows) for rows in old] for il, old in self._before.items()}
-        self._off: dict[tuple[int, str], list[float]] = {}
+        views = {layer.il: kv.layer(layer.il) for layer in kv.layers}
+        with _blas().limit(limits=1):
+            self._layers = {il: _Layer(view, seq, begin, end, chosen) for il, view in views.items()}
 
     def correct(self, tokens: Tokens, low: int, high: int) -> None:
         """Add to each row of [low, high) of the passage that was not chosen what the chosen rows up to `high`
@@ -88,99 +92,138 @@ class Drift:
             DamagedRowsError: what was evaluated says that the donor's rows are not of these tokens, or not of
                 these positions.
         """
-        self._note(low, high)
-        if problem := self._problem(high):
-            raise DamagedRowsError(problem)
+        p0, p1 = self._begin + low, self._begin + high
+        part, mask = slice(*np.searchsorted(self._at, (low, high)).tolist()), self._chosen[low:high]
+        rows = {il: layer.read(self._seq, p0, p1) for il, layer in self._layers.items()}
+        for il, layer in self._layers.items():
+            layer.note(part, rows[il][mask])
+        self._check()
         near = (self._at < high) & (self._at >= low - _FAR)
-        stay = np.flatnonzero(~self._chosen[low:high]) + low
+        stay = np.flatnonzero(~mask)
         if not near.any() or not len(stay):
             return
-        p0, p1 = self._begin + low, self._begin + high
+        among, to_stay = _Places(self._at[near], self._at[near]), _Places(self._at[near], stay + low)
+        with _blas().limit(limits=1):  # products this small wait longer for a second thread than they take
+            for il, layer in self._layers.items():
+                rows[il][stay] += layer.moves(rows[il][stay], near, among, to_stay)
         block = self._kv.export(self._seq, p0, p1, tokens[low:high])
         groups = tuple(
-            replace(group, layers=tuple(self._moved(layer, low, high, stay, near) for layer in group.layers))
+            replace(
+                group, layers=tuple(self._layers[each.il].put(each, rows[each.il]) for each in group.layers)
+            )
             for group in block.without_hot().groups
         )
         self._kv.replace(replace(block, groups=groups, checkpoints=()), self._seq)
 
-    def _moved(self, layer: LayerRows, low: int, high: int, stay: Places, near: Mask) -> LayerRows:
-        """Return a layer of the piece [low, high) with the rows `stay` moved by the changes `near`."""
-        rows = self._read(layer.il, self._begin + low, self._begin + high)
-        of, at = [each[stay - low] for each in rows], [each[near] for each in self._before[layer.il]]
-        weights = _weights(stay, self._at[near], of, at)
-        for which, change in zip(rows, self._change[layer.il], strict=True):
-            which[stay - low] += np.tensordot(weights, change[near], axes=1)
-        return _with_rows(layer, rows)
-
-    def _note(self, low: int, high: int) -> None:
-        """Keep what changed in the chosen rows of a piece, and by how much of their size."""
-        part = slice(*np.searchsorted(self._at, (low, high)).tolist())
-        mask = self._chosen[low:high]
-        for il, old in self._before.items():
-            new = self._read(il, self._begin + low, self._begin + high, mask)
-            for which, change, was, now in zip("KV", self._change[il], old, new, strict=False):
-                change[part] = now - was[part]
-                size = np.maximum(np.sqrt(np.square(now).sum(axis=(1, 2))), 1e-9)
-                off = np.sqrt(np.square(change[part]).sum(axis=(1, 2))) / size
-                self._off.setdefault((il, which), []).extend(off.tolist())
-
-    def _problem(self, high: int) -> str:
-        """Return what is wrong with the donor's rows, "" if nothing is."""
-        first = min(self._before)
-        for (il, which), off in self._off.items():
-            bound = _OTHER if il != first else _FIRST_K if which == "K" else _FIRST_V
-            if len(off) >= _LEAST and not np.median(off) <= bound:  # nor is what is not finite
-                return (
-                    f"{which} of the passage at [{self._begin}, {self._end}) in layer {il} is off by "
-                    f"{np.median(off):.2g} of its size where it was evaluated, and sound rows are by "
-                    f"{bound:g} at most: the rows are damaged, another text's, or of other positions"
-                )
-        return ""
-
-    def _read(self, il: int, p0: int, p1: int, mask: Mask | None = None) -> list[Rows]:
-        """K, and V where the layer has any, as the model computes them."""
-        view = self._kv.layer(il)
-        rows = [view.k(self._seq, p0, p1, basis="model")]
-        if view.info.head_size_v:
-            rows.append(view.v(self._seq, p0, p1, basis="model"))
-        return rows if mask is None else [each[mask] for each in rows]
+    def _check(self) -> None:
+        """Raise DamagedRowsError where rows changed more than another context can change them."""
+        first = min(self._layers)
+        for il, layer in self._layers.items():
+            for which, off in zip("KV", layer.off, strict=False):
+                bound = _OTHER if il != first else _FIRST_K if which == "K" else _FIRST_V
+                if len(off) >= _LEAST and not np.median(off) <= bound:  # nor is what is not finite
+                    passage = f"[{self._begin}, {self._begin + len(self._chosen)})"
+                    raise DamagedRowsError(
+                        f"{which} of the passage at {passage} in layer {il} is off by {np.median(off):.2g} "
+                        f"of its size where it was evaluated, and sound rows are by {bound:g} at most: the "
+                        f"rows are damaged, another text's, or of other positions"
+                    )
 
 
-def _weights(of: Places, at: Places, rows_of: list[Rows], rows_at: list[Rows]) -> npt.NDArray[np.float32]:
-    """Return what the change of each row `at` counts for the rows `of`, float32 [n of, n at].
+@cache
+def _blas() -> ThreadpoolController:
+    """The threads of NumPy's matrix products."""
+    return ThreadpoolController().select(user_api="blas")
 
-    Args:
-        of, at: positions in the passage.
-        rows_of, rows_at: the donor's K and V there, which say what is alike.
+
+class _Places:
+    """How much changes at two places of a passage have in common, as far as their distance tells.
+
+    Attributes:
+        near: where they are near each other, float64 [n of a, n of b].
+        fade: what remains of that where their rows are alike.
     """
-    noise = np.diag(np.where(at < _SINKS, _NOISE_OF_SINK, 1.0) * _NOISE)
-    content = [_content(*each) for each in zip(rows_of, rows_at, strict=True)]
-    to_of, to_at = (np.mean(each, axis=0) for each in zip(*content, strict=True))
-    found = np.linalg.solve(_alike(at, at, to_at) + noise, _alike(at, of, to_of))
-    weights: npt.NDArray[np.float32] = found.T.astype(np.float32)
-    return weights
+
+    def __init__(self, a: Places, b: Places) -> None:
+        apart = np.abs(a[:, None] - b[None])
+        fades = [np.exp(-apart / reach) for reach in _REACHES]
+        self.a = a
+        self.near: npt.NDArray[np.float64] = np.mean(fades, axis=0)
+        self.fade = _CONTENT * fades[-1]
+
+    def alike(self, cosines: Rows) -> npt.NDArray[np.float64]:
+        """With the cosines of their rows, [n of a, n of b]."""
+        return self.near + self.fade * np.maximum(cosines, 0)
 
 
-def _alike(a: Places, b: Places, cosines: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    """Return how much changes at two positions have in common, [n of a, n of b]: where they are near each
-    other, and where their rows are alike.
+class _Layer:
+    """The chosen rows of a passage in one layer: what they were in the donor, and what evaluation changed.
+
+    A row is K and behind it V, where the layer has any, as the model computes them.
+
+    Attributes:
+        off: changes by the size of the evaluated row, of K and of V.
     """
-    apart = np.abs(a[:, None] - b[None])
-    near: npt.NDArray[np.float64] = np.mean([np.exp(-apart / reach) for reach in _REACHES], axis=0)
-    alike: npt.NDArray[np.float64] = _CONTENT * np.maximum(cosines, 0) * np.exp(-apart / max(_REACHES))
-    return np.add(near, alike)
+
+    def __init__(self, view: LayerView, seq: int, begin: int, end: int, chosen: Mask) -> None:
+        self._view, self._width_k = view, view.info.n_head_kv * view.info.head_size_k
+        self._before = self.read(seq, begin, end)[chosen]
+        self._change = np.zeros_like(self._before)
+        self._middle = self._before.mean(axis=0) if len(self._before) else 0.0
+        self._units = self._unit(self._before)
+        self._alike = self._units @ self._units.T
+        self.off: list[list[float]] = [[] for _ in self._split(self._before)]
+
+    def read(self, seq: int, p0: int, p1: int) -> Rows:
+        """The rows at [p0, p1) of a sequence."""
+        reads = [self._view.k, self._view.v][: 2 if self._view.info.head_size_v else 1]
+        rows = [read(seq, p0, p1, basis="model") for read in reads]
+        return np.concatenate([each.reshape(len(each), -1) for each in rows], axis=1)
+
+    def note(self, part: slice, rows: Rows) -> None:
+        """Keep what changed in a part of the chosen rows, which have now been evaluated."""
+        self._change[part] = rows - self._before[part]
+        for off, change, now in zip(
+            self.off, self._split(self._change[part]), self._split(rows), strict=True
+        ):
+            size = np.maximum(np.linalg.norm(now, axis=1), 1e-9)
+            off.extend((np.linalg.norm(change, axis=1) / size).tolist())
+
+    def moves(self, rows: Rows, near: Mask, among: _Places, to_rows: _Places) -> Rows:
+        """Return by how much rows are to be moved, for the changes of those chosen ones that are `near`.
+
+        Args:
+            rows: the donor's.
+            near: bool [n chosen].
+            among: places of these chosen ones, and of them.
+            to_rows: places of these chosen ones, and of the rows.
+        """
+        noise = np.where(among.a < _SINKS, _NOISE_OF_SINK, 1.0) * _NOISE
+        known = among.alike(self._alike[np.ix_(near, near)]) + np.diag(noise)
+        wanted = to_rows.alike(self._units[near] @ self._unit(rows).T)
+        weights = np.linalg.solve(known, wanted).T.astype(np.float32)
+        moved: Rows = weights @ self._change[near]
+        return moved
+
+    def put(self, layer: LayerRows, rows: Rows) -> LayerRows:
+        """The layer with these rows in F32, of which the cache then makes its own."""
+        return _with_rows(layer, self._split(rows))
+
+    def _split(self, rows: Rows) -> list[Rows]:
+        """K, and V where there is any."""
+        parts = np.split(rows, [self._width_k], axis=1)
+        return parts if parts[1].shape[1] else parts[:1]
+
+    def _unit(self, rows: Rows) -> Rows:
+        """Rows whose products are cosines, the mean of K's and V's, less what all rows share."""
+        parts = self._split(rows - self._middle)
+        sizes = [np.linalg.norm(each, axis=1, keepdims=True) * np.sqrt(len(parts)) for each in parts]
+        units = [each / np.maximum(size, 1e-9) for each, size in zip(parts, sizes, strict=True)]
+        return np.concatenate(units, axis=1, dtype=np.float32)
 
 
-def _content(of: Rows, at: Rows) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Return the cosines of the rows `at` with the rows `of` and with each other, less what all share."""
-    middle = at.mean(axis=0)
-    far = [(rows - middle).reshape(len(rows), -1) for rows in (of, at)]
-    of, at = (each / np.maximum(np.linalg.norm(each, axis=1, keepdims=True), 1e-9) for each in far)
-    return at @ of.T, at @ at.T
-
-
-def _with_rows(layer: LayerRows, rows: list[Rows]) -> LayerRows:
-    """The layer with these rows in F32, of which the cache then makes its own."""
+def _with_rows(layer: LayerRows, rows: Sequence[Rows]) -> LayerRows:
+    """The layer with these rows in F32, K and where there is any V."""
     k, *v = (np.ascontiguousarray(each, np.float32).reshape(len(each), -1).view(np.uint8) for each in rows)
     layer = replace(layer, type_k="f32", rotation_k=0, equalization=0, k=k)
     return replace(layer, type_v="f32", rotation_v=0, v=v[0]) if v else layer
