@@ -1,10 +1,11 @@
-"""What the precision of the wire does to the answers of a real model: docs/split.md has the figures."""
+"""What the wire's precision and a cloak do to the answers of a real model: docs/split.md has the figures."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from mixedkv import Llama
 from mixedkv.real_text import KINDS, read_real_text
 from mixedkv.split.client import SplitClient
-from mixedkv.split.export import Exported
+from mixedkv.split.export import Exported, export
 from mixedkv.split.head import Head
 from support import split_support
 
@@ -34,19 +35,25 @@ def _log_p(logits: np.ndarray) -> np.ndarray:
     return np.asarray(wide - np.logaddexp.reduce(wide, axis=1, keepdims=True))
 
 
-def _alone(model: Path, kv: str) -> tuple[list[list[int]], list[list[int]], list[np.ndarray]]:
-    """Prompts, the answers of `Llama` alone, and its distributions along them."""
+class _Case(NamedTuple):
+    """A prompt, the answer of `Llama` alone, and its log probabilities along it."""
+
+    prompt: list[int]
+    answer: list[int]
+    log_p: np.ndarray
+
+
+def _alone(model: Path, kv: str) -> list[_Case]:
     options = {"n_ctx": 256, "n_threads": 1, "n_threads_batch": 1, "logits_all": True, "verbose": False}
     with Llama(model, kv=kv, **options) as llm:
-        prompts = list(_prompts(llm))
-        answers, rows = [], []
-        for prompt in prompts:
-            answers.append(split_support.local_tokens(llm, prompt, _N_ANSWER))
+        cases = []
+        for prompt in _prompts(llm):
+            answer = split_support.local_tokens(llm, prompt, _N_ANSWER)
             llm.reset()
             llm.kv.clear()
-            llm.eval([*prompt, *answers[-1]])
-            rows.append(_log_p(llm.scores[_N_PROMPT - 1 : llm.n_tokens]))
-    return prompts, answers, rows
+            llm.eval([*prompt, *answer])
+            cases.append(_Case(prompt, answer, _log_p(llm.scores[_N_PROMPT - 1 : llm.n_tokens])))
+    return cases
 
 
 @pytest.fixture(scope="module", params=["real_model", "real_model_q4_1"])
@@ -62,35 +69,70 @@ def _gap(log_p: np.ndarray, answer: list[int], found: list[int]) -> float:
     return 0.0 if at is None else abs(float(log_p[at, answer[at]] - log_p[at, found[at]]))
 
 
+class _Found(NamedTuple):
+    """What a split model gives beside it. KL divergences are in nats.
+
+    Attributes:
+        gap: the largest one between the log probabilities of the first two tokens that differ.
+        first: share of likeliest tokens that are the same.
+    """
+
+    same: int
+    gap: float
+    kld: float
+    largest: float
+    first: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.same} answers the same, KLD {self.kld:.1e} (largest {self.largest:.1e}), "
+            f"{100 * self.first:.2f}% of first choices, gaps {self.gap:.1e}"
+        )
+
+
+def _beside(parts: Exported, kv: str, precision: str, cases: list[_Case]) -> _Found:
+    same, gaps, klds, first = 0, [], [], []
+    with (
+        Head(parts.head, n_threads=1) as head,
+        split_support.running(parts.body, kv=kv, n_ctx=512) as server,
+        SplitClient(head, server.address, precision=precision) as client,
+    ):
+        for prompt, answer, wanted in cases:
+            with client.session() as session:
+                found = list(session.generate_tokens(prompt, max_tokens=_N_ANSWER, temperature=0))
+            same += found == answer
+            gaps.append(_gap(wanted, answer, found))
+            with client.session() as session:
+                got = _log_p(head.logits(session._evaluate([*prompt, *answer], len(answer) + 1)))
+            klds.append((np.exp(wanted) * (wanted - got)).sum(axis=1))
+            first.append(wanted.argmax(axis=1) == got.argmax(axis=1))
+    kld = np.concatenate(klds)
+    return _Found(same, max(gaps), float(kld.mean()), float(kld.max()), float(np.concatenate(first).mean()))
+
+
 @pytest.mark.parametrize("kv", ["f16", "mixed:threshold=32,group=8"])
 def test_answers_of_a_real_model(halves: tuple[Path, Exported], kv: str) -> None:
     path, parts = halves
-    prompts, answers, alone = _alone(path, kv)
+    cases = _alone(path, kv)
     for precision in _PRECISIONS:
-        same, gaps, klds, first = 0, [], [], []
-        with (
-            Head(parts.head, n_threads=1) as head,
-            split_support.running(parts.body, kv=kv, n_ctx=512) as server,
-            SplitClient(head, server.address, precision=precision) as client,
-        ):
-            for prompt, answer, wanted in zip(prompts, answers, alone, strict=True):
-                with client.session() as session:
-                    found = list(session.generate_tokens(prompt, max_tokens=_N_ANSWER, temperature=0))
-                same += found == answer
-                gaps.append(_gap(wanted, answer, found))
-                with client.session() as session:
-                    got = _log_p(head.logits(session._evaluate([*prompt, *answer], len(answer) + 1)))
-                klds.append((np.exp(wanted) * (wanted - got)).sum(axis=1))
-                first.append(wanted.argmax(axis=1) == got.argmax(axis=1))
-        kld, top = float(np.concatenate(klds).mean()), float(np.concatenate(first).mean())
-        print(
-            f"{path.stem}, {kv}, wire {precision}: {same} of {len(prompts)} answers the same, KLD {kld:.1e} "
-            f"(largest {np.concatenate(klds).max():.1e}), {100 * top:.2f}% of first choices, "
-            f"gaps {max(gaps):.1e}"
-        )
+        found = _beside(parts, kv, precision, cases)
+        print(f"{path.stem}, {kv}, wire {precision}, of {len(cases)}: {found}")
         # products of quantised weights are in 8 bits: rounding a vector changes as much as anything does
         rounded = precision == "f16" and "Q4_1" in path.stem
-        assert kld < (1e-2 if rounded else 1e-6)
-        assert top > (0.93 if rounded else 0.999)
+        assert found.kld < (1e-2 if rounded else 1e-6)
+        assert found.first > (0.93 if rounded else 0.999)
         if not rounded:  # the server keeps F16 rows in another order: sums round otherwise
-            assert max(gaps) < (1e-6 if kv == "f16" else 0.1), gaps
+            assert found.gap < (1e-6 if kv == "f16" else 0.1)
+
+
+@pytest.mark.slow
+def test_a_cloak_costs_a_real_model_nothing(real_model: Path, tmp_path: Path) -> None:
+    cases = _alone(real_model, "f16")
+    plain = split_support.split(real_model, tmp_path)
+    cloaked = export(real_model, tmp_path / "head.gguf", tmp_path / "body.gguf", cloak=7)
+    f16 = _beside(cloaked, "f16", "f16", cases)
+    mixed, mixed_cloaked = (_beside(parts, "mixed", "f16", cases) for parts in (plain, cloaked))
+    print(f"of {len(cases)}, beside `Llama` with an F16 cache: cloaked f16: {f16}")
+    print(f"mixed: {mixed}; mixed and cloaked: {mixed_cloaked}")
+    assert f16.kld < 1e-4
+    assert mixed_cloaked.kld < 2 * mixed.kld
