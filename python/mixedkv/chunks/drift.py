@@ -137,11 +137,11 @@ def _blas() -> ThreadpoolController:
 
 
 class _Places:
-    """How much changes at two places of a passage have in common, as far as their distance tells.
+    """The covariance of changes at places `a` and `b` of a passage, float64 [n of a, n of b].
 
     Attributes:
-        near: where they are near each other, float64 [n of a, n of b].
-        fade: what remains of that where their rows are alike.
+        near: the part that their distance alone gives.
+        fade: what it leaves of the part for rows that are alike.
     """
 
     def __init__(self, a: Places, b: Places) -> None:
@@ -151,9 +151,10 @@ class _Places:
         self.near: npt.NDArray[np.float64] = np.mean(fades, axis=0)
         self.fade = _CONTENT * fades[-1]
 
-    def alike(self, cosines: Rows) -> npt.NDArray[np.float64]:
-        """With the cosines of their rows, [n of a, n of b]."""
-        return self.near + self.fade * np.maximum(cosines, 0)
+    def covariance(self, cosines: Rows) -> npt.NDArray[np.float64]:
+        """Return all of it, for the cosines of their rows."""
+        both: npt.NDArray[np.float64] = self.near + self.fade * np.maximum(cosines, 0)
+        return both
 
 
 class _Layer:
@@ -199,8 +200,8 @@ class _Layer:
             to_rows: places of these chosen ones, and of the rows.
         """
         noise = np.where(among.a < _SINKS, _NOISE_OF_SINK, 1.0) * _NOISE
-        known = among.alike(self._alike[np.ix_(near, near)]) + np.diag(noise)
-        wanted = to_rows.alike(self._units[near] @ self._unit(rows).T)
+        known = among.covariance(self._alike[np.ix_(near, near)]) + np.diag(noise)
+        wanted = to_rows.covariance(self._units[near] @ self._unit(rows).T)
         weights = np.linalg.solve(known, wanted).T.astype(np.float32)
         moved: Rows = weights @ self._change[near]
         return moved
