@@ -105,8 +105,8 @@ async function answer(of, parent) {
     node.state = writing.abort.signal.aborted ? "stopped" : "failed";
     if (node.state === "failed") node.error = error instanceof TypeError ? "The server is out of reach." : error.message;
   }
-  writings.delete(of.id);
   await keep(of, node);
+  writings.delete(of.id); // only now: an answer that looks finished is one that a reload does not lose
   if (of === chat) show();
 }
 
