@@ -102,8 +102,10 @@ class Drift:
         stay = np.flatnonzero(~mask)
         if not near.any() or not len(stay):
             return
-        among, to_stay = _Places(self._at[near], self._at[near]), _Places(self._at[near], stay + low)
-        with _blas().limit(limits=1):  # products this small wait longer for a second thread than they take
+        at = self._at[near]
+        among, to_stay = _Places(at, at), _Places(at, stay + low)
+        among.near += np.diag(np.where(at < _SINKS, _NOISE_OF_SINK, 1.0) * _NOISE)
+        with _blas().limit(limits=1):
             for il, layer in self._layers.items():
                 rows[il][stay] += layer.moves(rows[il][stay], near, among, to_stay)
         block = self._kv.export(self._seq, p0, p1, tokens[low:high])
@@ -132,7 +134,7 @@ class Drift:
 
 @cache
 def _blas() -> ThreadpoolController:
-    """The threads of NumPy's matrix products."""
+    """The threads of NumPy's matrix products. The small ones here wait longer for a second than they take."""
     return ThreadpoolController().select(user_api="blas")
 
 
@@ -147,7 +149,6 @@ class _Places:
     def __init__(self, a: Places, b: Places) -> None:
         apart = np.abs(a[:, None] - b[None])
         fades = [np.exp(-apart / reach) for reach in _REACHES]
-        self.a = a
         self.near: npt.NDArray[np.float64] = np.mean(fades, axis=0)
         self.fade = _CONTENT * fades[-1]
 
@@ -196,11 +197,10 @@ class _Layer:
         Args:
             rows: the donor's.
             near: bool [n chosen].
-            among: places of these chosen ones, and of them.
+            among: places of these chosen ones, and of them, with what each changes of its own.
             to_rows: places of these chosen ones, and of the rows.
         """
-        noise = np.where(among.a < _SINKS, _NOISE_OF_SINK, 1.0) * _NOISE
-        known = among.covariance(self._alike[np.ix_(near, near)]) + np.diag(noise)
+        known = among.covariance(self._alike[np.ix_(near, near)])
         wanted = to_rows.covariance(self._units[near] @ self._unit(rows).T)
         weights = np.linalg.solve(known, wanted).T.astype(np.float32)
         moved: Rows = weights @ self._change[near]

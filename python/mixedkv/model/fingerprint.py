@@ -100,9 +100,8 @@ def _samples(path: Path, file: BinaryIO) -> Iterator[tuple[int, int]]:
     reader = Reader(path, file)
     tensors = reader.read().tensors
     yield 0, file.tell()
-    start = pad(file.tell(), reader.alignment)
-    begin = 0
-    for i, end in enumerate(sorted(tensor.start - start + tensor.n_bytes for tensor in tensors)):
+    begin = pad(file.tell(), reader.alignment)
+    for i, end in enumerate(sorted(tensor.start + tensor.n_bytes for tensor in tensors)):
         size = min(_SAMPLE, end - begin)
-        yield start + begin + int((end - begin - size) * (i * _GOLDEN % 1)), size
+        yield begin + int((end - begin - size) * (i * _GOLDEN % 1)), size
         begin = end

