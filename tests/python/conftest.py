@@ -13,7 +13,7 @@ import pytest
 import mixedkv  # noqa: F401  (before llama_cpp)
 from mixedkv import Llama
 from mixedkv.chat import MessageCache
-from mixedkv.model.named_model import smollm2_f16, smollm2_q4_1
+from mixedkv.model.smollm2 import smollm2_f16, smollm2_q4_1
 from mixedkv.store import KVStore
 from support import zoo
 from support.conversation_support import empty, open_llama
@@ -68,7 +68,7 @@ def real_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def real_model_q4_1(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2 in Q4_1, as its package carries it, in a folder without a sidecar."""
+    """SmolLM2 in Q4_1, as it was downloaded, in a folder without a sidecar."""
     return _real(smollm2_q4_1, tmp_path_factory)
 
 

@@ -5,21 +5,26 @@ from __future__ import annotations
 import argparse
 
 from mixedkv.model.hub_model import PREFIX, hub_model
+from mixedkv.model.named_model import NAMES, find_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Download a GGUF model from the Hugging Face Hub into the hub's cache, and print its path. What is "
+        "Download a GGUF model, of the Hugging Face Hub into the hub's cache, and print its path. What is "
         "there already is not downloaded again, unless the hub has a newer one; a download that was cut off "
         "goes on. -m takes the same name."
     )
     parser.add_argument(
         "name",
-        metavar="[hf:]OWNER/REPO[:FILE]",
-        help="FILE is a file's name, or its types: Q8_0 (default: Q4_K_M, or the only one)",
+        metavar="NAME",
+        help="smollm2, or [hf:]OWNER/REPO[:FILE]: a file's name, or its types: Q8_0 (default: Q4_K_M, or "
+        "the only one)",
     )
     parser.set_defaults(command=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    print(hub_model(PREFIX + args.name.removeprefix(PREFIX), refresh=True))
+    if args.name in NAMES:
+        print(find_model(args.name))
+    else:
+        print(hub_model(PREFIX + args.name.removeprefix(PREFIX), refresh=True))

@@ -25,12 +25,13 @@ _DEMO_SEED, _DEMO_SENTENCES = 7, 40
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Generate text: the answer to a question, or with --raw what follows a text. Without -p the bundled "
-        "model is asked about a fact in a short journal."
+        "Generate text: the answer to a question, or with --raw what follows a text. Without a prompt the "
+        "bundled model is asked about a fact in a short journal."
     )
     parser.add_argument("-m", "--model", metavar="MODEL", help=MODEL_HELP)
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("-p", "--prompt", metavar="TEXT", help="prompt")
+    prompt.add_argument("text", metavar="TEXT", nargs="?", help="prompt")
+    prompt.add_argument("-p", "--prompt", metavar="TEXT", help="prompt, the same")
     prompt.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file; - is stdin")
     parser.add_argument(
         "--raw",
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _demo(args: argparse.Namespace) -> Recall | None:
-    if args.prompt is None and args.file is None and args.model is None:
+    if args.text is None and args.prompt is None and args.file is None and args.model is None:
         return make_recall(_DEMO_SEED, _DEMO_SENTENCES, where=0.1)
     return None
 
@@ -92,15 +93,14 @@ def _introduce(demo: Recall) -> str:
 
 
 def _read_prompt(args: argparse.Namespace) -> str:
-    if args.prompt is None and args.file is None:
-        raise ValueError("a model of your own needs a prompt: add -p TEXT or -f FILE")
-    if args.file == "-":
-        text = sys.stdin.read()
-    else:
-        text = args.prompt if args.file is None else Path(args.file).read_text(encoding="utf-8")
+    text: str | None = args.text if args.prompt is None else args.prompt
+    if args.file is not None:
+        text = sys.stdin.read() if args.file == "-" else Path(args.file).read_text(encoding="utf-8")
+    if text is None:
+        raise ValueError("a model of your own needs a prompt: add TEXT or -f FILE")
     if not text:
         raise ValueError("the prompt is empty")
-    return str(text)
+    return text
 
 
 def _stream(llm: Llama, prompt: str | list[dict[str, str]], options: dict[str, Any]) -> Iterator[str]:

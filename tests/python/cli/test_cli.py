@@ -59,7 +59,7 @@ def test_run_is_the_same_for_each_cache(kv: str) -> None:
 
 
 def test_run_reports_the_cache() -> None:
-    done = run("run", "-p", "Mira", "--kv", "mixed:threshold=64", "-n", 4, "--n-ctx", 512)
+    done = run("run", "Mira", "--kv", "mixed:threshold=64", "-n", 4, "--n-ctx", 512)
     with Llama(model_path(), kv="mixed:threshold=64", n_ctx=512, verbose=False) as llm:
         stats = llm.kv.stats()
     assert f"{stats.bits_per_element:.2f} bits/element, {format_saving(stats.saving)}" in done.stderr
@@ -176,9 +176,10 @@ def test_the_formula_is_what_is_allocated(zoo_path, name: str, kv: str) -> None:
         (["run", "-m", "none.gguf", "-p", "x"], "none.gguf: No such file or directory"),
         (["run", "-m", __file__, "-p", "x"], "no GGUF file"),
         (["info", "-m", __file__], "no GGUF file"),
-        (["run", "-m", str(model_path())], "add -p TEXT or -f FILE"),
+        (["run", "-m", str(model_path())], "add TEXT or -f FILE"),
         (["run", "-p", ""], "the prompt is empty"),
         (["run", "-p", "x", "-f", "y"], "not allowed with"),
+        (["run", "x", "-p", "y"], "not allowed with"),
         (["run", "-f", "none.txt"], "none.txt: No such file or directory"),
         (["run", "--kv", "mixed:threshold=8"], "quantization_threshold=8 is smaller than group_size=16"),
         (["run", "--kv", "q3_k"], "kv='q3_k' names no cache"),

@@ -15,7 +15,7 @@ import numpy as np
 
 from mixedkv import Llama
 from mixedkv.config import parse_kv
-from mixedkv.model.named_model import smollm2_f16
+from mixedkv.model.smollm2 import smollm2_f16
 from support import zoo
 from support.crossing.lineage import Lineage, Reference, evaluate, pos_max, window_of
 from support.harness import rel_rms
