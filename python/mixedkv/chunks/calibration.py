@@ -48,10 +48,9 @@ class Calibration(BaseModel):
 
     @property
     def chosen(self) -> Measured | None:
-        """The method that evaluates least of those that leave a quarter of the mean divergence of no
-        repair, or
-        the one with the least divergence if none does. None if its median is above the bound: the gate, which
-        looks at the median as well, would close.
+        """The method that evaluates least of those that leave a quarter of the mean divergence of no repair,
+        or the one with the least divergence if none does. None if its median is above the bound: the gate,
+        which looks at the median as well, would close.
         """
         unrepaired = max((each.kld_mean for each in self.measured if each.repair == "none"), default=0.0)
         good = [each for each in self.measured if each.kld_median <= self.max_kld]

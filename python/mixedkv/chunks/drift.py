@@ -1,11 +1,9 @@
 """Correct the rows that stay a donor's by what evaluation changed in the chosen rows of their passage.
 
 What another context does to a passage is much the same for neighbours, most of all in K of deep layers.
-Attention
-adds up what neighbours share and averages out the rest. So the shared part is what divergence is made of, and
-a few evaluated rows show it: the change is estimated everywhere from where it is known (kriging, Gaussian
-process
-regression over positions).
+Attention adds up what neighbours share and averages out the rest, so divergence comes from the shared part. A
+few evaluated rows show it: the change is estimated everywhere from where it is known (kriging, Gaussian
+process regression over positions).
 """
 
 from __future__ import annotations
@@ -42,17 +40,15 @@ _NOISE_OF_SINK = 5.0
 _FAR = 1024  # tokens before a piece whose changes count for it
 # In the first layer a row depends on token and position alone. Q4_0 keys, turned, are off by .11 in the
 # median; turned to the next position by .22, and rows of other tokens by .8 in K and 1.2 in V. Context
-# changes
-# rows of other layers by their own size and more.
+# changes rows of other layers by their own size and more.
 _FIRST_K, _FIRST_V, _OTHER = 0.16, 0.6, 3.0
 _LEAST = 8  # evaluated rows that say something of a passage
 
 
 def pieces(n: int) -> list[tuple[int, int]]:
-    """Parts [low, high) of a passage of n tokens that are evaluated and corrected one after the other.
-    They grow
-    with the distance from the beginning, as changes fade, up to the rows that may be in memory as F32 at a
-    time.
+    """Parts [low, high) of a passage of n tokens that are evaluated and corrected one after the other. They
+    grow with the distance from the beginning, as changes fade, up to the rows that may be in memory as F32 at
+    a time.
     """
     edges, size = [0], 16
     while edges[-1] + size + size // 2 < n:

@@ -97,12 +97,10 @@ def worth(looks: Floats, segments: Sequence[Segment], overlap: int) -> Floats:
 
 
 def spread(scores: Floats, looks: Floats, among: Mask, share: float) -> Mask:
-    """Choose a share of the positions that are `among`, as many of each part of them as it is worth, bool
-    [n].
+    """Choose a share of the `among` positions, of each part of them as many as it is worth (bool [n]).
 
     The positions are cut in order into parts of the same worth. Each gives the one that is looked at most.
-    Rows
-    between are corrected by the chosen ones, so these must not be all in one place.
+    Rows between are corrected by the chosen ones, so these must not be all in one place.
     """
     at, mask = np.flatnonzero(among), np.zeros(len(scores), np.bool_)
     n = round(share * len(at))

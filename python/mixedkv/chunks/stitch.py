@@ -96,8 +96,7 @@ class Stitch:
 
     def _correct(self, begin: int, segment: Segment, chosen: Mask) -> _Work[None]:
         """Evaluate from `begin` to the end of a segment what is not kept, and correct what is, piece by
-        piece:
-        what is evaluated next then sees corrected rows.
+        piece, so that what is evaluated next sees corrected rows.
         """
         tokens = self._tokens[segment.begin : segment.end]
         drift = Drift(self._llm.kv, self._seq, segment.begin, segment.end, chosen)
