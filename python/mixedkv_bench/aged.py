@@ -183,6 +183,8 @@ TABLE = Table(
 )
 TEST = BenchTest(
     name="aged",
+    measures="tokens per second of a cache that many clients have used for long",
+    flags=("--flash-attn", "--clients", "--n-gen", "--repeats"),
     tables=(TABLE,),
     prepare=prepare,
     check=lambda options: check_steps(options.n_gen, options.repeats),

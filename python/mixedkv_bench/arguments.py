@@ -1,38 +1,36 @@
-"""Flags of `mixedkv bench`. What can be wrong with them is found here, before a model is loaded."""
+"""Reads the flags of `mixedkv bench`. What can be wrong with them is found here, before a model is loaded."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
 
 from mixedkv.bundled import model_path
 from mixedkv.chunks.chunk_reuse import REPAIRS
-from mixedkv.cli.values import memory
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.limits import CELLS
 from mixedkv.model.footprint import ModelShape, model_shape
 from mixedkv.model.gguf_file import ModelFile, n_layers, read_model_file
-from mixedkv.model.named_model import HELP as MODEL_HELP
 from mixedkv.model.named_model import find_model
-from mixedkv.real_text import KINDS, read_text
-from mixedkv.streaming.layer_choice import Asked, parse_layers
+from mixedkv.real_text import read_text
 from mixedkv_bench.catalog import TESTS
+from mixedkv_bench.flags import COMMON, N_PROMPT, QUALITY_MODES, add_flags
 from mixedkv_bench.harness.cache_settings import DEFAULT_SPECS, Setting, make_settings
-from mixedkv_bench.harness.filling import FILLS
 from mixedkv_bench.harness.reuse_cases import DONOR_KINDS, WORKLOADS
 from mixedkv_bench.options import Options
-from mixedkv_bench.quality import QualityRow
 from mixedkv_bench.streaming import MODES as STREAM_MODES
 
-_MODES = get_args(QualityRow.model_fields["mode"].annotation)
 _ALL = tuple(name for name, test in TESTS.items() if test.in_all)
-_SPECS = {"reuse": ("mixed:cold=q8_0", "mixed"), "sensitivity": ("mixed",)}
-_SERVE_SPECS = ("f16", "mixed")
-_N_PROMPT = {"store": 4096, "reuse": 1700, "serve": 1024, "fleet": 1024}
+_SPECS = {
+    "reuse": ("mixed:cold=q8_0", "mixed"),
+    "sensitivity": ("mixed",),
+    "fleet": ("mixed",),
+    "streaming": ("mixed",),
+    "serve": ("f16", "mixed"),
+    "split": ("f16", "mixed"),
+}  # without --kv, where it is not DEFAULT_SPECS
 _DEPTHS = (0, 4096, 16384)
 _N_CTX = 4096  # of quality
 _N_CTX_RECALL = 2048  # the bundled model answers few questions from further back, whatever its cache
@@ -48,7 +46,7 @@ def check(args: argparse.Namespace) -> Options:
     _check_outputs(args.json, args.plot)
     if args.folder is not None:
         _check_writable(args.folder, f"--folder {args.folder}")
-    n_prompt = args.n_prompt or _N_PROMPT.get(args.test, 512)
+    n_prompt = args.n_prompt or N_PROMPT.get(args.test, 512)
     longest = args.n_ctx or shape.n_ctx_train or max(_DEPTHS) + n_prompt
     options = Options(
         tests=tests,
@@ -72,7 +70,7 @@ def check(args: argparse.Namespace) -> Options:
         repeats=args.repeats,
         fill=args.fill,
         sequences=args.sequences,
-        modes=_MODES if args.mode == "both" else (args.mode,),
+        modes=QUALITY_MODES if args.mode == "both" else (args.mode,),
         text=text,
         text_source=source,
         budget=args.budget,
@@ -100,185 +98,30 @@ def check(args: argparse.Namespace) -> Options:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that `check` reads."""
-    parser.add_argument(
-        "test",
-        choices=("quick", *_ALL, "all", *(name for name in TESTS if name not in (*_ALL, "quick"))),
-        help="what to measure; quick: in two minutes, which cache to use here",
-    )
-    parser.add_argument("-m", "--model", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("--kv", metavar="SPEC", action="append", help="cache to compare; again for more")
-    parser.add_argument(
-        "--flash-attn", choices=("both", "on", "off"), default="both", help="where it is a choice (both)"
-    )
-    parser.add_argument("--depths", metavar="N,N", type=depths, help="tokens before the measured ones")
-    parser.add_argument(
-        "--n-ctx", metavar="N", type=number(CELLS), help="context of quality (4096) and recall (2048)"
-    )
-    parser.add_argument("--threads", metavar="N", type=number(1), help="CPU threads (all)")
-    parser.add_argument(
-        "--busy", metavar="N", type=number(0), default=0, help="processes that only compute beside speed (0)"
-    )
-    parser.add_argument(
-        "--repeats", metavar="N", type=number(1), default=5, help="rounds, documents, journals (5)"
-    )
-    parser.add_argument(
-        "--n-prompt",
-        metavar="N",
-        type=number(1),
-        help="tokens of a prompt (512, store 4096, reuse 1700, serve and fleet 1024)",
-    )
-    parser.add_argument("--n-gen", metavar="N", type=number(1), default=32, help="tokens generated (32)")
-    parser.add_argument("--fill", choices=FILLS, default="auto", help="how a depth is reached (auto)")
-    parser.add_argument(
-        "--sequences", metavar="N", type=number(1), default=1, help="of speed, each at the depth (1)"
-    )
-    parser.add_argument("--mode", choices=(*_MODES, "both"), default="both", help="of quality (both)")
-    parser.add_argument(
-        "--text",
-        metavar="TEXT",
-        help=f"text for quality: a file, or {', '.join(KINDS)} (a generated sample)",
-    )
-    parser.add_argument("--budget", metavar="SIZE", type=memory, help="memory for the cache, e.g. 2GiB")
-    parser.add_argument(
-        "--bits",
-        metavar="N,N",
-        type=bits,
-        default=(5.0, 6.0, 7.0),
-        help="of cold rows, for sensitivity (5,6,7)",
-    )
-    parser.add_argument(
-        "--memory", metavar="SIZE,SIZE", type=sizes, default=(), help="limits of streaming, e.g. 1GiB,2GiB"
-    )
-    parser.add_argument(
-        "--stream-layers",
-        metavar="HOW",
-        type=stream_layers,
-        default="auto",
-        help="of streaming: auto, all, ffn, a number, or keep_first=8,keep_last=2 (auto)",
-    )
-    parser.add_argument(
-        "--stream-mode", choices=STREAM_MODES, action="append", help="of streaming; again for more (all)"
-    )
-    parser.add_argument(
-        "--peer",
-        nargs="?",
-        const=True,
-        metavar="PROGRAM",
-        help="beside the stock llama_cpp or its server (serve), or a llama-bench, llama-sweep-bench or "
-        "llama-server",
-    )
-    parser.add_argument(
-        "--peer-kv", metavar="SPEC", action="append", help="the peer's caches; again for more (as --kv)"
-    )
-    parser.add_argument("--no-peer", dest="peer", action="store_false", help="beside nobody")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the rows")
-    parser.add_argument("--plot", metavar="DIR", type=Path, help="write pictures (needs matplotlib)")
-    kept = parser.add_argument_group("store, serve and fleet")
-    kept.add_argument("--n-new", metavar="N", type=number(1), default=32, help="tokens of a message (32)")
-    kept.add_argument("--turns", metavar="N", type=number(1), default=10, help="of a conversation (10)")
-    kept.add_argument(
-        "--clients", metavar="N,N", type=clients, default=(1, 2, 4, 8), help="at a time (1,2,4,8)"
-    )
-    kept.add_argument(
-        "--replicas", metavar="N,N", type=clients, default=(2, 4), help="of a fleet, on Ray Serve (2,4)"
-    )
-    kept.add_argument("--folder", metavar="DIR", type=Path, help="where store writes (a temporary one)")
-    kept.add_argument(
-        "--remote",
-        metavar="URL",
-        help="a server that store and fleet keep KV on too: redis://... or s3://...",
-    )
-    reuse = parser.add_argument_group("reuse")
-    reuse.add_argument(
-        "--workload", choices=WORKLOADS, action="append", help="of prompts; again for more (all)"
-    )
-    reuse.add_argument(
-        "--donor", choices=DONOR_KINDS, action="append", help="of the rows; again for more (all)"
-    )
-    reuse.add_argument("--repair", choices=REPAIRS, action="append", help="of seams; again for more (all)")
-    reuse.add_argument(
-        "--documents", metavar="N", type=number(2), default=5, help="that a prompt is made of (5)"
-    )
-    reuse.add_argument(
-        "--calibrate", action="store_true", help="more methods, and what was found into the store in --folder"
-    )
-    reuse.add_argument(
-        "--max-kld", metavar="NATS", type=nats, default=0.25, help="median a calibration allows (0.25)"
-    )
-    reuse.add_argument(
-        "--kvboost", metavar="PYTHON", default="", help="of an environment with kvboost: measure it too"
-    )
-    speculation = parser.add_argument_group("speculation")
-    speculation.add_argument(
-        "--draft-model", metavar="FILE", type=Path, help="GGUF of a smaller model, which guesses as well"
-    )
+    """Add a parser for each test, with the flags that the test reads."""
+    tests = parser.add_subparsers(title="tests", required=True, metavar="TEST", dest="test")
+    for name in ("quick", *_ALL, "all", *(name for name in TESTS if name not in (*_ALL, "quick"))):
+        measures = f"{', '.join(_ALL)}, one after the other" if name == "all" else TESTS[name].measures
+        each = tests.add_parser(name, help=measures, description=f"Measure {measures}.")
+        each.epilog = f"Caches without --kv: {', '.join(_specs(name))}. The rows: docs/bench-schema.md."
+        add_flags(each, (*COMMON, *_flags(name)), name)
 
 
-def number(least: int) -> Callable[[str], int]:
-    """A type for argparse: a whole number, `least` or more."""
-
-    def read(text: str) -> int:
-        if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
-        return int(text)
-
-    return read
+def _flags(test: str) -> tuple[str, ...]:
+    return tuple(flag for name in (_ALL if test == "all" else (test,)) for flag in TESTS[name].flags)
 
 
-def depths(text: str) -> tuple[int, ...]:
-    """ "0,4096" as (0, 4096)."""
-    return tuple(sorted({number(0)(part.strip()) for part in text.split(",")}))
-
-
-def clients(text: str) -> tuple[int, ...]:
-    """ "1,8" as (1, 8)."""
-    return tuple(sorted({number(1)(part.strip()) for part in text.split(",")}))
-
-
-def bits(text: str) -> tuple[float, ...]:
-    """ "5,6.5" as (5.0, 6.5)."""
-    try:
-        return tuple(sorted({float(part) for part in text.split(",")}))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not numbers such as 5,6.5") from None
-
-
-def nats(text: str) -> float:
-    """A positive divergence."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of nats")
-    return value
-
-
-def sizes(text: str) -> tuple[int, ...]:
-    """ "1GiB,2GiB" in bytes."""
-    return tuple(sorted({memory(part) for part in text.split(",")}))
-
-
-def stream_layers(text: str) -> Asked:
-    """A type for argparse: layers to stream."""
-    try:
-        return parse_layers(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _specs(test: str) -> tuple[str, ...]:
+    return _SPECS.get(test, DEFAULT_SPECS)
 
 
 def _settings(args: argparse.Namespace) -> list[Setting]:
-    """The server has no choice of flash attention: it uses it where the cache needs it."""
-    if args.test not in ("serve", "fleet", "split", "streaming"):
-        default = _SPECS.get(args.test, DEFAULT_SPECS)
-        one_way = args.test == "quick" and args.flash_attn == "both"
-        return make_settings(args.kv or default, "on" if one_way else args.flash_attn)
-    if args.flash_attn == "on":
-        raise ValueError(f"--flash-attn on is not a choice of {args.test}: leave it out")
-    return make_settings(
-        args.kv or (("mixed",) if args.test in ("fleet", "streaming") else _SERVE_SPECS), "off"
-    )
+    flash_attn = args.flash_attn
+    if "--flash-attn" not in _flags(args.test):  # the server's: it uses it where the cache needs it
+        flash_attn = "off"
+    elif args.test == "quick" and flash_attn == "both":
+        flash_attn = "on"
+    return make_settings(args.kv or _specs(args.test), flash_attn)
 
 
 def _peer_settings(args: argparse.Namespace, settings: list[Setting]) -> tuple[Setting, ...]:

@@ -35,6 +35,8 @@ class BenchTest:
     """A test: what it is called, how its rows look, and how it is done.
 
     Attributes:
+        measures: what it measures, for `--help`.
+        flags: those of `mixedkv_bench.flags` that it reads, besides the ones of every test.
         check: raises ValueError if the options are not for this test; before a model is loaded.
         prepare: makes what measures. It raises ValueError if that cannot be, before anything is measured.
         in_all: whether `mixedkv bench all` means this one too.
@@ -42,6 +44,8 @@ class BenchTest:
     """
 
     name: str
+    measures: str
+    flags: tuple[str, ...]
     tables: tuple[Table[Any], ...]
     prepare: Callable[[Bench], Measure]
     check: Callable[[Options], None] = _accept

@@ -237,4 +237,12 @@ RESUME_TABLE = Table(
     by=lambda row: row.replicas,
     cells=_resume_cells,
 )
-TEST = BenchTest(name="fleet", tables=(TABLE, RESUME_TABLE), check=check, prepare=prepare, weights=False)
+TEST = BenchTest(
+    name="fleet",
+    measures="several servers that share stored KV",
+    flags=("--replicas", "--clients", "--turns", "--n-prompt", "--n-gen", "--repeats", "--remote"),
+    tables=(TABLE, RESUME_TABLE),
+    check=check,
+    prepare=prepare,
+    weights=False,
+)

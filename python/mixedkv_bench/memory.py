@@ -95,4 +95,11 @@ def _cells(rows: Sequence[MemoryRow]) -> Cells:
 
 
 TABLE = Table(row=MemoryRow, title="Memory of a context of {} tokens", by=lambda row: row.n_ctx, cells=_cells)
-TEST = BenchTest(name="memory", tables=(TABLE,), prepare=prepare, in_all=True)
+TEST = BenchTest(
+    name="memory",
+    measures="bytes of each cache, and the longest context that fits a budget",
+    flags=("--flash-attn", "--depths", "--n-ctx", "--budget", "--n-prompt", "--n-gen"),
+    tables=(TABLE,),
+    prepare=prepare,
+    in_all=True,
+)

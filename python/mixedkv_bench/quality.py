@@ -358,4 +358,11 @@ TABLE = Table(
     by=lambda row: _MODES[row.mode],
     cells=_cells,
 )
-TEST = BenchTest(name="quality", tables=(TABLE,), prepare=prepare, in_all=True)
+TEST = BenchTest(
+    name="quality",
+    measures="divergence from an F32 cache, on real or generated text",
+    flags=("--flash-attn", "--text", "--n-ctx", "--repeats", "--mode"),
+    tables=(TABLE,),
+    prepare=prepare,
+    in_all=True,
+)

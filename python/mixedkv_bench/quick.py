@@ -206,4 +206,10 @@ def _cells(rows: Sequence[QuickRow]) -> Cells:
 
 
 TABLE = Table(row=QuickRow, title="Which cache to use here", by=lambda row: "", cells=_cells)
-TEST = BenchTest(name="quick", tables=(TABLE,), prepare=prepare)
+TEST = BenchTest(
+    name="quick",
+    measures="which cache to use with a model on this machine, in about two minutes",
+    flags=("--flash-attn", "--n-ctx", "--text"),
+    tables=(TABLE,),
+    prepare=prepare,
+)

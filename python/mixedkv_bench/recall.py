@@ -294,4 +294,12 @@ def _answer_cells(row: RecallRow, n_depths: int) -> list[str]:
 
 
 TABLE = Table(row=RecallRow, title="Recall in a context of {} tokens", by=lambda row: row.n_ctx, cells=_cells)
-TEST = BenchTest(name="recall", tables=(TABLE,), check=check, prepare=prepare, in_all=True)
+TEST = BenchTest(
+    name="recall",
+    measures="questions that the bundled model answers, from far back in the cache",
+    flags=("--flash-attn", "--n-ctx", "--repeats"),
+    tables=(TABLE,),
+    check=check,
+    prepare=prepare,
+    in_all=True,
+)

@@ -540,4 +540,23 @@ REUSE_TABLE = Table(
     by=lambda row: "",
     cells=_cells,
 )
-TEST = BenchTest(name="reuse", tables=(REUSE_TABLE,), check=check, prepare=prepare)
+TEST = BenchTest(
+    name="reuse",
+    measures="passages reused at another place of a prompt: time, divergence, repairs",
+    flags=(
+        "--flash-attn",
+        "--workload",
+        "--donor",
+        "--repair",
+        "--documents",
+        "--n-prompt",
+        "--repeats",
+        "--calibrate",
+        "--max-kld",
+        "--folder",
+        "--kvboost",
+    ),
+    tables=(REUSE_TABLE,),
+    check=check,
+    prepare=prepare,
+)

@@ -167,4 +167,11 @@ TABLE = Table(
     by=lambda row: "types of least divergence" if row.layer is None else f"{MEASURED} in K or V of one layer",
     cells=_cells,
 )
-TEST = BenchTest(name="sensitivity", tables=(TABLE,), prepare=prepare, check=check)
+TEST = BenchTest(
+    name="sensitivity",
+    measures="what K and V of each layer add to the divergence, and the best types for given bits",
+    flags=("--flash-attn", "--text", "--n-ctx", "--repeats", "--bits"),
+    tables=(TABLE,),
+    prepare=prepare,
+    check=check,
+)

@@ -497,4 +497,11 @@ STALL_TABLE = Table(
     by=lambda row: row.streams,
     cells=_stall_cells,
 )
-TEST = BenchTest(name="serve", tables=(SERVE_TABLE, STALL_TABLE), check=check, prepare=prepare)
+TEST = BenchTest(
+    name="serve",
+    measures="the server with several clients, beside llama-cpp-python's or another one",
+    flags=("--clients", "--turns", "--n-prompt", "--n-gen", "--n-ctx", "--repeats", "--peer", "--peer-kv"),
+    tables=(SERVE_TABLE, STALL_TABLE),
+    check=check,
+    prepare=prepare,
+)

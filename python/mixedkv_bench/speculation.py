@@ -248,4 +248,11 @@ def _cells(rows: Sequence[SpeculationRow]) -> Cells:
 
 
 TABLE = Table(row=SpeculationRow, title="Drafts, text that {}", by=lambda row: row.text, cells=_cells)
-TEST = BenchTest(name="speculation", tables=(TABLE,), prepare=prepare, check=check)
+TEST = BenchTest(
+    name="speculation",
+    measures="drafted tokens: how many are accepted, and what they save",
+    flags=("--flash-attn", "--depths", "--n-ctx", "--n-gen", "--repeats", "--draft-model"),
+    tables=(TABLE,),
+    prepare=prepare,
+    check=check,
+)

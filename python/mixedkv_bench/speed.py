@@ -319,4 +319,24 @@ def _cells(rows: Sequence[SpeedRow]) -> Cells:
 
 
 TABLE = Table(row=SpeedRow, title="Speed at a depth of {} tokens", by=lambda row: row.depth, cells=_cells)
-TEST = BenchTest(name="speed", tables=(TABLE,), check=check, prepare=prepare, in_all=True)
+TEST = BenchTest(
+    name="speed",
+    measures="tokens per second of prompts and answers, at several depths",
+    flags=(
+        "--flash-attn",
+        "--depths",
+        "--n-ctx",
+        "--n-prompt",
+        "--n-gen",
+        "--repeats",
+        "--sequences",
+        "--fill",
+        "--busy",
+        "--peer",
+        "--peer-kv",
+    ),
+    tables=(TABLE,),
+    check=check,
+    prepare=prepare,
+    in_all=True,
+)

@@ -306,4 +306,11 @@ def _cells(rows: Sequence[SplitRow]) -> Cells:
 TABLE = Table(
     row=SplitRow, title="Split, {} cache (milliseconds; bytes a token)", by=lambda row: row.name, cells=_cells
 )
-TEST = BenchTest(name="split", tables=(TABLE, CLIENTS_TABLE), prepare=prepare, check=check)
+TEST = BenchTest(
+    name="split",
+    measures="layers on one machine, embeddings and output head on another",
+    flags=("--n-prompt", "--n-gen", "--repeats", "--folder"),
+    tables=(TABLE, CLIENTS_TABLE),
+    prepare=prepare,
+    check=check,
+)

@@ -403,4 +403,20 @@ CHAT_TABLE = Table(
     by=lambda row: row.n_gen,
     cells=_chat_cells,
 )
-TEST = BenchTest(name="store", tables=(STORE_TABLE, CHAT_TABLE), check=check, prepare=prepare)
+TEST = BenchTest(
+    name="store",
+    measures="stored KV against evaluating again: first tokens, reads and writes",
+    flags=(
+        "--flash-attn",
+        "--n-prompt",
+        "--n-new",
+        "--n-gen",
+        "--turns",
+        "--repeats",
+        "--folder",
+        "--remote",
+    ),
+    tables=(STORE_TABLE, CHAT_TABLE),
+    check=check,
+    prepare=prepare,
+)

@@ -217,4 +217,12 @@ def _cells(rows: Sequence[StreamingRow]) -> Cells:
 
 
 TABLE = Table(row=StreamingRow, title="Layers streamed, cache {}", by=lambda row: row.kv, cells=_cells)
-TEST = BenchTest(name="streaming", tables=(TABLE,), prepare=prepare, check=check, weights=False)
+TEST = BenchTest(
+    name="streaming",
+    measures="models larger than memory: tokens per second by how much may be in memory",
+    flags=("--memory", "--stream-layers", "--stream-mode", "--clients", "--n-ctx", "--n-prompt", "--n-gen"),
+    tables=(TABLE,),
+    prepare=prepare,
+    check=check,
+    weights=False,
+)

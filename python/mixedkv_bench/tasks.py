@@ -242,4 +242,10 @@ TABLE = Table(
     by=lambda row: row.depth,
     cells=_cells,
 )
-TEST = BenchTest(name="tasks", tables=(TABLE,), prepare=prepare)
+TEST = BenchTest(
+    name="tasks",
+    measures="questions about long documents of real text, and how long greedy text stays the same",
+    flags=("--flash-attn", "--depths", "--n-ctx", "--repeats"),
+    tables=(TABLE,),
+    prepare=prepare,
+)

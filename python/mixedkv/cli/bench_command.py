@@ -13,7 +13,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     try:
         from mixedkv_bench import arguments
-        from mixedkv_bench.harness.cache_settings import DEFAULT_SPECS
         from mixedkv_bench.run import bench
     except ModuleNotFoundError as error:
         if error.name != "mixedkv_bench":
@@ -22,6 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "this command needs mixedkv_bench, which is not installed: pip install 'mixedkv[bench]'"
         ) from None
     parser.description = "Measure cache settings side by side, against llama.cpp's own."
-    parser.epilog = f"Settings without --kv: {', '.join(DEFAULT_SPECS)}. The rows: docs/bench-schema.md."
+    parser.epilog = "mixedkv bench TEST --help has the flags of a test."
     arguments.add_arguments(parser)
     parser.set_defaults(command=bench)

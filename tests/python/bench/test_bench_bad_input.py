@@ -38,7 +38,7 @@ def refuse(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["speed", "--depths", "-5"], "argument --depths"),
         (["speed", "--threads", "0"], "argument --threads"),
         (["speed", "--repeats", "0"], "argument --repeats"),
-        (["taste"], "argument test"),
+        (["taste"], "argument TEST: invalid choice"),
         (["streaming"], "--memory is missing"),
         (["streaming", "--stream-layers", "some"], "'some' is not a choice of layers"),
         (["memory", "--budget", "lots"], "'lots' is not a size"),

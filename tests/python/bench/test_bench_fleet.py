@@ -85,7 +85,7 @@ def test_a_replay_goes_on_after_another(monkeypatch: pytest.MonkeyPatch) -> None
     [
         (["--replicas", "0"], "argument --replicas"),
         (["--turns", "1"], "--turns 1: a conversation goes on after 2"),
-        (["--flash-attn", "on"], "--flash-attn on is not a choice of fleet"),
+        (["--flash-attn", "on"], "unrecognized arguments: --flash-attn on"),
     ],
 )
 def test_refused(

@@ -336,7 +336,7 @@ def test_a_server_is_stopped() -> None:
     [
         (["--clients", "0"], "argument --clients"),
         (["--clients", "1,x"], "'x' is not a whole number of 1 or more"),
-        (["--flash-attn", "on"], "--flash-attn on is not a choice of serve"),
+        (["--flash-attn", "on"], "unrecognized arguments: --flash-attn on"),
         (["-m", "no-model.gguf"], "no-model.gguf: No such file"),
         (["--kv", "mixed:best"], "known keys"),
     ],
