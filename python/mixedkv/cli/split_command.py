@@ -189,7 +189,7 @@ def _generate(client: SplitClient, args: argparse.Namespace) -> None:
         for text in session.generate(prompt, **options):
             print(text, end="", flush=True)
         print(flush=True)
-        n, seconds = len(session.tokens), time.perf_counter() - began
+        n, seconds = len(session.tokens) + session.n_dropped, time.perf_counter() - began
         print(
             f"{n} tokens in {seconds:.2f} s, {session.n_sent_bytes / n:.0f} bytes a token sent, "
             f"{session.n_received_bytes} received",

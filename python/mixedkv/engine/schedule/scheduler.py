@@ -16,7 +16,7 @@ from mixedkv.engine.schedule.pacing import Pace, share
 from mixedkv.engine.schedule.sequence import Sequence
 from mixedkv.engine.schedule.sequences import NO_MATCH, SequenceMatch, SequencePool
 from mixedkv.engine.schedule.tenant_limits import Limits, unlimited
-from mixedkv.tokens import common_prefix
+from mixedkv.tokens import Tokens, common_prefix
 
 log = logging.getLogger("mixedkv.engine")
 
@@ -385,14 +385,30 @@ class Scheduler(Generic[P]):
         assert seq is not None
         job.drop(begin, end)
         job.exact = False
-        pool = self.pool
-        if pool.can_move:
-            while pool.used + pool.n_copied(seq, end) > self._n_ctx and pool.evict():
-                self._observer.evicted()
-            pool.close_gap(seq, begin, end)
+        if self.pool.can_move:
+            self._close_gap(seq, begin, end)
         else:
-            pool.clear(seq)
+            self.pool.clear(seq)
         seq.gap = job.gap
+
+    def drop_waiting(
+        self, seq: Sequence, tenant: str, tokens: Tokens, begin: int, end: int, most_cut: int = 0
+    ) -> bool:
+        """Take tokens [begin, end) out of the rows of `tokens`, which wait for their next job. Up to
+        `most_cut` rows behind these are taken away first. Returns False where the rows have gone or cannot
+        be moved.
+        """
+        n = len(tokens)
+        if seq.common(tokens) < n or self.pool.go_back(seq, tenant, n, most_cut).n < n:
+            return False
+        return self._close_gap(seq, begin, end)
+
+    def _close_gap(self, seq: Sequence, begin: int, end: int) -> bool:
+        """Close a gap in a sequence, with room for copies of the rows that it shares."""
+        pool = self.pool
+        while pool.used + pool.n_copied(seq, end) > self._n_ctx and pool.evict(spare=seq):
+            self._observer.evicted()
+        return pool.close_gap(seq, begin, end)
 
     def give_way(self, job: P) -> None:
         """A long answer that has just dropped something goes on after those that wait: it has all the cells,

@@ -273,7 +273,12 @@ class SequencePool:
         """Return where a paused job with these tokens goes on, if its rows still wait for it. Up to
         `most_cut` of the last ones that are not of these tokens are taken away.
         """
-        n = min(seq.common(tokens), len(tokens) - 1)
+        return self.go_back(seq, tenant, min(seq.common(tokens), len(tokens) - 1), most_cut)
+
+    def go_back(self, seq: Sequence, tenant: str, n: int, most_cut: int) -> SequenceMatch:
+        """Cut rows that wait for a tenant's next job to the first `n` tokens; no match where they do not wait
+        for it, or more than `most_cut` tokens would go.
+        """
         if not seq.paused or seq.tenant != tenant or n == 0 or len(seq.tokens) - n > most_cut:
             return NO_MATCH
         match = SequenceMatch(seq, n, seq.exact and self._memory.holds(seq.id, n), 0)
