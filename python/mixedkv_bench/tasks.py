@@ -17,7 +17,7 @@ from pydantic import Field
 from mixedkv_bench.bench_test import Bench, BenchTest, Measure
 from mixedkv_bench.harness import context_facts
 from mixedkv_bench.harness.cache_settings import Setting, make_settings
-from mixedkv_bench.harness.contexts import CannotRunError, Context, LoadedModel
+from mixedkv_bench.harness.contexts import MICRO_BATCH, CannotRunError, Context, LoadedModel
 from mixedkv_bench.harness.row import CacheRow, RowPart
 from mixedkv_bench.harness.summary import wilson
 from mixedkv_bench.harness.table import NONE, Cells, Table, number
@@ -40,7 +40,7 @@ class TaskPart(RowPart):
     n_reference: int = Field(description="questions that the reference answers right")
     low: float = Field(description="of the 95% Wilson interval of n_kept / n_reference")
     high: float = Field(description="of the 95% Wilson interval of n_kept / n_reference")
-    n_same: int = Field(description="answers with the reference's very tokens")
+    n_same: int = Field(description="answers with the reference's very tokens, up to where they are decided")
 
 
 class TasksRow(CacheRow):
@@ -151,21 +151,34 @@ def _ask(bench: Bench, setting: Setting, depth: int, cases: Sequence[_Case]) -> 
 def _answers(context: Context, case: _Case) -> Iterator[tuple[TaskItem | None, list[int], bool]]:
     for start in range(0, len(case.prompts), _AT_ONCE):
         group = case.prompts[start : start + _AT_ONCE]
-        lengths = [_GREEDY if item is None else item.n_tokens for item, _ in group]
-        texts = greedy(context, [tokens for _, tokens in group], lengths)
+        texts = greedy(context, [tokens for _, tokens in group], [item for item, _ in group])
         for (item, _), tokens in zip(group, texts, strict=True):
             yield item, tokens, item is not None and item.is_right(context.model.text(tokens))
 
 
-def greedy(context: Context, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[int]]:
-    """The likeliest tokens after each prompt, each in a sequence that goes on from sequence 0."""
+def greedy(
+    context: Context, prompts: Sequence[Sequence[int]], items: Sequence[TaskItem | None]
+) -> list[list[int]]:
+    """Return the likeliest tokens after each prompt, each in a sequence that goes on from sequence 0: of an
+    item until the answer is decided or has no room, without one `_GREEDY` tokens.
+    """
     n_past, said = context.n_past, []
-    for seq, prompt in enumerate(prompts, start=1):
+    for seq in range(1, len(prompts) + 1):
         context.copy(seq)
-        positions, seqs = n_past + np.arange(len(prompt)), np.full(len(prompt), seq)
-        context.decode_rows(np.asarray(prompt, np.int32), positions, seqs)
-        said.append([int(context.logits(len(prompt))[-1].argmax())])
-    while live := [i for i, text in enumerate(said) if len(text) < lengths[i]]:
+    for first, group in _batches(prompts):
+        ends = np.cumsum([len(prompt) for prompt in group])
+        tokens = np.concatenate([np.asarray(prompt, np.int32) for prompt in group])
+        positions = np.concatenate([n_past + np.arange(len(prompt)) for prompt in group])
+        seqs = np.concatenate([np.full(len(prompt), first + i + 1) for i, prompt in enumerate(group)])
+        context.decode_rows(tokens, positions, seqs)
+        said += [[int(token)] for token in context.logits(len(tokens))[ends - 1].argmax(axis=1)]
+
+    def goes_on(item: TaskItem | None, text: list[int]) -> bool:
+        if item is None:
+            return len(text) < _GREEDY
+        return len(text) < item.n_tokens and not item.is_decided(context.model.text(text))
+
+    while live := [i for i, text in enumerate(said) if goes_on(items[i], text)]:
         last = np.array([said[i][-1] for i in live], np.int32)
         at = np.array([n_past + len(prompts[i]) + len(said[i]) - 1 for i in live])
         context.decode_rows(last, at, np.array(live) + 1)
@@ -174,6 +187,17 @@ def greedy(context: Context, prompts: Sequence[Sequence[int]], lengths: Sequence
     for seq in range(1, len(prompts) + 1):
         context.remove(seq)
     return said
+
+
+def _batches(prompts: Sequence[Sequence[int]]) -> Iterator[tuple[int, Sequence[Sequence[int]]]]:
+    """Yield as many prompts at a time as fit into a micro-batch, with the index of their first."""
+    first = n = 0
+    for i, prompt in enumerate(prompts):
+        if n and n + len(prompt) > MICRO_BATCH:
+            yield first, prompts[first:i]
+            first, n = i, 0
+        n += len(prompt)
+    yield first, prompts[first:]
 
 
 def _summary(said: _Said, want: _Said) -> dict[str, Any]:

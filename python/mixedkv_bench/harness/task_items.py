@@ -54,6 +54,12 @@ class TaskItem:
         """Return whether an answer begins as it should."""
         return _plain(said).startswith(_plain(self.answer))
 
+    def is_decided(self, said: str) -> bool:
+        """Return whether no further token can change what `is_right` says of an answer's beginning."""
+        said, answer = _plain(said), _plain(self.answer)
+        is_whole = not said.endswith("\ufffd")  # no byte of a character is missing
+        return is_whole and (said.startswith(answer) or not answer.startswith(said))
+
 
 @dataclass(frozen=True, slots=True)
 class Pile:

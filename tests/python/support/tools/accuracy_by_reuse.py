@@ -24,7 +24,7 @@ from mixedkv_bench.harness.kvboost_peer import KVBoost
 from mixedkv_bench.harness.summary import wilson
 
 _PLACES = ("mill", "barn", "shed", "tower", "chapel", "harbour", "garden", "cellar", "bridge", "stable")
-_METHODS = ("none", "seam", "cacheblend")
+_METHODS = ("none", "seam", "cacheblend", "query")
 _N_TOKENS, _N_ANSWER = 110, 12
 _SYSTEM = "<|im_start|>system\nAnswer the question from the passages.<|im_end|>\n<|im_start|>user\n"
 
