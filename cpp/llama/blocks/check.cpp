@@ -1,10 +1,10 @@
 #include "blocks/check.h"
 
+#include "blocks/view.h"
 #include "cache/mixed.h"
 #include "hooks/hooks.h"
 #include "rows/access.h"
 #include "rows/convert.h"
-#include "blocks/view.h"
 
 #include "llama-model.h"
 

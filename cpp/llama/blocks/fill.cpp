@@ -1,11 +1,11 @@
 #include "blocks/fill.h"
 
-#include "hooks/eval-chain.h"
+#include "blocks/view.h"
 #include "cache/mixed.h"
+#include "graph/node.h"
+#include "hooks/eval-chain.h"
 #include "hooks/setup.h"
 #include "hooks/support.h"
-#include "graph/node.h"
-#include "blocks/view.h"
 
 #include "llama-context.h"
 

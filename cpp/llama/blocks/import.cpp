@@ -1,10 +1,10 @@
 #include "blocks/import.h"
 
+#include "blocks/check.h"
+#include "blocks/view.h"
 #include "cache/mixed.h"
 #include "rows/access.h"
-#include "blocks/check.h"
 #include "rows/convert.h"
-#include "blocks/view.h"
 
 #include "llama-model.h"
 

@@ -14,10 +14,10 @@ llama_memory_context_ptr llama_kv_cache_mixed::init_full() {
     return std::make_unique<llama_kv_cache_mixed_context>(this);
 }
 
-llama_kv_cache_context * llama_kv_cache_mixed::make_context(slot_info_vec_t sinfos, std::vector<llama_ubatch> ubatches) {
+std::unique_ptr<llama_kv_cache_context> llama_kv_cache_mixed::make_context(slot_info_vec_t sinfos, std::vector<llama_ubatch> ubatches) {
     place(sinfos, ubatches);
 
-    return new llama_kv_cache_mixed_context(this, std::move(sinfos), std::move(ubatches));
+    return std::make_unique<llama_kv_cache_mixed_context>(this, std::move(sinfos), std::move(ubatches));
 }
 
 //
@@ -70,10 +70,12 @@ bool llama_kv_cache_mixed_context::apply() {
 // graph
 //
 
-uint32_t llama_kv_cache_mixed_context::get_n_mask(const llama_ubatch & ubatch, uint32_t n_stream) const {
+uint32_t llama_kv_cache_mixed_context::get_n_mask(const llama_ubatch & ubatch, const llama_cparams & cparams) const {
     if (!kv_mixed->get_hot().has_rows()) {
         return get_n_kv();
     }
+
+    const uint32_t n_stream = cparams.kv_unified ? 1 : ubatch.n_seqs_unq; // as build_attn_inp_kq_mask has it
 
     const uint32_t n = get_n_kv() + kv_mixed->get_hot().get_n_rows() + ubatch.n_tokens/n_stream;
 
@@ -298,7 +300,7 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn(
               float   kq_scale,
                 int   il) const {
     llama_kv_guard(!kq_b && (!v_mla || kv_mixed->is_latent(il)), "no bias reaches attention, and values are compressed in a latent cache alone");
-    llama_kv_guard_mask(kq_mask, get_n_mask(graph.ubatch, kq_mask->ne[3]), q->ne[2]);
+    llama_kv_guard_mask(kq_mask, get_n_mask(graph.ubatch, graph.cparams), q->ne[2]);
 
     // the first layer that needs them
     if (turns.cur && !turns.added && kv_mixed->get_pairs(il)) {

@@ -22,7 +22,7 @@ public:
     bool next()  override;
     bool apply() override;
 
-    uint32_t get_n_mask(const llama_ubatch & ubatch, uint32_t n_stream) const override;
+    uint32_t get_n_mask(const llama_ubatch & ubatch, const llama_cparams & cparams) const override;
 
     ggml_tensor * get_k(ggml_context * ctx, int32_t il) const override;
     ggml_tensor * get_v(ggml_context * ctx, int32_t il) const override;

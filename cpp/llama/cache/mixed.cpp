@@ -4,8 +4,8 @@
 
 #include "llama-context.h"
 #include "llama-impl.h"
-#include "graph/guard.h"
 #include "cache/trial.h"
+#include "graph/guard.h"
 #include "llama-model.h"
 
 #include <algorithm>

@@ -10,11 +10,11 @@
 #include "mixedkv/mixedkv.h"
 
 #include "llama-kv-cache.h"
-#include "rows/equalize.h"
 #include "cache/hot-rows.h"
+#include "cache/placement.h"
 #include "graph/node.h"
 #include "graph/page-summaries.h"
-#include "cache/placement.h"
+#include "rows/equalize.h"
 #include "rows/turns.h"
 
 #include <algorithm>
@@ -76,7 +76,7 @@ public:
     // llama_kv_cache
     //
 
-    llama_kv_cache_context * make_context(slot_info_vec_t sinfos, std::vector<llama_ubatch> ubatches) override;
+    std::unique_ptr<llama_kv_cache_context> make_context(slot_info_vec_t sinfos, std::vector<llama_ubatch> ubatches);
 
     llama_memory_context_ptr init_update(llama_context * lctx, bool optimize) override;
 

@@ -4,8 +4,8 @@
 
 #include "attention/attention.h"
 #include "ggml.h"
-#include "rows/equalize.h"
 #include "graph/page-summaries.h"
+#include "rows/equalize.h"
 
 #include <cstdint>
 #include <vector>

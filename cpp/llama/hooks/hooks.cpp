@@ -2,12 +2,13 @@
 
 #include "hooks/hooks.h"
 
+#include "cache/mixed.h"
 #include "graph/guard.h"
+#include "hooks/setup.h"
 #include "hooks/support.h"
-#include "rows/access.h"
 #include "model/stream.h"
+#include "rows/access.h"
 
-#include "llama-context.h"
 #include "llama-impl.h"
 #include "llama-model.h"
 
@@ -125,17 +126,6 @@ void llama_kv_mixed_check(llama_memory_i * memory, const llama_model & model) {
             "; use the 'f16' cache with llama.cpp's own attention");
 }
 
-std::unique_lock<std::recursive_mutex> llama_kv_mixed_settle(llama_context & ctx) {
-    std::unique_lock<std::recursive_mutex> inside(ctx.busy);
-
-    ctx.memory_update(false);
-    if (llama_kv_mixed_has_shift(ctx.get_memory())) {
-        throw std::runtime_error("keys could not be turned to their new positions: out of memory");
-    }
-
-    return inside;
-}
-
 bool llama_kv_mixed_has_shift(llama_memory_i * memory) {
     const auto caches = llama_kv_mixed_caches(memory);
 
@@ -192,6 +182,18 @@ bool llama_kv_mixed_can_turn(const llama_kv_cache & kv, const llama_hparams & hp
     });
 }
 
+bool llama_kv_mixed_can_shift(const llama_kv_cache & kv, const llama_hparams & hparams) {
+    const bool is_plain = hparams.n_pos_per_embd() == 1 || hparams.rope_sections[3] == 0;
+
+    return is_plain && llama_kv_mixed_can_turn(kv, hparams);
+}
+
+bool llama_kv_mixed_turns(const llama_kv_cache & kv, const llama_hparams & hparams) {
+    const auto & layers = kv_access::get_layers(kv);
+
+    return std::any_of(layers.begin(), layers.end(), [&](const auto & layer) { return hparams.has_rope(layer.il); });
+}
+
 uint32_t llama_kv_mixed_nodes(llama_memory_i * memory) {
     // the merged view takes most: two casts, three concatenations, views, the biases of K, and the ring's rows, for K and V
     static constexpr uint32_t n_nodes_layer = 50;
@@ -207,17 +209,52 @@ uint32_t llama_kv_mixed_nodes(llama_memory_i * memory) {
     return res;
 }
 
-//
-// upstream's own context: what vendor/patches makes virtual, as upstream has it
-//
+llama_kv_cache * llama_kv_cache_new(
+        const llama_model & model,
+      const llama_hparams & hparams,
+                ggml_type   type_k,
+                ggml_type   type_v,
+                     bool   v_trans,
+                     bool   offload,
+                     bool   unified,
+                 uint32_t   kv_size,
+                 uint32_t   n_seq_max,
+                 uint32_t   n_pad,
+                 uint32_t   n_swa,
+           llama_swa_type   swa_type,
+           llama_memory_t   mem_other,
+    const llama_memory_i::layer_filter_cb & filter,
+    const llama_memory_i::layer_reuse_cb  & reuse,
+    const llama_memory_i::layer_share_cb  & share) {
+    if (const mixedkv_config * config = llama_kv_mixed_config()) {
+        mixedkv_config own = *config;
 
-llama_kv_cache_context * llama_kv_cache::make_context(slot_info_vec_t sinfos, std::vector<llama_ubatch> ubatches) {
-    return new llama_kv_cache_context(this, std::move(sinfos), std::move(ubatches));
+        // they are there only while the context is made, for llama_kv_mixed_layer_type
+        own.layers   = nullptr;
+        own.n_layers = 0;
+
+        return new llama_kv_cache_mixed(own, model, hparams, type_k, type_v, v_trans, offload, unified, kv_size, n_seq_max,
+                n_pad, n_swa, swa_type, mem_other, filter, reuse, share);
+    }
+    return new llama_kv_cache(model, hparams, type_k, type_v, v_trans, offload, unified, kv_size, n_seq_max,
+            n_pad, n_swa, swa_type, mem_other, filter, reuse, share);
 }
 
-uint32_t llama_kv_cache_context::get_n_mask(const llama_ubatch & ubatch, uint32_t n_stream) const {
+std::unique_ptr<llama_kv_cache_context> llama_kv_cache_context::make(
+        llama_kv_cache * kv, slot_info_vec_t sinfos, std::vector<llama_ubatch> ubatches) {
+    if (auto * mixed = dynamic_cast<llama_kv_cache_mixed *>(kv)) {
+        return mixed->make_context(std::move(sinfos), std::move(ubatches));
+    }
+    return std::make_unique<llama_kv_cache_context>(kv, std::move(sinfos), std::move(ubatches));
+}
+
+//
+// upstream's own context: what LLAMA_KV_CACHE_CONTEXT_HOOKS makes virtual, as upstream has it
+//
+
+uint32_t llama_kv_cache_context::get_n_mask(const llama_ubatch & ubatch, const llama_cparams & cparams) const {
     GGML_UNUSED(ubatch);
-    GGML_UNUSED(n_stream);
+    GGML_UNUSED(cparams);
 
     return get_n_kv();
 }

@@ -29,8 +29,8 @@ struct llama_step::books {
     uint32_t n;
     int32_t  rs_z;
 
-    std::vector<uint32_t> rs_idx;
-    std::vector<uint32_t> rs_len;
+    std::vector<uint32_t>   rs_idx;
+    llama_recurrent_lengths rs_len;
 };
 
 static llama_memory_recurrent * get_recurrent(llama_memory_i * memory) {
@@ -131,6 +131,15 @@ void llama_step::undo() {
             ctx.get_memory()->seq_rm(ubatch.seq_id[i][j], ubatch.pos[i], -1);
         }
     }
+}
+
+llm_graph_result * llama_step::process(llm_graph_type gtype, llama_memory_context_i * mctx, ggml_status & status) {
+    llm_graph_result * res = ctx.process_ubatch(ubatch, gtype, mctx, status);
+    if (!res) {
+        undo();
+    }
+
+    return res;
 }
 
 ggml_status llama_step::compute_whole(llama_context & ctx, ggml_cgraph * gf) {

@@ -3,8 +3,7 @@
 // A micro-batch whose graph fails or is aborted leaves upstream's memories as they were, see docs/decisions/010. The F16 ring
 // of a mixed cache does the same for itself: llama_kv_cache_mixed_context.
 
-#include "ggml.h"
-#include "llama.h"
+#include "llama-graph.h"
 
 #include <cstdint>
 #include <memory>
@@ -19,9 +18,9 @@ public:
     llama_step(llama_context & ctx, const llama_ubatch & ubatch);
     ~llama_step();
 
-    // its graph has not ended well: puts recurrent states back, and takes the tokens out of all their sequences but the first,
-    // which upstream does itself
-    void undo();
+    // llama_context::process_ubatch. Where the graph has not ended well: puts recurrent states back, and takes the tokens out of
+    // all their sequences but the first, which upstream does itself
+    llm_graph_result * process(llm_graph_type gtype, llama_memory_context_i * mctx, ggml_status & status);
 
     // computes a graph that nothing stops half-way: no abort callback, no eval callback
     static ggml_status compute_whole(llama_context & ctx, ggml_cgraph * gf);
@@ -40,6 +39,7 @@ private:
     uint32_t first = 0;
     uint32_t n     = 0;
 
+    void undo();
     void keep_states();
     void put_states();
     void forget_states();

@@ -309,10 +309,11 @@ int llama_stream::lock(const llama_model & model, uint64_t & n_locked, uint64_t 
 // what llama.cpp calls
 //
 
-bool llama_stream_takes(ggml_tensor * tensor, int fd, size_t offs) {
+bool llama_stream_takes(ggml_tensor * tensor, int fd, size_t offs, size_t & size_done) {
     llama_stream * stream = llama_stream::of(tensor);
     if (stream) {
         stream->take(tensor, fd, offs);
+        size_done += ggml_nbytes(tensor);
     }
 
     return stream;

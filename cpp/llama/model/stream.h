@@ -46,7 +46,7 @@ public:
     bool    before(ggml_tensor * node) override;
     verdict after (ggml_tensor * node) override;
 
-    // the calls of llama-stream's functions below
+    // the calls of the functions below
     void take(ggml_tensor * tensor, int fd, uint64_t offs);
     std::string admit(llama_context_params & params);
     bool read(const ggml_tensor * tensor, void * to, uint64_t offs, uint64_t size);
@@ -101,8 +101,8 @@ private:
     std::string problem;
 };
 
-// llama_model_loader, about to read these weights: they stay in their file
-bool llama_stream_takes(ggml_tensor * tensor, int fd, size_t offs);
+// llama_model_loader, about to read these weights: they stay in their file, and count as read
+bool llama_stream_takes(ggml_tensor * tensor, int fd, size_t offs, size_t & size_done);
 
 // llama_init_from_model: readies the model's stream, if it has one, for its context; "" or why that cannot be
 std::string llama_stream_admit(const llama_model & model, llama_context_params & params);
