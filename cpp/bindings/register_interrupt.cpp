@@ -26,7 +26,7 @@ class interrupt {
 
     interrupt(const interrupt &) = delete;
 
-    // Whether graphs can be ended half-way. While they can, recurrent states are copied before each: llama-step.h
+    // Whether graphs can be ended half-way. While they can, recurrent states are copied before each: hooks/step.h
     void watch(bool on) {
         if (on != watching) {
             llama_set_abort_callback(ctx, on ? &interrupt::on_node : nullptr, on ? this : nullptr);

@@ -2,9 +2,9 @@
 
 #include "mixedkv-api.h"
 
-#include "llama-kv-fill.h"
-#include "llama-kv-rows-export.h"
-#include "llama-kv-rows-import.h"
+#include "blocks/export.h"
+#include "blocks/fill.h"
+#include "blocks/import.h"
 
 #include "llama-model.h"
 

@@ -2,7 +2,7 @@
 
 #include "mixedkv-api.h"
 
-#include "llama-stream.h"
+#include "model/stream.h"
 
 #include <cstring>
 

@@ -4,10 +4,10 @@
 
 #include "mixedkv/mixedkv.h"
 
-#include "llama-kv-cache-mixed.h"
-#include "llama-kv-mixed-setup.h"
-#include "llama-kv-mixed-support.h"
-#include "llama-kv-rows-view.h"
+#include "blocks/view.h"
+#include "cache/mixed.h"
+#include "hooks/setup.h"
+#include "hooks/support.h"
 
 #include "llama-context.h"
 

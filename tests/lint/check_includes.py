@@ -12,6 +12,8 @@ from pathlib import Path
 
 PATHS = ("", "include", "llama")  # as CMake gives them to the compiler, besides the file's own folder
 ALONE = ("attention", "hot_set", "streaming")  # tested without llama.cpp
+# of llama/: each includes those before it alone
+LAYERS = ("model", "rows", "graph", "cache", "hooks", "blocks")
 MOST_LINES = 500
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^">]+)[">]', re.M)
@@ -42,6 +44,15 @@ def twice(modules: Graph) -> list[str]:
     return [f"one name, two meanings: {', '.join(same)}" for same in names.values() if len(same) > 1]
 
 
+def above(file: Path, module: Path, others: list[Path]) -> list[str]:
+    """What a file in llama/ includes of a later layer than its own."""
+    if module.parts[1] not in LAYERS:
+        return [f"{file} is in none of the folders {', '.join(LAYERS)} of llama"]
+    later = LAYERS[LAYERS.index(module.parts[1]) + 1 :]
+    wrong = [other for other in others if other.parts[0] == "llama" and other.parts[1] in later]
+    return [f"{file} includes {other}, of a later layer" for other in wrong]
+
+
 def check(root: Path) -> list[str]:
     """What is wrong, one line each."""
     problems: list[str] = []
@@ -54,8 +65,10 @@ def check(root: Path) -> list[str]:
         if text.count("\n") >= MOST_LINES:
             problems.append(f"{file} has {MOST_LINES} lines or more")
         needs, needed = modules.setdefault(str(module), set()), folders.setdefault(top, set())
-        for name in INCLUDE.findall(text):
-            other = find(name, file, root)
+        found = {name: find(name, file, root) for name in INCLUDE.findall(text)}
+        if top == "llama":
+            problems += above(file, module, [other for other in found.values() if other])
+        for name, other in found.items():
             if other:
                 needs |= {str(other)} - {str(module)}
                 needed |= {other.parts[0]} - {top}

@@ -11,7 +11,7 @@ are ten times as large in every tenth run of 64 cells and a twentieth as large e
 the cache holds the attention.
 
 Layout: llama_kv_cache::state_write in llama.cpp's src/llama-kv-cache.cpp, and for a mixed cache what
-cpp/llama/llama-kv-cache-mixed-state.cpp adds.
+cpp/llama/cache/mixed-state.cpp adds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 // A llama.cpp that does otherwise than cpp/llama assumes is refused.
 
 #include "check.h"
-#include "llama-kv-mixed-guard.h"
+#include "graph/guard.h"
 
 #include "attention/lm4.h"
 

@@ -1,7 +1,7 @@
 // Which rows are hot and where they lie, on cells alone: no model, no rows.
 
+#include "cache/hot-slots.h"
 #include "check.h"
-#include "llama-kv-hot-slots.h"
 
 #include "llama-batch.h"
 

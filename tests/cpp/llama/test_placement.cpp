@@ -1,7 +1,7 @@
 // Tokens of a sequence get cells of a block of their own, and upstream's choice stands where it is not the usual one.
 
+#include "cache/placement.h"
 #include "check.h"
-#include "llama-kv-placement.h"
 
 #include "llama-batch.h"
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(REPOSITORY / "vendor"))
 import copied
 
 SOURCE = REPOSITORY / "build" / "release" / "llama.cpp"
-SUPPORT = REPOSITORY / "cpp" / "llama" / "llama-kv-mixed-support.cpp"
+SUPPORT = REPOSITORY / "cpp" / "llama" / "hooks" / "support.cpp"
 
 
 @pytest.fixture(scope="module")

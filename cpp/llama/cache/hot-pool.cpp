@@ -1,0 +1,298 @@
+// F16 rows that are fewer than the sequences' windows would take: who gets them, and who gives them up. See docs/decisions/014.
+
+#include "cache/hot-slots.h"
+
+#include <algorithm>
+#include <map>
+#include <tuple>
+#include <utility>
+
+// of the rows that a page holds
+struct llama_kv_hot_slots::page_info {
+    uint32_t     n_rows  = 0;
+    llama_seq_id owner   = -1; // of the sequences that they belong to the one that was evaluated last
+    llama_pos    first   = 0;  // lowest position
+    bool         is_kept = false; // a sink lies there, as it can after positions have been moved
+};
+
+llama_kv_hot_slots::page_info llama_kv_hot_slots::ring_page(uint32_t strm, uint32_t i_page) const {
+    const auto & cells = v_cells[strm];
+    const auto & ring  = rings[strm];
+
+    page_info res;
+
+    for (uint32_t i = 0; i < layout.page; ++i) {
+        const int32_t cell = ring.cell_of(layout.first_of(i_page) + i);
+        if (cell < 0 || cells.is_empty(cell)) {
+            continue;
+        }
+
+        const llama_pos p    = cells.pos_get(cell);
+        const auto &    seqs = cells.seq_get_all(cell);
+
+        for (uint32_t s = 0; s < n_seq_max; ++s) {
+            if (seqs.test(s) && (res.owner < 0 || use.step[s] > use.step[res.owner])) {
+                res.owner = s;
+            }
+        }
+        res.first   = res.n_rows == 0 ? p : std::min(res.first, p);
+        res.is_kept = res.is_kept || window.is_sink(p);
+        res.n_rows++;
+    }
+
+    return res;
+}
+
+std::vector<llama_kv_hot_slots::page_info> llama_kv_hot_slots::ring_pages(uint32_t strm) const {
+    std::vector<page_info> res;
+    for (uint32_t i = 0; i < layout.n_pages(); ++i) {
+        res.push_back(ring_page(strm, i));
+    }
+    return res;
+}
+
+int32_t llama_kv_hot_slots::assign_sink(uint32_t strm, uint32_t cell) {
+    auto & ring = rings[strm];
+
+    const uint32_t p = v_cells[strm].pos_get(cell);
+
+    int32_t res = ring.assign(cell, first_sink(get_seq(strm, cell)) + p);
+
+    for (uint32_t slot = 0; slot < layout.n_sinks && res < 0; ++slot) {
+        res = ring.assign(cell, slot);
+    }
+    for (uint32_t slot = 0; slot < layout.n_sinks && res < 0; ++slot) {
+        if (!window.is_sink(v_cells[strm].pos_get(ring.cell_of(slot)))) { // its position was another one
+            evict(strm, slot);
+            res = ring.assign(cell, slot);
+        }
+    }
+    if (res < 0) { // several tokens at one position
+        lose(strm, cell);
+    }
+
+    return res;
+}
+
+// The slot after that of the token before it, to the end of the page; then in the sequence's first page, if its window has
+// moved on there; then in another page. A sequence that gets no other goes round in those that it has.
+int32_t llama_kv_hot_slots::assign_in_page(uint32_t strm, uint32_t cell) {
+    auto &       ring  = rings[strm];
+    const auto & cells = v_cells[strm];
+
+    const llama_seq_id seq_id = get_seq(strm, cell);
+    const int32_t      last   = last_slot(strm, cell);
+
+    const auto is_older = [&](uint32_t slot) {
+        const int32_t other = ring.cell_of(slot);
+        return other >= 0 && cells.seq_has(other, seq_id) && cells.pos_get(other) < cells.pos_get(cell) &&
+            !window.is_sink(cells.pos_get(other));
+    };
+
+    int32_t res = mixedkv::hot_ring::none;
+
+    if (last >= 0 && layout.is_in_page(last) && uint32_t(last) + 1 < layout.n_slots && layout.page_of(last) == layout.page_of(last + 1)) {
+        if (is_older(last + 1)) {
+            evict(strm, last + 1);
+        }
+        res = ring.assign(cell, last + 1);
+    }
+    if (res < 0) {
+        const int32_t slot = next_page(strm, seq_id, last);
+        if (slot >= 0 && is_older(slot)) {
+            evict(strm, slot);
+        }
+        res = slot >= 0 ? ring.assign(cell, slot) : slot;
+    }
+    if (res < 0) {
+        lose(strm, cell);
+    }
+
+    return res;
+}
+
+// the first slot of the page that a sequence goes on in, whose token before has the slot `last`
+int32_t llama_kv_hot_slots::next_page(uint32_t strm, llama_seq_id seq_id, int32_t last) {
+    const auto pages = ring_pages(strm);
+    const auto none  = pages.size();
+
+    std::vector<uint32_t> n_own(n_seq_max, 0);
+    for (const auto & page : pages) {
+        if (page.n_rows > 0) {
+            n_own[page.owner]++;
+        }
+    }
+
+    // the page with the least rank of those that will do
+    const auto choose = [&](auto && will_do, auto && rank) {
+        size_t res = none;
+        for (size_t i = 0; i < pages.size(); ++i) {
+            if (will_do(i) && (res == none || rank(i) < rank(res))) {
+                res = i;
+            }
+        }
+        return res;
+    };
+
+    const auto is_first_free = [&](size_t i) { return rings[strm].cell_of(layout.first_of(i)) < 0; };
+    // rows of a sequence that rests count for nothing, or where this one goes on would depend on who was there before
+    const auto is_free       = [&](size_t i) { return pages[i].n_rows == 0 || is_resting(pages[i], seq_id); };
+    const auto is_own        = [&](size_t i) { return pages[i].n_rows > 0 && pages[i].owner == seq_id; };
+    const auto oldest        = [&](size_t i) { return pages[i].first; };
+
+    // its own, where its window has moved on
+    size_t res = choose([&](size_t i) { return is_own(i) && is_first_free(i); }, oldest);
+
+    // a free one, best behind its last one, else where others need it least: attention reads 64 slots at a time
+    if (res == none) {
+        const size_t behind = last >= 0 && layout.is_in_page(last) ? layout.page_of(last) + 1 : none;
+        const auto   block  = [&](size_t i) { return layout.first_of(i)/mixedkv::hot_layout::largest_page; };
+
+        std::map<size_t, uint32_t> n_used;
+        for (size_t i = 0; i < pages.size(); ++i) {
+            n_used[block(i)] += !is_free(i);
+        }
+        res = choose(is_free, [&](size_t i) { return std::make_pair(i != behind, n_used[block(i)]); });
+    }
+
+    // of the sequence that has been idle the longest
+    if (res == none) {
+        const uint64_t n_idle  = std::min<uint64_t>(4*uint64_t(n_seq_max), 16); // who runs has its turn within these steps
+        const auto     is_idle = [&](size_t i) {
+            return !pages[i].is_kept && pages[i].owner != seq_id && use.n_steps - use.step[pages[i].owner] > n_idle;
+        };
+        res = choose(is_idle, [&](size_t i) { return std::make_tuple(use.step[pages[i].owner], pages[i].owner, pages[i].first); });
+    }
+
+    // of the sequence that has the most, and would still have as many
+    if (res == none) {
+        const auto is_rich = [&](size_t i) { return !pages[i].is_kept && n_own[pages[i].owner] >= n_own[seq_id] + 2; };
+        res = choose(is_rich, [&](size_t i) { return std::make_tuple(-int64_t(n_own[pages[i].owner]), pages[i].owner, pages[i].first); });
+    }
+
+    if (res == none) {
+        res = choose(is_own, oldest);
+        return res == none ? mixedkv::hot_ring::none : int32_t(layout.first_of(res));
+    }
+
+    if (!is_own(res)) {
+        evict_page(strm, res);
+    }
+
+    return layout.first_of(res);
+}
+
+bool llama_kv_hot_slots::is_resting(const page_info & page, llama_seq_id seq_id) const {
+    return page.n_rows > 0 && !page.is_kept && page.owner != seq_id && use.step[page.owner] == 0;
+}
+
+void llama_kv_hot_slots::evict_page(uint32_t strm, uint32_t i_page) {
+    for (uint32_t i = 0; i < layout.page; ++i) {
+        evict(strm, layout.first_of(i_page) + i);
+    }
+}
+
+// a page for the row that lay in this slot: it is the sequence's own, or nobody needs it now
+bool llama_kv_hot_slots::take_page_of(uint32_t strm, llama_seq_id seq_id, uint32_t slot) {
+    if (!layout.is_in_page(slot)) {
+        return false;
+    }
+    const uint32_t i_page = layout.page_of(slot);
+    const auto     page   = ring_page(strm, i_page);
+    if (is_resting(page, seq_id)) {
+        evict_page(strm, i_page);
+        return true;
+    }
+    return page.n_rows == 0 || page.owner == seq_id;
+}
+
+void llama_kv_hot_slots::evict(uint32_t strm, uint32_t slot) {
+    const int32_t cell = rings[strm].cell_of(slot);
+    if (cell >= 0) {
+        lose(strm, cell);
+        rings[strm].release(slot);
+    }
+}
+
+void llama_kv_hot_slots::lose(uint32_t strm, uint32_t cell) {
+    const auto & cells = v_cells[strm];
+
+    if (cells.is_empty(cell)) {
+        return;
+    }
+
+    use.n_evicted++;
+    for (uint32_t s = 0; s < n_seq_max; ++s) {
+        if (cells.seq_has(cell, s)) {
+            use.lost[s] = std::max(use.lost[s], cells.pos_get(cell));
+        }
+    }
+}
+
+void llama_kv_hot_slots::use_by(const llama_ubatch & ubatch) {
+    use.n_steps++;
+
+    for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
+        for (int32_t j = 0; j < ubatch.n_seq_id[i]; ++j) {
+            const llama_seq_id s = ubatch.seq_id[i][j];
+
+            use.step[s] = use.n_steps;
+
+            // what the window would hold if it were as long as it was set
+            const llama_pos begin = rule.begin(ubatch.pos[i]);
+            const llama_pos last  = window.begin(ubatch.pos[i]) - 1;
+            if (last >= begin && !window.is_sink(last)) {
+                use.lost[s] = std::max(use.lost[s], last);
+            }
+
+            if (use.lost[s] >= 0 && rule.contains(use.lost[s], begin)) {
+                use.short_from[s] = use.short_from[s] < 0 ? ubatch.pos[i] : std::min(use.short_from[s], ubatch.pos[i]);
+            }
+        }
+    }
+}
+
+void llama_kv_hot_slots::trim_use() {
+    for (uint32_t s = 0; s < n_seq_max; ++s) {
+        const llama_pos last = v_cells[seq_to_stream[s]].seq_pos_max(s);
+
+        use.lost[s]       = std::min(use.lost[s], last);
+        use.short_from[s] = use.short_from[s] > last ? -1 : use.short_from[s];
+    }
+}
+
+void llama_kv_hot_slots::renew_use(llama_seq_id seq_id) {
+    const uint32_t strm = seq_to_stream[seq_id];
+    const auto &   rows = v_cells[strm].seq_pos_get(seq_id);
+
+    if (!(layout.is_shared() || was_limited) || rows.empty()) {
+        return;
+    }
+
+    const llama_pos begin = rule.begin(rows.rbegin()->first + 1);
+
+    use.lost[seq_id] = -1; // what was restored is no longer lost
+
+    for (const auto & [p, cell] : rows) {
+        if (rule.contains(p, begin) && rings[strm].slot_of(cell) < 0) {
+            use.lost[seq_id] = std::max(use.lost[seq_id], p);
+        }
+    }
+}
+
+bool llama_kv_hot_slots::is_window_whole(llama_seq_id seq_id, llama_pos pos) const {
+    const uint32_t strm  = seq_to_stream[seq_id];
+    const auto &   rows  = v_cells[strm].seq_pos_get(seq_id);
+    const auto     begin = rule.begin(pos);
+
+    const auto is_whole = [&](llama_pos p0, llama_pos p1) {
+        for (auto it = rows.lower_bound({ p0, 0 }); it != rows.end() && it->first < p1; ++it) {
+            if (rings[strm].slot_of(it->second) < 0) {
+                return false;
+            }
+        }
+        return true;
+    };
+
+    return is_whole(0, std::min<llama_pos>(pos, rule.sink_tokens)) && is_whole(begin, pos);
+}

@@ -1,0 +1,475 @@
+#include "cache/mixed-context.h"
+
+#include "graph/guard.h"
+#include "graph/node.h"
+
+#include "llama-impl.h"
+
+#include <cmath>
+#include <cstring>
+
+// what the cache makes of them
+
+llama_memory_context_ptr llama_kv_cache_mixed::init_full() {
+    return std::make_unique<llama_kv_cache_mixed_context>(this);
+}
+
+std::unique_ptr<llama_kv_cache_context> llama_kv_cache_mixed::make_context(slot_info_vec_t sinfos, std::vector<llama_ubatch> ubatches) {
+    place(sinfos, ubatches);
+
+    return std::make_unique<llama_kv_cache_mixed_context>(this, std::move(sinfos), std::move(ubatches));
+}
+
+//
+// llama_kv_cache_mixed_context
+//
+
+llama_kv_cache_mixed_context::llama_kv_cache_mixed_context(llama_kv_cache_mixed * kv) :
+    llama_kv_cache_context(kv), kv_mixed(kv) {}
+
+llama_kv_cache_mixed_context::llama_kv_cache_mixed_context(
+        llama_kv_cache_mixed * kv,
+        slot_info_vec_t sinfos,
+        std::vector<llama_ubatch> ubatches) :
+    llama_kv_cache_context(kv, std::move(sinfos), std::move(ubatches)), kv_mixed(kv) {}
+
+llama_kv_cache_mixed_context::~llama_kv_cache_mixed_context() {
+    if (step) {
+        kv_mixed->roll_back(*step);
+    }
+}
+
+bool llama_kv_cache_mixed_context::next() {
+    step.reset();
+
+    return llama_kv_cache_context::next();
+}
+
+bool llama_kv_cache_mixed_context::apply() {
+    const auto & sinfo = sinfos[i_cur];
+
+    step = kv_mixed->begin_step(sinfo);
+
+    if (!llama_kv_cache_context::apply()) {
+        return false;
+    }
+
+    kv_mixed->set_runs(ubatches[i_cur], sinfo.n_stream());
+    kv_mixed->update_turns(sinfo);
+    kv_mixed->begin_pages(sinfo);
+
+    if (kv_mixed->get_hot().has_rows()) {
+        ring_rows = kv_mixed->get_hot().advance(sinfo, ubatches[i_cur]);
+        kv_mixed->get_hot().keep_rows(step->hot);
+    }
+
+    return true;
+}
+
+//
+// graph
+//
+
+uint32_t llama_kv_cache_mixed_context::get_n_mask(const llama_ubatch & ubatch, const llama_cparams & cparams) const {
+    if (!kv_mixed->get_hot().has_rows()) {
+        return get_n_kv();
+    }
+
+    const uint32_t n_stream = cparams.kv_unified ? 1 : ubatch.n_seqs_unq; // as build_attn_inp_kq_mask has it
+
+    const uint32_t n = get_n_kv() + kv_mixed->get_hot().get_n_rows() + ubatch.n_tokens/n_stream;
+
+    return kv_mixed->is_fused() ? n : GGML_PAD(n, llama_kv_cache_mixed::n_pad_view);
+}
+
+// cosines and sines of the biases that K lacks, for layers that are not fused
+class llm_graph_input_turns : public llm_graph_input_i {
+public:
+    llm_graph_input_turns(llama_kv_cache_mixed * kv, ggml_tensor * cur, ggml_tensor * cells) : kv(kv), cur(cur), cells(cells) {}
+
+    void set_input(const llama_ubatch * ubatch) override {
+        kv->set_input_turns(cur, cells, *ubatch);
+    }
+
+    // the mask has the same numbers of tokens and cells, and its input looks at them
+    bool can_reuse(const llm_graph_params & params) override {
+        GGML_UNUSED(params);
+        return true;
+    }
+
+    llama_kv_cache_mixed * kv;
+
+    ggml_tensor * cur;   // F32 [n_turns, n_tokens]
+    ggml_tensor * cells; // F32 [n_turns, n_kv, n_stream]
+};
+
+void llama_kv_cache_mixed_context::build_input_turns(ggml_context * ctx, const llama_ubatch & ubatch) const {
+    turns = {};
+
+    if (const int64_t n_turns = kv_mixed->get_n_turns()) {
+        turns.cur   = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_turns, ubatch.n_tokens, 1);
+        turns.cells = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_turns, get_n_kv(), sinfos[i_cur].n_stream());
+
+        ggml_set_input(turns.cur);
+        ggml_set_input(turns.cells);
+    }
+}
+
+ggml_tensor * llama_kv_cache_mixed_context::build_input_k_idxs(ggml_context * ctx, const llama_ubatch & ubatch) const {
+    build_input_turns(ctx, ubatch);
+
+    if (kv_mixed->get_latent_rot() && kv_mixed->is_fused()) {
+        fold.k = fold.v = kv_mixed->get_latent_rot()->ne[0];
+    }
+
+    if (!kv_mixed->get_hot().has_rows()) {
+        return llama_kv_cache_context::build_input_k_idxs(ctx, ubatch);
+    }
+
+    ggml_tensor * k_idxs = ggml_new_tensor_2d(ctx, GGML_TYPE_I64, ubatch.n_tokens, 2);
+
+    ggml_set_input(k_idxs);
+    ggml_set_name(k_idxs, "attn_inp_k_idxs");
+
+    return k_idxs;
+}
+
+void llama_kv_cache_mixed_context::set_input_k_idxs(ggml_tensor * dst, const llama_ubatch * ubatch) const {
+    llama_kv_cache_context::set_input_k_idxs(dst, ubatch);
+
+    if (kv_mixed->get_hot().has_rows()) {
+        std::copy(ring_rows.begin(), ring_rows.end(), (int64_t *) dst->data + ubatch->n_tokens);
+    }
+}
+
+static ggml_tensor * idxs_row(ggml_context * ctx, ggml_tensor * k_idxs, int64_t row) {
+    return ggml_view_1d(ctx, k_idxs, k_idxs->ne[0], row*k_idxs->nb[1]);
+}
+
+// where all layers are fused their nodes do it
+void llama_kv_cache_mixed_context::equalize(ggml_context * ctx, ggml_tensor *& q, ggml_tensor *& k, int32_t il) const {
+    if (!kv_mixed->is_fused()) {
+        kv_mixed->scale_qk(ctx, q, k, il);
+    }
+
+    // of other caches upstream does it after this
+    if (ggml_tensor * rot = kv_mixed->is_fused() ? nullptr : kv_mixed->get_latent_rot()) {
+        q = llama_mul_mat_hadamard(ctx, q, rot);
+        k = llama_mul_mat_hadamard(ctx, k, rot);
+    }
+}
+
+// the fused nodes rotate by themselves: upstream gets no matrix, and so leaves the rotation out of its graph
+ggml_tensor * llama_kv_cache_mixed_context::build_input_k_rot(ggml_context * ctx) const {
+    ggml_tensor * rot = llama_kv_cache_context::build_input_k_rot(ctx);
+
+    return rot && kv_mixed->is_fused() ? (fold.k = rot->ne[0], nullptr) : rot;
+}
+
+ggml_tensor * llama_kv_cache_mixed_context::build_input_v_rot(ggml_context * ctx) const {
+    ggml_tensor * rot = llama_kv_cache_context::build_input_v_rot(ctx);
+
+    return rot && kv_mixed->is_fused() ? (fold.v = rot->ne[0], nullptr) : rot;
+}
+
+ggml_tensor * llama_kv_cache_mixed_context::cpy_k(ggml_context * ctx, ggml_tensor * k_cur, ggml_tensor * k_idxs, int32_t il) const {
+    if (kv_mixed->is_fused(il)) {
+        cur[il].k         = k_cur;
+        cur[il].k_idxs    = k_idxs;
+        cur[il].ring_idxs = kv_mixed->get_hot().has_rows() ? idxs_row(ctx, k_idxs, 1) : nullptr;
+
+        // else stored together with V
+        return kv_mixed->is_latent(il) ? store_fused(ctx, nullptr, nullptr, il) : k_cur;
+    }
+
+    ggml_tensor * lacking = turns.cur ? kv_mixed->build_lacking(ctx, turns.cur, il) : nullptr;
+    ggml_tensor * cold    = lacking ? ggml_sub(ctx, k_cur, lacking) : k_cur;
+
+    if (!kv_mixed->get_hot().has_rows()) {
+        return llama_kv_cache_context::cpy_k(ctx, cold, k_idxs, il);
+    }
+
+    // rounded as the ring rounds: a key reads the same in its own ubatch and in the next
+    cur[il].k         = ggml_cast(ctx, k_cur, GGML_TYPE_F16);
+    cur[il].ring_idxs = idxs_row(ctx, k_idxs, 1);
+
+    return llama_kv_cache_context::cpy_k(ctx, cold, idxs_row(ctx, k_idxs, 0), il);
+}
+
+ggml_tensor * llama_kv_cache_mixed_context::store_fused(ggml_context * ctx, ggml_tensor * v_cur, ggml_tensor * v_idxs, int32_t il) const {
+    auto & rows = cur[il];
+    auto & node = kv_mixed->get_node(il);
+
+    llama_kv_guard(rows.k, "a graph stores K of a layer and then V");
+
+    node.rotation_k = fold.k;
+    node.rotation_v = fold.v;
+    node.scales     = kv_mixed->is_fused() ? kv_mixed->get_scales(il) : nullptr;
+    node.pairs      = kv_mixed->is_fused() ? kv_mixed->get_pairs(il) : nullptr;
+    node.has_ring   = kv_mixed->get_hot().has_rows();
+    node.pages      = kv_mixed->get_pages(il);
+    node.all_pages  = &kv_mixed->get_all_pages();
+
+    ggml_tensor * cold_k = llama_kv_cache_context::get_k(ctx, il)->view_src;
+    ggml_tensor * cold_v = v_cur ? llama_kv_cache_context::get_v(ctx, il)->view_src : nullptr;
+
+    for (const ggml_tensor * cold : llama_kv_tensors(cold_k, cold_v)) {
+        llama_kv_guard(cold && cold->ne[1] == kv_mixed->get_size(), "what a graph reads of the cache are views of all its rows");
+    }
+
+    rows.stored = llama_kv_node_store(ctx, node, cold_k, cold_v, rows.k, v_cur, rows.k_idxs, v_idxs);
+
+    return rows.stored;
+}
+
+ggml_tensor * llama_kv_cache_mixed_context::cpy_v(ggml_context * ctx, ggml_tensor * v_cur, ggml_tensor * v_idxs, int32_t il) const {
+    if (kv_mixed->is_fused(il)) {
+        return store_fused(ctx, v_cur, v_idxs, il);
+    }
+
+    if (kv_mixed->get_hot().has_rows()) {
+        cur[il].v = ggml_cast(ctx, v_cur, GGML_TYPE_F16);
+    }
+
+    return llama_kv_cache_context::cpy_v(ctx, v_cur, v_idxs, il);
+}
+
+const llama_kv_cache_mixed_context::cur_rows & llama_kv_cache_mixed_context::get_cur(int32_t il) const {
+    const auto rows = cur.find(kv_mixed->get_layer_id(il));
+
+    llama_kv_guard(rows != cur.end() && (rows->second.stored || (rows->second.k && (rows->second.v || kv_mixed->is_latent(il)))),
+            "a graph stores the rows of a layer before it reads them");
+
+    return rows->second;
+}
+
+// via F32: backends convert quantised rows to nothing else
+static ggml_tensor * cast_rows(ggml_context * ctx, ggml_tensor * cold, ggml_tensor * lacking) {
+    ggml_tensor * res = ggml_cast(ctx, cold, GGML_TYPE_F32);
+
+    return ggml_cast(ctx, lacking ? ggml_add(ctx, res, lacking) : res, GGML_TYPE_F16);
+}
+
+ggml_tensor * llama_kv_cache_mixed_context::merge(ggml_context * ctx, ggml_tensor * cold, ggml_tensor * ring, ggml_tensor * rows) const {
+    const int64_t n_stream = cold->ne[3];
+
+    ggml_tensor * hot = ggml_concat(ctx, ring, ggml_reshape_4d(ctx, rows, rows->ne[0], rows->ne[1], rows->ne[2]/n_stream, n_stream), 2);
+
+    // any rows: the mask hides them
+    const int64_t n_pad = GGML_PAD(cold->ne[2] + hot->ne[2], llama_kv_cache_mixed::n_pad_view) - cold->ne[2] - hot->ne[2];
+    if (n_pad > 0) {
+        llama_kv_guard(n_pad <= cold->ne[2], "a graph reads 256 cells at least");
+        hot = ggml_concat(ctx, hot, ggml_view_4d(ctx, cold, cold->ne[0], cold->ne[1], n_pad, n_stream, cold->nb[1], cold->nb[2], cold->nb[3], 0), 2);
+    }
+
+    return ggml_concat(ctx, cold, hot, 2);
+}
+
+ggml_tensor * llama_kv_cache_mixed_context::get_k(ggml_context * ctx, int32_t il) const {
+    ggml_tensor * cold    = llama_kv_cache_context::get_k(ctx, il);
+    ggml_tensor * lacking = turns.cells && !kv_mixed->is_fused(il) ? kv_mixed->build_lacking(ctx, turns.cells, il) : nullptr;
+
+    if (kv_mixed->is_fused(il) || (!kv_mixed->get_hot().has_rows() && !lacking)) {
+        return cold;
+    }
+
+    cold = cast_rows(ctx, cold, lacking);
+
+    return kv_mixed->get_hot().has_rows() ? merge(ctx, cold, kv_mixed->get_hot().get_k(ctx, il, sinfos[i_cur]), get_cur(il).k) : cold;
+}
+
+ggml_tensor * llama_kv_cache_mixed_context::get_v(ggml_context * ctx, int32_t il) const {
+    ggml_tensor * cold = llama_kv_cache_context::get_v(ctx, il);
+
+    if (!kv_mixed->get_hot().has_rows() || kv_mixed->is_fused(il)) {
+        return cold;
+    }
+
+    return merge(ctx, cast_rows(ctx, cold, nullptr), kv_mixed->get_hot().get_v(ctx, il, sinfos[i_cur]), get_cur(il).v);
+}
+
+ggml_tensor * llama_kv_cache_mixed_context::build_attn(
+        const llm_graph_context & graph,
+        ggml_tensor * q,
+        ggml_tensor * k,
+        ggml_tensor * v,
+        ggml_tensor * kq_b,
+        ggml_tensor * kq_mask,
+        ggml_tensor * sinks,
+        ggml_tensor * v_mla,
+              float   kq_scale,
+                int   il) const {
+    llama_kv_guard(!kq_b && (!v_mla || kv_mixed->is_latent(il)), "no bias reaches attention, and values are compressed in a latent cache alone");
+    llama_kv_guard_mask(kq_mask, get_n_mask(graph.ubatch, graph.cparams), q->ne[2]);
+
+    // the first layer that needs them
+    if (turns.cur && !turns.added && kv_mixed->get_pairs(il)) {
+        graph.res->add_input(std::make_unique<llm_graph_input_turns>(kv_mixed, turns.cur, turns.cells));
+        turns.added = true;
+    }
+
+    ggml_tensor * res = kv_mixed->is_fused(il) ?
+        build_attn_fused(graph, q, k, v, kq_mask, sinks, kq_scale, il) :
+        llama_kv_cache_context::build_attn(graph, q, k, v, kq_b, kq_mask, sinks, nullptr, kq_scale, il);
+
+    if (kv_mixed->is_latent(il)) {
+        res = expand(graph.ctx0, res, v_mla, q->ne[1]);
+        ggml_build_forward_expand(graph.gf, res);
+    }
+
+    // after the last attention that reads the slots as they were
+    if (kv_mixed->get_hot().has_rows() && kv_mixed->is_last_reader(il) && !kv_mixed->is_fused(il)) {
+        const auto & rows = get_cur(il);
+
+        ggml_build_forward_expand(graph.gf, kv_mixed->get_hot().cpy_k(graph.ctx0, rows.k, rows.ring_idxs, il));
+        if (rows.v) {
+            ggml_build_forward_expand(graph.gf, kv_mixed->get_hot().cpy_v(graph.ctx0, rows.v, rows.ring_idxs, il));
+        }
+    }
+
+    return res;
+}
+
+ggml_tensor * llama_kv_cache_mixed_context::expand(ggml_context * ctx, ggml_tensor * res, ggml_tensor * v_mla, int64_t n_head) const {
+    if (kv_mixed->get_latent_rot() && !kv_mixed->is_fused()) {
+        res = llama_mul_mat_hadamard(ctx, res, kv_mixed->get_latent_rot());
+    }
+    if (v_mla) {
+        res = ggml_reshape_3d(ctx, res, res->ne[0]/n_head, n_head, res->ne[1]);
+        res = ggml_mul_mat(ctx, v_mla, ggml_permute(ctx, res, 0, 2, 1, 3));
+        res = ggml_permute(ctx, res, 0, 2, 1, 3);
+        res = ggml_cont_2d(ctx, res, res->ne[0]*res->ne[1], res->ne[2]);
+    }
+
+    return res;
+}
+
+ggml_tensor * llama_kv_cache_mixed_context::build_attn_fused(
+        const llm_graph_context & graph,
+        ggml_tensor * q,
+        ggml_tensor * k,
+        ggml_tensor * v,
+        ggml_tensor * kq_mask,
+        ggml_tensor * sinks,
+              float   kq_scale,
+                int   il) const {
+    const auto & hparams = graph.hparams;
+
+    auto & node = kv_mixed->get_node(il);
+
+    node.rotation_k    = fold.k;
+    node.rotation_v    = fold.v;
+    node.scales        = kv_mixed->is_fused() ? kv_mixed->get_scales(il) : nullptr;
+    node.pairs         = kv_mixed->is_fused() ? kv_mixed->get_pairs(il) : nullptr;
+    node.pages         = kv_mixed->get_pages(il);
+    node.all_pages     = &kv_mixed->get_all_pages();
+    node.is_latent     = kv_mixed->is_latent(il);
+    node.is_deep       = uint32_t(il) >= hparams.n_layer()/2;
+    node.writes_ring   = kv_mixed->get_hot().has_rows() && kv_mixed->is_last_reader(il);
+    node.scale         = kq_scale;
+    node.max_bias      = hparams.f_max_alibi_bias;
+    node.logit_softcap = hparams.attn_soft_cap ? hparams.f_attn_logit_softcapping : 0.0f;
+
+    ggml_context * ctx = graph.ctx0;
+
+    cur_rows      rows;
+    ggml_tensor * ring_k = nullptr;
+    ggml_tensor * ring_v = nullptr;
+
+    if (kv_mixed->get_hot().has_rows()) {
+        rows   = get_cur(il);
+        ring_k = kv_mixed->get_hot().get_k(ctx, il, sinfos[i_cur]);
+        ring_v = kv_mixed->get_hot().get_v(ctx, il, sinfos[i_cur]);
+    }
+
+    ggml_tensor * choice = nullptr;
+    ggml_tensor * res = llama_kv_node_attention(ctx, node, q, k, v, ring_k, ring_v, rows.stored, rows.ring_idxs, kq_mask, sinks, &choice);
+
+    // the nodes call functions of this process, and a backend that computes elsewhere (RPC) takes any node
+    for (ggml_tensor * cur : { get_cur(il).stored, choice, res }) {
+        if (cur) {
+            ggml_backend_sched_set_tensor_backend(graph.sched, cur, graph.backend_cpu);
+        }
+    }
+
+    graph.cb(res, "fattn_mixed", il);
+    ggml_build_forward_expand(graph.gf, res);
+
+    return res;
+}
+
+//
+// mask
+//
+
+static constexpr ggml_fp16_t F16_NEG_INF = 0xFC00;
+
+void llama_kv_cache_mixed_context::set_input_kq_mask(ggml_tensor * dst, const llama_ubatch * ubatch, bool causal_attn) const {
+    if (!kv_mixed->get_hot().has_rows()) {
+        llama_kv_cache_context::set_input_kq_mask(dst, ubatch, causal_attn);
+        return;
+    }
+
+    const int64_t n_kv   = get_n_kv();
+    const int64_t n_mask = dst->ne[0];
+
+    // upstream decides what is visible, in rows of n_kv columns at the front of the same memory
+    ggml_tensor narrow = *dst;
+    narrow.ne[0] = n_kv;
+    for (int i = 1; i < GGML_MAX_DIMS; ++i) {
+        narrow.nb[i] = narrow.nb[i - 1]*narrow.ne[i - 1];
+    }
+    llama_kv_cache_context::set_input_kq_mask(&narrow, ubatch, causal_attn);
+
+    ggml_fp16_t * data = (ggml_fp16_t *) dst->data;
+
+    for (int64_t i = dst->ne[1]*dst->ne[3] - 1; i >= 0; --i) {
+        ggml_fp16_t * row = data + i*n_mask;
+
+        memmove(row, data + i*n_kv, n_kv*sizeof(ggml_fp16_t));
+        std::fill(row + n_kv, row + n_mask, F16_NEG_INF);
+    }
+
+    route_hot(dst, *ubatch);
+}
+
+// For each visible pair exactly one column stays open: the hot one where there is an F16 row, the cold one otherwise.
+void llama_kv_cache_mixed_context::route_hot(ggml_tensor * mask, const llama_ubatch & ubatch) const {
+    const auto & sinfo  = sinfos[i_cur];
+    const auto & window = kv_mixed->get_hot().get_slots().get_window();
+
+    const int64_t n_kv   = get_n_kv();
+    const int64_t n_ring = kv_mixed->get_hot().get_n_rows();
+    const int64_t n_tps  = sinfo.size();
+
+    for (uint32_t s = 0; s < sinfo.n_stream(); ++s) {
+        const auto & cells  = kv_mixed->get_stream_cells(sinfo.strm[s]);
+        const auto & owners = step->hot.owners[s];
+
+        for (int64_t ii = 0; ii < n_tps; ++ii) {
+            const int64_t i = s*n_tps + ii;
+
+            ggml_fp16_t * row = (ggml_fp16_t *) mask->data + i*mask->ne[0];
+
+            const llama_pos begin = window.begin(ubatch.pos[i]);
+
+            const auto route = [&](int64_t cell, llama_pos p, int64_t column) {
+                if (row[cell] != F16_NEG_INF && window.contains(p, begin)) {
+                    row[column] = row[cell];
+                    row[cell]   = F16_NEG_INF;
+                }
+            };
+
+            for (size_t slot = 0; slot < owners.size(); ++slot) {
+                const int64_t cell = owners[slot];
+                if (cell >= 0 && cell < n_kv && !cells.is_empty(cell)) {
+                    route(cell, cells.pos_get(cell), n_kv + slot);
+                }
+            }
+
+            for (int64_t jj = 0; jj < n_tps; ++jj) {
+                route(sinfo.idxs[s][jj], ubatch.pos[s*n_tps + jj], n_kv + n_ring + jj);
+            }
+        }
+    }
+}

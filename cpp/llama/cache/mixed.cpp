@@ -1,0 +1,388 @@
+#include "cache/mixed.h"
+#include "rows/access.h"
+#include "rows/convert.h"
+
+#include "llama-context.h"
+#include "llama-impl.h"
+#include "cache/trial.h"
+#include "graph/guard.h"
+#include "llama-model.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+//
+// llama_kv_cache_mixed
+//
+
+llama_kv_cache_mixed::llama_kv_cache_mixed(
+        const mixedkv_config & config,
+        const llama_model & model,
+      const llama_hparams & hparams,
+                ggml_type   type_k,
+                ggml_type   type_v,
+                     bool   v_trans,
+                     bool   offload,
+                     bool   unified,
+                 uint32_t   kv_size,
+                 uint32_t   n_seq_max,
+                 uint32_t   n_pad,
+                 uint32_t   n_swa,
+           llama_swa_type   swa_type,
+           llama_memory_t   mem_other,
+    const layer_filter_cb & filter,
+    const  layer_reuse_cb & reuse,
+    const  layer_share_cb & share,
+             const char *   name_tag) :
+    llama_kv_cache(model, hparams, type_k, type_v, v_trans, offload, unified, kv_size, n_seq_max, n_pad, n_swa, swa_type,
+            mem_other, filter, reuse, share, name_tag), config(config), hot(*this, hparams, config),
+    placement(n_seq_max) {
+    // llama_kv_mixed_admit has refused these with a better message; they would break the assumptions below
+    if (v_trans || mem_other) {
+        throw std::runtime_error("the mixed KV cache needs flash attention and rows of its own");
+    }
+
+    llama_kv_guard_rotation(*this);
+
+    last_reader.assign(layers.size(), -1);
+    for (const auto & [il, ikv] : map_layer_ids) {
+        last_reader[ikv] = std::max(last_reader[ikv], il);
+    }
+
+    make_latent_rot();
+
+    for (const auto & layer : layers) {
+        const bool host = ggml_backend_buft_is_host(ggml_backend_buffer_get_type(layer.k->buffer));
+        if (config.attention == MIXEDKV_ATTENTION_FUSED && !host) {
+            throw std::runtime_error("attention 'fused' needs the KV cache in CPU memory, but layer " +
+                    std::to_string(layer.il) + " has it elsewhere: use attention 'merged', or offload_kqv = false");
+        }
+
+        fused.push_back(host && config.attention != MIXEDKV_ATTENTION_MERGED);
+
+        if (!fused.back() && hot.has_rows()) {
+            llama_kv_guard_flash(ggml_backend_buft_get_device(ggml_backend_buffer_get_type(layer.k->buffer)), hparams, layer.il);
+        }
+    }
+
+    scratch.v_skip = config.mixed ? config.v_skip : 0.0f;
+
+    if (config.mixed && config.equalize) {
+        make_scales();
+    }
+    make_pages();
+}
+
+void llama_kv_cache_mixed::make_latent_rot() {
+    constexpr int64_t edge = 64;
+
+    const auto fits = [&](const auto & layer) {
+        return !layer.v && hparams.n_embd_head_k(layer.il) % edge == 0 && hparams.n_embd_head_v(layer.il) % edge == 0;
+    };
+    if (!config.mixed || !ggml_is_quantized(type_k()) || layers.empty() || !std::all_of(layers.begin(), layers.end(), fits)) {
+        return;
+    }
+
+    latent_ctx.reset(ggml_init({ ggml_tensor_overhead(), nullptr, true }));
+    latent_rot = ggml_new_tensor_2d(latent_ctx.get(), GGML_TYPE_F32, edge, edge);
+    latent_buf.reset(ggml_backend_alloc_ctx_tensors_from_buft(latent_ctx.get(), ggml_backend_buffer_get_type(layers[0].k->buffer)));
+    if (!latent_buf) {
+        throw std::runtime_error("failed to allocate the rotation of the KV cache");
+    }
+
+    std::vector<float> matrix(edge*edge);
+    for (int64_t i = 0; i < edge; ++i) {
+        matrix[i*edge + i] = 1.0f;
+        llama_kv_rows_rotate(matrix.data() + i*edge, edge, edge);
+    }
+    ggml_backend_tensor_set(latent_rot, matrix.data(), 0, ggml_nbytes(latent_rot));
+}
+
+void llama_kv_cache_mixed::make_scales() {
+    std::vector<ggml_backend_buffer_type_t> bufts;
+    std::vector<uint32_t>                   n_embd_head;
+
+    for (const auto & layer : layers) {
+        bufts.push_back(ggml_backend_buffer_get_type(layer.k->buffer));
+        n_embd_head.push_back(hparams.n_embd_head_k(layer.il));
+        equalizer.add(llama_kv_make_scales(model, layer.il), bufts.back());
+    }
+
+    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
+        turns.add(model, layers[ikv].il, equalizer.get(ikv));
+    }
+    turns.alloc(get_size(), n_stream);
+
+    if (is_fused()) {
+        return;
+    }
+
+    // the graph scales and rotates for all layers, also for those whose node would look for biases in Q as it was
+    for (const auto & [il, ikv] : map_layer_ids) {
+        fused[ikv] = fused[ikv] && !get_pairs(il);
+    }
+    equalizer.alloc(n_embd_head);
+    turns.alloc_tensors(bufts, n_embd_head, kv_access::get_rot(*this, true));
+}
+
+const std::vector<mixedkv::attention_pair> * llama_kv_cache_mixed::get_pairs(int32_t il) const {
+    const auto * pairs = turns.empty() ? nullptr : &turns.get(map_layer_ids.at(il));
+    return pairs && !pairs->empty() ? pairs : nullptr;
+}
+
+void llama_kv_cache_mixed::update_turns(const slot_info & sinfo) {
+    turns_s0 = sinfo.s0;
+    for (uint32_t s = 0; s < sinfo.n_stream() && !turns.empty(); ++s) {
+        turns.update(model, lctx->get_cparams(), sinfo.strm[s], v_cells[sinfo.strm[s]]);
+    }
+}
+
+void llama_kv_cache_mixed::set_input_turns(ggml_tensor * cur, ggml_tensor * cells, const llama_ubatch & ubatch) {
+    std::vector<float> data(ggml_nelements(cur));
+    for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
+        turns.get_position(ubatch.pos[i], data.data() + i*cur->ne[0]);
+    }
+    ggml_backend_tensor_set(cur, data.data(), 0, ggml_nbytes(cur));
+
+    turns.get_cells(turns_s0, cells);
+}
+
+ggml_tensor * llama_kv_cache_mixed::build_lacking(ggml_context * ctx, ggml_tensor * turns, int32_t il) const {
+    ggml_tensor * res = get_pairs(il) ? this->turns.build_lacking(ctx, map_layer_ids.at(il), turns) : nullptr;
+
+    return res ? ggml_reshape_4d(ctx, res, hparams.n_embd_head_k(il), hparams.n_head_kv(il), turns->ne[1], turns->ne[2]) : nullptr;
+}
+
+llama_memory_context_ptr llama_kv_cache_mixed::init_update(llama_context * lctx, bool optimize) {
+    this->lctx = lctx;
+    hot.set_context(lctx);
+
+    return llama_kv_cache::init_update(lctx, optimize);
+}
+
+void llama_kv_cache_mixed::place(slot_info_vec_t & sinfos, const std::vector<llama_ubatch> & ubatches) {
+    if (n_stream == 1 && n_seq_max > 1 && n_swa == 0) {
+        placement.place(v_cells[0], sinfos, ubatches);
+    }
+}
+
+std::map<ggml_backend_buffer_type_t, size_t> llama_kv_cache_mixed::memory_breakdown() const {
+    auto res = llama_kv_cache::memory_breakdown();
+
+    hot.add_memory(res);
+    if (!pages.empty()) {
+        res[ggml_backend_cpu_buffer_type()] += pages.n_bytes();
+    }
+
+    return res;
+}
+
+//
+// sequence operations
+//
+
+void llama_kv_cache_mixed::clear(bool data) {
+    llama_kv_cache::clear(data);
+
+    hot.clear(data);
+
+    for (uint32_t s = 0; data && s < n_stream; ++s) {
+        pages.touch_stream(s);
+    }
+}
+
+bool llama_kv_cache_mixed::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
+    const bool res = llama_kv_cache::seq_rm(seq_id, p0, p1);
+    if (!llama_kv_mixed_trial::is_on()) {
+        hot.release_dead();
+    }
+    return res;
+}
+
+void llama_kv_cache_mixed::seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) {
+    llama_kv_cache::seq_cp(seq_id_src, seq_id_dst, p0, p1);
+
+    // across streams upstream copies whole streams, cell by cell, at the next update: so do we
+    hot.seq_cp(seq_id_src, seq_id_dst);
+}
+
+void llama_kv_cache_mixed::seq_keep(llama_seq_id seq_id) {
+    llama_kv_cache::seq_keep(seq_id);
+    hot.release_dead();
+}
+
+void llama_kv_cache_mixed::seq_add(llama_seq_id seq_id, llama_pos p0, llama_pos p1, llama_pos shift) {
+    llama_kv_cache::seq_add(seq_id, p0, p1, shift);
+    hot.seq_add(shift);
+}
+
+void llama_kv_cache_mixed::seq_div(llama_seq_id seq_id, llama_pos p0, llama_pos p1, int d) {
+    llama_kv_cache::seq_div(seq_id, p0, p1, d);
+    hot.seq_div(d);
+}
+
+bool llama_kv_cache_mixed::update(llama_context * lctx, bool do_shift, const stream_copy_info & sc_info) {
+    if (!sc_info.empty()) {
+        llama_synchronize(lctx);
+
+        for (size_t i = 0; i < sc_info.ssrc.size(); ++i) {
+            hot.copy_stream(sc_info.ssrc[i], sc_info.sdst[i]);
+            pages.touch_stream(sc_info.sdst[i]);
+        }
+    }
+
+    pages.touch_moved(v_cells);
+
+    return llama_kv_cache::update(lctx, do_shift && has_moved(), sc_info);
+}
+
+//
+// steps
+//
+
+llama_kv_cache_mixed::checkpoint llama_kv_cache_mixed::begin_step(const slot_info & sinfo) const {
+    checkpoint res;
+
+    res.sinfo = sinfo;
+    res.hot   = hot.begin_step(sinfo);
+    for (const llama_seq_id strm : sinfo.strm) {
+        res.heads.push_back(v_heads[strm]);
+    }
+
+    return res;
+}
+
+void llama_kv_cache_mixed::roll_back(const checkpoint & step) {
+    for (uint32_t s = 0; s < step.sinfo.n_stream(); ++s) {
+        auto & cells = v_cells[step.sinfo.strm[s]];
+
+        // tokens of several sequences are still in all but the first, and their rows may not have been stored
+        for (const uint32_t cell : step.sinfo.idxs[s]) {
+            if (!cells.is_empty(cell)) {
+                cells.rm(cell);
+            }
+        }
+        v_heads[step.sinfo.strm[s]] = step.heads[s];
+    }
+
+    hot.roll_back(step.hot);
+    pages.undo_step();
+}
+
+//
+// windows
+//
+
+std::string llama_kv_cache_mixed::window_problem(mixedkv::hot_window value) const {
+    if (!is_mixed()) {
+        return "this KV cache is uniform: only a mixed cache has a window";
+    }
+
+    value.n_draft = hot.get_slots().get_rule().n_draft;
+    if (const std::string problem = value.problem(); !problem.empty()) {
+        return problem;
+    }
+
+    if (!hot.has_rows() && hot.is_wider(value)) {
+        return "quantization_threshold " + std::to_string(value.threshold) + " and sink_tokens " + std::to_string(value.sink_tokens) +
+            ": the cache was made without F16 rows, and graphs without them stay so: make it with a window";
+    }
+
+    return "";
+}
+
+void llama_kv_cache_mixed::make_room(const mixedkv::hot_window & value) {
+    // A graph with the rows of before is not run again: its mask has another size, where masks are padded too.
+    hot.make_room(value, is_fused() ? 1 : n_pad_view);
+}
+
+//
+// graph
+//
+
+bool llama_kv_cache_mixed::is_fused(int32_t il) const {
+    return fused[map_layer_ids.at(il)];
+}
+
+int32_t llama_kv_cache_mixed::get_layer_id(int32_t il) const {
+    return layers[map_layer_ids.at(il)].il;
+}
+
+bool llama_kv_cache_mixed::is_last_reader(int32_t il) const {
+    return last_reader[map_layer_ids.at(il)] == il;
+}
+
+llama_kv_node & llama_kv_cache_mixed::get_node(int32_t il) {
+    return nodes.try_emplace(il, llama_kv_node{ scratch }).first->second;
+}
+
+void llama_kv_cache_mixed::set_runs(const llama_ubatch & ubatch, uint32_t n_stream) {
+    auto & runs = scratch.runs;
+
+    scratch.next_mask();
+    runs.clear();
+    for (uint32_t i = 0; n_stream == 1 && i < ubatch.n_tokens; ++i) {
+        if (i == 0 || ubatch.seq_id[i][0] != ubatch.seq_id[i - 1][0]) {
+            runs.push_back(0);
+        }
+        runs.back()++;
+    }
+
+    // calls of few rows choose pages, and runs of many are no such calls
+    int64_t n_few = n_stream > 1 && ubatch.n_tokens/n_stream <= mixedkv::attention_few_rows ? ubatch.n_tokens : 0;
+    for (const int64_t run : runs) {
+        n_few += run <= mixedkv::attention_few_rows ? run : 0;
+    }
+    if (!pages.empty()) {
+        scratch.reserve_taken(size_t(n_few)*(pages.get_n_pages() + 1));
+    }
+}
+
+void llama_kv_cache_mixed::scale_qk(ggml_context * ctx, ggml_tensor *& q, ggml_tensor *& k, int32_t il) const {
+    if (get_scales(il)) {
+        q = equalizer.scale_q(ctx, q, map_layer_ids.at(il));
+        k = k ? equalizer.scale_k(ctx, k, map_layer_ids.at(il)) : nullptr;
+    }
+}
+
+//
+// statistics
+//
+
+uint64_t llama_kv_cache_mixed::get_bytes() const {
+    uint64_t res = 0;
+
+    for (const auto & layer : layers) {
+        res += ggml_nbytes(layer.k) + (layer.v ? ggml_nbytes(layer.v) : 0) + hot.get_bytes(layer.il);
+    }
+
+    return res + pages.n_bytes();
+}
+
+uint64_t llama_kv_cache_mixed::get_bytes_f16() const {
+    uint64_t res = 0;
+
+    for (const auto & layer : layers) {
+        res += (ggml_nelements(layer.k) + (layer.v ? ggml_nelements(layer.v) : 0))*sizeof(ggml_fp16_t);
+    }
+
+    return res;
+}
+
+size_t llama_kv_cache_mixed::get_view_bytes() const {
+    size_t res = 0;
+
+    for (size_t ikv = 0; hot.has_rows() && ikv < layers.size(); ++ikv) {
+        if (!fused[ikv]) {
+            // F16 rows of K, then besides them V's in F32 and F16
+            const size_t n_rows = GGML_PAD(get_size() + hot.get_n_rows(), n_pad_view)*n_stream;
+            const size_t k      = layers[ikv].k->ne[0]*sizeof(ggml_fp16_t);
+            const size_t v      = layers[ikv].v ? layers[ikv].v->ne[0]*sizeof(ggml_fp16_t) : 0;
+            res = std::max(res, n_rows*std::max(3*k, k + 3*v));
+        }
+    }
+
+    return res;
+}

@@ -1,0 +1,233 @@
+#pragma once
+
+// A KV cache of mixed precision: upstream's cache of a quantised type is the cold store and holds every token;
+// recent tokens and attention sinks have an F16 copy besides, in the hot rows, which the cache composes (cache/hot-rows.h).
+//
+// Who calls it: upstream, through hooks/hooks.h and the methods of llama_kv_cache and llama_kv_cache_context that
+// vendor/patches makes virtual; its own context at each step; the C API and blocks of rows between steps, while they hold the
+// context's lock.
+
+#include "mixedkv/mixedkv.h"
+
+#include "llama-kv-cache.h"
+#include "cache/hot-rows.h"
+#include "cache/placement.h"
+#include "graph/node.h"
+#include "graph/page-summaries.h"
+#include "rows/equalize.h"
+#include "rows/turns.h"
+
+#include <algorithm>
+#include <map>
+#include <string>
+#include <vector>
+
+// Invariants:
+//
+// - Every live cell has a valid cold row. Whatever happens to hot rows, no token is lost, and the base's operations hold.
+// - A sequence operation is the base's first: hot rows look at cells as they are after it.
+// - A cell is in one state for all layers: it has hot rows in all of them, or in none.
+// - A ubatch whose graph has not ended well leaves cells, hot rows and pages as they were: begin_step, roll_back.
+// - Keys of the cold store and of hot rows are in the same basis, but for the biases that cold rows lack (llama_kv_turns).
+// - What graphs point to (nodes, scratch, tensors) lives as long as the cache; only make_room() makes other tensors.
+class llama_kv_cache_mixed : public llama_kv_cache {
+public:
+    // the arguments of llama_kv_cache, after the configuration
+    llama_kv_cache_mixed(
+            const mixedkv_config & config,
+            const llama_model & model,
+          const llama_hparams & hparams,
+                    ggml_type   type_k,
+                    ggml_type   type_v,
+                         bool   v_trans,
+                         bool   offload,
+                         bool   unified,
+                     uint32_t   kv_size,
+                     uint32_t   n_seq_max,
+                     uint32_t   n_pad,
+                     uint32_t   n_swa,
+               llama_swa_type   swa_type,
+               llama_memory_t   mem_other,
+        const layer_filter_cb & filter,
+        const  layer_reuse_cb & reuse,
+        const  layer_share_cb & share,
+                 const char *   name_tag = "");
+
+    //
+    // llama_memory_i
+    //
+
+    llama_memory_context_ptr init_full() override;
+
+    void clear(bool data) override;
+
+    bool seq_rm  (llama_seq_id seq_id,                              llama_pos p0, llama_pos p1) override;
+    void seq_cp  (llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) override;
+    void seq_keep(llama_seq_id seq_id)                                                          override;
+    void seq_add (llama_seq_id seq_id,                              llama_pos p0, llama_pos p1, llama_pos shift) override;
+    void seq_div (llama_seq_id seq_id,                              llama_pos p0, llama_pos p1, int d) override;
+
+    std::map<ggml_backend_buffer_type_t, size_t> memory_breakdown() const override;
+
+    void state_write(llama_io_write_i & io, llama_seq_id seq_id = -1, llama_state_seq_flags flags = 0) const override;
+    void state_read (llama_io_read_i  & io, llama_seq_id seq_id = -1, llama_state_seq_flags flags = 0) override;
+
+    //
+    // llama_kv_cache
+    //
+
+    std::unique_ptr<llama_kv_cache_context> make_context(slot_info_vec_t sinfos, std::vector<llama_ubatch> ubatches);
+
+    llama_memory_context_ptr init_update(llama_context * lctx, bool optimize) override;
+
+    bool update(llama_context * lctx, bool do_shift, const stream_copy_info & sc_info) override;
+
+    ggml_cgraph * build_graph_shift(llm_graph_result * res, llama_context * lctx) const override;
+
+    //
+    // llama_kv_cache_mixed specific API
+    //
+
+    // false: a uniform cache that only wants the fused attention node
+    bool is_mixed() const { return config.mixed; }
+
+    // the F16 rows, and which cells have one
+          llama_kv_hot_rows & get_hot()       { return hot; }
+    const llama_kv_hot_rows & get_hot() const { return hot; }
+
+    // empty, or why the window cannot be set
+    std::string window_problem(mixedkv::hot_window value) const;
+
+    // makes the rows that such a window takes; throws when there is no memory, and nothing has changed
+    void make_room(const mixedkv::hot_window & value);
+
+    const llama_kv_cells & get_stream_cells(uint32_t strm) const { return v_cells[strm]; }
+
+    // the cache before a ubatch was placed, as far as llama_context::decode does not restore it when the graph fails
+    struct checkpoint {
+        slot_info                     sinfo;
+        std::vector<uint32_t>         heads; // by stream of sinfo
+        llama_kv_hot_rows::checkpoint hot;
+    };
+
+    checkpoint begin_step(const slot_info & sinfo) const;
+
+    void roll_back(const checkpoint & step);
+
+    // the merged view has a multiple of these rows: flash attention of backends has its fast bodies for those alone
+    static constexpr uint32_t n_pad_view = 256;
+
+    // what the merged view of a layer takes of the context's compute buffers at most
+    size_t get_view_bytes() const;
+
+    // attention of this layer reads the rows with the fused node
+    bool is_fused(int32_t il) const;
+
+    // the layer stores no values: they are the first elements of its keys
+    bool is_latent(int32_t il) const { return !layers[map_layer_ids.at(il)].v; }
+
+    // so does that of every layer
+    bool is_fused() const { return std::find(fused.begin(), fused.end(), false) == fused.end(); }
+
+    // models can attend to the rows of a lower layer: whose rows layer il reads, and the last layer that does
+    int32_t get_layer_id(int32_t il) const;
+    bool    is_last_reader(int32_t il) const;
+
+    // whether a row lies at another position than K was turned to; if what did has gone, forget about it
+    bool has_moved();
+
+    // what the nodes of layer il need when they run; lives as long as the cache
+    llama_kv_node & get_node(int32_t il);
+
+    // The matrix that latent rows are rotated by when they are quantised, in blocks that values end with too; nullptr: they are
+    // not. Upstream rotates none of them.
+    ggml_tensor * get_latent_rot() const { return latent_rot; }
+
+    // what keys of layer il are stored times, nullptr: nothing
+    const llama_kv_scales * get_scales(int32_t il) const { return equalizer.get(map_layer_ids.at(il)); }
+
+    // tells them apart, 0: there are none
+    uint32_t get_scales_id(int32_t il) const { return get_scales(il) ? get_scales(il)->id : 0; }
+
+    // what cold rows of K of the layer lack, nullptr: nothing
+    const std::vector<mixedkv::attention_pair> * get_pairs(int32_t il) const;
+
+    // cells of these streams have got positions
+    void update_turns(const slot_info & sinfo);
+
+    // where graphs add that by themselves: cosines and sines [n_turns, n_tokens] and [n_turns, n_kv, n_stream], and what
+    //   rows [n_embd_head, n_head_kv, ...] with such turns lack, nullptr: nothing
+    uint32_t get_n_turns() const { return is_fused() ? 0 : turns.n_turns(); }
+    void set_input_turns(ggml_tensor * cur, ggml_tensor * cells, const llama_ubatch & ubatch);
+    ggml_tensor * build_lacking(ggml_context * ctx, ggml_tensor * turns, int32_t il) const;
+
+    // the same for graphs that do it by themselves
+    void scale_qk(ggml_context * ctx, ggml_tensor *& q, ggml_tensor *& k, int32_t il) const;
+
+    // chooses the cells of tokens that are about to be stored anew, as many as sinfos have
+    void place(slot_info_vec_t & sinfos, const std::vector<llama_ubatch> & ubatches);
+
+    // tells the fused nodes which tokens of the ubatch belong together
+    void set_runs(const llama_ubatch & ubatch, uint32_t n_stream);
+
+    // where the fused nodes add up the attention that they compute, nullptr: nowhere
+    void set_mass(llama_kv_mass * mass) { scratch.mass = mass; }
+
+    const mixedkv::attention_skips & get_skips() const { return scratch.skips; }
+
+    // pages of which a layer's attention reads those that matter, nullptr: it reads all
+    llama_kv_layer_pages * get_pages(int32_t il) { return pages.get(map_layer_ids.at(il)); }
+    const llama_kv_pages & get_all_pages() const { return pages; }
+    void begin_pages(const slot_info & sinfo); // of the ubatch, which has been placed
+    void touch_rows(uint32_t strm, const std::vector<uint32_t> & cells); // that came from elsewhere
+
+    // sums all up again: how many there are, by layers, and in how many layers one differs from what is kept
+    struct page_check { uint32_t n_known = 0, n_wrong = 0; };
+    page_check check_pages();
+
+    // layers that attend to the rows of this cache
+    uint32_t get_n_readers() const { return map_layer_ids.size(); }
+
+    // of all layers, and what an F16 cache would take
+    uint64_t get_bytes() const;
+    uint64_t get_bytes_f16() const;
+
+private:
+    const mixedkv_config config;
+
+    llama_kv_hot_rows hot;
+
+    // by index of the KV cache layer
+    std::vector<int32_t> last_reader;
+    std::vector<bool>    fused;
+
+    // by layer of the model, and the memory that their attention works in, one layer after the other
+    std::map<int32_t, llama_kv_node> nodes;
+    llama_kv_scratch                 scratch;
+
+    llama_kv_equalizer equalizer;
+    llama_kv_turns     turns;
+    llama_kv_pages     pages;
+    uint32_t           turns_s0 = 0; // first stream of the ubatch at hand
+
+    ggml_context_ptr        latent_ctx;
+    ggml_backend_buffer_ptr latent_buf;
+    ggml_tensor *           latent_rot = nullptr; // F32 [edge, edge]
+
+    // of several sequences in one stream; sliding windows take over cells, which upstream chooses
+    llama_kv_placement placement;
+
+    void make_scales();
+    void make_latent_rot();
+    void make_pages();
+
+    // the context that computes on this cache, once it has
+    llama_context * lctx = nullptr;
+
+    // cells in the order in which upstream's state_write stores them
+    std::vector<uint32_t> saved_cells(uint32_t strm, llama_seq_id seq_id) const;
+
+    // what is saved behind upstream's state of the cold store
+    void hot_write(llama_io_write_i & io, llama_seq_id seq_id) const;
+    void hot_read (llama_io_read_i  & io, llama_seq_id seq_id, const slot_info_vec_t & sinfos);
+};

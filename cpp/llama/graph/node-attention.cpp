@@ -1,0 +1,373 @@
+#include "graph/node.h"
+
+#include "graph/guard.h"
+
+#include "attention/attention.h"
+#include "attention/lm4.h"
+#include "attention/mass.h"
+#include "attention/tc3.h"
+
+#include "ggml-impl.h"
+
+#include <algorithm>
+#include <cstring>
+
+using mixedkv::attention_args;
+using mixedkv::attention_rows;
+using mixedkv::attention_segment;
+using mixedkv::row_type;
+
+static constexpr size_t  SCRATCH_ALIGN = 64;
+static constexpr int64_t V_SKIP_KEYS   = 1024;
+static constexpr int64_t SPARSE_DEPTH  = 1024; // keys on whole pages, of which choosing costs less than reading all
+
+void * llama_kv_scratch::get() {
+    const uintptr_t p = (uintptr_t) data.data();
+    return (void *) ((p + SCRATCH_ALIGN - 1) & ~(uintptr_t) (SCRATCH_ALIGN - 1));
+}
+
+void llama_kv_scratch::reserve(size_t size) {
+    if (data.size() < size + SCRATCH_ALIGN) {
+        data.assign(size + SCRATCH_ALIGN, 0);
+    }
+}
+
+void llama_kv_scratch::next_mask() {
+    if (++n_masks >= 1u << 24) {
+        std::fill(seen.begin(), seen.end(), 0);
+        n_masks = 1;
+    }
+}
+
+void llama_kv_scratch::reserve_seen(size_t n) {
+    seen.resize(std::max(seen.size(), n));
+}
+
+mixedkv::attention_seen llama_kv_scratch::get_seen(size_t first, size_t n, int64_t row) {
+    mixedkv::attention_seen res;
+    if (n_masks > 0 && n > 0 && first + n <= seen.size()) {
+        res = { seen.data() + first, row, n_masks };
+    }
+    return res;
+}
+
+void llama_kv_scratch::reserve_taken(size_t n) {
+    taken.resize(std::max(taken.size(), n*most_heads_kv));
+}
+
+static int64_t count_keys(const attention_args & a) {
+    int64_t res = 0;
+    for (int i = 0; i < a.n_segments; ++i) {
+        res += a.segments[i].n;
+    }
+    return res;
+}
+
+static bool is_few(const attention_args & a) {
+    return a.n_queries*(a.n_head/a.n_head_kv) <= mixedkv::attention_few_rows;
+}
+
+// Of all streams; none where the ubatch is not decode alone
+static size_t count_seen(const attention_args & a, int64_t n_stream) {
+    return is_few(a) ? n_stream*mixedkv::attention_seen_blocks(count_keys(a))*a.n_queries : 0;
+}
+
+static row_type to_row_type(ggml_type type) {
+    switch (type) {
+        case GGML_TYPE_F16:    return row_type::f16;
+        case GGML_TYPE_Q8_0:   return row_type::q8_0;
+        case GGML_TYPE_Q4_0:   return row_type::q4_0;
+        case GGML_TYPE_IQ4_NL: return row_type::iq4_nl;
+        case GGML_TYPE_Q4_1:   return row_type::q4_1;
+        case GGML_TYPE_Q5_0:   return row_type::q5_0;
+        case GGML_TYPE_Q5_1:   return row_type::q5_1;
+        default:               return type == LM4_TYPE ? row_type::lm4 : type == TC3_TYPE ? row_type::tc3 : row_type::other;
+    }
+}
+
+static void copy_f32(const void * row, float * out, int64_t n) {
+    memcpy(out, row, n*sizeof(float));
+}
+
+// t: [n_embd_head, n_head_kv, n_rows, n_stream]
+static attention_rows to_rows(const ggml_tensor * t, int64_t strm) {
+    attention_rows res;
+    res.data     = (const char *) t->data + strm*t->nb[3];
+    res.type     = to_row_type(t->type);
+    res.row      = t->nb[2];
+    res.head     = t->nb[1];
+    res.to_float = t->type == GGML_TYPE_F32 ? copy_f32 : ggml_get_type_traits(t->type)->to_float;
+    return res;
+}
+
+attention_rows llama_kv_node_rows(const ggml_tensor * cold_k, int64_t n_embd_head) {
+    attention_rows res;
+    res.data     = cold_k->data;
+    res.type     = to_row_type(cold_k->type);
+    res.row      = cold_k->nb[1];
+    res.head     = ggml_row_size(cold_k->type, n_embd_head);
+    res.to_float = ggml_get_type_traits(cold_k->type)->to_float;
+    return res;
+}
+
+static attention_segment to_segment(const ggml_tensor * k, const ggml_tensor * v, int64_t strm) {
+    attention_segment res;
+    res.k = to_rows(k, strm);
+    res.v = to_rows(v, strm);
+    res.n = k->ne[2];
+    return res;
+}
+
+// The rows of the ubatch, K and V side by side unless V is in K
+static attention_segment to_segment(const ggml_tensor * cur, const attention_args & a, bool is_latent, int64_t strm, int64_t n_tps) {
+    attention_segment res;
+    res.k.data = (const char *) cur->data + strm*n_tps*cur->nb[1];
+    res.k.row  = cur->nb[1];
+    res.k.head = a.d_k*sizeof(ggml_fp16_t);
+    res.v      = res.k;
+    res.n      = n_tps;
+    if (!is_latent) {
+        res.v.data = (const char *) res.k.data + a.n_head_kv*res.k.head;
+        res.v.head = a.d_v*sizeof(ggml_fp16_t);
+    }
+    return res;
+}
+
+// of a view of some streams: [n_embd_gqa, n_cells, n_stream]
+static int64_t first_stream(const ggml_tensor * k) {
+    return ((const char *) k->data - (const char *) k->view_src->data)/k->view_src->nb[2];
+}
+
+// sources of the node, in this order; the ones in brackets are optional
+//   q, cold k, cold v, mask [, ring k, ring v, cur, idxs] [, sinks] [, choice of pages]
+static attention_args to_args(const ggml_tensor * dst, const llama_kv_node & node, int64_t strm) {
+    const ggml_tensor * const * src = dst->src;
+
+    const ggml_tensor * q    = src[0];
+    const ggml_tensor * mask = src[3];
+
+    const int64_t n_stream = src[1]->ne[3];
+    const int64_t n_tps    = q->ne[2]/n_stream;
+
+    attention_args res;
+    res.n_head    = q->ne[1];
+    res.n_head_kv = src[1]->ne[1];
+    res.d_k       = src[1]->ne[0];
+    res.d_v       = src[2]->ne[0];
+    res.n_queries = n_tps;
+
+    res.q      = (const float *) ((const char *) q->data + strm*n_tps*q->nb[2]);
+    res.q_row  = q->nb[2];
+    res.q_head = q->nb[1];
+
+    res.segments[res.n_segments++] = to_segment(src[1], src[2], strm);
+    if (node.pairs) {
+        auto & cold = res.segments[0];
+        cold.pairs      = node.pairs->data();
+        cold.n_pairs    = (int) node.pairs->size();
+        cold.first_turn = ((const char *) cold.k.data - (const char *) src[1]->view_src->data)/src[1]->nb[2];
+    }
+    if (node.has_ring) {
+        res.segments[res.n_segments++] = to_segment(src[4], src[5], strm);
+        res.segments[res.n_segments++] = to_segment(src[6], res, node.is_latent, strm, n_tps);
+    }
+
+    res.mask     = (const uint16_t *) ((const char *) mask->data + strm*mask->nb[3]);
+    res.mask_row = mask->nb[1];
+
+    const size_t n_seen = count_seen(res, 1);
+    res.seen = node.scratch.get_seen(strm*n_seen, n_seen, n_tps);
+
+    // each run of keys looks at a few more first: not worth it for a short one
+    res.v_skip = count_keys(res) < V_SKIP_KEYS ? 0.0f : node.scratch.v_skip;
+    res.skips  = &node.scratch.skips;
+
+    if (node.pages) {
+        const auto &  pages = *node.pages;
+        const int64_t first = (first_stream(src[1]) + strm)*node.all_pages->get_n_pages();
+
+        res.pages.means      = pages.means.data() + first*pages.n_head_kv*pages.d_k;
+        res.pages.spreads    = pages.spreads.data() + first*pages.n_head_kv;
+        res.pages.pairs      = pages.pairs.data();
+        res.pages.first_turn = first;
+        res.pages.known      = node.all_pages->get_known(0) + first;
+        res.pages.share      = node.scratch.share;
+        res.pages.depth      = SPARSE_DEPTH;
+    }
+
+    res.scale_q      = node.scales ? node.scales->q.data() : nullptr;
+    res.rotation_q   = node.rotation_k;
+    res.rotation_out = node.rotation_v;
+
+    res.scale          = node.scale;
+    res.max_alibi_bias = node.max_bias;
+    res.logit_softcap  = node.logit_softcap;
+    res.sinks          = node.has_sinks ? (const float *) src[node.has_ring ? 8 : 4]->data : nullptr;
+
+    res.out      = (float *) ((char *) dst->data + strm*n_tps*dst->nb[1]);
+    res.out_row  = dst->nb[1];
+    res.out_head = res.d_v*sizeof(float);
+
+    return res;
+}
+
+static attention_args cut(const attention_args & whole, int64_t first, int64_t n) {
+    attention_args res = whole;
+    res.n_queries = n;
+    res.q         = (const float *) ((const char *) whole.q + first*whole.q_row);
+    res.mask      = (const uint16_t *) ((const char *) whole.mask + first*whole.mask_row);
+    res.out       = (float *) ((char *) whole.out + first*whole.out_row);
+    if (res.seen.blocks) {
+        res.seen.blocks += first;
+    }
+    return res;
+}
+
+// One token each of many answers beside a slice of a prompt: together all of them would be worked on as the prompt is,
+// which unpacks every key of every answer for a row or two. So runs of few rows are gathered to calls of few rows, and
+// what lies between them to others.
+static void cut(const attention_args & whole, const std::vector<int64_t> & runs, std::vector<attention_args> & res) {
+    const int64_t most = mixedkv::attention_few_rows/(whole.n_head/whole.n_head_kv);
+
+    int64_t first = 0;
+    int64_t n     = 0;
+    bool    few   = false;
+    for (const int64_t run : runs) {
+        if (n > 0 && (few != (run <= most) || (few && n + run > most))) {
+            res.push_back(cut(whole, first, n));
+            first += n;
+            n = 0;
+        }
+        few = run <= most;
+        n += run;
+    }
+    res.push_back(cut(whole, first, n));
+}
+
+static void to_args(const ggml_tensor * dst, const llama_kv_node & node, std::vector<attention_args> & res) {
+    res.clear();
+    for (int64_t strm = 0; strm < dst->src[1]->ne[3]; ++strm) {
+        res.push_back(to_args(dst, node, strm));
+    }
+}
+
+// Decode may leave pages out. Who chooses and who reads give each query the same place.
+static void place_choices(std::vector<attention_args> & calls, const llama_kv_node & node) {
+    size_t offset = 0;
+    for (auto & a : calls) {
+        a.pages.row = a.n_head_kv*((a.segments[0].n + mixedkv::attention_page - 1)/mixedkv::attention_page);
+
+        const size_t n = a.n_queries*a.pages.row;
+        if (node.pages && is_few(a) && offset + n <= node.scratch.taken.size()) {
+            a.pages.taken = node.scratch.taken.data() + offset;
+            offset += n;
+        }
+    }
+}
+
+static const std::vector<attention_args> & to_calls(const ggml_tensor * dst, const llama_kv_node & node) {
+    thread_local std::vector<attention_args> res;
+
+    to_args(dst, node, res);
+
+    const auto & runs = node.scratch.runs;
+    if (runs.size() > 1) {
+        const attention_args whole = res[0];
+
+        res.clear();
+        cut(whole, runs, res);
+        // what a context has for its largest ubatch; not what it has grown to since, or bits would depend on that
+        if (mixedkv::attention_run_bytes(res.data(), (int) res.size()) > node.cut_bytes) {
+            res.assign(1, whole);
+        }
+    }
+    place_choices(res, node);
+
+    return res;
+}
+
+static void add_mass(ggml_tensor * dst, const llama_kv_node & node, int ith, int nth) {
+    const attention_args args = to_args(dst, node, 0);
+
+    auto & mass = node.scratch.mass->by_thread[ith];
+    mass.resize(std::max<size_t>(mass.size(), args.segments[0].n));
+
+    mixedkv::attention_mass(args, ith, nth, mass.data());
+}
+
+static void choose_compute(ggml_tensor * dst, int ith, int nth, void * userdata) {
+    const auto & calls = to_calls(dst, *(const llama_kv_node *) userdata);
+
+    mixedkv::attention_choose_pages(calls.data(), (int) calls.size(), ith, nth);
+}
+
+static void attention_compute(ggml_tensor * dst, int ith, int nth, void * userdata) {
+    auto & node = *(llama_kv_node *) userdata;
+
+    if (node.scratch.mass && node.is_deep) {
+        add_mass(dst, node, ith, nth);
+    }
+
+    const auto & calls = to_calls(dst, node);
+
+    const bool last = mixedkv::attention_run(calls.data(), (int) calls.size(), node.scratch.get(), ith, nth);
+
+    if (last && node.writes_ring) {
+        llama_kv_node_write_ring(dst->src[6], dst->src[7], dst->src[4]->view_src, node.is_latent ? nullptr : dst->src[5]->view_src);
+    }
+}
+
+bool llama_kv_node_attends(const ggml_tensor * t, const llama_kv_node & node) {
+    ggml_custom_op_params params;
+    memcpy(&params, t->op_params, sizeof(params));
+
+    return t->op == GGML_OP_CUSTOM && params.fun == attention_compute && params.userdata == &node;
+}
+
+ggml_tensor * llama_kv_node_attention(
+        ggml_context * ctx,
+        llama_kv_node & node,
+        ggml_tensor * q,
+        ggml_tensor * cold_k, ggml_tensor * cold_v,
+        ggml_tensor * ring_k, ggml_tensor * ring_v,
+        ggml_tensor * cur,    ggml_tensor * idxs,
+        ggml_tensor * mask,
+        ggml_tensor * sinks,
+        ggml_tensor ** choice) {
+    llama_kv_guard(q->type == GGML_TYPE_F32 && q->nb[0] == sizeof(float), "Q of a token comes as rows of F32");
+
+    node.has_ring  = ring_k != nullptr;
+    node.has_sinks = sinks != nullptr;
+
+    std::vector<ggml_tensor *> srcs = { q, cold_k, cold_v, mask };
+
+    if (node.has_ring) {
+        srcs.insert(srcs.end(), { ring_k, ring_v, cur, idxs });
+    }
+    if (node.has_sinks) {
+        srcs.push_back(sinks);
+    }
+
+    if (srcs.size() + 1 >= GGML_MAX_SRC) {
+        node.pages = nullptr; // no room for one more: a layer with sinks of its own reads all
+    }
+    if (node.pages) {
+        // the sources are those of the attention, so it sees the same calls
+        *choice = ggml_custom_4d(ctx, GGML_TYPE_I8, 1, 1, 1, 1, srcs.data(), (int) srcs.size(), choose_compute, GGML_N_TASKS_MAX, &node);
+        srcs.push_back(*choice);
+    }
+
+    ggml_tensor * res = ggml_custom_4d(ctx, GGML_TYPE_F32, cold_v->ne[0]*q->ne[1], q->ne[2], 1, 1,
+            srcs.data(), (int) srcs.size(), attention_compute, GGML_N_TASKS_MAX, &node);
+
+    // the first graph of a context is the one that llama.cpp reserves memory with: its largest
+    std::vector<attention_args> args;
+    to_args(res, node, args);
+    const size_t bytes = mixedkv::attention_scratch_bytes(args.data(), (int) args.size());
+
+    node.scratch.reserve(bytes);
+    node.scratch.reserve_seen(count_seen(args[0], (int64_t) args.size()));
+    node.cut_bytes = node.cut_bytes == 0 ? bytes : node.cut_bytes;
+
+    return res;
+}

@@ -1,0 +1,161 @@
+#include "graph/node.h"
+#include "rows/turns.h"
+
+#include "graph/guard.h"
+
+#include "attention/attention.h"
+#include "rows/convert.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+// Beyond the largest F16 number lies an infinite row of the ring, and an infinite scale in most cold types. A product with
+// it is NaN even where its weight is zero: it would reach every query that has a key of the same block.
+static void saturate(float * x, int64_t n) {
+    constexpr float   max  = 65504.0f;
+    constexpr int32_t bits = 0x477fe000; // its own: larger ones belong to larger magnitudes, infinity and NaN
+
+    int32_t beyond = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        int32_t xi;
+        memcpy(&xi, x + i, sizeof(xi));
+        beyond |= (xi & INT32_MAX) > bits;
+    }
+    for (int64_t i = 0; beyond && i < n; ++i) {
+        x[i] = std::isnan(x[i]) ? 0.0f : std::clamp(x[i], -max, max);
+    }
+}
+
+// One token's row of K or V, all heads, F32, as the model computes it. Valid until the thread's next call.
+static std::vector<float> & load_row(const ggml_tensor * cur, int64_t token) {
+    thread_local std::vector<float> row;
+
+    const size_t n_head = cur->ne[0];
+    row.resize(n_head*cur->ne[1]);
+
+    for (int64_t h = 0; h < cur->ne[1]; ++h) {
+        memcpy(row.data() + h*n_head, (const char *) cur->data + token*cur->nb[2] + h*cur->nb[1], n_head*sizeof(float));
+    }
+
+    return row;
+}
+
+// scaled and rotated
+static const float * change_basis(std::vector<float> & row, const llama_kv_scales * scales, int rotation) {
+    for (size_t j = 0; scales && j < row.size(); ++j) {
+        row[j] *= scales->k[j];
+    }
+    if (rotation) {
+        mixedkv::rotate_row(row.data(), row.size(), rotation);
+    }
+
+    saturate(row.data(), row.size());
+
+    return row.data();
+}
+
+static void take_bias(std::vector<float> & row, const llama_kv_node & node, int64_t n_embd_head, int64_t cell) {
+    thread_local std::vector<float> turns;
+
+    turns.clear();
+    for (const auto & pair : *node.pairs) {
+        turns.insert(turns.end(), { pair.cosines[cell], pair.sines[cell] });
+    }
+
+    llama_kv_take_bias(row.data(), n_embd_head, *node.scales, turns.data());
+}
+
+// of K and V, 1: there is no V
+static int count_kinds(const ggml_tensor * dst) {
+    return dst->src[3] ? 2 : 1;
+}
+
+// cur: src[i], cold: src[n + i], idxs: src[2*n + i]; i = 0 for K, 1 for V, n of them
+static void store_token(ggml_tensor * dst, const llama_kv_node & node, int i, int64_t token) {
+    const int n_kinds = count_kinds(dst);
+
+    const ggml_tensor * cur  = dst->src[i];
+    const ggml_tensor * cold = dst->src[n_kinds + i];
+
+    const int64_t cell = ((const int64_t *) dst->src[2*n_kinds + i]->data)[token];
+    const int64_t n    = cur->ne[0]*cur->ne[1];
+
+    const auto * scales   = i == 0 ? node.scales : nullptr;
+    const int    rotation = i == 0 ? node.rotation_k : node.rotation_v;
+
+    const float * x = change_basis(load_row(cur, token), scales, rotation);
+
+    if (node.has_ring) {
+        const size_t first = i == 0 ? 0 : dst->src[0]->ne[0]*dst->src[0]->ne[1];
+        llama_kv_row_writer(GGML_TYPE_F16)(x, (char *) dst->data + token*dst->nb[1] + first*sizeof(ggml_fp16_t), n);
+    }
+
+    if (i == 0 && node.pairs) {
+        auto & row = load_row(cur, token);
+        take_bias(row, node, cur->ne[0], cell);
+        x = change_basis(row, scales, rotation);
+    }
+
+    // as SET_ROWS does it
+    llama_kv_row_writer(cold->type)(x, (char *) cold->data + cell*cold->nb[1], n);
+}
+
+static void store_compute(ggml_tensor * dst, int ith, int nth, void * userdata) {
+    const auto & node = *(const llama_kv_node *) userdata;
+
+    const int     n_kinds = count_kinds(dst);
+    const int64_t n       = n_kinds*dst->ne[1];
+
+    for (int64_t i = n*ith/nth; i < n*(ith + 1)/nth; ++i) {
+        store_token(dst, node, i % n_kinds, i / n_kinds);
+    }
+
+    // of rows that are there already
+    const size_t n_due = node.pages ? node.all_pages->get_due().size() : 0;
+    for (size_t i = n_due*ith/nth; i < n_due*(ith + 1)/nth; ++i) {
+        node.pages->sum_up(llama_kv_node_rows(dst->src[n_kinds], dst->src[0]->ne[0]), node.pairs, node.all_pages->get_due()[i]);
+    }
+}
+
+ggml_tensor * llama_kv_node_store(
+        ggml_context * ctx,
+        llama_kv_node & node,
+        ggml_tensor * cold_k, ggml_tensor * cold_v,
+        ggml_tensor * cur_k,  ggml_tensor * cur_v,
+        ggml_tensor * k_idxs, ggml_tensor * v_idxs) {
+    std::vector<ggml_tensor *> srcs = { cur_k, cold_k, k_idxs };
+    if (cold_v) {
+        srcs = { cur_k, cur_v, cold_k, cold_v, k_idxs, v_idxs };
+    }
+
+    const size_t n_kinds = srcs.size()/3;
+    for (size_t i = 0; i < n_kinds; ++i) {
+        const ggml_tensor * cur  = srcs[i];
+        const ggml_tensor * idxs = srcs[2*n_kinds + i];
+        llama_kv_guard(cur->type == GGML_TYPE_F32 && cur->nb[0] == sizeof(float), "K and V of a token come as rows of F32");
+        llama_kv_guard(idxs->type == GGML_TYPE_I64 && idxs->ne[0] == cur_k->ne[2], "each token comes with the row that it goes to");
+    }
+
+    return ggml_custom_4d(ctx, GGML_TYPE_F16, cold_k->ne[0] + (cold_v ? cold_v->ne[0] : 0), cur_k->ne[2], 1, 1,
+            srcs.data(), (int) srcs.size(), store_compute, GGML_N_TASKS_MAX, &node);
+}
+
+void llama_kv_node_write_ring(
+        const ggml_tensor * rows, const ggml_tensor * idxs, const ggml_tensor * ring_k, const ggml_tensor * ring_v) {
+    const int64_t n_ring = ring_k->ne[1];
+
+    for (int64_t token = 0; token < rows->ne[1]; ++token) {
+        const int64_t row = ((const int64_t *) idxs->data)[token];
+        const char *  src = (const char *) rows->data + token*rows->nb[1];
+
+        if (row % n_ring == n_ring - 1) {
+            continue; // the row that nobody reads
+        }
+
+        memcpy((char *) ring_k->data + row*ring_k->nb[1], src, ring_k->nb[1]);
+        if (ring_v) {
+            memcpy((char *) ring_v->data + row*ring_v->nb[1], src + ring_k->nb[1], ring_v->nb[1]);
+        }
+    }
+}

@@ -1,0 +1,137 @@
+#pragma once
+
+// The two nodes that a layer of the graph has in place of upstream's: one stores K and V, one attends.
+
+#include "attention/attention.h"
+#include "ggml.h"
+#include "graph/page-summaries.h"
+#include "rows/equalize.h"
+
+#include <cstdint>
+#include <vector>
+
+// Attention that the queries of a graph pay to each cell, summed over its deep layers: what each thread has seen.
+struct llama_kv_mass {
+    std::vector<std::vector<float>> by_thread = std::vector<std::vector<float>>(GGML_MAX_N_THREADS);
+};
+
+// Shared by the threads that run a node, and by the nodes of a context, which run one after the other.
+class llama_kv_scratch {
+public:
+    void * get(); // 64-byte aligned
+    void reserve(size_t size);
+
+    // lengths of the runs of tokens of one sequence in the ubatch at hand; empty where each stream has one
+    std::vector<int64_t> runs;
+
+    // where attention is watched; the ubatch is of one stream then
+    llama_kv_mass * mass = nullptr;
+
+    float                    v_skip = 0.0f;
+    mixedkv::attention_skips skips;
+
+    // of the weights of each row that the pages read hold
+    float share = 0.0f;
+
+    // which pages are read: of each query, KV head and page of the cells
+    std::vector<uint8_t> taken;
+    void reserve_taken(size_t n);
+    size_t most_heads_kv = 1; // of layers with pages
+
+    // the ubatch has a mask of its own; what is seen in it is kept for all layers
+    void next_mask();
+    void reserve_seen(size_t n);
+    mixedkv::attention_seen get_seen(size_t first, size_t n, int64_t row);
+
+private:
+    std::vector<uint8_t> data;
+    std::vector<uint32_t> seen;
+    uint32_t n_masks = 0;
+};
+
+// What the nodes of one layer know besides their sources: the same for every graph of a context.
+// The graph points to it: it lives in the cache, which outlives every graph of its context.
+struct llama_kv_node {
+    llama_kv_scratch & scratch;
+
+    float scale         = 1.0f;
+    float max_bias      = 0.0f;
+    float logit_softcap = 0.0f;
+
+    // memory that calls may take into which the queries are cut, see to_calls: that of the layer's first graph
+    size_t cut_bytes = 0;
+
+    // edge of the Hadamard blocks by which the nodes rotate K and Q, and V and the output; 0: they come rotated
+    int rotation_k = 0;
+    int rotation_v = 0;
+
+    // K is stored times scales->k, Q comes divided by it; nullptr: the graph has done it, or nobody does
+    const llama_kv_scales * scales = nullptr;
+
+    // what cold rows of K lack, with the turns of the cells of all streams; nullptr: nothing
+    const std::vector<mixedkv::attention_pair> * pairs = nullptr;
+
+    // what is known of the layer's keys, nullptr: they are all read
+    llama_kv_layer_pages * pages     = nullptr;
+    const llama_kv_pages * all_pages = nullptr;
+
+    // which of the optional sources the node has
+    bool has_ring  = false;
+    bool has_sinks = false;
+
+    // V are the first elements of K's rows (MLA), and not stored besides
+    bool is_latent = false;
+
+    // of the deeper half of the layers: where attention is watched, it is theirs
+    bool is_deep = false;
+
+    // nobody after it reads the slots as they were: it writes the ubatch's rows to the ring when it is done
+    bool writes_ring = false;
+};
+
+// Stores K and V of the ubatch, rotated if the node says so, as the cache stores them and rounded to F16 besides.
+// One node instead of two rotations, two casts and two SET_ROWS: what they cost in decoding is the wait after each.
+//
+// cold           k, v of all streams as the cache stores them [n_embd_gqa, kv_size, n_stream]; V is nullptr in all three
+//                where keys are all that is stored
+// cur            k, v F32 [n_embd_head, n_head_kv, n_tokens]
+// k_idxs, v_idxs I64 [n_tokens] (the first n_tokens are used), rows of the cold tensors
+// returns        F16 [n_embd_k_gqa + n_embd_v_gqa, n_tokens], the rows of the ubatch as the ring will hold them;
+//                nothing is written to it when the node has no ring
+ggml_tensor * llama_kv_node_store(
+        ggml_context * ctx,
+        llama_kv_node & node,
+        ggml_tensor * cold_k, ggml_tensor * cold_v,
+        ggml_tensor * cur_k,  ggml_tensor * cur_v,
+        ggml_tensor * k_idxs, ggml_tensor * v_idxs);
+
+// Writes the F16 rows of the ubatch, as llama_kv_node_store returns them, to the ring rows idxs [n_tokens].
+void llama_kv_node_write_ring(
+        const ggml_tensor * rows, const ggml_tensor * idxs, const ggml_tensor * ring_k, const ggml_tensor * ring_v);
+
+// Rows of K of all streams, as a cache stores them.
+mixedkv::attention_rows llama_kv_node_rows(const ggml_tensor * cold_k, int64_t n_embd_head);
+
+// Attends to the rows as they lie.
+//
+// q       F32 [n_embd_head_k, n_head, n_tokens]
+// cold    k, v as the cache stores them [n_embd_head, n_head_kv, n_kv, n_stream]
+// ring    k, v F16 [n_embd_head, n_head_kv, n_ring, n_stream], nullptr: neither ring nor cur nor idxs
+// cur     F16 [n_embd_k_gqa + n_embd_v_gqa, n_tokens], from llama_kv_node_store
+// idxs    I64 [n_tokens], ring rows of all streams where cur goes
+// mask    F16 [n_kv + n_ring + n_tokens/n_stream, n_tokens/n_stream, 1, n_stream]
+// choice  is set to the node before it, which chooses pages, where the layer has them
+// returns F32 [n_embd_head_v*n_head, n_tokens]
+ggml_tensor * llama_kv_node_attention(
+        ggml_context * ctx,
+        llama_kv_node & node,
+        ggml_tensor * q,
+        ggml_tensor * cold_k, ggml_tensor * cold_v,
+        ggml_tensor * ring_k, ggml_tensor * ring_v,
+        ggml_tensor * cur,    ggml_tensor * idxs,
+        ggml_tensor * mask,
+        ggml_tensor * sinks,
+        ggml_tensor ** choice);
+
+// whether t is the attention of this node's layer: by what it computes, since names of tensors are for people
+bool llama_kv_node_attends(const ggml_tensor * t, const llama_kv_node & node);

@@ -1,0 +1,20 @@
+#include "hooks/context.h"
+
+#include "llama-context.h"
+
+#include <stdexcept>
+
+std::unique_lock<std::recursive_mutex> llama_kv_mixed_enter(llama_context & ctx) {
+    return std::unique_lock<std::recursive_mutex>(ctx.busy);
+}
+
+std::unique_lock<std::recursive_mutex> llama_kv_mixed_settle(llama_context & ctx) {
+    auto inside = llama_kv_mixed_enter(ctx);
+
+    ctx.memory_update(false);
+    if (llama_kv_mixed_has_shift(ctx.get_memory())) {
+        throw std::runtime_error("keys could not be turned to their new positions: out of memory");
+    }
+
+    return inside;
+}

@@ -1,0 +1,27 @@
+#pragma once
+
+// What vendor/patches adds to llama_context, and calls where one is at hand.
+
+#include "hooks/eval-chain.h"
+#include "hooks/hooks.h"
+#include "hooks/step.h"
+
+#include <mutex>
+
+// llama_context has besides, public and before its other members:
+//
+// busy   held by the thread that evaluates, or reads or moves rows
+// room   of llama_step
+// evals  who is told of the nodes of its graphs
+#define LLAMA_CONTEXT_HOOKS \
+    std::recursive_mutex busy; \
+    llama_step_room      room; \
+    llama_eval_chain     evals; \
+    friend class llama_step;
+
+// llama_decode, llama_encode: no other thread evaluates or touches rows as long as what is returned is there
+std::unique_lock<std::recursive_mutex> llama_kv_mixed_enter(llama_context & ctx);
+
+// llama_context's state functions: so it is here, and pending shifts and copies are carried out, before rows are saved and
+// before others replace them
+std::unique_lock<std::recursive_mutex> llama_kv_mixed_settle(llama_context & ctx);
