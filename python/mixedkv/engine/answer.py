@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
 from concurrent.futures import CancelledError
 from typing import Protocol
 
@@ -14,7 +14,7 @@ from mixedkv.engine.chat.chat_template import RenderedChat
 from mixedkv.engine.jobs.events import Done, Event, Failed
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.sample.sampler import TokenLogprob
-from mixedkv.engine.text.answer_reader import ReadAnswer
+from mixedkv.engine.text.answer_reader import Part, ReadAnswer
 
 
 class _Canceller(Protocol):
@@ -42,12 +42,12 @@ class Answer:
         self._sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         job.deliver = self._receive
 
-    def cancel(self) -> None:
-        """Stop generating; whoever waits for the rest gets a CancelledError."""
+    def cancel(self, error: Exception | None = None) -> None:
+        """Stop generating; whoever waits for the rest gets the error, None is a CancelledError."""
         with self._changed:
             if self._end is not None:
                 return
-            self._end = Failed(CancelledError("the answer was cancelled"))
+            self._end = Failed(error or CancelledError("the answer was cancelled"))
             self._wake()
         self._engine.cancel(self.job)
 
@@ -62,6 +62,26 @@ class Answer:
         reader = self._chat.reader()
         reader.feed(self.text, last=True)
         return reader.answer
+
+    def parts(self) -> Iterator[Part]:
+        """Iterate over the answer to a `Chat` while it comes: pieces of text, of thoughts and of calls.
+
+        Who leaves the iteration before its end cancels the answer.
+        """
+        reader = self._chat.reader()
+        for piece in self:
+            yield from reader.feed(piece)
+        yield from reader.feed("", last=True)
+
+    async def aparts(self) -> AsyncIterator[Part]:
+        """Iterate as `parts` does, in asyncio."""
+        reader = self._chat.reader()
+        async with contextlib.aclosing(self.__aiter__()) as pieces:
+            async for piece in pieces:
+                for part in reader.feed(piece):
+                    yield part
+        for part in reader.feed("", last=True):
+            yield part
 
     def result(self, timeout: float | None = None) -> Done:
         """All of the answer and why it ended: "stop", or "length" at max_tokens or the context's end.
@@ -87,7 +107,7 @@ class Answer:
         finally:
             self.cancel()
 
-    async def __aiter__(self) -> AsyncIterator[str]:
+    async def __aiter__(self) -> AsyncGenerator[str, None]:
         try:
             while True:
                 await self._arrival(pieces=True)

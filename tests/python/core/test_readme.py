@@ -24,7 +24,7 @@ DOCS = REPOSITORY / "docs"
 PAGES = [
     REPOSITORY / "README.md",
     *(DOCS / f"{name}.md" for name in ("quickstart", "choosing-a-cache", "coming-from")),
-    *(DOCS / f"{name}.md" for name in ("conversations", "store", "streaming")),
+    *(DOCS / f"{name}.md" for name in ("conversations", "frameworks", "store", "streaming")),
     *sorted((DOCS / "how-to").glob("*.md")),
     *sorted((DOCS / "concepts").glob("*.md")),
 ]
@@ -60,6 +60,9 @@ def test_there_are_blocks() -> None:
 def test_a_block_runs_as_pasted(block: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if "smollm2" in block:
         request.getfixturevalue("real_model_q4_1")  # skips where it cannot be downloaded
+    for name in ("langchain_core", "llama_index.core"):
+        if f"from {name}" in block:
+            pytest.importorskip(name, reason=f"needs the package {name}")
     if _ADDRESS in block:
         pytest.importorskip("openai", reason="needs the package openai")
         block = block.replace(_ADDRESS, request.getfixturevalue("server").url)

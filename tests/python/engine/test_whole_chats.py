@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,3 +56,27 @@ def test_a_thought_is_not_what_is_said(engine: Engine) -> None:
     assert "<think>" not in said.content + said.reasoning
     plain = engine.submit("What is missing?", max_tokens=8, temperature=0)
     assert plain.message.content == plain.text
+
+
+def test_parts_come_one_by_one_and_are_the_message(engine: Engine) -> None:
+    chat = Chat(messages=MESSAGES, tools=[WEATHER], choice=ToolChoice(mode="required", parallel=False))
+    answer = engine.submit(chat, max_tokens=200, seed=1)
+    parts = list(answer.parts())
+    (call,) = answer.message.calls
+    assert len(parts) > 1
+    assert (parts[0].name, "".join(part.arguments for part in parts)) == (call.name, call.arguments)
+
+    async def contents() -> str:
+        again = engine.submit(Chat(messages=MESSAGES), max_tokens=20, seed=1)
+        text = "".join([part.content + part.reasoning async for part in again.aparts()])
+        assert text == again.message.content + again.message.reasoning
+        return text
+
+    assert asyncio.run(contents())
+
+
+def test_who_cancels_says_why(engine: Engine) -> None:
+    answer = engine.submit(Chat(messages=MESSAGES), max_tokens=1500)
+    answer.cancel(TimeoutError("too late"))
+    with pytest.raises(TimeoutError, match="too late"):
+        answer.result()

@@ -1,14 +1,11 @@
 """LangChain's own integration suites against the server, with `ChatOpenAI` and `OpenAIEmbeddings`.
 
 The bundled model has never seen a tool. Its template is that of a model that has, and where a test forces a
-call the server forces it. What such a model cannot do is expected to fail, with the reason.
+call the server forces it.
 """
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +17,8 @@ from support.server_support import MODEL, Server, running
 langchain = pytest.importorskip("langchain_openai", reason="needs the package langchain-openai")
 suites = pytest.importorskip("langchain_tests.integration_tests", reason="needs the package langchain-tests")
 
-_loop = asyncio.new_event_loop()
+from support.langchain_suite import SmallModelSuite, run_async_tests  # noqa: E402
+
 _server: Server | None = None
 _brief: dict[str, int] = {}
 
@@ -35,18 +33,13 @@ def server() -> Iterator[Server]:
         yield _server
 
 
-@pytest.fixture
-def benchmark() -> None:
-    pytest.skip("measures with answers that were recorded")
-
-
 def options() -> dict[str, Any]:
     assert _server is not None
     return {"model": MODEL, "base_url": f"{_server.url}/v1", "api_key": "unused", "max_retries": 0}
 
 
 @pytest.mark.slow
-class TestChat(suites.ChatModelIntegrationTests):  # type: ignore[misc,name-defined]
+class TestChat(SmallModelSuite):
     @property
     def chat_model_class(self) -> Any:
         return langchain.ChatOpenAI
@@ -68,41 +61,6 @@ class TestChat(suites.ChatModelIntegrationTests):  # type: ignore[misc,name-defi
     def model_override_value(self) -> str:
         return MODEL
 
-    @property
-    def has_tool_choice(self) -> bool:
-        return True
-
-    # What a model of five million parameters cannot do: follow a request. Its calls are well formed, see
-    # test_server_tools.py; that they are the wanted ones is the model's part.
-
-    @pytest.mark.xfail(reason="asks for the argument 3: it calls, with another number")
-    def test_tool_calling(self, model: Any) -> None:
-        super().test_tool_calling(model)
-
-    @pytest.mark.xfail(reason="asks for the argument 3: it calls, with another number")
-    async def test_tool_calling_async(self, model: Any) -> None:
-        await super().test_tool_calling_async(model)
-
-    @pytest.mark.xfail(reason="wants words as an argument: brief as it is told to be, it gives none")
-    def test_bind_runnables_as_tools(self, model: Any) -> None:
-        super().test_bind_runnables_as_tools(model)
-
-    @pytest.mark.xfail(reason="says in words which JSON is wanted: it gives some")
-    def test_json_mode(self, model: Any) -> None:
-        super().test_json_mode(model)
-
-    @pytest.mark.xfail(reason="no call is forced: it has never learned to call by itself")
-    def test_agent_loop(self, model: Any) -> None:
-        super().test_agent_loop(model)
-
-    @pytest.mark.xfail(reason="wants Chinese words as an argument")
-    def test_unicode_tool_call_integration(self, model: Any) -> None:
-        super().test_unicode_tool_call_integration(model)
-
-    @property
-    def supports_json_mode(self) -> bool:
-        return True
-
 
 @pytest.mark.slow
 class TestEmbeddings(suites.EmbeddingsIntegrationTests):  # type: ignore[misc,name-defined]
@@ -115,20 +73,5 @@ class TestEmbeddings(suites.EmbeddingsIntegrationTests):  # type: ignore[misc,na
         return {**options(), "check_embedding_ctx_length": False}
 
 
-def _run_async_tests(suite: type) -> None:
-    """All in one loop: `ChatOpenAI` has one HTTP client for all of its objects."""
-    for name, function in inspect.getmembers(suite, inspect.iscoroutinefunction):
-        owner = next(each for each in suite.__mro__ if name in vars(each))  # the suite looks who overrides
-        setattr(owner, name, _in_loop(function))
-
-
-def _in_loop(function: Any) -> Any:
-    @functools.wraps(function)
-    def run(*args: Any, **options: Any) -> None:
-        _loop.run_until_complete(function(*args, **options))
-
-    return run
-
-
-_run_async_tests(TestChat)
-_run_async_tests(TestEmbeddings)
+run_async_tests(TestChat)
+run_async_tests(TestEmbeddings)

@@ -1,0 +1,3 @@
+"""Chat models of other frameworks that run in the caller's process, on an `Engine`. docs/frameworks.md tells
+more.
+"""
