@@ -350,6 +350,7 @@ def test_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], messa
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.skipif(stock_library() is None, reason="needs the extra peer")
 def test_a_stock_server_that_is_not_installed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
