@@ -1,4 +1,4 @@
-"""The Python of README, the quickstart, the how-tos, the concepts and some guides runs as it stands there.
+"""The Python of README, the quickstart, how-tos, concepts, notebooks and some guides runs as it stands there.
 
 Each piece has a process and a folder of its own; those marked `py` are outlines, which need a server.
 `model.gguf` is the bundled model, and the server is one for all of them.
@@ -6,6 +6,7 @@ Each piece has a process and a folder of its own; those marked `py` are outlines
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -27,11 +28,15 @@ PAGES = [
     *(DOCS / f"{name}.md" for name in ("conversations", "frameworks", "store", "streaming")),
     *sorted((DOCS / "how-to").glob("*.md")),
     *sorted((DOCS / "concepts").glob("*.md")),
+    *sorted((DOCS / "examples").glob("*.ipynb")),
 ]
 CONTINUED = [DOCS / "engine.md", DOCS / "chunks.md"]  # each piece goes on where the one before it ended
 
 
 def _pieces(page: Path) -> list[str]:
+    if page.suffix == ".ipynb":
+        cells = json.loads(page.read_text("utf-8"))["cells"]
+        return ["\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")]
     pieces = re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
     return ["\n".join(pieces)] if page in CONTINUED else pieces
 
