@@ -75,7 +75,7 @@ class EngineReplica:
         Raises:
             ClosedError: the engine has ended; Ray Serve replaces the replica.
         """
-        if self._server is None or not all(model.engine.alive for model in self._server.all):
+        if self._server is None or not all(engine.alive for engine in self._server.engines):
             raise ClosedError("the engine has ended")
 
     async def __del__(self) -> None:

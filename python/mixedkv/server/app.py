@@ -41,6 +41,7 @@ from mixedkv.server.shared_text import SharedText
 from mixedkv.server.snapshot import metrics_text
 from mixedkv.server.state import ServerState, check_generates
 from mixedkv.server.unknown_fields import SaidOnce
+from mixedkv.server.used_models import ModelUse
 
 log = logging.getLogger("mixedkv.server")
 
@@ -80,6 +81,7 @@ def make_app(server: ServerState) -> FastAPI:
     app.add_exception_handler(Disconnected, _on_disconnect)
     app.add_exception_handler(OSError, _on_os_error)
     app.add_exception_handler(Exception, _on_bug)
+    app.add_middleware(ModelUse, residence=server.residence)
     max_bytes = int(server.settings.max_body_mb * 1e6)
     app.add_middleware(
         BodyLimit,
@@ -123,6 +125,7 @@ class _App(FastAPI):
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     server: ServerState = app.state.server
     server.delivery.begin()
+    server.residence.begin()
     server.contexts.start()
     server.ready = True
     yield

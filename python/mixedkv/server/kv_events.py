@@ -15,7 +15,8 @@ import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -112,10 +113,12 @@ class HeldBlocks:
                 )
         return news
 
-    def forget(self) -> None:
-        """Tell everything anew."""
+    def forget(self) -> bool:
+        """Tell everything anew; whether anything was told."""
+        had = bool(self._told)
         self._told.clear()
         self._holders.clear()
+        return had
 
     def changes(self, news: Sequence[News]) -> list[Event]:
         """Since the last time."""
@@ -170,8 +173,9 @@ class _Publisher:
     """Publishes the events of one engine, under a topic of its own."""
 
     topic: bytes
-    engine: Engine
+    engine: Callable[[], Engine | None]
     blocks: HeldBlocks = field(default_factory=HeldBlocks)
+    last: Engine | None = None
     n_sent: int = 0
 
 
@@ -180,13 +184,13 @@ class KVEvents:
 
     Args:
         endpoint: of ZeroMQ, to listen on: tcp://HOST:PORT or ipc://PATH.
-        engines: by the topic that stands before their messages.
+        engines: by the topic that stands before their messages; None while a model is not loaded.
 
     Raises:
         ValueError: it cannot be listened on.
     """
 
-    def __init__(self, endpoint: str, engines: Mapping[str, Engine]) -> None:
+    def __init__(self, endpoint: str, engines: Mapping[str, Callable[[], Engine | None]]) -> None:
         self._publishers = [_Publisher(topic.encode(), engine) for topic, engine in engines.items()]
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.XPUB)
@@ -217,15 +221,11 @@ class KVEvents:
         try:
             while self._publishers and not self._closing.wait(_SECONDS):
                 wanted = self._new_topics()
-                for one in list(self._publishers):
+                for one in self._publishers:
                     if one.topic.startswith(wanted):
                         one.blocks.forget()
                         self._send(one, [AllBlocksCleared()])
-                    try:
-                        self._tell(one)
-                    except ClosedError:  # its model's file was changed, for one: the others go on
-                        self._send(one, [AllBlocksCleared()])
-                        self._publishers.remove(one)
+                    self._tell(one)
         except Exception:
             log.exception("KV events have stopped")
         finally:
@@ -241,9 +241,19 @@ class KVEvents:
         return tuple(found)
 
     def _tell(self, one: _Publisher) -> None:
-        held = one.engine.call(lambda: one.blocks.look(one.engine.pool.held()))
-        if events := one.blocks.changes(held.result()):
-            self._send(one, events)
+        """Tell what has changed; of an engine that has ended that it holds nothing, while others go on."""
+        engine = one.engine()
+        if engine is not one.last and one.blocks.forget():  # the model was loaded anew: nothing is there
+            self._send(one, [AllBlocksCleared()])
+        one.last = engine
+        if engine is not None:
+            with suppress(ClosedError):
+                held = engine.call(lambda: one.blocks.look(engine.pool.held()))
+                if events := one.blocks.changes(held.result()):
+                    self._send(one, events)
+                return
+        if one.blocks.forget():
+            self._send(one, [AllBlocksCleared()])
 
     def _send(self, one: _Publisher, events: list[Event]) -> None:
         number = one.n_sent.to_bytes(8, "big")

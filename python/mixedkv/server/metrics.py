@@ -108,6 +108,15 @@ class Metrics(Observer):
         self.embedding_slices = Histogram(
             "mixedkv:embedding_slice_seconds", "What running answers wait for a slice.", buckets=_STEP, **r
         )
+        self.models_loaded = Gauge("mixedkv:models_loaded", "Models in memory, adapters not counted.", **r)
+        self.model_loads = Counter("mixedkv:model_loads", "Models that were loaded.", ["model"], **r)
+        self.model_unloads = Counter("mixedkv:model_unloads", "Models that were unloaded.", ["model"], **r)
+        self.model_load_failures = Counter(
+            "mixedkv:model_load_failures", "Models that could not be loaded.", ["model"], **r
+        )
+        self.model_load_seconds = Histogram(
+            "mixedkv:model_load_seconds", "Of loading a model.", buckets=_SECONDS, **r
+        )
         self.by_tenant = by_tenant
         self.tenant_prompts = Counter("mixedkv:tenant_prompt_tokens", "Tokens of prompts.", ["tenant"], **r)
         self.tenant_evaluated = Counter(
@@ -246,8 +255,23 @@ class Metrics(Observer):
             }
         )
 
-    def set_gauges(self, snapshots: Sequence[dict[str, Any]]) -> None:
+    # --- of the residence ---
+
+    def model_loaded(self, name: str, seconds: float) -> None:
+        self.model_loads.labels(name).inc()
+        self.model_load_seconds.observe(seconds)
+
+    def model_unloaded(self, name: str) -> None:
+        self.model_unloads.labels(name).inc()
+
+    def model_failed(self, name: str) -> None:
+        self.model_load_failures.labels(name).inc()
+
+    # --- gauges ---
+
+    def set_gauges(self, snapshots: Sequence[dict[str, Any]], n_loaded: int) -> None:
         """From those of all models: sums, but for the folder of the store, which is one."""
+        self.models_loaded.set(n_loaded)
         caches, requests = ([now[part] for now in snapshots] for part in ("cache", "requests"))
         self.running.set(_sum(requests, "running"))
         self.waiting.set(_sum(requests, "waiting"))
@@ -256,6 +280,7 @@ class Metrics(Observer):
         for tier in ("hot", "cold", "checkpoints"):
             self.bytes.labels(tier).set(_sum(caches, f"bytes_{tier}"))
         n_ctx = _sum(caches, "n_ctx")
+        n_ctx = n_ctx or 1.0  # of models that only embed
         self.usage.set(_sum(caches, "cells_used") / n_ctx)
         self.in_use.set(min(1.0, _sum(caches, "tokens_running") / n_ctx))
         for state in ("running", "idle"):

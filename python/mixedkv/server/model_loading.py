@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,11 @@ from mixedkv.terminal import LoadingBar
 _DEFAULT_N_CTX = 8192
 
 
+def default_n_ctx(model: ServedModel, file: ModelFile) -> int:
+    """Return the tokens of a model's cache: those that were asked for, else 8192 or what the model takes."""
+    return model.n_ctx or min(_DEFAULT_N_CTX, int(file.get("context_length", _DEFAULT_N_CTX)))
+
+
 def load_model(
     settings: ServerSettings,
     model: ServedModel,
@@ -26,8 +32,10 @@ def load_model(
     generates: bool,
     weights: Llama | None,
     mtp: bool = False,
+    check: Callable[[], None] | None = None,
 ) -> Llama:
-    n_ctx = model.n_ctx or min(_DEFAULT_N_CTX, int(file.get("context_length", _DEFAULT_N_CTX)))
+    """Load a model or an adapter; what `check` raises on the way ends that."""
+    n_ctx = default_n_ctx(model, file)
     if model.adapter and not Path(model.adapter).is_file():
         raise FileNotFoundError(f"lora={model.name}={model.adapter}: there is no such file")
     if model.adapter and (settings.stream_layers or settings.memory):
@@ -38,6 +46,7 @@ def load_model(
     return _open(
         settings,
         model.path,
+        check,
         # what only embeds has no use for this context
         kv=settings.kv if generates else "f16",
         n_ctx=n_ctx if generates else CELLS,
@@ -55,14 +64,20 @@ def load_model(
 def load_draft_model(settings: ServerSettings, llm: Llama) -> Llama:
     kv = "mixed" if isinstance(llm.kv.config, MixedKVConfig) else "f16"
     return _open(
-        settings, Path(settings.draft_model), kv=kv, n_ctx=int(llm.n_ctx()), n_seq_max=settings.parallel
+        settings, Path(settings.draft_model), None, kv=kv, n_ctx=int(llm.n_ctx()), n_seq_max=settings.parallel
     )
 
 
-def _open(settings: ServerSettings, path: Path, **options: Any) -> Llama:
+def _open(settings: ServerSettings, path: Path, check: Callable[[], None] | None, **options: Any) -> Llama:
     if settings.n_batch:
         options.update(n_batch=settings.n_batch, n_ubatch=settings.n_batch)
     with LoadingBar() as bar:
+
+        def progress(share: float) -> None:
+            bar(share)
+            if check is not None:
+                check()
+
         llm = Llama(
             path,
             **options,
@@ -71,7 +86,7 @@ def _open(settings: ServerSettings, path: Path, **options: Any) -> Llama:
             n_threads_batch=settings.threads or None,
             n_gpu_layers=settings.n_gpu_layers,
             verbose=settings.verbose,
-            progress=bar,
+            progress=progress,
         )
     if not settings.verbose:
         tokenizer.silence()  # Llama sets its own log

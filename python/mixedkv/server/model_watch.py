@@ -21,12 +21,20 @@ _SECONDS = 0.2  # between two looks
 _HAS_LEASES = hasattr(fcntl, "F_SETLEASE")  # Linux
 
 
+def ignore_signal() -> None:
+    """Ignore the signal that tells of who waits for a file, which is looked for instead. Only the main thread
+    can; files can then be watched from any thread.
+    """
+    if _HAS_LEASES and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGIO, signal.SIG_IGN)
+
+
 class ModelWatch:
     """Holds a lease on each file: who opens one for writing waits until what reads it has stopped, which the
     kernel allows 45 seconds (/proc/sys/fs/lease-break-time). A file that is renamed over another one changes
-    nothing. Where there are no leases (other systems than Linux, another user's file, some file systems, a
-    file that is open for writing already, off the main thread), size and time of change are looked at. See
-    https://man7.org/linux/man-pages/man2/F_GETLEASE.2const.html.
+    nothing. Where there are no leases, size and time of change are looked at: on other systems than Linux, on
+    some file systems, with another user's file, with one that is open for writing already, and off the main
+    thread before `ignore_signal`. See https://man7.org/linux/man-pages/man2/F_GETLEASE.2const.html.
 
     Use it as a context manager, from before the files are loaded until they are not needed any more.
     """
@@ -41,9 +49,8 @@ class ModelWatch:
 
     def __enter__(self) -> ModelWatch:
         # off the main thread the signal cannot be ignored, which would end the process
-        can_lease = _HAS_LEASES and threading.current_thread() is threading.main_thread()
-        if can_lease:
-            signal.signal(signal.SIGIO, signal.SIG_IGN)  # which tells of who waits; it is looked for instead
+        ignore_signal()
+        can_lease = _HAS_LEASES and signal.getsignal(signal.SIGIO) is signal.SIG_IGN
         for path in self._paths:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             self._files.append(file)

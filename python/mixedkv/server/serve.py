@@ -9,47 +9,38 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import llama_cpp
 import uvicorn
 from pydantic import ValidationError
 
 from mixedkv.engine.answer import Answer
 from mixedkv.engine.chat import tokenizer
-from mixedkv.engine.connect.chunk_connector import ChunkConnector
-from mixedkv.engine.connect.store_connector import StoreConnector
-from mixedkv.engine.embed.embedder import Embedder
-from mixedkv.engine.embed.embedding_context import EmbeddingContext, only_embeds
+from mixedkv.engine.embed.embedding_context import only_embeds, ranks
 from mixedkv.engine.engine import Engine
-from mixedkv.engine.sample.sampling_defaults import sampling_defaults
-from mixedkv.engine.schedule.checkpoints import CheckpointLimits
-from mixedkv.engine.schedule.request import SpeculationMode
 from mixedkv.engine.turns import Turns
-from mixedkv.errors import ClosedError, ModelChangedError
-from mixedkv.model.fingerprint import model_parts
-from mixedkv.model.gguf_file import ModelFile, n_mtp_layers, read_model_file, weight_type
-from mixedkv.native import llama_cpp as _llama_cpp
+from mixedkv.model.gguf_file import ModelFile, read_model_file
 from mixedkv.server import logs
 from mixedkv.server.api.context import warm_job
 from mixedkv.server.api.schemas import WarmRequest
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.app import make_app
 from mixedkv.server.delivery import Delivery
+from mixedkv.server.group_loader import GroupLoader, Served, check_files, describe
 from mixedkv.server.http.auth import Keys, MetricsKey
 from mixedkv.server.http.connection import Connection
 from mixedkv.server.http.request_id import RequestIds
 from mixedkv.server.http.root_path import RootPath
 from mixedkv.server.listening import TLS, listen, url
 from mixedkv.server.metrics import Metrics
-from mixedkv.server.model_loading import load_draft_model, load_model, open_projector
-from mixedkv.server.model_watch import ModelWatch
+from mixedkv.server.model_watch import ignore_signal
 from mixedkv.server.models import ServedModel, served_models
 from mixedkv.server.pools import Pools
+from mixedkv.server.residence import Check, ModelGroup, Residence
 from mixedkv.server.session_kv import SessionKV
 from mixedkv.server.settings import IN_MEMORY, ServerSettings
 from mixedkv.server.shutdown import end_within
@@ -74,6 +65,7 @@ _OWN_FILES = 256  # of the store, the metadata and connections that are being re
 _REGISTER_SECONDS = 60.0  # after the prompt of a session is evaluated
 _LONGEST_END = 60.0  # seconds for storing KV and closing everything, after the drain timeout
 _LAST_SECONDS = 2.0  # for a client to take its answer, after the drain timeout
+_CHECK_SECONDS = 0.2  # between two looks whether a prompt is still to be warmed
 _BACKLOG = 128  # connections that asyncio accepts at once, whatever their limit
 _SWITCH_SECONDS = 0.0005  # the interpreter's 5 ms would be several steps of a small model
 
@@ -106,30 +98,35 @@ def serve(settings: ServerSettings) -> None:
 
 
 def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> ServerState:
-    """Load the models and start their engines. Closing the stack gives up what still runs, stores its KV and
-    frees the models.
+    """Load the models and start their engines; on demand only get ready to. Closing the stack gives up what
+    still runs, stores its KV and frees the models.
     """
     if not settings.verbose:
         tokenizer.silence()
     key = key_from_file(settings.store_key_file) if settings.store_key_file else None
     metrics_key = MetricsKey.load(settings.metrics_key_file) if settings.metrics_key_file else None
     models = [(model, read_model_file(model.path)) for model in served_models(settings)]
+    embed = {model.name for model, file in models if only_embeds(file)}
     keeps = settings.store or settings.store_remote or settings.warm or settings.warm_text
-    if keeps and all(only_embeds(file) for _, file in models):
+    if keeps and len(embed) == len(models):
         raise ValueError(
             "store, store_remote, warm: this model generates nothing, it has no KV to keep: serve it without"
         )
-    generating = [model.name for model, file in models if not only_embeds(file)]
+    for model, _ in models:
+        if model.parent in embed:
+            raise ValueError(f"lora: {model.parent!r} only embeds texts, adapters are for models that answer")
+    generating = [model.name for model, _ in models if model.name not in embed]
     topics = _topics(settings, generating) if settings.kv_events else {}
     stores = [
-        _open_store(settings, keys, key, stack) if not only_embeds(file) else None for _, file in models
+        _open_store(settings, keys, key, stack) if model.name not in embed else None for model, _ in models
     ]
-    session_kv = SessionKV()
-    shared = {
+    session_kv, metrics = SessionKV(), Metrics(by_tenant=metrics_key is not None)
+    residence = stack.enter_context(_residence(settings, keys, metrics))
+    shared: dict[str, Any] = {
         "settings": settings,
         "delivery": Delivery(),
         "keys": keys,
-        "metrics": Metrics(by_tenant=metrics_key is not None),
+        "metrics": metrics,
         "metrics_key": metrics_key,
         "contexts": ContextCacheManager(
             settings.sessions_url,
@@ -140,107 +137,76 @@ def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Serve
         ),
         "session_kv": session_kv,
         "pools": Pools(),
+        "residence": residence,
     }
-    turns = Turns()
-    server: ServerState | None = None
-    for (model, file), store in zip(models, stores, strict=True):
-        parent = next(
-            (each for each in (server.all if server else ()) if each.model_name == model.parent), None
-        )
-        opened = _open_model(model, file, parent, shared, store, turns, stack, first=server is None)
-        if server is None:
-            server = opened
-        else:
-            server.others[model.name] = opened
-    assert server is not None
+    server = _describe_all(models, stores, shared)
+    if settings.on_demand:
+        ignore_signal()  # models are then loaded on another thread
+    else:
+        for group in residence.groups:
+            residence.load_now(group)
     if topics:
-        engines = {topics[each.model_name]: each.engine for each in server.all if each.generates}
+        engines = {topics[each.model_name]: partial(_engine, each) for each in server.all if each.generates}
         stack.enter_context(_open_events(settings, engines))
     stack.enter_context(server.pools)
     return server
 
 
-def _open_model(
-    model: ServedModel,
-    file: ModelFile,
-    parent: ServerState | None,
-    shared: dict[str, Any],
-    store: KVStore | None,
-    turns: Turns,
-    stack: ExitStack,
-    *,
-    first: bool,
+def _describe_all(
+    models: Sequence[tuple[ServedModel, ModelFile]],
+    stores: Sequence[KVStore | None],
+    shared: Mapping[str, Any],
 ) -> ServerState:
-    settings, keys = shared["settings"], shared["keys"]
-    generates = not only_embeds(file)
-    if parent is not None and not generates:
-        raise ValueError(f"lora: {model.parent!r} only embeds texts, adapters are for models that answer")
-    drafts = settings.draft_model and first
-    files = [model.path, Path(settings.draft_model)] if drafts else [model.path]
-    watch = stack.enter_context(ModelWatch(part.path for path in files for part in model_parts(path)))
-    # the first one has to have such layers, of others those that have them use them
-    mtp = settings.speculation == "mtp" and (first or n_mtp_layers(file) > 0)
-    llm = stack.enter_context(
-        load_model(settings, model, file, generates, parent.engine.llm if parent else None, mtp)
-    )
-    draft_model = stack.enter_context(load_draft_model(settings, llm)) if drafts else None
-    connector = _connector(settings, store)
-    engine = stack.enter_context(
-        Engine(
-            llm,
-            parallel=settings.parallel,
-            max_queue=settings.max_queue,
-            slowdown=settings.slowdown,
-            exact_only=settings.reuse != "prefix",
-            connector=connector,
-            observer=shared["metrics"],
-            deliver=shared["delivery"],
-            tokenizer=tokenizer.Tokenizer(
-                llm, settings.chat_format, read_chat_template(settings.chat_template)
-            ),
-            limits=keys.limits,
-            checkpoints=CheckpointLimits(
-                settings.checkpoints, settings.checkpoint_every, int(settings.max_checkpoint_gb * 1e9)
-            ),
-            speculation=speculation_of(settings, drafts=draft_model is not None or mtp),
-            draft_model=draft_model,
-            turns=turns,
-        )
-    )
-    watch.begin(partial(_stop_reading, engine))
-    shared["session_kv"].add(engine, connector)
-    embedder = _open_embedder(settings, engine, file, keys) if parent is None else None
-    return ServerState(
-        **shared,
-        model_name=model.name,
-        engine=engine,
-        parent=model.parent,
-        embedder=embedder,
-        projector=parent.projector if parent is not None else open_projector(settings, model, llm),
-        generates=generates,
-        sampling={**sampling_defaults(file.metadata), **settings.sampling()},
-        facts={
-            "architecture": file.architecture,
-            "n_params": int(llama_cpp.llama_model_n_params(_llama_cpp.model(llm))),
-            "quantization": weight_type(file),
-            "size_bytes": file.size,
-            "n_ctx": engine.n_ctx if generates else None,
-            "n_embd": embedder.context.n_embd if embedder and not embedder.context.ranks else None,
-            "embedding_n_ctx": embedder.context.n_ctx if embedder is not None else None,
-        },
-    )
-
-
-def speculation_of(settings: ServerSettings, drafts: bool) -> SpeculationMode:
-    """Return the speculation mode of a model's answers; `drafts`: it has the draft model, which is the first
-    one's, or MTP layers.
+    """Return the default model and those beside it, none of which is loaded yet. Adapters are in the group of
+    the model before them.
     """
-    if settings.speculation in ("draft-model", "mtp") and not drafts:
-        return "prompt-lookup"
-    return settings.speculation or ("draft-model" if drafts else "off")
+    on_demand, residence, turns = shared["settings"].on_demand, shared["residence"], Turns()
+    states: list[ServerState] = []
+    for (model, file), store in zip(models, stores, strict=True):
+        if not model.parent:
+            loader = GroupLoader([], first=not states, turns=turns, file=None if on_demand else file)
+            group = ModelGroup(model.name, loader)
+            loader.on_change = partial(residence.unload_broken, group)
+            residence.add(group)
+        state = ServerState(
+            **shared,
+            model_name=model.name,
+            path=model.path,
+            parent=model.parent,
+            group=group,
+            store=store,
+            generates=not only_embeds(file),
+            ranks=ranks(file),
+        )
+        loader.members.append(Served(model, state, shared["session_kv"].add(store), store))
+        states.append(state)
+        if on_demand:
+            check_files(model)
+            describe(state, model, file)
+    server, *others = states
+    server.others.update({each.model_name: each for each in others})
+    return server
 
 
-def _open_events(settings: ServerSettings, engines: Mapping[str, Engine]) -> KVEvents:
+def _residence(settings: ServerSettings, keys: Keys, metrics: Metrics) -> Residence:
+    def most_waiting(tenant: str) -> int:
+        queued = keys.limits(tenant).queued
+        return settings.parallel + (settings.max_queue if queued is None else queued)
+
+    return Residence(
+        keep_alive=settings.keep_alive_seconds,
+        max_loaded=settings.max_loaded,
+        on_demand=settings.on_demand,
+        most_waiting=most_waiting,
+        counts=metrics,
+    )
+
+
+def _engine(state: ServerState) -> Engine | None:
+    return state.loaded.engine if state.loaded is not None else None
+
+
+def _open_events(settings: ServerSettings, engines: Mapping[str, Callable[[], Engine | None]]) -> KVEvents:
     try:
         from mixedkv.server.kv_events import KVEvents
     except ModuleNotFoundError as error:
@@ -261,52 +227,12 @@ def _topics(settings: ServerSettings, names: Sequence[str]) -> dict[str, str]:
     return {name: topic.replace("{model}", name) for name in names}
 
 
-def _stop_reading(engine: Engine) -> None:
-    """Stop the engine, so that whoever waits for the model's file may have it."""
-    error = ModelChangedError(
-        "the model's file was changed, or opened to be: restart the server, and replace a model by renaming "
-        "another file over it"
-    )
-    log.error("no more requests are taken: %s", error)
-    engine.drain(0, error)
-    with suppress(ClosedError):  # vectors that are being made
-        engine.call(lambda: None).result()
-
-
-def _open_embedder(settings: ServerSettings, engine: Engine, file: ModelFile, keys: Keys) -> Embedder | None:
-    if not settings.embeddings and not only_embeds(file):
-        return None
-    context = EmbeddingContext(
-        engine.llm, file, n_ctx=settings.embedding_n_ctx, n_batch=settings.n_batch or 512
-    )
-    max_requests = settings.max_queue + settings.parallel
-    return Embedder(
-        engine, context, max_requests=max_requests, slowdown=settings.slowdown, limits=keys.limits
-    )
-
-
-def _connector(settings: ServerSettings, store: KVStore | None) -> StoreConnector | None:
-    if store is None:
-        return None
-    if settings.reuse != "chunks":
-        return StoreConnector(store)
-    return ChunkConnector(
-        store,
-        repair=settings.chunk_repair or None,
-        ratio=settings.chunk_ratio or None,
-        overlap_k=settings.chunk_overlap or None,
-        chunk_size=settings.chunk_size,
-        boundary_window=min(settings.chunk_boundary, settings.chunk_size // 2),
-        max_kld=settings.chunk_max_kld,
-        check=settings.chunk_check,
-    )
-
-
 def _open_store(
     settings: ServerSettings, keys: Keys, key: KeySource | None, stack: ExitStack
 ) -> KVStore | None:
     """Open the store of one model: all of them have the folder, and each has memory of its own."""
-    if not (settings.store or settings.store_remote or settings.reuse == "chunks"):
+    in_memory = settings.on_demand and settings.max_ram_gb  # it keeps the KV of a model that is unloaded
+    if not (settings.store or settings.store_remote or settings.reuse == "chunks" or in_memory):
         return None
     store = KVStore(
         settings.store or None,
@@ -322,20 +248,6 @@ def _open_store(
         recheck=settings.recheck,
     )
     return stack.enter_context(store)
-
-
-def read_chat_template(path: str) -> str:
-    """Read a chat template from its file.
-
-    Raises:
-        ValueError: the file cannot be read.
-    """
-    if not path:
-        return ""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"chat_template={path}: {error}") from None
 
 
 class WarmLine(WarmRequest):
@@ -372,6 +284,16 @@ def _warm(server: ServerState, body: WarmLine) -> None:
     if body.model is not None and body.model not in names:
         raise ValueError(f"{server.settings.warm}: the model {body.model!r} is not served here")
     server = names.get(body.model or "", server)
+    server.residence.load_now(server.group)
+    evaluate = partial(_evaluate, server, body)
+    evaluate(lambda: None)
+    loader = server.group.loader
+    assert isinstance(loader, GroupLoader)
+    loader.warm.append(evaluate)
+
+
+def _evaluate(server: ServerState, body: WarmLine, check: Check) -> None:
+    """Evaluate a prompt; what `check` raises meanwhile ends that."""
     try:
         job = warm_job(server, body, body.tenant)
     except ApiError as error:
@@ -379,9 +301,15 @@ def _warm(server: ServerState, body: WarmLine) -> None:
     answer = Answer(server.engine, job)
     try:
         server.engine.submit_jobs([job], force=True)
-        answer.result()
+        while True:
+            with suppress(TimeoutError):
+                answer.result(_CHECK_SECONDS)
+                return
+            check()
     except Exception as error:
         raise ValueError(f"{server.settings.warm}: {error}") from None
+    finally:
+        answer.cancel()
 
 
 def _reload(keys: Keys, tls: TLS | None) -> None:
@@ -419,13 +347,16 @@ def _allow_connections(wanted: int) -> int:
 
 def _announce(server: ServerState, where: str) -> None:
     for each in reversed(server.all):
-        engine = each.engine
-        what = f"kv {engine.llm.kv.config}, {engine.n_ctx} tokens, {engine.parallel} at a time"
+        what = f"kv {each.kv}, {each.facts['n_ctx']} tokens, {each.settings.parallel} at a time"
         if each.parent:
             what = f"an adapter on {each.parent}, {what}"
         if not each.generates and each.embedder is not None:
             context = each.embedder.context
             what = f"{'ranking' if context.ranks else 'embeddings'} only, {context.n_ctx} tokens"
+        elif not each.generates:
+            what = f"{'ranking' if each.ranks else 'embeddings'} only"
+        if each.loaded is None:
+            what += ", loaded on demand"
         at = f" on {where}" if each is server else ""
         print(f"mixedkv serves {each.model_name} ({what}){at}", file=sys.stderr, flush=True)
 

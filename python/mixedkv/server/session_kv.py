@@ -3,11 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 
 from mixedkv.engine.connect.store_connector import StoreConnector
 from mixedkv.engine.engine import Engine
+from mixedkv.errors import ClosedError
 from mixedkv.store import KVStore, MessageInfo
+
+
+class ModelKV:
+    """The KV of one model: in its store, and in its context while it is loaded."""
+
+    def __init__(self, store: KVStore | None) -> None:
+        self.store = store
+        self._engine: Engine | None = None
+        self._connector: StoreConnector | None = None
+
+    def attach(self, engine: Engine, connector: StoreConnector | None) -> None:
+        """Take its context into account from now on."""
+        self._engine, self._connector = engine, connector
+
+    def detach(self) -> None:
+        """Its context is about to go."""
+        self._engine = self._connector = None
+
+    def forget_session(self, tenant: str, session: str) -> None:
+        """Drop a session's rows in the context."""
+        engine = self._engine
+        if engine is not None and engine.alive:
+            with suppress(ClosedError):  # it is being unloaded
+                engine.call(partial(engine.pool.forget, tenant, session)).result()
+
+    def forget_message(self, tenant: str, message_id: str) -> int:
+        """Remove a message's KV; how many entries of the store."""
+        if self.store is None:
+            return 0
+        if (connector := self._connector) is not None:
+            with suppress(ClosedError):
+                return connector.forget_message(tenant, message_id)
+        return self.store.messages.remove(message_id, tenant)
 
 
 class SessionKV:
@@ -16,34 +51,34 @@ class SessionKV:
     """
 
     def __init__(self) -> None:
-        self._parts: list[tuple[Engine, KVStore | None]] = []
-        self._connectors: list[StoreConnector] = []
+        self._models: list[ModelKV] = []
 
-    def add(self, engine: Engine, connector: StoreConnector | None) -> None:
+    def add(self, store: KVStore | None) -> ModelKV:
         """Add one more model."""
-        self._parts.append((engine, connector.store if connector is not None else None))
-        if connector is not None:
-            self._connectors.append(connector)
+        self._models.append(ModelKV(store))
+        return self._models[-1]
+
+    @property
+    def _stores(self) -> list[KVStore]:
+        return [each.store for each in self._models if each.store is not None]
 
     def messages(self, tenant: str, message_id: str | None) -> list[MessageInfo]:
         """Return which entries a tenant's messages end in, or one of them. Models may share a folder."""
-        found = [
-            info for each in self._connectors for info in each.store.messages.entries(tenant, message_id)
-        ]
+        found = [info for store in self._stores for info in store.messages.entries(tenant, message_id)]
         return list({(info.message_id, info.entry): info for info in found}.values())
 
     def remove_message(self, tenant: str, message_id: str) -> int:
         """Remove a message's KV; how many entries."""
-        return sum(each.forget_message(tenant, message_id) for each in self._connectors)
+        return sum(each.forget_message(tenant, message_id) for each in self._models)
 
     def remove(self, entry: str | None = None, *, session: str | None = None, tenant: str = "") -> int:
         n = 0
-        for engine, store in self._parts:
-            if session is not None and engine.alive:
-                engine.call(partial(engine.pool.forget, tenant, session)).result()
-            n += store.remove(entry, session=session, tenant=tenant) if store is not None else 0
+        for each in self._models:
+            if session is not None:
+                each.forget_session(tenant, session)
+            n += each.store.remove(entry, session=session, tenant=tenant) if each.store is not None else 0
         return n
 
     def remove_orphans(self, living: Iterable[tuple[str, str]], before: float) -> int:
         known = list(living)
-        return sum(store.remove_orphans(known, before) for _, store in self._parts if store is not None)
+        return sum(store.remove_orphans(known, before) for store in self._stores)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from mixedkv.chunks import Reuse
 from mixedkv.config import parse_kv
 from mixedkv.limits import INT32_MAX, MAX_SEQUENCES, MAX_SNAPSHOTS
 from mixedkv.prompts.overflow import Overflow
+from mixedkv.server.keep_alive import parse_keep_alive
 from mixedkv.sessions.metadata_url import beside
 from mixedkv.sizes import GB, MB, parse_duration, parse_size
 from mixedkv.store.eviction import Eviction
@@ -97,6 +99,20 @@ class ServerSettings(BaseSettings):
     )
     mmproj: Several = _option((), "image encoder of a model, by default of the first one", "[NAME=]FILE")
     lora_scale: Several = _option((), "strength of an adapter, e.g. 0.5 (default: all of it)", "NAME=X")
+    keep_alive: str = _option(
+        "",
+        "load each model when a request names it, and unload it when none did for so long, e.g. 5m; -1: "
+        "never (default: all are loaded at the start)",
+        "TIME",
+    )
+    max_loaded: int = _option(
+        0,
+        "models in memory at a time, loaded when a request names them; the least recently used one leaves "
+        "(default: any number)",
+        "N",
+        0,
+        10_000,
+    )
     chat_format: str = _option("", "llama-cpp-python's chat format, for a model without a template", "NAME")
     chat_template: str = _option("", "Jinja chat template in place of the model's own", "FILE")
     kv: str = _option("mixed", "KV cache, as in `mixedkv run`", "SPEC")
@@ -318,6 +334,13 @@ class ServerSettings(BaseSettings):
             parse_duration(age)
         return age
 
+    @field_validator("keep_alive")
+    @classmethod
+    def _is_a_time_to_stay(cls, keep_alive: str) -> str:
+        if keep_alive:
+            parse_keep_alive(keep_alive)
+        return keep_alive
+
     @field_validator("cors_origin")
     @classmethod
     def _are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
@@ -392,6 +415,16 @@ class ServerSettings(BaseSettings):
             "repeat_penalty": self.repeat_penalty,
         }
         return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def on_demand(self) -> bool:
+        """Models are loaded when requests name them, and unloaded."""
+        return bool(self.keep_alive or self.max_loaded)
+
+    @property
+    def keep_alive_seconds(self) -> float:
+        """Seconds that a model stays in memory after its last request."""
+        return parse_keep_alive(self.keep_alive) if self.keep_alive else math.inf
 
     @property
     def local_only(self) -> bool:

@@ -10,6 +10,8 @@ from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from mixedkv.engine.engine import Engine
+from mixedkv.errors import ClosedError
 from mixedkv.kv.stats import KVStats
 from mixedkv.server.metrics import WINDOW
 
@@ -22,31 +24,49 @@ _SESSION_SECONDS = 1.0  # that the metrics wait for where sessions are written d
 _NO_CACHE = KVStats.without_rows(0, 0, by_layer=True)
 
 
-def snapshot(server: ServerState) -> dict[str, Any]:
-    """Everything, of all tenants; `sequences` and `recent` say whose each entry is."""
-    engine = server.engine
-    kv = _cache(server)
-    natives = {seq.seq_id: seq for seq in kv.sequences}
-    held, points = engine.pool.held(), engine.pool.checkpoints
+def snapshot(server: ServerState, engine: Engine | None) -> dict[str, Any]:
+    """Everything, of all tenants; `sequences` and `recent` say whose each entry is. Without an engine, of a
+    model that is not in memory: what its store holds.
+    """
     return {
         "object": "stats",
         "model": server.model_name,
         "parent": server.parent,
+        "loaded": engine is not None,
         "uptime_seconds": time.time() - _STARTED,
-        "requests": {
-            "running": engine.n_running,
-            "waiting": engine.n_queued,
-            "parallel": engine.parallel,
-            "max_queue": engine.room.max_queue,
-        },
+        "requests": _requests(server, engine),
         "engine": {
-            "steps": engine.n_steps,
+            "steps": engine.n_steps if engine is not None else 0,
             **server.metrics.rates(),
-            "speculation": engine.speculation.stats(),
+            "speculation": engine.speculation.stats() if engine is not None else None,
         },
+        **_held(server, engine),
+        "store": _store(server, engine),
+        "recent": list(reversed(server.metrics.recent)),
+    }
+
+
+def _requests(server: ServerState, engine: Engine | None) -> dict[str, Any]:
+    """Those that wait for the model to be loaded count as waiting."""
+    settings, waiters = server.settings, len(server.group.waiters) if not server.parent else 0
+    return {
+        "running": engine.n_running if engine is not None else 0,
+        "waiting": waiters + (engine.n_queued if engine is not None else 0),
+        "parallel": engine.parallel if engine is not None else settings.parallel,
+        "max_queue": settings.max_queue,
+    }
+
+
+def _held(server: ServerState, engine: Engine | None) -> dict[str, Any]:
+    """Return what the context holds: the whole, its sequences and layers."""
+    kv = _cache(server, engine)
+    natives = {seq.seq_id: seq for seq in kv.sequences}
+    held = engine.pool.held() if engine is not None else []
+    points = engine.pool.checkpoints if engine is not None else []
+    return {
         "cache": {
-            "kv": kv.kv,
-            "n_ctx": engine.n_ctx,
+            "kv": kv.kv if engine is not None else server.kv,
+            "n_ctx": engine.n_ctx if engine is not None else server.facts["n_ctx"] or 0,
             "cells_used": kv.tokens,
             "tokens_hot": kv.tokens_hot,
             "tokens_cold": kv.tokens_cold,
@@ -69,21 +89,25 @@ def snapshot(server: ServerState) -> dict[str, Any]:
             "tokens_running": sum(len(seq.tokens) for seq in held if seq.running),
             "sequences_running": sum(seq.running for seq in held),
             "sequences_idle": sum(not seq.running for seq in held),
-            "evictions": engine.pool.n_evicted,
+            "evictions": engine.pool.n_evicted if engine is not None else 0,
             **server.metrics.cache(),
         },
         "sequences": [_sequence(seq, natives.get(seq.id)) for seq in held],
         "layers": [asdict(layer) for layer in kv.layers or ()],
-        "store": engine.connector_stats(),
-        "recent": list(reversed(server.metrics.recent)),
     }
 
 
-def _cache(server: ServerState) -> KVStats:
-    """`_NO_CACHE` of a model that only embeds, or whose layers all keep a state."""
-    if server.generates:
+def _store(server: ServerState, engine: Engine | None) -> dict[str, Any] | None:
+    if engine is not None:
+        return engine.connector_stats()
+    return None if server.store is None else {**asdict(server.store.stats()), "waiting_to_be_stored": 0}
+
+
+def _cache(server: ServerState, engine: Engine | None) -> KVStats:
+    """`_NO_CACHE` of a model that is not in memory, only embeds, or whose layers all keep a state."""
+    if engine is not None and server.generates:
         with contextlib.suppress(LookupError):
-            return server.engine.llm.kv.stats(by_layer=True)
+            return engine.llm.kv.stats(by_layer=True)
     return _NO_CACHE
 
 
@@ -91,12 +115,12 @@ async def metrics_text(server: ServerState) -> tuple[bytes, float]:
     """The metrics with what the cache holds now, and the seconds of work they took the engine and the event
     loop: what other processes take would only keep an old text.
     """
-    seconds, alive = 0.0, [each for each in server.all if each.engine.alive]
-    if alive:
-        futures = [each.engine.call(partial(_timed_snapshot, each)) for each in alive]
-        taken = await asyncio.wait_for(asyncio.gather(*map(asyncio.wrap_future, futures)), 30)
+    seconds = 0.0
+    models = [(each, each.loaded.engine if each.loaded is not None else None) for each in server.all]
+    if alive := [(each, engine) for each, engine in models if engine is None or engine.alive]:
+        taken = await asyncio.wait_for(asyncio.gather(*(_take(*each) for each in alive)), 30)
         seconds = sum(took for _, took in taken)
-        server.metrics.set_gauges([now for now, _ in taken])
+        server.metrics.set_gauges([now for now, _ in taken], server.residence.n_loaded)
     with contextlib.suppress(OSError, ValueError, asyncio.TimeoutError):  # the last known ones stay
         held = await asyncio.wait_for(server.contexts.held(), _SESSION_SECONDS)
         server.metrics.sessions.set(held.sessions)
@@ -106,9 +130,16 @@ async def metrics_text(server: ServerState) -> tuple[bytes, float]:
     return text, seconds + time.thread_time() - began
 
 
-def _timed_snapshot(server: ServerState) -> tuple[dict[str, Any], float]:
+async def _take(server: ServerState, engine: Engine | None) -> tuple[dict[str, Any], float]:
+    if engine is not None:
+        with contextlib.suppress(ClosedError):  # it is being unloaded
+            return await asyncio.wrap_future(engine.call(partial(_timed_snapshot, server, engine)))
+    return _timed_snapshot(server, None)
+
+
+def _timed_snapshot(server: ServerState, engine: Engine | None) -> tuple[dict[str, Any], float]:
     began = time.thread_time()
-    return snapshot(server), time.thread_time() - began
+    return snapshot(server, engine), time.thread_time() - began
 
 
 def of_tenant(now: dict[str, Any], owner: str) -> dict[str, Any]:

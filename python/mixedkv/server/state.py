@@ -6,7 +6,9 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -21,13 +23,25 @@ from mixedkv.server.delivery import Delivery
 from mixedkv.server.http.auth import Keys, MetricsKey
 from mixedkv.server.http.body_limit import DEADLINE, TENANT
 from mixedkv.server.metrics import Metrics
-from mixedkv.server.pools import LARGE, Pools, in_pool
+from mixedkv.server.pools import LARGE, Pools
+from mixedkv.server.residence import ModelGroup, Residence
 from mixedkv.server.session_kv import SessionKV
 from mixedkv.server.settings import ServerSettings
+from mixedkv.server.used_models import used_models
 from mixedkv.sessions import CacheSessionMetadata, ContextCacheManager, Quota
+from mixedkv.store import KVStore
 
 _FINGERPRINT = f"mixedkv-{__version__}"
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInMemory:
+    """The engine of a model that is in memory, and what else goes with it."""
+
+    engine: Engine
+    embedder: Embedder | None
+    projector: Projector | None
 
 
 @dataclass(kw_only=True)
@@ -37,28 +51,41 @@ class ServerState:
 
     Args:
         parent: the model that this one is an adapter of.
-        sampling: fields of `Sampling`, where a request does not say them.
+        path: its file.
+        group: the model with its adapters, which are loaded together.
+        store: that keeps its KV, also while it is not loaded.
         others: those that are served beside it, by their names; of the default model.
+
+    Attributes:
+        loaded: None while it is not in memory.
+        kv, facts, capabilities: what is told of it; what its file says of it until it was loaded once.
+            Capabilities are in Ollama's words.
+        sampling: fields of `Sampling`, where a request does not say them.
     """
 
     settings: ServerSettings
     model_name: str
-    engine: Engine
+    path: Path
     delivery: Delivery
     keys: Keys
     metrics: Metrics
     contexts: ContextCacheManager
     session_kv: SessionKV
-    facts: dict[str, Any]
-    sampling: dict[str, Any]
     pools: Pools
-    embedder: Embedder | None = None
-    projector: Projector | None = None
+    residence: Residence
+    group: ModelGroup
+    store: KVStore | None = None
     generates: bool = True
+    ranks: bool = False
     metrics_key: MetricsKey | None = None
     parent: str = ""
     others: dict[str, ServerState] = field(default_factory=dict)
     ready: bool = False
+    loaded: ModelInMemory | None = None
+    kv: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+    capabilities: list[str] = field(default_factory=list)
+    sampling: dict[str, Any] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -67,24 +94,40 @@ class ServerState:
         return [self, *self.others.values()]
 
     @property
-    def capabilities(self) -> list[str]:
-        """Abilities of the model, in Ollama's words."""
-        tokenizer, can = self.engine.tokenizer, []
-        if self.generates:
-            can = ["completion"]
-            can += ["tools"] if tokenizer.takes_tools else []
-            can += ["thinking"] if tokenizer.thinks else []
-            can += ["insert"] if tokenizer.infills else []
-            can += ["vision"] if self.projector is not None else []
-        if self.embedder is not None and not self.embedder.context.ranks:
-            can.append("embedding")
-        return can
+    def engines(self) -> list[Engine]:
+        """Engines of all models of the server that are in memory."""
+        return [each.loaded.engine for each in self.all if each.loaded is not None]
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of a model that is in memory, as it is for whoever has it of `loaded_model`."""
+        if self.loaded is None:
+            raise RuntimeError(f"{self.model_name!r} is not loaded: this is a bug, please report it")
+        return self.loaded.engine
+
+    @property
+    def embedder(self) -> Embedder | None:
+        return self.loaded.embedder if self.loaded is not None else None
+
+    @property
+    def projector(self) -> Projector | None:
+        return self.loaded.projector if self.loaded is not None else None
 
     async def drain(self, seconds: float) -> bool:
         """Take no more, and let what is under way finish, at all models; whether it did within the time."""
-        drains = [asyncio.to_thread(model.engine.drain, seconds) for model in self.all]
-        drains += [model.embedder.drain(seconds) for model in self.all if model.embedder is not None]
+        self.residence.refuse()
+        loaded = [model.loaded for model in self.all if model.loaded is not None]
+        drains = [asyncio.to_thread(each.engine.drain, seconds) for each in loaded]
+        drains += [each.embedder.drain(seconds) for each in loaded if each.embedder is not None]
         return all(await asyncio.gather(*drains))
+
+    async def in_pool(self, pool: ThreadPoolExecutor, function: Callable[..., _T], *args: Any) -> _T:
+        """Work off the event loop that needs the model, which stays in memory until the work is over, though
+        its request may end before.
+        """
+        work = pool.submit(function, *args)
+        self.residence.hold_during(self.group, work)
+        return await asyncio.wrap_future(work)
 
     @property
     def fingerprint(self) -> str:
@@ -168,9 +211,24 @@ def model_of(
     return found
 
 
+async def loaded_model(
+    request: Request, name: str | None, *, generates: bool = True, keep_alive: float | None = None
+) -> ServerState:
+    """The model as `model_of` finds it, in memory until the request is answered; waits until it is loaded.
+
+    Args:
+        keep_alive: seconds that it stays in memory after that; None as the server has it.
+
+    Raises:
+        ApiError: 404, 400; 503, it cannot be loaded; 429, too many requests wait for it.
+    """
+    server = model_of(request, name, generates=generates)
+    await used_models(request).add(request, server.group, tenant(request), keep_alive)
+    return server
+
+
 def _only_embeds(server: ServerState) -> ApiError:
-    ranks = server.embedder is not None and server.embedder.context.ranks
-    what = "ranks texts: use /v1/rerank" if ranks else "embeds texts: use /v1/embeddings"
+    what = "ranks texts: use /v1/rerank" if server.ranks else "embeds texts: use /v1/embeddings"
     return bad_request(
         f"the model {server.model_name!r} only {what}, or serve another model",
         "model",
@@ -201,12 +259,16 @@ async def in_thread(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 async def read_prompt(
-    request: Request, function: Callable[..., _T], *args: Any, session: CacheSessionMetadata | None = None
+    request: Request,
+    function: Callable[..., _T],
+    server: ServerState,
+    *args: Any,
+    session: CacheSessionMetadata | None = None,
 ) -> _T:
     """Templates, tokens and schemas of a request, off the event loop: large ones among themselves."""
-    pools = server_state(request).pools
+    pools = server.pools
     large = len(await request.body()) > LARGE or (session is not None and session.n_tokens > LARGE // 4)
-    return await in_pool(pools.large_prompts if large else pools.prompts, function, *args)
+    return await server.in_pool(pools.large_prompts if large else pools.prompts, function, server, *args)
 
 
 def time_left(request: Request) -> float:
@@ -220,9 +282,8 @@ async def json_answer(server: ServerState, answer: dict[str, Any] | Callable[[],
     """
     if not callable(answer):
         return JSONResponse(answer)
-    return Response(
-        await in_pool(server.pools.answers, _encode_choices, answer), media_type="application/json"
-    )
+    encoded = await server.in_pool(server.pools.answers, _encode_choices, answer)
+    return Response(encoded, media_type="application/json")
 
 
 def _encode_choices(make: Callable[[], dict[str, Any]]) -> bytes:

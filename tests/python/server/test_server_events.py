@@ -194,7 +194,7 @@ def test_a_model_that_ends_holds_nothing_and_others_go_on() -> None:
     with (
         Direct(n_ctx=512) as one,
         Direct(n_ctx=512) as two,
-        KVEvents("tcp://127.0.0.1:*", {"one": one.engine, "two": two.engine}) as events,
+        KVEvents("tcp://127.0.0.1:*", {"one": lambda: one.engine, "two": lambda: two.engine}) as events,
         listening(events.endpoint, "") as subscriber,
     ):
 
@@ -212,6 +212,36 @@ def test_a_model_that_ends_holds_nothing_and_others_go_on() -> None:
         hear(b"one", AllBlocksCleared)
         two.answer(prompt, 1)
         hear(b"two", BlockStored)
+
+
+def test_a_model_that_is_loaded_anew_begins_with_nothing() -> None:
+    decode = msgspec.msgpack.Decoder(type=KVEventBatch).decode
+    prompt = "A model is unloaded, and loaded again when somebody asks for it. " * 4
+    with Direct(n_ctx=512) as one, Direct(n_ctx=512) as two:
+        now = [one.engine]
+        with (
+            KVEvents("tcp://127.0.0.1:*", {"model": lambda: now[0] if now else None}) as events,
+            listening(events.endpoint, "") as subscriber,
+        ):
+
+            def hear(kind: type) -> list[Any]:
+                heard: list[Any] = []
+                while not any(isinstance(event, kind) for event in heard):
+                    heard += decode(subscriber.recv_multipart()[2]).events
+                return heard
+
+            hear(AllBlocksCleared)  # of who begins to listen
+            one.answer(prompt, 1)
+            hear(BlockStored)
+            now.clear()
+            hear(AllBlocksCleared)
+            for direct in (two, one):  # the second one holds something already
+                now[:] = [direct.engine]
+                direct.answer(prompt, 1)
+                hear(BlockStored)
+            now[:] = [two.engine]
+            heard = hear(BlockStored)
+            assert any(isinstance(event, AllBlocksCleared) for event in heard)
 
 
 def test_models_that_would_share_a_topic_are_refused() -> None:

@@ -20,8 +20,8 @@ from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.chunks.deviation import last_logits
+from mixedkv.server.group_loader import speculation_of
 from mixedkv.server.models import served_models
-from mixedkv.server.serve import speculation_of
 from mixedkv.server.settings import ServerSettings, load_settings
 from support.adapters import write_adapter
 from support.patience import wait_for

@@ -46,8 +46,8 @@ class ChunkConnector(StoreConnector):
 
     _passages: Passages
 
-    def __init__(self, store: KVStore, **options: Any) -> None:
-        super().__init__(store)
+    def __init__(self, store: KVStore, *, closes: bool = True, **options: Any) -> None:
+        super().__init__(store, closes=closes)
         self._options = options
         self._wake, self._closing = threading.Event(), threading.Event()
         self._checker = threading.Thread(target=self._check_all, name="mixedkv-check", daemon=True)

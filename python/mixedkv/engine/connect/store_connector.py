@@ -65,13 +65,13 @@ class StoreConnector:
     """Stores and fetches for one engine: a `KVConnector`.
 
     Args:
-        store: closed with the connector.
+        store: closed with the connector, unless `closes` is False.
     """
 
     _engine: ConnectedEngine
 
-    def __init__(self, store: KVStore) -> None:
-        self.store = store
+    def __init__(self, store: KVStore, *, closes: bool = True) -> None:
+        self.store, self._closes = store, closes
         self._identities: dict[str, Identity] = {}
         self._identity_lock = threading.Lock()
         self._finished: queue.SimpleQueue[_Finished | None] = queue.SimpleQueue()
@@ -160,7 +160,7 @@ class StoreConnector:
         return {**asdict(self.store.stats()), "waiting_to_be_stored": self._n_unstored}
 
     def close(self) -> None:
-        """Store what waits, then close the store."""
+        """Store what waits, then close the store, unless others use it further."""
         if self._recheck is not None:
             self._recheck.close()
         self._finished.put(None)
@@ -169,7 +169,8 @@ class StoreConnector:
             self._wanted.put(None)
         for thread in self._threads:
             thread.join()
-        self.store.close()
+        if self._closes:
+            self.store.close()
 
     # --- the threads ---
 

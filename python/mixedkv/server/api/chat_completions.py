@@ -25,7 +25,7 @@ from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.state import (
     ServerState,
     find_session,
-    model_of,
+    loaded_model,
     read_prompt,
     tenant,
 )
@@ -37,7 +37,7 @@ router = APIRouter(route_class=JSONRoute)
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a chat, whole or as server-sent events."""
     owner = tenant(request)
-    server = model_of(request, body.model)
+    server = await loaded_model(request, body.model)
     session = await find_session(server, body.session_id, owner) if body.session_id else None
     if session is not None:
         check_version(body, session)

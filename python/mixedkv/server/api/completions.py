@@ -28,7 +28,7 @@ from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.state import (
     ServerState,
     find_session,
-    model_of,
+    loaded_model,
     read_prompt,
     tenant,
 )
@@ -42,7 +42,7 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue prompts, whole or as server-sent events."""
     owner = tenant(request)
-    server = model_of(request, body.model)
+    server = await loaded_model(request, body.model)
     session = await find_session(server, body.session_id, owner) if body.session_id else None
     if session is not None:
         check_version(body, session)

@@ -16,7 +16,7 @@ from mixedkv.server.api.schemas import InfillRequest
 from mixedkv.server.api.sse import PING, sse
 from mixedkv.server.api_error import ApiError, prompt_error
 from mixedkv.server.http.json_body import JSONRoute
-from mixedkv.server.state import ServerState, model_of, read_prompt, tenant
+from mixedkv.server.state import ServerState, loaded_model, read_prompt, tenant
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -25,7 +25,7 @@ router = APIRouter(route_class=JSONRoute)
 async def infill(body: InfillRequest, request: Request) -> Response:
     """Generate what is missing in the middle, whole or as server-sent events."""
     owner = tenant(request)
-    server = model_of(request, body.model)
+    server = await loaded_model(request, body.model)
     (job,) = await read_prompt(request, _jobs, server, body, owner)
     answer = _Answer(server, job)
     return await respond(request, server, [job], answer, stream=body.stream is True, large=False)

@@ -36,7 +36,9 @@ async def stats(request: Request, model: Annotated[str | None, Query(max_length=
     without their text.
     """
     owner, server = tenant(request), model_of(request, model, generates=False)
-    future = server.engine.call(lambda: snapshot(server))
+    if (loaded := server.loaded) is None:
+        return JSONResponse(of_tenant(snapshot(server, None), owner))
+    future = loaded.engine.call(lambda: snapshot(server, loaded.engine))
     try:
         now: dict[str, Any] = await asyncio.wait_for(asyncio.wrap_future(future), 30)
     except Exception:
@@ -46,8 +48,8 @@ async def stats(request: Request, model: Annotated[str | None, Query(max_length=
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """Answer 200 while all engines are alive and their models are what was loaded."""
-    for engine in (each.engine for each in server_state(request).all):
+    """Answer 200 while the engines of all models in memory are alive, and these are what was loaded."""
+    for engine in server_state(request).engines:
         if isinstance(engine.closing_error, ModelChangedError):
             raise from_engine(engine.closing_error)
         if not engine.alive:
@@ -62,9 +64,11 @@ async def health_head(request: Request) -> Response:
 
 @router.get("/ready")
 async def ready(request: Request) -> Response:
-    """Answer 200 when requests are taken: the model is loaded and warm, and the server goes on."""
+    """Answer 200 when requests are taken: the model is loaded and warm, or is loaded on demand, and the
+    server goes on.
+    """
     server = server_state(request)
-    engines = [each.engine for each in server.all]
+    engines = server.engines
     for error in (engine.closing_error for engine in engines):
         if isinstance(error, ModelChangedError):
             raise from_engine(error)
@@ -95,5 +99,10 @@ def _model(server: ServerState) -> dict[str, Any]:
         "created": server.created,
         "owned_by": "mixedkv",
         **({"parent": server.parent} if server.parent else {}),
-        "meta": {**server.facts, "kv": str(server.engine.llm.kv.config), "capabilities": server.capabilities},
+        "meta": {
+            **server.facts,
+            "kv": server.kv,
+            "capabilities": server.capabilities,
+            "loaded": server.loaded is not None,
+        },
     }

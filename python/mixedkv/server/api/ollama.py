@@ -16,13 +16,14 @@ from mixedkv.engine.jobs.job import Job
 from mixedkv.server.api.chat_jobs import chat_jobs, translated
 from mixedkv.server.api.completions import completion_jobs
 from mixedkv.server.api.logprobs import chat_logprobs
-from mixedkv.server.api.ollama_schemas import OllamaChat, OllamaGenerate, OllamaRequest
+from mixedkv.server.api.ollama_schemas import KeepAlive, OllamaChat, OllamaGenerate, OllamaRequest
 from mixedkv.server.api.respond import respond
 from mixedkv.server.api.schemas import ChatRequest, CompletionRequest
 from mixedkv.server.api.sse import NDJSON, json_line
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.json_body import PlainJSONRoute
-from mixedkv.server.state import ServerState, model_of, read_prompt, tenant
+from mixedkv.server.state import ServerState, loaded_model, model_of, read_prompt, tenant
+from mixedkv.server.used_models import used_models
 
 router = APIRouter(route_class=PlainJSONRoute)
 _LATEST = ":latest"  # what Ollama's clients write behind a name
@@ -45,23 +46,50 @@ def named_model(request: Request, name: str | None, **options: Any) -> ServerSta
     return model_of(request, name.removesuffix(_LATEST) if name else None, **options)
 
 
+async def named_loaded(request: Request, body: KeepAlive, **options: Any) -> ServerState:
+    """See `loaded_model`; a name may end as Ollama's do, and the request says how long the model stays."""
+    name = body.model.removesuffix(_LATEST) if body.model else None
+    return await loaded_model(request, name, keep_alive=body.seconds_to_stay, **options)
+
+
 def now() -> str:
-    return datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
+    return utc(datetime.now(timezone.utc))
+
+
+def utc(at: datetime) -> str:
+    return at.isoformat().replace("+00:00", "Z")
 
 
 async def _answer(request: Request, body: OllamaChat | OllamaGenerate, is_empty: bool) -> Response:
     owner = tenant(request)
-    server = named_model(request, body.model)
+    if is_empty and body.seconds_to_stay == 0:
+        return _unload(request, body, owner)
+    server = await named_loaded(request, body)
     if is_empty:  # Ollama's clients load a model so
-        whole = {"model": server.model_name, "created_at": now(), **_said(body, ""), "done": True}
-        return JSONResponse({**whole, "done_reason": "unload" if body.keep_alive == 0 else "load"})
+        return _without_answer(server, body, "load")
     if (n_ctx := body.wanted.num_ctx) is not None and n_ctx > server.engine.n_ctx:
         why = f"the context has {server.engine.n_ctx} tokens; serve with --n-ctx {n_ctx}"
         request.app.state.said.ignored_option(request.url.path, "options.num_ctx", why)
     jobs, rendered = await read_prompt(request, _jobs, server, body, owner)
-    answer = _Answer(server, body, jobs[0], rendered)
+    answer = _Answer(server, body, jobs[0], rendered, used_models(request).seconds)
     stream = body.stream is not False
     return await respond(request, server, jobs, answer, stream=stream, large=False, headers=NDJSON)
+
+
+def _unload(request: Request, body: OllamaChat | OllamaGenerate, owner: str) -> Response:
+    """Unload a model when the requests that use it have ended, as Ollama's clients ask for it."""
+    server = named_model(request, body.model)
+    if server.settings.on_demand:
+        server.residence.let_go(server.group, owner)
+    else:
+        why = "models stay loaded; serve with --keep-alive"
+        request.app.state.said.ignored_option(request.url.path, "keep_alive", why)
+    return _without_answer(server, body, "unload")
+
+
+def _without_answer(server: ServerState, body: OllamaChat | OllamaGenerate, reason: str) -> Response:
+    whole = {"model": server.model_name, "created_at": now(), **_said(body, ""), "done": True}
+    return JSONResponse({**whole, "done_reason": reason})
 
 
 def _jobs(
@@ -90,9 +118,14 @@ class _Answer:
     """Ollama's objects of one request. Calls are told at the end, each whole."""
 
     def __init__(
-        self, server: ServerState, body: OllamaChat | OllamaGenerate, job: Job, chat: RenderedChat
+        self,
+        server: ServerState,
+        body: OllamaChat | OllamaGenerate,
+        job: Job,
+        chat: RenderedChat,
+        load_seconds: float,
     ) -> None:
-        self._server, self._body, self._job = server, body, job
+        self._server, self._body, self._job, self._load_seconds = server, body, job, load_seconds
         self._parts = chat.reader()
 
     def whole(self, ends: list[Done]) -> dict[str, Any]:
@@ -148,14 +181,14 @@ class _Answer:
         return {"logprobs": chat_logprobs(self._server.engine.detokenizer, event.logprobs)["content"]}
 
     def _end(self, end: Done) -> dict[str, Any]:
-        """Return how the answer ended, tokens, and times in nanoseconds. No time is spent on loading."""
+        """Return how the answer ended, tokens, and times in nanoseconds."""
         job, at = self._job, time.perf_counter()
         first = job.t_first if job.t_first is not None else at
         return {
             "done": True,
             "done_reason": end.reason,
-            "total_duration": _ns(at - job.t_submit),
-            "load_duration": 0,
+            "total_duration": _ns(self._load_seconds + at - job.t_submit),
+            "load_duration": _ns(self._load_seconds),
             "prompt_eval_count": job.n_given,
             "prompt_eval_duration": _ns(first - job.t_submit),
             "eval_count": job.n_answer,

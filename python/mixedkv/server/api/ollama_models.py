@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -16,15 +16,17 @@ from mixedkv.engine.embed.embedder import Embedder
 from mixedkv.model.fingerprint import fingerprint, model_header
 from mixedkv.server.api.chat_jobs import translated
 from mixedkv.server.api.embeddings import checked_embedder, embed, input_tokens
-from mixedkv.server.api.ollama import named_model, now
+from mixedkv.server.api.ollama import named_loaded, named_model, now, utc
 from mixedkv.server.api.ollama_schemas import OllamaEmbed, OllamaEmbeddings, OllamaShow
 from mixedkv.server.api.schemas import EmbeddingRequest
+from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.json_body import PlainJSONRoute
 from mixedkv.server.state import ServerState, in_thread, server_state, tenant
+from mixedkv.server.used_models import used_models
 
 router = APIRouter(route_class=PlainJSONRoute)
 _OLLAMA_VERSION = "0.12.11"  # whose fields are followed: some clients refuse to talk to older ones
-_NEVER = "2999-12-31T23:59:59Z"
+_NEVER = datetime(2999, 12, 31, 23, 59, 59, tzinfo=timezone.utc)
 _MAX_VALUE = 10_000  # characters of a text in a file's metadata
 
 
@@ -44,18 +46,26 @@ async def tags(request: Request) -> Response:
 
 @router.get("/api/ps")
 async def running(request: Request) -> Response:
-    """List the same models: what is served stays loaded."""
+    """List the models that are in memory, and when each is unloaded if no request comes."""
     tenant(request)
     models = [
         {
             **await in_thread(_listed, each),
-            "expires_at": _NEVER,
+            "expires_at": _expires_at(each.group.expires_in),
             "size_vram": 0,
             "context_length": each.facts["n_ctx"] or each.facts["embedding_n_ctx"],
         }
         for each in server_state(request).all
+        if each.loaded is not None
     ]
     return JSONResponse({"models": models})
+
+
+def _expires_at(seconds: float) -> str:
+    at = datetime.now(timezone.utc).timestamp() + seconds
+    if at >= _NEVER.timestamp():
+        return utc(_NEVER)
+    return utc(datetime.fromtimestamp(at, timezone.utc))
 
 
 @router.post("/api/show")
@@ -70,7 +80,7 @@ async def show(body: OllamaShow, request: Request) -> Response:
 async def embed_inputs(body: OllamaEmbed, request: Request) -> Response:
     """Return a vector of length 1 for each input."""
     began, inputs = time.perf_counter(), [body.input] if isinstance(body.input, str) else body.input
-    server = named_model(request, body.model, generates=False)
+    server = await named_loaded(request, body, generates=False)
     if not any(inputs) and len(inputs) < 2:
         return JSONResponse({"model": server.model_name, "embeddings": []})
     vectors, n_tokens = await _embed(request, server, inputs, body.dimensions, body.truncate is not False)
@@ -79,7 +89,7 @@ async def embed_inputs(body: OllamaEmbed, request: Request) -> Response:
             "model": server.model_name,
             "embeddings": vectors,
             "total_duration": round(1e9 * (time.perf_counter() - began)),
-            "load_duration": 0,
+            "load_duration": round(1e9 * used_models(request).seconds),
             "prompt_eval_count": n_tokens,
         }
     )
@@ -88,7 +98,7 @@ async def embed_inputs(body: OllamaEmbed, request: Request) -> Response:
 @router.post("/api/embeddings")
 async def embed_prompt(body: OllamaEmbeddings, request: Request) -> Response:
     """Return a vector of length 1, as /api/embed did before its name changed."""
-    server = named_model(request, body.model, generates=False)
+    server = await named_loaded(request, body, generates=False)
     if not body.prompt:
         return JSONResponse({"embedding": []})
     (vector,), _ = await _embed(request, server, [body.prompt], None, True)
@@ -111,14 +121,16 @@ def _cut_tokens(server: ServerState, embedder: Embedder, body: EmbeddingRequest)
 
 
 def _listed(server: ServerState) -> dict[str, Any]:
-    path = Path(server.engine.llm.model_path)
+    path, digest = server.path, ""
+    with suppress(ValueError, OSError):  # it may be gone, or another one, until it is loaded
+        digest = fingerprint(path)
     at = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc) if path.exists() else None
     return {
         "name": server.model_name,
         "model": server.model_name,
         "modified_at": at.isoformat() if at else now(),
         "size": server.facts["size_bytes"],
-        "digest": fingerprint(path) if at else "",
+        "digest": digest,
         "details": _details(server),
     }
 
@@ -136,11 +148,15 @@ def _details(server: ServerState) -> dict[str, Any]:
 
 
 def _shown(server: ServerState) -> dict[str, Any]:
-    path = server.engine.llm.model_path
-    metadata = dict(model_header(path).metadata)
+    path = server.path
+    try:
+        metadata = dict(model_header(path).metadata)
+    except (ValueError, OSError):
+        message = f"the file of the model {server.model_name!r} cannot be read"
+        raise ApiError(503, message, param="model", code="model_not_loaded") from None
     template = str(metadata.pop("tokenizer.chat_template", ""))
     return {
-        "modelfile": f"# served by mixedkv\nFROM {Path(path).name}\n",
+        "modelfile": f"# served by mixedkv\nFROM {path.name}\n",
         "parameters": "",
         "template": template,
         "license": str(metadata.get("general.license", "")),

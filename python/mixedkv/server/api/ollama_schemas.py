@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from mixedkv.limits import INT32_MAX
 from mixedkv.server.api.fields import (
@@ -21,6 +21,7 @@ from mixedkv.server.api.fields import (
     Text,
 )
 from mixedkv.server.api.schemas import NamedTool, Tool
+from mixedkv.server.keep_alive import parse_keep_alive
 
 _MAX_IMAGES = 64
 _SIGNATURES = {"/9j/": "jpeg", "iVBOR": "png", "R0lGOD": "gif", "UklGR": "webp"}  # in Base64
@@ -74,10 +75,32 @@ class OllamaOptions(Model):
 _LOADING = ("numa", "num_batch", "num_gpu", "num_thread", "use_mmap")
 
 
-class OllamaRequest(Model):
-    """The fields that /api/chat and /api/generate have in common."""
+class KeepAlive(Model):
+    """The fields of all requests that use a model."""
 
     model: Name | None = None
+    keep_alive: Finite | Text | None = Field(
+        None,
+        description="How long the model stays in memory after this request: seconds, or a text such as 10m; "
+        "below zero for ever. Ignored unless the server loads models on demand.",
+    )
+
+    @property
+    def seconds_to_stay(self) -> float | None:
+        """Seconds that the model stays in memory; None as the server has it."""
+        return None if self.keep_alive is None else parse_keep_alive(self.keep_alive)
+
+    @field_validator("keep_alive")
+    @classmethod
+    def _is_a_time(cls, keep_alive: float | str | None) -> float | str | None:
+        if keep_alive is not None:
+            parse_keep_alive(keep_alive)
+        return keep_alive
+
+
+class OllamaRequest(KeepAlive):
+    """The fields that /api/chat and /api/generate have in common."""
+
     stream: bool | None = Field(None, description="Default: true.")
     options: OllamaOptions | None = None
     format: Literal["", "json"] | dict[str, Any] | None = Field(
@@ -86,7 +109,6 @@ class OllamaRequest(Model):
     think: bool | Literal["low", "medium", "high"] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    keep_alive: Any = Field(None, description=IGNORED)
 
     @property
     def wanted(self) -> OllamaOptions:
@@ -192,20 +214,16 @@ class OllamaGenerate(OllamaRequest):
         return {**fields, "stream": self.stream is not False, "prompt": self.prompt, "suffix": self.suffix}
 
 
-class OllamaEmbed(Model):
-    model: Name | None = None
+class OllamaEmbed(KeepAlive):
     input: Text | Annotated[list[Text], Field(max_length=2048, fail_fast=True)]
     truncate: bool | None = Field(None, description="Cut what is too long; default: true.")
     dimensions: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     options: OllamaOptions | None = Field(None, description=IGNORED)
-    keep_alive: Any = Field(None, description=IGNORED)
 
 
-class OllamaEmbeddings(Model):
-    model: Name | None = None
+class OllamaEmbeddings(KeepAlive):
     prompt: Text = ""
     options: OllamaOptions | None = Field(None, description=IGNORED)
-    keep_alive: Any = Field(None, description=IGNORED)
 
 
 class OllamaShow(Model):
