@@ -9,10 +9,10 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -122,20 +122,28 @@ def test_large_prompts_hold_no_small_one_up() -> None:
     """However many there are, and whatever each takes."""
 
     class Request:
-        def __init__(self, pools: Pools, size: int) -> None:
-            state = SimpleNamespace(server=SimpleNamespace(pools=pools))
-            self.app, self._size = SimpleNamespace(state=state), size
+        def __init__(self, size: int) -> None:
+            self._size = size
 
         async def body(self) -> bytes:
             return bytes(self._size)
 
+    class State:
+        def __init__(self, pools: Pools) -> None:
+            self.pools = pools
+
+        async def in_pool(self, pool: ThreadPoolExecutor, function: Callable[..., Any], *args: Any) -> Any:
+            return await asyncio.get_running_loop().run_in_executor(pool, function, *args)
+
     async def ask(pools: Pools) -> str:
-        release = threading.Event()
+        release, state = threading.Event(), State(pools)
         large = [
-            asyncio.ensure_future(read_prompt(Request(pools, LARGE + 1), release.wait)) for _ in range(50)
+            asyncio.ensure_future(read_prompt(Request(LARGE + 1), lambda _: release.wait(), state))
+            for _ in range(50)
         ]
         try:
-            return await asyncio.wait_for(read_prompt(Request(pools, LARGE), lambda: "answered"), PATIENCE)
+            small = read_prompt(Request(LARGE), lambda _: "answered", state)
+            return await asyncio.wait_for(small, PATIENCE)
         finally:
             release.set()
             await asyncio.gather(*large)
