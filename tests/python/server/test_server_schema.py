@@ -90,7 +90,7 @@ def _run(operation: Any, mode: Any) -> Counter[int]:
     @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
     def check(case: Any) -> None:
         if mode is _GOOD and isinstance(case.body, dict):
-            _make_sense(case.body)
+            _make_sense(case.body, plain=statuses.total() % 3 == 0)
         response = case.call(timeout=PATIENCE)
         _check(response, case)
         statuses[response.status_code] += 1
@@ -99,9 +99,21 @@ def _run(operation: Any, mode: Any) -> Counter[int]:
     return statuses
 
 
-def _make_sense(body: dict[str, Any]) -> None:
-    """What no schema says: names of what is there, and fields that go with others only."""
+def _make_sense(body: dict[str, Any], plain: bool) -> None:
+    """What no schema says: names of what is there, and fields that go with others only. A plain one asks
+    something, since made-up messages mostly answer calls that were not made, or have images in odd places.
+    """
     body["model"] = MODEL
+    if plain and "messages" in body:
+        body["messages"] = [{"role": "user", "content": "hello"}]
+        for name in (
+            "tools",
+            "tool_choice",
+            "chat_template_kwargs",
+            "response_format",
+            "continue_final_message",
+        ):
+            body.pop(name, None)
     alone = ["session_id", "append", "session_version"]
     if not body.get("stream"):
         alone += ["stream_options", "return_progress"]

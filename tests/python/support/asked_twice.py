@@ -11,6 +11,7 @@ import argparse
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from mixedkv.model.named_model import find_model
@@ -30,7 +31,7 @@ class Differences:
     n: int = 0
     texts: int = 0
     bits: int = 0
-    farthest: float = 0.0  # nats, over tokens that both answers have
+    farthest: float = 0.0  # nats, over the tokens that both answers begin with
     not_exact: int = 0  # answers without `cached_exact`
 
 
@@ -42,8 +43,9 @@ def ask_twice(server: Server, prompts: Iterator[str]) -> Differences:
         found.n += 1
         found.texts += first.text != second.text
         found.bits += first.logprobs != second.logprobs
-        both = zip(first.logprobs, second.logprobs, strict=False)
-        found.farthest = max(found.farthest, *(abs(a - b) for a, b in both))
+        both = zip(first.tokens, second.tokens, first.logprobs, second.logprobs, strict=False)
+        same = takewhile(lambda each: each[0] == each[1], both)
+        found.farthest = max([found.farthest, *(abs(a - b) for _, _, a, b in same)])
         found.not_exact += not second.exact
     return found
 
@@ -61,6 +63,7 @@ def real_prompts(n: int, seed: int) -> Iterator[str]:
 @dataclass(frozen=True)
 class _Answer:
     text: str
+    tokens: tuple[str, ...]
     logprobs: tuple[float, ...]
     exact: bool
 
@@ -70,9 +73,10 @@ def _ask(server: Server, prompt: str) -> _Answer:
     body: dict[str, Any] = {"model": "m", "temperature": 0, "max_tokens": _N_ANSWER, "logprobs": True}
     answer = server.post(_CHAT, body | {"messages": [{"role": "user", "content": prompt}]})
     [choice] = answer["choices"]
-    logprobs = tuple(one["logprob"] for one in choice["logprobs"]["content"])
+    content = choice["logprobs"]["content"]
+    tokens, logprobs = tuple(one["token"] for one in content), tuple(one["logprob"] for one in content)
     exact = answer["usage"]["prompt_tokens_details"].get("cached_exact", True)
-    return _Answer(choice["message"]["content"], logprobs, exact)
+    return _Answer(choice["message"]["content"], tokens, logprobs, exact)
 
 
 def main() -> None:
@@ -81,10 +85,11 @@ def main() -> None:
     parser.add_argument("--kv", action="append", help="default: f16 and mixed")
     parser.add_argument("--n", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("options", nargs="*", metavar="OPTION", help="of mixedkv serve, after --")
     args = parser.parse_args()
     path = find_model(args.model)
     for kv in args.kv or ("f16", "mixed"):
-        with running("-m", str(path), "--kv", kv, "--n-ctx", "2048", "--parallel", "2") as server:
+        with running("-m", str(path), "--kv", kv, *args.options) as server:
             found = ask_twice(server, real_prompts(args.n, args.seed))
         print(
             f"{kv}: {found.texts} of {found.n} texts differ, {found.bits} in the bits of a log-probability, "
