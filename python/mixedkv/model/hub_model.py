@@ -6,13 +6,14 @@ find the same files, and a download that was cut off goes on where it ended.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from mixedkv.model.file_hash import sha256_of
 
 PREFIX = "hf:"
 _NAME = re.compile(r"hf:(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<file>[\w./-]+))?", re.ASCII)
@@ -191,20 +192,10 @@ def _check(path: Path, file: str, name: str) -> None:
     blob = path.resolve()
     if not _SHA256.fullmatch(blob.name):
         return
-    with blob.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256") if hasattr(hashlib, "file_digest") else _sha256(stream)
-    if digest.hexdigest() != blob.name:
+    if sha256_of(blob) != blob.name:
         path.unlink()
         blob.unlink(missing_ok=True)
         raise ValueError(f"model={name!r}: {file} came damaged (its SHA-256 is another): download it again")
-
-
-def _sha256(stream: Any) -> Any:
-    """Before Python 3.11."""
-    digest = hashlib.sha256()
-    while chunk := stream.read(1 << 20):
-        digest.update(chunk)
-    return digest
 
 
 def _hub() -> Any:

