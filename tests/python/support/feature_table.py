@@ -45,6 +45,7 @@ ELSEWHERE: dict[str, str] = {
     "Embeddings beside answers": "server/test_server_embeddings.py",
     "Split models: sessions, restarts, several clients": "split/test_split_kept.py",
     "LoRA adapters as models of a server": "server/test_server_models.py",
+    "Models loaded on demand and unloaded, their KV kept": "server/test_server_on_demand.py",
     "Every operation on a cache with every other, and with faults": "kv/test_crossing.py",
 }
 
@@ -98,6 +99,11 @@ def page(folder: Path) -> Iterator[str]:
         yield f"| {a} | {' | '.join(cells)} |{' |' * (len(names) - 1 - i)}"
     yield "\nWhy not, in the words of the errors:\n"
     yield from (f"{i}. {reason}" for i, reason in enumerate(reasons, 1))
+    yield from without_models()
+
+
+def without_models() -> Iterator[str]:
+    """The page's last sections, which need no engine to be made."""
     yield "\n## What a server refuses\n\n| asked for | answer |\n|---|---|"
     for given in REFUSED:
         asked = " ".join(f"{name}={value}" for name, value in given.items())
