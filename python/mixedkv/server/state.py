@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -18,6 +18,7 @@ from mixedkv import __version__
 from mixedkv.engine.embed.embedder import Embedder
 from mixedkv.engine.engine import Engine
 from mixedkv.images import Projector
+from mixedkv.model.fingerprint import model_header
 from mixedkv.server.api_error import ApiError, bad_request
 from mixedkv.server.delivery import Delivery
 from mixedkv.server.http.auth import Keys, MetricsKey
@@ -128,6 +129,18 @@ class ServerState:
         work = pool.submit(function, *args)
         self.residence.hold_during(self.group, work)
         return await asyncio.wrap_future(work)
+
+    def file_metadata(self) -> dict[str, Any]:
+        """Return what the model's file says of it, whether it is in memory or not.
+
+        Raises:
+            ApiError: 503, the file cannot be read.
+        """
+        try:
+            return dict(model_header(self.path).metadata)
+        except (ValueError, OSError):
+            message = f"the file of the model {self.model_name!r} cannot be read"
+            raise ApiError(503, message, param="model", code="model_not_loaded") from None
 
     @property
     def fingerprint(self) -> str:
@@ -276,7 +289,10 @@ def time_left(request: Request) -> float:
     return max(0.0, float(request.scope[DEADLINE]) - asyncio.get_running_loop().time())
 
 
-async def json_answer(server: ServerState, answer: dict[str, Any] | Callable[[], dict[str, Any]]) -> Response:
+Answer: TypeAlias = dict[str, Any] | list[dict[str, Any]]
+
+
+async def json_answer(server: ServerState, answer: Answer | Callable[[], Answer]) -> Response:
     """An answer; a function makes one that is large. Choices are then encoded one by one, off the event loop:
     the interpreter does nothing else while it encodes an object.
     """
@@ -286,8 +302,14 @@ async def json_answer(server: ServerState, answer: dict[str, Any] | Callable[[],
     return Response(encoded, media_type="application/json")
 
 
-def _encode_choices(make: Callable[[], dict[str, Any]]) -> bytes:
+def _encode_choices(make: Callable[[], Answer]) -> bytes:
     answer = make()
-    choices = [json.dumps(choice, separators=(",", ":")) for choice in answer.pop("choices")]
-    head = json.dumps(answer, separators=(",", ":"))[:-1]
-    return f'{head},"choices":[{",".join(choices)}]}}'.encode()
+    if isinstance(answer, list):
+        return f"[{','.join(map(_encode, answer))}]".encode()
+    if "choices" not in answer:
+        return _encode(answer).encode()
+    choices = ",".join(map(_encode, answer.pop("choices")))
+    return f'{_encode(answer)[:-1]},"choices":[{choices}]}}'.encode()
+
+
+_encode = json.JSONEncoder(separators=(",", ":")).encode

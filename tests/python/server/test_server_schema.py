@@ -27,12 +27,13 @@ _PLAIN = (
     "GET /api/ps",
     "GET /api/tags",
     "GET /api/version",
+    "GET /props",
 )
 _EVALUATING = (
     "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/context", "POST /v1/warm",
     "POST /v1/embeddings", "POST /v1/messages", "POST /v1/messages/count_tokens", "POST /v1/responses",
     "POST /tokenize", "POST /detokenize", "POST /apply-template", "POST /api/chat", "POST /api/generate",
-    "POST /api/embed", "POST /api/embeddings", "POST /api/show",
+    "POST /api/embed", "POST /api/embeddings", "POST /api/show", "POST /completion",
 )  # fmt: skip
 _OTHERS = (
     "POST /infill",  # the model has no tokens for it

@@ -12,12 +12,14 @@ from mixedkv.engine.text.detokenizer import Detokenizer
 _LOWEST = -9999.0  # JSON has no infinity
 
 
-def chat_logprobs(pieces: Detokenizer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """`choices[].logprobs` of a chat."""
+def chat_logprobs(
+    pieces: Detokenizer, logprobs: Sequence[TokenLogprob], *, ids: bool = False
+) -> dict[str, Any]:
+    """`choices[].logprobs` of a chat; `ids`: with the tokens' ids, as llama-server has them."""
     content = [
         {
-            **_entry(pieces, lp.token, lp.logprob),
-            "top_logprobs": [_entry(pieces, *top) for top in lp.top.tolist()],
+            **_entry(pieces, lp.token, lp.logprob, ids),
+            "top_logprobs": [_entry(pieces, *top, ids) for top in lp.top.tolist()],
         }
         for lp in logprobs
     ]
@@ -57,8 +59,9 @@ def _places(pieces: Detokenizer, lp: TokenLogprob, rank: int) -> dict[str, Any]:
     }
 
 
-def _entry(pieces: Detokenizer, token: int, logprob: float) -> dict[str, Any]:
+def _entry(pieces: Detokenizer, token: int, logprob: float, ids: bool) -> dict[str, Any]:
     return {
+        **({"id": token} if ids else {}),
         "token": _name(pieces, token),
         "logprob": max(logprob, _LOWEST),
         "bytes": list(pieces.name(token)),

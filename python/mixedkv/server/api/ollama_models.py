@@ -13,13 +13,12 @@ from starlette.responses import JSONResponse, Response
 
 from mixedkv import __version__
 from mixedkv.engine.embed.embedder import Embedder
-from mixedkv.model.fingerprint import fingerprint, model_header
+from mixedkv.model.fingerprint import fingerprint
 from mixedkv.server.api.chat_jobs import translated
 from mixedkv.server.api.embeddings import checked_embedder, embed, input_tokens
 from mixedkv.server.api.ollama import named_loaded, named_model, now, utc
 from mixedkv.server.api.ollama_schemas import OllamaEmbed, OllamaEmbeddings, OllamaShow
 from mixedkv.server.api.schemas import EmbeddingRequest
-from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.json_body import PlainJSONRoute
 from mixedkv.server.state import ServerState, in_thread, server_state, tenant
 from mixedkv.server.used_models import used_models
@@ -148,15 +147,10 @@ def _details(server: ServerState) -> dict[str, Any]:
 
 
 def _shown(server: ServerState) -> dict[str, Any]:
-    path = server.path
-    try:
-        metadata = dict(model_header(path).metadata)
-    except (ValueError, OSError):
-        message = f"the file of the model {server.model_name!r} cannot be read"
-        raise ApiError(503, message, param="model", code="model_not_loaded") from None
+    metadata = server.file_metadata()
     template = str(metadata.pop("tokenizer.chat_template", ""))
     return {
-        "modelfile": f"# served by mixedkv\nFROM {path.name}\n",
+        "modelfile": f"# served by mixedkv\nFROM {server.path.name}\n",
         "parameters": "",
         "template": template,
         "license": str(metadata.get("general.license", "")),

@@ -43,7 +43,9 @@ class OllamaOptions(Model):
         None, description="Tokens of the answer at most; below zero: as many as there is room for."
     )
     stop: StopText | StopTexts | None = None
-    repeat_penalty: Annotated[Finite, Field(ge=0.01, le=10)] | None = None
+    repeat_penalty: Annotated[Finite, Field(ge=0, le=10)] | None = Field(
+        None, description="0 is none, as clients send it that mean OpenAI's frequency_penalty."
+    )
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     mirostat: Annotated[int, Field(ge=0, le=2)] | None = None
@@ -62,13 +64,15 @@ class OllamaOptions(Model):
         """Return the fields of OpenAI's request."""
         most = self.num_predict
         same = self.model_dump(
-            include={*OllamaOptions.model_fields} - {"num_predict", "num_ctx", "seed", *_LOADING},
+            include={*OllamaOptions.model_fields}
+            - {"num_predict", "num_ctx", "seed", "repeat_penalty", *_LOADING},
             exclude_none=True,
         )
         return {
             **same,
             "seed": self.seed if self.seed is not None and self.seed >= 0 else None,
             "max_tokens": most if most is not None and most > 0 else None,
+            "repeat_penalty": 1.0 if self.repeat_penalty == 0 else self.repeat_penalty,
         }
 
 

@@ -35,6 +35,7 @@ class RerankRequest(Model):
 
 
 @router.post("/v1/rerank")
+@router.post("/v1/reranking", include_in_schema=False)
 async def rerank(body: RerankRequest, request: Request) -> Response:
     """Return a number for each document, the greatest first."""
     owner = tenant(request)

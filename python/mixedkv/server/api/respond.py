@@ -22,7 +22,7 @@ _PROGRESS = 0.5  # the same where the client asks how far its prompt is
 class SentAnswer(StreamedAnswer, Protocol):
     """An API's objects of one request: the parts of a stream, or one of all ends."""
 
-    def whole(self, ends: list[Done]) -> dict[str, Any]: ...
+    def whole(self, ends: list[Done]) -> dict[str, Any] | list[dict[str, Any]]: ...
 
 
 async def respond(

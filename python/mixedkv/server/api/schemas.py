@@ -18,7 +18,6 @@ from mixedkv.prompts.overflow import Overflow
 from mixedkv.server.api.chat_message import Messages, TextPart
 from mixedkv.server.api.fields import (
     IGNORED,
-    MAX_FIELDS,
     MAX_STOPS,
     MAX_TOOLS,
     PREFIX_FOUND,
@@ -326,28 +325,6 @@ class CompletionRequest(GenerationFields):
         if isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(cast("list[str | list[int]]", self.prompt))
-
-
-class ExtraFile(Model):
-    filename: Name | None = None
-    text: Text
-
-
-class InfillRequest(GenerationFields):
-    input_prefix: Text
-    input_suffix: Text
-    input_extra: Annotated[list[ExtraFile], Field(max_length=MAX_FIELDS, fail_fast=True)] | None = None
-    prompt: Text | None = Field(None, description="The beginning of what is missing.")
-    n_predict: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
-        None, description="llama-server's name of max_tokens."
-    )
-    n: Annotated[int, Field(ge=1, le=1)] | None = None
-
-    @model_validator(mode="after")
-    def _has_no_session(self) -> InfillRequest:
-        if self.session_id is not None:
-            raise ValueError("session_id does not go with infill: leave it out")
-        return self
 
 
 class WarmRequest(Model):

@@ -6,7 +6,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mixedkv.server.http.root_path import without
 
-_SHORT = ("chat", "completions", "embeddings", "messages", "models", "rerank", "responses")  # first parts
+_SHORT = (  # first parts
+    "chat",
+    "completions",
+    "embeddings",
+    "messages",
+    "models",
+    "rerank",
+    "reranking",
+    "responses",
+)
 
 
 class ShortPaths:

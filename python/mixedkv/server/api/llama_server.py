@@ -1,0 +1,196 @@
+"""POST /completion and /infill, GET /props: llama-server's own API."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import JSONResponse, Response
+
+from mixedkv import __version__
+from mixedkv.engine.constrain.constraint_text import Constraint
+from mixedkv.engine.jobs.events import Delta, Done
+from mixedkv.engine.jobs.job import Job
+from mixedkv.server.api.generation import constraint_of, make_jobs, prompt_progress, slides
+from mixedkv.server.api.llama_server_schemas import InfillRequest, LlamaServerCompletion, LlamaServerFields
+from mixedkv.server.api.logprobs import chat_logprobs, prompt_logprobs
+from mixedkv.server.api.respond import respond
+from mixedkv.server.api.sse import PING, sse
+from mixedkv.server.api_error import ApiError, bad_request, prompt_error
+from mixedkv.server.http.json_body import JSONRoute
+from mixedkv.server.state import ServerState, in_thread, loaded_model, model_of, read_prompt, tenant
+
+router = APIRouter(route_class=JSONRoute)
+
+
+@router.post("/completion")
+async def completion(body: LlamaServerCompletion, request: Request) -> Response:
+    """Continue prompts, whole or as server-sent events; several prompts have a list of answers."""
+    return await _answer(body, request, _completion_jobs, several=len(body.prompts) > 1)
+
+
+@router.post("/infill")
+async def infill(body: InfillRequest, request: Request) -> Response:
+    """Generate what is missing in the middle, whole or as server-sent events, as editors ask for it."""
+    return await _answer(body, request, _infill_jobs)
+
+
+@router.get("/props")
+async def props(request: Request, model: Annotated[str | None, Query(max_length=256)] = None) -> Response:
+    """Return what clients of llama-server ask before they begin: the context, the template, defaults."""
+    tenant(request)
+    server = model_of(request, model)
+    metadata = await in_thread(server.file_metadata)
+    settings = {"n_ctx": server.facts["n_ctx"], "params": {**server.sampling, "n_predict": -1}}
+    return JSONResponse(
+        {
+            "default_generation_settings": settings,
+            "total_slots": server.settings.parallel,
+            "model_alias": server.model_name,
+            "model_path": server.path.name,
+            "chat_template": str(metadata.get("tokenizer.chat_template", "")),
+            "modalities": {"vision": "vision" in server.capabilities, "audio": False},
+            "build_info": f"mixedkv-{__version__}",
+        }
+    )
+
+
+async def _answer(
+    body: LlamaServerFields, request: Request, jobs_of: Any, *, several: bool = False
+) -> Response:
+    owner = tenant(request)
+    server = await loaded_model(request, body.model)
+    jobs = await read_prompt(request, jobs_of, server, body, owner)
+    return await respond(
+        request,
+        server,
+        jobs,
+        _Answer(server, jobs, body, several=several),
+        stream=body.stream is True,
+        large=bool(body.n_probs),
+        progress=bool(body.return_progress),
+    )
+
+
+def _completion_jobs(server: ServerState, body: LlamaServerCompletion, owner: str) -> list[Job]:
+    tokenizer, long = server.engine.tokenizer, slides(server, body)
+    try:
+        prompts = [tokenizer.prompt(prompt, long=long) for prompt in body.prompts]
+    except ValueError as error:
+        raise prompt_error(error, "prompt") from None
+    return _jobs(server, body, prompts, owner, "prompt")
+
+
+def _infill_jobs(server: ServerState, body: InfillRequest, owner: str) -> list[Job]:
+    files = [(extra.filename or "file", extra.text) for extra in body.input_extra or ()]
+    try:
+        tokens = server.engine.tokenizer.infill(
+            body.input_prefix, body.input_suffix, beginning=body.prompt or "", files=files
+        )
+    except ValueError as error:
+        raise prompt_error(error, "input_extra" if "input_extra" in str(error) else "input_prefix") from None
+    return _jobs(server, body, [tokens], owner, "input_prefix")
+
+
+def _jobs(
+    server: ServerState, body: LlamaServerFields, prompts: Sequence[Sequence[int]], owner: str, param: str
+) -> list[Job]:
+    return make_jobs(
+        server,
+        body,
+        prompts,
+        owner=owner,
+        max_tokens=body.most_tokens,
+        constraint=_constraint(body),
+        n_logprobs=body.n_probs or None,
+        param=param,
+    )
+
+
+def _constraint(body: LlamaServerFields) -> Constraint | None:
+    other = constraint_of(body)
+    if body.json_schema is None:
+        return other
+    if other is not None:
+        raise bad_request(
+            f"{other.name} and json_schema both say what the answer looks like: give one", other.name
+        )
+    return Constraint("json_schema", json.dumps(body.json_schema), "json_schema")
+
+
+class _Answer:
+    """Objects of llama-server's API for one request. `several`: it has a list of prompts."""
+
+    def __init__(
+        self, server: ServerState, jobs: Sequence[Job], body: LlamaServerFields, *, several: bool
+    ) -> None:
+        self._model, self._jobs, self._pieces = server.model_name, jobs, server.engine.detokenizer
+        self._body, self._several = body, several
+
+    def whole(self, ends: list[Done]) -> dict[str, Any] | list[dict[str, Any]]:
+        answers = [self._end(i, end) for i, end in enumerate(ends)]
+        return answers if self._several else answers[0]
+
+    def first(self) -> bytes:
+        return b""
+
+    def event(self, i: int, event: Delta | Done) -> bytes:
+        return sse(self._end(i, event) if isinstance(event, Done) else self._piece(i, event))
+
+    def idle(self) -> bytes:
+        progress = prompt_progress(self._jobs[0]) if self._body.return_progress else None
+        return PING if progress is None else sse({**self._piece(0, Delta("")), "prompt_progress": progress})
+
+    def failed(self, error: ApiError) -> bytes:
+        return sse(error.body())
+
+    def last(self) -> bytes:
+        return b""
+
+    def _piece(self, i: int, event: Delta | Done) -> dict[str, Any]:
+        probabilities = {}
+        if self._body.n_probs:
+            entries = chat_logprobs(self._pieces, event.logprobs, ids=True)["content"]
+            probabilities = {"completion_probabilities": entries}
+        return {"index": i, "content": event.text, "tokens": [], "stop": event.last, **probabilities}
+
+    def _end(self, i: int, end: Done) -> dict[str, Any]:
+        job = self._jobs[i]
+        stop = "limit" if end.reason == "length" else "word" if job.answer.text.stopped else "eos"
+        return {
+            **self._piece(i, end),
+            "stop_type": stop,
+            "stopping_word": job.answer.text.stopped_by,
+            "model": self._model,
+            "tokens_predicted": job.n_answer,
+            "tokens_evaluated": job.n_prompt,
+            "tokens_cached": job.n_cached or 0,
+            "truncated": job.n_dropped > 0,
+            "timings": _timings(job),
+            **prompt_logprobs(self._pieces, job.answer.prompt_logprobs),
+        }
+
+
+def _timings(job: Job) -> dict[str, Any]:
+    """Tokens that were evaluated and generated, milliseconds, and tokens per second."""
+    at = time.perf_counter()
+    first = job.t_first if job.t_first is not None else at
+    n_cached = job.n_cached or 0
+    return {
+        "cache_n": n_cached,
+        **_rate("prompt", job.n_prompt - n_cached, first - job.t_submit),
+        **_rate("predicted", job.n_answer, at - first),
+    }
+
+
+def _rate(name: str, n: int, seconds: float) -> dict[str, Any]:
+    seconds = max(seconds, 1e-6)
+    return {
+        f"{name}_n": n,
+        f"{name}_ms": round(1e3 * seconds, 3),
+        f"{name}_per_token_ms": round(1e3 * seconds / max(n, 1), 3),
+        f"{name}_per_second": round(n / seconds, 3),
+    }
