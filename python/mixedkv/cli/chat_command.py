@@ -11,6 +11,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.text import Text
+
 from mixedkv.chat import ChatResult, ChatUsage, MessageCache
 from mixedkv.cli.chat_commands import ChatCommands
 from mixedkv.cli.chat_history import ChatHistory
@@ -31,6 +34,7 @@ from mixedkv.terminal import with_prompt_bar
 
 _KV = "kv"
 _SHOWN = 6  # messages of a chat that goes on
+_SHOWN_LINES = 6  # of each of its questions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -142,9 +146,17 @@ def _show(messages: list[dict[str, Any]], plain: bool) -> None:
     if sys.stdin.isatty() and sys.stderr.isatty():
         for message in messages[-_SHOWN:]:
             if message["role"] == "user":
-                print(f"> {message['content']}", file=sys.stderr)
+                print(f"> {_beginning(message['content'])}", file=sys.stderr)
             else:
                 show_markdown(message["content"], sys.stderr, plain)
+
+
+def _beginning(text: str) -> str:
+    """Return the first lines of what was pasted."""
+    lines = text.splitlines()
+    if len(lines) <= _SHOWN_LINES:
+        return text
+    return "\n".join([*lines[:_SHOWN_LINES], f"... ({len(lines) - _SHOWN_LINES} more lines)"])
 
 
 def _answer(
@@ -171,7 +183,9 @@ def _questions(history: ChatHistory) -> Iterator[str]:
 
 
 def _took(usage: ChatUsage, seconds: float) -> str:
-    where = {"ram": " from memory", "disk": " from disk", "remote": " from the remote"}.get(usage.source, "")
+    where = {"ram": " (from memory)", "disk": " (from disk)", "remote": " (from the remote)"}.get(
+        usage.source, ""
+    )
     text = (
         f"{usage.prompt_tokens} tokens: {usage.cached_tokens} not evaluated again{where}, "
         f"{usage.evaluated_tokens} evaluated; first token after {usage.seconds_to_first_token:.2f} s"
@@ -183,7 +197,9 @@ def _took(usage: ChatUsage, seconds: float) -> str:
 
 
 def _tell(text: str) -> None:
-    print(text if "\n" in text else f"[{text}]", file=sys.stderr, flush=True)
+    """Print what is the program's and not the model's, dim on a terminal."""
+    text = text if "\n" in text else f"[{text}]"
+    Console(file=sys.stderr).print(Text(text, "dim"), soft_wrap=True)
 
 
 def _store(history: ChatHistory, args: argparse.Namespace, key: KeySource | None) -> KVStore:

@@ -31,7 +31,7 @@ def chat(stdin: str, *options: str | Path, code: int = 0) -> subprocess.Complete
 
 def took(done: subprocess.CompletedProcess[str]) -> list[tuple[int, int, str]]:
     """Of each turn: tokens that were not evaluated again, those that were, and where from."""
-    found = re.findall(r"tokens: (\d+) not evaluated again( from \w+)?, (\d+) evaluated", done.stderr)
+    found = re.findall(r"tokens: (\d+) not evaluated again( \(from \w+\))?, (\d+) evaluated", done.stderr)
     return [(int(cached), int(evaluated), where) for cached, where, evaluated in found]
 
 
@@ -49,7 +49,7 @@ def test_a_chat_goes_on_in_the_next_process(tmp_path: Path) -> None:
     done = chat("And of the shed?\n", "--history", folder)
     assert "4 messages so far" in done.stderr
     ((cached, evaluated, where),) = took(done)
-    assert where == " from disk"
+    assert where == " (from disk)"
     assert cached > evaluated
     assert stat.S_IMODE((folder / "messages.jsonl").stat().st_mode) == 0o600
     assert len((folder / "messages.jsonl").read_text().splitlines()) == 6
@@ -122,7 +122,7 @@ def test_a_history_can_be_encrypted(tmp_path: Path) -> None:
     assert "4 messages so far" in done.stderr
     assert "plain text" not in done.stderr
     ((cached, evaluated, where),) = took(done)
-    assert (where, cached > evaluated) == (" from disk", True)
+    assert (where, cached > evaluated) == (" (from disk)", True)
     for path in filter(Path.is_file, folder.rglob("*")):
         assert b"the mill" not in path.read_bytes(), path
     assert "give the key with --key" in chat("Hello\n", "--history", folder, code=2).stderr

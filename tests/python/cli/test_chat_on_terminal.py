@@ -175,3 +175,20 @@ def on_terminal(arguments: Sequence[str]) -> str:
         [sys.executable, "-c", code, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=True
     )
     return re.sub("\r+\n", "\n", done.stdout.decode())
+
+
+def test_a_long_paste_is_shown_by_its_beginning_on_another_day(tmp_path: Path) -> None:
+    pasted = "".join(f"line {i}\n" for i in range(40))
+    with chat("-n", "4", "--history", tmp_path) as terminal:
+        terminal.expect(">")
+        terminal.paste(pasted)
+        terminal.press("\r")
+        terminal.expect("first token after")
+        terminal.press(CTRL_D)
+        assert terminal.end() == 0
+    with chat("-n", "4", "--history", tmp_path) as terminal:
+        terminal.expect(r"more lines\)(?s:.*)>[\s\b]*$")
+        terminal.press(CTRL_D)
+        assert terminal.end() == 0
+    assert "line 5\r\n... (34 more lines)" in terminal.raw
+    assert "line 6" not in terminal.raw

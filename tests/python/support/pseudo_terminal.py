@@ -23,15 +23,23 @@ _SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 class Terminal:
     """A process whose stdin, stdout and stderr are one terminal, of which it is the foreground.
 
-    `raw` is all that it wrote.
+    `raw` is all that it wrote. `python` is the interpreter whose mixedkv it runs, and `size` is in lines and
+    columns.
     """
 
-    def __init__(self, command: Sequence[str], environ: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environ: dict[str, str] | None = None,
+        *,
+        python: str = sys.executable,
+        size: tuple[int, int] = (40, 200),
+    ) -> None:
         self._master, slave = os.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
         env = {**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", **(environ or {})}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "support.controlling_terminal", *command],
+            [python, "-m", "support.controlling_terminal", *command],
             stdin=slave,
             stdout=slave,
             stderr=slave,
