@@ -57,6 +57,11 @@ class Answer:
         return self.result().text
 
     @property
+    def finish_reason(self) -> str:
+        """OpenAI's finish_reason, of an answer that has ended."""
+        return self.message.finish_reason(self.result().reason)
+
+    @property
     def message(self) -> ReadAnswer:
         """Return the answer to a `Chat` as text, thoughts and calls; waits for its end."""
         reader = self._chat.reader()

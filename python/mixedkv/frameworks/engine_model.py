@@ -271,9 +271,3 @@ def _constraint(wanted: Mapping[str, Any] | None) -> Constraint | None:
         raise ValueError(f"response_format: {wanted!r} is none: use type json_schema, json_object or text")
     schema = wanted.get("json_schema", {}).get("schema", {"type": "object"})
     return Constraint("json_schema", json.dumps(schema), "response_format")
-
-
-def finish_reason(answer: Answer) -> str:
-    """Return OpenAI's finish_reason of an answer that has ended."""
-    reason = answer.result().reason
-    return "tool_calls" if answer.message.calls and reason == "stop" else reason

@@ -23,7 +23,7 @@ from pydantic import Field
 
 from mixedkv.engine import Answer
 from mixedkv.engine.text.answer_reader import Part
-from mixedkv.frameworks.engine_model import CONFIG, EngineModel, finish_reason
+from mixedkv.frameworks.engine_model import CONFIG, EngineModel
 
 _OUTSIDE_TEXT = (
     "reasoning",
@@ -227,7 +227,7 @@ class ChatMixedKV(EngineModel, BaseChatModel):
         return {
             "model_name": self.model,
             "model_provider": "mixedkv",
-            "finish_reason": finish_reason(answer),
+            "finish_reason": answer.finish_reason,
             "cached_exact": answer.job.exact,
         }
 

@@ -26,7 +26,7 @@ from pydantic import BaseModel
 
 from mixedkv.engine import Answer
 from mixedkv.engine.text.answer_reader import ReadAnswer
-from mixedkv.frameworks.engine_model import CONFIG, EngineModel, finish_reason
+from mixedkv.frameworks.engine_model import CONFIG, EngineModel
 from mixedkv.frameworks.llama_index_messages import AnswerSoFar, answer_message, openai_messages
 
 _N_OUTPUT = 256  # tokens that LlamaIndex leaves free for an answer where max_tokens does not say
@@ -248,7 +248,11 @@ def _response(answer: Answer, said: ReadAnswer, delta: str | None = None) -> Cha
 
 
 def _told(answer: Answer) -> dict[str, Any]:
-    return {"finish_reason": finish_reason(answer), "usage": _usage(answer), "exact": answer.job.exact}
+    return {
+        "finish_reason": answer.finish_reason,
+        "usage": _usage(answer),
+        "exact": answer.job.exact,
+    }
 
 
 def _usage(answer: Answer) -> dict[str, int]:

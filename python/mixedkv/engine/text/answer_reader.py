@@ -44,6 +44,10 @@ class ReadAnswer:
     reasoning: str = ""
     calls: list[Call] = field(default_factory=list)
 
+    def finish_reason(self, reason: str) -> str:
+        """Return OpenAI's finish_reason of an answer that ended for this reason."""
+        return "tool_calls" if self.calls and reason == "stop" else reason
+
 
 class AnswerReader:
     """One answer, so far in `answer`. What it has given out stays.
@@ -87,10 +91,6 @@ class AnswerReader:
                 "tool_calls": [],
             }
         return [*self._texts(message), *self._calls(message["tool_calls"], last)]
-
-    def finish_reason(self, reason: str) -> str:
-        """Return OpenAI's finish_reason of an answer that ended for this reason."""
-        return "tool_calls" if self.answer.calls and reason == "stop" else reason
 
     def _texts(self, message: dict[str, Any]) -> list[Part]:
         answer, before, parts = self.answer, self._before, []

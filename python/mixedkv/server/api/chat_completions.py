@@ -76,7 +76,7 @@ class _Answer:
                 "index": i,
                 "message": {"role": "assistant", **self._content(i, end), **self._message_id(i)},
                 "logprobs": self._logprobs(end),
-                "finish_reason": self._parts[i].finish_reason(end.reason),
+                "finish_reason": self._parts[i].answer.finish_reason(end.reason),
             }
             for i, end in enumerate(ends)
         ]
@@ -121,7 +121,7 @@ class _Answer:
             yield self._chunk(i, fields, logprobs)
             logprobs = None
         if isinstance(event, Done):
-            yield self._chunk(i, {}, reason=self._parts[i].finish_reason(event.reason))
+            yield self._chunk(i, {}, reason=self._parts[i].answer.finish_reason(event.reason))
 
     def _content(self, i: int, end: Done) -> dict[str, Any]:
         if not self._is_read:

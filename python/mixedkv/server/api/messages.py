@@ -134,7 +134,7 @@ class _Answer:
         if by in (self._body.stop_sequences or ()):
             return {"stop_reason": "stop_sequence", "stop_sequence": by}
         reason = {"tool_calls": "tool_use", "length": "max_tokens"}.get(
-            self._parts.finish_reason(end.reason), "end_turn"
+            self._parts.answer.finish_reason(end.reason), "end_turn"
         )
         return {"stop_reason": reason, "stop_sequence": None}
 
