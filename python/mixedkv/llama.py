@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast, overload
 
 import llama_cpp
 
@@ -45,7 +45,11 @@ from mixedkv.streaming.layer_choice import Asked
 from mixedkv.streaming.streaming import Mode, Streaming, plan_streaming
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from collections.abc import Iterator, Mapping
+
+    from typing_extensions import Self, Unpack
+
+    from mixedkv.llama_options import ChatOptions, CompletionOptions, LlamaOptions
 
 log = logging.getLogger("mixedkv")
 
@@ -83,7 +87,7 @@ class Llama(GuardedLlama):
             pages come ahead; to compare "mmap", as llama.cpp does it, and "resident". None repacks weights.
         progress: called with the share of the weights that are loaded, 0 to 1; what it raises ends that.
         weights: a `Llama` of the same file, whose weights this one uses; closing it closes this one first.
-        **kwargs: arguments of `llama_cpp.Llama`. Its embedding=True sets n_seq_max and kv_unified itself.
+        **options: arguments of `llama_cpp.Llama`. Its embedding=True sets n_seq_max and kv_unified itself.
 
     Warns:
         UserWarning: n_ctx is more than the model was trained with, or the cache takes more than an F16 one.
@@ -115,8 +119,9 @@ class Llama(GuardedLlama):
         stream_mode: Mode = "direct",
         progress: Callable[[float], object] | None = None,
         weights: Llama | None = None,
-        **kwargs: Any,
+        **options: Unpack[LlamaOptions],
     ) -> None:
+        kwargs: dict[str, Any] = {**options}
         check_names(kwargs, Llama.__init__)
         check_numbers({**kwargs, "n_ctx": n_ctx})
         self._guard()
@@ -261,6 +266,46 @@ class Llama(GuardedLlama):
         criteria = kwargs.get("stopping_criteria")
         return islice(made, criteria.n_most) if isinstance(criteria, _Limited) else made
 
+    if TYPE_CHECKING:  # what an answer is depends on `stream`, which the base class leaves open
+
+        @overload  # type: ignore[override]
+        def __call__(
+            self, prompt: str, *, stream: Literal[False] = False, **options: Unpack[CompletionOptions]
+        ) -> llama_cpp.CreateCompletionResponse: ...
+        @overload
+        def __call__(
+            self, prompt: str, *, stream: Literal[True], **options: Unpack[CompletionOptions]
+        ) -> Iterator[llama_cpp.CreateCompletionStreamResponse]: ...
+        def __call__(self, prompt: str, *args: Any, **kwargs: Any) -> Any: ...
+
+        @overload  # type: ignore[override]
+        def create_chat_completion(
+            self,
+            messages: Sequence[Mapping[str, object]],
+            *,
+            stream: Literal[False] = False,
+            **options: Unpack[ChatOptions],
+        ) -> llama_cpp.CreateChatCompletionResponse: ...
+        @overload
+        def create_chat_completion(
+            self,
+            messages: Sequence[Mapping[str, object]],
+            *,
+            stream: Literal[True],
+            **options: Unpack[ChatOptions],
+        ) -> Iterator[llama_cpp.CreateChatCompletionStreamResponse]: ...
+        def create_chat_completion(
+            self, messages: Sequence[Mapping[str, object]], *args: Any, **kwargs: Any
+        ) -> Any: ...
+
+    @overload  # type: ignore[override]
+    def create_completion(
+        self, prompt: str | list[int], *, stream: Literal[False] = False, **options: Unpack[CompletionOptions]
+    ) -> llama_cpp.CreateCompletionResponse: ...
+    @overload
+    def create_completion(
+        self, prompt: str | list[int], *, stream: Literal[True], **options: Unpack[CompletionOptions]
+    ) -> Iterator[llama_cpp.CreateCompletionStreamResponse]: ...
     def create_completion(
         self,
         prompt: str | list[int],

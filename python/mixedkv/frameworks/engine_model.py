@@ -74,22 +74,22 @@ class EngineModel(BaseModel):
 
     model: str = _BUNDLED
     kv: str = "mixed"
-    n_ctx: int | None = Field(None, ge=1)
-    parallel: int = Field(4, ge=1)
-    store: str | Path | KVStore | None = Field(None, exclude=True)
+    n_ctx: int | None = Field(default=None, ge=1)
+    parallel: int = Field(default=4, ge=1)
+    store: str | Path | KVStore | None = Field(default=None, exclude=True)
     reuse: Reuse = "exact"
-    chat_template: str = Field("", repr=False)
+    chat_template: str = Field(default="", repr=False)
     llama_options: dict[str, Any] = Field(default_factory=dict)
-    engine: Engine | None = Field(None, exclude=True, repr=False)
-    max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=0)
-    min_p: float | None = Field(None, ge=0, le=1)
+    engine: Engine | None = Field(default=None, exclude=True, repr=False)
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=0)
+    min_p: float | None = Field(default=None, ge=0, le=1)
     seed: int | None = None
     stop: list[str] | None = None
     parallel_tool_calls: bool = True
-    timeout: float | None = Field(None, gt=0)
+    timeout: float | None = Field(default=None, gt=0)
     options: dict[str, Any] = Field(default_factory=dict)
     _opened: _Opened | None = PrivateAttr(None)
     _closes: bool = PrivateAttr(False)

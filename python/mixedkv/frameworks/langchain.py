@@ -57,7 +57,7 @@ class ChatMixedKV(EngineModel, BaseChatModel):
     model_config = CONFIG
 
     streaming: bool = False
-    max_retries: int | None = Field(None, exclude=True)
+    max_retries: int | None = Field(default=None, exclude=True)
 
     @property
     def _llm_type(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import types
@@ -17,6 +18,7 @@ import pytest
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.engine.engine import Engine
+from mixedkv.llama_options import ChatOptions, CompletionOptions, LlamaOptions
 from mixedkv.model.gguf_file import read_model_file
 from support.patience import PATIENCE
 
@@ -176,3 +178,15 @@ def test_from_pretrained_takes_our_arguments(hub: Callable[[], None]) -> None:
 
 def test_from_pretrained_is_typed_as_this_class() -> None:
     assert Llama.from_pretrained.__annotations__["return"] == "Self"
+
+
+def test_types_name_the_arguments_of_the_calls() -> None:
+    """`llama_options` says what type checkers accept."""
+    for options, call, own in (
+        (LlamaOptions, llama_cpp.Llama.__init__, inspect.signature(Llama.__init__).parameters),
+        (CompletionOptions, llama_cpp.Llama.create_completion, ("self", "prompt", "stream")),
+        (CompletionOptions, llama_cpp.Llama.__call__, ("self", "prompt", "stream")),
+        (ChatOptions, llama_cpp.Llama.create_chat_completion, ("self", "messages", "stream")),
+    ):
+        taken = {name for name in inspect.signature(call).parameters if name not in own}
+        assert options.__optional_keys__ == taken - {"kwargs"}

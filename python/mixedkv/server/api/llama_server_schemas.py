@@ -69,7 +69,7 @@ class LlamaServerCompletion(LlamaServerFields):
     @property
     def prompts(self) -> list[str | list[int]]:
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return [cast("str | list[int]", self.prompt)]
+            return [self.prompt]
         return list(cast("list[str | list[int]]", self.prompt))
 
 

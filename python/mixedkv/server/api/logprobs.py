@@ -19,7 +19,7 @@ def chat_logprobs(
     content = [
         {
             **_entry(pieces, lp.token, lp.logprob, ids),
-            "top_logprobs": [_entry(pieces, *top, ids) for top in lp.top.tolist()],
+            "top_logprobs": [_entry(pieces, token, logprob, ids) for token, logprob in lp.top.tolist()],
         }
         for lp in logprobs
     ]
