@@ -9,7 +9,7 @@ evaluates the model, which takes minutes, and takes models of the architecture l
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ _LEVELS = np.array(
     [-1.51, -0.4528, 0.4528, 1.51], np.float32
 )  # of two bits, for normally distributed elements
 _STEP = 512  # queries at a time, for memory
+
+Attend = Callable[[int, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 
 class Model:
@@ -49,48 +51,101 @@ class Model:
         self._epsilon = self._field("llama.attention.layer_norm_rms_epsilon")
         self._base = self._field("llama.rope.freq_base")
 
-    def layers(self, tokens: list[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield Q `[tokens, heads, size]` and K `[tokens, KV heads, size]` of each layer, rotated by RoPE."""
+    def logits(self, tokens: list[int], n_before: int, attend: Attend) -> np.ndarray:
+        """Log-probabilities `[tokens, vocabulary]` of the last queries, `n_before` tokens being before.
+
+        Args:
+            attend: is called with the layer, and Q, K and V `[tokens, heads, size]`, rotated by RoPE.
+        """
         x = self.weights["token_embd.weight"][tokens]
         for layer in range(self.n_layers):
-            h = self._norm(x, layer, "attn_norm")
-            q, k, v = (self._heads(h, layer, name) for name in ("attn_q", "attn_k", "attn_v"))
-            q, k = self._rope(q), self._rope(k)
-            yield q, k
-            x = x + self._matrix(self._attend(q, k, v), layer, "attn_output")
-            h = self._norm(x, layer, "ffn_norm")
-            gate, up = self._matrix(h, layer, "ffn_gate"), self._matrix(h, layer, "ffn_up")
-            x = x + self._matrix(gate / (1 + np.exp(-gate)) * up, layer, "ffn_down")
+            h = self._norm(x, f"blk.{layer}.attn_norm")
+            q, k, v = (self._heads(h, f"blk.{layer}.{name}") for name in ("attn_q", "attn_k", "attn_v"))
+            out = attend(layer, self._rope(q, n_before), self._rope(k, n_before), v)
+            x = x + self._matrix(out.reshape(len(x), -1), f"blk.{layer}.attn_output")
+            h = self._norm(x, f"blk.{layer}.ffn_norm")
+            gate, up = self._matrix(h, f"blk.{layer}.ffn_gate"), self._matrix(h, f"blk.{layer}.ffn_up")
+            x = x + self._matrix(gate / (1 + np.exp(-gate)) * up, f"blk.{layer}.ffn_down")
+        logits = self._matrix(self._norm(x[-_N_QUERIES:], "output_norm"), self._output)
+        logits -= logits.max(1, keepdims=True)
+        return logits - np.log(np.exp(logits).sum(1, keepdims=True))
+
+    @property
+    def _output(self) -> str:
+        return "output" if "output.weight" in self.weights else "token_embd"
 
     def _field(self, name: str) -> Any:
         return self._reader.fields[name].contents()
 
-    def _matrix(self, x: np.ndarray, layer: int, name: str) -> np.ndarray:
-        return x @ self.weights[f"blk.{layer}.{name}.weight"].T
+    def _matrix(self, x: np.ndarray, name: str) -> np.ndarray:
+        return x @ self.weights[f"{name}.weight"].T
 
-    def _norm(self, x: np.ndarray, layer: int, name: str) -> np.ndarray:
+    def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
         scale = np.sqrt((x * x).mean(-1, keepdims=True) + self._epsilon)
-        return x / scale * self.weights[f"blk.{layer}.{name}.weight"]
+        return x / scale * self.weights[f"{name}.weight"]
 
-    def _heads(self, x: np.ndarray, layer: int, name: str) -> np.ndarray:
-        return self._matrix(x, layer, name).reshape(len(x), -1, self.size)
+    def _heads(self, x: np.ndarray, name: str) -> np.ndarray:
+        return self._matrix(x, name).reshape(len(x), -1, self.size)
 
-    def _rope(self, x: np.ndarray) -> np.ndarray:
+    def _rope(self, x: np.ndarray, first: int) -> np.ndarray:
         speed = self._base ** (-np.arange(0, self.size, 2) / self.size)
-        angle = (np.arange(len(x))[:, None] * speed)[:, None].astype(np.float32)
+        angle = ((first + np.arange(len(x)))[:, None] * speed)[:, None].astype(np.float32)
         even, odd, turned = x[..., 0::2], x[..., 1::2], np.empty_like(x)
         turned[..., 0::2] = even * np.cos(angle) - odd * np.sin(angle)
         turned[..., 1::2] = even * np.sin(angle) + odd * np.cos(angle)
         return turned
 
-    def _attend(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-        out, group = np.empty_like(q), self.n_heads // self.n_heads_kv
-        for head in range(self.n_heads):
+
+Kept = list[tuple[np.ndarray, np.ndarray, np.ndarray]]  # Q of the last queries, K and V, by layer
+
+
+def dense(kept: Kept) -> Attend:
+    """Attend to everything, and keep what the other ways need."""
+
+    def attend(layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        kept.append((q[-_N_QUERIES:], k, v))
+        out, group = np.empty_like(q), q.shape[1] // k.shape[1]
+        for head in range(q.shape[1]):
             for first in range(0, len(q), _STEP):
                 last = min(first + _STEP, len(q))
                 weights = attention(q[first:last, head], k[:last, head // group], first)
                 out[first:last, head] = weights @ v[:last, head // group]
-        return out.reshape(len(q), -1)
+        return out
+
+    return attend
+
+
+def sparse(kept: Kept, rotation: np.ndarray, share: float, size: int) -> Attend:
+    """Attend, for the last queries, to what two bits of each key choose in groups of `size`."""
+
+    def attend(layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        _, old_k, old_v = kept[layer]
+        k = np.concatenate([old_k[:-_N_QUERIES], k])
+        v = np.concatenate([old_v[:-_N_QUERIES], v])
+        old, n = older(len(k)), len(k)
+        out, group = np.empty_like(q), q.shape[1] // k.shape[1]
+        for head in range(k.shape[1]):
+            heads = range(head * group, (head + 1) * group)
+            true = {i: attention(q[:, i], k[:, head], n - _N_QUERIES) for i in heads}
+            told = {i: sketched(q[:, i], k[old, head], true[i][:, old], rotation) for i in heads}
+            read = np.any([choose(told[i], true[i][:, old], share, size) for i in heads], axis=0)
+            for i in heads:
+                weights = true[i].copy()
+                weights[:, old] *= np.repeat(read, size, axis=1)
+                out[:, i] = weights @ v[:, head] / weights.sum(1, keepdims=True)
+        return out
+
+    return attend
+
+
+def older(n: int) -> slice:
+    """The keys that may be left out for each of the last queries: a number of whole groups."""
+    return slice(_SINKS, _SINKS + (n - _N_QUERIES - _WINDOW - _SINKS) // max(_GROUPS) * max(_GROUPS))
+
+
+def choose(told: np.ndarray, true: np.ndarray, share: float, size: int) -> np.ndarray:
+    """The groups of `size` older keys that are read, by their weights as they are told."""
+    return chosen(told.reshape(len(told), -1, size).sum(2), 1 - true.sum(1), share)
 
 
 def attention(q: np.ndarray, k: np.ndarray, first: int) -> np.ndarray:
@@ -131,24 +186,19 @@ def chosen(weights: np.ndarray, always: np.ndarray, share: float) -> np.ndarray:
 
 def layer_shares(q: np.ndarray, k: np.ndarray, rotation: np.ndarray) -> dict[tuple[str, float, int], Any]:
     """The share of the older keys that is read, and of the attention that is lost, by way, P and group."""
-    n, group = len(k), q.shape[1] // k.shape[1]
-    old = slice(_SINKS, _SINKS + (n - _N_QUERIES - _WINDOW - _SINKS) // max(_GROUPS) * max(_GROUPS))
+    n, group, old = len(k), q.shape[1] // k.shape[1], older(len(k))
     found: dict[tuple[str, float, int], list[tuple[float, float]]] = {}
     for head in range(k.shape[1]):
-        true, told, always = [], [], []
-        for i in range(group):
-            queries = q[-_N_QUERIES:, head * group + i]
-            weights = attention(queries, k[:, head], n - _N_QUERIES)
-            true.append(weights[:, old])
-            told.append(sketched(queries, k[old, head], true[-1], rotation))
-            always.append(1 - true[-1].sum(1))
-        for way, each in (("truth", true), ("two bits", told)):
+        queries = [q[:, head * group + i] for i in range(group)]
+        true = [attention(each, k[:, head], n - _N_QUERIES)[:, old] for each in queries]
+        told = [sketched(each, k[old, head], w, rotation) for each, w in zip(queries, true, strict=True)]
+        for way, weights in (("truth", true), ("two bits", told)):
             for size in _GROUPS:
-                sums = [w.reshape(_N_QUERIES, -1, size).sum(2) for w in each]
-                exact = [w.reshape(_N_QUERIES, -1, size).sum(2) for w in true]
                 for share in _SHARES:
-                    read = np.any([chosen(w, a, share) for w, a in zip(sums, always, strict=True)], axis=0)
-                    lost = float(np.mean([(w * ~read).sum(1).mean() for w in exact]))
+                    pairs = zip(weights, true, strict=True)
+                    read = np.any([choose(w, t, share, size) for w, t in pairs], axis=0)
+                    kept = np.repeat(read, size, axis=1)
+                    lost = float(np.mean([(t * ~kept).sum(1).mean() for t in true]))
                     found.setdefault((way, share, size), []).append((float(read.mean()), lost))
     return {key: np.mean(values, 0) for key, values in found.items()}
 
@@ -162,9 +212,11 @@ def main() -> None:
     path = find_model(options.model)
     with Llama(str(path), vocab_only=True, verbose=False) as llm:
         tokens = llm.tokenize(read_real_text(options.text).text.encode())[: options.n_ctx]
-    model = Model(path)
-    rotation = np.linalg.qr(np.random.default_rng(0).standard_normal((model.size, model.size)))[0]
-    layers = [layer_shares(q, k, rotation.astype(np.float32)) for q, k in model.layers(tokens)]
+    model, kept = Model(path), list[Any]()
+    full = model.logits(tokens, 0, dense(kept))
+    square = np.random.default_rng(0).standard_normal((model.size, model.size))
+    rotation = np.linalg.qr(square)[0].astype(np.float32)
+    layers = [layer_shares(q, k, rotation) for q, k, _ in kept]
     print(
         f"{len(tokens)} tokens of {options.text}, the last {_N_QUERIES} queries, mean of {len(layers)} layers"
     )
@@ -175,6 +227,13 @@ def main() -> None:
         read, lost = np.array([layer[key] for layer in layers]).T
         spread = f"{read.min():.0%} to {read.max():.0%}"
         print(f"| {key[0]} | {key[1]} | {key[2]} | {read.mean():.0%} | {spread} | {lost.mean():.2%} |")
+    print("\nKL divergence of the last queries' answers from dense ones, chosen by two bits, in nats")
+    for share in (*_SHARES, 0.95, 0.98):
+        for size in _GROUPS:
+            attend = sparse(kept, rotation, share, size)
+            told = model.logits(tokens[-_N_QUERIES:], len(tokens) - _N_QUERIES, attend)
+            divergence = (np.exp(full) * (full - told)).sum(1)
+            print(f"| {share} | {size} | mean {divergence.mean():.1e}, median {np.median(divergence):.1e} |")
 
 
 if __name__ == "__main__":
