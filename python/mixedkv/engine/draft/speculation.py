@@ -13,7 +13,7 @@ as it has tokens, and there is nothing to gain.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mixedkv.config import MixedKVConfig
@@ -169,17 +169,7 @@ class Speculation:
             return
         runs = [run for run in step.runs if run.job.answer.drafter is not None and run.job.n_answer]
         offers = [self._offer(run) for run in runs]
-        gains = sorted(
-            ((offer.rate ** (i + 1), k) for k, offer in enumerate(offers) for i in range(offer.n)),
-            reverse=True,
-        )
-        tokens, (seconds, each) = float(step.n_streams), time.line()
-        counts = [0] * len(runs)
-        for gain, k in gains[: self._room - step.n_streams]:
-            if gain * seconds <= each * tokens:
-                break
-            tokens, seconds = tokens + gain, seconds + each
-            counts[k] += 1
+        counts = self._worth_it(offers, step.n_streams, time)
         if self._together:
             counts = [min(counts) if len(runs) == step.n_streams else 0 for _ in counts]
         self._make([(offer, n) for offer, n in zip(offers, counts, strict=True) if n])
@@ -188,6 +178,24 @@ class Speculation:
             for run in runs:
                 run.drafts = run.drafts[:n]
         step.n_drafts = sum(len(run.drafts) for run in runs)
+
+    def _worth_it(self, offers: Sequence[_Offer], n_streams: int, time: StepTime) -> list[int]:
+        """Return how many drafts to take of each offer, the likeliest first.
+
+        A draft is worth it if it adds tokens at a better rate than the step has without it.
+        """
+        gains = sorted(
+            ((offer.rate ** (i + 1), k) for k, offer in enumerate(offers) for i in range(offer.n)),
+            reverse=True,
+        )
+        tokens, (seconds, each) = float(n_streams), time.line()
+        counts = [0] * len(offers)
+        for gain, k in gains[: self._room - n_streams]:
+            if gain * seconds <= each * tokens:
+                break
+            tokens, seconds = tokens + gain, seconds + each
+            counts[k] += 1
+        return counts
 
     def _offer(self, run: Run[Job]) -> _Offer:
         job, answer = run.job, run.job.answer
