@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from mixedkv import _core
 from mixedkv.engine.batch.batch import Batch
-from mixedkv.engine.draft.draft_model import sure_guess
+from mixedkv.engine.draft.draft_model import nearest, sure_guess
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.schedule.contract import StepPlan
 from mixedkv.llama import Llama
@@ -240,12 +240,10 @@ class MtpHead:
         return tokens
 
     def _reader(self, job: Job) -> _Reader:
-        """The sequence that reads a job, cut to what it has in common with it."""
+        """Return the sequence that reads a job, cut to what it has in common with it."""
         tokens = job.all_tokens
-        reader = next((r for r in self._readers if r.job is job), None)
-        if reader is None:
-            idle = [r for r in self._readers if r.job is None]
-            reader = max(idle or self._readers, key=lambda r: common_prefix(r.tokens, tokens))
+        reader = nearest(self._readers, job)
+        if reader.job is not job:
             reader.job = job
             reader.states, reader.seen = reader.states[:0], reader.seen[:0]
         n = common_prefix(reader.tokens, tokens)
