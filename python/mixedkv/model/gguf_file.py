@@ -153,14 +153,16 @@ def read_model_file(path: str | os.PathLike[str]) -> ModelFile:
     size = first.size + sum(part.size for part in others)
     tensors = sum((part.tensors for part in others), first.tensors)
     model = ModelFile(first.path, first.metadata, first.n_tensors, size, tensors)
-    _check_numbers(model)
+    _check_floats(model)
+    _check_sizes(model)
+    _check_mtp_layers(model)
     _check_rope(model)
     _check_temperature(model)
     return model
 
 
-def _check_numbers(model: ModelFile) -> None:
-    """Refuse hyperparameters that are no numbers, and epsilons of norms at which ggml ends the process."""
+def _check_floats(model: ModelFile) -> None:
+    """Refuse hyperparameters that are NaN, and epsilons of norms at which ggml ends the process."""
     for key, value in model.metadata.items():
         name = key.removeprefix(f"{model.architecture}.")
         numbers = [x for x in (value if isinstance(value, list) else [value]) if isinstance(x, float)]
@@ -172,6 +174,10 @@ def _check_numbers(model: ModelFile) -> None:
             raise InvalidModelFileError(
                 f"{model.path} cannot be loaded: its {name} is {value}; a norm's epsilon is from 0 to 1"
             )
+
+
+def _check_sizes(model: ModelFile) -> None:
+    """Refuse whole numbers at which llama.cpp divides by zero or ggml ends the process."""
     at_least_1 = ["full_attention_interval"]
     if model.architecture == "llama4":
         at_least_1.append("attention.sliding_window")
@@ -184,6 +190,10 @@ def _check_numbers(model: ModelFile) -> None:
         raise InvalidModelFileError(
             f"{model.path} cannot be loaded: its wkv.head_size is {wkv}: it must be a multiple of 32"
         )
+
+
+def _check_mtp_layers(model: ModelFile) -> None:
+    """Refuse a model all of whose layers guess further tokens."""
     n_layer, n_mtp = model.get("block_count"), n_mtp_layers(model)
     if n_mtp and isinstance(n_layer, int) and n_mtp >= n_layer:
         raise InvalidModelFileError(
