@@ -90,20 +90,29 @@ def verdict(identity: Identity, chain: Sequence[tuple[Coverage, int, int]], n: i
     served = chain[-1][0].serves(n)
     if identity.recurrent and not served:
         return "unusable"
-    whole = True
+    has_f16 = True
     for i in range(len(chain[0][0].groups)):
         used = [(coverage.groups[i], begin, end) for coverage, begin, end in chain]
         rows = _union(run for group, begin, end in used for run in _clip(group.rows, begin, end))
-        if rows != [(0, n)]:
-            window = identity.sliding_window
-            if not window or not (served or _covers(rows, max(0, n - window), n)):
-                return "unusable"
-        if served:
-            continue
+        if not _has_rows(identity, rows, n, served):
+            return "unusable"
         hot = _union(run for group, begin, end in used for run in _clip(group.hot, begin, end))
-        wanted = [part for begin, end in _hot_positions(identity, n) for part in _clip(rows, begin, end)]
-        whole = whole and all(_covers(hot, begin, end) for begin, end in wanted)
-    return "exact" if whole else "inexact"
+        has_f16 = has_f16 and (served or _has_f16_rows(identity, rows, hot, n))
+    return "exact" if has_f16 else "inexact"
+
+
+def _has_rows(identity: Identity, rows: Runs, n: int, served: bool) -> bool:
+    """Return whether all rows that the query at n reads are there: behind a sliding window it reads none."""
+    if rows == [(0, n)]:
+        return True
+    window = identity.sliding_window
+    return bool(window) and (served or _covers(rows, max(0, n - window), n))
+
+
+def _has_f16_rows(identity: Identity, rows: Runs, hot: Runs, n: int) -> bool:
+    """Return whether those of the rows that the query at n reads in F16 are there in F16."""
+    wanted = [part for begin, end in _hot_positions(identity, n) for part in _clip(rows, begin, end)]
+    return all(_covers(hot, begin, end) for begin, end in wanted)
 
 
 def window_begin(identity: Identity, n: int) -> int:
