@@ -85,16 +85,7 @@ def check(options: Options) -> None:
 
 
 def prepare(bench: Bench) -> Measure:
-    options = bench.options
-    work = ServeWork(
-        n_prompt=options.n_prompt,
-        n_gen=options.n_gen,
-        turns=options.turns,
-        clients=options.clients,
-        threads=options.threads,
-        repeats=options.repeats,
-        peer=False,
-    )
+    work = ServeWork.of(bench.options, peer=False)
     return lambda: _measure(bench, _Fleets(bench, work))
 
 

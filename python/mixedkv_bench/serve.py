@@ -167,6 +167,19 @@ class ServeWork:
     program: Path | None = None  # a llama-server, in place of the stock server
     n_ctx: int | None = None  # tokens for each client; None for what the conversations need
 
+    @classmethod
+    def of(cls, options: Options, **rest: Any) -> ServeWork:
+        """Return the work that the options of `serve` and `fleet` have in common, and the `rest` by name."""
+        return cls(
+            n_prompt=options.n_prompt,
+            n_gen=options.n_gen,
+            turns=options.turns,
+            clients=options.clients,
+            threads=options.threads,
+            repeats=options.repeats,
+            **rest,
+        )
+
     @property
     def n_conversations(self) -> int:
         return max(self.clients)
@@ -218,17 +231,7 @@ def check(options: Options) -> None:
 
 def prepare(bench: Bench) -> Measure:
     options = bench.options
-    work = ServeWork(
-        n_prompt=options.n_prompt,
-        n_gen=options.n_gen,
-        turns=options.turns,
-        clients=options.clients,
-        threads=options.threads,
-        repeats=options.repeats,
-        peer=options.peer,
-        program=options.peer_path,
-        n_ctx=options.n_ctx_client,
-    )
+    work = ServeWork.of(options, peer=options.peer, program=options.peer_path, n_ctx=options.n_ctx_client)
     return lambda: measure(bench, work)
 
 
