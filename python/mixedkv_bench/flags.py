@@ -48,7 +48,7 @@ def _help(flag: str, options: dict[str, Any], test: str) -> str:
 
 
 def number(least: int) -> Callable[[str], int]:
-    """A type for argparse: a whole number, `least` or more."""
+    """Return a type for argparse: a whole number, `least` or more."""
 
     def read(text: str) -> int:
         if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least):
@@ -59,17 +59,17 @@ def number(least: int) -> Callable[[str], int]:
 
 
 def depths(text: str) -> tuple[int, ...]:
-    """ "0,4096" as (0, 4096)."""
+    """Parse "0,4096" to (0, 4096)."""
     return tuple(sorted({number(0)(part.strip()) for part in text.split(",")}))
 
 
 def clients(text: str) -> tuple[int, ...]:
-    """ "1,8" as (1, 8)."""
+    """Parse "1,8" to (1, 8)."""
     return tuple(sorted({number(1)(part.strip()) for part in text.split(",")}))
 
 
 def bits(text: str) -> tuple[float, ...]:
-    """ "5,6.5" as (5.0, 6.5)."""
+    """Parse "5,6.5" to (5.0, 6.5)."""
     try:
         return tuple(sorted({float(part) for part in text.split(",")}))
     except ValueError:
@@ -77,7 +77,7 @@ def bits(text: str) -> tuple[float, ...]:
 
 
 def nats(text: str) -> float:
-    """A positive divergence."""
+    """Parse a positive divergence."""
     try:
         value = float(text)
     except ValueError:
@@ -88,12 +88,12 @@ def nats(text: str) -> float:
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """ "1GiB,2GiB" in bytes."""
+    """Parse "1GiB,2GiB" to bytes."""
     return tuple(sorted({memory(part) for part in text.split(",")}))
 
 
 def stream_layers(text: str) -> Asked:
-    """A type for argparse: layers to stream."""
+    """Return a type for argparse: layers to stream."""
     try:
         return parse_layers(text)
     except ValueError as error:

@@ -69,7 +69,7 @@ def prepare(bench: Bench) -> Measure:
 
 
 def measure(bench: Bench, documents: Sequence[Document]) -> None:
-    """Add the rows of each cache in `--kv`, whose cold types are others in each row."""
+    """Add the rows of each cache in `--kv`, one for each choice of cold types."""
     options = bench.options
     n_cases = 1 + 2 * len(options.shape.layers)
     n_reads = -(-n_cases // _AT_ONCE) + 1
@@ -120,7 +120,7 @@ def _with_types(kv: MixedKVConfig, types: Sequence[tuple[int, str, str]]) -> Mix
 def _measure(
     bench: Bench, documents: Sequence[Document], caches: Sequence[MixedKVConfig]
 ) -> Iterator[QualityRow]:
-    """A few contexts at a time, each time beside the reference."""
+    """Measure a few contexts at a time, each time beside the reference."""
     settings = [Setting(spec=str(kv), kv=kv, flash_attn=True) for kv in caches]
     for i in range(0, len(settings), _AT_ONCE):
         rows: list[QualityRow] = []

@@ -77,7 +77,7 @@ class Stepper:
                 self._abandon(scheduler.running, error)
 
     def fail_all(self, error: Exception) -> None:
-        """Every job ends with this error."""
+        """End every job with this error."""
         self._outbox.put(*((job, Failed(error)) for job in self._scheduler.clear()))
 
     def _step(self, began: float) -> None:

@@ -76,7 +76,7 @@ class Projector:
                 self._context = None
 
     def read(self, data: bytes) -> PromptImage:
-        """An image file as part of a prompt.
+        """Encode an image file as part of a prompt.
 
         Raises:
             ValueError: it is no image, or none that this encoder or the context can take.

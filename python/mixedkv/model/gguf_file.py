@@ -100,12 +100,12 @@ class ModelFile:
         return str(self.metadata.get("general.architecture", "unknown"))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of an architecture's own key, e.g. "block_count" for "llama.block_count"."""
+        """Return the value of an architecture's own key, e.g. "block_count" for "llama.block_count"."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
 
 def n_mtp_layers(file: ModelFile) -> int:
-    """Its last layers, which guess further tokens (multi-token prediction), and are used for nothing else."""
+    """Return how many of the last layers only guess further tokens (multi-token prediction)."""
     n = file.get("nextn_predict_layers", 0)
     return n if isinstance(n, int) else 0
 
@@ -129,7 +129,7 @@ def weight_type(file: ModelFile) -> str:
 
 
 def n_layers(file: ModelFile) -> int:
-    """Layers that each token goes through; 0 where the file does not tell."""
+    """Return how many layers each token goes through; 0 where the file does not tell."""
     n = file.get("block_count", 0)
     return max(0, n - n_mtp_layers(file)) if isinstance(n, int) else 0
 
@@ -213,7 +213,7 @@ def _check_temperature(model: ModelFile) -> None:
 
 
 def _check_rope(model: ModelFile) -> None:
-    """RoPE turns pairs of a head's elements: where it cannot, ggml ends the process, or RoPE never ends."""
+    """Refuse a RoPE that cannot turn pairs of a head's elements: ggml would end the process, or hang."""
     least = 0 if model.architecture in _WITHOUT_ROPE else 2
     width, n_head = model.get("embedding_length"), model.get("attention.head_count")
     size = width // n_head if isinstance(width, int) and isinstance(n_head, int) and n_head else None
@@ -312,7 +312,7 @@ class Reader:
         return tensors
 
     def _tensor(self) -> TensorFacts:
-        """A tensor whose `start` is counted from the first byte of all tensors' data."""
+        """Return a tensor whose `start` is counted from the first byte of all tensors' data."""
         name = self._string(_MAX_KEY)
         (n_dims,) = self._unpack("<I")
         if n_dims > 4:
@@ -387,7 +387,9 @@ class Reader:
 
 
 def _tensor_bytes(kind: int, n_elements: int) -> int:
-    """0 for a type that only a later gguf package knows: llama.cpp has the last word on it."""
+    """Return the bytes of a tensor; 0 for a type that only a later gguf package knows, which is left to
+    llama.cpp.
+    """
     block, size = _type_sizes().get(kind, (1, 0))
     return n_elements // block * size
 

@@ -270,7 +270,7 @@ class Metrics(Observer):
     # --- gauges ---
 
     def set_gauges(self, snapshots: Sequence[dict[str, Any]], n_loaded: int) -> None:
-        """From those of all models: sums, but for the folder of the store, which is one."""
+        """Set the gauges from snapshots of all models: sums, but for the store's folder, which all share."""
         self.models_loaded.set(n_loaded)
         caches, requests = ([now[part] for now in snapshots] for part in ("cache", "requests"))
         self.running.set(_sum(requests, "running"))
@@ -300,7 +300,7 @@ class Metrics(Observer):
     # --- for /v1/stats ---
 
     def rates(self) -> dict[str, float]:
-        """Tokens per second over the last ten seconds."""
+        """Return the tokens per second over the last ten seconds."""
         now = time.monotonic()
         steps = [step for step in list(self._tokens) if step[0] >= now - _RATE_WINDOW]
         return {
@@ -319,7 +319,9 @@ def _sum(parts: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def _between_tokens(job: Progress, reason: str) -> float | None:
-    """Seconds from one token to the next, on average; the model's end of its answer is a token too."""
+    """Return the seconds from one token to the next, on average; the model's end of its answer is a token
+    too.
+    """
     n = job.n_chosen - 1
     if job.t_first is None or job.t_last is None or n < 1:
         return None

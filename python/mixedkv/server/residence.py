@@ -187,7 +187,7 @@ class Residence:
     # --- the event loop ---
 
     def begin(self) -> None:
-        """The running loop decides from now on."""
+        """Start deciding, on the running loop."""
         self._loop = asyncio.get_running_loop()
         for group in self.groups:
             if group.place is Residency.IN:
@@ -300,7 +300,7 @@ class Residence:
         _cancel_timer(group)
 
     def _rest(self, group: ModelGroup) -> None:
-        """Nobody uses it at the moment."""
+        """Start the timer of a model that nobody uses at the moment."""
         _cancel_timer(group)
         if not self.on_demand or self._closing:
             return

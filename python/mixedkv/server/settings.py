@@ -50,7 +50,9 @@ def _option(
 
 
 def _listed(value: Any) -> Any:
-    """Several are one text in the environment: `:` between them as in PATH, or `,` if one is `hf:...`."""
+    """Split several values that are one text in the environment: at `:` as in PATH, or at `,` if one is
+    `hf:...`.
+    """
     if isinstance(value, str):
         between = "," if "hf:" in value else os.pathsep  # names of the hub have colons in them
         return tuple(part for part in value.split(between) if part)
@@ -406,7 +408,7 @@ class ServerSettings(BaseSettings):
         return (init_settings,)  # `ServerSettings(...)` is made of what is given and nothing else
 
     def sampling(self) -> dict[str, Any]:
-        """Fields of `Sampling` that were given."""
+        """Return the fields of `Sampling` that were given."""
         given = {
             "temperature": self.temp,
             "top_k": self.top_k,
@@ -458,7 +460,7 @@ def load_settings(
     config: str | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> ServerSettings:
-    """Settings from `given` (the command line), else from MIXEDKV_... variables, else from a TOML file.
+    """Load settings from `given` (the command line), else from MIXEDKV_... variables, else from a TOML file.
 
     Raises:
         ValueError: an option is unknown or has a bad value; the message says where it came from.
@@ -494,7 +496,9 @@ def _read_toml(path: str) -> dict[str, Any]:
 
 
 def _read_environ(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Other MIXEDKV_ variables belong to other parts (kernels, tests): only options are read."""
+    """Read options from MIXEDKV_... variables; other variables with that beginning belong to kernels and
+    tests.
+    """
     source = EnvSettingsSource(ServerSettings)
     source.env_vars = {name.lower(): value for name, value in environ.items() if name.isupper()}
     switches = {name for name, option in ServerSettings.model_fields.items() if option.annotation is bool}
@@ -502,7 +506,7 @@ def _read_environ(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _explain(error: dict[str, Any], origins: Mapping[str, str]) -> str:
-    """One of pydantic's errors in a line: where the value came from, what it is, what is needed."""
+    """Explain one of pydantic's errors in a line: where the value came from, what it is, what is needed."""
     cause = error.get("ctx", {}).get("error", "")
     if not error["loc"]:  # of several options, which it names
         return str(cause)

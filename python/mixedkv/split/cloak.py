@@ -43,7 +43,7 @@ _ROLES: dict[str, _Role] = {
 
 
 def cloaked(tensors: Mapping[str, Tensor], seed: int, path: object) -> dict[str, Tensor]:
-    """All tensors of a model in another basis, matrices as F32; each is computed when it is read.
+    """Return all tensors of a model in another basis, matrices as F32; each is computed when it is read.
 
     Args:
         seed: of the rotation. Who can guess it has undone it.
@@ -59,7 +59,9 @@ def cloaked(tensors: Mapping[str, Tensor], seed: int, path: object) -> dict[str,
 
 
 def rotation(width: int, seed: int) -> _Matrix:
-    """An orthogonal matrix, all of them equally likely (Mezzadri, https://arxiv.org/abs/math-ph/0609050)."""
+    """Return an orthogonal matrix, all of them equally likely (Mezzadri,
+    https://arxiv.org/abs/math-ph/0609050).
+    """
     q, r = np.linalg.qr(np.random.default_rng(seed).standard_normal((width, width)))
     return q * np.sign(np.diag(r))
 

@@ -28,7 +28,7 @@ class SessionFile:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> SessionFile:
-        """A new key and no tokens where there is no file.
+        """Read the file; make a new key, without tokens, where there is none.
 
         Raises:
             ValueError: it is no such file.

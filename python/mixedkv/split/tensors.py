@@ -45,6 +45,6 @@ class Tensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def array(self) -> npt.NDArray[np.float64]:
-        """Its numbers, the fastest dimension last."""
+        """Return the tensor's numbers, the fastest dimension last."""
         values = gguf.dequantize(self.read(), self.kind)
         return values.reshape(self.ne[::-1]).astype(np.float64)

@@ -45,7 +45,7 @@ class Coverage:
         return any(first <= n <= last for first, last in self.served)
 
     def served_before(self, n: int) -> int:
-        """The longest cut up to n that a checkpoint serves; 0: none."""
+        """Return the longest cut up to n that a checkpoint serves; 0: none."""
         return max((min(n, last) for first, last in self.served if first <= n), default=0)
 
 
@@ -116,7 +116,9 @@ def _has_f16_rows(identity: Identity, rows: Runs, hot: Runs, n: int) -> bool:
 
 
 def window_begin(identity: Identity, n: int) -> int:
-    """From where on a block that ends at n needs F16 rows of its own, if what comes before has lost them."""
+    """Return the position from which a block that ends at n needs F16 rows of its own, if earlier blocks have
+    lost theirs.
+    """
     return min((begin for begin, _ in _hot_positions(identity, n)[1:]), default=n)
 
 
@@ -128,7 +130,7 @@ def verdict_of_end(identity: Identity, coverage: Coverage, p0: int, p1: int) -> 
 
 
 def _hot_positions(identity: Identity, n: int) -> Runs:
-    """Positions that the query at n reads in F16, of a sequence that was never cut."""
+    """Return the positions that the query at n reads in F16, of a sequence that was never cut."""
     kv = identity.kv
     if not isinstance(kv, MixedKVConfig):
         return []
@@ -136,7 +138,9 @@ def _hot_positions(identity: Identity, n: int) -> Runs:
 
 
 def _rows_of(group: RowGroup) -> GroupRows:
-    """Positions that an image covers behind its first have no rows, so they lack no F16 copies either."""
+    """Return the positions with rows and with F16 copies. Those that an image covers behind its first have no
+    rows and lack none.
+    """
     hot = group.positions[group.hot]
     if group.xy is None:
         return GroupRows(_runs(group.positions), _runs(hot))
@@ -189,7 +193,7 @@ def is_better(identity: Identity, block: KVBlock, rows: str) -> bool:
 
 
 def is_better_row(identity: Identity, p0: int, p1: int, rows: str, stored: str) -> bool:
-    """The same of two entries of the same range, by what they have."""
+    """Return whether the first of two entries of the same range is worth more, by the rows they have."""
     worth = [_worth(identity, p0, p1, text) for text in (rows, stored)]
     return worth[0] > worth[1]
 

@@ -229,7 +229,9 @@ def _cache_bytes(file: ModelFile, setting: KVSetting, n_ctx: int, context: dict[
 
 
 def _compute_bytes(file: ModelFile, n_ubatch: int, n_ctx: int) -> int:
-    """An estimate: F32 activations of a micro-batch, its mask, and the logits of some."""
+    """Estimate the bytes of compute buffers: F32 activations of a micro-batch, its mask, and the logits of
+    some tokens.
+    """
     n_ff = file.get("feed_forward_length", 0)  # of each layer, where they differ
     width, n_ff = int(file.get("embedding_length", 0)), max(n_ff) if isinstance(n_ff, list) else int(n_ff)
     n_vocab = int(file.get("vocab_size", 32768))

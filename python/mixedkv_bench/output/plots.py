@@ -94,7 +94,7 @@ def _figures(rows: Sequence[Row], styles: Styles, model: str) -> Iterator[tuple[
 
 
 def _styles(rows: Sequence[Row]) -> Styles:
-    """Colour and marker of each setting, the same in every picture."""
+    """Return the colour and marker of each setting, the same in every picture."""
     names = {row.name: row.kv for row in rows if not getattr(row, "control", False)}
     styles: Styles = {}
     for is_mixed, colors in ((True, _MIXED), (False, _UNIFORM)):

@@ -97,7 +97,7 @@ class DraftModel:
                 follower.tokens = np.append(follower.tokens, np.array(tokens, np.int32))
 
     def draft(self, wanted: Sequence[tuple[Job, int]]) -> list[list[int]]:
-        """Up to so many tokens that may come next, for each job; none for a job that is not read yet."""
+        """Return up to that many tokens that may come next for each job; none for one not read yet."""
         drafts: list[list[int]] = [[] for _ in wanted]
         at_work = []
         for (job, n), made in zip(wanted, drafts, strict=True):

@@ -58,7 +58,7 @@ class StepTime:
         self._products = self._products * _DECAY + n_drafts * seconds
 
     def line(self) -> tuple[float, float]:
-        """Seconds of a step without drafts, and of each draft; after one step at least."""
+        """Return the seconds of a step without drafts, and of each draft. Needs one step or more."""
         drafts, seconds = self._drafts / self._n, self._seconds / self._n
         spread = self._squares / self._n - drafts * drafts
         slope = self._products / self._n - drafts * seconds
@@ -68,7 +68,7 @@ class StepTime:
         return max(seconds - each * drafts, each), each
 
     def _share(self, share: float) -> float:
-        """Seconds of a draft that takes a share of a step without drafts."""
+        """Return the seconds of a draft that takes a share of a step without drafts."""
         return self._seconds / self._n * share / (1 + self._drafts / self._n * share)
 
 
@@ -150,7 +150,7 @@ class Speculation:
             raise ValueError('speculation: "mtp" has to be that of the engine, which then reads along')
 
     def stats(self) -> dict[str, str | int]:
-        """Tokens that were drafted and that came so far; `why_off` is "" where drafts can be made."""
+        """Return how many tokens were drafted and accepted so far; `why_off` is "" if drafts can be made."""
         return {
             "mode": self.mode,
             "why_off": self.why_off,
@@ -229,12 +229,12 @@ class Speculation:
             self._model.close()
 
     def evaluated(self, step: StepPlan[Job]) -> None:
-        """The model has evaluated it just now."""
+        """Pass on a step that the model has just evaluated."""
         if isinstance(self._model, MtpHead):
             self._model.evaluated(step)
 
     def settle(self, run: Run[Job], n: int) -> None:
-        """The first `n` drafts of a job have come: they are part of its sequence, the others leave it.
+        """Accept the first `n` drafts of a job into its sequence and take the others back.
 
         They were all in one micro-batch: a sliding window has given up nothing that the token after the last
         one needs.

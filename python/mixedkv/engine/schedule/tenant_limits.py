@@ -27,5 +27,5 @@ _NONE = TenantLimits()
 
 
 def unlimited(tenant: str) -> TenantLimits:
-    """All tenants are equal."""
+    """Return limits under which all tenants are equal."""
     return _NONE

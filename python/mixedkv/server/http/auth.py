@@ -121,7 +121,7 @@ class MetricsKey:
 
 
 def _read(path: str) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
-    """The tenant of each key, and the limits of each tenant that has some."""
+    """Read the tenant of each key, and the limits of each tenant that has some."""
     keys: dict[str, str] = {}
     limits: dict[str, dict[str, int]] = {}
     for number, line in enumerate(_lines(path), 1):

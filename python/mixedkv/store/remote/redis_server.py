@@ -70,7 +70,7 @@ class RedisBackend:
 
     @contextmanager
     def _connection(self) -> Iterator[Any]:
-        """A connection of our own; it is cut if answers were not read to their end."""
+        """Lend a connection; it is cut if answers were not read to their end."""
         connection = self._pool.get_connection()
         try:
             yield connection
@@ -136,7 +136,7 @@ class RedisBackend:
 
 
 def _read_value(sock: Any, buffer: memoryview, size: int, until: float) -> memoryview | None:
-    """The answer to GET, or None if it is not of this size."""
+    """Read the answer to GET; None if it is not of this size."""
     head = b""
     while not head.endswith(b"\r\n"):
         _read(sock, buffer[:1], until)
