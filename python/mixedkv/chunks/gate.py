@@ -27,7 +27,8 @@ class Waiting:
 
 
 class Gate:
-    """
+    """Decides which requests are checked, and stops the reuse of passages when checks deviate too much.
+
     Args:
         max_kld: median divergence, in nats, above which chunks are no longer reused.
         check: share of the requests that are checked.

@@ -30,7 +30,8 @@ log = logging.getLogger("mixedkv.engine")
 
 
 class Stepper:
-    """
+    """Evaluates the steps that the scheduler plans, and takes answers from their logits.
+
     Args:
         width: numbers of the vectors that the model takes in place of tokens; 0 where it takes tokens.
         tokenizer, detokenizer: None for a model without vocabulary.

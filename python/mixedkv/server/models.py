@@ -18,7 +18,8 @@ _NAMED = re.compile(r"([A-Za-z0-9][\w.:@~+-]{0,255})=(.+)", re.ASCII | re.DOTALL
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """
+    """A model, or an adapter on one, as clients name it.
+
     Args:
         path: GGUF file.
         n_ctx: tokens of its cache; 0 for the default.

@@ -16,7 +16,8 @@ _MAX_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class SessionFile:
-    """
+    """The key and the text of a kept session, in a file of the client.
+
     Attributes:
         tokens: of the text so far.
         n_kept: the first of them, which the server keeps.

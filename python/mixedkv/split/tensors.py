@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """
+    """A tensor of a model file, whose data is read when it is asked for.
+
     Attributes:
         kind: of its numbers.
         shape, dtype: of what `read` gives, which for quantised types are rows of bytes.

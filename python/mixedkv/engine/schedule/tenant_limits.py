@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """
+    """Limits of a tenant, and its weight beside others.
+
     Attributes:
         weight: its share beside other tenants that want something.
         running: answers at a time; None for all places there are.
