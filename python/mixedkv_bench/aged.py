@@ -157,7 +157,8 @@ def _measure(bench: Bench, setting: Setting, n_seq: int) -> dict[str, Any]:
 def check_steps(n_gen: int, repeats: int) -> None:
     if n_gen * (repeats + 1) > _PER_SEQUENCE // 2:
         raise ValueError(
-            f"--n-gen {n_gen} and --repeats {repeats}: a sequence has {_PER_SEQUENCE} tokens: lower one"
+            f"--n-gen {n_gen} and --repeats {repeats}: a sequence has {_PER_SEQUENCE} tokens: "
+            f"use a smaller value for one of them"
         )
 
 

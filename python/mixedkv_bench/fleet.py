@@ -81,7 +81,7 @@ def check(options: Options) -> None:
     if importlib.util.find_spec("ray") is None:
         raise ValueError("fleet needs Ray Serve: run pip install 'mixedkv[ray]'")
     if options.turns < 2:
-        raise ValueError(f"--turns {options.turns}: a conversation goes on after 2 or more")
+        raise ValueError(f"--turns {options.turns}: use 2 or more, so that a conversation goes on")
 
 
 def prepare(bench: Bench) -> Measure:

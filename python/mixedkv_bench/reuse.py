@@ -170,12 +170,12 @@ class _PeerResults:
 
 def check(options: Options) -> None:
     if options.calibrate and options.folder is None:
-        raise ValueError("--calibrate writes beside a store: give its folder with --folder")
+        raise ValueError("--calibrate writes into a store: give its folder with --folder")
     chosen = (options.workloads, options.donors, options.repairs)
     if options.calibrate and chosen != (WORKLOADS, DONOR_KINDS, REPAIRS):
         raise ValueError("--calibrate measures all: leave --workload, --donor and --repair out")
     if not kinds_of(options.workloads, options.donors):
-        raise ValueError("--donor: these workloads have rows of other donors only")
+        raise ValueError("--donor: the chosen workloads have no rows of this donor: choose another one")
     if options.n_prompt < 256:
         raise ValueError(f"--n-prompt {options.n_prompt} has no room for documents: use 256 or more")
 

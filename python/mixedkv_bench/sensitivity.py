@@ -50,7 +50,7 @@ class SensitivityRow(Row):
 def check(options: Options) -> None:
     for setting in options.settings:
         if not isinstance(setting.kv, MixedKVConfig):
-            raise ValueError(f"--kv {setting.spec}: only a mixed cache has types of single layers")
+            raise ValueError(f"--kv {setting.spec}: only a mixed cache can have a type for each layer")
     if not options.shape.layers:
         raise ValueError(f"{options.file.path} has no layers with keys and values that could be measured")
     if not all(layer.head_v for layer in options.shape.layers):

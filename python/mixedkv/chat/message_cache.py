@@ -116,7 +116,10 @@ class MessageCache:
         exact_only: bool = False,
     ) -> None:
         if isinstance(llm.chat_handler, _PICTURES):
-            raise UnsupportedModelError("tokens do not tell pictures apart: use create_chat_completion")
+            raise UnsupportedModelError(
+                "chats with images are not cached, since tokens do not tell images apart: use "
+                "create_chat_completion"
+            )
         self._llm = llm
         self._store = store
         self._tenant = check_tenant(tenant)

@@ -184,7 +184,9 @@ class MixedKVConfig:
     def _check_settled(self) -> None:
         if not self.is_settled:
             name = f"budget={self.budget}" if self.budget else f"bits={self.bits:g}"
-            raise ValueError(f"{name}: what it comes to depends on the model and its context; see `settle`")
+            raise ValueError(
+                f"{name}: its value depends on the model and its context: pass it through `settle` first"
+            )
 
     @property
     def is_settled(self) -> bool:

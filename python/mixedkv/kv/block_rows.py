@@ -31,7 +31,7 @@ def out(llm: llama_cpp.Llama, seq: int, p0: int, p1: int, end: int) -> tuple[Row
     groups = tuple(map(from_native, _core.export_rows(address, seq, p0, p1)))
     if not groups:
         raise UnsupportedModelError(
-            "this model keeps no rows in a cache of a known kind: save its whole state"
+            "rows cannot be exported from the kind of cache that this model has: save its whole state"
         )
     return groups
 

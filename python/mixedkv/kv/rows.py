@@ -209,7 +209,7 @@ def _check_ascending(name: str, values: npt.NDArray[np.int32], low: int, high: i
     if len(values) and (
         values[0] < low or values[-1] >= high or (np.diff(values.astype(np.int64)) < step).any()
     ):
-        raise ValueError(f"array {name!r} does not ascend within [{low}, {high})")
+        raise ValueError(f"array {name!r} must ascend, with values in [{low}, {high})")
 
 
 def _check_mapping(name: str, value: Any) -> None:

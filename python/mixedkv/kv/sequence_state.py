@@ -147,7 +147,7 @@ def _put_state(llm: llama_cpp.Llama, point: Checkpoint, seq: int) -> None:
     if not slides and (
         len(state) < _HEAD.size or _HEAD.unpack_from(state.tobytes()[: _HEAD.size])[2:] != (1, point.n - 1, 0)
     ):
-        raise ValueError("the state of recurrent layers is not one of a sequence of this length")
+        raise ValueError("the state of recurrent layers belongs to a sequence of another length")
     context = _llama_cpp.context(llm)
     n_read = llama_cpp.llama_state_seq_set_data_ext(context, _pointer(state), len(state), seq, _STATE_ONLY)
     if int(n_read) != len(state):

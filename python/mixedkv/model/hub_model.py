@@ -179,7 +179,7 @@ def _download(repo: str, file: str, name: str) -> Path:
     except OSError:
         raise
     except Exception as error:
-        raise ValueError(f"model={name!r}: {file} cannot be had: {_short(error)}") from None
+        raise ValueError(f"model={name!r}: {file} cannot be downloaded: {_short(error)}") from None
     if not isinstance(kept, str) or Path(kept).resolve() != path.resolve():
         _check(path, file, name)
     return path

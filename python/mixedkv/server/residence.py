@@ -222,7 +222,7 @@ class Residence:
             self._take(group, tenant, keep_alive)
             return
         if sum(each.tenant == tenant for each in group.waiters) >= self._most_waiting(tenant):
-            raise QueueFullError(f"as many requests as may wait for {group.name!r}, which is being loaded")
+            raise QueueFullError(f"too many requests wait already for {group.name!r}, which is being loaded")
         waiter = _Waiter(tenant, keep_alive, asyncio.get_running_loop().create_future())
         group.waiters.append(waiter)
         if group.place is not Residency.LOADING and group not in self._wanted:

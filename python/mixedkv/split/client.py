@@ -420,7 +420,9 @@ class SplitSession:
             grpc.RpcError: the server refuses, or cannot be reached.
         """
         if self._key is None:
-            raise ValueError("the session has no key: make it with one, from `session_key.new_key`")
+            raise ValueError(
+                "the session has no key and cannot be kept: open it with key=session_key.new_key()"
+            )
         if not self.tokens:
             return 0
         for last in (False, True):

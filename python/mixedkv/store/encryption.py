@@ -201,7 +201,7 @@ class KeyCipher(PlainCipher):
         try:
             return bytes(key.decrypt(_NAME_NONCE, data, context))
         except self._invalid:
-            raise EntryError("damaged", "its text is not what was written") from None
+            raise EntryError("damaged", "its encrypted data was changed after it was written") from None
 
     def seal_alone(self, data: bytes, context: bytes) -> bytes:
         key, wrapped = self.new_key(context)

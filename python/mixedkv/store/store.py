@@ -356,7 +356,7 @@ class KVStore:
         live_sequence.check_sequence(llm, seq)
         wanted = as_tokens(live_sequence.known_tokens(llm, seq) if tokens is None else tokens)
         if not len(wanted):
-            raise ValueError("tokens: there are none to store")
+            raise ValueError("tokens is empty: give one token or more")
         if session is not None:
             check_session_id(session)
         identity = identity or Identity.of(llm, tenant=tenant)
@@ -400,7 +400,9 @@ class KVStore:
         if whole is not None and worth != "exact":
             return self._join(whole, session), None
         if worth == "unusable" and identity.recurrent:
-            raise _NotUsableError("it could not be gone on from: the state of recurrent layers has moved on")
+            raise _NotUsableError(
+                "nothing could go on from it: the recurrent layers have no state of that position any more"
+            )
         try:
             entry, stored = self._put(identity, block, parent, session)
         except ParentGoneError:  # evicted between finding and storing

@@ -200,8 +200,8 @@ def _beside_experts(file: ModelFile, sizes: LayerSizes, asked: Asked | None, roo
     """
     if asked not in (None, "auto"):
         raise UnsupportedModelError(
-            f"stream_layers={asked!r}: {file.path} has routed experts, of which a token needs few, and a "
-            f"streamed layer would bring all. Use 'auto': those that are chosen are read, the rest stays"
+            f"stream_layers={asked!r}: {file.path} has routed experts. A token needs few of them, but a "
+            f"streamed layer is read whole. Use 'auto', which reads only the experts that are chosen"
         )
     kept = sizes.rest + sum(sizes.layers)
     if kept + sizes.routed <= room:

@@ -97,7 +97,7 @@ def make_settings(specs: Sequence[str], flash: str = "both") -> list[Setting]:
         kv = parse_kv(spec)
         if isinstance(kv, MixedKVConfig) and kv.budget:
             raise ValueError(
-                f"--kv {spec}: a budget depends on the context: give what `mixedkv info` makes of it"
+                f"--kv {spec}: a budget depends on the context: give the setting that `mixedkv info` shows"
             )
         choices = (
             (True,) if kv.needs_flash else {"both": (False, True), "on": (True,), "off": (False,)}[flash]

@@ -175,7 +175,7 @@ def main() -> None:
     folder = Path(sys.argv[-1])
     written = draw(document, folder) if len(sys.argv) == 3 else draw_beside(documents, folder)
     if not written:
-        raise SystemExit("nothing to draw: beside each other there are results of quality, of one --mode")
+        raise SystemExit("nothing to draw: give results of `bench quality`, all of one --mode")
     for path in written:
         print(f"wrote {path}")
 

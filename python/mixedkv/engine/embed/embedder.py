@@ -107,7 +107,7 @@ class Embedder:
         if limits.queued is not None:
             most = max(1, limits.queued + (limits.running or 0))
         if n >= most:
-            raise QueueFullError(f"{n} requests for embeddings are here already")
+            raise QueueFullError(f"{n} requests for embeddings wait already")
 
     async def embed(self, inputs: Sequence[Sequence[int]], tenant: str = "") -> Vectors:
         """Return vectors of length 1, [len(inputs), n_embd]. After cancelling no further input is begun.

@@ -193,5 +193,5 @@ def pieces_of(read: Callable[[int], bytes]) -> Iterator[bytes]:
 
 def _content(name: Any) -> str:
     if not isinstance(name, str) or len(bytes.fromhex(name)) != 16:
-        raise ValueError("a content hash is none")
+        raise ValueError("a name without a content hash")
     return name.lower()

@@ -75,7 +75,7 @@ class SharedEntries(Entries):
         with self._lock, as_os_error():
             above = self._index.by_content(parent) if parent is not None else None
         if parent is not None and above is None:
-            raise ParentGoneError("what it builds on has been removed")
+            raise ParentGoneError("the entry that it builds on has been removed")
         up, now = above.id if above else None, time.time()
         size = row.nbytes if self.on_disk else block.nbytes
         row = replace(row, parent=up, nbytes=size, created=now, used=now)

@@ -219,7 +219,7 @@ def read_all(file: BinaryIO, size: int) -> npt.NDArray[np.uint8]:
     changes after its checks would not have been checked.
     """
     if size > _MAX_FILE:
-        raise EntryError("damaged", f"its file has {size} bytes")
+        raise EntryError("damaged", f"its file has {size} bytes, more than any entry")
     data = np.empty(size, np.uint8)
     view = memoryview(data)
     done = 0
