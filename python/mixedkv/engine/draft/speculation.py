@@ -147,7 +147,9 @@ class Speculation:
         if mode == "draft-model" and not isinstance(self._model, DraftModel):
             raise ValueError('speculation: "draft-model" needs one: give the engine a draft_model')
         if mode == "mtp" and not isinstance(self._model, MtpHead):
-            raise ValueError('speculation: "mtp" has to be that of the engine, which then reads along')
+            raise ValueError(
+                'speculation: "mtp" must be set on the engine, since its layers read along from the start'
+            )
 
     def stats(self) -> dict[str, str | int]:
         """Return how many tokens were drafted and accepted so far; `why_off` is "" if drafts can be made."""
@@ -160,10 +162,7 @@ class Speculation:
 
     def plan(self, step: StepPlan[Job]) -> None:
         """Add drafts to a step that has no prompts, which would take the time for themselves."""
-        if self._model is not None:
-            drafted = ((run.job, run.job.answer.drafter) for run in step.runs)
-            jobs = [job for job, drafter in drafted if drafter is not None and drafter.by_model]
-            self._model.read(jobs, step.n_prompt)
+        self._read_along(step)
         time = self._times.get(step.n_streams)
         if step.n_prompt or time is None:
             return
@@ -173,11 +172,18 @@ class Speculation:
         if self._together:
             counts = [min(counts) if len(runs) == step.n_streams else 0 for _ in counts]
         self._make([(offer, n) for offer, n in zip(offers, counts, strict=True) if n])
-        if self._together and runs:
-            n = min(len(run.drafts) for run in runs)
+        if self._together:
+            n = min((len(run.drafts) for run in runs), default=0)
             for run in runs:
                 run.drafts = run.drafts[:n]
         step.n_drafts = sum(len(run.drafts) for run in runs)
+
+    def _read_along(self, step: StepPlan[Job]) -> None:
+        """Let the model that drafts read what the step's jobs have."""
+        if self._model is not None:
+            drafted = ((run.job, run.job.answer.drafter) for run in step.runs)
+            jobs = [job for job, drafter in drafted if drafter is not None and drafter.by_model]
+            self._model.read(jobs, step.n_prompt)
 
     def _worth_it(self, offers: Sequence[_Offer], n_streams: int, time: StepTime) -> list[int]:
         """Return how many drafts to take of each offer, the likeliest first.
