@@ -24,9 +24,9 @@ def settle(
     n_stream: int = 1,
     on_cpu: bool = True,
 ) -> KVSetting:
-    """Return the setting that a budget comes to for a model and a context, see `MixedKVConfig.for_budget`, or
-    `bits` for a model; a setting without them stays as it is. `n_stream` equal parts of the context have
-    sequences of their own; `on_cpu`: the cache lies in CPU memory.
+    """The setting that a budget comes to for a model and a context, see `MixedKVConfig.for_budget`, or `bits`
+    for a model; a setting without them stays as it is. `n_stream` equal parts of the context have sequences
+    of their own; `on_cpu`: the cache lies in CPU memory.
 
     Raises:
         ValueError: nothing fits the budget, or the bits.
