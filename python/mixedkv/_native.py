@@ -83,7 +83,7 @@ def _load_processor_plugin(folder: Path) -> None:
 
 
 def _check_processor(folder: Path) -> None:
-    """A library for another processor would end the process with SIGILL."""
+    """Refuse a library built for another processor, which would end the process with SIGILL."""
     needed = (folder / "processor_features.txt").read_text(encoding="ascii").split()
     try:
         with _CPU_INFO.open("rb") as file:
@@ -132,7 +132,7 @@ def processor_plugin() -> str:
 
 
 def mapped_libraries() -> list[Path]:
-    """The llama.cpp and ggml libraries in this process, each path once. Empty where there is no /proc."""
+    """Return the paths of llama.cpp's and ggml's libraries in this process; none where there is no /proc."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return []

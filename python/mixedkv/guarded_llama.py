@@ -63,7 +63,7 @@ class GuardedLlama(llama_cpp.Llama):
         self._n_turns, self._lent = 0, False
 
     def _open_gate(self) -> None:
-        """The context is there."""
+        """Let threads in: the context is there."""
         address = _llama_cpp.address(_llama_cpp.context(self))
         self.busy.open(address)
         self._interrupt = _core.Interrupt(address)
@@ -172,7 +172,7 @@ class GuardedLlama(llama_cpp.Llama):
 
     @contextmanager
     def _evaluating(self, what: str) -> Iterator[None]:
-        """Around what changes sequence 0.
+        """Guard a block that changes sequence 0.
 
         Raises:
             ContextBusyError: an engine uses this `Llama`.

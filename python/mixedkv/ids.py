@@ -16,7 +16,7 @@ _RANDOM_BYTES = 24
 
 
 def check_id(field: str, value: object) -> str:
-    """The value itself if it can stand in a key, a file name, a URL and a log line.
+    """Return the value if it can stand in a key, a file name, a URL and a log line.
 
     1 to 256 letters A-Z and a-z, digits and `_ . : @ ~ + = -`, of which the first is a letter, digit or `_`.
 
@@ -36,7 +36,7 @@ def check_id(field: str, value: object) -> str:
 
 
 def new_id(kind: str) -> str:
-    """An id that cannot be guessed: 192 random bits after what it names, e.g. "session-..."."""
+    """Return an id that cannot be guessed: 192 random bits after what it names, e.g. "session-..."."""
     return f"{kind}-{secrets.token_urlsafe(_RANDOM_BYTES)}"
 
 
@@ -45,7 +45,7 @@ def _shown(value: str) -> str:
 
 
 def check_session_id(session: str) -> str:
-    """The session id itself.
+    """Return the session id if it is a valid one.
 
     Raises:
         TypeError: it is not a string.
@@ -58,7 +58,7 @@ def check_session_id(session: str) -> str:
 
 
 def check_tenant(tenant: str) -> str:
-    """The tenant itself, which may be "". Otherwise as `check_session_id`."""
+    """Return the tenant if it is valid as a session id is, or ""."""
     return _check_name("tenant", tenant)
 
 

@@ -9,5 +9,5 @@ CELLS = 256  # a context is a multiple of so many tokens
 
 
 def padded(n_ctx: int) -> int:
-    """The context that llama.cpp makes of `n_ctx` tokens: rounded up to whole `CELLS`."""
+    """Return the context that llama.cpp makes of `n_ctx` tokens: rounded up to whole `CELLS`."""
     return -(-n_ctx // CELLS) * CELLS

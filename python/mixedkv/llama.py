@@ -426,7 +426,7 @@ class Llama(GuardedLlama):
         return fitted
 
     def _check_context(self, n_ctx: int, embedding: bool) -> None:
-        """`n_ctx` is 0 where the file does not tell; llama.cpp then has the last word."""
+        """Check the cache against a sequence's share of the context; `n_ctx` of 0 is left to llama.cpp."""
         n_seq = 1 if self._kv_unified or embedding else self._n_seq_max
         if n_ctx:
             self._setting.check_context(n_ctx // n_seq)
@@ -454,7 +454,7 @@ class Llama(GuardedLlama):
             )
 
     def _warn_of_size(self) -> None:
-        """Without a hot_budget such a cache is refused."""
+        """Warn of a cache larger than F16's; without a hot_budget it is refused before."""
         if isinstance(self._setting, MixedKVConfig) and (stats := self._kv.stats()).saving < 0:
             warnings.warn(
                 f"kv={str(self._setting)!r} takes {stats.bytes_total} bytes here, more than the "
@@ -493,7 +493,7 @@ class Llama(GuardedLlama):
         return ValueError(f"llama.cpp could not make a context of {asked}: {reason or 'its log says why'}")
 
     def _unsupported(self) -> str:
-        """Why this model cannot have this cache, "" if it can."""
+        """Return why this model cannot have this cache, "" if it can."""
         native = self._setting.native()
         if native is None:
             return ""
@@ -523,7 +523,9 @@ class _Limited(llama_cpp.StoppingCriteriaList):
 def _choose_setting(
     kv: str | KVSetting | None, type_k: int | None, type_v: int | None, embedding: bool
 ) -> KVSetting:
-    """Embeddings are read once, and the base class reserves sequences by the hundred for them."""
+    """Choose the cache: F16 by default for embeddings, which read a row once and reserve sequences by the
+    hundred.
+    """
     if type_k is None and type_v is None:
         return parse_kv(kv if kv is not None else "f16" if embedding else "mixed")
     if kv is not None:
@@ -544,7 +546,7 @@ def _choose_flash_attn(setting: KVSetting, flash_attn: bool | None) -> bool:
 
 
 def _block_problem(setting: KVSetting, file: ModelFile) -> str:
-    """Quantised types pack 32 or 64 elements of a head; llama.cpp only logs that they do not fit."""
+    """Return why a type's blocks do not divide a head, "" if they do; llama.cpp would only log it."""
     try:
         layers = model_shape(file).layers
     except UnsupportedModelError:

@@ -103,7 +103,7 @@ def _source(module: str) -> str:
 
 
 def _narrative() -> RealText:
-    """The game's text is in capitals: sentences get lower case and an initial capital."""
+    """Read the game's text, which is in capitals, in lower case with an initial capital for each sentence."""
     [path] = _files("adventure", "narrative", ("advent.dat",))
     sections = path.read_text(encoding="utf-8").split("\n-1\n")
     text = "\n\n".join(part for section in sections for part in _paragraphs(section.strip().splitlines()))

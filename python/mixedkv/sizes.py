@@ -13,7 +13,8 @@ _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 
 
 def parse_size(text: str, unit: int = 1, least: int = 1) -> int:
-    """Bytes of "2GiB", "500M", "10GB" or "4096". GB and its like are powers of 1000, GiB and G of 1024.
+    """Convert "2GiB", "500M", "10GB" or "4096" to bytes. GB and its like are powers of 1000, GiB and G of
+    1024.
 
     Args:
         unit: bytes that a number without a unit counts.
@@ -55,7 +56,7 @@ def _unit(found: re.Match[str], default: int) -> int:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of "30d", "12h", "2w" or "90"; units are s, min, h, d (24 hours) and w.
+    """Convert "30d", "12h", "2w" or "90" to seconds; units are s, min, h, d (24 hours) and w.
 
     Raises:
         ValueError: it is no duration.

@@ -36,7 +36,7 @@ class LoadingBar:
 
 
 def with_prompt_bar(llm: Llama, chunks: Iterable[T]) -> Iterator[T]:
-    """The chunks of an answer; until the first one comes, how far its prompt is."""
+    """Yield the chunks of an answer; show how far its prompt is until the first one comes."""
     chunks, came = iter(chunks), threading.Event()
     thread = threading.Thread(target=_watch, args=(llm, came), daemon=True)
     thread.start()

@@ -9,7 +9,7 @@ Tokens = npt.NDArray[np.int32]
 
 
 def as_tokens(tokens: npt.ArrayLike) -> Tokens:
-    """Token ids as int32 [n], a copy of its own.
+    """Copy token ids to an array, int32 [n].
 
     Raises:
         ValueError: they are no flat list of whole numbers.

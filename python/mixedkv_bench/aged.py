@@ -61,7 +61,7 @@ class Crowd:
         self.lengths = [0] * n_seq
 
     def join(self, seq: int, n: int) -> None:
-        """A sequence of `n` tokens in place of the one that was there."""
+        """Start a sequence of `n` tokens in place of the one that was there."""
         self._context.remove(seq)
         tokens = self._context.model.random_tokens(n, seed=n)
         for i in range(0, n, MICRO_BATCH):
@@ -70,7 +70,7 @@ class Crowd:
         self.lengths[seq] = n
 
     def step(self) -> None:
-        """One more token of each."""
+        """Evaluate one more token of each sequence."""
         tokens = self._context.model.random_tokens(len(self.lengths))
         self._context.decode_rows(tokens, np.array(self.lengths), np.arange(len(self.lengths)))
         self.lengths = [n + 1 for n in self.lengths]
@@ -157,7 +157,8 @@ def _measure(bench: Bench, setting: Setting, n_seq: int) -> dict[str, Any]:
 def check_steps(n_gen: int, repeats: int) -> None:
     if n_gen * (repeats + 1) > _PER_SEQUENCE // 2:
         raise ValueError(
-            f"--n-gen {n_gen} and --repeats {repeats}: a sequence has {_PER_SEQUENCE} tokens: lower one"
+            f"--n-gen {n_gen} and --repeats {repeats}: a sequence has {_PER_SEQUENCE} tokens: "
+            f"use a smaller value for one of them"
         )
 
 

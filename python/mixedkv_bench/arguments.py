@@ -37,7 +37,7 @@ _N_CTX_RECALL = 2048  # the bundled model answers few questions from further bac
 
 
 def check(args: argparse.Namespace) -> Options:
-    """Raises ValueError or OSError, whose message says what to change."""
+    """Check the options before anything is measured."""
     settings = _settings(args)
     file = read_model_file(find_model(args.model))
     shape = _shape(file)
@@ -125,7 +125,7 @@ def _settings(args: argparse.Namespace) -> list[Setting]:
 
 
 def _peer_settings(args: argparse.Namespace, settings: list[Setting]) -> tuple[Setting, ...]:
-    """Those that llama.cpp knows."""
+    """Return the settings that llama.cpp knows."""
     if args.peer_kv is None:
         return tuple(setting for setting in settings if setting.is_peer)
     asked = make_settings(args.peer_kv, "off" if args.test == "serve" else args.flash_attn)
@@ -135,14 +135,16 @@ def _peer_settings(args: argparse.Namespace, settings: list[Setting]) -> tuple[S
 
 
 def _tests(asked: str, file: ModelFile) -> tuple[str, ...]:
-    """ "all" of a model of one's own is all but recall, which asks what the bundled model was taught."""
+    """Return the tests to run. For a model of one's own "all" leaves out recall, which asks what the bundled
+    model was taught.
+    """
     if asked != "all":
         return (asked,)
     return _ALL if file.path == model_path() else tuple(test for test in _ALL if test != "recall")
 
 
 def _shape(file: ModelFile) -> ModelShape:
-    """The model's shape, without layers where its cache is of a kind that has no formula."""
+    """Return the model's shape, without layers where its cache is of a kind that has no formula."""
     try:
         return model_shape(file)
     except UnsupportedModelError:
@@ -152,7 +154,9 @@ def _shape(file: ModelFile) -> ModelShape:
 
 
 def _depths(asked: tuple[int, ...] | None, n_new: int, longest: int) -> tuple[int, ...]:
-    """Depths that leave room for the tokens measured there; the default ones are cut to those that do."""
+    """Return the depths. Each must leave room for the tokens measured there; default depths that do not are
+    dropped.
+    """
     if asked is None:
         return tuple(depth for depth in _DEPTHS if depth + n_new <= longest) or (0,)
     if max(asked) + n_new > longest:
@@ -169,7 +173,7 @@ def _n_ctx(asked: int | None, default: int, trained: int) -> int:
 
 
 def _check_outputs(json: Path | None, plot: Path | None) -> None:
-    """An hour of measuring must not end in an error that could be seen at its start."""
+    """Check that output files can be written, so that an hour of measuring does not end in an error."""
     if json is not None:
         if json.is_dir():
             raise ValueError(f"--json {json} is a directory: give a file")

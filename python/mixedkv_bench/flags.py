@@ -39,7 +39,7 @@ def add_flags(parser: argparse.ArgumentParser, names: Iterable[str], test: str) 
         else:
             parser.set_defaults(**{name: options.get("default")})
     if "--peer" in names:
-        parser.add_argument("--no-peer", dest="peer", action="store_false", help="beside nobody")
+        parser.add_argument("--no-peer", dest="peer", action="store_false", help="measure no peer")
 
 
 def _help(flag: str, options: dict[str, Any], test: str) -> str:
@@ -48,7 +48,7 @@ def _help(flag: str, options: dict[str, Any], test: str) -> str:
 
 
 def number(least: int) -> Callable[[str], int]:
-    """A type for argparse: a whole number, `least` or more."""
+    """Return a type for argparse: a whole number, `least` or more."""
 
     def read(text: str) -> int:
         if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least):
@@ -59,17 +59,17 @@ def number(least: int) -> Callable[[str], int]:
 
 
 def depths(text: str) -> tuple[int, ...]:
-    """ "0,4096" as (0, 4096)."""
+    """Parse "0,4096" to (0, 4096)."""
     return tuple(sorted({number(0)(part.strip()) for part in text.split(",")}))
 
 
 def clients(text: str) -> tuple[int, ...]:
-    """ "1,8" as (1, 8)."""
+    """Parse "1,8" to (1, 8)."""
     return tuple(sorted({number(1)(part.strip()) for part in text.split(",")}))
 
 
 def bits(text: str) -> tuple[float, ...]:
-    """ "5,6.5" as (5.0, 6.5)."""
+    """Parse "5,6.5" to (5.0, 6.5)."""
     try:
         return tuple(sorted({float(part) for part in text.split(",")}))
     except ValueError:
@@ -77,7 +77,7 @@ def bits(text: str) -> tuple[float, ...]:
 
 
 def nats(text: str) -> float:
-    """A positive divergence."""
+    """Parse a positive divergence."""
     try:
         value = float(text)
     except ValueError:
@@ -88,12 +88,12 @@ def nats(text: str) -> float:
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """ "1GiB,2GiB" in bytes."""
+    """Parse "1GiB,2GiB" to bytes."""
     return tuple(sorted({memory(part) for part in text.split(",")}))
 
 
 def stream_layers(text: str) -> Asked:
-    """A type for argparse: layers to stream."""
+    """Return a type for argparse: layers to stream."""
     try:
         return parse_layers(text)
     except ValueError as error:
@@ -101,12 +101,12 @@ def stream_layers(text: str) -> Asked:
 
 
 def _some(choices: Iterable[str], what: str) -> dict[str, Any]:
-    return {"choices": tuple(choices), "action": "append", "help": f"{what}; again for more (all)"}
+    return {"choices": tuple(choices), "action": "append", "help": f"{what}; repeat for more (all)"}
 
 
 _FLAGS: dict[str, dict[str, Any]] = {
     "--model": {"metavar": "MODEL", "help": MODEL_HELP},
-    "--kv": {"metavar": "SPEC", "action": "append", "help": "cache to compare; again for more"},
+    "--kv": {"metavar": "SPEC", "action": "append", "help": "cache to compare; repeat for more"},
     "--flash-attn": {
         "choices": ("both", "on", "off"),
         "default": "both",
@@ -129,7 +129,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--n-prompt": {"metavar": "N", "type": number(1), "help": "tokens of a prompt"},
     "--n-gen": {"metavar": "N", "type": number(1), "default": 32, "help": "tokens generated (32)"},
     "--n-new": {"metavar": "N", "type": number(1), "default": 32, "help": "tokens of a message (32)"},
-    "--turns": {"metavar": "N", "type": number(1), "default": 10, "help": "of a conversation (10)"},
+    "--turns": {"metavar": "N", "type": number(1), "default": 10, "help": "turns of a conversation (10)"},
     "--sequences": {
         "metavar": "N",
         "type": number(1),
@@ -141,19 +141,19 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "N",
         "type": number(0),
         "default": 0,
-        "help": "processes that only compute, beside it (0)",
+        "help": "processes that only compute, to keep the machine busy (0)",
     },
     "--mode": {
         "choices": (*QUALITY_MODES, "both"),
         "default": "both",
-        "help": "large batches, or token by token (both)",
+        "help": "evaluate in large batches, or token by token (both)",
     },
     "--budget": {"metavar": "SIZE", "type": memory, "help": "memory for the cache, e.g. 2GiB"},
     "--bits": {
         "metavar": "N,N",
         "type": bits,
         "default": (5.0, 6.0, 7.0),
-        "help": "of cold rows (5,6,7)",
+        "help": "bits per element of the cold rows (5,6,7)",
     },
     "--clients": {
         "metavar": "N,N",
@@ -171,7 +171,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "SIZE,SIZE",
         "type": sizes,
         "default": (),
-        "help": "limits of the process, e.g. 1GiB,2GiB",
+        "help": "memory limits of the process, e.g. 1GiB,2GiB",
     },
     "--stream-layers": {
         "metavar": "HOW",
@@ -184,13 +184,13 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "nargs": "?",
         "const": True,
         "metavar": "PROGRAM",
-        "help": "beside the stock llama_cpp or its server (serve), or a llama-bench, llama-sweep-bench or "
-        "llama-server",
+        "help": "also measure the stock llama_cpp or its server (serve), or this llama-bench, "
+        "llama-sweep-bench or llama-server",
     },
     "--peer-kv": {
         "metavar": "SPEC",
         "action": "append",
-        "help": "the peer's caches; again for more (as --kv)",
+        "help": "the peer's caches; repeat for more (as --kv)",
     },
     "--folder": {"metavar": "DIR", "type": Path, "help": "where files are written (a temporary one)"},
     "--remote": {"metavar": "URL", "help": "a server that keeps KV too: redis://... or s3://..."},
@@ -212,7 +212,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "NATS",
         "type": nats,
         "default": 0.25,
-        "help": "median that a calibration allows (0.25)",
+        "help": "largest median divergence of a calibrated method (0.25)",
     },
     "--kvboost": {
         "metavar": "PYTHON",
@@ -222,7 +222,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--draft-model": {
         "metavar": "FILE",
         "type": Path,
-        "help": "GGUF of a smaller model, which guesses as well",
+        "help": "GGUF file of a smaller model, which drafts as well",
     },
     "--json": {"metavar": "FILE", "type": Path, "help": "write the rows"},
     "--plot": {"metavar": "DIR", "type": Path, "help": "write pictures (needs matplotlib)"},

@@ -81,20 +81,11 @@ def check(options: Options) -> None:
     if importlib.util.find_spec("ray") is None:
         raise ValueError("fleet needs Ray Serve: run pip install 'mixedkv[ray]'")
     if options.turns < 2:
-        raise ValueError(f"--turns {options.turns}: a conversation goes on after 2 or more")
+        raise ValueError(f"--turns {options.turns}: use 2 or more, so that a conversation goes on")
 
 
 def prepare(bench: Bench) -> Measure:
-    options = bench.options
-    work = ServeWork(
-        n_prompt=options.n_prompt,
-        n_gen=options.n_gen,
-        turns=options.turns,
-        clients=options.clients,
-        threads=options.threads,
-        repeats=options.repeats,
-        peer=False,
-    )
+    work = ServeWork.of(bench.options, peer=False)
     return lambda: _measure(bench, _Fleets(bench, work))
 
 
@@ -142,7 +133,7 @@ class _Fleets:
     def _resume(
         self, fleet: RayFleet, options: dict[str, Any], remote: dict[str, Any], base: dict[str, Any]
     ) -> None:
-        """One conversation at a time, so that sums are of the same batches."""
+        """Resume one conversation at a time, so that sums are of the same batches."""
         done: dict[str, list[tuple[Sequence[Conversation], Replay]]] = {}
         with tempfile.TemporaryDirectory(prefix="mixedkv-fleet-") as folder:
             for tier, where in {"disk": {"store": folder}, **({"remote": remote} if remote else {})}.items():
@@ -169,7 +160,7 @@ class _Fleets:
             self._bench.add(ResumeRow.model_validate(row))
 
     def _kill(self, fleet: RayFleet, n: int) -> tuple[Sequence[Conversation], Replay]:
-        """So many conversations, with a kill before their last turn."""
+        """Replay that many conversations, and kill their replicas before the last turn."""
         first = time.time_ns() % 10**9
         conversations: list[Conversation] = []
         while len(conversations) < n:

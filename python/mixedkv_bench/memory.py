@@ -67,7 +67,9 @@ def measure(bench: Bench) -> None:
 
 
 def longest_context(shape: ModelShape, kv: KVSetting, budget: int) -> int:
-    """Tokens of the longest context whose cache fits `budget` bytes, by formula; 0 if none does."""
+    """Return the number of tokens of the longest context whose cache fits `budget` bytes, by formula; 0 if
+    none does.
+    """
     low, high = 0, INT32_MAX // CELLS + 1  # in units of 256 tokens, as llama.cpp allocates
     while low < high:
         middle = (low + high + 1) // 2

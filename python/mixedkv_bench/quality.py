@@ -98,7 +98,7 @@ def prepare(bench: Bench) -> Measure:
 
 
 def read_documents(model: LoadedModel, options: Options) -> list[Document]:
-    """`repeats` documents of `n_ctx` tokens each, fewer if the text has no more."""
+    """Read `repeats` documents of `n_ctx` tokens each, fewer if the text has no more."""
     head = [model.bos] if model.adds_bos else []
     n = options.n_ctx - len(head)
     if options.text is None:
@@ -140,7 +140,7 @@ def measure_settings(
     settings: Sequence[Setting],
     add: Callable[[QualityRow], None],
 ) -> None:
-    """One row per setting; the reference among them is the control."""
+    """Add one row per setting; the reference among them is the control."""
     threads = bench.options.threads
     n_ctx = len(documents[0])
     with ExitStack() as stack:
@@ -188,7 +188,7 @@ def _read(
     mode: str,
     progress: Bar,
 ) -> None:
-    """Every context reads the document; the distributions are compared chunk by chunk."""
+    """Evaluate a document in every context, and compare the distributions chunk by chunk."""
     chunk = max(32, min(MICRO_BATCH, _CHUNK_FLOATS // reference.model.n_vocab))
     running = [each for each in contenders if each.context is not None and not each.error]
     for context in (reference, *(each.context for each in running)):
@@ -246,7 +246,8 @@ class Distributions:
 def compare(
     want: Distributions, got: npt.NDArray[np.float32], following: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.float64]:
-    """Per position [n, 5]: KL divergence, both negative log-likelihoods, same top-1, change of p.
+    """Compare two sets of logits by position, [n, 5]: KL divergence, both negative log-likelihoods, same
+    top-1, change of p.
 
     With d the change of a logit, less its mean under p, the divergence is log(1 + sum p (e^d - 1 - d)): no
     term is negative, so single precision is enough for divergences far below its rounding of a logit.
@@ -302,7 +303,7 @@ def _row(contender: _Contender, mode: str, options: Options, documents: Sequence
 
 
 def _summary(kept: npt.NDArray[np.float64]) -> dict[str, float]:
-    """The numbers of some positions: a row's own are of the second half of each document."""
+    """Return the numbers of some positions: a row's own are of the second half of each document."""
     if not len(kept):
         return {"n_positions": 0}
     kld = kept[:, _KLD]

@@ -148,7 +148,9 @@ def advise(rows: Sequence[QuickRow]) -> list[QuickRow]:
 
 
 def _rates(model: LoadedModel, threads: int) -> tuple[float, float]:
-    """Tokens per second of a prompt and of generation, with an F32 cache; what comes first is not timed."""
+    """Return the tokens per second of a prompt and of generation, with an F32 cache; what comes first is not
+    timed.
+    """
     context = Context(model, REFERENCE, n_ctx=2 * _PROBE, threads=threads)
     try:
         tokens = model.random_tokens(_PROBE)

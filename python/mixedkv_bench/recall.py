@@ -104,7 +104,7 @@ class _Answers:
 
 
 def make_cases(model: LoadedModel, n_journals: int, n_ctx: int) -> list[RecallCase]:
-    """Journals that fill a context of `n_ctx` tokens."""
+    """Make journals that fill a context of `n_ctx` tokens."""
     return [_make_case(model, _SEED + i, n_ctx) for i in range(n_journals)]
 
 
@@ -194,7 +194,7 @@ def _answer(context: Context, case: RecallCase, answers: _Answers) -> None:
 
 
 def _greedy(context: Context, prompt: Sequence[int], n: int, end: Sequence[int]) -> list[int]:
-    """The likeliest tokens after a prompt, up to the first of `end`."""
+    """Return the likeliest tokens after a prompt, up to the first of `end`."""
     tokens: list[int] = []
     context.feed(np.asarray(prompt, np.int32))
     while len(tokens) < n and context.n_past < context.n_ctx:
@@ -265,7 +265,7 @@ def _is_cold(setting: Setting, back: int) -> bool:
 
 
 def _n_same(a: Sequence[int], b: Sequence[int]) -> int:
-    """Tokens until two texts differ."""
+    """Return the number of tokens until two texts differ."""
     n = min(len(a), len(b))
     different: npt.NDArray[np.intp] = np.flatnonzero(np.not_equal(a[:n], b[:n]))
     return int(different[0]) if different.size else n

@@ -170,12 +170,12 @@ class _PeerResults:
 
 def check(options: Options) -> None:
     if options.calibrate and options.folder is None:
-        raise ValueError("--calibrate writes beside a store: give its folder with --folder")
+        raise ValueError("--calibrate writes into a store: give its folder with --folder")
     chosen = (options.workloads, options.donors, options.repairs)
     if options.calibrate and chosen != (WORKLOADS, DONOR_KINDS, REPAIRS):
         raise ValueError("--calibrate measures all: leave --workload, --donor and --repair out")
     if not kinds_of(options.workloads, options.donors):
-        raise ValueError("--donor: these workloads have rows of other donors only")
+        raise ValueError("--donor: the chosen workloads have no rows of this donor: choose another one")
     if options.n_prompt < 256:
         raise ValueError(f"--n-prompt {options.n_prompt} has no room for documents: use 256 or more")
 
@@ -281,8 +281,8 @@ def _maker(run: StoreRun, options: Options) -> CaseMaker:
 def _measure_case(
     run: StoreRun, reference: StoreRun, case: Case, results: Sequence[_Results], seed: int
 ) -> None:
-    """All methods on one prompt, each from an empty cache and the same store. Full evaluation comes first,
-    since it says what the others follow; the others take turns in going next.
+    """Measure all methods on one prompt, each from an empty cache and the same store. Full evaluation comes
+    first, since it says what the others follow; the others take turns in going next.
     """
     llm = run.llm
     with ExitStack() as stack:
@@ -319,7 +319,7 @@ _EMPTY = KVStore(None, max_ram_bytes=0)
 
 
 def _in_f32(reference: StoreRun, case: Case, answer: list[int]) -> list[Logits]:
-    """The distributions along an answer in a cache that rounds nothing."""
+    """Return the distributions along an answer in a cache that rounds nothing."""
     reference.clear()
     reference.llm.eval(case.prompt.tolist())
     return follow(reference.llm, _FOLLOWED, answer)[1]
@@ -414,7 +414,7 @@ def _peer_row(
     donor: DonorKind,
     head: dict[str, Any],
 ) -> ReuseRow:
-    """It tells of the first token only, and not what it evaluated."""
+    """Make the peer's row. The peer tells of the first token only, and not what it evaluated."""
 
     def all_of(name: str) -> list[float]:
         return [float(answer[name]) for answer in each.answers]

@@ -50,7 +50,7 @@ class SensitivityRow(Row):
 def check(options: Options) -> None:
     for setting in options.settings:
         if not isinstance(setting.kv, MixedKVConfig):
-            raise ValueError(f"--kv {setting.spec}: only a mixed cache has types of single layers")
+            raise ValueError(f"--kv {setting.spec}: only a mixed cache can have a type for each layer")
     if not options.shape.layers:
         raise ValueError(f"{options.file.path} has no layers with keys and values that could be measured")
     if not all(layer.head_v for layer in options.shape.layers):
@@ -69,7 +69,7 @@ def prepare(bench: Bench) -> Measure:
 
 
 def measure(bench: Bench, documents: Sequence[Document]) -> None:
-    """Add the rows of each cache in `--kv`, whose cold types are others in each row."""
+    """Add the rows of each cache in `--kv`, one for each choice of cold types."""
     options = bench.options
     n_cases = 1 + 2 * len(options.shape.layers)
     n_reads = -(-n_cases // _AT_ONCE) + 1
@@ -120,7 +120,7 @@ def _with_types(kv: MixedKVConfig, types: Sequence[tuple[int, str, str]]) -> Mix
 def _measure(
     bench: Bench, documents: Sequence[Document], caches: Sequence[MixedKVConfig]
 ) -> Iterator[QualityRow]:
-    """A few contexts at a time, each time beside the reference."""
+    """Measure a few contexts at a time, each time beside the reference."""
     settings = [Setting(spec=str(kv), kv=kv, flash_attn=True) for kv in caches]
     for i in range(0, len(settings), _AT_ONCE):
         rows: list[QualityRow] = []

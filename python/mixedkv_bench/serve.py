@@ -167,6 +167,19 @@ class ServeWork:
     program: Path | None = None  # a llama-server, in place of the stock server
     n_ctx: int | None = None  # tokens for each client; None for what the conversations need
 
+    @classmethod
+    def of(cls, options: Options, **rest: Any) -> ServeWork:
+        """Return the work that the options of `serve` and `fleet` have in common, and the `rest` by name."""
+        return cls(
+            n_prompt=options.n_prompt,
+            n_gen=options.n_gen,
+            turns=options.turns,
+            clients=options.clients,
+            threads=options.threads,
+            repeats=options.repeats,
+            **rest,
+        )
+
     @property
     def n_conversations(self) -> int:
         return max(self.clients)
@@ -204,7 +217,7 @@ class Script:
         return make_conversation(_SEED - 1 - seed, n_tokens, 1, self._count).messages[0]
 
     def n_ctx(self) -> int:
-        """Tokens that a client needs; some more, since conversations differ."""
+        """Return how many tokens a client needs, and some more, since conversations differ."""
         n = room(self.conversations(0), self._work.n_gen, self._count)
         return padded(n + n // 16)
 
@@ -218,17 +231,7 @@ def check(options: Options) -> None:
 
 def prepare(bench: Bench) -> Measure:
     options = bench.options
-    work = ServeWork(
-        n_prompt=options.n_prompt,
-        n_gen=options.n_gen,
-        turns=options.turns,
-        clients=options.clients,
-        threads=options.threads,
-        repeats=options.repeats,
-        peer=options.peer,
-        program=options.peer_path,
-        n_ctx=options.n_ctx_client,
-    )
+    work = ServeWork.of(options, peer=options.peer, program=options.peer_path, n_ctx=options.n_ctx_client)
     return lambda: measure(bench, work)
 
 
@@ -326,7 +329,7 @@ def _round(
 
 
 def _stall(server: servers.Server, no: int, script: Script, work: ServeWork, spec: ServerSpec) -> Stall:
-    """One client asks for a long prompt while all others generate; they share the room of all."""
+    """Measure how a long prompt of one client delays the answers of all others, which share the room."""
     n_streams = work.n_conversations - 1
     n_long = min(_LONG, spec.n_ctx * spec.clients // 2)
     n_room = (spec.n_ctx * spec.clients - n_long - CELLS) // n_streams - 2 * _SHORT
@@ -397,7 +400,9 @@ def _of_replays(
 
 
 def _ratio(base: Sequence[Replay], replays: Sequence[Replay]) -> float:
-    """Median over rounds of how much less time the same work took than in `base` in the same round."""
+    """Return the median over rounds of how much less time the same work took than in `base` in the same
+    round.
+    """
     return float(np.median([b.seconds / r.seconds for b, r in zip(base, replays, strict=False)]))
 
 
@@ -423,7 +428,7 @@ def _mean(values: Sequence[int | None]) -> float | None:
 
 
 def _of_stalls(stalls: Sequence[Stall], work: ServeWork) -> dict[str, Any]:
-    """Means, since tokens that gather on the way come at once, with no time between them."""
+    """Return means, since tokens that gather on the way arrive at once, with no time between them."""
     idle = np.concatenate([one.idle for one in stalls])
     busy = np.concatenate([one.busy for one in stalls])
     return {
@@ -441,7 +446,7 @@ def _of_stalls(stalls: Sequence[Stall], work: ServeWork) -> dict[str, Any]:
 
 
 def _banned(model: LoadedModel, file: ModelFile) -> tuple[int, ...]:
-    """Tokens that end an answer, and if they are few all others that are no text."""
+    """Return the tokens that end an answer, and if they are few all others that are no text."""
     vocab = llama_cpp.llama_model_get_vocab(model.ptr)
     ends = [i for i in range(model.n_vocab) if llama_cpp.llama_vocab_is_eog(vocab, i)]
     control = [i for i in range(model.n_vocab) if llama_cpp.llama_vocab_is_control(vocab, i)]
@@ -467,7 +472,7 @@ def _serve_cells(rows: Sequence[ServeRow]) -> Cells:
 
 
 def _turn_cells(parts: Sequence[TurnPart]) -> list[str]:
-    """Milliseconds of the first turn, the second and the last, and of its slowest twentieth."""
+    """Return the milliseconds of the first turn, the second and the last, and of its slowest twentieth."""
     turns = [f"{1e3 * part.ttft:.0f} ms" for part in parts]
     late = f"{1e3 * parts[-1].p95:.0f} ms" if parts and parts[-1].p95 is not None else NONE
     return [turns[i] if len(turns) > i else NONE for i in (0, 1)] + [turns[-1] if turns else NONE, late]

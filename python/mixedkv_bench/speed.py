@@ -215,7 +215,9 @@ def _open(contender: Contender, open_: Opener, work: SpeedWork, stack: ExitStack
 
 
 def _take_turns(contenders: Sequence[Contender], work: SpeedWork, repeats: int, progress: Bar) -> None:
-    """The first round only warms up. Every other one goes backwards: none always follows another."""
+    """Run the rounds. The first one only warms up, and every other one goes backwards, so that none always
+    follows another.
+    """
     for no in range(repeats + 1):
         for contender in contenders[:: -1 if no % 2 else 1]:
             progress.show(f"speed at {work.depth}: {contender.setting.name}")
@@ -256,7 +258,7 @@ def _rows(contenders: Sequence[Contender], work: SpeedWork, busy: int) -> Iterat
 def _rates(
     contender: Contender, contenders: Sequence[Contender], part: Literal["pp", "tg"], n: int
 ) -> dict[str, float | list[float]]:
-    """The fields of one of the two parts."""
+    """Return the fields of one of the two parts."""
 
     def seconds(of: Contender) -> list[float]:
         return [getattr(times, part) for times in of.times]
@@ -289,7 +291,7 @@ def _is_uniform_twin(setting: Setting, kv: KVSetting) -> bool:
 
 
 def _ratio(base: Sequence[float], seconds: Sequence[float]) -> float:
-    """Median over rounds of how much less time it took than `base` in the same round."""
+    """Return the median over rounds of how much less time it took than `base` in the same round."""
     return float(np.median([b / t for b, t in zip(base, seconds, strict=False)]))
 
 

@@ -245,7 +245,7 @@ def _proxy(port: int, delay: float) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _process(arguments: list[str], port_line: str) -> Iterator[int]:
-    """A Python process, and the port that it says it listens on."""
+    """Start a Python process; gives the port that it says it listens on."""
     process = subprocess.Popen(
         [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

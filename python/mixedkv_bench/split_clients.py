@@ -46,7 +46,7 @@ class SplitClientsRow(Row):
 def measure_clients(
     options: Options, kv: str, flash_attn: bool, client: SplitClient
 ) -> Iterator[SplitClientsRow]:
-    """The rows of one cache, whose server the client is connected to."""
+    """Yield the rows of one cache, whose server the client is connected to."""
     with (
         Llama(
             options.file.path,

@@ -234,7 +234,9 @@ class _Rounds:
     # --- one prompt ---
 
     def take_turns(self, progress: Bar) -> None:
-        """The first round only warms up. Every other one goes backwards: no tier always follows another."""
+        """Run the rounds. The first one only warms up, and every other one goes backwards, so that no tier
+        always follows another.
+        """
         for no in range(self._work.repeats + 1):
             progress.show(f"store: {self._setting.name}")
             self._save(keep=no > 0)
@@ -286,7 +288,9 @@ class _Rounds:
     # --- a chat ---
 
     def chat(self, progress: Bar) -> list[TimedTurn]:
-        """Every turn with the cache emptied before, from the files; and, to compare, evaluated anew."""
+        """Time every turn of a chat from the files, with the cache emptied before, and evaluated anew to
+        compare.
+        """
         place, work = self._places["disk"], self._work
         place.empty()
         turns: list[TimedTurn] = []
@@ -349,7 +353,7 @@ def _rows(
 
 
 def _ratio(times: TierTimes, base: TierTimes) -> float:
-    """Median over rounds of the time to the first token by that of `base` in the same round."""
+    """Return the median over rounds of the time to the first token by that of `base` in the same round."""
     return float(np.median([a / b for a, b in zip(times.ttft, base.ttft, strict=False)]))
 
 
@@ -372,7 +376,7 @@ def _store_cells(rows: Sequence[StoreRow]) -> Cells:
 
 
 def _chat_cells(rows: Sequence[ChatRow]) -> Cells:
-    """Three lines for each cache: with its KV kept, evaluated anew, and how much was evaluated."""
+    """Make three lines for each cache: with its KV kept, evaluated anew, and how much was evaluated."""
     last = max(len(row.turns) for row in rows)
     shown = sorted({*np.linspace(1, last, min(last, _SHOWN_TURNS)).astype(int).tolist()}) if last else []
     table = [["cache", "", *(f"turn {turn}" for turn in shown)]]

@@ -79,7 +79,7 @@ class _Said:
 
 
 def make_cases(model: LoadedModel, n_documents: int, depth: int) -> list[_Case]:
-    """Documents of about `depth` tokens with their questions."""
+    """Make documents of about `depth` tokens with their questions."""
 
     def count(text: str) -> int:
         return len(model.tokenize(text))
@@ -234,7 +234,7 @@ def _part(task: str, pairs: Sequence[Any]) -> TaskPart | None:
 
 
 def _n_same(a: Sequence[int], b: Sequence[int]) -> int:
-    """Tokens until two texts differ."""
+    """Return the number of tokens until two texts differ."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

@@ -194,13 +194,13 @@ class _Server:
 
 
 def _end_with_parent() -> None:
-    """In the child: end when the parent does, however that ends."""
+    """End this child process when its parent ends, however that happens."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends an answer, not the model
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM)
 
 
 def _messages(message: Any) -> Iterator[dict[str, Any]]:
-    """OpenAI's messages of one of llm's; each result of a tool is one."""
+    """Convert a message of llm's to OpenAI's; each result of a tool becomes one message."""
     texts = [part.text for part in message.parts if isinstance(part, llm.parts.TextPart)]
     calls = [part for part in message.parts if isinstance(part, llm.parts.ToolCallPart)]
     results = [part for part in message.parts if isinstance(part, llm.parts.ToolResultPart)]

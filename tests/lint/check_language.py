@@ -56,8 +56,8 @@ def about_docstring(text: str) -> list[str]:
     """Return what is wrong with a docstring."""
     first = " ".join(text.split("\n\n")[0].split())
     problems = []
-    if first.startswith("Raises:"):
-        problems.append("begins with Raises: say first what the function does")
+    if section := re.match(r"(Args|Attributes|Returns|Yields|Raises):", first):
+        problems.append(f"begins with {section.group()} say first what it is, or does")
     elif _FRAGMENT.match(first):
         problems.append(f"begins with {first.split()[0]!r}, which makes no sentence: {first[:60]}")
     elif not _BEGINS.match(first):

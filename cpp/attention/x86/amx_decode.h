@@ -46,23 +46,10 @@ struct amx_decode {
     }
 
     static void run(const attention_item & w) {
-        const attention_args & a = *w.args;
-        const tile_session     session(half_tiles);
-        for (int i = 0; i < w.n_head; i++) {
-            base::begin(item_memory(a, w.few, w.n_queries, w.memory, i));
-        }
-        uint32_t ready = 0;
-        for_each_block(w, key_block, [&](const key_span & span) {
-            base::prepare(w, span, ready, [&](const item_memory & m, int row) {
-                if (a.d_k % 32 == 0) {
-                    amx_scores::pack_quad(a, m, row);
-                }
-            });
-            for (int i = 0; i < w.n_head; i++) {
-                const item_memory m(a, w.few, w.n_queries, w.memory, i);
-                for_each_part(w, w.head0 + i, span, [&](const key_span & part) { block(w, w.head0 + i, m, part); });
-            }
-        });
+        const tile_session session(half_tiles);
+        decode_blocks<base>(
+            w, [&](const item_memory & m, int row) { amx_scores::pack_quad(*w.args, m, row); },
+            [&](int head, const item_memory & m, const key_span & span) { block(w, head, m, span); });
     }
 };
 

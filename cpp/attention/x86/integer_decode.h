@@ -248,22 +248,9 @@ struct integer_decode {
     static bool fits(const attention_args & a) { return a.d_k <= 256 && a.d_v <= 256; }
 
     static void run(const attention_item & w) {
-        const attention_args & a = *w.args;
-        for (int i = 0; i < w.n_head; i++) {
-            base::begin(item_memory(a, w.few, w.n_queries, w.memory, i));
-        }
-        uint32_t ready = 0;
-        for_each_block(w, key_block, [&](const key_span & span) {
-            base::prepare(w, span, ready, [&](const item_memory & m, int row) {
-                if (a.d_k % 32 == 0) {
-                    pack_quad(a, m, row);
-                }
-            });
-            for (int i = 0; i < w.n_head; i++) {
-                const item_memory m(a, w.few, w.n_queries, w.memory, i);
-                for_each_part(w, w.head0 + i, span, [&](const key_span & part) { block(w, w.head0 + i, m, part); });
-            }
-        });
+        decode_blocks<base>(
+            w, [&](const item_memory & m, int row) { pack_quad(*w.args, m, row); },
+            [&](int head, const item_memory & m, const key_span & span) { block(w, head, m, span); });
     }
 };
 

@@ -56,29 +56,42 @@ struct integer_rows<opened_tc3> : tc3_values {
     static constexpr int  offset  = 128;
 };
 
-// Calls f with the type as a constant if it is one of these
-template <class F>
-bool with_integers(row_type type, F f) {
-    switch (type) {
-    case row_type::q8_0:
-        f(type_constant<row_type::q8_0>{});
-        return true;
-    case row_type::q4_0:
-        f(type_constant<row_type::q4_0>{});
-        return true;
-    case row_type::iq4_nl:
-        f(type_constant<row_type::iq4_nl>{});
-        return true;
-    case row_type::lm4:
-        f(type_constant<row_type::lm4>{});
-        return true;
-    default:
-        return false;
-    }
+// tc3 has integers too, but only when it is opened: see integer_decode.h
+constexpr bool has_integers(row_type type) {
+    return type == row_type::q8_0 || type == row_type::q4_0 || type == row_type::iq4_nl || type == row_type::lm4;
 }
 
-inline bool has_integers(row_type type) {
-    return with_integers(type, [](auto) {});
+// Calls f with the type as a constant if it has integers
+template <class F>
+bool with_integers(row_type type, F f) {
+    return has_integers(type) && with_block_type(type, [&](auto constant) {
+               if constexpr (has_integers(decltype(constant)::value)) {
+                   f(constant);
+               }
+           });
+}
+
+// Decode of an item: Q of each head is packed when it is needed, then each head attends to block after block of keys.
+//   pack(m, row)               packs four rows of Q from `row` on
+//   attend(head, m, span)      attends to the keys of a span, all in one segment
+template <class Base, class Pack, class Attend>
+void decode_blocks(const attention_item & w, Pack pack, Attend attend) {
+    const attention_args & a = *w.args;
+    for (int i = 0; i < w.n_head; i++) {
+        Base::begin(item_memory(a, w.few, w.n_queries, w.memory, i));
+    }
+    uint32_t ready = 0;
+    for_each_block(w, key_block, [&](const key_span & span) {
+        Base::prepare(w, span, ready, [&](const item_memory & m, int row) {
+            if (a.d_k % 32 == 0) {
+                pack(m, row);
+            }
+        });
+        for (int i = 0; i < w.n_head; i++) {
+            const item_memory m(a, w.few, w.n_queries, w.memory, i);
+            for_each_part(w, w.head0 + i, span, [&](const key_span & part) { attend(w.head0 + i, m, part); });
+        }
+    });
 }
 
 constexpr int most_block_bytes = block_bytes(row_type::q8_0);

@@ -6,5 +6,5 @@ from pathlib import Path
 
 
 def model_path() -> Path:
-    """The bundled GGUF file."""
+    """Return the bundled GGUF file."""
     return Path(__file__).parent / "recall-5m.q8_0.gguf"

@@ -59,7 +59,7 @@ class World:
         self.facts: dict[str, Fact] = {}  # by question
 
     def fact(self) -> Fact:
-        """A new fact.
+        """Return a new fact.
 
         Raises:
             RuntimeError: there are so many facts that no new one was found.
@@ -103,7 +103,7 @@ def _material(r: Random) -> Fact:
 
 
 def filler(r: Random) -> str:
-    """One sentence without a fact."""
+    """Return one sentence without a fact."""
     name, other, place = r.choice(NAMES), r.choice(NAMES), r.choice(PLACES)
     item, weather, verb = r.choice(OBJECTS), r.choice(WEATHER), r.choice(VERBS)
     day, food, dish, animal = r.choice(DAYS), r.choice(FOODS), r.choice(FOODS), r.choice(ANIMALS)
@@ -158,7 +158,7 @@ class Recall:
 
 
 def make_recall(seed: int, n_sentences: int, where: float = 0.2, fact_rate: float = 0.4) -> Recall:
-    """A journal of `n_sentences`, of about 12 tokens each, and a question about a fact in it.
+    """Return a journal of `n_sentences`, of about 12 tokens each, and a question about a fact in it.
 
     The fact stands at the share `where` of the text, 0 for the start and 1 for the end. A share `fact_rate`
     of the other sentences are facts too. Take seeds of your own to keep prompts apart. The model answers

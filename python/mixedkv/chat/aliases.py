@@ -36,7 +36,7 @@ CREATE TABLE IF NOT EXISTS copies (
 
 
 class MessageAliases:
-    """Aliases in an SQLite file, or in memory if `path` is None. Of the oldest beyond 100,000 it forgets.
+    """Keeps aliases in an SQLite file, or in memory if `path` is None. Beyond 100,000 it drops the oldest.
 
     Raises:
         ValueError: the file is something else, or of a newer version.
@@ -54,7 +54,7 @@ class MessageAliases:
             raise ValueError(f"{path} is not a message index: {error}") from error
 
     def set(self, tenant: str, message_id: str, entry: str, n_tokens: int) -> None:
-        """The KV up to the end of a message is `n_tokens` long and ends in `entry`."""
+        """Record that the KV up to the end of a message is `n_tokens` long and ends in `entry`."""
         with self._lock, self._db as db:
             row = db.execute(
                 "INSERT INTO messages (tenant, message_id, entry, n_tokens) VALUES (?, ?, ?, ?)",
@@ -63,7 +63,7 @@ class MessageAliases:
             db.execute("DELETE FROM messages WHERE number <= ?", ((row.lastrowid or 0) - _MAX_ROWS,))
 
     def add_copies(self, tenant: str, copies: Iterable[tuple[str, str]]) -> None:
-        """These messages (by id) lie in these entries too."""
+        """Record further entries that hold a message, as pairs of message id and entry."""
         rows = [(tenant, message_id, entry) for message_id, entry in copies]
         with self._lock, self._db as db:
             db.executemany("INSERT INTO copies (tenant, message_id, entry) VALUES (?, ?, ?)", rows)
@@ -72,7 +72,7 @@ class MessageAliases:
             )
 
     def get(self, tenant: str, message_ids: Sequence[str]) -> dict[str, tuple[str, int]]:
-        """Entry and number of tokens of those of the messages that are known."""
+        """Return entry and number of tokens of each message that is known."""
         found = {}
         with self._lock:
             for message_id in message_ids:
@@ -85,7 +85,7 @@ class MessageAliases:
         return found
 
     def pop(self, tenant: str, message_id: str) -> AbstractSet[str]:
-        """All entries that hold a message, which is unknown from now on."""
+        """Forget a message and return all entries that hold it."""
         found: AbstractSet[str] = frozenset()
         with self._lock, self._db as db:
             for table in ("messages", "copies"):

@@ -116,7 +116,10 @@ class MessageCache:
         exact_only: bool = False,
     ) -> None:
         if isinstance(llm.chat_handler, _PICTURES):
-            raise UnsupportedModelError("tokens do not tell pictures apart: use create_chat_completion")
+            raise UnsupportedModelError(
+                "chats with images are not cached, since tokens do not tell images apart: use "
+                "create_chat_completion"
+            )
         self._llm = llm
         self._store = store
         self._tenant = check_tenant(tenant)
@@ -195,7 +198,7 @@ class MessageCache:
             return Saved(entry="", n_tokens=0, n_stored=0, nbytes=0, seconds=0, reason=str(error))
 
     def _add_copies(self, identity: Identity, ids: Sequence[str], n_prompt: int, n_tokens: int) -> None:
-        """Earlier answers may lie in new entries: theirs were evicted, or the history was edited."""
+        """Note new entries that hold earlier answers, whose own were evicted or whose history was edited."""
         known = self._aliases.get(self._tenant, ids)
         tokens = self._llm.input_ids[:n_tokens]
         match = self._store.find(identity, tokens, remote=False) if known else None
@@ -210,7 +213,9 @@ class MessageCache:
         self._aliases.add_copies(self._tenant, [(name, link.entry) for name, link in holding.items()])
 
     def _matched(self, ids: Sequence[str], reused: PrefixReuse) -> str | None:
-        """The newest message whose stored end lies within what was reused; the store has compared tokens."""
+        """Return the newest message whose stored end lies within what was reused; the store has compared
+        tokens.
+        """
         if reused.match is None:
             return None
         ends = {link.entry: min(link.end, reused.n_tokens) for link in reused.match.links}
@@ -364,7 +369,7 @@ class _Chunks:
 
 
 def _check_messages(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The messages as templates know them, and their ids in order."""
+    """Return the messages as templates know them, and their ids in order."""
     if isinstance(messages, (str, bytes, Mapping)) or not messages:
         raise ValueError("messages: give a list of at least one message")
     plain, ids = [], []

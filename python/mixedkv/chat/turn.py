@@ -107,7 +107,7 @@ class ChatTurn(_llama_cpp.Completions):
             self.reused, self.n_prompt = reused, len(tokens)
 
     def _evaluate_long(self, tokens: list[int]) -> tuple[PrefixReuse, list[int]]:
-        """A prompt that does not fit: go on where the window stands, or begin with what does fit of it."""
+        """Evaluate a prompt that does not fit: from where the window stands, or what does fit of it."""
         window, llm = self._window, self._llm
         check_can_shift(llm.kv)
         n = min(window.aligned(tokens), len(tokens) - 1)

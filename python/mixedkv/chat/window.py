@@ -103,7 +103,7 @@ class Window:
         return self._llm.input_ids[: self._llm.n_tokens]
 
     def begin(self, dropped: int = 0) -> None:
-        """The sequence is a plain one again, or of a prompt without `dropped` tokens behind the sinks."""
+        """Start a sequence anew: a plain one, or one without `dropped` tokens behind the sinks."""
         _shifted.pop(self._llm, None)
         if dropped:
             _shifted[self._llm] = _Shifted(self.sinks or 0, dropped)

@@ -60,7 +60,7 @@ class Calibration(BaseModel):
         return min(good, key=lambda each: each.kld_mean, default=None)
 
     def write(self, folder: Path) -> Path:
-        """To its place in a store's folder; the path."""
+        """Write it to its place in a store's folder and return the path."""
         path = place(folder, self.identity)
         write_atomically(path, self.model_dump_json(indent=1) + "\n")
         return path
@@ -71,12 +71,12 @@ def place(folder: Path, identity: str) -> Path:
 
 
 def name_of(identity: Identity) -> str:
-    """The same for all tenants of a model and setting."""
+    """Return the name of a calibration's file, the same for all tenants of a model and setting."""
     return Identity.from_facts(identity.facts).digest.hex()
 
 
 def read_calibration(folder: Path, identity: Identity) -> Calibration | None:
-    """The calibration of this model and setting, None if there is none.
+    """Return the calibration of this model and setting, None if there is none.
 
     Raises:
         ValueError: the file is damaged, or of another model or setting.

@@ -34,7 +34,8 @@ Prompt = str | npt.ArrayLike
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkStats:
-    """
+    """Counts what a `ChunkCache` was asked for, reused and evaluated.
+
     Args:
         n_prompts, n_tokens: that were asked for.
         n_cached_exact, n_cached_approximate, n_evaluated: as in `ChunkReuse`, together.

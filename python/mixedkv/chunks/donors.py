@@ -72,9 +72,9 @@ class DonorIndex:
                 self._add(Donor(source, at, left))
 
     def find(self, tokens: Tokens, at: int) -> list[Donor]:
-        """Donors for the tokens from `at` on, the best first: the one with the longest common left context;
-        of those one that was computed behind something else, in a conversation, and not at the beginning of
-        a sequence; and of those the one that agrees longest.
+        """Return the donors for the tokens from `at` on, the best first: the one with the longest common left
+        context; of those one that was computed behind something else, in a conversation, and not at the
+        beginning of a sequence; and of those the one that agrees longest.
         """
         found = []
         for donor in self._donors.get(self._hash(b"content", tokens[at : at + WIDTH]), ()):
@@ -85,8 +85,8 @@ class DonorIndex:
         return [donor for _, donor in sorted(found, key=lambda each: each[0], reverse=True)]
 
     def read(self, source: Match, p0: int, p1: int) -> list[KVBlock] | None:
-        """The cold rows of positions [p0, p1) of a stored sequence; None if some are an image's, at whose
-        seams no text could be evaluated, or, and forgotten, if they are gone.
+        """Return the cold rows of positions [p0, p1) of a stored sequence; None if some are an image's, at
+        whose seams no text could be evaluated, or, and forgotten, if they are gone.
         """
         links = tuple(replace(link, end=min(link.end, p1)) for link in source.links if link.p0 < p1)
         cut = replace(source, tokens=source.tokens[:p1], links=links)

@@ -46,9 +46,9 @@ _LEAST = 8  # evaluated rows that say something of a passage
 
 
 def pieces(n: int) -> list[tuple[int, int]]:
-    """Parts [low, high) of a passage of n tokens that are evaluated and corrected one after the other. They
-    grow with the distance from the beginning, as changes fade, up to the rows that may be in memory as F32 at
-    a time.
+    """Return the parts [low, high) of a passage of n tokens that are evaluated and corrected one after the
+    other. They grow with the distance from the beginning, as changes fade, up to the rows that may be in
+    memory as F32 at a time.
     """
     edges, size = [0], 16
     while edges[-1] + size + size // 2 < n:
@@ -130,7 +130,9 @@ class Drift:
 
 @cache
 def _blas() -> ThreadpoolController:
-    """The threads of NumPy's matrix products. The small ones here wait longer for a second than they take."""
+    """Return the limit on threads of NumPy's products. Products this small wait longer for a second thread
+    than they take.
+    """
     return ThreadpoolController().select(user_api="blas")
 
 
@@ -173,7 +175,7 @@ class _Layer:
         self.off: list[list[float]] = [[] for _ in self._split(self._before)]
 
     def read(self, seq: int, p0: int, p1: int) -> Rows:
-        """The rows at [p0, p1) of a sequence."""
+        """Return the rows at [p0, p1) of a sequence."""
         reads = [self._view.k, self._view.v][: 2 if self._view.info.head_size_v else 1]
         rows = [read(seq, p0, p1, basis="model") for read in reads]
         return np.concatenate([each.reshape(len(each), -1) for each in rows], axis=1)
@@ -188,7 +190,7 @@ class _Layer:
             off.extend((np.linalg.norm(change, axis=1) / size).tolist())
 
     def moves(self, rows: Rows, near: Mask, among: _Places, to_rows: _Places) -> Rows:
-        """Return by how much rows are to be moved, for the changes of those chosen ones that are `near`.
+        """Return by how much to move the rows, given the changes of the chosen rows that are `near`.
 
         Args:
             rows: the donor's.
@@ -203,16 +205,18 @@ class _Layer:
         return moved
 
     def put(self, layer: LayerRows, rows: Rows) -> LayerRows:
-        """The layer with these rows in F32, of which the cache then makes its own."""
+        """Put these rows, in F32, into the layer; the cache converts them to its own types."""
         return _with_rows(layer, self._split(rows))
 
     def _split(self, rows: Rows) -> list[Rows]:
-        """K, and V where there is any."""
+        """Return K, and V where there is any."""
         parts = np.split(rows, [self._width_k], axis=1)
         return parts if parts[1].shape[1] else parts[:1]
 
     def _unit(self, rows: Rows) -> Rows:
-        """Rows whose products are cosines, the mean of K's and V's, less what all rows share."""
+        """Scale rows, less what all of them share, so that their products are cosines: the mean of K's and
+        V's.
+        """
         parts = self._split(rows - self._middle)
         sizes = [np.linalg.norm(each, axis=1, keepdims=True) * np.sqrt(len(parts)) for each in parts]
         units = [each / np.maximum(size, 1e-9) for each, size in zip(parts, sizes, strict=True)]
@@ -220,7 +224,7 @@ class _Layer:
 
 
 def _with_rows(layer: LayerRows, rows: Sequence[Rows]) -> LayerRows:
-    """The layer with these rows in F32, K and where there is any V."""
+    """Return the layer with these rows in F32: K, and V where there is any."""
     k, *v = (np.ascontiguousarray(each, np.float32).reshape(len(each), -1).view(np.uint8) for each in rows)
     layer = replace(layer, type_k="f32", rotation_k=0, equalization=0, k=k)
     return replace(layer, type_v="f32", rotation_v=0, v=v[0]) if v else layer

@@ -29,7 +29,7 @@ class TextEnds:
         self._llm = llm
 
     def of(self, tokens: Tokens) -> npt.NDArray[np.int8]:
-        """The kind of end for each token, int8 [n]."""
+        """Return the kind of end for each token, int8 [n]."""
         unknown = np.unique(tokens[self._kinds[tokens] < 0])
         for token in unknown.tolist():
             self._kinds[token] = self._look(token)
@@ -46,9 +46,9 @@ class TextEnds:
 
 
 def slide(ends: npt.NDArray[np.int8], begin: int, end: int, window: int) -> tuple[int, int]:
-    """The part of [begin, end) that begins and ends with a sentence, line or message, or as near to that as
-    leaving out `window` tokens on either side comes. Where there is a choice, the end of a message is better
-    than that of a line, and that better than that of a sentence.
+    """Return the part of [begin, end) that begins and ends with a sentence, line or message, or as near to
+    that as leaving out `window` tokens on either side comes. Where there is a choice, the end of a message is
+    better than that of a line, and that better than that of a sentence.
     """
     after = ends[max(0, begin - 1) : min(end, begin + window)]  # what ends before each place
     before = ends[max(begin, end - 1 - window) : end][::-1]

@@ -27,7 +27,8 @@ class Waiting:
 
 
 class Gate:
-    """
+    """Decides which requests are checked, and stops the reuse of passages when checks deviate too much.
+
     Args:
         max_kld: median divergence, in nats, above which chunks are no longer reused.
         check: share of the requests that are checked.
@@ -75,7 +76,7 @@ class Gate:
         return self._waiting.popleft() if self._waiting else None
 
     def note(self, deviation: Deviation) -> None:
-        """A request has been checked."""
+        """Record the deviation of a request that was checked; close the gate where they are too large."""
         self._recent.append(deviation)
         self.n_checked += 1
         median = self.kld_median or 0.0

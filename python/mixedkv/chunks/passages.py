@@ -161,7 +161,7 @@ class Passages:
         return rows
 
     def refresh(self, identity: Identity) -> DonorIndex:
-        """The donors there are, those included that were stored since the last time."""
+        """Return all donors, including those that were stored since the last call."""
         index = self._indexes.pop(identity.digest, None)
         if index is None:
             sizes = {"chunk_size": self._options.chunk_size, "max_donors": self._options.max_donors}

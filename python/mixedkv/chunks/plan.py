@@ -43,7 +43,8 @@ def find_segments(
     window: int,
     shortest: int = SHORTEST_SEGMENT,
 ) -> list[Segment]:
-    """Passages of a prompt that were computed elsewhere, in order, with a question behind the last.
+    """Return the passages of a prompt that were computed elsewhere, in order, with a question behind the
+    last.
 
     From a place that a donor has too a segment grows to both sides as far as the tokens agree, and then
     slides back to where a sentence ends. Rows within a segment saw each other, so it has seams only where it

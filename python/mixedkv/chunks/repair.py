@@ -71,7 +71,7 @@ class Method:
 
 
 def at_seams(segments: Sequence[Segment], n: int, *, first: int, last: int) -> Mask:
-    """The first and last tokens of each segment, bool [n]."""
+    """Return the first and last tokens of each segment, bool [n]."""
     mask = np.zeros(n, np.bool_)
     for segment in segments:
         mask[segment.begin : min(segment.end, segment.begin + first)] = True
@@ -119,7 +119,7 @@ def spread(scores: Floats, looks: Floats, among: Mask, share: float) -> Mask:
 
 
 def most(scores: npt.NDArray[np.float32], among: Mask, share: float) -> Mask:
-    """The positions with the highest scores, a share of those that are `among`, bool [n]."""
+    """Return the positions with the highest scores, a share of those that are `among`, bool [n]."""
     mask = np.zeros(len(scores), np.bool_)
     n = round(share * int(among.sum()))
     if n:

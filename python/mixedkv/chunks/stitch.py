@@ -155,7 +155,9 @@ class Stitch:
         return looks, int(last_logits(self._llm).argmax())
 
     def _deviation(self) -> _Work[Floats]:
-        """V of the second layer as the whole prompt gives it, float32 [n, width]; 0 outside the segments."""
+        """Return V of the second layer as the whole prompt gives it, float32 [n, width]; 0 outside the
+        segments.
+        """
         n = len(self._tokens)
         yield from self._evaluate(np.arange(self._n_exact, n), last_layer=self._layer())
         values = np.zeros((n, self._values_at(self._n_exact).shape[1]), np.float32)
@@ -165,7 +167,7 @@ class Stitch:
         return values
 
     def _values(self) -> npt.NDArray[np.float32]:
-        """The same of the rows that were loaded, float32 [n of the segments, width]."""
+        """Return V of the rows that were loaded, float32 [n of the segments, width]."""
         return np.concatenate([self._values_at(each.begin, each.end) for each in self._segments])
 
     def _values_at(self, p0: int, p1: int = -1) -> npt.NDArray[np.float32]:
@@ -213,6 +215,6 @@ def _behind(segment: Segment, blocks: list[KVBlock], n: int) -> tuple[Segment, l
 
 
 def _runs(mask: Mask) -> list[tuple[int, int]]:
-    """[begin, end) of the parts that are True."""
+    """Return [begin, end) of each part that is True."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]])))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))

@@ -19,7 +19,8 @@ _AS_STORED = Method(repair="none")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptCheck:
-    """
+    """Says how far reuse moved one prompt, against a full evaluation.
+
     Args:
         reuse: what was reused.
         kld: mean divergence over the tokens that follow, in nats.

@@ -26,25 +26,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
     ls = _add(actions, "ls", _ls, "list what is stored, last used first")
-    ls.add_argument("--messages", action="store_true", help="ids of chat messages and their entries")
-    ls.add_argument("--tenant", metavar="NAME", help="with --messages: of this tenant alone")
+    ls.add_argument("--messages", action="store_true", help="list chat messages by id, with their entries")
+    ls.add_argument("--tenant", metavar="NAME", help="with --messages: only this tenant's")
     rm = _add(actions, "rm", _rm, "remove entries, and what builds on them")
-    rm.add_argument("entry", nargs="*", metavar="ID", help="entries, by the first digits of their ids")
-    rm.add_argument("--session", metavar="NAME", help="what belongs to this session alone")
-    rm.add_argument("--message", metavar="ID", help="what holds this chat message")
-    rm.add_argument("--tenant", metavar="NAME", default="", help="whose the session or the message is")
-    rm.add_argument("--all", action="store_true", help="everything")
-    rm.add_argument("--remote", metavar="URL", help="remove it there too: as --store-remote of the server")
+    rm.add_argument(
+        "entry", nargs="*", metavar="ID", help="entries to remove, by the first digits of their ids"
+    )
+    rm.add_argument("--session", metavar="NAME", help="remove what belongs to this session alone")
+    rm.add_argument("--message", metavar="ID", help="remove all entries that hold this chat message")
+    rm.add_argument("--tenant", metavar="NAME", default="", help="tenant of the session or message")
+    rm.add_argument("--all", action="store_true", help="remove all entries")
+    rm.add_argument(
+        "--remote", metavar="URL", help="also remove it from this remote, as --store-remote of the server"
+    )
     _add(actions, "verify", _verify, "read everything, remove what is damaged")
     rekey = _add(actions, "rekey", _rekey, "give an encrypted store another master key, also its sessions")
-    rekey.add_argument("--new-key", metavar="SOURCE", required=True, help="the new one, as --key")
+    rekey.add_argument(
+        "--new-key", metavar="SOURCE", required=True, help="the new master key, given as for --key"
+    )
     encrypt = _add(actions, "encrypt", _encrypt, "encrypt what was stored before the store had a key")
     encrypt.add_argument(
         "--tenant",
         metavar="NAME",
         action="append",
         default=[],
-        help="also keep the message ids of this tenant, whose name is stored as a hash; again for more",
+        help="also keep the message ids of this tenant, whose name is stored as a hash; repeat for more",
     )
     packed = _add(
         actions,
@@ -64,16 +70,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--older-than",
         metavar="TIME",
         type=duration,
-        help="also remove what was not used for e.g. 30d, 12h",
+        help="also remove entries that were not used for this long, e.g. 30d, 12h",
     )
     gc.add_argument(
-        "--eviction", metavar="lru|oldest|gdsf", default="lru", help="what leaves first for --max-gb"
+        "--eviction", metavar="lru|oldest|gdsf", default="lru", help="which entries leave first for --max-gb"
     )
 
 
 def _add(actions: Any, name: str, command: Any, text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=f"{text.capitalize()}.")
-    parser.add_argument("--store", metavar="DIR", type=Path, required=True, help="the folder")
+    parser.add_argument("--store", metavar="DIR", type=Path, required=True, help="folder of the store")
     parser.add_argument(
         "--key", metavar="SOURCE", help="master key of an encrypted store: env:NAME or file:PATH"
     )

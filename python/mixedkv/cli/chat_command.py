@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=positive,
         default=512,
-        help="tokens (default: 512)",
+        help="most tokens of an answer (default: 512)",
     )
     add_sampling_arguments(parser)
     parser.add_argument(
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         type=gigabytes,
         default=8.0,
-        help="of the KV in --history, in 10^9 bytes or as 20GiB (default: 8)",
+        help="most disk space for the KV in --history, in 10^9 bytes or as 20GiB (default: 8)",
     )
     parser.add_argument(
         "--eviction",
@@ -83,7 +83,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="which KV of --history leaves first",
     )
     parser.add_argument(
-        "--max-age", metavar="TIME", type=duration, help="remove KV that was not used for so long: 30d, 12h"
+        "--max-age",
+        metavar="TIME",
+        type=duration,
+        help="remove KV that was not used for this long, e.g. 30d, 12h",
     )
     parser.add_argument(
         "--plain",

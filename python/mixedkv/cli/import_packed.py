@@ -15,18 +15,22 @@ _SPARE = 16  # tokens of the context that are not the packed cache's
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("packed", metavar="FILE", type=Path, help="the packed cache")
+    parser.add_argument("packed", metavar="FILE", type=Path, help="file with the packed cache")
     parser.add_argument("-m", "--model", metavar="MODEL", help=MODEL_HELP)
     text = parser.add_mutually_exclusive_group(required=True)
-    text.add_argument("--tokens", metavar="FILE", type=Path, help="its token ids, a JSON list")
-    text.add_argument("--text", metavar="FILE", type=Path, help="its text, for this model's tokenizer")
+    text.add_argument(
+        "--tokens", metavar="FILE", type=Path, help="file with the token ids of the cache, a JSON list"
+    )
+    text.add_argument(
+        "--text", metavar="FILE", type=Path, help="file with the text of the cache, to be tokenized"
+    )
     parser.add_argument(
         "--rotary",
         choices=("auto", "half", "interleaved"),
         default="auto",
         help="how RoPE paired the elements of a head (default: auto, whichever has this model's rows)",
     )
-    parser.add_argument("--tenant", metavar="NAME", default="", help="whose entry it becomes")
+    parser.add_argument("--tenant", metavar="NAME", default="", help="tenant to store the entry for")
 
 
 def run_import(args: argparse.Namespace) -> None:

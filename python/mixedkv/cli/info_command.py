@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shares",
         metavar="FILE",
-        help="of bench sensitivity --json, for caches with a budget: mixed:budget=2GiB",
+        help="file that `bench sensitivity --json` wrote, for caches with a budget: mixed:budget=2GiB",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(command=info)

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", "--model", metavar="MODEL", help=MODEL_HELP)
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("text", metavar="TEXT", nargs="?", help="prompt")
-    prompt.add_argument("-p", "--prompt", metavar="TEXT", help="prompt, the same")
+    prompt.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt, as an option")
     prompt.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file; - is stdin")
     parser.add_argument(
         "--raw",
@@ -40,7 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--kv", metavar="SPEC", default="mixed", help="cache (default: mixed); see below")
     parser.add_argument(
-        "-n", "--n-predict", metavar="N", type=positive, default=128, help="tokens (default: 128)"
+        "-n",
+        "--n-predict",
+        metavar="N",
+        type=positive,
+        default=128,
+        help="most tokens to generate (default: 128)",
     )
     parser.add_argument(
         "--n-ctx", metavar="N", type=positive, help=f"context (default: {DEFAULT_N_CTX} or the model's)"

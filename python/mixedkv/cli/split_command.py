@@ -17,28 +17,28 @@ if TYPE_CHECKING:
 _SERVE_HELP = {
     "kv": "KV cache, as in `mixedkv run`",
     "n_ctx": "tokens of the cache, shared by all sessions",
-    "parallel": "sessions in one step at most",
-    "idle_sessions": "sessions whose rows stay while they wait for their clients",
-    "n_batch": "tokens in one step at most",
+    "parallel": "most sessions evaluated in one step",
+    "idle_sessions": "most waiting sessions whose KV stays in the context",
+    "n_batch": "most tokens evaluated in one step",
     "threads": "CPU threads; 0 is llama_cpp's choice",
     "host": "address to listen on",
     "port": "port to listen on; 0 takes a free one",
-    "tls_cert": "PEM certificate (chain): speak TLS",
-    "tls_key": "PEM key of tls_cert, without a password",
-    "client_ca": "PEM certificates that sign those of clients: mutual TLS",
+    "tls_cert": "PEM file of the certificate chain; turns TLS on",
+    "tls_key": "PEM file of the certificate's key, without a password",
+    "client_ca": "PEM file of the certificates that sign those of clients; turns mutual TLS on",
     "api_key_file": "file of tenant:key lines, readable by its owner only",
-    "allow_no_keys": "serve a public address without keys",
-    "metrics_port": "port for Prometheus; 0 is none",
-    "store": "folder of sessions that clients keep, each encrypted with its client's key",
-    "store_gb": "size of that folder, in 10^9 bytes or as 20GiB",
-    "store_max_age": "remove from it at the start what was not used for so long, e.g. 30d",
-    "max_queue": "messages of a tenant that may wait",
-    "max_sessions": "sessions of a tenant that are remembered",
-    "max_streams": "streams of a tenant at a time",
+    "allow_no_keys": "allow anyone who can reach this address to use the server",
+    "metrics_port": "port for Prometheus metrics; 0 is none",
+    "store": "folder for sessions that clients keep, each encrypted with its client's key",
+    "store_gb": "most disk space for that folder, in 10^9 bytes or as 20GiB",
+    "store_max_age": "at the start, remove kept sessions that were not used for this long, e.g. 30d",
+    "max_queue": "most messages of a tenant that may wait",
+    "max_sessions": "most sessions of a tenant that are remembered",
+    "max_streams": "most streams of a tenant at a time",
     "session_ttl": "seconds that a session is remembered after its last use",
     "step_timeout": "seconds that one message may take",
     "idle_timeout": "seconds that a stream may wait for the client",
-    "drain_timeout": "seconds that running steps get at shutdown",
+    "drain_timeout": "seconds that running steps may still take at shutdown",
 }
 
 
@@ -61,7 +61,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         "--cloak",
         metavar="SEED",
         type=int,
-        help="turn the hidden states by a rotation; the files are F32 then",
+        help="rotate the hidden states, by a rotation made from SEED; both files are then F32",
     )
     parser.set_defaults(command=run_export)
 
@@ -89,41 +89,68 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("head", metavar="HEAD", help="what `mixedkv split export` wrote for clients")
-    parser.add_argument("address", metavar="HOST:PORT", help="of the server")
+    parser.add_argument("address", metavar="HOST:PORT", help="address of the server")
     parser.add_argument("-p", "--prompt", metavar="TEXT", required=True, help="prompt, continued as it is")
     parser.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
     parser.add_argument(
-        "-n", "--n-predict", metavar="N", type=positive, default=128, help="tokens (default: 128)"
+        "-n",
+        "--n-predict",
+        metavar="N",
+        type=positive,
+        default=128,
+        help="most tokens to generate (default: 128)",
     )
     parser.add_argument(
-        "--temp", metavar="T", type=temperature, default=0.0, help="default: 0, the likeliest"
+        "--temp",
+        metavar="T",
+        type=temperature,
+        default=0.0,
+        help="temperature (default: 0, the likeliest token)",
     )
     parser.add_argument(
-        "--precision", choices=("f16", "f32"), default="f16", help="of the vectors (default: f16)"
+        "--precision",
+        choices=("f16", "f32"),
+        default="f16",
+        help="type of the vectors that are sent (default: f16)",
     )
     parser.add_argument(
-        "--draft", metavar="N", type=positive, default=0, help="tokens looked up in the text and sent ahead"
+        "--draft",
+        metavar="N",
+        type=positive,
+        default=0,
+        help="most draft tokens to send ahead, looked up in the text",
     )
     parser.add_argument(
         "--window",
         metavar="N",
         type=whole,
         default=0,
-        help="at the end of the server's context go on with the last N tokens (default: 0, the answer ends)",
+        help="go on with the last N tokens when the server's context is full (default: 0, the answer ends)",
     )
     parser.add_argument(
-        "--sinks", metavar="N", type=whole, default=4, help="with --window: and with the first N (default: 4)"
+        "--sinks",
+        metavar="N",
+        type=whole,
+        default=4,
+        help="with --window: also keep the first N tokens (default: 4)",
     )
     parser.add_argument(
         "--session",
         metavar="FILE",
-        help="go on from the text that this file has the key of, and keep it again",
+        help="file with the key of a kept session: continue it, and keep it again",
     )
     parser.add_argument("--key-file", metavar="FILE", help="file with the bearer key")
-    parser.add_argument("--tls", action="store_true", help="speak TLS; so does each of the next three")
-    parser.add_argument("--ca", metavar="FILE", default="", help="PEM: who signs the server's certificate")
-    parser.add_argument("--cert", metavar="FILE", default="", help="PEM: the client's certificate")
-    parser.add_argument("--cert-key", metavar="FILE", default="", help="PEM: its key")
+    parser.add_argument(
+        "--tls", action="store_true", help="use TLS; each of the next three options implies it"
+    )
+    parser.add_argument(
+        "--ca",
+        metavar="FILE",
+        default="",
+        help="PEM file of the authority that signs the server's certificate",
+    )
+    parser.add_argument("--cert", metavar="FILE", default="", help="PEM file of the client's certificate")
+    parser.add_argument("--cert-key", metavar="FILE", default="", help="PEM file of the key of --cert")
     parser.add_argument("--threads", metavar="N", type=positive, help="CPU threads of the output head")
     parser.set_defaults(command=run_client)
 

@@ -43,7 +43,9 @@ class CutRule:
         return not self.recurrent and n <= (self.sliding or n) and self.window.cut_is_exact(n, at)
 
     def saved_from(self, n: int) -> int:
-        """The first cut that what was saved at `n` tokens serves: from there on to `n` every one."""
+        """Return the first cut that a state saved at `n` tokens serves; it serves every cut from there to
+        `n`.
+        """
         if self.recurrent:
             return n
         first = n - 1 if n > (self.sliding or n) else 0  # the token at n - 1 has seen the same rows

@@ -24,7 +24,9 @@ class HotWindow:
     n_draft: int = 0
 
     def begin(self, q: int) -> int:
-        """First position of the recent window of a query at position `q`; q + 1 where there is no window."""
+        """Return the first position of the recent window of a query at position `q`; q + 1 where there is no
+        window.
+        """
         if self.threshold == 0:
             return q + 1
         return max(0, -(-(q + 1 - self.threshold) // self.group_size)) * self.group_size
@@ -34,7 +36,9 @@ class HotWindow:
         return p >= self.begin(q) or p < self.sink_tokens
 
     def held_begin(self, q: int) -> int:
-        """First position of the recent rows that a sequence holds whose last token is at position `q`."""
+        """Return the first position of the recent rows that a sequence holds whose last token is at position
+        `q`.
+        """
         return self.begin(max(q - self.n_draft, -1)) if self.threshold else self.begin(q)
 
     def cut_is_exact(self, n: int, at: int) -> bool:

@@ -55,7 +55,7 @@ def parse_layers(text: str, known: tuple[str, ...]) -> tuple[LayerTypes, ...]:
 
 
 def join_layers(types: Iterable[tuple[int, str, str]]) -> str:
-    """The short form of (layer, type of K, type of V), in order of layers; neighbours are one range."""
+    """Return the short form of (layer, type of K, type of V), in order; equal neighbours are one range."""
     ranges: list[LayerTypes] = []
     for il, type_k, type_v in types:
         before = ranges[-1] if ranges else None
@@ -67,7 +67,7 @@ def join_layers(types: Iterable[tuple[int, str, str]]) -> str:
 
 
 def shorten(types: Sequence[tuple[int, str, str]]) -> tuple[str, str, str]:
-    """The commonest types of K and V, and the short form of the layers that have others."""
+    """Return the commonest types of K and V, and the short form of the layers that have others."""
     (type_k, type_v), _ = Counter(each[1:] for each in types).most_common(1)[0]
     return type_k, type_v, join_layers(each for each in types if each[1:] != (type_k, type_v))
 

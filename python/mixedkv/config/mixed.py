@@ -136,7 +136,8 @@ class MixedKVConfig:
         shares: Shares | None = None,
         **given: Any,
     ) -> MixedKVConfig | UniformKV:
-        """The setting whose cache takes at most `n_bytes` (or "2GiB") and moves the next token least.
+        """Return the setting whose cache takes at most `n_bytes` (or "2GiB") and changes the next token
+        least.
 
         Bits go to K and V of the layers where they do most, see `mixedkv.model.layer_plan`. What is left
         when all rows have eight widens the recent window; where F16 fits, it is llama.cpp's F16 cache. Where
@@ -175,7 +176,7 @@ class MixedKVConfig:
         return parse_layers(self.layers, COLD_TYPES)
 
     def types_of(self, il: int) -> tuple[str, str]:
-        """Types of K and V in the cold rows of a layer."""
+        """Return the types of K and V in the cold rows of a layer."""
         self._check_settled()
         types = ((each.type_k, each.type_v) for each in self._ranges if il in each)
         return next(types, (self.cold_type_k, self.cold_type_v))
@@ -183,7 +184,9 @@ class MixedKVConfig:
     def _check_settled(self) -> None:
         if not self.is_settled:
             name = f"budget={self.budget}" if self.budget else f"bits={self.bits:g}"
-            raise ValueError(f"{name}: what it comes to depends on the model and its context; see `settle`")
+            raise ValueError(
+                f"{name}: its value depends on the model and its context: pass it through `settle` first"
+            )
 
     @property
     def is_settled(self) -> bool:
@@ -217,7 +220,7 @@ class MixedKVConfig:
             )
 
     def native(self) -> _core.CacheConfig:
-        """The setting as the native library takes it."""
+        """Return the setting as the native library takes it."""
         from mixedkv import _core  # only here: settings are read beside the stock library too
 
         self._check_settled()
@@ -244,7 +247,7 @@ class MixedKVConfig:
         )
 
     def __str__(self) -> str:
-        """The spec that `parse_kv` reads back: what differs from the defaults."""
+        """Return the spec that `parse_kv` reads back: what differs from the defaults."""
         if not self.enable_quantization:
             return str(self.without_quantization())
         return spec_of("mixed", _changes(self))

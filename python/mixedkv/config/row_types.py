@@ -29,22 +29,22 @@ def _names() -> dict[int, str]:
 
 
 def ggml_type(name: str) -> int:
-    """The ggml type id of a type name, e.g. 8 for "q8_0"."""
+    """Return the ggml type id of a type name, e.g. 8 for "q8_0"."""
     return _sizes()[name][0]
 
 
 def type_name(ggml_id: int) -> str:
-    """The name of a ggml type id, e.g. "q8_0" for 8."""
+    """Return the name of a ggml type id, e.g. "q8_0" for 8."""
     return _names()[ggml_id]
 
 
 def type_block(name: str) -> tuple[int, int]:
-    """Elements and bytes of a block of a type: 32 and 18 for "q4_0", 1 and 2 for "f16"."""
+    """Return the elements and bytes of a block of a type: 32 and 18 for "q4_0", 1 and 2 for "f16"."""
     return _sizes()[name][1:]
 
 
 def type_bits(name: str) -> float:
-    """Bits per element of a type, scales included: 16 for "f16", 8.5 for "q8_0", 4.5 for "q4_0"."""
+    """Return the bits per element, scales included: 16 for "f16", 8.5 for "q8_0", 4.5 for "q4_0"."""
     elements, size = type_block(name)
     return 8 * size / elements
 

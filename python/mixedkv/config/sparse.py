@@ -6,7 +6,7 @@ _METHOD = "top_p:"
 
 
 def normal_sparse(value: str) -> str:
-    """The setting as it is written: "" or "top_p:" and a share.
+    """Return the setting as it is written: "" or "top_p:" and a share.
 
     Raises:
         TypeError: it is no text.
@@ -27,5 +27,5 @@ def normal_sparse(value: str) -> str:
 
 
 def top_p_of(value: str) -> float:
-    """The share of a setting that `normal_sparse` made, 0 for none."""
+    """Return the share of a setting that `normal_sparse` made, 0 for none."""
     return float(value.removeprefix(_METHOD)) if value else 0.0

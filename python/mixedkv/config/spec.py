@@ -30,13 +30,13 @@ _KNOWN_KEYS = "cold, " + ", ".join(KEYS)
 
 
 def spec_of(name: str, options: dict[str, object]) -> str:
-    """The text that reads back as these options."""
+    """Return the text that reads back as these options."""
     items = (f"{key}={str(value).lower()}" for key, value in options.items())
     return name + (":" if options else "") + ",".join(items)
 
 
 def parse_options(spec: str, text: str) -> dict[str, str]:
-    """The values of a spec by their keys, as they stand in `text`.
+    """Return the values of a spec by their keys, as they stand in `text`.
 
     Raises:
         ValueError: it is no list of key=value, or a key is unknown or given twice.
@@ -60,7 +60,7 @@ def parse_options(spec: str, text: str) -> dict[str, str]:
 
 
 def fields_of(spec: str, options: dict[str, str]) -> dict[str, Any]:
-    """Fields of a `MixedKVConfig` by the keys of a spec.
+    """Return the fields of a `MixedKVConfig` by the keys of a spec.
 
     Raises:
         ValueError: a value is none of its kind.

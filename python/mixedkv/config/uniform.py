@@ -33,11 +33,11 @@ class UniformKV:
         normalise(self, "attention", ("auto", "fused"))
 
     def types_of(self, il: int) -> tuple[str, str]:
-        """Types of K and V of a layer: the same in all of them."""
+        """Return the types of K and V of a layer: the same in all of them."""
         return self.type_k, self.type_v
 
     def check_layers(self, n_layer: int) -> None:
-        """A uniform cache fits any model."""
+        """Accept any model: a uniform cache fits all."""
 
     @property
     def hot_budget(self) -> None:
@@ -56,10 +56,10 @@ class UniformKV:
         return self.attention == "fused" or type_bits(self.type_v) < 16
 
     def check_context(self, n_ctx: int) -> None:
-        """A uniform cache fits any context."""
+        """Accept any context: a uniform cache fits all."""
 
     def native(self) -> _core.CacheConfig | None:
-        """The setting as the native library takes it; None leaves everything to llama.cpp."""
+        """Return the setting as the native library takes it; None leaves everything to llama.cpp."""
         if self.attention == "auto":
             return None
         from mixedkv import _core  # only here: settings are read beside the stock library too
@@ -67,7 +67,7 @@ class UniformKV:
         return _core.CacheConfig(mixed=False, attention=self.attention)
 
     def __str__(self) -> str:
-        """The spec that `parse_kv` reads back."""
+        """Return the spec that `parse_kv` reads back."""
         name = self.type_k if self.type_k == self.type_v else f"{self.type_k}/{self.type_v}"
         return spec_of(name, {} if self.attention == "auto" else {"attention": self.attention})
 

@@ -89,7 +89,8 @@ class Answer:
             yield part
 
     def result(self, timeout: float | None = None) -> Done:
-        """All of the answer and why it ended: "stop", or "length" at max_tokens or the context's end.
+        """Wait for the end; return the whole answer and why it ended: "stop", or "length" at max_tokens or
+        the context's end.
 
         Raises:
             TimeoutError: it has not ended after `timeout` seconds.
@@ -158,7 +159,7 @@ class Answer:
     # --- who waits ---
 
     async def _arrival(self, pieces: bool) -> None:
-        """Until the end, or a piece."""
+        """Wait for a piece, or for the end."""
         while True:
             with self._changed:
                 if self._end is not None or (pieces and self._pieces):

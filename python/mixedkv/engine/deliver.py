@@ -14,7 +14,7 @@ Deliver = Callable[[Sequence[tuple[Job, Event]]], None]
 
 
 def deliver_directly(events: Sequence[tuple[Job, Event]]) -> None:
-    """On this thread. Whose `deliver` fails takes no other job's events away."""
+    """Deliver events on this thread. A callback that raises does not affect other jobs."""
     for job, event in events:
         try:
             job.deliver(event)

@@ -367,11 +367,11 @@ class Engine:
             )
 
     def connector_stats(self) -> dict[str, Any] | None:
-        """Numbers that the connector reports about itself; None without one."""
+        """Return the numbers that the connector reports about itself; None without one."""
         return self._connector.stats() if self._connector is not None else None
 
     def ready(self, job: Job) -> None:
-        """A job whose KV the connector has looked for, or read, can go on."""
+        """Let a job go on whose KV the connector has looked for, or read."""
         self._put(job)
         self._fetching.discard(job)
 

@@ -24,11 +24,11 @@ class Inbox:
         self.closed = False
 
     def __len__(self) -> int:
-        """Jobs that nobody has taken yet."""
+        """Return the number of jobs that nobody has taken yet."""
         return len(self._jobs)
 
     def jobs(self) -> list[Job]:
-        """Those that nobody has taken yet."""
+        """Return the jobs that nobody has taken yet."""
         return list(self._jobs)
 
     def put(self, job: Job) -> None:
@@ -64,7 +64,7 @@ class Inbox:
             self._changed.notify()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Until there is something, or not more than some seconds."""
+        """Wait until there is something, at most `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: self.closed or self._jobs or self._calls, seconds)
 

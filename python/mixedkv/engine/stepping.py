@@ -30,7 +30,8 @@ log = logging.getLogger("mixedkv.engine")
 
 
 class Stepper:
-    """
+    """Evaluates the steps that the scheduler plans, and takes answers from their logits.
+
     Args:
         width: numbers of the vectors that the model takes in place of tokens; 0 where it takes tokens.
         tokenizer, detokenizer: None for a model without vocabulary.
@@ -77,7 +78,7 @@ class Stepper:
                 self._abandon(scheduler.running, error)
 
     def fail_all(self, error: Exception) -> None:
-        """Every job ends with this error."""
+        """End every job with this error."""
         self._outbox.put(*((job, Failed(error)) for job in self._scheduler.clear()))
 
     def _step(self, began: float) -> None:

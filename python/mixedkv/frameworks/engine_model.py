@@ -247,7 +247,7 @@ def _check_depths(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping
         except (RecursionError, ValueError):
             name = call["function"]["name"]
             raise ValueError(
-                f"messages: the arguments of a call of {name} are no JSON: leave a call out that was cut off"
+                f"messages: the arguments of a call of {name} are not JSON: leave out a call that was cut off"
             ) from None
         check_depth(arguments, "messages")
 
@@ -268,6 +268,8 @@ def _constraint(wanted: Mapping[str, Any] | None) -> Constraint | None:
     if wanted is None or wanted.get("type") == "text":
         return None
     if wanted.get("type") not in ("json_object", "json_schema"):
-        raise ValueError(f"response_format: {wanted!r} is none: use type json_schema, json_object or text")
+        raise ValueError(
+            f"response_format: {wanted!r} is not a format: use type json_schema, json_object or text"
+        )
     schema = wanted.get("json_schema", {}).get("schema", {"type": "object"})
     return Constraint("json_schema", json.dumps(schema), "response_format")

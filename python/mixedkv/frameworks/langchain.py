@@ -254,7 +254,7 @@ class _WholeObject(_Whole, PydanticOutputParser[Any]):
 
 
 def _messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
-    """LangChain's messages in OpenAI's form; each result of a tool is one.
+    """Convert LangChain's messages to OpenAI's form; each result of a tool becomes one message.
 
     Raises:
         ValueError: one has more than text.

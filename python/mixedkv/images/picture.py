@@ -38,7 +38,7 @@ class Picture:
     causal: bool
 
     def __len__(self) -> int:
-        """Rows in the cache."""
+        """Return the number of rows in the cache."""
         return len(self.vectors)
 
 
@@ -78,7 +78,7 @@ def place(pictures: Sequence[Picture], prompt: Tokens) -> dict[int, Picture]:
 
 
 def ids_of(digest: bytes, part: int, n: int) -> Tokens:
-    """Ids that stand for part of an image: of its hash as many bits as there are positions, 31 each."""
+    """Return the ids that stand for part of an image: 31 bits of its hash for each position."""
     bits = hashlib.shake_256(digest + part.to_bytes(4, "little")).digest(4 * n)
     ids: Tokens = (np.frombuffer(bits, "<u4") | np.uint32(1 << 31)).view(np.int32)
     return ids

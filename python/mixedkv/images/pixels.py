@@ -20,7 +20,7 @@ _DATA_URL = re.compile(r"data:image/[a-z.+-]{1,40};base64,", re.IGNORECASE)
 
 
 def read_data_url(url: str) -> bytes:
-    """The file in a data: URL.
+    """Return the bytes of the file in a data: URL.
 
     Raises:
         ValueError: it is another kind of URL, or not in Base64.

@@ -76,7 +76,7 @@ class Projector:
                 self._context = None
 
     def read(self, data: bytes) -> PromptImage:
-        """An image file as part of a prompt.
+        """Encode an image file as part of a prompt.
 
         Raises:
             ValueError: it is no image, or none that this encoder or the context can take.
@@ -133,7 +133,7 @@ class Projector:
         causal = not mtmd.mtmd_decode_use_non_causal(self._context, chunk)
         if not causal and n > self._n_ubatch:
             raise ValueError(
-                f"it takes {n} vectors that see each other, and a step {self._n_ubatch}: raise n_batch"
+                f"the image needs {n} vectors in one step, and a step takes {self._n_ubatch}: raise n_batch"
             )
         if mtmd.mtmd_encode_chunk(self._context, chunk) != 0:
             raise ValueError("the encoder failed")

@@ -73,8 +73,8 @@ class KVBlock:
         )
 
     def slice(self, p0: int, p1: int) -> KVBlock:
-        """The part at positions [p0, p1); its rows are views of this block's. A checkpoint that serves its
-        end is cut to it.
+        """Return the part at positions [p0, p1); its rows are views of this block's. A checkpoint that serves
+        its end is cut to it.
 
         Raises:
             ValueError: the range is empty or not within this block's.
@@ -92,11 +92,13 @@ class KVBlock:
         )
 
     def checkpoint_at(self, n: int) -> Checkpoint | None:
-        """One that serves a sequence of `n` tokens."""
+        """Return a checkpoint that serves a sequence of `n` tokens, None if there is none."""
         return next((point for point in self.checkpoints if point.serves(n)), None)
 
     def without_hot(self) -> KVBlock:
-        """The same without F16 copies and checkpoints: for a place where these are not the recent tokens."""
+        """Return the block without F16 copies and checkpoints: for a place where these are not the recent
+        tokens.
+        """
         return replace(self, groups=tuple(map(cold_group, self.groups)), checkpoints=())
 
     def as_own(self) -> KVBlock:
@@ -104,19 +106,19 @@ class KVBlock:
         return replace(self, foreign=False)
 
     def to_arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """The arrays by name: "tokens", "<group>.positions", "<group>.<layer>.k" and so on."""
+        """Return the arrays by name: "tokens", "<group>.positions", "<group>.<layer>.k" and so on."""
         rows = {name: array for i, group in enumerate(self.groups) for name, array in group.named(f"{i}.")}
         return {"tokens": self.tokens, **rows, **dict(named_checkpoints(self.checkpoints))}
 
     def describe(self) -> dict[str, Any]:
-        """All but the arrays, as JSON can hold it."""
+        """Describe all but the arrays, as JSON can hold it."""
         rows = {"p0": self.p0, "p1": self.p1, "groups": [describe_group(group) for group in self.groups]}
         points = [point.describe() for point in self.checkpoints]
         return {**rows, "checkpoints": points} if points or not self.groups else rows
 
     @classmethod
     def from_arrays(cls, description: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> KVBlock:
-        """The block that `describe` and `to_arrays` were called on. Both may come from anywhere.
+        """Return the block that `describe` and `to_arrays` were called on. Both may come from anywhere.
 
         Raises:
             ValueError: something is missing, of another type, or does not fit the rest; the message names it.

@@ -18,7 +18,7 @@ class StateRefusedError(Exception):
 
 
 def out(llm: llama_cpp.Llama, seq: int, p0: int, p1: int, end: int) -> tuple[RowGroup, ...]:
-    """Rows at [p0, p1) of a sequence of `end` tokens; none where no layer keeps any.
+    """Return the rows at [p0, p1) of a sequence of `end` tokens; none where no layer keeps any.
 
     Raises:
         LookupError, ValueError, UnsupportedModelError: as `KVCache.export`.
@@ -31,13 +31,13 @@ def out(llm: llama_cpp.Llama, seq: int, p0: int, p1: int, end: int) -> tuple[Row
     groups = tuple(map(from_native, _core.export_rows(address, seq, p0, p1)))
     if not groups:
         raise UnsupportedModelError(
-            "this model keeps no rows in a cache of a known kind: save its whole state"
+            "rows cannot be exported from the kind of cache that this model has: save its whole state"
         )
     return groups
 
 
 def into(llm: llama_cpp.Llama, block: KVBlock, seq: int, shift: int, drop_from: int, more: bool) -> None:
-    """Rows, and the checkpoint that serves their end.
+    """Put rows, and the checkpoint that serves their end, into a sequence.
 
     Raises:
         ValueError: as `KVCache.load`; nothing has changed.

@@ -57,7 +57,7 @@ class KVCache(Evaluating):
         return tuple(self._layers().values())
 
     def layer(self, il: int) -> LayerView:
-        """One layer's rows.
+        """Return a view of one layer's rows.
 
         Raises:
             IndexError: the layer has no KV cache; the message lists those that have one.
@@ -233,7 +233,9 @@ class KVCache(Evaluating):
 
     @exclusive
     def positions(self, seq: int = 0) -> tuple[int, int]:
-        """Lowest and highest position that all layers still hold of a sequence; (-1, -1) when it is empty."""
+        """Return the lowest and highest position that all layers still hold of a sequence; (-1, -1) when it
+        is empty.
+        """
         memory = self._memory
         self._check_sequence("seq", seq)
         low = llama_cpp.llama_memory_seq_pos_min(memory, seq)
@@ -351,7 +353,7 @@ class KVCache(Evaluating):
         raise ValueError(f"{part}: without kv_unified=True copy whole sequences only")
 
     def _shift_tokens(self, p0: int, end: int, by: int) -> None:
-        """The `Llama`'s tokens of sequence 0 move as the rows do."""
+        """Move the `Llama`'s tokens of sequence 0 as its rows were moved."""
         llama = self._llama
         if p0 >= end:
             return
@@ -363,7 +365,7 @@ class KVCache(Evaluating):
         self.limit_exact(min(p0, p0 + by))
 
     def _has_types_of(self, block: KVBlock) -> bool:
-        """The block's rows need no conversion here."""
+        """Return whether the block's rows need no conversion here."""
         layers = self._layers()
         return all(
             (layer.type_k, layer.type_v, layer.equalization)
@@ -374,8 +376,8 @@ class KVCache(Evaluating):
 
     @exclusive
     def rest(self, seq: int = 0) -> None:
-        """Nothing of the sequence is evaluated for now: its F16 rows may make room for those of others at
-        once. A `checkpoint` that was taken before brings them back.
+        """Let the sequence's F16 rows make room for those of others, since nothing of it is evaluated for
+        now. A `checkpoint` that was taken before brings them back.
         """
         if isinstance(self._setting, MixedKVConfig):
             _core.rest(self._address, seq)

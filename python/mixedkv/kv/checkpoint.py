@@ -51,17 +51,17 @@ class Checkpoint:
         return sum(array.nbytes for array in self.to_arrays().values())
 
     def to_arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """The arrays by name: "state", "<group>.positions", "<group>.<layer>.k" and so on."""
+        """Return the arrays by name: "state", "<group>.positions", "<group>.<layer>.k" and so on."""
         named = {name: array for i, group in enumerate(self.groups) for name, array in group.named(f"{i}.")}
         return {"state": self.state, **named}
 
     def describe(self) -> dict[str, Any]:
-        """All but the arrays, as JSON can hold it."""
+        """Describe all but the arrays, as JSON can hold it."""
         return {"n": self.n, "first": self.first, "groups": [describe_group(group) for group in self.groups]}
 
     @classmethod
     def taken(cls, prefix: str, description: Any, arrays: dict[str, npt.NDArray[Any]]) -> Checkpoint:
-        """The checkpoint that `describe` and `to_arrays` were called on; its arrays are taken out.
+        """Return the checkpoint that `describe` and `to_arrays` were called on; its arrays are taken out.
 
         Raises:
             ValueError: something is missing, of another type, or does not fit the rest; the message names it.
@@ -77,13 +77,15 @@ class Checkpoint:
 
 
 def served(checkpoints: Sequence[Checkpoint], n: int) -> tuple[int, Checkpoint | None]:
-    """The longest cut at `n` or before it that one of the checkpoints serves, and that one; (0, None)."""
+    """Return the longest cut, up to `n`, that a checkpoint serves, and the checkpoint; (0, None) if there is
+    none.
+    """
     cuts = [(min(n, point.n), point) for point in checkpoints if point.first <= n]
     return max(cuts, key=lambda cut: cut[0], default=(0, None))
 
 
 def joined(before: RowGroup, after: RowGroup) -> RowGroup:
-    """Rows of two ranges as one group."""
+    """Join the rows of two ranges to one group."""
     n = np.int32(len(before.positions))
     layers = tuple(
         replace(
@@ -105,7 +107,7 @@ def joined(before: RowGroup, after: RowGroup) -> RowGroup:
 
 
 def only_hot(group: RowGroup) -> RowGroup:
-    """The rows that have F16 copies."""
+    """Return the rows that have F16 copies."""
     hot = group.hot
     layers = tuple(replace(layer, k=layer.k[hot], v=layer.v[hot]) for layer in group.layers)
     return RowGroup(

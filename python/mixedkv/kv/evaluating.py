@@ -51,7 +51,7 @@ class Evaluating(WindowSettings):
 
     @abstractmethod
     def positions(self, seq: int = 0) -> tuple[int, int]:
-        """Lowest and highest position of a sequence."""
+        """Return the lowest and highest position of a sequence."""
 
     @property
     @abstractmethod
@@ -218,7 +218,7 @@ class Evaluating(WindowSettings):
         return self.positions(0)[1] + 1
 
     def _append_tokens(self, tokens: npt.NDArray[np.int32]) -> None:
-        """The KV of these tokens was loaded behind what is there: go on after them."""
+        """Append tokens whose KV was loaded behind what is there, so that evaluation goes on after them."""
         llama = self._llama
         end = min(llama.n_tokens + len(tokens), len(llama.input_ids))
         llama.input_ids[llama.n_tokens : end] = tokens[: end - llama.n_tokens]

@@ -28,22 +28,22 @@ class ExactRows:
         return min(self._limit, n_tokens)
 
     def limit(self, n: int) -> None:
-        """Rows from position `n` on are not exact."""
+        """Mark rows from position `n` on as not exact."""
         self._limit = min(self._limit, n)
 
     def loaded(self, begin: int, end: int) -> None:
-        """Rows of [begin, end) came from a block, with the F16 rows it had."""
+        """Note that rows of [begin, end) came from a block, with the F16 rows it had."""
         if begin == 0:
             self._limit = INT32_MAX
         self._end, self._looked = end, False
 
     def touched(self) -> None:
-        """Something else than an evaluation at the end has changed the window."""
+        """Note that the window was changed by something else than an evaluation at the end."""
         self._looked = False
 
     def begin_step(self, n: int, window_is_whole: Callable[[int], bool]) -> None:
-        """Evaluation goes on at position `n`; what was behind is gone. Until the step is known to have ended
-        well no row from `n` on is exact.
+        """Begin an evaluation at position `n`; rows from there on are gone. Until the step is known to have
+        ended well no row from `n` on is exact.
         """
         if n == 0:
             self._limit = INT32_MAX
@@ -52,8 +52,8 @@ class ExactRows:
         self._promised, self._limit, self._looked = self._limit, min(self._limit, n), False
 
     def end_step(self, end: int, short_from: int) -> None:
-        """The step ended well, at `end`; rows at `short_from` and after, if that is 0 or more, found others
-        gone.
+        """End a step that went well, at `end`. Rows from `short_from` on, if it is 0 or more, lacked F16
+        rows.
         """
         self._limit = self._promised if short_from < 0 else min(self._promised, short_from)
         self._end, self._looked = end, True

@@ -34,7 +34,7 @@ class LayerView:
     def k(
         self, seq: int = 0, p0: int = 0, p1: int = -1, basis: Basis = "attention"
     ) -> npt.NDArray[np.float32]:
-        """Keys of positions [p0, p1) of a sequence, float32 [n_tokens, n_head_kv, head_size_k].
+        """Return the keys of positions [p0, p1) of a sequence, float32 [n_tokens, n_head_kv, head_size_k].
 
         p1 < 0 means the end. llama.cpp rotates a quantised cache by a Hadamard matrix, which changes no
         score. `basis` is "attention" for rows as attention reads them, "model" for rows turned back to
@@ -49,12 +49,12 @@ class LayerView:
     def v(
         self, seq: int = 0, p0: int = 0, p1: int = -1, basis: Basis = "attention"
     ) -> npt.NDArray[np.float32]:
-        """Values, float32 [n_tokens, n_head_kv, head_size_v]; otherwise as `k`."""
+        """Return the values, float32 [n_tokens, n_head_kv, head_size_v]; otherwise as `k`."""
         return self._rows("v", seq, p0, p1, basis)
 
     @exclusive
     def positions(self, seq: int = 0, p0: int = 0, p1: int = -1) -> npt.NDArray[np.int32]:
-        """Positions of the rows, int32 [n_tokens]."""
+        """Return the positions of the rows, int32 [n_tokens]."""
         return _core.read_tiers(self._address(), self.info.il, seq, p0, p1)[0]
 
     @exclusive

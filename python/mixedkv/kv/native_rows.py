@@ -13,7 +13,7 @@ from mixedkv.kv.rows import LayerRows, RowGroup
 
 
 def from_native(group: _core.RowGroup) -> RowGroup:
-    """A group as `_core` exports it."""
+    """Return a group as `_core` exports it."""
     layers = []
     for layer in group["layers"]:
         names = {"type_k": type_name(layer["type_k"]), "type_v": type_name(layer["type_v"])}
@@ -24,7 +24,7 @@ def from_native(group: _core.RowGroup) -> RowGroup:
 
 
 def to_native(group: RowGroup) -> dict[str, Any]:
-    """A group as `_core` imports it."""
+    """Return a group as `_core` imports it."""
     layers = []
     for layer in group.layers:
         values = {field.name: getattr(layer, field.name) for field in fields(layer)}

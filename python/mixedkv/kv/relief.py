@@ -70,7 +70,7 @@ class WindowRelief:
         self._most = INT32_MAX  # no memory comes of a level above
 
     def follow(self) -> None:
-        """Between two evaluations, on their thread."""
+        """Adapt the window to the memory there is; called between two evaluations, on their thread."""
         if self.clock() < self._next_look:
             return
         self._next_look = self.clock() + _INTERVAL

@@ -16,7 +16,9 @@ _SIZE_MAX = 2**20  # heads, head sizes and layers above this are not a model's
 
 
 def row_bytes(kind: str, n: int) -> int:
-    """Bytes of a row of `n` elements of a ggml type; ValueError if its blocks do not divide the row."""
+    """Return the number of bytes of a row of `n` elements of a ggml type; ValueError if its blocks do not
+    divide the row.
+    """
     block, size = type_block(kind)
     if n % block:
         raise ValueError(f"rows of {n} elements do not fit {kind}, which packs {block}")
@@ -90,7 +92,7 @@ class RowGroup:
         return (last + 1).astype(np.int32)
 
     def named(self, prefix: str) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-        """The arrays of the group and its layers by name."""
+        """Yield the arrays of the group and its layers by name."""
         yield from ((prefix + name, array) for name, array in self.arrays().items())
         for layer in self.layers:
             yield from ((f"{prefix}{layer.il}.{name}", array) for name, array in layer.arrays().items())
@@ -107,12 +109,12 @@ def _describe_layer(layer: LayerRows) -> dict[str, Any]:
 
 
 def describe_group(group: RowGroup) -> dict[str, Any]:
-    """All but the arrays, as JSON can hold it."""
+    """Describe all but the arrays, as JSON can hold it."""
     return {"layers": [_describe_layer(layer) for layer in group.layers]}
 
 
 def slice_group(group: RowGroup, p0: int, p1: int) -> RowGroup:
-    """The rows at positions [p0, p1), as views."""
+    """Return the rows at positions [p0, p1), as views."""
     begin, end = np.searchsorted(group.positions, [p0, p1])
     hot_begin, hot_end = np.searchsorted(group.hot, [begin, end])
     rows, hot = slice(begin, end), slice(hot_begin, hot_end)
@@ -135,7 +137,7 @@ def slice_group(group: RowGroup, p0: int, p1: int) -> RowGroup:
 
 
 def cold_group(group: RowGroup) -> RowGroup:
-    """The same without F16 copies."""
+    """Return the group without F16 copies."""
     layers = tuple(replace(layer, k_hot=layer.k_hot[:0], v_hot=layer.v_hot[:0]) for layer in group.layers)
     return replace(group, hot=group.hot[:0], slots=group.slots[:0], layers=layers)
 
@@ -203,11 +205,11 @@ def take(
 
 
 def _check_ascending(name: str, values: npt.NDArray[np.int32], low: int, high: int, step: int = 1) -> None:
-    """Ascending by at least `step`, and within [low, high)."""
+    """Check that an array ascends by at least `step` and lies within [low, high)."""
     if len(values) and (
         values[0] < low or values[-1] >= high or (np.diff(values.astype(np.int64)) < step).any()
     ):
-        raise ValueError(f"array {name!r} does not ascend within [{low}, {high})")
+        raise ValueError(f"array {name!r} must ascend, with values in [{low}, {high})")
 
 
 def _check_mapping(name: str, value: Any) -> None:

@@ -25,7 +25,8 @@ _HEAD = struct.Struct("<IiIiI")  # magic, sequence, cells, position, sequences o
 
 
 def cut_rule(llm: llama_cpp.Llama, setting: KVSetting) -> CutRule:
-    """
+    """Return where sequences of this model and cache can be cut.
+
     Args:
         setting: of the cache, with its window as it is now.
     """
@@ -36,7 +37,7 @@ def cut_rule(llm: llama_cpp.Llama, setting: KVSetting) -> CutRule:
 
 
 def sliding_window(llm: llama_cpp.Llama) -> int:
-    """Tokens that layers with a sliding window see, 0 if there are none."""
+    """Return the number of tokens that layers with a sliding window see, 0 if there are none."""
     if int(llama_cpp.llama_model_n_swa(_llama_cpp.model(llm))) <= 0:
         return 0
     return max((layer["n_swa"] for layer in _layers(llm)), default=0)
@@ -71,7 +72,7 @@ def resume(llm: llama_cpp.Llama, point: Checkpoint, n: int, source: int, target:
 
 
 def put(llm: llama_cpp.Llama, point: Checkpoint, seq: int) -> None:
-    """Into a sequence with rows of `point.n` tokens at least; what is behind them goes.
+    """Restore a checkpoint into a sequence with rows of at least `point.n` tokens; later rows are removed.
 
     Raises:
         ValueError: it does not fit this model, or there is no room.
@@ -110,7 +111,7 @@ def has_rows(llm: llama_cpp.Llama, rule: CutRule, seq: int, n: int) -> bool:
 
 
 def _groups(llm: llama_cpp.Llama, rule: CutRule, seq: int, n: int) -> tuple[RowGroup, ...]:
-    """Rows with F16 copies, of layers with a sliding window all that the token at n - 1 has seen."""
+    """Return the rows with F16 copies; of sliding-window layers all that the token at n - 1 has seen."""
     layers, window = _layers(llm), rule.window
     if not layers or not (window.threshold or window.sink_tokens or rule.sliding):
         return ()
@@ -146,7 +147,7 @@ def _put_state(llm: llama_cpp.Llama, point: Checkpoint, seq: int) -> None:
     if not slides and (
         len(state) < _HEAD.size or _HEAD.unpack_from(state.tobytes()[: _HEAD.size])[2:] != (1, point.n - 1, 0)
     ):
-        raise ValueError("the state of recurrent layers is not one of a sequence of this length")
+        raise ValueError("the state of recurrent layers belongs to a sequence of another length")
     context = _llama_cpp.context(llm)
     n_read = llama_cpp.llama_state_seq_set_data_ext(context, _pointer(state), len(state), seq, _STATE_ONLY)
     if int(n_read) != len(state):
@@ -158,7 +159,7 @@ def _pointer(array: npt.NDArray[np.uint8]) -> Any:
 
 
 def _layers(llm: llama_cpp.Llama) -> list[_core.Layer]:
-    """Those that have rows."""
+    """Return the layers that have rows."""
     return [] if _llama_cpp.is_recurrent(llm) else _core.layers(_address(llm))
 
 

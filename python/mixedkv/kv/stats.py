@@ -135,7 +135,7 @@ class KVStats:
         sequences: tuple[SequenceStats, ...],
         layers: tuple[LayerStats, ...] | None,
     ) -> KVStats:
-        """From what the context says."""
+        """Make the stats from what the context reports."""
         return cls(
             kv=kv,
             mixed=now["mixed"],
@@ -247,7 +247,7 @@ class KVStats:
 
 
 def format_bytes(n: int) -> str:
-    """A size to read: "312 B", "1.4 MiB"."""
+    """Format a size to read: "312 B", "1.4 MiB"."""
     size = float(n)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
@@ -257,5 +257,5 @@ def format_bytes(n: int) -> str:
 
 
 def format_saving(saving: float) -> str:
-    """A share of F16's bytes to read: "71% below F16"."""
+    """Format a share of F16's bytes to read: "71% below F16"."""
     return f"{abs(saving):.0%} {'below' if saving >= 0 else 'above'} F16"

@@ -28,7 +28,7 @@ class WindowSettings(ABC):
 
     @abstractmethod
     def limit_exact(self, p: int) -> None:
-        """Rows of sequence 0 from `p` on are not exact."""
+        """Mark rows of sequence 0 from `p` on as not exact."""
 
     @property
     def config(self) -> KVSetting:
@@ -112,8 +112,8 @@ class WindowSettings(ABC):
             )
 
     def follow_memory(self) -> None:
-        """Between two evaluations, on their thread: where memory is short the window gets shorter, if
-        `shrink` asks for it.
+        """Shorten the window where memory is short, if `shrink` asks for it; called between two evaluations,
+        on their thread.
         """
         if self.relief is not None:
             self.relief.follow()

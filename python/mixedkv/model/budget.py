@@ -21,7 +21,7 @@ def spend(
     make: Callable[[Types, int, Room], T],
     size: Callable[[T], int],
 ) -> T:
-    """The setting of least divergence that takes `budget` bytes at most.
+    """Return the setting of least divergence that takes `budget` bytes at most.
 
     Args:
         windows: F16 tokens of the recent window, ascending; the first one is what is wanted. It is halved

@@ -43,12 +43,13 @@ class FileKey:
 
 
 def model_header(path: str | os.PathLike[str]) -> ModelFile:
-    """The header of a model's first file, read once as long as the file stays as it is."""
+    """Return the header of a model's first file, read once as long as the file stays as it is."""
     return _header(FileKey.of(path))
 
 
 def fingerprint(path: str | os.PathLike[str], *, full_hash: bool = False) -> str:
-    """64 hex digits for a GGUF file, for a split model over all its parts; the file's name is not in it.
+    """Return 64 hex digits for the content of a GGUF file, for a split model of all its parts; names do not
+    matter.
 
     Args:
         full_hash: read everything.
@@ -61,13 +62,13 @@ def fingerprint(path: str | os.PathLike[str], *, full_hash: bool = False) -> str
 
 
 def model_parts(path: str | os.PathLike[str]) -> tuple[FileKey, ...]:
-    """All files of a model."""
+    """Return all files of a model."""
     key = FileKey.of(path)
     return key, *(FileKey.of(part) for part in other_parts(_header(key)))
 
 
 def adapter_fingerprint(path: str | os.PathLike[str], *, full_hash: bool = False) -> str:
-    """The same for an adapter's file; one in an unknown format is read whole."""
+    """Return the fingerprint of an adapter's file; one in an unknown format is read whole."""
     try:
         return fingerprint(path, full_hash=full_hash)
     except InvalidModelFileError:
@@ -96,7 +97,7 @@ def _combined(parts: tuple[str, ...]) -> str:
 
 
 def _samples(path: Path, file: BinaryIO) -> Iterator[tuple[int, int]]:
-    """Offset and size of what is hashed."""
+    """Yield the offset and size of what is hashed."""
     reader = Reader(path, file)
     tensors = reader.read().tensors
     yield 0, file.tell()

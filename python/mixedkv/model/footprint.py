@@ -97,7 +97,7 @@ class Footprint:
 
 
 def model_shape(model: ModelFile) -> ModelShape:
-    """The layers of a model file.
+    """Return the layers of a model file.
 
     Raises:
         UnsupportedModelError: the header lacks what the formula needs.
@@ -120,7 +120,7 @@ def model_shape(model: ModelFile) -> ModelShape:
 
 
 def footprint(shape: ModelShape, kv: CacheSetting, n_ctx: int, n_seq: int = 1) -> Footprint:
-    """Bytes that a cache of `n_ctx` tokens would take, which `n_seq` sequences share.
+    """Return the bytes that a cache of `n_ctx` tokens would take, which `n_seq` sequences share.
 
     Raises:
         ValueError: `hot_budget` is less than one window, or the setting names layers that the model lacks.
@@ -161,13 +161,15 @@ def longest_context(shape: ModelShape, kv: CacheSetting, n_bytes: int, n_seq: in
 
 
 def cold_bytes(layer: LayerShape, kv: CacheSetting) -> int:
-    """Bytes of a token's rows in the cold types, or in those of a uniform cache."""
+    """Return the number of bytes of a token's rows in the cold types, or in those of a uniform cache."""
     type_k, type_v = kv.types_of(layer.il)
     return int(layer.n_embd_k * type_bits(type_k) + layer.n_embd_v * type_bits(type_v)) // 8
 
 
 def ring_rows(shape: ModelShape, kv: CacheSetting, n_ctx: int, n_seq: int = 1) -> tuple[int, int]:
-    """F16 rows that are allocated, 0 if `hot_budget` is less than the second number, which is the least."""
+    """Return how many F16 rows are allocated, and the least; the first is 0 if `hot_budget` is less than the
+    least.
+    """
     native = kv.native() if kv.hot_budget is not None else None
     if native is None:
         return 0, 0

@@ -100,12 +100,12 @@ class ModelFile:
         return str(self.metadata.get("general.architecture", "unknown"))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of an architecture's own key, e.g. "block_count" for "llama.block_count"."""
+        """Return the value of an architecture's own key, e.g. "block_count" for "llama.block_count"."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
 
 def n_mtp_layers(file: ModelFile) -> int:
-    """Its last layers, which guess further tokens (multi-token prediction), and are used for nothing else."""
+    """Return how many of the last layers only guess further tokens (multi-token prediction)."""
     n = file.get("nextn_predict_layers", 0)
     return n if isinstance(n, int) else 0
 
@@ -129,7 +129,7 @@ def weight_type(file: ModelFile) -> str:
 
 
 def n_layers(file: ModelFile) -> int:
-    """Layers that each token goes through; 0 where the file does not tell."""
+    """Return how many layers each token goes through; 0 where the file does not tell."""
     n = file.get("block_count", 0)
     return max(0, n - n_mtp_layers(file)) if isinstance(n, int) else 0
 
@@ -153,14 +153,16 @@ def read_model_file(path: str | os.PathLike[str]) -> ModelFile:
     size = first.size + sum(part.size for part in others)
     tensors = sum((part.tensors for part in others), first.tensors)
     model = ModelFile(first.path, first.metadata, first.n_tensors, size, tensors)
-    _check_numbers(model)
+    _check_floats(model)
+    _check_sizes(model)
+    _check_mtp_layers(model)
     _check_rope(model)
     _check_temperature(model)
     return model
 
 
-def _check_numbers(model: ModelFile) -> None:
-    """Refuse hyperparameters that are no numbers, and epsilons of norms at which ggml ends the process."""
+def _check_floats(model: ModelFile) -> None:
+    """Refuse hyperparameters that are NaN, and epsilons of norms at which ggml ends the process."""
     for key, value in model.metadata.items():
         name = key.removeprefix(f"{model.architecture}.")
         numbers = [x for x in (value if isinstance(value, list) else [value]) if isinstance(x, float)]
@@ -172,6 +174,10 @@ def _check_numbers(model: ModelFile) -> None:
             raise InvalidModelFileError(
                 f"{model.path} cannot be loaded: its {name} is {value}; a norm's epsilon is from 0 to 1"
             )
+
+
+def _check_sizes(model: ModelFile) -> None:
+    """Refuse whole numbers at which llama.cpp divides by zero or ggml ends the process."""
     at_least_1 = ["full_attention_interval"]
     if model.architecture == "llama4":
         at_least_1.append("attention.sliding_window")
@@ -184,6 +190,10 @@ def _check_numbers(model: ModelFile) -> None:
         raise InvalidModelFileError(
             f"{model.path} cannot be loaded: its wkv.head_size is {wkv}: it must be a multiple of 32"
         )
+
+
+def _check_mtp_layers(model: ModelFile) -> None:
+    """Refuse a model all of whose layers guess further tokens."""
     n_layer, n_mtp = model.get("block_count"), n_mtp_layers(model)
     if n_mtp and isinstance(n_layer, int) and n_mtp >= n_layer:
         raise InvalidModelFileError(
@@ -203,7 +213,7 @@ def _check_temperature(model: ModelFile) -> None:
 
 
 def _check_rope(model: ModelFile) -> None:
-    """RoPE turns pairs of a head's elements: where it cannot, ggml ends the process, or RoPE never ends."""
+    """Refuse a RoPE that cannot turn pairs of a head's elements: ggml would end the process, or hang."""
     least = 0 if model.architecture in _WITHOUT_ROPE else 2
     width, n_head = model.get("embedding_length"), model.get("attention.head_count")
     size = width // n_head if isinstance(width, int) and isinstance(n_head, int) and n_head else None
@@ -302,7 +312,7 @@ class Reader:
         return tensors
 
     def _tensor(self) -> TensorFacts:
-        """A tensor whose `start` is counted from the first byte of all tensors' data."""
+        """Return a tensor whose `start` is counted from the first byte of all tensors' data."""
         name = self._string(_MAX_KEY)
         (n_dims,) = self._unpack("<I")
         if n_dims > 4:
@@ -377,7 +387,9 @@ class Reader:
 
 
 def _tensor_bytes(kind: int, n_elements: int) -> int:
-    """0 for a type that only a later gguf package knows: llama.cpp has the last word on it."""
+    """Return the bytes of a tensor; 0 for a type that only a later gguf package knows, which is left to
+    llama.cpp.
+    """
     block, size = _type_sizes().get(kind, (1, 0))
     return n_elements // block * size
 

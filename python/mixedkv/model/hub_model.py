@@ -97,7 +97,7 @@ def _meant(models: Sequence[str], wanted: str) -> list[str]:
 
 
 def _kept(repo: str, wanted: str) -> Path | None:
-    """The file in the cache, if one alone was meant."""
+    """Return the file in the cache, if one alone was meant."""
     before = f"{PREFIX}{repo}:"
     kept = {
         each.name.removeprefix(before): each.path for each in kept_models() if each.name.startswith(before)
@@ -149,7 +149,9 @@ def _parts(file: str, files: Sequence[str]) -> list[str]:
 
 
 def _files(repo: str) -> tuple[list[str], str]:
-    """The names of a repository's files; of those in the cache, and why, where the hub does not answer."""
+    """Return the names of a repository's files. Where the hub does not answer: of those in the cache, and
+    why.
+    """
     hub = _hub()
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
@@ -177,14 +179,14 @@ def _download(repo: str, file: str, name: str) -> Path:
     except OSError:
         raise
     except Exception as error:
-        raise ValueError(f"model={name!r}: {file} cannot be had: {_short(error)}") from None
+        raise ValueError(f"model={name!r}: {file} cannot be downloaded: {_short(error)}") from None
     if not isinstance(kept, str) or Path(kept).resolve() != path.resolve():
         _check(path, file, name)
     return path
 
 
 def _check(path: Path, file: str, name: str) -> None:
-    """The cache calls a large file by the SHA-256 that the hub says it has.
+    """Check a downloaded file: the cache names a large one by the SHA-256 that the hub says it has.
 
     Raises:
         ValueError: it has another one; it is removed.

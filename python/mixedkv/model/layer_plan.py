@@ -71,13 +71,13 @@ class LayerPlan:
         return len(self._steps)
 
     def types(self, n_steps: int) -> list[tuple[int, str, str]]:
-        """Layers with their types of K and V after so many steps."""
+        """Return the layers with their types of K and V after so many steps."""
         types = self._coarsest | dict(self._steps[:n_steps])
         layers = [layer.il for layer in self._shape.layers]
         return [(il, types[il, "k"], types.get((il, "v"), types[il, "k"])) for il in layers]
 
     def bits(self, n_steps: int) -> float:
-        """Bits of a K or V element after so many steps, scales included."""
+        """Return the bits of a K or V element after so many steps, scales included."""
         bits = n = 0.0
         for layer, (_, *types) in zip(self._shape.layers, self.types(n_steps), strict=True):
             for part, name in zip(("k", "v"), types, strict=True):
@@ -86,7 +86,7 @@ class LayerPlan:
         return bits / n
 
     def most(self, bits: float) -> int:
-        """The most steps with no more than so many bits."""
+        """Return the largest number of steps that takes no more than this many bits."""
         return bisect_right(range(len(self) + 1), bits, key=self.bits) - 1
 
     def divergence(self, n_steps: int) -> float:
@@ -95,7 +95,7 @@ class LayerPlan:
         return sum(self._shares[each] * self._errors[name] for each, name in types.items())
 
     def _gain(self, each: Each, one: str, other: str) -> float:
-        """Divergence that a step takes, for a bit of an element."""
+        """Return the divergence that a step takes, for a bit of an element."""
         return self._shares[each] * _slope(self._errors, one, other)
 
 
@@ -116,7 +116,7 @@ def _usable(shape: ModelShape, on_cpu: bool) -> dict[str, float]:
 
 
 def _ladder(errors: Mapping[str, float]) -> list[str]:
-    """Types by their bits, less those that are passed over: the next one does more for a bit."""
+    """Return the types by their bits, less those that are passed over: the next one does more for a bit."""
     res: list[str] = []
     for name in errors:
         if res and errors[name] >= errors[res[-1]]:

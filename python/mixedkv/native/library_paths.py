@@ -8,10 +8,10 @@ from mixedkv import _native
 
 
 def include_dir() -> Path:
-    """The folder of `mixedkv/mixedkv.h`, `llama.h` and the ggml headers it needs."""
+    """Return the folder of `mixedkv/mixedkv.h`, `llama.h` and the ggml headers it needs."""
     return _native.package_folder() / "include"
 
 
 def cmake_dir() -> Path:
-    """The folder of the CMake package, for `-Dmixedkv_DIR=`."""
+    """Return the folder of the CMake package, for `-Dmixedkv_DIR=`."""
     return _native.package_folder() / "share" / "cmake" / "mixedkv"

@@ -42,7 +42,7 @@ class TensorBufferOverride(ctypes.Structure):
 
 
 def context(llm: llama_cpp.Llama) -> Any:
-    """The llama_context, as llama.cpp's own functions take it.
+    """Return the llama_context, as llama.cpp's own functions take it.
 
     Raises:
         ClosedError: the `Llama` is closed.
@@ -59,7 +59,7 @@ def address(handle: Any) -> int:
 
 
 def model(llm: llama_cpp.Llama) -> Any:
-    """The llama_model, as llama.cpp's own functions take it.
+    """Return the llama_model, as llama.cpp's own functions take it.
 
     Raises:
         ClosedError: the `Llama` is closed.
@@ -68,7 +68,7 @@ def model(llm: llama_cpp.Llama) -> Any:
 
 
 def vocab(llm: llama_cpp.Llama) -> Any:
-    """The llama_vocab. It needs no context, so any thread may use it.
+    """Return the llama_vocab. It needs no context, so any thread may use it.
 
     Raises:
         ClosedError: the `Llama` is closed.
@@ -84,7 +84,9 @@ def _open_model(llm: llama_cpp.Llama) -> Any:
 
 
 def has_vocabulary(llm: llama_cpp.Llama) -> bool:
-    """False of the body of a split model: what llama.cpp is asked about tokens then ends the process."""
+    """Return whether the model knows tokens. The body of a split model does not: asking llama.cpp then ends
+    the process.
+    """
     return bool(llama_cpp.llama_vocab_type(vocab(llm)) != llama_cpp.LLAMA_VOCAB_TYPE_NONE)
 
 
@@ -97,7 +99,7 @@ def pre_tokenizer(llm: llama_cpp.Llama) -> str:
 
 
 def missing_byte(llm: llama_cpp.Llama) -> int | None:
-    """A byte that SentencePiece's kind of vocabulary has no token for; texts with it end the process."""
+    """Return a byte that a SentencePiece vocabulary has no token for; texts with it end the process."""
     if llama_cpp.llama_vocab_type(vocab(llm)) != llama_cpp.LLAMA_VOCAB_TYPE_SPM:
         return None
     missing = {text: byte for byte in range(256) for text in (b"<0x%02X>" % byte, bytes([byte]))}
@@ -110,12 +112,12 @@ def missing_byte(llm: llama_cpp.Llama) -> int | None:
 
 
 def is_recurrent(llm: llama_cpp.Llama) -> bool:
-    """All layers keep a state instead of rows."""
+    """Return whether all layers keep a state instead of rows."""
     return bool(llm._is_recurrent)
 
 
 def is_hybrid(llm: llama_cpp.Llama) -> bool:
-    """Some layers keep a state instead of rows."""
+    """Return whether some layers keep a state instead of rows."""
     return bool(llm._is_hybrid)
 
 
@@ -167,7 +169,7 @@ class _Borrowed:
 
 @contextmanager
 def weights_of(other: llama_cpp.Llama | None) -> Iterator[None]:
-    """The `Llama` that this thread makes meanwhile reads no file: it has the weights of the other one."""
+    """Give the `Llama` that this thread makes meanwhile the weights of another: it reads no file."""
     if other is None:
         yield
         return

@@ -28,15 +28,17 @@ class Room:
 
 
 def memory_room(proc: Path = _PROC, groups: Path = _GROUPS) -> int | None:
-    """Bytes: the least of MemAvailable and what each control group above the process has left; None where the
-    system, which is no Linux, does not say.
+    """Return the bytes that are left: the least of MemAvailable and of each control group above the process.
+    None on systems other than Linux.
     """
     rooms = memory_rooms(proc, groups)
     return max(0, min(room.left for room in rooms)) if rooms else None
 
 
 def memory_rooms(proc: Path = _PROC, groups: Path = _GROUPS) -> list[Room]:
-    """Below the machine's memory, and below each limit of the control groups above the process."""
+    """Return the room below the machine's memory, and below the limit of each control group above the
+    process.
+    """
     machine = _fields(proc / "meminfo")
     if "MemAvailable:" not in machine:
         return []
@@ -45,8 +47,8 @@ def memory_rooms(proc: Path = _PROC, groups: Path = _GROUPS) -> list[Room]:
 
 
 def memory_stall(proc: Path = _PROC, groups: Path = _GROUPS) -> float:
-    """Percent of the last ten seconds in which a task of the control group, else of the machine, waited for
-    memory (the kernel's pressure stall information); 0 where it is not told.
+    """Return the percent of the last ten seconds in which a task of the control group, else of the machine,
+    waited for memory (the kernel's pressure stall information); 0 where it is not told.
     """
     own = [path for root, _, path in _own_groups(proc, groups) if root == groups]
     lines = [line for path in own for line in _lines(path / "memory.pressure")]
@@ -58,7 +60,7 @@ def memory_stall(proc: Path = _PROC, groups: Path = _GROUPS) -> float:
 
 
 def own_memory(proc: Path = _PROC) -> int:
-    """Bytes that this process has of its own: all but pages of files."""
+    """Return the number of bytes that this process has of its own: all but pages of files."""
     return _fields(proc / "self" / "status").get("RssAnon:", 0) * 1024
 
 
@@ -72,7 +74,9 @@ def _group_rooms(proc: Path, groups: Path) -> Iterator[Room]:
 
 
 def _own_groups(proc: Path, groups: Path) -> Iterator[tuple[Path, _Names, Path]]:
-    """Those of the process that count memory: the folder they are below, their files, their folder."""
+    """Yield the control groups of the process that count memory: the root folder, the names of their files,
+    their folder.
+    """
     for line in _lines(proc / "self" / "cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -95,7 +99,7 @@ def _room(folder: Path, limits: tuple[str, ...], usage: str, cache: tuple[str, .
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """The numbers of lines such as "MemAvailable:  123 kB"."""
+    """Return the numbers of lines such as "MemAvailable: 123 kB"."""
     parts = (line.split() for line in _lines(path))
     return {line[0]: int(line[1]) for line in parts if len(line) > 1 and line[1].isdigit()}
 

@@ -47,7 +47,7 @@ _WHITE_SPACE = re.compile(  # in UTF-8
 
 
 def tokenize(pre: str, text: bytes, tokenizer: Callable[[bytes], list[int]]) -> list[int]:
-    """Tokens of a text, on a stack that is deep enough.
+    """Return the tokens of a text, on a stack that is deep enough.
 
     Args:
         pre: name of the pre-tokenizer, "" for a vocabulary without.

@@ -12,7 +12,8 @@ from mixedkv.tokens import Tokens
 
 
 def message_starts(vocab: Any, tokens: Tokens) -> Places:
-    """Positions of the first control token behind each one that ends a message; none in plain text.
+    """Return the positions of the first control token behind each one that ends a message; none in plain
+    text.
 
     Args:
         vocab: llama.cpp's.

@@ -24,7 +24,9 @@ _SHARE = 4  # a quarter of what may go goes at once: moving rows costs about one
 
 
 def budget(size: int, head: int) -> int:
-    """Tokens that are left of a sequence when it has been cut to fit `size`, of which `head` always stay."""
+    """Return the number of tokens that are left of a sequence when it has been cut to fit `size`, of which
+    `head` always stay.
+    """
     return size - max(1, (size - head) // _SHARE)
 
 
@@ -61,7 +63,7 @@ class Gap:
     hash: Any = field(default_factory=sha256)
 
     def wider(self, tokens: Tokens) -> Gap:
-        """With the tokens behind it left out too."""
+        """Widen the gap by tokens behind it."""
         grown = self.hash.copy()
         grown.update(np.ascontiguousarray(tokens, np.int32).tobytes())
         return Gap(self.begin, self.n + len(tokens), grown)
@@ -73,13 +75,13 @@ class Gap:
 
 
 def without(tokens: Tokens, begin: int, n: int) -> Tokens:
-    """Tokens without `n` of them from `begin` on."""
+    """Return the tokens without the `n` from `begin` on."""
     return np.concatenate([tokens[:begin], tokens[begin + n :]])
 
 
 @dataclass(frozen=True, slots=True)
 class LongPrompt:
-    """A prompt that is longer than the context.
+    """Holds a prompt that is longer than the context.
 
     Args:
         tokens: all of it.
@@ -105,7 +107,7 @@ class LongPrompt:
         return without(self.tokens, self.head, n)
 
     def beginning(self, size: int, n: int) -> Tokens:
-        """At least the first `size` tokens of what is left without `n`, or all of it."""
+        """Return at least the first `size` tokens of what is left without `n`, or all of it."""
         return without(self.tokens[: size + n], self.head, n)
 
     def gap(self, n: int) -> Gap:

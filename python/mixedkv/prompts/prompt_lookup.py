@@ -35,7 +35,7 @@ class PromptLookup:
             self._found = n_prompt
 
     def copy(self) -> PromptLookup:
-        """Another one of the same tokens."""
+        """Return a copy with the same tokens."""
         other = PromptLookup(())
         other._tokens, other._ends = self._tokens.copy(), self._ends.copy()
         other._run, other._found = self._run, self._found
@@ -49,7 +49,7 @@ class PromptLookup:
             self._ends[self._run] = len(self._tokens)
 
     def draft(self, most: int) -> list[int]:
-        """Up to `most` tokens that may come next. What repeats itself right now may go on to do so."""
+        """Return up to `most` tokens that may come next. What repeats itself right now may go on to do so."""
         if self._found is None or most <= 0:
             return []
         drafts = self._tokens[self._found : self._found + most]

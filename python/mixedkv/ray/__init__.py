@@ -15,7 +15,8 @@ __all__ = ["app", "build"]
 
 
 def __getattr__(name: str) -> Any:
-    """`build` makes an application of options; `app` is that of the environment's MIXEDKV_... variables.
+    """Load the application on first use. `build` makes one of options; `app` is that of the environment's
+    MIXEDKV_... variables.
 
     Raises:
         ImportError: Ray Serve is not installed.

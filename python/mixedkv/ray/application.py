@@ -57,7 +57,7 @@ async def _parts(answer: Any) -> AsyncIterator[bytes]:
 
 
 def build(options: Mapping[str, Any]) -> serve.Application:
-    """An application of Ray Serve.
+    """Build an application of Ray Serve.
 
     Args:
         options: those of `mixedkv serve`, by name; and `replicas`, a number or a range as 1-4, within which
@@ -127,6 +127,8 @@ def _scaling(replicas: str, parallel: int) -> dict[str, Any]:
 
 
 def from_environ() -> dict[str, str]:
-    """MIXEDKV_... of this process: other variables with that beginning belong to other parts."""
+    """Return the options in this process's MIXEDKV_... variables; others with that beginning belong to other
+    parts.
+    """
     names = {name: ENV_PREFIX + name.upper() for name in (*ServerSettings.model_fields, *_OWN)}
     return {name: os.environ[variable] for name, variable in names.items() if variable in os.environ}

@@ -35,14 +35,16 @@ class Placing:
         self._work: dict[str, tuple[str, int, float, Prefix]] = {}
 
     def place(self, request: str, prefix: Prefix, replicas: Collection[str]) -> list[str]:
-        """The best first. A request counts for that one from now on: others are placed before it is sent."""
+        """Order replicas, the best first. The request counts for that one at once: others are placed before
+        it is sent.
+        """
         ranked = self.order(prefix, replicas, request)
         if ranked:
             self.sent(request, prefix, ranked[0], _ROUTING)
         return ranked
 
     def order(self, prefix: Prefix, replicas: Collection[str], request: str = "") -> list[str]:
-        """The best first; of equals the one that was sent nothing for longest."""
+        """Order replicas, the best first; of equals the one that was sent nothing for longest."""
         waiting, answered, now = dict.fromkeys(replicas, 0), set(prefix.ends[:-1]), self._clock()
         self._work = {name: one for name, one in self._work.items() if one[2] > now}
         for name, (replica, work, _, other) in self._work.items():
@@ -57,14 +59,16 @@ class Placing:
         return sorted(replicas, key=cost)
 
     def held(self, prefix: Prefix, replica: str) -> int:
-        """Characters that a replica was sent before."""
+        """Return the number of characters that a replica was sent before."""
         for i, block in enumerate(prefix.blocks):
             if replica not in self._holders.get(block, ()):
                 return BLOCK * i
         return BLOCK * len(prefix.blocks)
 
     def sent(self, request: str, prefix: Prefix, replica: str, seconds: float = _LONGEST) -> None:
-        """A request went to a replica, and is over after so many seconds, whatever is heard of it."""
+        """Note that a request went to a replica. It counts as over after that many seconds, even if nothing
+        is heard of it.
+        """
         was, work, *_ = self._work.get(request, ("", 0))
         if was != replica:
             self._last[replica] = next(self._numbers)
@@ -82,5 +86,5 @@ class Placing:
             self._sessions.popitem(last=False)
 
     def done(self, request: str) -> None:
-        """It was answered, or failed."""
+        """Note that a request was answered, or failed."""
         self._work.pop(request, None)

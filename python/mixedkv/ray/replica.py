@@ -39,7 +39,7 @@ class EngineReplica:
         self._asgi = RequestIds(self._app, settings.access_log)
 
     async def handle(self, scope: Message, body: bytes, prefix: Prefix) -> AsyncIterator[Message]:
-        """The ASGI messages of an answer.
+        """Yield the ASGI messages of an answer.
 
         Args:
             scope: of the request.
@@ -79,7 +79,7 @@ class EngineReplica:
             raise ClosedError("the engine has ended")
 
     async def __del__(self) -> None:
-        """Called once by Ray Serve, when no request is under way any more."""
+        """Shut down. Ray Serve calls it once, when no request is under way any more."""
         if self._server is not None:
             await self._server.drain(self._seconds)
         if self._begun is not None:

@@ -45,6 +45,6 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
 
 
 def _prefix(request: PendingRequest | None) -> Prefix:
-    """The ingress gives it with each request."""
+    """Return the prefix that the ingress gives with each request."""
     found = request.kwargs.get("prefix") if request is not None else None
     return found if isinstance(found, Prefix) else Prefix()

@@ -62,7 +62,9 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self, path: str = "") -> Response:
-        """At `path`: Anthropic's API calls an error by its type, too, and Ollama's has the message alone."""
+        """Return the error as the API at `path` writes it: Anthropic's has the type too, and Ollama's the
+        message alone.
+        """
         body = {"type": "error", **self.body()} if path.startswith("/v1/messages") else self.body()
         if path.startswith("/api/"):
             body = {"error": self.message}

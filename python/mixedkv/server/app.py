@@ -139,7 +139,7 @@ async def _on_api_error(request: Request, error: Any) -> Response:
 
 
 async def _on_invalid(request: Request, error: Any) -> Response:
-    """The first thing that is wrong, without what was sent."""
+    """Answer with the first thing that is wrong with a request, without what was sent."""
     first = error.errors()[0]
     if first["loc"] == ("body",) and first["type"] == "model_attributes_type":
         kind = request.headers.get("content-type", "")

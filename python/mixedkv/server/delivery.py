@@ -27,10 +27,10 @@ class Delivery:
             deliver_directly(events)
 
     def begin(self) -> None:
-        """The running loop gets all events from now on."""
+        """Deliver all events to the running loop from now on."""
         self._loop = asyncio.get_running_loop()
 
     def end(self) -> None:
-        """Nobody reads any more."""
+        """Stop delivering: nobody reads any more."""
         self._over = True
         self._loop = None

@@ -121,7 +121,7 @@ class HeldBlocks:
         return had
 
     def changes(self, news: Sequence[News]) -> list[Event]:
-        """Since the last time."""
+        """Return the events since the last call."""
         had = bool(self._told)
         gone: list[bytes] = []
         events: list[Event] = []
@@ -147,7 +147,7 @@ class HeldBlocks:
         return [*events, BlockRemoved([_short(name) for name in left], MEDIUM)] if left else events
 
     def _stored(self, names: list[bytes], one: News) -> Iterator[Event]:
-        """An event for each run of blocks that nobody held."""
+        """Yield an event for each run of blocks that nobody held."""
         run: list[int] = []
         for i in range(one.first, len(names) + 1):
             new = i < len(names) and not self._holders[names[i]]
@@ -232,7 +232,7 @@ class KVEvents:
             self._context.destroy()
 
     def _new_topics(self) -> tuple[bytes, ...]:
-        """Beginnings of topics that somebody has begun to listen to."""
+        """Return the beginnings of topics that somebody has begun to listen to."""
         found = []
         while self._socket.poll(0):
             message = self._socket.recv()

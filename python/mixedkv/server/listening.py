@@ -14,7 +14,7 @@ from mixedkv.server.settings import ServerSettings
 
 @contextmanager
 def listen(settings: ServerSettings) -> Iterator[socket.socket]:
-    """A socket that is bound; a Unix socket's file goes away with it.
+    """Open a bound socket; a Unix socket's file goes away with it.
 
     Raises:
         ValueError: it cannot be.
@@ -55,7 +55,7 @@ class TLS:
         self.reload()
 
     def reload(self) -> None:
-        """New connections get what the files have now; where that fails, nothing changes."""
+        """Read the certificate files again, for new connections; where that fails, nothing changes."""
         self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
         self._load(self.context)
 

@@ -30,36 +30,66 @@ class Metrics(Observer):
     def __init__(self, by_tenant: bool = False) -> None:
         self.registry = CollectorRegistry()
         r: dict[str, Any] = {"registry": self.registry}
-        self.running = Gauge("mixedkv:num_requests_running", "Answers at work.", **r)
-        self.waiting = Gauge("mixedkv:num_requests_waiting", "Requests without a sequence yet.", **r)
-        self.prompt_tokens = Counter("mixedkv:prompt_tokens", "Tokens of prompts, cached ones included.", **r)
-        self.evaluated = Counter(
-            "mixedkv:prompt_tokens_evaluated", "Tokens of prompts that were evaluated.", **r
+        self.running = Gauge("mixedkv:num_requests_running", "Answers that are being generated.", **r)
+        self.waiting = Gauge("mixedkv:num_requests_waiting", "Requests that wait for a place.", **r)
+        self.prompt_tokens = Counter(
+            "mixedkv:prompt_tokens", "Prompt tokens, including those found in the cache.", **r
         )
-        self.generated = Counter("mixedkv:generation_tokens", "Tokens of answers.", **r)
-        self.drafted = Counter("mixedkv:spec_decode_num_draft_tokens", "Tokens of answers drafted.", **r)
-        self.accepted = Counter("mixedkv:spec_decode_num_accepted_tokens", "Those that came.", **r)
-        self.ttft = Histogram("mixedkv:time_to_first_token_seconds", "From the request.", buckets=_FIRST, **r)
-        self.itl = Histogram("mixedkv:inter_token_latency_seconds", "Between tokens.", buckets=_BETWEEN, **r)
-        self.e2e = Histogram("mixedkv:e2e_request_latency_seconds", "Of an answer.", buckets=_SECONDS, **r)
-        self.queue = Histogram("mixedkv:request_queue_time_seconds", "Until it starts.", buckets=_FIRST, **r)
-        self.steps = Histogram("mixedkv:iteration_seconds", "Of a step of the engine.", buckets=_STEP, **r)
+        self.evaluated = Counter("mixedkv:prompt_tokens_evaluated", "Prompt tokens that were evaluated.", **r)
+        self.generated = Counter("mixedkv:generation_tokens", "Tokens generated.", **r)
+        self.drafted = Counter("mixedkv:spec_decode_num_draft_tokens", "Draft tokens.", **r)
+        self.accepted = Counter(
+            "mixedkv:spec_decode_num_accepted_tokens", "Draft tokens that were accepted.", **r
+        )
+        self.ttft = Histogram(
+            "mixedkv:time_to_first_token_seconds",
+            "Seconds from the request to the first token.",
+            buckets=_FIRST,
+            **r,
+        )
+        self.itl = Histogram(
+            "mixedkv:inter_token_latency_seconds", "Seconds between tokens.", buckets=_BETWEEN, **r
+        )
+        self.e2e = Histogram(
+            "mixedkv:e2e_request_latency_seconds",
+            "Seconds from the request to the end of the answer.",
+            buckets=_SECONDS,
+            **r,
+        )
+        self.queue = Histogram(
+            "mixedkv:request_queue_time_seconds", "Seconds that a request waited.", buckets=_FIRST, **r
+        )
+        self.steps = Histogram(
+            "mixedkv:iteration_seconds", "Seconds of a step of the engine.", buckets=_STEP, **r
+        )
         self.success = Counter(
             "mixedkv:request_success", "Answers by how they ended.", ["finished_reason"], **r
         )
         self.errors = Counter("mixedkv:request_failure", "Answers that failed.", ["reason"], **r)
         self.queries = Counter("mixedkv:prefix_cache_queries", "Prompt tokens looked up in the cache.", **r)
-        self.hits = Counter("mixedkv:prefix_cache_hits", "Prompt tokens found, by tier.", ["tier"], **r)
+        self.hits = Counter(
+            "mixedkv:prefix_cache_hits", "Prompt tokens found in the cache, by tier.", ["tier"], **r
+        )
         self.approximate = Counter(
             "mixedkv:approximate_cache_hits", "Prompt tokens with rows that were computed elsewhere.", **r
         )
-        self.chunk_checks = Counter("mixedkv:chunk_checks", "Answers from chunks, evaluated exactly.", **r)
-        self.chunk_kld = Counter("mixedkv:chunk_check_kld_nats", "Their divergence, together.", **r)
-        self.chunks_off = Gauge("mixedkv:chunk_reuse_off", "1 when checks have switched it off.", **r)
-        self.rows = Gauge("mixedkv:kv_cache_rows", "Rows by state: hot, cold.", ["state"], **r)
-        self.bytes = Gauge("mixedkv:kv_cache_bytes", "Bytes: hot, cold, checkpoints, store.", ["tier"], **r)
+        self.chunk_checks = Counter(
+            "mixedkv:chunk_checks", "Answers from reused passages that were evaluated exactly as well.", **r
+        )
+        self.chunk_kld = Counter(
+            "mixedkv:chunk_check_kld_nats", "Sum of the divergence of checked answers, in nats.", **r
+        )
+        self.chunks_off = Gauge(
+            "mixedkv:chunk_reuse_off", "1 when checks have switched the reuse of passages off.", **r
+        )
+        self.rows = Gauge("mixedkv:kv_cache_rows", "Rows in the cache by state: hot, cold.", ["state"], **r)
+        self.bytes = Gauge(
+            "mixedkv:kv_cache_bytes", "Bytes of KV: hot, cold, checkpoints, store.", ["tier"], **r
+        )
         self.dropped = Counter(
-            "mixedkv:dropped_tokens", "Of prompts and answers that did not fit the context.", **r
+            "mixedkv:dropped_tokens",
+            "Tokens dropped from prompts and answers that did not fit the context.",
+            **r,
         )
         self.usage = Gauge("mixedkv:kv_cache_usage_perc", "Share of the context's cells in use, 0 to 1.", **r)
         self.in_use = Gauge(
@@ -67,46 +97,58 @@ class Metrics(Observer):
         )
         self.lora = Gauge(
             "mixedkv:lora_requests_info",
-            "When requests for adapters were looked at; all adapters are in memory.",
+            "Adapters with running and waiting requests; the value is the time of the count.",
             ["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
             **r,
         )
         self.sequences = Gauge(
             "mixedkv:kv_cache_sequences", "Sequences by state: running, idle.", ["state"], **r
         )
-        self.evictions = Counter("mixedkv:kv_cache_evictions", "Prefixes dropped, by tier.", ["tier"], **r)
+        self.evictions = Counter(
+            "mixedkv:kv_cache_evictions", "Cached prefixes that were evicted, by tier.", ["tier"], **r
+        )
         self.preemptions = Counter(
             "mixedkv:num_preemptions", "Answers that had to give their rows back.", **r
         )
         self.pauses = Counter("mixedkv:num_pauses", "Answers that had to let another tenant's go first.", **r)
         self.restores = Counter("mixedkv:kv_restores", "Prompts whose KV came from the store.", **r)
-        self.restore_failures = Counter("mixedkv:kv_restore_failures", "By reason.", ["reason"], **r)
+        self.restore_failures = Counter(
+            "mixedkv:kv_restore_failures", "Failures to restore KV, by reason.", ["reason"], **r
+        )
         self.stored_tokens = Counter("mixedkv:kv_stored_tokens", "Tokens whose KV went to the store.", **r)
-        self.store_failures = Counter("mixedkv:kv_store_failures", "By reason.", ["reason"], **r)
+        self.store_failures = Counter(
+            "mixedkv:kv_store_failures", "Failures to store KV, by reason.", ["reason"], **r
+        )
         self.rechecks = Counter(
             "mixedkv:kv_rechecks",
-            "Stored sequences that were evaluated again.",
+            "Stored sequences that were checked by evaluating them again.",
             ["rows"],
             **r,
         )
         for rows in ("right", "wrong"):
             self.rechecks.labels(rows)
         self.remote_up = Gauge("mixedkv:kv_remote_up", "1 when the store's remote answers.", **r)
-        self.sessions = Gauge("mixedkv:sessions", "Sessions that live, of all tenants.", **r)
-        self.session_bytes = Gauge("mixedkv:session_bytes", "Bytes of their records.", **r)
+        self.sessions = Gauge("mixedkv:sessions", "Living sessions of all tenants.", **r)
+        self.session_bytes = Gauge("mixedkv:session_bytes", "Bytes of the records of sessions.", **r)
         self.embedding_running = Gauge(
             "mixedkv:num_embedding_requests", "Requests for vectors at work or waiting.", **r
         )
         self.embedding_outcomes = Counter(
             "mixedkv:embedding_requests", "Requests for vectors by how they ended.", ["finished_reason"], **r
         )
-        self.embedding_inputs = Counter("mixedkv:embedding_inputs", "Inputs that have a vector.", **r)
+        self.embedding_inputs = Counter("mixedkv:embedding_inputs", "Inputs that were embedded.", **r)
         self.embedding_tokens = Counter("mixedkv:embedding_tokens", "Tokens evaluated for vectors.", **r)
         self.embedding_seconds = Histogram(
-            "mixedkv:embedding_request_latency_seconds", "Of a request for vectors.", buckets=_SECONDS, **r
+            "mixedkv:embedding_request_latency_seconds",
+            "Seconds of a request for vectors.",
+            buckets=_SECONDS,
+            **r,
         )
         self.embedding_slices = Histogram(
-            "mixedkv:embedding_slice_seconds", "What running answers wait for a slice.", buckets=_STEP, **r
+            "mixedkv:embedding_slice_seconds",
+            "Seconds that running answers wait for a slice of embedding work.",
+            buckets=_STEP,
+            **r,
         )
         self.models_loaded = Gauge("mixedkv:models_loaded", "Models in memory, adapters not counted.", **r)
         self.model_loads = Counter("mixedkv:model_loads", "Models that were loaded.", ["model"], **r)
@@ -115,15 +157,24 @@ class Metrics(Observer):
             "mixedkv:model_load_failures", "Models that could not be loaded.", ["model"], **r
         )
         self.model_load_seconds = Histogram(
-            "mixedkv:model_load_seconds", "Of loading a model.", buckets=_SECONDS, **r
+            "mixedkv:model_load_seconds", "Seconds to load a model.", buckets=_SECONDS, **r
         )
         self.by_tenant = by_tenant
-        self.tenant_prompts = Counter("mixedkv:tenant_prompt_tokens", "Tokens of prompts.", ["tenant"], **r)
-        self.tenant_evaluated = Counter(
-            "mixedkv:tenant_prompt_tokens_evaluated", "Those that were evaluated.", ["tenant"], **r
+        self.tenant_prompts = Counter(
+            "mixedkv:tenant_prompt_tokens", "Prompt tokens, by tenant.", ["tenant"], **r
         )
-        self.tenant_generated = Counter("mixedkv:tenant_generation_tokens", "Of answers.", ["tenant"], **r)
-        self.http = Counter("mixedkv:http_requests", "By path and status.", ["path", "status"], **r)
+        self.tenant_evaluated = Counter(
+            "mixedkv:tenant_prompt_tokens_evaluated",
+            "Prompt tokens that were evaluated, by tenant.",
+            ["tenant"],
+            **r,
+        )
+        self.tenant_generated = Counter(
+            "mixedkv:tenant_generation_tokens", "Tokens generated, by tenant.", ["tenant"], **r
+        )
+        self.http = Counter(
+            "mixedkv:http_requests", "HTTP requests by path and status.", ["path", "status"], **r
+        )
         self.recent: deque[dict[str, Any]] = deque(maxlen=WINDOW)
         self._tokens: deque[tuple[float, int, int]] = deque()  # time, generated, evaluated
         self._hits = {"context": 0, "ram": 0, "disk": 0, "remote": 0}
@@ -270,7 +321,7 @@ class Metrics(Observer):
     # --- gauges ---
 
     def set_gauges(self, snapshots: Sequence[dict[str, Any]], n_loaded: int) -> None:
-        """From those of all models: sums, but for the folder of the store, which is one."""
+        """Set the gauges from snapshots of all models: sums, but for the store's folder, which all share."""
         self.models_loaded.set(n_loaded)
         caches, requests = ([now[part] for now in snapshots] for part in ("cache", "requests"))
         self.running.set(_sum(requests, "running"))
@@ -300,7 +351,7 @@ class Metrics(Observer):
     # --- for /v1/stats ---
 
     def rates(self) -> dict[str, float]:
-        """Tokens per second over the last ten seconds."""
+        """Return the tokens per second over the last ten seconds."""
         now = time.monotonic()
         steps = [step for step in list(self._tokens) if step[0] >= now - _RATE_WINDOW]
         return {
@@ -319,7 +370,9 @@ def _sum(parts: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def _between_tokens(job: Progress, reason: str) -> float | None:
-    """Seconds from one token to the next, on average; the model's end of its answer is a token too."""
+    """Return the seconds from one token to the next, on average; the model's end of its answer is a token
+    too.
+    """
     n = job.n_chosen - 1
     if job.t_first is None or job.t_last is None or n < 1:
         return None

@@ -89,7 +89,7 @@ class ModelWatch:
         return any(broken) or self._now() != self._before
 
     def _now(self) -> list[tuple[int, int]]:
-        """Size and time of change of each file."""
+        """Return the size and time of change of each file."""
         return [(info.st_size, info.st_mtime_ns) for info in map(os.fstat, self._files)]
 
     def _give_way(self) -> None:

@@ -18,7 +18,8 @@ _NAMED = re.compile(r"([A-Za-z0-9][\w.:@~+-]{0,255})=(.+)", re.ASCII | re.DOTALL
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """
+    """A model, or an adapter on one, as clients name it.
+
     Args:
         path: GGUF file.
         n_ctx: tokens of its cache; 0 for the default.
@@ -38,7 +39,7 @@ class ServedModel:
 
 
 def served_models(settings: ServerSettings) -> list[ServedModel]:
-    """The first one is the default; adapters come after their model.
+    """Return the models to serve. The first one is the default; adapters come after their model.
 
     Raises:
         ValueError: a name is there twice, or missing; the message begins with the option.
@@ -89,7 +90,7 @@ def _adapter(given: str, models: Sequence[tuple[str, Path]]) -> tuple[str, str, 
 
 
 def _encoder(given: str, models: Sequence[tuple[str, Path]]) -> tuple[str, str]:
-    """The model it is for, and file."""
+    """Return the model that an encoder is for, and its file."""
     for model, _ in models:
         if given.startswith(f"{model}=") and not Path(given).exists():
             return model, given.removeprefix(f"{model}=")

@@ -89,7 +89,7 @@ class PendingRequest:
         self._wake()
 
     def tick_every(self, seconds: float) -> None:
-        """From now on `next` gives None where nothing has come for so long, or up to twice that."""
+        """Let `next` return None where nothing has come for that long, or up to twice as long."""
         if self._quiet and not self._events:
             self._ticked = True
             self._wake()
@@ -141,7 +141,7 @@ class PendingRequest:
                 yield event
 
     async def done(self) -> list[Done]:
-        """The ends of all jobs, in their order."""
+        """Wait for all jobs and return how they ended, in their order."""
         ends: dict[int, Done] = {}
         async for index, event in self.events():
             if isinstance(event, Done):

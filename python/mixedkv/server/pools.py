@@ -14,7 +14,9 @@ _T = TypeVar("_T")
 
 
 class Pools:
-    """Sessions have the event loop's own threads: what a database does not answer holds up these alone."""
+    """Threads for work off the event loop. Sessions use the loop's own threads: a database that does not
+    answer holds up no other work.
+    """
 
     def __init__(self) -> None:
         self.bodies = ThreadPoolExecutor(1, "mixedkv-body")  # large ones, which the reader reads
@@ -34,5 +36,5 @@ class Pools:
 
 
 async def in_pool(pool: ThreadPoolExecutor, function: Callable[..., _T], *args: Any) -> _T:
-    """Work off the event loop."""
+    """Run a function on a pool's thread, off the event loop."""
     return await asyncio.get_running_loop().run_in_executor(pool, function, *args)

@@ -187,7 +187,7 @@ class Residence:
     # --- the event loop ---
 
     def begin(self) -> None:
-        """The running loop decides from now on."""
+        """Start deciding, on the running loop."""
         self._loop = asyncio.get_running_loop()
         for group in self.groups:
             if group.place is Residency.IN:
@@ -222,7 +222,7 @@ class Residence:
             self._take(group, tenant, keep_alive)
             return
         if sum(each.tenant == tenant for each in group.waiters) >= self._most_waiting(tenant):
-            raise QueueFullError(f"as many requests as may wait for {group.name!r}, which is being loaded")
+            raise QueueFullError(f"too many requests wait already for {group.name!r}, which is being loaded")
         waiter = _Waiter(tenant, keep_alive, asyncio.get_running_loop().create_future())
         group.waiters.append(waiter)
         if group.place is not Residency.LOADING and group not in self._wanted:
@@ -300,7 +300,7 @@ class Residence:
         _cancel_timer(group)
 
     def _rest(self, group: ModelGroup) -> None:
-        """Nobody uses it at the moment."""
+        """Start the timer of a model that nobody uses at the moment."""
         _cancel_timer(group)
         if not self.on_demand or self._closing:
             return

@@ -279,7 +279,7 @@ def read_warm_file(path: str, keys: Keys) -> list[WarmLine]:
 
 
 def _warm(server: ServerState, body: WarmLine) -> None:
-    """Before the event loop runs."""
+    """Evaluate one line of `--warm`, before the event loop runs."""
     names = {each.model_name: each for each in server.all}
     if body.model is not None and body.model not in names:
         raise ValueError(f"{server.settings.warm}: the model {body.model!r} is not served here")
@@ -401,7 +401,7 @@ class _Uvicorn(uvicorn.Server):
                 signal.signal(number, signal.SIG_IGN)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """A second signal changes nothing: `drain_timeout` bounds what is still to be done."""
+        """Stop the server. A second signal changes nothing: `drain_timeout` bounds what is left to do."""
         if not self.should_exit:
             end_within(self._state.settings.drain_timeout + _LONGEST_END)
         self.should_exit = True

@@ -25,7 +25,7 @@ class ModelKV:
         self._engine, self._connector = engine, connector
 
     def detach(self) -> None:
-        """Its context is about to go."""
+        """Let go of the engine, whose context is about to be freed."""
         self._engine = self._connector = None
 
     def forget_session(self, tenant: str, session: str) -> None:

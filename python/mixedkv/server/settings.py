@@ -50,7 +50,9 @@ def _option(
 
 
 def _listed(value: Any) -> Any:
-    """Several are one text in the environment: `:` between them as in PATH, or `,` if one is `hf:...`."""
+    """Split several values that are one text in the environment: at `:` as in PATH, or at `,` if one is
+    `hf:...`.
+    """
     if isinstance(value, str):
         between = "," if "hf:" in value else os.pathsep  # names of the hub have colons in them
         return tuple(part for part in value.split(between) if part)
@@ -89,26 +91,26 @@ class ServerSettings(BaseSettings):
 
     model: Several = _option(
         (),
-        "GGUF model, hf:OWNER/REPO[:FILE] or smollm2, again for more of them (default: the bundled one)",
+        "GGUF file, hf:OWNER/REPO[:FILE] or smollm2; repeat for more models (default: the bundled one)",
         "[NAME=]FILE",
     )
-    model_name: str = _option("", "the first one's name for clients (default: the file's name)", "NAME")
-    model_n_ctx: Several = _option((), "tokens of the cache of one of several models", "NAME=N")
+    model_name: str = _option("", "name of the first model for clients (default: the file's name)", "NAME")
+    model_n_ctx: Several = _option((), "--n-ctx of the model of that name; repeat for more", "NAME=N")
     lora: Several = _option(
-        (), "LoRA adapter that answers as a model of that name, again for more", "NAME=[MODEL=]FILE"
+        (), "LoRA adapter, served as a model of that name; repeat for more", "NAME=[MODEL=]FILE"
     )
     mmproj: Several = _option((), "image encoder of a model, by default of the first one", "[NAME=]FILE")
-    lora_scale: Several = _option((), "strength of an adapter, e.g. 0.5 (default: all of it)", "NAME=X")
+    lora_scale: Several = _option((), "strength of an adapter, e.g. 0.5 (default: 1)", "NAME=X")
     keep_alive: str = _option(
         "",
-        "load each model when a request names it, and unload it when none did for so long, e.g. 5m; -1: "
-        "never (default: all are loaded at the start)",
+        "load a model when a request names it, and unload it after this long without requests, e.g. 5m; "
+        "-1: never unload (default: load all at the start)",
         "TIME",
     )
     max_loaded: int = _option(
         0,
-        "models in memory at a time, loaded when a request names them; the least recently used one leaves "
-        "(default: any number)",
+        "most models in memory at a time; they are loaded when a request names them, and the least recently "
+        "used one is unloaded (default: any number)",
         "N",
         0,
         10_000,
@@ -119,13 +121,13 @@ class ServerSettings(BaseSettings):
     n_ctx: int = _option(
         0, "tokens of the cache, shared by all sequences (default: 8192 or the model's)", "N", 0, INT32_MAX
     )
-    parallel: int = _option(8, "answers at a time", "N", 1, MAX_SEQUENCES - 1)
+    parallel: int = _option(8, "most answers generated at a time", "N", 1, MAX_SEQUENCES - 1)
     idle_prefixes: int = _option(
-        8, "sequences that hold the rows of finished requests", "N", 1, MAX_SEQUENCES - 1
+        8, "most finished requests whose KV stays in the context", "N", 1, MAX_SEQUENCES - 1
     )
     n_batch: int = _option(
         0,
-        "tokens in one step at most (default: 512; where layers are streamed 2048, 1024 or 512, as fits)",
+        "most tokens evaluated in one step (default: 512; with streamed layers 2048, 1024 or 512, as fits)",
         "N",
         0,
         65536,
@@ -137,7 +139,9 @@ class ServerSettings(BaseSettings):
         "read layers from the file for each step: auto, all, ffn, a number, or keep_first=8,keep_last=2",
         "HOW",
     )
-    memory: str = _option("", "for this process, e.g. 6GiB; streams the layers that do not fit", SIZE)
+    memory: str = _option(
+        "", "memory that this process may take, e.g. 6GiB; layers that do not fit are streamed", SIZE
+    )
     slowdown: float = _option(
         2.0,
         "how much longer a step may take for running answers while prompts are evaluated",
@@ -146,83 +150,89 @@ class ServerSettings(BaseSettings):
         1000,
     )
     checkpoints: int = _option(
-        16, "places of a sequence that later prompts can go on from; 0 keeps none", "N", 0, 4096
+        16, "most places in a sequence that later prompts can go on from; 0 keeps none", "N", 0, 4096
     )
     checkpoint_every: int = _option(
         0,
-        "also keep a place every so many tokens of a prompt; 0: where messages begin and at the end",
+        "also keep a checkpoint every N tokens of a prompt; 0: only where messages begin and at the end",
         "N",
         0,
         INT32_MAX,
     )
     max_checkpoint_gb: Gigabytes = _option(
-        1.0, "memory that checkpoints may take, in 10^9 bytes or as 2GiB", SIZE, 0, 1e6
+        1.0, "most memory for checkpoints, in 10^9 bytes or as 2GiB", SIZE, 0, 1e6
     )
     reuse: Reuse = _option(
         "exact",
-        "exact: what equals an evaluation from the start; prefix: also where the F16 window has aged out; "
-        "chunks: passages of elsewhere, repaired",
+        "which KV may be reused. exact: only KV that equals an evaluation from the start; prefix: also KV "
+        "whose F16 window has aged out; chunks: also passages from other prompts, repaired",
         "HOW",
     )
     chunk_repair: Literal["", "none", "seam", "cacheblend", "query"] = _option(
-        "", "how reused chunks are repaired (default: as calibrated, else query)", "HOW"
+        "", "how reused passages are repaired (default: as calibrated, else query)", "HOW"
     )
     chunk_ratio: float = _option(
         0.0, "share of the reused tokens that is evaluated again (0: as calibrated, else 0.15)", "X", 0, 1
     )
     chunk_overlap: int = _option(
         0,
-        "tokens at the edge of a passage that are evaluated again (0: as calibrated, else 4, or 16 of seam)",
+        "tokens evaluated again at each edge of a passage (0: as calibrated, else 4, or 16 with seam)",
         "N",
         0,
         1024,
     )
-    chunk_size: int = _option(64, "tokens of the shortest passage that is looked for", "N", 32, INT32_MAX)
+    chunk_size: int = _option(64, "tokens of the shortest passage to reuse", "N", 32, INT32_MAX)
     chunk_boundary: int = _option(
         16,
-        "tokens, at most half of --chunk-size, by which the edge of a passage moves to the end of a sentence",
+        "most tokens by which a passage's edge moves to the end of a sentence; up to half of --chunk-size",
         "N",
         0,
         INT32_MAX,
     )
     chunk_max_kld: float = _option(
-        0.25, "median divergence in nats above which chunks are reused no more", "X", 1e-9, 1e6
+        0.25,
+        "stop reusing passages when the median divergence of checked answers is above this, in nats",
+        "X",
+        1e-9,
+        1e6,
     )
     chunk_check: float = _option(
-        0.01, "share of the answers from chunks that is evaluated exactly too, when there is time", "X", 0, 1
+        0.01,
+        "share of answers from reused passages to evaluate exactly as well, when nothing else is to do",
+        "X",
+        0,
+        1,
     )
     speculation: Literal["", "off", "prompt-lookup", "draft-model", "mtp"] = _option(
         "",
-        "prompt-lookup: guess what repeats itself, and evaluate several tokens of an answer in a step; "
-        "draft-model: the draft model guesses as well; mtp: layers of the model do that were trained for it "
-        "(default: with a draft model that, else off)",
+        "how to draft tokens, so that a step evaluates several tokens of an answer. prompt-lookup: text "
+        "that repeats itself; draft-model: that, and a smaller model; mtp: that, and the model's own "
+        "prediction layers (default: draft-model if there is one, else off)",
         "HOW",
     )
     draft_model: str = _option(
-        "", "GGUF of a smaller model with the same vocabulary, which guesses what comes next", "FILE"
+        "", "GGUF file of a smaller model with the same vocabulary, which drafts tokens", "FILE"
     )
     n_rs_seq: int = _option(
         0,
-        "tokens that a sequence of a hybrid or recurrent model can take back, as rejected drafts are; each "
-        "keeps one more state of each sequence",
+        "most tokens that a hybrid or recurrent model can take back, as rejected drafts are; each takes the "
+        "memory of one more state for each sequence",
         "N",
         0,
         MAX_SNAPSHOTS,
     )
     temp: float | None = _option(
         None,
-        "temperature where a request names none (default: the model's, else llama-server's)",
+        "temperature for requests that set none (default: the model's, else llama-server's)",
         "T",
         0,
         100,
     )
-    top_k: int | None = _option(None, "top_k where a request names none; 0 is all tokens", "K", 0, INT32_MAX)
-    top_p: float | None = _option(None, "top_p where a request names none", "P", 0, 1)
-    min_p: float | None = _option(None, "min_p where a request names none", "P", 0, 1)
-    repeat_penalty: float | None = _option(None, "repeat_penalty where a request names none", "X", 0.01, 10)
-    seed: int | None = _option(
-        None, "seed where a request names none (default: another each time)", "N", 0, 2**32 - 1
-    )
+    top_k: int | None = _option(None, "top_k for requests that set none; 0 is all tokens", "K", 0, INT32_MAX)
+    top_p: float | None = _option(None, "top_p for requests that set none", "P", 0, 1)
+    min_p: float | None = _option(None, "min_p for requests that set none", "P", 0, 1)
+    repeat_penalty: float | None = _option(None, "repeat_penalty for requests that set none", "X", 0.01, 10)
+    seed: int | None = _option(None, "seed for requests that set none (default: random)", "N", 0, 2**32 - 1)
     overflow: Overflow = _option(
         "refuse",
         "refuse: reject prompts that do not fit the context, and end answers there; slide: drop the middle",
@@ -234,28 +244,28 @@ class ServerSettings(BaseSettings):
     )
     host: str = _option("127.0.0.1", "address to listen on", "HOST")
     port: int = _option(8000, "port to listen on; 0 takes a free one", "N", 0, 65535)
-    unix_socket: str = _option("", "listen on this Unix socket instead, its owner's only", "PATH")
-    root_path: str = _option("", "path before all others, e.g. /llm; without it they are served too", "PATH")
-    tls_cert: str = _option("", "PEM certificate (chain): speak TLS", "FILE")
-    tls_key: str = _option("", "PEM key of tls_cert, without a password", "FILE")
+    unix_socket: str = _option("", "listen on this Unix socket instead; only its owner can connect", "PATH")
+    root_path: str = _option("", "prefix of all paths, e.g. /llm; paths without it work too", "PATH")
+    tls_cert: str = _option("", "PEM file of the certificate chain; turns TLS on", "FILE")
+    tls_key: str = _option("", "PEM file of the certificate's key, without a password", "FILE")
     api_key_file: str = _option("", "file of tenant:key lines, readable by its owner only", "FILE")
     metrics_key_file: str = _option(
-        "", "file with the key that /metrics then needs; it tells tenants apart", "FILE"
+        "", "file with a key that /metrics then asks for; its numbers are by tenant", "FILE"
     )
     cors_origin: Several = _option(
         (),
-        "site whose pages may use this server, e.g. https://chat.example.org; * is all; again for more",
+        "origin of web pages that may call this server: https://chat.example.org, * for all; repeat for more",
         "URL",
     )
     allowed_host: Several = _option(
         (),
-        "name by which requests may reach this server without keys, beside localhost; again for more",
+        "host name to accept besides localhost, on a server without keys; repeat for more",
         "NAME",
     )
     strict: bool = _option(
-        False, "refuse fields that are not known, and other models' names where one is served"
+        False, "refuse unknown fields, and other names than the model's where one is served"
     )
-    allow_no_keys: bool = _option(False, "serve a public address without keys")
+    allow_no_keys: bool = _option(False, "allow anyone who can reach this address to use the server")
     store: str = _option("", "folder that keeps KV across restarts", "DIR")
     store_key_file: str = _option("", "file with the key that encrypts the store", "FILE")
     store_remote: str = _option(
@@ -265,46 +275,54 @@ class ServerSettings(BaseSettings):
     )
     recheck: bool = _option(
         True,
-        "evaluate some tokens of what is stored again, before what another process stored is first used and "
-        "while nobody wants an answer; wrong rows are removed",
+        "check stored KV by evaluating some of its tokens again: before the first use of what another "
+        "process stored, and while the server is idle; wrong entries are removed",
     )
     max_kv_size_gb: Gigabytes = _option(
-        10.0, "disk the store may take, in 10^9 bytes or as 20GiB", SIZE, 0.001, 1e6
+        10.0, "most disk space for the store, in 10^9 bytes or as 20GiB", SIZE, 0.001, 1e6
     )
-    max_ram_gb: Gigabytes = _option(1.0, "memory the store may take, in 10^9 bytes or as 2GiB", SIZE, 0, 1e6)
+    max_ram_gb: Gigabytes = _option(1.0, "most memory for the store, in 10^9 bytes or as 2GiB", SIZE, 0, 1e6)
     eviction: Eviction = _option(
         "lru",
-        "what leaves the store first, on disk and in memory: what was used least recently, what is oldest, "
-        "or what saves least for its size (gdsf)",
+        "which KV leaves the store first, on disk and in memory: the least recently used (lru), the oldest, "
+        "or what saves least time for its size (gdsf)",
     )
-    max_age: str = _option("", "remove at the start what the store did not use for so long, e.g. 30d", "TIME")
+    max_age: str = _option(
+        "", "at the start, remove stored KV that was not used for this long, e.g. 30d", "TIME"
+    )
     kv_events: str = _option(
         "", "ZeroMQ address that tells routers what the context holds, as vLLM does: tcp://HOST:PORT", "URL"
     )
     kv_events_topic: str = _option("", "topic of these messages; {model} in it is a model's name", "NAME")
     metadata_url: str = _option(
         "",
-        "where sessions are written down: redis://..., sqlite:PATH, or sqlite: for memory (default: "
+        "database of sessions: redis://..., sqlite:PATH, or sqlite: for memory (default: "
         "sessions.sqlite3 in the store, else memory)",
         "URL",
     )
-    max_sessions: int = _option(1000, "sessions of a tenant", "N", 0, 1_000_000)
+    max_sessions: int = _option(1000, "most sessions a tenant may have", "N", 0, 1_000_000)
     max_sessions_mb: Megabytes = _option(
-        100.0, "what the sessions of a tenant may take, in 10^6 bytes or as 64MiB", SIZE, 0, 1e6
+        100.0, "largest size of a tenant's session records, in 10^6 bytes or as 64MiB", SIZE, 0, 1e6
     )
-    max_queue: int = _option(64, "requests of a tenant that may wait", "N", 0, 100_000)
+    max_queue: int = _option(64, "most requests of a tenant that may wait", "N", 0, 100_000)
     request_timeout: float = _option(600.0, "seconds after which a request is given up", "S", 0.01, 1e6)
     read_timeout: float = _option(
         30.0, "seconds a client has to send a request's head, and as long for its body", "S", 0.01, 1e6
     )
-    drain_timeout: float = _option(10.0, "seconds that running requests get at shutdown", "S", 0, 1e6)
+    drain_timeout: float = _option(
+        10.0, "seconds that running requests may still take at shutdown", "S", 0, 1e6
+    )
     max_body_mb: Megabytes = _option(8.0, "largest request body, in 10^6 bytes or as 8MiB", SIZE, 0.001, 1024)
     max_connections: int = _option(
-        1024, "connections at a time; if all are at work, more are answered 503", "N", 1, 1_000_000
+        1024, "most connections at a time; while all are busy, others get 503", "N", 1, 1_000_000
     )
-    warm_text: Several = _option((), "text to evaluate at the start; for a server without keys", "TEXT")
+    warm_text: Several = _option(
+        (),
+        "text to evaluate at the start, so that prompts that begin with it are quick; without keys only",
+        "TEXT",
+    )
     warm: str = _option("", "file of JSON lines with prompts (or messages) to evaluate at the start", "FILE")
-    access_log: bool = _option(False, "log each answer: its id, route, status, bytes and seconds")
+    access_log: bool = _option(False, "log a line for each answer: id, route, status, bytes, seconds")
     verbose: bool = _option(False, "show llama.cpp's log")
 
     @field_validator("kv")
@@ -406,7 +424,7 @@ class ServerSettings(BaseSettings):
         return (init_settings,)  # `ServerSettings(...)` is made of what is given and nothing else
 
     def sampling(self) -> dict[str, Any]:
-        """Fields of `Sampling` that were given."""
+        """Return the fields of `Sampling` that were given."""
         given = {
             "temperature": self.temp,
             "top_k": self.top_k,
@@ -458,7 +476,7 @@ def load_settings(
     config: str | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> ServerSettings:
-    """Settings from `given` (the command line), else from MIXEDKV_... variables, else from a TOML file.
+    """Load settings from `given` (the command line), else from MIXEDKV_... variables, else from a TOML file.
 
     Raises:
         ValueError: an option is unknown or has a bad value; the message says where it came from.
@@ -494,7 +512,9 @@ def _read_toml(path: str) -> dict[str, Any]:
 
 
 def _read_environ(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Other MIXEDKV_ variables belong to other parts (kernels, tests): only options are read."""
+    """Read options from MIXEDKV_... variables; other variables with that beginning belong to kernels and
+    tests.
+    """
     source = EnvSettingsSource(ServerSettings)
     source.env_vars = {name.lower(): value for name, value in environ.items() if name.isupper()}
     switches = {name for name, option in ServerSettings.model_fields.items() if option.annotation is bool}
@@ -502,7 +522,7 @@ def _read_environ(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _explain(error: dict[str, Any], origins: Mapping[str, str]) -> str:
-    """One of pydantic's errors in a line: where the value came from, what it is, what is needed."""
+    """Explain one of pydantic's errors in a line: where the value came from, what it is, what is needed."""
     cause = error.get("ctx", {}).get("error", "")
     if not error["loc"]:  # of several options, which it names
         return str(cause)

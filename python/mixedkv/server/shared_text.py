@@ -10,7 +10,8 @@ _REST = 10  # times as long as making it took: making takes at most a tenth of t
 
 
 class SharedText:
-    """
+    """Makes a text once for all who ask for it at the same time, and keeps it for a while.
+
     Args:
         make: the text, and the seconds of work that it took.
     """

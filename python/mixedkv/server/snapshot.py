@@ -25,8 +25,8 @@ _NO_CACHE = KVStats.without_rows(0, 0, by_layer=True)
 
 
 def snapshot(server: ServerState, engine: Engine | None) -> dict[str, Any]:
-    """Everything, of all tenants; `sequences` and `recent` say whose each entry is. Without an engine, of a
-    model that is not in memory: what its store holds.
+    """Return all numbers of a model, of all tenants; `sequences` and `recent` say whose each entry is.
+    Without an engine, of a model that is not in memory: what its store holds.
     """
     return {
         "object": "stats",
@@ -47,7 +47,7 @@ def snapshot(server: ServerState, engine: Engine | None) -> dict[str, Any]:
 
 
 def _requests(server: ServerState, engine: Engine | None) -> dict[str, Any]:
-    """Those that wait for the model to be loaded count as waiting."""
+    """Count requests; those that wait for the model to be loaded count as waiting."""
     settings, waiters = server.settings, len(server.group.waiters) if not server.parent else 0
     return {
         "running": engine.n_running if engine is not None else 0,
@@ -104,7 +104,7 @@ def _store(server: ServerState, engine: Engine | None) -> dict[str, Any] | None:
 
 
 def _cache(server: ServerState, engine: Engine | None) -> KVStats:
-    """`_NO_CACHE` of a model that is not in memory, only embeds, or whose layers all keep a state."""
+    """Return the cache's stats; `_NO_CACHE` of a model that is not in memory, only embeds, or has no rows."""
     if engine is not None and server.generates:
         with contextlib.suppress(LookupError):
             return engine.llm.kv.stats(by_layer=True)
@@ -112,8 +112,8 @@ def _cache(server: ServerState, engine: Engine | None) -> KVStats:
 
 
 async def metrics_text(server: ServerState) -> tuple[bytes, float]:
-    """The metrics with what the cache holds now, and the seconds of work they took the engine and the event
-    loop: what other processes take would only keep an old text.
+    """Return the metrics with what the cache holds now, and the seconds of work they took the engine and the
+    event loop: what other processes take would only keep an old text.
     """
     seconds = 0.0
     models = [(each, each.loaded.engine if each.loaded is not None else None) for each in server.all]

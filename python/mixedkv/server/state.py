@@ -194,7 +194,7 @@ async def check_generates(request: Request) -> None:  # FastAPI runs others in a
 def model_of(
     request: Request, name: str | None, *, generates: bool = True, exact: bool = False
 ) -> ServerState:
-    """The model of that name, the default one for None, and where there is one alone it has any name. The
+    """Return the model of that name; the default one for None. A model that is alone answers to any name. The
     header X-Model-Id goes before the body's name.
 
     Args:
@@ -227,7 +227,7 @@ def model_of(
 async def loaded_model(
     request: Request, name: str | None, *, generates: bool = True, keep_alive: float | None = None
 ) -> ServerState:
-    """The model as `model_of` finds it, in memory until the request is answered; waits until it is loaded.
+    """Wait until the model that `model_of` finds is loaded. It stays in memory until the request is answered.
 
     Args:
         keep_alive: seconds that it stays in memory after that; None as the server has it.
@@ -278,14 +278,16 @@ async def read_prompt(
     *args: Any,
     session: CacheSessionMetadata | None = None,
 ) -> _T:
-    """Templates, tokens and schemas of a request, off the event loop: large ones among themselves."""
+    """Read a request's templates, tokens and schemas off the event loop; large requests have a thread of
+    their own.
+    """
     pools = server.pools
     large = len(await request.body()) > LARGE or (session is not None and session.n_tokens > LARGE // 4)
     return await server.in_pool(pools.large_prompts if large else pools.prompts, function, server, *args)
 
 
 def time_left(request: Request) -> float:
-    """Seconds until the request is given up."""
+    """Return the seconds until the request is given up."""
     return max(0.0, float(request.scope[DEADLINE]) - asyncio.get_running_loop().time())
 
 
@@ -293,8 +295,8 @@ Answer: TypeAlias = dict[str, Any] | list[dict[str, Any]]
 
 
 async def json_answer(server: ServerState, answer: Answer | Callable[[], Answer]) -> Response:
-    """An answer; a function makes one that is large. Choices are then encoded one by one, off the event loop:
-    the interpreter does nothing else while it encodes an object.
+    """Answer with JSON; `content` is a function where it is large. Choices are then encoded one by one, off
+    the event loop: the interpreter does nothing else while it encodes an object.
     """
     if not callable(answer):
         return JSONResponse(answer)

@@ -53,7 +53,7 @@ class UsedModels:
         self._used[group.name] = group, tenant
 
     def release(self) -> None:
-        """Let go of them: the request was answered."""
+        """Release the models of a request that was answered."""
         for used in self._used.values():
             self._residence.release(*used)
         self._used.clear()

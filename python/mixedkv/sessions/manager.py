@@ -94,7 +94,7 @@ class ContextCacheManager:
 
     @staticmethod
     def new_kv_cache_ref() -> str:
-        """A name for a session's entries in the store, for one who stores before registering."""
+        """Make a name for a session's entries in the store, to store KV before the session is registered."""
         return new_id("kv")
 
     async def register_session_cache(
@@ -146,7 +146,7 @@ class ContextCacheManager:
         return created if first is None else created.model_copy(update={"id": first.id, "usage": first.usage})
 
     async def get_session_metadata(self, session_id: str, *, tenant: str = "") -> CacheSessionMetadata | None:
-        """A session that lives, or None: unknown, expired, or another tenant's."""
+        """Return a living session; None if it is unknown, expired, or another tenant's."""
         found = await self._find(_key(session_id, tenant))
         return found[1] if found else None
 
@@ -200,7 +200,7 @@ class ContextCacheManager:
         return _changed_meanwhile(metadata.session_id)
 
     async def list_sessions(self, tenant: str = "", *, after: str = "", limit: int = 20) -> list[Listed]:
-        """Sessions of a tenant that live, in the order of their ids, from the one after `after` on."""
+        """Return the living sessions of a tenant in the order of their ids, from the one after `after` on."""
         return await self._metadata.page(check_tenant(tenant), self._clock(), after, limit)
 
     async def held(self, tenant: str | None = None) -> Held:
@@ -300,7 +300,7 @@ class ContextCacheManager:
             await asyncio.sleep(self._sweep_seconds)
 
     async def _add(self, key: Key, metadata: CacheSessionMetadata) -> Outcome:
-        """An expired session of that name makes room, KV first."""
+        """Add a session; an expired one of that name is removed first."""
         quota = self._quota(key.tenant)
         for _ in range(_ATTEMPTS):
             outcome = await self._metadata.add(
@@ -334,7 +334,7 @@ class ContextCacheManager:
         return record, metadata
 
     async def _purge(self, key: Key, record: bytes, metadata: CacheSessionMetadata | None) -> bool:
-        """KV before metadata: whatever happens in between, no KV is left that nobody knows of."""
+        """Remove a session, KV before metadata: a crash in between leaves no KV that nobody knows of."""
         if self._store is not None and metadata is not None:
             await asyncio.to_thread(self._store.remove, session=metadata.kv_cache_ref, tenant=metadata.tenant)
         return await self._metadata.remove(key, record)
@@ -361,7 +361,7 @@ def _key(session_id: object, tenant: str) -> Key:
 
 
 def _changed(metadata: CacheSessionMetadata, **changes: Any) -> CacheSessionMetadata:
-    """A copy with other values, validated; `model_copy` would not."""
+    """Return a copy with other values, validated; `model_copy` would not."""
     return CacheSessionMetadata.model_validate({**dict(metadata), **changes})
 
 

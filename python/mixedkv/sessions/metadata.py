@@ -50,7 +50,7 @@ class MetadataStore(Protocol):
         """File a record; "conflict" if there is one, expired or not."""
 
     async def get(self, key: Key) -> bytes | None:
-        """The record, expired or not."""
+        """Return the record, expired or not."""
 
     async def replace(
         self,
@@ -68,13 +68,13 @@ class MetadataStore(Protocol):
         """Remove `old`; False if the record is another one by now, or gone."""
 
     async def expired(self, now: float, limit: int) -> list[tuple[Key, bytes]]:
-        """Up to `limit` records with `expires_at <= now`, the oldest first."""
+        """Return up to `limit` records with `expires_at <= now`, the oldest first."""
 
     async def keys(self) -> list[Key]:
         """Return the keys of all records, expired or not."""
 
     async def page(self, tenant: str, now: float, after: str, limit: int) -> list[Listed]:
-        """Up to `limit` sessions of a tenant in the order of their ids, from the one after `after` on."""
+        """Return up to `limit` sessions of a tenant by their ids, from the one after `after` on."""
 
     async def held(self, now: float, tenant: str | None = None) -> Held:
         """Return how much a tenant has; None is for all of them."""

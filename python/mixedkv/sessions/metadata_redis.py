@@ -132,12 +132,12 @@ class RedisMetadata:
         return f"{self._prefix}:expiry:{tenant}"
 
     async def _living(self, name: str, now: float) -> dict[str, float]:
-        """Members of an expiry set that have not expired, and when they will."""
+        """Return the members of an expiry set that have not expired, and when they will."""
         found = await _answer(self._redis.zrange(name, f"({now!r}", "+inf", byscore=True, withscores=True))
         return {member.decode(): when for member, when in found}
 
     async def _sizes(self, members: list[str]) -> dict[str, int]:
-        """Bytes of each one's record, 0 for none: the server may have evicted it."""
+        """Return the bytes of each one's record, 0 for none: the server may have evicted it."""
         sizes: list[int] = []
         for begin in range(0, len(members), _CHUNK):
             pipeline = self._redis.pipeline(transaction=False)
@@ -159,7 +159,7 @@ class RedisMetadata:
 
 
 def _member(key: Key) -> str:
-    """With the tenant's length in front no two keys look the same."""
+    """Write a key as one text. The tenant's length in front keeps keys of two tenants apart."""
     return f"{len(key.tenant)}:{key.tenant}:{key.session_id}"
 
 

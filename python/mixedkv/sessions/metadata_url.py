@@ -13,7 +13,7 @@ def beside(store: str | Path) -> Path:
 
 
 def open_metadata(url: str) -> MetadataStore:
-    """A store by its URL.
+    """Open a metadata store by its URL.
 
     "sqlite:PATH" is a file, "sqlite:" alone lives in memory as long as this process; "redis://...",
     "rediss://..." and "unix://..." are what the `redis` package understands.

@@ -65,5 +65,5 @@ PLAIN = RecordCodec(PlainCipher())
 
 
 def _context(key: Key) -> bytes:
-    """With the tenant's length in front no two keys look the same."""
+    """Write a key as bytes. The tenant's length in front keeps keys of two tenants apart."""
     return f"session {len(key.tenant)} {key.tenant} {key.session_id}".encode()

@@ -33,7 +33,7 @@ class _Model(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _has_few_fields(cls, value: Any) -> Any:
-        """Each unknown one gives an error of its own, of a kilobyte."""
+        """Refuse too many fields: each unknown one would give an error of its own, of a kilobyte."""
         if isinstance(value, dict) and len(value) > _MAX_FIELDS:
             raise ValueError(f"it has {len(value)} fields, at most {_MAX_FIELDS} are taken: leave some out")
         return value
@@ -142,7 +142,7 @@ class ErrorResponse(_Model):
 
 
 def explain(error: ValidationError) -> str:
-    """One line that names each wrong field and what it should be; it repeats nothing of the input."""
+    """Explain in one line what each wrong field should be, without repeating the input."""
     problems = []
     for item in error.errors(include_url=False, include_context=False, include_input=False):
         field = ".".join(str(part) for part in item["loc"])

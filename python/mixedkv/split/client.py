@@ -118,7 +118,7 @@ class SplitClient:
         return found
 
     def session(self, key: bytes | None = None, tokens: Sequence[int] = ()) -> SplitSession:
-        """A sequence of tokens that grows; close it to have the server forget it.
+        """Open a session, a sequence of tokens that grows; close it to have the server forget it.
 
         Args:
             key: from `session_key.new_key`, for one that the server can keep.
@@ -146,7 +146,7 @@ class SplitClient:
 
 
 def tls(ca: str = "", certificate: str = "", key: str = "") -> grpc.ChannelCredentials:
-    """Credentials of a TLS connection, from PEM files.
+    """Return the credentials of a TLS connection, from PEM files.
 
     Args:
         ca: who signs the server's certificate; "" for the system's list.
@@ -322,7 +322,7 @@ class SplitSession:
         self._first, self.n_kept = len(self.tokens), 0
 
     def _evaluate(self, tokens: list[int], n_hidden: int) -> Floats:
-        """The hidden states of the last tokens, [n_hidden, width]."""
+        """Return the hidden states of the last tokens, [n_hidden, width]."""
         self._go_back(tokens, n_hidden)
         wait, end, resends = _FIRST_WAIT, time.monotonic() + self._client.patience, 0
         while True:
@@ -342,7 +342,7 @@ class SplitSession:
                     raise
 
     def _go_back(self, tokens: list[int], n_new: int) -> None:
-        """To what the session has in common with these tokens, `n_new` of the last ones left out."""
+        """Cut the session to what it has in common with these tokens, without the last `n_new`."""
         n = len(self.tokens)
         if n <= len(tokens) - n_new and self.tokens == tokens[:n]:
             return
@@ -420,7 +420,9 @@ class SplitSession:
             grpc.RpcError: the server refuses, or cannot be reached.
         """
         if self._key is None:
-            raise ValueError("the session has no key: make it with one, from `session_key.new_key`")
+            raise ValueError(
+                "the session has no key and cannot be kept: open it with key=session_key.new_key()"
+            )
         if not self.tokens:
             return 0
         for last in (False, True):

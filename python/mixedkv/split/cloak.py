@@ -8,8 +8,8 @@ invariance that SliceGPT uses, https://arxiv.org/abs/2401.15024.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import gguf
 import numpy as np
@@ -31,9 +31,19 @@ _WRITERS = ("attn_output", "ffn_down", "ffn_down_exps")
 _UNTOUCHED = ("attn_q_norm.weight", "attn_k_norm.weight")  # within a head
 _BLOCK = re.compile(r"blk\.\d+\.")
 
+# What a tensor is to the residual stream: rows of it (h Q), what writes to it (Q^T W), norms (their weight
+# becomes 1), what reads it behind a norm (norm W Q). Those inside a layer never see the basis.
+_Role = Literal["row", "writer", "norm", "reader", "inside"]
+_ROLES: dict[str, _Role] = {
+    TOKEN_EMBD: "row",
+    OUTPUT: "reader",
+    OUTPUT_NORM: "norm",
+    OUTPUT_BIAS: "inside",
+}
+
 
 def cloaked(tensors: Mapping[str, Tensor], seed: int, path: object) -> dict[str, Tensor]:
-    """All tensors of a model in another basis, matrices as F32; each is computed when it is read.
+    """Return all tensors of a model in another basis, matrices as F32; each is computed when it is read.
 
     Args:
         seed: of the rotation. Who can guess it has undone it.
@@ -43,52 +53,68 @@ def cloaked(tensors: Mapping[str, Tensor], seed: int, path: object) -> dict[str,
         UnsupportedModelError: a tensor is known to none of the rules: a norm behind a layer, or one with a
             bias, does not commute with a rotation.
     """
-    return dict(_turn(tensors, rotation(tensors[TOKEN_EMBD].ne[0], seed), path))
+    q = rotation(tensors[TOKEN_EMBD].ne[0], seed)
+    with_output = {**tensors, OUTPUT: tensors.get(OUTPUT, tensors[TOKEN_EMBD])}
+    return {name: _turned(tensor, name, tensors, q, path) for name, tensor in with_output.items()}
 
 
 def rotation(width: int, seed: int) -> _Matrix:
-    """An orthogonal matrix, all of them equally likely (Mezzadri, https://arxiv.org/abs/math-ph/0609050)."""
+    """Return an orthogonal matrix, all of them equally likely (Mezzadri,
+    https://arxiv.org/abs/math-ph/0609050).
+    """
     q, r = np.linalg.qr(np.random.default_rng(seed).standard_normal((width, width)))
     return q * np.sign(np.diag(r))
 
 
-def _turn(tensors: Mapping[str, Tensor], q: _Matrix, path: object) -> Iterator[tuple[str, Tensor]]:
-    all_of_them = {**tensors, OUTPUT: tensors.get(OUTPUT, tensors[TOKEN_EMBD])}
-    for name, tensor in all_of_them.items():
-        block = _BLOCK.match(name)
-        part = name[block.end() :] if block else name
-        stem, _, kind = part.partition(".")
-        if name == TOKEN_EMBD:
-            turned = _read_later(name, tensor, lambda x: x @ q)
-        elif name == OUTPUT:
-            turned = _reads(name, tensor, tensors[OUTPUT_NORM], q)
-        elif name == OUTPUT_NORM or (block and kind == "weight" and stem in _READERS):
-            turned = _read_later(name, tensor, np.ones_like)
-        elif block and kind == "weight" and stem in _NORM_OF:
-            norm = tensors.get(f"{block.group()}{_NORM_OF[stem]}.weight")
+def _turned(tensor: Tensor, name: str, tensors: Mapping[str, Tensor], q: _Matrix, path: object) -> Tensor:
+    """Return a tensor in the other basis, by what it does to the residual stream."""
+    match _role(name):
+        case "row":
+            return _read_later(name, tensor, lambda x: x @ q)
+        case "writer":
+            return _read_later(name, tensor, lambda x: q.T @ x)
+        case "norm":
+            return _read_later(name, tensor, np.ones_like)
+        case "reader":
+            norm = tensors.get(_norm_before(name))
             if norm is None:
                 raise UnsupportedModelError(f"{path} cannot be cloaked: {name} has no norm before it")
-            turned = _reads(name, tensor, norm, q)
-        elif block and stem in _WRITERS and kind == "weight":
-            turned = _read_later(name, tensor, lambda x: q.T @ x)
-        elif block and stem in _WRITERS and kind == "bias":
-            turned = _read_later(name, tensor, lambda x: x @ q)
-        elif (
-            name == OUTPUT_BIAS
-            or name.startswith("rope_")
-            or part in _UNTOUCHED
-            or (block and kind == "bias" and stem in _NORM_OF)
-        ):
-            turned = tensor
-        else:
-            raise UnsupportedModelError(
-                f"{path} cannot be cloaked: what {name} does is not known to commute with a rotation"
-            )
-        yield name, turned
+            return _read_later(name, tensor, lambda x: (x * norm.array()) @ q)
+        case "inside":
+            return tensor
+    raise UnsupportedModelError(
+        f"{path} cannot be cloaked: what {name} does is not known to commute with a rotation"
+    )
 
 
-def _reads(name: str, tensor: Tensor, norm: Tensor, q: _Matrix) -> Tensor:
-    return _read_later(name, tensor, lambda x: (x * norm.array()) @ q)
+def _role(name: str) -> _Role | None:
+    """Return what the tensor does, None if no rule knows it."""
+    if name in _ROLES:
+        return _ROLES[name]
+    if name.startswith("rope_"):
+        return "inside"
+    block = _BLOCK.match(name)
+    part = name[block.end() :] if block else name
+    if part in _UNTOUCHED:
+        return "inside"
+    stem, _, kind = part.partition(".")
+    if not block or kind not in ("weight", "bias"):
+        return None
+    is_weight = kind == "weight"
+    if stem in _NORM_OF:
+        return "reader" if is_weight else "inside"
+    if stem in _WRITERS:
+        return "writer" if is_weight else "row"
+    return "norm" if stem in _READERS and is_weight else None
+
+
+def _norm_before(name: str) -> str:
+    """Return the name of the norm whose output a reader multiplies."""
+    block = _BLOCK.match(name)
+    if not block:
+        return OUTPUT_NORM
+    stem = name[block.end() :].partition(".")[0]
+    return f"{block.group()}{_NORM_OF[stem]}.weight"
 
 
 def _read_later(name: str, tensor: Tensor, turn: Callable[[_Matrix], _Matrix]) -> Tensor:

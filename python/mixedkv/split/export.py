@@ -118,7 +118,7 @@ class _Source:
         return [self.tensors[name] for name in HEAD_TENSORS if name in self.tensors]
 
     def body(self) -> list[Tensor]:
-        """With stand-ins for what the head has: one token, all zeros."""
+        """Return the body's tensors. What the head has is replaced by stand-ins: one token, all zeros."""
         shapes = {TOKEN_EMBD: (1, self._width), OUTPUT: (1, self._width), OUTPUT_BIAS: (1,)}
         return [
             Tensor.zeros(name, *shapes[name]) if name in shapes else self.tensors[name]
@@ -144,7 +144,7 @@ def _body_keys(source: _Source) -> Iterable[_Key]:
 def _write(
     path: Path, source: _Source, keys: Iterable[_Key], pair: str, part: str, tensors: list[Tensor]
 ) -> Path:
-    """Under another name, on the disk to the last byte."""
+    """Write a file under another name, until its last byte is on the disk."""
     unfinished = path.with_name(path.name + ".part")
     writer = gguf.GGUFWriter(unfinished, source.architecture)
     try:

@@ -72,7 +72,7 @@ class Head:
         self.detokenizer = Detokenizer(_llama_cpp.vocab(self._llm))
 
     def embed(self, tokens: npt.ArrayLike) -> Floats:
-        """[n, width].
+        """Return the embeddings of tokens, [n, width].
 
         Raises:
             IndexError: a token is not of this model.

@@ -150,7 +150,7 @@ def _filed(name: bytes, place: Place) -> str:
 
 
 def _rows(session: Session, tenant: str) -> SequenceRows:
-    """On the engine's thread."""
+    """Return the session's rows if nothing has changed them; on the engine's thread."""
     seq = session.rows
     if seq is None or not (seq.paused and seq.tenant == tenant and seq.tokens == session.ids and seq.exact):
         raise RowsGoneError("its rows have gone")

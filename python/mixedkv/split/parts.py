@@ -60,7 +60,8 @@ _ARITHMETIC: dict[str, Callable[[ModelFile], Arithmetic]] = {
 
 
 def arithmetic(file: ModelFile, tensors: set[str]) -> Arithmetic:
-    """
+    """Return the arithmetic of a model that can be split.
+
     Args:
         tensors: names of all tensors of the model.
 

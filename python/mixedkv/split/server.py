@@ -59,7 +59,7 @@ def serve(settings: SplitSettings) -> None:
 
 @contextlib.contextmanager
 def open_engine(settings: SplitSettings, keys: Keys, metrics: Metrics) -> Iterator[Engine]:
-    """The engine on a body; closed at the end."""
+    """Open an engine on a body, and close it at the end."""
     with (
         Llama(
             settings.body,
@@ -90,7 +90,7 @@ async def start(
     keys: Keys,
     credentials: grpc.ServerCredentials | None,
 ) -> tuple[grpc.aio.Server, int]:
-    """The server, which listens, and its port.
+    """Start the server; return it and the port that it listens on.
 
     Raises:
         OSError: the port is taken, or the folder of kept sessions cannot be used.

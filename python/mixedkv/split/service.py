@@ -316,7 +316,7 @@ class SplitService:
             )
 
     async def _session(self, tenant: str, message: pb.Vectors) -> tuple[Session, Kept | None]:
-        """The session that a message goes on with, and its rows if they are those that were kept.
+        """Return the session that a message goes on with, and its rows if they are those that were kept.
 
         Raises:
             _RefusedError: a stream is using it.
@@ -335,7 +335,7 @@ class SplitService:
         return _known(session, message), None
 
     async def _resume(self, kept: KeptSessions, tenant: str, message: pb.Vectors) -> tuple[Session, Kept]:
-        """A session that goes on from what was kept of it."""
+        """Resume a session from what was kept of it."""
         found = await asyncio.to_thread(
             kept.find,
             tenant,
@@ -378,8 +378,8 @@ class SplitService:
         return job.hidden
 
     def _let_go(self, tenant: str, session: Session, forget: bool = False) -> None:
-        """Rows wait for the session no more; others that begin in the same way may start from them, unless
-        they are to be forgotten.
+        """Let go of a session's rows; others that begin in the same way may start from them, unless they are
+        to be forgotten.
         """
         rows, ids = session.rows, session.ids
 

@@ -16,7 +16,8 @@ _MAX_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class SessionFile:
-    """
+    """The key and the text of a kept session, in a file of the client.
+
     Attributes:
         tokens: of the text so far.
         n_kept: the first of them, which the server keeps.
@@ -28,7 +29,7 @@ class SessionFile:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> SessionFile:
-        """A new key and no tokens where there is no file.
+        """Read the file; make a new key, without tokens, where there is none.
 
         Raises:
             ValueError: it is no such file.

@@ -23,12 +23,12 @@ _INFO = b"mixedkv.split.v1 session key"
 
 
 def new_key() -> bytes:
-    """At random. Who has lost it, or deleted it, has no way to the session that was kept with it."""
+    """Make a random key. Without it, nobody can open the session that was kept with it."""
     return secrets.token_bytes(KEY_BYTES)
 
 
 def session_name(key: bytes) -> bytes:
-    """The session of a key, by the name that the server knows it by.
+    """Return the name by which the server knows a key's session.
 
     Raises:
         ValueError: it is no key.
@@ -56,7 +56,7 @@ class Unwrapper:
 
     @contextmanager
     def open(self, wrapped: bytes, session: bytes) -> Iterator[bytes]:
-        """The key, whose bytes are zero afterwards.
+        """Open the key for a block; its bytes are zero afterwards.
 
         Raises:
             ValueError: it was not wrapped for this process and this session.

@@ -35,19 +35,21 @@ class Session:
         return len(self.ids)
 
     def hash_at(self, position: int) -> bytes | None:
-        """The running hash of the first `position` tokens; None if it is not known any more, or not yet."""
+        """Return the running hash of the first `position` tokens; None if it is not known any more, or not
+        yet.
+        """
         back = len(self) - position
         return self.hashes[-1 - back] if 0 <= back < len(self.hashes) else None
 
     def go_on(self, position: int, ids: array[int], hashes: list[bytes]) -> None:
-        """All tokens are `ids` now; the hashes are of those after `position`."""
+        """Replace all tokens by `ids`; the hashes are of those after `position`."""
         for _ in range(len(self) - position):
             self.hashes.pop()
         self.hashes += hashes
         self.ids = ids
 
     def drop(self, position: int, begin: int, end: int, running_hash: bytes) -> None:
-        """All tokens are the first `position` now, without those at [begin, end). There is no way back."""
+        """Keep the first `position` tokens without those at [begin, end). There is no way back."""
         self.ids = self.ids[:position]
         del self.ids[begin:end]
         self.hashes.clear()
@@ -90,7 +92,9 @@ class Sessions:
         return self._all.pop((tenant, name), None)
 
     def take_old(self, tenant: str) -> Iterator[tuple[str, Session]]:
-        """Sessions whose time is over, and those of the tenant that are too many for one more."""
+        """Remove and yield sessions whose time is over, and those of the tenant that leave no place for one
+        more.
+        """
         now = time.monotonic()
         n = sum(owner == tenant for owner, _ in self._all)
         for (owner, name), session in list(self._all.items()):

@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """
+    """A tensor of a model file, whose data is read when it is asked for.
+
     Attributes:
         kind: of its numbers.
         shape, dtype: of what `read` gives, which for quantised types are rows of bytes.
@@ -45,6 +46,6 @@ class Tensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def array(self) -> npt.NDArray[np.float64]:
-        """Its numbers, the fastest dimension last."""
+        """Return the tensor's numbers, the fastest dimension last."""
         values = gguf.dequantize(self.read(), self.kind)
         return values.reshape(self.ne[::-1]).astype(np.float64)

@@ -21,14 +21,14 @@ PRECISIONS: dict[str, pb.Precision] = {"f16": pb.F16, "f32": pb.F32}
 
 
 def pack(vectors: Vectors, precision: int) -> bytes:
-    """[n, width] as the wire has them. What F16 cannot hold becomes the largest it can."""
+    """Encode vectors [n, width] for the wire. Values beyond F16's range become its largest."""
     if precision == pb.F16:
         vectors = np.clip(vectors, -65504, 65504)
     return vectors.astype(_FORMATS[precision]).tobytes()
 
 
 def unpack(data: bytes, n: int, width: int, precision: int) -> Vectors:
-    """[n, width].
+    """Decode vectors [n, width] from the wire.
 
     Raises:
         ValueError: the precision is unknown, the size does not fit, or a number is not finite.
@@ -50,7 +50,7 @@ def first_hash(pair: str, precision: int) -> bytes:
 
 
 def next_hashes(before: bytes, data: bytes, n: int) -> list[bytes]:
-    """The running hash after each of `n` vectors."""
+    """Return the running hash after each of `n` vectors."""
     size, hashes = len(data) // n, []
     for i in range(n):
         before = _hash(before + data[i * size : (i + 1) * size])

@@ -45,7 +45,7 @@ class Coverage:
         return any(first <= n <= last for first, last in self.served)
 
     def served_before(self, n: int) -> int:
-        """The longest cut up to n that a checkpoint serves; 0: none."""
+        """Return the longest cut up to n that a checkpoint serves; 0: none."""
         return max((min(n, last) for first, last in self.served if first <= n), default=0)
 
 
@@ -90,24 +90,35 @@ def verdict(identity: Identity, chain: Sequence[tuple[Coverage, int, int]], n: i
     served = chain[-1][0].serves(n)
     if identity.recurrent and not served:
         return "unusable"
-    whole = True
+    has_f16 = True
     for i in range(len(chain[0][0].groups)):
         used = [(coverage.groups[i], begin, end) for coverage, begin, end in chain]
         rows = _union(run for group, begin, end in used for run in _clip(group.rows, begin, end))
-        if rows != [(0, n)]:
-            window = identity.sliding_window
-            if not window or not (served or _covers(rows, max(0, n - window), n)):
-                return "unusable"
-        if served:
-            continue
+        if not _has_rows(identity, rows, n, served):
+            return "unusable"
         hot = _union(run for group, begin, end in used for run in _clip(group.hot, begin, end))
-        wanted = [part for begin, end in _hot_positions(identity, n) for part in _clip(rows, begin, end)]
-        whole = whole and all(_covers(hot, begin, end) for begin, end in wanted)
-    return "exact" if whole else "inexact"
+        has_f16 = has_f16 and (served or _has_f16_rows(identity, rows, hot, n))
+    return "exact" if has_f16 else "inexact"
+
+
+def _has_rows(identity: Identity, rows: Runs, n: int, served: bool) -> bool:
+    """Return whether all rows that the query at n reads are there: behind a sliding window it reads none."""
+    if rows == [(0, n)]:
+        return True
+    window = identity.sliding_window
+    return bool(window) and (served or _covers(rows, max(0, n - window), n))
+
+
+def _has_f16_rows(identity: Identity, rows: Runs, hot: Runs, n: int) -> bool:
+    """Return whether those of the rows that the query at n reads in F16 are there in F16."""
+    wanted = [part for begin, end in _hot_positions(identity, n) for part in _clip(rows, begin, end)]
+    return all(_covers(hot, begin, end) for begin, end in wanted)
 
 
 def window_begin(identity: Identity, n: int) -> int:
-    """From where on a block that ends at n needs F16 rows of its own, if what comes before has lost them."""
+    """Return the position from which a block that ends at n needs F16 rows of its own, if earlier blocks have
+    lost theirs.
+    """
     return min((begin for begin, _ in _hot_positions(identity, n)[1:]), default=n)
 
 
@@ -119,7 +130,7 @@ def verdict_of_end(identity: Identity, coverage: Coverage, p0: int, p1: int) -> 
 
 
 def _hot_positions(identity: Identity, n: int) -> Runs:
-    """Positions that the query at n reads in F16, of a sequence that was never cut."""
+    """Return the positions that the query at n reads in F16, of a sequence that was never cut."""
     kv = identity.kv
     if not isinstance(kv, MixedKVConfig):
         return []
@@ -127,7 +138,9 @@ def _hot_positions(identity: Identity, n: int) -> Runs:
 
 
 def _rows_of(group: RowGroup) -> GroupRows:
-    """Positions that an image covers behind its first have no rows, so they lack no F16 copies either."""
+    """Return the positions with rows and with F16 copies. Those that an image covers behind its first have no
+    rows and lack none.
+    """
     hot = group.positions[group.hot]
     if group.xy is None:
         return GroupRows(_runs(group.positions), _runs(hot))
@@ -180,7 +193,7 @@ def is_better(identity: Identity, block: KVBlock, rows: str) -> bool:
 
 
 def is_better_row(identity: Identity, p0: int, p1: int, rows: str, stored: str) -> bool:
-    """The same of two entries of the same range, by what they have."""
+    """Return whether the first of two entries of the same range is worth more, by the rows they have."""
     worth = [_worth(identity, p0, p1, text) for text in (rows, stored)]
     return worth[0] > worth[1]
 

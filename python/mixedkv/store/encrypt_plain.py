@@ -77,14 +77,14 @@ def _copy(index: Index, rows: list[EntryRow], plain: Entries, sealed: Entries) -
 
 
 def _match(index: Index, row: EntryRow) -> Match | None:
-    """The whole sequence that an entry ends; None if part of it is gone or damaged."""
+    """Return the whole sequence that ends in an entry; None if part of it is gone or damaged."""
     identity, cipher = Identity(row.identity, _ANY_CUT, label=row.label), PlainCipher()
     tokens = Search(index, cipher, identity, np.empty(0, np.int32)).tokens_up_to(row.id)
     return None if tokens is None else Search(index, cipher, identity, tokens).match(row.id)
 
 
 def _read(plain: Entries, match: Match) -> KVBlock | None:
-    """The block of a sequence's last entry; None if it is damaged."""
+    """Return the block of a sequence's last entry; None if it is damaged."""
     try:
         return plain.read(match, match.links[-1].p0)[0][-1]
     except EntryError:

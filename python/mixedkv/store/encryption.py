@@ -45,7 +45,7 @@ _NAME_NONCE = b"\xff" * _NONCE_BYTES  # of the tokens in the index; chunks count
 
 
 def key_from_environment(name: str = "MIXEDKV_KEY") -> KeySource:
-    """The key in an environment variable, as 64 hex digits or base64 of 32 bytes."""
+    """Read a key from an environment variable, as 64 hex digits or base64 of 32 bytes."""
 
     def read() -> bytes:
         text = os.environ.get(name, "")
@@ -57,7 +57,7 @@ def key_from_environment(name: str = "MIXEDKV_KEY") -> KeySource:
 
 
 def key_from_file(path: str | os.PathLike[str]) -> KeySource:
-    """The key in a file of 32 bytes, or of 64 hex digits or base64 of them.
+    """Read a key from a file of 32 bytes, or of 64 hex digits or base64 of them.
 
     The file must be this user's, and nobody else may read it (mode 0600 or 0400): PermissionError otherwise.
     """
@@ -78,7 +78,7 @@ def key_from_file(path: str | os.PathLike[str]) -> KeySource:
 
 
 def parse_key_source(text: str) -> KeySource:
-    """A source as written on a command line: "env:NAME" or "file:PATH"."""
+    """Parse a key source as written on a command line: "env:NAME" or "file:PATH"."""
     kind, colon, rest = text.partition(":")
     if not colon or not rest or kind not in ("env", "file"):
         raise ValueError(f"key={text!r}: use env:NAME or file:PATH")
@@ -116,7 +116,7 @@ class PlainCipher:
         return hashlib.sha256(data).digest()
 
     def new_key(self, context: bytes) -> tuple[Any, bytes]:
-        """A data key, and how it is kept; `context` says what it is for."""
+        """Make a data key, and wrap it to be kept; `context` says what it is for."""
         return None, b""
 
     def open_key(self, wrapped: bytes, context: bytes) -> Any:
@@ -167,7 +167,7 @@ class KeyCipher(PlainCipher):
         return self._gcm(self._unwrap(wrapped, context))
 
     def rewrap(self, other: KeyCipher, wrapped: bytes, context: bytes) -> bytes:
-        """A data key of this master key, wrapped by another."""
+        """Wrap a data key of this master key by another one."""
         return other._wrap(self._unwrap(wrapped, context), context)
 
     def wrap_hashing_key(self) -> bytes:
@@ -201,7 +201,7 @@ class KeyCipher(PlainCipher):
         try:
             return bytes(key.decrypt(_NAME_NONCE, data, context))
         except self._invalid:
-            raise EntryError("damaged", "its text is not what was written") from None
+            raise EntryError("damaged", "its encrypted data was changed after it was written") from None
 
     def seal_alone(self, data: bytes, context: bytes) -> bytes:
         key, wrapped = self.new_key(context)
@@ -216,12 +216,14 @@ Cipher = PlainCipher | KeyCipher
 
 
 def _derive(master: bytes, purpose: bytes) -> bytes:
-    """HKDF-Expand (RFC 5869) of a master key that is random already: one block of it."""
+    """Derive a key by one block of HKDF-Expand (RFC 5869); the master key is random already, so nothing is
+    extracted.
+    """
     return hmac.digest(master, b"mixedkv store v1 " + purpose + b"\x01", "sha256")
 
 
 def check_key_id(stored: set[str], given: str, folder: object) -> None:
-    """A store without its key would put plain text beside what is encrypted.
+    """Refuse to open an encrypted store without its key: it would put plain text beside what is encrypted.
 
     Raises:
         ValueError: it is encrypted, and not with the given key.
@@ -236,7 +238,7 @@ def check_key_id(stored: set[str], given: str, folder: object) -> None:
 
 
 def encrypt(key: Any, pieces: Sequence[memoryview], context: bytes) -> Iterator[bytes]:
-    """The bytes of an encrypted file; `key` is used for this file only, `context` says which it is."""
+    """Encrypt a file, in pieces; `key` is used for this file only, and `context` says which it is."""
     size = sum(len(piece) for piece in pieces)
     header = HEADER.pack(_MAGIC, VERSION, CHUNK, size)
     yield header
@@ -246,7 +248,7 @@ def encrypt(key: Any, pieces: Sequence[memoryview], context: bytes) -> Iterator[
 
 
 def decrypt(key: Any, file: BinaryIO, size: int, context: bytes) -> npt.NDArray[np.uint8]:
-    """The plain file, uint8; `size` is that of the encrypted one.
+    """Decrypt a file to uint8; `size` is that of the encrypted one.
 
     Raises:
         EntryError: a byte is not what was written, chunks are in another order, or some are missing.
@@ -275,12 +277,12 @@ def decrypt(key: Any, file: BinaryIO, size: int, context: bytes) -> npt.NDArray[
 
 
 def encrypted_size(size: int) -> int:
-    """Bytes of the encrypted file of a plain one."""
+    """Return how many bytes a plain file has when it is encrypted."""
     return HEADER.size + size + _n_chunks(size) * _TAG_BYTES
 
 
 def _check_header(header: bytes, size: int) -> int:
-    """Bytes of the plain file: nothing is allocated that the file has no bytes for."""
+    """Return how many bytes the plain file has: nothing is allocated that the file has no bytes for."""
     if len(header) < HEADER.size:
         _damaged("it is cut off")
     magic, version, chunk, plain_size = HEADER.unpack(header)
@@ -306,7 +308,7 @@ def _associated(header: bytes, context: bytes, i: int, last: bool) -> bytes:
 
 
 def _rechunk(pieces: Sequence[memoryview]) -> Iterator[bytes | memoryview]:
-    """The same bytes in chunks, the last one shorter; without a copy where a chunk lies in one piece."""
+    """Cut bytes into chunks, the last one shorter; without a copy where a chunk lies in one piece."""
     rest = bytearray()
     sent = False
     for piece in pieces:

@@ -115,7 +115,7 @@ class Entries:
     # --- reading ---
 
     def find(self, identity: Identity, tokens: Tokens, exact_only: bool) -> tuple[Match | None, Reason]:
-        """The longest match, or None and the reason."""
+        """Return the longest match, or None and the reason."""
         try:
             with self._lock:
                 self._look()
@@ -130,7 +130,7 @@ class Entries:
             return None, "index"
 
     def sequences(self, identity: Identity, known: Collection[str]) -> list[Match]:
-        """Every stored sequence that none goes on from, without those that end in a `known` entry."""
+        """Return every stored sequence that none goes on from, without those that end in a `known` entry."""
         try:
             with self._lock:
                 self._look()
@@ -141,7 +141,7 @@ class Entries:
             return []
 
     def session_match(self, identity: Identity, session: bytes, n_tokens: int) -> Match | None:
-        """The first tokens of what a session has stored."""
+        """Return the first tokens of what a session has stored."""
         try:
             with self._lock:
                 self._look()
@@ -180,8 +180,8 @@ class Entries:
         return None
 
     def read(self, match: Match, begin: int = 0, *, note: bool = True) -> tuple[list[KVBlock], Tier]:
-        """The blocks of a match, cut to it; without those that end before position `begin`. With `note` they
-        count as used, and stay in memory.
+        """Read the blocks of a match, cut to it, without those that end before position `begin`. With `note`
+        they count as used, and stay in memory.
 
         Raises:
             EntryError: one cannot be used. It and what builds on it are removed.
@@ -225,7 +225,8 @@ class Entries:
     def write(
         self, identity: Identity, block: KVBlock, parent: Match | None, session: bytes | None
     ) -> tuple[str, bool]:
-        """The id of the entry for a block, and whether it was stored: not if one as good is there already.
+        """Store a block, unless one as good is there already; return the entry's id and whether it was
+        stored.
 
         Raises:
             TooLargeError: it does not fit the budget.
@@ -257,7 +258,7 @@ class Entries:
         content: bytes,
         hashes: list[bytes],
     ) -> EntryRow | str:
-        """The id of the new entry, or the one that is there already and as good."""
+        """Store a block; return the id of the new entry, or of one that is there already and as good."""
         try:
             for _ in range(_TRIES):
                 with self._lock:
@@ -335,7 +336,9 @@ class Entries:
         return bool(chosen)
 
     def _check_budget(self, size: int, parent: str | None, owner: Owner) -> None:
-        """An entry and what it builds on must fit together: none of them can leave before the others."""
+        """Refuse an entry that does not fit together with what it builds on: none of them can leave before
+        the others.
+        """
         with self._lock:
             n_bytes = size + (self._index.chain_bytes(parent) if parent else 0)
         most = self.max_bytes if owner.max_bytes is None else min(self.max_bytes, owner.max_bytes)
@@ -411,7 +414,7 @@ class Entries:
             _LOG.warning("another program reads the index: keys of removed entries are erased later")
 
     def _remove_broken(self, entry: str, error: EntryError) -> None:
-        """An entry that failed to be read goes, so that it can be stored again."""
+        """Remove an entry that failed to be read, so that it can be stored again."""
         _LOG.warning("stored entry %s is not used: %s", entry, error)
         if error.reason == "index":
             return
@@ -421,7 +424,7 @@ class Entries:
             self._remove_files([entry, *removed])
 
     def _remove_files(self, entries: Iterable[str]) -> None:
-        """After their rows: a row without its file is a miss, a file without its row would stay."""
+        """Remove files, after their rows: a row without a file is a miss, a file without a row would stay."""
         for entry in entries:
             self.ram.remove(entry)
             self._folder.remove(entry)
@@ -436,7 +439,7 @@ class Entries:
     # --- looking after it ---
 
     def list(self) -> list[EntryInfo]:
-        """All entries, last used first."""
+        """Return all entries, last used first."""
         with self._lock, as_os_error():
             self._uses.write(self._index)
             rows, sessions = self._index.entries(), self._index.sessions()
@@ -458,7 +461,7 @@ class Entries:
         ]
 
     def totals(self) -> tuple[int, int]:
-        """Entries, and bytes of their files."""
+        """Return the number of entries, and the bytes of their files."""
         with self._lock, as_os_error():
             return self._index.totals()
 
@@ -511,7 +514,7 @@ class Entries:
         return len(expired)
 
     def _look(self) -> None:
-        """A folder that was deleted while it is open is made again, empty.
+        """Make the folder again, empty, where it was deleted while it is open.
 
         Raises:
             OSError: it cannot be.

@@ -66,7 +66,7 @@ NOBODY = Owner()
 
 
 def sound_row(values: Sequence[object]) -> EntryRow | None:
-    """The row of some values in the order of `FIELDS`, None if no writer wrote them."""
+    """Return the row of values in the order of `FIELDS`; None if no writer can have written them."""
     kinds: tuple[Any, ...] = _TYPES
     if not all(isinstance(value, kind) for value, kind in zip(values, kinds, strict=True)):
         return None

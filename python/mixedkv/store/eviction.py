@@ -64,10 +64,10 @@ def prepare(db: sqlite3.Connection) -> None:
 
 
 def note_uses(db: sqlite3.Connection, uses: Mapping[str, int]) -> None:
-    """Entries were used, each so often."""
+    """Count the uses of entries."""
     db.executemany(_WORTH, [{"entry": entry, "uses": n} for entry, n in uses.items()])
 
 
 def note_evicted(db: sqlite3.Connection, entry: str) -> None:
-    """An entry leaves for others: what comes now is worth more than it was."""
+    """Note that an entry was evicted; entries that come later are worth more than it was."""
     db.execute(_AGE, (entry,))

@@ -86,7 +86,7 @@ class StoreFolder:
         return now[0] + before[0], now[1] + before[1], now[2] + before[2]
 
     def remove(self, entry: str) -> None:
-        """The file of an entry."""
+        """Remove the file of an entry."""
         if self.disk is not None:
             for suffix in _SUFFIXES.values():
                 self.disk.remove(f"{entry}{suffix}")

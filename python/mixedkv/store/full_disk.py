@@ -62,7 +62,7 @@ class FullDisk:
             _LOG.warning("the disk is full before the store is: entries are evicted for new ones")
 
     def failed(self) -> None:
-        """There was no room although entries were evicted."""
+        """Note that there was no room although entries were evicted: wait, longer each time."""
         self.tell()
         self._seconds = min(2 * self._seconds, _LONGEST_SECONDS) or _FIRST_SECONDS
         self._until = self._clock() + self._seconds

@@ -51,7 +51,7 @@ class Identity:
 
     @classmethod
     def of(cls, llm: Llama, *, tenant: str = "", full_hash: bool = False, extra: str = "") -> Identity:
-        """The identity of what a `Llama` computes now.
+        """Return the identity of what a `Llama` computes now.
 
         It covers the model file (all parts), metadata overrides, the adapter and its scale, RoPE settings,
         the cache setting with the window as it is now, the scales of K, flash attention, the
@@ -86,7 +86,7 @@ class Identity:
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any], *, tenant: str = "", label: str = "") -> Identity:
-        """An identity of any facts that JSON can hold; `kv` is the cache's spec, as in `of`."""
+        """Return an identity of any facts that JSON can hold; `kv` is the cache's spec, as in `of`."""
         named = {"facts": dict(facts), "tenant": check_tenant(tenant)}
         text = json.dumps(named, sort_keys=True, separators=(",", ":"))
         digest = hashlib.sha256(b"mixedkv identity\n" + text.encode()).digest()
@@ -122,7 +122,7 @@ def _context(llm: Llama, file: ModelFile) -> dict[str, Any]:
 
 
 def _equalization(llm: Llama) -> dict[str, Any]:
-    """Machines of other kinds may round the scales of K differently: what they keep is not for each other."""
+    """Return the scales of K. Machines that round them differently cannot use each other's rows."""
     scales = [layer.equalization for layer in llm.kv.layers]
     return {"equalization": scales} if any(scales) else {}
 
@@ -138,7 +138,7 @@ def _adapters(llm: Llama, full_hash: bool) -> list[list[Any]]:
 
 
 def _check_files(llm: Llama) -> None:
-    """After they were read, so that what was hashed is what is checked here."""
+    """Check that the model's files are still those that were loaded; called after they were hashed."""
     parts = model_parts(llm.model_path)
     stamps = [(llm.model_path, llm._model_stamp), (llm.lora_path, llm._lora_stamp)]
     for path, stamp in stamps:

@@ -152,19 +152,19 @@ class Index:
         return next(self._rows("FROM entries WHERE content = ?", content), None)
 
     def entries(self) -> list[EntryRow]:
-        """All of them, last used first."""
+        """Return all entries, last used first."""
         return list(self._rows("FROM entries ORDER BY used DESC, created DESC"))
 
     def contents(self) -> dict[str, bytes]:
-        """Content hash of every entry by id."""
+        """Return the content hash of every entry by id."""
         return dict(self._db.execute("SELECT id, content FROM entries"))
 
     def ids(self) -> dict[str, int]:
-        """Size of every entry's file by id."""
+        """Return the size of every entry's file by id."""
         return dict(self._db.execute("SELECT id, nbytes FROM entries"))
 
     def known(self, hashes: Sequence[bytes]) -> set[bytes]:
-        """Those under which entries are listed."""
+        """Return those of the hashes under which entries are listed."""
         found: set[bytes] = set()
         for begin in range(0, len(hashes), _VARIABLES):
             some = hashes[begin : begin + _VARIABLES]
@@ -176,7 +176,9 @@ class Index:
         return found
 
     def candidates(self, block_hash: bytes, limit: int) -> list[str]:
-        """Ids listed under a hash: the newest, and the oldest, which others build on; `limit` of each."""
+        """Return the ids listed under a hash: the newest, and the oldest, which others build on; `limit` of
+        each.
+        """
         query = "SELECT entry FROM blocks WHERE hash = ? ORDER BY rowid {} LIMIT ?"
         found = [self._db.execute(query.format(order), (block_hash, limit)) for order in ("DESC", "ASC")]
         return list(dict.fromkeys(entry for rows in found for (entry,) in rows))
@@ -203,7 +205,7 @@ class Index:
     def next_to_leave(
         self, eviction: Eviction, keep: Iterable[str] = (), tenant: bytes | None = None
     ) -> tuple[str, int, bytes] | None:
-        """The entry that leaves first, of one tenant if it is given: id, bytes, tenant.
+        """Return the entry that leaves first, of one tenant if it is given: id, bytes, tenant.
 
         What was not used for a day goes first. Then the tenant that holds the most by its weight gives
         something up, so that nobody takes the place of who holds less. What others build on stays until they
@@ -224,19 +226,19 @@ class Index:
         return None
 
     def held(self) -> list[tuple[bytes, int, float]]:
-        """Each tenant, the bytes of its files and its weight."""
+        """Return each tenant with the bytes of its files and its weight."""
         return list(self._db.execute(leaving.HELD))
 
     def tenant_bytes(self, tenant: bytes) -> int:
         return sum(n_bytes for other, n_bytes, _ in self.held() if other == tenant)
 
     def sessions_of(self, owner: bytes, before: float) -> list[bytes]:
-        """Sessions that an owner has entries of since before a time."""
+        """Return the sessions of an owner that have had entries since before a time."""
         query = "SELECT session FROM session_owners WHERE owner = ? AND noted < ?"
         return [session for (session,) in self._db.execute(query, (owner, before))]
 
     def leaves_of(self, identity: bytes) -> list[str]:
-        """Ids of an identity's entries that no other goes on from at the end, the oldest first."""
+        """Return the ids of an identity's entries that no other goes on from at the end, the oldest first."""
         query = (
             "SELECT id FROM entries WHERE identity = ? AND NOT EXISTS "
             "(SELECT 1 FROM entries AS child WHERE child.parent = entries.id AND child.p0 >= entries.p1) "
@@ -245,12 +247,12 @@ class Index:
         return [str(entry) for (entry,) in self._db.execute(query, (identity,))]
 
     def random_of(self, identity: bytes, key_id: str) -> EntryRow | None:
-        """Any of an identity's entries; None if there is none."""
+        """Return a random entry of an identity; None if there is none."""
         rest = "FROM entries WHERE identity = ? AND key_id = ? ORDER BY RANDOM() LIMIT 1"
         return next(self._rows(rest, identity, key_id), None)
 
     def last_of_session(self, identity: bytes, session: bytes, n: int) -> str | None:
-        """Id of the entry of a session that begins before position n and reaches the furthest."""
+        """Return the id of the entry of a session that begins before position n and reaches the furthest."""
         query = (
             "SELECT id FROM entries JOIN sessions ON sessions.entry = entries.id "
             "WHERE session = ? AND identity = ? AND p0 < ? ORDER BY p1 DESC LIMIT 1"
@@ -259,17 +261,17 @@ class Index:
         return None if row is None else str(row[0])
 
     def totals(self) -> tuple[int, int]:
-        """Entries and bytes of their files."""
+        """Return the number of entries, and the bytes of their files."""
         query = "SELECT COUNT(*), COALESCE(SUM(CAST(nbytes AS INTEGER)), 0) FROM entries"
         count, n_bytes = self._db.execute(query).fetchone()
         return count, n_bytes
 
     def chain_bytes(self, entry: str) -> int:
-        """Bytes of the files of an entry and of all it builds on."""
+        """Return the number of bytes of the files of an entry and of all it builds on."""
         return int(self._db.execute(_CHAIN, (entry,)).fetchone()[0])
 
     def sessions(self) -> dict[str, int]:
-        """Number of sessions each entry belongs to, without those that belong to none."""
+        """Return the number of sessions each entry belongs to, without those that belong to none."""
         return dict(self._db.execute("SELECT entry, COUNT(*) FROM sessions GROUP BY entry"))
 
     def read_rows(self, query: str, values: Sequence[object]) -> list[tuple[Any, ...]]:
@@ -396,7 +398,7 @@ class Index:
             write(self._db)
 
     def note_key(self, key_id: str, hashing: bytes) -> None:
-        """The store is encrypted with this master key, also while it is empty."""
+        """Note that the store is encrypted with this master key, also while it is empty."""
         with self._transaction():
             self._db.execute("INSERT OR IGNORE INTO keys VALUES (?, ?)", (key_id, hashing))
 

@@ -30,12 +30,12 @@ _MAX_TRIED = 1024  # in one search
 
 
 def block_hashes(cipher: Cipher, identity: Identity, tokens: Tokens) -> list[bytes]:
-    """The hash at each boundary, from 0 up to the last whole block."""
+    """Return the hash at each boundary, from 0 up to the last whole block."""
     return _extend(cipher, [cipher.digest(b"identity" + identity.digest)[:16]], tokens)
 
 
 def content_hash(cipher: Cipher, hashes: list[bytes], before: Tokens, tokens: Tokens) -> bytes:
-    """The same for two entries of the same identity, tokens and range only.
+    """Return a hash that is the same only for entries of the same identity, tokens and range.
 
     Args:
         hashes: of `before`, from 0 to its last whole block at least.
@@ -102,7 +102,7 @@ class Search:
         self.reason: Reason = "unknown"
 
     def find(self, exact_only: bool) -> Match | None:
-        """The longest match; None leaves the cause in `reason`."""
+        """Return the longest match; None leaves the cause in `reason`."""
         hashes = self._hashes
         known = self._index.known(hashes)
         best: Match | None = None
@@ -120,11 +120,11 @@ class Search:
         return best
 
     def match(self, entry: str) -> Match | None:
-        """The match that ends in this entry, exact or not."""
+        """Return the match that ends in this entry, exact or not."""
         return self._match(entry, exact_only=False, at_least=0)
 
     def tokens_up_to(self, entry: str) -> Tokens | None:
-        """Tokens of an entry behind those of all it builds on; None if one is gone or damaged."""
+        """Return the tokens of an entry behind those of all it builds on; None if one is gone or damaged."""
         parts: list[Tokens] = []
         stored = self._load(entry)
         while stored is not None:
@@ -138,8 +138,8 @@ class Search:
         return None
 
     def _match(self, entry: str, exact_only: bool, at_least: int) -> Match | None:
-        """The match that ends in this entry, if it has `at_least` tokens. Entries before it are candidates of
-        their own, so this looks no further back.
+        """Return the match that ends in this entry, if it has `at_least` tokens. Entries before it are
+        candidates of their own, so this looks no further back.
         """
         last = self._load(entry)
         if last is None or last.row.p0 >= len(self._tokens):
@@ -177,7 +177,7 @@ class Search:
         return Match(identity=self._identity, tokens=tokens, links=links, exact=worth == "exact")
 
     def _chain(self, last: _Stored) -> list[_Stored] | None:
-        """The entry after all it builds on, if the tokens before it are the wanted ones."""
+        """Return an entry behind all that it builds on, if the tokens before it are the wanted ones."""
         stored: _Stored | None = last
         chain: list[_Stored] = []
         while stored is not None:
@@ -261,7 +261,7 @@ def stored_sequences(index: Index, cipher: Cipher, identity: Identity, known: Co
 
 
 def sequence_of(index: Index, cipher: Cipher, identity: Identity, entry: str | None, n: int) -> Match | None:
-    """The match with the first n tokens of the sequence that an entry ends; None if it has fewer."""
+    """Return a match with the first n tokens of the sequence that ends in an entry; None if it has fewer."""
     if entry is None:
         return None
     tokens = Search(index, cipher, identity, np.empty(0, np.int32)).tokens_up_to(entry)
@@ -272,7 +272,7 @@ def sequence_of(index: Index, cipher: Cipher, identity: Identity, entry: str | N
 
 
 def _better(best: Match | None, other: Match | None) -> Match | None:
-    """The longer one, then the exact one, then the one in fewer pieces."""
+    """Return the better match: the longer one, then the exact one, then the one in fewer pieces."""
     if best is None or other is None:
         return best or other
 
@@ -291,8 +291,9 @@ def check_tokens(block: KVBlock, link: Link, match: Match) -> None:
 
 
 def worth_building_on(match: Match | None, window: int) -> Match | None:
-    """Without a last entry of which a few tokens would be used: it would have to be read whole for them. Of
-    what is not exact, only what lies before the window, whose rows are then stored in F16.
+    """Return the part of a match that is worth building on. A last entry of which only a few tokens would be
+    used is left out, since it would be read whole. Of what is not exact only the part before the window
+    stays, whose rows are then stored in F16.
     """
     if match is None:
         return None

@@ -48,12 +48,12 @@ class Doubt:
         return self.recheck.settle(self, again)
 
     def __len__(self) -> int:
-        """Tokens."""
+        """Return the number of tokens."""
         return sum(end - begin for begin, end in self.spans)
 
 
 class Recheck:
-    """Thread-safe.
+    """Decides which stored rows to evaluate again before they are believed. Thread-safe.
 
     Args:
         entries: of the store.
@@ -86,7 +86,7 @@ class Recheck:
         return self._entries.read(match, note=False)[0]
 
     def sample(self, match: Match, llm: Llama) -> Doubt:
-        """Return what to evaluate again of a match that may be believed already: part of any one entry."""
+        """Return part of any one entry of a match to evaluate again; the match may be believed already."""
         return self._spans(match, [random.choice(match.links)], llm)
 
     def settle(self, doubt: Doubt, again: Again) -> str:

@@ -28,7 +28,8 @@ class Found(Protocol):
 
 
 class Restorer:
-    """
+    """Restores the longest usable match into a `Llama`, and counts hits and misses.
+
     Args:
         find: where matches come from.
         entries: what they are read from.

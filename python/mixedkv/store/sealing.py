@@ -22,7 +22,7 @@ from mixedkv.store.tiers.disk import read_all
 def seal(
     cipher: Cipher, identity: Identity, block: KVBlock, content: bytes, parent: str | None, *, on_disk: bool
 ) -> tuple[EntryRow, Iterable[bytes | memoryview]]:
-    """The row of a new entry, and the pieces of its file, which can be gone through again.
+    """Return the row of a new entry, and the pieces of its file, which can be gone through again.
 
     Args:
         content: the entry's content hash.
@@ -78,7 +78,7 @@ class EntryFile:
 
 
 def unseal(cipher: Cipher, row: EntryRow, file: BinaryIO, size: int) -> KVBlock:
-    """The block in an entry's file, of which `size` bytes are there.
+    """Return the block in an entry's file, of which `size` bytes are there.
 
     Raises:
         EntryError: it cannot be used.

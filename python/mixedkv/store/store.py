@@ -163,7 +163,7 @@ class KVStore:
         exact_only: bool = False,
         remote: bool = True,
     ) -> Match | None:
-        """The longest stored prefix of some tokens that can be used, or None, counted as a miss.
+        """Find the longest stored prefix of some tokens that can be used. None is counted as a miss.
 
         Args:
             identity: what the KV must have been computed under.
@@ -182,7 +182,7 @@ class KVStore:
         return match
 
     def _find(self, identity: Identity, tokens: Tokens, exact_only: bool) -> tuple[Match | None, Reason]:
-        """Here, and in the remote if it has more."""
+        """Find a match here, and in the remote if it has more."""
         found = self._entries.find(identity, tokens, exact_only)
         n = found[0].n_tokens if found[0] is not None else 0
         if self._remote is not None and self._remote.pull(identity, tokens, n, exact_only):
@@ -190,7 +190,7 @@ class KVStore:
         return found
 
     def sequences(self, identity: Identity, known: Collection[str] = ()) -> list[Match]:
-        """All that is stored under an identity: a match for each sequence that none goes on from.
+        """Return all that is stored under an identity: a match for each sequence that none goes on from.
 
         Args:
             identity: what the KV was computed under.
@@ -199,7 +199,7 @@ class KVStore:
         return self._entries.sequences(identity, known)
 
     def find_session(self, identity: Identity, session: str, n_tokens: int) -> Match | None:
-        """The first tokens of the longest sequence that belongs to a session, or None, counted as a miss.
+        """Find the first tokens of the longest sequence that belongs to a session. None is counted as a miss.
 
         Raises:
             ValueError: the session's name is refused.
@@ -211,7 +211,9 @@ class KVStore:
         return match
 
     def read(self, match: Match) -> list[KVBlock] | None:
-        """The blocks of a match in order of position, cut to it; None is a miss, counted with its reason."""
+        """Read the blocks of a match in order of position, cut to it. None is a miss, counted with its
+        reason.
+        """
         found = self.read_from(match)
         return found[0] if found else None
 
@@ -354,7 +356,7 @@ class KVStore:
         live_sequence.check_sequence(llm, seq)
         wanted = as_tokens(live_sequence.known_tokens(llm, seq) if tokens is None else tokens)
         if not len(wanted):
-            raise ValueError("tokens: there are none to store")
+            raise ValueError("tokens is empty: give one token or more")
         if session is not None:
             check_session_id(session)
         identity = identity or Identity.of(llm, tenant=tenant)
@@ -398,7 +400,9 @@ class KVStore:
         if whole is not None and worth != "exact":
             return self._join(whole, session), None
         if worth == "unusable" and identity.recurrent:
-            raise _NotUsableError("it could not be gone on from: the state of recurrent layers has moved on")
+            raise _NotUsableError(
+                "nothing could go on from it: the recurrent layers have no state of that position any more"
+            )
         try:
             entry, stored = self._put(identity, block, parent, session)
         except ParentGoneError:  # evicted between finding and storing
@@ -465,7 +469,7 @@ class KVStore:
         return self._entries.collect()
 
     def entries(self) -> list[EntryInfo]:
-        """All entries, last used first."""
+        """Return all entries, last used first."""
         return self._entries.list()
 
     def _repr_html_(self) -> str:

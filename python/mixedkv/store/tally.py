@@ -35,13 +35,13 @@ class Tally:
             self._seconds += seconds
 
     def rechecked(self, n_right: int, n_wrong: int) -> None:
-        """Entries of which tokens were evaluated again."""
+        """Count entries of which tokens were evaluated again."""
         with self._lock:
             self._n_rechecked += n_right + n_wrong
             self._n_wrong += n_wrong
 
     def stats(self) -> dict[str, Any]:
-        """Its part of `StoreStats`."""
+        """Return the tally's part of `StoreStats`."""
         with self._lock:
             return {
                 "hits": dict(self._hits),

@@ -57,19 +57,19 @@ class LayerSizes:
         return cls(tuple(sizes[il] for il in range(n_layer)), rest, frozenset(names), routed)
 
     def pattern(self, streamed: Sequence[int]) -> str:
-        """A regular expression for the names of these layers' matrices."""
+        """Return a regular expression for the names of these layers' matrices."""
         names = "|".join(re.escape(name) for name in sorted(self.matrices))
         return rf"^blk\.({'|'.join(str(il) for il in streamed)})\.({names})\.weight$"
 
     def in_memory(self, streamed: Sequence[int]) -> int:
-        """Bytes that weights take: those that stay, and the ring."""
+        """Return the number of bytes that weights take: those that stay, and the ring."""
         read = [self.layers[il] for il in streamed]
         ring = min(RING_LAYERS, len(read)) * max(read, default=0)
         return self.rest + sum(self.layers) - sum(read) + ring
 
 
 def choose_layers(sizes: LayerSizes, asked: Asked, room: int) -> list[int]:
-    """Layers to stream, ascending.
+    """Return the layers to stream, ascending.
 
     Args:
         asked: "auto": as few as `room` allows, spread evenly so that reading goes on while others are
@@ -94,13 +94,13 @@ def choose_layers(sizes: LayerSizes, asked: Asked, room: int) -> list[int]:
 
 
 def no_room(what: str, needed: int, room: int) -> str:
-    """Why some weights cannot be in memory."""
+    """Explain why some weights cannot be in memory."""
     left = max(0, room)
     return f"{what} are {needed} bytes; there is room for {left}: raise memory, or lower n_ctx or n_ubatch"
 
 
 def parse_layers(text: str) -> Asked:
-    """ "auto", "all", "ffn", "12" or "keep_first=8,keep_last=2", as `Llama` takes it.
+    """Parse "auto", "all", "ffn", "12" or "keep_first=8,keep_last=2", as `Llama` takes it.
 
     Raises:
         ValueError: it is none of these.
@@ -133,7 +133,7 @@ def _named(asked: int | str | Mapping[str, int], n_layer: int) -> list[int]:
 
 
 def _spread(n: int, n_layer: int) -> list[int]:
-    """`n` of the layers, evenly; the last and the first one are the last to go."""
+    """Choose `n` of the layers, evenly; the last and the first layer are the last to go."""
     inner = max(0, n_layer - 2)
     if n > inner:
         return list(range(n_layer - n, n_layer))

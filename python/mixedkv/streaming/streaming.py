@@ -200,8 +200,8 @@ def _beside_experts(file: ModelFile, sizes: LayerSizes, asked: Asked | None, roo
     """
     if asked not in (None, "auto"):
         raise UnsupportedModelError(
-            f"stream_layers={asked!r}: {file.path} has routed experts, of which a token needs few, and a "
-            f"streamed layer would bring all. Use 'auto': those that are chosen are read, the rest stays"
+            f"stream_layers={asked!r}: {file.path} has routed experts. A token needs few of them, but a "
+            f"streamed layer is read whole. Use 'auto', which reads only the experts that are chosen"
         )
     kept = sizes.rest + sum(sizes.layers)
     if kept + sizes.routed <= room:
@@ -229,7 +229,9 @@ def _cache_bytes(file: ModelFile, setting: KVSetting, n_ctx: int, context: dict[
 
 
 def _compute_bytes(file: ModelFile, n_ubatch: int, n_ctx: int) -> int:
-    """An estimate: F32 activations of a micro-batch, its mask, and the logits of some."""
+    """Estimate the bytes of compute buffers: F32 activations of a micro-batch, its mask, and the logits of
+    some tokens.
+    """
     n_ff = file.get("feed_forward_length", 0)  # of each layer, where they differ
     width, n_ff = int(file.get("embedding_length", 0)), max(n_ff) if isinstance(n_ff, list) else int(n_ff)
     n_vocab = int(file.get("vocab_size", 32768))

@@ -74,7 +74,7 @@ class BenchRunner:
         return bench_seconds(done.stdout, self._work)
 
     def close(self) -> None:
-        """Nothing of it is left running."""
+        """Close the peer; nothing of it is left running."""
 
 
 def bench_seconds(output: str, work: SpeedWork) -> tuple[float, float]:
@@ -104,7 +104,9 @@ def sweep_seconds(output: str, work: SpeedWork) -> tuple[float, float]:
 
 
 def _sweep_rows(lines: Sequence[str]) -> Iterator[tuple[float, ...]]:
-    """PP, TG, N_KV, T_PP s and T_TG s of a table with also S_PP t/s between the last two."""
+    """Yield PP, TG, N_KV, T_PP s and T_TG s of each row of a table that also has S_PP t/s between the last
+    two.
+    """
     for line in lines:
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if len(cells) >= 6 and all(re.fullmatch(r"[0-9.]+", cell) for cell in cells[:6]):

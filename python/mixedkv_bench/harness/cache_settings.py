@@ -85,7 +85,7 @@ REFERENCE = Setting(spec="f32", kv=UniformKV(type_k="f32", type_v="f32"), flash_
 
 
 def make_settings(specs: Sequence[str], flash: str = "both") -> list[Setting]:
-    """The settings that `specs` stand for, one of each.
+    """Return the settings that `specs` stand for, one of each.
 
     `flash` says what to do where flash attention is a choice: run "both" ways, or with it "on" or "off".
 
@@ -97,7 +97,7 @@ def make_settings(specs: Sequence[str], flash: str = "both") -> list[Setting]:
         kv = parse_kv(spec)
         if isinstance(kv, MixedKVConfig) and kv.budget:
             raise ValueError(
-                f"--kv {spec}: a budget depends on the context: give what `mixedkv info` makes of it"
+                f"--kv {spec}: a budget depends on the context: give the setting that `mixedkv info` shows"
             )
         choices = (
             (True,) if kv.needs_flash else {"both": (False, True), "on": (True,), "off": (False,)}[flash]

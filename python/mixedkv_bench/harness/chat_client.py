@@ -32,7 +32,9 @@ class ChatAnswer:
         return "".join(self.texts)
 
     def n_tokens(self, n_asked: int) -> int:
-        """Tokens generated. A server that does not tell sends a piece for each but for those without text."""
+        """Return the number of tokens generated. A server that does not tell sends a piece for each but for
+        those without text.
+        """
         known = self.usage.get("completion_tokens")
         return int(known) if known is not None else n_asked if self.end == "length" else len(self.times)
 
@@ -75,7 +77,7 @@ class ClientSampling:
 
 
 async def ask(connection: ClientConnection, body: dict[str, Any]) -> ChatAnswer:
-    """One answer.
+    """Ask for one answer.
 
     Raises:
         CannotRunError: the server refused, or gave no text.

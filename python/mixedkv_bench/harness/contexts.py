@@ -53,7 +53,7 @@ class Cache(Protocol):
         """Raise ValueError if the cache cannot have a context of `n_ctx` tokens."""
 
     def native(self) -> _core.CacheConfig | None:
-        """The setting as the native library takes it; None for a cache of llama.cpp's own."""
+        """Return the setting as the native library takes it; None for a cache of llama.cpp's own."""
 
 
 class LoadedModel:
@@ -78,7 +78,7 @@ class LoadedModel:
         self.adds_bos = bool(llama_cpp.llama_vocab_get_add_bos(self._vocab)) and self.bos >= 0
 
     def tokenize(self, text: str, *, special: bool = False) -> list[int]:
-        """Tokens of a text, without the one that begins a document."""
+        """Return the tokens of a text, without the one that begins a document."""
         data = text.encode()
         tokens = (llama_cpp.llama_token * (len(data) + 8))()
         n = llama_cpp.llama_tokenize(self._vocab, data, len(data), tokens, len(tokens), False, special)
@@ -87,7 +87,7 @@ class LoadedModel:
         return list(tokens[:n])
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, special ones included."""
+        """Return the text of tokens, special ones included."""
         return b"".join(self._piece(token) for token in tokens).decode("utf-8", errors="replace")
 
     def _piece(self, token: int) -> bytes:
@@ -96,7 +96,7 @@ class LoadedModel:
         return buffer.raw[: max(n, 0)]
 
     def random_tokens(self, n: int, seed: int = 1) -> npt.NDArray[np.int32]:
-        """Tokens of no meaning: the time a token takes does not depend on which it is."""
+        """Return tokens of no meaning: the time a token takes does not depend on which it is."""
         return np.random.default_rng(seed).integers(0, self.n_vocab, n, dtype=np.int32)
 
     def close(self) -> None:
@@ -225,7 +225,9 @@ class Context:
             self.decode(tokens[i : i + MICRO_BATCH])
 
     def logits(self, n: int = 1) -> npt.NDArray[np.float32]:
-        """Logits [n, n_vocab] of the last `decode`, which asked for n of them. A view, until the next one."""
+        """Return the logits [n, n_vocab] of the last `decode`, which asked for n of them. A view, until the
+        next one.
+        """
         return np.ctypeslib.as_array(llama_cpp.llama_get_logits(self.ptr), (n, self.model.n_vocab))
 
     def clear(self) -> None:
@@ -233,7 +235,7 @@ class Context:
         self.n_past = 0
 
     def save(self) -> npt.NDArray[np.uint8]:
-        """The sequence's state, hot rows included."""
+        """Return the sequence's state, hot rows included."""
         size = llama_cpp.llama_state_seq_get_size(self.ptr, 0)
         data = np.empty(size, np.uint8)
         written = llama_cpp.llama_state_seq_get_data(self.ptr, _pointer(data), size, 0)
@@ -269,7 +271,7 @@ class _Log:
         llama_cpp.llama_log_set(self._callback, ctypes.c_void_p(0))
 
     def text(self) -> str:
-        """The errors since `start`, in one line."""
+        """Return the errors since `start`, in one line."""
         return "; ".join(self._lines[-2:])
 
     def _keep(self, level: int, text: bytes, _data: object) -> None:

@@ -11,7 +11,7 @@ import time
 
 
 async def _late(source: asyncio.StreamReader, target: asyncio.StreamWriter, seconds: float) -> None:
-    """Bytes keep their order and their distance: more are read while others are on their way."""
+    """Pass bytes on late, in order and at their distance: more are read while others are on their way."""
     on_their_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(1 << 12)
 
     async def arrive() -> None:

@@ -15,8 +15,8 @@ _THREADS = 4
 
 
 def disk_rate(path: Path, seconds: float = 1.5, rounds: int = 3) -> float:
-    """Bytes a second of a file, from its start on and again, by four readers that take the next 4 MiB each;
-    the best of some rounds: others on the machine take away, and never give.
+    """Return the bytes a second of a file, from its start on and again, by four readers that take the next 4
+    MiB each; the best of some rounds: others on the machine take away, and never give.
 
     Where the file system has no O_DIRECT what is measured is the page cache.
     """

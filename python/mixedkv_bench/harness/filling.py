@@ -40,7 +40,7 @@ class UnknownLayoutError(ValueError):
 
 
 def make_fill(context: Context, depth: int, how: str = "auto") -> Fill:
-    """A way to put `context` at `depth`, again and again. Leaves the context somewhere.
+    """Return a way to put `context` at `depth`, again and again. Leaves the context somewhere.
 
     Raises:
         CannotRunError: the cache cannot be filled that far.
@@ -67,7 +67,7 @@ class Fill:
     kind: str = "real"
 
     def restore(self) -> None:
-        """Into every sequence of the context."""
+        """Restore the saved state into every sequence of the context."""
         self.context.clear()
         if self.depth:
             state = self.template.build(self.depth) if self.template else self.state
@@ -181,7 +181,7 @@ class _Template:
         return template
 
     def build(self, depth: int) -> Bytes:
-        """A state of `depth` tokens."""
+        """Return a state of `depth` tokens."""
         cells = np.zeros(depth, _CELL)
         cells["pos"], cells["n_seq"] = np.arange(depth), 1
         parts = [self.head, _u4(1), _u4(depth), cells.view(np.uint8), self.middle]
@@ -193,7 +193,7 @@ class _Template:
         return np.concatenate(parts)
 
     def _peaked(self, keys: Bytes, depth: int) -> Bytes:
-        """Keys of two sizes, by the scales of their blocks."""
+        """Return keys of two sizes, by the scales of their blocks."""
         if self.type_k:
             blocks = keys.reshape(depth, -1, _BLOCKS[self.type_k])
             scales = blocks[:, :, :2].copy().view(np.float16)

@@ -21,7 +21,7 @@ _LIMIT = 2**20  # bytes of a header or a chunk's
 
 @asynccontextmanager
 async def connect(url: str) -> AsyncIterator[ClientConnection]:
-    """A connection to a server, for one request after the other.
+    """Connect to a server, for one request after the other.
 
     Raises:
         CannotRunError: nobody listens there.

@@ -31,7 +31,7 @@ class Ids:
 
 
 def read_llama(path: str) -> Any:
-    """A transformers model in F32 with the weights of a GGUF file of the llama architecture.
+    """Return a transformers model in F32 with the weights of a GGUF file of the llama architecture.
 
     llama.cpp keeps rotary pairs side by side, transformers half a head apart.
     """

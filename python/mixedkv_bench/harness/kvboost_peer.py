@@ -42,8 +42,8 @@ class KVBoost:
             raise ValueError(f"--kvboost {python}: {error}. It needs kvboost, transformers, gguf") from None
 
     def measure(self, prompt: Tokens, stored: Sequence[Tokens], n_answer: int) -> dict[str, Any]:
-        """One case, evaluated fully and with reuse of what was stored: seconds, seconds_cold, reused, kld (of
-        the first token, from its own full evaluation), same_top1, tokens, tokens_cold.
+        """Measure one case, evaluated fully and with reuse of what was stored: seconds, seconds_cold, reused,
+        kld (of the first token, from its own full evaluation), same_top1, tokens, tokens_cold.
 
         Raises:
             CannotRunError: it cannot.
@@ -69,7 +69,7 @@ class KVBoost:
         return answer
 
     def close(self) -> None:
-        """The end of its input ends it."""
+        """Close the peer: the end of its input ends it."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()

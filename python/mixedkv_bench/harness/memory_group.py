@@ -26,7 +26,9 @@ class MemoryGroup:
             (self.folder / "cgroup.procs").write_text(str(os.getpid()))
 
     def used(self) -> dict[str, int]:
-        """`peak`: bytes at most; `pushed`: how often pages had to go (version 2); `killed`: processes."""
+        """Return `peak`: the most bytes; `pushed`: how often pages had to go (version 2); `killed`:
+        processes.
+        """
         if self.folder is None:
             return {}
         if self.kind == "cgroup v2":
@@ -44,7 +46,9 @@ class MemoryGroup:
 
 @contextlib.contextmanager
 def memory_group(limit: int) -> Iterator[MemoryGroup]:
-    """A group of `limit` bytes below this process's own, without swap, gone afterwards."""
+    """Make a control group of `limit` bytes below this process's own, without swap, for as long as the block
+    runs.
+    """
     group = next(
         (made for make in (_make_v2, _make_v1) if (made := _try(make, limit))), MemoryGroup("none", None)
     )

@@ -22,7 +22,7 @@ _CLEAR_PEAK = "5"  # proc(5), clear_refs: set the peak to what is resident now
 
 
 def in_new_process(model: Path, setting: Setting, n_ctx: int, threads: int) -> dict[str, Any]:
-    """Fields of a row of one setting. Peaks never go down, so each is taken in a fresh process."""
+    """Return the fields of a row of one setting. Peaks never go down, so each is taken in a fresh process."""
     command = [sys.executable, "-m", __name__, str(model), setting.spec, str(int(setting.flash_attn))]
     done = subprocess.run([*command, str(n_ctx), str(threads)], capture_output=True, text=True, check=False)
     if done.returncode:

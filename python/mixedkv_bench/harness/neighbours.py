@@ -12,7 +12,7 @@ _COMPUTE = "while True: pass"
 
 @contextmanager
 def neighbours(n: int) -> Iterator[list[int]]:
-    """`n` of them, for as long as the block runs; their process ids."""
+    """Run `n` busy processes for as long as the block runs; gives their process ids."""
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(n):

@@ -46,7 +46,7 @@ class RayFleet:
         self._n = 0
 
     def deploy(self, options: dict[str, Any]) -> None:
-        """An application in place of the last one; every replica has answered once.
+        """Deploy an application in place of the last one, and wait until every replica has answered once.
 
         Raises:
             CannotRunError: it does not start.
@@ -107,7 +107,7 @@ def replica_pids() -> list[int]:
 
 
 def _parent(process: Path) -> Path:
-    """Folder of its parent in /proc."""
+    """Return the folder of its parent in /proc."""
     return process.parent / (process / "stat").read_text().rpartition(")")[2].split()[1]
 
 

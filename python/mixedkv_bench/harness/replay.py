@@ -38,7 +38,8 @@ class Replay:
 
 
 def make_conversation(seed: int, n_prompt: int, turns: int, count: Callable[[str], int]) -> Conversation:
-    """A journal of `n_prompt` tokens, then questions about it. Another seed shares no more than a few words.
+    """Return a journal of `n_prompt` tokens, then questions about it. Another seed shares no more than a few
+    words.
 
     Args:
         count: tokens of a text.
@@ -56,7 +57,7 @@ def make_conversation(seed: int, n_prompt: int, turns: int, count: Callable[[str
 
 
 def room(conversations: Sequence[Conversation], n_gen: int, count: Callable[[str], int]) -> int:
-    """Tokens that the longest of them takes at its end."""
+    """Return how many tokens the longest conversation has at its end."""
     return max(
         sum(count(message) + n_gen + 2 * _OVERHEAD for message in conversation.messages)
         for conversation in conversations
@@ -70,7 +71,7 @@ def replay(
     sampling: ClientSampling,
     after: Replay | None = None,
 ) -> Replay:
-    """All conversations, `clients` of them at a time; each one's turns follow each other.
+    """Replay all conversations, `clients` of them at a time; each one's turns follow each other.
 
     Args:
         after: its answers are those of the first turns.

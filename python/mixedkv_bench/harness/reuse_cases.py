@@ -34,7 +34,7 @@ DONORS: dict[Workload, tuple[DonorKind, ...]] = {
 def kinds_of(
     workloads: Sequence[Workload] = WORKLOADS, donors: Sequence[DonorKind] = DONOR_KINDS
 ) -> list[tuple[Workload, DonorKind]]:
-    """Each workload with each of these donors that it has."""
+    """Return each workload with each of these donors that it has."""
     return [(workload, donor) for workload in workloads for donor in DONORS[workload] if donor in donors]
 
 
@@ -122,7 +122,7 @@ class CaseMaker:
         return Case(stored, prompt, fact.answer)
 
     def _passages(self, random: Random, workload: Workload, donor: DonorKind) -> Case:
-        """Passages of a real text, a question about all of them, and no right answer."""
+        """Return the passages of a real text, a question about all of them, and no right answer."""
         size = (self._n_prompt - len(self._encode(_ASKED[0])) - 60) // self._n_documents
         text = self._held_out(workload)
         n = self._n_documents + 1
@@ -153,7 +153,7 @@ class CaseMaker:
         return self._texts[workload]
 
     def _few_shot(self, random: Random, world: World) -> Case:
-        """Questions with their answers, each after a short journal that tells them."""
+        """Return the questions with their answers, each after a short journal that tells them."""
         shots: list[str] = []
         facts: list[Fact] = []
         while sum(len(self._encode(shot)) for shot in shots) < self._n_prompt - 80:
@@ -171,7 +171,7 @@ class CaseMaker:
         return self._case(asked(shots, facts[0].question), asked(order, fact.question), fact)
 
     def _documents(self, random: Random, world: World, n: int) -> tuple[list[str], list[list[Fact]]]:
-        """Documents, and the facts in each; the first sentence of a document is one."""
+        """Return the documents, and the facts in each; the first sentence of a document is one."""
         size = (self._n_prompt - 60) // n
         documents: list[str] = []
         facts: list[list[Fact]] = []

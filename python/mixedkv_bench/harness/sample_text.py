@@ -23,12 +23,12 @@ Count = Callable[[str], int]  # tokens of a text
 
 
 def ask(fact: Fact) -> str:
-    """The turn that asks for a fact, up to where the answer begins."""
+    """Return the turn that asks for a fact, up to where the answer begins."""
     return f"<|user|>{fact.question}<|end|><|assistant|>"
 
 
 def document(seed: int, n_tokens: int, count: Count, *, chat: bool = True) -> str:
-    """At least `n_tokens` tokens: a journal, then questions about its facts with their answers.
+    """Return at least `n_tokens` tokens: a journal, then questions about its facts with their answers.
 
     In the bundled model's chat format, or as plain text for another model.
     """
@@ -46,7 +46,9 @@ def document(seed: int, n_tokens: int, count: Count, *, chat: bool = True) -> st
 
 
 def passage(n_tokens: int, tokenize: Callable[[str], list[int]]) -> list[int]:
-    """Tokens of a plain journal with its questions, at least `n_tokens`: said again, text that repeats."""
+    """Return at least `n_tokens` tokens of a plain journal with its questions. Twice in a row it is text that
+    repeats itself.
+    """
     return tokenize(document(1, n_tokens, lambda text: len(tokenize(text)), chat=False))
 
 
@@ -76,12 +78,14 @@ class Journal:
         return " ".join(self.sentences)
 
     def tokens_after(self, question: Question, count: Count) -> int:
-        """Tokens of the journal from the statement on."""
+        """Return the number of tokens of the journal from the statement on."""
         return count(" ".join(self.sentences[question.at :]))
 
 
 def journal(seed: int, n_tokens: int, per_slot: int, count: Count) -> Journal:
-    """A journal of about `n_tokens` tokens, and `per_slot` questions of each variant at each of `DEPTHS`."""
+    """Return a journal of about `n_tokens` tokens, and `per_slot` questions of each variant at each of
+    `DEPTHS`.
+    """
     random = Random(seed)
     world = World(random)
     asked = [
@@ -116,7 +120,7 @@ def _sentences(random: Random, world: World, n_tokens: int, count: Count) -> lis
 
 
 def _group(random: Random, world: World, variant: str) -> Sequence[Fact]:
-    """A new fact, and with "rivals" others of its kind about the same name or object."""
+    """Return a new fact, and with "rivals" others of its kind about the same name or object."""
     if variant == "plain":
         return [world.fact()]
     while True:
@@ -141,7 +145,7 @@ def _rivals(random: Random, world: World, kind: str, name: str, thing: str) -> l
 
 
 def _subject(fact: Fact) -> tuple[str, str, str] | None:
-    """Kind, name and object of a fact about somebody's object; None for another fact."""
+    """Return the kind, name and object of a fact about somebody's object; None for another fact."""
     words = re.findall(r"\w+", fact.question)
     names, objects = ([word for word in words if word in known] for known in (NAMES, OBJECTS))
     return (words[1], names[0], objects[0]) if names and objects else None

@@ -41,15 +41,18 @@ class ServerSpec:
 
 
 def mixedkv_command(spec: ServerSpec, setting: Setting, port: int) -> list[str]:
-    """One pool of rows for all clients, so that each has as many as the stock server's only one."""
+    """Return the command of our server, with one pool of rows for all clients: each has as many as the stock
+    server's only one.
+    """
     command = [sys.executable, "-m", "mixedkv", "serve", "-m", str(spec.file.path), "--kv", setting.spec]
     command += ["--n-ctx", str(spec.n_ctx * spec.clients), "--parallel", str(spec.clients)]
     return [*command, "--threads", str(spec.threads), "--host", "127.0.0.1", "--port", str(port)]
 
 
 def stock_command(spec: ServerSpec, engine: str, port: int) -> list[str]:
-    """The stock server at its best: it writes no logits of prompts, and lets an answer end before the next
-    request begins, which by default would cut it off. Without flash attention, which slows down its decoding.
+    """Return the command of the stock server at its best: it writes no logits of prompts, and lets an answer
+    end before the next request begins, which by default would cut it off. Without flash attention, which
+    slows down its decoding.
     """
     options = {
         "model": spec.file.path,
@@ -70,8 +73,8 @@ def stock_command(spec: ServerSpec, engine: str, port: int) -> list[str]:
 
 
 def llama_server_command(spec: ServerSpec, setting: Setting, program: Path, port: int) -> list[str]:
-    """A llama-server with a slot for each client, in a cache that all share; with flash attention where the
-    cache needs it.
+    """Return the command of a llama-server with a slot for each client, in a cache that all share; with flash
+    attention where the cache needs it.
     """
     command = [str(program), "-m", str(spec.file.path), "-c", str(spec.n_ctx * spec.clients)]
     command += [
@@ -157,7 +160,7 @@ class Server:
         raise CannotRunError("the server was not ready in time")
 
     def last_words(self) -> str:
-        """The end of what it printed, and how it ended if it has."""
+        """Return the end of what it printed, and how it ended if it has."""
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").split("\n")
         text = " ".join([line.strip() for line in lines if line.strip()][-2:])

@@ -54,7 +54,7 @@ class Runner(Protocol):
     facts: RunFacts
 
     def measure(self) -> tuple[float, float]:
-        """Seconds for the prompt and for the generated tokens."""
+        """Return the seconds for the prompt and for the generated tokens."""
 
     def close(self) -> None: ...
 

@@ -66,7 +66,7 @@ async def _stall(url: str, texts: Sequence[str], prompt: str, n_room: int, sampl
     busy = np.array([gap for at, gap in gaps if busy_from <= at <= busy_to])
     if not len(idle) or not len(busy):
         raise CannotRunError(
-            f"{len(idle)} and {len(busy)} tokens came without and with a long prompt: too few"
+            f"too few tokens to measure: {len(idle)} came without a long prompt and {len(busy)} with one"
         )
     return Stall(idle, busy, answer.ttft, answer.n_prompt or 0)
 

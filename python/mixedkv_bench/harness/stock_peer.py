@@ -78,7 +78,7 @@ class Peer:
         return PeerRunner(self, setting, work)
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """One request and its answer.
+        """Send one request and return its answer.
 
         Raises:
             CannotRunError: the peer could not do it, or has died of it.
@@ -109,7 +109,7 @@ class Peer:
         )
 
     def close(self) -> None:
-        """The end of its input ends the peer."""
+        """Close the peer: the end of its input ends it."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(OSError):
@@ -152,7 +152,9 @@ def _description(setting: Setting) -> dict[str, Any]:
 
 
 def would_crash(model: ModelFile) -> bool:
-    """Built by GCC before 13, llama.cpp dies where AMX repacks quantised weights; our patches mend that."""
+    """Return whether the stock library would crash here: built by GCC before 13, it dies where AMX repacks
+    quantised weights.
+    """
     plain = (0, 1, 32)  # general.file_type: F32, F16, BF16
     cpu = Path("/proc/cpuinfo")
     has_amx = cpu.exists() and " amx_int8" in cpu.read_text()

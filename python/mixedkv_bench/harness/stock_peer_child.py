@@ -34,7 +34,7 @@ class StockCache:
     window: None = None
 
     def check_context(self, n_ctx: int) -> None:
-        """Such a cache fits any context."""
+        """Accept any context: this cache fits all."""
 
     def native(self) -> None:
         """Leave everything to llama.cpp."""

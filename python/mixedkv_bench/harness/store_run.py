@@ -65,7 +65,7 @@ class StoreRun:
         return int(self.llm.sample(temp=0.0))
 
     def generate(self, token: int, n: int) -> Tokens:
-        """`token` and the likeliest ones after it, n in all; the last is not evaluated."""
+        """Return `token` and the likeliest ones after it, n in all; the last is not evaluated."""
         tokens = [token]
         while len(tokens) < n:
             tokens.append(self.first_token(np.array(tokens[-1:], np.int32)))
@@ -105,7 +105,7 @@ class StorePlace:
         return stats.bytes_ram if self.folder is None else stats.bytes_disk
 
     def files(self) -> list[Path]:
-        """Its entries; the index stays open, and so in memory."""
+        """Return the entries' files; the index stays open, and so in memory."""
         assert self.folder is not None
         return [path for path in self.folder.rglob("entries/**/*") if path.is_file()]
 
@@ -117,12 +117,12 @@ class StorePlace:
         self._store = self._open()
 
     def forget(self) -> None:
-        """All but what is in the remote, if there is one."""
+        """Forget all but what is in the remote, if there is one."""
         if self._remote is not None:
             self.empty()
 
     def save(self, run: StoreRun, tokens: Tokens) -> float:
-        """Seconds to store a sequence.
+        """Store a sequence and return the seconds it took.
 
         Raises:
             CannotRunError: it was not stored.
@@ -142,7 +142,7 @@ class StorePlace:
         return saved.seconds + time.perf_counter() - begin
 
     def restore(self, run: StoreRun, tokens: Tokens, n_expected: int) -> int:
-        """Tokens restored, which must be all that were stored, exactly.
+        """Restore a sequence, which must be all that was stored, exactly; return its number of tokens.
 
         Raises:
             CannotRunError: they are not.
@@ -158,7 +158,8 @@ class StorePlace:
 
 
 def in_new_process(run: StoreRun, place: StorePlace, tokens: Tokens) -> tuple[float, float, float]:
-    """Seconds until the model is loaded, to restore, and to the first token; the last two from then on.
+    """Return the seconds until the model is loaded, to restore, and to the first token; the last two from
+    then on.
 
     Raises:
         CannotRunError: the process ended without an answer.

@@ -94,7 +94,7 @@ def _timed(llm: Llama, tokens: list[int], logits: Any) -> float:
 
 
 def _streams(engine: Engine, n: int, n_gen: int) -> float:
-    """Tokens a second of `n` answers at a time, from when all have their first one."""
+    """Return the tokens a second of `n` answers at a time, from when all have their first one."""
     bias = tuple((token, -100.0) for token in engine.detokenizer.ends)
     answers = [
         engine.submit([1, 3 + i, 5 + i], max_tokens=n_gen + 1, temperature=0.0, logit_bias=bias)
@@ -108,7 +108,7 @@ def _streams(engine: Engine, n: int, n_gen: int) -> float:
 
 
 def _lookup(engine: Engine, n: int) -> dict[str, float]:
-    """An answer that says one token again and again, as its prompt does: from its first token on."""
+    """Return an answer that says one token again and again, as its prompt does: from its first token on."""
     token = 7
     answer = engine.submit(
         [1] + 16 * [token],

@@ -23,7 +23,7 @@ def standard_error(values: npt.NDArray[np.float64]) -> float:
 
 
 def wilson(correct: int, n: int, z: float = 1.96) -> tuple[float, float]:
-    """95% interval of a share (E. B. Wilson, 1927, JASA 22:209)."""
+    """Return the 95% interval of a share (E. B. Wilson, 1927, JASA 22:209)."""
     if n == 0:
         return 0.0, 1.0
     p, z2 = correct / n, z * z
@@ -33,7 +33,9 @@ def wilson(correct: int, n: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def ratio_interval(values: Sequence[float], of: Sequence[float], n: int = 10_000) -> tuple[float, float]:
-    """95% bootstrap interval of the ratio of two means over the same cases, which are drawn together."""
+    """Return the 95% bootstrap interval of the ratio of two means over the same cases, which are drawn
+    together.
+    """
     random = np.random.default_rng(0)
     drawn = random.integers(0, len(of), (n, len(of)))
     ratios = np.asarray(values)[drawn].mean(axis=1) / np.asarray(of)[drawn].mean(axis=1)
@@ -42,13 +44,13 @@ def ratio_interval(values: Sequence[float], of: Sequence[float], n: int = 10_000
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """25%, median and 75%."""
+    """Return the lower quartile, the median and the upper quartile."""
     low, middle, high = np.percentile(values, (25, 50, 75))
     return float(low), float(middle), float(high)
 
 
 def log_softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    """Over the last axis, in double precision: a difference of two F16 caches is about 1e-6."""
+    """Compute log-softmax over the last axis, in double precision: two F16 caches differ by about 1e-6."""
     shifted = logits.astype(np.float64)
     shifted -= shifted.max(axis=-1, keepdims=True)
     shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))

@@ -27,7 +27,7 @@ class Table(Generic[R]):
     cells: Callable[[Sequence[R]], Cells]
 
     def lines(self, rows: Sequence[Row]) -> Iterator[str]:
-        """Tables of the rows of this kind."""
+        """Yield the lines of the tables of this kind of row."""
         chosen = [row for row in rows if isinstance(row, self.row)]
         for value in dict.fromkeys(self.by(row) for row in chosen):
             group = [row for row in chosen if self.by(row) == value]
@@ -46,14 +46,14 @@ def as_bytes(value: int | None) -> str:
 
 
 def spread(low: float | None, middle: float | None, high: float | None, samples: Sequence[Any] | None) -> str:
-    """Half the distance of the quartiles, where there are several rounds."""
+    """Return half the distance of the quartiles as a percentage, "" where there is one round only."""
     if low is None or middle is None or high is None or len(samples or ()) < 2:
         return ""
     return f"+-{(high - low) / middle / 2:.0%}"
 
 
 def align(table: Cells) -> Iterator[str]:
-    """The first column to the left, the others to the right."""
+    """Align the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:
         first, *others = (

@@ -103,7 +103,7 @@ def _person(random: Random, name: str) -> Person:
 
 
 def _prose(random: Random, n_tokens: int, count: Count) -> list[str]:
-    """Paragraphs of prose with so many tokens, from a random place of the text on."""
+    """Return paragraphs of prose with that many tokens, from a random place of the text on."""
     whole = read_real_text("prose").text.split("\n\n")
     paragraphs = [" ".join(each.split()) for each in whole]
     paragraphs = [each for each in paragraphs if len(each) > 150 and each[0].isupper() and each.endswith(".")]
@@ -125,7 +125,7 @@ def _lookups(codes: dict[str, str]) -> Iterator[TaskItem]:
 
 
 def _needles(random: Random, codes: dict[str, str]) -> Iterator[TaskItem]:
-    """Three codes in a row, one after the other, each after the right ones before it."""
+    """Yield three codes in a row, one after the other, each after the right ones before it."""
     for _ in range(8):
         chosen = random.sample(sorted(codes), 3)
         asked = ", ".join(chosen[:-1]) + " and " + chosen[-1]
@@ -147,7 +147,7 @@ def _quotes(random: Random, paragraphs: Sequence[str]) -> Iterator[TaskItem]:
 
 
 def _extractions(people: Sequence[Person]) -> Iterator[TaskItem]:
-    """Values of a JSON object, one after the other, each after the right ones before it.
+    """Yield the values of a JSON object, one after the other, each after the right ones before it.
 
     Its keys and their order are given by an example.
     """

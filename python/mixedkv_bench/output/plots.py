@@ -94,7 +94,7 @@ def _figures(rows: Sequence[Row], styles: Styles, model: str) -> Iterator[tuple[
 
 
 def _styles(rows: Sequence[Row]) -> Styles:
-    """Colour and marker of each setting, the same in every picture."""
+    """Return the colour and marker of each setting, the same in every picture."""
     names = {row.name: row.kv for row in rows if not getattr(row, "control", False)}
     styles: Styles = {}
     for is_mixed, colors in ((True, _MIXED), (False, _UNIFORM)):
@@ -175,7 +175,7 @@ def main() -> None:
     folder = Path(sys.argv[-1])
     written = draw(document, folder) if len(sys.argv) == 3 else draw_beside(documents, folder)
     if not written:
-        raise SystemExit("nothing to draw: beside each other there are results of quality, of one --mode")
+        raise SystemExit("nothing to draw: give results of `bench quality`, all of one --mode")
     for path in written:
         print(f"wrote {path}")
 

@@ -109,7 +109,7 @@ def points(rows: Sequence[Row], value: Callable[[Row], float | None]) -> dict[st
 
 
 def least(of: Sequence[Point]) -> list[Point]:
-    """Those for which no other has as few bits and as little, from few bits to many."""
+    """Return the points that no other one beats in both bits and divergence, from few bits to many."""
     chosen: list[Point] = []
     for point in sorted(of, key=lambda each: (each.bits, each.middle)):
         if not chosen or point.middle < chosen[-1].middle:
@@ -118,7 +118,7 @@ def least(of: Sequence[Point]) -> list[Point]:
 
 
 def _grid(models: Models, panels: Sequence[_Panel], styles: Styles, title: str) -> Figure:
-    """Panels below each other with a column for each of several models; side by side for one."""
+    """Make a grid of panels: side by side for one model, a column for each of several."""
     one = len(models) == 1
     n_rows, n_columns = (1, len(panels)) if one else (len(panels), len(models))
     heights = [1.0 if one or panel.is_divergence else 0.5 for panel in panels[:n_rows]]

@@ -48,7 +48,7 @@ def _store(rows: Sequence[StoreRow], styles: Styles, model: str, make: MakeFigur
 
 
 def _chat(rows: Sequence[ChatRow], styles: Styles, model: str, make: MakeFigure) -> Figure:
-    """Filled marks are turns whose history was kept, empty ones evaluated it anew."""
+    """Draw a chat's turns: filled marks had their history kept, empty ones evaluated it anew."""
     figure, (axis,) = make(8.5, 4.4)
     for row in rows:
         style = styles[row.name]

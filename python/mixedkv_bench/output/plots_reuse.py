@@ -64,7 +64,7 @@ def _cost_and_error(rows: Sequence[ReuseRow], model: str, make: MakeFigure) -> F
 
 
 def _by_turn(rows: Sequence[ReuseRow], model: str, make: MakeFigure) -> Figure:
-    """The share of a turn's cases that have their first token by then."""
+    """Return the share of a turn's cases that have their first token by then."""
     figure, axes = make(13, 3.8, CaseMaker.TURNS)
     for turn, axis in enumerate(axes):
         for row in rows:

@@ -20,7 +20,7 @@ _STYLES: dict[str, Any] = {  # as in `plots`: grey and black is what others do
 
 
 def figures(rows: Sequence[Row], model: str, make: MakeFigure) -> Iterator[tuple[str, Figure]]:
-    """Tokens per second against memory; of the first setting where there are several."""
+    """Draw tokens per second against memory, of the first setting where there are several."""
     streamed = [row for row in rows if isinstance(row, StreamingRow) and row.pass_seconds]
     streamed = [row for row in streamed if row.kv == streamed[0].kv]
     if any(row.memory_bytes for row in streamed):

@@ -44,7 +44,7 @@ class Result:
         self.write()
 
     def finish(self) -> None:
-        """Everything asked for has been measured."""
+        """Finish the file: everything asked for has been measured."""
         self._document = self._document.model_copy(update={"interrupted": False})
         self.write()
 

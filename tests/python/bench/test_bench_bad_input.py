@@ -44,7 +44,7 @@ def refuse(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["memory", "--budget", "lots"], "'lots' is not a size"),
         (["quality", "--text", "no/such/file.txt"], "no/such/file.txt: No such file"),
         (["quality", "--kv", "mixed:budget=2GiB"], "a budget depends on the context"),
-        (["sensitivity", "--kv", "q8_0"], "--kv q8_0: only a mixed cache has types of single layers"),
+        (["sensitivity", "--kv", "q8_0"], "--kv q8_0: only a mixed cache can have a type for each layer"),
         (["sensitivity", "--bits", "3"], "--bits 3: use numbers from 3.25 to 8.5"),
         (["sensitivity", "--bits", "few"], "'few' is not numbers such as 5,6.5"),
         (["quality", "--n-ctx", "9"], "argument --n-ctx"),

@@ -84,7 +84,7 @@ def test_a_replay_goes_on_after_another(monkeypatch: pytest.MonkeyPatch) -> None
     ("arguments", "message"),
     [
         (["--replicas", "0"], "argument --replicas"),
-        (["--turns", "1"], "--turns 1: a conversation goes on after 2"),
+        (["--turns", "1"], "--turns 1: use 2 or more"),
         (["--flash-attn", "on"], "unrecognized arguments: --flash-attn on"),
     ],
 )

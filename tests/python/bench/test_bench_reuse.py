@@ -131,7 +131,7 @@ def test_a_calibration_of_another_model_is_refused(llm: Llama, tmp_path: Path) -
         (["--workload", "poems"], "invalid choice: 'poems'"),
         (["--documents", "1"], "2 or more"),
         (["--calibrate", "--folder", ".", "--repair", "query"], "leave --workload, --donor and --repair out"),
-        (["--workload", "few_shot", "--donor", "alone"], "other donors only"),
+        (["--workload", "few_shot", "--donor", "alone"], "no rows of this donor"),
     ],
 )
 def test_bad_flags(flags: list[str], match: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ from check_language import about_docstring, long_sentences, undocumented
         "evict the oldest entry.",
         "Evict the oldest entry",
         "Raises:\n    ValueError: n is negative.",
+        "Args:\n    n: 1 or more.",
         "Evict an entry.\n\nRaises:\n    ValueError:",
         "Evict an entry.\n\nRaises:\n    ValueError",
     ],

@@ -44,6 +44,19 @@ def test_the_files_that_pages_name_are_there() -> None:
     assert not missing
 
 
+def test_rules_stand_where_the_architecture_says() -> None:
+    page = (REPOSITORY / "docs/architecture.md").read_text("utf-8")
+    table = page.partition("## Where a rule stands")[2].partition("\n## ")[0]
+    named = re.findall(r"((?:`[\w.]+`(?: and )?)+) in `([\w/.-]+)`", table)
+    assert len(named) > 10
+    for names, path in named:
+        file = REPOSITORY / (path if path.startswith("cpp/") else f"python/mixedkv/{path}")
+        code = file.read_text("utf-8")
+        for name in re.findall(r"[\w.]+", names.replace(" and ", " ")):
+            missing = [part for part in name.split(".") if not re.search(rf"\b{part}\b", code)]
+            assert not missing, f"{path} has no {name}"
+
+
 def test_what_is_loaded_from_elsewhere_is_found(tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text(
         '<a href="https://example.org"></a><script src="https://example.org/a.js">'

@@ -203,5 +203,5 @@ def test_what_it_needs(models: Models, zoo_path: Callable[[str], Path]) -> None:
     with Llama(models("token"), load_mtp=True, **options) as llm:
         with pytest.raises(ValueError, match="leave draft_model out"):
             Engine(llm, parallel=2, speculation="mtp", draft_model=llm)
-        with Engine(llm, parallel=2) as it, pytest.raises(ValueError, match="has to be that of the engine"):
+        with Engine(llm, parallel=2) as it, pytest.raises(ValueError, match="must be set on the engine"):
             it.submit("a", speculation="mtp")

@@ -153,7 +153,7 @@ def test_bits_go_to_the_keys_of_deep_layers_first() -> None:
     shape = layers_of(64, 4)
     kv = parse_kv("mixed:bits=3.5,threshold=128")
     assert str(kv) == "mixed:threshold=128,bits=3.5"
-    with pytest.raises(ValueError, match=r"bits=3\.5: what it comes to depends on the model"):
+    with pytest.raises(ValueError, match=r"bits=3\.5: its value depends on the model"):
         kv.native()
     assert settle(kv, shape, 512) == parse_kv("mixed:cold=tc3,threshold=128,layers=2-3:lm4/tc3")
     assert settle(parse_kv("mixed:bits=3.25"), shape, 512) == parse_kv("mixed:cold=tc3")

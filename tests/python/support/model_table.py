@@ -76,8 +76,8 @@ _TURNS = """
 ## What a turn costs
 
 A conversation has six questions of 60 tokens and answers of 12, with an engine and a store. Its last
-prompt comes once more in a new context, from the store. Evaluated are the new question and the last token
-before it, or the last token alone.
+prompt comes once more in a new context, from the store. Only the new question and the last token before it
+are evaluated, or the last token alone.
 
 | kind | cache | prompt of turn 6 | evaluated | evaluated, from the store | largest checkpoint, bytes |
 |---|---|---|---|---|---|"""

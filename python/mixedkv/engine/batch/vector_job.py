@@ -66,7 +66,9 @@ class VectorJob(Job):
         return self.vectors[p0 - self.first : p1 - self.first]
 
     def take_hidden(self, context: object, index: int, n: int) -> None:
-        """Hidden states of the batch's tokens from `index` on, which are the next `n` of this job."""
+        """Keep the hidden states of the next `n` tokens of this job, which stand in the batch from `index`
+        on.
+        """
         p0, width = self.n_rows, self.vectors.shape[1]
         for p in range(max(p0, self.n_prompt - self.n_hidden), p0 + n):
             row = llama_cpp.llama_get_embeddings_ith(context, index + p - p0)

@@ -144,7 +144,8 @@ class ChatRenderer:
         choice: ToolChoice,
         options: TemplateOptions = NOTHING_SAID,
     ) -> RenderedChat:
-        """
+        """Render messages and tools with the template; return the prompt and how its answer is read.
+
         Args:
             messages, tools: in OpenAI's form.
 
@@ -254,7 +255,9 @@ _KEPT = 1 << 16  # characters of schemas whose grammar is kept
 
 
 def _calls_only(prompt: _chat.ChatPrompt, tools: Sequence[Mapping[str, Any]], parallel: bool) -> Constraint:
-    """A forced call comes at once: where a template has begun a thought, that is ended."""
+    """Return the constraint of an answer that must call a tool at once; a thought that the template has begun
+    is ended.
+    """
     functions = [tool["function"] for tool in tools]
     schemas = {each["name"]: each.get("parameters") or _NO_ARGUMENTS for each in functions}
     thoughts = _tags(prompt)
@@ -293,6 +296,6 @@ def _said(message: Mapping[str, Any]) -> ReadAnswer:
 
 
 def _short(error: Exception) -> str:
-    """The last line of llama.cpp's errors says what is wrong; those before quote the template."""
+    """Return the last line of llama.cpp's error, which says what is wrong; others quote the template."""
     lines = [line for line in str(error).splitlines() if line.strip("- ")]
     return (lines[-1] if lines else "it fails")[:300]

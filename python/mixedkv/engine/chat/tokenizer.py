@@ -79,7 +79,7 @@ class Tokenizer:
     def tokenize(
         self, text: str, *, start: bool = True, special: bool = False, n_ctx: int | None = None
     ) -> list[int]:
-        """Tokens of a text.
+        """Return the tokens of a text.
 
         Args:
             start: it begins a sequence.
@@ -105,8 +105,8 @@ class Tokenizer:
             )
 
     def _longest_token(self) -> int:
-        """Bytes of a text that a token stands for at most, 0 if not known: what is unknown to WordPiece and
-        Unigram is one token however long it is.
+        """Return the most bytes of a text that one token stands for, 0 if not known: WordPiece and Unigram
+        make one token of what they do not know, however long it is.
         """
         if llama_cpp.llama_vocab_type(self._vocab) not in (
             llama_cpp.LLAMA_VOCAB_TYPE_SPM,
@@ -117,7 +117,7 @@ class Tokenizer:
         return max(len(llama_cpp.llama_vocab_get_text(self._vocab, token)) for token in tokens)
 
     def _chunks(self, text: str) -> Iterator[str]:
-        """A text cut before special tokens, where tokenizing the parts gives the tokens of the whole.
+        """Cut a text before special tokens, where tokenizing the parts gives the tokens of the whole.
 
         After each special token it has found llama.cpp looks for all: 100,000 of them would take hours.
         """
@@ -128,7 +128,9 @@ class Tokenizer:
         yield text[begin:]
 
     def _cut(self, text: str, begin: int) -> int:
-        """The last special token of a chunk, else the next one after it; -1 if there is none."""
+        """Return where the last special token of a chunk begins, else the next one after it; -1 if there is
+        none.
+        """
         cut = max((text.rfind(t, begin + 1, begin + _CHUNK) for t in self._special), default=-1)
         if cut < 0:
             later = (text.find(t, begin + 1) for t in self._special)
@@ -188,7 +190,7 @@ class Tokenizer:
         }
 
     def prompt(self, prompt: str | Sequence[int], *, start: bool = True, long: bool = False) -> list[int]:
-        """Tokens of a raw prompt, text or tokens.
+        """Return the tokens of a raw prompt, text or tokens.
 
         Raises:
             ValueError: a token is not of this model.
@@ -202,7 +204,7 @@ class Tokenizer:
     def infill(
         self, before: str, after: str, *, beginning: str = "", files: Sequence[tuple[str, str]] = ()
     ) -> list[int]:
-        """Tokens of a prompt that asks for what is missing between two texts.
+        """Return the tokens of a prompt that asks for what is missing between two texts.
 
         Args:
             beginning: of what is missing.
@@ -223,8 +225,8 @@ class Tokenizer:
         return [*tokens, middle, *self.tokenize(beginning, start=False)]
 
     def pair(self, query: str, document: str, *, n_ctx: int) -> list[int]:
-        """Tokens of two texts, for a model that ranks: by the template it has for that, else as llama-server
-        puts them together.
+        """Return the tokens of two texts, for a model that ranks: by the template it has for that, else as
+        llama-server puts them together.
 
         Raises:
             ContextLengthError, ValueError: as `tokenize`.
@@ -317,7 +319,7 @@ class Tokenizer:
         return Thought(tags, close=close, opening=opening[0] if len(opening) == 1 else -1, budget=budget)
 
     def shown(self, names: Sequence[str]) -> tuple[int, ...]:
-        """Control tokens by their names, without those that end an answer."""
+        """Return the control tokens by their names, without those that end an answer."""
         return self._constraints.shown(names)
 
     def matcher(self, constraint: Constraint) -> Matcher:
@@ -329,7 +331,8 @@ class Tokenizer:
         return self._constraints.compile(constraint)
 
     def sampler(self, sampling: Sampling, matcher: Matcher | None = None) -> Sampler:
-        """
+        """Make the sampler of one answer.
+
         Args:
             matcher: of `sampling.constraint`, where it was compiled already; copied.
 

@@ -154,7 +154,7 @@ class ChunkConnector(StoreConnector):
         engine.observer.checked(deviation.kld, bool(gate.closed))
 
     def _place(self, waiting: Waiting) -> Sequence | None:
-        """A sequence for it; None where it would not fit beside the work there is."""
+        """Return a sequence for the job; None where it would not fit beside the work there is."""
         pool, n_ctx = self._engine.pool, self._engine.llm.kv.stats().n_ctx
         while pool.used + len(waiting.tokens) > n_ctx:
             if not pool.evict():

@@ -33,31 +33,31 @@ class KVConnector(Protocol):
     """Protocol of what fetches and offloads KV for an `Engine`; `StoreConnector` does it with a `KVStore`."""
 
     def attach(self, engine: ConnectedEngine) -> None:
-        """Called once by the engine, before anything else."""
+        """Take the engine. It calls this once, before anything else."""
 
     def fetch(self, job: Job) -> bool:
-        """On the submitting thread, with a new job: look for the KV of its prompt. False: there is nothing to
-        look for. True: `engine.ready(job)` is called later, with `job.offer` set if something was found.
+        """Look for the KV of a new job's prompt, on the submitting thread. False: there is nothing to look
+        for. True: `engine.ready(job)` is called later, with `job.offer` set if something was found.
         """
         ...
 
     def read(self, job: Job, n: int) -> bool:
-        """On the engine's thread, with a job that has an offer; the context has rows of the first `n` tokens
-        of its prompt. False: no more than that is worth reading. True: `engine.ready(job)` is called again,
+        """Read the offer of a job, on the engine's thread; the context has rows of the first `n` tokens of
+        its prompt. False: no more than that is worth reading. True: `engine.ready(job)` is called again,
         after `job.set_blocks`.
         """
         ...
 
     def evaluated(self, job: Job, index: int) -> None:
-        """On the engine's thread: the prompt's last token has logits, at `index` of the step's."""
+        """Note that the prompt's last token has logits, at `index` of the step's; on the engine's thread."""
 
     def offload(self, job: Job) -> None:
-        """On the engine's thread, with a job that is done: keep its KV. The rows are in `job.seq` as long as
-        the `version` of that stays the same: `engine.call` reads them between later steps.
+        """Keep the KV of a job that is done, on the engine's thread. The rows are in `job.seq` as long as the
+        `version` of that stays the same: `engine.call` reads them between later steps.
         """
 
     def stats(self) -> dict[str, Any]:
-        """Numbers for people."""
+        """Return numbers to show to people."""
         ...
 
     def close(self) -> None:

@@ -135,7 +135,7 @@ class IdleRecheck:
         return self._engine.call(lambda: function() if held.is_there else None).result()
 
     def _place(self, tenant: str, n: int) -> _Held | None:
-        """A sequence with room for `n` tokens; None where something would have to be evicted for it."""
+        """Return a sequence with room for `n` tokens; None if something would have to be evicted for it."""
         pool = self._engine.pool
         if pool.used + n > self._engine.llm.kv.stats().n_ctx or not pool.has_free:
             return None

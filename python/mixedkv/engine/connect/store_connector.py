@@ -193,7 +193,7 @@ class StoreConnector:
                 after(item)
 
     def _stored(self, _: _Finished) -> None:
-        """Counted on two threads, so on the one that counts up."""
+        """Count down on the engine's thread, the one that counts up."""
         with contextlib.suppress(ClosedError):
             self._engine.call(self._count_down)
 

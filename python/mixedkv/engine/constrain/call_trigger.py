@@ -22,7 +22,8 @@ class CallTrigger:
         self._text = b""
 
     def take(self, piece: bytes) -> Matcher | None:
-        """The answer goes on by a token of this text; what follows has to match what is returned.
+        """Note the text of the answer's next token; if a call begins in it, return the matcher for what
+        follows.
 
         Where the token itself goes on in another way, this is no call that is known, and nothing holds.
         """

@@ -79,20 +79,22 @@ class Matcher:
         self._numbers = numbers  # of a text that is JSON from its first byte
 
     def copy(self) -> Matcher:
-        """Another one at the same place. Both share the lexer's states, and the limit of their number: keep
+        """Return a copy at the same place. Both share the lexer's states, and the limit of their number: keep
         copies to one request.
         """
         numbers = replace(self._numbers) if self._numbers is not None else None
         return Matcher(self._inner.deep_copy(), self._name, self._vocabulary, self._tokenizer, numbers)
 
     def allows(self, token: int) -> bool:
-        """Far quicker than `allowed`; says False where only the end may come."""
+        """Return whether a token may come next: far quicker than `allowed`, and False where only the end may
+        come.
+        """
         if self._numbers is not None and self._numbers.is_full and self._vocabulary.digit[token]:
             return bool((self.allowed() == token).any())
         return bool(self._inner.validate_tokens([token]))
 
     def allowed(self) -> npt.NDArray[np.int32]:
-        """The tokens that may come next; when the answer is complete those that end it.
+        """Return the tokens that may come next; once the answer is complete, those that end it.
 
         Raises:
             DeadEndError: there are none.
@@ -107,7 +109,9 @@ class Matcher:
         return allowed
 
     def certain(self) -> list[int]:
-        """Tokens of the text that has to come next, the longest ones: the model may write it with others."""
+        """Return the tokens of the text that must come next. The longest ones: the model may write it with
+        others.
+        """
         text = self._inner.compute_ff_bytes().decode("utf-8", "ignore")
         return list(self._tokenizer.greedy_tokenize(text)) if text else []
 
@@ -183,7 +187,7 @@ class ConstraintCompiler:
         return matcher
 
     def shown(self, names: Sequence[str]) -> tuple[int, ...]:
-        """The control tokens of these names that are no end."""
+        """Return the control tokens of these names, without those that end an answer."""
         tokens = {self._names.get(name.encode("utf-8"), -1) for name in names}
         return tuple(sorted(tokens - {-1} - set(self.ends)))
 
@@ -223,7 +227,7 @@ _starting = threading.Lock()
 
 
 def _compile(tokenizer: Any, lark: str, max_items: tuple[int, int]) -> Any:
-    """In a thread with a deep stack; two at a time, so that they do not take all processors."""
+    """Compile on a thread with a deep stack, two at a time, so that others keep a processor."""
     with _starting:
         before = threading.stack_size(_STACK)
         try:
@@ -261,7 +265,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _message(error: str) -> str:
-    """The first line: further ones repeat the grammar."""
+    """Return the error's first line; further ones repeat the grammar."""
     first = error.partition("\n")[0]
     if "oneOf constraints are not supported" in first:
         return (

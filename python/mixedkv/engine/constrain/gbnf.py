@@ -23,7 +23,7 @@ def gbnf_to_lark(text: str) -> str:
 
 
 def convert(text: str) -> str:
-    """The same rule by rule.
+    """Convert the grammar rule by rule.
 
     Raises:
         ValueError: as `gbnf_to_lark`.
@@ -60,8 +60,8 @@ def _character(escape: re.Match[str]) -> str:
 
 
 def _as_one(lark: str) -> str:
-    """A grammar without recursion as one lexeme. llguidance's lexer is greedy: of `[a-z]+ "b"` in two lexemes
-    the first would take every b.
+    """Convert a grammar without recursion to one lexeme. llguidance's lexer is greedy: of `[a-z]+ "b"` in two
+    lexemes the first would take every b.
     """
     names = re.findall(r"^(\w+):", lark, re.MULTILINE)
     recursive = any(name != "start" and not name.isupper() for name in names)

@@ -54,7 +54,7 @@ _MEANT = {
 
 
 def closed_schema(schema: Any) -> dict[str, Any]:
-    """A schema whose texts are all texts of the given one, without what that merely leaves open.
+    """Return a schema whose texts are all texts of the given one, without what that merely leaves open.
 
     An object that lists its properties has no others, unless `additionalProperties` says so; a tuple ends
     with its last item; a schema without a type has the type that its keywords are for; an integer without a
@@ -308,7 +308,7 @@ def _numbers(value: Any) -> Iterator[float]:
 
 
 def _constants(node: dict[str, Any], name: str) -> set[str]:
-    """The texts that a property can be; none if it can be anything else."""
+    """Return the texts that a property can be; none if it can be anything else."""
     properties = node.get("properties")
     value = properties.get(name) if isinstance(properties, dict) else None
     if not isinstance(value, dict):
@@ -339,6 +339,6 @@ def _set_format(node: dict[str, Any], name: str, place: str) -> None:
 
 
 def _remainders(step: Fraction) -> int:
-    """The number without its point."""
+    """Return the digits of the number, without its decimal point."""
     digits = Decimal(step.numerator) / Decimal(step.denominator)
     return abs(int("".join(map(str, digits.normalize().as_tuple().digits)) or "0"))

@@ -31,7 +31,7 @@ def tool_grammar(
     first: str = "",
     parallel: bool = True,
 ) -> str:
-    """Lark of an answer that is nothing but calls.
+    """Return the Lark grammar of an answer that is nothing but calls.
 
     Args:
         gbnf: llama.cpp's, of an answer that must have a call.
@@ -73,7 +73,7 @@ def tool_grammar(
 
 
 def _names(body: str) -> list[str]:
-    """The rules a rule refers to."""
+    """Return the rules a rule refers to."""
     return [part for part in _PARTS.findall(body) if part[0] not in '"[']
 
 
@@ -92,7 +92,7 @@ def _renamed(body: str, names: Mapping[str, str]) -> str:
 
 
 def _closed_texts(rules: Mapping[str, str], parser: str) -> dict[str, str]:
-    """Texts that go on to a closing tag, tag included."""
+    """Return the texts that go on to a closing tag, tag included."""
     nodes, out = json.loads(parser)["parsers"], {}
     for name in rules:
         if found := _CLOSED_TEXT.fullmatch(name):
@@ -106,7 +106,7 @@ def _pattern(text: str) -> str:
 
 
 def _objects(rules: Mapping[str, str], schemas: Mapping[str, dict[str, Any]], space: str) -> dict[str, str]:
-    """The arguments of families that write them as one JSON object."""
+    """Return the arguments of families that write them as one JSON object."""
     names = {tool: f"tool-{_OTHER.sub('-', tool)}-schema" for tool in schemas}
     if len(set(names.values())) < len(names) or any("schema" in tool for tool in schemas):
         return {}  # llama.cpp tells such rules apart by numbers: its own will do

@@ -11,7 +11,7 @@ import logging
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import llama_cpp
 import numpy as np
@@ -97,7 +97,7 @@ class DraftModel:
                 follower.tokens = np.append(follower.tokens, np.array(tokens, np.int32))
 
     def draft(self, wanted: Sequence[tuple[Job, int]]) -> list[list[int]]:
-        """Up to so many tokens that may come next, for each job; none for a job that is not read yet."""
+        """Return up to that many tokens that may come next for each job; none for one not read yet."""
         drafts: list[list[int]] = [[] for _ in wanted]
         at_work = []
         for (job, n), made in zip(wanted, drafts, strict=True):
@@ -127,13 +127,10 @@ class DraftModel:
         return drafts
 
     def _follower(self, job: Job) -> _Follower:
-        """The sequence that reads a job, cut to what it has in common with it."""
+        """Return the sequence that reads a job, cut to what it has in common with it."""
         tokens = job.all_tokens
-        follower = next((f for f in self._followers if f.job is job), None)
-        if follower is None:
-            idle = [f for f in self._followers if f.job is None]
-            follower = max(idle, key=lambda f: common_prefix(f.tokens, tokens))
-            follower.job = job
+        follower = nearest(self._followers, job)
+        follower.job = job
         n = min(common_prefix(follower.tokens, tokens), len(tokens) - 1)
         if n < len(follower.tokens):
             self._model.kv.remove(follower.id, n)
@@ -154,8 +151,26 @@ class DraftModel:
         return False
 
 
+class _ReadsJob(Protocol):
+    tokens: Tokens
+    job: Job | None
+
+
+_R = TypeVar("_R", bound=_ReadsJob)
+
+
+def nearest(readers: Sequence[_R], job: Job) -> _R:
+    """Return the sequence that reads the job, else the idle one whose tokens begin most like the job's."""
+    reader = next((reader for reader in readers if reader.job is job), None)
+    if reader is not None:
+        return reader
+    tokens = job.all_tokens
+    idle = [reader for reader in readers if reader.job is None]
+    return max(idle or readers, key=lambda reader: common_prefix(reader.tokens, tokens))
+
+
 def sure_guess(context: Any, row: int, n_vocab: int) -> int | None:
-    """The likeliest token after a row of the latest batch; None if it is not likely enough to be a draft."""
+    """Return the likeliest token after a row of the latest batch; None if it is too unlikely for a draft."""
     logits = logits_row(context, row, n_vocab)
     best = int(logits.argmax())
     return None if np.exp(logits - logits[best]).sum() * _SURE > 1.0 else best

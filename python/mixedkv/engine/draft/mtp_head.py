@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from mixedkv import _core
 from mixedkv.engine.batch.batch import Batch
-from mixedkv.engine.draft.draft_model import sure_guess
+from mixedkv.engine.draft.draft_model import nearest, sure_guess
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.schedule.contract import StepPlan
 from mixedkv.llama import Llama
@@ -49,7 +49,7 @@ class _Reader:
     job: Job | None = None
 
     def take(self, first: int, tokens: Tokens, states: npt.NDArray[np.float32]) -> bool:
-        """States of tokens from position `first` on; False if some between are missing: begin anew."""
+        """Add the states of tokens from position `first` on; False if some before them are missing."""
         begin = len(self.tokens) - 1  # position of the first state
         if not len(self.seen) and first == begin + 1:  # the state before is not known any more, or never was
             states = np.concatenate([np.zeros_like(states[:1]), states])
@@ -64,20 +64,20 @@ class _Reader:
         return True
 
     def left(self, job: Job) -> int:
-        """Tokens of the job that have no row and can have one."""
+        """Return how many tokens of the job have no row yet and can have one."""
         begin, end = len(self.tokens), len(job.tokens)
         before = min(1, begin)  # the first state is of a token, or of none
         known = common_prefix(self.seen[1 - before :], np.array(job.tokens[begin - before :], np.int32))
         return min(known + 1 - before, len(self.seen), end - begin)
 
     def take_out(self, tokens: Sequence[int]) -> None:
-        """These have rows now."""
+        """Note that these tokens have rows now."""
         n = len(tokens)
         self.tokens = np.append(self.tokens, np.array(tokens, np.int32))
         self.states, self.seen = self.states[n:], self.seen[n:]
 
     def restart(self, tokens: Sequence[int] | Tokens) -> None:
-        """Without rows; the next token to have one comes after these."""
+        """Begin anew without rows; the next token to have one comes after these."""
         self.tokens = np.array(tokens, np.int32)
         self.states, self.seen = self.states[:0], self.seen[:0]
 
@@ -188,7 +188,7 @@ class MtpHead:
                 reader.take_out(tokens)
 
     def draft(self, wanted: Sequence[tuple[Job, int]]) -> list[list[int]]:
-        """Up to so many tokens that may come next, for each job; none for a job that is not read yet."""
+        """Return up to that many tokens that may come next for each job; none for one not read yet."""
         drafts = [_Draft(self._reader(job), len(job.tokens), n) for job, n in wanted]
         self._batch.clear()
         begun = []
@@ -217,7 +217,7 @@ class MtpHead:
         return [draft.made for draft in drafts]
 
     def _guess(self, draft: _Draft) -> bool:
-        """The next token, from the latest batch; whether another one is to follow."""
+        """Add the next token, from the latest batch; return whether to guess another one."""
         best = sure_guess(self._ctx, draft.row, self._n_vocab)
         if best is None:
             return False
@@ -240,12 +240,10 @@ class MtpHead:
         return tokens
 
     def _reader(self, job: Job) -> _Reader:
-        """The sequence that reads a job, cut to what it has in common with it."""
+        """Return the sequence that reads a job, cut to what it has in common with it."""
         tokens = job.all_tokens
-        reader = next((r for r in self._readers if r.job is job), None)
-        if reader is None:
-            idle = [r for r in self._readers if r.job is None]
-            reader = max(idle or self._readers, key=lambda r: common_prefix(r.tokens, tokens))
+        reader = nearest(self._readers, job)
+        if reader.job is not job:
             reader.job = job
             reader.states, reader.seen = reader.states[:0], reader.seen[:0]
         n = common_prefix(reader.tokens, tokens)

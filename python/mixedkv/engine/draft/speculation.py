@@ -13,7 +13,7 @@ as it has tokens, and there is nothing to gain.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mixedkv.config import MixedKVConfig
@@ -58,7 +58,7 @@ class StepTime:
         self._products = self._products * _DECAY + n_drafts * seconds
 
     def line(self) -> tuple[float, float]:
-        """Seconds of a step without drafts, and of each draft; after one step at least."""
+        """Return the seconds of a step without drafts, and of each draft. Needs one step or more."""
         drafts, seconds = self._drafts / self._n, self._seconds / self._n
         spread = self._squares / self._n - drafts * drafts
         slope = self._products / self._n - drafts * seconds
@@ -68,7 +68,7 @@ class StepTime:
         return max(seconds - each * drafts, each), each
 
     def _share(self, share: float) -> float:
-        """Seconds of a draft that takes a share of a step without drafts."""
+        """Return the seconds of a draft that takes a share of a step without drafts."""
         return self._seconds / self._n * share / (1 + self._drafts / self._n * share)
 
 
@@ -147,10 +147,12 @@ class Speculation:
         if mode == "draft-model" and not isinstance(self._model, DraftModel):
             raise ValueError('speculation: "draft-model" needs one: give the engine a draft_model')
         if mode == "mtp" and not isinstance(self._model, MtpHead):
-            raise ValueError('speculation: "mtp" has to be that of the engine, which then reads along')
+            raise ValueError(
+                'speculation: "mtp" must be set on the engine, since its layers read along from the start'
+            )
 
     def stats(self) -> dict[str, str | int]:
-        """Tokens that were drafted and that came so far; `why_off` is "" where drafts can be made."""
+        """Return how many tokens were drafted and accepted so far; `why_off` is "" if drafts can be made."""
         return {
             "mode": self.mode,
             "why_off": self.why_off,
@@ -160,34 +162,46 @@ class Speculation:
 
     def plan(self, step: StepPlan[Job]) -> None:
         """Add drafts to a step that has no prompts, which would take the time for themselves."""
-        if self._model is not None:
-            drafted = ((run.job, run.job.answer.drafter) for run in step.runs)
-            jobs = [job for job, drafter in drafted if drafter is not None and drafter.by_model]
-            self._model.read(jobs, step.n_prompt)
+        self._read_along(step)
         time = self._times.get(step.n_streams)
         if step.n_prompt or time is None:
             return
         runs = [run for run in step.runs if run.job.answer.drafter is not None and run.job.n_answer]
         offers = [self._offer(run) for run in runs]
+        counts = self._worth_it(offers, step.n_streams, time)
+        if self._together:
+            counts = [min(counts) if len(runs) == step.n_streams else 0 for _ in counts]
+        self._make([(offer, n) for offer, n in zip(offers, counts, strict=True) if n])
+        if self._together:
+            n = min((len(run.drafts) for run in runs), default=0)
+            for run in runs:
+                run.drafts = run.drafts[:n]
+        step.n_drafts = sum(len(run.drafts) for run in runs)
+
+    def _read_along(self, step: StepPlan[Job]) -> None:
+        """Let the model that drafts read what the step's jobs have."""
+        if self._model is not None:
+            drafted = ((run.job, run.job.answer.drafter) for run in step.runs)
+            jobs = [job for job, drafter in drafted if drafter is not None and drafter.by_model]
+            self._model.read(jobs, step.n_prompt)
+
+    def _worth_it(self, offers: Sequence[_Offer], n_streams: int, time: StepTime) -> list[int]:
+        """Return how many drafts to take of each offer, the likeliest first.
+
+        A draft is worth it if it adds tokens at a better rate than the step has without it.
+        """
         gains = sorted(
             ((offer.rate ** (i + 1), k) for k, offer in enumerate(offers) for i in range(offer.n)),
             reverse=True,
         )
-        tokens, (seconds, each) = float(step.n_streams), time.line()
-        counts = [0] * len(runs)
-        for gain, k in gains[: self._room - step.n_streams]:
+        tokens, (seconds, each) = float(n_streams), time.line()
+        counts = [0] * len(offers)
+        for gain, k in gains[: self._room - n_streams]:
             if gain * seconds <= each * tokens:
                 break
             tokens, seconds = tokens + gain, seconds + each
             counts[k] += 1
-        if self._together:
-            counts = [min(counts) if len(runs) == step.n_streams else 0 for _ in counts]
-        self._make([(offer, n) for offer, n in zip(offers, counts, strict=True) if n])
-        if self._together and runs:
-            n = min(len(run.drafts) for run in runs)
-            for run in runs:
-                run.drafts = run.drafts[:n]
-        step.n_drafts = sum(len(run.drafts) for run in runs)
+        return counts
 
     def _offer(self, run: Run[Job]) -> _Offer:
         job, answer = run.job, run.job.answer
@@ -221,12 +235,12 @@ class Speculation:
             self._model.close()
 
     def evaluated(self, step: StepPlan[Job]) -> None:
-        """The model has evaluated it just now."""
+        """Pass on a step that the model has just evaluated."""
         if isinstance(self._model, MtpHead):
             self._model.evaluated(step)
 
     def settle(self, run: Run[Job], n: int) -> None:
-        """The first `n` drafts of a job have come: they are part of its sequence, the others leave it.
+        """Accept the first `n` drafts of a job into its sequence and take the others back.
 
         They were all in one micro-batch: a sliding window has given up nothing that the token after the last
         one needs.

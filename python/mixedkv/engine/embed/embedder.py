@@ -107,10 +107,10 @@ class Embedder:
         if limits.queued is not None:
             most = max(1, limits.queued + (limits.running or 0))
         if n >= most:
-            raise QueueFullError(f"{n} requests for embeddings are here already")
+            raise QueueFullError(f"{n} requests for embeddings wait already")
 
     async def embed(self, inputs: Sequence[Sequence[int]], tenant: str = "") -> Vectors:
-        """Vectors of length 1, [len(inputs), n_embd]. Cancel it and no further input is begun.
+        """Return vectors of length 1, [len(inputs), n_embd]. After cancelling no further input is begun.
 
         Args:
             inputs: token ids, each of 1 to `context.n_ctx`.
@@ -202,7 +202,7 @@ class Embedder:
             self._take(item, piece, vector)
 
     def _budget(self) -> int:
-        """Tokens of the next slice; none in some steps of running answers."""
+        """Return how many tokens the next slice may have; none in some steps of running answers."""
         n_slice = self.context.n_slice
         n_streams = self._engine.last_step.n_streams if self._engine.n_running else 0
         if n_streams:
@@ -210,7 +210,9 @@ class Embedder:
         return max(1, min(n_slice, int(_LONGEST / self._seconds) if self._seconds else _FIRST))
 
     def _compose(self, budget: int) -> list[tuple[_Input, Piece]]:
-        """The pieces of a slice: what was begun first, then inputs of all requests in turn."""
+        """Choose the pieces of a slice: inputs that were begun come first, then those of all requests in
+        turn.
+        """
         parts: list[tuple[_Input, Piece]] = []
         while budget > 0 and len(parts) < self.context.n_seq:
             item = self._begun or self._next_input()
@@ -242,7 +244,7 @@ class Embedder:
         return item
 
     def _put_back(self, item: _Input) -> None:
-        """It begins the next slice."""
+        """Put an input back, to begin the next slice with."""
         request = item.request
         request.inputs.appendleft(item)
         queue = self._requests.setdefault(request.tenant, deque())
@@ -269,7 +271,7 @@ class Embedder:
     # --- the engine's thread ---
 
     def _evaluate(self, pieces: Sequence[Piece]) -> Iterable[Vectors]:
-        """No pieces: only wait for a step."""
+        """Evaluate the pieces of a slice; without pieces only wait for a step."""
         self._watch()
         self._n_steps = self._engine.n_steps
         self._n_tokens = n = sum(len(piece.tokens) for piece in pieces)

@@ -121,7 +121,7 @@ class EmbeddingContext:
         return ctx
 
     def evaluate(self, pieces: Sequence[Piece]) -> Vectors:
-        """One llama_decode: the pooled vector of each piece, [len(pieces), n_embd].
+        """Run one llama_decode and return the pooled vector of each piece, [len(pieces), n_embd].
 
         The first piece may go on with the input of the last one before; all others begin an input. Every
         piece but the last ends its input, whose rows are then dropped.
@@ -156,8 +156,8 @@ class EmbeddingContext:
         return np.ctypeslib.as_array(vector, (self.n_embd,)).copy()
 
     def join(self, vectors: Sequence[Vectors], sizes: Sequence[int]) -> Vectors:
-        """The vector of an input, of length 1, from those of its pieces and their numbers of tokens; of a
-        model that ranks what it says.
+        """Return the vector of an input, of length 1, from those of its pieces and their numbers of tokens;
+        of a model that ranks what it says.
         """
         if self.ranks:
             return vectors[-1]
@@ -175,7 +175,7 @@ class EmbeddingContext:
         self._holds = False
 
     def close(self) -> None:
-        """Called by `llm.close`."""
+        """Free the context; `llm.close` calls it."""
         if self._ctx:
             if self._threads is not None:
                 self._threads.close()

@@ -22,7 +22,7 @@ class _Rate:
         self.value += _LEARN * (right * _MOST - self.value)
 
     def forget(self) -> None:
-        """A token came without a guess: one that was bad is worth another try after many."""
+        """Forget a bad guess little by little: after many tokens it is worth another try."""
         self.value = max(self.value, min(_FIRST, self.value + _FORGET))
 
 
@@ -53,7 +53,7 @@ class Drafter:
         return other
 
     def draft(self, most: int, certain: Sequence[int] = ()) -> tuple[list[int], float]:
-        """Up to `most` tokens, and how likely each is to come if those before it do.
+        """Return up to `most` tokens, and how likely each is to come if those before it do.
 
         Args:
             certain: what a constraint allows alone, as tokens that the model may write otherwise.
@@ -69,13 +69,13 @@ class Drafter:
         return self._rates["model"].value if self.by_model else 0.0
 
     def modelled(self, drafts: Sequence[int]) -> None:
-        """The draft model has made these; none where it was not sure: no better than a wrong guess."""
+        """Take the drafts that the draft model made; none, where it was not sure, count as a wrong guess."""
         self._modelled = list(drafts)
         if not drafts:
             self._rates["model"].learn(False)
 
     def take(self, token: int) -> None:
-        """The answer goes on by this token."""
+        """Note the answer's next token."""
         if self._modelled:
             right = self._modelled.pop(0) == token
             self._rates["model"].learn(right)

@@ -15,7 +15,8 @@ _LATEST = 64  # tokens of the prompt that penalties see
 
 
 class Job(Progress):
-    """
+    """A request at work: how far its prompt is, and the state of its answer.
+
     Args:
         answer: None for a request that only evaluates its prompt.
         deliver: gets the events in order, the last one a `Done` or a `Failed`.

@@ -35,8 +35,8 @@ class PromptLogprobs:
         return p0 < len(self._prompt) - 1
 
     def take(self, context: Any, index: int, p0: int, n: int) -> None:
-        """The batch's tokens from `index` on were those at positions p0 to p0 + n; what is known is skipped,
-        since a job that gave its rows back evaluates them again.
+        """Read the logits of the prompt's positions p0 to p0 + n, in the batch from `index` on. Known
+        positions are skipped: a job that gave its rows back evaluates them again.
         """
         for p in range(max(p0, len(self.found)), min(p0 + n, len(self._prompt) - 1)):
             row, token = logits_row(context, index + p - p0, self._n_vocab), self._prompt[p + 1]

@@ -49,7 +49,7 @@ class Sampler:
             llama_cpp.llama_sampler_chain_add(self._chain, part)
 
     def _parts(self, vocab: Any, sampling: Sampling, n_ctx: int) -> Iterable[Any]:
-        """In llama.cpp's order."""
+        """Yield the samplers in llama.cpp's order."""
         if sampling.logit_bias:
             yield _bias(self._n_vocab, sampling.logit_bias)
         if sampling.repeat_penalty != 1.0:
@@ -86,7 +86,7 @@ class Sampler:
         return self._matcher is not None
 
     def certain(self) -> list[int]:
-        """Tokens that the constraint leaves no choice about: see `Matcher.certain`."""
+        """Return the tokens that the constraint forces: see `Matcher.certain`."""
         return self._matcher.certain() if self._matcher is not None else []
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class Sampler:
         return token
 
     def hold_to(self, matcher: Matcher) -> None:
-        """From here on the answer is constrained."""
+        """Constrain the answer from here on."""
         self._matcher = matcher
 
     def accept(self, token: int) -> None:
@@ -155,7 +155,7 @@ class Sampler:
         llama_cpp.llama_sampler_accept(self._chain, token)
 
     def _allowed(self, matcher: Matcher, logits: npt.NDArray[np.float32], token: int, also: int) -> int:
-        """The chain's choice if the constraint allows it, else its choice among what that allows.
+        """Return the chain's choice if the constraint allows it, else its choice among what that allows.
 
         To ask about one token takes 20 microseconds at most, about all of a vocabulary up to 15 ms.
         """
@@ -199,7 +199,7 @@ class _Candidates:
 
 
 def logits_row(context: Any, index: int, n_vocab: int) -> npt.NDArray[np.float32]:
-    """Logits of the batch's token `index`, a view that the next decode overwrites."""
+    """Return the logits of the batch's token `index`, a view that the next decode overwrites."""
     return np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, index), (n_vocab,))
 
 
@@ -217,7 +217,7 @@ def logprob_of(logits: npt.NDArray[np.float32], token: int, n_top: int) -> Token
 
 
 def _cuts(sampling: Sampling) -> Iterable[Any]:
-    """Samplers that leave tokens out."""
+    """Yield the samplers that leave tokens out."""
     if sampling.top_n_sigma > 0:
         yield llama_cpp.llama_sampler_init_top_n_sigma(sampling.top_n_sigma)
     if sampling.top_k > 0:

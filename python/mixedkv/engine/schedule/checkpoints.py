@@ -41,7 +41,7 @@ class CheckpointLimits:
 def places(
     rule: CutRule, limits: CheckpointLimits, boundaries: Sequence[int], begin: int, end: int
 ) -> list[int]:
-    """After how many tokens of a prompt to take checkpoints, ascending, in [begin, end].
+    """Return after how many tokens of a prompt to take checkpoints, ascending, in [begin, end].
 
     Args:
         boundaries: where its messages begin and end.
@@ -66,8 +66,8 @@ def places(
 
 
 def _apart(rule: CutRule, boundaries: Sequence[int], begin: int, end: int) -> list[int]:
-    """Boundaries in [begin, end), but for those that a checkpoint of the one before serves; of those that a
-    state is kept at, the later ones of some that are close.
+    """Return the boundaries in [begin, end), but for those that a checkpoint of the one before serves; of
+    those that a state is kept at, the later ones of some that are close.
     """
     inside = [at for at in boundaries if begin <= at < end]
     if rule.recurrent:
@@ -90,7 +90,7 @@ def _around(rule: CutRule, at: int, end: int) -> list[int]:
 
 
 def thinned(points: Sequence[Checkpoint], n: int) -> list[Checkpoint]:
-    """At most `n` checkpoints. Those go that are closest to their neighbours; the first and the last stay."""
+    """Return at most `n` checkpoints: those closest to their neighbours go, the first and the last stay."""
     points = sorted(points, key=lambda point: point.n)
     while len(points) > max(0, n):
         gaps = [points[i + 1].n - points[i - 1].n for i in range(1, len(points) - 1)]

@@ -64,7 +64,7 @@ class FairQueue(Generic[P]):
         self._queue(job.tenant).append(job)
 
     def appendleft(self, job: P) -> None:
-        """Before all others of its tenant."""
+        """Put a job before all others of its tenant."""
         self._queue(job.tenant).appendleft(job)
 
     def remove(self, job: P) -> None:
@@ -80,13 +80,13 @@ class FairQueue(Generic[P]):
         self._service.clear()
 
     def count_step(self, running: Iterable[P]) -> None:
-        """These held a place for a step."""
+        """Charge the tenants of these jobs for a step in which each held a place."""
         if self._queues:
             for job in running:
                 self._service.add(job.tenant, 1)
 
     def by_turn(self, places: Mapping[str, int]) -> list[str]:
-        """Tenants that wait and may have one more than the places they have, whose turn it is first."""
+        """Return the waiting tenants that may have one more place, in the order of their turns."""
         turns = [
             (self._level(tenant, places.get(tenant, 0) + 1), queue[0].t_submit, tenant)
             for tenant, queue in self._queues.items()

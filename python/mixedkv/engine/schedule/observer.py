@@ -9,13 +9,13 @@ class Observer:
     """Called on the engine's thread; a subclass overrides what it wants to know."""
 
     def started(self, job: Progress) -> None:
-        """A job has a sequence."""
+        """Note that a job has a sequence."""
 
     def prompt_done(self, job: Progress) -> None:
-        """The prompt is evaluated; `n_cached` and `cached_tier` are final."""
+        """Note that the prompt is evaluated; `n_cached` and `cached_tier` are final."""
 
     def token(self, job: Progress, now: float) -> None:
-        """A token was chosen; `t_last` is still the time of the one before, None at the first."""
+        """Note that a token was chosen; `t_last` is still the time of the one before, None at the first."""
 
     def finished(self, job: Progress, reason: str) -> None: ...
 
@@ -26,42 +26,44 @@ class Observer:
     def step(self, n_streams: int, n_prompt: int, seconds: float) -> None: ...
 
     def speculated(self, n_drafted: int, n_accepted: int) -> None:
-        """So many tokens of a job were drafted in a step, and came."""
+        """Count the tokens of a job that were drafted in a step, and those of them that came."""
 
     def evicted(self) -> None: ...
 
     def paused(self) -> None:
-        """An answer has to let another tenant's go first."""
+        """Note that an answer has to let another tenant's go first."""
 
     def preempted(self) -> None: ...
 
     def restored(self, job: Progress) -> None:
-        """The rows that were fetched for a job are in the context."""
+        """Note that the rows fetched for a job are in the context."""
 
     def restore_failed(self, reason: str) -> None: ...
 
     def stored(self, n_tokens: int) -> None: ...
 
     def checked(self, kld: float, is_off: bool) -> None:
-        """An answer that reused chunks was evaluated exactly as well, on another thread than the engine's:
-        its divergence in nats, and whether chunks are reused no more.
+        """Note that an answer that reused chunks was evaluated exactly as well, on another thread than the
+        engine's: its divergence in nats, and whether chunks are reused no more.
         """
 
     def store_failed(self, reason: str) -> None: ...
 
     def rechecked(self, problem: str) -> None:
-        """Tokens of stored rows were evaluated again; what is wrong with the rows, "" if nothing is."""
+        """Count tokens of stored rows that were evaluated again, and what is wrong with the rows, "" if
+        nothing is.
+        """
 
     # --- embeddings: the first two on the event loop ---
 
     def embedding_requests(self, n: int) -> None:
-        """So many requests for vectors more, or less, are at work or wait."""
+        """Change the number of requests for vectors that are at work or wait."""
 
     def embedded(self, outcome: str, seconds: float) -> None:
-        """A request for vectors ended: "stop", "abort" or "error"."""
+        """Note how a request for vectors ended: "stop", "abort" or "error"."""
 
     def embedded_piece(self, n_tokens: int, ends: bool) -> None:
-        """Tokens were evaluated; `ends`: their input has its vector."""
+        """Count tokens that were evaluated; `ends`: their input has its vector."""
 
     def embedding_slice(self, seconds: float) -> None:
         """Note how long running answers waited for a slice, in seconds."""

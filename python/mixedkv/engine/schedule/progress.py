@@ -200,7 +200,7 @@ class Progress:
         return True
 
     def set_cached(self, n: int) -> None:
-        """The first `n` tokens of the prompt had rows already."""
+        """Note that the first `n` tokens of the prompt had rows already."""
         self.n_cached, self.n_approximate = n, 0 if self.exact else n
 
     def set_blocks(self, blocks: list[Any], tier: str, exact: bool, doubt: object | None = None) -> None:
@@ -216,7 +216,9 @@ class Progress:
         self.passages, self.method = passages, method
 
     def stitched(self, n_kept: int) -> None:
-        """The prompt has rows, but for its last token; those of `n_kept` tokens were computed elsewhere."""
+        """Note that all of the prompt but its last token has rows; those of `n_kept` tokens were computed
+        elsewhere.
+        """
         assert self.seq is not None
         self.seq.tokens.extend(self.prompt[self.n_rows : -1].tolist())
         self.seq.exact, self.seq.stitched, self.seq.chunks = False, True, self.request.chunks
@@ -259,7 +261,7 @@ class Progress:
         self.save_at, self.boundaries, self.boundary = [], [], 0
 
     def chose(self, token_time: float) -> None:
-        """A token of the answer was chosen."""
+        """Add a token that was chosen to the answer."""
         self.n_chosen += 1
         self.t_first, self.t_last = self.t_first or token_time, token_time
 

@@ -12,7 +12,8 @@ from mixedkv.errors import QueueFullError
 
 
 class QueueRoom:
-    """
+    """Limits how many jobs of a tenant may wait.
+
     Args:
         max_queue: jobs that may wait of a tenant without a limit of its own.
         coming: those that wait and have not reached the scheduler.

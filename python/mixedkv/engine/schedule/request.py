@@ -90,9 +90,9 @@ class Request:
         if not isinstance(self.reuse, bool) and self.reuse not in get_args(Reuse):
             raise ValueError(f"reuse={self.reuse!r}: use True, False, or one of {', '.join(get_args(Reuse))}")
         if self.chunks is not None and self.reuse in (False, "exact", "prefix"):
-            raise ValueError(f"chunks: no passages are reused with reuse={self.reuse!r}: leave one out")
+            raise ValueError(f"chunks: passages cannot be reused with reuse={self.reuse!r}: leave one out")
         if self.chunks is not None and self.prompt_logprobs is not None:
-            raise ValueError("chunks: no passages are reused with prompt_logprobs: leave one out")
+            raise ValueError("chunks: passages cannot be reused with prompt_logprobs: leave one out")
         if self.n_logprobs is not None and self.n_logprobs < 0:
             raise ValueError(f"n_logprobs={self.n_logprobs}: use 0 or more, or None for none")
         if self.overflow not in get_args(Overflow):

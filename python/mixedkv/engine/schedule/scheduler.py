@@ -80,7 +80,7 @@ class Scheduler(Generic[P]):
             self._observer.cancelled(job)
 
     def leave(self, job: P) -> None:
-        """A job's place is free; its rows stay as an idle prefix."""
+        """Free a job's place; its rows stay as an idle prefix."""
         self.save()
         seq = self._take(job)
         half = job.stitching  # such rows are nobody's
@@ -97,12 +97,12 @@ class Scheduler(Generic[P]):
         job.close()
 
     def abandon(self, job: P) -> None:
-        """A job cannot go on, and its rows are not to be trusted."""
+        """Drop a job that cannot go on, with its rows, which are not to be trusted."""
         self.pool.drop(self._take(job))
         job.close()
 
     def refetch(self, job: P) -> None:
-        """The rows that were fetched for a job cannot be used: it evaluates all, or cannot go on."""
+        """Let a job go on without the rows that were fetched for it, if it can."""
         job.forget_blocks()
         assert job.seq is not None
         self.pool.clear(job.seq)
@@ -111,7 +111,7 @@ class Scheduler(Generic[P]):
             self._lost.append(job)
 
     def clear(self) -> list[P]:
-        """Every job there was, closed; what the context holds is nobody's any more."""
+        """Close and return every job; nobody owns the context's rows any more."""
         jobs = [*self.running, *self.waiting]
         for job in jobs:
             job.close()
@@ -142,7 +142,7 @@ class Scheduler(Generic[P]):
             pass
 
     def _admit_one(self) -> bool:
-        """Past jobs that wait for another's prompt; False when nobody can start."""
+        """Start the next job that need not wait for another's prompt; return False if none can start."""
         places = Counter(job.tenant for job in self.running)
         for tenant in self.waiting.by_turn(places):
             is_full, victim = len(self.running) >= self.parallel, None
@@ -165,7 +165,7 @@ class Scheduler(Generic[P]):
         return next((job for job in jobs if not (job.blocks or job.stitching)), None)
 
     def _comes_soon(self, job: P) -> bool:
-        """A running job is about to evaluate what this one can then share."""
+        """Return whether a running job is about to evaluate rows that this one can share."""
         others = [
             other for other in self.running if other.tenant == job.tenant and other.n_rows < other.n_prompt
         ]
@@ -177,7 +177,9 @@ class Scheduler(Generic[P]):
         return False
 
     def _worth_it(self, other: P, n: int, exact_only: bool) -> bool:
-        """Only rows that can be shared are worth waiting for: most caches need a checkpoint there."""
+        """Return whether the first `n` rows of another job can be shared; most caches need a checkpoint
+        there.
+        """
         pool = self.pool
         if pool.rule.cut_is_exact(other.n_prompt, n) or (pool.rule.only_approximate and not exact_only):
             return True
@@ -263,8 +265,8 @@ class Scheduler(Generic[P]):
         return match
 
     def _make_room(self, job: P, n_cells: int, spare: Sequence | None) -> bool:
-        """Until `n_cells` are free besides what running prompts still need, evict idle prefixes and pause
-        answers of tenants that hold more.
+        """Evict idle prefixes, then pause answers of tenants that hold more, until `n_cells` are free besides
+        what running prompts still need.
         """
         while True:
             promised = sum(other.n_remaining for other in self.running)
@@ -279,8 +281,8 @@ class Scheduler(Generic[P]):
                 return not self.running
 
     def _holds_more(self, job: P, n_cells: int) -> P | None:
-        """The youngest job of the tenant with the most cells, if these are more than the given job's tenant
-        would have with `n_cells` more.
+        """Return the youngest job of the tenant with the most cells, if these are more than the given job's
+        tenant would have with `n_cells` more.
         """
         cells = self._cells()
         wanted = cells.pop(job.tenant, 0.0) + n_cells / self._limits(job.tenant).weight
@@ -288,7 +290,9 @@ class Scheduler(Generic[P]):
         return self._youngest(most) if most in cells and cells[most] > wanted else None
 
     def _cells(self) -> dict[str, float]:
-        """Cells of each tenant's running jobs by its weight; those that jobs share count for each."""
+        """Return the cells of each tenant's running jobs, divided by its weight; cells that jobs share count
+        for each.
+        """
         cells: dict[str, float] = {}
         for job in self.running:
             cells[job.tenant] = cells.get(job.tenant, 0.0) + len(job.tokens) / self._limits(job.tenant).weight
@@ -321,7 +325,7 @@ class Scheduler(Generic[P]):
         return step
 
     def _by_turn(self, prompts: list[P]) -> list[P]:
-        """Prompts of the tenant first of which the fewest tokens were evaluated by its weight."""
+        """Order prompts by tenant: first the one with the fewest tokens evaluated for its weight."""
         tenants = {job.tenant for job in prompts}
         if len(tenants) <= 1:
             self._prompt_service.clear()
@@ -331,7 +335,7 @@ class Scheduler(Generic[P]):
         return sorted(prompts, key=lambda job: self._prompt_service.of(job.tenant))
 
     def evaluated(self, step: StepPlan[P]) -> None:
-        """The step's tokens have rows now."""
+        """Note that the step's tokens have rows."""
         self.waiting.count_step(self.running)
         self.pool.evaluated()
         for run in [*step.runs[step.n_streams :], *step.stitches, *step.pictures]:
@@ -339,12 +343,12 @@ class Scheduler(Generic[P]):
         self.to_save += filter(None, map(self._add_rows, step.runs))
 
     def has_rows(self, run: Run[P]) -> None:
-        """A picture, or tokens of a passage, have rows now."""
+        """Note that a picture, or tokens of a passage, have rows."""
         if seq := self._add_rows(run):
             self.pool.save(seq)
 
     def _add_rows(self, run: Run[P]) -> Sequence | None:
-        """The sequence, if a checkpoint of it is to be taken now."""
+        """Count new rows; return the sequence if a checkpoint of it is to be taken now."""
         job, seq = run.job, run.job.seq
         assert seq is not None
         seq.tokens.extend(job.tokens[job.n_rows : job.n_rows + run.n])
@@ -411,8 +415,8 @@ class Scheduler(Generic[P]):
         return pool.close_gap(seq, begin, end)
 
     def give_way(self, job: P) -> None:
-        """A long answer that has just dropped something goes on after those that wait: it has all the cells,
-        and no end in sight.
+        """Pause a long answer that has just dropped something, until those that wait had a turn: it has all
+        the cells, and no end in sight.
         """
         if self.waiting and job.n_answer >= self._n_ctx // _LONG:
             self._pause(job)

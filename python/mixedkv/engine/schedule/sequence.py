@@ -59,5 +59,5 @@ class Sequence:
         return any(point.n == len(self.tokens) for point in self.checkpoints)
 
     def common(self, prompt: Tokens) -> int:
-        """Number of first tokens that are the same."""
+        """Return the number of first tokens that are the same."""
         return common_prefix(np.frombuffer(self.tokens, np.int32), prompt) if self.tokens else 0

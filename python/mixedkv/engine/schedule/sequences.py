@@ -89,11 +89,11 @@ class SequencePool:
         self._warned = False
 
     def held(self) -> list[Sequence]:
-        """Sequences that have rows or are about to."""
+        """Return the sequences that have rows or are about to."""
         return [seq for seq in self._all if seq.running or seq.tokens]
 
     def idle(self) -> list[Sequence]:
-        """Guests and idle prefixes, in the order of their eviction."""
+        """Return the guests and idle prefixes, in the order of their eviction."""
         idle = [seq for seq in self._all if seq.guest or (seq.tokens and not seq.running)]
         kept = self._kept(idle)
         return sorted(idle, key=lambda seq: (not seq.guest, seq.paused, seq.id in kept, seq.used_at))
@@ -130,7 +130,8 @@ class SequencePool:
     def match(
         self, tenant: str, prompt: Tokens, accept: Reuse | None = None, chunks: ChunkChoice | None = None
     ) -> SequenceMatch:
-        """The longest usable prefix of a prompt, one token short of the whole at most.
+        """Find the cached prefix of a prompt to start from: the longest that can be used, at most all but one
+        token.
 
         Args:
             accept: which rows will do; None is what the pool was made for.
@@ -150,8 +151,9 @@ class SequencePool:
         return best
 
     def match_long(self, tenant: str, prompt: LongPrompt) -> tuple[SequenceMatch, int]:
-        """The sequence that most of a prompt which does not fit can go on from, and how many tokens of the
-        prompt are then left out. Those of its rows that are not dropped move down, if they are not there yet.
+        """Return the sequence that most of a prompt which does not fit can go on from, and how many tokens of
+        the prompt are then left out. Those of its rows that are not dropped move down, if they are not there
+        yet.
         """
         best, n_dropped = NO_MATCH, 0
         for seq in self._all:
@@ -188,7 +190,7 @@ class SequencePool:
         return self.exact_only if accept is None else accept != "prefix"
 
     def _match(self, seq: Sequence, n: int, exact_only: bool) -> SequenceMatch:
-        """With the first n tokens of a sequence, or as many of them as can be used."""
+        """Return a match with the first n tokens of a sequence, or as many of them as can be used."""
         if seq.whole and self.rule.cut_is_exact(len(seq.tokens), n):
             if seq.exact or not exact_only:
                 return SequenceMatch(seq, n, seq.exact, n)
@@ -211,7 +213,7 @@ class SequencePool:
         return source.whole
 
     def acquire(self, tenant: str, match: SequenceMatch) -> Sequence | None:
-        """A running sequence that starts with the match's rows; None when all are running."""
+        """Return a running sequence that starts with the match's rows; None when all are running."""
         source = match.source
         if source is None:
             seq = self._free(None)
@@ -253,19 +255,19 @@ class SequencePool:
         return list({id(point): point for seq in self._all for point in seq.checkpoints}.values())
 
     def _make_room(self, spare: Sequence) -> None:
-        """Until the checkpoints fit their limit, take one from the sequence used the longest ago."""
+        """Drop checkpoints until they fit their limit, from the sequence used the longest ago."""
         order = sorted(self._all, key=lambda seq: (seq is spare, seq.running, seq.used_at))
         while sum(point.nbytes for point in self.checkpoints) > int(self.limits.max_bytes):
             seq = next(seq for seq in order if seq.checkpoints)
             seq.checkpoints = thinned(seq.checkpoints, len(seq.checkpoints) - 1)
 
     def release(self, seq: Sequence, keep: bool = False, session: str | None = None) -> None:
-        """The work is done: the rows stay as an idle prefix."""
+        """Release a sequence whose work is done: its rows stay as an idle prefix."""
         seq.running, seq.keep, seq.session = False, keep, session if keep else None
         self.touch(seq)
 
     def pause(self, seq: Sequence) -> None:
-        """The work goes on later: the rows wait for it."""
+        """Pause a sequence whose work goes on later: its rows wait."""
         seq.running, seq.paused = False, True
         self.touch(seq)
 
@@ -285,7 +287,7 @@ class SequencePool:
         return match if n == len(seq.tokens) or self._cut(seq, match) is not None else NO_MATCH
 
     def evaluated(self) -> None:
-        """A step is done: which sequences lacked F16 rows that had made room for others."""
+        """Mark sequences as inexact whose F16 rows had made room for others in this step."""
         for seq, first in zip(self._all, self._memory.short_from(), strict=True):
             seq.exact = seq.exact and first < 0
 
@@ -315,7 +317,7 @@ class SequencePool:
         seq.version += 1
 
     def n_copied(self, seq: Sequence, end: int) -> int:
-        """Rows from `end` on that have to be copied before they can move, since others may have them too."""
+        """Return how many rows from `end` on must be copied before they move, since others may share them."""
         return len(seq.tokens) - end if seq.shared > end else 0
 
     def close_gap(self, seq: Sequence, begin: int, end: int) -> bool:
@@ -433,7 +435,7 @@ class SequencePool:
         return True
 
     def _free(self, spare: Sequence | None) -> Sequence | None:
-        """A sequence without rows, made by eviction if need be."""
+        """Return a sequence without rows, made by eviction if need be."""
         for _ in range(2):
             for seq in self._all:
                 if not seq.running and not seq.tokens:
@@ -449,7 +451,7 @@ def _is_chunks(seq: Sequence, accept: Reuse | None) -> bool:
 
 
 def _better(a: SequenceMatch, b: SequenceMatch) -> SequenceMatch:
-    """The longer one, then the exact one, then that of an idle sequence."""
+    """Return the better match: the longer one, then the exact one, then that of an idle sequence."""
 
     def rank(match: SequenceMatch) -> tuple[int, bool, bool]:
         return match.n, match.exact, match.source is not None and not match.source.running

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """
+    """Limits of a tenant, and its weight beside others.
+
     Attributes:
         weight: its share beside other tenants that want something.
         running: answers at a time; None for all places there are.
@@ -27,5 +28,5 @@ _NONE = TenantLimits()
 
 
 def unlimited(tenant: str) -> TenantLimits:
-    """All tenants are equal."""
+    """Return limits under which all tenants are equal."""
     return _NONE

@@ -103,7 +103,7 @@ class AnswerReader:
         return parts
 
     def _calls(self, calls: list[dict[str, str]], last: bool) -> list[Part]:
-        """A name is certain where arguments, another call or the end follow."""
+        """Return what is new of the calls. A name is certain once arguments, a call or the end follow."""
         parts = []
         for i, call in enumerate(calls if self._parallel else calls[:1]):
             id_ = name = ""

@@ -27,7 +27,7 @@ class Detokenizer:
         return piece
 
     def name(self, token: int) -> bytes:
-        """The same with control tokens written out, as logprobs show them."""
+        """Return a token's text with control tokens written out, as logprobs show them."""
         piece = self._named.get(token)
         if piece is None:
             piece = self._named[token] = self._look_up(token, special=True)
@@ -117,7 +117,7 @@ class TextStream:
         return self._release(len(self._held) - self._n_undecided())
 
     def _n_undecided(self) -> int:
-        """Length of the longest suffix that is the start of a stop string."""
+        """Return the length of the longest suffix that is the start of a stop string."""
         longest = min(len(self._held), max(map(len, self._stop)) - 1)
         for n in range(longest, 0, -1):
             suffix = self._held[-n:]

@@ -48,7 +48,7 @@ class Thought:
         return self._opening if self._empty and not self.open else -1
 
     def forced(self) -> int | None:
-        """The next token where that is no choice: a thought that has used up its budget is closed."""
+        """Return the next token of the tag that closes a thought which has used up its budget; else None."""
         if self.open and not self._closing and self._budget is not None and self.n_tokens >= self._budget:
             self._closing = list(self._close)
         return self._closing.pop(0) if self._closing else None
@@ -67,7 +67,7 @@ class Thought:
         return found is not None and bool(text[found:].strip())
 
     def take(self, piece: bytes) -> None:
-        """The answer goes on by a token of this text."""
+        """Note the text of the answer's next token."""
         self._empty = False
         self.n_tokens += self.open
         text = self._tail + piece

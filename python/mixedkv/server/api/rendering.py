@@ -24,7 +24,8 @@ def chat_of(
     choice: ToolChoice | None = None,
     before: Sequence[dict[str, Any]] = (),
 ) -> Chat:
-    """
+    """Read the chat of a request, with its tools and images.
+
     Args:
         before: messages of a session.
 

@@ -121,7 +121,7 @@ class MetricsKey:
 
 
 def _read(path: str) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
-    """The tenant of each key, and the limits of each tenant that has some."""
+    """Read the tenant of each key, and the limits of each tenant that has some."""
     keys: dict[str, str] = {}
     limits: dict[str, dict[str, int]] = {}
     for number, line in enumerate(_lines(path), 1):
@@ -154,7 +154,7 @@ def _parse(where: str, text: str) -> tuple[str, str]:
     tenant, colon, key = text.partition(":")
     if not (colon and _TENANT.fullmatch(tenant) and _KEY.fullmatch(key)):
         raise ValueError(
-            f"{where}: write tenant:key, a tenant of letters, digits and _ . - without .., "
+            f"{where}: write tenant:key. The tenant has letters, digits and _ . - but no .., "
             f"a key of 16 to 512 printable characters without spaces"
         )
     return tenant, key

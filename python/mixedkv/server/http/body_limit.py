@@ -166,7 +166,7 @@ class _Held:
         self.parts: Any = []
 
     def replay(self, receive: Receive) -> Receive:
-        """The whole body as one message, then what comes."""
+        """Receive the whole body as one message, then whatever follows."""
         messages = [{"type": "http.request", "body": b"".join(self.parts), "more_body": False}]
         self.parts = None
 

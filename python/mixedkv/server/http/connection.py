@@ -43,7 +43,7 @@ class Connection(H11Protocol):
 
     @classmethod
     def within(cls, head_seconds: float, stall_seconds: float, root_path: str = "") -> type[Connection]:
-        """The class with these bounds, for uvicorn's `http`."""
+        """Return the class with these bounds, for uvicorn's `http`."""
         bounds = {"head_seconds": head_seconds, "stall_seconds": stall_seconds, "root_path": root_path}
         return type(cls.__name__, (cls,), bounds)
 
@@ -104,7 +104,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """A request that is not complete would be refused anyway."""
+        """Shut down; a request whose body is not complete gets 503 at once."""
         if self.cycle is not None and not self.cycle.response_complete and self.cycle.more_body:
             self._answer(ApiError(503, "the server is shutting down", code="shutting_down"))
         else:
@@ -114,10 +114,10 @@ class Connection(H11Protocol):
         self._answer(ApiError(400, "this is not HTTP, or its head is too large", code="invalid_http"))
 
     def _unsupported_upgrade_warning(self) -> None:
-        """No WebSockets here, and no line in the log for each who asks."""
+        """Say nothing: there are no WebSockets here, and the log shall not have a line for each who asks."""
 
     def _await_head(self) -> None:
-        """The timer runs while a head is to come; between requests only once its first byte is there."""
+        """Start the timer while a head is to come; between requests only once its first byte is there."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._head_timer = _cancel(self._head_timer)
         elif self._head_timer is None:
@@ -156,7 +156,7 @@ class Connection(H11Protocol):
 
 
 def _health_only(app: ASGIApp, root_path: str) -> ASGIApp:
-    """One answer, of a few paths; a refusal on others."""
+    """Answer one request for one of a few paths, and refuse others."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         async def last(message: Message) -> None:

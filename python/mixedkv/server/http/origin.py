@@ -55,7 +55,7 @@ class OwnPagesOnly:
 
 
 def _name(host: str) -> str:
-    """Without the port, and without the brackets of an IPv6 address."""
+    """Return the host without its port and without the brackets of an IPv6 address."""
     try:
         return urlsplit("//" + host).hostname or ""
     except ValueError:

@@ -6,7 +6,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 def without(root: str, path: str) -> str:
-    """A path as the endpoints have it, whether it begins with the root or not."""
+    """Return a path without the root, whether it begins with it or not."""
     return path[len(root) :] if root and (path == root or path.startswith(root + "/")) else path
 
 

@@ -28,7 +28,7 @@ _NO_CHECKSUM = "0" * 64
 
 
 def encode(block: KVBlock, *, identity: bytes, entry: str) -> list[memoryview]:
-    """The bytes of a file, in pieces."""
+    """Encode a block to the bytes of a file, in pieces."""
     metadata = {
         "format": FORMAT,
         "version": _version(block),
@@ -48,7 +48,7 @@ def encode(block: KVBlock, *, identity: bytes, entry: str) -> list[memoryview]:
 def decode(
     data: npt.NDArray[np.uint8], *, identity: bytes | None, entry: str | None, trusted: bool = False
 ) -> KVBlock:
-    """The block in the bytes of a file, as views of them.
+    """Decode the bytes of a file to a block, whose arrays are views of them.
 
     Args:
         data: the file, uint8 [size].
@@ -97,7 +97,7 @@ def _check_metadata(metadata: Any) -> dict[str, str]:
 
 
 def _version(block: KVBlock) -> str:
-    """The first that has all that is in the block, so that older readers read what they can."""
+    """Return the oldest version that can hold the block, so that older readers read what they can."""
     groups = [*block.groups, *(group for point in block.checkpoints for group in point.groups)]
     new = any(
         group.xy is not None or any(not layer.head_size_v for layer in group.layers) for group in groups
@@ -106,7 +106,7 @@ def _version(block: KVBlock) -> str:
 
 
 def _check_checksum(data: npt.NDArray[np.uint8], header: bytes, checksum: str) -> None:
-    """The SHA-256 of the file with zeros in place of it: nothing in the file is left out."""
+    """Check the file's SHA-256, which is of the file with zeros in place of it: nothing is left out."""
     at = _checksum_place(header, checksum, begin=8)
     digest = hashlib.sha256(data[:at])
     digest.update(_NO_CHECKSUM.encode())
@@ -128,7 +128,7 @@ def _checksum_place(header: bytes, checksum: str, begin: int = 0) -> int:
 
 
 def _arrays(table: dict[str, Any], data: npt.NDArray[np.uint8]) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-    """Every tensor, which together fill the data without a gap or an overlap."""
+    """Yield every tensor, and check that together they fill the data without a gap or an overlap."""
     tensors = sorted(_tensors(table), key=lambda tensor: tensor[3])
     end = 0
     for name, dtype, shape, (begin, stop) in tensors:
@@ -163,7 +163,7 @@ def _are_sizes(values: Any, at_least: int, at_most: int) -> bool:
 
 
 def _parse(text: str | bytes) -> Any:
-    """JSON without what JSON readers disagree about: keys given twice, NaN, endless nesting."""
+    """Parse JSON; refuse what JSON readers disagree about: keys given twice, NaN, endless nesting."""
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_damaged)
     except (ValueError, RecursionError) as error:

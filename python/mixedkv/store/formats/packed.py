@@ -43,7 +43,7 @@ def pack_kv_cache(key: Array, value: Array) -> bytes:
 
 
 def unpack_kv_cache_v2(data: bytes | bytearray | memoryview) -> Layers:
-    """Key and value of every layer, as read-only views of `data`.
+    """Return the key and value of every layer, as read-only views of `data`.
 
     Raises:
         ValueError: the bytes are not the packed form, version 2; the message says where.
@@ -61,7 +61,7 @@ def unpack_kv_cache_v2(data: bytes | bytearray | memoryview) -> Layers:
 
 
 def unpack_kv_cache_flat(data: bytes | bytearray | memoryview) -> tuple[Array, Array]:
-    """The key and the value of the flat form; otherwise as `unpack_kv_cache_v2`."""
+    """Return the key and the value of the flat form; otherwise as `unpack_kv_cache_v2`."""
     reader = _Reader(data)
     pair = reader.array(), reader.array()
     reader.end()
@@ -69,7 +69,7 @@ def unpack_kv_cache_flat(data: bytes | bytearray | memoryview) -> tuple[Array, A
 
 
 def unpack_kv_cache(data: bytes | bytearray | memoryview) -> Layers:
-    """Key and value of every layer, from either form; the flat one gives one layer.
+    """Return the key and value of every layer, from either form; the flat one gives one layer.
 
     No bytes are both. The highest byte of version 2's number of layers is 0, and lies where the flat form has
     the lowest of its key's number of dimensions: that would be 0, or 256 and more.

@@ -111,7 +111,7 @@ def packed_from_block(block: KVBlock) -> Layers:
 
 
 def _n_rot(llm: Llama) -> int:
-    """Elements of a head that RoPE turns; the others lie behind them."""
+    """Return how many elements of a head RoPE turns; the others lie behind them."""
     architecture = llm.metadata.get("general.architecture", "")
     return int(llm.metadata.get(f"{architecture}.rope.dimension_count", 2**31))
 
@@ -129,7 +129,7 @@ def _rows(name: str, array: Array, n: int, n_head: int, size: int) -> Array:
 
 
 def _to_other_rotary(keys: Array, n_rot: int, wanted: Rotary) -> Array:
-    """From the other layout into the wanted one, [n, n_head, size]."""
+    """Convert rows to the other layout of RoPE, [n, n_head, size]."""
     pairs = (2, n_rot // 2) if wanted == "interleaved" else (n_rot // 2, 2)
     turned = keys[..., :n_rot].reshape(*keys.shape[:2], *pairs).swapaxes(2, 3)
     whole: Array = np.concatenate([turned.reshape(*keys.shape[:2], n_rot), keys[..., n_rot:]], axis=2)

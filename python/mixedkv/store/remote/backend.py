@@ -38,8 +38,8 @@ class Backend(Protocol):
     def fetch(
         self, values: Sequence[tuple[str, int]], until: float
     ) -> Generator[memoryview | None, None, None]:
-        """Values one after the other, the next ones already on their way; None for one that is gone or has
-        another size. What is given holds until the next one is asked for.
+        """Fetch values one after the other, the next ones already on their way; None for one that is gone or
+        has another size. What is given holds until the next one is asked for.
 
         Args:
             values: names and sizes.

@@ -31,7 +31,9 @@ def at_name(block_hash: bytes) -> str:
 
 
 def boundaries(row: EntryRow) -> slice:
-    """Those that name an entry: behind its beginning, so that the one before it keeps its own."""
+    """Return the boundaries that name an entry: those behind its beginning, which is the end of the one
+    before.
+    """
     first, last = row.p0 // BLOCK + 1, row.p1 // BLOCK
     return slice(max(1, min(first, last)), last + 1)
 
@@ -136,7 +138,7 @@ class RemoteListing:
         self.manifests: dict[str, Manifest] = {}  # by id
 
     def known(self, hashes: Sequence[bytes]) -> set[bytes]:
-        """Some of those under which entries are listed, with the last one."""
+        """Return some of the hashes under which entries are listed, the last one among them."""
         begin, end = self._beyond // BLOCK + 1, len(hashes)  # under the first all are
         while begin < end:
             step = -(-(end - begin) // self._fan)
@@ -156,7 +158,7 @@ class RemoteListing:
         return [self._at[block_hash]]
 
     def get(self, entry: str) -> EntryRow | None:
-        """By its content hash.
+        """Return an entry by its content hash.
 
         Raises:
             EntryError: it is gone, or not what was written.
@@ -184,12 +186,12 @@ class RemoteListing:
 
 
 def pieces_of(read: Callable[[int], bytes]) -> Iterator[bytes]:
-    """A file in pieces."""
+    """Yield a file in pieces."""
     while piece := read(PIECE):
         yield piece
 
 
 def _content(name: Any) -> str:
     if not isinstance(name, str) or len(bytes.fromhex(name)) != 16:
-        raise ValueError("a content hash is none")
+        raise ValueError("a name without a content hash")
     return name.lower()

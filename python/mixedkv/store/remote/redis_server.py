@@ -42,7 +42,7 @@ class RedisBackend:
         except (ValueError, TypeError, redis.RedisError) as error:
             raise ValueError(f"remote: {error}") from None
         if self._pool.connection_kwargs.get("decode_responses"):
-            raise ValueError("remote: decode_responses: values are bytes, leave it out")
+            raise ValueError("remote: leave decode_responses out, since values are bytes")
         self._redis = redis.Redis(connection_pool=self._pool)
 
     def check(self) -> None:
@@ -70,7 +70,7 @@ class RedisBackend:
 
     @contextmanager
     def _connection(self) -> Iterator[Any]:
-        """A connection of our own; it is cut if answers were not read to their end."""
+        """Lend a connection; it is cut if answers were not read to their end."""
         connection = self._pool.get_connection()
         try:
             yield connection
@@ -122,7 +122,7 @@ class RedisBackend:
         except redis.OutOfMemoryError:
             raise RefusedError("its memory is full (maxmemory)") from None
         except redis.ReadOnlyError:
-            raise RefusedError("it is a replica, which takes nothing") from None
+            raise RefusedError("the server is a replica, which cannot be written to") from None
         except redis.ResponseError as error:
             text = str(error).rpartition("caused error: ")[2]  # of a pipeline: before it are the values
             if text.startswith("MISCONF"):
@@ -136,13 +136,13 @@ class RedisBackend:
 
 
 def _read_value(sock: Any, buffer: memoryview, size: int, until: float) -> memoryview | None:
-    """The answer to GET, or None if it is not of this size."""
+    """Read the answer to GET; None if it is not of this size."""
     head = b""
     while not head.endswith(b"\r\n"):
         _read(sock, buffer[:1], until)
         head += buffer[:1]
         if len(head) > _MAX_LINE:
-            raise RemoteError("it answers what is no Redis")
+            raise RemoteError("the server does not speak the Redis protocol")
     if head.startswith(b"-"):
         raise RemoteError(head[1:-2].decode(errors="replace"))
     if head != b"$%d\r\n" % size:
@@ -156,7 +156,7 @@ def _read(sock: Any, target: memoryview, until: float) -> None:
     while done < len(target):
         n = sock.recv_into(target[done:])
         if not n:
-            raise RemoteError("it hung up")
+            raise RemoteError("the server closed the connection")
         done += n
         if time.monotonic() > until:
             raise RemoteError("it sends too slowly")

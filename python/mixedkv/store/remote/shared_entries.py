@@ -75,7 +75,7 @@ class SharedEntries(Entries):
         with self._lock, as_os_error():
             above = self._index.by_content(parent) if parent is not None else None
         if parent is not None and above is None:
-            raise ParentGoneError("what it builds on has been removed")
+            raise ParentGoneError("the entry that it builds on has been removed")
         up, now = above.id if above else None, time.time()
         size = row.nbytes if self.on_disk else block.nbytes
         row = replace(row, parent=up, nbytes=size, created=now, used=now)
@@ -103,7 +103,9 @@ class SharedEntries(Entries):
             self._adopted.add(row.id)
 
     def chain(self, identity: Identity, entry: str) -> tuple[list[EntryRow], list[bytes]]:
-        """An entry after all it builds on, and the hashes of its tokens' boundaries; empty if one is gone."""
+        """Return an entry behind all that it builds on, and the hashes at its tokens' boundaries; empty if
+        one is gone.
+        """
         rows: list[EntryRow] = []
         with self._lock, as_os_error(), self._index.snapshot():
             search = Search(self._index, self._cipher, identity, np.empty(0, np.int32))
@@ -118,7 +120,7 @@ class SharedEntries(Entries):
 
     @contextmanager
     def open(self, row: EntryRow) -> Iterator[tuple[BinaryIO, int]]:
-        """The bytes of an entry's file, and how many.
+        """Open an entry's file; the stream, and how many bytes it has.
 
         Raises:
             EntryError: it is gone.

@@ -253,7 +253,7 @@ class RemoteTier:
         self._waiting.popleft()
 
     def _send(self, entry: str, identity: Identity) -> None:
-        """An entry, and of what it builds on what is not there."""
+        """Send an entry, and those it builds on that are not there yet."""
         self._meet(identity)
         chain, hashes = self._entries.chain(identity, entry)
         names = [row.content.hex() for row in chain]
@@ -270,7 +270,9 @@ class RemoteTier:
                     self._put({at_name(name): row.content for name in listed[begin : begin + n]})
 
     def _is_better(self, identity: Identity, row: EntryRow) -> bool:
-        """Than what is there under the same name; what has another master key is of no use."""
+        """Return whether an entry is better than the remote's of the same name. One with another master key
+        is of no use.
+        """
         (data,) = self._get([entry_name(row.content.hex())])
         try:
             other = Manifest.decode(data or b"").row
@@ -296,7 +298,7 @@ class RemoteTier:
         self._count("bytes_written", size)
 
     def _remove(self, contents: list[bytes]) -> None:
-        """Descriptions first: they hold the keys."""
+        """Remove entries: descriptions first, since they hold the keys."""
         names = [entry_name(content.hex()) for content in contents]
         pieces: list[str] = []
         for data in self._get(names):
@@ -385,7 +387,7 @@ class RemoteTier:
             self._counts[name] += n
 
     def _tell(self, message: str) -> None:
-        """Once."""
+        """Log a message, each one once."""
         with self._lock:
             new = message not in self._told
             self._told.add(message)

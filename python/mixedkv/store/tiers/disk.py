@@ -82,7 +82,7 @@ class DiskTier:
 
     @contextmanager
     def open(self, name: str) -> Iterator[tuple[BinaryIO, int]]:
-        """A file to read, and its size.
+        """Open a file to read; the stream, and its size.
 
         Raises:
             EntryError: it is gone or cannot be read, also while the block reads.
@@ -107,7 +107,7 @@ class DiskTier:
                 self.path(name).unlink()
 
     def sizes(self) -> dict[str, int]:
-        """Size of every file that has its final name."""
+        """Return the size of every file that has its final name."""
         found = {}
         for item in os.scandir(self.folder):
             with suppress(FileNotFoundError):
@@ -157,14 +157,14 @@ class DiskTier:
 
 @contextmanager
 def folder_lock(path: Path) -> Iterator[None]:
-    """Held by the one process that opens and tidies a store."""
+    """Hold the lock of the one process that opens and tidies a store."""
     with open_own(path) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def open_own(path: Path) -> IO[bytes]:
-    """A file of the store, made if it is not there: never what a link leads to, never cut short.
+    """Return a file of the store, made if it is not there: never what a link leads to, never cut short.
 
     Raises:
         OSError: it is a link, or cannot be opened.
@@ -197,7 +197,7 @@ def make_own_folder(path: Path) -> None:
 
 
 def inode(path: Path) -> tuple[int, int]:
-    """Device and inode, zeros of no file."""
+    """Return device and inode of a file, zeros if there is none."""
     try:
         info = path.stat()
     except FileNotFoundError:
@@ -213,13 +213,13 @@ def is_full(error: Exception) -> bool:
 
 
 def read_all(file: BinaryIO, size: int) -> npt.NDArray[np.uint8]:
-    """A whole file, uint8 [size].
+    """Return a whole file, uint8 [size].
 
     It is read and not mapped: a mapped file that another program cuts short kills this process, and one that
     changes after its checks would not have been checked.
     """
     if size > _MAX_FILE:
-        raise EntryError("damaged", f"its file has {size} bytes")
+        raise EntryError("damaged", f"its file has {size} bytes, more than any entry")
     data = np.empty(size, np.uint8)
     view = memoryview(data)
     done = 0
@@ -232,7 +232,7 @@ def read_all(file: BinaryIO, size: int) -> npt.NDArray[np.uint8]:
 
 
 def _unlink_unlocked(path: Path, is_known: Callable[[], bool]) -> int:
-    """1 if the file was removed, 0 if a process holds it or the index knows it."""
+    """Remove a file unless a process holds it or the index knows it; return how many were removed."""
     try:
         with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
