@@ -153,6 +153,7 @@ class Ctx:
         params.type_k, params.type_v = TYPES[kv.k], TYPES[kv.v]
         params.flash_attn_type = FLASH_ON if kv.flash else FLASH_OFF
         params.no_perf = True
+        params.op_offload = False  # what lies in CPU memory is computed there, beside a device too
         if isinstance(kv, Mixed):
             from mixedkv import _core
 
