@@ -17,7 +17,7 @@ from mixedkv.model.smollm2 import smollm2_f16, smollm2_q4_1
 from mixedkv.store import KVStore
 from support import zoo
 from support.conversation_support import empty, open_llama
-from support.harness import Ctx, Mixed, Model, Uniform
+from support.harness import N_GPU_LAYERS, Ctx, Mixed, Model, Uniform
 from support.oracle import Oracle, oracle_of
 from support.planted import plant
 
@@ -115,6 +115,8 @@ def open_pair(load: Callable[..., Model]) -> Iterator[Callable[..., tuple[Ctx, O
 
 @pytest.fixture(scope="session")
 def has_fused(load: Callable[..., Model]) -> bool:
+    if N_GPU_LAYERS:
+        return False
     with Ctx(load("llama-64"), Mixed(attention="fused")) as ctx:
         return all(layer["fused"] for layer in ctx.layers())
 

@@ -78,6 +78,14 @@ void llama_kv_guard_rows(ggml_backend_dev_t dev, ggml_type type, uint32_t il) {
     }
 }
 
+void llama_kv_guard_size(ggml_backend_dev_t dev, const ggml_tensor * rows, uint32_t il) {
+    if (dev && !ggml_backend_dev_supports_op(dev, rows)) {
+        throw std::runtime_error("layer " + std::to_string(il) + ": " + ggml_backend_dev_name(dev) + " takes no tensor of " +
+                std::to_string(ggml_nbytes(rows)) + " bytes, which the rows of this layer need: lower n_ctx, use a cold type of fewer "
+                "bits, or set offload_kqv to false, and the CPU keeps and reads the cache");
+    }
+}
+
 void llama_kv_guard_flash(ggml_backend_dev_t dev, const llama_hparams & hparams, uint32_t il) {
     ggml_context_ptr ctx(ggml_init({ 8*ggml_tensor_overhead(), nullptr, true }));
 

@@ -72,8 +72,14 @@ static std::string size_problem(const std::vector<llama_kv_cache *> & caches) {
 static void check_rows(const llama_kv_cache & kv) {
     for (const auto & layer : kv_access::get_layers(kv)) {
         for (const ggml_tensor * rows : { layer.k, layer.v }) {
-            if (rows && rows->buffer && ggml_is_quantized(rows->type)) {
-                llama_kv_guard_rows(ggml_backend_buft_get_device(ggml_backend_buffer_get_type(rows->buffer)), rows->type, layer.il);
+            if (!rows || !rows->buffer) {
+                continue;
+            }
+            ggml_backend_dev_t dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(rows->buffer));
+
+            llama_kv_guard_size(dev, rows, layer.il);
+            if (ggml_is_quantized(rows->type)) {
+                llama_kv_guard_rows(dev, rows->type, layer.il);
             }
         }
     }

@@ -19,7 +19,7 @@ from mixedkv.cli.chat_commands import ChatCommands
 from mixedkv.cli.chat_history import ChatHistory
 from mixedkv.cli.chat_markdown import markdown_shown, show_markdown
 from mixedkv.cli.chat_terminal import StopSignal, questions
-from mixedkv.cli.model import DEFAULT_N_CTX, add_streaming_arguments, open_model, quiet
+from mixedkv.cli.model import DEFAULT_N_CTX, add_loading_arguments, open_model, quiet
 from mixedkv.cli.sampling import add_sampling_arguments, sampling_options
 from mixedkv.cli.values import duration, gigabytes, positive
 from mixedkv.config import parse_kv
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--n-ctx", metavar="N", type=positive, help=f"default: {DEFAULT_N_CTX} or the model's"
     )
     parser.add_argument("--threads", metavar="N", type=positive, help="CPU threads")
-    add_streaming_arguments(parser)
+    add_loading_arguments(parser)
     parser.add_argument(
         "-n",
         "--n-predict",

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from mixedkv.cli.values import layers, memory
+from mixedkv.cli.values import layer_count, layers, memory
 from mixedkv.llama import Llama
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.native import llama_cpp as _llama_cpp
@@ -16,7 +16,14 @@ from mixedkv.terminal import LoadingBar
 DEFAULT_N_CTX = 8192
 
 
-def add_streaming_arguments(parser: argparse.ArgumentParser) -> None:
+def add_loading_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--n-gpu-layers",
+        metavar="N",
+        type=layer_count,
+        default=0,
+        help="layers on a GPU, in a build that has one; -1 is all (default: 0)",
+    )
     parser.add_argument(
         "--stream-layers",
         metavar="HOW",
@@ -39,6 +46,7 @@ def open_model(path: Path, args: argparse.Namespace) -> Llama:
             n_ctx=args.n_ctx or _default_n_ctx(path),
             n_threads=args.threads,
             n_threads_batch=args.threads,
+            n_gpu_layers=args.n_gpu_layers,
             verbose=args.verbose,
             stream_layers=args.stream_layers,
             memory=args.memory,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mixedkv.bundled.corpus import Recall, make_recall
-from mixedkv.cli.model import DEFAULT_N_CTX, add_streaming_arguments, open_model, quiet
+from mixedkv.cli.model import DEFAULT_N_CTX, add_loading_arguments, open_model, quiet
 from mixedkv.cli.sampling import add_sampling_arguments, sampling_options
 from mixedkv.cli.values import positive
 from mixedkv.config import parse_kv
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", metavar="N", type=positive, help="CPU threads (default: llama_cpp's choice)"
     )
-    add_streaming_arguments(parser)
+    add_loading_arguments(parser)
     add_sampling_arguments(parser)
     parser.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
     parser.epilog = (

@@ -36,6 +36,16 @@ def whole(text: str) -> int:
     return 0 if text == "0" else positive(text)
 
 
+def layer_count(text: str) -> int:
+    """A number of layers, 0 or more; -1 is all of them."""
+    if text == "-1":
+        return -1
+    try:
+        return whole(text)
+    except ArgumentTypeError:
+        raise ArgumentTypeError(f"{text!r} is not a number of layers: use 0 or more, or -1 for all") from None
+
+
 def between(low: float, high: float) -> Callable[[str], float]:
     """A number in this range."""
 

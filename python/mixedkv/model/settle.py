@@ -26,7 +26,8 @@ def settle(
 ) -> KVSetting:
     """The setting that a budget comes to for a model and a context, see `MixedKVConfig.for_budget`, or `bits`
     for a model; a setting without them stays as it is. `n_stream` equal parts of the context have sequences
-    of their own; `on_cpu`: the cache lies in CPU memory.
+    of their own; `on_cpu`: the cache lies in CPU memory. Elsewhere attention merges, which takes an F16 view
+    of a layer.
 
     Raises:
         ValueError: nothing fits the budget, or the bits.
@@ -41,7 +42,9 @@ def settle(
         return replace(kv, bits=0.0, cold_type_k=type_k, cold_type_v=type_v, layers=layers)
 
     def size(setting: KVSetting) -> int:
-        return n_stream * footprint(shape, setting, n_ctx // n_stream, n_seq // n_stream).bytes
+        each = footprint(shape, setting, n_ctx // n_stream, n_seq // n_stream)
+        merges = not on_cpu and setting.attention == "auto"
+        return n_stream * (each.bytes + (each.view if merges else 0))
 
     def make(types: Types, threshold: int, hot_budget: Room) -> MixedKVConfig:
         type_k, type_v, layers = shorten(types)

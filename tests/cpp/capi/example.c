@@ -153,8 +153,13 @@ static void compare(struct llama_context * ctx, int n_vocab, llama_token token, 
 
     memcpy(first, evaluate(ctx, &token, 1, position, 0), size);
     const int same = memcmp(first, evaluate(ctx, &token, 1, position, 1), size) == 0;
+    int       best = 0;
+    for (int i = 1; i < n_vocab; i++) {
+        best = first[i] > first[best] ? i : best;
+    }
+    printf("next: the logits of both sequences are %s, token %d is the likeliest, at %.3f\n",
+           same ? "the same bits" : "different", best, first[best]);
     free(first);
-    printf("next: the logits of both sequences are %s\n", same ? "the same bits" : "different");
     if (!same) {
         exit(EXIT_FAILURE);
     }

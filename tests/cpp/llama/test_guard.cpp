@@ -64,10 +64,17 @@ static void test_mask() {
     CHECK(is_refused([&] { llama_kv_guard_mask(mask(GGML_TYPE_F16, 300, 64, 1), 300, 12); }, "row for each token"));
 }
 
-// a device that has no flash attention for heads beyond 128, and writes rows of Q4_0 alone
+// a device that has no flash attention for heads beyond 128, writes rows of Q4_0 alone, and takes tensors of a megabyte
+// at most
 static bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) {
-    return op->op == GGML_OP_FLASH_ATTN_EXT ? op->src[1]->ne[0] <= 128
-                                            : op->op == GGML_OP_SET_ROWS && op->type == GGML_TYPE_Q4_0;
+    switch (op->op) {
+    case GGML_OP_NONE:
+        return ggml_nbytes(op) <= 1 << 20;
+    case GGML_OP_FLASH_ATTN_EXT:
+        return op->src[1]->ne[0] <= 128;
+    default:
+        return op->op == GGML_OP_SET_ROWS && op->type == GGML_TYPE_Q4_0;
+    }
 }
 
 static const char * device_name(ggml_backend_dev_t) {
@@ -105,10 +112,26 @@ static void test_rows() {
     llama_kv_guard_rows(ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU), ggml_type(LM4_TYPE), 2);
 }
 
+static void test_size() {
+    ggml_backend_device dev = {};
+    dev.iface.supports_op   = supports_op;
+    dev.iface.get_name      = device_name;
+
+    ggml_context_ptr ctx(ggml_init({ 2 * ggml_tensor_overhead(), nullptr, true }));
+    ggml_tensor *    fits = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F16, 512, 1024);
+    ggml_tensor *    more = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F16, 512, 1025);
+
+    llama_kv_guard_size(&dev, fits, 1);
+    CHECK(is_refused([&] { llama_kv_guard_size(&dev, more, 1); }, "layer 1: GPU0 takes no tensor of 1049600 bytes"));
+    llama_kv_guard_size(ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU), more, 1);
+    llama_kv_guard_size(nullptr, more, 1);
+}
+
 int main() {
     test_rotation();
     test_mask();
     test_flash();
     test_rows();
+    test_size();
     return 0;
 }

@@ -186,6 +186,7 @@ def test_the_formula_is_what_is_allocated(zoo_path, name: str, kv: str) -> None:
         (["run", "--n-ctx", "16"], "n_ctx=16"),
         (["run", "--n-ctx", "0"], "'0' is not a positive whole number"),
         (["run", "-n", "many"], "'many' is not a positive whole number"),
+        (["run", "--n-gpu-layers", "-2"], "'-2' is not a number of layers: use 0 or more, or -1 for all"),
         (["run", "--temp", "-1"], "'-1' is not a temperature"),
         (["run", "--top-p", "2"], "use a number from 0 to 1"),
         (["run", "-p", "word " * 600, "--n-ctx", "256"], "exceed context window of 256"),

@@ -194,11 +194,15 @@ def test_budgets_that_are_refused(spec: str, message: str) -> None:
 
 
 def test_a_gpu_has_no_types_of_its_own() -> None:
-    shape = layers_of(64, 3)
-    budget = footprint(shape, parse_kv("mixed:cold=q4_0"), 4096).bytes
-    kv = parse_kv(f"mixed:budget={budget}")
+    shape = layers_of(64, 12)
+    held = footprint(shape, parse_kv("mixed:cold=q4_0"), 4096)
+    assert held.view
+    kv = parse_kv(f"mixed:budget={held.bytes + held.view}")
     assert str(settle(kv, shape, 4096, on_cpu=False)) == "mixed:cold=iq4_nl"
+    kv = parse_kv(f"mixed:budget={held.bytes}")
     assert "tc3" in str(settle(kv, shape, 4096))
+    with pytest.raises(ValueError, match="the smallest cache takes"):  # there attention merges, with a view
+        settle(kv, shape, 4096, on_cpu=False)
 
 
 def test_latent_attention_has_one_type_for_both(zoo_path: Callable[[str], Path]) -> None:

@@ -1,0 +1,101 @@
+"""Layers on a device, such as a GPU or Mesa's lavapipe: docs/platforms.md says how a build gets one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+import pytest
+
+from mixedkv import Llama
+from mixedkv.bundled import model_path
+from support.harness import Ctx, InitError, Mixed, Model, prompt, rel_rms
+
+pytestmark = pytest.mark.skipif(
+    not llama_cpp.llama_supports_gpu_offload(), reason="no device: this build has no GPU, or finds none"
+)
+
+ALL, OUTPUT_AND_ONE = 99, 2  # of two layers
+KV = Mixed(threshold=40, group=8, sinks=4)
+Open = Callable[..., Ctx]
+
+
+@pytest.fixture(scope="module")
+def models(zoo_path: Callable[[str], Path]) -> Iterator[dict[int, Model]]:
+    models = {n: Model(zoo_path("llama-64"), n_gpu_layers=n) for n in (0, OUTPUT_AND_ONE, ALL)}
+    yield models
+    for model in models.values():
+        model.close()
+
+
+@pytest.fixture
+def open_on(models: dict[int, Model]) -> Iterator[Open]:
+    """open_on(n_gpu_layers, kv, **options): a context that closes with the test."""
+    with ExitStack() as stack:
+        yield lambda n, kv=KV, **options: stack.enter_context(Ctx(models[n], kv, **options))
+
+
+def evaluate(ctx: Ctx) -> np.ndarray:
+    """Prefill in three micro-batches, then token by token."""
+    return np.concatenate([ctx.decode(prompt(180)), *(ctx.decode([token]) for token in prompt(12, seed=2))])
+
+
+# Measured with F16 shaders: 1.6e-3, 4.0e-3 and 1.6e-2. With F32 ones the first is 7e-5. Products in F16 move
+# elements of the cold rows to the next step, which is the larger the coarser they are.
+@pytest.mark.parametrize(("cold", "tolerance"), [("f16", 4e-3), ("q8_0", 1e-2), ("q4_0", 4e-2)])
+@pytest.mark.parametrize("n_gpu_layers", [OUTPUT_AND_ONE, ALL])
+def test_logits_are_those_of_the_cpu(open_on: Open, cold: str, tolerance: float, n_gpu_layers: int) -> None:
+    kv = KV.with_(k=cold, v=cold)
+    device = open_on(n_gpu_layers, kv)
+    fused = [layer["fused"] for layer in device.layers()]
+    assert fused == ([False, False] if n_gpu_layers == ALL else [True, False])
+    assert rel_rms(evaluate(device), evaluate(open_on(0, kv))) < tolerance
+
+
+def test_states_and_rows_come_back_with_their_bits(open_on: Open) -> None:
+    ctx = open_on(ALL, n_seq_max=2, unified=True)
+    ctx.decode(prompt(100))
+    state, rows = ctx.save_seq(0), ctx.export(0)
+    ctx.cp(0, 1)
+    want = ctx.decode([7, 8])
+    assert np.array_equal(ctx.decode([7, 8], 100, 1), want)  # a copy
+    ctx.clear()
+    assert ctx.load_seq(state)
+    assert np.array_equal(ctx.decode([7, 8]), want)
+    ctx.clear()
+    ctx.put(rows)
+    assert np.array_equal(ctx.decode([7, 8]), want)
+
+
+def test_rows_that_move_are_those_of_the_cpu(open_on: Open) -> None:
+    logits = []
+    for n_gpu_layers in (ALL, 0):
+        ctx = open_on(n_gpu_layers, KV.with_(k="q8_0", v="q8_0"))
+        ctx.decode(prompt(100))
+        ctx.context_shift(4, 40)
+        logits.append(ctx.decode(prompt(8, seed=3)))
+    assert rel_rms(*logits) < 2e-2
+
+
+@pytest.mark.parametrize(
+    ("kv", "message"),
+    [
+        (KV.with_(k="lm4", v="lm4"), "does not write rows of type 'lm4': set offload_kqv to false"),
+        (KV.with_(attention="fused"), "use attention 'merged', or offload_kqv = false"),
+    ],
+)
+def test_what_the_cpu_alone_can_is_refused(open_on: Open, kv: Mixed, message: str) -> None:
+    with pytest.raises(InitError, match=message):
+        open_on(ALL, kv)
+
+
+def test_a_budget_has_room_for_the_view() -> None:
+    budget = 9 << 20
+    small = {"n_ctx": 4096, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
+    with Llama(model_path(), kv=f"mixed:budget={budget}", n_gpu_layers=-1, **small) as llm:
+        stats = llm.kv.stats()
+        assert {layer.attention for layer in llm.kv.layers} == {"merged"}
+        assert 0 < stats.bytes_view < stats.bytes_total <= budget
