@@ -19,8 +19,15 @@ const weights_kernels * choose() {
     if (name == "scalar") {
         return weights_scalar();
     }
-    const weights_kernels * avx2 = weights_avx2();
-    return name != "neon" && avx2 && avx2->supported() ? avx2 : nullptr;
+    if (name == "neon") {
+        return nullptr;
+    }
+    const weights_kernels * avx512 = weights_avx512();
+    const weights_kernels * avx2   = weights_avx2();
+    if (name != "avx2" && name != "avxvnni" && avx512 && avx512->supported()) {
+        return avx512;
+    }
+    return avx2 && avx2->supported() ? avx2 : nullptr;
 }
 
 const weights_kernels * kernels() {
@@ -34,19 +41,31 @@ const weights_kernels * kernels() {
 using namespace mixedkv;
 
 bool weights_supported(int type) {
-    return type == WEIGHTS_Q4_1 && kernels();
+    return with_row_type(type, [](auto *) {}) && kernels();
 }
 
-size_t weights_column_bytes(int, int64_t n_elements) {
+size_t weights_column_bytes(int64_t n_elements) {
     return n_elements / WEIGHTS_BLOCK * sizeof(column_block);
 }
 
-void weights_pack(int, const void * blocks, void * packed, int64_t n_blocks) {
-    const auto * in  = static_cast<const column_q8_1 *>(blocks);
-    auto *       out = static_cast<column_block *>(packed);
+void weights_pack(int type, const void * blocks, void * packed, int64_t n_blocks) {
+    const auto * in   = static_cast<const column_q8_0 *>(blocks);
+    auto *       out  = static_cast<column_block *>(packed);
+    int          bias = 0, scales = 1;
+    with_row_type(type, [&](auto * row) {
+        bias   = row->bias;
+        scales = row->scales;
+    });
     for (int64_t b = 0; b < n_blocks; b++) {
-        out[b].scale = half_to_float(in[b].scale);
-        out[b].sum   = half_to_float(in[b].sum);
+        int first = 0, second = 0;
+        for (int i = 0; i < WEIGHTS_BLOCK / 2; i++) {
+            first += in[b].values[i];
+            second += in[b].values[i + WEIGHTS_BLOCK / 2];
+        }
+        out[b].scale    = half_to_float(in[b].scale);
+        out[b].sum      = out[b].scale * float(first + second);
+        out[b].start[0] = -bias * (scales == 1 ? first + second : first);
+        out[b].start[1] = -bias * second;
         std::memcpy(out[b].values, in[b].values, WEIGHTS_BLOCK);
     }
 }

@@ -1,0 +1,222 @@
+// The one body of all types and instruction sets. Rows are opened into a panel, which is multiplied with a few columns
+// at a time; a panel is opened once for all columns. For a few columns alone, as in decoding, each unit of blocks is
+// multiplied as it is opened, with no panel between. Sums and their order are the same in both ways.
+//
+// V::sum adds the products of a block: V::sum<Row> s; s.begin(start); s.add(group, values, elements); s.end().
+
+#pragma once
+
+#include "open.h"
+
+#include <type_traits>
+
+namespace mixedkv {
+namespace {
+
+inline int32_t dword_at(const void * p) {
+    int32_t x;
+    std::memcpy(&x, p, 4);
+    return x;
+}
+
+// Up to N * V::lanes rows; where a matrix has fewer, the last one again
+template <class V, int N> struct panel_rows {
+    static constexpr int at_most = N * V::lanes;
+
+    const char * rows[at_most];
+    int64_t      first;
+    int          n;
+
+    panel_rows(const weights_product & p, int64_t row_0, int64_t row_1) :
+        first(row_0), n(int(row_1 - row_0 < at_most ? row_1 - row_0 : at_most)) {
+        for (int r = 0; r < at_most; r++) {
+            rows[r] = static_cast<const char *>(p.rows) + (row_0 + (r < n ? r : n - 1)) * p.row_bytes;
+        }
+    }
+
+    template <class Row>
+    inline __attribute__((always_inline)) void open_unit(int64_t unit, panel_block<V, Row, N> * blocks) const {
+#pragma GCC unroll 2
+        for (int i = 0; i < N; i++) {
+            const panel_part<V, Row, N> part = { blocks, i };
+            open<V>(static_cast<const Row *>(nullptr), rows + i * V::lanes, unit * sizeof(Row), part);
+        }
+    }
+};
+
+// Columns that are multiplied at once
+template <int Columns> struct few_columns {
+    const column_block * in[Columns];
+    float *              out[Columns];
+
+    few_columns(const weights_product & p, int64_t first, int64_t row) {
+        const size_t bytes = weights_column_bytes(p.n_elements);
+        for (int c = 0; c < Columns; c++) {
+            const char * column = static_cast<const char *>(p.columns) + (first + c) * bytes;
+            in[c]               = reinterpret_cast<const column_block *>(column);
+            out[c] = reinterpret_cast<float *>(reinterpret_cast<char *>(p.out) + (first + c) * p.out_bytes) + row;
+        }
+    }
+};
+
+template <class V, int N, int Columns> struct panel_sums {
+    typename V::floats at[Columns][N];
+
+    inline __attribute__((always_inline)) void load(float * const out[Columns], int n_rows) {
+        for (int c = 0; c < Columns; c++) {
+            float         some[N * V::lanes];
+            const float * from = out[c];
+            if (n_rows < N * V::lanes) {
+                std::memcpy(some, out[c], n_rows * sizeof(float));
+                from = some;
+            }
+            for (int i = 0; i < N; i++) {
+                at[c][i] = V::load(from + i * V::lanes);
+            }
+        }
+    }
+
+    inline __attribute__((always_inline)) void store(float * const out[Columns], int n_rows) const {
+        for (int c = 0; c < Columns; c++) {
+            float   some[N * V::lanes];
+            float * to = n_rows == N * V::lanes ? out[c] : some;
+            for (int i = 0; i < N; i++) {
+                V::store(to + i * V::lanes, at[c][i]);
+            }
+            if (to == some) {
+                std::memcpy(out[c], some, n_rows * sizeof(float));
+            }
+        }
+    }
+
+    template <class Row>
+    inline __attribute__((always_inline)) void add(const panel_block<V, Row, N> & w, const column_block * const * in,
+                                                   int64_t block) {
+        constexpr int part = groups / Row::scales;
+#pragma GCC unroll 2
+        for (int s = 0; s < Row::scales; s++) {
+            typename V::template sum<Row> whole[Columns][N];
+#pragma GCC unroll 8
+            for (int c = 0; c < Columns; c++) {
+#pragma GCC unroll 2
+                for (int i = 0; i < N; i++) {
+                    whole[c][i].begin(Row::bias ? in[c][block].start[s] : 0);
+                }
+            }
+#pragma GCC unroll 8
+            for (int g = 0; g < part; g++) {
+#pragma GCC unroll 8
+                for (int c = 0; c < Columns; c++) {
+                    const int32_t x = dword_at(in[c][block].values + 4 * (s * part + g));
+#pragma GCC unroll 2
+                    for (int i = 0; i < N; i++) {
+                        whole[c][i].add(g, w.values[s * part + g][i], x);
+                    }
+                }
+            }
+#pragma GCC unroll 8
+            for (int c = 0; c < Columns; c++) {
+#pragma GCC unroll 2
+                for (int i = 0; i < N; i++) {
+                    const typename V::floats x = V::to_floats(whole[c][i].end());
+                    at[c][i] = V::fma(x, w.scale[s][i] * V::set(in[c][block].scale), at[c][i]);
+                }
+            }
+        }
+        if (Row::has_least) {
+#pragma GCC unroll 8
+            for (int c = 0; c < Columns; c++) {
+#pragma GCC unroll 2
+                for (int i = 0; i < N; i++) {
+                    at[c][i] = V::fma(w.least[i], V::set(in[c][block].sum), at[c][i]);
+                }
+            }
+        }
+    }
+};
+
+// A panel with `Columns` columns
+template <class V, class Row, int N, int Columns>
+void multiply(const weights_product & p, const panel_block<V, Row, N> * panel, int64_t block_0, int64_t n_blocks,
+              int64_t column, int64_t row, int n_rows) {
+    const few_columns<Columns> columns(p, column, row);
+    panel_sums<V, N, Columns>  sums = {};
+    if (block_0) {
+        sums.load(columns.out, n_rows);
+    }
+    for (int64_t b = 0; b < n_blocks; b++) {
+        sums.template add<Row>(panel[b], columns.in, block_0 + b);
+    }
+    sums.store(columns.out, n_rows);
+}
+
+// All columns, by panels
+template <class V, class Row> void run_panels(const weights_product & p, int64_t row_0, int64_t row_1) {
+    constexpr int            N        = V::vectors;
+    constexpr int            Columns  = V::columns;
+    const int64_t            n_blocks = p.n_elements / WEIGHTS_BLOCK;
+    panel_block<V, Row, N>   panel[V::panel_blocks];
+    for (int64_t r = row_0; r < row_1; r += N * V::lanes) {
+        const panel_rows<V, N> rows(p, r, row_1);
+        for (int64_t b_0 = 0; b_0 < n_blocks; b_0 += V::panel_blocks) {
+            const int64_t n = n_blocks - b_0 < V::panel_blocks ? n_blocks - b_0 : V::panel_blocks;
+            for (int64_t b = 0; b < n; b += Row::blocks) {
+                rows.template open_unit<Row>((b_0 + b) / Row::blocks, panel + b);
+            }
+            int64_t c = 0;
+            for (; c + Columns <= p.n_columns; c += Columns) {
+                multiply<V, Row, N, Columns>(p, panel, b_0, n, c, r, rows.n);
+            }
+            switch (p.n_columns - c) {
+                case 1: multiply<V, Row, N, 1>(p, panel, b_0, n, c, r, rows.n); break;
+                case 2: multiply<V, Row, N, 2>(p, panel, b_0, n, c, r, rows.n); break;
+                case 3: multiply<V, Row, N, 3>(p, panel, b_0, n, c, r, rows.n); break;
+                case 4: multiply<V, Row, N, Columns < 5 ? 1 : 4>(p, panel, b_0, n, c, r, rows.n); break;
+                case 5: multiply<V, Row, N, Columns < 6 ? 1 : 5>(p, panel, b_0, n, c, r, rows.n); break;
+            }
+        }
+    }
+}
+
+// Few columns. Short rows that are read side by side escape the processor's own prefetching, so the rows after these
+// are fetched meanwhile.
+template <class V, class Row, int Columns>
+void run_columns(const weights_product & p, int64_t row_0, int64_t row_1) {
+    const int64_t n_units = p.n_elements / WEIGHTS_BLOCK / Row::blocks;
+    for (int64_t r = row_0; r < row_1; r += V::lanes) {
+        const panel_rows<V, 1>          rows(p, r, row_1);
+        const few_columns<Columns>      columns(p, 0, r);
+        panel_sums<V, 1, Columns>       sums = {};
+        const char *                    next = static_cast<const char *>(p.rows) + (r + V::lanes) * p.row_bytes;
+        panel_block<V, Row, 1>          unit[Row::blocks];
+        for (int64_t u = 0; u < n_units; u++) {
+            for (size_t line = 0; line < V::lanes * sizeof(Row); line += 64) {
+                __builtin_prefetch(next + u * V::lanes * sizeof(Row) + line, 0, 2);
+            }
+            rows.template open_unit<Row>(u, unit);
+            for (int b = 0; b < Row::blocks; b++) {
+                sums.template add<Row>(unit[b], columns.in, u * Row::blocks + b);
+            }
+        }
+        sums.store(columns.out, rows.n);
+    }
+}
+
+template <class V, class Row> void run_type(const weights_product & p, int64_t row_0, int64_t row_1) {
+    switch (p.n_columns) {
+        case 1: return run_columns<V, Row, 1>(p, row_0, row_1);
+        case 2: return run_columns<V, Row, 2>(p, row_0, row_1);
+        case 3: return run_columns<V, Row, 3>(p, row_0, row_1);
+        case 4: return run_columns<V, Row, 4>(p, row_0, row_1);
+        default: return run_panels<V, Row>(p, row_0, row_1);
+    }
+}
+
+template <class V> void run_body(const weights_product & p, int64_t row_0, int64_t row_1) {
+    with_row_type(p.type, [&](auto * row) {
+        run_type<V, std::remove_cv_t<std::remove_pointer_t<decltype(row)>>>(p, row_0, row_1);
+    });
+}
+
+} // namespace
+} // namespace mixedkv
