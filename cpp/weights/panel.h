@@ -19,6 +19,32 @@ inline int32_t dword_at(const void * p) {
     return x;
 }
 
+// A block of N times V::lanes rows
+template <class V, class Row, int N> struct panel_block {
+    typename V::ints   values[groups][N]; // bytes
+    typename V::floats scale[Row::scales][N];
+    typename V::floats least[N];
+};
+
+// Puts what is opened into vector `at` of a panel.
+template <class V, class Row, int N> struct to_panel {
+    panel_block<V, Row, N> * blocks;
+    int                      at;
+
+    MIXEDKV_INLINE void scale(int block, int half, typename V::floats x) { blocks[block].scale[half][at] = x; }
+    MIXEDKV_INLINE void least(int block, typename V::floats x) { blocks[block].least[at] = x; }
+    MIXEDKV_INLINE void values(int block, int group, typename V::ints x) { blocks[block].values[group][at] = x; }
+    MIXEDKV_INLINE void done(int) {}
+};
+
+// Short rows that are read side by side escape the processor's own prefetching, so the rows after them are fetched
+// meanwhile. 16 rows and the next 16 are more than the first cache holds: to the second.
+MIXEDKV_INLINE void fetch(const char * p, size_t n) {
+    for (size_t line = 0; line < n; line += 64) {
+        __builtin_prefetch(p + line, 0, 2);
+    }
+}
+
 // Up to N * V::lanes rows; where a matrix has fewer, the last one again
 template <class V, int N> struct panel_rows {
     static constexpr int at_most = N * V::lanes;
@@ -34,12 +60,16 @@ template <class V, int N> struct panel_rows {
         }
     }
 
-    template <class Row>
-    inline __attribute__((always_inline)) void open_unit(int64_t unit, panel_block<V, Row, N> * blocks) const {
+    // Where the rows after these begin
+    const char * next(const weights_product & p) const {
+        return static_cast<const char *>(p.rows) + (first + at_most) * p.row_bytes;
+    }
+
+    template <class Row> MIXEDKV_INLINE void open_unit(int64_t unit, panel_block<V, Row, N> * blocks) const {
 #pragma GCC unroll 2
         for (int i = 0; i < N; i++) {
-            const panel_part<V, Row, N> part = { blocks, i };
-            open<V>(static_cast<const Row *>(nullptr), rows + i * V::lanes, unit * sizeof(Row), part);
+            to_panel<V, Row, N> out = { blocks, i };
+            open<V>(static_cast<const Row *>(nullptr), rows + i * V::lanes, unit * sizeof(Row), out);
         }
     }
 };
@@ -62,7 +92,7 @@ template <int Columns> struct few_columns {
 template <class V, int N, int Columns> struct panel_sums {
     typename V::floats at[Columns][N];
 
-    inline __attribute__((always_inline)) void load(float * const out[Columns], int n_rows) {
+    MIXEDKV_INLINE void load(float * const out[Columns], int n_rows) {
         for (int c = 0; c < Columns; c++) {
             float         some[N * V::lanes];
             const float * from = out[c];
@@ -76,7 +106,7 @@ template <class V, int N, int Columns> struct panel_sums {
         }
     }
 
-    inline __attribute__((always_inline)) void store(float * const out[Columns], int n_rows) const {
+    MIXEDKV_INLINE void store(float * const out[Columns], int n_rows) const {
         for (int c = 0; c < Columns; c++) {
             float   some[N * V::lanes];
             float * to = n_rows == N * V::lanes ? out[c] : some;
@@ -90,7 +120,7 @@ template <class V, int N, int Columns> struct panel_sums {
     }
 
     template <class Row>
-    inline __attribute__((always_inline)) void add(const panel_block<V, Row, N> & w, const column_block * const * in,
+    MIXEDKV_INLINE void add(const panel_block<V, Row, N> & w, const column_block * const * in,
                                                    int64_t block) {
         constexpr int part = groups / Row::scales;
 #pragma GCC unroll 2
@@ -158,9 +188,12 @@ template <class V, class Row> void run_panels(const weights_product & p, int64_t
     panel_block<V, Row, N>   panel[V::panel_blocks];
     for (int64_t r = row_0; r < row_1; r += N * V::lanes) {
         const panel_rows<V, N> rows(p, r, row_1);
+        const char *           next = rows.next(p);
         for (int64_t b_0 = 0; b_0 < n_blocks; b_0 += V::panel_blocks) {
             const int64_t n = n_blocks - b_0 < V::panel_blocks ? n_blocks - b_0 : V::panel_blocks;
             for (int64_t b = 0; b < n; b += Row::blocks) {
+                fetch(next, N * V::lanes * sizeof(Row));
+                next += N * V::lanes * sizeof(Row);
                 rows.template open_unit<Row>((b_0 + b) / Row::blocks, panel + b);
             }
             int64_t c = 0;
@@ -178,37 +211,96 @@ template <class V, class Row> void run_panels(const weights_product & p, int64_t
     }
 }
 
-// Few columns. Short rows that are read side by side escape the processor's own prefetching, so the rows after these
-// are fetched meanwhile.
+// Multiplies what is opened with a few columns.
+template <class V, class Row, int Columns> struct to_sums {
+    using sum = typename V::template sum<Row>;
+
+    const few_columns<Columns> & columns;
+    int64_t                      first; // block of the struct that is opened
+    typename V::floats           sums[Columns];
+    typename V::floats           scales[Row::scales], leasts;
+    sum                          whole[Columns][Row::scales];
+
+    MIXEDKV_INLINE explicit to_sums(const few_columns<Columns> & columns_) : columns(columns_), first(0) {
+#pragma GCC unroll 8
+        for (int c = 0; c < Columns; c++) {
+            sums[c] = V::set(0.0f);
+        }
+    }
+
+    MIXEDKV_INLINE void scale(int, int half, typename V::floats x) { scales[half] = x; }
+    MIXEDKV_INLINE void least(int, typename V::floats x) { leasts = x; }
+
+    MIXEDKV_INLINE void values(int block, int group, typename V::ints x) {
+        constexpr int part = groups / Row::scales;
+#pragma GCC unroll 8
+        for (int c = 0; c < Columns; c++) {
+            const column_block & column = columns.in[c][first + block];
+            sum &                to     = whole[c][group / part];
+            if (group % part == 0) {
+                to.begin(Row::bias ? column.start[group / part] : 0);
+            }
+            to.add(group % part, x, dword_at(column.values + 4 * group));
+        }
+    }
+
+    MIXEDKV_INLINE void done(int block) {
+#pragma GCC unroll 8
+        for (int c = 0; c < Columns; c++) {
+            const column_block & column = columns.in[c][first + block];
+#pragma GCC unroll 2
+            for (int s = 0; s < Row::scales; s++) {
+                const typename V::floats x = V::to_floats(whole[c][s].end());
+                sums[c]                    = V::fma(x, scales[s] * V::set(column.scale), sums[c]);
+            }
+            if (Row::has_least) {
+                sums[c] = V::fma(leasts, V::set(column.sum), sums[c]);
+            }
+        }
+    }
+};
+
+// Few columns
 template <class V, class Row, int Columns>
 void run_columns(const weights_product & p, int64_t row_0, int64_t row_1) {
     const int64_t n_units = p.n_elements / WEIGHTS_BLOCK / Row::blocks;
-    for (int64_t r = row_0; r < row_1; r += V::lanes) {
-        const panel_rows<V, 1>          rows(p, r, row_1);
-        const few_columns<Columns>      columns(p, 0, r);
-        panel_sums<V, 1, Columns>       sums = {};
-        const char *                    next = static_cast<const char *>(p.rows) + (r + V::lanes) * p.row_bytes;
-        panel_block<V, Row, 1>          unit[Row::blocks];
+    const int64_t used    = n_units * sizeof(Row);
+    int64_t       fetched = 0;
+    for (int64_t r = row_0; r < row_1; r += V::lanes, fetched -= used) {
+        const panel_rows<V, 1>     rows(p, r, row_1);
+        const few_columns<Columns> columns(p, 0, r);
+        to_sums<V, Row, Columns>   out(columns);
         for (int64_t u = 0; u < n_units; u++) {
-            for (size_t line = 0; line < V::lanes * sizeof(Row); line += 64) {
-                __builtin_prefetch(next + u * V::lanes * sizeof(Row) + line, 0, 2);
+            for (const int64_t until = (u + 1) * int64_t(sizeof(Row)) + 512; fetched < until; fetched += 64) {
+                const int64_t at = fetched < used ? fetched : fetched - used + V::lanes * int64_t(p.row_bytes);
+                for (int i = 0; i < V::lanes; i++) {
+                    __builtin_prefetch(rows.rows[i] + at, 0, 2);
+                }
             }
-            rows.template open_unit<Row>(u, unit);
-            for (int b = 0; b < Row::blocks; b++) {
-                sums.template add<Row>(unit[b], columns.in, u * Row::blocks + b);
-            }
+            out.first = u * Row::blocks;
+            open<V>(static_cast<const Row *>(nullptr), rows.rows, u * sizeof(Row), out);
         }
-        sums.store(columns.out, rows.n);
+        for (int c = 0; c < Columns; c++) {
+            float some[V::lanes];
+            V::store(some, out.sums[c]);
+            std::memcpy(columns.out[c], some, rows.n * sizeof(float));
+        }
     }
 }
 
 template <class V, class Row> void run_type(const weights_product & p, int64_t row_0, int64_t row_1) {
+    if (p.n_columns > V::few) {
+        return run_panels<V, Row>(p, row_0, row_1);
+    }
     switch (p.n_columns) {
         case 1: return run_columns<V, Row, 1>(p, row_0, row_1);
         case 2: return run_columns<V, Row, 2>(p, row_0, row_1);
         case 3: return run_columns<V, Row, 3>(p, row_0, row_1);
         case 4: return run_columns<V, Row, 4>(p, row_0, row_1);
-        default: return run_panels<V, Row>(p, row_0, row_1);
+        case 5: return run_columns<V, Row, V::few < 5 ? 1 : 5>(p, row_0, row_1);
+        case 6: return run_columns<V, Row, V::few < 6 ? 1 : 6>(p, row_0, row_1);
+        case 7: return run_columns<V, Row, V::few < 7 ? 1 : 7>(p, row_0, row_1);
+        case 8: return run_columns<V, Row, V::few < 8 ? 1 : 8>(p, row_0, row_1);
     }
 }
 
