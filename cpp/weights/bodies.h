@@ -12,14 +12,17 @@
 namespace mixedkv {
 namespace {
 
-// A block of a column, as packed
+// A block of a column, as packed. Either half has two zeros on each side: where a dword of a row ends in a scale, the
+// scale is multiplied with zeros.
 struct column_block {
     float   scale;
     float   sum;      // of the elements, so with the scale in it
     int32_t start[2]; // of the sums of products with rows whose values have a bias, for each of the scales of a block
-    int8_t  values[WEIGHTS_BLOCK];
+    int8_t  halves[2][WEIGHTS_BLOCK / 2 + 4];
+
+    const int8_t * group(int g) const { return halves[g / 4] + 2 + g % 4 * 4; } // of four elements
 };
-static_assert(sizeof(column_block) == 48);
+static_assert(sizeof(column_block) == 56);
 
 struct column_q8_0 { // as ggml has it
     uint16_t scale;

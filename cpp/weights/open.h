@@ -211,5 +211,57 @@ MIXEDKV_INLINE void open(const row_q6_k *, const char * const * rows, size_t at,
     }
 }
 
+// So many blocks in a row are whole lines. Their scales then come with them, where else each is read alone.
+template <class Row> constexpr int at_once           = 1;
+template <> constexpr int          at_once<row_q4_0> = 8;
+template <> constexpr int          at_once<row_q4_1> = 4;
+
+// Two blocks are nine dwords. The scale of the first lies in the first one, that of the second in the upper half of
+// the fifth: the nibbles of the first block are two bytes off.
+template <class V, class Out>
+MIXEDKV_INLINE void open_many(const row_q4_0 *, const char * const * rows, size_t at, Out & out) {
+    typename V::ints dwords[36];
+#pragma GCC unroll 9
+    for (int i = 0; i < 9; i++) {
+        V::lines(rows, at + 16 * i, dwords + 4 * i);
+    }
+#pragma GCC unroll 4
+    for (int pair = 0; pair < 4; pair++) {
+        const typename V::ints * x = dwords + 9 * pair;
+        out.scale(2 * pair, 0, V::from_halves(x[0] & 0xffff));
+#pragma GCC unroll 5
+        for (int i = 0; i < 5; i++) {
+            out.nibbles(2 * pair, 4 * i, x[i], i == 0);
+        }
+        out.done(2 * pair);
+        out.scale(2 * pair + 1, 0, V::from_halves(x[4] >> 16));
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            out.nibbles(2 * pair + 1, 2 + 4 * i, x[5 + i], i == 0);
+        }
+        out.done(2 * pair + 1);
+    }
+}
+
+template <class V, class Out>
+MIXEDKV_INLINE void open_many(const row_q4_1 *, const char * const * rows, size_t at, Out & out) {
+    typename V::ints dwords[20];
+#pragma GCC unroll 5
+    for (int i = 0; i < 5; i++) {
+        V::lines(rows, at + 16 * i, dwords + 4 * i);
+    }
+#pragma GCC unroll 4
+    for (int b = 0; b < 4; b++) {
+        const typename V::ints * x = dwords + 5 * b;
+        out.scale(b, 0, V::from_halves(x[0] & 0xffff));
+        out.least(b, V::from_halves(x[0] >> 16));
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            out.nibbles(b, 2 + 4 * i, x[1 + i], i == 0);
+        }
+        out.done(b);
+    }
+}
+
 } // namespace
 } // namespace mixedkv

@@ -137,7 +137,7 @@ template <class V, int N, int Columns> struct panel_sums {
             for (int g = 0; g < part; g++) {
 #pragma GCC unroll 8
                 for (int c = 0; c < Columns; c++) {
-                    const int32_t x = dword_at(in[c][block].values + 4 * (s * part + g));
+                    const int32_t x = dword_at(in[c][block].group(s * part + g));
 #pragma GCC unroll 2
                     for (int i = 0; i < N; i++) {
                         whole[c][i].add(g, w.values[s * part + g][i], x);
@@ -216,12 +216,14 @@ template <class V, class Row, int Columns> struct to_sums {
     using sum = typename V::template sum<Row>;
 
     const few_columns<Columns> & columns;
+    const char *                 next; // rows to fetch
     int64_t                      first; // block of the struct that is opened
     typename V::floats           sums[Columns];
     typename V::floats           scales[Row::scales], leasts;
     sum                          whole[Columns][Row::scales];
 
-    MIXEDKV_INLINE explicit to_sums(const few_columns<Columns> & columns_) : columns(columns_), first(0) {
+    MIXEDKV_INLINE to_sums(const few_columns<Columns> & columns_, const char * next_) :
+        columns(columns_), next(next_), first(0) {
 #pragma GCC unroll 8
         for (int c = 0; c < Columns; c++) {
             sums[c] = V::set(0.0f);
@@ -240,11 +242,27 @@ template <class V, class Row, int Columns> struct to_sums {
             if (group % part == 0) {
                 to.begin(Row::bias ? column.start[group / part] : 0);
             }
-            to.add(group % part, x, dword_at(column.values + 4 * group));
+            to.add(group % part, x, dword_at(column.group(group)));
+        }
+    }
+
+    // A dword of the row with the elements from `at` on in a half of the column, zeros around them counted
+    MIXEDKV_INLINE void nibbles(int block, int at, typename V::ints x, bool begins) {
+#pragma GCC unroll 8
+        for (int c = 0; c < Columns; c++) {
+            const column_block & column = columns.in[c][first + block];
+            if (begins) {
+                whole[c][0].begin(Row::bias ? column.start[0] : 0);
+            }
+            whole[c][0].add(0, low_nibbles(x), dword_at(column.halves[0] + at));
+            whole[c][0].add(0, high_nibbles(x), dword_at(column.halves[1] + at));
         }
     }
 
     MIXEDKV_INLINE void done(int block) {
+        constexpr size_t of_block = V::lanes * sizeof(Row) / Row::blocks;
+        fetch(next, of_block);
+        next += of_block;
 #pragma GCC unroll 8
         for (int c = 0; c < Columns; c++) {
             const column_block & column = columns.in[c][first + block];
@@ -264,20 +282,19 @@ template <class V, class Row, int Columns> struct to_sums {
 template <class V, class Row, int Columns>
 void run_columns(const weights_product & p, int64_t row_0, int64_t row_1) {
     const int64_t n_units = p.n_elements / WEIGHTS_BLOCK / Row::blocks;
-    const int64_t used    = n_units * sizeof(Row);
-    int64_t       fetched = 0;
-    for (int64_t r = row_0; r < row_1; r += V::lanes, fetched -= used) {
+    for (int64_t r = row_0; r < row_1; r += V::lanes) {
         const panel_rows<V, 1>     rows(p, r, row_1);
         const few_columns<Columns> columns(p, 0, r);
-        to_sums<V, Row, Columns>   out(columns);
-        for (int64_t u = 0; u < n_units; u++) {
-            for (const int64_t until = (u + 1) * int64_t(sizeof(Row)) + 512; fetched < until; fetched += 64) {
-                const int64_t at = fetched < used ? fetched : fetched - used + V::lanes * int64_t(p.row_bytes);
-                for (int i = 0; i < V::lanes; i++) {
-                    __builtin_prefetch(rows.rows[i] + at, 0, 2);
+        to_sums<V, Row, Columns>   out(columns, rows.next(p));
+        for (int64_t u = 0, n; u < n_units; u += n) {
+            n = V::opens_many && n_units - u >= at_once<Row> ? at_once<Row> : 1;
+            out.first = u * Row::blocks;
+            if constexpr (V::opens_many && at_once<Row> > 1) {
+                if (n > 1) {
+                    open_many<V>(static_cast<const Row *>(nullptr), rows.rows, u * sizeof(Row), out);
+                    continue;
                 }
             }
-            out.first = u * Row::blocks;
             open<V>(static_cast<const Row *>(nullptr), rows.rows, u * sizeof(Row), out);
         }
         for (int c = 0; c < Columns; c++) {

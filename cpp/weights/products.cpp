@@ -66,7 +66,9 @@ void weights_pack(int type, const void * blocks, void * packed, int64_t n_blocks
         out[b].sum      = out[b].scale * float(first + second);
         out[b].start[0] = -bias * (scales == 1 ? first + second : first);
         out[b].start[1] = -bias * second;
-        std::memcpy(out[b].values, in[b].values, WEIGHTS_BLOCK);
+        std::memset(out[b].halves, 0, sizeof(out[b].halves));
+        std::memcpy(out[b].halves[0] + 2, in[b].values, WEIGHTS_BLOCK / 2);
+        std::memcpy(out[b].halves[1] + 2, in[b].values + WEIGHTS_BLOCK / 2, WEIGHTS_BLOCK / 2);
     }
 }
 

@@ -20,6 +20,7 @@ struct avx2 {
     static constexpr int vectors      = 2;
     static constexpr int columns      = 4;
     static constexpr int few          = 4; // columns, for which no panel is made
+    static constexpr bool opens_many   = false;
     static constexpr int panel_blocks = 16; // 10 KB, which stay in the nearest cache
 
     static floats load(const float * p) { return _mm256_loadu_ps(p); }

@@ -21,6 +21,7 @@ struct avx512 {
     static constexpr int vectors      = 2;
     static constexpr int columns      = 6; // 12 sums of integers and 12 of floats: 32 registers hold them
     static constexpr int few          = 8; // columns, for which no panel is made
+    static constexpr bool opens_many   = true;
     static constexpr int panel_blocks = 16;
 
     static floats load(const float * p) { return _mm512_loadu_ps(p); }

@@ -101,7 +101,7 @@ template <class Row> float product(const Row * row, const column_block * column,
         for (int s = 0; s < Row::scales; s++) {
             int32_t whole = 0;
             for (int i = s * part; i < (s + 1) * part; i++) {
-                whole += (w.values[i] - Row::bias) * column[b].values[i];
+                whole += (w.values[i] - Row::bias) * column[b].group(i / 4)[i % 4];
             }
             sum = std::fma(float(whole), w.scale[s] * column[b].scale, sum);
         }
