@@ -30,13 +30,15 @@ struct column_q8_0 { // as ggml has it
 };
 static_assert(sizeof(column_q8_0) == WEIGHTS_QUANTISED_BYTES);
 
-// The types of rows. An element is scale * (value - bias) + least; value has so many bits and no sign.
+// The types of rows. An element is scale * (value - bias) + least; value has so many bits and no sign. faster_alone
+// says that one column is no slower than llama.cpp's product, which decides for a type unless MIXEDKV_WEIGHTS=all.
 struct row_q4_0 {
-    static constexpr int  bits      = 4;
-    static constexpr int  bias      = 8;
-    static constexpr int  scales    = 1; // of a block of 32 elements
-    static constexpr bool has_least = false;
-    static constexpr int  blocks    = 1; // of one such struct
+    static constexpr int  bits         = 4;
+    static constexpr int  bias         = 8;
+    static constexpr int  scales       = 1; // of a block of 32 elements
+    static constexpr bool has_least    = false;
+    static constexpr int  blocks       = 1; // of one such struct
+    static constexpr bool faster_alone = false;
 
     uint16_t scale;
     uint8_t  nibbles[16]; // element i and i + 16
@@ -44,11 +46,12 @@ struct row_q4_0 {
 static_assert(sizeof(row_q4_0) == 18);
 
 struct row_q4_1 {
-    static constexpr int  bits      = 4;
-    static constexpr int  bias      = 0;
-    static constexpr int  scales    = 1;
-    static constexpr bool has_least = true;
-    static constexpr int  blocks    = 1;
+    static constexpr int  bits         = 4;
+    static constexpr int  bias         = 0;
+    static constexpr int  scales       = 1;
+    static constexpr bool has_least    = true;
+    static constexpr int  blocks       = 1;
+    static constexpr bool faster_alone = true;
 
     uint16_t scale;
     uint16_t least;
@@ -57,11 +60,12 @@ struct row_q4_1 {
 static_assert(sizeof(row_q4_1) == 20);
 
 struct row_q5_0 {
-    static constexpr int  bits      = 5;
-    static constexpr int  bias      = 16;
-    static constexpr int  scales    = 1;
-    static constexpr bool has_least = false;
-    static constexpr int  blocks    = 1;
+    static constexpr int  bits         = 5;
+    static constexpr int  bias         = 16;
+    static constexpr int  scales       = 1;
+    static constexpr bool has_least    = false;
+    static constexpr int  blocks       = 1;
+    static constexpr bool faster_alone = true;
 
     uint16_t scale;
     uint8_t  fifth[4]; // bit i of element i
@@ -70,11 +74,12 @@ struct row_q5_0 {
 static_assert(sizeof(row_q5_0) == 22);
 
 struct row_q5_1 {
-    static constexpr int  bits      = 5;
-    static constexpr int  bias      = 0;
-    static constexpr int  scales    = 1;
-    static constexpr bool has_least = true;
-    static constexpr int  blocks    = 1;
+    static constexpr int  bits         = 5;
+    static constexpr int  bias         = 0;
+    static constexpr int  scales       = 1;
+    static constexpr bool has_least    = true;
+    static constexpr int  blocks       = 1;
+    static constexpr bool faster_alone = true;
 
     uint16_t scale;
     uint16_t least;
@@ -84,11 +89,12 @@ struct row_q5_1 {
 static_assert(sizeof(row_q5_1) == 24);
 
 struct row_q8_0 {
-    static constexpr int  bits      = 8;
-    static constexpr int  bias      = 128;
-    static constexpr int  scales    = 1;
-    static constexpr bool has_least = false;
-    static constexpr int  blocks    = 1;
+    static constexpr int  bits         = 8;
+    static constexpr int  bias         = 128;
+    static constexpr int  scales       = 1;
+    static constexpr bool has_least    = false;
+    static constexpr int  blocks       = 1;
+    static constexpr bool faster_alone = true;
 
     uint16_t scale;
     int8_t   values[WEIGHTS_BLOCK];
@@ -96,11 +102,12 @@ struct row_q8_0 {
 static_assert(sizeof(row_q8_0) == 34);
 
 struct row_q4_k {
-    static constexpr int  bits      = 4;
-    static constexpr int  bias      = 0;
-    static constexpr int  scales    = 1;
-    static constexpr bool has_least = true;
-    static constexpr int  blocks    = 8;
+    static constexpr int  bits         = 4;
+    static constexpr int  bias         = 0;
+    static constexpr int  scales       = 1;
+    static constexpr bool has_least    = true;
+    static constexpr int  blocks       = 8;
+    static constexpr bool faster_alone = false;
 
     uint16_t scale;       // of the scales of blocks
     uint16_t least;       // of their least values, which are subtracted
@@ -110,11 +117,12 @@ struct row_q4_k {
 static_assert(sizeof(row_q4_k) == 144);
 
 struct row_q5_k {
-    static constexpr int  bits      = 5;
-    static constexpr int  bias      = 0;
-    static constexpr int  scales    = 1;
-    static constexpr bool has_least = true;
-    static constexpr int  blocks    = 8;
+    static constexpr int  bits         = 5;
+    static constexpr int  bias         = 0;
+    static constexpr int  scales       = 1;
+    static constexpr bool has_least    = true;
+    static constexpr int  blocks       = 8;
+    static constexpr bool faster_alone = false;
 
     uint16_t scale;
     uint16_t least;
@@ -125,11 +133,12 @@ struct row_q5_k {
 static_assert(sizeof(row_q5_k) == 176);
 
 struct row_q6_k {
-    static constexpr int  bits      = 6;
-    static constexpr int  bias      = 32;
-    static constexpr int  scales    = 2;
-    static constexpr bool has_least = false;
-    static constexpr int  blocks    = 8;
+    static constexpr int  bits         = 6;
+    static constexpr int  bias         = 32;
+    static constexpr int  scales       = 2;
+    static constexpr bool has_least    = false;
+    static constexpr int  blocks       = 8;
+    static constexpr bool faster_alone = false;
 
     uint8_t  nibbles[128];
     uint8_t  upper[64];
@@ -139,17 +148,35 @@ struct row_q6_k {
 static_assert(sizeof(row_q6_k) == 210);
 
 // Calls f with a null pointer to the struct of the type; returns false for a type that is none of these.
-template <class F> bool with_row_type(int type, F && f) {
+template <class F>
+bool with_row_type(int type, F && f) {
     switch (type) {
-        case WEIGHTS_Q4_0: f(static_cast<const row_q4_0 *>(nullptr)); return true;
-        case WEIGHTS_Q4_1: f(static_cast<const row_q4_1 *>(nullptr)); return true;
-        case WEIGHTS_Q5_0: f(static_cast<const row_q5_0 *>(nullptr)); return true;
-        case WEIGHTS_Q5_1: f(static_cast<const row_q5_1 *>(nullptr)); return true;
-        case WEIGHTS_Q8_0: f(static_cast<const row_q8_0 *>(nullptr)); return true;
-        case WEIGHTS_Q4_K: f(static_cast<const row_q4_k *>(nullptr)); return true;
-        case WEIGHTS_Q5_K: f(static_cast<const row_q5_k *>(nullptr)); return true;
-        case WEIGHTS_Q6_K: f(static_cast<const row_q6_k *>(nullptr)); return true;
-        default: return false;
+    case WEIGHTS_Q4_0:
+        f(static_cast<const row_q4_0 *>(nullptr));
+        return true;
+    case WEIGHTS_Q4_1:
+        f(static_cast<const row_q4_1 *>(nullptr));
+        return true;
+    case WEIGHTS_Q5_0:
+        f(static_cast<const row_q5_0 *>(nullptr));
+        return true;
+    case WEIGHTS_Q5_1:
+        f(static_cast<const row_q5_1 *>(nullptr));
+        return true;
+    case WEIGHTS_Q8_0:
+        f(static_cast<const row_q8_0 *>(nullptr));
+        return true;
+    case WEIGHTS_Q4_K:
+        f(static_cast<const row_q4_k *>(nullptr));
+        return true;
+    case WEIGHTS_Q5_K:
+        f(static_cast<const row_q5_k *>(nullptr));
+        return true;
+    case WEIGHTS_Q6_K:
+        f(static_cast<const row_q6_k *>(nullptr));
+        return true;
+    default:
+        return false;
     }
 }
 

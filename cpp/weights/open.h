@@ -1,5 +1,5 @@
-// Rows of a type, opened. A vector has a lane for each row, and four elements of it in the lane: the sums of a block end
-// in one lane a row, and nothing is summed across lanes.
+// Rows of a type, opened. A vector has a lane for each row, and four elements of it in the lane: the sums of a block
+// end in one lane a row, and nothing is summed across lanes.
 //
 // V is the instruction set. V::lines() reads 16 bytes of each row, which become 4 vectors. `out` takes what a struct of
 // the type holds, block after block: scale(block, half, x), least(block, x), values(block, group, x), then done(block).
@@ -17,21 +17,25 @@ constexpr int groups = WEIGHTS_BLOCK / 4; // of four elements
 
 #define MIXEDKV_INLINE inline __attribute__((always_inline))
 
-template <class Ints> MIXEDKV_INLINE Ints low_nibbles(Ints x) {
+template <class Ints>
+MIXEDKV_INLINE Ints low_nibbles(Ints x) {
     return x & 0x0f0f0f0f;
 }
 
-template <class Ints> MIXEDKV_INLINE Ints high_nibbles(Ints x) {
+template <class Ints>
+MIXEDKV_INLINE Ints high_nibbles(Ints x) {
     return x >> 4 & 0x0f0f0f0f;
 }
 
 // The fifth bits of four elements, from the lowest bits of a lane
-template <class Ints> MIXEDKV_INLINE Ints spread(Ints bits) {
+template <class Ints>
+MIXEDKV_INLINE Ints spread(Ints bits) {
     return ((bits & 15) * 0x00204081 & 0x01010101) << 4;
 }
 
 // Low nibbles are groups 0 to 3, high nibbles 4 to 7.
-template <class V, class Out> MIXEDKV_INLINE void open_nibbles(const char * const * rows, size_t at, Out & out) {
+template <class V, class Out>
+MIXEDKV_INLINE void open_nibbles(const char * const * rows, size_t at, Out & out) {
     typename V::ints lines[4];
     V::lines(rows, at, lines);
 #pragma GCC unroll 8
@@ -55,7 +59,8 @@ MIXEDKV_INLINE void open_fives(const char * const * rows, size_t fifth_at, size_
     out.done(0);
 }
 
-template <class V, class Out> MIXEDKV_INLINE void open_scale(const char * const * rows, size_t at, Out & out) {
+template <class V, class Out>
+MIXEDKV_INLINE void open_scale(const char * const * rows, size_t at, Out & out) {
     out.scale(0, 0, V::from_halves(V::dwords(rows, at) & 0xffff));
 }
 
@@ -106,7 +111,8 @@ MIXEDKV_INLINE void open(const row_q8_0 *, const char * const * rows, size_t at,
 }
 
 // The scales and least values of Q4_K and Q5_K, in 6 bits: their products with a half are exact.
-template <class V> struct six_bits {
+template <class V>
+struct six_bits {
     typename V::floats scale, least;
     typename V::ints   scales[2], leasts[2];
 
@@ -121,7 +127,8 @@ template <class V> struct six_bits {
         leasts[1] = high_nibbles(lines[3]) | (lines[2] >> 2 & 0x30303030);
     }
 
-    template <class Out> MIXEDKV_INLINE void put(int block, Out & out) const {
+    template <class Out>
+    MIXEDKV_INLINE void put(int block, Out & out) const {
         out.scale(block, 0, scale * V::to_floats(scales[block / 4] >> block % 4 * 8 & 0xff));
         out.least(block, least * V::to_floats(leasts[block / 4] >> block % 4 * 8 & 0xff));
     }
@@ -212,9 +219,12 @@ MIXEDKV_INLINE void open(const row_q6_k *, const char * const * rows, size_t at,
 }
 
 // So many blocks in a row are whole lines. Their scales then come with them, where else each is read alone.
-template <class Row> constexpr int at_once           = 1;
-template <> constexpr int          at_once<row_q4_0> = 8;
-template <> constexpr int          at_once<row_q4_1> = 4;
+template <class Row>
+constexpr int at_once = 1;
+template <>
+constexpr int at_once<row_q4_0> = 8;
+template <>
+constexpr int at_once<row_q4_1> = 4;
 
 // Two blocks are nine dwords. The scale of the first lies in the first one, that of the second in the upper half of
 // the fifth: the nibbles of the first block are two bytes off.

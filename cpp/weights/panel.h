@@ -20,14 +20,16 @@ inline int32_t dword_at(const void * p) {
 }
 
 // A block of N times V::lanes rows
-template <class V, class Row, int N> struct panel_block {
+template <class V, class Row, int N>
+struct panel_block {
     typename V::ints   values[groups][N]; // bytes
     typename V::floats scale[Row::scales][N];
     typename V::floats least[N];
 };
 
 // Puts what is opened into vector `at` of a panel.
-template <class V, class Row, int N> struct to_panel {
+template <class V, class Row, int N>
+struct to_panel {
     panel_block<V, Row, N> * blocks;
     int                      at;
 
@@ -46,7 +48,8 @@ MIXEDKV_INLINE void fetch(const char * p, size_t n) {
 }
 
 // Up to N * V::lanes rows; where a matrix has fewer, the last one again
-template <class V, int N> struct panel_rows {
+template <class V, int N>
+struct panel_rows {
     static constexpr int at_most = N * V::lanes;
 
     const char * rows[at_most];
@@ -65,7 +68,8 @@ template <class V, int N> struct panel_rows {
         return static_cast<const char *>(p.rows) + (first + at_most) * p.row_bytes;
     }
 
-    template <class Row> MIXEDKV_INLINE void open_unit(int64_t unit, panel_block<V, Row, N> * blocks) const {
+    template <class Row>
+    MIXEDKV_INLINE void open_unit(int64_t unit, panel_block<V, Row, N> * blocks) const {
 #pragma GCC unroll 2
         for (int i = 0; i < N; i++) {
             to_panel<V, Row, N> out = { blocks, i };
@@ -75,7 +79,8 @@ template <class V, int N> struct panel_rows {
 };
 
 // Columns that are multiplied at once
-template <int Columns> struct few_columns {
+template <int Columns>
+struct few_columns {
     const column_block * in[Columns];
     float *              out[Columns];
 
@@ -89,7 +94,8 @@ template <int Columns> struct few_columns {
     }
 };
 
-template <class V, int N, int Columns> struct panel_sums {
+template <class V, int N, int Columns>
+struct panel_sums {
     typename V::floats at[Columns][N];
 
     MIXEDKV_INLINE void load(float * const out[Columns], int n_rows) {
@@ -120,8 +126,7 @@ template <class V, int N, int Columns> struct panel_sums {
     }
 
     template <class Row>
-    MIXEDKV_INLINE void add(const panel_block<V, Row, N> & w, const column_block * const * in,
-                                                   int64_t block) {
+    MIXEDKV_INLINE void add(const panel_block<V, Row, N> & w, const column_block * const * in, int64_t block) {
         constexpr int part = groups / Row::scales;
 #pragma GCC unroll 2
         for (int s = 0; s < Row::scales; s++) {
@@ -149,7 +154,7 @@ template <class V, int N, int Columns> struct panel_sums {
 #pragma GCC unroll 2
                 for (int i = 0; i < N; i++) {
                     const typename V::floats x = V::to_floats(whole[c][i].end());
-                    at[c][i] = V::fma(x, w.scale[s][i] * V::set(in[c][block].scale), at[c][i]);
+                    at[c][i]                   = V::fma(x, w.scale[s][i] * V::set(in[c][block].scale), at[c][i]);
                 }
             }
         }
@@ -181,11 +186,12 @@ void multiply(const weights_product & p, const panel_block<V, Row, N> * panel, i
 }
 
 // All columns, by panels
-template <class V, class Row> void run_panels(const weights_product & p, int64_t row_0, int64_t row_1) {
-    constexpr int            N        = V::vectors;
-    constexpr int            Columns  = V::columns;
-    const int64_t            n_blocks = p.n_elements / WEIGHTS_BLOCK;
-    panel_block<V, Row, N>   panel[V::panel_blocks];
+template <class V, class Row>
+void run_panels(const weights_product & p, int64_t row_0, int64_t row_1) {
+    constexpr int          N        = V::vectors;
+    constexpr int          Columns  = V::columns;
+    const int64_t          n_blocks = p.n_elements / WEIGHTS_BLOCK;
+    panel_block<V, Row, N> panel[V::panel_blocks];
     for (int64_t r = row_0; r < row_1; r += N * V::lanes) {
         const panel_rows<V, N> rows(p, r, row_1);
         const char *           next = rows.next(p);
@@ -201,22 +207,33 @@ template <class V, class Row> void run_panels(const weights_product & p, int64_t
                 multiply<V, Row, N, Columns>(p, panel, b_0, n, c, r, rows.n);
             }
             switch (p.n_columns - c) {
-                case 1: multiply<V, Row, N, 1>(p, panel, b_0, n, c, r, rows.n); break;
-                case 2: multiply<V, Row, N, 2>(p, panel, b_0, n, c, r, rows.n); break;
-                case 3: multiply<V, Row, N, 3>(p, panel, b_0, n, c, r, rows.n); break;
-                case 4: multiply<V, Row, N, Columns < 5 ? 1 : 4>(p, panel, b_0, n, c, r, rows.n); break;
-                case 5: multiply<V, Row, N, Columns < 6 ? 1 : 5>(p, panel, b_0, n, c, r, rows.n); break;
+            case 1:
+                multiply<V, Row, N, 1>(p, panel, b_0, n, c, r, rows.n);
+                break;
+            case 2:
+                multiply<V, Row, N, 2>(p, panel, b_0, n, c, r, rows.n);
+                break;
+            case 3:
+                multiply<V, Row, N, 3>(p, panel, b_0, n, c, r, rows.n);
+                break;
+            case 4:
+                multiply < V, Row, N, Columns<5 ? 1 : 4>(p, panel, b_0, n, c, r, rows.n);
+                break;
+            case 5:
+                multiply < V, Row, N, Columns<6 ? 1 : 5>(p, panel, b_0, n, c, r, rows.n);
+                break;
             }
         }
     }
 }
 
 // Multiplies what is opened with a few columns.
-template <class V, class Row, int Columns> struct to_sums {
+template <class V, class Row, int Columns>
+struct to_sums {
     using sum = typename V::template sum<Row>;
 
     const few_columns<Columns> & columns;
-    const char *                 next; // rows to fetch
+    const char *                 next;  // rows to fetch
     int64_t                      first; // block of the struct that is opened
     typename V::floats           sums[Columns];
     typename V::floats           scales[Row::scales], leasts;
@@ -287,7 +304,7 @@ void run_columns(const weights_product & p, int64_t row_0, int64_t row_1) {
         const few_columns<Columns> columns(p, 0, r);
         to_sums<V, Row, Columns>   out(columns, rows.next(p));
         for (int64_t u = 0, n; u < n_units; u += n) {
-            n = V::opens_many && n_units - u >= at_once<Row> ? at_once<Row> : 1;
+            n         = V::opens_many && n_units - u >= at_once<Row> ? at_once<Row> : 1;
             out.first = u * Row::blocks;
             if constexpr (V::opens_many && at_once<Row> > 1) {
                 if (n > 1) {
@@ -305,23 +322,33 @@ void run_columns(const weights_product & p, int64_t row_0, int64_t row_1) {
     }
 }
 
-template <class V, class Row> void run_type(const weights_product & p, int64_t row_0, int64_t row_1) {
+template <class V, class Row>
+void run_type(const weights_product & p, int64_t row_0, int64_t row_1) {
     if (p.n_columns > V::few) {
         return run_panels<V, Row>(p, row_0, row_1);
     }
     switch (p.n_columns) {
-        case 1: return run_columns<V, Row, 1>(p, row_0, row_1);
-        case 2: return run_columns<V, Row, 2>(p, row_0, row_1);
-        case 3: return run_columns<V, Row, 3>(p, row_0, row_1);
-        case 4: return run_columns<V, Row, 4>(p, row_0, row_1);
-        case 5: return run_columns<V, Row, V::few < 5 ? 1 : 5>(p, row_0, row_1);
-        case 6: return run_columns<V, Row, V::few < 6 ? 1 : 6>(p, row_0, row_1);
-        case 7: return run_columns<V, Row, V::few < 7 ? 1 : 7>(p, row_0, row_1);
-        case 8: return run_columns<V, Row, V::few < 8 ? 1 : 8>(p, row_0, row_1);
+    case 1:
+        return run_columns<V, Row, 1>(p, row_0, row_1);
+    case 2:
+        return run_columns<V, Row, 2>(p, row_0, row_1);
+    case 3:
+        return run_columns<V, Row, 3>(p, row_0, row_1);
+    case 4:
+        return run_columns<V, Row, 4>(p, row_0, row_1);
+    case 5:
+        return run_columns < V, Row, V::few<5 ? 1 : 5>(p, row_0, row_1);
+    case 6:
+        return run_columns < V, Row, V::few<6 ? 1 : 6>(p, row_0, row_1);
+    case 7:
+        return run_columns < V, Row, V::few<7 ? 1 : 7>(p, row_0, row_1);
+    case 8:
+        return run_columns < V, Row, V::few<8 ? 1 : 8>(p, row_0, row_1);
     }
 }
 
-template <class V> void run_body(const weights_product & p, int64_t row_0, int64_t row_1) {
+template <class V>
+void run_body(const weights_product & p, int64_t row_0, int64_t row_1) {
     with_row_type(p.type, [&](auto * row) {
         run_type<V, std::remove_cv_t<std::remove_pointer_t<decltype(row)>>>(p, row_0, row_1);
     });

@@ -8,12 +8,16 @@
 namespace mixedkv {
 namespace {
 
+bool is_set(const char * name, const char * value) {
+    const char * is = std::getenv(name);
+    return is && std::strcmp(is, value) == 0;
+}
+
 // Without a body for the processor llama.cpp's own products are faster than the twin, which is taken only when forced.
 const weights_kernels * choose() {
-    const char *      isa   = std::getenv("MIXEDKV_ISA");
-    const char *      whose = std::getenv("MIXEDKV_WEIGHTS");
-    const std::string name  = isa ? isa : "";
-    if (whose && std::string(whose) == "llama.cpp") {
+    const char *      isa  = std::getenv("MIXEDKV_ISA");
+    const std::string name = isa ? isa : "";
+    if (is_set("MIXEDKV_WEIGHTS", "llama.cpp")) {
         return nullptr;
     }
     if (name == "scalar") {
@@ -41,7 +45,9 @@ const weights_kernels * kernels() {
 using namespace mixedkv;
 
 bool weights_supported(int type) {
-    return with_row_type(type, [](auto *) {}) && kernels();
+    static const bool all = is_set("MIXEDKV_WEIGHTS", "all");
+    bool              own = all;
+    return with_row_type(type, [&](auto * row) { own = own || row->faster_alone; }) && own && kernels();
 }
 
 size_t weights_column_bytes(int64_t n_elements) {

@@ -50,7 +50,8 @@ struct weights_product {
 };
 
 // Whether products with this type of ggml are made here, on this processor. MIXEDKV_WEIGHTS=llama.cpp leaves all to
-// llama.cpp; MIXEDKV_ISA forces a body as it does for attention.
+// llama.cpp, and MIXEDKV_WEIGHTS=all takes each of the types above: those that are left to it otherwise are faster here
+// in batches, and slower for one column. MIXEDKV_ISA forces a body as it does for attention.
 WEIGHTS_API bool weights_supported(int type);
 
 WEIGHTS_API size_t weights_column_bytes(int64_t n_elements);

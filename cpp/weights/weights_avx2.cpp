@@ -14,14 +14,14 @@ bool cpu_has_avx2(); // attention/cpu.cpp
 namespace {
 
 struct avx2 {
-    using ints                        = uint32_t __attribute__((vector_size(32)));
-    using floats                      = __m256;
-    static constexpr int lanes        = 8;
-    static constexpr int vectors      = 2;
-    static constexpr int columns      = 4;
-    static constexpr int few          = 4; // columns, for which no panel is made
+    using ints                         = uint32_t __attribute__((vector_size(32)));
+    using floats                       = __m256;
+    static constexpr int  lanes        = 8;
+    static constexpr int  vectors      = 2;
+    static constexpr int  columns      = 4;
+    static constexpr int  few          = 4; // columns, for which no panel is made
     static constexpr bool opens_many   = false;
-    static constexpr int panel_blocks = 16; // 10 KB, which stay in the nearest cache
+    static constexpr int  panel_blocks = 16; // 10 KB, which stay in the nearest cache
 
     static floats load(const float * p) { return _mm256_loadu_ps(p); }
     static void   store(float * p, floats x) { _mm256_storeu_ps(p, x); }
@@ -66,9 +66,10 @@ struct avx2 {
 
     static ints whole_bytes(ints x) { return x; } // keep their sign
 
-    // 16 bits hold the products of 15 (31, 63) and 127 and their neighbours in 8 (4, 2) groups: 30,480 (31,496, 32,004).
-    // Of whole bytes the sign goes to the elements, and a group's sum is 32,512 at most.
-    template <class Row> struct sum {
+    // 16 bits hold the products of 15 (31, 63) and 127 and their neighbours in 8 (4, 2) groups: 30,480 (31,496,
+    // 32,004). Of whole bytes the sign goes to the elements, and a group's sum is 32,512 at most.
+    template <class Row>
+    struct sum {
         static constexpr int together = Row::bits == 4 ? 8 : Row::bits == 5 ? 4 : Row::bits == 6 ? 2 : 1;
 
         __m256i part, whole;
@@ -77,9 +78,8 @@ struct avx2 {
 
         void add(int group, ints values, int32_t elements) {
             const __m256i w = __m256i(values), x = _mm256_set1_epi32(elements);
-            const __m256i products = Row::bits == 8 ?
-                                         _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)) :
-                                         _mm256_maddubs_epi16(w, x);
+            const __m256i products = Row::bits == 8 ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w))
+                                                    : _mm256_maddubs_epi16(w, x);
             part                   = group % together == 0 ? products : _mm256_add_epi16(part, products);
             // GCC 12 else forms all products of a block before it adds them, and has to store them.
             __asm__ volatile("" : "+x"(part));

@@ -15,14 +15,14 @@ bool cpu_has_avx512(); // attention/cpu.cpp
 namespace {
 
 struct avx512 {
-    using ints                        = uint32_t __attribute__((vector_size(64)));
-    using floats                      = __m512;
-    static constexpr int lanes        = 16;
-    static constexpr int vectors      = 2;
-    static constexpr int columns      = 6; // 12 sums of integers and 12 of floats: 32 registers hold them
-    static constexpr int few          = 8; // columns, for which no panel is made
+    using ints                         = uint32_t __attribute__((vector_size(64)));
+    using floats                       = __m512;
+    static constexpr int  lanes        = 16;
+    static constexpr int  vectors      = 2;
+    static constexpr int  columns      = 6; // 12 sums of integers and 12 of floats: 32 registers hold them
+    static constexpr int  few          = 8; // columns, for which no panel is made
     static constexpr bool opens_many   = true;
-    static constexpr int panel_blocks = 16;
+    static constexpr int  panel_blocks = 16;
 
     static floats load(const float * p) { return _mm512_loadu_ps(p); }
     static void   store(float * p, floats x) { _mm512_storeu_ps(p, x); }
@@ -68,7 +68,8 @@ struct avx512 {
 
     static ints whole_bytes(ints x) { return x ^ 0x80808080; } // with the bias
 
-    template <class Row> struct sum {
+    template <class Row>
+    struct sum {
         __m512i whole;
 
         void begin(int32_t start) { whole = _mm512_set1_epi32(start); }

@@ -60,12 +60,13 @@ void open(const row_q8_0 & row, int, opened_block & out) {
 }
 
 // Q4_K and Q5_K
-template <class Row> void open_factors(const Row & row, int b, opened_block & out) {
-    const uint8_t * f      = row.factors;
-    const int       scale  = b < 4 ? f[b] & 63 : (f[b + 4] & 15) | f[b - 4] >> 6 << 4;
-    const int       least  = b < 4 ? f[b + 4] & 63 : f[b + 4] >> 4 | f[b] >> 6 << 4;
-    out.scale[0]           = half_to_float(row.scale) * float(scale);
-    out.least              = -half_to_float(row.least) * float(least);
+template <class Row>
+void open_factors(const Row & row, int b, opened_block & out) {
+    const uint8_t * f     = row.factors;
+    const int       scale = b < 4 ? f[b] & 63 : (f[b + 4] & 15) | f[b - 4] >> 6 << 4;
+    const int       least = b < 4 ? f[b + 4] & 63 : f[b + 4] >> 4 | f[b] >> 6 << 4;
+    out.scale[0]          = half_to_float(row.scale) * float(scale);
+    out.least             = -half_to_float(row.least) * float(least);
     for (int i = 0; i < WEIGHTS_BLOCK; i++) {
         out.values[i] = row.nibbles[b / 2 * 32 + i] >> b % 2 * 4 & 15;
     }
@@ -92,7 +93,8 @@ void open(const row_q6_k & row, int b, opened_block & out) {
     }
 }
 
-template <class Row> float product(const Row * row, const column_block * column, int64_t n_blocks) {
+template <class Row>
+float product(const Row * row, const column_block * column, int64_t n_blocks) {
     constexpr int part = WEIGHTS_BLOCK / Row::scales;
     float         sum  = 0.0f;
     for (int64_t b = 0; b < n_blocks; b++) {
@@ -112,7 +114,8 @@ template <class Row> float product(const Row * row, const column_block * column,
     return sum;
 }
 
-template <class Row> void run_type(const weights_product & p, int64_t row_0, int64_t row_1) {
+template <class Row>
+void run_type(const weights_product & p, int64_t row_0, int64_t row_1) {
     const int64_t n_blocks = p.n_elements / WEIGHTS_BLOCK;
     const size_t  bytes    = weights_column_bytes(p.n_elements);
     for (int64_t c = 0; c < p.n_columns; c++) {
@@ -126,9 +129,8 @@ template <class Row> void run_type(const weights_product & p, int64_t row_0, int
 }
 
 void run(const weights_product & p, int64_t row_0, int64_t row_1) {
-    with_row_type(p.type, [&](auto * row) {
-        run_type<std::remove_cv_t<std::remove_pointer_t<decltype(row)>>>(p, row_0, row_1);
-    });
+    with_row_type(
+        p.type, [&](auto * row) { run_type<std::remove_cv_t<std::remove_pointer_t<decltype(row)>>>(p, row_0, row_1); });
 }
 
 bool supported() {

@@ -30,6 +30,5 @@ int main(int argc, char ** argv) {
         best = std::min(best, std::chrono::duration<double>(clock::now() - start).count());
     }
     std::printf("%.3f ms, %.1f G products/s, %.1f GB/s of rows\n", best * 1e3,
-                double(p.n_elements) * double(p.n_rows * p.n_columns) / best / 1e9,
-                double(p.rows.size()) / best / 1e9);
+                double(p.n_elements) * double(p.n_rows * p.n_columns) / best / 1e9, double(p.rows.size()) / best / 1e9);
 }

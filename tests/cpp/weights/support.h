@@ -47,7 +47,8 @@ inline void set_least(row_q4_k & row, uint16_t least) {
 inline void set_least(row_q5_k & row, uint16_t least) {
     row.least = least;
 }
-template <class Row> void set_least(Row &, uint16_t) {}
+template <class Row>
+void set_least(Row &, uint16_t) {}
 
 struct problem {
     int                      type;
@@ -77,7 +78,8 @@ struct problem {
         }
     }
 
-    template <class Scale, class Least> void set_scales(Scale scale, Least least) {
+    template <class Scale, class Least>
+    void set_scales(Scale scale, Least least) {
         with_row_type(type, [&](auto * row) {
             auto * all = reinterpret_cast<std::remove_const_t<std::remove_pointer_t<decltype(row)>> *>(rows.data());
             for (size_t i = 0; i < rows.size() / sizeof(*row); i++) {
