@@ -1,4 +1,4 @@
-"""Products with quantised weights, made by cpp/weights: near those in F64, with the same bits in any batch."""
+"""Products with quantised weights by cpp/weights: near those in F64, with the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
+
 from support.weight_products_child import CASES, TYPES
 
 N_ROWS, N_ELEMENTS = 77, 1280  # no whole number of panels; five units of the K types
@@ -61,7 +62,7 @@ def dequantised(rows: npt.NDArray[np.uint8], name: str) -> npt.NDArray[np.float6
 def test_they_are_the_products_of_what_is_stored(
     name: str, given: Path, products: Callable[..., Products]
 ) -> None:
-    """Columns are rounded to Q8_0 in blocks of 32, as F32 sums are. llama.cpp's products are no nearer to those in F64."""
+    """Only columns are rounded, to Q8_0, and sums. llama.cpp's products are no nearer to those in F64."""
     out, stock = products(MIXEDKV_WEIGHTS="all"), products(MIXEDKV_WEIGHTS="llama.cpp")
     columns = np.load(given)["columns"]
     eight = gguf.GGMLQuantizationType.Q8_0

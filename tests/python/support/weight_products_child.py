@@ -2,9 +2,9 @@
 
 python -m support.weight_products_child IN.npz OUT.npz
 
-IN holds `columns` [n_columns, n_elements] and `weights` [n_rows, n_elements] in F32. OUT has for each type the
-quantised rows, as bytes, and the products of some first columns with some threads. The environment says whose
-products they are.
+IN holds `columns` [n_columns, n_elements] and `weights` [n_rows, n_elements] in F32. OUT has for each type
+the quantised rows, as bytes, and the products of some first columns with some threads. The environment says
+whose products they are.
 """
 
 from __future__ import annotations
