@@ -12,31 +12,173 @@
 namespace mixedkv {
 namespace {
 
-constexpr int     panel_rows    = 16; // whose products a body forms at once
-constexpr int64_t panel_blocks  = 16; // of a row, opened at once: 10 KB of 16 rows, which stay in the nearest cache
-constexpr int     panel_columns = 4;
-static_assert(WEIGHTS_ROWS % panel_rows == 0);
+// A block of a column, as packed. Either half has two zeros on each side: where a dword of a row ends in a scale, the
+// scale is multiplied with zeros.
+struct column_block {
+    float   scale;
+    float   sum;      // of the elements, so with the scale in it
+    int32_t start[2]; // of the sums of products with rows whose values have a bias, for each of the scales of a block
+    int8_t  halves[2][WEIGHTS_BLOCK / 2 + 4];
+
+    const int8_t * group(int g) const { return halves[g / 4] + 2 + g % 4 * 4; } // of four elements
+};
+static_assert(sizeof(column_block) == 56);
+
+struct column_q8_0 { // as ggml has it
+    uint16_t scale;
+    int8_t   values[WEIGHTS_BLOCK];
+};
+static_assert(sizeof(column_q8_0) == WEIGHTS_QUANTISED_BYTES);
+
+// The types of rows. An element is scale * (value - bias) + least; value has so many bits and no sign. faster_alone
+// says that one column is no slower than llama.cpp's product, which decides for a type unless MIXEDKV_WEIGHTS=all.
+struct row_q4_0 {
+    static constexpr int  bits         = 4;
+    static constexpr int  bias         = 8;
+    static constexpr int  scales       = 1; // of a block of 32 elements
+    static constexpr bool has_least    = false;
+    static constexpr int  blocks       = 1; // of one such struct
+    static constexpr bool faster_alone = false;
+
+    uint16_t scale;
+    uint8_t  nibbles[16]; // element i and i + 16
+};
+static_assert(sizeof(row_q4_0) == 18);
 
 struct row_q4_1 {
+    static constexpr int  bits         = 4;
+    static constexpr int  bias         = 0;
+    static constexpr int  scales       = 1;
+    static constexpr bool has_least    = true;
+    static constexpr int  blocks       = 1;
+    static constexpr bool faster_alone = true;
+
     uint16_t scale;
     uint16_t least;
-    uint8_t  nibbles[WEIGHTS_BLOCK / 2]; // element i and i + 16
+    uint8_t  nibbles[16];
 };
 static_assert(sizeof(row_q4_1) == 20);
 
-struct column_q8_1 { // as ggml has it
+struct row_q5_0 {
+    static constexpr int  bits         = 5;
+    static constexpr int  bias         = 16;
+    static constexpr int  scales       = 1;
+    static constexpr bool has_least    = false;
+    static constexpr int  blocks       = 1;
+    static constexpr bool faster_alone = true;
+
     uint16_t scale;
-    uint16_t sum;
+    uint8_t  fifth[4]; // bit i of element i
+    uint8_t  nibbles[16];
+};
+static_assert(sizeof(row_q5_0) == 22);
+
+struct row_q5_1 {
+    static constexpr int  bits         = 5;
+    static constexpr int  bias         = 0;
+    static constexpr int  scales       = 1;
+    static constexpr bool has_least    = true;
+    static constexpr int  blocks       = 1;
+    static constexpr bool faster_alone = true;
+
+    uint16_t scale;
+    uint16_t least;
+    uint8_t  fifth[4];
+    uint8_t  nibbles[16];
+};
+static_assert(sizeof(row_q5_1) == 24);
+
+struct row_q8_0 {
+    static constexpr int  bits         = 8;
+    static constexpr int  bias         = 128;
+    static constexpr int  scales       = 1;
+    static constexpr bool has_least    = false;
+    static constexpr int  blocks       = 1;
+    static constexpr bool faster_alone = true;
+
+    uint16_t scale;
     int8_t   values[WEIGHTS_BLOCK];
 };
-static_assert(sizeof(column_q8_1) == 36);
+static_assert(sizeof(row_q8_0) == 34);
 
-struct column_block {
-    float  scale;
-    float  sum; // of the elements, so with the scale in it
-    int8_t values[WEIGHTS_BLOCK];
+struct row_q4_k {
+    static constexpr int  bits         = 4;
+    static constexpr int  bias         = 0;
+    static constexpr int  scales       = 1;
+    static constexpr bool has_least    = true;
+    static constexpr int  blocks       = 8;
+    static constexpr bool faster_alone = false;
+
+    uint16_t scale;       // of the scales of blocks
+    uint16_t least;       // of their least values, which are subtracted
+    uint8_t  factors[12]; // 8 of each, in 6 bits
+    uint8_t  nibbles[128];
 };
-static_assert(sizeof(column_block) == 40);
+static_assert(sizeof(row_q4_k) == 144);
+
+struct row_q5_k {
+    static constexpr int  bits         = 5;
+    static constexpr int  bias         = 0;
+    static constexpr int  scales       = 1;
+    static constexpr bool has_least    = true;
+    static constexpr int  blocks       = 8;
+    static constexpr bool faster_alone = false;
+
+    uint16_t scale;
+    uint16_t least;
+    uint8_t  factors[12];
+    uint8_t  fifth[32]; // bit b of element i of block b
+    uint8_t  nibbles[128];
+};
+static_assert(sizeof(row_q5_k) == 176);
+
+struct row_q6_k {
+    static constexpr int  bits         = 6;
+    static constexpr int  bias         = 32;
+    static constexpr int  scales       = 2;
+    static constexpr bool has_least    = false;
+    static constexpr int  blocks       = 8;
+    static constexpr bool faster_alone = false;
+
+    uint8_t  nibbles[128];
+    uint8_t  upper[64];
+    int8_t   factors[16];
+    uint16_t scale;
+};
+static_assert(sizeof(row_q6_k) == 210);
+
+// Calls f with a null pointer to the struct of the type; returns false for a type that is none of these.
+template <class F>
+bool with_row_type(int type, F && f) {
+    switch (type) {
+    case WEIGHTS_Q4_0:
+        f(static_cast<const row_q4_0 *>(nullptr));
+        return true;
+    case WEIGHTS_Q4_1:
+        f(static_cast<const row_q4_1 *>(nullptr));
+        return true;
+    case WEIGHTS_Q5_0:
+        f(static_cast<const row_q5_0 *>(nullptr));
+        return true;
+    case WEIGHTS_Q5_1:
+        f(static_cast<const row_q5_1 *>(nullptr));
+        return true;
+    case WEIGHTS_Q8_0:
+        f(static_cast<const row_q8_0 *>(nullptr));
+        return true;
+    case WEIGHTS_Q4_K:
+        f(static_cast<const row_q4_k *>(nullptr));
+        return true;
+    case WEIGHTS_Q5_K:
+        f(static_cast<const row_q5_k *>(nullptr));
+        return true;
+    case WEIGHTS_Q6_K:
+        f(static_cast<const row_q6_k *>(nullptr));
+        return true;
+    default:
+        return false;
+    }
+}
 
 } // namespace
 
@@ -47,6 +189,7 @@ struct weights_kernels {
     void (*run)(const weights_product & product, int64_t row_0, int64_t row_1);
 };
 
+const weights_kernels * weights_avx512();
 const weights_kernels * weights_avx2();
 const weights_kernels * weights_scalar();
 

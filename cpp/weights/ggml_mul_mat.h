@@ -16,7 +16,7 @@ static inline size_t weights_wdata_size(const struct ggml_tensor * dst) {
     if (!weights_take(dst)) {
         return 0;
     }
-    return ggml_nrows(dst->src[1]) * weights_column_bytes(dst->src[0]->type, dst->src[0]->ne[0]);
+    return ggml_nrows(dst->src[1]) * weights_column_bytes(dst->src[0]->ne[0]);
 }
 
 // This thread's share of the blocks of all columns, quantised by ggml
@@ -29,7 +29,7 @@ static inline void weights_pack_columns(const struct ggml_tensor * dst, ggml_fro
     const int64_t              n_blocks = columns->ne[0] / WEIGHTS_BLOCK;
     const int64_t              n_all    = n_blocks * ggml_nrows(columns);
     const int64_t              end      = n_all * (ith + 1) / nth;
-    const size_t               bytes    = weights_column_bytes(type, WEIGHTS_BLOCK);
+    const size_t               bytes    = weights_column_bytes(WEIGHTS_BLOCK);
     _Alignas(64) char          blocks[AT_ONCE * WEIGHTS_QUANTISED_BYTES];
 
     for (int64_t b = n_all * ith / nth, n; b < end; b += n) {
@@ -51,8 +51,8 @@ static inline bool weights_mul_mat(const struct ggml_compute_params * params, st
         return false;
     }
     GGML_ASSERT(params->wsize >= weights_wdata_size(dst));
-    const enum ggml_type quantised = ggml_get_type_traits_cpu(rows->type)->vec_dot_type;
-    weights_pack_columns(dst, ggml_get_type_traits_cpu(quantised)->from_float, params->wdata, params->ith, params->nth);
+    weights_pack_columns(dst, ggml_get_type_traits_cpu(GGML_TYPE_Q8_0)->from_float, params->wdata, params->ith,
+                         params->nth);
 
     const struct weights_product product = {
         .type       = rows->type,

@@ -1,4 +1,4 @@
-// Products of quantised weights with activations, for types that llama.cpp multiplies one row and one column at a time.
+// Products of quantised weights with activations: docs/decisions/062-own-products-with-weights.md.
 // In C, for ggml: it is compiled into ggml-base, and ggml_mul_mat.h calls it from ggml's product of matrices.
 //
 // A sum has one order, block after block, whatever the number of columns and threads: a column has the same bits in a
@@ -12,7 +12,7 @@
 
 #define WEIGHTS_BLOCK           32 // elements that share a scale, of rows and of columns
 #define WEIGHTS_ROWS            32 // that a thread draws at once: 192 are few enough to share between several
-#define WEIGHTS_QUANTISED_BYTES 36 // of a block of a column, at most, as ggml quantises it
+#define WEIGHTS_QUANTISED_BYTES 34 // of a block of a column, as ggml quantises it
 
 #ifdef __cplusplus
 extern "C" {
@@ -25,7 +25,16 @@ extern "C" {
 #endif
 
 // Layouts of rows as in ggml's files, and ggml's numbers
-enum weights_type { WEIGHTS_Q4_1 = 3 };
+enum weights_type {
+    WEIGHTS_Q4_0 = 2,
+    WEIGHTS_Q4_1 = 3,
+    WEIGHTS_Q5_0 = 6,
+    WEIGHTS_Q5_1 = 7,
+    WEIGHTS_Q8_0 = 8,
+    WEIGHTS_Q4_K = 12,
+    WEIGHTS_Q5_K = 13,
+    WEIGHTS_Q6_K = 14,
+};
 
 // out[column][row] = rows[row] . columns[column]
 struct weights_product {
@@ -41,12 +50,13 @@ struct weights_product {
 };
 
 // Whether products with this type of ggml are made here, on this processor. MIXEDKV_WEIGHTS=llama.cpp leaves all to
-// llama.cpp; MIXEDKV_ISA forces a body as it does for attention.
+// llama.cpp, and MIXEDKV_WEIGHTS=all takes each of the types above: those that are left to it otherwise are faster here
+// in batches, and slower for one column. MIXEDKV_ISA forces a body as it does for attention.
 WEIGHTS_API bool weights_supported(int type);
 
-WEIGHTS_API size_t weights_column_bytes(int type, int64_t n_elements);
+WEIGHTS_API size_t weights_column_bytes(int64_t n_elements);
 
-// Blocks of a column, quantised as llama.cpp does for this type of rows (Q8_1 for Q4_1), to where they are read
+// Blocks of a column, quantised by llama.cpp to its Q8_0, to where they are read by products with this type of rows
 WEIGHTS_API void weights_pack(int type, const void * blocks, void * packed, int64_t n_blocks);
 
 // Rows row_0 to row_1 - 1 of all columns; row_0 is a multiple of WEIGHTS_ROWS.

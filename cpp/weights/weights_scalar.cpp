@@ -3,35 +3,134 @@
 #include "bodies.h"
 
 #include <cmath>
+#include <type_traits>
 
 namespace mixedkv {
 namespace {
 
-float product_q4_1(const row_q4_1 * row, const column_block * column, int64_t n_blocks) {
-    float sum = 0.0f;
+struct opened_block {
+    uint8_t values[WEIGHTS_BLOCK];
+    float   scale[2]; // of each half, or the first alone
+    float   least;
+};
+
+void open_nibbles(const uint8_t * nibbles, uint8_t * values) {
+    for (int i = 0; i < 16; i++) {
+        values[i]      = nibbles[i] & 15;
+        values[i + 16] = nibbles[i] >> 4;
+    }
+}
+
+void open_fifth(const uint8_t * fifth, uint8_t * values) {
+    for (int i = 0; i < WEIGHTS_BLOCK; i++) {
+        values[i] |= (fifth[i / 8] >> i % 8 & 1) << 4;
+    }
+}
+
+// Block b of a struct
+void open(const row_q4_0 & row, int, opened_block & out) {
+    open_nibbles(row.nibbles, out.values);
+    out.scale[0] = half_to_float(row.scale);
+}
+
+void open(const row_q4_1 & row, int, opened_block & out) {
+    open_nibbles(row.nibbles, out.values);
+    out.scale[0] = half_to_float(row.scale);
+    out.least    = half_to_float(row.least);
+}
+
+void open(const row_q5_0 & row, int, opened_block & out) {
+    open_nibbles(row.nibbles, out.values);
+    open_fifth(row.fifth, out.values);
+    out.scale[0] = half_to_float(row.scale);
+}
+
+void open(const row_q5_1 & row, int, opened_block & out) {
+    open_nibbles(row.nibbles, out.values);
+    open_fifth(row.fifth, out.values);
+    out.scale[0] = half_to_float(row.scale);
+    out.least    = half_to_float(row.least);
+}
+
+void open(const row_q8_0 & row, int, opened_block & out) {
+    for (int i = 0; i < WEIGHTS_BLOCK; i++) {
+        out.values[i] = uint8_t(row.values[i] + 128);
+    }
+    out.scale[0] = half_to_float(row.scale);
+}
+
+// Q4_K and Q5_K
+template <class Row>
+void open_factors(const Row & row, int b, opened_block & out) {
+    const uint8_t * f     = row.factors;
+    const int       scale = b < 4 ? f[b] & 63 : (f[b + 4] & 15) | f[b - 4] >> 6 << 4;
+    const int       least = b < 4 ? f[b + 4] & 63 : f[b + 4] >> 4 | f[b] >> 6 << 4;
+    out.scale[0]          = half_to_float(row.scale) * float(scale);
+    out.least             = -half_to_float(row.least) * float(least);
+    for (int i = 0; i < WEIGHTS_BLOCK; i++) {
+        out.values[i] = row.nibbles[b / 2 * 32 + i] >> b % 2 * 4 & 15;
+    }
+}
+
+void open(const row_q4_k & row, int b, opened_block & out) {
+    open_factors(row, b, out);
+}
+
+void open(const row_q5_k & row, int b, opened_block & out) {
+    open_factors(row, b, out);
+    for (int i = 0; i < WEIGHTS_BLOCK; i++) {
+        out.values[i] |= (row.fifth[i] >> b & 1) << 4;
+    }
+}
+
+void open(const row_q6_k & row, int b, opened_block & out) {
+    const uint8_t * nibbles = row.nibbles + b / 4 * 64 + b % 2 * 32;
+    for (int i = 0; i < WEIGHTS_BLOCK; i++) {
+        out.values[i] = (nibbles[i] >> b % 4 / 2 * 4 & 15) | (row.upper[b / 4 * 32 + i] >> b % 4 * 2 & 3) << 4;
+    }
+    for (int half = 0; half < 2; half++) {
+        out.scale[half] = half_to_float(row.scale) * float(row.factors[2 * b + half]);
+    }
+}
+
+template <class Row>
+float product(const Row * row, const column_block * column, int64_t n_blocks) {
+    constexpr int part = WEIGHTS_BLOCK / Row::scales;
+    float         sum  = 0.0f;
     for (int64_t b = 0; b < n_blocks; b++) {
-        int32_t whole = 0;
-        for (int i = 0; i < WEIGHTS_BLOCK / 2; i++) {
-            whole += (row[b].nibbles[i] & 15) * column[b].values[i];
-            whole += (row[b].nibbles[i] >> 4) * column[b].values[i + WEIGHTS_BLOCK / 2];
+        opened_block w;
+        open(row[b / Row::blocks], int(b % Row::blocks), w);
+        for (int s = 0; s < Row::scales; s++) {
+            int32_t whole = 0;
+            for (int i = s * part; i < (s + 1) * part; i++) {
+                whole += (w.values[i] - Row::bias) * column[b].group(i / 4)[i % 4];
+            }
+            sum = std::fma(float(whole), w.scale[s] * column[b].scale, sum);
         }
-        sum = std::fma(float(whole), half_to_float(row[b].scale) * column[b].scale, sum);
-        sum = std::fma(half_to_float(row[b].least), column[b].sum, sum);
+        if (Row::has_least) {
+            sum = std::fma(w.least, column[b].sum, sum);
+        }
     }
     return sum;
 }
 
-void run(const weights_product & p, int64_t row_0, int64_t row_1) {
+template <class Row>
+void run_type(const weights_product & p, int64_t row_0, int64_t row_1) {
     const int64_t n_blocks = p.n_elements / WEIGHTS_BLOCK;
-    const size_t  bytes    = weights_column_bytes(p.type, p.n_elements);
+    const size_t  bytes    = weights_column_bytes(p.n_elements);
     for (int64_t c = 0; c < p.n_columns; c++) {
         const auto * column = reinterpret_cast<const column_block *>(static_cast<const char *>(p.columns) + c * bytes);
         auto *       out    = reinterpret_cast<float *>(reinterpret_cast<char *>(p.out) + c * p.out_bytes);
         for (int64_t r = row_0; r < row_1; r++) {
             const char * row = static_cast<const char *>(p.rows) + r * p.row_bytes;
-            out[r]           = product_q4_1(reinterpret_cast<const row_q4_1 *>(row), column, n_blocks);
+            out[r]           = product(reinterpret_cast<const Row *>(row), column, n_blocks);
         }
     }
+}
+
+void run(const weights_product & p, int64_t row_0, int64_t row_1) {
+    with_row_type(
+        p.type, [&](auto * row) { run_type<std::remove_cv_t<std::remove_pointer_t<decltype(row)>>>(p, row_0, row_1); });
 }
 
 bool supported() {

@@ -1,9 +1,10 @@
-// Random rows and columns, and their product in double precision.
+// Random rows and columns.
 
 #pragma once
 
 #include "weights/bodies.h"
 
+#include <algorithm>
 #include <random>
 #include <string>
 #include <vector>
@@ -15,7 +16,7 @@ using namespace mixedkv;
 
 // Null for a name that this machine has no body for
 inline const weights_kernels * find_body(const std::string & name) {
-    for (const weights_kernels * body : { weights_avx2(), weights_scalar() }) {
+    for (const weights_kernels * body : { weights_avx512(), weights_avx2(), weights_scalar() }) {
         if (body && body->supported() && name == body->name) {
             return body;
         }
@@ -23,40 +24,74 @@ inline const weights_kernels * find_body(const std::string & name) {
     return nullptr;
 }
 
+struct named_type {
+    const char * name;
+    int          type;
+};
+
+constexpr named_type types[] = {
+    { "q4_0", WEIGHTS_Q4_0 }, { "q4_1", WEIGHTS_Q4_1 }, { "q5_0", WEIGHTS_Q5_0 }, { "q5_1", WEIGHTS_Q5_1 },
+    { "q8_0", WEIGHTS_Q8_0 }, { "q4_k", WEIGHTS_Q4_K }, { "q5_k", WEIGHTS_Q5_K }, { "q6_k", WEIGHTS_Q6_K },
+};
+
+// `scale` and `least` as halves
+inline void set_least(row_q4_1 & row, uint16_t least) {
+    row.least = least;
+}
+inline void set_least(row_q5_1 & row, uint16_t least) {
+    row.least = least;
+}
+inline void set_least(row_q4_k & row, uint16_t least) {
+    row.least = least;
+}
+inline void set_least(row_q5_k & row, uint16_t least) {
+    row.least = least;
+}
+template <class Row>
+void set_least(Row &, uint16_t) {}
+
 struct problem {
+    int                      type;
     int64_t                  n_elements, n_rows, n_columns;
-    std::vector<row_q4_1>    rows;
-    std::vector<column_q8_1> columns;
+    size_t                   row_bytes = 0;
+    std::vector<char>        rows;
+    std::vector<column_q8_0> columns;
 
     int64_t n_blocks() const { return n_elements / WEIGHTS_BLOCK; }
 
-    problem(int64_t elements, int64_t rows_, int64_t columns_) :
-        n_elements(elements), n_rows(rows_), n_columns(columns_), rows(n_blocks() * rows_),
-        columns(n_blocks() * columns_) {
-        std::mt19937                          random(unsigned(elements * 31 + rows_ * 7 + columns_));
+    problem(int type_, int64_t elements, int64_t rows_, int64_t columns_) :
+        type(type_), n_elements(elements), n_rows(rows_), n_columns(columns_), columns(n_blocks() * columns_) {
+        std::mt19937                          random(unsigned(type * 101 + elements * 31 + rows_ * 7 + columns_));
         std::uniform_real_distribution<float> size(0.01f, 1.0f);
-        for (row_q4_1 & block : rows) {
-            block.scale = float_to_half(0.05f * size(random));
-            block.least = float_to_half(-0.4f * size(random));
-            for (uint8_t & pair : block.nibbles) {
-                pair = uint8_t(random());
-            }
+        with_row_type(type, [&](auto * row) { row_bytes = n_blocks() / row->blocks * sizeof(*row); });
+        rows.resize(row_bytes * n_rows);
+        for (char & byte : rows) {
+            byte = char(random());
         }
-        for (column_q8_1 & block : columns) {
-            const float scale = 0.02f * size(random);
-            int         sum   = 0;
+        set_scales([&] { return float_to_half(0.05f * size(random)); },
+                   [&] { return float_to_half(-0.4f * size(random)); });
+        for (column_q8_0 & block : columns) {
             for (int8_t & value : block.values) {
                 value = int8_t(int(random() % 255) - 127);
-                sum += value;
             }
-            block.scale = float_to_half(scale);
-            block.sum   = float_to_half(scale * float(sum));
+            block.scale = float_to_half(0.02f * size(random));
         }
+    }
+
+    template <class Scale, class Least>
+    void set_scales(Scale scale, Least least) {
+        with_row_type(type, [&](auto * row) {
+            auto * all = reinterpret_cast<std::remove_const_t<std::remove_pointer_t<decltype(row)>> *>(rows.data());
+            for (size_t i = 0; i < rows.size() / sizeof(*row); i++) {
+                all[i].scale = scale();
+                set_least(all[i], least());
+            }
+        });
     }
 
     std::vector<column_block> packed() const {
         std::vector<column_block> out(columns.size());
-        weights_pack(WEIGHTS_Q4_1, columns.data(), out.data(), int64_t(out.size()));
+        weights_pack(type, columns.data(), out.data(), int64_t(out.size()));
         return out;
     }
 
@@ -64,12 +99,12 @@ struct problem {
     std::vector<float> run(const weights_kernels & body, int64_t first, int64_t n, int64_t at_once) const {
         const std::vector<column_block> all = packed();
         std::vector<float>              out(n * n_rows, -1e30f);
-        const weights_product           product = { WEIGHTS_Q4_1,
+        const weights_product           product = { type,
                                                     n_elements,
                                                     n_rows,
                                                     n,
                                                     rows.data(),
-                                                    n_blocks() * sizeof(row_q4_1),
+                                                    row_bytes,
                                                     all.data() + first * n_blocks(),
                                                     out.data(),
                                                     n_rows * sizeof(float) };
@@ -79,24 +114,7 @@ struct problem {
         return out;
     }
 
-    // The product, and what its terms add up to without their signs
-    std::pair<double, double> exact(int64_t row, int64_t column) const {
-        double sum = 0.0, size = 0.0;
-        for (int64_t b = 0; b < n_blocks(); b++) {
-            const row_q4_1 &    w     = rows[row * n_blocks() + b];
-            const column_q8_1 & x     = columns[column * n_blocks() + b];
-            int                 whole = 0;
-            for (int i = 0; i < WEIGHTS_BLOCK; i++) {
-                const int nibble = i < 16 ? w.nibbles[i] & 15 : w.nibbles[i - 16] >> 4;
-                whole += nibble * x.values[i];
-            }
-            const double product = double(half_to_float(w.scale)) * half_to_float(x.scale) * whole;
-            const double offset  = double(half_to_float(w.least)) * half_to_float(x.sum);
-            sum += product + offset;
-            size += std::abs(product) + std::abs(offset);
-        }
-        return { sum, size };
-    }
+    std::vector<float> run(const weights_kernels & body) const { return run(body, 0, n_columns, n_rows); }
 };
 
 } // namespace

@@ -1,4 +1,5 @@
-// A body of products with weights: the same bits as the scalar twin, in any batch, and near the product in double.
+// A body of products with weights: the same bits as the scalar twin for each type, in any batch.
+// tests/python/model/test_weight_products.py compares the types with products in F32.
 //
 //     test_weights ISA
 
@@ -14,63 +15,68 @@ using test::problem;
 
 const mixedkv::weights_kernels * body;
 
-void equals_the_twin_and_is_near_the_exact_product() {
-    for (const int64_t n_elements : { 32, 96, 512, 544, 1536 }) {
-        for (const int64_t n_rows : { 1, 7, 16, 17, 47 }) {
-            for (const int64_t n_columns : { 1, 2, 3, 4, 5, 11 }) {
-                const problem            p(n_elements, n_rows, n_columns);
-                const std::vector<float> out = p.run(*body, 0, n_columns, n_rows);
-                CHECK(out == p.run(*mixedkv::weights_scalar(), 0, n_columns, n_rows));
-                for (int64_t i = 0; i < n_rows * n_columns; i++) {
-                    const auto [sum, size] = p.exact(i % n_rows, i / n_rows);
-                    CHECK(std::fabs(out[i] - sum) <= 1e-6 * size);
-                }
+void equals_the_twin(int type) {
+    const int64_t unit = type >= WEIGHTS_Q4_K ? 256 : 32;
+    for (const int64_t n_units : { 1, 3, 16, 17, 48 }) {
+        for (const int64_t n_rows : { 1, 7, 16, 17, 32, 47 }) {
+            for (const int64_t n_columns : { 1, 2, 3, 4, 5, 11, 40 }) {
+                const problem p(type, unit * (unit == 32 ? n_units : n_units % 7), n_rows, n_columns);
+                CHECK(p.run(*body) == p.run(*mixedkv::weights_scalar()));
             }
         }
     }
 }
 
-void a_column_has_the_same_bits_in_any_batch() {
-    const problem            p(1088, 40, 9);
-    const std::vector<float> together = p.run(*body, 0, 9, 40);
-    for (int64_t first = 0; first < 9; first++) {
-        for (int64_t n = 1; n <= 9 - first; n++) {
+void a_column_has_the_same_bits_in_any_batch(int type) {
+    const problem            p(type, 1280, 40, 15);
+    const std::vector<float> together = p.run(*body);
+    for (int64_t first = 0; first < 15; first++) {
+        for (int64_t n = 1; n <= 15 - first; n++) {
             const std::vector<float> some = p.run(*body, first, n, 40);
             CHECK(std::equal(some.begin(), some.end(), together.begin() + first * 40));
         }
     }
 }
 
-void rows_may_be_drawn_by_many_threads() {
-    const problem p(544, 77, 5);
-    CHECK(p.run(*body, 0, 5, 77) == p.run(*body, 0, 5, 16));
-    CHECK(p.run(*body, 0, 5, 77) == p.run(*body, 0, 5, 32));
-}
-
-// 16 bits hold the sum of 8 pairs of products
-void the_largest_integers_do_not_overflow() {
-    problem p(64, 16, 4);
-    for (auto & block : p.rows) {
-        std::memset(block.nibbles, 0xff, sizeof(block.nibbles));
-    }
-    for (size_t i = 0; i < p.columns.size(); i++) {
-        std::memset(p.columns[i].values, i % 2 ? 127 : -127, WEIGHTS_BLOCK);
-    }
-    const std::vector<float> out = p.run(*body, 0, 4, 16);
-    for (int64_t i = 0; i < 64; i++) {
-        const auto [sum, size] = p.exact(i % 16, i / 16);
-        CHECK(std::fabs(out[i] - sum) <= 1e-6 * size);
+void rows_may_be_drawn_by_many_threads(int type) {
+    for (const int64_t n_columns : { 1, 5 }) {
+        const problem p(type, 768, 77, n_columns);
+        CHECK(p.run(*body) == p.run(*body, 0, n_columns, 16));
+        CHECK(p.run(*body) == p.run(*body, 0, n_columns, 32));
     }
 }
 
-void scales_below_the_normal_ones() {
-    problem p(96, 8, 2);
-    for (auto & block : p.rows) {
-        block.scale = 3; // 1.8e-7
-        block.least = 0x8001;
+// The integers of a block are as large as they get, with either sign.
+void the_largest_integers_do_not_overflow(int type) {
+    for (const char byte : { char(0xff), char(0x80), char(0x7f), char(0) }) {
+        problem p(type, 512, 16, 6);
+        std::fill(p.rows.begin(), p.rows.end(), byte);
+        p.set_scales([] { return mixedkv::float_to_half(0.01f); }, [] { return mixedkv::float_to_half(0.1f); });
+        for (size_t i = 0; i < p.columns.size(); i++) {
+            std::memset(p.columns[i].values, i % 2 ? 127 : -127, WEIGHTS_BLOCK);
+        }
+        CHECK(p.run(*body) == p.run(*mixedkv::weights_scalar()));
     }
-    CHECK(p.run(*body, 0, 2, 8) == p.run(*mixedkv::weights_scalar(), 0, 2, 8));
-    CHECK(p.run(*body, 0, 2, 8)[0] != 0.0f);
+}
+
+void scales_below_the_normal_ones(int type) {
+    problem p(type, 768, 8, 2);
+    p.set_scales([] { return uint16_t(3); }, [] { return uint16_t(0x8001); }); // 1.8e-7
+    CHECK(p.run(*body) == p.run(*mixedkv::weights_scalar()));
+    CHECK(p.run(*body)[0] != 0.0f);
+}
+
+// Of the twin: what it adds up, in whole numbers that F32 holds
+void the_twin_adds_what_rows_hold() {
+    problem p(WEIGHTS_Q4_1, 64, 1, 1);
+    std::fill(p.rows.begin(), p.rows.end(), char(0x21));
+    p.set_scales([] { return mixedkv::float_to_half(2.0f); }, [] { return mixedkv::float_to_half(-4.0f); });
+    for (auto & block : p.columns) {
+        block.scale = mixedkv::float_to_half(0.5f);
+        std::memset(block.values, 3, WEIGHTS_BLOCK);
+    }
+    // 2 blocks of 16 elements of 1 and of 2, times 2, minus 4; times 1.5
+    CHECK(p.run(*mixedkv::weights_scalar())[0] == 2 * 16 * 1.5f * (2 + 4 - 8));
 }
 
 } // namespace
@@ -82,9 +88,13 @@ int main(int argc, char ** argv) {
         std::printf("%s: not on this machine\n", argv[1]);
         return 77;
     }
-    equals_the_twin_and_is_near_the_exact_product();
-    a_column_has_the_same_bits_in_any_batch();
-    rows_may_be_drawn_by_many_threads();
-    the_largest_integers_do_not_overflow();
-    scales_below_the_normal_ones();
+    for (const auto & [name, type] : test::types) {
+        std::printf("%s\n", name);
+        equals_the_twin(type);
+        a_column_has_the_same_bits_in_any_batch(type);
+        rows_may_be_drawn_by_many_threads(type);
+        the_largest_integers_do_not_overflow(type);
+        scales_below_the_normal_ones(type);
+    }
+    the_twin_adds_what_rows_hold();
 }

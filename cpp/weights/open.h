@@ -1,0 +1,277 @@
+// Rows of a type, opened. A vector has a lane for each row, and four elements of it in the lane: the sums of a block
+// end in one lane a row, and nothing is summed across lanes.
+//
+// V is the instruction set. V::lines() reads 16 bytes of each row, which become 4 vectors. `out` takes what a struct of
+// the type holds, block after block: scale(block, half, x), least(block, x), values(block, group, x), then done(block).
+
+#pragma once
+
+#include "bodies.h"
+
+#include <cstddef>
+
+namespace mixedkv {
+namespace {
+
+constexpr int groups = WEIGHTS_BLOCK / 4; // of four elements
+
+#define MIXEDKV_INLINE inline __attribute__((always_inline))
+
+template <class Ints>
+MIXEDKV_INLINE Ints low_nibbles(Ints x) {
+    return x & 0x0f0f0f0f;
+}
+
+template <class Ints>
+MIXEDKV_INLINE Ints high_nibbles(Ints x) {
+    return x >> 4 & 0x0f0f0f0f;
+}
+
+// The fifth bits of four elements, from the lowest bits of a lane
+template <class Ints>
+MIXEDKV_INLINE Ints spread(Ints bits) {
+    return ((bits & 15) * 0x00204081 & 0x01010101) << 4;
+}
+
+// Low nibbles are groups 0 to 3, high nibbles 4 to 7.
+template <class V, class Out>
+MIXEDKV_INLINE void open_nibbles(const char * const * rows, size_t at, Out & out) {
+    typename V::ints lines[4];
+    V::lines(rows, at, lines);
+#pragma GCC unroll 8
+    for (int g = 0; g < groups; g++) {
+        out.values(0, g, g < 4 ? low_nibbles(lines[g % 4]) : high_nibbles(lines[g % 4]));
+    }
+    out.done(0);
+}
+
+// With a dword of fifth bits
+template <class V, class Out>
+MIXEDKV_INLINE void open_fives(const char * const * rows, size_t fifth_at, size_t at, Out & out) {
+    const typename V::ints fifth = V::dwords(rows, fifth_at);
+    typename V::ints       lines[4];
+    V::lines(rows, at, lines);
+#pragma GCC unroll 8
+    for (int g = 0; g < groups; g++) {
+        const typename V::ints four = g < 4 ? low_nibbles(lines[g % 4]) : high_nibbles(lines[g % 4]);
+        out.values(0, g, four | spread(fifth >> 4 * g));
+    }
+    out.done(0);
+}
+
+template <class V, class Out>
+MIXEDKV_INLINE void open_scale(const char * const * rows, size_t at, Out & out) {
+    out.scale(0, 0, V::from_halves(V::dwords(rows, at) & 0xffff));
+}
+
+template <class V, class Out>
+MIXEDKV_INLINE void open_scale_and_least(const char * const * rows, size_t at, Out & out) {
+    const typename V::ints both = V::dwords(rows, at);
+    out.scale(0, 0, V::from_halves(both & 0xffff));
+    out.least(0, V::from_halves(both >> 16));
+}
+
+template <class V, class Out>
+MIXEDKV_INLINE void open(const row_q4_0 *, const char * const * rows, size_t at, Out & out) {
+    open_scale<V>(rows, at, out);
+    open_nibbles<V>(rows, at + offsetof(row_q4_0, nibbles), out);
+}
+
+template <class V, class Out>
+MIXEDKV_INLINE void open(const row_q4_1 *, const char * const * rows, size_t at, Out & out) {
+    open_scale_and_least<V>(rows, at, out);
+    open_nibbles<V>(rows, at + offsetof(row_q4_1, nibbles), out);
+}
+
+template <class V, class Out>
+MIXEDKV_INLINE void open(const row_q5_0 *, const char * const * rows, size_t at, Out & out) {
+    open_scale<V>(rows, at, out);
+    open_fives<V>(rows, at + offsetof(row_q5_0, fifth), at + offsetof(row_q5_0, nibbles), out);
+}
+
+template <class V, class Out>
+MIXEDKV_INLINE void open(const row_q5_1 *, const char * const * rows, size_t at, Out & out) {
+    open_scale_and_least<V>(rows, at, out);
+    open_fives<V>(rows, at + offsetof(row_q5_1, fifth), at + offsetof(row_q5_1, nibbles), out);
+}
+
+template <class V, class Out>
+MIXEDKV_INLINE void open(const row_q8_0 *, const char * const * rows, size_t at, Out & out) {
+    open_scale<V>(rows, at, out);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+        typename V::ints lines[4];
+        V::lines(rows, at + offsetof(row_q8_0, values) + 16 * half, lines);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            out.values(0, 4 * half + i, V::whole_bytes(lines[i]));
+        }
+    }
+    out.done(0);
+}
+
+// The scales and least values of Q4_K and Q5_K, in 6 bits: their products with a half are exact.
+template <class V>
+struct six_bits {
+    typename V::floats scale, least;
+    typename V::ints   scales[2], leasts[2];
+
+    MIXEDKV_INLINE six_bits(const char * const * rows, size_t at) {
+        typename V::ints lines[4];
+        V::lines(rows, at, lines);
+        scale     = V::from_halves(lines[0] & 0xffff);
+        least     = -V::from_halves(lines[0] >> 16);
+        scales[0] = lines[1] & 0x3f3f3f3f;
+        scales[1] = low_nibbles(lines[3]) | (lines[1] >> 2 & 0x30303030);
+        leasts[0] = lines[2] & 0x3f3f3f3f;
+        leasts[1] = high_nibbles(lines[3]) | (lines[2] >> 2 & 0x30303030);
+    }
+
+    template <class Out>
+    MIXEDKV_INLINE void put(int block, Out & out) const {
+        out.scale(block, 0, scale * V::to_floats(scales[block / 4] >> block % 4 * 8 & 0xff));
+        out.least(block, least * V::to_floats(leasts[block / 4] >> block % 4 * 8 & 0xff));
+    }
+};
+
+template <class V, class Out>
+MIXEDKV_INLINE void open(const row_q4_k *, const char * const * rows, size_t at, Out & out) {
+    const six_bits<V> factors(rows, at);
+#pragma GCC unroll 4
+    for (int b = 0; b < 8; b += 2) {
+        typename V::ints lines[2][4];
+        V::lines(rows, at + offsetof(row_q4_k, nibbles) + 16 * b, lines[0]);
+        V::lines(rows, at + offsetof(row_q4_k, nibbles) + 16 * b + 16, lines[1]);
+        factors.put(b, out);
+#pragma GCC unroll 8
+        for (int g = 0; g < groups; g++) {
+            out.values(b, g, low_nibbles(lines[g / 4][g % 4]));
+        }
+        out.done(b);
+        factors.put(b + 1, out);
+#pragma GCC unroll 8
+        for (int g = 0; g < groups; g++) {
+            out.values(b + 1, g, high_nibbles(lines[g / 4][g % 4]));
+        }
+        out.done(b + 1);
+    }
+}
+
+template <class V, class Out>
+MIXEDKV_INLINE void open(const row_q5_k *, const char * const * rows, size_t at, Out & out) {
+    const six_bits<V> factors(rows, at);
+    typename V::ints  fifth[2][4];
+    V::lines(rows, at + offsetof(row_q5_k, fifth), fifth[0]);
+    V::lines(rows, at + offsetof(row_q5_k, fifth) + 16, fifth[1]);
+#pragma GCC unroll 4
+    for (int b = 0; b < 8; b += 2) {
+        typename V::ints lines[2][4];
+        V::lines(rows, at + offsetof(row_q5_k, nibbles) + 16 * b, lines[0]);
+        V::lines(rows, at + offsetof(row_q5_k, nibbles) + 16 * b + 16, lines[1]);
+        factors.put(b, out);
+#pragma GCC unroll 8
+        for (int g = 0; g < groups; g++) {
+            out.values(b, g, low_nibbles(lines[g / 4][g % 4]) | (fifth[g / 4][g % 4] >> b & 0x01010101) << 4);
+        }
+        out.done(b);
+        factors.put(b + 1, out);
+#pragma GCC unroll 8
+        for (int g = 0; g < groups; g++) {
+            out.values(b + 1, g,
+                       high_nibbles(lines[g / 4][g % 4]) | (fifth[g / 4][g % 4] >> (b + 1) & 0x01010101) << 4);
+        }
+        out.done(b + 1);
+    }
+}
+
+// Of each 128 elements there are 64 bytes, whose low nibbles come first, and 32 with the upper two bits four times.
+template <class V, class Out>
+MIXEDKV_INLINE void open(const row_q6_k *, const char * const * rows, size_t at, Out & out) {
+    typename V::ints factors[4];
+    V::lines(rows, at + offsetof(row_q6_k, factors), factors);
+    const typename V::floats scale = V::from_halves(V::dwords(rows, at + offsetof(row_q6_k, scale) - 2) >> 16);
+#pragma GCC unroll 2
+    for (int first = 0; first < 8; first += 4) {
+        typename V::ints upper[2][4], nibbles[4][4];
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; i++) {
+            V::lines(rows, at + offsetof(row_q6_k, upper) + first * 8 + 16 * i, upper[i]);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            V::lines(rows, at + offsetof(row_q6_k, nibbles) + first * 16 + 16 * i, nibbles[i]);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            const int b = first + i;
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++) {
+                out.scale(b, half, scale * V::to_floats(V::signed_byte(factors[b / 2], b % 2 * 2 + half)));
+            }
+#pragma GCC unroll 8
+            for (int g = 0; g < groups; g++) {
+                const typename V::ints four = nibbles[i % 2 * 2 + g / 4][g % 4], two = upper[g / 4][g % 4] >> 2 * i;
+                out.values(b, g, (i < 2 ? low_nibbles(four) : high_nibbles(four)) | (two & 0x03030303) << 4);
+            }
+            out.done(b);
+        }
+    }
+}
+
+// So many blocks in a row are whole lines. Their scales then come with them, where else each is read alone.
+template <class Row>
+constexpr int at_once = 1;
+template <>
+constexpr int at_once<row_q4_0> = 8;
+template <>
+constexpr int at_once<row_q4_1> = 4;
+
+// Two blocks are nine dwords. The scale of the first lies in the first one, that of the second in the upper half of
+// the fifth: the nibbles of the first block are two bytes off.
+template <class V, class Out>
+MIXEDKV_INLINE void open_many(const row_q4_0 *, const char * const * rows, size_t at, Out & out) {
+    typename V::ints dwords[36];
+#pragma GCC unroll 9
+    for (int i = 0; i < 9; i++) {
+        V::lines(rows, at + 16 * i, dwords + 4 * i);
+    }
+#pragma GCC unroll 4
+    for (int pair = 0; pair < 4; pair++) {
+        const typename V::ints * x = dwords + 9 * pair;
+        out.scale(2 * pair, 0, V::from_halves(x[0] & 0xffff));
+#pragma GCC unroll 5
+        for (int i = 0; i < 5; i++) {
+            out.nibbles(2 * pair, 4 * i, x[i], i == 0);
+        }
+        out.done(2 * pair);
+        out.scale(2 * pair + 1, 0, V::from_halves(x[4] >> 16));
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            out.nibbles(2 * pair + 1, 2 + 4 * i, x[5 + i], i == 0);
+        }
+        out.done(2 * pair + 1);
+    }
+}
+
+template <class V, class Out>
+MIXEDKV_INLINE void open_many(const row_q4_1 *, const char * const * rows, size_t at, Out & out) {
+    typename V::ints dwords[20];
+#pragma GCC unroll 5
+    for (int i = 0; i < 5; i++) {
+        V::lines(rows, at + 16 * i, dwords + 4 * i);
+    }
+#pragma GCC unroll 4
+    for (int b = 0; b < 4; b++) {
+        const typename V::ints * x = dwords + 5 * b;
+        out.scale(b, 0, V::from_halves(x[0] & 0xffff));
+        out.least(b, V::from_halves(x[0] >> 16));
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            out.nibbles(b, 2 + 4 * i, x[1 + i], i == 0);
+        }
+        out.done(b);
+    }
+}
+
+} // namespace
+} // namespace mixedkv

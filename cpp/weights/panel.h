@@ -1,0 +1,358 @@
+// The one body of all types and instruction sets. Rows are opened into a panel, which is multiplied with a few columns
+// at a time; a panel is opened once for all columns. For a few columns alone, as in decoding, each unit of blocks is
+// multiplied as it is opened, with no panel between. Sums and their order are the same in both ways.
+//
+// V::sum adds the products of a block: V::sum<Row> s; s.begin(start); s.add(group, values, elements); s.end().
+
+#pragma once
+
+#include "open.h"
+
+#include <type_traits>
+
+namespace mixedkv {
+namespace {
+
+inline int32_t dword_at(const void * p) {
+    int32_t x;
+    std::memcpy(&x, p, 4);
+    return x;
+}
+
+// A block of N times V::lanes rows
+template <class V, class Row, int N>
+struct panel_block {
+    typename V::ints   values[groups][N]; // bytes
+    typename V::floats scale[Row::scales][N];
+    typename V::floats least[N];
+};
+
+// Puts what is opened into vector `at` of a panel.
+template <class V, class Row, int N>
+struct to_panel {
+    panel_block<V, Row, N> * blocks;
+    int                      at;
+
+    MIXEDKV_INLINE void scale(int block, int half, typename V::floats x) { blocks[block].scale[half][at] = x; }
+    MIXEDKV_INLINE void least(int block, typename V::floats x) { blocks[block].least[at] = x; }
+    MIXEDKV_INLINE void values(int block, int group, typename V::ints x) { blocks[block].values[group][at] = x; }
+    MIXEDKV_INLINE void done(int) {}
+};
+
+// Short rows that are read side by side escape the processor's own prefetching, so the rows after them are fetched
+// meanwhile. 16 rows and the next 16 are more than the first cache holds: to the second.
+MIXEDKV_INLINE void fetch(const char * p, size_t n) {
+    for (size_t line = 0; line < n; line += 64) {
+        __builtin_prefetch(p + line, 0, 2);
+    }
+}
+
+// Up to N * V::lanes rows; where a matrix has fewer, the last one again
+template <class V, int N>
+struct panel_rows {
+    static constexpr int at_most = N * V::lanes;
+
+    const char * rows[at_most];
+    int64_t      first;
+    int          n;
+
+    panel_rows(const weights_product & p, int64_t row_0, int64_t row_1) :
+        first(row_0), n(int(row_1 - row_0 < at_most ? row_1 - row_0 : at_most)) {
+        for (int r = 0; r < at_most; r++) {
+            rows[r] = static_cast<const char *>(p.rows) + (row_0 + (r < n ? r : n - 1)) * p.row_bytes;
+        }
+    }
+
+    // Where the rows after these begin
+    const char * next(const weights_product & p) const {
+        return static_cast<const char *>(p.rows) + (first + at_most) * p.row_bytes;
+    }
+
+    template <class Row>
+    MIXEDKV_INLINE void open_unit(int64_t unit, panel_block<V, Row, N> * blocks) const {
+#pragma GCC unroll 2
+        for (int i = 0; i < N; i++) {
+            to_panel<V, Row, N> out = { blocks, i };
+            open<V>(static_cast<const Row *>(nullptr), rows + i * V::lanes, unit * sizeof(Row), out);
+        }
+    }
+};
+
+// Columns that are multiplied at once
+template <int Columns>
+struct few_columns {
+    const column_block * in[Columns];
+    float *              out[Columns];
+
+    few_columns(const weights_product & p, int64_t first, int64_t row) {
+        const size_t bytes = weights_column_bytes(p.n_elements);
+        for (int c = 0; c < Columns; c++) {
+            const char * column = static_cast<const char *>(p.columns) + (first + c) * bytes;
+            in[c]               = reinterpret_cast<const column_block *>(column);
+            out[c] = reinterpret_cast<float *>(reinterpret_cast<char *>(p.out) + (first + c) * p.out_bytes) + row;
+        }
+    }
+};
+
+template <class V, int N, int Columns>
+struct panel_sums {
+    typename V::floats at[Columns][N];
+
+    MIXEDKV_INLINE void load(float * const out[Columns], int n_rows) {
+        for (int c = 0; c < Columns; c++) {
+            float         some[N * V::lanes];
+            const float * from = out[c];
+            if (n_rows < N * V::lanes) {
+                std::memcpy(some, out[c], n_rows * sizeof(float));
+                from = some;
+            }
+            for (int i = 0; i < N; i++) {
+                at[c][i] = V::load(from + i * V::lanes);
+            }
+        }
+    }
+
+    MIXEDKV_INLINE void store(float * const out[Columns], int n_rows) const {
+        for (int c = 0; c < Columns; c++) {
+            float   some[N * V::lanes];
+            float * to = n_rows == N * V::lanes ? out[c] : some;
+            for (int i = 0; i < N; i++) {
+                V::store(to + i * V::lanes, at[c][i]);
+            }
+            if (to == some) {
+                std::memcpy(out[c], some, n_rows * sizeof(float));
+            }
+        }
+    }
+
+    template <class Row>
+    MIXEDKV_INLINE void add(const panel_block<V, Row, N> & w, const column_block * const * in, int64_t block) {
+        constexpr int part = groups / Row::scales;
+#pragma GCC unroll 2
+        for (int s = 0; s < Row::scales; s++) {
+            typename V::template sum<Row> whole[Columns][N];
+#pragma GCC unroll 8
+            for (int c = 0; c < Columns; c++) {
+#pragma GCC unroll 2
+                for (int i = 0; i < N; i++) {
+                    whole[c][i].begin(Row::bias ? in[c][block].start[s] : 0);
+                }
+            }
+#pragma GCC unroll 8
+            for (int g = 0; g < part; g++) {
+#pragma GCC unroll 8
+                for (int c = 0; c < Columns; c++) {
+                    const int32_t x = dword_at(in[c][block].group(s * part + g));
+#pragma GCC unroll 2
+                    for (int i = 0; i < N; i++) {
+                        whole[c][i].add(g, w.values[s * part + g][i], x);
+                    }
+                }
+            }
+#pragma GCC unroll 8
+            for (int c = 0; c < Columns; c++) {
+#pragma GCC unroll 2
+                for (int i = 0; i < N; i++) {
+                    const typename V::floats x = V::to_floats(whole[c][i].end());
+                    at[c][i]                   = V::fma(x, w.scale[s][i] * V::set(in[c][block].scale), at[c][i]);
+                }
+            }
+        }
+        if (Row::has_least) {
+#pragma GCC unroll 8
+            for (int c = 0; c < Columns; c++) {
+#pragma GCC unroll 2
+                for (int i = 0; i < N; i++) {
+                    at[c][i] = V::fma(w.least[i], V::set(in[c][block].sum), at[c][i]);
+                }
+            }
+        }
+    }
+};
+
+// A panel with `Columns` columns
+template <class V, class Row, int N, int Columns>
+void multiply(const weights_product & p, const panel_block<V, Row, N> * panel, int64_t block_0, int64_t n_blocks,
+              int64_t column, int64_t row, int n_rows) {
+    const few_columns<Columns> columns(p, column, row);
+    panel_sums<V, N, Columns>  sums = {};
+    if (block_0) {
+        sums.load(columns.out, n_rows);
+    }
+    for (int64_t b = 0; b < n_blocks; b++) {
+        sums.template add<Row>(panel[b], columns.in, block_0 + b);
+    }
+    sums.store(columns.out, n_rows);
+}
+
+// All columns, by panels
+template <class V, class Row>
+void run_panels(const weights_product & p, int64_t row_0, int64_t row_1) {
+    constexpr int          N        = V::vectors;
+    constexpr int          Columns  = V::columns;
+    const int64_t          n_blocks = p.n_elements / WEIGHTS_BLOCK;
+    panel_block<V, Row, N> panel[V::panel_blocks];
+    for (int64_t r = row_0; r < row_1; r += N * V::lanes) {
+        const panel_rows<V, N> rows(p, r, row_1);
+        const char *           next = rows.next(p);
+        for (int64_t b_0 = 0; b_0 < n_blocks; b_0 += V::panel_blocks) {
+            const int64_t n = n_blocks - b_0 < V::panel_blocks ? n_blocks - b_0 : V::panel_blocks;
+            for (int64_t b = 0; b < n; b += Row::blocks) {
+                fetch(next, N * V::lanes * sizeof(Row));
+                next += N * V::lanes * sizeof(Row);
+                rows.template open_unit<Row>((b_0 + b) / Row::blocks, panel + b);
+            }
+            int64_t c = 0;
+            for (; c + Columns <= p.n_columns; c += Columns) {
+                multiply<V, Row, N, Columns>(p, panel, b_0, n, c, r, rows.n);
+            }
+            switch (p.n_columns - c) {
+            case 1:
+                multiply<V, Row, N, 1>(p, panel, b_0, n, c, r, rows.n);
+                break;
+            case 2:
+                multiply<V, Row, N, 2>(p, panel, b_0, n, c, r, rows.n);
+                break;
+            case 3:
+                multiply<V, Row, N, 3>(p, panel, b_0, n, c, r, rows.n);
+                break;
+            case 4:
+                multiply < V, Row, N, Columns<5 ? 1 : 4>(p, panel, b_0, n, c, r, rows.n);
+                break;
+            case 5:
+                multiply < V, Row, N, Columns<6 ? 1 : 5>(p, panel, b_0, n, c, r, rows.n);
+                break;
+            }
+        }
+    }
+}
+
+// Multiplies what is opened with a few columns.
+template <class V, class Row, int Columns>
+struct to_sums {
+    using sum = typename V::template sum<Row>;
+
+    const few_columns<Columns> & columns;
+    const char *                 next;  // rows to fetch
+    int64_t                      first; // block of the struct that is opened
+    typename V::floats           sums[Columns];
+    typename V::floats           scales[Row::scales], leasts;
+    sum                          whole[Columns][Row::scales];
+
+    MIXEDKV_INLINE to_sums(const few_columns<Columns> & columns_, const char * next_) :
+        columns(columns_), next(next_), first(0) {
+#pragma GCC unroll 8
+        for (int c = 0; c < Columns; c++) {
+            sums[c] = V::set(0.0f);
+        }
+    }
+
+    MIXEDKV_INLINE void scale(int, int half, typename V::floats x) { scales[half] = x; }
+    MIXEDKV_INLINE void least(int, typename V::floats x) { leasts = x; }
+
+    MIXEDKV_INLINE void values(int block, int group, typename V::ints x) {
+        constexpr int part = groups / Row::scales;
+#pragma GCC unroll 8
+        for (int c = 0; c < Columns; c++) {
+            const column_block & column = columns.in[c][first + block];
+            sum &                to     = whole[c][group / part];
+            if (group % part == 0) {
+                to.begin(Row::bias ? column.start[group / part] : 0);
+            }
+            to.add(group % part, x, dword_at(column.group(group)));
+        }
+    }
+
+    // A dword of the row with the elements from `at` on in a half of the column, zeros around them counted
+    MIXEDKV_INLINE void nibbles(int block, int at, typename V::ints x, bool begins) {
+#pragma GCC unroll 8
+        for (int c = 0; c < Columns; c++) {
+            const column_block & column = columns.in[c][first + block];
+            if (begins) {
+                whole[c][0].begin(Row::bias ? column.start[0] : 0);
+            }
+            whole[c][0].add(0, low_nibbles(x), dword_at(column.halves[0] + at));
+            whole[c][0].add(0, high_nibbles(x), dword_at(column.halves[1] + at));
+        }
+    }
+
+    MIXEDKV_INLINE void done(int block) {
+        constexpr size_t of_block = V::lanes * sizeof(Row) / Row::blocks;
+        fetch(next, of_block);
+        next += of_block;
+#pragma GCC unroll 8
+        for (int c = 0; c < Columns; c++) {
+            const column_block & column = columns.in[c][first + block];
+#pragma GCC unroll 2
+            for (int s = 0; s < Row::scales; s++) {
+                const typename V::floats x = V::to_floats(whole[c][s].end());
+                sums[c]                    = V::fma(x, scales[s] * V::set(column.scale), sums[c]);
+            }
+            if (Row::has_least) {
+                sums[c] = V::fma(leasts, V::set(column.sum), sums[c]);
+            }
+        }
+    }
+};
+
+// Few columns
+template <class V, class Row, int Columns>
+void run_columns(const weights_product & p, int64_t row_0, int64_t row_1) {
+    const int64_t n_units = p.n_elements / WEIGHTS_BLOCK / Row::blocks;
+    for (int64_t r = row_0; r < row_1; r += V::lanes) {
+        const panel_rows<V, 1>     rows(p, r, row_1);
+        const few_columns<Columns> columns(p, 0, r);
+        to_sums<V, Row, Columns>   out(columns, rows.next(p));
+        for (int64_t u = 0, n; u < n_units; u += n) {
+            n         = V::opens_many && n_units - u >= at_once<Row> ? at_once<Row> : 1;
+            out.first = u * Row::blocks;
+            if constexpr (V::opens_many && at_once<Row> > 1) {
+                if (n > 1) {
+                    open_many<V>(static_cast<const Row *>(nullptr), rows.rows, u * sizeof(Row), out);
+                    continue;
+                }
+            }
+            open<V>(static_cast<const Row *>(nullptr), rows.rows, u * sizeof(Row), out);
+        }
+        for (int c = 0; c < Columns; c++) {
+            float some[V::lanes];
+            V::store(some, out.sums[c]);
+            std::memcpy(columns.out[c], some, rows.n * sizeof(float));
+        }
+    }
+}
+
+template <class V, class Row>
+void run_type(const weights_product & p, int64_t row_0, int64_t row_1) {
+    if (p.n_columns > V::few) {
+        return run_panels<V, Row>(p, row_0, row_1);
+    }
+    switch (p.n_columns) {
+    case 1:
+        return run_columns<V, Row, 1>(p, row_0, row_1);
+    case 2:
+        return run_columns<V, Row, 2>(p, row_0, row_1);
+    case 3:
+        return run_columns<V, Row, 3>(p, row_0, row_1);
+    case 4:
+        return run_columns<V, Row, 4>(p, row_0, row_1);
+    case 5:
+        return run_columns < V, Row, V::few<5 ? 1 : 5>(p, row_0, row_1);
+    case 6:
+        return run_columns < V, Row, V::few<6 ? 1 : 6>(p, row_0, row_1);
+    case 7:
+        return run_columns < V, Row, V::few<7 ? 1 : 7>(p, row_0, row_1);
+    case 8:
+        return run_columns < V, Row, V::few<8 ? 1 : 8>(p, row_0, row_1);
+    }
+}
+
+template <class V>
+void run_body(const weights_product & p, int64_t row_0, int64_t row_1) {
+    with_row_type(p.type, [&](auto * row) {
+        run_type<V, std::remove_cv_t<std::remove_pointer_t<decltype(row)>>>(p, row_0, row_1);
+    });
+}
+
+} // namespace
+} // namespace mixedkv

@@ -1,0 +1,100 @@
+"""Products with quantised weights by cpp/weights: near those in F64, with the same bits in any batch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from support.weight_products_child import CASES, TYPES
+
+N_ROWS, N_ELEMENTS = 77, 1280  # no whole number of panels; five units of the K types
+Products = dict[str, npt.NDArray[np.float32]]
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights, and columns of which some elements are far larger than the others."""
+    random = np.random.default_rng(7)
+    columns = random.standard_normal((40, N_ELEMENTS), np.float32)
+    columns[:, ::97] *= 20
+    weights = random.standard_normal((N_ROWS, N_ELEMENTS), np.float32) / 30
+    path = tmp_path_factory.mktemp("weights") / "given.npz"
+    np.savez(path, columns=columns, weights=weights)
+    return path
+
+
+@pytest.fixture(scope="module")
+def products(given: Path) -> Callable[..., Products]:
+    """What a process with this environment makes of it."""
+    made: dict[str, Products] = {}
+
+    def run(**environment: str) -> Products:
+        key = str(environment)
+        if key not in made:
+            out = given.with_name(f"out{len(made)}.npz")
+            arguments = [sys.executable, "-m", "support.weight_products_child", given, out]
+            folder = Path(__file__).parents[1]
+            subprocess.run(arguments, check=True, cwd=folder, env={**os.environ, **environment})
+            made[key] = dict(np.load(out))
+        return made[key]
+
+    return run
+
+
+def relative_error(got: npt.NDArray[np.floating], exact: npt.NDArray[np.floating]) -> float:
+    return float(np.sqrt(np.mean((got - exact) ** 2) / np.mean(exact**2)))
+
+
+def dequantised(rows: npt.NDArray[np.uint8], name: str) -> npt.NDArray[np.float64]:
+    kind = gguf.GGMLQuantizationType[name]
+    return gguf.quants.dequantize(rows.reshape(N_ROWS, -1), kind).astype(np.float64)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_they_are_the_products_of_what_is_stored(
+    name: str, given: Path, products: Callable[..., Products]
+) -> None:
+    """Only columns are rounded, to Q8_0, and sums. llama.cpp's products are no nearer to those in F64."""
+    out, stock = products(MIXEDKV_WEIGHTS="all"), products(MIXEDKV_WEIGHTS="llama.cpp")
+    columns = np.load(given)["columns"]
+    eight = gguf.GGMLQuantizationType.Q8_0
+    rounded = gguf.quants.dequantize(gguf.quants.quantize(columns, eight), eight).astype(np.float64)
+    weights = dequantised(out[name], name)
+    got = out[f"{name} 40 1"]
+    assert relative_error(got, rounded @ weights.T) < 1e-4  # half a step of a few elements: a tie
+    exact = columns.astype(np.float64) @ weights.T
+    assert relative_error(got, exact) < min(0.02, 1.02 * relative_error(stock[f"{name} 40 1"], exact))
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_column_has_the_same_bits_in_any_batch_with_any_threads(
+    name: str, products: Callable[..., Products]
+) -> None:
+    out = products(MIXEDKV_WEIGHTS="all")
+    for n_columns, n_threads in CASES:
+        np.testing.assert_array_equal(out[f"{name} {n_columns} {n_threads}"], out[f"{name} 40 1"][:n_columns])
+
+
+@pytest.mark.parametrize("isa", ["avx2", "scalar"])
+def test_all_instruction_sets_give_the_same_bits(isa: str, products: Callable[..., Products]) -> None:
+    best = products(MIXEDKV_WEIGHTS="all")
+    other = products(MIXEDKV_WEIGHTS="all", MIXEDKV_ISA=isa)
+    for name, values in other.items():
+        np.testing.assert_array_equal(values, best[name])
+
+
+def test_types_that_are_slower_alone_are_left_to_llama_cpp(products: Callable[..., Products]) -> None:
+    ours, stock, default = products(MIXEDKV_WEIGHTS="all"), products(MIXEDKV_WEIGHTS="llama.cpp"), products()
+    for name in TYPES:
+        case = f"{name} 7 2"
+        mine = name in ("Q4_1", "Q5_0", "Q5_1", "Q8_0")
+        np.testing.assert_array_equal(default[case], (ours if mine else stock)[case])
+        assert not np.array_equal(ours[case], stock[case])  # two ways of summing

@@ -1,0 +1,85 @@
+"""Multiplies random matrices of each quantised type with ggml, and writes what comes out.
+
+python -m support.weight_products_child IN.npz OUT.npz
+
+IN holds `columns` [n_columns, n_elements] and `weights` [n_rows, n_elements] in F32. OUT has for each type
+the quantised rows, as bytes, and the products of some first columns with some threads. The environment says
+whose products they are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+import mixedkv  # noqa: F401  (its llama_cpp)
+
+TYPES = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
+CASES = ((1, 1), (3, 1), (7, 2), (40, 1), (40, 3))  # columns and threads
+_F32 = 0
+_MEMORY = 64 << 20
+
+
+class _InitParams(ctypes.Structure):
+    _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
+
+
+def _library(name: str) -> ctypes.CDLL:
+    suffix = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
+    return ctypes.CDLL(str(Path(llama_cpp.__file__).parent / "lib" / f"lib{name}.{suffix}"))
+
+
+_base, _cpu = _library("ggml-base"), _library("ggml-cpu")
+_base.ggml_init.argtypes = (_InitParams,)
+for _name in ("ggml_init", "ggml_new_tensor_2d", "ggml_mul_mat", "ggml_new_graph", "ggml_get_data"):
+    getattr(_base, _name).restype = ctypes.c_void_p
+for _name in ("ggml_nbytes", "ggml_quantize_chunk"):
+    getattr(_base, _name).restype = ctypes.c_size_t
+
+
+def _tensor(context: Any, kind: int, shape: tuple[int, ...]) -> ctypes.c_void_p:
+    n_rows, n_elements = (ctypes.c_int64(n) for n in shape)
+    return ctypes.c_void_p(_base.ggml_new_tensor_2d(context, kind, n_elements, n_rows))
+
+
+def _array(tensor: ctypes.c_void_p) -> npt.NDArray[np.uint8]:
+    data = _base.ggml_get_data(tensor)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * _base.ggml_nbytes(tensor)).from_address(data))
+
+
+def _quantise(tensor: ctypes.c_void_p, kind: int, values: npt.NDArray[np.float32]) -> None:
+    n_rows, n_elements = (ctypes.c_int64(n) for n in values.shape)
+    source, to = ctypes.c_void_p(values.ctypes.data), ctypes.c_void_p(_base.ggml_get_data(tensor))
+    _base.ggml_quantize_chunk(kind, source, to, ctypes.c_int64(0), n_rows, n_elements, None)
+
+
+def main() -> None:
+    given = np.load(sys.argv[1])
+    weights, columns = given["weights"], given["columns"]
+    out: dict[str, npt.NDArray[Any]] = {}
+    for name, kind in TYPES.items():
+        for n_columns, n_threads in CASES:
+            context = ctypes.c_void_p(_base.ggml_init(_InitParams(_MEMORY, None, False)))
+            rows = _tensor(context, kind, weights.shape)
+            _quantise(rows, kind, weights)
+            some = _tensor(context, _F32, (n_columns, columns.shape[1]))
+            _array(some)[:] = np.ascontiguousarray(columns[:n_columns]).view(np.uint8).ravel()
+            product = ctypes.c_void_p(_base.ggml_mul_mat(context, rows, some))
+            graph = ctypes.c_void_p(_base.ggml_new_graph(context))
+            _base.ggml_build_forward_expand(graph, product)
+            assert _cpu.ggml_graph_compute_with_ctx(context, graph, n_threads) == 0
+            out[name] = _array(rows).copy()
+            got = _array(product).view(np.float32).reshape(n_columns, weights.shape[0])
+            out[f"{name} {n_columns} {n_threads}"] = got.copy()
+            _base.ggml_free(context)
+    np.savez(sys.argv[2], **out)
+
+
+if __name__ == "__main__":
+    main()
