@@ -84,16 +84,17 @@ class RowErrors:
 
     @property
     def isolated(self) -> Mask:
-        """Rows that differ in a few layers alone, bool [n]. A difference by rounding goes on into deeper
-        layers: sound rows of SmolLM2 differ in none of its 30 layers, or in more than four.
+        """Rows that differ in a few layers and not in all that are deeper, bool [n]. A difference by rounding
+        goes on into every deeper layer, and may begin in the last one.
         """
         layers = sorted({il for il, _ in self.off})
         differs = [
             np.any([errors.any(axis=1) for name, errors in self.off.items() if name[0] == il], axis=0)
             for il in layers
         ]
-        n = np.sum(differs, axis=0)
-        mask: Mask = (n > 0) & (n <= len(layers) // _ISOLATED)
+        n, first = np.sum(differs, axis=0), np.argmax(differs, axis=0)
+        goes_on = n == len(layers) - first
+        mask: Mask = (n > 0) & (n <= len(layers) // _ISOLATED) & ~goes_on
         return mask
 
     @property

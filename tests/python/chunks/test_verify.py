@@ -13,6 +13,7 @@ import pytest
 from mixedkv import Llama
 from mixedkv.chunks import ChunkCache, verify_correctness
 from mixedkv.chunks.donors import DonorIndex
+from mixedkv.chunks.row_damage import RowErrors
 from mixedkv.kv.block import KVBlock, LayerRows
 from mixedkv.store import KVStore
 from mixedkv.tokens import Tokens
@@ -228,3 +229,17 @@ def test_a_shifted_chunk(llm: Llama, store: KVStore, prompt: Tokens, monkeypatch
     found = check(llm, store, prompt)
     assert "layer 0" in found.problem
     assert found.worst_row > 0.5
+
+
+@pytest.mark.parametrize(
+    ("differ", "is_damage"),
+    [((), False), ((7,), True), ((7, 9), True), ((29,), False), ((28, 29), False), ((28,), True)],
+)
+def test_few_layers_that_differ_are_damage_unless_it_goes_on(
+    differ: tuple[int, ...], is_damage: bool
+) -> None:
+    """Rounding can begin in any layer, the last one too, and is in all layers behind it."""
+    off = {(il, "K"): np.full((1, 2), 0.01 if il in differ else 0, np.float32) for il in range(30)}
+    errors = RowErrors({}, off, {}, dict.fromkeys(off, "q4_0"))
+    assert errors.isolated.tolist() == [is_damage]
+    assert bool(errors.problem(np.array([3]))) == is_damage
