@@ -78,7 +78,7 @@ def _held(server: ServerState, engine: Engine | None) -> dict[str, Any]:
             "v_skipped": kv.v_skipped,
             "pages_read": kv.pages_read,
             # rows that sequences see, less the rows there are: what sharing saves
-            "tokens_shared": sum(len(seq.tokens) for seq in held) - kv.tokens,
+            "tokens_shared": max(0, sum(len(seq.tokens) for seq in held) - kv.tokens),
             "bytes_total": kv.bytes_total,
             "bytes_hot": kv.bytes_hot,
             "bytes_given_back": kv.bytes_given_back,

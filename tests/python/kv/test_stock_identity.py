@@ -1,5 +1,6 @@
-"""With the mixed cache off our library is llama.cpp as it was: logits and states are bit-identical to those
-of the libllama that comes with llama-cpp-python (the extra `peer`), in a process of its own.
+"""With the mixed cache and our products with weights off the library is llama.cpp as it was: logits and
+states are bit-identical to those of the libllama that comes with llama-cpp-python (the extra `peer`), in a
+process of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ MODELS = [n for n in (*zoo.SUPPORTED, *zoo.REFUSED) if n != "bert"]
 
 def run(which: str, out: Path, paths: list[str]) -> dict[str, np.ndarray]:
     env = {k: v for k, v in os.environ.items() if k not in ("LLAMA_CPP_LIB_PATH", "LD_LIBRARY_PATH")}
+    env["MIXEDKV_WEIGHTS"] = "llama.cpp"
     command = [sys.executable, "-m", "support.stock_child", which, str(out), *paths]
     done = subprocess.run(
         command, env=env, cwd=TESTS, capture_output=True, text=True, timeout=600, check=False

@@ -14,11 +14,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import mixedkv  # noqa: F401  (before llama_cpp, which is then its own)
+
+# isort: split
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
-
-import mixedkv  # noqa: F401  (its llama_cpp)
 
 TYPES = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
 CASES = ((1, 1), (3, 1), (7, 2), (40, 1), (40, 3))  # columns and threads

@@ -43,6 +43,18 @@ page, and fails where a step does not do what it says.
 
 | step | seconds | what came |
 |---|---|---|"""
+_PICTURES = """
+The terminal after the first question, and on another day:
+
+![A question, its answer, and what the cache holds](plots/first-hour-chat.png)
+
+![The last messages, and an answer whose KV came from disk](plots/first-hour-again.png)
+
+The chat page, wide and on a phone:
+
+![The chat page](plots/first-hour-page-wide.png)
+
+![The chat page on a phone](plots/first-hour-page-phone.png)"""
 _SIZE = (30, 96)  # of the terminal, in lines and columns
 _PASTED = "".join(f"{i:3}  The lamp of mill {i} is kept behind door {i * 7 % 100}.\n" for i in range(200))
 _CTRL_C, _CTRL_D = "\x03", "\x04"
@@ -298,9 +310,9 @@ def _drawer(pictures: Path) -> Callable[[str, str], None]:
     def draw(name: str, raw: str) -> None:
         screen = pyte.Screen(_SIZE[1], _SIZE[0])
         pyte.Stream(screen).feed(raw)
-        lines = [
-            "".join(map(_cell, map(screen.buffer[y].__getitem__, range(_SIZE[1])))) for y in range(_SIZE[0])
-        ]
+        n = max(y for y, line in enumerate(screen.display) if line.strip()) + 1
+        rows = [[screen.buffer[y][x] for x in range(_SIZE[1])] for y in range(n)]
+        lines = ["".join(map(_cell, row)) for row in rows]
         style = "margin:0;padding:14px;display:inline-block;font:14px/1.35 monospace;background:#1c1c1c"
         with sync_playwright() as driver:
             page = launch(driver).new_page(viewport={"width": 900, "height": 640})
@@ -355,6 +367,7 @@ def main() -> None:
                 f"{cached['cached_tokens']} tokens came from {cached['cached_tier']}",
             )
         _other_tools(record, newcomer)
+    print(_PICTURES)
 
 
 if __name__ == "__main__":
