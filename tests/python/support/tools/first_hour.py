@@ -166,7 +166,7 @@ def _chat(record: Record, newcomer: Newcomer, picture: Callable[[str, str], None
         code = terminal.end()
         record.row(
             "Ctrl-C while `mixedkv chat` loads the model",
-            "it ends at once" if code == -signal.SIGINT else f"exit status {code}",
+            "it ends at once" if code in (130, -signal.SIGINT) else f"exit status {code}",
         )
     with newcomer.chat("--history", history, "-n", "200") as terminal:
         terminal.expect(">")
@@ -268,7 +268,7 @@ def _page(record: Record, url: str, pictures: Path) -> None:
             page = browser.new_page(viewport=size)
             record.begin()
             page.goto(url)
-            _ask(page, "List three uses of a lamp, in markdown.")
+            _ask(page, "Say hello in one word.")
             record.row(f"the chat page, {name}", "an answer")
             page.screenshot(path=pictures / f"first-hour-page-{name}.png")
         browser.close()
