@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from mixedkv.limits import INT32_MAX
 from mixedkv.server.api.fields import MAX_FIELDS, Few, Finite, Model, Name, Text
-from mixedkv.server.api.schemas import GenerationFields, Prompt
+from mixedkv.server.api.schemas import GenerationFields, Prompt, prompts_of
 
 _BANNED = -100.0  # OpenAI's way to say that a token never comes
 
@@ -68,9 +68,7 @@ class LlamaServerCompletion(LlamaServerFields):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return list(cast("list[str | list[int]]", self.prompt))
+        return prompts_of(self.prompt)
 
 
 class ExtraFile(Model):

@@ -301,6 +301,15 @@ Prompt = (
 )
 
 
+def prompts_of(prompt: Prompt) -> list[str | list[int]]:
+    """Return the prompts that a field of one or several has."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt[0], int):
+        return [prompt]
+    return list(cast("list[str | list[int]]", prompt))
+
+
 class CompletionRequest(GenerationFields):
     prompt: Prompt
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -320,11 +329,7 @@ class CompletionRequest(GenerationFields):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return list(cast("list[str | list[int]]", self.prompt))
+        return prompts_of(self.prompt)
 
 
 class WarmRequest(Model):
