@@ -177,7 +177,8 @@ def test_keep_alive_and_ps(options: list[str]) -> None:
         assert ollamas.chat("two", [], keep_alive=0).done_reason == "unload"
         assert ollamas.chat("two", []).done_reason == "load"
         wait_for(lambda: not ollamas.ps().models)
-        wait_for(lambda: count(server, "mixedkv:model_unloads_total", "two") == 3)  # counted when all is freed
+        # It is counted when all is freed, a moment after it is gone from the list.
+        wait_for(lambda: count(server, "mixedkv:model_unloads_total", "two") == 3)
 
 
 def test_an_answer_at_work_is_not_cut_off(server: Server) -> None:
