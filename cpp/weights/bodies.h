@@ -31,13 +31,14 @@ struct column_q8_0 { // as ggml has it
 static_assert(sizeof(column_q8_0) == WEIGHTS_QUANTISED_BYTES);
 
 // The types of rows. An element is scale * (value - bias) + least; value has so many bits and no sign. faster_alone
-// says that one column is no slower than llama.cpp's product, which decides for a type unless MIXEDKV_WEIGHTS=all.
+// says that one column is no slower than llama.cpp's product, which decides who makes it unless MIXEDKV_WEIGHTS=all.
 struct row_q4_0 {
     static constexpr int  bits         = 4;
     static constexpr int  bias         = 8;
     static constexpr int  scales       = 1; // of a block of 32 elements
     static constexpr bool has_least    = false;
     static constexpr int  blocks       = 1; // of one such struct
+    static constexpr int  together     = 1; // rows in one such struct
     static constexpr bool faster_alone = false;
 
     uint16_t scale;
@@ -51,6 +52,7 @@ struct row_q4_1 {
     static constexpr int  scales       = 1;
     static constexpr bool has_least    = true;
     static constexpr int  blocks       = 1;
+    static constexpr int  together     = 1;
     static constexpr bool faster_alone = true;
 
     uint16_t scale;
@@ -65,6 +67,7 @@ struct row_q5_0 {
     static constexpr int  scales       = 1;
     static constexpr bool has_least    = false;
     static constexpr int  blocks       = 1;
+    static constexpr int  together     = 1;
     static constexpr bool faster_alone = true;
 
     uint16_t scale;
@@ -79,6 +82,7 @@ struct row_q5_1 {
     static constexpr int  scales       = 1;
     static constexpr bool has_least    = true;
     static constexpr int  blocks       = 1;
+    static constexpr int  together     = 1;
     static constexpr bool faster_alone = true;
 
     uint16_t scale;
@@ -94,6 +98,7 @@ struct row_q8_0 {
     static constexpr int  scales       = 1;
     static constexpr bool has_least    = false;
     static constexpr int  blocks       = 1;
+    static constexpr int  together     = 1;
     static constexpr bool faster_alone = true;
 
     uint16_t scale;
@@ -107,6 +112,7 @@ struct row_q4_k {
     static constexpr int  scales       = 1;
     static constexpr bool has_least    = true;
     static constexpr int  blocks       = 8;
+    static constexpr int  together     = 1;
     static constexpr bool faster_alone = false;
 
     uint16_t scale;       // of the scales of blocks
@@ -122,6 +128,7 @@ struct row_q5_k {
     static constexpr int  scales       = 1;
     static constexpr bool has_least    = true;
     static constexpr int  blocks       = 8;
+    static constexpr int  together     = 1;
     static constexpr bool faster_alone = false;
 
     uint16_t scale;
@@ -138,6 +145,7 @@ struct row_q6_k {
     static constexpr int  scales       = 2;
     static constexpr bool has_least    = false;
     static constexpr int  blocks       = 8;
+    static constexpr int  together     = 1;
     static constexpr bool faster_alone = false;
 
     uint8_t  nibbles[128];
@@ -146,6 +154,38 @@ struct row_q6_k {
     uint16_t scale;
 };
 static_assert(sizeof(row_q6_k) == 210);
+
+// Eight rows of Q4_0, interleaved by 8 bytes of each; values have a sign in 4 bits
+struct rows_q4_0_x8 {
+    static constexpr int  bits         = 4;
+    static constexpr int  bias         = 8;
+    static constexpr int  scales       = 1;
+    static constexpr bool has_least    = false;
+    static constexpr int  blocks       = 1;
+    static constexpr int  together     = 8;
+    static constexpr bool faster_alone = true;
+
+    uint16_t scale[8];
+    uint8_t  nibbles[8 * 16];
+};
+static_assert(sizeof(rows_q4_0_x8) == 8 * sizeof(row_q4_0));
+
+// Eight rows of Q4_K, interleaved by 8 bytes of each
+struct rows_q4_k_x8 {
+    static constexpr int  bits         = 4;
+    static constexpr int  bias         = 0;
+    static constexpr int  scales       = 1;
+    static constexpr bool has_least    = true;
+    static constexpr int  blocks       = 8;
+    static constexpr int  together     = 8;
+    static constexpr bool faster_alone = true;
+
+    uint16_t scale[8];
+    uint16_t least[8];
+    uint8_t  factors[8][12]; // of each block: those of eight rows, packed as row_q4_k packs eight blocks
+    uint8_t  nibbles[8 * 128];
+};
+static_assert(sizeof(rows_q4_k_x8) == 8 * sizeof(row_q4_k));
 
 // Calls f with a null pointer to the struct of the type; returns false for a type that is none of these.
 template <class F>
@@ -174,6 +214,12 @@ bool with_row_type(int type, F && f) {
         return true;
     case WEIGHTS_Q6_K:
         f(static_cast<const row_q6_k *>(nullptr));
+        return true;
+    case WEIGHTS_Q4_0_X8:
+        f(static_cast<const rows_q4_0_x8 *>(nullptr));
+        return true;
+    case WEIGHTS_Q4_K_X8:
+        f(static_cast<const rows_q4_k_x8 *>(nullptr));
         return true;
     default:
         return false;

@@ -1,14 +1,27 @@
-// What ggml-cpu.c calls in its product of two matrices, and where it plans memory for it. Included there, behind its
-// own headers: tensors, the table of types and the thread pool are ggml's.
+// What ggml-cpu.c calls before it computes a node, and where it plans memory for it. Included there, behind its own
+// headers: tensors, the table of types and the thread pool are ggml's.
 
 #pragma once
 
 #include "weights.h"
 
+// The type of these rows as they lie in memory. Those of other buffers with a layout of their own, as AMX has, are -1.
+static inline int weights_type_of(const struct ggml_tensor * rows) {
+    if (!rows->extra) {
+        return rows->type;
+    }
+#if defined(__x86_64__) || defined(_M_X64)
+    if (rows->buffer && strcmp(ggml_backend_buft_name(rows->buffer->buft), "CPU_REPACK") == 0) {
+        return WEIGHTS_X8 + rows->type;
+    }
+#endif
+    return -1;
+}
+
 static inline bool weights_take(const struct ggml_tensor * dst) {
     const struct ggml_tensor * rows = dst->src[0];
-    return rows->ne[2] == 1 && rows->ne[3] == 1 && !rows->extra && dst->src[1]->type == GGML_TYPE_F32 &&
-           ggml_is_contiguous(dst) && weights_supported(rows->type);
+    return dst->op == GGML_OP_MUL_MAT && rows->ne[2] == 1 && rows->ne[3] == 1 && dst->src[1]->type == GGML_TYPE_F32 &&
+           ggml_is_contiguous(dst) && weights_supported(weights_type_of(rows), ggml_nrows(dst->src[1]));
 }
 
 // Bytes of the columns that the threads share
@@ -25,7 +38,7 @@ static inline void weights_pack_columns(const struct ggml_tensor * dst, ggml_fro
     enum { AT_ONCE = 32 };
 
     const struct ggml_tensor * columns  = dst->src[1];
-    const int                  type     = dst->src[0]->type;
+    const int                  type     = weights_type_of(dst->src[0]);
     const int64_t              n_blocks = columns->ne[0] / WEIGHTS_BLOCK;
     const int64_t              n_all    = n_blocks * ggml_nrows(columns);
     const int64_t              end      = n_all * (ith + 1) / nth;
@@ -46,16 +59,16 @@ static inline void weights_pack_columns(const struct ggml_tensor * dst, ggml_fro
 
 // Returns false where ggml has to form the product.
 static inline bool weights_mul_mat(const struct ggml_compute_params * params, struct ggml_tensor * dst) {
-    const struct ggml_tensor * rows = dst->src[0];
     if (params->use_ref || !weights_take(dst)) {
         return false;
     }
+    const struct ggml_tensor * rows = dst->src[0];
     GGML_ASSERT(params->wsize >= weights_wdata_size(dst));
     weights_pack_columns(dst, ggml_get_type_traits_cpu(GGML_TYPE_Q8_0)->from_float, params->wdata, params->ith,
                          params->nth);
 
     const struct weights_product product = {
-        .type       = rows->type,
+        .type       = weights_type_of(rows),
         .n_elements = rows->ne[0],
         .n_rows     = rows->ne[1],
         .n_columns  = ggml_nrows(dst->src[1]),

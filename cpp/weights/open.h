@@ -1,8 +1,9 @@
 // Rows of a type, opened. A vector has a lane for each row, and four elements of it in the lane: the sums of a block
 // end in one lane a row, and nothing is summed across lanes.
 //
-// V is the instruction set. V::lines() reads 16 bytes of each row, which become 4 vectors. `out` takes what a struct of
-// the type holds, block after block: scale(block, half, x), least(block, x), values(block, group, x), then done(block).
+// V is the instruction set. V::lines() reads 16 bytes of each row, which become 4 vectors; V::lines_of_eights() does so
+// where eight rows are interleaved. `out` takes what a struct of the type holds, block after block:
+// scale(block, half, x), least(block, x), values(block, group, x), then done(block).
 
 #pragma once
 
@@ -35,14 +36,19 @@ MIXEDKV_INLINE Ints spread(Ints bits) {
 
 // Low nibbles are groups 0 to 3, high nibbles 4 to 7.
 template <class V, class Out>
-MIXEDKV_INLINE void open_nibbles(const char * const * rows, size_t at, Out & out) {
-    typename V::ints lines[4];
-    V::lines(rows, at, lines);
-#pragma GCC unroll 8
+MIXEDKV_INLINE void put_nibbles(const typename V::ints lines[4], Out & out) {
+#pragma GCC         unroll 8
     for (int g = 0; g < groups; g++) {
         out.values(0, g, g < 4 ? low_nibbles(lines[g % 4]) : high_nibbles(lines[g % 4]));
     }
     out.done(0);
+}
+
+template <class V, class Out>
+MIXEDKV_INLINE void open_nibbles(const char * const * rows, size_t at, Out & out) {
+    typename V::ints lines[4];
+    V::lines(rows, at, lines);
+    put_nibbles<V>(lines, out);
 }
 
 // With a dword of fifth bits
@@ -134,14 +140,70 @@ struct six_bits {
     }
 };
 
+// Those of eight rows together: a block's factors lie side by side.
+template <class V>
+struct six_bits_of_eights {
+    typename V::floats   scale, least;
+    const char * const * rows;
+    size_t               at;
+
+    MIXEDKV_INLINE six_bits_of_eights(const char * const * rows_, size_t at_) :
+        scale(V::halves_of_eights(rows_, at_ + offsetof(rows_q4_k_x8, scale))),
+        least(-V::halves_of_eights(rows_, at_ + offsetof(rows_q4_k_x8, least))), rows(rows_),
+        at(at_ + offsetof(rows_q4_k_x8, factors)) {}
+
+    template <class Out>
+    MIXEDKV_INLINE void put(int block, Out & out) const {
+        uint64_t scales[V::lanes / 8], leasts[V::lanes / 8];
+#pragma GCC unroll 2
+        for (int i = 0; i < V::lanes / 8; i++) {
+            uint32_t x[3];
+            std::memcpy(x, rows[8 * i] + at + 12 * block, sizeof(x));
+            scales[i] = (x[0] & 0x3f3f3f3f) | uint64_t(low_nibbles(x[2]) | (x[0] >> 2 & 0x30303030)) << 32;
+            leasts[i] = (x[1] & 0x3f3f3f3f) | uint64_t(high_nibbles(x[2]) | (x[1] >> 2 & 0x30303030)) << 32;
+        }
+        out.scale(block, 0, scale * V::bytes_of_eights(scales));
+        out.least(block, least * V::bytes_of_eights(leasts));
+    }
+};
+
 template <class V, class Out>
-MIXEDKV_INLINE void open(const row_q4_k *, const char * const * rows, size_t at, Out & out) {
-    const six_bits<V> factors(rows, at);
+MIXEDKV_INLINE void open(const rows_q4_0_x8 *, const char * const * rows, size_t at, Out & out) {
+    out.scale(0, 0, V::halves_of_eights(rows, at));
+    typename V::ints lines[4];
+    V::lines_of_eights(rows, at + offsetof(rows_q4_0_x8, nibbles), lines);
 #pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        lines[i] ^= 0x88888888; // with the bias
+    }
+    put_nibbles<V>(lines, out);
+}
+
+MIXEDKV_INLINE size_t nibbles_at(const row_q4_k *, int b) {
+    return offsetof(row_q4_k, nibbles) + 16 * b;
+}
+
+MIXEDKV_INLINE size_t nibbles_at(const rows_q4_k_x8 *, int b) {
+    return offsetof(rows_q4_k_x8, nibbles) + 8 * 16 * b;
+}
+
+// V::lines(), or V::lines_of_eights()
+template <class V, class Row>
+MIXEDKV_INLINE void lines_of(const Row *, const char * const * rows, size_t at, typename V::ints out[4]) {
+    if constexpr (Row::together == 8) {
+        V::lines_of_eights(rows, at, out);
+    } else {
+        V::lines(rows, at, out);
+    }
+}
+
+template <class V, class Row, class Factors, class Out>
+MIXEDKV_INLINE void open_k4(const Row * row, const Factors & factors, const char * const * rows, size_t at, Out & out) {
+#pragma GCC         unroll 4
     for (int b = 0; b < 8; b += 2) {
         typename V::ints lines[2][4];
-        V::lines(rows, at + offsetof(row_q4_k, nibbles) + 16 * b, lines[0]);
-        V::lines(rows, at + offsetof(row_q4_k, nibbles) + 16 * b + 16, lines[1]);
+        lines_of<V>(row, rows, at + nibbles_at(row, b), lines[0]);
+        lines_of<V>(row, rows, at + nibbles_at(row, b + 1), lines[1]);
         factors.put(b, out);
 #pragma GCC unroll 8
         for (int g = 0; g < groups; g++) {
@@ -155,6 +217,16 @@ MIXEDKV_INLINE void open(const row_q4_k *, const char * const * rows, size_t at,
         }
         out.done(b + 1);
     }
+}
+
+template <class V, class Out>
+MIXEDKV_INLINE void open(const row_q4_k * row, const char * const * rows, size_t at, Out & out) {
+    open_k4<V>(row, six_bits<V>(rows, at), rows, at, out);
+}
+
+template <class V, class Out>
+MIXEDKV_INLINE void open(const rows_q4_k_x8 * row, const char * const * rows, size_t at, Out & out) {
+    open_k4<V>(row, six_bits_of_eights<V>(rows, at), rows, at, out);
 }
 
 template <class V, class Out>

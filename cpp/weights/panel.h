@@ -47,7 +47,8 @@ MIXEDKV_INLINE void fetch(const char * p, size_t n) {
     }
 }
 
-// Up to N * V::lanes rows; where a matrix has fewer, the last one again
+// Up to N * V::lanes rows; where a matrix has fewer, the last one again. Of rows that lie together the first one
+// counts.
 template <class V, int N>
 struct panel_rows {
     static constexpr int at_most = N * V::lanes;
@@ -56,10 +57,10 @@ struct panel_rows {
     int64_t      first;
     int          n;
 
-    panel_rows(const weights_product & p, int64_t row_0, int64_t row_1) :
+    panel_rows(const weights_product & p, int64_t row_0, int64_t row_1, int together) :
         first(row_0), n(int(row_1 - row_0 < at_most ? row_1 - row_0 : at_most)) {
         for (int r = 0; r < at_most; r++) {
-            rows[r] = static_cast<const char *>(p.rows) + (row_0 + (r < n ? r : n - 1)) * p.row_bytes;
+            rows[r] = static_cast<const char *>(p.rows) + (row_0 + (r < n ? r : n - together)) * p.row_bytes;
         }
     }
 
@@ -193,13 +194,14 @@ void run_panels(const weights_product & p, int64_t row_0, int64_t row_1) {
     const int64_t          n_blocks = p.n_elements / WEIGHTS_BLOCK;
     panel_block<V, Row, N> panel[V::panel_blocks];
     for (int64_t r = row_0; r < row_1; r += N * V::lanes) {
-        const panel_rows<V, N> rows(p, r, row_1);
+        const panel_rows<V, N> rows(p, r, row_1, Row::together);
         const char *           next = rows.next(p);
         for (int64_t b_0 = 0; b_0 < n_blocks; b_0 += V::panel_blocks) {
             const int64_t n = n_blocks - b_0 < V::panel_blocks ? n_blocks - b_0 : V::panel_blocks;
             for (int64_t b = 0; b < n; b += Row::blocks) {
-                fetch(next, N * V::lanes * sizeof(Row));
-                next += N * V::lanes * sizeof(Row);
+                constexpr size_t bytes = N * V::lanes * sizeof(Row) / Row::together;
+                fetch(next, bytes);
+                next += bytes;
                 rows.template open_unit<Row>((b_0 + b) / Row::blocks, panel + b);
             }
             int64_t c = 0;
@@ -277,7 +279,7 @@ struct to_sums {
     }
 
     MIXEDKV_INLINE void done(int block) {
-        constexpr size_t of_block = V::lanes * sizeof(Row) / Row::blocks;
+        constexpr size_t of_block = V::lanes * sizeof(Row) / Row::together / Row::blocks;
         fetch(next, of_block);
         next += of_block;
 #pragma GCC unroll 8
@@ -300,7 +302,7 @@ template <class V, class Row, int Columns>
 void run_columns(const weights_product & p, int64_t row_0, int64_t row_1) {
     const int64_t n_units = p.n_elements / WEIGHTS_BLOCK / Row::blocks;
     for (int64_t r = row_0; r < row_1; r += V::lanes) {
-        const panel_rows<V, 1>     rows(p, r, row_1);
+        const panel_rows<V, 1>     rows(p, r, row_1, Row::together);
         const few_columns<Columns> columns(p, 0, r);
         to_sums<V, Row, Columns>   out(columns, rows.next(p));
         for (int64_t u = 0, n; u < n_units; u += n) {

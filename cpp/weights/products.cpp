@@ -44,9 +44,9 @@ const weights_kernels * kernels() {
 
 using namespace mixedkv;
 
-bool weights_supported(int type) {
+bool weights_supported(int type, int64_t n_columns) {
     static const bool all = is_set("MIXEDKV_WEIGHTS", "all");
-    bool              own = all;
+    bool              own = all || n_columns > 1;
     return with_row_type(type, [&](auto * row) { own = own || row->faster_alone; }) && own && kernels();
 }
 

@@ -24,7 +24,8 @@ extern "C" {
 #define WEIGHTS_API
 #endif
 
-// Layouts of rows as in ggml's files, and ggml's numbers
+// Layouts of rows as in ggml's files, and ggml's numbers. _X8 are eight rows together, as llama.cpp repacks them on
+// x86.
 enum weights_type {
     WEIGHTS_Q4_0 = 2,
     WEIGHTS_Q4_1 = 3,
@@ -34,6 +35,10 @@ enum weights_type {
     WEIGHTS_Q4_K = 12,
     WEIGHTS_Q5_K = 13,
     WEIGHTS_Q6_K = 14,
+
+    WEIGHTS_X8      = 256,
+    WEIGHTS_Q4_0_X8 = WEIGHTS_X8 + WEIGHTS_Q4_0,
+    WEIGHTS_Q4_K_X8 = WEIGHTS_X8 + WEIGHTS_Q4_K,
 };
 
 // out[column][row] = rows[row] . columns[column]
@@ -43,16 +48,16 @@ struct weights_product {
     int64_t      n_rows;
     int64_t      n_columns;
     const void * rows;
-    size_t       row_bytes; // from a row to the next
+    size_t       row_bytes; // from a row to the next, or an eighth of eight rows
     const void * columns;   // packed by weights_pack, one after the other
     float *      out;
     size_t       out_bytes; // from a column of out to the next
 };
 
-// Whether products with this type of ggml are made here, on this processor. MIXEDKV_WEIGHTS=llama.cpp leaves all to
-// llama.cpp, and MIXEDKV_WEIGHTS=all takes each of the types above: those that are left to it otherwise are faster here
-// in batches, and slower for one column. MIXEDKV_ISA forces a body as it does for attention.
-WEIGHTS_API bool weights_supported(int type);
+// Whether products of rows of this type with so many columns are made here, on this processor. llama.cpp keeps single
+// columns of some types, for which it is faster. MIXEDKV_WEIGHTS=llama.cpp leaves all to it, MIXEDKV_WEIGHTS=all takes
+// single columns of all types above. MIXEDKV_ISA forces a body as it does for attention.
+WEIGHTS_API bool weights_supported(int type, int64_t n_columns);
 
 WEIGHTS_API size_t weights_column_bytes(int64_t n_elements);
 

@@ -48,6 +48,28 @@ struct avx2 {
         out[3] = ints(_mm256_unpackhi_epi64(b, d));
     }
 
+    // As lines(), of eight rows that are interleaved by 8 bytes
+    static void lines_of_eights(const char * const * rows, size_t at, ints out[4]) {
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; i++) {
+            const auto *  p     = reinterpret_cast<const __m256i *>(rows[0] + at + 64 * i);
+            const __m256  first = _mm256_castsi256_ps(_mm256_loadu_si256(p));
+            const __m256  other = _mm256_castsi256_ps(_mm256_loadu_si256(p + 1));
+            const __m256i even  = _mm256_castps_si256(_mm256_shuffle_ps(first, other, _MM_SHUFFLE(2, 0, 2, 0)));
+            const __m256i odd   = _mm256_castps_si256(_mm256_shuffle_ps(first, other, _MM_SHUFFLE(3, 1, 3, 1)));
+            out[2 * i]          = ints(_mm256_permute4x64_epi64(even, _MM_SHUFFLE(3, 1, 2, 0)));
+            out[2 * i + 1]      = ints(_mm256_permute4x64_epi64(odd, _MM_SHUFFLE(3, 1, 2, 0)));
+        }
+    }
+
+    static floats halves_of_eights(const char * const * rows, size_t at) {
+        return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(rows[0] + at)));
+    }
+
+    static floats bytes_of_eights(const uint64_t bytes[1]) {
+        return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(int64_t(bytes[0]))));
+    }
+
     static ints dwords(const char * const * rows, size_t at) {
         return ints(_mm256_setr_epi32(dword_at(rows[0] + at), dword_at(rows[1] + at), dword_at(rows[2] + at),
                                       dword_at(rows[3] + at), dword_at(rows[4] + at), dword_at(rows[5] + at),

@@ -59,25 +59,28 @@ void open(const row_q8_0 & row, int, opened_block & out) {
     out.scale[0] = half_to_float(row.scale);
 }
 
-// Q4_K and Q5_K
+// Of Q4_K and Q5_K: factor i of the eight in 12 bytes
+void open_factors(const uint8_t * f, int i, uint16_t of_scales, uint16_t of_leasts, opened_block & out) {
+    const int scale = i < 4 ? f[i] & 63 : (f[i + 4] & 15) | f[i - 4] >> 6 << 4;
+    const int least = i < 4 ? f[i + 4] & 63 : f[i + 4] >> 4 | f[i] >> 6 << 4;
+    out.scale[0]    = half_to_float(of_scales) * float(scale);
+    out.least       = -half_to_float(of_leasts) * float(least);
+}
+
 template <class Row>
-void open_factors(const Row & row, int b, opened_block & out) {
-    const uint8_t * f     = row.factors;
-    const int       scale = b < 4 ? f[b] & 63 : (f[b + 4] & 15) | f[b - 4] >> 6 << 4;
-    const int       least = b < 4 ? f[b + 4] & 63 : f[b + 4] >> 4 | f[b] >> 6 << 4;
-    out.scale[0]          = half_to_float(row.scale) * float(scale);
-    out.least             = -half_to_float(row.least) * float(least);
+void open_k4(const Row & row, int b, opened_block & out) {
+    open_factors(row.factors, b, row.scale, row.least, out);
     for (int i = 0; i < WEIGHTS_BLOCK; i++) {
         out.values[i] = row.nibbles[b / 2 * 32 + i] >> b % 2 * 4 & 15;
     }
 }
 
 void open(const row_q4_k & row, int b, opened_block & out) {
-    open_factors(row, b, out);
+    open_k4(row, b, out);
 }
 
 void open(const row_q5_k & row, int b, opened_block & out) {
-    open_factors(row, b, out);
+    open_k4(row, b, out);
     for (int i = 0; i < WEIGHTS_BLOCK; i++) {
         out.values[i] |= (row.fifth[i] >> b & 1) << 4;
     }
@@ -93,13 +96,40 @@ void open(const row_q6_k & row, int b, opened_block & out) {
     }
 }
 
+// Byte i of row r among eight
+int in_eight(int r, int i) {
+    return i / 8 * 64 + r * 8 + i % 8;
+}
+
+void open(const rows_q4_0_x8 & rows, int r, int, opened_block & out) {
+    uint8_t nibbles[16];
+    for (int i = 0; i < 16; i++) {
+        nibbles[i] = rows.nibbles[in_eight(r, i)] ^ 0x88;
+    }
+    open_nibbles(nibbles, out.values);
+    out.scale[0] = half_to_float(rows.scale[r]);
+}
+
+void open(const rows_q4_k_x8 & rows, int r, int b, opened_block & out) {
+    open_factors(rows.factors[b], r, rows.scale[r], rows.least[r], out);
+    for (int i = 0; i < WEIGHTS_BLOCK; i++) {
+        out.values[i] = rows.nibbles[in_eight(r, b / 2 * 32 + i)] >> b % 2 * 4 & 15;
+    }
+}
+
 template <class Row>
-float product(const Row * row, const column_block * column, int64_t n_blocks) {
+void open(const Row & row, int, int b, opened_block & out) {
+    open(row, b, out);
+}
+
+// Row r of those that lie together
+template <class Row>
+float product(const Row * row, int r, const column_block * column, int64_t n_blocks) {
     constexpr int part = WEIGHTS_BLOCK / Row::scales;
     float         sum  = 0.0f;
     for (int64_t b = 0; b < n_blocks; b++) {
         opened_block w;
-        open(row[b / Row::blocks], int(b % Row::blocks), w);
+        open(row[b / Row::blocks], r, int(b % Row::blocks), w);
         for (int s = 0; s < Row::scales; s++) {
             int32_t whole = 0;
             for (int i = s * part; i < (s + 1) * part; i++) {
@@ -122,8 +152,9 @@ void run_type(const weights_product & p, int64_t row_0, int64_t row_1) {
         const auto * column = reinterpret_cast<const column_block *>(static_cast<const char *>(p.columns) + c * bytes);
         auto *       out    = reinterpret_cast<float *>(reinterpret_cast<char *>(p.out) + c * p.out_bytes);
         for (int64_t r = row_0; r < row_1; r++) {
-            const char * row = static_cast<const char *>(p.rows) + r * p.row_bytes;
-            out[r]           = product(reinterpret_cast<const Row *>(row), column, n_blocks);
+            const int64_t in  = r % Row::together;
+            const char *  row = static_cast<const char *>(p.rows) + (r - in) * p.row_bytes;
+            out[r]            = product(reinterpret_cast<const Row *>(row), int(in), column, n_blocks);
         }
     }
 }

@@ -30,8 +30,9 @@ struct named_type {
 };
 
 constexpr named_type types[] = {
-    { "q4_0", WEIGHTS_Q4_0 }, { "q4_1", WEIGHTS_Q4_1 }, { "q5_0", WEIGHTS_Q5_0 }, { "q5_1", WEIGHTS_Q5_1 },
-    { "q8_0", WEIGHTS_Q8_0 }, { "q4_k", WEIGHTS_Q4_K }, { "q5_k", WEIGHTS_Q5_K }, { "q6_k", WEIGHTS_Q6_K },
+    { "q4_0", WEIGHTS_Q4_0 },       { "q4_1", WEIGHTS_Q4_1 },       { "q5_0", WEIGHTS_Q5_0 }, { "q5_1", WEIGHTS_Q5_1 },
+    { "q8_0", WEIGHTS_Q8_0 },       { "q4_k", WEIGHTS_Q4_K },       { "q5_k", WEIGHTS_Q5_K }, { "q6_k", WEIGHTS_Q6_K },
+    { "q4_0_x8", WEIGHTS_Q4_0_X8 }, { "q4_k_x8", WEIGHTS_Q4_K_X8 },
 };
 
 // `scale` and `least` as halves
@@ -50,6 +51,19 @@ inline void set_least(row_q5_k & row, uint16_t least) {
 template <class Row>
 void set_least(Row &, uint16_t) {}
 
+template <class Row, class Scale, class Least>
+void set_factors(Row & row, Scale scale, Least least) {
+    if constexpr (Row::together == 8) {
+        std::generate_n(row.scale, 8, scale);
+        if constexpr (Row::has_least) {
+            std::generate_n(row.least, 8, least);
+        }
+    } else {
+        row.scale = scale();
+        set_least(row, least());
+    }
+}
+
 struct problem {
     int                      type;
     int64_t                  n_elements, n_rows, n_columns;
@@ -63,7 +77,10 @@ struct problem {
         type(type_), n_elements(elements), n_rows(rows_), n_columns(columns_), columns(n_blocks() * columns_) {
         std::mt19937                          random(unsigned(type * 101 + elements * 31 + rows_ * 7 + columns_));
         std::uniform_real_distribution<float> size(0.01f, 1.0f);
-        with_row_type(type, [&](auto * row) { row_bytes = n_blocks() / row->blocks * sizeof(*row); });
+        with_row_type(type, [&](auto * row) {
+            row_bytes = n_blocks() / row->blocks * sizeof(*row) / row->together;
+            n_rows    = (n_rows + row->together - 1) / row->together * row->together;
+        });
         rows.resize(row_bytes * n_rows);
         for (char & byte : rows) {
             byte = char(random());
@@ -83,8 +100,7 @@ struct problem {
         with_row_type(type, [&](auto * row) {
             auto * all = reinterpret_cast<std::remove_const_t<std::remove_pointer_t<decltype(row)>> *>(rows.data());
             for (size_t i = 0; i < rows.size() / sizeof(*row); i++) {
-                all[i].scale = scale();
-                set_least(all[i], least());
+                set_factors(all[i], scale, least);
             }
         });
     }

@@ -16,7 +16,7 @@ using test::problem;
 const mixedkv::weights_kernels * body;
 
 void equals_the_twin(int type) {
-    const int64_t unit = type >= WEIGHTS_Q4_K ? 256 : 32;
+    const int64_t unit = type % WEIGHTS_X8 >= WEIGHTS_Q4_K ? 256 : 32;
     for (const int64_t n_units : { 1, 3, 16, 17, 48 }) {
         for (const int64_t n_rows : { 1, 7, 16, 17, 32, 47 }) {
             for (const int64_t n_columns : { 1, 2, 3, 4, 5, 11, 40 }) {

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from support.weight_products_child import CASES, TYPES
+from support.weight_products_child import CASES, N_TOGETHER, REPACKED, TYPES
 
 N_ROWS, N_ELEMENTS = 77, 1280  # no whole number of panels; five units of the K types
 Products = dict[str, npt.NDArray[np.float32]]
@@ -83,6 +83,22 @@ def test_a_column_has_the_same_bits_in_any_batch_with_any_threads(
         np.testing.assert_array_equal(out[f"{name} {n_columns} {n_threads}"], out[f"{name} 40 1"][:n_columns])
 
 
+@pytest.mark.parametrize("name", REPACKED)
+def test_rows_that_llama_cpp_has_repacked_give_the_same_bits(
+    name: str, products: Callable[..., Products]
+) -> None:
+    ours, stock = products(), products(MIXEDKV_WEIGHTS="llama.cpp")
+    if f"{name} repacked 1 1" not in ours:
+        pytest.skip("llama.cpp repacks no rows here")
+    n_rows = N_ROWS - N_ROWS % N_TOGETHER
+    for n_columns, n_threads in CASES:
+        got = ours[f"{name} repacked {n_columns} {n_threads}"]
+        np.testing.assert_array_equal(got, ours[f"{name} 40 1"][:n_columns, :n_rows])
+        assert relative_error(got, stock[f"{name} repacked {n_columns} {n_threads}"]) < 0.03
+        if name == "Q4_K":  # columns of Q4_0 are rounded alike, and some sums have the same order
+            assert not np.array_equal(got, stock[f"{name} repacked {n_columns} {n_threads}"])
+
+
 @pytest.mark.parametrize("isa", ["avx2", "scalar"])
 def test_all_instruction_sets_give_the_same_bits(isa: str, products: Callable[..., Products]) -> None:
     best = products(MIXEDKV_WEIGHTS="all")
@@ -91,10 +107,12 @@ def test_all_instruction_sets_give_the_same_bits(isa: str, products: Callable[..
         np.testing.assert_array_equal(values, best[name])
 
 
-def test_types_that_are_slower_alone_are_left_to_llama_cpp(products: Callable[..., Products]) -> None:
+def test_single_columns_that_are_slower_here_are_left_to_llama_cpp(products: Callable[..., Products]) -> None:
     ours, stock, default = products(MIXEDKV_WEIGHTS="all"), products(MIXEDKV_WEIGHTS="llama.cpp"), products()
     for name in TYPES:
-        case = f"{name} 7 2"
+        alone, several = f"{name} 1 1", f"{name} 7 2"
         mine = name in ("Q4_1", "Q5_0", "Q5_1", "Q8_0")
-        np.testing.assert_array_equal(default[case], (ours if mine else stock)[case])
-        assert not np.array_equal(ours[case], stock[case])  # two ways of summing
+        np.testing.assert_array_equal(default[alone], (ours if mine else stock)[alone])
+        np.testing.assert_array_equal(default[several], ours[several])
+        for case in (alone, several):
+            assert not np.array_equal(ours[case], stock[case])  # two ways of summing

@@ -3,8 +3,9 @@
 python -m support.weight_products_child IN.npz OUT.npz
 
 IN holds `columns` [n_columns, n_elements] and `weights` [n_rows, n_elements] in F32. OUT has for each type
-the quantised rows, as bytes, and the products of some first columns with some threads. The environment says
-whose products they are.
+the quantised rows, as bytes, and the products of some first columns with some threads. For types that
+llama.cpp repacks on this machine it has them once more, with rows that it has repacked, as many of the first
+rows as that takes. The environment says whose products they are.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import numpy.typing as npt
 
 TYPES = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
 CASES = ((1, 1), (3, 1), (7, 2), (40, 1), (40, 3))  # columns and threads
+REPACKED = ("Q4_0", "Q4_K")
+N_TOGETHER = 8
 _F32 = 0
 _MEMORY = 64 << 20
 
@@ -38,8 +41,19 @@ def _library(name: str) -> ctypes.CDLL:
 
 _base, _cpu = _library("ggml-base"), _library("ggml-cpu")
 _base.ggml_init.argtypes = (_InitParams,)
-for _name in ("ggml_init", "ggml_new_tensor_2d", "ggml_mul_mat", "ggml_new_graph", "ggml_get_data"):
+for _name in (
+    "ggml_init",
+    "ggml_new_tensor_2d",
+    "ggml_mul_mat",
+    "ggml_new_graph",
+    "ggml_get_data",
+    "ggml_backend_reg_dev_get",
+    "ggml_backend_reg_get_proc_address",
+    "ggml_backend_alloc_ctx_tensors_from_buft",
+):
     getattr(_base, _name).restype = ctypes.c_void_p
+_base.ggml_backend_buft_name.restype = ctypes.c_char_p
+_cpu.ggml_backend_cpu_reg.restype = ctypes.c_void_p
 for _name in ("ggml_nbytes", "ggml_quantize_chunk"):
     getattr(_base, _name).restype = ctypes.c_size_t
 
@@ -60,24 +74,67 @@ def _quantise(tensor: ctypes.c_void_p, kind: int, values: npt.NDArray[np.float32
     _base.ggml_quantize_chunk(kind, source, to, ctypes.c_int64(0), n_rows, n_elements, None)
 
 
+def _repacking_buffers() -> ctypes.c_void_p | None:
+    """Return ggml's type of buffers whose rows are repacked, or None where it has none."""
+    registry = ctypes.c_void_p(_cpu.ggml_backend_cpu_reg())
+    address = _base.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
+    types = ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)(address)(
+        _base.ggml_backend_reg_dev_get(registry, ctypes.c_size_t(0))
+    )
+    i = 0
+    while types and types[i]:
+        if _base.ggml_backend_buft_name(ctypes.c_void_p(types[i])) == b"CPU_REPACK":
+            return ctypes.c_void_p(types[i])
+        i += 1
+    return None
+
+
+def _repacked(kind: int, rows: npt.NDArray[np.uint8], shape: tuple[int, int]) -> ctypes.c_void_p | None:
+    """Return a tensor of these rows, which ggml repacks as it takes them, or None where it does not."""
+    buffers = _repacking_buffers()
+    if buffers is None:
+        return None
+    context = ctypes.c_void_p(_base.ggml_init(_InitParams(1 << 16, None, True)))
+    tensor = _tensor(context, kind, shape)
+    assert _base.ggml_backend_alloc_ctx_tensors_from_buft(context, buffers)
+    _base.ggml_backend_tensor_set(
+        tensor, ctypes.c_void_p(rows.ctypes.data), ctypes.c_size_t(0), ctypes.c_size_t(rows.nbytes)
+    )
+    return tensor
+
+
+def _multiply(
+    context: Any, rows: ctypes.c_void_p, n_rows: int, columns: npt.NDArray[np.float32], n_threads: int
+) -> npt.NDArray[np.float32]:
+    some = _tensor(context, _F32, columns.shape)
+    _array(some)[:] = np.ascontiguousarray(columns).view(np.uint8).ravel()
+    product = ctypes.c_void_p(_base.ggml_mul_mat(context, rows, some))
+    graph = ctypes.c_void_p(_base.ggml_new_graph(context))
+    _base.ggml_build_forward_expand(graph, product)
+    assert _cpu.ggml_graph_compute_with_ctx(context, graph, n_threads) == 0
+    return _array(product).view(np.float32).reshape(len(columns), n_rows).copy()
+
+
 def main() -> None:
     given = np.load(sys.argv[1])
     weights, columns = given["weights"], given["columns"]
+    n_rows = len(weights)
+    n_whole = n_rows - n_rows % N_TOGETHER
     out: dict[str, npt.NDArray[Any]] = {}
     for name, kind in TYPES.items():
         for n_columns, n_threads in CASES:
             context = ctypes.c_void_p(_base.ggml_init(_InitParams(_MEMORY, None, False)))
             rows = _tensor(context, kind, weights.shape)
             _quantise(rows, kind, weights)
-            some = _tensor(context, _F32, (n_columns, columns.shape[1]))
-            _array(some)[:] = np.ascontiguousarray(columns[:n_columns]).view(np.uint8).ravel()
-            product = ctypes.c_void_p(_base.ggml_mul_mat(context, rows, some))
-            graph = ctypes.c_void_p(_base.ggml_new_graph(context))
-            _base.ggml_build_forward_expand(graph, product)
-            assert _cpu.ggml_graph_compute_with_ctx(context, graph, n_threads) == 0
             out[name] = _array(rows).copy()
-            got = _array(product).view(np.float32).reshape(n_columns, weights.shape[0])
-            out[f"{name} {n_columns} {n_threads}"] = got.copy()
+            case = f"{n_columns} {n_threads}"
+            out[f"{name} {case}"] = _multiply(context, rows, n_rows, columns[:n_columns], n_threads)
+            if name in REPACKED:
+                whole = out[name].reshape(n_rows, -1)[:n_whole].copy()
+                repacked = _repacked(kind, whole, (n_whole, weights.shape[1]))
+                if repacked:
+                    got = _multiply(context, repacked, n_whole, columns[:n_columns], n_threads)
+                    out[f"{name} repacked {case}"] = got
             _base.ggml_free(context)
     np.savez(sys.argv[2], **out)
 
