@@ -244,6 +244,7 @@ def describe(state: ServerState, model: ServedModel, file: ModelFile) -> None:
     settings = state.settings
     template = "" if settings.chat_format else read_chat_template(settings.chat_template)
     template = template or str(file.metadata.get("tokenizer.chat_template", ""))
+    state.chat_template = template
     renderer = ChatRenderer(template, "", "")
     embeds = not model.parent and (settings.embeddings or only_embeds(file))
     n_ctx = default_n_ctx(model, file)
@@ -274,6 +275,7 @@ def _tell(state: ServerState, file: ModelFile, loaded: ModelInMemory) -> None:
     words = engine.tokenizer
     state.loaded = loaded
     state.kv = str(engine.llm.kv.config)
+    state.chat_template = words.chat_template
     state.capabilities = _capabilities(
         generates=state.generates,
         tools=state.generates and words.takes_tools,

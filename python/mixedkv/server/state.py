@@ -59,8 +59,8 @@ class ServerState:
 
     Attributes:
         loaded: None while it is not in memory.
-        kv, facts, capabilities: what is told of it; what its file says of it until it was loaded once.
-            Capabilities are in Ollama's words.
+        kv, facts, capabilities, chat_template: what is told of it; what its file says of it until it was
+            loaded once. Capabilities are in Ollama's words.
         sampling: fields of `Sampling`, where a request does not say them.
     """
 
@@ -86,6 +86,7 @@ class ServerState:
     kv: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
     capabilities: list[str] = field(default_factory=list)
+    chat_template: str = ""
     sampling: dict[str, Any] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -158,6 +159,14 @@ def test_what_a_client_asks_before_it_begins(server: Server) -> None:
     assert props["model_path"].endswith(".gguf")
     assert "messages" in props["chat_template"]
     assert props["modalities"] == {"vision": False, "audio": False}
+
+
+def test_the_template_is_the_one_that_chats_are_written_with(tmp_path: Path) -> None:
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (tmp_path / "plain.jinja").write_text(template)
+    with running("--n-ctx", "512", "--chat-template", str(tmp_path / "plain.jinja")) as plain:
+        assert plain.request("GET", "/props")[1]["chat_template"] == template
+        assert plain.post("/api/show", {"model": MODEL})["template"] == template
 
 
 def test_fields_about_slots_are_ignored_and_named(server: Server) -> None:

@@ -62,9 +62,10 @@ class Tokenizer:
         self.n_vocab = int(llm.n_vocab())
         self._eos = self._piece_text(llm.token_eos())
         bos = self._piece_text(llm.token_bos())
-        template = "" if chat_format else chat_template or llm.metadata.get("tokenizer.chat_template", "")
-        self._formatter = _make_formatter(chat_format, template, bos, self._eos)
-        self._renderer = ChatRenderer(template, bos, self._eos)
+        own = llm.metadata.get("tokenizer.chat_template", "")
+        self.chat_template: str = "" if chat_format else chat_template or own
+        self._formatter = _make_formatter(chat_format, self.chat_template, bos, self._eos)
+        self._renderer = ChatRenderer(self.chat_template, bos, self._eos)
         self._special = self._special_texts()
         self._longest = self._longest_token()
         self._is_control = np.array([self._has(token, _CONTROL) for token in range(self.n_vocab)], bool)

@@ -59,7 +59,7 @@ def chat_jobs(
         owner=owner,
         max_tokens=body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens,
         n_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        constraint=rendered.constraint or _constraint(body),
+        constraint=rendered.constraint or constraint_of(body, _schema(body)),
         session=session,
         param="messages",
         chat=rendered,
@@ -97,14 +97,10 @@ def chat_tokens(server: ServerState, body: ChatFields) -> list[int]:
     return render(server, chat_of(server, body))[0]
 
 
-def _constraint(body: ChatRequest) -> Constraint | None:
-    wanted, other = body.response_format, constraint_of(body)
+def _schema(body: ChatRequest) -> Constraint | None:
+    wanted = body.response_format
     if wanted is None or wanted.type == "text":
-        return other
-    if other is not None:
-        raise bad_request(
-            f"{other.name} and response_format both say what the answer looks like: give one", other.name
-        )
+        return None
     schema = wanted.json_schema.schema_ if wanted.json_schema is not None else wanted.schema_
     text = json.dumps({"type": "object"} if schema is None else schema)
     return Constraint("json_schema", text, "response_format")

@@ -191,17 +191,21 @@ def _approximate(jobs: Sequence[Job]) -> dict[str, Any]:
     return {"approximate_cached_tokens": n, "cached_repair": method} if n else {}
 
 
-def constraint_of(body: GenerationFields) -> Constraint | None:
-    """Return the constraint in the fields that raw prompts have too.
+def constraint_of(body: GenerationFields, schema: Constraint | None = None) -> Constraint | None:
+    """Return what the answer has to look like: `schema`, or what `grammar` or `regex` say.
 
     Raises:
         ApiError: 400, there are two.
     """
-    if body.grammar is not None and body.regex is not None:
-        raise bad_request("grammar and regex both say what the answer looks like: give one", "regex")
+    given = [schema] if schema is not None else []
     if body.grammar is not None:
-        return Constraint("gbnf", body.grammar, "grammar")
-    return Constraint("regex", body.regex, "regex") if body.regex is not None else None
+        given.append(Constraint("gbnf", body.grammar, "grammar"))
+    if body.regex is not None:
+        given.append(Constraint("regex", body.regex, "regex"))
+    if len(given) > 1:
+        one, other = given[-1].name, given[0].name
+        raise bad_request(f"{one} and {other} both say what the answer looks like: give one", one)
+    return given[0] if given else None
 
 
 def _check_reuse(server: ServerState, body: GenerationFields) -> None:

@@ -43,7 +43,6 @@ async def props(request: Request, model: Annotated[str | None, Query(max_length=
     """Return what clients of llama-server ask before they begin: the context, the template, defaults."""
     tenant(request)
     server = model_of(request, model)
-    metadata = await in_thread(server.file_metadata)
     settings = {"n_ctx": server.facts["n_ctx"], "params": {**server.sampling, "n_predict": -1}}
     return JSONResponse(
         {
@@ -51,7 +50,7 @@ async def props(request: Request, model: Annotated[str | None, Query(max_length=
             "total_slots": server.settings.parallel,
             "model_alias": server.model_name,
             "model_path": server.path.name,
-            "chat_template": str(metadata.get("tokenizer.chat_template", "")),
+            "chat_template": server.chat_template,
             "modalities": {"vision": "vision" in server.capabilities, "audio": False},
             "build_info": f"mixedkv-{__version__}",
         }
@@ -104,20 +103,15 @@ def _jobs(
         prompts,
         owner=owner,
         max_tokens=body.most_tokens,
-        constraint=_constraint(body),
+        constraint=constraint_of(body, _schema(body)),
         n_logprobs=body.n_probs or None,
         param=param,
     )
 
 
-def _constraint(body: LlamaServerFields) -> Constraint | None:
-    other = constraint_of(body)
+def _schema(body: LlamaServerFields) -> Constraint | None:
     if body.json_schema is None:
-        return other
-    if other is not None:
-        raise bad_request(
-            f"{other.name} and json_schema both say what the answer looks like: give one", other.name
-        )
+        return None
     return Constraint("json_schema", json.dumps(body.json_schema), "json_schema")
 
 

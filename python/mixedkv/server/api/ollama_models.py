@@ -148,11 +148,11 @@ def _details(server: ServerState) -> dict[str, Any]:
 
 def _shown(server: ServerState) -> dict[str, Any]:
     metadata = server.file_metadata()
-    template = str(metadata.pop("tokenizer.chat_template", ""))
+    metadata.pop("tokenizer.chat_template", None)
     return {
         "modelfile": f"# served by mixedkv\nFROM {server.path.name}\n",
         "parameters": "",
-        "template": template,
+        "template": server.chat_template,
         "license": str(metadata.get("general.license", "")),
         "details": _details(server),
         "model_info": {**_plain(metadata), "general.parameter_count": server.facts["n_params"]},
