@@ -19,9 +19,9 @@ from mixedkv.server.api.llama_server_schemas import InfillRequest, LlamaServerCo
 from mixedkv.server.api.logprobs import chat_logprobs, prompt_logprobs
 from mixedkv.server.api.respond import respond
 from mixedkv.server.api.sse import PING, sse
-from mixedkv.server.api_error import ApiError, bad_request, prompt_error
+from mixedkv.server.api_error import ApiError, prompt_error
 from mixedkv.server.http.json_body import JSONRoute
-from mixedkv.server.state import ServerState, in_thread, loaded_model, model_of, read_prompt, tenant
+from mixedkv.server.state import ServerState, loaded_model, model_of, read_prompt, tenant
 
 router = APIRouter(route_class=JSONRoute)
 
