@@ -24,7 +24,10 @@ import numpy as np
 
 # The first that is found in "symbol dso" says what it was.
 _KINDS = (
-    ("weights", r"run_columns|run_panels|multiply<|ggml_vec_dot|ggml_gem[vm]|tinyBLAS|sgemm|tiled|weights_run"),
+    (
+        "weights",
+        r"run_columns|run_panels|multiply<|ggml_vec_dot|ggml_gem[vm]|tinyBLAS|sgemm|tiled|weights_run",
+    ),
     ("rounding columns", r"quantize_row|weights_pack|quantize_mat"),
     ("waiting, system", r"\[k\]|barrier|thread_wait|syscall|ggml_graph_compute_.*thread"),
     ("attention, KV rows", r"mixedkv|flash_attn|ggml_compute_forward_(soft_max|set_rows|cpy|dup)"),
@@ -110,7 +113,9 @@ def bytes_a_second(n_threads: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", metavar="MODEL", type=Path, nargs="+")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--depth", type=int, default=0, help="tokens in the cache before")
