@@ -2,9 +2,9 @@
 
 python tests/python/support/tools/where_time_goes.py a.gguf b.gguf --threads 2 --depth 0
 
-`perf` (Debian: linux-perf) looks a thousand times a second at what each thread of a process does. What a thread
-does while it waits for the others counts as waiting. Below the table is what bounds it on this machine: the rate at
-which memory is read, of which an answer reads all weights for each token.
+`perf` (Debian: linux-perf) looks a thousand times a second at what each thread of a process does. What a
+thread does while it waits for the others counts as waiting. Below the table is what bounds it on the machine:
+the rate at which memory is read. For each token of an answer all weights are read.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _CHILD = """
 import sys, time
 from mixedkv import Llama
 path, work, n, depth, threads, kv = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:6]), sys.argv[6]
-llm = Llama(path, n_ctx=depth + n + 64, n_batch=512, n_threads=threads, n_threads_batch=threads, kv=kv, verbose=False)
+threads = {"n_threads": threads, "n_threads_batch": threads}
+llm = Llama(path, n_ctx=depth + n + 64, n_batch=512, kv=kv, verbose=False, **threads)
 tokens = [(i * 7919) % (llm.n_vocab() - 100) + 50 for i in range(depth + n)]
 llm.eval(tokens[:max(depth, 1)])
 print("ready", flush=True)
