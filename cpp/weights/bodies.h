@@ -187,41 +187,6 @@ struct rows_q4_k_x8 {
 };
 static_assert(sizeof(rows_q4_k_x8) == 8 * sizeof(row_q4_k));
 
-// Eight rows of Q5_K, as those of Q4_K
-struct rows_q5_k_x8 {
-    static constexpr int  bits         = 5;
-    static constexpr int  bias         = 0;
-    static constexpr int  scales       = 1;
-    static constexpr bool has_least    = true;
-    static constexpr int  blocks       = 8;
-    static constexpr int  together     = 8;
-    static constexpr bool faster_alone = true;
-
-    uint16_t scale[8];
-    uint16_t least[8];
-    uint8_t  factors[8][12];
-    uint8_t  fifth[8 * 32];
-    uint8_t  nibbles[8 * 128];
-};
-static_assert(sizeof(rows_q5_k_x8) == 8 * sizeof(row_q5_k));
-
-// Eight rows of Q6_K, interleaved by 8 bytes of each
-struct rows_q6_k_x8 {
-    static constexpr int  bits         = 6;
-    static constexpr int  bias         = 32;
-    static constexpr int  scales       = 2;
-    static constexpr bool has_least    = false;
-    static constexpr int  blocks       = 8;
-    static constexpr int  together     = 8;
-    static constexpr bool faster_alone = true;
-
-    uint16_t scale[8];
-    int8_t   factors[16][8]; // of each half of a block, those of eight rows
-    uint8_t  nibbles[8 * 128];
-    uint8_t  upper[8 * 64];
-};
-static_assert(sizeof(rows_q6_k_x8) == 8 * sizeof(row_q6_k));
-
 // Calls f with a null pointer to the struct of the type; returns false for a type that is none of these.
 template <class F>
 bool with_row_type(int type, F && f) {
@@ -255,12 +220,6 @@ bool with_row_type(int type, F && f) {
         return true;
     case WEIGHTS_Q4_K_X8:
         f(static_cast<const rows_q4_k_x8 *>(nullptr));
-        return true;
-    case WEIGHTS_Q5_K_X8:
-        f(static_cast<const rows_q5_k_x8 *>(nullptr));
-        return true;
-    case WEIGHTS_Q6_K_X8:
-        f(static_cast<const rows_q6_k_x8 *>(nullptr));
         return true;
     default:
         return false;

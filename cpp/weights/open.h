@@ -148,8 +148,9 @@ struct six_bits_of_eights {
     size_t               at;
 
     MIXEDKV_INLINE six_bits_of_eights(const char * const * rows_, size_t at_) :
-        scale(V::halves_of_eights(rows_, at_)), least(-V::halves_of_eights(rows_, at_ + 16)), rows(rows_),
-        at(at_ + 32) {}
+        scale(V::halves_of_eights(rows_, at_ + offsetof(rows_q4_k_x8, scale))),
+        least(-V::halves_of_eights(rows_, at_ + offsetof(rows_q4_k_x8, least))), rows(rows_),
+        at(at_ + offsetof(rows_q4_k_x8, factors)) {}
 
     template <class Out>
     MIXEDKV_INLINE void put(int block, Out & out) const {
@@ -166,21 +167,11 @@ struct six_bits_of_eights {
     }
 };
 
-// 16 bytes of each row from byte i of an array of the struct on, which is `array` bytes from its beginning
-template <class V, class Row>
-MIXEDKV_INLINE void lines_of(const char * const * rows, size_t at, size_t array, int i, typename V::ints out[4]) {
-    if constexpr (Row::together == 8) {
-        V::lines_of_eights(rows, at + array + 8 * i, out);
-    } else {
-        V::lines(rows, at + array + i, out);
-    }
-}
-
 template <class V, class Out>
 MIXEDKV_INLINE void open(const rows_q4_0_x8 *, const char * const * rows, size_t at, Out & out) {
     out.scale(0, 0, V::halves_of_eights(rows, at));
     typename V::ints lines[4];
-    lines_of<V, rows_q4_0_x8>(rows, at, offsetof(rows_q4_0_x8, nibbles), 0, lines);
+    V::lines_of_eights(rows, at + offsetof(rows_q4_0_x8, nibbles), lines);
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
         lines[i] ^= 0x88888888; // with the bias
@@ -188,112 +179,106 @@ MIXEDKV_INLINE void open(const rows_q4_0_x8 *, const char * const * rows, size_t
     put_nibbles<V>(lines, out);
 }
 
-// Q4_K and Q5_K: of each 64 elements there are 32 bytes, whose low nibbles come first.
+MIXEDKV_INLINE size_t nibbles_at(const row_q4_k *, int b) {
+    return offsetof(row_q4_k, nibbles) + 16 * b;
+}
+
+MIXEDKV_INLINE size_t nibbles_at(const rows_q4_k_x8 *, int b) {
+    return offsetof(rows_q4_k_x8, nibbles) + 8 * 16 * b;
+}
+
+// V::lines(), or V::lines_of_eights()
+template <class V, class Row>
+MIXEDKV_INLINE void lines_of(const Row *, const char * const * rows, size_t at, typename V::ints out[4]) {
+    if constexpr (Row::together == 8) {
+        V::lines_of_eights(rows, at, out);
+    } else {
+        V::lines(rows, at, out);
+    }
+}
+
 template <class V, class Row, class Factors, class Out>
-MIXEDKV_INLINE void open_k4(const char * const * rows, size_t at, Out & out) {
-    const Factors    factors(rows, at);
-    typename V::ints fifth[2][4];
-    if constexpr (Row::bits == 5) {
-#pragma GCC unroll 2
-        for (int i = 0; i < 2; i++) {
-            lines_of<V, Row>(rows, at, offsetof(Row, fifth), 16 * i, fifth[i]);
-        }
-    }
-#pragma GCC unroll 4
-    for (int first = 0; first < 8; first += 2) {
-        typename V::ints nibbles[2][4];
-#pragma GCC unroll 2
-        for (int i = 0; i < 2; i++) {
-            lines_of<V, Row>(rows, at, offsetof(Row, nibbles), 16 * (first + i), nibbles[i]);
-        }
-#pragma GCC unroll 2
-        for (int b = first; b < first + 2; b++) {
-            factors.put(b, out);
+MIXEDKV_INLINE void open_k4(const Row * row, const Factors & factors, const char * const * rows, size_t at, Out & out) {
+#pragma GCC         unroll 4
+    for (int b = 0; b < 8; b += 2) {
+        typename V::ints lines[2][4];
+        lines_of<V>(row, rows, at + nibbles_at(row, b), lines[0]);
+        lines_of<V>(row, rows, at + nibbles_at(row, b + 1), lines[1]);
+        factors.put(b, out);
 #pragma GCC unroll 8
-            for (int g = 0; g < groups; g++) {
-                const typename V::ints x = nibbles[g / 4][g % 4];
-                typename V::ints       y = b == first ? low_nibbles(x) : high_nibbles(x);
-                if constexpr (Row::bits == 5) {
-                    y |= (fifth[g / 4][g % 4] >> b & 0x01010101) << 4;
-                }
-                out.values(b, g, y);
-            }
-            out.done(b);
+        for (int g = 0; g < groups; g++) {
+            out.values(b, g, low_nibbles(lines[g / 4][g % 4]));
         }
+        out.done(b);
+        factors.put(b + 1, out);
+#pragma GCC unroll 8
+        for (int g = 0; g < groups; g++) {
+            out.values(b + 1, g, high_nibbles(lines[g / 4][g % 4]));
+        }
+        out.done(b + 1);
     }
 }
 
 template <class V, class Out>
-MIXEDKV_INLINE void open(const row_q4_k *, const char * const * rows, size_t at, Out & out) {
-    open_k4<V, row_q4_k, six_bits<V>>(rows, at, out);
+MIXEDKV_INLINE void open(const row_q4_k * row, const char * const * rows, size_t at, Out & out) {
+    open_k4<V>(row, six_bits<V>(rows, at), rows, at, out);
 }
 
 template <class V, class Out>
-MIXEDKV_INLINE void open(const rows_q4_k_x8 *, const char * const * rows, size_t at, Out & out) {
-    open_k4<V, rows_q4_k_x8, six_bits_of_eights<V>>(rows, at, out);
+MIXEDKV_INLINE void open(const rows_q4_k_x8 * row, const char * const * rows, size_t at, Out & out) {
+    open_k4<V>(row, six_bits_of_eights<V>(rows, at), rows, at, out);
 }
 
 template <class V, class Out>
 MIXEDKV_INLINE void open(const row_q5_k *, const char * const * rows, size_t at, Out & out) {
-    open_k4<V, row_q5_k, six_bits<V>>(rows, at, out);
+    const six_bits<V> factors(rows, at);
+    typename V::ints  fifth[2][4];
+    V::lines(rows, at + offsetof(row_q5_k, fifth), fifth[0]);
+    V::lines(rows, at + offsetof(row_q5_k, fifth) + 16, fifth[1]);
+#pragma GCC unroll 4
+    for (int b = 0; b < 8; b += 2) {
+        typename V::ints lines[2][4];
+        V::lines(rows, at + offsetof(row_q5_k, nibbles) + 16 * b, lines[0]);
+        V::lines(rows, at + offsetof(row_q5_k, nibbles) + 16 * b + 16, lines[1]);
+        factors.put(b, out);
+#pragma GCC unroll 8
+        for (int g = 0; g < groups; g++) {
+            out.values(b, g, low_nibbles(lines[g / 4][g % 4]) | (fifth[g / 4][g % 4] >> b & 0x01010101) << 4);
+        }
+        out.done(b);
+        factors.put(b + 1, out);
+#pragma GCC unroll 8
+        for (int g = 0; g < groups; g++) {
+            out.values(b + 1, g,
+                       high_nibbles(lines[g / 4][g % 4]) | (fifth[g / 4][g % 4] >> (b + 1) & 0x01010101) << 4);
+        }
+        out.done(b + 1);
+    }
 }
-
-template <class V, class Out>
-MIXEDKV_INLINE void open(const rows_q5_k_x8 *, const char * const * rows, size_t at, Out & out) {
-    open_k4<V, rows_q5_k_x8, six_bits_of_eights<V>>(rows, at, out);
-}
-
-// The factors of Q6_K, bytes with a sign
-template <class V>
-struct whole_factors {
-    typename V::floats scale;
-    typename V::ints   factors[4];
-
-    MIXEDKV_INLINE whole_factors(const char * const * rows, size_t at) :
-        scale(V::from_halves(V::dwords(rows, at + offsetof(row_q6_k, scale) - 2) >> 16)) {
-        V::lines(rows, at + offsetof(row_q6_k, factors), factors);
-    }
-
-    MIXEDKV_INLINE typename V::floats of(int block, int half) const {
-        return scale * V::to_floats(V::signed_byte(factors[block / 2], block % 2 * 2 + half));
-    }
-};
-
-template <class V>
-struct whole_factors_of_eights {
-    typename V::floats   scale;
-    const char * const * rows;
-    size_t               at;
-
-    MIXEDKV_INLINE whole_factors_of_eights(const char * const * rows_, size_t at_) :
-        scale(V::halves_of_eights(rows_, at_)), rows(rows_), at(at_ + offsetof(rows_q6_k_x8, factors)) {}
-
-    MIXEDKV_INLINE typename V::floats of(int block, int half) const {
-        return scale * V::signed_bytes_of_eights(rows, at + 8 * (2 * block + half));
-    }
-};
 
 // Of each 128 elements there are 64 bytes, whose low nibbles come first, and 32 with the upper two bits four times.
-template <class V, class Row, class Factors, class Out>
-MIXEDKV_INLINE void open_k6(const char * const * rows, size_t at, Out & out) {
-    const Factors factors(rows, at);
+template <class V, class Out>
+MIXEDKV_INLINE void open(const row_q6_k *, const char * const * rows, size_t at, Out & out) {
+    typename V::ints factors[4];
+    V::lines(rows, at + offsetof(row_q6_k, factors), factors);
+    const typename V::floats scale = V::from_halves(V::dwords(rows, at + offsetof(row_q6_k, scale) - 2) >> 16);
 #pragma GCC unroll 2
     for (int first = 0; first < 8; first += 4) {
         typename V::ints upper[2][4], nibbles[4][4];
 #pragma GCC unroll 2
         for (int i = 0; i < 2; i++) {
-            lines_of<V, Row>(rows, at, offsetof(Row, upper), first * 8 + 16 * i, upper[i]);
+            V::lines(rows, at + offsetof(row_q6_k, upper) + first * 8 + 16 * i, upper[i]);
         }
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
-            lines_of<V, Row>(rows, at, offsetof(Row, nibbles), first * 16 + 16 * i, nibbles[i]);
+            V::lines(rows, at + offsetof(row_q6_k, nibbles) + first * 16 + 16 * i, nibbles[i]);
         }
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
             const int b = first + i;
 #pragma GCC unroll 2
             for (int half = 0; half < 2; half++) {
-                out.scale(b, half, factors.of(b, half));
+                out.scale(b, half, scale * V::to_floats(V::signed_byte(factors[b / 2], b % 2 * 2 + half)));
             }
 #pragma GCC unroll 8
             for (int g = 0; g < groups; g++) {
@@ -303,16 +288,6 @@ MIXEDKV_INLINE void open_k6(const char * const * rows, size_t at, Out & out) {
             out.done(b);
         }
     }
-}
-
-template <class V, class Out>
-MIXEDKV_INLINE void open(const row_q6_k *, const char * const * rows, size_t at, Out & out) {
-    open_k6<V, row_q6_k, whole_factors<V>>(rows, at, out);
-}
-
-template <class V, class Out>
-MIXEDKV_INLINE void open(const rows_q6_k_x8 *, const char * const * rows, size_t at, Out & out) {
-    open_k6<V, rows_q6_k_x8, whole_factors_of_eights<V>>(rows, at, out);
 }
 
 // So many blocks in a row are whole lines. Their scales then come with them, where else each is read alone.

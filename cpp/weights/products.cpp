@@ -50,11 +50,6 @@ bool weights_supported(int type, int64_t n_columns) {
     return with_row_type(type, [&](auto * row) { own = own || row->faster_alone; }) && own && kernels();
 }
 
-bool weights_repack(int type, int64_t n_rows, int64_t n_matrices) {
-    return (type == WEIGHTS_Q5_K || type == WEIGHTS_Q6_K) && n_rows % 8 == 0 && n_matrices == 1 &&
-           weights_supported(WEIGHTS_X8 + type, 1);
-}
-
 size_t weights_column_bytes(int64_t n_elements) {
     return n_elements / WEIGHTS_BLOCK * sizeof(column_block);
 }

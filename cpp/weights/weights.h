@@ -39,8 +39,6 @@ enum weights_type {
     WEIGHTS_X8      = 256,
     WEIGHTS_Q4_0_X8 = WEIGHTS_X8 + WEIGHTS_Q4_0,
     WEIGHTS_Q4_K_X8 = WEIGHTS_X8 + WEIGHTS_Q4_K,
-    WEIGHTS_Q5_K_X8 = WEIGHTS_X8 + WEIGHTS_Q5_K,
-    WEIGHTS_Q6_K_X8 = WEIGHTS_X8 + WEIGHTS_Q6_K,
 };
 
 // out[column][row] = rows[row] . columns[column]
@@ -60,9 +58,6 @@ struct weights_product {
 // columns of some types, for which it is faster. MIXEDKV_WEIGHTS=llama.cpp leaves all to it, MIXEDKV_WEIGHTS=all takes
 // single columns of all types above. MIXEDKV_ISA forces a body as it does for attention.
 WEIGHTS_API bool weights_supported(int type, int64_t n_columns);
-
-// Whether llama.cpp repacks such rows for the products made here, though it has none of its own for them on x86
-WEIGHTS_API bool weights_repack(int type, int64_t n_rows, int64_t n_matrices);
 
 WEIGHTS_API size_t weights_column_bytes(int64_t n_elements);
 

@@ -66,11 +66,6 @@ struct avx2 {
         return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(rows[0] + at)));
     }
 
-    static floats signed_bytes_of_eights(const char * const * rows, size_t at) {
-        const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(rows[0] + at));
-        return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
-    }
-
     static floats bytes_of_eights(const uint64_t bytes[1]) {
         return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(int64_t(bytes[0]))));
     }

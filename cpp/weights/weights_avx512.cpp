@@ -69,12 +69,6 @@ struct avx512 {
         return _mm512_cvtph_ps(_mm256_set_m128i(load_line(rows[8] + at), load_line(rows[0] + at)));
     }
 
-    static floats signed_bytes_of_eights(const char * const * rows, size_t at) {
-        const __m128i first = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(rows[0] + at));
-        const __m128i other = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(rows[8] + at));
-        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_unpacklo_epi64(first, other)));
-    }
-
     static floats bytes_of_eights(const uint64_t bytes[2]) {
         return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_set_epi64x(int64_t(bytes[1]), int64_t(bytes[0]))));
     }

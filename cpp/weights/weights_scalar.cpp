@@ -117,24 +117,6 @@ void open(const rows_q4_k_x8 & rows, int r, int b, opened_block & out) {
     }
 }
 
-void open(const rows_q5_k_x8 & rows, int r, int b, opened_block & out) {
-    open_factors(rows.factors[b], r, rows.scale[r], rows.least[r], out);
-    for (int i = 0; i < WEIGHTS_BLOCK; i++) {
-        const int fifth = rows.fifth[in_eight(r, i)] >> b & 1;
-        out.values[i]   = (rows.nibbles[in_eight(r, b / 2 * 32 + i)] >> b % 2 * 4 & 15) | fifth << 4;
-    }
-}
-
-void open(const rows_q6_k_x8 & rows, int r, int b, opened_block & out) {
-    for (int i = 0; i < WEIGHTS_BLOCK; i++) {
-        const int nibble = rows.nibbles[in_eight(r, b / 4 * 64 + b % 2 * 32 + i)] >> b % 4 / 2 * 4 & 15;
-        out.values[i]    = nibble | (rows.upper[in_eight(r, b / 4 * 32 + i)] >> b % 4 * 2 & 3) << 4;
-    }
-    for (int half = 0; half < 2; half++) {
-        out.scale[half] = half_to_float(rows.scale[r]) * float(rows.factors[2 * b + half][r]);
-    }
-}
-
 template <class Row>
 void open(const Row & row, int, int b, opened_block & out) {
     open(row, b, out);

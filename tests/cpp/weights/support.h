@@ -30,10 +30,9 @@ struct named_type {
 };
 
 constexpr named_type types[] = {
-    { "q4_0", WEIGHTS_Q4_0 },       { "q4_1", WEIGHTS_Q4_1 },       { "q5_0", WEIGHTS_Q5_0 },
-    { "q5_1", WEIGHTS_Q5_1 },       { "q8_0", WEIGHTS_Q8_0 },       { "q4_k", WEIGHTS_Q4_K },
-    { "q5_k", WEIGHTS_Q5_K },       { "q6_k", WEIGHTS_Q6_K },       { "q4_0_x8", WEIGHTS_Q4_0_X8 },
-    { "q4_k_x8", WEIGHTS_Q4_K_X8 }, { "q5_k_x8", WEIGHTS_Q5_K_X8 }, { "q6_k_x8", WEIGHTS_Q6_K_X8 },
+    { "q4_0", WEIGHTS_Q4_0 },       { "q4_1", WEIGHTS_Q4_1 },       { "q5_0", WEIGHTS_Q5_0 }, { "q5_1", WEIGHTS_Q5_1 },
+    { "q8_0", WEIGHTS_Q8_0 },       { "q4_k", WEIGHTS_Q4_K },       { "q5_k", WEIGHTS_Q5_K }, { "q6_k", WEIGHTS_Q6_K },
+    { "q4_0_x8", WEIGHTS_Q4_0_X8 }, { "q4_k_x8", WEIGHTS_Q4_K_X8 },
 };
 
 // `scale` and `least` as halves

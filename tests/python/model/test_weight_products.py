@@ -94,10 +94,10 @@ def test_rows_that_llama_cpp_has_repacked_give_the_same_bits(
     for n_columns, n_threads in CASES:
         got = ours[f"{name} repacked {n_columns} {n_threads}"]
         np.testing.assert_array_equal(got, ours[f"{name} 40 1"][:n_columns, :n_rows])
-        theirs = stock.get(f"{name} repacked {n_columns} {n_threads}", stock[f"{name} 40 1"])
-        assert relative_error(got, theirs[:n_columns, :n_rows]) < 0.03
+        theirs = stock[f"{name} repacked {n_columns} {n_threads}"]
+        assert relative_error(got, theirs) < 0.03
         if name != "Q4_0":  # whose columns are rounded alike, and some sums have the same order
-            assert not np.array_equal(got, theirs[:n_columns, :n_rows])
+            assert not np.array_equal(got, theirs)
 
 
 @pytest.mark.parametrize("isa", ["avx2", "scalar"])

@@ -11,7 +11,6 @@ rows as that takes. The environment says whose products they are.
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ import numpy.typing as npt
 
 TYPES = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
 CASES = ((1, 1), (3, 1), (7, 2), (40, 1), (40, 3))  # columns and threads
-REPACKED = ("Q4_0", "Q4_K", "Q5_K", "Q6_K")  # the last two only for products made here
+REPACKED = ("Q4_0", "Q4_K")
 N_TOGETHER = 8
 _F32 = 0
 _MEMORY = 64 << 20
@@ -130,8 +129,7 @@ def main() -> None:
             out[name] = _array(rows).copy()
             case = f"{n_columns} {n_threads}"
             out[f"{name} {case}"] = _multiply(context, rows, n_rows, columns[:n_columns], n_threads)
-            theirs = os.environ.get("MIXEDKV_WEIGHTS") == "llama.cpp"
-            if name in (REPACKED[:2] if theirs else REPACKED):
+            if name in REPACKED:
                 whole = out[name].reshape(n_rows, -1)[:n_whole].copy()
                 repacked = _repacked(kind, whole, (n_whole, weights.shape[1]))
                 if repacked:
