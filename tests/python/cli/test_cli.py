@@ -24,7 +24,8 @@ from support.patience import PATIENCE
 
 RECALL = make_recall(seed=53_001, n_sentences=12)  # one that the model answers with an F16 cache
 COMMAND = [sys.executable, "-m", "mixedkv"]
-ENDLESS = ["run", "--raw", "-p", RECALL.text, "-n", "4000", "--n-ctx", "8192"]
+# writes more than a pipe holds, which takes minutes
+ENDLESS = ["run", "--raw", "-p", RECALL.text, "-n", "60000", "--n-ctx", "65536"]
 SUMMARY = re.compile(
     r"prompt ([\d.]+|-), text ([\d.]+|-) tok/s; "
     r"cache [\d.]+ [KMG]iB, [\d.]+ bits/element, \d+% (below|above) F16"

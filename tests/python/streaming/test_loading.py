@@ -96,12 +96,12 @@ def test_ctrl_c_ends_the_command() -> None:
         "--stream-layers",
         "2",
         "--n-ctx",
-        "2048",
+        "65536",
         "--raw",
         "-p",
         "Monday.",
         "-n",
-        "1900",
+        "60000",  # more than a pipe holds
     ]
     command = [sys.executable, "-m", "mixedkv", "run", *options]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
