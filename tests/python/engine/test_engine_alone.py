@@ -197,10 +197,11 @@ from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.engine import Engine
 from mixedkv.errors import ClosedError
-llm = Llama(model_path(), n_ctx=65536, n_seq_max=8, kv_unified=True, verbose=False)
+llm = Llama(model_path(), n_ctx=2048, n_seq_max=8, kv_unified=True, verbose=False)
 engine = Engine(llm)
 no_end = tuple((token, -100.0) for token in range(llm.n_vocab()) if engine.detokenizer.is_end(token))
-answers = [engine.submit("Once upon a time", max_tokens=20_000, logit_bias=no_end) for _ in range(3)]
+endless = {{"max_tokens": 1_000_000, "overflow": "slide", "logit_bias": no_end}}
+answers = [engine.submit("Once upon a time", **endless) for _ in range(3)]
 next(iter(answers[0]))
 {end}
 if not engine.alive:
