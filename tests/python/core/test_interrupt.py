@@ -50,10 +50,12 @@ import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from mixedkv import Llama
 from mixedkv.bundled import model_path
+load = lambda: Llama(model_path(), n_ctx=256, n_threads=1, verbose={verbose}).close()
+load()  # what is imported by then cannot be interrupted: Python would end by the signal though it was caught
 try:
     print("ready", flush=True)
     while True:
-        Llama(model_path(), n_ctx=256, n_threads=1, verbose={verbose}).close()
+        load()
 except KeyboardInterrupt:
     print("interrupted", flush=True)
 """
