@@ -26,8 +26,8 @@ from support.patience import PATIENCE
 RECALL = make_recall(seed=53_001, n_sentences=12)  # one that the model answers with an F16 cache
 COMMAND = [sys.executable, "-m", "mixedkv"]
 ENDLESS = ["run", "--raw", "-p", RECALL.text, "-n", "7800", "--n-ctx", "8192"]
-# all of that does not fit a small pipe: who writes it waits to be read
-PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "pipesize": 4096}
+# what that writes does not fit a small pipe: it waits to be read
+PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "pipesize": 4096, "bufsize": 0}
 SUMMARY = re.compile(
     r"prompt ([\d.]+|-), text ([\d.]+|-) tok/s; "
     r"cache [\d.]+ [KMG]iB, [\d.]+ bits/element, \d+% (below|above) F16"

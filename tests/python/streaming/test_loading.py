@@ -15,6 +15,7 @@ import pytest
 
 from mixedkv import Llama, terminal
 from mixedkv.bundled import model_path
+from mixedkv.bundled.corpus import make_recall
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.server.model_loading import load_model
 from mixedkv.server.models import served_models
@@ -99,13 +100,14 @@ def test_ctrl_c_ends_the_command() -> None:
         "8192",
         "--raw",
         "-p",
-        "Monday.",
+        make_recall(seed=53_001, n_sentences=12).text,
         "-n",
         "8000",
     ]
     command = [sys.executable, "-m", "mixedkv", "run", *options]
-    # the answer does not fit a small pipe: it cannot end before it is read
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pipesize=4096)
+    # what it writes does not fit a small pipe: it cannot end before that is read
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "pipesize": 4096}
+    child = subprocess.Popen(command, bufsize=0, **pipes)
     assert child.stdout is not None
     assert child.stdout.read(1)
     child.send_signal(signal.SIGINT)
