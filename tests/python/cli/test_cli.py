@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,9 @@ from support.patience import PATIENCE
 
 RECALL = make_recall(seed=53_001, n_sentences=12)  # one that the model answers with an F16 cache
 COMMAND = [sys.executable, "-m", "mixedkv"]
-ENDLESS = ["run", "--raw", "-p", RECALL.text, "-n", "4000", "--n-ctx", "8192"]
+ENDLESS = ["run", "--raw", "-p", RECALL.text, "-n", "7800", "--n-ctx", "8192"]
+# what that writes does not fit a small pipe: it waits to be read
+PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "pipesize": 4096, "bufsize": 0}
 SUMMARY = re.compile(
     r"prompt ([\d.]+|-), text ([\d.]+|-) tok/s; "
     r"cache [\d.]+ [KMG]iB, [\d.]+ bits/element, \d+% (below|above) F16"
@@ -237,7 +240,7 @@ def test_unsupported_models_are_one_line_too(zoo_path, name: str) -> None:
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 def test_ctrl_c() -> None:
-    with subprocess.Popen([*COMMAND, *ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen([*COMMAND, *ENDLESS], **PIPES) as process:
         assert process.stdout is not None
         assert process.stdout.read(1)
         process.send_signal(signal.SIGINT)
@@ -248,7 +251,7 @@ def test_ctrl_c() -> None:
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX pipes")
 def test_a_closed_pipe_ends_quietly() -> None:
-    with subprocess.Popen([*COMMAND, *ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen([*COMMAND, *ENDLESS], **PIPES) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.read(1)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -157,7 +158,9 @@ def test_no_thread_loads_a_state_under_an_engine() -> None:
 def test_closing_the_model_closes_the_engine_first() -> None:
     llm = open_llama(n_seq_max=4, kv_unified=True)
     engine = Engine(llm)
-    answer = engine.submit("The mill", max_tokens=500)
+    # without the token that ends an answer
+    endless: dict[str, Any] = {"max_tokens": 1_000_000, "overflow": "slide", "logit_bias": ((2, -100.0),)}
+    answer = engine.submit("The mill", **endless)
     llm.close()
     with pytest.raises(ClosedError):
         answer.result()

@@ -23,11 +23,12 @@ from support.server_support import Direct, end_of
 
 KV = "mixed:cold=q8_0"
 N = 500
+N_CTX, LONG = 65536, 60_000  # an answer of so many tokens takes a minute and more
 
 
 def opened(**options: Any) -> Direct:
     connector = ChunkConnector(KVStore(None), **{"repair": "query", "check": 0.0, **options})
-    return Direct(kv=KV, n_ctx=8192, connector=connector)
+    return Direct(kv=KV, n_ctx=N_CTX, connector=connector)
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +169,7 @@ def test_others_get_on_meanwhile(direct: Direct) -> None:
     """A running answer has a token in every step of a prompt that is put together."""
     case = make(direct, 8, n_prompt=1500)
     store(direct, case)
-    running, _ = direct.start(make_recall(5, 8).prompt, 3000, ignore_end=True, reuse=False)
+    running, _ = direct.start(make_recall(5, 8).prompt, LONG, ignore_end=True, reuse=False)
     wait_for(lambda: running.n_answer > 2)
     seen: list[int] = []
     advance = Job.stitched
@@ -271,7 +272,7 @@ def test_checks_wait_until_nobody_wants_the_engine() -> None:
     with opened(check=1.0) as direct:
         case = make(direct, 1, "alone")
         store(direct, case)
-        running, _ = direct.start(make_recall(5, 8).prompt, 3000, ignore_end=True, reuse=False)
+        running, _ = direct.start(make_recall(5, 8).prompt, LONG, ignore_end=True, reuse=False)
         wait_for(lambda: running.n_answer > 2)
         assert ask(direct, case)[0].n_approximate
         stats = direct.engine.connector_stats()["chunks"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -201,7 +202,8 @@ def test_a_cancelled_job_leaves_at_the_next_step(direct: Direct) -> None:
 
 
 def test_a_cancelled_job_keeps_no_prefix(direct: Direct) -> None:
-    job, events = direct.start(make_recall(10, 5).prompt, 1800, stream=True, ignore_end=True, keep=True)
+    options: dict[str, Any] = {"ignore_end": True, "overflow": "slide", "stream": True, "keep": True}
+    job, events = direct.start(make_recall(10, 5).prompt, 1_000_000, **options)
     while not isinstance(events.get(timeout=PATIENCE), Delta):
         pass
     direct.engine.cancel(job)
@@ -276,7 +278,8 @@ def test_an_answer_that_goes_on_later_still_follows_its_schema(direct: Direct) -
     preempted: list[int] = []
     direct.engine.observer.preempted = lambda: preempted.append(1)  # type: ignore[method-assign]
     try:
-        jobs = [direct.start(recall.prompt, 1500, sampling=sampling) for recall in prompts(4, 30)]
+        jobs = [direct.job(recall.prompt, 1500, sampling=sampling) for recall in prompts(4, 30)]
+        direct.engine.submit_jobs([job for job, _ in jobs])
         values = [json.loads(end_of(events).text) for _, events in jobs]
     finally:
         del direct.engine.observer.preempted
@@ -287,12 +290,15 @@ def test_an_answer_that_goes_on_later_still_follows_its_schema(direct: Direct) -
 def test_a_full_queue_is_refused(direct: Direct) -> None:
     engine = direct.engine
     limit, engine.room.max_queue = engine.room.max_queue, 2
+    tried = threading.Event()
+    engine.call(lambda: tried.wait(PATIENCE))  # no job ends before that
     try:
         jobs = [direct.job([5 + i] * 20, 200, ignore_end=True)[0] for i in range(engine.parallel + 2)]
         engine.submit_jobs(jobs)
         with pytest.raises(QueueFullError):
             engine.submit_jobs([direct.job([5] * 20)[0] for _ in range(3)])
     finally:
+        tried.set()
         engine.room.max_queue = limit
         for job in jobs:
             engine.cancel(job)
@@ -310,7 +316,7 @@ def test_drain_lets_answers_finish_and_takes_no_more() -> None:
 
 def test_close_fails_what_is_left() -> None:
     own = Direct()
-    _, events = own.start(make_recall(15, 5).prompt, 1800, ignore_end=True)
+    _, events = own.start(make_recall(15, 5).prompt, 1_000_000, ignore_end=True, overflow="slide")
     assert not own.engine.drain(0)
     event = events.get(timeout=PATIENCE)
     assert isinstance(event, Failed)

@@ -97,9 +97,9 @@ def test_a_schema_is_followed(large: Path) -> None:
         steps: list[float] = []
 
         def timed(ids: np.ndarray, scores: np.ndarray) -> np.ndarray:
-            began = time.perf_counter()
+            began = time.process_time()  # whatever else runs on this machine
             masked = first(ids, scores)
-            steps.append(time.perf_counter() - began)
+            steps.append(time.process_time() - began)
             return masked
 
         text = llm.create_completion("x", max_tokens=40, temperature=0.0, logits_processor=[timed])[

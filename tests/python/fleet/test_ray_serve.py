@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import urllib.error
@@ -62,7 +63,7 @@ def say(url: str, messages: list[dict[str, str]], number: int) -> dict[str, Any]
     def ask() -> bool:
         try:
             answers.append(json.loads(post(f"{url}/v1/chat/completions", body)))
-        except (urllib.error.URLError, ConnectionError):  # of the one that was killed just now
+        except (OSError, http.client.HTTPException):  # of the one that was killed just now
             return False
         return True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,7 @@ from mixedkv import Llama
 from mixedkv.engine.engine import Engine
 from mixedkv.errors import ContextBusyError
 from support.conversation_support import open_llama
+from support.patience import PATIENCE
 
 TOKENS = [5 + i % 200 for i in range(400)]
 
@@ -35,12 +37,17 @@ def last_logits(llm: Llama) -> bytes:
 
 
 def evaluate_beside(llm: Llama, touch: Callable[[Llama], object]) -> int:
-    """Evaluate the tokens from the start, ten times; how often the other thread was turned away."""
+    """Evaluate the tokens from the start, ten times and until the other thread was turned away; how often it
+    was.
+    """
+    turned_away, end = threading.Event(), time.monotonic() + PATIENCE
 
     def rounds() -> None:
-        for _ in range(10):
+        n = 0
+        while n < 10 or (not turned_away.is_set() and time.monotonic() < end):
             llm.reset()
             llm.eval(TOKENS)
+            n += 1
 
     n_busy, thread = 0, threading.Thread(target=rounds)
     thread.start()
@@ -49,6 +56,7 @@ def evaluate_beside(llm: Llama, touch: Callable[[Llama], object]) -> int:
             touch(llm)
         except ContextBusyError:
             n_busy += 1
+            turned_away.set()
     thread.join()
     return n_busy
 

@@ -179,7 +179,7 @@ def test_a_stopped_redis_holds_up_sessions_only(tmp_path: Path, old: bool) -> No
         with socket.socket(socket.AF_UNIX) as client:
             while client.connect_ex(str(tmp_path / "s")):
                 assert redis.poll() is None
-        options = ("--n-ctx", "512", "--parallel", "2", "--request-timeout", "3", "--drain-timeout", "1")
+        options = ("--n-ctx", "512", "--parallel", "2", "--request-timeout", "4", "--drain-timeout", "1")
         options += ("--metadata-url", f"unix://{tmp_path / 's'}")
         with running(*options, environ=environ) as server:
             made = {"model": MODEL, "prompt": "x", "session_id": "a"}

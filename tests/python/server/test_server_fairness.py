@@ -62,7 +62,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     keys = key_file(tmp_path_factory.mktemp("keys"), f"anna:{ANNA}", f"ben:{BEN} weight=3", f"cleo:{CLEO}")
     metrics_key = key_file(tmp_path_factory.mktemp("metrics"), METRICS)
     options = ("--api-key-file", str(keys), "--metrics-key-file", str(metrics_key))
-    with running("--n-ctx", "16384", "--parallel", "4", *options) as server:
+    with running("--n-ctx", "65536", "--parallel", "4", *options) as server:
         yield server
 
 
@@ -78,7 +78,7 @@ def test_64_endless_answers_leave_a_place_to_another_tenant(server: Server) -> N
     with streams(server, (ANNA, 64, 3000)) as opened:
         before = generated(server)
         wait_for(lambda: generated(server)["anna"] - before["anna"] > 100)
-        opened.append(Stream(server, CLEO, 1, 3000))
+        opened.append(Stream(server, CLEO, 1, 20_000))
         began = until(server, "cleo", before["cleo"] + 20)
         n = until(server, "cleo", before["cleo"] + 200) - began
         assert n["anna"] <= 3 * n["cleo"] * 1.25 + 50

@@ -172,6 +172,7 @@ def test_without_an_encoder() -> None:
 def test_encoders_that_cannot_be(options: tuple[str, ...], says: str) -> None:
     server = Server("--n-ctx", "512", *options)
     assert server.process.wait(PATIENCE) != 0
+    server.stop()  # all of its log is read
     assert says in server.log
     assert "Traceback" not in server.log
 

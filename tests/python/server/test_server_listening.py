@@ -84,9 +84,9 @@ def test_a_client_that_trusts_the_certificate_is_served(tls_server: Server) -> N
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion")  # it is deprecated: that is the point
 def test_others_are_not(tls_server: Server) -> None:
     with pytest.raises(httpx.ConnectError, match="certificate"):
-        httpx.get(f"{tls_server.url}/health")
+        httpx.get(f"{tls_server.url}/health", timeout=PATIENCE)
     with pytest.raises(httpx.TransportError):
-        httpx.get(f"http://127.0.0.1:{tls_server.port}/health")
+        httpx.get(f"http://127.0.0.1:{tls_server.port}/health", timeout=PATIENCE)
     with socket.create_connection(("127.0.0.1", tls_server.port), PATIENCE) as silent:
         silent.sendall(b"\x16\x03\x01 no handshake")
         assert tls_server.status("GET", "/health") == 200

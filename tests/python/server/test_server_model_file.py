@@ -108,7 +108,7 @@ def test_a_server_whose_model_is_cut_off_says_so_and_lives(tmp_path: Path) -> No
     path = tmp_path / "model.gguf"
     shutil.copy(model_path(), path)
     endless: dict[str, Any] = {"prompt": "a", "max_tokens": 100_000, "ignore_eos": True}
-    with running("-m", str(path), "--n-ctx", "4096", "--embeddings") as server:
+    with running("-m", str(path), "--n-ctx", "131072", "--embeddings") as server:
         statuses: list[int] = []
 
         def ask() -> None:

@@ -113,9 +113,9 @@ def test_what_loads_a_model_is_ignored(server: Server) -> None:
     options = {**BRIEF, "num_ctx": 100_000, "num_gpu": 99, "num_thread": 2, "repeat_last_n": 32}
     for _ in range(2):
         assert client(server).chat(MODEL + ":latest", [USER], options=options, keep_alive="5m").done
-    assert server.log.count("num_ctx") == 1
-    assert "--n-ctx 100000" in server.log
-    assert server.log.count("options.repeat_last_n") == 1
+    server.wait_for_log("num_ctx")
+    server.wait_for_log("--n-ctx 100000")
+    server.wait_for_log("options.repeat_last_n")
     assert client(server).chat(MODEL, []).done_reason == "load"
     assert client(server).generate(MODEL).done_reason == "load"
 

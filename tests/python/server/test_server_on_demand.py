@@ -112,7 +112,7 @@ def test_the_first_request_loads_a_model(server: Server, files: dict[str, Path])
     assert client(server).show("one").capabilities == shown.capabilities
     assert is_mapped(server, files["one"])
     assert not is_mapped(server, files["two"])
-    assert server.log.count("the model one was loaded") == 1
+    server.wait_for_log("the model one was loaded")
     assert server.status("GET", "/v1/models/third") == 404
     unload(server, "one")
     wait_for(lambda: not is_mapped(server, files["one"]))
@@ -150,7 +150,7 @@ def test_its_kv_is_kept(options: list[str], tmp_path: Path, tier: str) -> None:
 
 
 def test_keep_alive_and_ps(options: list[str]) -> None:
-    with running(*options, "--keep-alive", "3s") as server:
+    with running(*options, "--keep-alive", "200s") as server:  # no test takes so long between two lines
         ollamas = client(server)
 
         def expires_in() -> float:
@@ -159,8 +159,10 @@ def test_keep_alive_and_ps(options: list[str]) -> None:
 
         answer = ollamas.generate("two", "a", options={"num_predict": 1})
         assert 0 < answer.load_duration <= answer.total_duration
-        assert 0 < expires_in() <= 3
-        assert ollamas.generate("two", "a", options={"num_predict": 1}).load_duration < answer.load_duration
+        assert 0 < expires_in() <= 200
+        again = [ollamas.generate("two", "a", options={"num_predict": 1}).load_duration for _ in range(3)]
+        assert min(again) < answer.load_duration
+        ollamas.generate("two", "a", options={"num_predict": 1}, keep_alive="1s")
         wait_for(lambda: not ollamas.ps().models)
         assert ollamas.generate("two", keep_alive="10m").done_reason == "load"
         assert 500 < expires_in() <= 600
@@ -169,13 +171,13 @@ def test_keep_alive_and_ps(options: list[str]) -> None:
         ollamas.chat("two", [USER], options={"num_predict": 1}, keep_alive=1000)
         assert 900 < expires_in() <= 1000
         ask(server, "two", max_tokens=1)
-        assert expires_in() <= 3, "another request has the default"
+        assert expires_in() <= 200, "another request has the default"
         with pytest.raises(ollama.ResponseError, match="keep_alive: 'soon' is not a time"):
             ollamas.chat("two", [USER], keep_alive="soon")
         ollamas.chat("two", [USER], options={"num_predict": 1}, keep_alive=0)
         wait_for(lambda: not ollamas.ps().models)
         assert ollamas.chat("two", [], keep_alive=0).done_reason == "unload"
-        assert ollamas.chat("two", []).done_reason == "load"
+        assert ollamas.chat("two", [], keep_alive="1s").done_reason == "load"
         wait_for(lambda: not ollamas.ps().models)
         # It is counted when all is freed, a moment after it is gone from the list.
         wait_for(lambda: count(server, "mixedkv:model_unloads_total", "two") == 3)
@@ -259,8 +261,10 @@ def test_warm_prompts_come_back(options: list[str], tmp_path: Path) -> None:
             unload(server, "one")
 
 
-def test_warm_models_leave_as_well(options: list[str], tmp_path: Path) -> None:
+def test_models_leave_after_the_default_time_and_warm_ones_as_well(options: list[str]) -> None:
     with running(*options, "--warm-text", RECALL.prompt, "--keep-alive", "1s") as server:
+        wait_for(lambda: not loaded(server))
+        ask(server, "two", max_tokens=1)
         wait_for(lambda: not loaded(server))
         assert server.stop() == 0
 
@@ -376,7 +380,7 @@ def test_without_the_option_models_stay(files: dict[str, Path]) -> None:
         client(server).generate("one", keep_alive=0)
         (listed,) = client(server).ps().models
         assert listed.expires_at.year == 2999
-        assert "keep_alive is ignored: models stay loaded; serve with --keep-alive" in server.log
+        wait_for(lambda: "keep_alive is ignored: models stay loaded; serve with --keep-alive" in server.log)
 
 
 def test_memory_does_not_grow(options: list[str]) -> None:

@@ -247,7 +247,8 @@ def test_a_client_that_goes_away_frees_its_place(parts: Exported, head: Head) ->
         expected = _answer(client, 0)
         gone = SplitClient(head, server.address)
         session = gone.session()
-        stream = session.generate_tokens(list(range(5, 800)), max_tokens=100, temperature=0)
+        options: dict[str, Any] = {"max_tokens": 3000, "temperature": 0, "logit_bias": _GO_ON}
+        stream = session.generate_tokens(list(range(5, 800)), **options)
 
         def ask() -> None:
             with suppress(Exception):
@@ -256,7 +257,7 @@ def test_a_client_that_goes_away_frees_its_place(parts: Exported, head: Head) ->
         asking = threading.Thread(target=ask)
         asking.start()
         wait_for(lambda: server.engine.n_running == 1)
-        gone.close()  # in the middle of a prompt
+        gone.close()  # in the middle of its work
         assert _answer(client, 0) == expected
         wait_for(lambda: server.engine.n_running == server.engine.n_queued == 0)
         asking.join(PATIENCE)
@@ -283,7 +284,10 @@ def _process(parts: Exported, port: int = 0) -> Iterator[tuple[subprocess.Popen[
 
 
 def test_a_server_that_is_killed_and_comes_back_costs_no_token(parts: Exported, head: Head) -> None:
-    with _process(parts) as (process, port), SplitClient(head, f"127.0.0.1:{port}") as client:
+    with (
+        _process(parts) as (process, port),
+        SplitClient(head, f"127.0.0.1:{port}", patience=PATIENCE) as client,
+    ):
         expected = list(client.generate(_RECALLS[1].messages, max_tokens=24, temperature=0))
         with client.session() as session:
             stream = session.generate(_RECALLS[1].messages, max_tokens=24, temperature=0)

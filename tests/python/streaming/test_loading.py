@@ -15,6 +15,7 @@ import pytest
 
 from mixedkv import Llama, terminal
 from mixedkv.bundled import model_path
+from mixedkv.bundled.corpus import make_recall
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.server.model_loading import load_model
 from mixedkv.server.models import served_models
@@ -96,15 +97,17 @@ def test_ctrl_c_ends_the_command() -> None:
         "--stream-layers",
         "2",
         "--n-ctx",
-        "2048",
+        "8192",
         "--raw",
         "-p",
-        "Monday.",
+        make_recall(seed=53_001, n_sentences=12).text,
         "-n",
-        "1900",
+        "8000",
     ]
     command = [sys.executable, "-m", "mixedkv", "run", *options]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    # what it writes does not fit a small pipe: it cannot end before that is read
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "pipesize": 4096}
+    child = subprocess.Popen(command, bufsize=0, **pipes)
     assert child.stdout is not None
     assert child.stdout.read(1)
     child.send_signal(signal.SIGINT)

@@ -26,7 +26,7 @@ def run(port: int, key: str, n_clients: int, seconds: float) -> dict[str, Any]:
 
     def client(no: int) -> None:
         turn = 0
-        while time.monotonic() < end:
+        while not turn or time.monotonic() < end:
             turn += 1
             status, times = ask(port, key, f"Client {no}, question {turn}: what lies in the market?")
             statuses[status] += 1

@@ -12,6 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from support.patience import PATIENCE
+
 _COMMIT = "0123456789" * 4
 
 
@@ -40,6 +42,8 @@ class LocalHub(ThreadingHTTPServer):
             "HF_HOME": str(home),
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_ETAG_TIMEOUT": str(round(PATIENCE)),
+            "HF_HUB_DOWNLOAD_TIMEOUT": str(round(PATIENCE)),
         }
         return {**{k: v for k, v in os.environ.items() if not k.startswith("HF_")}, **own}
 

@@ -69,8 +69,9 @@ class Terminal:
 
     def read(self) -> bool:
         """Read what is there; False when the process has ended."""
+        has_ended = self.process.poll() is not None  # asked first: then all that it wrote is there
         if not select.select([self._master], [], [], 0.05)[0]:
-            return self.process.poll() is None
+            return not has_ended
         try:
             data = os.read(self._master, 1 << 16)
         except OSError:  # Linux says so at the end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import queue
@@ -14,7 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,11 @@ class Server:
     def log(self) -> str:
         return "".join(self._lines)
 
+    def wait_for_log(self, text: str, n: int = 1) -> None:
+        """Wait until the log has a text so often: who gets an answer may be ahead of who reads the log."""
+        wait_for(lambda: self.log.count(text) >= n)
+        assert self.log.count(text) == n, self.log
+
     @property
     def url(self) -> str:
         return f"{self.scheme}://127.0.0.1:{self.port}"
@@ -92,9 +98,10 @@ class Server:
             return error.code, _parse(error.read()), dict(error.headers)
 
     def status(self, method: str, path: str, body: Any = None, **options: Any) -> int:
+        """Return 0 where the connection ends without an answer."""
         try:
             return self.request(method, path, body, **options)[0]
-        except urllib.error.URLError:
+        except (OSError, http.client.HTTPException):
             return 0
 
     def post(self, path: str, body: Any, **options: Any) -> Any:
@@ -152,11 +159,11 @@ def running(*options: str, environ: dict[str, str] | None = None) -> Iterator[Se
 
 def children(pid: int) -> list[int]:
     """Processes that a process has started, on any of its threads."""
-    return [
-        int(child)
-        for task in Path(f"/proc/{pid}/task").glob("*/children")
-        for child in task.read_text().split()
-    ]
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has just ended
+            found += map(int, task.read_text().split())
+    return found
 
 
 def key_file(folder: Path, *lines: str, mode: int = 0o600) -> Path:

@@ -1,4 +1,4 @@
-"""Servers to attack: one for everybody, one with keys."""
+"""Servers to attack: for everybody, with keys, and with little time."""
 
 from __future__ import annotations
 
@@ -9,17 +9,26 @@ import pytest
 from support.raw_http import KEYS
 from support.server_support import Server, key_file, running
 
+OPTIONS = ("--n-ctx", "1024", "--parallel", "2", "--max-body-mb", "1")
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with running("--n-ctx", "1024", "--parallel", "2", "--max-body-mb", "1", "--read-timeout", "1") as server:
+    """A server that gives a request all the time it needs."""
+    with running(*OPTIONS, "--read-timeout", "1000") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[Server]:
+    """A server that gives a request up after a second."""
+    with running(*OPTIONS, "--read-timeout", "1") as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with keys that gives a request all the time it needs."""
+    """As `server`, with keys."""
     keys = key_file(tmp_path_factory.mktemp("keys"), f"anna:{KEYS[0]}", f"ben:{KEYS[1]}")
-    options = ("--n-ctx", "1024", "--parallel", "2", "--max-body-mb", "1", "--read-timeout", "1000")
-    with running(*options, "--api-key-file", str(keys)) as server:
+    with running(*OPTIONS, "--read-timeout", "1000", "--api-key-file", str(keys)) as server:
         yield server
