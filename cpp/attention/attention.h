@@ -65,7 +65,7 @@ constexpr int attention_max_segments  = 3;    // cold rows, hot ring, running mi
 constexpr int attention_few_rows      = 32;   // queries times heads per KV head up to which a call is decode
 constexpr int attention_max_head_size = 1024; // of d_k and d_v; a multiple of their elements for rows in blocks
 
-// Keys of decode by KV head, and those of them whose V no query weighs; pages, KV heads and queries, and those of them
+// Keys of decode by KV head, and those of them whose V no query weighs; pages, by KV head and query, and those of them
 // that were read: added to by all threads.
 struct attention_skips {
     uint64_t keys       = 0;
@@ -74,20 +74,20 @@ struct attention_skips {
     uint64_t pages_read = 0;
 };
 
-constexpr int attention_page = 16; // keys of the first segment that follow each other, the first at a multiple of it
+constexpr int attention_page  = 4; // keys of the first segment that follow each other, which decode reads or leaves out
+constexpr int attention_strip = 16; // of which it has a sketch; both begin at multiples of them
 
-// What K of each page is like, and which pages queries read: attention_choose_pages() says so, attention_run() obeys.
-// Decode only, keys of the first segment. The scalar body reads all.
+// Two bits of each element of K (see sketch.h), and which pages queries read: attention_choose_pages() says so,
+// attention_run() obeys. Decode only, keys of the first segment. The scalar body reads all.
 struct attention_pages {
-    const uint16_t *       means      = nullptr; // F16 [pages, n_head_kv, d_k] of K as it is stored
-    const float *          spreads    = nullptr; // [pages, n_head_kv] variance of an element, the mean of all elements
-    const attention_pair * pairs      = nullptr; // those of the segment, with mean cosines and sines of each page
-    int64_t                first_turn = 0;       // of them: that of the first page
-    const uint8_t *        known      = nullptr; // [pages] 0: means are of other rows, so the page is read
+    const uint8_t *  bits   = nullptr; // of a strip attention_sketch_bytes()
+    const uint16_t * steps  = nullptr; // F16 [16] of a strip, half the step of each key
+    int64_t          strips = 0;       // of one KV head, those of the next follow
+    const uint8_t *  known  = nullptr; // [strips] 0: the sketch is of other rows, so the strip is read
 
     float     share = 1.0f;    // of the estimated weights of each row, at least, that the pages read hold
-    int64_t   depth = 0;       // keys on pages that a query sees entirely, below which it reads all
-    uint8_t * taken = nullptr; // [n_queries, n_head_kv, pages] 1: read; nullptr: all are
+    int64_t   depth = 0;       // keys on strips of which a query sees some, below which it reads all
+    uint8_t * taken = nullptr; // of each query attention_taken_bytes(), the body's own business; nullptr: all are read
     size_t    row   = 0;       // bytes from query to query
 };
 
@@ -159,14 +159,21 @@ size_t attention_run_bytes(const attention_args * streams, int n_streams);
 bool attention_run(const attention_args * streams, int n_streams, void * scratch, int ith, int nth);
 
 // Says for each query which pages it reads. Called by every thread with the same arguments, and to be complete before
-// attention_run(). A row reads the fewest pages that hold `share` of what it is estimated to weigh all keys with, and
-// the heads of a KV head read what any of them does. Keys that a query does not see on a whole page, and those of the
-// other segments, are always read.
+// attention_run(). A row leaves out the lightest pages that hold less than 1 - `share` of what it is estimated to weigh
+// all keys with, and the heads of a KV head read what any of them does. Strips that are not known, the keys after the
+// last whole strip and those of the other segments are always read.
 void attention_choose_pages(const attention_args * streams, int n_streams, int ith, int nth);
 
-// Mean and spread of the page whose first key is `key`: [n_head_kv, d_k] and [n_head_kv].
-void attention_sum_up_page(const attention_rows & k, int64_t key, int n_head_kv, int d_k, uint16_t * means,
-                           float * spreads);
+// Bytes of what a query reads of n_keys keys of the first segment.
+size_t attention_taken_bytes(int64_t n_keys, int n_head_kv);
+
+// Bytes of a strip and KV head.
+size_t attention_sketch_bytes(int d_k);
+
+// The sketch of the strip whose first key is `key`. `bits` and `steps` are those of the first KV head, `strips` the
+// number of strips to the next.
+void attention_sketch(const attention_rows & k, int64_t key, int n_head_kv, int d_k, uint8_t * bits, uint16_t * steps,
+                      int64_t strips);
 
 // Rotates the row x[n] by Hadamard blocks of `edge` elements, a power of two up to attention_max_head_size.
 void rotate_row(float * x, int64_t n, int edge);

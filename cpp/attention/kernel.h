@@ -16,6 +16,10 @@ struct block_panels {
 
     alignas(64) float k[floats];
     alignas(64) float v[floats];
+
+    // rows of pages that were put together, of up to two bytes an element
+    alignas(64) char rows_k[2 * floats];
+    alignas(64) char rows_v[2 * floats];
 };
 
 // Work for one thread: some queries of one stream, against some keys, for some KV heads.

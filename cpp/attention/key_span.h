@@ -13,6 +13,17 @@ constexpr int most_keys = 128; // in a block of any body
 
 enum mask_state : uint8_t { all_hidden, all_plain, mixed };
 
+// Pages of the first segment that a query reads of a KV head, in order. The last one alone may be cut.
+struct page_list {
+    int     head;                            // the KV head
+    int64_t query;                           // of the item
+    int64_t key[key_block / attention_page]; // the first of each
+    int     n_pages = 0;
+    int     n       = 0; // keys
+
+    int64_t at(int i) const { return key[i / attention_page] + i % attention_page; }
+};
+
 // The keys of a segment that are worked on together, and what the item's queries see of them.
 struct key_span {
     const attention_segment * segment;
@@ -21,9 +32,11 @@ struct key_span {
     int                       n;
     const mask_state *        states; // [queries of the item]
 
-    // Where pages are left out, those that the head reads next, in the segment; else what follows in memory
-    int64_t ahead   = -1;
-    int     n_ahead = 0; // keys
+    // Where pages are left out, those of the first segment that were put together here, and those that are read next;
+    // nullptr: keys follow each other. The mask is that of the only query that sees them.
+    const uint16_t *  mask  = nullptr;
+    const page_list * pages = nullptr;
+    const page_list * ahead = nullptr;
 };
 
 inline mask_state state_of(const uint16_t * mask, int n) {
@@ -90,37 +103,46 @@ inline bool any_visible(const attention_item & w, const key_span & span, int row
 // Fetches the next block's rows while this one is worked on, in order of addresses: each head of the item brings its
 // share. (Following the slices of one head instead, the hardware's own prefetch into L2 loses the stream.) A core has
 // 16 buffers for lines on their way, which is 15 GB/s when they are always in use, and too few for a burst: so the
-// steps are spread over all the work on a block, not over its unpacking alone. Where pages are left out each head
-// fetches its own part of the rows that it reads next.
+// steps are spread over all the work on a block, not over its unpacking alone. Where pages are left out, what is
+// fetched is the rows of a head that are read after the next block.
 struct prefetcher {
-    const char * next;
-    const char * end;
-    int64_t      share;    // bytes of a key and head
-    int64_t      part = 0; // of a row that is fetched; 0: all of it
+    const char *           next  = nullptr;
+    const char *           end   = nullptr;
+    int64_t                share = 0;       // bytes of a key and head
+    const page_list *      pages = nullptr; // that are fetched, of whichever head is next
+    const attention_rows * rows;
+    int                    key = 0; // of the pages
 
-    prefetcher(const attention_item & w, const attention_rows & rows, const key_span & span, int head, int step) {
-        if (span.ahead >= 0) {
-            share = int64_t(rows.row);
-            part  = int64_t(rows.head);
-            next  = key_row(rows, span.ahead, head);
-            end   = next + span.n_ahead * share;
+    prefetcher(const attention_item & w, const attention_rows & r, const key_span & span, int head, int step) :
+        pages(span.ahead), rows(&r) {
+        if (pages) {
+            const attention_segment & s = w.args->segments[0];
+            rows                        = &r == &span.segment->v ? &s.v : &s.k;
+            share                       = int64_t(rows->row) / w.args->n_head_kv;
             return;
         }
-        share = int64_t(rows.row) / w.n_head;
-        next  = key_row(rows, span.first + step, 0) + (head - w.head0) * step * share;
-        next += w.n_head == 1 ? w.head0 * int64_t(rows.head) : 0;
+        share = int64_t(r.row) / w.n_head;
+        next  = key_row(r, span.first + step, 0) + (head - w.head0) * step * share;
+        next += w.n_head == 1 ? w.head0 * int64_t(r.head) : 0;
         end = next + step * share;
     }
+    // What is left, where the hardware does not see what comes next
+    ~prefetcher() {
+        if (pages) {
+            step(pages->n);
+        }
+    }
     void step(int keys = 1) { // past the end of an array nothing happens
-        const char * to = next + keys * share;
-        if (part) {
-            for (to = to < end ? to : end; next < to; next += share) {
-                for (int64_t i = 0; i < part + 63; i += 64) { // wherever lines begin
-                    __builtin_prefetch(next + (i < part ? i : part - 1), 0, 2);
+        if (pages) {
+            for (int to = key + keys; key < to && key < pages->n; key++) {
+                const char * p = key_row(*rows, pages->at(key), pages->head);
+                for (const char * to = p + share; p < to; p += 64 - reinterpret_cast<uintptr_t>(p) % 64) { // by lines
+                    __builtin_prefetch(p, 0, 2);
                 }
             }
             return;
         }
+        const char * to = next + keys * share;
         for (to = to < end ? to : end; next < to; next += 64) {
             __builtin_prefetch(next, 0, 2); // into L2: 8% faster than into L1 on Sapphire Rapids
         }
@@ -169,7 +191,9 @@ inline row_rule rule_of(const attention_item & w, const key_span & span, int hea
     const attention_args & a     = *w.args;
     const int64_t          query = row / (a.n_head / a.n_head_kv);
     return { a.logit_softcap * log2e, slope_of(a, head_kv, row),
-             span.states[query] == mixed ? mask_row(a, w.q0 + query) + span.column : nullptr,
+             span.states[query] != mixed ? nullptr
+             : span.mask                 ? span.mask
+                                         : mask_row(a, w.q0 + query) + span.column,
              w.few ? a.v_skip / key_block : 0.0f };
 }
 

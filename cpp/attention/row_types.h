@@ -103,6 +103,9 @@ bool with_block_type(row_type type, F f) {
     }
 }
 
+// Of 127 2^23, what makes the error of vector layers' rough_exp2() as large above as below
+constexpr float rough_exp2_bias = 0x1p23f * (127.0f - 0.043f);
+
 // A block in F32
 struct plain_blocks {
     static void unpack(type_constant<row_type::q8_0>, const char * p, float * out) {

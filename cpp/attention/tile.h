@@ -171,7 +171,7 @@ struct tile {
     // Decode: makes the quads of rows that see keys of this span ready, unless they are, and calls pack(m, row) for
     // each of them and each KV head. In a batch of many sequences most see nothing of an item's keys.
     template <class Pack>
-    static void prepare(const attention_item & w, const key_span & span, uint32_t & ready, Pack pack) {
+    static void prepare_rows(const attention_item & w, const key_span & span, uint32_t & ready, Pack pack) {
         const int rows = int(w.n_queries) * (w.args->n_head / w.args->n_head_kv);
         for (int row = 0; row < rows; row += 4) {
             if (ready >> row / 4 & 1 || !any_visible(w, span, row, 4)) {
@@ -238,11 +238,23 @@ struct tile {
             if (x.by_cosine == 0.0f && x.by_sine == 0.0f) {
                 continue; // another head's
             }
-            const V by_cosine = L::set(query_factor(a) * x.by_cosine);
-            const V by_sine   = L::set(query_factor(a) * x.by_sine);
+            const V       by_cosine = L::set(query_factor(a) * x.by_cosine);
+            const V       by_sine   = L::set(query_factor(a) * x.by_sine);
+            const float * cosines   = pair.cosines + first;
+            const float * sines     = pair.sines + first;
+            float         gathered[2][key_block];
+            if (span.pages) {
+                for (int j = 0; j < round_up(span.n, L::width); j++) {
+                    const int64_t key = span.segment->first_turn + span.pages->at(j < span.n ? j : 0);
+                    gathered[0][j]    = pair.cosines[key];
+                    gathered[1][j]    = pair.sines[key];
+                }
+                cosines = gathered[0];
+                sines   = gathered[1];
+            }
             for (int j = 0; j < span.n; j += L::width) {
-                const V sum = L::fma(by_cosine, L::load(pair.cosines + first + j), L::load(s + j));
-                L::store(s + j, L::fma(by_sine, L::load(pair.sines + first + j), sum));
+                const V sum = L::fma(by_cosine, L::load(cosines + j), L::load(s + j));
+                L::store(s + j, L::fma(by_sine, L::load(sines + j), sum));
             }
         }
     }
@@ -391,20 +403,15 @@ struct tile {
                 pack_quad(w, w.head0 + i, m, row);
             }
         }
-        uint32_t ready = 0;
-        for_each_block(w, block_keys(*w.args), [&](const key_span & span) {
+        uint32_t   ready   = 0;
+        const auto prepare = [&](const key_span & span) {
             if (w.few) {
-                prepare(w, span, ready, [](const item_memory &, int) {});
+                prepare_rows(w, span, ready, [](const item_memory &, int) {});
             }
-            for (int i = 0; i < w.n_head; i++) {
-                const item_memory m(*w.args, w.few, w.n_queries, w.memory, i);
-                if (!w.few) {
-                    prefill_block(w, w.head0 + i, m, span);
-                    continue;
-                }
-                for_each_part(w, w.head0 + i, span,
-                              [&](const key_span & part) { decode_block(w, w.head0 + i, m, part); });
-            }
+        };
+        for_each_block_read(w, block_keys(*w.args), prepare, [&](int i, const key_span & span) {
+            const item_memory m(*w.args, w.few, w.n_queries, w.memory, i);
+            w.few ? decode_block(w, w.head0 + i, m, span) : prefill_block(w, w.head0 + i, m, span);
         });
     }
 

@@ -24,10 +24,12 @@ struct avx2 : plain_blocks {
     static void store(float * p, V v) { _mm256_storeu_ps(p, v); }
     static V    load_half(const void * p) { return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i *>(p))); }
     static V    add(V a, V b) { return _mm256_add_ps(a, b); }
+    static V    sub(V a, V b) { return _mm256_sub_ps(a, b); }
     static V    mul(V a, V b) { return _mm256_mul_ps(a, b); }
     static V    div(V a, V b) { return _mm256_div_ps(a, b); }
     static V    fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
     static V    max(V a, V b) { return _mm256_max_ps(a, b); }
+    static V    min(V a, V b) { return _mm256_min_ps(a, b); } // b where a is NaN
     static V    abs(V a) { return _mm256_andnot_ps(set(-0.0f), a); }
 
     static V where(uint32_t bits, V a) { // zero elsewhere
@@ -53,6 +55,52 @@ struct avx2 : plain_blocks {
     static void sums(const V * v, float * out) {
         const V abcd = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3])); // in each lane
         _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
+    }
+    // 16 sums of 4 neighbours
+    static void sum_fours(const float * in, float * out) {
+        const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+        for (int i = 0; i < 2; i++, in += 32) {
+            const V ab = _mm256_hadd_ps(load(in), load(in + 8)), cd = _mm256_hadd_ps(load(in + 16), load(in + 24));
+            store(out + 8 * i, _mm256_permutevar8x32_ps(_mm256_hadd_ps(ab, cd), order));
+        }
+    }
+    // See sketch.h. Sums of 16 bits hold what eight groups add to them: 3 * 127 * 64.
+    template <int R>
+    static void sum_strip(const uint8_t * bits, int groups, const int32_t (*ints)[4][4], float * sums) {
+        const __m256i two = _mm256_set1_epi8(3);
+        for (int half = 0; half < 2; half++) {
+            __m256i sum[R];
+            for (__m256i & x : sum) {
+                x = _mm256_setzero_si256();
+            }
+            for (int first = 0; first < groups; first += 8) {
+                __m256i short_sum[R];
+                for (__m256i & x : short_sum) {
+                    x = _mm256_setzero_si256();
+                }
+                for (int g = first; g < groups && g < first + 8; g++) {
+                    const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(bits + 64 * g + 32 * half));
+                    for (int s = 0; s < 4; s++) {
+                        const __m256i y = _mm256_and_si256(_mm256_srli_epi16(x, 2 * s), two);
+                        for (int r = 0; r < R; r++) {
+                            const __m256i q = _mm256_set1_epi32(ints[g][s][r]);
+                            short_sum[r]    = _mm256_add_epi16(short_sum[r], _mm256_maddubs_epi16(y, q));
+                        }
+                    }
+                }
+                for (int r = 0; r < R; r++) {
+                    sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(short_sum[r], _mm256_set1_epi16(1)));
+                }
+            }
+            for (int r = 0; r < R; r++) {
+                store(sums + 16 * r + 8 * half, _mm256_cvtepi32_ps(sum[r]));
+            }
+        }
+    }
+    // As that of avx512
+    static V rough_exp2(V x) {
+        const V y = fma(max(x, set(-126.0f)), set(0x1p23f), set(rough_exp2_bias));
+        return _mm256_castsi256_ps(_mm256_cvtps_epi32(y));
     }
     static float highest(V v) {
         __m128 x = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));

@@ -24,10 +24,12 @@ struct avx512 : plain_blocks {
     static void store(float * p, V v) { _mm512_storeu_ps(p, v); }
     static V load_half(const void * p) { return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i *>(p))); }
     static V add(V a, V b) { return _mm512_add_ps(a, b); }
+    static V sub(V a, V b) { return _mm512_sub_ps(a, b); }
     static V mul(V a, V b) { return _mm512_mul_ps(a, b); }
     static V div(V a, V b) { return _mm512_div_ps(a, b); }
     static V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
     static V max(V a, V b) { return _mm512_max_ps(a, b); }
+    static V min(V a, V b) { return _mm512_min_ps(a, b); } // b where a is NaN
     static V abs(V a) { return _mm512_abs_ps(a); }
     static V where(uint32_t bits, V a) { return _mm512_maskz_mov_ps(__mmask16(bits), a); } // zero elsewhere
     static V at_least(V a, float x) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, set(x), _CMP_NLT_UQ), a); }
@@ -43,6 +45,44 @@ struct avx512 : plain_blocks {
         const V      abcd = add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee)); // in each lane
         const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
         _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+    }
+    // 16 sums of 4 neighbours
+    static void sum_fours(const float * in, float * out) {
+        const V a = load(in), b = load(in + 16), c = load(in + 32), d = load(in + 48);
+        const V ab    = add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+        const V cd    = add(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+        const V fours = add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee)); // of each vector one
+        const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+        store(out, _mm512_permutexvar_ps(order, fours));
+    }
+    // See sketch.h. Of two neighbouring bits that are masked the upper ones stand for 4 times as much, so they have
+    // sums of their own. Inlined, GCC 12 runs out of registers.
+    template <int R>
+    [[gnu::noinline]] static void sum_strip(const uint8_t * bits, int groups, const int32_t (*ints)[4][4],
+                                            float * sums) {
+        __m512i sum[2][R];
+        for (int r = 0; r < R; r++) {
+            sum[0][r] = sum[1][r] = _mm512_setzero_si512();
+        }
+        const __m512i masks[2] = { _mm512_set1_epi8(3), _mm512_set1_epi8(12) };
+        for (int g = 0; g < groups; g++, bits += 64) {
+            __m512i x = _mm512_loadu_si512(bits);
+            for (int s = 0; s < 4; s++) {
+                const __m512i two = _mm512_and_si512(x, masks[s % 2]);
+                for (int r = 0; r < R; r++) {
+                    sum[s % 2][r] = _mm512_dpbusd_epi32(sum[s % 2][r], two, _mm512_set1_epi32(ints[g][s][r]));
+                }
+                x = s == 1 ? _mm512_srli_epi16(x, 4) : x;
+            }
+        }
+        for (int r = 0; r < R; r++) {
+            store(sums + 16 * r, _mm512_cvtepi32_ps(_mm512_add_epi32(sum[0][r], _mm512_srai_epi32(sum[1][r], 2))));
+        }
+    }
+    // 2^x to 3%, from -126 to 127: the integer that a float is, is its logarithm where the fraction is taken as linear
+    static V rough_exp2(V x) {
+        const V y = fma(max(x, set(-126.0f)), set(0x1p23f), set(rough_exp2_bias));
+        return _mm512_castsi512_ps(_mm512_cvtps_epi32(y));
     }
     static float scale_of(const void * block) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_loadu_si16(block))); }
 

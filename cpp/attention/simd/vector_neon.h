@@ -26,6 +26,7 @@ struct neon : plain_blocks {
         return vcvt_f32_f16(vreinterpret_f16_u16(h));
     }
     static V     add(V a, V b) { return vaddq_f32(a, b); }
+    static V     sub(V a, V b) { return vsubq_f32(a, b); }
     static V     mul(V a, V b) { return vmulq_f32(a, b); }
     static V     div(V a, V b) { return vdivq_f32(a, b); }
     static V     fma(V a, V b, V c) { return vfmaq_f32(c, a, b); }
@@ -35,6 +36,54 @@ struct neon : plain_blocks {
     static void  sums(const V * v, float * out) {
         vst1q_f32(out, vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3])));
     }
+    // 16 sums of 4 neighbours
+    static void sum_fours(const float * in, float * out) {
+        for (int i = 0; i < 4; i++, in += 16) {
+            const V v[4] = { load(in), load(in + 4), load(in + 8), load(in + 12) };
+            sums(v, out + 4 * i);
+        }
+    }
+    // See sketch.h. Sums of 16 bits hold what eight groups add to them: 3 * 127 * 64.
+    template <int R>
+    static void sum_strip(const uint8_t * bits, int groups, const int32_t (*ints)[4][4], float * sums) {
+        for (int quarter = 0; quarter < 4; quarter++) { // of the keys
+            int32x4_t sum[R];
+            for (int32x4_t & x : sum) {
+                x = vdupq_n_s32(0);
+            }
+            for (int first = 0; first < groups; first += 8) {
+                int16x8_t short_sum[R];
+                for (int16x8_t & x : short_sum) {
+                    x = vdupq_n_s16(0);
+                }
+                for (int g = first; g < groups && g < first + 8; g++) {
+                    const uint8x16_t x = vld1q_u8(bits + 64 * g + 16 * quarter);
+                    for (int s = 0; s < 4; s++) {
+                        const int8x16_t y =
+                            vreinterpretq_s8_u8(vandq_u8(vshlq_u8(x, vdupq_n_s8(int8_t(-2 * s))), vdupq_n_u8(3)));
+                        for (int r = 0; r < R; r++) {
+                            const int8x16_t q    = vreinterpretq_s8_s32(vdupq_n_s32(ints[g][s][r]));
+                            const int16x8_t low  = vmull_s8(vget_low_s8(y), vget_low_s8(q));
+                            const int16x8_t high = vmull_high_s8(y, q);
+                            short_sum[r]         = vaddq_s16(short_sum[r], vpaddq_s16(low, high));
+                        }
+                    }
+                }
+                for (int r = 0; r < R; r++) {
+                    sum[r] = vpadalq_s16(sum[r], short_sum[r]);
+                }
+            }
+            for (int r = 0; r < R; r++) {
+                store(sums + 16 * r + 4 * quarter, vcvtq_f32_s32(sum[r]));
+            }
+        }
+    }
+    // As that of avx512
+    static V rough_exp2(V x) {
+        const V y = fma(max(x, set(-126.0f)), set(0x1p23f), set(rough_exp2_bias));
+        return vreinterpretq_f32_s32(vcvtnq_s32_f32(y));
+    }
+    static V     min(V a, V b) { return vminnmq_f32(a, b); } // b where a is NaN
     static float highest(V v) { return vmaxvq_f32(v); }
     static V     at_least(V a, float x) { // zero elsewhere
         return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(a), vcltq_f32(a, set(x))));

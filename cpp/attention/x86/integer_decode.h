@@ -124,10 +124,10 @@ struct integer_decode {
                 }
                 Body::template columns<type>(ints + integers_at(type, b), bytes, x);
                 for (int q = 0; 4 * q < m.rows; q++) {
-                    ahead.step(4);
                     if (!any_visible(w, span, 4 * q, 4)) {
                         continue;
                     }
+                    ahead.step(n_blocks < 16 ? 16 / n_blocks : 1); // 64 in all, of a quad
                     Body::template score_block<type>(x, scales.half[b % 4], quads(*w.args, m)[q * n_blocks + b],
                                                      m.rows - 4 * q < 4 ? m.rows - 4 * q : 4,
                                                      s + 4 * q * key_block + j);

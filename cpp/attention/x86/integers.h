@@ -80,17 +80,16 @@ void decode_blocks(const attention_item & w, Pack pack, Attend attend) {
     for (int i = 0; i < w.n_head; i++) {
         Base::begin(item_memory(a, w.few, w.n_queries, w.memory, i));
     }
-    uint32_t ready = 0;
-    for_each_block(w, key_block, [&](const key_span & span) {
-        Base::prepare(w, span, ready, [&](const item_memory & m, int row) {
+    uint32_t   ready   = 0;
+    const auto prepare = [&](const key_span & span) {
+        Base::prepare_rows(w, span, ready, [&](const item_memory & m, int row) {
             if (a.d_k % 32 == 0) {
                 pack(m, row);
             }
         });
-        for (int i = 0; i < w.n_head; i++) {
-            const item_memory m(a, w.few, w.n_queries, w.memory, i);
-            for_each_part(w, w.head0 + i, span, [&](const key_span & part) { attend(w.head0 + i, m, part); });
-        }
+    };
+    for_each_block_read(w, key_block, prepare, [&](int i, const key_span & span) {
+        attend(w.head0 + i, item_memory(a, w.few, w.n_queries, w.memory, i), span);
     });
 }
 

@@ -181,8 +181,8 @@ LLAMA_API enum mixedkv_status mixedkv_count_ring_rows(const struct mixedkv_confi
 LLAMA_API enum mixedkv_status mixedkv_get_scales(struct llama_context * ctx, int32_t il, float * out, uint32_t n,
                                                  uint32_t * n_out);
 
-// For tests: sums all pages of `sparse_top_p` up again and tells how many there are, by layers, and in how many layers
-// what is kept is not the same.
+// For tests: makes the sketches of `sparse_top_p` again, of all strips of 16 keys, and tells how many there are, by
+// layers, and in how many layers what is kept is not the same.
 LLAMA_API enum mixedkv_status mixedkv_check_pages(struct llama_context * ctx, uint32_t * n_pages, uint32_t * n_wrong);
 
 // Live settings of a mixed cache. What has aged out stays cold; a wider window fills from new tokens. Rows move in the

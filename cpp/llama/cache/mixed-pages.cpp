@@ -1,4 +1,4 @@
-// Which layers have pages, and when their rows change: see graph/page-summaries.h.
+// Which layers have pages, and when their rows change: see graph/key-sketches.h.
 
 #include "cache/mixed.h"
 
@@ -6,8 +6,6 @@
 
 #include <algorithm>
 #include <stdexcept>
-
-static constexpr int32_t FIRST_SPARSE_LAYER = 2; // the first two spread their attention over everything
 
 void llama_kv_cache_mixed::make_pages() {
     if (!config.mixed || config.sparse_top_p == 0.0f) {
@@ -28,10 +26,8 @@ void llama_kv_cache_mixed::make_pages() {
     pages.alloc(get_size(), n_stream, layers.size());
     for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
         const int32_t il = layers[ikv].il;
-        if (il >= FIRST_SPARSE_LAYER) {
-            scratch.most_heads_kv = std::max<size_t>(scratch.most_heads_kv, hparams.n_head_kv(il));
-            pages.add(ikv, hparams.n_head_kv(il), hparams.n_embd_head_k(il), get_pairs(il));
-        }
+        scratch.most_heads_kv = std::max<int>(scratch.most_heads_kv, hparams.n_head_kv(il));
+        pages.add(ikv, hparams.n_head_kv(il), hparams.n_embd_head_k(il));
     }
 }
 
@@ -61,18 +57,14 @@ llama_kv_cache_mixed::page_check llama_kv_cache_mixed::check_pages() {
         if (!layer) {
             continue;
         }
-        llama_kv_layer_pages again = *layer;
-        for (size_t i = 0; i < again.pairs.size(); ++i) {
-            again.pairs[i].cosines = again.turns[2*i].data();
-            again.pairs[i].sines   = again.turns[2*i + 1].data();
-        }
-        for (uint32_t page = 0; page < pages.get_n_pages()*n_stream; ++page) {
-            if (pages.get_known(0)[page]) {
-                again.sum_up(llama_kv_node_rows(layers[ikv].k, again.d_k), get_pairs(layers[ikv].il), page);
+        llama_kv_layer_sketch again = *layer;
+        for (uint32_t strip = 0; strip < pages.get_n_strips()*n_stream; ++strip) {
+            if (pages.get_known(0)[strip]) {
+                again.make(llama_kv_node_rows(layers[ikv].k, again.d_k), strip);
                 ++res.n_known;
             }
         }
-        res.n_wrong += again.means != layer->means || again.spreads != layer->spreads || again.turns != layer->turns;
+        res.n_wrong += again.bits != layer->bits || again.steps != layer->steps;
     }
 
     return res;

@@ -330,13 +330,11 @@ void llama_kv_cache_mixed::set_runs(const llama_ubatch & ubatch, uint32_t n_stre
         runs.back()++;
     }
 
-    // calls of few rows choose pages, and runs of many are no such calls
-    int64_t n_few = n_stream > 1 && ubatch.n_tokens/n_stream <= mixedkv::attention_few_rows ? ubatch.n_tokens : 0;
-    for (const int64_t run : runs) {
-        n_few += run <= mixedkv::attention_few_rows ? run : 0;
-    }
+    // tokens that are the only ones of their sequences choose pages
+    const size_t n_single = std::count(runs.begin(), runs.end(), 1) + (n_stream == ubatch.n_tokens && n_stream > 1 ? n_stream : 0);
     if (!pages.empty()) {
-        scratch.reserve_taken(size_t(n_few)*(pages.get_n_pages() + 1));
+        const size_t n = n_single*mixedkv::attention_taken_bytes(get_size(), scratch.most_heads_kv);
+        scratch.taken.resize(std::max(scratch.taken.size(), n));
     }
 }
 

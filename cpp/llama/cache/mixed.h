@@ -13,7 +13,7 @@
 #include "cache/hot-rows.h"
 #include "cache/placement.h"
 #include "graph/node.h"
-#include "graph/page-summaries.h"
+#include "graph/key-sketches.h"
 #include "rows/equalize.h"
 #include "rows/turns.h"
 
@@ -176,8 +176,8 @@ public:
     const mixedkv::attention_skips & get_skips() const { return scratch.skips; }
 
     // pages of which a layer's attention reads those that matter, nullptr: it reads all
-    llama_kv_layer_pages * get_pages(int32_t il) { return pages.get(map_layer_ids.at(il)); }
-    const llama_kv_pages & get_all_pages() const { return pages; }
+    llama_kv_layer_sketch * get_pages(int32_t il) { return pages.get(map_layer_ids.at(il)); }
+    const llama_kv_sketches & get_all_pages() const { return pages; }
     void begin_pages(const slot_info & sinfo); // of the ubatch, which has been placed
     void touch_rows(uint32_t strm, const std::vector<uint32_t> & cells); // that came from elsewhere
 
@@ -207,7 +207,7 @@ private:
 
     llama_kv_equalizer equalizer;
     llama_kv_turns     turns;
-    llama_kv_pages     pages;
+    llama_kv_sketches     pages;
     uint32_t           turns_s0 = 0; // first stream of the ubatch at hand
 
     ggml_context_ptr        latent_ctx;

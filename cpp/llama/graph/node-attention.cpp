@@ -19,7 +19,7 @@ using mixedkv::row_type;
 
 static constexpr size_t  SCRATCH_ALIGN = 64;
 static constexpr int64_t V_SKIP_KEYS   = 1024;
-static constexpr int64_t SPARSE_DEPTH  = 1024; // keys on whole pages, of which choosing costs less than reading all
+static constexpr int64_t SPARSE_DEPTH  = 1024; // keys on whole strips, of which choosing costs less than reading all
 
 void * llama_kv_scratch::get() {
     const uintptr_t p = (uintptr_t) data.data();
@@ -49,10 +49,6 @@ mixedkv::attention_seen llama_kv_scratch::get_seen(size_t first, size_t n, int64
         res = { seen.data() + first, row, n_masks };
     }
     return res;
-}
-
-void llama_kv_scratch::reserve_taken(size_t n) {
-    taken.resize(std::max(taken.size(), n*most_heads_kv));
 }
 
 static int64_t count_keys(const attention_args & a) {
@@ -184,15 +180,14 @@ static attention_args to_args(const ggml_tensor * dst, const llama_kv_node & nod
 
     if (node.pages) {
         const auto &  pages = *node.pages;
-        const int64_t first = (first_stream(src[1]) + strm)*node.all_pages->get_n_pages();
+        const int64_t first = (first_stream(src[1]) + strm)*node.all_pages->get_n_strips();
 
-        res.pages.means      = pages.means.data() + first*pages.n_head_kv*pages.d_k;
-        res.pages.spreads    = pages.spreads.data() + first*pages.n_head_kv;
-        res.pages.pairs      = pages.pairs.data();
-        res.pages.first_turn = first;
-        res.pages.known      = node.all_pages->get_known(0) + first;
-        res.pages.share      = node.scratch.share;
-        res.pages.depth      = SPARSE_DEPTH;
+        res.pages.bits   = pages.get_bits(first);
+        res.pages.steps  = pages.get_steps(first);
+        res.pages.strips = pages.n_strips;
+        res.pages.known  = node.all_pages->get_known(0) + first;
+        res.pages.share  = node.scratch.share;
+        res.pages.depth  = SPARSE_DEPTH;
     }
 
     res.scale_q      = node.scales ? node.scales->q.data() : nullptr;
@@ -251,14 +246,22 @@ static void to_args(const ggml_tensor * dst, const llama_kv_node & node, std::ve
     }
 }
 
-// Decode may leave pages out. Who chooses and who reads give each query the same place.
+// Answers that go on by a token each may leave pages out. Several tokens of one sequence share what they read, and read
+// all. Who chooses and who reads give each query the same place.
 static void place_choices(std::vector<attention_args> & calls, const llama_kv_node & node) {
+    const auto & runs = node.scratch.runs;
+
     size_t offset = 0;
+    size_t i_run  = 0;
     for (auto & a : calls) {
-        a.pages.row = a.n_head_kv*((a.segments[0].n + mixedkv::attention_page - 1)/mixedkv::attention_page);
+        bool single = !runs.empty() || a.n_queries == 1;
+        for (int64_t n = 0; n < a.n_queries && i_run < runs.size(); n += runs[i_run++]) {
+            single &= runs[i_run] == 1;
+        }
+        a.pages.row = mixedkv::attention_taken_bytes(a.segments[0].n, a.n_head_kv);
 
         const size_t n = a.n_queries*a.pages.row;
-        if (node.pages && is_few(a) && offset + n <= node.scratch.taken.size()) {
+        if (node.pages && single && is_few(a) && offset + n <= node.scratch.taken.size()) {
             a.pages.taken = node.scratch.taken.data() + offset;
             offset += n;
         }

@@ -114,7 +114,7 @@ static void store_compute(ggml_tensor * dst, int ith, int nth, void * userdata) 
     // of rows that are there already
     const size_t n_due = node.pages ? node.all_pages->get_due().size() : 0;
     for (size_t i = n_due*ith/nth; i < n_due*(ith + 1)/nth; ++i) {
-        node.pages->sum_up(llama_kv_node_rows(dst->src[n_kinds], dst->src[0]->ne[0]), node.pairs, node.all_pages->get_due()[i]);
+        node.pages->make(llama_kv_node_rows(dst->src[n_kinds], dst->src[0]->ne[0]), node.all_pages->get_due()[i]);
     }
 }
 

@@ -4,7 +4,7 @@
 
 #include "attention/attention.h"
 #include "ggml.h"
-#include "graph/page-summaries.h"
+#include "graph/key-sketches.h"
 #include "rows/equalize.h"
 
 #include <cstdint>
@@ -33,10 +33,9 @@ public:
     // of the weights of each row that the pages read hold
     float share = 0.0f;
 
-    // which pages are read: of each query, KV head and page of the cells
+    // which pages are read, of each query that chooses
     std::vector<uint8_t> taken;
-    void reserve_taken(size_t n);
-    size_t most_heads_kv = 1; // of layers with pages
+    int most_heads_kv = 1; // of layers with pages
 
     // the ubatch has a mask of its own; what is seen in it is kept for all layers
     void next_mask();
@@ -72,8 +71,8 @@ struct llama_kv_node {
     const std::vector<mixedkv::attention_pair> * pairs = nullptr;
 
     // what is known of the layer's keys, nullptr: they are all read
-    llama_kv_layer_pages * pages     = nullptr;
-    const llama_kv_pages * all_pages = nullptr;
+    llama_kv_layer_sketch * pages     = nullptr;
+    const llama_kv_sketches * all_pages = nullptr;
 
     // which of the optional sources the node has
     bool has_ring  = false;

@@ -60,9 +60,9 @@ class MixedKVConfig:
             say so, and what is evaluated meanwhile is not exact.
         v_skip: while decoding with the fused kernel, values whose attention weights are below a 64th of this,
             of what the largest weight is, are neither read nor added; 0 adds all. 1e-6 is a start.
-        sparse: "top_p:0.99" has decoding with the fused kernel read, from the third layer on and of more than
-            1,024 tokens, only those pages of 16 older tokens that are estimated to hold 0.99 of the
-            attention; "" reads all. Answers are other ones: see docs/decisions/040.
+        sparse: "top_p:0.99" makes decoding with the fused kernel, beyond 1,024 tokens, read only those older
+            tokens, four at a time, that are estimated to hold 0.99 of the attention. Two more bits for each
+            element of K are kept for that. "" reads all. Answers change: see docs/decisions/040.
 
     Raises:
         ValueError: a value is out of range or unknown; the message names the field.

@@ -1,25 +1,26 @@
 // Decode that reads pages beside decode that reads all, one layer, one thread: sequences of as many keys each in one
-// stream of Q4_0 rows, 16 query heads over 4 KV heads of size 128. Each KV head has pages of its own, in runs of four,
-// whose keys are as large as to hold the attention: the share of them is the structure. CPU time, medians of the ratios
-// of rounds that take turns.
-//   bench_pages [--keys N] [--sequences N] [--rounds N] [--isa NAME]
+// stream of random Q4_0 rows, so what is read is scattered as widely as it can be. The share of the attention that
+// pages are to hold is found for each share of the pages that is to be read. CPU time, medians of the ratios of rounds
+// that take turns.
+//   bench_pages [--keys N] [--sequences N] [--size N] [--group N] [--read PERCENT] [--rounds N] [--isa NAME]
 
 #include "support.h"
 
 #include <time.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <string>
 #include <vector>
 
-using mixedkv::attention_page;
+using mixedkv::attention_strip;
 
 namespace {
 
-constexpr int n_head = 16, n_head_kv = 4, d = 128;
+constexpr int n_head_kv = 4;
 
 double cpu_seconds() {
     timespec t;
@@ -33,22 +34,25 @@ double median(std::vector<double> x) {
 }
 
 struct problem {
-    int64_t                  n_keys, n_pages;
-    int                      n_seq;
-    size_t                   head = test::row_size(mixedkv::row_type::q4_0, d), row = n_head_kv * head;
-    std::vector<uint8_t>     k, v, known, taken;
-    std::vector<uint16_t>    mask, means;
-    std::vector<float>       spreads, q, out;
+    int64_t                  n_keys, n_strips;
+    int                      n_seq, d, n_head;
+    size_t                   head, row, sketch;
+    std::vector<uint8_t>     k, v, known, taken, bits;
+    std::vector<uint16_t>    mask, steps;
+    std::vector<float>       q, out;
     std::vector<uint32_t>    seen;
     std::vector<char>        scratch;
     mixedkv::attention_skips counts;
     mixedkv::attention_args  args;
+    float                    share = 1.0f;
 
-    problem(int64_t each, int n_seq) :
-        n_keys(each * n_seq), n_pages(n_keys / attention_page), n_seq(n_seq), k(n_keys * row), v(k.size()),
-        known(n_pages, 1), taken(n_seq * n_head_kv * n_pages), mask(n_seq * n_keys, 0xfc00),
-        means(n_pages * n_head_kv * d), spreads(n_pages * n_head_kv), q(n_seq * n_head * d), out(q.size()),
-        seen(mixedkv::attention_seen_blocks(n_keys) * n_seq) {
+    problem(int64_t each, int n_seq, int d, int group) :
+        n_keys(each * n_seq), n_strips(n_keys / attention_strip), n_seq(n_seq), d(d), n_head(n_head_kv * group),
+        head(test::row_size(mixedkv::row_type::q4_0, d)), row(n_head_kv * head),
+        sketch(mixedkv::attention_sketch_bytes(d)), k(n_keys * row), v(k.size()), known(n_strips, 1),
+        taken(n_seq * mixedkv::attention_taken_bytes(n_keys, n_head_kv)), bits(n_strips * n_head_kv * sketch),
+        mask(n_seq * n_keys, 0xfc00), steps(n_strips * n_head_kv * attention_strip), q(n_seq * n_head * d),
+        out(q.size()), seen(mixedkv::attention_seen_blocks(n_keys) * n_seq) {
         uint32_t x = 1;
         for (auto * bytes : { &k, &v }) {
             for (uint8_t & b : *bytes) {
@@ -80,47 +84,57 @@ struct problem {
         a.mask     = mask.data();
         a.mask_row = n_keys * sizeof(uint16_t);
         a.seen     = { seen.data(), n_seq, 1 };
-        a.scale    = 0.0883883476f;
+        a.scale    = float(1.0 / std::sqrt(double(d)));
         a.out      = out.data();
         scratch.resize(mixedkv::attention_scratch_bytes(&a, 1) + 64);
         a.skips = &counts;
+        set_scales();
     }
 
-    void structure(double share) {
-        uint32_t x = 7;
+    // Scores with a standard deviation of 2
+    void set_scales() {
+        const uint16_t scale = test::to_half(2.0f / (0.58f * 4.6f));
         for (auto * bytes : { &k, &v }) {
-            for (int64_t page = 0; page < n_pages; page += 4) {
-                for (int h = 0; h < n_head_kv; h++) {
-                    const bool     large = double((x = x * 1664525u + 1013904223u) >> 8) < share * 16777216.0;
-                    const uint16_t scale = test::to_half(large && bytes == &k ? 2.0f : 0.05f);
-                    for (int64_t key = page * attention_page; key < (page + 4) * attention_page && key < n_keys;
-                         key++) {
-                        for (size_t at = 0; at < head; at += head / 4) {
-                            std::memcpy(bytes->data() + key * row + h * head + at, &scale, 2);
-                        }
-                    }
-                }
+            for (size_t at = 0; at < bytes->size(); at += test::row_size(mixedkv::row_type::q4_0, 32)) {
+                std::memcpy(bytes->data() + at, &scale, 2);
             }
         }
-        for (int64_t page = 0; page < n_pages; page++) {
-            mixedkv::attention_sum_up_page(args.segments[0].k, page * attention_page, n_head_kv, d,
-                                           means.data() + page * n_head_kv * d, spreads.data() + page * n_head_kv);
+        for (int64_t i = 0; i < n_strips; i++) {
+            mixedkv::attention_sketch(args.segments[0].k, i * attention_strip, n_head_kv, d, bits.data() + i * sketch,
+                                      steps.data() + i * attention_strip, n_strips);
+        }
+    }
+
+    // Finds the share of the attention with which that of the pages is read
+    void read(double pages) {
+        float low = 0.0f, high = 1.0f;
+        for (int i = 0; i < 12; i++) {
+            share  = 0.5f * (low + high);
+            counts = {};
+            choose();
+            (double(counts.pages_read) < pages * double(counts.pages) ? low : high) = share;
         }
         counts = {};
+    }
+
+    mixedkv::attention_args choose() {
+        auto a         = args;
+        a.pages.bits   = bits.data();
+        a.pages.steps  = steps.data();
+        a.pages.strips = n_strips;
+        a.pages.known  = known.data();
+        a.pages.share  = share;
+        a.pages.taken  = taken.data();
+        a.pages.row    = mixedkv::attention_taken_bytes(n_keys, n_head_kv);
+        mixedkv::attention_choose_pages(&a, 1, 0, 1);
+        return a;
     }
 
     void dense() { run(args); }
 
     double sparse() { // returns what choosing took
-        auto a          = args;
-        a.pages.means   = means.data();
-        a.pages.spreads = spreads.data();
-        a.pages.known   = known.data();
-        a.pages.share   = 0.99f;
-        a.pages.taken   = taken.data();
-        a.pages.row     = n_head_kv * n_pages;
-        const double t  = cpu_seconds();
-        mixedkv::attention_choose_pages(&a, 1, 0, 1);
+        const double t      = cpu_seconds();
+        const auto   a      = choose();
         const double chosen = cpu_seconds() - t;
         run(a);
         return chosen;
@@ -136,7 +150,7 @@ struct problem {
 
 int main(int argc, char ** argv) {
     int64_t keys  = 32768;
-    int     n_seq = 8, rounds = 9;
+    int     n_seq = 8, rounds = 9, size = 128, group = 4, read = 0;
     for (int i = 1; i + 1 < argc; i += 2) {
         const std::string name  = argv[i];
         const int         value = std::atoi(argv[i + 1]);
@@ -146,12 +160,15 @@ int main(int argc, char ** argv) {
         keys   = name == "--keys" ? value : keys;
         n_seq  = name == "--sequences" ? value : n_seq;
         rounds = name == "--rounds" ? value : rounds;
+        size   = name == "--size" ? value : size;
+        group  = name == "--group" ? value : group;
+        read   = name == "--read" ? value : read;
     }
-    problem p(keys, n_seq);
-    std::printf("%s, %d sequences of %lld keys\n%8s %8s %10s %10s %10s %8s\n", mixedkv::attention_isa(), n_seq,
-                (long long)keys, "large", "read", "dense ms", "choose ms", "sparse ms", "ratio");
-    for (const double share : { 0.05, 0.1, 0.2, 0.3, 0.5, 0.8 }) {
-        p.structure(share);
+    problem p(keys, n_seq, size, group);
+    std::printf("%s, %d sequences of %lld keys of size %d\n%8s %8s %10s %10s %10s %8s\n", mixedkv::attention_isa(),
+                n_seq, (long long)keys, size, "share", "read", "dense ms", "choose ms", "sparse ms", "ratio");
+    for (const int percent : read ? std::vector<int>{ read } : std::vector<int>{ 5, 10, 20, 30, 40, 50, 70 }) {
+        p.read(0.01 * percent);
         std::vector<double> dense, choose, sparse, ratio;
         for (int i = 0; i < rounds + 1; i++) {
             const double a = cpu_seconds();
@@ -166,7 +183,7 @@ int main(int argc, char ** argv) {
                 ratio.push_back((b - a) / (e - b));
             }
         }
-        std::printf("%7.0f%% %7.0f%% %10.2f %10.2f %10.2f %8.2f\n", 100 * share,
+        std::printf("%8.4f %7.0f%% %10.2f %10.2f %10.2f %8.2f\n", p.share,
                     100.0 * double(p.counts.pages_read) / double(p.counts.pages), 1e3 * median(dense),
                     1e3 * median(choose), 1e3 * median(sparse), median(ratio));
         std::fflush(stdout);
