@@ -243,9 +243,6 @@ static void import_group(llama_context & ctx, placement & place, llama_seq_id se
     place.sinfo.s1   = strm;
     place.sinfo.strm = { llama_seq_id(strm) };
     place.sinfo.idxs = { empty_cells(cells, group.n_rows) };
-    if (auto * mixed = dynamic_cast<llama_kv_cache_mixed *>(&place.kv)) {
-        mixed->touch_rows(strm, place.sinfo.idxs[0]);
-    }
 
     llama_batch_allocr balloc(ctx.get_model().hparams.n_pos_per_embd());
     llama_ubatch       ubatch = balloc.ubatch_reserve(group.n_rows, 1);
@@ -266,6 +263,7 @@ static void import_group(llama_context & ctx, placement & place, llama_seq_id se
         llama_kv_cache::slot_info_vec_t sinfos = { place.sinfo };
         mixed->place(sinfos, { ubatch });
         place.sinfo = sinfos[0];
+        mixed->touch_rows(strm, place.cells());
     }
 
     place.kv.apply_ubatch(place.sinfo, ubatch);
