@@ -85,7 +85,7 @@ struct attention_pages {
     int64_t          strips = 0;       // of one KV head, those of the next follow
     const uint8_t *  known  = nullptr; // [strips] 0: the sketch is of other rows, so the strip is read
 
-    float     share = 1.0f;    // of the estimated weights of each row, at least, that the pages read hold
+    float     error = 0.0f;    // standard error of a row's sum of weights, relative to it; 0: all pages are read
     int64_t   depth = 0;       // keys on strips of which a query sees some, below which it reads all
     uint8_t * taken = nullptr; // of each query attention_taken_bytes(), the body's own business; nullptr: all are read
     size_t    row   = 0;       // bytes from query to query
@@ -158,10 +158,10 @@ size_t attention_run_bytes(const attention_args * streams, int n_streams);
 // True for one thread, the last: the others have read all they will read.
 bool attention_run(const attention_args * streams, int n_streams, void * scratch, int ith, int nth);
 
-// Says for each query which pages it reads. Called by every thread with the same arguments, and to be complete before
-// attention_run(). A row leaves out the lightest pages that hold less than 1 - `share` of what it is estimated to weigh
-// all keys with, and the heads of a KV head read what any of them does. Strips that are not known, the keys after the
-// last whole strip and those of the other segments are always read.
+// Says for each query which pages it reads: all heavy ones, and a random sample of the others, which stands for those
+// that are left out. Called by every thread with the same arguments, and to be complete before attention_run(). The
+// sample depends on the query's Q and the order of the pages. The heads of a KV head read what any of them does. Strips
+// that are not known, the keys after the last whole strip and those of the other segments are always read.
 void attention_choose_pages(const attention_args * streams, int n_streams, int ith, int nth);
 
 // Bytes of what a query reads of n_keys keys of the first segment.
@@ -171,7 +171,7 @@ size_t attention_taken_bytes(int64_t n_keys, int n_head_kv);
 size_t attention_sketch_bytes(int d_k);
 
 // The sketch of the strip whose first key is `key`. `bits` and `steps` are those of the first KV head, `strips` the
-// number of strips to the next.
+// number of strips to the next. The scalar body makes none, since it reads all.
 void attention_sketch(const attention_rows & k, int64_t key, int n_head_kv, int d_k, uint8_t * bits, uint16_t * steps,
                       int64_t strips);
 

@@ -5,6 +5,7 @@
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__GFNI__)
 
 #include "page_choice.h"
+#include "sketcher.h"
 #include "x86/amx_decode.h"
 #include "x86/amx_prefill.h"
 
@@ -24,9 +25,9 @@ void run(const attention_item & w) {
 } // namespace
 
 const attention_kernels * attention_amx() {
-    static constexpr attention_kernels kernels = { "amx",  cpu_has_amx,
-                                                   run,    tile<avx512>::merge,
-                                                   rotate, page_choice<avx512>::run };
+    static constexpr attention_kernels kernels = {
+        "amx", cpu_has_amx, run, tile<avx512>::merge, rotate, page_choice<avx512>::run, sketcher<avx512>::run
+    };
     return &kernels;
 }
 

@@ -3,6 +3,7 @@
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
 #include "page_choice.h"
+#include "sketcher.h"
 #include "x86/avx2_decode.h"
 
 namespace mixedkv {
@@ -18,8 +19,9 @@ void run(const attention_item & w) {
 } // namespace
 
 const attention_kernels * attention_avx2() {
-    static constexpr attention_kernels kernels = { "avx2", cpu_has_avx2,          run, tile<avx2>::merge,
-                                                   rotate, page_choice<avx2>::run };
+    static constexpr attention_kernels kernels = {
+        "avx2", cpu_has_avx2, run, tile<avx2>::merge, rotate, page_choice<avx2>::run, sketcher<avx2>::run
+    };
     return &kernels;
 }
 

@@ -3,6 +3,7 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
 
 #include "page_choice.h"
+#include "sketcher.h"
 #include "x86/vnni_decode.h"
 
 namespace mixedkv {
@@ -18,8 +19,9 @@ void run(const attention_item & w) {
 } // namespace
 
 const attention_kernels * attention_avx512() {
-    static constexpr attention_kernels kernels = { "avx512", cpu_has_avx512,          run, tile<avx512>::merge,
-                                                   rotate,   page_choice<avx512>::run };
+    static constexpr attention_kernels kernels = {
+        "avx512", cpu_has_avx512, run, tile<avx512>::merge, rotate, page_choice<avx512>::run, sketcher<avx512>::run
+    };
     return &kernels;
 }
 

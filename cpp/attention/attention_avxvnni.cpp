@@ -5,6 +5,7 @@
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && defined(__AVXVNNI__)
 
 #include "page_choice.h"
+#include "sketcher.h"
 #include "x86/avx2_decode.h"
 
 namespace mixedkv {
@@ -20,8 +21,9 @@ void run(const attention_item & w) {
 } // namespace
 
 const attention_kernels * attention_avxvnni() {
-    static constexpr attention_kernels kernels = { "avxvnni",         cpu_has_avxvnni, run,
-                                                   tile<avx2>::merge, rotate,          page_choice<avx2>::run };
+    static constexpr attention_kernels kernels = { "avxvnni",          cpu_has_avxvnni, run,
+                                                   tile<avx2>::merge,  rotate,          page_choice<avx2>::run,
+                                                   sketcher<avx2>::run };
     return &kernels;
 }
 

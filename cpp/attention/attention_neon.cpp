@@ -4,13 +4,15 @@
 
 #include "page_choice.h"
 #include "simd/vector_neon.h"
+#include "sketcher.h"
 #include "tile.h"
 
 namespace mixedkv {
 
 const attention_kernels * attention_neon() {
-    static constexpr attention_kernels kernels = { "neon", cpu_has_neon,          tile<neon>::run, tile<neon>::merge,
-                                                   rotate, page_choice<neon>::run };
+    static constexpr attention_kernels kernels = {
+        "neon", cpu_has_neon, tile<neon>::run, tile<neon>::merge, rotate, page_choice<neon>::run, sketcher<neon>::run
+    };
     return &kernels;
 }
 

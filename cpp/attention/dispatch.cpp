@@ -285,6 +285,13 @@ bool attention_run(const attention_args * streams, int n_streams, void * scratch
     return last_thread;
 }
 
+void attention_sketch(const attention_rows & k, int64_t key, int n_head_kv, int d_k, uint8_t * bits, uint16_t * steps,
+                      int64_t strips) {
+    if (isa().kernels->sketch) {
+        isa().kernels->sketch(k, key, n_head_kv, d_k, bits, steps, strips);
+    }
+}
+
 void attention_choose_pages(const attention_args * streams, int n_streams, int ith, int nth) {
     for (int i = 0; i < n_streams; i++) {
         if (streams[i].pages.taken) {

@@ -59,6 +59,9 @@ struct attention_kernels {
     void (*rotate)(float * x, int64_t n, int edge);
     // Fills taken of the item's only query and KV head. nullptr: it reads all pages.
     void (*choose)(const attention_item & item);
+    // attention_sketch(); nullptr where `choose` is
+    void (*sketch)(const attention_rows & k, int64_t key, int n_head_kv, int d_k, uint8_t * bits, uint16_t * steps,
+                   int64_t strips);
 };
 
 bool cpu_has_avx2(); // with FMA and F16C

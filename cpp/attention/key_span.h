@@ -15,9 +15,10 @@ enum mask_state : uint8_t { all_hidden, all_plain, mixed };
 
 // Pages of the first segment that a query reads of a KV head, in order. The last one alone may be cut.
 struct page_list {
-    int     head;                            // the KV head
-    int64_t query;                           // of the item
-    int64_t key[key_block / attention_page]; // the first of each
+    int     head;                               // the KV head
+    int64_t query;                              // of the item
+    int64_t key[key_block / attention_page];    // the first of each
+    float   stands[key_block / attention_page]; // log2 of how many such pages each stands for
     int     n_pages = 0;
     int     n       = 0; // keys
 
@@ -34,9 +35,10 @@ struct key_span {
 
     // Where pages are left out, those of the first segment that were put together here, and those that are read next;
     // nullptr: keys follow each other. The mask is that of the only query that sees them.
-    const uint16_t *  mask  = nullptr;
-    const page_list * pages = nullptr;
-    const page_list * ahead = nullptr;
+    const uint16_t *  mask   = nullptr;
+    const page_list * pages  = nullptr;
+    const page_list * ahead  = nullptr;
+    const float *     stands = nullptr; // what is added to the score of each key, in units of log2; nullptr: zeros
 };
 
 inline mask_state state_of(const uint16_t * mask, int n) {
@@ -173,8 +175,9 @@ void for_each_block(const attention_item & w, int step, Block block) {
 struct row_rule {
     float            softcap; // in units of log2; 0: none
     float            slope;
-    const uint16_t * mask;  // of the block; nullptr: all plain
-    float            least; // weights below it are added to the sum alone
+    const uint16_t * mask;             // of the block; nullptr: all plain
+    float            least;            // weights below it are added to the sum alone
+    const float *    stands = nullptr; // of the block, see key_span
 };
 
 // Scores of packed queries come out as log2(e) * scale * q.k, or q.k * scale / softcap when there is a soft-cap.
@@ -194,7 +197,7 @@ inline row_rule rule_of(const attention_item & w, const key_span & span, int hea
              span.states[query] != mixed ? nullptr
              : span.mask                 ? span.mask
                                          : mask_row(a, w.q0 + query) + span.column,
-             w.few ? a.v_skip / key_block : 0.0f };
+             w.few ? a.v_skip / key_block : 0.0f, span.stands };
 }
 
 // Which of the first n keys of a block have a weight in some row, a bit each

@@ -1,6 +1,11 @@
 // Which pages a query reads, for a vector layer L. What a key is weighed with is estimated from its sketch: the score
-// of two bits, whose error is taken to be normally distributed, so that the mean weight is exp(score + variance / 2).
-// Keys that are read anyway are scored as they are.
+// of two bits, whose error is taken to be normally distributed. So the weight is exp(score + variance / 2) in the mean,
+// and its root mean square, which is a key's size here, is exp(score + variance). Keys that are read anyway are scored
+// as they are.
+//
+// A page of size z is read with the probability min(1, z / step), and then stands for as many. This makes a sum of
+// weights right in the mean, whatever the estimates are. Its variance is step times the sum of the sizes below the
+// step, at most, where the estimates are right. The step is the greatest with which that is as small as is asked for.
 
 #pragma once
 
@@ -21,21 +26,21 @@ struct page_choice {
     static constexpr float most_above     = 100.0f; // log2 of a weight over that of the best key known before
     static_assert(attention_page == 4 && attention_strip == 16);
 
-    // Strips of which a query sees some keys and a sketch is known, and what each row is estimated to weigh their pages
-    // with, up to a multiple of 64; from the end on those without a sketch
+    // Strips of which a query sees some keys and a sketch is known, and the size of their pages for each row, up to a
+    // multiple of 64; from the end on those without a sketch
     struct strip_list {
         int64_t      n        = 0;
         int64_t      n_others = 0;
         int64_t      most;
         seen_strip * strip;
-        float *      weights;
+        float *      sizes;
 
         strip_list(const attention_args & a, void * memory) : most(round_up(count_strips(a), 16)) {
-            strip   = static_cast<seen_strip *>(memory);
-            weights = reinterpret_cast<float *>(strip + most);
+            strip = static_cast<seen_strip *>(memory);
+            sizes = reinterpret_cast<float *>(strip + most);
         }
         seen_strip & other(int64_t i) const { return strip[most - 1 - i]; }
-        float *      of(int row) const { return weights + row * most * pages_of_strip; }
+        float *      of(int row) const { return sizes + row * most * pages_of_strip; }
     };
 
     static mask_state state_at(const attention_item & w, int64_t key, int n) {
@@ -47,14 +52,21 @@ struct page_choice {
                                                      : state_of(mask_row(a, w.q0) + key, n);
     }
 
+    static page_code * codes_of(page_code * taken, int64_t strip) { return taken + strip * pages_of_strip; }
+
+    static void set_codes(page_code * taken, int64_t strip, page_code code) {
+        std::memset(codes_of(taken, strip), code, pages_of_strip);
+    }
+
     // Marks what is read whatever it weighs, and lists the strips whose pages are chosen from.
-    static void classify(const attention_item & w, uint8_t * taken, strip_list & strips) {
+    static void classify(const attention_item & w, page_code * taken, strip_list & strips) {
         const attention_args & a = *w.args;
         for (int64_t key = 0; key < a.segments[0].n; key += key_block) {
             const int        n     = int(a.segments[0].n - key < key_block ? a.segments[0].n - key : key_block);
             const mask_state state = state_at(w, key, n);
             if (state == all_hidden) {
-                std::memset(taken + key / attention_strip, 0, (n + attention_strip - 1) / attention_strip);
+                const int n_strips = (n + attention_strip - 1) / attention_strip;
+                std::memset(codes_of(taken, key / attention_strip), left_out, n_strips * pages_of_strip);
                 continue;
             }
             for (int i = 0; i < n; i += attention_strip) {
@@ -62,7 +74,7 @@ struct page_choice {
                 const int        left  = n - i < attention_strip ? n - i : attention_strip;
                 const mask_state own   = state != mixed ? state : state_of(mask_row(a, w.q0) + key + i, left);
                 const bool       seen = own != all_hidden, known = left == attention_strip && a.pages.known[strip];
-                taken[strip] = seen && !known ? all_pages : 0;
+                set_codes(taken, strip, seen && !known ? read_once : left_out);
                 if (seen) {
                     (known ? strips.strip[strips.n++] : strips.other(strips.n_others++)) = { int32_t(strip), own };
                 }
@@ -93,32 +105,46 @@ struct page_choice {
         for_each_block(part, base::block_keys(a), weigh);
     }
 
-    // What a row adds to the score of a key for what two bits of it lose, in units of the squared half step
-    static float loss_of(const attention_args & a, const float * q) {
+    // The variance of a row's score of a key, for what two bits of it lose, in units of the squared half step. What is
+    // added to scores in units of log2 is the variance in those of the natural logarithm times log2e.
+    static float variance_of(const attention_args & a, const float * q) {
         const float unit = a.logit_softcap == 0.0f ? 1.0f : a.logit_softcap * log2e; // of scores as they are
         float       sum  = 0.0f;
         for (int i = 0; i < a.d_k; i++) {
             sum += q[i] * q[i];
         }
-        return sum * unit * unit * sketch_loss / (2.0f * log2e);
+        return sum * unit * unit * sketch_loss / log2e;
+    }
+
+    // Of the keys that are chosen from, the mean of the squared half step
+    static float mean_square_step(const attention_args & a, int head, const strip_list & strips) {
+        const uint16_t * steps = a.pages.steps + head * a.pages.strips * attention_strip;
+        typename L::V    sum   = L::zero();
+        for (int64_t i = 0; i < strips.n; i++) {
+            for (int j = 0; j < attention_strip; j += L::width) {
+                const auto x = L::load_half(steps + strips.strip[i].index * attention_strip + j);
+                sum          = L::fma(x, x, sum);
+            }
+        }
+        return L::sum(sum) / float(strips.n * attention_strip);
     }
 
     // From sums over a strip to scores of its keys, in units of log2: s[R][key_block]
     template <int R>
-    static void to_scores(const sketch_query & q, const float * loss, const uint16_t * steps, const float * sums,
+    static void to_scores(const sketch_query & q, const float * variance, const uint16_t * steps, const float * sums,
                           float * s) {
         for (int j = 0; j < attention_strip; j += L::width) {
             const auto step = L::load_half(steps + j);
             for (int r = 0; r < R; r++) {
                 const auto x = L::fma(L::load(sums + r * attention_strip + j), L::set(q.factor[r]), L::set(q.bias[r]));
-                L::store(s + r * key_block + j, L::mul(step, L::fma(step, L::set(loss[r]), x)));
+                L::store(s + r * key_block + j, L::mul(step, L::fma(step, L::set(variance[r]), x)));
             }
         }
     }
 
-    // As that, of a row, with what K lacks and a soft-cap, which comes before the loss
-    static void to_capped_scores(const attention_item & w, const sketch_query & q, int row, float loss, int64_t strip,
-                                 const uint16_t * steps, const float * sums, float * s) {
+    // As that, of a row, with what K lacks and a soft-cap, which comes before the variance
+    static void to_capped_scores(const attention_item & w, const sketch_query & q, int row, float variance,
+                                 int64_t strip, const uint16_t * steps, const float * sums, float * s) {
         const attention_args & a         = *w.args;
         const mask_state       states[1] = { all_plain };
         for (int j = 0; j < attention_strip; j++) {
@@ -128,7 +154,7 @@ struct page_choice {
         for (int j = 0; j < attention_strip; j++) {
             const float step = half_at(steps + j);
             s[j]             = a.logit_softcap == 0.0f ? s[j] : a.logit_softcap * log2e * tanhf(s[j]);
-            s[j] += loss * step * step;
+            s[j] += variance * step * step;
         }
     }
 
@@ -151,9 +177,9 @@ struct page_choice {
         const bool             simple = a.logit_softcap == 0.0f && a.segments[0].n_pairs == 0;
         alignas(64) float      sums[R][attention_strip];
         alignas(64) float      s[R][key_block];
-        float                  loss[R];
+        float                  variance[R];
         for (int r = 0; r < R; r++) {
-            loss[r] = loss_of(a, static_cast<const float *>(m.q) + (first + r) * round_up(a.d_k, 16));
+            variance[r] = variance_of(a, static_cast<const float *>(m.q) + (first + r) * round_up(a.d_k, 16));
         }
         const int64_t last = (strips.n - 1) / strips_at_once * strips_at_once;
         for (int64_t i = last; i >= 0; i -= strips_at_once) { // with ALiBi the last keys weigh the most
@@ -168,10 +194,10 @@ struct page_choice {
                 const uint16_t * step = steps + int64_t(strip.index) * attention_strip;
                 float *          to   = s[0] + j * attention_strip;
                 if (simple) {
-                    to_scores<R>(q, loss, step, sums[0], to);
+                    to_scores<R>(q, variance, step, sums[0], to);
                 }
                 for (int r = 0; r < R && !simple; r++) {
-                    to_capped_scores(w, q, first + r, loss[r], strip.index, step, sums[r], to + r * key_block);
+                    to_capped_scores(w, q, first + r, variance[r], strip.index, step, sums[r], to + r * key_block);
                 }
                 for (int r = 0; r < R && strip.state == mixed; r++) {
                     add_mask(w, first + r, strip.index, to + r * key_block);
@@ -222,52 +248,80 @@ struct page_choice {
         }
     }
 
-    // Of weights below x; n is a multiple of 64
-    static float sum_below(const float * weights, int64_t n, float x) {
+    // Of sizes below x; n is a multiple of 64
+    static float sum_below(const float * sizes, int64_t n, float x) {
         typename L::V sum[4] = { L::zero(), L::zero(), L::zero(), L::zero() };
         for (int64_t i = 0; i < n; i += 4 * L::width) {
             for (int j = 0; j < 4; j++) {
-                const auto y = L::load(weights + i + j * L::width);
+                const auto y = L::load(sizes + i + j * L::width);
                 sum[j]       = L::add(sum[j], L::sub(y, L::at_least(y, x)));
             }
         }
         return L::sum(L::add(L::add(sum[0], sum[1]), L::add(sum[2], sum[3])));
     }
 
-    // The weight from which on pages of a row are read, 0 for all: those below it hold less than 1 - share
-    static float find_least(float share, const float * weights, int64_t n, float others) {
-        const float spare = (1.0f - share) * (sum_below(weights, n, INFINITY) + others);
-        if (!(spare > 0.0f && spare < INFINITY)) { // estimates beyond what F32 holds
+    // The step with which the variance of the sum is as small as is asked for; 0: all pages are read.
+    // mean: of keys, the mean weight by the size; others: the sum of the weights of keys that are read anyway
+    static float find_step(float error, const float * sizes, int64_t n, float mean, float others) {
+        const float sum     = sum_below(sizes, n, INFINITY);
+        const float whole   = sum * mean + others;
+        const float allowed = error * error * whole * whole;
+        float       x       = allowed / sum;                 // with this step all may be below it
+        if (!(x > 0.0f && x < INFINITY && sum < INFINITY)) { // estimates beyond what F32 holds
             return 0.0f;
         }
         uint32_t low, high; // as integers floats have the same order, and half way is half of a ratio
-        float    x = spare / float(n);
         std::memcpy(&low, &x, 4);
-        std::memcpy(&high, &spare, 4);
+        x = x > sum ? x : sum;
+        std::memcpy(&high, &x, 4);
         while (high - low > 1u << 20) { // an eighth of a factor of two
             const uint32_t middle = low + (high - low) / 2;
             std::memcpy(&x, &middle, 4);
-            (sum_below(weights, n, x) <= spare ? low : high) = middle;
+            (x * sum_below(sizes, n, x) <= allowed ? low : high) = middle;
         }
         std::memcpy(&x, &low, 4);
         return x;
     }
 
-    // Of the pages of four strips, a bit each, those that weigh as much
-    static uint32_t heavy_pages(const float * weights, float least) {
-        uint32_t heavy = 0;
-        for (int j = 0; j < strips_at_once * pages_of_strip; j += L::width) {
-            heavy |= L::nonzero(L::at_least(L::load(weights + j), least)) << j;
+    // The number of the first page in a table of draws, by the bits of Q of all rows
+    static int64_t first_draw(const attention_args & a, const item_memory & m) {
+        const int64_t d    = round_up(a.d_k, 16);
+        uint64_t      hash = 14695981039346656037u;
+        for (int row = 0; row < m.rows; row++) {
+            for (int i = 0; i < a.d_k; i++) {
+                uint32_t bits;
+                std::memcpy(&bits, static_cast<const float *>(m.q) + row * d + i, 4);
+                hash = (hash ^ bits) * 1099511628211u;
+            }
         }
-        return heavy;
+        return int64_t((hash ^ hash >> 32) % n_draws);
+    }
+
+    // Of the pages of four strips, a bit each, those that may be read, and their probabilities
+    static uint32_t draw(const strip_list & strips, int64_t first, int rows, const float * per_step,
+                         const float * draws, float * probability) {
+        uint32_t drawn = 0;
+        for (int j = 0; j < strips_at_once * pages_of_strip; j += L::width) {
+            auto p = L::mul(L::load(strips.of(0) + first + j), L::set(per_step[0]));
+            for (int row = 1; row < rows; row++) {
+                p = L::max(p, L::mul(L::load(strips.of(row) + first + j), L::set(per_step[row])));
+            }
+            L::store(probability + j, p);
+            const auto up = L::max(L::mul(p, L::set(1.125f)), L::set(1.0f / 256.0f)); // as code_of() rounds, or more
+            drawn |= L::nonzero(L::at_least(L::sub(up, L::load(draws + j)), 0.0f)) << j;
+        }
+        return drawn;
     }
 
     // Returns how many pages are read
-    static int64_t choose(const attention_item & w, const item_memory & m, uint8_t * taken, const strip_list & strips) {
+    static int64_t choose(const attention_item & w, const item_memory & m, page_code * taken,
+                          const strip_list & strips) {
         const attention_args & a       = *w.args;
         const int64_t          n_pages = round_up(strips.n, 16) * pages_of_strip;
         const int64_t          filled  = round_up(strips.n, strips_at_once) * pages_of_strip;
-        float                  least[few_rows];
+        const float            square  = mean_square_step(a, w.head0, strips);
+        const int64_t          d       = round_up(a.d_k, 16);
+        float                  per_step[few_rows];
         base::begin(m);
         for (int row = 0; row < m.rows; row += 4) {
             base::pack_quad(w, w.head0, m, row);
@@ -276,21 +330,32 @@ struct page_choice {
         for (int row = 0; row < m.rows; row += 4) {
             estimate(w, m, row, strips);
         }
-        bool all = false;
         for (int row = 0; row < m.rows; row++) {
+            const float variance = variance_of(a, static_cast<const float *>(m.q) + row * d);
             std::memset(strips.of(row) + filled, 0, (n_pages - filled) * sizeof(float));
-            least[row] = find_least(a.pages.share, strips.of(row), n_pages, m.sum[row]);
-            all |= least[row] == 0.0f;
+            const float mean = base::exp2_of(-0.5f * variance * square);
+            per_step[row]    = 1.0f / find_step(a.pages.error, strips.of(row), n_pages, mean, m.sum[row]);
         }
-        int64_t n_read = 0;
+        const int64_t first  = first_draw(a, m);
+        const float * draws  = page_draws();
+        int64_t       n_read = 0;
         for (int64_t i = 0; i < strips.n; i += strips_at_once) {
-            uint32_t heavy = all ? 0xffff : 0;
-            for (int row = 0; row < m.rows; row++) {
-                heavy |= heavy_pages(strips.of(row) + i * pages_of_strip, least[row]);
+            float         probability[strips_at_once * pages_of_strip];
+            const int64_t page = i * pages_of_strip;
+            const float * u    = draws + (first + page) % n_draws;
+            const int     n    = int(strips.n - i < strips_at_once ? strips.n - i : strips_at_once);
+            for (int j = 0; j < n; j++) {
+                set_codes(taken, strips.strip[i + j].index, left_out);
             }
-            for (int64_t j = i; j < i + strips_at_once && j < strips.n; j++, heavy >>= pages_of_strip) {
-                taken[strips.strip[j].index] = heavy & all_pages;
-                n_read += __builtin_popcount(heavy & all_pages);
+            for (uint32_t drawn =
+                     draw(strips, page, m.rows, per_step, u, probability) & ((1u << n * pages_of_strip) - 1);
+                 drawn; drawn &= drawn - 1) {
+                const int       j    = __builtin_ctz(drawn);
+                const page_code code = code_of(probability[j]);
+                if (probability_of(code) > u[j]) {
+                    codes_of(taken, strips.strip[i + j / pages_of_strip].index)[j % pages_of_strip] = code;
+                    n_read++;
+                }
             }
         }
         return n_read;
@@ -298,12 +363,12 @@ struct page_choice {
 
     static void run(const attention_item & w) {
         const attention_args & a     = *w.args;
-        uint8_t *              taken = taken_pages(a, w.q0, w.head0);
+        page_code *            taken = taken_pages(a, w.q0, w.head0);
         const item_memory      m(a, true, 1, w.memory, 0);
         strip_list             strips(a, static_cast<char *>(w.memory) + m.bytes);
         classify(w, taken, strips);
         int64_t n_read = strips.n * pages_of_strip;
-        if (a.pages.share < 1.0f && strips.n > 0 && strips.n * attention_strip >= a.pages.depth) {
+        if (a.pages.error > 0.0f && strips.n > 0 && strips.n * attention_strip >= a.pages.depth) {
             n_read = choose(w, m, taken, strips);
         }
         const bool most             = n_read > strips.n * pages_of_strip * most_read;

@@ -2,54 +2,37 @@
 
 #include "pages.h"
 #include "kernel.h"
-#include "simd/half.h"
 #include "sketch.h"
 
 #include <algorithm>
-#include <cmath>
 #include <memory>
 #include <vector>
 
 namespace mixedkv {
 
 size_t attention_taken_bytes(int64_t n_keys, int n_head_kv) {
-    return size_t(n_head_kv) * ((n_keys + attention_strip - 1) / attention_strip + 1);
+    return size_t(n_head_kv) * ((n_keys + attention_strip - 1) / attention_strip * pages_of_strip + 1);
+}
+
+// The same in every process, so that an answer can be had again
+const float * page_draws() {
+    static const std::vector<float> draws = [] {
+        std::vector<float> x(n_draws + 64);
+        uint64_t           state = 1;
+        for (float & y : x) { // SplitMix64
+            uint64_t z = state += 0x9e3779b97f4a7c15;
+            z          = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+            z          = (z ^ z >> 27) * 0x94d049bb133111eb;
+            y          = float((z ^ z >> 31) >> 40) * 0x1p-24f;
+        }
+        std::copy_n(x.begin(), 64, x.end() - 64);
+        return x;
+    }();
+    return draws.data();
 }
 
 size_t attention_sketch_bytes(int d_k) {
     return size_t(sketch_groups(d_k)) * 64;
-}
-
-// Returns half the step
-static float sketch_key(const float * x, int d, uint8_t * bits) {
-    float squares = 0.0f;
-    for (int i = 0; i < d; i++) {
-        squares += x[i] * x[i];
-    }
-    const float step = 2.0f * sketch_half_step * std::sqrt(squares / d);
-    float       dot = 0.0f, norm = 0.0f;
-    for (int i = 0; i < d; i++) {
-        const int   n     = (x[i] >= -step) + (x[i] >= 0.0f) + (x[i] >= step);
-        const float level = float(2 * n - 3);
-        dot += level * x[i];
-        norm += level * level;
-        bits[i / 16 * 64 + i % 4] |= uint8_t(n << i % 16 / 4 * 2);
-    }
-    const float fit = dot / norm;
-    return fit < INFINITY ? fit : INFINITY; // what is no number is always read
-}
-
-void attention_sketch(const attention_rows & k, int64_t key, int n_head_kv, int d_k, uint8_t * bits, uint16_t * steps,
-                      int64_t strips) {
-    float row[attention_max_head_size];
-    for (int head = 0; head < n_head_kv; head++) {
-        uint8_t * to = bits + head * strips * attention_sketch_bytes(d_k);
-        std::fill_n(to, attention_sketch_bytes(d_k), uint8_t(0));
-        for (int i = 0; i < attention_strip; i++) {
-            unpack_row(k, key + i, head, d_k, row);
-            steps[head * strips * attention_strip + i] = float_to_half(sketch_key(row, d_k, to + 4 * i));
-        }
-    }
 }
 
 void choose_pages(const attention_args & a, const attention_kernels & kernels, block_panels * panels, int ith,

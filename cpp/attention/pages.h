@@ -1,4 +1,5 @@
-// Pages: attention_page keys of the first segment, of which decode may leave some out for a query and a KV head.
+// Pages: attention_page keys of the first segment, of which decode may leave some out for a query and a KV head. Those
+// that are read may stand for others like them, by the inverse of the probability that they had to be read.
 
 #pragma once
 
@@ -11,10 +12,48 @@ namespace mixedkv {
 void choose_pages(const attention_args & args, const attention_kernels & kernels, block_panels * panels, int ith,
                   int nth);
 
+// Numbers from 0 to 1, [n_draws + 64]: a page is read whose probability is greater than its number.
+constexpr int n_draws = 4096;
+const float * page_draws();
+
 namespace {
 
-constexpr int     pages_of_strip = attention_strip / attention_page;
-constexpr uint8_t all_pages      = (1 << pages_of_strip) - 1;
+constexpr int pages_of_strip = attention_strip / attention_page;
+
+// Of a page a byte says whether it is read: 0, or 1 more than eight times the binary logarithm of the number of pages
+// that it stands for, where a power of two is cut into eight equal parts, as floats are.
+using page_code = uint8_t;
+
+constexpr page_code left_out  = 0;
+constexpr page_code read_once = 1; // stands for itself alone
+
+// The probability to be read, `least` at least, as the next greater one that there is a code for
+inline page_code code_of(float probability) {
+    constexpr float least = 1.0f / 256.0f;
+    if (!(probability < 1.0f)) { // or NaN
+        return read_once;
+    }
+    const float p = probability > least ? probability : least;
+    uint32_t    bits;
+    std::memcpy(&bits, &p, 4);
+    return page_code(1 + (127 << 3) - ((bits + (1 << 20) - 1) >> 20));
+}
+
+inline float probability_of(page_code code) {
+    const uint32_t bits = uint32_t((127 << 3) + 1 - code) << 20;
+    float          p;
+    std::memcpy(&p, &bits, 4);
+    return p;
+}
+
+// log2 of what it stands for
+inline float log2_of(page_code code) {
+    constexpr float log2_of_eighths[8] = { 0.0f,        0.16992500f, 0.32192809f, 0.45943162f,
+                                           0.58496250f, 0.70043972f, 0.80735492f, 0.90689060f };
+    const int       eighths            = code - 1; // below 1
+    const int       whole              = (eighths + 7) / 8;
+    return float(whole) - log2_of_eighths[8 * whole - eighths];
+}
 
 inline int64_t count_strips(const attention_args & a) {
     return (a.segments[0].n + attention_strip - 1) / attention_strip;
@@ -31,12 +70,12 @@ inline size_t choice_bytes(int64_t n_strips, int rows) {
 }
 
 inline uint8_t * taken_pages(const attention_args & a, int64_t query, int head_kv) {
-    return a.pages.taken + query * a.pages.row + head_kv * (count_strips(a) + 1);
+    return a.pages.taken + query * a.pages.row + head_kv * (count_strips(a) * pages_of_strip + 1);
 }
 
-// Behind those of the strips: whether the query reads everything, and as without pages
+// Behind the codes of the pages: whether the query reads everything, and as without pages
 inline uint8_t & reads_all(const attention_args & a, int64_t query, int head_kv) {
-    return taken_pages(a, query, head_kv)[count_strips(a)];
+    return taken_pages(a, query, head_kv)[count_strips(a) * pages_of_strip];
 }
 
 // Goes over the pages that are read of an item, by KV head and query. Those that read everything are left out.
@@ -44,15 +83,14 @@ struct page_walk {
     const attention_item & w;
     const int64_t          n; // keys of the segment
     const int64_t          end;
-    const uint8_t *        taken = nullptr;
+    const page_code *      taken = nullptr;
     int                    head;
     int64_t                query = -1;
-    int64_t                strip;
-    uint32_t               left = 0; // of the strip before
+    int64_t                page;
 
     explicit page_walk(const attention_item & item) :
-        w(item), n(item.args->segments[0].n), end(((w.k1 < n ? w.k1 : n) + attention_strip - 1) / attention_strip),
-        head(item.head0), strip(end) {}
+        w(item), n(item.args->segments[0].n), end(((w.k1 < n ? w.k1 : n) + attention_page - 1) / attention_page),
+        head(item.head0), page(end) {}
 
     // Goes on to a query that has pages
     bool next_query() {
@@ -67,15 +105,20 @@ struct page_walk {
             }
         } while (reads_all(*w.args, w.q0 + query, head));
         taken = taken_pages(*w.args, w.q0 + query, head);
-        strip = w.k0 / attention_strip;
+        page  = w.k0 / attention_page;
         return true;
     }
 
     void skip() {
-        for (uint64_t eight = 0; strip + 8 <= end && !eight; strip += eight ? 0 : 8) {
-            std::memcpy(&eight, taken + strip, 8);
+        for (; page + 8 <= end; page += 8) {
+            uint64_t eight;
+            std::memcpy(&eight, taken + page, 8);
+            if (eight) {
+                page += __builtin_ctzll(eight) / 8;
+                return;
+            }
         }
-        for (; strip < end && !taken[strip]; strip++) {
+        for (; page < end && !taken[page]; page++) {
         }
     }
 
@@ -83,29 +126,23 @@ struct page_walk {
     void next(page_list & list, int most, bool together) {
         list.n_pages = list.n = 0;
         while (list.n < most) {
-            if (!left) {
-                if (strip < end) {
-                    skip();
+            skip();
+            if (page >= end) {
+                if (list.n > 0 || !next_query()) {
+                    return;
                 }
-                if (strip >= end) {
-                    if (list.n > 0 || !next_query()) {
-                        return;
-                    }
-                    continue;
-                }
-                left = taken[strip++];
+                continue;
             }
-            const int64_t key = (strip - 1) * attention_strip + __builtin_ctz(left) * attention_page;
+            const int64_t key = page * attention_page;
             if (together && list.n > 0 && key != list.key[0] + list.n) {
                 return;
             }
-            left &= left - 1;
-            if (key < n) { // the last strip may be cut anywhere
-                list.head                = head;
-                list.query               = query;
-                list.key[list.n_pages++] = key;
-                list.n += int(n - key < attention_page ? n - key : attention_page);
-            }
+            list.head                 = head;
+            list.query                = query;
+            list.key[list.n_pages]    = key;
+            list.stands[list.n_pages] = log2_of(taken[page++]);
+            list.n_pages++;
+            list.n += int(n - key < attention_page ? n - key : attention_page);
         }
     }
 };
@@ -124,6 +161,18 @@ inline mask_state copy_mask(const attention_args & a, int64_t query, const page_
         std::memcpy(mask + i, from, (list.n - i < attention_page ? list.n - i : attention_page) * sizeof(uint16_t));
     }
     return state_of(mask, list.n);
+}
+
+// What is added to the scores of the keys of pages; false: nothing is
+inline bool copy_stands(const page_list & list, float * stands) {
+    bool any = false;
+    for (int i = 0; i < list.n_pages; i++) {
+        any |= list.stands[i] != 0.0f;
+        for (int j = 0; j < attention_page; j++) {
+            stands[i * attention_page + j] = list.stands[i];
+        }
+    }
+    return any;
 }
 
 // Bytes of a head's row; 0: it is not known
@@ -168,6 +217,7 @@ void for_each_page_block(const attention_item & w, int step, Block block) {
     page_list                 lists[3]; // now, next, and what is fetched meanwhile
     mask_state                states[few_rows] = {};
     uint16_t                  mask[key_block];
+    float                     stands[key_block];
     attention_segment         copied = s;
     static_assert(all_hidden == 0);
     walk.next(lists[0], step, together);
@@ -181,6 +231,7 @@ void for_each_page_block(const attention_item & w, int step, Block block) {
             continue;
         }
         key_span span = { &s, list.key[0], list.key[0], list.n, states, mask, &list, &ahead };
+        span.stands   = copy_stands(list, stands) ? stands : nullptr;
         if (!follow_each_other(list)) {
             copied.k     = copy_pages(s.k, list.head, bytes_k, list, w.panels->rows_k);
             copied.v     = copy_pages(s.v, list.head, bytes_v, list, w.panels->rows_v);

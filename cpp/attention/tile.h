@@ -112,6 +112,9 @@ struct tile {
         for (int j = 0; mask && j < padded; j += L::width) {
             L::store(s + j, L::fma(L::set(rule.slope), L::load_half(mask + j), L::load(s + j)));
         }
+        for (int j = 0; rule.stands && j < padded; j += L::width) {
+            L::store(s + j, L::add(L::load(rule.stands + j), L::load(s + j)));
+        }
         for (int j = n; j < padded; j++) {
             s[j] = -INFINITY;
         }

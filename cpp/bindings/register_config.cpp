@@ -34,7 +34,7 @@ class cache_config {
   public:
     cache_config(bool mixed, uint32_t threshold, uint32_t group_size, uint32_t sink_tokens,
                  const std::string & attention, uint32_t n_draft, bool equalize, uint32_t hot_budget, float v_skip,
-                 float sparse_top_p, const std::vector<layer_types> & layers) {
+                 float sparse_error, const std::vector<layer_types> & layers) {
         values.mixed        = mixed;
         values.threshold    = threshold;
         values.group_size   = group_size;
@@ -44,7 +44,7 @@ class cache_config {
         values.equalize     = equalize;
         values.hot_budget   = hot_budget;
         values.v_skip       = v_skip;
-        values.sparse_top_p = sparse_top_p;
+        values.sparse_error = sparse_error;
         for (const auto & [first, last, type_k, type_v] : layers) {
             types.push_back({ first, last, static_cast<ggml_type>(type_k), static_cast<ggml_type>(type_v) });
         }
@@ -109,7 +109,7 @@ void register_config(py::module_ & m) {
                         const std::vector<layer_types> &>(),
                py::kw_only(), "mixed"_a = true, "threshold"_a = 0, "group_size"_a = 1, "sink_tokens"_a = 0,
                "attention"_a = "auto", "n_draft"_a = 0, "equalize"_a = false, "hot_budget"_a = MIXEDKV_HOT_BUDGET_AUTO,
-               "v_skip"_a = 0.0f, "sparse_top_p"_a = 0.0f, "layers"_a = std::vector<layer_types>());
+               "v_skip"_a = 0.0f, "sparse_error"_a = 0.0f, "layers"_a = std::vector<layer_types>());
     config.attr("HOT_BUDGET_AUTO") = MIXEDKV_HOT_BUDGET_AUTO;
     config.attr("HOT_BUDGET_ALL")  = MIXEDKV_HOT_BUDGET_ALL;
 

@@ -24,8 +24,8 @@ void check_config(const mixedkv_config & config) {
     require(uint32_t(config.attention) <= MIXEDKV_ATTENTION_MERGED, MIXEDKV_INVALID,
             "attention must be auto, fused or merged");
     require(config.v_skip >= 0.0f && config.v_skip < 1.0f, MIXEDKV_INVALID, "v_skip must be at least 0 and below 1");
-    require(config.sparse_top_p >= 0.0f && config.sparse_top_p <= 1.0f, MIXEDKV_INVALID,
-            "sparse_top_p must be at least 0 and at most 1");
+    require(config.sparse_error >= 0.0f && config.sparse_error < 1.0f, MIXEDKV_INVALID,
+            "sparse_error must be at least 0 and below 1");
     require(!config.mixed || window.problem().empty(), MIXEDKV_INVALID, window.problem());
 
     require(config.layers || config.n_layers == 0, MIXEDKV_INVALID, "layers is NULL");

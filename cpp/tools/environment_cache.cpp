@@ -89,12 +89,12 @@ void set_option(cache_spec & spec, const std::string & key, const std::string & 
         config.equalize = value == "true";
     } else if (key == "v_skip") {
         config.v_skip = share_of(value);
-    } else if (key == "sparse" && value.rfind("top_p:", 0) == 0) {
-        config.sparse_top_p = share_of(value.substr(6));
+    } else if (key == "sparse" && value.rfind("eps:", 0) == 0) {
+        config.sparse_error = share_of(value.substr(4)) / 1.959964f; // farther off with a probability of 0.05
     } else {
         throw std::invalid_argument(key + "=" + value +
                                     " is not understood here: use cold, cold_k, cold_v, threshold, "
-                                    "group, sinks, draft, equalize, v_skip or sparse=top_p:X");
+                                    "group, sinks, draft, equalize, v_skip or sparse=eps:E");
     }
 }
 

@@ -127,7 +127,7 @@ class CacheConfig:
         equalize: bool = False,
         hot_budget: int = ...,
         v_skip: float = 0.0,
-        sparse_top_p: float = 0.0,
+        sparse_error: float = 0.0,
         layers: list[tuple[int, int, int, int]] = ...,
     ) -> None: ...
 

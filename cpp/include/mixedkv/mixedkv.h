@@ -61,9 +61,9 @@ struct mixedkv_config {
     uint32_t               hot_budget; // F16 rows that all sequences of the context share, or one of these two
     float                  v_skip;     // fused: V whose weights are below a 64th of it is not read, 0: all is
 
-    // Fused decode from the third layer on: of older keys those pages of 16 are read that are estimated to hold this
-    // share of the attention; 1: all of them; 0: nothing is estimated.
-    float sparse_top_p;
+    // Fused decode: of older keys those pages of 4 are read that weigh much, and a random sample of the others, so that
+    // a row's sum of weights has this standard error, relative to it, or less; 0: all are read.
+    float sparse_error;
 
     const struct mixedkv_layer_types * layers; // [n_layers], no layer twice; copied
     uint32_t                           n_layers;
@@ -181,7 +181,7 @@ LLAMA_API enum mixedkv_status mixedkv_count_ring_rows(const struct mixedkv_confi
 LLAMA_API enum mixedkv_status mixedkv_get_scales(struct llama_context * ctx, int32_t il, float * out, uint32_t n,
                                                  uint32_t * n_out);
 
-// For tests: makes the sketches of `sparse_top_p` again, of all strips of 16 keys, and tells how many there are, by
+// For tests: makes the sketches of `sparse_error` again, of all strips of 16 keys, and tells how many there are, by
 // layers, and in how many layers what is kept is not the same.
 LLAMA_API enum mixedkv_status mixedkv_check_pages(struct llama_context * ctx, uint32_t * n_pages, uint32_t * n_wrong);
 

@@ -8,7 +8,7 @@
 #include <stdexcept>
 
 void llama_kv_cache_mixed::make_pages() {
-    if (!config.mixed || config.sparse_top_p == 0.0f) {
+    if (!config.mixed || config.sparse_error == 0.0f) {
         return;
     }
     if (!is_fused()) {
@@ -16,7 +16,7 @@ void llama_kv_cache_mixed::make_pages() {
                 "or leave sparse out");
     }
 
-    scratch.share = config.sparse_top_p;
+    scratch.page_error = config.sparse_error;
 
     // a sliding window sees few keys, and its cells are taken over again and again
     if (n_swa > 0) {

@@ -186,7 +186,7 @@ static attention_args to_args(const ggml_tensor * dst, const llama_kv_node & nod
         res.pages.steps  = pages.get_steps(first);
         res.pages.strips = pages.n_strips;
         res.pages.known  = node.all_pages->get_known(0) + first;
-        res.pages.share  = node.scratch.share;
+        res.pages.error  = node.scratch.page_error;
         res.pages.depth  = SPARSE_DEPTH;
     }
 

@@ -30,8 +30,8 @@ public:
     float                    v_skip = 0.0f;
     mixedkv::attention_skips skips;
 
-    // of the weights of each row that the pages read hold
-    float share = 0.0f;
+    // standard error of what rows weigh the keys of pages with, relative to the sum
+    float page_error = 0.0f;
 
     // which pages are read, of each query that chooses
     std::vector<uint8_t> taken;

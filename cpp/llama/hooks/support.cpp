@@ -158,7 +158,7 @@ static std::string check_layers(const llama_model & model, const mixedkv_config 
 }
 
 static std::string check_sparse(const llama_model & model, const mixedkv_config & config) {
-    if (!config.mixed || config.sparse_top_p == 0.0f) {
+    if (!config.mixed || config.sparse_error == 0.0f) {
         return "";
     }
     if (config.attention == MIXEDKV_ATTENTION_MERGED) {

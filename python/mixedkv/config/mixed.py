@@ -10,7 +10,7 @@ from mixedkv.config.checks import check_int, check_window, normalise
 from mixedkv.config.hot_window import HotWindow
 from mixedkv.config.layers import LayerTypes, parse_layers
 from mixedkv.config.row_types import COLD_TYPES, ggml_type
-from mixedkv.config.sparse import normal_sparse, top_p_of
+from mixedkv.config.sparse import normal_sparse, standard_error
 from mixedkv.config.spec import HOT_BUDGETS, KEYS, spec_of
 from mixedkv.config.uniform import UniformKV
 from mixedkv.sizes import size_of
@@ -60,9 +60,11 @@ class MixedKVConfig:
             say so, and what is evaluated meanwhile is not exact.
         v_skip: while decoding with the fused kernel, values whose attention weights are below a 64th of this,
             of what the largest weight is, are neither read nor added; 0 adds all. 1e-6 is a start.
-        sparse: "top_p:0.99" makes decoding with the fused kernel, beyond 1,024 tokens, read only those older
-            tokens, four at a time, that are estimated to hold 0.99 of the attention. Two more bits for each
-            element of K are kept for that. "" reads all. Answers change: see docs/decisions/040.
+        sparse: "eps:0.05" makes decoding with the fused kernel, beyond 1,024 tokens, read only some of the
+            older tokens, four at a time: those that weigh much, and a random sample of the others. A
+            query's sum of attention weights is then wrong by more than 0.05 of it with a probability of
+            0.05 at most, or of 0.01 with "eps:0.05/0.01". Two more bits for each element of K are kept for
+            that. "" reads all. Answers change: see docs/decisions/040.
 
     Raises:
         ValueError: a value is out of range or unknown; the message names the field.
@@ -243,7 +245,7 @@ class MixedKVConfig:
                 for each in self._ranges
             ],
             v_skip=self.v_skip,
-            sparse_top_p=top_p_of(self.sparse),
+            sparse_error=standard_error(self.sparse),
         )
 
     def __str__(self) -> str:

@@ -1,31 +1,46 @@
-"""`sparse="top_p:0.99"`: the share of the attention that the pages which decoding reads are to hold."""
+"""`sparse="eps:0.05/0.05"`: how far the attention of a decoded token may be wrong, and how often farther."""
 
 from __future__ import annotations
 
-_METHOD = "top_p:"
+import math
+from statistics import NormalDist
+
+_METHOD = "eps:"
+_DELTA = 0.05
 
 
 def normal_sparse(value: str) -> str:
-    """Return the setting as it is written: "" or "top_p:" and a share.
+    """Return the setting as it is written: "" or "eps:E/D", where D need not be given.
 
     Raises:
         TypeError: it is no text.
-        ValueError: it is another method, or no share above 0 and at most 1.
+        ValueError: it is another method, or E or D is not between 0 and 1.
     """
     if not isinstance(value, str):
-        raise TypeError(f"sparse={value!r}: use text such as 'top_p:0.99', or '' for none")
+        raise TypeError(f"sparse={value!r}: use text such as 'eps:0.05', or '' for none")
     text = value.strip().lower()
     if not text:
         return ""
+    numbers = text.removeprefix(_METHOD).split("/")
     try:
-        share = float(text.removeprefix(_METHOD)) if text.startswith(_METHOD) else 0.0
+        error, delta = [float(number) for number in [*numbers, _DELTA][:2]]
     except ValueError:
-        share = 0.0
-    if not 0 < share <= 1:
-        raise ValueError(f"sparse={value}: use top_p:SHARE with a share above 0 and at most 1, as top_p:0.99")
-    return f"{_METHOD}{share}"
+        error = delta = math.nan
+    if not (text.startswith(_METHOD) and len(numbers) <= 2 and 0 < error < 1 and 0 < delta < 1):
+        raise ValueError(
+            f"sparse={value}: use eps:E or eps:E/D with numbers between 0 and 1, as eps:0.05. The "
+            f"attention's weights are wrong by more than a share E with a probability of at most D, {_DELTA} "
+            "if left out"
+        )
+    return f"{_METHOD}{error}" if delta == _DELTA else f"{_METHOD}{error}/{delta}"
 
 
-def top_p_of(value: str) -> float:
-    """Return the share of a setting that `normal_sparse` made, 0 for none."""
-    return float(value.removeprefix(_METHOD)) if value else 0.0
+def standard_error(value: str) -> float:
+    """Return the standard error of a setting that `normal_sparse` made, 0 for none.
+
+    A normally distributed error is beyond E with the probability D.
+    """
+    if not value:
+        return 0.0
+    error, delta = [float(number) for number in [*value.removeprefix(_METHOD).split("/"), _DELTA][:2]]
+    return error / NormalDist().inv_cdf(1 - delta / 2)

@@ -1,6 +1,6 @@
 // Decode that reads pages beside decode that reads all, one layer, one thread: sequences of as many keys each in one
-// stream of random Q4_0 rows, so what is read is scattered as widely as it can be. The share of the attention that
-// pages are to hold is found for each share of the pages that is to be read. CPU time, medians of the ratios of rounds
+// stream of random Q4_0 rows, so what is read is scattered as widely as it can be. The error that
+// is asked for is found for each share of the pages that is to be read. CPU time, medians of the ratios of rounds
 // that take turns.
 //   bench_pages [--keys N] [--sequences N] [--size N] [--group N] [--read PERCENT] [--rounds N] [--isa NAME]
 
@@ -44,7 +44,7 @@ struct problem {
     std::vector<char>        scratch;
     mixedkv::attention_skips counts;
     mixedkv::attention_args  args;
-    float                    share = 1.0f;
+    float                    error = 0.0f;
 
     problem(int64_t each, int n_seq, int d, int group) :
         n_keys(each * n_seq), n_strips(n_keys / attention_strip), n_seq(n_seq), d(d), n_head(n_head_kv * group),
@@ -105,14 +105,14 @@ struct problem {
         }
     }
 
-    // Finds the share of the attention with which that of the pages is read
+    // Finds the error with which that share of the pages is read
     void read(double pages) {
-        float low = 0.0f, high = 1.0f;
+        float low = 1e-4f, high = 1.0f;
         for (int i = 0; i < 12; i++) {
-            share  = 0.5f * (low + high);
+            error  = std::sqrt(low * high);
             counts = {};
             choose();
-            (double(counts.pages_read) < pages * double(counts.pages) ? low : high) = share;
+            (double(counts.pages_read) < pages * double(counts.pages) ? high : low) = error;
         }
         counts = {};
     }
@@ -123,7 +123,7 @@ struct problem {
         a.pages.steps  = steps.data();
         a.pages.strips = n_strips;
         a.pages.known  = known.data();
-        a.pages.share  = share;
+        a.pages.error  = error;
         a.pages.taken  = taken.data();
         a.pages.row    = mixedkv::attention_taken_bytes(n_keys, n_head_kv);
         mixedkv::attention_choose_pages(&a, 1, 0, 1);
@@ -166,7 +166,7 @@ int main(int argc, char ** argv) {
     }
     problem p(keys, n_seq, size, group);
     std::printf("%s, %d sequences of %lld keys of size %d\n%8s %8s %10s %10s %10s %8s\n", mixedkv::attention_isa(),
-                n_seq, (long long)keys, size, "share", "read", "dense ms", "choose ms", "sparse ms", "ratio");
+                n_seq, (long long)keys, size, "error", "read", "dense ms", "choose ms", "sparse ms", "ratio");
     for (const int percent : read ? std::vector<int>{ read } : std::vector<int>{ 5, 10, 20, 30, 40, 50, 70 }) {
         p.read(0.01 * percent);
         std::vector<double> dense, choose, sparse, ratio;
@@ -183,7 +183,7 @@ int main(int argc, char ** argv) {
                 ratio.push_back((b - a) / (e - b));
             }
         }
-        std::printf("%8.4f %7.0f%% %10.2f %10.2f %10.2f %8.2f\n", p.share,
+        std::printf("%8.4f %7.0f%% %10.2f %10.2f %10.2f %8.2f\n", p.error,
                     100.0 * double(p.counts.pages_read) / double(p.counts.pages), 1e3 * median(dense),
                     1e3 * median(choose), 1e3 * median(sparse), median(ratio));
         std::fflush(stdout);

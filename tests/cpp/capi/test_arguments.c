@@ -84,10 +84,9 @@ static void test_configurations(const struct llama_model * model) {
         config.v_skip                = shares[i];
         EXPECT(INVALID, mixedkv_check(model, &config, GGML_TYPE_Q4_0, GGML_TYPE_Q4_0, N_CTX));
     }
-    const float tops[] = { -1e-6f, 1.0001f, INFINITY, NAN };
     for (int i = 0; i < 4; i++) {
         struct mixedkv_config config = make_config(32, 8, 4, 0);
-        config.sparse_top_p          = tops[i];
+        config.sparse_error          = shares[i];
         EXPECT(INVALID, mixedkv_check(model, &config, GGML_TYPE_Q4_0, GGML_TYPE_Q4_0, N_CTX));
     }
     const struct mixedkv_config good = make_config(32, 8, 4, 0);

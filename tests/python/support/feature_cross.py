@@ -55,7 +55,7 @@ class Feature:
 FEATURES: dict[str, Feature] = {
     "uniform": Feature('`kv="q8_0"`', "cache"),
     "mixed": Feature('`kv="mixed"`', "cache"),
-    "sparse": Feature('`kv="mixed:sparse=top_p:0.9"`'),
+    "sparse": Feature('`kv="mixed:sparse=eps:0.2"`'),
     "sliding": Feature("a model with sliding windows (Gemma 4)", "model"),
     "hybrid": Feature("attention and recurrent layers (LFM2)", "model"),
     "recurrent": Feature("recurrent layers only (Mamba)", "model"),
@@ -271,7 +271,7 @@ def _kv(features: frozenset[str]) -> str:
     if "uniform" in features:
         kv = "q8_0"
     if "sparse" in features:
-        kv += (":" if kv == "q8_0" else ",") + "sparse=top_p:0.9"
+        kv += (":" if kv == "q8_0" else ",") + "sparse=eps:0.2"
     return kv
 
 

@@ -1,9 +1,12 @@
-"""How few of the older keys hold a model's attention, by the truth and as two bits of each key tell it.
+"""How few of the older keys hold a model's attention, and how many a random sample of them has to read.
 
 python tests/python/support/tools/attention_share.py smollm2:f16 --n-ctx 8192 --text prose
 
-It bounds what any way to read less can give. Heads that share a KV head read what any of them wants. NumPy
-evaluates the model, which takes minutes, and takes models of the architecture llama alone.
+The first table bounds what any way to read less can give without a sample: the fewest keys, known
+beforehand, that hold a share of the attention. The second one reads as `sparse=eps:E` does, by two bits of
+each element of K, and counts how often the sum of a query's weights, and its output, are farther off than E.
+Heads that share a KV head read what any of them wants. NumPy evaluates the model, which takes minutes, and
+takes models of the architecture llama alone.
 """
 
 from __future__ import annotations
@@ -24,6 +27,10 @@ _SINKS, _WINDOW = 4, 64  # keys that are always read
 _N_QUERIES = 256  # the last ones
 _SHARES = (0.9, 0.99, 0.999)
 _GROUPS = (1, 4, 16)  # keys that are read together
+_PAGE = 4  # as the cache has it
+_ERRORS = (0.2, 0.1, 0.05)
+_NORMAL = 1.959964  # standard errors, beyond which a normally distributed error is with a probability of 0.05
+_LEAST = 1 / 256  # probability to be read
 _LEVELS = np.array(
     [-1.51, -0.4528, 0.4528, 1.51], np.float32
 )  # of two bits, for normally distributed elements
@@ -115,37 +122,14 @@ def dense(kept: Kept) -> Attend:
     return attend
 
 
-def sparse(kept: Kept, rotation: np.ndarray, share: float, size: int) -> Attend:
-    """Attend, for the last queries, to what two bits of each key choose in groups of `size`."""
-
-    def attend(layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-        _, old_k, old_v = kept[layer]
-        k = np.concatenate([old_k[:-_N_QUERIES], k])
-        v = np.concatenate([old_v[:-_N_QUERIES], v])
-        old, n = older(len(k)), len(k)
-        out, group = np.empty_like(q), q.shape[1] // k.shape[1]
-        for head in range(k.shape[1]):
-            heads = range(head * group, (head + 1) * group)
-            true = {i: attention(q[:, i], k[:, head], n - _N_QUERIES) for i in heads}
-            told = {i: sketched(q[:, i], k[old, head], true[i][:, old], rotation) for i in heads}
-            read = np.any([choose(told[i], true[i][:, old], share, size) for i in heads], axis=0)
-            for i in heads:
-                weights = true[i].copy()
-                weights[:, old] *= np.repeat(read, size, axis=1)
-                out[:, i] = weights @ v[:, head] / weights.sum(1, keepdims=True)
-        return out
-
-    return attend
-
-
 def older(n: int) -> slice:
     """The keys that may be left out for each of the last queries: a number of whole groups."""
     return slice(_SINKS, _SINKS + (n - _N_QUERIES - _WINDOW - _SINKS) // max(_GROUPS) * max(_GROUPS))
 
 
-def choose(told: np.ndarray, true: np.ndarray, share: float, size: int) -> np.ndarray:
-    """The groups of `size` older keys that are read, by their weights as they are told."""
-    return chosen(told.reshape(len(told), -1, size).sum(2), 1 - true.sum(1), share)
+def choose(true: np.ndarray, share: float, size: int) -> np.ndarray:
+    """The groups of `size` older keys that are read."""
+    return chosen(true.reshape(len(true), -1, size).sum(2), 1 - true.sum(1), share)
 
 
 def attention(q: np.ndarray, k: np.ndarray, first: int) -> np.ndarray:
@@ -156,10 +140,13 @@ def attention(q: np.ndarray, k: np.ndarray, first: int) -> np.ndarray:
     return weights / weights.sum(1, keepdims=True)
 
 
-def sketched(q: np.ndarray, k: np.ndarray, exact: np.ndarray, rotation: np.ndarray) -> np.ndarray:
-    """Weights of the older keys as two bits of each element tell them; `exact` has the true ones.
+def sketched(
+    q: np.ndarray, k: np.ndarray, exact: np.ndarray, rotation: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Weights of the older keys as two bits of each element tell them: in the mean, and as root mean squares.
 
-    An element's error is taken to be normally distributed, so a weight is exp(score + variance / 2).
+    An element's error is taken to be normally distributed, so these are exp(score + variance / 2) and
+    exp(score + variance). `exact` has the true weights.
     """
     channel = np.sqrt(np.sqrt((k * k).mean(0)) + 1e-12)
     rows, queries = k / channel @ rotation, q * channel @ rotation
@@ -170,7 +157,61 @@ def sketched(q: np.ndarray, k: np.ndarray, exact: np.ndarray, rotation: np.ndarr
     wrong = queries @ (rows - levels * fit).T / np.sqrt(q.shape[1])
     spread = (queries * queries).sum(1, keepdims=True) * error / q.shape[1]
     with np.errstate(over="ignore"):
-        return exact * np.exp(np.minimum(spread / 2 - wrong, 60))
+        mean, square = (exact * np.exp(np.minimum(x - wrong, 60)) for x in (spread / 2, spread))
+    return mean, square
+
+
+def probabilities(mean: np.ndarray, size: np.ndarray, always: np.ndarray, error: float) -> np.ndarray:
+    """With which each page is read, so that a row's sum of weights has a standard error small enough."""
+    allowed = (error / _NORMAL * (always + mean.sum(1))) ** 2
+    order = np.sort(size, 1)
+    steps = allowed[:, None] / np.maximum(order.cumsum(1), 1e-30)  # with all up to this one below the step
+    following = np.concatenate([order[:, 1:], np.full((len(order), 1), np.inf)], 1)
+    step = np.where(steps > order, np.minimum(steps, following), 0).max(1, keepdims=True)
+    return np.clip(size / np.maximum(step, 1e-30), _LEAST, 1)
+
+
+def pages(x: np.ndarray) -> np.ndarray:
+    """Sums of the keys of each page."""
+    return x.reshape(len(x), -1, _PAGE).sum(2)
+
+
+def layer_errors(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, rotation: np.ndarray, random: np.random.Generator
+) -> dict[float, np.ndarray]:
+    """By E, for each query and head: the share that is read, and the errors of the sum and of the output.
+
+    The output's error is a root mean square of its elements, relative to that of the distance of values from
+    the output, of those values that may be left out.
+    """
+    n, group, old = len(k), q.shape[1] // k.shape[1], older(len(k))
+    found: dict[float, list[np.ndarray]] = {}
+    for head in range(k.shape[1]):
+        queries = [q[:, head * group + i] for i in range(group)]
+        whole = [attention(each, k[:, head], n - _N_QUERIES) for each in queries]
+        told = [sketched(x, k[old, head], w[:, old], rotation) for x, w in zip(queries, whole, strict=True)]
+        for error in _ERRORS:
+            each = [
+                probabilities(pages(mean), pages(size), 1 - w[:, old].sum(1), error)
+                for (mean, size), w in zip(told, whole, strict=True)
+            ]
+            probability = np.max(each, axis=0)
+            read = random.random(probability.shape) < probability
+            stands = np.repeat(read / probability, _PAGE, axis=1)
+            for weights in whole:
+                sampled = weights.copy()
+                sampled[:, old] *= stands
+                out = weights @ v[:, head]
+                wrong = sampled @ v[:, head] / sampled.sum(1, keepdims=True) - out
+                square = (
+                    (v[old, head] ** 2).sum(1) - 2 * out @ v[old, head].T + (out**2).sum(1, keepdims=True)
+                )
+                tail = weights[:, old]
+                distance = (tail * square).sum(1) / np.maximum(tail.sum(1), 1e-30)
+                of_output = np.sqrt((wrong**2).sum(1) / np.maximum(distance, 1e-30))
+                row = np.array([read.mean(1), np.abs(sampled.sum(1) - 1), of_output])
+                found.setdefault(error, []).append(row)
+    return {error: np.concatenate(rows, 1) for error, rows in found.items()}
 
 
 def chosen(weights: np.ndarray, always: np.ndarray, share: float) -> np.ndarray:
@@ -184,22 +225,19 @@ def chosen(weights: np.ndarray, always: np.ndarray, share: float) -> np.ndarray:
     return taken
 
 
-def layer_shares(q: np.ndarray, k: np.ndarray, rotation: np.ndarray) -> dict[tuple[str, float, int], Any]:
-    """The share of the older keys that is read, and of the attention that is lost, by way, P and group."""
+def layer_shares(q: np.ndarray, k: np.ndarray) -> dict[tuple[float, int], Any]:
+    """The share of the older keys that is read, and of the attention that is lost, by P and group."""
     n, group, old = len(k), q.shape[1] // k.shape[1], older(len(k))
-    found: dict[tuple[str, float, int], list[tuple[float, float]]] = {}
+    found: dict[tuple[float, int], list[tuple[float, float]]] = {}
     for head in range(k.shape[1]):
         queries = [q[:, head * group + i] for i in range(group)]
         true = [attention(each, k[:, head], n - _N_QUERIES)[:, old] for each in queries]
-        told = [sketched(each, k[old, head], w, rotation) for each, w in zip(queries, true, strict=True)]
-        for way, weights in (("truth", true), ("two bits", told)):
-            for size in _GROUPS:
-                for share in _SHARES:
-                    pairs = zip(weights, true, strict=True)
-                    read = np.any([choose(w, t, share, size) for w, t in pairs], axis=0)
-                    kept = np.repeat(read, size, axis=1)
-                    lost = float(np.mean([(t * ~kept).sum(1).mean() for t in true]))
-                    found.setdefault((way, share, size), []).append((float(read.mean()), lost))
+        for size in _GROUPS:
+            for share in _SHARES:
+                read = np.any([choose(t, share, size) for t in true], axis=0)
+                kept = np.repeat(read, size, axis=1)
+                lost = float(np.mean([(t * ~kept).sum(1).mean() for t in true]))
+                found.setdefault((share, size), []).append((float(read.mean()), lost))
     return {key: np.mean(values, 0) for key, values in found.items()}
 
 
@@ -213,27 +251,29 @@ def main() -> None:
     with Llama(str(path), vocab_only=True, verbose=False) as llm:
         tokens = llm.tokenize(read_real_text(options.text).text.encode())[: options.n_ctx]
     model, kept = Model(path), list[Any]()
-    full = model.logits(tokens, 0, dense(kept))
-    square = np.random.default_rng(0).standard_normal((model.size, model.size))
-    rotation = np.linalg.qr(square)[0].astype(np.float32)
-    layers = [layer_shares(q, k, rotation) for q, k, _ in kept]
+    model.logits(tokens, 0, dense(kept))
+    layers = [layer_shares(q, k) for q, k, _ in kept]
     print(
         f"{len(tokens)} tokens of {options.text}, the last {_N_QUERIES} queries, mean of {len(layers)} layers"
     )
-    print(
-        "| chosen by | P | keys read together | read | by layer | attention lost |\n|---|---|---|---|---|---|"
-    )
+    print("| P | keys read together | read | by layer | attention lost |\n|---|---|---|---|---|")
     for key in layers[0]:
         read, lost = np.array([layer[key] for layer in layers]).T
         spread = f"{read.min():.0%} to {read.max():.0%}"
-        print(f"| {key[0]} | {key[1]} | {key[2]} | {read.mean():.0%} | {spread} | {lost.mean():.2%} |")
-    print("\nKL divergence of the last queries' answers from dense ones, chosen by two bits, in nats")
-    for share in (*_SHARES, 0.95, 0.98):
-        for size in _GROUPS:
-            attend = sparse(kept, rotation, share, size)
-            told = model.logits(tokens[-_N_QUERIES:], len(tokens) - _N_QUERIES, attend)
-            divergence = (np.exp(full) * (full - told)).sum(1)
-            print(f"| {share} | {size} | mean {divergence.mean():.1e}, median {np.median(divergence):.1e} |")
+        print(f"| {key[0]} | {key[1]} | {read.mean():.0%} | {spread} | {lost.mean():.2%} |")
+    random = np.random.default_rng(0)
+    square = random.standard_normal((model.size, model.size))
+    rotation = np.linalg.qr(square)[0].astype(np.float32)
+    by_layer = [layer_errors(q, k, v, rotation, random) for q, k, v in kept]
+    print(
+        "\n| E | queries | pages read | sum farther off than E | output farther off | their standard errors |"
+    )
+    print("|---|---|---|---|---|---|")
+    for error in _ERRORS:
+        read, of_sum, of_output = np.concatenate([layer[error] for layer in by_layer], 1)
+        standard = ", ".join(f"{np.sqrt((x**2).mean()):.4f}" for x in (of_sum, of_output))
+        far = " | ".join(f"{(x > error).mean():.2%}" for x in (of_sum, of_output))
+        print(f"| {error} | {len(read)} | {read.mean():.0%} | {far} | {standard} |")
 
 
 if __name__ == "__main__":
