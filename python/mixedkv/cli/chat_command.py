@@ -19,9 +19,9 @@ from mixedkv.cli.chat_commands import ChatCommands
 from mixedkv.cli.chat_history import ChatHistory
 from mixedkv.cli.chat_markdown import markdown_shown, show_markdown
 from mixedkv.cli.chat_terminal import StopSignal, questions
-from mixedkv.cli.model import DEFAULT_N_CTX, add_loading_arguments, open_model, quiet
+from mixedkv.cli.model import add_llama_arguments, open_model, quiet
 from mixedkv.cli.sampling import add_sampling_arguments, sampling_options
-from mixedkv.cli.values import duration, gigabytes, positive
+from mixedkv.cli.values import add_n_predict, duration, gigabytes
 from mixedkv.config import parse_kv
 from mixedkv.errors import StoppedError
 from mixedkv.llama import Llama
@@ -54,20 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--new", action="store_true", help="begin anew: forget the messages in --history")
     parser.add_argument("--system", metavar="TEXT", help="first message of a chat that begins")
-    parser.add_argument("--kv", metavar="SPEC", default="mixed", help="cache (default: mixed)")
-    parser.add_argument(
-        "--n-ctx", metavar="N", type=positive, help=f"default: {DEFAULT_N_CTX} or the model's"
-    )
-    parser.add_argument("--threads", metavar="N", type=positive, help="CPU threads")
-    add_loading_arguments(parser)
-    parser.add_argument(
-        "-n",
-        "--n-predict",
-        metavar="N",
-        type=positive,
-        default=512,
-        help="most tokens of an answer (default: 512)",
-    )
+    add_n_predict(parser, 512)
+    add_llama_arguments(parser)
     add_sampling_arguments(parser)
     parser.add_argument(
         "--max-kv-size-gb",
@@ -93,7 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="show answers as they are written, markdown and all",
     )
-    parser.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
     parser.set_defaults(command=chat)
 
 

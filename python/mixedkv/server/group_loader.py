@@ -27,9 +27,9 @@ from mixedkv.engine.schedule.request import SpeculationMode
 from mixedkv.engine.turns import Turns
 from mixedkv.errors import ClosedError, ModelChangedError
 from mixedkv.model.fingerprint import model_parts
-from mixedkv.model.gguf_file import ModelFile, n_mtp_layers, read_model_file, weight_type
+from mixedkv.model.gguf_file import ModelFile, default_n_ctx, n_mtp_layers, read_model_file, weight_type
 from mixedkv.native import llama_cpp as _llama_cpp
-from mixedkv.server.model_loading import default_n_ctx, load_draft_model, load_model, open_projector
+from mixedkv.server.model_loading import load_draft_model, load_model, open_projector
 from mixedkv.server.model_watch import ModelWatch
 from mixedkv.server.models import ServedModel
 from mixedkv.server.residence import Check, ModelLoadError
@@ -247,7 +247,7 @@ def describe(state: ServerState, model: ServedModel, file: ModelFile) -> None:
     state.chat_template = template
     renderer = ChatRenderer(template, "", "")
     embeds = not model.parent and (settings.embeddings or only_embeds(file))
-    n_ctx = default_n_ctx(model, file)
+    n_ctx = model.n_ctx or default_n_ctx(file)
     state.kv = str(parse_kv(settings.kv if state.generates else "f16"))
     state.capabilities = _capabilities(
         generates=state.generates,

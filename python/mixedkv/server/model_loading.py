@@ -1,4 +1,4 @@
-"""Models as the settings of a server have them."""
+"""Loads models as the settings of a server say."""
 
 from __future__ import annotations
 
@@ -11,18 +11,11 @@ from mixedkv.engine.chat import tokenizer
 from mixedkv.images import Projector
 from mixedkv.limits import CELLS
 from mixedkv.llama import Llama
-from mixedkv.model.gguf_file import ModelFile
+from mixedkv.model.gguf_file import ModelFile, default_n_ctx
 from mixedkv.server.models import ServedModel
 from mixedkv.server.settings import ServerSettings
 from mixedkv.streaming.layer_choice import parse_layers
 from mixedkv.terminal import LoadingBar
-
-_DEFAULT_N_CTX = 8192
-
-
-def default_n_ctx(model: ServedModel, file: ModelFile) -> int:
-    """Return the tokens of a model's cache: those that were asked for, else 8192 or what the model takes."""
-    return model.n_ctx or min(_DEFAULT_N_CTX, int(file.get("context_length", _DEFAULT_N_CTX)))
 
 
 def load_model(
@@ -35,7 +28,7 @@ def load_model(
     check: Callable[[], None] | None = None,
 ) -> Llama:
     """Load a model or an adapter; what `check` raises on the way ends that."""
-    n_ctx = default_n_ctx(model, file)
+    n_ctx = model.n_ctx or default_n_ctx(file)
     if model.adapter and not Path(model.adapter).is_file():
         raise FileNotFoundError(f"lora={model.name}={model.adapter}: there is no such file")
     if model.adapter and (settings.stream_layers or settings.memory):
