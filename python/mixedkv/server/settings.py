@@ -6,11 +6,11 @@ import ipaddress
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -30,6 +30,14 @@ from mixedkv.sizes import GB, MB, parse_duration, parse_size
 from mixedkv.store.eviction import Eviction
 from mixedkv.streaming.layer_choice import parse_layers
 
+# Options that stay text here and are parsed where they are used.
+_PARSED: dict[str, Callable[[str], object]] = {
+    "kv": parse_kv,
+    "stream_layers": parse_layers,
+    "memory": parse_size,
+    "max_age": parse_duration,
+    "keep_alive": parse_keep_alive,
+}
 ENV_PREFIX = "MIXEDKV_"
 IN_MEMORY = "sqlite:"
 SIZE = "SIZE"  # what stands for a size in --help
@@ -325,39 +333,12 @@ class ServerSettings(BaseSettings):
     access_log: bool = _option(False, "log a line for each answer: id, route, status, bytes, seconds")
     verbose: bool = _option(False, "show llama.cpp's log")
 
-    @field_validator("kv")
+    @field_validator(*_PARSED)
     @classmethod
-    def _is_a_cache(cls, kv: str) -> str:
-        parse_kv(kv)
-        return kv
-
-    @field_validator("stream_layers")
-    @classmethod
-    def _is_a_choice_of_layers(cls, layers: str) -> str:
-        if layers:
-            parse_layers(layers)
-        return layers
-
-    @field_validator("memory")
-    @classmethod
-    def _is_a_size(cls, memory: str) -> str:
-        if memory:
-            parse_size(memory)
-        return memory
-
-    @field_validator("max_age")
-    @classmethod
-    def _is_a_duration(cls, age: str) -> str:
-        if age:
-            parse_duration(age)
-        return age
-
-    @field_validator("keep_alive")
-    @classmethod
-    def _is_a_time_to_stay(cls, keep_alive: str) -> str:
-        if keep_alive:
-            parse_keep_alive(keep_alive)
-        return keep_alive
+    def _can_be_parsed(cls, text: str, info: ValidationInfo) -> str:
+        if text or info.field_name == "kv":
+            _PARSED[str(info.field_name)](text)
+        return text
 
     @field_validator("cors_origin")
     @classmethod
