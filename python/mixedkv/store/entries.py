@@ -23,7 +23,7 @@ from mixedkv.store.eviction import Eviction
 from mixedkv.store.folder import StoreFolder, as_os_error, file_name, store_root
 from mixedkv.store.full_disk import FullDisk
 from mixedkv.store.identity import Identity
-from mixedkv.store.index import Index, ParentGoneError, SessionRemovedError
+from mixedkv.store.index import Index, ParentGoneError
 from mixedkv.store.lookup import (
     BLOCK,
     Search,
@@ -146,7 +146,7 @@ class Entries:
             with self._lock:
                 self._look()
                 with self._index.snapshot():
-                    entry = self._index.last_of_session(identity.digest, session, n_tokens)
+                    entry = self._index.sessions.last_entry(identity.digest, session, n_tokens)
                     return sequence_of(self._index, self._cipher, identity, entry, n_tokens)
         except (sqlite3.Error, OSError) as error:
             _LOG.warning("the index cannot be read: %s", error)
@@ -386,7 +386,7 @@ class Entries:
     def remove_orphans(self, owner: bytes, living: set[bytes], before: float) -> int:
         """Remove sessions of an owner that it knows no more; how many."""
         with self._lock, as_os_error():
-            gone = [session for session in self._index.sessions_of(owner, before) if session not in living]
+            gone = [name for name in self._index.sessions.of_owner(owner, before) if name not in living]
         for session in gone:
             self.remove_session(session)
         return len(gone)
@@ -442,7 +442,7 @@ class Entries:
         """Return all entries, last used first."""
         with self._lock, as_os_error():
             self._uses.write(self._index)
-            rows, sessions = self._index.entries(), self._index.sessions()
+            rows, sessions = self._index.entries(), self._index.sessions.counts()
         return [
             EntryInfo(
                 id=row.id,
@@ -529,4 +529,4 @@ class Entries:
         self.adopt_key()
 
 
-__all__ = ["Entries", "ParentGoneError", "SessionRemovedError", "TooLargeError", "store_root"]
+__all__ = ["Entries", "ParentGoneError", "TooLargeError", "store_root"]

@@ -8,9 +8,7 @@ Who can write to the folder can put anything into the database: a row that no wr
 
 from __future__ import annotations
 
-import json
 import sqlite3
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +18,7 @@ from mixedkv.store import eviction as leaving
 from mixedkv.store.entry_row import FIELDS, NOBODY, EntryRow, Owner, sound_row
 from mixedkv.store.eviction import Eviction
 from mixedkv.store.message_rows import MESSAGE_SCHEMA, message_rows, put_message_rows
+from mixedkv.store.session_rows import SESSION_SCHEMA, SessionRows
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
@@ -49,21 +48,6 @@ CREATE TABLE IF NOT EXISTS blocks (
 );
 CREATE INDEX IF NOT EXISTS blocks_hash ON blocks (hash);
 CREATE INDEX IF NOT EXISTS blocks_entry ON blocks (entry);
-CREATE TABLE IF NOT EXISTS sessions (
-    session BLOB NOT NULL,
-    entry TEXT NOT NULL REFERENCES entries (id) ON DELETE CASCADE,
-    PRIMARY KEY (session, entry)
-) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS sessions_entry ON sessions (entry);
-CREATE TABLE IF NOT EXISTS removed_sessions (
-    session BLOB PRIMARY KEY,
-    removed REAL NOT NULL
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS session_owners (
-    session BLOB PRIMARY KEY,
-    owner BLOB NOT NULL,
-    noted REAL NOT NULL
-) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS tenants (
     identity BLOB PRIMARY KEY,
     tenant BLOB NOT NULL,
@@ -92,9 +76,6 @@ SELECT id FROM entries AS leaf WHERE CAST(used AS REAL) < ?
 """
 _VARIABLES = 500  # in one statement; SQLite's limit was 999 once
 _BUSY_SECONDS = 30.0
-_REMOVED_SECONDS = 30 * 86400.0  # longer than what is under way when a session is removed
-_STALE_SECONDS = 86400.0  # what was not used for so long is nobody's share
-_LEAST_WEIGHT = 1e-6
 _COLUMNS = ", ".join(f"entries.{name}" for name in FIELDS)
 
 
@@ -102,18 +83,15 @@ class ParentGoneError(LookupError):
     """The parent of a new entry has been removed meanwhile."""
 
 
-class SessionRemovedError(ValueError):
-    """A session that was removed gets no new entries."""
-
-
 class Index:
-    """One connection. Use it from one thread at a time."""
+    """One connection. Use it from one thread at a time. `sessions` are read and written by its methods."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._db = sqlite3.connect(
             path or ":memory:", timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
         )
+        self.sessions = SessionRows(self._db)
         try:
             self._set_up()
         except BaseException:
@@ -128,7 +106,7 @@ class Index:
         self._db.execute("PRAGMA foreign_keys = ON")
         leaving.prepare(self._db)
         with self._transaction():
-            for statement in (_SCHEMA + leaving.SCHEMA + MESSAGE_SCHEMA).split(";"):
+            for statement in (_SCHEMA + SESSION_SCHEMA + leaving.SCHEMA + MESSAGE_SCHEMA).split(";"):
                 self._db.execute(statement)
 
     def close(self) -> None:
@@ -202,40 +180,9 @@ class Index:
         row = self._db.execute("SELECT hashing FROM keys WHERE key_id = ?", (key_id,)).fetchone()
         return None if row is None or not isinstance(row[0], bytes) else row[0]
 
-    def next_to_leave(
-        self, eviction: Eviction, keep: Iterable[str] = (), tenant: bytes | None = None
-    ) -> tuple[str, int, bytes] | None:
-        """Return the entry that leaves first, of one tenant if it is given: id, bytes, tenant.
-
-        What was not used for a day goes first. Then the tenant that holds the most by its weight gives
-        something up, so that nobody takes the place of who holds less. What others build on stays until they
-        are gone: alone it would be of no use.
-        """
-        kept, order = json.dumps(list(keep)), f"ORDER BY {leaving.ORDER[eviction]} LIMIT 1"
-        of = "AND COALESCE(tenant, x'') = ?"
-        if tenant is not None:
-            row = self._db.execute(f"{leaving.LEAF} {of} {order}", (kept, tenant)).fetchone()
-            return row and (row[0], row[1], row[3])
-        first = self._db.execute(f"{leaving.LEAF} {order}", (kept,)).fetchone()
-        if first is None or first[2] < time.time() - _STALE_SECONDS:
-            return first and (first[0], first[1], first[3])
-        for tenant, _, _ in sorted(self.held(), key=lambda row: -row[1] / max(row[2], _LEAST_WEIGHT)):
-            row = self._db.execute(f"{leaving.LEAF} {of} {order}", (kept, tenant)).fetchone()
-            if row is not None:
-                return row[0], row[1], row[3]
-        return None
-
-    def held(self) -> list[tuple[bytes, int, float]]:
-        """Return each tenant with the bytes of its files and its weight."""
-        return list(self._db.execute(leaving.HELD))
-
-    def tenant_bytes(self, tenant: bytes) -> int:
-        return sum(n_bytes for other, n_bytes, _ in self.held() if other == tenant)
-
-    def sessions_of(self, owner: bytes, before: float) -> list[bytes]:
-        """Return the sessions of an owner that have had entries since before a time."""
-        query = "SELECT session FROM session_owners WHERE owner = ? AND noted < ?"
-        return [session for (session,) in self._db.execute(query, (owner, before))]
+    def next_to_leave(self, eviction: Eviction, keep: Iterable[str] = ()) -> tuple[str, int] | None:
+        """Return the entry that leaves first, see `eviction.next_to_leave`: its id and its bytes."""
+        return leaving.next_to_leave(self._db, eviction, keep)
 
     def leaves_of(self, identity: bytes) -> list[str]:
         """Return the ids of an identity's entries that no other goes on from at the end, the oldest first."""
@@ -251,15 +198,6 @@ class Index:
         rest = "FROM entries WHERE identity = ? AND key_id = ? ORDER BY RANDOM() LIMIT 1"
         return next(self._rows(rest, identity, key_id), None)
 
-    def last_of_session(self, identity: bytes, session: bytes, n: int) -> str | None:
-        """Return the id of the entry of a session that begins before position n and reaches the furthest."""
-        query = (
-            "SELECT id FROM entries JOIN sessions ON sessions.entry = entries.id "
-            "WHERE session = ? AND identity = ? AND p0 < ? ORDER BY p1 DESC LIMIT 1"
-        )
-        row = self._db.execute(query, (session, identity, n)).fetchone()
-        return None if row is None else str(row[0])
-
     def totals(self) -> tuple[int, int]:
         """Return the number of entries, and the bytes of their files."""
         query = "SELECT COUNT(*), COALESCE(SUM(CAST(nbytes AS INTEGER)), 0) FROM entries"
@@ -269,10 +207,6 @@ class Index:
     def chain_bytes(self, entry: str) -> int:
         """Return the number of bytes of the files of an entry and of all it builds on."""
         return int(self._db.execute(_CHAIN, (entry,)).fetchone()[0])
-
-    def sessions(self) -> dict[str, int]:
-        """Return the number of sessions each entry belongs to, without those that belong to none."""
-        return dict(self._db.execute("SELECT entry, COUNT(*) FROM sessions GROUP BY entry"))
 
     def read_rows(self, query: str, values: Sequence[object]) -> list[tuple[Any, ...]]:
         """Return the rows of a query of another module of the store."""
@@ -308,8 +242,7 @@ class Index:
                 raise ParentGoneError(f"entry {row.parent} has been removed")
             sessions, messages = {session} if session is not None else set(), []
             if replaced is not None:
-                members = self._db.execute("SELECT session FROM sessions WHERE entry = ?", (replaced,))
-                sessions |= {member for (member,) in members}
+                sessions |= self.sessions.of_entry(replaced)
                 messages = message_rows(self._db, replaced)
                 self._delete([replaced])
                 self._db.execute("UPDATE entries SET parent = ? WHERE parent = ?", (row.id, replaced))
@@ -321,7 +254,7 @@ class Index:
             leaving.note_uses(self._db, {row.id: 1})
             self._db.executemany("INSERT INTO blocks VALUES (?, ?)", [(h, row.id) for h in hashes])
             for member in sessions:
-                self._join(member, [row.id], owner.sessions)
+                self.sessions.join(member, [row.id], owner.sessions)
             put_message_rows(self._db, row.id, messages)
             self._db.execute(
                 "INSERT INTO tenants VALUES (?, ?, ?) ON CONFLICT (identity) DO UPDATE SET "
@@ -349,8 +282,8 @@ class Index:
 
     def _evict(self, max_bytes: int, eviction: Eviction, keep: str, tenant: bytes | None = None) -> list[str]:
         evicted: list[str] = []
-        n_bytes = self.totals()[1] if tenant is None else self.tenant_bytes(tenant)
-        while n_bytes > max_bytes and (leaf := self.next_to_leave(eviction, [keep], tenant)):
+        n_bytes = self.totals()[1] if tenant is None else leaving.tenant_bytes(self._db, tenant)
+        while n_bytes > max_bytes and (leaf := leaving.next_to_leave(self._db, eviction, [keep], tenant)):
             leaving.note_evicted(self._db, leaf[0])
             self._delete([leaf[0]])
             evicted.append(leaf[0])
@@ -371,26 +304,12 @@ class Index:
     def remove_session(self, session: bytes) -> list[str]:
         """Remove what belongs to this session and no other, and what builds on it; their ids."""
         with self._transaction():
-            query = (
-                "SELECT entry FROM sessions WHERE session = ? AND NOT EXISTS "
-                "(SELECT 1 FROM sessions AS other WHERE other.entry = sessions.entry AND other.session != ?)"
-            )
-            own = [entry for (entry,) in self._db.execute(query, (session, session))]
-            now = time.time()
-            self._db.execute("DELETE FROM sessions WHERE session = ?", (session,))
-            self._db.execute("DELETE FROM session_owners WHERE session = ?", (session,))
-            self._db.execute("DELETE FROM removed_sessions WHERE removed < ?", (now - _REMOVED_SECONDS,))
-            self._db.execute("INSERT OR REPLACE INTO removed_sessions VALUES (?, ?)", (session, now))
-            return [gone for entry in own for gone in self._remove_tree(entry)]
+            return [gone for entry in self.sessions.remove(session) for gone in self._remove_tree(entry)]
 
     def add_to_session(self, session: bytes, entries: Iterable[str], owner: bytes = b"") -> None:
-        """Let entries belong to a session; those that are not there any more are passed over.
-
-        Raises:
-            SessionRemovedError: the session has been removed.
-        """
+        """Add entries to a session, see `SessionRows.join`."""
         with self._transaction():
-            self._join(session, entries, owner)
+            self.sessions.join(session, entries, owner)
 
     def change(self, write: Callable[[sqlite3.Connection], None]) -> None:
         """Let another module of the store write, in one transaction."""
@@ -437,18 +356,6 @@ class Index:
         finally:
             self._db.execute(f"PRAGMA busy_timeout = {int(1000 * _BUSY_SECONDS)}")
         return not busy
-
-    def _join(self, session: bytes, entries: Iterable[str], owner: bytes) -> None:
-        query = "SELECT 1 FROM removed_sessions WHERE session = ?"
-        if self._db.execute(query, (session,)).fetchone() is not None:
-            raise SessionRemovedError("session: it has been removed; use another id")
-        self._db.executemany(
-            "INSERT OR IGNORE INTO sessions SELECT ?, id FROM entries WHERE id = ?",
-            [(session, entry) for entry in entries],
-        )
-        if owner:
-            query = "INSERT OR IGNORE INTO session_owners VALUES (?, ?, ?)"
-            self._db.execute(query, (session, owner, time.time()))
 
     def _remove_tree(self, entry: str) -> list[str]:
         tree = [found for (found,) in self._db.execute(_TREE, (entry,))]

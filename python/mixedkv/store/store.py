@@ -24,7 +24,7 @@ from mixedkv.store.encryption import (
     PlainCipher,
     check_key_id,
 )
-from mixedkv.store.entries import Entries, ParentGoneError, SessionRemovedError, TooLargeError, store_root
+from mixedkv.store.entries import Entries, ParentGoneError, TooLargeError, store_root
 from mixedkv.store.entry_error import EntryError, Reason
 from mixedkv.store.eviction import EVICTIONS, Eviction
 from mixedkv.store.identity import Identity
@@ -46,6 +46,7 @@ from mixedkv.store.results import (
     Tier,
     Verified,
 )
+from mixedkv.store.session_rows import SessionRemovedError
 from mixedkv.store.tally import Tally
 from mixedkv.tokens import Tokens, as_tokens
 
