@@ -86,7 +86,7 @@ def tenant_bytes(db: sqlite3.Connection, tenant: bytes) -> int:
 
 
 def worth_of_use(p0: int, p1: int, n_bytes: int) -> float:
-    """Return the worth of a use: what evaluating tokens [p0, p1) takes, for the bytes of their KV.
+    """Return the worth of a use: the work of evaluating tokens [p0, p1), divided by the bytes of their KV.
 
     Attention to 16k tokens is about as much work as the weights.
     """
@@ -94,7 +94,7 @@ def worth_of_use(p0: int, p1: int, n_bytes: int) -> float:
 
 
 def prepare(db: sqlite3.Connection) -> None:
-    """Teach a connection the functions that the statements here use."""
+    """Register the SQL functions that the statements here use."""
     db.create_function("worth_of_use", 3, worth_of_use, deterministic=True)
 
 
@@ -104,5 +104,5 @@ def note_uses(db: sqlite3.Connection, uses: Mapping[str, int]) -> None:
 
 
 def note_evicted(db: sqlite3.Connection, entry: str) -> None:
-    """Note that an entry was evicted; entries that come later are worth more than it was."""
+    """Note that an entry was evicted, so that later entries are worth more than it was."""
     db.execute(_AGE, (entry,))

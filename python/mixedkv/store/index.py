@@ -1,9 +1,10 @@
 """The index of a store: one SQLite database that several processes may use at once.
 
-An entry is a token range with a parent entry that covers what comes before it. It is listed under the chained
-hash of every block of tokens that it reaches into, see `KVStore.find`.
+An entry is a token range with a parent entry that covers the tokens before it. It is listed under the chained
+hash of every block of tokens that it reaches into, see `lookup`.
 
-Who can write to the folder can put anything into the database: a row that no writer wrote counts as none.
+Anyone who can write to the folder can put anything into the database. So a row that no writer can have
+written is ignored.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ _EXPIRED = """
 SELECT id FROM entries AS leaf WHERE CAST(used AS REAL) < ?
     AND NOT EXISTS (SELECT 1 FROM entries AS child WHERE child.parent = leaf.id)
 """
-_VARIABLES = 500  # in one statement; SQLite's limit was 999 once
+_VARIABLES = 500  # variables in one statement; SQLite's limit used to be 999
 _BUSY_SECONDS = 30.0
 _COLUMNS = ", ".join(f"entries.{name}" for name in FIELDS)
 
@@ -101,7 +102,7 @@ class Index:
     def _set_up(self) -> None:
         if self._path:
             self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = FULL")  # what was reported as stored outlives a power cut
+            self._db.execute("PRAGMA synchronous = FULL")  # stored entries survive a power cut
         self._db.execute("PRAGMA secure_delete = ON")  # a removed data key leaves no copy in a free page
         self._db.execute("PRAGMA foreign_keys = ON")
         leaving.prepare(self._db)
@@ -116,7 +117,7 @@ class Index:
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
-        """Hold a snapshot of the index: what others change meanwhile is not seen within."""
+        """Hold a snapshot of the index: changes by others are not seen meanwhile."""
         self._db.execute("BEGIN")
         try:
             yield
@@ -154,29 +155,27 @@ class Index:
         return found
 
     def candidates(self, block_hash: bytes, limit: int) -> list[str]:
-        """Return the ids listed under a hash: the newest, and the oldest, which others build on; `limit` of
-        each.
+        """Return the ids listed under a hash: the `limit` newest, and the `limit` oldest, which others build
+        on.
         """
         query = "SELECT entry FROM blocks WHERE hash = ? ORDER BY rowid {} LIMIT ?"
         found = [self._db.execute(query.format(order), (block_hash, limit)) for order in ("DESC", "ASC")]
         return list(dict.fromkeys(entry for rows in found for (entry,) in rows))
 
     def has_other_key(self, identity: bytes, key_id: str) -> bool:
-        """Return whether entries of this identity are there that are encrypted with another key, or with
-        none.
-        """
+        """Return whether there are entries of this identity encrypted with another key, or with none."""
         query = "SELECT 1 FROM entries WHERE identity = ? AND key_id != ? LIMIT 1"
         return self._db.execute(query, (identity, key_id)).fetchone() is not None
 
     def key_ids(self) -> set[str]:
-        """Names of the master keys that entries are encrypted with, "" for none, and of those that the store
-        was opened with.
+        """Return the names of the master keys of entries ("" for none) and of those that the store was opened
+        with.
         """
         query = "SELECT key_id FROM entries UNION SELECT key_id FROM keys"
         return {str(key_id) for (key_id,) in self._db.execute(query)}
 
     def hashing_key(self, key_id: str) -> bytes | None:
-        """Return the wrapped hashing key that was noted of a master key; None if there is none."""
+        """Return the wrapped hashing key that is stored for a master key; None if there is none."""
         row = self._db.execute("SELECT hashing FROM keys WHERE key_id = ?", (key_id,)).fetchone()
         return None if row is None or not isinstance(row[0], bytes) else row[0]
 
@@ -185,7 +184,7 @@ class Index:
         return leaving.next_to_leave(self._db, eviction, keep)
 
     def leaves_of(self, identity: bytes) -> list[str]:
-        """Return the ids of an identity's entries that no other goes on from at the end, the oldest first."""
+        """Return the ids of an identity's entries that no other continues at the end, the oldest first."""
         query = (
             "SELECT id FROM entries WHERE identity = ? AND NOT EXISTS "
             "(SELECT 1 FROM entries AS child WHERE child.parent = entries.id AND child.p0 >= entries.p1) "
@@ -205,11 +204,11 @@ class Index:
         return count, n_bytes
 
     def chain_bytes(self, entry: str) -> int:
-        """Return the number of bytes of the files of an entry and of all it builds on."""
+        """Return the bytes of the files of an entry and of all it builds on."""
         return int(self._db.execute(_CHAIN, (entry,)).fetchone()[0])
 
     def read_rows(self, query: str, values: Sequence[object]) -> list[tuple[Any, ...]]:
-        """Return the rows of a query of another module of the store."""
+        """Run a query of another module of the store and return its rows."""
         return list(self._db.execute(query, values))
 
     # --- writing ---
@@ -225,17 +224,17 @@ class Index:
         replaced: str | None = None,
         session: bytes | None = None,
     ) -> list[str]:
-        """Add an entry and make room for it; the ids of what was evicted.
+        """Add an entry and make room for it; return the ids of evicted entries.
 
         Args:
-            owner: whose it is.
-            replaced: an entry of the same content that goes; the new one takes its place.
+            owner: owner of the entry.
+            replaced: an entry of the same content, whose place the new one takes.
             session: the session that the entry belongs to.
 
         Raises:
-            ParentGoneError: its parent is not there any more.
+            ParentGoneError: its parent has been removed.
             SessionRemovedError: the session has been removed.
-            sqlite3.IntegrityError: an entry with this content is there.
+            sqlite3.IntegrityError: there is an entry with this content.
         """
         with self._transaction():
             if row.parent is not None and self.get(row.parent) is None:
@@ -265,12 +264,12 @@ class Index:
             return evicted + self._evict(max_bytes, eviction, keep=row.id)
 
     def evict(self, max_bytes: int, eviction: Eviction) -> list[str]:
-        """Remove entries until their files take `max_bytes` at most; their ids."""
+        """Remove entries until their files take at most `max_bytes`; return their ids."""
         with self._transaction():
             return self._evict(max_bytes, eviction, keep="")
 
     def expire(self, before: float) -> list[str]:
-        """Remove entries that were last used before a time and that none used since then builds on; their
+        """Remove entries last used before a time, unless one used since then builds on them; return their
         ids.
         """
         expired: list[str] = []
@@ -295,14 +294,14 @@ class Index:
         return [] if owner.max_bytes is None else self._evict(owner.max_bytes, eviction, keep, owner.tenant)
 
     def remove(self, entry: str, evicted: bool = False) -> list[str]:
-        """Remove an entry and all that builds on it; their ids."""
+        """Remove an entry and all that builds on it; return their ids."""
         with self._transaction():
             if evicted:
                 leaving.note_evicted(self._db, entry)
             return self._remove_tree(entry)
 
     def remove_session(self, session: bytes) -> list[str]:
-        """Remove what belongs to this session and no other, and what builds on it; their ids."""
+        """Remove entries that belong to this session alone, and all that builds on them; return their ids."""
         with self._transaction():
             return [gone for entry in self.sessions.remove(session) for gone in self._remove_tree(entry)]
 
@@ -312,17 +311,19 @@ class Index:
             self.sessions.join(session, entries, owner)
 
     def change(self, write: Callable[[sqlite3.Connection], None]) -> None:
-        """Let another module of the store write, in one transaction."""
+        """Let another module of the store write, within one transaction."""
         with self._transaction():
             write(self._db)
 
     def note_key(self, key_id: str, hashing: bytes) -> None:
-        """Note that the store is encrypted with this master key, also while it is empty."""
+        """Note that the store is encrypted with this master key, even if it is empty."""
         with self._transaction():
             self._db.execute("INSERT OR IGNORE INTO keys VALUES (?, ?)", (key_id, hashing))
 
     def rekey(self, old: str, new: str, hashing: bytes, wrap: Callable[[EntryRow], bytes]) -> int:
-        """Name another master key; `wrap` gives the wrapped data key of each entry. How many there are."""
+        """Change the master key; `wrap` returns the newly wrapped data key of each entry. Return the number
+        of entries.
+        """
         with self._transaction():
             rows = list(self._rows("FROM entries WHERE key_id = ?", old))
             self._db.executemany(
@@ -334,7 +335,7 @@ class Index:
         return len(rows)
 
     def touch(self, used: dict[str, float], uses: Mapping[str, int]) -> None:
-        """Note when entries were used last, and how often since the last time."""
+        """Note when entries were last used, and how often since the last call."""
         if used:
             with self._transaction():
                 self._db.executemany(
@@ -344,9 +345,9 @@ class Index:
                 leaving.note_uses(self._db, uses)
 
     def forget(self) -> bool:
-        """Move the write-ahead log into the database, so that what was removed is in neither.
+        """Move the write-ahead log into the database, so that removed rows are in neither.
 
-        False if someone reads the database just now: nothing waits for them.
+        Return False if another program is reading the database; it is not waited for.
         """
         if not self._path:
             return True
