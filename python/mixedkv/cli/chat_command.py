@@ -1,4 +1,4 @@
-"""`mixedkv chat`: a chat in the terminal whose history is kept, text and KV, and goes on another day."""
+"""`mixedkv chat`: a chat in the terminal, whose history can be kept and continued on another day."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from mixedkv.store.eviction import EVICTIONS
 from mixedkv.terminal import with_prompt_bar
 
 _KV = "kv"
-_SHOWN = 6  # messages of a chat that goes on
-_SHOWN_LINES = 6  # of each of its questions
+_SHOWN = 6  # messages to show of a continued chat
+_SHOWN_LINES = 6  # lines to show of each of its questions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,7 +131,7 @@ def _talk(
 
 
 def _show(messages: list[dict[str, Any]], plain: bool) -> None:
-    """Tell how long a chat is that goes on, and on a terminal show its end."""
+    """Tell how long a continued chat is, and on a terminal show its end."""
     _tell(f"{len(messages)} messages so far")
     if sys.stdin.isatty() and sys.stderr.isatty():
         for message in messages[-_SHOWN:]:
@@ -142,7 +142,7 @@ def _show(messages: list[dict[str, Any]], plain: bool) -> None:
 
 
 def _beginning(text: str) -> str:
-    """Return the first lines of what was pasted."""
+    """Return the first lines of a question."""
     lines = text.splitlines()
     if len(lines) <= _SHOWN_LINES:
         return text
@@ -187,7 +187,7 @@ def _took(usage: ChatUsage, seconds: float) -> str:
 
 
 def _tell(text: str) -> None:
-    """Print what is the program's and not the model's, dim on a terminal."""
+    """Print a message of the program, which is dim on a terminal."""
     text = text if "\n" in text else f"[{text}]"
     Console(file=sys.stderr).print(Text(text, "dim"), soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""`mixedkv info`: a model's layers and heads, and what each cache would take."""
+"""`mixedkv info`: shows a model's layers and heads, and the size of each cache."""
 
 from __future__ import annotations
 

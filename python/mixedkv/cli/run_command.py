@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
             print(_introduce(demo), file=sys.stderr)
         options = {"max_tokens": args.n_predict, "stream": True, **sampling_options(args, path)}
         if demo and args.temp is None:
-            options["temperature"] = 0.0  # it has one right answer
+            options["temperature"] = 0.0  # the question has one right answer
         is_chat = not args.raw and "tokenizer.chat_template" in llm.metadata
         prompt = demo.messages if demo else [{"role": "user", "content": text}] if is_chat else text
         clock = _Clock(llm)
@@ -94,7 +94,7 @@ def _read_prompt(args: argparse.Namespace) -> str:
 
 
 def _stream(llm: Llama, prompt: str | list[dict[str, str]], options: dict[str, Any]) -> Iterator[str]:
-    chunks: Any  # typed dictionaries of several shapes
+    chunks: Any  # llama_cpp's chunks are typed dictionaries of several shapes
     if isinstance(prompt, str):
         chunks = llm.create_completion(prompt, **options)
         yield from (chunk["choices"][0]["text"] for chunk in chunks)
@@ -105,7 +105,7 @@ def _stream(llm: Llama, prompt: str | list[dict[str, str]], options: dict[str, A
 
 
 class _Clock:
-    """Times the prompt and the text apart: the first chunk comes when the prompt is done."""
+    """Times the prompt and the text separately: the first chunk comes when the prompt is done."""
 
     def __init__(self, llm: Llama) -> None:
         self.llm = llm

@@ -1,4 +1,4 @@
-"""`mixedkv split`: a model in two parts, on two machines."""
+"""`mixedkv split`: runs a model in two parts, on two machines."""
 
 from __future__ import annotations
 
