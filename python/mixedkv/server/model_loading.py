@@ -27,7 +27,7 @@ def load_model(
     mtp: bool = False,
     check: Callable[[], None] | None = None,
 ) -> Llama:
-    """Load a model or an adapter; what `check` raises on the way ends that."""
+    """Load a model or an adapter. An exception from `check` ends the loading."""
     n_ctx = model.n_ctx or default_n_ctx(file)
     if model.adapter and not Path(model.adapter).is_file():
         raise FileNotFoundError(f"lora={model.name}={model.adapter}: there is no such file")
@@ -40,7 +40,7 @@ def load_model(
         settings,
         model.path,
         check,
-        # what only embeds has no use for this context
+        # a model that only embeds does not use this context
         kv=settings.kv if generates else "f16",
         n_ctx=n_ctx if generates else CELLS,
         n_seq_max=settings.n_seq,
@@ -82,7 +82,7 @@ def _open(settings: ServerSettings, path: Path, check: Callable[[], None] | None
             progress=progress,
         )
     if not settings.verbose:
-        tokenizer.silence()  # Llama sets its own log
+        tokenizer.silence()  # Llama changes the log
     return llm
 
 

@@ -40,11 +40,11 @@ _PARSED: dict[str, Callable[[str], object]] = {
 }
 ENV_PREFIX = "MIXEDKV_"
 IN_MEMORY = "sqlite:"
-SIZE = "SIZE"  # what stands for a size in --help
+SIZE = "SIZE"  # placeholder for a size in --help
 
 _ROOT_PATH = re.compile(r"(/[A-Za-z0-9_.~-]+)+")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#]+")
-_WORDS = {  # of pydantic's messages, by ours
+_WORDS = {  # parts of pydantic's messages, and our words for them
     "Input should be greater than or equal to": "use at least",
     "Input should be less than or equal to": "use at most",
     "Input should be": "use",
@@ -58,8 +58,8 @@ def _option(
 
 
 def _listed(value: Any) -> Any:
-    """Split several values that are one text in the environment: at `:` as in PATH, or at `,` if one is
-    `hf:...`.
+    """Split a list that is one text in the environment: at `:` as in PATH, or at `,` if it has `hf:...` in
+    it.
     """
     if isinstance(value, str):
         between = "," if "hf:" in value else os.pathsep  # names of the hub have colons in them
@@ -82,10 +82,10 @@ Megabytes = Annotated[float, _in_units(MB)]
 
 
 class ServerSettings(BaseSettings):
-    """Everything `mixedkv serve` can be told.
+    """The options of `mixedkv serve`.
 
     Raises:
-        ValueError: a value is out of range or does not go with another; the message names the field.
+        ValueError: a value is out of range or conflicts with another; the message names the field.
     """
 
     model_config = SettingsConfigDict(
@@ -417,7 +417,7 @@ class ServerSettings(BaseSettings):
 
     @property
     def on_demand(self) -> bool:
-        """Models are loaded when requests name them, and unloaded."""
+        """True if models are loaded when requests name them, and unloaded later."""
         return bool(self.keep_alive or self.max_loaded)
 
     @property
@@ -427,12 +427,12 @@ class ServerSettings(BaseSettings):
 
     @property
     def local_only(self) -> bool:
-        """Requests come from this machine, and nothing but that says who may make them."""
+        """True if the server has no keys and only requests from this machine can reach it."""
         return is_local(self.host) and not (self.api_key_file or self.allow_no_keys or self.unix_socket)
 
     @property
     def sessions_url(self) -> str:
-        """URL where sessions are written down: beside the KV that is kept of them."""
+        """URL of the database of sessions: by default beside their KV."""
         if self.metadata_url:
             return self.metadata_url
         return f"sqlite:{beside(self.store)}" if self.store else IN_MEMORY
@@ -478,7 +478,7 @@ def load_settings(
 
 
 def _read_toml(path: str) -> dict[str, Any]:
-    with Path(path).open("rb"):  # a file that is not there would count as an empty one
+    with Path(path).open("rb"):  # a missing file would count as an empty one
         pass
     try:
         values = TomlConfigSettingsSource(ServerSettings, path)()
@@ -503,9 +503,9 @@ def _read_environ(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _explain(error: dict[str, Any], origins: Mapping[str, str]) -> str:
-    """Explain one of pydantic's errors in a line: where the value came from, what it is, what is needed."""
+    """Explain one of pydantic's errors in a line: the origin of the value, the value, and what is needed."""
     cause = error.get("ctx", {}).get("error", "")
-    if not error["loc"]:  # of several options, which it names
+    if not error["loc"]:  # an error of several options, whose message names them
         return str(cause)
     origin = origins[error["loc"][0]]
     wanted = str(cause) or error["msg"]

@@ -51,10 +51,10 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 
 
 class _Answer:
-    """OpenAI's objects of one request.
+    """Builds OpenAI's objects for the answer to one request.
 
     Args:
-        prompt: says how answers are read.
+        prompt: the rendered chat, which tells how answers are read.
     """
 
     def __init__(self, server: ServerState, body: ChatRequest, jobs: list[Job], prompt: RenderedChat) -> None:

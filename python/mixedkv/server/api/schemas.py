@@ -1,4 +1,4 @@
-"""Bodies of requests, as OpenAI has them plus what is ours. Strict: nothing odd gets further."""
+"""Bodies of requests: OpenAI's fields and our own, strictly checked."""
 
 from __future__ import annotations
 
@@ -273,14 +273,12 @@ class ChatRequest(ChatFields, GenerationFields):
 
     @property
     def names_answers(self) -> bool:
-        """True if answers have a `message_id`: where it was asked for, and in a chat whose messages have
-        one.
-        """
+        """True if answers have a `message_id`: if it was asked for, or the chat's messages have ids."""
         return bool(self.use_kv_cache) or any(message.message_id for message in self.messages)
 
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> ChatRequest:
-        """Fields that ask for another kind of answer than text."""
+        """Refuse fields that ask for another kind of answer than text."""
         for name in ("functions", "audio", "web_search_options"):
             if getattr(self, name) not in (None, []):
                 raise ValueError(f"{name} is not supported by this server: leave it out")
@@ -302,7 +300,7 @@ Prompt = (
 
 
 def prompts_of(prompt: Prompt) -> list[str | list[int]]:
-    """Return the prompts that a field of one or several has."""
+    """Return the prompts of a field that has one or several."""
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt[0], int):
@@ -377,7 +375,7 @@ class ContextRequest(CreateContextCacheRequest):
 
     @property
     def context(self) -> CreateContextCacheRequest:
-        """Return what is kept of it."""
+        """Return the part of the request that is kept."""
         fields = {name: getattr(self, name) for name in CreateContextCacheRequest.model_fields}
         return CreateContextCacheRequest.model_construct(**fields)
 
@@ -413,7 +411,7 @@ class EmbeddingRequest(Model):
     @field_validator("input", mode="before")
     @classmethod
     def _check_numbers(cls, value: Any) -> Any:
-        """Before the types, of which each would say what is wrong in its own way."""
+        """Check the inputs before their types, each of which would report an error of its own."""
         if value in ("", []):
             raise ValueError("it is empty: give a text, a list of texts, or token ids")
         if isinstance(value, str):
