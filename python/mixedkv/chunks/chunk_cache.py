@@ -273,11 +273,7 @@ class ChunkCache:
 def _use(segment: Segment) -> DonorUse:
     link = next(link for link in segment.source.links if link.end > segment.at)
     return DonorUse(
-        begin=segment.begin,
-        end=segment.end,
-        entry=link.entry,
-        at=segment.at,
-        common_left=segment.common_left,
+        begin=segment.begin, end=segment.end, entry=link.entry, at=segment.at, common_left=segment.common_left
     )
 
 

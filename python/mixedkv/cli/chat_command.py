@@ -45,9 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-m", "--model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument(
-        "--history",
-        metavar="DIR",
-        help="folder of this chat: messages and their KV (default: none)",
+        "--history", metavar="DIR", help="folder of this chat: messages and their KV (default: none)"
     )
     parser.add_argument(
         "--key", metavar="SOURCE", help="encrypt --history with the key in env:NAME or file:PATH"
@@ -65,10 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="most disk space for the KV in --history, in 10^9 bytes or as 20GiB (default: 8)",
     )
     parser.add_argument(
-        "--eviction",
-        choices=EVICTIONS,
-        default="lru",
-        help="which KV of --history leaves first",
+        "--eviction", choices=EVICTIONS, default="lru", help="which KV of --history leaves first"
     )
     parser.add_argument(
         "--max-age",
@@ -77,9 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="remove KV that was not used for this long, e.g. 30d, 12h",
     )
     parser.add_argument(
-        "--plain",
-        action="store_true",
-        help="show answers as they are written, markdown and all",
+        "--plain", action="store_true", help="show answers as they are written, markdown and all"
     )
     parser.set_defaults(command=chat)
 

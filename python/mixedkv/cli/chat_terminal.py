@@ -29,10 +29,7 @@ def questions(former: Sequence[str]) -> Iterator[str]:
         KeyboardInterrupt: Ctrl-C on an empty line; otherwise it clears the line.
     """
     session: PromptSession[str] = PromptSession(
-        "> ",
-        history=InMemoryHistory(former),
-        key_bindings=_keys(),
-        output=create_output(stdout=sys.stderr),
+        "> ", history=InMemoryHistory(former), key_bindings=_keys(), output=create_output(stdout=sys.stderr)
     )
     with _keys_wait():
         while True:

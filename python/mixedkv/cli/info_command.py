@@ -21,12 +21,7 @@ from mixedkv.model.settle import settle
 from mixedkv.native.llama_arguments import beyond_training
 from mixedkv.native.memory import memory_room
 
-_SETTINGS = (
-    "f16",
-    "q8_0",
-    "q4_0",
-    *(f"mixed:{preset}" for preset in reversed(PRESETS)),
-)
+_SETTINGS = ("f16", "q8_0", "q4_0", *(f"mixed:{preset}" for preset in reversed(PRESETS)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -119,9 +119,7 @@ def only_hot(group: RowGroup) -> RowGroup:
     )
 
 
-def named_checkpoints(
-    checkpoints: Sequence[Checkpoint],
-) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+def named_checkpoints(checkpoints: Sequence[Checkpoint]) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     for i, point in enumerate(checkpoints):
         yield from ((f"checkpoint{i}.{name}", array) for name, array in point.to_arrays().items())
 

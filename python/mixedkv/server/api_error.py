@@ -9,13 +9,7 @@ from typing import Any
 from starlette.responses import Response
 
 from mixedkv.engine.constrain.constraint import DeadEndError
-from mixedkv.errors import (
-    ClosedError,
-    ContextLengthError,
-    EngineError,
-    ModelChangedError,
-    QueueFullError,
-)
+from mixedkv.errors import ClosedError, ContextLengthError, EngineError, ModelChangedError, QueueFullError
 from mixedkv.sessions import ErrorResponse
 
 _TYPES = {

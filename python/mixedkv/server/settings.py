@@ -266,9 +266,7 @@ class ServerSettings(BaseSettings):
         "URL",
     )
     allowed_host: Several = _option(
-        (),
-        "host name to accept besides localhost, on a server without keys; repeat for more",
-        "NAME",
+        (), "host name to accept besides localhost, on a server without keys; repeat for more", "NAME"
     )
     strict: bool = _option(
         False, "refuse unknown fields, and other names than the model's where one is served"
@@ -453,9 +451,7 @@ def is_local(host: str) -> bool:
 
 
 def load_settings(
-    given: Mapping[str, Any],
-    config: str | None = None,
-    environ: Mapping[str, str] = os.environ,
+    given: Mapping[str, Any], config: str | None = None, environ: Mapping[str, str] = os.environ
 ) -> ServerSettings:
     """Load settings from `given` (the command line), else from MIXEDKV_... variables, else from a TOML file.
 

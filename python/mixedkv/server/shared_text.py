@@ -17,9 +17,7 @@ class SharedText:
     """
 
     def __init__(
-        self,
-        make: Callable[[], Awaitable[tuple[bytes, float]]],
-        clock: Callable[[], float] = time.monotonic,
+        self, make: Callable[[], Awaitable[tuple[bytes, float]]], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._make, self._clock = make, clock
         self._task: asyncio.Task[bytes] | None = None

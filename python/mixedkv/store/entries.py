@@ -346,12 +346,7 @@ class Entries:
             raise TooLargeError(f"{n_bytes} bytes are more than the budget of {most}")
 
     def _insert(
-        self,
-        row: EntryRow,
-        hashes: list[bytes],
-        owner: Owner,
-        replaced: str | None,
-        session: bytes | None,
+        self, row: EntryRow, hashes: list[bytes], owner: Owner, replaced: str | None, session: bytes | None
     ) -> None:
         with self._lock:
             self._uses.write(self._index)

@@ -16,14 +16,7 @@ from mixedkv.ids import check_session_id, check_tenant
 from mixedkv.kv.block import KVBlock
 from mixedkv.sizes import GB, size_of
 from mixedkv.store import coverage, live_sequence
-from mixedkv.store.encryption import (
-    PLAIN_ENTRIES,
-    Cipher,
-    KeyCipher,
-    KeySource,
-    PlainCipher,
-    check_key_id,
-)
+from mixedkv.store.encryption import PLAIN_ENTRIES, Cipher, KeyCipher, KeySource, PlainCipher, check_key_id
 from mixedkv.store.entries import Entries, ParentGoneError, TooLargeError, store_root
 from mixedkv.store.entry_error import EntryError, Reason
 from mixedkv.store.eviction import EVICTIONS, Eviction

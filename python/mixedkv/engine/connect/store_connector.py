@@ -178,10 +178,7 @@ class StoreConnector:
     # --- the threads ---
 
     def _work(
-        self,
-        items: queue.SimpleQueue[_T | None],
-        work: Callable[[_T], None],
-        after: Callable[[_T], None],
+        self, items: queue.SimpleQueue[_T | None], work: Callable[[_T], None], after: Callable[[_T], None]
     ) -> None:
         while (item := items.get()) is not None:
             try:

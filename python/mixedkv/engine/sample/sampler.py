@@ -188,10 +188,7 @@ class _Candidates:
         self.rows["logit"] = logits if tokens is None else logits[tokens]
         self.rows["p"] = 0
         self._array = llama_cpp.llama_token_data_array(
-            data=self.rows.ctypes.data_as(llama_cpp.llama_token_data_p),
-            size=n,
-            selected=-1,
-            sorted=False,
+            data=self.rows.ctypes.data_as(llama_cpp.llama_token_data_p), size=n, selected=-1, sorted=False
         )
         self.pointer = ctypes.pointer(self._array)
 

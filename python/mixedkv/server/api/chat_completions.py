@@ -22,13 +22,7 @@ from mixedkv.server.api.sse import DONE, PING, Template, sse
 from mixedkv.server.api.tools import call_json, delta
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.json_body import JSONRoute
-from mixedkv.server.state import (
-    ServerState,
-    find_session,
-    loaded_model,
-    read_prompt,
-    tenant,
-)
+from mixedkv.server.state import ServerState, find_session, loaded_model, read_prompt, tenant
 
 router = APIRouter(route_class=JSONRoute)
 

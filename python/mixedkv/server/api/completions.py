@@ -25,13 +25,7 @@ from mixedkv.server.api.schemas import CompletionRequest
 from mixedkv.server.api.sse import DONE, PING, Template, sse
 from mixedkv.server.api_error import ApiError, prompt_error
 from mixedkv.server.http.json_body import JSONRoute
-from mixedkv.server.state import (
-    ServerState,
-    find_session,
-    loaded_model,
-    read_prompt,
-    tenant,
-)
+from mixedkv.server.state import ServerState, find_session, loaded_model, read_prompt, tenant
 from mixedkv.sessions import CacheSessionMetadata
 
 router = APIRouter(route_class=JSONRoute)

@@ -81,12 +81,7 @@ async def keep(
     if answer.calls:
         said["tool_calls"] = [call_json(call) for call in answer.calls]
     whole = CreateContextCacheRequest.model_validate(
-        {
-            "model": server.model_name,
-            "messages": [*messages, said],
-            "ttl": _TTL,
-            "session_id": response_id,
-        }
+        {"model": server.model_name, "messages": [*messages, said], "ttl": _TTL, "session_id": response_id}
     )
     n_tokens = job.n_given + job.n_answer
     kept = await server.contexts.register_session_cache(whole, tenant=owner, n_tokens=n_tokens)

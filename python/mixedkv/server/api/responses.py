@@ -168,11 +168,7 @@ class _Output:
         return where if self.kind == "function_call" else {**where, "content_index": 0}
 
 
-_NAMES = {
-    "reasoning": "reasoning_text",
-    "message": "output_text",
-    "function_call": "function_call_arguments",
-}
+_NAMES = {"reasoning": "reasoning_text", "message": "output_text", "function_call": "function_call_arguments"}
 
 
 class _Answer:

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import (
-    AliasChoices,
-    BeforeValidator,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import AliasChoices, BeforeValidator, Field, field_validator, model_validator
 
 from mixedkv.chunks import Repair
 from mixedkv.limits import INT32_MAX
@@ -138,10 +132,7 @@ class GenerationFields(Model):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: (
-        Annotated[
-            dict[Annotated[str, Field(max_length=10)], Annotated[Finite, Field(ge=-100, le=100)]],
-            Few,
-        ]
+        Annotated[dict[Annotated[str, Field(max_length=10)], Annotated[Finite, Field(ge=-100, le=100)]], Few]
         | None
     ) = None
     # ours and llama.cpp's

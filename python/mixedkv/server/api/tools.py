@@ -124,11 +124,7 @@ def _wrong(message: str) -> ApiError:
 
 
 def call_json(call: Call) -> dict[str, Any]:
-    return {
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
-    }
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def delta(part: Part) -> dict[str, Any]:
