@@ -264,8 +264,8 @@ class KVCache(Evaluating):
 
     @exclusive
     def copy(self, source: int, target: int, p0: int = 0, p1: int = -1) -> None:
-        """Let sequence `target` have the positions [p0, p1) of `source`, instead of its own there. In a
-        unified cache both share the cells; otherwise the rows are copied, of whole sequences only.
+        """Copy positions [p0, p1) of sequence `source` to `target`, replacing what `target` has there. In a
+        unified cache both share the cells; otherwise rows are copied, of whole sequences only.
 
         The `Llama` does not follow what is copied into its sequence 0.
 

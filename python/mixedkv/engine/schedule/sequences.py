@@ -414,7 +414,7 @@ class SequencePool:
         return target
 
     def _take_rows(self, source: Sequence, target: Sequence, match: SequenceMatch) -> bool:
-        """Give the target its rows; False when the checkpoint turns out to be of no use, and is dropped."""
+        """Give the target its rows. Return False if the checkpoint is unusable; it is then dropped."""
         n, point = match.n, match.checkpoint
         if point is not None:
             try:

@@ -16,7 +16,7 @@ from mixedkv.server.api.fields import (
     MAX_TOOLS,
     PREFIX_FOUND,
     REFUSED,
-    Breaker,
+    Breakers,
     Few,
     Finite,
     Id,
@@ -148,7 +148,7 @@ class GenerationFields(Model):
     dry_base: Annotated[Finite, Field(ge=0, le=100)] | None = None
     dry_allowed_length: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     dry_penalty_last_n: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    dry_sequence_breakers: Annotated[list[Breaker], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    dry_sequence_breakers: Breakers | None = None
     mirostat: Annotated[int, Field(ge=0, le=2)] | None = None
     mirostat_tau: Annotated[Finite, Field(ge=0, le=100)] | None = None
     mirostat_eta: Annotated[Finite, Field(ge=0, le=1)] | None = None
