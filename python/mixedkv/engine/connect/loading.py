@@ -23,7 +23,7 @@ class Loader:
         self._llm, self._scheduler, self._observer = llm, scheduler, observer
 
     def restore(self) -> None:
-        """Load one fetched block. A long chain is so spread over several steps."""
+        """Load one fetched block, so that a long chain is spread over several steps."""
         job = next((job for job in self._scheduler.running if job.blocks), None)
         if job is None:
             return
