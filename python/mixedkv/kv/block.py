@@ -96,7 +96,7 @@ class KVBlock:
         return next((point for point in self.checkpoints if point.serves(n)), None)
 
     def without_hot(self) -> KVBlock:
-        """Return the block without F16 copies and checkpoints, for a place where its tokens are not recent."""
+        """Return the block without F16 copies and checkpoints, for a place where it is not recent."""
         return replace(self, groups=tuple(map(cold_group, self.groups)), checkpoints=())
 
     def as_own(self) -> KVBlock:

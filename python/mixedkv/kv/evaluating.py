@@ -176,7 +176,7 @@ class Evaluating(WindowSettings):
         return self._exact.count(self._llama.n_tokens)
 
     def limit_exact(self, p: int) -> None:
-        """Mark rows of sequence 0 from `p` on as inexact, after rows were moved with functions of llama_cpp."""
+        """Mark rows of sequence 0 from `p` on as inexact, after llama_cpp's own functions moved rows."""
         self._exact.limit(p)
 
     def assume(self, tokens: npt.ArrayLike, n_exact: int) -> None:
