@@ -62,30 +62,30 @@ NO_VOCABULARY = "this model has no vocabulary, so it takes no text: the body of 
 class Llama(GuardedLlama):
     """A `llama_cpp.Llama` whose KV cache is chosen by `kv`. All else is as in the base class.
 
-    Several threads may call it: they take turns, as `GuardedLlama` says; `close` waits for those inside.
+    Several threads may call it and take turns, see `GuardedLlama`; `close` waits for running calls.
 
     Args:
-        model_path: a GGUF file, of a split model the first part; or a name as `-m` takes it: "smollm2",
+        model_path: a GGUF file (the first part of a split model), or a name that `-m` takes: "smollm2",
             "hf:OWNER/REPO:FILE".
         kv: a spec such as "mixed" (the default), "mixed:cold=q8_0,threshold=256,group=32" or "q8_0", or a
             `MixedKVConfig`; see `mixedkv.config.parse_kv`. With embedding=True the default is "f16".
         n_seq_max: sequences the context can hold.
         kv_unified: one pool of `n_ctx` tokens for all sequences; otherwise `n_ctx` is divided among them.
-        n_rs_seq: of a hybrid or recurrent model, how many of the last tokens of a sequence can be taken back
-            (rejected drafts): so many states more are kept of each sequence. llama.cpp knows how to for some.
-        load_mtp: load the layers that guess further tokens too (multi-token prediction), for an engine with
-            speculation="mtp".
+        n_rs_seq: how many of a sequence's last tokens (rejected drafts) a hybrid or recurrent model can take
+            back. As many more states are kept of each sequence. llama.cpp supports this for some models.
+        load_mtp: also load the layers for multi-token prediction, for an engine with speculation="mtp".
         n_ctx: tokens of the context; 0 takes what the model was trained with.
         flash_attn: None turns it on where the cache needs it: a mixed one, a quantised V.
         type_k, type_v: ggml types of a uniform cache, as in the base class; only without `kv`.
         stream_layers: layers that are not kept in memory but read from the file for each pass: "auto", as few
             as `memory` allows; a number; all but {"keep_first": n, "keep_last": n}; "all"; or "ffn", the
             feed-forward matrices of all layers, while attention stays. See docs/streaming.md.
-        memory: what this process may take in all, bytes or "6GiB"; by default what the machine and its
-            control groups have left. By itself it means stream_layers="auto".
+        memory: memory that this process may take in all, in bytes or as "6GiB"; by default what the machine
+            and its control groups have left. Without stream_layers it implies stream_layers="auto".
         stream_mode: "direct" reads with O_DIRECT into a ring of layers, "prefetch" maps the file and has
             pages come ahead; to compare "mmap", as llama.cpp does it, and "resident". None repacks weights.
-        progress: called with the share of the weights that are loaded, 0 to 1; what it raises ends that.
+        progress: called with the share of the weights that are loaded, 0 to 1; an exception from it ends the
+            loading.
         weights: a `Llama` of the same file, whose weights this one uses; closing it closes this one first.
         **options: arguments of `llama_cpp.Llama`. Its embedding=True sets n_seq_max and kv_unified itself.
 
@@ -221,14 +221,14 @@ class Llama(GuardedLlama):
 
     @property
     def evaluated(self) -> tuple[int, int]:
-        """Tokens that are there, and what the `eval` that runs comes to; for another thread to show."""
+        """The number of tokens evaluated so far, and after the running `eval`; for another thread to show."""
         return self.n_tokens, max(self.n_tokens, self._n_asked)
 
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
         """Tokenize as the base class does, on a stack that is deep enough for the text.
 
         Raises:
-            ValueError: none would be: a line of more than 262,144 characters, for some vocabularies.
+            ValueError: no stack is deep enough: for some vocabularies, lines of more than 262,144 characters.
             UnsupportedModelError: the model has no vocabulary.
         """
         with self.busy.present():
@@ -238,18 +238,18 @@ class Llama(GuardedLlama):
             return long_text.tokenize(self._pre_tokenizer, text, lambda text: base(text, add_bos, special))
 
     def eval(self, tokens: Sequence[int]) -> None:
-        """Evaluate tokens behind the n_tokens that are there, as in the base class.
+        """Evaluate tokens after the n_tokens that are there, as in the base class.
 
-        A micro-batch at a time: what ends it early, an abort, Ctrl-C or a file that cannot be read, leaves
-        those that have ended well, and n_tokens says how far they go.
+        It evaluates a micro-batch at a time. If an abort, Ctrl-C or a file that cannot be read ends it early,
+        the completed ones stay, and n_tokens counts their tokens.
 
         Raises:
             ModelReadError: layers are streamed, and the file cannot be read any more.
             RuntimeError: llama_decode failed.
             ContextBusyError: an engine uses this `Llama`.
             StoppedError: `interrupt` was called.
-            ClosedError: it is closed, maybe meanwhile.
-            KeyboardInterrupt: Ctrl-C; what the handler of another signal raises ends it at once, too.
+            ClosedError: the `Llama` is closed, maybe meanwhile.
+            KeyboardInterrupt: Ctrl-C. Exceptions from handlers of other signals end it at once, too.
         """
         with self._evaluating("eval"):
             size = min(self.n_batch, llama_cpp.llama_n_ubatch(_llama_cpp.context(self)))
@@ -314,8 +314,8 @@ class Llama(GuardedLlama):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Complete as the base class does, which goes past max_tokens to end a character, and for good where
-        none ends: here 3 tokens at most.
+        """Complete as the base class does, except that it exceeds max_tokens by at most 3 tokens to complete
+        a character, where the base class has no limit.
         """
         given = _COMPLETION.bind(self, prompt, suffix, max_tokens, *args, **kwargs)
         if max_tokens and max_tokens > 0:
@@ -468,7 +468,7 @@ class Llama(GuardedLlama):
             warnings.warn(text, stacklevel=3)
 
     def _raise_clearly(self, error: BaseException, file: ModelFile, assertion: str) -> NoReturn:
-        """Say what the base class leaves to llama.cpp's log."""
+        """Raise errors whose reasons the base class leaves to llama.cpp's log."""
         if self._loading is not None:
             self._loading.check()
         if assertion:
@@ -493,7 +493,7 @@ class Llama(GuardedLlama):
         return ValueError(f"llama.cpp could not make a context of {asked}: {reason or 'its log says why'}")
 
     def _unsupported(self) -> str:
-        """Return why this model cannot have this cache, "" if it can."""
+        """Return why this model cannot have this cache; "" if it can."""
         native = self._setting.native()
         if native is None:
             return ""

@@ -35,12 +35,12 @@ _BATCH = 512
 class SpeculationRow(Row):
     """One row per setting, depth and text.
 
-    The prompt is a passage of a journal, again and again, up to `depth`. "repeats" goes on greedily, as the
-    bundled model does by saying much of it once more. "is certain" has to be the passage, by a regular
-    expression, which is drafted as far as it leaves no choice. "goes on" has another prompt, a journal of
-    `depth` tokens without repetitions, and continues it greedily. "is unlike" is drawn at temperature 3,
-    close to anything. Each is answered with drafts and without in turns, with one seed, from the prompt's
-    rows. Ratios are taken within a turn, of tokens per second from the first token on.
+    The prompt repeats a passage of a journal up to `depth`. The text "repeats" continues it greedily, and the
+    bundled model then mostly says it once more. "is certain" is held to the passage by a regular expression,
+    which forces the drafts. "goes on" greedily continues another prompt, a journal of `depth` tokens without
+    repetitions. "is unlike" is sampled at temperature 3, almost at random. Each text is generated with drafts
+    and without in turns, with one seed, from the prompt's rows. Ratios are of tokens per second from the
+    first token on, within a turn.
     """
 
     test: Literal["speculation"] = "speculation"

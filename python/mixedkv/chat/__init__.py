@@ -1,4 +1,4 @@
-"""Chats whose history is not evaluated again: `MessageCache`. docs/conversations.md tells how to use it."""
+"""Continues chats without evaluating their history again: `MessageCache`. See docs/conversations.md."""
 
 from mixedkv.chat.message_cache import ChatResult, ChatStream, ChatUsage, MessageCache
 

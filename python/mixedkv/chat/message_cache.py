@@ -1,4 +1,4 @@
-"""A chat whose history is not evaluated again: it goes on from the newest message whose KV is still there."""
+"""Continues a chat from the newest message whose KV is still there, without evaluating the history again."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Passages of a prompt that were computed in another place, reused there: `ChunkCache`. See
-docs/chunks.md.
-"""
+"""Reuses passages of a prompt that were computed in other prompts: `ChunkCache`. See docs/chunks.md."""
 
 from mixedkv.chunks.calibration import Calibration, Measured
 from mixedkv.chunks.chunk_cache import ChunkCache, ChunkStats

@@ -1,4 +1,4 @@
-"""A model's measured loss for each way of repair, in a JSON file beside the store."""
+"""The measured loss of each repair method on a model, in a JSON file beside the store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_BYTES = 1 << 20
 
 
 class Measured(BaseModel):
-    """One method on the prompts of a calibration."""
+    """The results of one method on the prompts of a calibration."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -25,7 +25,7 @@ class Measured(BaseModel):
     ratio: float = Field(ge=0, le=1)
     overlap_k: int = Field(ge=0, le=1024)
     n_prompts: int = Field(ge=1)
-    evaluated: float = Field(ge=0)  # share of the tokens
+    evaluated: float = Field(ge=0)  # share of the tokens that were evaluated again
     kld_mean: float = Field(ge=0)
     kld_median: float = Field(ge=0)
     same_top1: float = Field(ge=0, le=1)
@@ -36,7 +36,7 @@ class Measured(BaseModel):
 
 
 class Calibration(BaseModel):
-    """All methods that were measured on one model and setting."""
+    """The results of all methods on one model and setting."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -48,9 +48,9 @@ class Calibration(BaseModel):
 
     @property
     def chosen(self) -> Measured | None:
-        """The method that evaluates least of those that leave a quarter of the mean divergence of no repair,
-        or the one with the least divergence if none does. None if its median is above the bound: the gate,
-        which looks at the median as well, would close.
+        """The cheapest method that leaves at most a quarter of the mean divergence without repair, or the one
+        with the least divergence if none does. None if its median is above the bound, since the gate, which
+        compares the median too, would close.
         """
         unrepaired = max((each.kld_mean for each in self.measured if each.repair == "none"), default=0.0)
         good = [each for each in self.measured if each.kld_median <= self.max_kld]
@@ -60,7 +60,7 @@ class Calibration(BaseModel):
         return min(good, key=lambda each: each.kld_mean, default=None)
 
     def write(self, folder: Path) -> Path:
-        """Write it to its place in a store's folder and return the path."""
+        """Write the calibration to its place in a store's folder and return the path."""
         path = place(folder, self.identity)
         write_atomically(path, self.model_dump_json(indent=1) + "\n")
         return path
@@ -79,7 +79,7 @@ def read_calibration(folder: Path, identity: Identity) -> Calibration | None:
     """Return the calibration of this model and setting, None if there is none.
 
     Raises:
-        ValueError: the file is damaged, or of another model or setting.
+        ValueError: the file is damaged, or belongs to another model or setting.
     """
     path = place(folder, name_of(identity))
     try:

@@ -1,4 +1,4 @@
-"""Prompts whose passages were computed elsewhere."""
+"""Evaluates prompts whose passages were computed in other prompts."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ Prompt = str | npt.ArrayLike
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkStats:
-    """Counts what a `ChunkCache` was asked for, reused and evaluated.
+    """Counts of a `ChunkCache`: prompts, tokens reused and evaluated, checks.
 
     Args:
-        n_prompts, n_tokens: that were asked for.
-        n_cached_exact, n_cached_approximate, n_evaluated: as in `ChunkReuse`, together.
-        n_checked: requests that were evaluated exactly as well.
-        n_waiting: requests that wait for that.
-        kld_mean, same_top1: of the latest checks, None before the first.
-        off: why chunks are not reused any more, "" while they are.
+        n_prompts, n_tokens: prompts that were asked for, and their tokens.
+        n_cached_exact, n_cached_approximate, n_evaluated: sums of those in `ChunkReuse`.
+        n_checked: requests that were also evaluated exactly, as a check.
+        n_waiting: requests that wait for a check.
+        kld_mean, same_top1: averages of the latest checks; None before the first.
+        off: why chunks are not reused any more; "" while they are.
     """
 
     n_prompts: int
@@ -58,24 +58,24 @@ class ChunkStats:
 
 
 class ChunkCache:
-    """Fills sequence 0 of a `Llama` with a prompt, and evaluates as little of it as it may.
+    """Fills sequence 0 of a `Llama` with a prompt and evaluates as few of its tokens as possible.
 
-    What the prompt begins with is restored exactly. Passages behind it that the store has from elsewhere are
-    moved, chosen tokens of them are evaluated anew in their true context, and the result says that it is
-    approximate. Use it on the thread that decodes.
+    The longest stored prefix of the prompt is restored exactly. Passages after it that the store has from
+    other prompts are moved into place, some of their tokens are evaluated again in the true context, and the
+    result says that it is approximate. Use it on the thread that decodes.
 
     >>> cache = ChunkCache(llm, store)
     >>> cache.warm(documents)
     >>> reuse = cache.prefill(prompt)  # llm goes on from here: llm.sample(), llm.generate(...)
 
     Args:
-        llm: see docs/chunks.md for what models and settings can do it.
-        store: where rows come from; nothing approximate gets into it.
+        llm: the `Llama`; docs/chunks.md lists supported models and settings.
+        store: the store that rows come from; approximate rows are never stored.
         **options: of `ChunkOptions`: repair, ratio, chunk_size, max_kld, check, ...
 
     Raises:
         UnsupportedModelError: rows of this model cannot be moved, or the method needs another cache.
-        ValueError: a setting is out of range, or the calibration is of another model.
+        ValueError: a setting is out of range, or the calibration belongs to another model.
     """
 
     def __init__(self, llm: Llama, store: KVStore, **options: Any) -> None:
@@ -83,7 +83,7 @@ class ChunkCache:
         self._passages = Passages(llm, store, **options)
         self.method, self._gate = self._passages.method, self._passages.gate
         self.placed: tuple[Segment, ...] = ()  # passages of the last prompt
-        self.kept: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)  # its rows that are a donor's
+        self.kept: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)  # which of its rows come from a donor
         self._totals = dict.fromkeys(("prompts", "tokens", "exact", "approximate", "evaluated"), 0)
 
     # --- prompts ---
@@ -91,15 +91,15 @@ class ChunkCache:
     def prefill(
         self, prompt: Prompt, *, tenant: str = "", reuse: Reuse = "chunks", method: Method | None = None
     ) -> ChunkReuse:
-        """Leave exactly these tokens in sequence 0, the last one's logits computed.
+        """Fill sequence 0 with exactly these tokens, and compute the logits of the last one.
 
         Args:
-            prompt: text, or token ids; text gets the model's BOS and its special tokens are read.
-            tenant: whose KV is used.
-            reuse: "exact": only rows that evaluation would have given. "prefix": the longest stored prefix
-                too, whose recent rows may be less precise, see `Match.exact`. "chunks": passages of
-                elsewhere.
-            method: how seams are repaired; None is the cache's own.
+            prompt: text or token ids; text gets the model's BOS, and special tokens in it are parsed.
+            tenant: whose KV is reused.
+            reuse: "exact" uses only rows that equal an evaluation; "prefix" also uses the longest stored
+                prefix, whose recent rows may be less precise, see `Match.exact`; "chunks" also uses passages
+                of other prompts.
+            method: how seams are repaired; None uses the cache's method.
 
         Raises:
             ContextLengthError: the prompt is empty or does not fit the context.
@@ -117,7 +117,7 @@ class ChunkCache:
         try:
             done = self._prefill_checked(tokens, identity, reuse, method or self.method)
         except BaseException:
-            self.llm.kv.remove(0)  # nothing half done
+            self.llm.kv.remove(0)  # leave nothing half done
             raise
         claim.leave()
         done = _timed(done, time.perf_counter() - begin)
@@ -131,15 +131,15 @@ class ChunkCache:
 
         Args:
             documents: texts or token ids.
-            tenant: whose they are.
-            before: what stands before each, such as a system prompt: the nearer to what prompts will have
-                there, the better. Nothing by default, not even BOS.
+            tenant: the tenant they are stored for.
+            before: text to put before each document, such as a system prompt. Best is the text that prompts
+                will have there. The default is none, not even BOS.
 
         Raises:
             ContextLengthError: a document is empty, or does not fit the context.
         """
         head = self._tokens(before, bos=True) if _is_given(before) else np.empty(0, np.int32)
-        parts = [self._tokens(document, bos=False) for document in documents]  # all are checked first
+        parts = [self._tokens(document, bos=False) for document in documents]  # check all of them first
         saved = []
         for part in parts:
             tokens = np.concatenate([head, part])
@@ -149,28 +149,28 @@ class ChunkCache:
         return saved
 
     def refresh(self, tenant: str = "") -> None:
-        """Look at what was stored since the last prompt, so that the next one need not."""
+        """Index the entries that were stored since the last prompt, so that the next prompt need not."""
         self._passages.refresh(Identity.of(self.llm, tenant=tenant))
 
     # --- the gate ---
 
     def check_pending(self) -> Deviation | None:
-        """Evaluate one of the sampled requests exactly, when nothing else is to be done; None if there is
-        none.
+        """Check one of the sampled requests by evaluating it exactly. Return None if there is none. Call it
+        in idle time.
 
         Sequence 0 then holds that prompt.
         """
         waiting = self._gate.take()
         if waiting is None:
             return None
-        Claim(self.llm, b"check", untouched=True)  # nobody goes on from it
+        Claim(self.llm, b"check", untouched=True)  # nobody continues from this sequence
         self.llm.eval(waiting.tokens.tolist())
         deviation = compare(last_logits(self.llm), waiting.logits)
         self._gate.note(deviation)
         return deviation
 
     def stats(self) -> ChunkStats:
-        """Return what was reused and checked since the cache was made."""
+        """Return counts since the cache was made."""
         gate, totals = self._gate, self._totals
         return ChunkStats(
             n_prompts=totals["prompts"],
@@ -190,7 +190,7 @@ class ChunkCache:
     def _prefill_checked(
         self, tokens: Tokens, identity: Identity, reuse: Reuse, method: Method
     ) -> ChunkReuse:
-        """Evaluate the prompt where a donor's rows turn out not to be those of its tokens."""
+        """Evaluate the prompt without reuse if a donor's rows turn out not to be those of its tokens."""
         try:
             return self._prefill(tokens, identity, reuse, method)
         except DamagedRowsError as error:
@@ -273,11 +273,7 @@ class ChunkCache:
 def _use(segment: Segment) -> DonorUse:
     link = next(link for link in segment.source.links if link.end > segment.at)
     return DonorUse(
-        begin=segment.begin,
-        end=segment.end,
-        entry=link.entry,
-        at=segment.at,
-        common_left=segment.common_left,
+        begin=segment.begin, end=segment.end, entry=link.entry, at=segment.at, common_left=segment.common_left
     )
 
 

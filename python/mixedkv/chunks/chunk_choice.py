@@ -1,4 +1,4 @@
-"""Settings of the reuse of passages for one request."""
+"""Settings of one request for the reuse of passages."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from mixedkv.chunks.chunk_reuse import REPAIRS, Repair
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkChoice:
-    """Settings of one request for the passages that it reuses; None leaves one as the connector has it.
+    """Settings of one request for the passages that it reuses; None keeps the connector's setting.
 
     Args:
-        repair: how seams are repaired, see `Method`. Another one than the connector's has its own `ratio` and
-            `overlap_k`, where these are not given.
-        ratio: share of the reused tokens that "cacheblend" and "query" evaluate.
-        overlap_k: tokens at the edge of a passage that are evaluated.
-        chunk_size: passages shorter than half of it are not reused, and so many tokens at the beginning are
-            exact. At least the connector's, whose index has no shorter ones.
-        boundary_window: tokens by which the edge of a passage moves at most to the end of a sentence.
+        repair: how seams are repaired, see `Method`. A method other than the connector's has its own defaults
+            for `ratio` and `overlap_k`.
+        ratio: share of the reused tokens that "cacheblend" and "query" evaluate again.
+        overlap_k: tokens at each edge of a passage that are evaluated again.
+        chunk_size: passages shorter than half of this are not reused, and this many tokens at the beginning
+            are exact. At least the connector's, whose index has no shorter ones.
+        boundary_window: maximum number of tokens by which the edge of a passage moves to the end of a
+            sentence.
 
     Raises:
         ValueError: a value is out of range; the message begins with `chunks.` and the field.

@@ -12,10 +12,10 @@ REPAIRS: tuple[Repair, ...] = get_args(Repair)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DonorUse:
-    """Positions [begin, end) of the prompt, and the stored entry and position that their rows are from.
+    """Positions [begin, end) of a prompt, and the stored entry and position that their rows come from.
 
     Args:
-        common_left: tokens before `begin` that stood before it there too.
+        common_left: how many tokens before `begin` are the same there.
     """
 
     begin: int
@@ -27,21 +27,21 @@ class DonorUse:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkReuse:
-    """Says which tokens of a prompt were reused, repaired and evaluated.
+    """Tells which tokens of a prompt were reused, repaired and evaluated.
 
     Args:
-        exact: every row is what evaluating the prompt from its first token gives.
+        exact: every row equals that of an evaluation from the first token.
         n_tokens: of the prompt.
-        n_cached_exact: tokens at its beginning that were live or stored, with exact rows.
-        n_cached_approximate: tokens whose rows were computed in another place and are used as they are.
+        n_cached_exact: tokens at its beginning with exact rows that were live or stored.
+        n_cached_approximate: tokens whose rows were computed in another prompt and are used as they are.
         n_exact: tokens at its beginning with exact rows, cached or evaluated.
-        n_new: tokens that neither the cache nor a donor had: any method evaluates them.
+        n_new: tokens that neither the cache nor a donor had: every method evaluates them.
         n_evaluated: tokens that were evaluated, counting twice what was evaluated twice.
         method: how the seams were repaired; "none" where nothing was approximate.
-        ratio: of `ChunkCache`.
-        donors: where the approximate rows are from.
-        seconds: all of it.
-        reason: why chunks were not used though they could have been, "" otherwise.
+        ratio: the share of reused tokens that the method evaluates again.
+        donors: where the approximate rows come from.
+        seconds: time of the call.
+        reason: why chunks were not used although there were some; "" otherwise.
     """
 
     exact: bool
@@ -64,10 +64,10 @@ class ChunkReuse:
 
     @property
     def evaluated_ratio(self) -> float:
-        """Tokens evaluated by those of the prompt."""
+        """Evaluated tokens divided by the prompt's tokens."""
         return self.n_evaluated / self.n_tokens
 
     @property
     def repaired_ratio(self) -> float:
-        """Share of the prompt's tokens that the repair evaluated: all evaluated ones but the new."""
+        """Share of the prompt's tokens that the repair evaluated: all evaluated ones except new ones."""
         return (self.n_evaluated - self.n_new) / self.n_tokens

@@ -19,8 +19,8 @@ class Deviation:
     """The deviation of the distribution after a prompt.
 
     Args:
-        kld: KL divergence of what reuse gives from what full evaluation gives, in nats.
-        same_top1: both have the same likeliest token.
+        kld: KL divergence of the distribution with reuse from that of a full evaluation, in nats.
+        same_top1: both distributions have the same likeliest token.
     """
 
     kld: float
@@ -51,7 +51,7 @@ def _log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
 
 
 def follow(llm: Llama, n: int, forced: list[int] | None = None) -> tuple[list[int], list[Logits]]:
-    """Go on by n tokens from where the `Llama` stands, the likeliest or the `forced` ones; the tokens, and
+    """Generate n tokens from where the `Llama` stands, the likeliest or the `forced` ones. Return them, and
     the logits that each was chosen from.
     """
     tokens: list[int] = []

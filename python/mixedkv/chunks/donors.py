@@ -1,6 +1,7 @@
-"""Finds where else a passage was computed: ranges of what a store has, by their content.
+"""Finds where else a passage was computed: ranges of stored sequences, by their content.
 
-Nothing is stored for it: the index is made from the tokens of the entries that are there, and follows them.
+Nothing is stored for this: the index is made from the tokens of the store's entries, and follows their
+changes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Donor:
     Args:
         source: the sequence from its first token on.
         at: the position.
-        left: chained hash of all tokens before it: rows of donors with the same are the same.
+        left: chained hash of all tokens before it: donors with equal hashes have equal rows.
     """
 
     source: Match
@@ -29,7 +30,7 @@ class Donor:
     left: bytes
 
     def common_left(self, before: Tokens) -> int:
-        """Return how many tokens before the passage equal those before the place where it is to go."""
+        """Return how many tokens before the passage equal those before its place in the prompt."""
         return common_prefix(self.source.tokens[: self.at][::-1], before[::-1])
 
     def common_right(self, tokens: Tokens) -> int:
@@ -38,14 +39,13 @@ class Donor:
 
 
 class DonorIndex:
-    """Passages of one identity's entries, and so of one model, setting and tenant, by the hash of their
-    content.
+    """Index of the passages of one identity (one model, setting and tenant) by the hash of their content.
 
     Args:
-        store: where they are.
+        store: the store that has the entries.
         identity: of the entries.
-        chunk_size: passages of so many tokens are always found; at least 2 * WIDTH.
-        max_donors: places at most that are remembered for the same fingerprint.
+        chunk_size: passages of this many tokens are always found; at least 2 * WIDTH.
+        max_donors: maximum number of places that are remembered for a fingerprint.
     """
 
     def __init__(self, store: KVStore, identity: Identity, *, chunk_size: int, max_donors: int) -> None:
@@ -58,12 +58,12 @@ class DonorIndex:
         return len(self._donors)
 
     def places(self, tokens: Tokens) -> list[int]:
-        """Return the places where donors of some tokens may be."""
+        """Return the places in a prompt for which there may be donors."""
         found: list[int] = find_fingerprints(tokens, self._chunk_size).tolist()
         return found
 
     def refresh(self) -> None:
-        """Look at what was stored since the last time."""
+        """Index the entries that were stored since the last call."""
         for source in self._store.sequences(self._identity, known=self._seen):
             self._seen.add(source.entry)
             left, before = self._hash(b"left"), 0
@@ -72,9 +72,9 @@ class DonorIndex:
                 self._add(Donor(source, at, left))
 
     def find(self, tokens: Tokens, at: int) -> list[Donor]:
-        """Return the donors for the tokens from `at` on, the best first: the one with the longest common left
-        context; of those one that was computed behind something else, in a conversation, and not at the
-        beginning of a sequence; and of those the one that agrees longest.
+        """Return the donors for the tokens from `at` on, the best first: those with the longest common left
+        context, then those from within a conversation instead of the beginning of a sequence, then those that
+        agree longest.
         """
         found = []
         for donor in self._donors.get(self._hash(b"content", tokens[at : at + WIDTH]), ()):
@@ -85,8 +85,8 @@ class DonorIndex:
         return [donor for _, donor in sorted(found, key=lambda each: each[0], reverse=True)]
 
     def read(self, source: Match, p0: int, p1: int) -> list[KVBlock] | None:
-        """Return the cold rows of positions [p0, p1) of a stored sequence; None if some are an image's, at
-        whose seams no text could be evaluated, or, and forgotten, if they are gone.
+        """Return the cold rows of positions [p0, p1) of a stored sequence. Return None if some belong to an
+        image, at whose seams no text could be evaluated, or if they are gone, and then forget the donor.
         """
         links = tuple(replace(link, end=min(link.end, p1)) for link in source.links if link.p0 < p1)
         cut = replace(source, tokens=source.tokens[:p1], links=links)

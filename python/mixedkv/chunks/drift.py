@@ -1,9 +1,9 @@
-"""Correct the rows that stay a donor's by what evaluation changed in the chosen rows of their passage.
+"""Corrects a donor's rows by the changes that evaluation made in chosen rows of their passage.
 
-What another context does to a passage is much the same for neighbours, most of all in K of deep layers.
-Attention adds up what neighbours share and averages out the rest, so divergence comes from the shared part. A
-few evaluated rows show it: the change is estimated everywhere from where it is known (kriging, Gaussian
-process regression over positions).
+Another context changes the rows of neighbours in much the same way, most of all K in deep layers. Attention
+adds up what neighbours share and averages out the rest, so divergence comes from the shared part. A few
+evaluated rows show that part, from which the change of all others is estimated (kriging: Gaussian process
+regression over positions).
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from mixedkv.tokens import Tokens
 
 
 class DamagedRowsError(ValueError):
-    """Rows are not those of these tokens at these positions."""
+    """The rows are not those of these tokens at these positions."""
 
 
 Rows: TypeAlias = npt.NDArray[np.float32]  # [n, width]
 Mask: TypeAlias = npt.NDArray[np.bool_]
 Places: TypeAlias = npt.NDArray[np.int64]
 
-_REACHES = (8.0, 64.0, 512.0)  # tokens over which a change fades to a third, an equal part of it each
-_CONTENT = 1.0  # what rows of the same content share beside, wherever they are
-_NOISE = 1.0  # what a row changes of its own, in the same unit: as much as it shares
-_SINKS = 8  # tokens at the beginning of a passage, which change in a way of their own
+_REACHES = (8.0, 64.0, 512.0)  # distances in tokens over which equal parts of a change fade to a third
+_CONTENT = 1.0  # share of a change that rows of equal content have in common, wherever they are
+_NOISE = 1.0  # change of a row of its own, in the same unit: as much as it shares
+_SINKS = 8  # tokens at the beginning of a passage, which change differently
 _NOISE_OF_SINK = 5.0
-_FAR = 1024  # tokens before a piece whose changes count for it
+_FAR = 1024  # tokens before a piece whose changes are used for it
 # In the first layer a row depends on token and position alone. Q4_0 keys, turned, are off by .11 in the
 # median; turned to the next position by .22, and rows of other tokens by .8 in K and 1.2 in V. Context
 # changes rows of other layers by their own size and more.
 _FIRST_K, _FIRST_V, _OTHER = 0.16, 0.6, 3.0
-_LEAST = 8  # evaluated rows that say something of a passage
+_LEAST = 8  # fewest evaluated rows that allow a conclusion about a passage
 
 
 def pieces(n: int) -> list[tuple[int, int]]:
-    """Return the parts [low, high) of a passage of n tokens that are evaluated and corrected one after the
-    other. They grow with the distance from the beginning, as changes fade, up to the rows that may be in
-    memory as F32 at a time.
+    """Return the parts [low, high) of a passage of n tokens, which are evaluated and corrected one after the
+    other. They grow with the distance from the beginning, as changes fade, up to the number of F32 rows that
+    may be in memory.
     """
     edges, size = [0], 16
     while edges[-1] + size + size // 2 < n:
@@ -59,13 +59,14 @@ def pieces(n: int) -> list[tuple[int, int]]:
 
 
 class Drift:
-    """One passage in a sequence. Made while all its rows are still the donor's, turned to their new place.
+    """Corrects one passage in a sequence. Made while all rows are still the donor's, shifted to their new
+    place.
 
     Args:
         kv: the cache.
         seq: the sequence.
-        begin, end: where the passage is.
-        chosen: which of its tokens are to be evaluated, bool [end - begin].
+        begin, end: positions of the passage.
+        chosen: which of its tokens will be evaluated, bool [end - begin].
     """
 
     def __init__(self, kv: KVCache, seq: int, begin: int, end: int, chosen: Mask) -> None:
@@ -76,8 +77,8 @@ class Drift:
             self._layers = {il: _Layer(view, seq, begin, end, chosen) for il, view in views.items()}
 
     def correct(self, tokens: Tokens, low: int, high: int) -> None:
-        """Add to each row of [low, high) of the passage that was not chosen what the chosen rows up to `high`
-        say. Pieces come in order, each evaluated just before.
+        """Correct each row of [low, high) that was not chosen, by the changes of the chosen rows up to
+        `high`. Call it for one piece after the other, each just after its evaluation.
 
         Args:
             tokens: of the passage.
@@ -85,8 +86,7 @@ class Drift:
 
         Raises:
             LookupError: a row of the passage is missing.
-            DamagedRowsError: what was evaluated says that the donor's rows are not of these tokens, or not of
-                these positions.
+            DamagedRowsError: evaluation shows that the donor's rows are not of these tokens or positions.
         """
         p0, p1 = self._begin + low, self._begin + high
         part, mask = slice(*np.searchsorted(self._at, (low, high)).tolist()), self._chosen[low:high]
@@ -114,12 +114,12 @@ class Drift:
         self._kv.replace(replace(block, groups=groups, checkpoints=()), self._seq)
 
     def _check(self) -> None:
-        """Raise DamagedRowsError where rows changed more than another context can change them."""
+        """Raise DamagedRowsError if rows changed more than another context can change them."""
         first = min(self._layers)
         for il, layer in self._layers.items():
             for which, off in zip("KV", layer.off, strict=False):
                 bound = _OTHER if il != first else _FIRST_K if which == "K" else _FIRST_V
-                if len(off) >= _LEAST and not np.median(off) <= bound:  # nor is what is not finite
+                if len(off) >= _LEAST and not np.median(off) <= bound:  # NaN and infinity are damage too
                     passage = f"[{self._begin}, {self._begin + len(self._chosen)})"
                     raise DamagedRowsError(
                         f"{which} of the passage at {passage} in layer {il} is off by {np.median(off):.2g} "
@@ -130,8 +130,8 @@ class Drift:
 
 @cache
 def _blas() -> ThreadpoolController:
-    """Return the limit on threads of NumPy's products. Products this small wait longer for a second thread
-    than they take.
+    """Limit NumPy's products to one thread: they are so small that waiting for a second one would take
+    longer.
     """
     return ThreadpoolController().select(user_api="blas")
 
@@ -151,7 +151,7 @@ class _Places:
         self.fade = _CONTENT * fades[-1]
 
     def covariance(self, cosines: Rows) -> npt.NDArray[np.float64]:
-        """Return all of it, for the cosines of their rows."""
+        """Return the covariance, given the cosines of the rows."""
         both: npt.NDArray[np.float64] = self.near + self.fade * np.maximum(cosines, 0)
         return both
 
@@ -181,7 +181,7 @@ class _Layer:
         return np.concatenate([each.reshape(len(each), -1) for each in rows], axis=1)
 
     def note(self, part: slice, rows: Rows) -> None:
-        """Keep what changed in a part of the chosen rows, which have now been evaluated."""
+        """Record the changes of those chosen rows that have just been evaluated."""
         self._change[part] = rows - self._before[part]
         for off, change, now in zip(
             self.off, self._split(self._change[part]), self._split(rows), strict=True
@@ -190,7 +190,7 @@ class _Layer:
             off.extend((np.linalg.norm(change, axis=1) / size).tolist())
 
     def moves(self, rows: Rows, near: Mask, among: _Places, to_rows: _Places) -> Rows:
-        """Return by how much to move the rows, given the changes of the chosen rows that are `near`.
+        """Return the estimated changes of rows, given the changes of the chosen rows that are `near`.
 
         Args:
             rows: the donor's.
@@ -205,7 +205,7 @@ class _Layer:
         return moved
 
     def put(self, layer: LayerRows, rows: Rows) -> LayerRows:
-        """Put these rows, in F32, into the layer; the cache converts them to its own types."""
+        """Write rows in F32 into the layer; the cache converts them to its types."""
         return _with_rows(layer, self._split(rows))
 
     def _split(self, rows: Rows) -> list[Rows]:

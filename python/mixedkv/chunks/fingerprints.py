@@ -1,7 +1,7 @@
-"""Chooses which places of a text are remembered, from the text itself.
+"""Chooses the places of a text that are remembered, by their content.
 
-The same passage then has the same places wherever it stands, whatever was inserted before it: winnowing
-(Schleimer, Wilkerson, Aiken, SIGMOD 2003).
+So a passage has the same places wherever it stands and whatever is before it: winnowing (Schleimer,
+Wilkerson, Aiken, SIGMOD 2003).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SENTENCE_ENDS = tuple(text.encode() for text in (".", "!", "?", "。", "！", "
 
 
 class TextEnds:
-    """Tells what ends with a token, by token id: 0 nothing, 1 a sentence, 2 a line, 3 a message."""
+    """Tells by token id what ends with a token: 0 nothing, 1 a sentence, 2 a line, 3 a message."""
 
     def __init__(self, llm: Llama) -> None:
         self._vocab = _llama_cpp.vocab(llm)
@@ -46,9 +46,8 @@ class TextEnds:
 
 
 def slide(ends: npt.NDArray[np.int8], begin: int, end: int, window: int) -> tuple[int, int]:
-    """Return the part of [begin, end) that begins and ends with a sentence, line or message, or as near to
-    that as leaving out `window` tokens on either side comes. Where there is a choice, the end of a message is
-    better than that of a line, and that better than that of a sentence.
+    """Return the part of [begin, end) that begins and ends at the edge of a message, a line or a sentence, in
+    this order of preference, dropping at most `window` tokens on either side.
     """
     after = ends[max(0, begin - 1) : min(end, begin + window)]  # what ends before each place
     before = ends[max(begin, end - 1 - window) : end][::-1]
@@ -60,10 +59,10 @@ def slide(ends: npt.NDArray[np.int8], begin: int, end: int, window: int) -> tupl
 
 
 def find_fingerprints(tokens: Tokens, chunk_size: int) -> npt.NDArray[np.int64]:
-    """Places whose next `WIDTH` tokens tell where a passage is from, ascending.
+    """Return the places by whose next `WIDTH` tokens a passage is found, ascending.
 
-    Winnowing: of the hashes of all `WIDTH` tokens in a row, the least in each window of chunk_size - WIDTH +
-    1 of them. So two texts that have chunk_size tokens in common have a place in common there.
+    Winnowing: of the hashes of each `WIDTH` consecutive tokens, the least in each window of chunk_size -
+    WIDTH + 1 hashes. So two texts that share chunk_size tokens have a place in common there.
     """
     if len(tokens) < WIDTH:
         return np.empty(0, np.int64)
@@ -76,7 +75,7 @@ def find_fingerprints(tokens: Tokens, chunk_size: int) -> npt.NDArray[np.int64]:
 
 
 def _hashes(tokens: Tokens) -> npt.NDArray[np.uint64]:
-    """Return the hash of each `WIDTH` tokens in a row."""
+    """Return the hash of each `WIDTH` consecutive tokens."""
     n = len(tokens) - WIDTH + 1
     ids = tokens.astype(np.uint64) + np.uint64(1)
     hashes = np.zeros(n, np.uint64)

@@ -1,4 +1,4 @@
-"""Decides whether chunks may be reused: by a calibration at first, then by what samples of requests show."""
+"""Decides whether chunks may be reused: by a calibration at first, then by checks of sampled requests."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mixedkv.chunks.deviation import Deviation, Logits
 from mixedkv.tokens import Tokens
 
 _LOG = logging.getLogger("mixedkv.chunks")
-_WAITING = 8  # requests that wait for idle time; each holds its logits
-_RECENT = 32  # checks whose median decides: a mean is that of the one answer in 32 that hung by little
+_WAITING = 8  # requests that may wait for a check; each holds its logits
+_RECENT = 32  # checks whose median decides: a mean would depend on one outlier in 32
 _LEAST = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A request that was answered with reused chunks and is to be evaluated exactly."""
+    """A request that was answered with reused chunks and will be checked by an exact evaluation."""
 
     tokens: Tokens
     logits: Logits
@@ -27,12 +27,12 @@ class Waiting:
 
 
 class Gate:
-    """Decides which requests are checked, and stops the reuse of passages when checks deviate too much.
+    """Samples the requests to check, and stops the reuse of passages if they deviate too much.
 
     Args:
         max_kld: median divergence, in nats, above which chunks are no longer reused.
         check: share of the requests that are checked.
-        seed: of the choice.
+        seed: seed of the sampling.
     """
 
     def __init__(self, max_kld: float, check: float, seed: int | None = None) -> None:
@@ -45,7 +45,7 @@ class Gate:
         self._waiting: deque[Waiting] = deque(maxlen=_WAITING)
         self._recent: deque[Deviation] = deque(maxlen=_RECENT)
         self.n_checked = 0
-        self.closed = ""  # why chunks are not reused
+        self.closed = ""  # why chunks are not reused; "" while they are
 
     @property
     def kld_mean(self) -> float | None:
@@ -66,7 +66,7 @@ class Gate:
         return len(self._waiting)
 
     def wants(self) -> bool:
-        """Return whether the request at hand is one of the sample."""
+        """Return whether to check the request at hand."""
         return self._check > 0 and self._random.random() < self._check
 
     def add(self, waiting: Waiting) -> None:

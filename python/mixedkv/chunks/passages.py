@@ -1,5 +1,5 @@
-"""Passages of a prompt that were computed elsewhere: which there are, whether they may be used, and how they
-are then repaired. What a `ChunkCache` and an engine have in common.
+"""Finds passages of a prompt that were computed in other prompts, and decides whether they may be used and
+how they are repaired. Both `ChunkCache` and the engine use this.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ from mixedkv.llama import Llama
 from mixedkv.store import Identity, KVStore
 from mixedkv.tokens import Tokens
 
-_INDEXES = 64  # identities, so tenants, whose donors are kept at hand
+_INDEXES = 64  # identities (and so tenants) whose donors are kept in memory
 
 
 class UncalibratedWarning(UserWarning):
-    """Nobody has measured what reuse of chunks does to this model."""
+    """The effect of reusing chunks was not measured on this model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkOptions:
-    """Settings that say which passages are found, and how they are repaired.
+    """Settings for finding and repairing passages.
 
     Args:
-        chunk_size: passages of so many tokens that were computed elsewhere are always found, shorter ones
-            often; and so many tokens at the beginning of a prompt are always exact.
-        boundary_window: tokens by which the edge of a passage moves at most to the end of a sentence, line or
-            message.
-        max_donors: places at most that are remembered for the same passage.
-        repair, ratio, overlap_k: see `Method`. Without any of them the calibration chooses, else "query".
+        chunk_size: passages of this many tokens are always found, shorter ones often; and this many tokens at
+            the beginning of a prompt are always exact.
+        boundary_window: maximum number of tokens by which the edge of a passage moves to the end of a
+            sentence, line or message.
+        max_donors: maximum number of places that are remembered for a passage.
+        repair, ratio, overlap_k: see `Method`. If none is given, the calibration chooses; without one it is
+            "query".
         max_kld: median divergence of checked requests, in nats, above which chunks are no longer reused.
-        check: share of the requests that are evaluated exactly as well, in idle time.
-        seed: of the choice of these.
+        check: share of the requests that are also evaluated exactly, in idle time.
+        seed: seed of the choice of these.
 
     Raises:
         ValueError: a setting is out of range.
@@ -69,7 +70,7 @@ class ChunkOptions:
 
     @property
     def method(self) -> Method | None:
-        """The method that was asked for, None if none was."""
+        """The method that was asked for; None if none was."""
         if self.repair is None and self.ratio is None and self.overlap_k is None:
             return None
         return Method(repair=self.repair or "query", ratio=self.ratio, overlap_k=self.overlap_k)
@@ -79,13 +80,13 @@ class Passages:
     """Finds passages; one thread at a time.
 
     Args:
-        llm: whose prompts they are in.
-        store: where their rows are.
+        llm: the `Llama` that evaluates the prompts.
+        store: the store that has the passages.
         options: `ChunkOptions` by name.
 
     Attributes:
         method: how they are repaired.
-        gate: whether they may be used.
+        gate: whether passages may be used.
 
     Raises:
         UnsupportedModelError, ValueError: as `ChunkCache`.
@@ -109,10 +110,10 @@ class Passages:
         self._indexes: dict[bytes, DonorIndex] = {}
 
     def chosen(self, choice: ChunkChoice) -> tuple[ChunkOptions, Method]:
-        """Return the settings of a request: its own where it gives them, else those of all.
+        """Return the settings for a request: its own, with the defaults for those it does not give.
 
         Raises:
-            UnsupportedModelError: this cache has not what the repair needs.
+            UnsupportedModelError: this cache cannot serve the repair.
             ValueError: a value is out of range here; the message begins with `chunks.` and the field.
         """
         method = self.method
@@ -141,8 +142,8 @@ class Passages:
     def find(
         self, tokens: Tokens, identity: Identity, n_exact: int, options: ChunkOptions | None = None
     ) -> Rows:
-        """Return the passages behind the first `n_exact` tokens, whose rows are there, and behind the first
-        chunk; none while the gate is closed.
+        """Return the passages after the first `n_exact` tokens, which have rows, and after the first chunk;
+        none while the gate is closed.
         """
         if self.gate.closed:
             return []
@@ -161,14 +162,14 @@ class Passages:
         return rows
 
     def refresh(self, identity: Identity) -> DonorIndex:
-        """Return all donors, including those that were stored since the last call."""
+        """Index new entries and return all donors."""
         index = self._indexes.pop(identity.digest, None)
         if index is None:
             sizes = {"chunk_size": self._options.chunk_size, "max_donors": self._options.max_donors}
             index = DonorIndex(self._store, identity, **sizes)
             while len(self._indexes) >= _INDEXES:
                 del self._indexes[next(iter(self._indexes))]
-        self._indexes[identity.digest] = index  # the last one used stands last
+        self._indexes[identity.digest] = index  # the last one used comes last
         index.refresh()
         return index
 
@@ -190,8 +191,8 @@ class Passages:
 
 
 def _head(ends: npt.NDArray[np.int8], options: ChunkOptions) -> int:
-    """Return how many tokens at the beginning are always exact: the sinks, and the first chunk up to the end
-    of a sentence.
+    """Return how many first tokens are always exact: the sinks, and the first chunk up to the end of a
+    sentence.
     """
     size = options.chunk_size
     near = ends[size - 1 : size + options.boundary_window]
@@ -199,7 +200,7 @@ def _head(ends: npt.NDArray[np.int8], options: ChunkOptions) -> int:
 
 
 def _unsupported(llm: Llama) -> dict[Repair, str]:
-    """Return why repairs are refused that this cache has not what they need for."""
+    """Return the repairs that this cache cannot serve, and why."""
     errors: dict[Repair, str] = {}
     for repair in REPAIRS:
         try:

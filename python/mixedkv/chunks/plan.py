@@ -1,4 +1,4 @@
-"""Plans which tokens of a prompt are taken from where."""
+"""Plans which tokens of a prompt take their rows from which stored sequence."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from mixedkv.chunks.fingerprints import slide
 from mixedkv.store import Match
 from mixedkv.tokens import Tokens
 
-SHORTEST_SEGMENT = 32  # tokens: less is not worth its seam
-SHORTEST_QUESTION = 16  # tokens at the end that are always evaluated: what chooses the others
+SHORTEST_SEGMENT = 32  # tokens: a shorter one is not worth its seams
+SHORTEST_QUESTION = 16  # tokens at the end that are always evaluated: they choose the others
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Positions [begin, end) of a prompt, whose rows are those of a stored sequence from position `at` on.
+    """Positions [begin, end) of a prompt whose rows come from a stored sequence, from position `at` on.
 
     Args:
-        common_left: tokens before it that stood before it there too.
+        common_left: how many tokens before the segment are the same in both.
     """
 
     source: Match
@@ -43,20 +43,20 @@ def find_segments(
     window: int,
     shortest: int = SHORTEST_SEGMENT,
 ) -> list[Segment]:
-    """Return the passages of a prompt that were computed elsewhere, in order, with a question behind the
-    last.
+    """Return the passages of a prompt that were computed in other prompts, in order. A question is left at
+    the end.
 
-    From a place that a donor has too a segment grows to both sides as far as the tokens agree, and then
-    slides back to where a sentence ends. Rows within a segment saw each other, so it has seams only where it
-    begins and ends.
+    From a place that a donor has too, a segment grows to both sides as far as the tokens agree, and is then
+    cut back to the end of a sentence. Rows within a segment attended to each other, so it has seams only
+    where it begins and ends.
 
     Args:
-        index: of donors.
+        index: index of donors.
         tokens: the prompt.
-        ends: what ends with each token, see `TextEnds`.
-        low: where the first may begin.
-        window: tokens by which each side of a segment may slide.
-        shortest: tokens of a segment that is worth its seams.
+        ends: what ends with each token, see `fingerprints.TextEnds`.
+        low: position where the first segment may begin.
+        window: maximum number of tokens to cut from each side of a segment.
+        shortest: minimum number of tokens of a segment.
     """
     high = len(tokens) - min(SHORTEST_QUESTION, max(1, len(tokens) // 4))
     segments: list[Segment] = []

@@ -1,4 +1,4 @@
-"""Chooses which tokens of reused chunks are evaluated anew."""
+"""Chooses which tokens of reused chunks are evaluated again."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Mask = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
 
 _RATIOS: dict[Repair, float] = {"none": 0.0, "seam": 0.0, "cacheblend": 0.15, "query": 0.15}
-_LOOKED_AT = 1.0  # of a token that is looked at as much as the others, to what it is worth anyway
+_LOOKED_AT = 1.0  # weight of a token's attention beside its worth without any
 _ROUNDS = 60  # some ten are enough
 _OVERLAPS: dict[Repair, int] = {"none": 0, "seam": 16, "cacheblend": 0, "query": 4}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Method:
-    """Method by which seams are repaired.
+    """A method of repairing the seams of reused passages.
 
     Args:
         repair: "none": not at all, as llama-server's --cache-reuse. "seam": the first and the last

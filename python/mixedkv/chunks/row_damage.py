@@ -1,4 +1,4 @@
-"""Reused rows beside those they should be: which of them are damaged.
+"""Compares reused rows with those they should be, and finds damaged ones.
 
 Rows in another context are other rows, so what full evaluation gives does not tell damage from context. They
 are compared with those that evaluating their donor again gives, moved to the same place: these have the same
@@ -28,7 +28,7 @@ Heads: TypeAlias = dict[Tensor, Floats]  # rows [n, heads, head size]
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bounds that sound rows stay below, for a head of a row; docs/chunks.md has measurements of sound and
+    """Upper bounds for the errors of sound rows, per head; docs/chunks.md has measurements of sound and
     damaged rows.
 
     Args:
@@ -52,7 +52,7 @@ _EIGHT = Bounds(0.05, 0.05, 0.03, 0.1, 0.02)
 _FOUR = Bounds(0.3, 0.4, 0.15, 0.5, 0.032)
 _COARSE = Bounds(0.6, 0.8, 0.4, 1.0, 0.1)
 _BLOCK = 32
-_ISOLATED = 8  # one layer in so many
+_ISOLATED = 8  # one layer in this many
 
 
 def bounds_of(kind: str) -> Bounds:
@@ -99,7 +99,7 @@ class RowErrors:
 
     @property
     def damaged(self) -> Mask:
-        """Rows that are damaged, bool [n]."""
+        """Flags of the rows that are damaged, bool [n]."""
         wrong = [(errors > bound).any(axis=1) for _, errors, bound in self._all()]
         mask: Mask = np.any([self.isolated, *wrong], axis=0) if self.off else np.zeros(0, np.bool_)
         return mask
@@ -135,7 +135,7 @@ class RowErrors:
 
 
 def row_errors(llm: Llama, found: Heads, full: Heads, again: Heads, at: npt.NDArray[np.int64]) -> RowErrors:
-    """Compare the rows at some positions.
+    """Compare the reused rows at some positions.
 
     Args:
         found, full, again: rows of all positions: as reuse left them, as full evaluation gives them, and as
@@ -171,7 +171,7 @@ def evaluate_donors(llm: Llama, segments: Sequence[Segment], n: int) -> Heads:
     ends: dict[str, int] = {}
     for segment in segments:
         entry, end = segment.source.entry, segment.at + len(segment)
-        end = -(-end // llm.n_batch) * llm.n_batch  # the batch that it ended in, for the same bits
+        end = -(-end // llm.n_batch) * llm.n_batch  # the same batch as when it was stored, for the same bits
         ends[entry] = max(end, ends.get(entry, 0))
     for entry, end in ends.items():
         mine = [segment for segment in segments if segment.source.entry == entry]

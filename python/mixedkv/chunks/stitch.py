@@ -1,4 +1,4 @@
-"""A prompt's rows put together in a sequence: from donors, and from evaluation where that is wanted."""
+"""Puts a prompt's rows together in a sequence, from donors and by evaluation."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.tokens import Tokens
 
-Rows = Sequence[tuple[Segment, list[KVBlock]]]  # cold rows of each segment, where they stood in their donor
+Rows = Sequence[tuple[Segment, list[KVBlock]]]  # cold rows of each segment, at their donor's positions
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 
 _T = TypeVar("_T")
 _Work: TypeAlias = Generator[None, None, _T]  # yields after each piece
-_QUESTION = 64  # tokens at the end of the prompt at most that choose the others
-_DRAFT = 8  # tokens after it that do too
-# What a token is looked at counts for the one behind it, itself, and those before it, which say whose it is:
-# where they stay as they came, what is repaired says the wrong thing more clearly.
+_QUESTION = 64  # most tokens at the end of the prompt that choose the others
+_DRAFT = 8  # tokens generated after it that choose, too
+# Attention to a token counts for the next one, itself, and those before it, which tell what it refers to:
+# if these stay unrepaired, the repaired token states the wrong thing more clearly.
 _NEAR = (0.2, 1.0, 0.75, 0.5, 0.35, 0.15)
 
 
 class Stitch:
-    """One prompt. The sequence holds its first `n_exact` tokens and nothing else; in the end all but the
-    last, which is left to the caller, for its logits.
+    """Puts one prompt together. At first the sequence holds its first `n_exact` tokens only, in the end all
+    but the last, which the caller evaluates for its logits.
 
     Args:
         llm: the cache is its.
         tokens: the prompt.
-        rows: its segments and what their donors have.
+        rows: its segments and the rows of their donors.
         n_exact: tokens before the first segment.
         method: which of the segments' tokens are evaluated.
         seq: the sequence.
 
     Attributes:
-        kept: which rows are a donor's, bool [n]; known when all is done.
-        n_left: about as many are still to be evaluated.
+        kept: which rows come from a donor, bool [n]; known at the end.
+        n_left: about how many tokens are still to be evaluated.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class Stitch:
 
     @property
     def n_evaluated(self) -> int:
-        """Tokens evaluated, counting twice what was evaluated twice, and of those that stopped early the part
-        of the layers.
+        """Number of evaluated tokens. One that was evaluated twice counts twice, and one that stopped at a
+        layer by its share of the layers.
         """
         return round(self._work)
 
@@ -73,7 +73,7 @@ class Stitch:
         """Load a block, or evaluate up to `n` tokens; False when all is done.
 
         Raises:
-            LookupError: there is no room; what the sequence holds behind `n_exact` is then of no use.
+            LookupError: there is no room; rows from `n_exact` on are then unusable.
         """
         self._size = min(n, self._llm.n_batch)
         return next(self._steps, self) is not self
@@ -95,8 +95,8 @@ class Stitch:
         yield from self._replace(begin, len(self._tokens) - 1)
 
     def _correct(self, begin: int, segment: Segment, chosen: Mask) -> _Work[None]:
-        """Evaluate from `begin` to the end of a segment what is not kept, and correct what is, piece by
-        piece, so that what is evaluated next sees corrected rows.
+        """From `begin` to the end of a segment, evaluate the tokens that are not kept and correct the others,
+        piece by piece, so that the next tokens attend to corrected rows.
         """
         tokens = self._tokens[segment.begin : segment.end]
         drift = Drift(self._llm.kv, self._seq, segment.begin, segment.end, chosen)
@@ -107,7 +107,7 @@ class Stitch:
             yield
 
     def _replace(self, begin: int, end: int) -> _Work[None]:
-        """Evaluate what is not kept of [begin, end)."""
+        """Evaluate the tokens of [begin, end) that are not kept."""
         for p0, p1 in _runs(self._reused[begin:end] & ~self.kept[begin:end]):
             self._llm.kv.remove(self._seq, begin + p0, begin + p1)
         yield from self._evaluate(np.flatnonzero(~self.kept[begin:end]) + begin)
@@ -181,8 +181,8 @@ class Stitch:
     def _evaluate(
         self, positions: npt.NDArray[np.int64], *, last_layer: int | None = None, watch: int = 0
     ) -> _Work[Floats]:
-        """Evaluate the prompt's tokens at these positions, as many at a time as are wanted; what they look
-        at, float32 [watch].
+        """Evaluate the prompt's tokens at these positions, a batch at a time; return their attention, float32
+        [watch].
         """
         layers = self._llm.kv.stats().n_layer
         part = 1.0 if last_layer is None else min(1.0, (last_layer + 1) / max(1, layers))
@@ -201,7 +201,7 @@ class Stitch:
 
 
 def behind(rows: Rows, n: int) -> Rows:
-    """Return the parts of segments that are behind the first `n` tokens."""
+    """Return the parts of segments after the first `n` tokens."""
     return [_behind(segment, blocks, n) for segment, blocks in rows if segment.end > n]
 
 

@@ -1,4 +1,4 @@
-"""Refuses what chunks cannot be reused with, and says why."""
+"""Refuses models, caches and methods with which chunks cannot be reused, and says why."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_method(llm: Llama, method: Method) -> None:
     """Refuse a repair method that the context's attention cannot serve.
 
     Raises:
-        UnsupportedModelError: the method looks at what only the fused attention shows.
+        UnsupportedModelError: the method needs attention weights, which only the fused attention shows.
     """
     layers = llm.kv.stats(by_layer=True).layers or ()
     if method.repair == "cacheblend" and not all(layer.head_size_v for layer in layers):

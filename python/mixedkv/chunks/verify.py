@@ -1,4 +1,4 @@
-"""Reuse beside full evaluation, prompt by prompt: is it right, and how far off is it?"""
+"""Compares reuse with full evaluation, prompt by prompt."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ _AS_STORED = Method(repair="none")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptCheck:
-    """Says how far reuse moved one prompt, against a full evaluation.
+    """The result of comparing one prompt with reuse to a full evaluation.
 
     Args:
-        reuse: what was reused.
+        reuse: the reuse of the prompt.
         kld: mean divergence over the tokens that follow, in nats.
         same_top1: share of these with the same likeliest token.
-        first_diverging: which of them is the first that has another one, None if all agree.
-        worst_row: largest relative error of a head of a reused row in the first layer, 0 where none was
-        reused.
-        problem: what is wrong, "" if nothing is.
+        first_diverging: index of the first of these with another likeliest token; None if all agree.
+        worst_row: largest relative error of a head of a reused row in the first layer; 0 if none was reused.
+        problem: what is wrong; "" if nothing is.
         damaged: positions whose rows are wrong.
     """
 
@@ -47,7 +46,7 @@ class PromptCheck:
 
 @dataclass(frozen=True, slots=True)
 class CorrectnessReport(Sequence[PromptCheck]):
-    """The checks of several prompts, in order, and what they come to.
+    """The checks of several prompts, in order, and their averages.
 
     Args:
         checks: one for each prompt.
@@ -106,11 +105,11 @@ def verify_correctness(
     """Evaluate each prompt fully and with reuse, and compare.
 
     Args:
-        cache: what reuses.
+        cache: the cache to verify.
         prompts: texts or token ids.
         method: how seams are repaired; None is the cache's own.
-        n_gen: tokens after each prompt that are compared, those that full evaluation chooses.
-        max_kld: mean divergence that is a problem; None leaves that to the caller.
+        n_gen: number of tokens after each prompt to compare; they are those that full evaluation chooses.
+        max_kld: mean divergence above which a prompt has a problem; None for no limit.
         tenant: whose KV is reused.
 
     Raises:
@@ -128,7 +127,7 @@ def _check(
     cache.prefill(prompt, reuse="exact", tenant=tenant)
     full = all_rows(llm)
     tokens, exact = follow(llm, n_gen)
-    llm.kv.remove(0)  # nothing live: reuse starts from the store
+    llm.kv.remove(0)  # drop live rows, so that reuse starts from the store
     reuse = cache.prefill(prompt, tenant=tenant, method=method)
     _, other = follow(llm, n_gen, tokens)
     llm.kv.remove(0)

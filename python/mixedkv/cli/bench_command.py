@@ -1,4 +1,4 @@
-"""`mixedkv bench`: what a cache setting takes and gives, against llama.cpp's own."""
+"""`mixedkv bench`: measures caches against llama.cpp's own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `mixedkv bench`.
 
     Raises:
-        ValueError: the package mixedkv_bench, which a distributor may ship apart, is not installed.
+        ValueError: the package mixedkv_bench, which may be distributed separately, is not installed.
     """
     try:
         from mixedkv_bench import arguments

@@ -1,4 +1,4 @@
-"""`mixedkv cache`: what a folder of stored KV holds, and looking after it."""
+"""`mixedkv cache`: lists, checks, removes and encrypts stored KV."""
 
 from __future__ import annotations
 

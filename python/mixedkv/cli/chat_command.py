@@ -1,4 +1,4 @@
-"""`mixedkv chat`: a chat in the terminal whose history is kept, text and KV, and goes on another day."""
+"""`mixedkv chat`: a chat in the terminal, whose history can be kept and continued on another day."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from mixedkv.cli.chat_commands import ChatCommands
 from mixedkv.cli.chat_history import ChatHistory
 from mixedkv.cli.chat_markdown import markdown_shown, show_markdown
 from mixedkv.cli.chat_terminal import StopSignal, questions
-from mixedkv.cli.model import DEFAULT_N_CTX, add_loading_arguments, open_model, quiet
+from mixedkv.cli.model import add_llama_arguments, open_model, quiet
 from mixedkv.cli.sampling import add_sampling_arguments, sampling_options
-from mixedkv.cli.values import duration, gigabytes, positive
+from mixedkv.cli.values import add_n_predict, duration, gigabytes
 from mixedkv.config import parse_kv
 from mixedkv.errors import StoppedError
 from mixedkv.llama import Llama
@@ -33,8 +33,8 @@ from mixedkv.store.eviction import EVICTIONS
 from mixedkv.terminal import with_prompt_bar
 
 _KV = "kv"
-_SHOWN = 6  # messages of a chat that goes on
-_SHOWN_LINES = 6  # of each of its questions
+_SHOWN = 6  # messages to show of a continued chat
+_SHOWN_LINES = 6  # lines to show of each of its questions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,29 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-m", "--model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument(
-        "--history",
-        metavar="DIR",
-        help="folder of this chat: messages and their KV (default: none)",
+        "--history", metavar="DIR", help="folder of this chat: messages and their KV (default: none)"
     )
     parser.add_argument(
         "--key", metavar="SOURCE", help="encrypt --history with the key in env:NAME or file:PATH"
     )
     parser.add_argument("--new", action="store_true", help="begin anew: forget the messages in --history")
     parser.add_argument("--system", metavar="TEXT", help="first message of a chat that begins")
-    parser.add_argument("--kv", metavar="SPEC", default="mixed", help="cache (default: mixed)")
-    parser.add_argument(
-        "--n-ctx", metavar="N", type=positive, help=f"default: {DEFAULT_N_CTX} or the model's"
-    )
-    parser.add_argument("--threads", metavar="N", type=positive, help="CPU threads")
-    add_loading_arguments(parser)
-    parser.add_argument(
-        "-n",
-        "--n-predict",
-        metavar="N",
-        type=positive,
-        default=512,
-        help="most tokens of an answer (default: 512)",
-    )
+    add_n_predict(parser, 512)
+    add_llama_arguments(parser)
     add_sampling_arguments(parser)
     parser.add_argument(
         "--max-kv-size-gb",
@@ -77,10 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="most disk space for the KV in --history, in 10^9 bytes or as 20GiB (default: 8)",
     )
     parser.add_argument(
-        "--eviction",
-        choices=EVICTIONS,
-        default="lru",
-        help="which KV of --history leaves first",
+        "--eviction", choices=EVICTIONS, default="lru", help="which KV of --history leaves first"
     )
     parser.add_argument(
         "--max-age",
@@ -89,11 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="remove KV that was not used for this long, e.g. 30d, 12h",
     )
     parser.add_argument(
-        "--plain",
-        action="store_true",
-        help="show answers as they are written, markdown and all",
+        "--plain", action="store_true", help="show answers as they are written, markdown and all"
     )
-    parser.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
     parser.set_defaults(command=chat)
 
 
@@ -144,7 +124,7 @@ def _talk(
 
 
 def _show(messages: list[dict[str, Any]], plain: bool) -> None:
-    """Tell how long a chat is that goes on, and on a terminal show its end."""
+    """Tell how long a continued chat is, and on a terminal show its end."""
     _tell(f"{len(messages)} messages so far")
     if sys.stdin.isatty() and sys.stderr.isatty():
         for message in messages[-_SHOWN:]:
@@ -155,7 +135,7 @@ def _show(messages: list[dict[str, Any]], plain: bool) -> None:
 
 
 def _beginning(text: str) -> str:
-    """Return the first lines of what was pasted."""
+    """Return the first lines of a question."""
     lines = text.splitlines()
     if len(lines) <= _SHOWN_LINES:
         return text
@@ -200,7 +180,7 @@ def _took(usage: ChatUsage, seconds: float) -> str:
 
 
 def _tell(text: str) -> None:
-    """Print what is the program's and not the model's, dim on a terminal."""
+    """Print a message of the program, which is dim on a terminal."""
     text = text if "\n" in text else f"[{text}]"
     Console(file=sys.stderr).print(Text(text, "dim"), soft_wrap=True)
 

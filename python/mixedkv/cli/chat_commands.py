@@ -1,4 +1,4 @@
-"""Lines of a chat that are for the program and not for the model: /help, /undo and others."""
+"""Commands in a chat, which are for the program instead of the model: /help, /undo and others."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class ChatCommands:
 
     Args:
         llm: the model that answers.
-        history: the messages, which /undo and /system change.
-        last: returns what the last answer took, "" before the first.
+        history: the chat's messages, which /undo and /system change.
+        last: returns a line about the last answer, "" before the first.
     """
 
     def __init__(self, llm: Llama, history: ChatHistory, last: Callable[[], str]) -> None:
         self._llm, self._history, self._last = llm, history, last
 
     def run(self, line: str) -> str | None:
-        """Carry out a command and return what to tell; None where the line is a question."""
+        """Carry out a command and return its output; None if the line is a question."""
         found = _COMMAND.fullmatch(line)
         if found is None:
             return None
@@ -89,7 +89,7 @@ class ChatCommands:
             return "there is no question to take back"
         question = messages[asked[-1]]["content"]
         self._history.replace(messages[: asked[-1]])
-        self._llm.reset()  # what is stored goes on exactly; what is cut off here would not
+        self._llm.reset()  # the stored chat continues exactly; a live one that is cut would not
         return f"taken back: {_shortened(question)}"
 
 

@@ -16,15 +16,15 @@ _MESSAGES = "messages.jsonl"
 
 
 class ChatHistory:
-    """The messages, in a file for their owner only: one line each.
+    """The messages, in a file that only its owner can read, one line each.
 
     Args:
-        folder: where the file is; None keeps nothing.
-        new: forget what the file holds.
-        cipher: with a key each line is encrypted; lines that were written without one are then encrypted too.
+        folder: folder of the file; None keeps nothing.
+        new: forget the messages in the file.
+        cipher: encrypts each line, if it has a key; plain lines of the file are then encrypted too.
 
     Raises:
-        ValueError: the file is none of ours, or encrypted with another key.
+        ValueError: the file is not one of chat messages, or is encrypted with another key.
     """
 
     def __init__(self, folder: Path | None, new: bool, cipher: Cipher | None = None) -> None:
@@ -74,7 +74,7 @@ class ChatHistory:
         return text + "\n"
 
     def add(self, *messages: dict[str, Any]) -> None:
-        """A turn is written in one go: a crash leaves it out or in."""
+        """Add the messages of a turn, in one write, so that a crash keeps all of them or none."""
         begin = len(self.messages)
         self.messages += messages
         if self.folder is None:
@@ -87,7 +87,7 @@ class ChatHistory:
             os.close(file)
 
     def replace(self, messages: list[dict[str, Any]]) -> None:
-        """Keep these messages in place of all there were."""
+        """Replace all messages by these."""
         self.messages = messages
         if self.folder is not None:
             text = "".join(self._line(i, message) for i, message in enumerate(messages))
@@ -95,5 +95,5 @@ class ChatHistory:
 
 
 def _context(i: int) -> bytes:
-    """Return what a line is bound to: its place, so that lines cannot be put in another order."""
+    """Return the encryption context of a line: its number, so that lines cannot be reordered."""
     return f"chat message {i}".encode()

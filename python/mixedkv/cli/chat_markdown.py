@@ -20,7 +20,9 @@ _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethro
 
 @contextmanager
 def markdown_shown(file: TextIO, plain: bool) -> Iterator[Callable[[str], None]]:
-    """Yield what shows a part of a text: as it is where `plain` is true or `file` is not a terminal."""
+    """Yield a function that shows the next part of a text: unformatted if `plain`, or if `file` is no
+    terminal.
+    """
     if _is_plain(console := Console(file=file), plain):
         try:
             yield lambda text: print(text, end="", file=file, flush=True)
@@ -42,15 +44,15 @@ def _is_plain(console: Console, asked: bool) -> bool:
 
 
 class MarkdownStream:
-    """Shows text on a terminal as it comes, its markdown rendered.
+    """Shows text on a terminal while it is generated, with its markdown rendered.
 
-    Blocks that have ended, such as paragraphs, are printed once. The last one is drawn again as it grows:
-    of a block higher than the terminal its end.
+    Blocks that have ended, such as paragraphs, are printed once. The last one is drawn again as it grows, or
+    its end if it is higher than the terminal.
     """
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._growing = ""  # what no block has ended
+        self._growing = ""  # text of the block that has not ended
         self._live: Live | None = None
         self._drawn = float("-inf")
         self._is_first = True
@@ -81,7 +83,7 @@ class MarkdownStream:
         self._drawn = time.monotonic()
 
     def _stop(self) -> None:
-        """Take away what is drawn of the block that grows."""
+        """Erase the block that is still growing."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -95,7 +97,7 @@ class MarkdownStream:
 
 
 def rendered(text: str) -> Markdown:
-    """Return markdown to print. Its line breaks stay, HTML is text, and addresses of links are seen."""
+    """Return markdown to print: line breaks stay, HTML is shown as text, and links with their addresses."""
     markdown = _Markdown("", code_theme="ansi_dark", hyperlinks=False)
     markdown.markup, markdown.parsed = text, _PARSER.parse(text)
     for token in markdown.parsed:
@@ -106,7 +108,7 @@ def rendered(text: str) -> Markdown:
 
 
 def split_blocks(text: str) -> tuple[str, str]:
-    """Return the blocks that have ended, and the last one, which may go on."""
+    """Return the blocks that have ended, and the last one, which may still grow."""
     starts = [token.map[0] for token in _PARSER.parse(text) if token.level == 0 and token.map]
     lines = text.splitlines(keepends=True)
     last = starts[-1] if starts else 0
@@ -114,7 +116,7 @@ def split_blocks(text: str) -> tuple[str, str]:
 
 
 def printable(text: str) -> str:
-    """Return text without characters that a terminal obeys."""
+    """Return text without control characters for terminals."""
     return "".join(letter for letter in text if letter in "\n\t" or not _is_control(letter))
 
 

@@ -1,4 +1,4 @@
-"""A chat's terminal: questions that are edited and pasted, and Ctrl-C that stops an answer."""
+"""The terminal of a chat: reads questions that are typed or pasted, and lets Ctrl-C stop an answer."""
 
 from __future__ import annotations
 
@@ -16,23 +16,20 @@ from prompt_toolkit.output import create_output
 
 from mixedkv.llama import Llama
 
-_MARK_PASTES, _LEAVE_PASTES = "\x1b[?2004h", "\x1b[?2004l"  # with marks around what is pasted, or without
+_MARK_PASTES, _LEAVE_PASTES = "\x1b[?2004h", "\x1b[?2004l"  # bracketed paste, on and off
 
 
 def questions(former: Sequence[str]) -> Iterator[str]:
-    """Yield what is typed or pasted, until Ctrl-D. Lines that are pasted together are one question.
+    """Yield typed or pasted questions until Ctrl-D. Lines that are pasted together are one question.
 
     Args:
-        former: questions that the keys up and down bring back.
+        former: earlier questions, for the keys up and down.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C where nothing is typed; else it clears the line.
+        KeyboardInterrupt: Ctrl-C on an empty line; otherwise it clears the line.
     """
     session: PromptSession[str] = PromptSession(
-        "> ",
-        history=InMemoryHistory(former),
-        key_bindings=_keys(),
-        output=create_output(stdout=sys.stderr),
+        "> ", history=InMemoryHistory(former), key_bindings=_keys(), output=create_output(stdout=sys.stderr)
     )
     with _keys_wait():
         while True:
@@ -41,7 +38,7 @@ def questions(former: Sequence[str]) -> Iterator[str]:
             except EOFError:
                 return
             if text:
-                print(_MARK_PASTES, end="", file=sys.stderr, flush=True)  # which a prompt leaves off
+                print(_MARK_PASTES, end="", file=sys.stderr, flush=True)  # a prompt ends with it off
                 yield text
 
 
@@ -60,9 +57,10 @@ def _keys() -> KeyBindings:
 
 @contextmanager
 def _keys_wait() -> Iterator[None]:
-    """Between two prompts, what is typed or pasted is not shown, and is for the next one.
+    """Between two prompts, hold typed and pasted text for the next prompt without showing it.
 
-    So is Ctrl-C: as a signal it would come while a prompt is set up, which can leave that prompt deaf.
+    Ctrl-C is held too: as a signal it could arrive while a prompt is set up, which would then not react to
+    keys.
     """
     with _local_modes(on=termios.NOFLSH, off=termios.ECHO | termios.ICANON | termios.ISIG):
         try:
@@ -86,7 +84,7 @@ def _local_modes(on: int = 0, off: int = 0) -> Iterator[None]:
 
 
 class StopSignal:
-    """While inside, Ctrl-C stops what a `Llama` evaluates, and nothing else; the second time it ends all."""
+    """While inside, Ctrl-C stops the running evaluation of a `Llama`, and a second one ends the program."""
 
     def __init__(self, llm: Llama) -> None:
         self._llm = llm
@@ -97,7 +95,7 @@ class StopSignal:
         self._stack.callback(self._llm.interrupt, False)
         self._stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, self._on_signal))
         if sys.stdin.isatty():
-            self._stack.enter_context(_local_modes(on=termios.ISIG | termios.NOFLSH))  # drops nothing typed
+            self._stack.enter_context(_local_modes(on=termios.ISIG | termios.NOFLSH))  # keeps typed text
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def naming_the_extra(extra: str) -> Iterator[None]:
-    """A package that is missing is one of an extra, whose name the user must know."""
+    """While inside, turn the error for a missing package into one that names the extra to install."""
     try:
         yield
     except ModuleNotFoundError as error:

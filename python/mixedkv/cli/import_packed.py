@@ -1,4 +1,4 @@
-"""`mixedkv cache import`: a packed cache of another program becomes an entry of a store."""
+"""`mixedkv cache import`: stores a packed cache of another program."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mixedkv.model.named_model import HELP as MODEL_HELP
 from mixedkv.model.named_model import find_model
 from mixedkv.tokens import Tokens, as_tokens
 
-_SPARE = 16  # tokens of the context that are not the packed cache's
+_SPARE = 16  # tokens of the context besides the packed cache's
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""`mixedkv info`: a model's layers and heads, and what each cache would take."""
+"""`mixedkv info`: shows a model's layers and heads, and the size of each cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mixedkv.cli.values import positive
 from mixedkv.config import PRESETS, parse_kv
 from mixedkv.kv.stats import format_bytes
 from mixedkv.model.footprint import ModelShape, footprint, longest_context, model_shape
-from mixedkv.model.gguf_file import ModelFile, read_model_file
+from mixedkv.model.gguf_file import DEFAULT_N_CTX, ModelFile, default_n_ctx, read_model_file
 from mixedkv.model.layer_plan import Shares
 from mixedkv.model.measured_shares import read_shares
 from mixedkv.model.named_model import HELP as MODEL_HELP
@@ -21,13 +21,7 @@ from mixedkv.model.settle import settle
 from mixedkv.native.llama_arguments import beyond_training
 from mixedkv.native.memory import memory_room
 
-_N_CTX = 8192
-_SETTINGS = (
-    "f16",
-    "q8_0",
-    "q4_0",
-    *(f"mixed:{preset}" for preset in reversed(PRESETS)),
-)
+_SETTINGS = ("f16", "q8_0", "q4_0", *(f"mixed:{preset}" for preset in reversed(PRESETS)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=positive,
         nargs="+",
-        help=f"contexts (default: {_N_CTX} or the model's)",
+        help=f"contexts (default: {DEFAULT_N_CTX} or the model's)",
     )
     parser.add_argument(
         "--sequences",
@@ -63,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def info(args: argparse.Namespace) -> None:
     file = read_model_file(find_model(args.model))
     shape = model_shape(file)
-    contexts = args.n_ctx or [min(_N_CTX, shape.n_ctx_train or _N_CTX)]
+    contexts = args.n_ctx or [default_n_ctx(file)]
     sizes = list(product(contexts, args.sequences))
     shares = read_shares(args.shares) if args.shares else None
     room = memory_room()

@@ -1,4 +1,4 @@
-"""Command line: `run`, `chat`, `serve` answer; `split` makes files; `cache`, `bench`, `info`."""
+"""The command line `mixedkv`, with a module for each command."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = make_parser().parse_args(argv)
         args.command(args)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough, e.g. `| head -1`
+    except BrokenPipeError:  # the reader has closed the pipe, e.g. `| head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -57,9 +57,9 @@ def _one_line(error: Exception | str) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as every other error here.
+    """Reports errors in one line, like all errors of this program.
 
-    A command's module is imported when the command is called for: `serve` needs packages of an extra.
+    A command's module is imported only when the command is used, since some need packages of an extra.
     """
 
     def __init__(self, *, module: str = "", **options: Any) -> None:
@@ -81,7 +81,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line; a command adds its arguments when it is called for."""
+    """Return the parser of the whole command line. A command adds its arguments when it is used."""
     parser = _Parser(
         prog="mixedkv",
         description="Long contexts on small machines: llama.cpp with a mixed-precision KV cache.",

@@ -1,4 +1,4 @@
-"""A model for commands that generate text themselves."""
+"""Opens the model of `mixedkv run` and `mixedkv chat`, which generate text themselves."""
 
 from __future__ import annotations
 
@@ -7,16 +7,23 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from mixedkv.cli.values import layer_count, layers, memory
+from mixedkv.cli.values import layer_count, layers, memory, positive
 from mixedkv.llama import Llama
-from mixedkv.model.gguf_file import read_model_file
+from mixedkv.model.gguf_file import DEFAULT_N_CTX, default_n_ctx, read_model_file
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.terminal import LoadingBar
 
-DEFAULT_N_CTX = 8192
 
-
-def add_loading_arguments(parser: argparse.ArgumentParser) -> None:
+def add_llama_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that `open_model` reads."""
+    parser.add_argument("--kv", metavar="SPEC", default="mixed", help="cache (default: mixed)")
+    parser.add_argument(
+        "--n-ctx", metavar="N", type=positive, help=f"context (default: {DEFAULT_N_CTX} or the model's)"
+    )
+    parser.add_argument(
+        "--threads", metavar="N", type=positive, help="CPU threads (default: llama_cpp's choice)"
+    )
+    parser.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
     parser.add_argument(
         "--n-gpu-layers",
         metavar="N",
@@ -43,7 +50,7 @@ def open_model(path: Path, args: argparse.Namespace) -> Llama:
         return Llama(
             path,
             kv=args.kv,
-            n_ctx=args.n_ctx or _default_n_ctx(path),
+            n_ctx=args.n_ctx or default_n_ctx(read_model_file(path)),
             n_threads=args.threads,
             n_threads_batch=args.threads,
             n_gpu_layers=args.n_gpu_layers,
@@ -54,13 +61,9 @@ def open_model(path: Path, args: argparse.Namespace) -> Llama:
         )
 
 
-def _default_n_ctx(path: Path) -> int:
-    return min(DEFAULT_N_CTX, int(read_model_file(path).get("context_length", DEFAULT_N_CTX)))
-
-
 @contextlib.contextmanager
 def quiet(wanted: bool) -> Iterator[None]:
-    """Errors reach the user as exceptions: without llama.cpp's log each is one line."""
+    """Silence llama.cpp's log while inside, if wanted. Errors reach the user as exceptions, a line each."""
     if wanted:
         _llama_cpp.silence_log()
     try:

@@ -1,4 +1,4 @@
-"""`mixedkv models`: which models are on this machine, by the names that `-m` takes."""
+"""`mixedkv models`: lists the models on this machine, by the names that `-m` takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mixedkv pull`: download a model, so that other commands find it."""
+"""`mixedkv pull`: downloads a model for other commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mixedkv run`: stdout gets the text and nothing else, stderr one line of numbers."""
+"""`mixedkv run`: writes the answer to stdout, and a line of numbers to stderr."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mixedkv.bundled.corpus import Recall, make_recall
-from mixedkv.cli.model import DEFAULT_N_CTX, add_loading_arguments, open_model, quiet
+from mixedkv.cli.model import add_llama_arguments, open_model, quiet
 from mixedkv.cli.sampling import add_sampling_arguments, sampling_options
-from mixedkv.cli.values import positive
+from mixedkv.cli.values import add_n_predict
 from mixedkv.config import parse_kv
 from mixedkv.kv.stats import KVStats, format_bytes, format_saving
 from mixedkv.llama import Llama
@@ -38,24 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="continue the prompt as it is (default: a question, if the model has a chat template)",
     )
-    parser.add_argument("--kv", metavar="SPEC", default="mixed", help="cache (default: mixed); see below")
-    parser.add_argument(
-        "-n",
-        "--n-predict",
-        metavar="N",
-        type=positive,
-        default=128,
-        help="most tokens to generate (default: 128)",
-    )
-    parser.add_argument(
-        "--n-ctx", metavar="N", type=positive, help=f"context (default: {DEFAULT_N_CTX} or the model's)"
-    )
-    parser.add_argument(
-        "--threads", metavar="N", type=positive, help="CPU threads (default: llama_cpp's choice)"
-    )
-    add_loading_arguments(parser)
+    add_n_predict(parser)
+    add_llama_arguments(parser)
     add_sampling_arguments(parser)
-    parser.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
     parser.epilog = (
         'SPEC: "mixed", "mixed:cold_k=q8_0,cold_v=q4_0,threshold=256,group=32,sinks=4", '
         '"mixed:cold=q8_0", or a uniform cache of llama.cpp: "f16", "q8_0", "q4_0".'
@@ -73,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
             print(_introduce(demo), file=sys.stderr)
         options = {"max_tokens": args.n_predict, "stream": True, **sampling_options(args, path)}
         if demo and args.temp is None:
-            options["temperature"] = 0.0  # it has one right answer
+            options["temperature"] = 0.0  # the question has one right answer
         is_chat = not args.raw and "tokenizer.chat_template" in llm.metadata
         prompt = demo.messages if demo else [{"role": "user", "content": text}] if is_chat else text
         clock = _Clock(llm)
@@ -109,7 +94,7 @@ def _read_prompt(args: argparse.Namespace) -> str:
 
 
 def _stream(llm: Llama, prompt: str | list[dict[str, str]], options: dict[str, Any]) -> Iterator[str]:
-    chunks: Any  # typed dictionaries of several shapes
+    chunks: Any  # llama_cpp's chunks are typed dictionaries of several shapes
     if isinstance(prompt, str):
         chunks = llm.create_completion(prompt, **options)
         yield from (chunk["choices"][0]["text"] for chunk in chunks)
@@ -120,7 +105,7 @@ def _stream(llm: Llama, prompt: str | list[dict[str, str]], options: dict[str, A
 
 
 class _Clock:
-    """Times the prompt and the text apart: the first chunk comes when the prompt is done."""
+    """Times the prompt and the text separately: the first chunk comes when the prompt is done."""
 
     def __init__(self, llm: Llama) -> None:
         self.llm = llm

@@ -1,4 +1,4 @@
-"""`mixedkv split`: a model in two parts, on two machines."""
+"""`mixedkv split`: runs a model in two parts, on two machines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from mixedkv.cli.extra import naming_the_extra
-from mixedkv.cli.values import gigabytes, positive, temperature, whole
+from mixedkv.cli.values import add_n_predict, gigabytes, positive, temperature, whole
 
 if TYPE_CHECKING:
     from mixedkv.split.client import SplitClient
@@ -92,14 +92,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("address", metavar="HOST:PORT", help="address of the server")
     parser.add_argument("-p", "--prompt", metavar="TEXT", required=True, help="prompt, continued as it is")
     parser.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
-    parser.add_argument(
-        "-n",
-        "--n-predict",
-        metavar="N",
-        type=positive,
-        default=128,
-        help="most tokens to generate (default: 128)",
-    )
+    add_n_predict(parser)
     parser.add_argument(
         "--temp",
         metavar="T",

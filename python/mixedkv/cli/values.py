@@ -1,8 +1,8 @@
-"""Values on the command line."""
+"""Reads values on the command line, and declares the option that three commands have."""
 
 from __future__ import annotations
 
-from argparse import ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -13,15 +13,27 @@ from mixedkv.streaming.layer_choice import Asked, parse_layers
 T = TypeVar("T")
 
 
+def add_n_predict(parser: ArgumentParser, default: int = 128) -> None:
+    """Declare -n, the maximum length of an answer."""
+    parser.add_argument(
+        "-n",
+        "--n-predict",
+        metavar="N",
+        type=positive,
+        default=default,
+        help=f"most tokens to generate (default: {default})",
+    )
+
+
 def positive(text: str) -> int:
-    """A number of something, 1 or more."""
+    """Parse a whole number, 1 or more."""
     if not (text.isascii() and text.isdigit() and 0 < int(text[:10]) <= INT32_MAX and len(text) <= 10):
         raise ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
 
 
 def temperature(text: str) -> float:
-    """0 or more."""
+    """Parse a temperature, 0 or more."""
     try:
         value = float(text)
     except ValueError:
@@ -32,12 +44,12 @@ def temperature(text: str) -> float:
 
 
 def whole(text: str) -> int:
-    """A number of something, 0 or more."""
+    """Parse a whole number, 0 or more."""
     return 0 if text == "0" else positive(text)
 
 
 def layer_count(text: str) -> int:
-    """A number of layers, 0 or more; -1 is all of them."""
+    """Parse a number of layers, 0 or more; -1 is all of them."""
     if text == "-1":
         return -1
     try:
@@ -47,7 +59,7 @@ def layer_count(text: str) -> int:
 
 
 def between(low: float, high: float) -> Callable[[str], float]:
-    """A number in this range."""
+    """Return a parser of numbers in this range."""
 
     def number(text: str) -> float:
         try:
@@ -72,12 +84,12 @@ def memory(text: str) -> int:
 
 
 def gigabytes(text: str) -> float:
-    """Sizes in 10^9 bytes, if they name no unit."""
+    """Parse a size; a number without a unit is in 10^9 bytes."""
     return _value(lambda text: parse_size(text, GB, least=0), text) / GB
 
 
 def duration(text: str) -> float:
-    """Seconds of --max-age and --older-than."""
+    """Parse the value of --max-age and --older-than, and return seconds."""
     return _value(parse_duration, text)
 
 

@@ -1,4 +1,4 @@
-"""The setting of the mixed cache, validated once."""
+"""The settings of the mixed cache, validated once."""
 
 from __future__ import annotations
 
@@ -36,9 +36,8 @@ class MixedKVConfig:
             `group_size` leave the window together. At most the threshold.
         cold_type_k, cold_type_v: type of the older tokens, one of `COLD_TYPES`.
         sink_tokens: the first tokens of a sequence, which stay F16 for good.
-        n_draft: tokens that can be taken back, as speculative decoding does with drafts that are
-            rejected, and leave the window as if they had never come: a sequence has F16 rows for so
-            many more. Of no effect without a recent window.
+        n_draft: tokens that can be removed without a trace in the window, as rejected drafts are: a sequence
+            has F16 rows for so many more. No effect without a recent window.
         attention: "fused" reads both tiers in one CPU kernel, "merged" through one F16 view of all
             rows on any backend, "auto" takes the fused kernel where the cache lies in CPU memory.
         hot_budget: F16 tokens that all sequences of a context share. "auto" takes a quarter of the bytes of
@@ -51,6 +50,7 @@ class MixedKVConfig:
         layers: cold types of single layers, where they differ from `cold_type_k` and `cold_type_v`:
             "0-3:q8_0/q4_0,7-:q5_1" has K of the first four layers in Q8_0 and V in Q4_0, and both in Q5_1
             from layer 7 on.
+<<<<<<< HEAD
         budget: bytes that the cache may take, or e.g. "2GiB"; 0: any. `settle` then chooses the cold types,
             for a model and a context: see `for_budget`.
         bits: of an element of the cold rows at most, scales included, 0: as the types say. `settle` chooses
@@ -65,6 +65,20 @@ class MixedKVConfig:
             query's sum of attention weights is then wrong by more than 0.05 of it with a probability of
             0.05 at most, or of 0.01 with "eps:0.05/0.01". Two more bits for each element of K are kept for
             that. "" reads all. Answers change: see docs/decisions/040.
+=======
+        budget: bytes that the cache may take, or e.g. "2GiB"; 0 for no limit. `settle` then chooses the cold
+            types for a model and a context: see `for_budget`.
+        bits: maximum bits per element of the cold rows, scales included; 0 uses the given types. `settle`
+            chooses the types by layer for a model, and spends the bits where they help most.
+        shrink: halve the recent window step by step while the machine or a control group is short of memory,
+            and extend it again later. Statistics and the log report it; tokens evaluated meanwhile are not
+            exact.
+        v_skip: while decoding with the fused kernel, skip values whose attention weight is below a 64th of
+            this share of the largest weight; 0 skips none. 1e-6 is a good start.
+        sparse: "top_p:0.99" makes decoding with the fused kernel, beyond 1,024 tokens, read only those older
+            tokens, four at a time, that are estimated to hold 0.99 of the attention. Two more bits for each
+            element of K are kept for that. "" reads all. Answers change: see docs/decisions/040.
+>>>>>>> 9230ca336eaea817e70a237fefcd25a8c723de1d
 
     Raises:
         ValueError: a value is out of range or unknown; the message names the field.
@@ -138,12 +152,11 @@ class MixedKVConfig:
         shares: Shares | None = None,
         **given: Any,
     ) -> MixedKVConfig | UniformKV:
-        """Return the setting whose cache takes at most `n_bytes` (or "2GiB") and changes the next token
-        least.
+        """Return the setting whose cache takes at most `n_bytes` (or "2GiB") and changes predictions least.
 
-        Bits go to K and V of the layers where they do most, see `mixedkv.model.layer_plan`. What is left
-        when all rows have eight widens the recent window; where F16 fits, it is llama.cpp's F16 cache. Where
-        four bits with the window as given are too many, the window is halved until they fit.
+        Bits go to K and V of the layers where they help most, see `mixedkv.model.layer_plan`. Bytes left over
+        when all rows have eight bits widen the recent window; if F16 fits, it is llama.cpp's F16 cache. If
+        four bits with the given window are too many, the window is halved until they fit.
 
         Args:
             model: a GGUF file, or its shape.
@@ -208,7 +221,7 @@ class MixedKVConfig:
 
     @property
     def needs_flash(self) -> bool:
-        """Both tiers are read with flash attention only."""
+        """True, since both tiers are read with flash attention only."""
         return True
 
     def check_context(self, n_ctx: int) -> None:
@@ -256,9 +269,9 @@ class MixedKVConfig:
 
     @property
     def full_spec(self) -> str:
-        """The spec with the cold types, the window and the sinks named, whatever the defaults are.
+        """The spec with cold types, window and sinks, also if they are the defaults.
 
-        What is kept on disk is found again by it, also by a version that has other defaults.
+        Entries on disk are found by it, also by a version with other defaults.
         """
         if not self.enable_quantization:
             return str(self.without_quantization())

@@ -1,5 +1,5 @@
-"""Continuous batching on one context, without HTTP: many prompts are answered at once, and what they have in
-common is evaluated once. docs/engine.md tells more.
+"""Continuous batching on one context, without HTTP: many prompts are answered at once, and a beginning that
+they share is evaluated once. See docs/engine.md.
 """
 
 from mixedkv.engine.answer import Answer

@@ -1,4 +1,4 @@
-"""The answer to a prompt, for who submitted it: as text while it comes, or whole."""
+"""The answer to a submitted prompt, read piece by piece while it is generated, or as a whole."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class _Canceller(Protocol):
 
 
 class Answer:
-    """Iterate over it, also with `async for`, for pieces of text; `text`, `result` or `await` for all of it.
+    """An answer. Iterate over it (`for` or `async for`) for pieces of text; `text`, `result` and `await` give
+    all of it.
 
-    Who leaves an iteration before its end cancels the answer. Each piece comes once; what an iteration has
-    taken is still part of `text`.
+    Leaving an iteration early cancels the answer. Each piece is yielded once, and stays part of `text`.
 
     Attributes:
         job: the numbers: n_prompt, n_cached, n_answer, exact, t_first - t_submit.
@@ -43,7 +43,7 @@ class Answer:
         job.deliver = self._receive
 
     def cancel(self, error: Exception | None = None) -> None:
-        """Stop generating; whoever waits for the rest gets the error, None is a CancelledError."""
+        """Stop generating. Whoever waits for the rest gets `error`, or a CancelledError if it is None."""
         with self._changed:
             if self._end is not None:
                 return
@@ -53,12 +53,12 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """All of the answer; waits for its end."""
+        """The whole answer, once it has ended."""
         return self.result().text
 
     @property
     def finish_reason(self) -> str:
-        """OpenAI's finish_reason, of an answer that has ended."""
+        """OpenAI's finish_reason, once the answer has ended."""
         return self.message.finish_reason(self.result().reason)
 
     @property
@@ -69,9 +69,9 @@ class Answer:
         return reader.answer
 
     def parts(self) -> Iterator[Part]:
-        """Iterate over the answer to a `Chat` while it comes: pieces of text, of thoughts and of calls.
+        """Iterate over the answer to a `Chat` while it is generated: pieces of text, thoughts and calls.
 
-        Who leaves the iteration before its end cancels the answer.
+        Leaving the iteration early cancels the answer.
         """
         reader = self._chat.reader()
         for piece in self:

@@ -1,4 +1,4 @@
-"""Brings the events of a step to whoever asked."""
+"""Brings the events of a step to the callbacks of its jobs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def deliver_directly(events: Sequence[tuple[Job, Event]]) -> None:
 
 
 class Outbox:
-    """Events of a step, handed out together after it."""
+    """Collects the events of a step and hands them out together after it."""
 
     def __init__(self, deliver: Deliver) -> None:
         self.deliver = deliver

@@ -59,7 +59,7 @@ from mixedkv.tokens import Tokens
 log = logging.getLogger("mixedkv.engine")
 
 _CLOSING = "the engine is shutting down"
-_CARD_SECONDS = 5.0  # that a step may take when a notebook asks what the engine does
+_CARD_SECONDS = 5.0  # seconds that a notebook waits for a step to end, when it shows the engine
 
 _T = TypeVar("_T")
 
@@ -74,25 +74,28 @@ class Engine:
     ...         print(answer.text)
 
     Args:
-        llm: the engine's alone until it is closed, which leaves it open; what its cache holds is dropped.
-            Closing the `Llama` closes the engine first, and so does the end of the program.
-        parallel: answers at a time, fewer than the context's sequences: the others hold idle prefixes. None
-            takes half of them.
-        max_queue: jobs of a tenant that may wait.
+        llm: used by the engine alone until the engine is closed, and left open then. What its cache holds is
+            dropped. Closing the `Llama` closes the engine first, and so does the end of the program.
+        parallel: maximum number of answers at a time, fewer than the context's sequences, as the others hold
+            idle prefixes. None: half of the sequences.
+        max_queue: maximum number of waiting jobs per tenant.
         slowdown: how much longer a step of running answers may take because of prompts.
         exact_only: reuse only rows that equal those of an evaluation from the start.
-        connector: fetches the KV of prompts and takes that of answers; closed with the engine.
+        connector: fetches the KV of prompts and stores that of answers; closed with the engine.
         observer: gets the measures.
         deliver: gets events; the default calls `job.deliver` on the engine's thread.
-        tokenizer: of texts and chats; None makes one of the model's own template.
-        limits: of a tenant, by its name; called on any thread. Tenants are equal unless it says otherwise.
-        checkpoints: how many are kept of what a sequence holds besides rows, and where they are taken.
-        speculation: of answers that do not say; "prompt-lookup", "draft-model", "mtp" or "off".
-        draft_model: drafts answers; the engine's alone too. Of the same vocabulary, `parallel` sequences.
-        turns: of engines that share their cores.
+        tokenizer: tokenizes texts and renders chats; None makes one from the model's own template.
+        limits: returns the limits of a tenant, given its name; called on any thread. By default all tenants
+            are equal.
+        checkpoints: how many checkpoints are kept (the state of a sequence besides its rows), and where they
+            are taken.
+        speculation: mode for requests that name none: "prompt-lookup", "draft-model", "mtp" or "off".
+        draft_model: model that drafts answers, used by the engine alone; with the same vocabulary and
+            `parallel` sequences.
+        turns: lock that engines on the same cores share, so that they step by turns.
 
     Raises:
-        ValueError: `llm` or `draft_model` has too few sequences or no unified cache; or they do not match.
+        ValueError: `llm` or `draft_model` has too few sequences or no unified cache, or they do not match.
     """
 
     def __init__(
@@ -116,7 +119,7 @@ class Engine:
         parallel = check_model(llm, parallel)
         self.llm, self.parallel = llm, parallel
         self.n_ctx, self.width = int(llm.n_ctx()), vector_width(llm)
-        if self.width == 0:  # else the model has no vocabulary, and takes `VectorJob`s only
+        if self.width == 0:  # a model without vocabulary takes only `VectorJob`s
             self.detokenizer = Detokenizer(_llama_cpp.vocab(llm))
             self.tokenizer = tokenizer or Tokenizer(llm)
         self.observer = observer or Observer()
@@ -157,12 +160,12 @@ class Engine:
         self.room = QueueRoom(
             self._scheduler, limits, max_queue, lambda: [*self._inbox.jobs(), *self._fetching.copy()]
         )
-        self._closing_error: ClosedError | None = None  # why no more jobs are taken
-        self._submitting = threading.RLock()  # what begins to close finds no job on its way
+        self._closing_error: ClosedError | None = None  # the error for new jobs, once no more are taken
+        self._submitting = threading.RLock()  # a job is either refused or in the inbox before closing begins
         self._connector = connector
         self._closed, self._closing = False, threading.RLock()
         self._thread = threading.Thread(target=self._run, name="mixedkv-engine", daemon=True)
-        llm.kv.clear()  # the pool takes all sequences for empty
+        llm.kv.clear()  # the pool assumes that all sequences are empty
         self._models = [llm] if draft_model is None else [llm, draft_model]
         if connector is not None:
             connector.attach(self)
@@ -174,12 +177,12 @@ class Engine:
 
     @property
     def n_queued(self) -> int:
-        """Jobs that have no sequence yet, those whose KV is looked for included."""
+        """Number of jobs without a sequence, including those whose KV is still being looked for."""
         return len(self._inbox) + len(self._scheduler.waiting) + len(self._fetching)
 
     @property
     def n_running(self) -> int:
-        """Number of jobs that run."""
+        """Number of jobs that have a sequence."""
         return len(self._scheduler.running)
 
     @property
@@ -206,8 +209,8 @@ class Engine:
         return self.card()
 
     def card(self, title: str = "Engine") -> str:
-        """Return what a notebook shows, as HTML: what runs, what waits, and what the cache holds, if the
-        engine can tell soon.
+        """Return the HTML that a notebook shows: running and waiting jobs, and what the cache holds, if the
+        engine answers in time.
         """
         rows: list[tuple[str, object]] = [
             ("model", self.llm.model_path),
@@ -222,7 +225,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Nobody has an answer, or waits for one."""
+        """True if no job runs or waits."""
         return not (self.n_running or self.n_queued)
 
     def submit(
@@ -240,25 +243,28 @@ class Engine:
         overflow: Overflow = "refuse",
         **sampling: Any,
     ) -> Answer:
-        """Answer a prompt; returns at once.
+        """Submit a prompt and return its answer, which is generated in the background.
 
         Args:
             prompt: a text, token ids, the messages of a chat, or a `Chat`, which may have tools and images:
                 its answer is read by `Answer.message`.
-            max_tokens: of the answer.
+            max_tokens: maximum length of the answer.
             stop: a string that ends it, or several.
-            n_logprobs: how many of the likeliest tokens to tell with each token; None for none.
-            tenant: answers of one tenant share the rows of what their prompts have in common.
-            reuse: which rows that are there it starts from, see `Request`; False evaluates everything.
-            chunks: how passages are found and repaired, with a `ChunkConnector`; None is its own way.
+            n_logprobs: return logprobs, with this many of the likeliest tokens at each place; None for no
+                logprobs.
+            tenant: whose prompt it is; rows are shared within a tenant only.
+            reuse: which existing rows the prompt may start from, see `Request`; False evaluates everything.
+            chunks: how passages are found and repaired, with a `ChunkConnector`; None uses the connector's
+                settings.
             speculation: "prompt-lookup", "draft-model", "mtp", "off", or None for the engine's.
-            prediction: what the answer may be, to be checked instead of generated where it is so.
-            overflow: "slide" drops the middle of what does not fit the context, see `Request`.
+            prediction: text that the answer may contain; where it does, tokens are checked instead of
+                generated.
+            overflow: "slide" drops the middle of a prompt that does not fit the context, see `Request`.
             **sampling: fields of `Sampling`: temperature, top_p, seed, ...
 
         Raises:
-            ValueError: the prompt is empty or too long, or an argument is wrong.
-            QueueFullError: max_queue jobs of this tenant wait.
+            ValueError: the prompt is empty or too long, or an argument is invalid.
+            QueueFullError: max_queue jobs of this tenant are waiting.
             ClosedError: the engine is shutting down.
         """
         if self.width:
@@ -303,8 +309,8 @@ class Engine:
         return prepare(requests, n, self.tokenizer, self.speculation, self.n_ctx, self._fit)
 
     def _fit(self, job: Job) -> None:
-        """Leave out what of a prompt that may slide does not fit, and refuse another one that does not.
-        Once for each job.
+        """Drop the middle of a prompt that does not fit if it may slide, and refuse it otherwise. Called once
+        for each job.
 
         Raises:
             ContextLengthError: a prompt is empty or does not fit the context.
@@ -319,11 +325,11 @@ class Engine:
         """Queue jobs, all or none.
 
         Raises:
-            QueueFullError: too many jobs of this tenant wait; not with `force`.
+            QueueFullError: too many jobs of this tenant are waiting; never raised with `force`.
             ClosedError: the engine is shutting down.
             ContextLengthError: a prompt is empty or does not fit the context.
-            ValueError: it is of vectors and the model takes tokens, or the other way round; or it is to reuse
-                chunks, and there are none.
+            ValueError: a job gives vectors to a model that takes tokens, or tokens to one that takes vectors;
+                or it asks for chunks, and the engine has no ChunkConnector.
         """
         for job in jobs:
             self._fit(job)
@@ -347,7 +353,7 @@ class Engine:
 
     @property
     def closing_error(self) -> ClosedError | None:
-        """Why no more jobs are taken; None while they are."""
+        """The reason why no more jobs are taken; None while they are."""
         return self._closing_error or (ClosedError(_CLOSING) if self._inbox.closed else None)
 
     def _check_open(self) -> None:
@@ -358,7 +364,7 @@ class Engine:
         """Refuse a prompt that has no room for an answer.
 
         Raises:
-            ContextLengthError: a prompt of so many tokens has no room for an answer, or there is none.
+            ContextLengthError: the prompt is empty, or leaves no room for an answer.
         """
         if not 1 <= n_tokens < self.n_ctx:
             remedy = "it must not be empty" if n_tokens == 0 else "shorten it, or use a larger n_ctx"
@@ -371,12 +377,12 @@ class Engine:
         return self._connector.stats() if self._connector is not None else None
 
     def ready(self, job: Job) -> None:
-        """Let a job go on whose KV the connector has looked for, or read."""
+        """Continue with a job for which the connector has finished looking for KV, or reading it."""
         self._put(job)
         self._fetching.discard(job)
 
     def cancel(self, job: Job) -> None:
-        """Stop working on a job; its place is free before the next step. No further event is delivered."""
+        """Stop working on a job. No further event is delivered; its place is free before the next step."""
         job.cancelled = True
         self._inbox.wake()
 
@@ -403,8 +409,8 @@ class Engine:
         return self.call(lambda: scheduler.drop_waiting(seq, tenant, tokens, begin, end, most_cut))
 
     def drain(self, timeout: float, error: ClosedError | None = None) -> bool:
-        """Take no more jobs, as `error` says, and wait for those at work; cancel what is left after `timeout`
-        seconds. Returns whether all could finish.
+        """Refuse new jobs with `error`, wait for the others, and cancel those left after `timeout` seconds.
+        Return whether all of them finished.
         """
         with self._submitting:
             error = self._closing_error = self._closing_error or error or ClosedError(_CLOSING)
@@ -412,19 +418,19 @@ class Engine:
         while not self.idle and time.monotonic() < end and self.alive:
             time.sleep(0.01)
         if not (finished := self.idle) and self.alive:
-            with contextlib.suppress(ClosedError):  # it stopped by itself, and failed them all
+            with contextlib.suppress(ClosedError):  # the engine has stopped by itself and failed all jobs
                 self.call(lambda: self._fail_all(error)).result()
         return finished
 
     def close(self) -> None:
-        """Give up what still runs, let the connector finish, and stop the thread. The `Llama` stays open.
+        """Cancel running jobs, let the connector finish, and stop the thread. The `Llama` stays open.
 
         Raises:
-            RuntimeError: this is the engine's own thread, which cannot wait for itself.
+            RuntimeError: called on the engine's own thread, which cannot wait for itself.
         """
         if threading.current_thread() is self._thread:
             raise RuntimeError("an engine cannot be closed by what it calls: close it on another thread")
-        with self._closing:  # who comes second, or after an interrupt, goes on when the thread has ended
+        with self._closing:  # a second caller, or one that was interrupted, returns when the thread has ended
             if self._closed:
                 return
             try:
@@ -477,10 +483,10 @@ class Engine:
 
     def _one_round(self) -> None:
         scheduler = self._scheduler
-        if not scheduler.running:  # with jobs waiting only a call can change something: look again soon
+        if not scheduler.running:  # jobs that wait can only be helped by a call: look again soon
             self._inbox.wait(0.01 if scheduler.waiting else None)
         with self._turns, self.llm.busy.waiting():
-            # one call a step while answers run: what a call takes, every stream waits
+            # one call a step while answers run, as all streams wait for it
             while self._inbox.answer_call() and not scheduler.running:
                 pass
             self._stepper.advance([job for job in self._inbox.take() if not self._reads(job)])
@@ -490,8 +496,8 @@ class Engine:
                 scheduler.save()
 
     def _reads(self, job: Job) -> bool:
-        """Have the connector read what it found for a new job, if the context has less: the job then comes
-        again.
+        """Return whether the connector reads KV that it found for a new job, which the context lacks. The job
+        is then added later.
         """
         if job.offer is None or job.cancelled or self._connector is None:
             return False

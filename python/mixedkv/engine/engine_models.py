@@ -1,4 +1,4 @@
-"""The models that an engine has for itself."""
+"""Checks and claims the models that an engine uses alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def check_model(llm: Llama, parallel: int | None) -> int:
 
 
 def lend(models: Sequence[Llama], close: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Refuse all else that evaluates with these models, and have them call `close` before they close."""
+    """Refuse other callers that evaluate with these models, and have the models call `close` before they
+    close.
+    """
     for llm in models:
         llm.lend(True)
         llm.at_close(lambda: (function := close()) and function())

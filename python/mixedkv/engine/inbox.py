@@ -1,4 +1,4 @@
-"""Jobs and functions that other threads hand to the engine's thread, to be run between two steps."""
+"""Hands jobs and functions from other threads to the engine's thread, which runs them between two steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Inbox:
         """Hand an item to the engine's thread.
 
         Raises:
-            ClosedError: nobody will take it.
+            ClosedError: the engine takes no more items.
         """
         with self._changed:
             if self.closed:
@@ -64,7 +64,7 @@ class Inbox:
             self._changed.notify()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until there is something, at most `seconds`."""
+        """Wait at most `seconds` until there is an item."""
         with self._changed:
             self._changed.wait_for(lambda: self.closed or self._jobs or self._calls, seconds)
 
@@ -75,7 +75,7 @@ class Inbox:
         return jobs
 
     def answer_call(self) -> bool:
-        """Run the oldest function; False if there is none."""
+        """Run the oldest waiting function; return False if there is none."""
         if not self._calls:
             return False
         function, future = self._calls.popleft()

@@ -1,4 +1,6 @@
-"""From requests to the jobs that answer them: what chooses the tokens is made here, on any thread."""
+"""Makes jobs from requests, with the samplers, constraints and drafters that choose tokens. Runs on any
+thread.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,14 @@ def prepare(
     n_ctx: int,
     fit: Callable[[Job], None],
 ) -> list[Job]:
-    """Return `n` jobs for each request. Each answer has its own seed; what they share is made once.
+    """Return `n` jobs for each request. Each has its own seed; matchers and drafters are made once and
+    copied.
 
     Args:
-        fit: makes a job's prompt fit the context; what does not is refused before anything is compiled.
+        fit: makes a job's prompt fit the context, or raises before any constraint is compiled.
 
     Raises:
-        ContextLengthError: `fit` refuses a prompt.
+        ContextLengthError: a prompt does not fit, as `fit` says.
         ValueError: constraint, sampling, speculation or prediction cannot be followed; the
             message begins with the field.
     """
@@ -54,7 +57,7 @@ def prepare(
 
 
 def _choice(request: Request, choice: int) -> Request:
-    """Return the request of a further answer: it may share the rows of the first one's prompt in any case."""
+    """Return the request for a further answer, which may always share the rows of the first one's prompt."""
     sampling = request.sampling
     if sampling is not None:
         sampling = replace(sampling, seed=(sampling.seed + choice) % 2**32)
@@ -90,7 +93,7 @@ def _matcher(constraint: Constraint, tokenizer: Tokenizer, optional: bool) -> Ma
     try:
         return tokenizer.matcher(constraint)
     except ValueError:
-        if optional:  # a call that cannot be constrained is still a call
+        if optional:  # a call can be made without its constraint
             return None
         raise
 
@@ -104,5 +107,5 @@ def _drafter(request: Request, tokenizer: Tokenizer, speculation: Speculation, n
             predicted = tokenizer.tokenize(request.prediction, start=False)
         except ValueError as error:
             raise ValueError(f"prediction: {error}") from None
-    prompt: Tokens | Sequence[int] = request.prompt[-n_ctx:]  # one that slides may be longer
+    prompt: Tokens | Sequence[int] = request.prompt[-n_ctx:]  # a prompt that slides may be longer
     return speculation.drafter(prompt, request.speculation, predicted)

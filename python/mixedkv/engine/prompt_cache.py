@@ -1,4 +1,4 @@
-"""Prompts that begin alike, answered one by one or together: each is evaluated as far as it is new."""
+"""Answers prompts one by one or together, and evaluates only the part of each that is new."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ class Generation:
     Attributes:
         tokens: of the answer.
         finish_reason: "stop", or "length" at max_tokens or the context's end.
-        ttft_ms, total_ms: to the first token and to the end, from the call on: tokenizing, waiting, and what
-            the store takes included. Of warming, which has no token, both are the end.
-        prompt_tokens, evaluated: of the prompt: all of them, and those that had to be evaluated.
-        tier: where the others came from: "context", "ram", "disk", "remote", or "".
-        exact: the answer is that of an evaluation from the first token.
-        approximate: tokens of the prompt with rows that were computed elsewhere.
+        ttft_ms, total_ms: time from the call to the first token and to the end, with tokenizing, waiting and
+            the store. After `warm`, which generates no token, both are the time to the end.
+        prompt_tokens, evaluated: tokens of the prompt: all of them, and those that were evaluated.
+        tier: where the other tokens' KV came from: "context", "ram", "disk" or "remote"; "" if all were
+            evaluated.
+        exact: the answer equals that of an evaluation from the first token.
+        approximate: tokens of the prompt whose rows come from another prompt.
     """
 
     text: str
@@ -61,10 +62,10 @@ class PromptCache:
     ...     answers = cache.generate_batch([document + question for question in questions])
 
     Args:
-        llm: the cache's alone until it is closed, which leaves it open.
-        store: KV is kept there, also for the next process; closed with the cache. None: in the context.
-        reuse: "chunks": also passages that were computed elsewhere, see docs/chunks.md; without a store they
-            are kept in memory.
+        llm: used by the cache alone until the cache is closed; left open then.
+        store: keeps KV, also for the next process; closed with the cache. None keeps KV in the context only.
+        reuse: "chunks" also reuses passages of other prompts, see docs/chunks.md; without a store they are
+            kept in memory.
         **options: of `Engine`: parallel, exact_only, ...
 
     Raises:
@@ -95,14 +96,14 @@ class PromptCache:
     def warm(self, prompt: list[str]) -> list[Generation]: ...
 
     def warm(self, prompt: str | Sequence[int] | list[str]) -> Generation | list[Generation]:
-        """Evaluate a prompt and keep it for those that begin with it.
+        """Evaluate a prompt and keep its KV for prompts that begin with it.
 
         Args:
-            prompt: a text, token ids, or a list of documents: each is evaluated behind the model's BOS, and
-                stored, for prompts that have it anywhere (reuse="chunks").
+            prompt: a text, token ids, or a list of documents. Each document is evaluated after the model's
+                BOS and stored, for prompts that contain it anywhere (reuse="chunks").
 
         Raises:
-            ValueError: it is empty or too long; no document is then evaluated.
+            ValueError: a prompt or document is empty or too long; then none is evaluated.
         """
         documents = _documents(prompt)
         if documents is None:
@@ -114,7 +115,7 @@ class PromptCache:
         prompts = [self.engine.tokenizer.prompt(text) for text in documents]
         for tokens in prompts:
             self.engine.check_prompt(len(tokens))
-        done = [self._evaluate(tokens, keep=False) for tokens in prompts]  # one by one: each has its window
+        done = [self._evaluate(tokens, keep=False) for tokens in prompts]  # so that each has its own window
         if self._connector is not None:
             self._connector.flush()
         return done
@@ -139,10 +140,10 @@ class PromptCache:
         return _generation(self.engine.submit(prompt, **options), called)
 
     def generate_batch(self, prompts: Sequence[Prompt], **options: Any) -> list[Generation]:
-        """Answer prompts at the same time; what they have in common is evaluated once.
+        """Answer prompts at the same time; a beginning that they share is evaluated once.
 
         Raises:
-            ValueError: as `generate`; no prompt is then answered.
+            ValueError: as in `generate`; then no prompt is answered.
         """
         called = time.perf_counter()
         answers: list[Answer] = []
@@ -156,7 +157,7 @@ class PromptCache:
             raise
 
     def close(self) -> None:
-        """Wait for what is still to be stored. The `Llama` stays open."""
+        """Wait until all KV is stored. The `Llama` stays open."""
         self.engine.close()
 
     def __enter__(self) -> PromptCache:

@@ -1,4 +1,4 @@
-"""Prompts and answers that do not fit the context: the middle of them goes, see `prompts.overflow`."""
+"""Drops the middle of prompts and answers that do not fit the context, see `prompts.overflow`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mixedkv.tokens import Tokens
 
 
 def fit(job: Job, tokenizer: Tokenizer, n_ctx: int) -> None:
-    """Leave out as much of a job's prompt as does not fit, if the job wants it. Once only, off the threads
-    that others wait for where that can be: it may be thousands of contexts long.
+    """Drop the middle of a job's prompt that does not fit, if the job allows it. Call it once, and not on the
+    engine's thread: the prompt may be thousands of contexts long.
     """
     if not job.request.slides or job.n_prompt < n_ctx:
         return
@@ -26,7 +26,7 @@ def fit(job: Job, tokenizer: Tokenizer, n_ctx: int) -> None:
 
 
 def _at_ends(tokens: Tokens, n: int, find: Callable[[Tokens], Places]) -> Places:
-    """Return where something is in the first n tokens and in the last n: nothing else of them can stay."""
+    """Return the places in the first n and the last n tokens: no others can stay."""
     if len(tokens) <= 2 * n:
         return find(tokens)
     last = len(tokens) - n
@@ -34,7 +34,7 @@ def _at_ends(tokens: Tokens, n: int, find: Callable[[Tokens], Places]) -> Places
 
 
 def make_room(job: Job, tokenizer: Tokenizer, scheduler: Scheduler[Job], n_ctx: int) -> None:
-    """Drop the middle of an answer whose next token has no place left."""
+    """Drop the middle of an answer when the context has no room for its next token."""
     if not job.request.slides or len(job.tokens) < n_ctx:
         return
     starts = tokenizer.message_starts(job.all_tokens)

@@ -1,4 +1,4 @@
-"""Steps of the engine: what the scheduler plans is evaluated, and tokens are chosen. Its own thread only."""
+"""Evaluates the steps that the scheduler plans and chooses the next tokens, on the engine's thread."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ log = logging.getLogger("mixedkv.engine")
 
 
 class Stepper:
-    """Evaluates the steps that the scheduler plans, and takes answers from their logits.
+    """Evaluates the steps that the scheduler plans, and chooses the answers' tokens from their logits.
 
     Args:
-        width: numbers of the vectors that the model takes in place of tokens; 0 where it takes tokens.
+        width: size of the vectors that the model takes in place of tokens; 0 for a model that takes tokens.
         tokenizer, detokenizer: None for a model without vocabulary.
 
     Attributes:
@@ -86,7 +86,7 @@ class Stepper:
         self._loader.restore()
         self._fail_lost()
         step, code = self._decode(self._scheduler.plan())
-        if code == NO_CELLS and step.n_drafts:  # nobody gives way to drafts
+        if code == NO_CELLS and step.n_drafts:  # drafts are given up before any job
             step, code = self._decode(self._scheduler.plan(), drafts=False)
         while code == NO_CELLS:
             if job := self._scheduler.relieve():
@@ -106,7 +106,7 @@ class Stepper:
                 self._answer(run, index)
             except Exception as error:
                 self._abandon([run.job], error)
-        self._loader.stitch(step)  # decodes of their own: the logits have been used
+        self._loader.stitch(step)  # stitching overwrites the logits, which have been used by now
         for job, failed in look(self._llm, step, self._scheduler):
             self._abandon([job], failed) if failed else self._finish(job, "length")
         self.n_steps += 1
@@ -115,14 +115,16 @@ class Stepper:
         self._scheduler.took(step, self.last_seconds)
 
     def _decode(self, step: StepPlan[Job], drafts: bool = True) -> tuple[StepPlan[Job], int]:
-        """Evaluate a step; llama_decode's code."""
+        """Evaluate a step; return it with llama_decode's code."""
         if drafts:
             self._speculation.plan(step)
         self._batch.set_runs(step.runs)
         return step, self._batch.decode(self._llm.ctx, self._llm.kv) if step.runs else 0
 
     def _answer(self, run: Run[Job], index: int) -> None:
-        """Take a job's next tokens from the step's logits: its drafts count as far as they are its choice."""
+        """Choose a job's next tokens from the step's logits. A draft is accepted if the sampler chooses the
+        same token.
+        """
         job, n = run.job, 0
         if not job.evaluated:
             job.evaluated = True

@@ -1,4 +1,4 @@
-"""Engines that compute on the same cores do so by turns."""
+"""Lets engines that share cores compute by turns."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections import deque
 
 
 class Turns:
-    """A lock that is given to who has waited the longest: two engines that are both at work step alternately,
-    each with all threads. Each on threads of its own, at once, would wait for the other's at every layer.
+    """A lock that goes to the engine that has waited the longest, so that two busy engines step alternately,
+    each with all threads. If both computed at once, each would wait for the other's threads at every layer.
     """
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from mixedkv.engine.chat.tokenizer import Tokenizer
 from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.sample.sampling_defaults import sampling_defaults
 from mixedkv.llama import Llama
-from mixedkv.model.gguf_file import read_model_file
+from mixedkv.model.gguf_file import default_n_ctx, read_model_file
 from mixedkv.model.named_model import find_model, is_name
 from mixedkv.store import KVStore
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _BUNDLED = "bundled"
-_N_CTX = 8192
 _MAX_QUEUE = 1 << 16  # answers: a batch may be long, and nobody else waits
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
 
@@ -196,7 +195,7 @@ class _Opened:
             path = str(model_path())
         elif is_name(path):
             path = str(find_model(path))
-        n_ctx = given.n_ctx or min(_N_CTX, int(read_model_file(path).get("context_length", _N_CTX)))
+        n_ctx = given.n_ctx or default_n_ctx(read_model_file(path))
         fixed: dict[str, Any] = {"n_ctx": n_ctx, "n_seq_max": 2 * given.parallel, "kv_unified": True}
         llm = Llama(path, kv=given.kv, **{"verbose": False, **given.llama_options, **fixed})
         try:

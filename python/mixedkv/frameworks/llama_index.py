@@ -248,11 +248,7 @@ def _response(answer: Answer, said: ReadAnswer, delta: str | None = None) -> Cha
 
 
 def _told(answer: Answer) -> dict[str, Any]:
-    return {
-        "finish_reason": answer.finish_reason,
-        "usage": _usage(answer),
-        "exact": answer.job.exact,
-    }
+    return {"finish_reason": answer.finish_reason, "usage": _usage(answer), "exact": answer.job.exact}
 
 
 def _usage(answer: Answer) -> dict[str, int]:

@@ -1,1 +1,1 @@
-"""The live KV cache of a `Llama`, and rows taken out of it."""
+"""The live KV cache of a `Llama`, and blocks of rows exported from it."""

@@ -1,4 +1,4 @@
-"""KV taken out of a cache: the rows of a token range, of every layer, as the cache stored them."""
+"""A block of exported KV: the rows of a token range in every layer, as the cache stored them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mixedkv.limits import INT32_MAX
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVBlock:
-    """The KV of positions [p0, p1) of one sequence, out of a cache.
+    """The exported KV of positions [p0, p1) of one sequence.
 
     Made by `KVCache.export` and put back by `KVCache.load`. The arrays are read, never written.
 
@@ -37,10 +37,10 @@ class KVBlock:
             should tell it apart.
         groups: the rows; none where no layer keeps any.
         checkpoints: of the sequence, at tokens within the block or at its end.
-        foreign: another program made the rows, and nobody has compared them with this model's: they count as
-            inexact and are not stored. See `mixedkv.store.load_packed`.
-        n_exact: how many of the first tokens have the rows that evaluating the sequence from its start gives;
-            None where the cache that they are from does not know. The others are not stored.
+        foreign: another program computed the rows, and they were not compared with this model's: they count
+            as inexact and are not stored. See `mixedkv.store.load_packed`.
+        n_exact: how many of the first tokens have rows that equal an evaluation from the start; None if that
+            is unknown. The others are not stored.
     """
 
     p0: int
@@ -96,13 +96,11 @@ class KVBlock:
         return next((point for point in self.checkpoints if point.serves(n)), None)
 
     def without_hot(self) -> KVBlock:
-        """Return the block without F16 copies and checkpoints: for a place where these are not the recent
-        tokens.
-        """
+        """Return the block without F16 copies and checkpoints, for a place where it is not recent."""
         return replace(self, groups=tuple(map(cold_group, self.groups)), checkpoints=())
 
     def as_own(self) -> KVBlock:
-        """Return the same as rows of this model: they were compared with its own."""
+        """Return the block as one of this model's, after its rows were compared with the model's."""
         return replace(self, foreign=False)
 
     def to_arrays(self) -> dict[str, npt.NDArray[Any]]:

@@ -1,4 +1,4 @@
-"""The rows of a block on their way out of a cache and into one."""
+"""Copies the rows of a block out of a cache and into one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mixedkv.native import llama_cpp as _llama_cpp
 
 
 class StateRefusedError(Exception):
-    """A checkpoint does not fit, after the rows have gone in."""
+    """A checkpoint does not fit, which is found after the rows were loaded."""
 
 
 def out(llm: llama_cpp.Llama, seq: int, p0: int, p1: int, end: int) -> tuple[RowGroup, ...]:

@@ -1,4 +1,4 @@
-"""The live KV cache of a `Llama`: what it holds, what attention reads, and the window's settings."""
+"""The live KV cache of a `Llama`: its contents, its sequences, and the window's settings."""
 
 from __future__ import annotations
 
@@ -102,16 +102,16 @@ class KVCache(Evaluating):
     def load(self, block: KVBlock, seq: int = 0, at: int | None = None, *, more: bool = False) -> None:
         """Put a block into a sequence, which must not have these positions.
 
-        Blocks of consecutive ranges, loaded in order into an empty sequence, leave the cache as if they had
-        never left it. Rows of other types than the cache's are converted. A block that goes where the
-        `Llama` stands, at n_tokens of sequence 0, takes the place of leftovers there, as in `Llama.eval`, and
-        n_tokens then covers it.
+        Blocks of consecutive ranges, loaded in order into an empty sequence, restore the cache as it was.
+        Rows of other types than the cache's are converted. A block that begins at n_tokens of sequence 0
+        replaces leftovers there, as `Llama.eval` does, and n_tokens then covers it.
 
         Args:
             block: from `export`, of this or another context of the same model.
             seq: the sequence.
-            at: position of the block's first token; None is where it was. Another one turns K (RoPE).
-            more: the next block follows, so what the token behind this one reads may be missing.
+            at: position of the block's first token; None for the one it had. K is rotated (RoPE) for another
+                one.
+            more: another block follows, so rows that the next token would read may be missing.
 
         Raises:
             ValueError: the block does not fit the model, the sequence or the room there is, or lacks what the
@@ -171,13 +171,13 @@ class KVCache(Evaluating):
     @property
     @present
     def has_experts(self) -> bool:
-        """True if each token is computed by a few of many experts, which rounding may choose otherwise."""
+        """True if each token is computed by a few of many experts, whose choice depends on rounding."""
         return _llama_cpp.has_experts(self._llama)
 
     @exclusive
     def checkpoint(self, seq: int = 0) -> Checkpoint | None:
-        """Copy what the sequence holds now besides rows of all its tokens: F16 copies of the recent rows,
-        rows of sliding windows, the state of recurrent layers. With it `resume` goes on from here later.
+        """Copy the state of a sequence besides the rows of all its tokens: F16 copies of recent rows, rows of
+        sliding windows, the state of recurrent layers. `resume` continues from it later.
 
         None where there is nothing of the kind, or not all of it any more.
         """
@@ -185,10 +185,10 @@ class KVCache(Evaluating):
 
     @exclusive
     def resume(self, point: Checkpoint, n: int, source: int, target: int) -> None:
-        """Let sequence `target` go on from the first `n` tokens of `source`, which has their rows, with what
-        the checkpoint holds besides. They may be the same sequence.
+        """Set sequence `target` to the first `n` tokens of `source`, from its rows and the checkpoint. Both
+        may be the same sequence.
 
-        The `Llama` does not follow what is done to its sequence 0.
+        The `Llama` does not notice a change of its sequence 0.
 
         Raises:
             ValueError: the checkpoint does not serve this cut or this model, rows are missing, or there is no
@@ -264,10 +264,10 @@ class KVCache(Evaluating):
 
     @exclusive
     def copy(self, source: int, target: int, p0: int = 0, p1: int = -1) -> None:
-        """Let sequence `target` have the positions [p0, p1) of `source`, instead of its own there. In a
-        unified cache both share the cells; otherwise the rows are copied, of whole sequences only.
+        """Copy positions [p0, p1) of sequence `source` to `target`, replacing what `target` has there. In a
+        unified cache both share the cells; otherwise rows are copied, of whole sequences only.
 
-        The `Llama` does not follow what is copied into its sequence 0.
+        The `Llama` does not notice a copy into its sequence 0.
 
         Raises:
             UnsupportedModelError: this model keeps a state of the whole sequence, and this is a part of it.
@@ -288,10 +288,10 @@ class KVCache(Evaluating):
 
     @exclusive
     def shift(self, seq: int, p0: int, p1: int, by: int) -> None:
-        """Add `by` to the positions [p0, p1) of a sequence; K is turned accordingly before the next decode.
+        """Add `by` to the positions [p0, p1) of a sequence; K is rotated accordingly before the next decode.
 
-        Cells have one position: those that sequences share (see `copy`) move in all of them. Where sequence 0
-        is one of the others, the `Llama` begins anew: its n_tokens is 0.
+        A cell has one position, so cells that sequences share (see `copy`) move in all of them. If one of the
+        others is sequence 0, the `Llama` starts again with n_tokens 0.
 
         Raises:
             UnsupportedModelError: positions cannot be moved (see `can_shift`).
@@ -376,8 +376,8 @@ class KVCache(Evaluating):
 
     @exclusive
     def rest(self, seq: int = 0) -> None:
-        """Let the sequence's F16 rows make room for those of others, since nothing of it is evaluated for
-        now. A `checkpoint` that was taken before brings them back.
+        """Allow F16 rows of an idle sequence to be evicted for others. A `checkpoint` that was taken before
+        restores them.
         """
         if isinstance(self._setting, MixedKVConfig):
             _core.rest(self._address, seq)

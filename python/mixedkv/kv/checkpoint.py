@@ -1,4 +1,4 @@
-"""A sequence's data besides rows of all its tokens, kept as of one moment: see `config.cut_rule`."""
+"""The state of a sequence at one moment, besides the rows of all its tokens: see `config.cut_rule`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _NO_STATE: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Checkpoint:
-    """A sequence that has rows of the tokens before it goes on from here as one that was never longer.
+    """A checkpoint: with the rows of the tokens before it, a sequence continues as if it had never been
+    longer.
 
     Made by `KVCache.checkpoint`, put back by `KVCache.resume`. The arrays are read, never written.
 
@@ -119,9 +120,7 @@ def only_hot(group: RowGroup) -> RowGroup:
     )
 
 
-def named_checkpoints(
-    checkpoints: Sequence[Checkpoint],
-) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+def named_checkpoints(checkpoints: Sequence[Checkpoint]) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     for i, point in enumerate(checkpoints):
         yield from ((f"checkpoint{i}.{name}", array) for name, array in point.to_arrays().items())
 

@@ -1,4 +1,4 @@
-"""Tokens are taken out of the middle of a sequence, and what is behind them moves down."""
+"""Drops tokens from the middle of a sequence and moves the later rows down."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that a sequence holds beside the same rows evaluated again: what tells damage from rounding."""
+"""Compares rows of a sequence with the same rows evaluated again, to tell damage from rounding."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Again:
         return relative_errors(self.before, self.after)
 
     def problems(self, spans: Sequence[Span]) -> list[str]:
-        """Return for each span what is wrong with its rows, "" where nothing is.
+        """Return for each span what is wrong with its rows; "" if nothing is.
 
         A span is wrong if a tensor's errors are large for its tokens, if a token's are in most layers, or if
         one in the first layer is.
@@ -121,7 +121,7 @@ def evaluate_again(kv: KVCache, seq: int, tokens: npt.NDArray[np.int32], spans: 
 def relative_errors(rows: Rows, wanted: Rows) -> Rows:
     """Return how far each row is from the wanted one, as a share of that one's size, [n] by layer and tensor.
 
-    What is not a number counts as infinitely far.
+    NaN counts as infinitely far.
     """
     errors = Rows()
     for name, want in wanted.items():

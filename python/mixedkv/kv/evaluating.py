@@ -1,4 +1,4 @@
-"""Every evaluation of a `Llama` goes through here: rows count when the graph that writes them ended well."""
+"""Evaluates tokens for a `Llama`. Rows count once the graph that writes them has succeeded."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ class Evaluating(WindowSettings):
 
     @contextmanager
     def step(self, tokens: Sequence[int]) -> Iterator[None]:
-        """Evaluate `tokens`, a micro-batch at most, behind n_tokens of sequence 0 in this context's body.
+        """Evaluate `tokens`, at most a micro-batch, after n_tokens of sequence 0, within this context
+        manager.
 
         Once their graph has ended well they count, in n_tokens, input_ids and `exact_tokens`, even if a
         signal's handler raises after that. Otherwise all three stay as they were, and so does the sequence.
@@ -106,7 +107,7 @@ class Evaluating(WindowSettings):
 
     @contextmanager
     def causal(self, value: bool) -> Iterator[None]:
-        """Let tokens that are evaluated in the body of this context see those before them only, or all."""
+        """While inside, let tokens attend to earlier tokens only, or to all."""
         context = _llama_cpp.context(self._llama)
         llama_cpp.llama_set_causal_attn(context, value)
         try:
@@ -175,11 +176,12 @@ class Evaluating(WindowSettings):
         return self._exact.count(self._llama.n_tokens)
 
     def limit_exact(self, p: int) -> None:
-        """Say that rows of sequence 0 from `p` on are not exact. For whoever moves rows through llama_cpp."""
+        """Mark rows of sequence 0 from `p` on as inexact, after llama_cpp's own functions moved rows."""
         self._exact.limit(p)
 
     def assume(self, tokens: npt.ArrayLike, n_exact: int) -> None:
-        """Say which tokens sequence 0 holds from position 0 on, of which the first `n_exact` have exact rows.
+        """Set the tokens that sequence 0 holds from position 0 on; the first `n_exact` of them have exact
+        rows.
 
         Raises:
             ValueError: the sequence has another length.

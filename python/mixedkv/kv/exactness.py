@@ -1,4 +1,4 @@
-"""Up to where the rows of a sequence are those that an evaluation from its first token would have made."""
+"""Tracks how many rows of a sequence equal an evaluation from its first token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mixedkv.limits import INT32_MAX
 
 
 class ExactRows:
-    """Follows what is done to sequence 0 of a `Llama`.
+    """Tracks the exact rows of sequence 0 of a `Llama`.
 
     A token's rows depend on what its layers could read when it was evaluated. They stop being exact where
     tokens are evaluated behind a window whose F16 rows have aged out (after a rollback or a cut block) or

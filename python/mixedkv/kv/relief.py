@@ -1,4 +1,4 @@
-"""Windows that get shorter while memory is short, step by step, and longer again."""
+"""Shortens the recent window step by step while memory is short, and extends it again."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Memory:
 class WindowRelief:
     """Halves the recent window of a context while memory is short, and doubles it when there is room.
 
-    A step is taken once a second at most, and taken back if no memory comes of it, as where F16 rows lie on
-    a device. What is evaluated behind a shorter window is not exact, and `short_from` says so.
+    A step is taken at most once a second, and undone if it frees no memory, as with F16 rows on a device.
+    Tokens evaluated with a shorter window are not exact, which `short_from` reports.
 
     Args:
         address: that of the context.

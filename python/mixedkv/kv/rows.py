@@ -124,13 +124,7 @@ def slice_group(group: RowGroup, p0: int, p1: int) -> RowGroup:
         slots=group.slots[hot],
         xy=None if group.xy is None else group.xy[rows],
         layers=tuple(
-            replace(
-                layer,
-                k=layer.k[rows],
-                v=layer.v[rows],
-                k_hot=layer.k_hot[hot],
-                v_hot=layer.v_hot[hot],
-            )
+            replace(layer, k=layer.k[rows], v=layer.v[rows], k_hot=layer.k_hot[hot], v_hot=layer.v_hot[hot])
             for layer in group.layers
         ),
     )

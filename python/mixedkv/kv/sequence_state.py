@@ -1,4 +1,4 @@
-"""Taking out and putting back what a sequence holds besides rows of all its tokens: see `Checkpoint`."""
+"""Saves and restores the state of a sequence besides the rows of all its tokens: see `Checkpoint`."""
 
 from __future__ import annotations
 
@@ -139,8 +139,8 @@ def _state(llm: llama_cpp.Llama, seq: int) -> npt.NDArray[np.uint8]:
 
 
 def _put_state(llm: llama_cpp.Llama, point: Checkpoint, seq: int) -> None:
-    """Put a state into the context. What comes from a file is looked at first: llama.cpp ends the process for
-    some of it.
+    """Put a state into the context. One from a file is checked first, since llama.cpp ends the process for
+    some errors.
     """
     state = np.ascontiguousarray(point.state)
     slides = int(llama_cpp.llama_model_n_swa(_llama_cpp.model(llm))) > 0  # then rows of these come first

@@ -1,4 +1,4 @@
-"""The setting of a live KV cache, of which the recent window can be changed."""
+"""The settings of a live KV cache, whose recent window can be changed."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class WindowSettings(ABC):
         group_size: int | None = None,
         sink_tokens: int | None = None,
     ) -> None:
-        """Set several of the window's settings at once; what is None stays.
+        """Set several of the window's settings at once; None leaves a setting unchanged.
 
         Raises:
             ValueError: a value is out of range, the cache is uniform, or it was made without F16 rows.

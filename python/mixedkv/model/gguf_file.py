@@ -19,6 +19,8 @@ from typing import Any, BinaryIO, NoReturn
 
 from mixedkv.errors import InvalidModelFileError
 
+DEFAULT_N_CTX = 8192
+
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_KEYS = 1 << 20
@@ -102,6 +104,11 @@ class ModelFile:
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of an architecture's own key, e.g. "block_count" for "llama.block_count"."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
+
+
+def default_n_ctx(file: ModelFile) -> int:
+    """Return the tokens of a context where no number is given: 8192, or the model's if that is less."""
+    return min(DEFAULT_N_CTX, int(file.get("context_length", 0)) or DEFAULT_N_CTX)
 
 
 def n_mtp_layers(file: ModelFile) -> int:

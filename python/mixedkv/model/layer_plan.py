@@ -36,13 +36,7 @@ class LayerPlan:
         on_cpu: the cache lies in CPU memory, where types of `CPU_TYPES` can be.
     """
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        shares: Shares | None = None,
-        *,
-        on_cpu: bool = True,
-    ) -> None:
+    def __init__(self, shape: ModelShape, shares: Shares | None = None, *, on_cpu: bool = True) -> None:
         self._shape = shape
         usable = _usable(shape, on_cpu)
         parts: list[Each] = [

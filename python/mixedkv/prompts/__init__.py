@@ -1,1 +1,1 @@
-"""Prompts as tokens: long texts, what is dropped of them, where messages start, what they repeat."""
+"""Works on prompts as tokens: long texts, dropping their middle, starts of messages, repetitions."""

@@ -33,11 +33,7 @@ OWN_SPLITTERS = frozenset({
 
 # Where llama.cpp's pattern reads a run to its end at each of its characters: what it is a run of, and how
 # many of them take a second or two.
-_QUADRATIC = {
-    "superbpe": (r"\d", 1 << 12),
-    "deepseek-llm": (r"\s", 1 << 12),
-    "jais-2": (r"\s", 1 << 16),
-}
+_QUADRATIC = {"superbpe": (r"\d", 1 << 12), "deepseek-llm": (r"\s", 1 << 12), "jais-2": (r"\s", 1 << 16)}
 
 # A line with the white space before it and the newlines after it: no pattern matches beyond the next one's.
 _STRETCH = re.compile(r"\s*[^\r\n]*[\r\n]*")

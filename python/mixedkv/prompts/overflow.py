@@ -1,5 +1,5 @@
-"""Shortens a sequence that is longer than its context: its beginning stays, on which attention rests, and the
-newest tokens (StreamingLLM, arXiv:2309.17453). The middle goes, as far as a message boundary where there is
+"""Shortens a sequence that is longer than its context. Its first tokens stay, on which attention rests, and
+the newest ones (StreamingLLM, arXiv:2309.17453). The middle is dropped, up to a message boundary if there is
 one. No model and no rows here.
 """
 
@@ -42,8 +42,8 @@ def head_of(starts: Places, size: int) -> int:
 
 
 def cut(n: int, head: int, size: int, starts: Places = NOWHERE) -> int:
-    """Return where the part that goes from n tokens, which begins at `head`, ends: at the next message,
-    unless that would take more than half of what could stay.
+    """Return the end of the part to drop from n tokens, which begins at `head`: at the next message, unless
+    that would drop more than half of the tokens that could stay.
     """
     end = head + n - budget(size, head)
     near = starts[(starts >= end) & (starts <= end + (n - end) // 2)]
@@ -55,7 +55,7 @@ class Gap:
     """Tokens that have been left out of a longer sequence: `n` of them, from `begin` on.
 
     Args:
-        hash: of them, so that a sequence is told from another one that has lost something else.
+        hash: hash of them, to tell apart sequences that have lost different tokens.
     """
 
     begin: int
@@ -63,13 +63,13 @@ class Gap:
     hash: Any = field(default_factory=sha256)
 
     def wider(self, tokens: Tokens) -> Gap:
-        """Widen the gap by tokens behind it."""
+        """Widen the gap by the tokens after it."""
         grown = self.hash.copy()
         grown.update(np.ascontiguousarray(tokens, np.int32).tobytes())
         return Gap(self.begin, self.n + len(tokens), grown)
 
     def is_of(self, whole: Tokens) -> bool:
-        """Return whether these tokens have the same ones there."""
+        """Return whether `whole` has the same tokens in the gap."""
         missing = np.ascontiguousarray(whole[self.begin : self.begin + self.n], np.int32)
         return bool(sha256(missing.tobytes()).digest() == self.hash.digest())
 

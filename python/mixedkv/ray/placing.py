@@ -44,7 +44,9 @@ class Placing:
         return ranked
 
     def order(self, prefix: Prefix, replicas: Collection[str], request: str = "") -> list[str]:
-        """Order replicas, the best first; of equals the one that was sent nothing for longest."""
+        """Return the replicas, the best first. Of equals, the one that has waited longest for a prompt comes
+        first.
+        """
         waiting, answered, now = dict.fromkeys(replicas, 0), set(prefix.ends[:-1]), self._clock()
         self._work = {name: one for name, one in self._work.items() if one[2] > now}
         for name, (replica, work, _, other) in self._work.items():

@@ -1,4 +1,4 @@
 """An OpenAI-compatible server on one llama.cpp context: `mixedkv serve`, or `python -m mixedkv.server`.
 
-What it answers with is `mixedkv.engine`; this package is the HTTP side and needs `mixedkv[server]`.
+This package is the HTTP side of `mixedkv.engine`, which generates the answers. It needs `mixedkv[server]`.
 """

@@ -9,13 +9,7 @@ from typing import Any
 from starlette.responses import Response
 
 from mixedkv.engine.constrain.constraint import DeadEndError
-from mixedkv.errors import (
-    ClosedError,
-    ContextLengthError,
-    EngineError,
-    ModelChangedError,
-    QueueFullError,
-)
+from mixedkv.errors import ClosedError, ContextLengthError, EngineError, ModelChangedError, QueueFullError
 from mixedkv.sessions import ErrorResponse
 
 _TYPES = {
@@ -62,13 +56,13 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self, path: str = "") -> Response:
-        """Return the error as the API at `path` writes it: Anthropic's has the type too, and Ollama's the
+        """Return the error in the format of the API at `path`: Anthropic's adds a type, Ollama's is the
         message alone.
         """
         body = {"type": "error", **self.body()} if path.startswith("/v1/messages") else self.body()
         if path.startswith("/api/"):
             body = {"error": self.message}
-        # ASCII, since a message may repeat what cannot be encoded
+        # ASCII, since a message may quote text that cannot be encoded
         return Response(json.dumps(body), self.status, self.headers, "application/json")
 
 
@@ -91,7 +85,7 @@ def from_engine(error: Exception, param: str = "prompt") -> ApiError:
 
 
 def prompt_error(error: ValueError, param: str, where: str = "") -> ApiError:
-    """Return what is wrong with a text that has no tokens."""
+    """Return the error for a prompt that cannot be tokenized."""
     code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
     return bad_request(f"{where}{error}", param, code)
 
@@ -105,6 +99,6 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def session_error(error: ErrorResponse) -> ApiError:
-    """Return what a request is told when the sessions refuse it."""
+    """Return the HTTP error for an error of the sessions."""
     status = {"session_not_found": 404, "session_quota": 429}.get(error.code, 409)
     return ApiError(status, error.detail, param="session_id", code=error.code)

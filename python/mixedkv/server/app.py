@@ -46,8 +46,8 @@ from mixedkv.server.used_models import ModelUse
 log = logging.getLogger("mixedkv.server")
 
 _DESCRIPTION = "OpenAI-compatible, with continuous batching, shared prefixes and conversations that are kept."
-_MAX_PARAM = 200  # characters: names of unknown fields are the client's
-_GONE = 499  # nginx' status for a client that went; nobody reads it
+_MAX_PARAM = 200  # characters to quote, as names of unknown fields are the client's
+_GONE = 499  # nginx' status for a client that disconnected; nobody reads it
 
 
 def make_app(server: ServerState) -> FastAPI:
@@ -113,7 +113,7 @@ def make_app(server: ServerState) -> FastAPI:
 
 class _App(FastAPI):
     def openapi(self) -> dict[str, Any]:
-        """Say of bodies what is true of this server: others than strict ones take fields they do not know."""
+        """Return the OpenAPI schema. Unless the server is strict, bodies may have unknown fields."""
         schema = super().openapi()
         if not self.state.server.settings.strict:
             for each in schema["components"]["schemas"].values():
@@ -139,7 +139,7 @@ async def _on_api_error(request: Request, error: Any) -> Response:
 
 
 async def _on_invalid(request: Request, error: Any) -> Response:
-    """Answer with the first thing that is wrong with a request, without what was sent."""
+    """Answer with the first error of an invalid request, without quoting it."""
     first = error.errors()[0]
     if first["loc"] == ("body",) and first["type"] == "model_attributes_type":
         kind = request.headers.get("content-type", "")
@@ -149,7 +149,7 @@ async def _on_invalid(request: Request, error: Any) -> Response:
             ).response()
         return ApiError(400, "the body is not a JSON object", code="invalid_json").response(request.url.path)
     where = [str(part) for part in first["loc"][1:]]  # without "body", "path" or "query"
-    # nor pydantic's name of a part of a union: function-after[<function ... at 0x7f...>, str]
+    # and without pydantic's names for parts of a union: function-after[<function ... at 0x7f...>, str]
     where = [part for part in where if not part.startswith("function-")]
     message = first["msg"].removeprefix("Value error, ")
     param = ".".join(where)[:_MAX_PARAM] or None

@@ -1,4 +1,4 @@
-"""`BodyReader`'s process: reads bodies from its input until that ends."""
+"""The process of `BodyReader`: parses bodies from its input until that ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NICENESS = 10  # tokens come first
 
 
 class Kind(enum.Enum):
-    """The result of reading a body."""
+    """The kinds of results of parsing a body."""
 
     READ = enum.auto()  # an object of its model, names of unknown fields, and of known ones without effect
     WRONG = enum.auto()  # pydantic's first error
@@ -31,7 +31,7 @@ Result: TypeAlias = tuple[Kind, Any]
 
 
 def read(model: type[BaseModel], body: bytes, strict: bool) -> Result:
-    """Return what a body says. `strict`: unknown fields are wrong, not ignored."""
+    """Parse a body. If `strict`, unknown fields are errors."""
     if _n_parts(body) > _MAX_PARTS and _n_parts(_STRING.sub(b"", body)) > _MAX_PARTS:
         return Kind.REFUSED, f"the body has more than {_MAX_PARTS} objects and lists: send less"
     try:
@@ -54,7 +54,7 @@ def _n_parts(body: bytes) -> int:
 def main() -> None:
     os.nice(_NICENESS)
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what else writes does not come between
+    os.dup2(2, 1)  # nothing else may write to the pipe
     while True:
         try:
             model, body, strict = pickle.load(source)

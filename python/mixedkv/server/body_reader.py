@@ -1,5 +1,5 @@
-"""Large bodies are read in a process of their own: an interpreter that decodes JSON does nothing else, and
-every stream of the server would wait.
+"""Parses large bodies in a process of their own: decoding JSON holds the interpreter's lock, and all streams
+of the server would wait.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pydantic import BaseModel
 from mixedkv.server import body_process
 from mixedkv.server.api_error import ApiError
 
-_PROCESS = body_process.__name__  # not run by `-m`: what it sends would be of `__main__`
+_PROCESS = body_process.__name__  # not run by `-m`, since its objects would then belong to `__main__`
 Read: TypeAlias = tuple[BaseModel, list[str], set[str]]
 _ENDED = (OSError, EOFError, pickle.UnpicklingError)
 
 
 def body_of(model: type[BaseModel], result: body_process.Result) -> Read:
-    """Return the body that the process has read.
+    """Return the body from a result of the process.
 
     Raises:
         RequestValidationError, HTTPException: see `BodyReader.read`.
@@ -38,7 +38,7 @@ def body_of(model: type[BaseModel], result: body_process.Result) -> Read:
 
 
 class BodyReader:
-    """Reads one body at a time. The process starts with the first one."""
+    """Parses one body at a time. The process starts with the first one."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -46,19 +46,20 @@ class BodyReader:
         self._lock = threading.Lock()
 
     def read(self, model: type[BaseModel], body: bytes, strict: bool) -> Read:
-        """Return what a body says, the names of unknown fields, which were ignored, and of known ones that
-        have no effect. `strict`: none are ignored.
+        """Parse a body. Return it, the names of unknown fields that were ignored, and of known fields that
+        have no effect. If `strict`, unknown fields are errors.
 
         Raises:
-            RequestValidationError: it is no JSON, or not what `model` says; with the first error alone.
-            HTTPException: 400, it has too many parts.
+            RequestValidationError: the body is not JSON or does not match `model`; only the first error is
+                reported.
+            HTTPException: 400, the body has too many parts.
             ApiError: 503, the process has ended.
         """
         try:
             result = self._ask(model, body, strict)
         except _ENDED:
             self._end()
-            try:  # it may have ended long ago
+            try:  # the process may have ended long ago
                 result = self._ask(model, body, strict)
             except _ENDED:
                 self._end()
@@ -66,7 +67,7 @@ class BodyReader:
         return body_of(model, result)
 
     def close(self) -> None:
-        """Stop the process; a body that is being read ends with an error."""
+        """Stop the process. A body that is being parsed fails."""
         self._closed = True
         self._end()
 
@@ -79,7 +80,7 @@ class BodyReader:
                     [sys.executable, "-c", f"import {_PROCESS} as process; process.main()"],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                    start_new_session=True,  # an interrupt at the terminal is the server's
+                    start_new_session=True,  # Ctrl-C is handled by the server
                 )
             process = self._process
         assert process.stdin is not None

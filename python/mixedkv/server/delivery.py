@@ -11,8 +11,8 @@ from mixedkv.engine.jobs.job import Job
 
 
 class Delivery:
-    """An engine's `deliver`: while an event loop runs it is woken once for all events of a step. Before that,
-    while prompts are warmed, events go directly; after it to nobody.
+    """An engine's `deliver`, which wakes the running event loop once for all events of a step. Before the
+    loop runs, while prompts are warmed, events are delivered directly; after it they are dropped.
     """
 
     def __init__(self) -> None:
@@ -31,6 +31,6 @@ class Delivery:
         self._loop = asyncio.get_running_loop()
 
     def end(self) -> None:
-        """Stop delivering: nobody reads any more."""
+        """Drop events from now on."""
         self._over = True
         self._loop = None

@@ -1,4 +1,4 @@
-"""Loads a model with its adapters, and unloads them; their stores stay open, so that their KV is kept."""
+"""Loads and unloads a model with its adapters. Their stores stay open, so that their KV is kept."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from mixedkv.engine.schedule.request import SpeculationMode
 from mixedkv.engine.turns import Turns
 from mixedkv.errors import ClosedError, ModelChangedError
 from mixedkv.model.fingerprint import model_parts
-from mixedkv.model.gguf_file import ModelFile, n_mtp_layers, read_model_file, weight_type
+from mixedkv.model.gguf_file import ModelFile, default_n_ctx, n_mtp_layers, read_model_file, weight_type
 from mixedkv.native import llama_cpp as _llama_cpp
-from mixedkv.server.model_loading import default_n_ctx, load_draft_model, load_model, open_projector
+from mixedkv.server.model_loading import load_draft_model, load_model, open_projector
 from mixedkv.server.model_watch import ModelWatch
 from mixedkv.server.models import ServedModel
 from mixedkv.server.residence import Check, ModelLoadError
@@ -43,7 +43,7 @@ log = logging.getLogger("mixedkv.server")
 
 @dataclass
 class Served:
-    """A model or an adapter of a group: what it is, and what of it outlives its unloading."""
+    """A model or an adapter of a group, with the state that outlives its unloading."""
 
     model: ServedModel
     state: ServerState
@@ -57,12 +57,12 @@ class GroupLoader:
 
     Args:
         members: the model, then its adapters.
-        first: it is the server's default model, which has the draft model.
-        file: the model's header, if it was just read; the first load uses it.
+        first: whether it is the server's default model, which has the draft model.
+        file: the model's header for the first load, if it was just read.
         on_change: called on any thread when a model's file is changed, after the engine has stopped.
 
     Attributes:
-        warm: evaluated each time it is loaded.
+        warm: evaluates the prompts to be warm, after each load.
     """
 
     members: list[Served]
@@ -74,12 +74,12 @@ class GroupLoader:
     _stack: ExitStack | None = None
 
     def load(self, check: Check) -> None:
-        """Load the model and its adapters, and evaluate what is to be warm.
+        """Load the model and its adapters, and evaluate the prompts to be warm.
 
         Raises:
-            ModelLoadError: a model that is loaded on demand cannot be loaded; without the folders of files,
+            ModelLoadError: a model that is loaded on demand cannot be loaded; the message has no folders,
                 since clients read it.
-            ValueError, OSError: the same of one that is loaded at the start.
+            ValueError, OSError: the same for a model that is loaded at the start.
         """
         if not self._settings.on_demand:
             self._open(check)
@@ -93,7 +93,7 @@ class GroupLoader:
                 warm(check)
             except Exception as error:
                 log.warning("a prompt of the model %s is not warm: %s", self.members[0].model.name, error)
-        gc.freeze()  # as at the start: nothing looks through it for garbage while streams wait
+        gc.freeze()  # as at the start, to spare streams the garbage collection of these objects
 
     def unload(self) -> None:
         """Store the KV that is still to be stored, and free the model and its adapters."""
@@ -109,7 +109,7 @@ class GroupLoader:
             gc.freeze()
 
     async def finish(self) -> None:
-        """Wait for a slice of texts to embed that was given up."""
+        """Wait for a slice of embedding work whose request was cancelled."""
         for each in self.members:
             if each.state.embedder is not None:
                 await each.state.embedder.drain(0)
@@ -156,7 +156,7 @@ class GroupLoader:
         drafts = settings.draft_model and self.first and parent is None
         files = [model.path, Path(settings.draft_model)] if drafts else [model.path]
         watch = stack.enter_context(ModelWatch(part.path for path in files for part in model_parts(path)))
-        # the first one has to have such layers, of others those that have them use them
+        # the default model must have such layers; other models use them if they have them
         is_first = self.first and parent is None
         mtp = settings.speculation == "mtp" and (is_first or n_mtp_layers(file) > 0)
         weights = parent.engine.llm if parent is not None else None
@@ -193,21 +193,21 @@ class GroupLoader:
         return ModelInMemory(engine=engine, embedder=embedder, projector=projector)
 
     def _stop_reading(self, engine: Engine) -> None:
-        """Stop the engine, so that whoever waits for the model's file may have it."""
+        """Stop the engine, so that the program which waits for the model's file can write it."""
         error = ModelChangedError(
             "the model's file was changed, or opened to be: restart the server, and replace a model by "
             "renaming another file over it"
         )
         log.error("no more requests are taken: %s", error)
         engine.drain(0, error)
-        with suppress(ClosedError):  # vectors that are being made
+        with suppress(ClosedError):  # wait for embedding work under way
             engine.call(lambda: None).result()
         self.on_change()
 
 
 def speculation_of(settings: ServerSettings, drafts: bool) -> SpeculationMode:
-    """Return the speculation mode of a model's answers; `drafts`: it has the draft model, which is the first
-    one's, or MTP layers.
+    """Return the speculation mode of a model's answers. `drafts`: it has MTP layers or the draft model, which
+    only the default model has.
     """
     if settings.speculation in ("draft-model", "mtp") and not drafts:
         return "prompt-lookup"
@@ -229,10 +229,10 @@ def read_chat_template(path: str) -> str:
 
 
 def check_files(model: ServedModel) -> None:
-    """Check that the files of a model are there, which is loaded later.
+    """Check that the files of a model that is loaded later exist.
 
     Raises:
-        FileNotFoundError: one is not there.
+        FileNotFoundError: a file is missing.
     """
     for option, path in (("lora", model.adapter), ("mmproj", model.mmproj)):
         if path and not Path(path).is_file():
@@ -240,14 +240,14 @@ def check_files(model: ServedModel) -> None:
 
 
 def describe(state: ServerState, model: ServedModel, file: ModelFile) -> None:
-    """Say of a model that is not loaded what its file says of it; `load` knows all of it."""
+    """Describe a model that is not loaded, as far as its file tells. `load` completes the description."""
     settings = state.settings
     template = "" if settings.chat_format else read_chat_template(settings.chat_template)
     template = template or str(file.metadata.get("tokenizer.chat_template", ""))
     state.chat_template = template
     renderer = ChatRenderer(template, "", "")
     embeds = not model.parent and (settings.embeddings or only_embeds(file))
-    n_ctx = default_n_ctx(model, file)
+    n_ctx = model.n_ctx or default_n_ctx(file)
     state.kv = str(parse_kv(settings.kv if state.generates else "f16"))
     state.capabilities = _capabilities(
         generates=state.generates,
@@ -270,7 +270,7 @@ def describe(state: ServerState, model: ServedModel, file: ModelFile) -> None:
 
 
 def _tell(state: ServerState, file: ModelFile, loaded: ModelInMemory) -> None:
-    """Say of a model that is loaded what it is."""
+    """Describe a loaded model."""
     engine, embedder = loaded.engine, loaded.embedder
     words = engine.tokenizer
     state.loaded = loaded
@@ -299,7 +299,7 @@ def _tell(state: ServerState, file: ModelFile, loaded: ModelInMemory) -> None:
 def _capabilities(
     *, generates: bool, tools: bool, thinks: bool, infills: bool, sees: bool, embeds: bool
 ) -> list[str]:
-    """Return abilities of a model in Ollama's words."""
+    """Return a model's capabilities in Ollama's terms."""
     can = {
         "completion": generates,
         "tools": generates and tools,

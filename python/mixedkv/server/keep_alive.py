@@ -1,4 +1,4 @@
-"""Reads how long a model stays in memory after a request, as Ollama's clients write it."""
+"""Parses how long a model stays in memory after a request, in the notation of Ollama's clients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def parse_keep_alive(value: object) -> float:
     """Return the seconds of a number or of a text such as "10m" or "1h30m"; below zero is infinity.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the value is neither.
     """
     if isinstance(value, str):
         return _read(value.strip())

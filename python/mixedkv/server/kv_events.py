@@ -1,10 +1,10 @@
-"""Tells routers what the context holds, as vLLM does: ZeroMQ messages of a topic, a number (8 bytes, big
+"""Tells routers what the context holds, like vLLM: ZeroMQ messages with a topic, a number (8 bytes, big
 endian) and a batch of events in MessagePack.
 
-Blocks of 16 tokens are named by the first 8 bytes, big endian, of SHA-256 over the name of the block before
-(32 bytes) and its tokens (int32, little endian); before the first stands SHA-256 of "mixedkv kv events\\n"
-and the tenant. Who begins to listen is told all that is there: `AllBlocksCleared`, then `BlockStored` of
-everything. Each model has a topic of its own. docs/fleet.md has what routers make of it.
+A block of 16 tokens is named by the first 8 bytes, big endian, of SHA-256 over the name of the block before
+it (32 bytes) and its tokens (int32, little endian). The name before the first block is SHA-256 of "mixedkv kv
+events\\n" and the tenant. A new listener is told everything: `AllBlocksCleared`, then `BlockStored` for all
+blocks. Each model has a topic of its own. See docs/fleet.md for what routers do with it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ log = logging.getLogger("mixedkv.server")
 
 BLOCK = 16
 MEDIUM = "CPU"
-_SECONDS = 0.1  # between two looks
-_SHORT = 8  # bytes of a name that are told
-_MAX_UNREAD = 100_000  # messages that a listener may be behind
+_SECONDS = 0.1  # seconds between two looks
+_SHORT = 8  # bytes of a name that are sent
+_MAX_UNREAD = 100_000  # messages that may wait for a listener
 
 
 class _Event(msgspec.Struct, array_like=True, tag=True):
@@ -43,7 +43,7 @@ class _Event(msgspec.Struct, array_like=True, tag=True):
 
 
 class BlockStored(_Event):
-    """Blocks that follow each other."""
+    """Consecutive blocks of a sequence that were stored."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -66,7 +66,7 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, array_like=True):
-    """Events at a time, in seconds since 1970."""
+    """Events at one time, in seconds since 1970."""
 
     ts: float
     events: list[Event]
@@ -74,7 +74,7 @@ class EventBatch(msgspec.Struct, array_like=True):
 
 @dataclass(slots=True)
 class _Told:
-    """Blocks of a sequence that were told."""
+    """The blocks of a sequence that listeners know of."""
 
     version: int
     tenant: str
@@ -83,7 +83,7 @@ class _Told:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """A sequence, and its tokens from a block on."""
+    """A sequence, and its new tokens from a block on."""
 
     id: int
     version: int
@@ -93,14 +93,14 @@ class News:
 
 
 class HeldBlocks:
-    """Turns what sequences hold into events."""
+    """Makes events from the contents of sequences."""
 
     def __init__(self) -> None:
         self._told: dict[int, _Told] = {}
         self._holders: Counter[bytes] = Counter()
 
     def look(self, held: Sequence[Held]) -> list[News]:
-        """Return what is there, with the tokens that are new; on the engine's thread."""
+        """Return the sequences with their new tokens; called on the engine's thread."""
         news = []
         for seq in held:
             if not seq.stitched:
@@ -114,7 +114,7 @@ class HeldBlocks:
         return news
 
     def forget(self) -> bool:
-        """Tell everything anew; whether anything was told."""
+        """Forget what listeners know; return whether that was anything."""
         had = bool(self._told)
         self._told.clear()
         self._holders.clear()
@@ -147,7 +147,7 @@ class HeldBlocks:
         return [*events, BlockRemoved([_short(name) for name in left], MEDIUM)] if left else events
 
     def _stored(self, names: list[bytes], one: News) -> Iterator[Event]:
-        """Yield an event for each run of blocks that nobody held."""
+        """Yield an event for each run of new blocks."""
         run: list[int] = []
         for i in range(one.first, len(names) + 1):
             new = i < len(names) and not self._holders[names[i]]
@@ -180,14 +180,14 @@ class _Publisher:
 
 
 class KVEvents:
-    """Tells what engines hold, ten times a second.
+    """Publishes what engines hold, ten times a second.
 
     Args:
-        endpoint: of ZeroMQ, to listen on: tcp://HOST:PORT or ipc://PATH.
-        engines: by the topic that stands before their messages; None while a model is not loaded.
+        endpoint: ZeroMQ address to listen on: tcp://HOST:PORT or ipc://PATH.
+        engines: engines by the topic of their messages; None while a model is not loaded.
 
     Raises:
-        ValueError: it cannot be listened on.
+        ValueError: the server cannot listen there.
     """
 
     def __init__(self, endpoint: str, engines: Mapping[str, Callable[[], Engine | None]]) -> None:
@@ -196,7 +196,7 @@ class KVEvents:
         self._socket = self._context.socket(zmq.XPUB)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, _MAX_UNREAD)
-        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # also of who joins a topic that others listen to
+        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # also report listeners of a topic that others listen to
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -232,7 +232,7 @@ class KVEvents:
             self._context.destroy()
 
     def _new_topics(self) -> tuple[bytes, ...]:
-        """Return the beginnings of topics that somebody has begun to listen to."""
+        """Return the prefixes of topics that new listeners have subscribed to."""
         found = []
         while self._socket.poll(0):
             message = self._socket.recv()
@@ -241,9 +241,9 @@ class KVEvents:
         return tuple(found)
 
     def _tell(self, one: _Publisher) -> None:
-        """Tell what has changed; of an engine that has ended that it holds nothing, while others go on."""
+        """Publish the changes. An engine that has ended holds nothing; the others continue."""
         engine = one.engine()
-        if engine is not one.last and one.blocks.forget():  # the model was loaded anew: nothing is there
+        if engine is not one.last and one.blocks.forget():  # the model was loaded again: its context is empty
             self._send(one, [AllBlocksCleared()])
         one.last = engine
         if engine is not None:

@@ -14,10 +14,10 @@ from mixedkv.server.settings import ServerSettings
 
 @contextmanager
 def listen(settings: ServerSettings) -> Iterator[socket.socket]:
-    """Open a bound socket; a Unix socket's file goes away with it.
+    """Open a bound socket. The file of a Unix socket is removed when it is closed.
 
     Raises:
-        ValueError: it cannot be.
+        ValueError: the server cannot listen there.
     """
     if not settings.unix_socket:
         with _bind_address(settings.host, settings.port) as listening:
@@ -42,7 +42,7 @@ def url(listening: socket.socket, tls: bool) -> str:
 
 
 class TLS:
-    """The certificate and its key, which can be read again when they were renewed.
+    """The certificate and its key, which can be reloaded when they were renewed.
 
     Raises:
         ValueError: a file cannot be read, they do not belong together, or the key has a password.
@@ -55,7 +55,7 @@ class TLS:
         self.reload()
 
     def reload(self) -> None:
-        """Read the certificate files again, for new connections; where that fails, nothing changes."""
+        """Read the certificate files again, for new connections. If that fails, nothing changes."""
         self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
         self._load(self.context)
 
@@ -67,7 +67,7 @@ class TLS:
             raise ValueError(
                 f"tls_cert={self._cert}, tls_key={self._key}: {reason}: give a PEM certificate and its key"
             ) from None
-        except OSError as error:  # does not say which
+        except OSError as error:  # the error does not say which file
             unread = next(
                 (path for path in (self._cert, self._key) if not os.access(path, os.R_OK)), self._cert
             )
@@ -106,7 +106,7 @@ def _bind_path(path: str) -> socket.socket:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove what a server that was killed has left behind."""
+    """Remove the socket file of a server that was killed."""
     try:
         mode = os.lstat(path).st_mode
     except OSError:

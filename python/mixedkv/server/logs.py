@@ -1,4 +1,4 @@
-"""The log: one line for each record, with the id of the request it is about."""
+"""Writes the log: one line for each record, with the id of its request."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextvars import ContextVar
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 
-_INDENT = "    "  # before lines of a traceback
-_WINDOW, _MOST = 60.0, 10  # seconds, and warnings of a kind in them
+_INDENT = "    "  # indent of the lines of a traceback
+_WINDOW, _MOST = 60.0, 10  # seconds, and the maximum number of warnings of a kind in them
 _MOST_KINDS = 1000
 
 
@@ -25,7 +25,7 @@ def install() -> None:
 
 
 class Formatter(logging.Formatter):
-    """Control characters are written as escapes, and lines after the first are indented: what a client sent
+    """Formats records with control characters escaped and further lines indented, so that text from a client
     cannot look like a record.
     """
 
@@ -43,7 +43,7 @@ class RateLimit(logging.Filter):
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        self._kinds: dict[tuple[str, str], tuple[float, int]] = {}  # since when, and how many
+        self._kinds: dict[tuple[str, str], tuple[float, int]] = {}  # by kind: since when, and how many
 
     def __len__(self) -> int:
         return len(self._kinds)
@@ -57,7 +57,7 @@ class RateLimit(logging.Filter):
             if n > _MOST:
                 record.msg = f"{record.msg} (and {n - _MOST} more like it)"
             began, n = now, 0
-        if len(self._kinds) >= _MOST_KINDS:  # of who puts values into the message itself
+        if len(self._kinds) >= _MOST_KINDS:  # for messages that have the values in them
             self._kinds.clear()
         self._kinds[kind] = began, n + 1
         return n < _MOST

@@ -16,8 +16,8 @@ _FIRST = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 
 _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 _SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 300, 600)
 _STEP = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-_RATE_WINDOW = 10.0  # seconds that tokens per second are averaged over
-WINDOW = 1000  # latest requests that are remembered
+_RATE_WINDOW = 10.0  # seconds over which tokens per second are averaged
+WINDOW = 1000  # number of latest requests to remember
 
 
 class Metrics(Observer):
@@ -331,7 +331,7 @@ class Metrics(Observer):
         for tier in ("hot", "cold", "checkpoints"):
             self.bytes.labels(tier).set(_sum(caches, f"bytes_{tier}"))
         n_ctx = _sum(caches, "n_ctx")
-        n_ctx = n_ctx or 1.0  # of models that only embed
+        n_ctx = n_ctx or 1.0  # models that only embed have none
         self.usage.set(_sum(caches, "cells_used") / n_ctx)
         self.in_use.set(min(1.0, _sum(caches, "tokens_running") / n_ctx))
         for state in ("running", "idle"):

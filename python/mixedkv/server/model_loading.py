@@ -1,4 +1,4 @@
-"""Models as the settings of a server have them."""
+"""Loads models as the settings of a server say."""
 
 from __future__ import annotations
 
@@ -11,18 +11,11 @@ from mixedkv.engine.chat import tokenizer
 from mixedkv.images import Projector
 from mixedkv.limits import CELLS
 from mixedkv.llama import Llama
-from mixedkv.model.gguf_file import ModelFile
+from mixedkv.model.gguf_file import ModelFile, default_n_ctx
 from mixedkv.server.models import ServedModel
 from mixedkv.server.settings import ServerSettings
 from mixedkv.streaming.layer_choice import parse_layers
 from mixedkv.terminal import LoadingBar
-
-_DEFAULT_N_CTX = 8192
-
-
-def default_n_ctx(model: ServedModel, file: ModelFile) -> int:
-    """Return the tokens of a model's cache: those that were asked for, else 8192 or what the model takes."""
-    return model.n_ctx or min(_DEFAULT_N_CTX, int(file.get("context_length", _DEFAULT_N_CTX)))
 
 
 def load_model(
@@ -34,8 +27,8 @@ def load_model(
     mtp: bool = False,
     check: Callable[[], None] | None = None,
 ) -> Llama:
-    """Load a model or an adapter; what `check` raises on the way ends that."""
-    n_ctx = default_n_ctx(model, file)
+    """Load a model or an adapter. An exception from `check` ends the loading."""
+    n_ctx = model.n_ctx or default_n_ctx(file)
     if model.adapter and not Path(model.adapter).is_file():
         raise FileNotFoundError(f"lora={model.name}={model.adapter}: there is no such file")
     if model.adapter and (settings.stream_layers or settings.memory):
@@ -47,7 +40,7 @@ def load_model(
         settings,
         model.path,
         check,
-        # what only embeds has no use for this context
+        # a model that only embeds does not use this context
         kv=settings.kv if generates else "f16",
         n_ctx=n_ctx if generates else CELLS,
         n_seq_max=settings.n_seq,
@@ -89,7 +82,7 @@ def _open(settings: ServerSettings, path: Path, check: Callable[[], None] | None
             progress=progress,
         )
     if not settings.verbose:
-        tokenizer.silence()  # Llama sets its own log
+        tokenizer.silence()  # Llama changes the log
     return llm
 
 

@@ -1,4 +1,6 @@
-"""Sees when a model's file is changed in place: it is mapped, so a page that is cut off ends the process."""
+"""Notices when a model's file is changed in place. It is mapped, so a file that is cut short would end the
+process.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +19,25 @@ except ImportError:  # Windows
 
 log = logging.getLogger("mixedkv.server")
 
-_SECONDS = 0.2  # between two looks
+_SECONDS = 0.2  # seconds between two looks
 _HAS_LEASES = hasattr(fcntl, "F_SETLEASE")  # Linux
 
 
 def ignore_signal() -> None:
-    """Ignore the signal that tells of who waits for a file, which is looked for instead. Only the main thread
-    can; files can then be watched from any thread.
+    """Ignore the signal about a program that waits for a file, as files are polled instead. Call it on the
+    main thread; files can then be watched from any thread.
     """
     if _HAS_LEASES and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGIO, signal.SIG_IGN)
 
 
 class ModelWatch:
-    """Holds a lease on each file: who opens one for writing waits until what reads it has stopped, which the
-    kernel allows 45 seconds (/proc/sys/fs/lease-break-time). A file that is renamed over another one changes
-    nothing. Where there are no leases, size and time of change are looked at: on other systems than Linux, on
-    some file systems, with another user's file, with one that is open for writing already, and off the main
-    thread before `ignore_signal`. See https://man7.org/linux/man-pages/man2/F_GETLEASE.2const.html.
+    """Holds a lease on each file: a program that opens one for writing has to wait until the model is no
+    longer read, for at most 45 seconds (/proc/sys/fs/lease-break-time). Renaming another file over it changes
+    nothing. If there are no leases, size and time of change are polled. That is so on systems other than
+    Linux, on some file systems, with another user's file, with a file that is open for writing already, and
+    off the main thread before `ignore_signal`. See
+    https://man7.org/linux/man-pages/man2/F_GETLEASE.2const.html.
 
     Use it as a context manager, from before the files are loaded until they are not needed any more.
     """
@@ -48,7 +51,7 @@ class ModelWatch:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> ModelWatch:
-        # off the main thread the signal cannot be ignored, which would end the process
+        # off the main thread the signal cannot be ignored, and would end the process
         ignore_signal()
         can_lease = _HAS_LEASES and signal.getsignal(signal.SIGIO) is signal.SIG_IGN
         for path in self._paths:
@@ -71,7 +74,9 @@ class ModelWatch:
         self._release()
 
     def begin(self, stop: Callable[[], None]) -> None:
-        """Call `stop` once, on a thread, when a file changes or is about to; nothing may read it then."""
+        """Call `stop` once, on a thread, when a file changes or is about to. Nothing may read the file after
+        that.
+        """
         self._thread = threading.Thread(target=self._watch, args=(stop,), name="mixedkv-model", daemon=True)
         self._thread.start()
 

@@ -1,4 +1,4 @@
-"""Names the models that a server has: files, and adapters on them."""
+"""Names the models of a server: files, and adapters on them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _NAMED = re.compile(r"([A-Za-z0-9][\w.:@~+-]{0,255})=(.+)", re.ASCII | re.DOTALL
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model, or an adapter on one, as clients name it.
+    """A model or an adapter, by the name that clients use.
 
     Args:
         path: GGUF file.
         n_ctx: tokens of its cache; 0 for the default.
         adapter: GGUF file of a LoRA adapter on it, "" for none.
-        parent: the name of the model without the adapter, "" for one itself.
+        parent: the name of the model without the adapter; "" for a model itself.
         mmproj: GGUF file of its image encoder, "" for none.
-        scale: how much of the adapter.
+        scale: strength of the adapter.
     """
 
     name: str
@@ -42,7 +42,7 @@ def served_models(settings: ServerSettings) -> list[ServedModel]:
     """Return the models to serve. The first one is the default; adapters come after their model.
 
     Raises:
-        ValueError: a name is there twice, or missing; the message begins with the option.
+        ValueError: a name is used twice or is missing; the message begins with the option.
     """
     sizes, scales = _sizes(settings.model_n_ctx), _scales(settings.lora_scale)
     models = [_model(given, i, settings) for i, given in enumerate(settings.model or [str(model_path())])]
@@ -79,7 +79,7 @@ def _model(given: str, i: int, settings: ServerSettings) -> tuple[str, Path]:
 
 
 def _adapter(given: str, models: Sequence[tuple[str, Path]]) -> tuple[str, str, str]:
-    """Name, the model it is for, and file."""
+    """Return an adapter's name, the model it is for, and its file."""
     if (named := _NAMED.fullmatch(given)) is None:
         raise ValueError(f"lora={given!r}: use NAME=FILE, or NAME=MODEL=FILE where there are several models")
     name, file = named[1], named[2]

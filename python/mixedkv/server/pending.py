@@ -21,17 +21,17 @@ OnEvent = Callable[[Delta | Done], Awaitable[None]]
 
 
 class Disconnected(Exception):  # noqa: N818
-    """The client has gone: nobody waits for an answer."""
+    """The client has disconnected, so nobody waits for an answer."""
 
 
 class PendingRequest:
-    """Submits jobs and yields their events until all are done. Use it as a context manager: whatever
-    happens, what is not done is cancelled.
+    """Submits jobs and yields their events until all are done. Use it as a context manager: jobs that are not
+    done at its end are cancelled.
 
     Args:
-        timeout: seconds until the request is given up.
-        left: those of them that are left, if not all.
-        on_event: awaited with each event before it is handed out; what it raises takes the event's place.
+        timeout: time limit of the request in seconds.
+        left: remaining seconds, if some have passed already.
+        on_event: awaited with each event before it is yielded; an exception from it is raised instead.
 
     Raises:
         ApiError: 429, 503 or 400 when the jobs are not accepted; 504, 500 while they run.
@@ -89,7 +89,7 @@ class PendingRequest:
         self._wake()
 
     def tick_every(self, seconds: float) -> None:
-        """Let `next` return None where nothing has come for that long, or up to twice as long."""
+        """Let `next` return None if there was no event for so many seconds, up to twice as many."""
         if self._quiet and not self._events:
             self._ticked = True
             self._wake()
@@ -116,7 +116,7 @@ class PendingRequest:
         """Return the next event of the jobs.
 
         Raises:
-            ApiError: a job has failed, or the time is up.
+            ApiError: a job has failed, or the time limit was reached.
         """
         while not self._events:
             if self._late:
@@ -150,10 +150,10 @@ class PendingRequest:
 
 
 async def or_disconnect(request: Request, work: Awaitable[_T]) -> _T:
-    """Await the work, unless the client goes first.
+    """Await the work, unless the client disconnects first.
 
     Raises:
-        Disconnected: it went.
+        Disconnected: the client disconnected.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(disconnected(request.receive))
@@ -170,7 +170,7 @@ async def or_disconnect(request: Request, work: Awaitable[_T]) -> _T:
 
 
 async def disconnected(receive: Callable[[], Awaitable[object]]) -> None:
-    """Returns when the client has gone."""
+    """Return when the client has disconnected."""
     while True:
         message = await receive()
         if isinstance(message, dict) and message["type"] == "http.disconnect":

@@ -1,4 +1,4 @@
-"""Threads for work that takes a while, apart by kind: who fills one kind's makes nobody else wait."""
+"""Thread pools for slow work, one for each kind, so that much work of one kind does not delay the others."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 from mixedkv.server.body_reader import BodyReader
 
-LARGE = 1 << 16  # bytes of a body; less takes a millisecond
+LARGE = 1 << 16  # bytes of a large body; a smaller one takes a millisecond
 _T = TypeVar("_T")
 
 
 class Pools:
-    """Threads for work off the event loop. Sessions use the loop's own threads: a database that does not
-    answer holds up no other work.
+    """Thread pools for work off the event loop. Sessions use the loop's own threads, so that a database that
+    does not answer delays no other work.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Pools:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Drop what waits, and wait for what runs: it reads the model, which is freed next."""
+        """Drop waiting work, and wait for running work, which uses the model that is freed next."""
         self.body_reader.close()
         for pool in (self.bodies, self.prompts, self.large_prompts, self.answers):
             pool.shutdown(cancel_futures=True)

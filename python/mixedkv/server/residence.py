@@ -1,7 +1,7 @@
-"""Decides which models are in memory: the first request that names one loads it, and it leaves unused.
+"""Decides which models are in memory: the first request for a model loads it, and unused models are unloaded.
 
-A model and its adapters share weights, so they come and go together, as a `ModelGroup`. All that is decided
-here is decided on the event loop; loading and unloading are the business of one thread, one after the other.
+A model and its adapters share weights, so they are loaded and unloaded together, as a `ModelGroup`. Decisions
+are made on the event loop. One thread loads and unloads, one group after the other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ModelLoadError(Exception):
 
 
 class Residency(Enum):
-    """A group's place. One that is leaving is in memory until the last request that uses it ends."""
+    """States of a group. One that is LEAVING stays in memory until the last request that uses it ends."""
 
     OUT = auto()
     LOADING = auto()
@@ -41,7 +41,7 @@ class Residency(Enum):
 
 
 class Counts(Protocol):
-    """Counts of what happens, for the metrics."""
+    """Protocol of the counters of loads and unloads, for the metrics."""
 
     def model_loaded(self, name: str, seconds: float) -> None: ...
 
@@ -54,17 +54,17 @@ class Loadable(Protocol):
     """Loads a model and its adapters, and unloads them, on any thread."""
 
     def load(self, check: Check) -> None:
-        """Load; `check` raises where that is not wanted any more."""
+        """Load. An exception from `check` means that loading is not wanted any more."""
 
     def unload(self) -> None:
-        """Store the KV that is still to be stored, and free everything. Can be called again."""
+        """Store remaining KV and free everything. Can be called again."""
 
     async def finish(self) -> None:
-        """Wait, on the event loop, for what is under way without a request."""
+        """Wait, on the event loop, for work that no request waits for."""
 
     @property
     def broken(self) -> bool:
-        """True if what is loaded takes no more requests."""
+        """True if a loaded model takes no more requests."""
 
 
 @dataclass(eq=False)
@@ -72,11 +72,11 @@ class ModelGroup:
     """A model and its adapters.
 
     Attributes:
-        users: requests, and pieces of work of theirs, that need it.
-        wishes: seconds that it stays after each tenant's last request, as that said when it began.
-        expires: when these are over, by the monotonic clock.
-        used: when a request last began to use it.
-        must_go: it makes room for another one, or is broken: who comes now waits for it to be loaded anew.
+        users: number of requests, and of their pieces of work, that need it.
+        wishes: seconds that it stays after each tenant's last request, as that request asked.
+        expires: when these seconds are over, by the monotonic clock.
+        used: when a request last started to use it.
+        must_go: it makes room for another group or is broken: new requests wait until it is loaded again.
     """
 
     name: str
@@ -96,7 +96,7 @@ class ModelGroup:
 
     @property
     def expires_in(self) -> float:
-        """Seconds until it is unloaded if no request comes; infinity where it stays."""
+        """Seconds until it is unloaded if no request comes; infinity if it stays."""
         if self.users:
             return max(self.wishes.values(), default=math.inf)
         return max(0.0, max(self.expires.values(), default=math.inf) - time.monotonic())
@@ -110,15 +110,16 @@ class _Waiter:
 
 
 class Residence:
-    """Says which groups are in memory.
+    """Decides which groups are in memory.
 
     Args:
-        keep_alive: seconds that a group stays after its last request, where that does not say.
-        max_loaded: groups in memory at a time; 0 is any number. Where it is reached the least recently used
-            one leaves that nobody uses; if all are in use, one takes no more requests until it has left.
-        on_demand: groups come and go; otherwise all are loaded by `load_now` and stay.
-        most_waiting: requests of a tenant that may wait for one group.
-        counts: gets what happens.
+        keep_alive: seconds that a group stays after its last request, unless the request says otherwise.
+        max_loaded: maximum number of groups in memory; 0 for any number. If it is reached, the least recently
+            used idle group is unloaded. If all are in use, one of them takes no more requests until it is
+            unloaded.
+        on_demand: groups are loaded and unloaded on demand; otherwise all are loaded by `load_now` and stay.
+        most_waiting: returns how many requests of a tenant may wait for one group.
+        counts: counts loads and unloads.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class Residence:
         self.groups: list[ModelGroup] = []
         self._max_loaded = max_loaded or 2**31
         self._most_waiting, self._counts = most_waiting, counts
-        self._wanted: deque[ModelGroup] = deque()  # to be loaded, in the order in which they were asked for
+        self._wanted: deque[ModelGroup] = deque()  # groups to load, in the order in which they were requested
         self._thread = ThreadPoolExecutor(1, "mixedkv-load")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._at_work: asyncio.Task[None] | None = None
@@ -171,7 +172,7 @@ class Residence:
         self._count("model_loaded", group, group.used - began)
 
     def close(self) -> None:
-        """Unload everything, when nothing uses it any more."""
+        """Unload everything. Nothing may use the groups any more."""
         self._closing = True
         self._thread.shutdown(cancel_futures=True)
         for group in reversed(self.groups):
@@ -187,7 +188,7 @@ class Residence:
     # --- the event loop ---
 
     def begin(self) -> None:
-        """Start deciding, on the running loop."""
+        """Start on the running event loop."""
         self._loop = asyncio.get_running_loop()
         for group in self.groups:
             if group.place is Residency.IN:
@@ -195,20 +196,20 @@ class Residence:
                 self._rest(group)
 
     def refuse(self) -> None:
-        """Load nothing more: the server is shutting down."""
+        """Load no more groups, as the server is shutting down."""
         self._closing = True
         for group in self.groups:
             _cancel_timer(group)
             self._fail(group, ClosedError(_SHUTTING_DOWN))
 
     async def use(self, group: ModelGroup, tenant: str, keep_alive: float | None = None) -> None:
-        """Wait until a group is in memory; it stays there until `release`.
+        """Wait until a group is in memory. It stays there until `release`.
 
         Args:
-            keep_alive: seconds that it stays for this tenant after that; None as by default.
+            keep_alive: seconds that it stays for this tenant after that; None for the default.
 
         Raises:
-            ModelLoadError: it cannot be loaded.
+            ModelLoadError: the group cannot be loaded.
             QueueFullError: too many requests of this tenant wait for it.
             ClosedError: the server is shutting down.
         """
@@ -232,7 +233,7 @@ class Residence:
             await waiter.came
         except asyncio.CancelledError:
             if waiter.came.done() and not waiter.came.cancelled() and waiter.came.exception() is None:
-                self.drop(group)  # it came in the same turn of the loop
+                self.drop(group)  # it was loaded in the same turn of the loop
             raise
         finally:
             if waiter in group.waiters:
@@ -242,23 +243,23 @@ class Residence:
                     self._go_on()
 
     def release(self, group: ModelGroup, tenant: str) -> None:
-        """End what `use` began: from now on the time counts that the group stays."""
+        """End a `use`. The time that the group stays begins now."""
         if self.on_demand:
             group.expires[tenant] = time.monotonic() + group.wishes.get(tenant, self.keep_alive)
         self.drop(group)
 
     def hold(self, group: ModelGroup) -> None:
-        """Keep a group that is in use in memory until `drop`, for work that may outlive its request."""
+        """Keep a used group in memory until `drop`, for work that may outlive its request."""
         group.users += 1
 
     def drop(self, group: ModelGroup) -> None:
-        """End what `hold` began."""
+        """End a `hold`."""
         group.users -= 1
         if not group.users:
             self._rest(group)
 
     def hold_during(self, group: ModelGroup, work: Future[Any]) -> None:
-        """Keep a group that is in use in memory until work on another thread is over."""
+        """Keep a used group in memory until work on another thread is over."""
         loop = asyncio.get_running_loop()
         self.hold(group)
 
@@ -275,8 +276,8 @@ class Residence:
             self._rest(group)
 
     def unload_broken(self, group: ModelGroup) -> None:
-        """Unload a group that takes no more requests, when those at work have ended, if it can be loaded
-        again; from any thread.
+        """Unload a group that takes no more requests, when its running requests have ended, if it can be
+        loaded again. Can be called on any thread.
         """
 
         def unload() -> None:
@@ -317,7 +318,7 @@ class Residence:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Begin what can be done next."""
+        """Start the next load or unload, if one is due."""
         if self._at_work is not None or self._closing:
             return
         gone = [group for group in self.groups if group.place is Residency.LEAVING and not group.users]
@@ -385,13 +386,13 @@ class Residence:
         return asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
     def _admit(self, group: ModelGroup) -> None:
-        """Let those that wait go on, in the order in which they came."""
+        """Let waiting requests continue, in the order in which they came."""
         waiters, group.waiters = group.waiters, []
         for waiter in waiters:
             if not waiter.came.done():
                 self._take(group, waiter.tenant, waiter.keep_alive)
                 waiter.came.set_result(None)
-        if not group.users:  # they have all given up
+        if not group.users:  # all of them have given up
             self._keep(group, "", self.keep_alive)
             self._rest(group)
 

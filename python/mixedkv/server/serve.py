@@ -61,20 +61,20 @@ except ImportError:  # Windows, which has no such limit
 
 log = logging.getLogger("mixedkv.server")
 
-_OWN_FILES = 256  # of the store, the metadata and connections that are being refused
+_OWN_FILES = 256  # for the store, the metadata and connections that are being refused
 _REGISTER_SECONDS = 60.0  # after the prompt of a session is evaluated
-_LONGEST_END = 60.0  # seconds for storing KV and closing everything, after the drain timeout
-_LAST_SECONDS = 2.0  # for a client to take its answer, after the drain timeout
-_CHECK_SECONDS = 0.2  # between two looks whether a prompt is still to be warmed
+_LONGEST_END = 60.0  # seconds to store KV and close everything, after the drain timeout
+_LAST_SECONDS = 2.0  # seconds for a client to take its answer, after the drain timeout
+_CHECK_SECONDS = 0.2  # seconds between two looks whether a prompt is still to be warmed
 _BACKLOG = 128  # connections that asyncio accepts at once, whatever their limit
-_SWITCH_SECONDS = 0.0005  # the interpreter's 5 ms would be several steps of a small model
+_SWITCH_SECONDS = 0.0005  # the default, 5 ms, is as long as several steps of a small model
 
 
 def serve(settings: ServerSettings) -> None:
-    """Serve until SIGTERM or SIGINT; running requests then get `drain_timeout` seconds. KV is stored.
+    """Serve until SIGTERM or SIGINT. Running requests then get `drain_timeout` seconds, and KV is stored.
 
     Raises:
-        ValueError, OSError: something cannot be opened; the message says what.
+        ValueError, OSError: a file, address or store cannot be opened; the message says which.
     """
     logs.install()
     sys.setswitchinterval(_SWITCH_SECONDS)
@@ -87,19 +87,19 @@ def serve(settings: ServerSettings) -> None:
         tls = TLS(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
         listening = stack.enter_context(listen(settings))
         server = open_server(settings, keys, stack)
-        signal.signal(signal.SIGTERM, _leave)  # while prompts are warmed: what is done is stored
+        signal.signal(signal.SIGTERM, _leave)  # while prompts are warmed: finished ones are stored
         if keys or tls:
             signal.signal(signal.SIGHUP, lambda *_: _reload(keys, tls))
         for body in warm:
             _warm(server, body)
-        gc.freeze()  # what is here stays: to look through it for garbage takes 50 ms, and all streams wait
+        gc.freeze()  # these objects stay: collecting garbage among them takes 50 ms, and all streams wait
         _announce(server, url(listening, tls is not None))
         _Uvicorn(server, settings, tls).run(sockets=[listening])
 
 
 def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> ServerState:
-    """Load the models and start their engines; on demand only get ready to. Closing the stack gives up what
-    still runs, stores its KV and frees the models.
+    """Load the models and start their engines, or with loading on demand prepare for that. Closing the stack
+    cancels running work, stores its KV and frees the models.
     """
     if not settings.verbose:
         tokenizer.silence()
@@ -141,7 +141,7 @@ def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Serve
     }
     server = _describe_all(models, stores, shared)
     if settings.on_demand:
-        ignore_signal()  # models are then loaded on another thread
+        ignore_signal()  # models are loaded on another thread then
     else:
         for group in residence.groups:
             residence.load_now(group)
@@ -157,8 +157,8 @@ def _describe_all(
     stores: Sequence[KVStore | None],
     shared: Mapping[str, Any],
 ) -> ServerState:
-    """Return the default model and those beside it, none of which is loaded yet. Adapters are in the group of
-    the model before them.
+    """Return the default model and the others, none of which is loaded yet. Adapters are in the group of the
+    model before them.
     """
     on_demand, residence, turns = shared["settings"].on_demand, shared["residence"], Turns()
     states: list[ServerState] = []
@@ -217,7 +217,7 @@ def _open_events(settings: ServerSettings, engines: Mapping[str, Callable[[], En
 
 
 def _topics(settings: ServerSettings, names: Sequence[str]) -> dict[str, str]:
-    """Return the topics of KV events, by model: routers tell by them whose blocks they are."""
+    """Return the topics of KV events by model, from which routers know whose blocks they are."""
     topic = settings.kv_events_topic
     if len(names) > 1 and "{model}" not in topic:
         raise ValueError(
@@ -230,8 +230,8 @@ def _topics(settings: ServerSettings, names: Sequence[str]) -> dict[str, str]:
 def _open_store(
     settings: ServerSettings, keys: Keys, key: KeySource | None, stack: ExitStack
 ) -> KVStore | None:
-    """Open the store of one model: all of them have the folder, and each has memory of its own."""
-    in_memory = settings.on_demand and settings.max_ram_gb  # it keeps the KV of a model that is unloaded
+    """Open the store of one model. All stores share the folder, and each has memory of its own."""
+    in_memory = settings.on_demand and settings.max_ram_gb  # it also keeps the KV of unloaded models
     if not (settings.store or settings.store_remote or settings.reuse == "chunks" or in_memory):
         return None
     store = KVStore(
@@ -242,7 +242,7 @@ def _open_store(
         max_age_seconds=parse_duration(settings.max_age) if settings.max_age else None,
         key=key,
         shares=keys.disk_share,
-        # in memory sessions end with the process: nobody else may remove another one's
+        # sessions in memory end with the process: their KV is not another process's to remove
         session_owner="" if settings.sessions_url == IN_MEMORY else settings.sessions_url,
         remote=settings.store_remote or None,
         recheck=settings.recheck,
@@ -251,16 +251,16 @@ def _open_store(
 
 
 class WarmLine(WarmRequest):
-    """A body of /v1/warm, and whose prompt it is."""
+    """A line of a warm file: a body of /v1/warm and its tenant."""
 
     tenant: str = ""
 
 
 def read_warm_file(path: str, keys: Keys) -> list[WarmLine]:
-    """Read the prompts that are evaluated at the start.
+    """Read the file of prompts to evaluate at the start.
 
     Raises:
-        ValueError: a line is not a WarmLine, or its tenant has no key; the message has its number.
+        ValueError: a line is not a WarmLine, or its tenant has no key; the message has the line's number.
     """
     lines = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
@@ -293,7 +293,7 @@ def _warm(server: ServerState, body: WarmLine) -> None:
 
 
 def _evaluate(server: ServerState, body: WarmLine, check: Check) -> None:
-    """Evaluate a prompt; what `check` raises meanwhile ends that."""
+    """Evaluate a prompt. An exception from `check` ends that."""
     try:
         job = warm_job(server, body, body.tenant)
     except ApiError as error:
@@ -330,7 +330,9 @@ def _leave(*_: Any) -> None:
 
 
 def _allow_connections(wanted: int) -> int:
-    """Raise the limit on open files, which often is 1024; how many connections leave enough for the store."""
+    """Raise the limit on open files, which often is 1024. Return how many connections leave enough for the
+    store.
+    """
     if resource is None:
         return wanted
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -362,7 +364,7 @@ def _announce(server: ServerState, where: str) -> None:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Tells the engine when a signal comes, so that waiting requests end and running ones finish."""
+    """Tells the engine about a signal, so that waiting requests end and running ones finish."""
 
     def __init__(self, server: ServerState, settings: ServerSettings, tls: TLS | None) -> None:
         super().__init__(
@@ -370,8 +372,8 @@ class _Uvicorn(uvicorn.Server):
                 RootPath(RequestIds(make_app(server), settings.access_log), settings.root_path),
                 http=Connection.within(settings.read_timeout, settings.request_timeout, settings.root_path),
                 ws="none",
-                loop="asyncio",  # whatever else is installed
-                log_config=None,  # its tracebacks go through `logs`
+                loop="asyncio",  # whatever other implementations are installed
+                log_config=None,  # for its tracebacks to go through `logs`
                 log_level="error",  # a warning for each malformed request would fill the log
                 access_log=False,  # paths have session ids in them; `RequestIds` writes routes
                 server_header=False,
@@ -388,9 +390,9 @@ class _Uvicorn(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture signals as the base class does, without raising the signal again at the end.
+        """Capture signals like the base class, but do not raise the signal again at the end.
 
-        A shutdown in order exits 0. What follows is storing, which a second signal shall not cut off.
+        An orderly shutdown exits with 0. KV is stored after it, which a second signal must not cut off.
         """
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.handle_exit)
@@ -401,7 +403,7 @@ class _Uvicorn(uvicorn.Server):
                 signal.signal(number, signal.SIG_IGN)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """Stop the server. A second signal changes nothing: `drain_timeout` bounds what is left to do."""
+        """Stop the server. A second signal changes nothing, as `drain_timeout` limits the remaining time."""
         if not self.should_exit:
             end_within(self._state.settings.drain_timeout + _LONGEST_END)
         self.should_exit = True
@@ -412,7 +414,7 @@ class _Uvicorn(uvicorn.Server):
         end = time.monotonic() + seconds
         if not await self._state.drain(seconds):
             log.warning("requests were cut off after %g seconds", seconds)
-        # who does not take its answer holds nobody up
+        # a client that does not take its answer delays nobody
         patience = max(_LAST_SECONDS, end - time.monotonic())
         asyncio.get_running_loop().call_later(patience, self._abort_connections)
         await super().shutdown(sockets)

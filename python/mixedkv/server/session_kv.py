@@ -1,4 +1,4 @@
-"""The KV of sessions and messages, wherever it lies."""
+"""Removes the KV of sessions and messages from contexts and stores."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ class ModelKV:
         self._connector: StoreConnector | None = None
 
     def attach(self, engine: Engine, connector: StoreConnector | None) -> None:
-        """Take its context into account from now on."""
+        """Include the engine's context from now on."""
         self._engine, self._connector = engine, connector
 
     def detach(self) -> None:
-        """Let go of the engine, whose context is about to be freed."""
+        """Detach the engine, whose context is about to be freed."""
         self._engine = self._connector = None
 
     def forget_session(self, tenant: str, session: str) -> None:
         """Drop a session's rows in the context."""
         engine = self._engine
         if engine is not None and engine.alive:
-            with suppress(ClosedError):  # it is being unloaded
+            with suppress(ClosedError):  # the model is being unloaded
                 engine.call(partial(engine.pool.forget, tenant, session)).result()
 
     def forget_message(self, tenant: str, message_id: str) -> int:
-        """Remove a message's KV; how many entries of the store."""
+        """Remove a message's KV; return how many entries of the store."""
         if self.store is None:
             return 0
         if (connector := self._connector) is not None:
@@ -63,12 +63,12 @@ class SessionKV:
         return [each.store for each in self._models if each.store is not None]
 
     def messages(self, tenant: str, message_id: str | None) -> list[MessageInfo]:
-        """Return which entries a tenant's messages end in, or one of them. Models may share a folder."""
+        """Return the entries that a tenant's messages, or one of them, end in. Models may share a folder."""
         found = [info for store in self._stores for info in store.messages.entries(tenant, message_id)]
         return list({(info.message_id, info.entry): info for info in found}.values())
 
     def remove_message(self, tenant: str, message_id: str) -> int:
-        """Remove a message's KV; how many entries."""
+        """Remove a message's KV; return how many entries."""
         return sum(each.forget_message(tenant, message_id) for each in self._models)
 
     def remove(self, entry: str | None = None, *, session: str | None = None, tenant: str = "") -> int:

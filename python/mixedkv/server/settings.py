@@ -6,11 +6,11 @@ import ipaddress
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -30,13 +30,21 @@ from mixedkv.sizes import GB, MB, parse_duration, parse_size
 from mixedkv.store.eviction import Eviction
 from mixedkv.streaming.layer_choice import parse_layers
 
+# Options that stay text here and are parsed where they are used.
+_PARSED: dict[str, Callable[[str], object]] = {
+    "kv": parse_kv,
+    "stream_layers": parse_layers,
+    "memory": parse_size,
+    "max_age": parse_duration,
+    "keep_alive": parse_keep_alive,
+}
 ENV_PREFIX = "MIXEDKV_"
 IN_MEMORY = "sqlite:"
-SIZE = "SIZE"  # what stands for a size in --help
+SIZE = "SIZE"  # placeholder for a size in --help
 
 _ROOT_PATH = re.compile(r"(/[A-Za-z0-9_.~-]+)+")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#]+")
-_WORDS = {  # of pydantic's messages, by ours
+_WORDS = {  # parts of pydantic's messages, and our words for them
     "Input should be greater than or equal to": "use at least",
     "Input should be less than or equal to": "use at most",
     "Input should be": "use",
@@ -50,8 +58,8 @@ def _option(
 
 
 def _listed(value: Any) -> Any:
-    """Split several values that are one text in the environment: at `:` as in PATH, or at `,` if one is
-    `hf:...`.
+    """Split a list that is one text in the environment: at `:` as in PATH, or at `,` if it has `hf:...` in
+    it.
     """
     if isinstance(value, str):
         between = "," if "hf:" in value else os.pathsep  # names of the hub have colons in them
@@ -74,10 +82,10 @@ Megabytes = Annotated[float, _in_units(MB)]
 
 
 class ServerSettings(BaseSettings):
-    """Everything `mixedkv serve` can be told.
+    """The options of `mixedkv serve`.
 
     Raises:
-        ValueError: a value is out of range or does not go with another; the message names the field.
+        ValueError: a value is out of range or conflicts with another; the message names the field.
     """
 
     model_config = SettingsConfigDict(
@@ -258,9 +266,7 @@ class ServerSettings(BaseSettings):
         "URL",
     )
     allowed_host: Several = _option(
-        (),
-        "host name to accept besides localhost, on a server without keys; repeat for more",
-        "NAME",
+        (), "host name to accept besides localhost, on a server without keys; repeat for more", "NAME"
     )
     strict: bool = _option(
         False, "refuse unknown fields, and other names than the model's where one is served"
@@ -325,39 +331,12 @@ class ServerSettings(BaseSettings):
     access_log: bool = _option(False, "log a line for each answer: id, route, status, bytes, seconds")
     verbose: bool = _option(False, "show llama.cpp's log")
 
-    @field_validator("kv")
+    @field_validator(*_PARSED)
     @classmethod
-    def _is_a_cache(cls, kv: str) -> str:
-        parse_kv(kv)
-        return kv
-
-    @field_validator("stream_layers")
-    @classmethod
-    def _is_a_choice_of_layers(cls, layers: str) -> str:
-        if layers:
-            parse_layers(layers)
-        return layers
-
-    @field_validator("memory")
-    @classmethod
-    def _is_a_size(cls, memory: str) -> str:
-        if memory:
-            parse_size(memory)
-        return memory
-
-    @field_validator("max_age")
-    @classmethod
-    def _is_a_duration(cls, age: str) -> str:
-        if age:
-            parse_duration(age)
-        return age
-
-    @field_validator("keep_alive")
-    @classmethod
-    def _is_a_time_to_stay(cls, keep_alive: str) -> str:
-        if keep_alive:
-            parse_keep_alive(keep_alive)
-        return keep_alive
+    def _can_be_parsed(cls, text: str, info: ValidationInfo) -> str:
+        if text or info.field_name == "kv":
+            _PARSED[str(info.field_name)](text)
+        return text
 
     @field_validator("cors_origin")
     @classmethod
@@ -436,7 +415,7 @@ class ServerSettings(BaseSettings):
 
     @property
     def on_demand(self) -> bool:
-        """Models are loaded when requests name them, and unloaded."""
+        """True if models are loaded when requests name them, and unloaded later."""
         return bool(self.keep_alive or self.max_loaded)
 
     @property
@@ -446,12 +425,12 @@ class ServerSettings(BaseSettings):
 
     @property
     def local_only(self) -> bool:
-        """Requests come from this machine, and nothing but that says who may make them."""
+        """True if the server has no keys and only requests from this machine can reach it."""
         return is_local(self.host) and not (self.api_key_file or self.allow_no_keys or self.unix_socket)
 
     @property
     def sessions_url(self) -> str:
-        """URL where sessions are written down: beside the KV that is kept of them."""
+        """URL of the database of sessions: by default beside their KV."""
         if self.metadata_url:
             return self.metadata_url
         return f"sqlite:{beside(self.store)}" if self.store else IN_MEMORY
@@ -472,9 +451,7 @@ def is_local(host: str) -> bool:
 
 
 def load_settings(
-    given: Mapping[str, Any],
-    config: str | None = None,
-    environ: Mapping[str, str] = os.environ,
+    given: Mapping[str, Any], config: str | None = None, environ: Mapping[str, str] = os.environ
 ) -> ServerSettings:
     """Load settings from `given` (the command line), else from MIXEDKV_... variables, else from a TOML file.
 
@@ -497,7 +474,7 @@ def load_settings(
 
 
 def _read_toml(path: str) -> dict[str, Any]:
-    with Path(path).open("rb"):  # a file that is not there would count as an empty one
+    with Path(path).open("rb"):  # a missing file would count as an empty one
         pass
     try:
         values = TomlConfigSettingsSource(ServerSettings, path)()
@@ -522,9 +499,9 @@ def _read_environ(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _explain(error: dict[str, Any], origins: Mapping[str, str]) -> str:
-    """Explain one of pydantic's errors in a line: where the value came from, what it is, what is needed."""
+    """Explain one of pydantic's errors in a line: the origin of the value, the value, and what is needed."""
     cause = error.get("ctx", {}).get("error", "")
-    if not error["loc"]:  # of several options, which it names
+    if not error["loc"]:  # an error of several options, whose message names them
         return str(cause)
     origin = origins[error["loc"][0]]
     wanted = str(cause) or error["msg"]

@@ -1,4 +1,4 @@
-"""The end of the process, whatever hangs."""
+"""Ends the process even if a thread hangs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ log = logging.getLogger("mixedkv.server")
 
 
 def end_within(seconds: float) -> None:
-    """End the process with exit code 1 when it is still there after so many seconds: threads that wait for a
-    disk or a database cannot be cancelled, and Python waits for them.
+    """End the process with exit code 1 if it still runs after so many seconds. Threads that wait for a disk
+    or a database cannot be cancelled, and Python would wait for them.
     """
     timer = threading.Timer(seconds, _end, (seconds,))
-    timer.daemon = True  # it holds nothing up itself
+    timer.daemon = True  # the timer itself delays nothing
     timer.start()
 
 

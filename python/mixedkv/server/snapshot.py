@@ -1,4 +1,4 @@
-"""Takes what /v1/stats tells, and the gauges of /metrics, between two steps, on the engine's thread."""
+"""Collects the numbers of /v1/stats and the gauges of /metrics, on the engine's thread between two steps."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from mixedkv.server.state import ServerState
 
 _STARTED = time.time()
-_SHOWN = 50  # latest requests
-_SESSION_SECONDS = 1.0  # that the metrics wait for where sessions are written down
+_SHOWN = 50  # number of latest requests to list
+_SESSION_SECONDS = 1.0  # seconds that the metrics wait for the database of sessions
 _NO_CACHE = KVStats.without_rows(0, 0, by_layer=True)
 
 
 def snapshot(server: ServerState, engine: Engine | None) -> dict[str, Any]:
-    """Return all numbers of a model, of all tenants; `sequences` and `recent` say whose each entry is.
-    Without an engine, of a model that is not in memory: what its store holds.
+    """Return all numbers of a model for all tenants; `sequences` and `recent` have the tenant of each entry.
+    For a model that is not in memory return what its store holds.
     """
     return {
         "object": "stats",
@@ -47,7 +47,7 @@ def snapshot(server: ServerState, engine: Engine | None) -> dict[str, Any]:
 
 
 def _requests(server: ServerState, engine: Engine | None) -> dict[str, Any]:
-    """Count requests; those that wait for the model to be loaded count as waiting."""
+    """Count running and waiting requests; requests that wait for the model to be loaded are waiting."""
     settings, waiters = server.settings, len(server.group.waiters) if not server.parent else 0
     return {
         "running": engine.n_running if engine is not None else 0,
@@ -58,7 +58,7 @@ def _requests(server: ServerState, engine: Engine | None) -> dict[str, Any]:
 
 
 def _held(server: ServerState, engine: Engine | None) -> dict[str, Any]:
-    """Return what the context holds: the whole, its sequences and layers."""
+    """Return what the context holds: in total, by sequence and by layer."""
     kv = _cache(server, engine)
     natives = {seq.seq_id: seq for seq in kv.sequences}
     held = engine.pool.held() if engine is not None else []
@@ -77,7 +77,7 @@ def _held(server: ServerState, engine: Engine | None) -> dict[str, Any]:
             "hot_evicted": kv.hot_evicted,
             "v_skipped": kv.v_skipped,
             "pages_read": kv.pages_read,
-            # rows that sequences see, less the rows there are: what sharing saves
+            # rows that sequences see, minus the rows there are: the saving by sharing
             "tokens_shared": max(0, sum(len(seq.tokens) for seq in held) - kv.tokens),
             "bytes_total": kv.bytes_total,
             "bytes_hot": kv.bytes_hot,
@@ -104,7 +104,7 @@ def _store(server: ServerState, engine: Engine | None) -> dict[str, Any] | None:
 
 
 def _cache(server: ServerState, engine: Engine | None) -> KVStats:
-    """Return the cache's stats; `_NO_CACHE` of a model that is not in memory, only embeds, or has no rows."""
+    """Return the cache's stats; `_NO_CACHE` if the model is not in memory, only embeds, or has no rows."""
     if engine is not None and server.generates:
         with contextlib.suppress(LookupError):
             return engine.llm.kv.stats(by_layer=True)
@@ -112,8 +112,8 @@ def _cache(server: ServerState, engine: Engine | None) -> KVStats:
 
 
 async def metrics_text(server: ServerState) -> tuple[bytes, float]:
-    """Return the metrics with what the cache holds now, and the seconds of work they took the engine and the
-    event loop: what other processes take would only keep an old text.
+    """Return the metrics with what the cache holds now, and the seconds of work in the engine and the event
+    loop. Time taken by other processes is not counted, as it would only keep an old text longer.
     """
     seconds = 0.0
     models = [(each, each.loaded.engine if each.loaded is not None else None) for each in server.all]
@@ -132,7 +132,7 @@ async def metrics_text(server: ServerState) -> tuple[bytes, float]:
 
 async def _take(server: ServerState, engine: Engine | None) -> tuple[dict[str, Any], float]:
     if engine is not None:
-        with contextlib.suppress(ClosedError):  # it is being unloaded
+        with contextlib.suppress(ClosedError):  # the model is being unloaded
             return await asyncio.wrap_future(engine.call(partial(_timed_snapshot, server, engine)))
     return _timed_snapshot(server, None)
 
@@ -143,7 +143,7 @@ def _timed_snapshot(server: ServerState, engine: Engine | None) -> tuple[dict[st
 
 
 def of_tenant(now: dict[str, Any], owner: str) -> dict[str, Any]:
-    """Return the part of a snapshot that one tenant may see: of others nothing but sums."""
+    """Return the part of a snapshot that one tenant may see, which has only sums over the other tenants."""
     recent = [entry for entry in now["recent"] if entry["tenant"] == owner]
     return {
         **now,

@@ -1,4 +1,4 @@
-"""State that the endpoints share: the engine, who is asking, and small checks."""
+"""State that the endpoints share: engines, the tenant of a request, and small checks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInMemory:
-    """The engine of a model that is in memory, and what else goes with it."""
+    """A model that is in memory: its engine and what goes with it."""
 
     engine: Engine
     embedder: Embedder | None
@@ -47,21 +47,20 @@ class ModelInMemory:
 
 @dataclass(kw_only=True)
 class ServerState:
-    """One model of a running server, the default one where nothing says which. Without `generates` it can
-    only embed.
+    """One model of a running server, by default the first one. Without `generates` it can only embed.
 
     Args:
         parent: the model that this one is an adapter of.
-        path: its file.
+        path: the model's file.
         group: the model with its adapters, which are loaded together.
-        store: that keeps its KV, also while it is not loaded.
-        others: those that are served beside it, by their names; of the default model.
+        store: store that keeps its KV, also while it is not loaded.
+        others: the other models by name; only in the default model's state.
 
     Attributes:
-        loaded: None while it is not in memory.
-        kv, facts, capabilities, chat_template: what is told of it; what its file says of it until it was
-            loaded once. Capabilities are in Ollama's words.
-        sampling: fields of `Sampling`, where a request does not say them.
+        loaded: None while the model is not in memory.
+        kv, facts, capabilities, chat_template: its description; only what its file says until it was loaded
+            once. Capabilities are in Ollama's terms.
+        sampling: fields of `Sampling` for requests that do not set them.
     """
 
     settings: ServerSettings
@@ -102,7 +101,7 @@ class ServerState:
 
     @property
     def engine(self) -> Engine:
-        """The engine of a model that is in memory, as it is for whoever has it of `loaded_model`."""
+        """The engine of a model that is in memory, as models from `loaded_model` are."""
         if self.loaded is None:
             raise RuntimeError(f"{self.model_name!r} is not loaded: this is a bug, please report it")
         return self.loaded.engine
@@ -116,7 +115,9 @@ class ServerState:
         return self.loaded.projector if self.loaded is not None else None
 
     async def drain(self, seconds: float) -> bool:
-        """Take no more, and let what is under way finish, at all models; whether it did within the time."""
+        """Refuse new requests and let the others finish, at all models; return whether they did within the
+        time.
+        """
         self.residence.refuse()
         loaded = [model.loaded for model in self.all if model.loaded is not None]
         drains = [asyncio.to_thread(each.engine.drain, seconds) for each in loaded]
@@ -124,15 +125,15 @@ class ServerState:
         return all(await asyncio.gather(*drains))
 
     async def in_pool(self, pool: ThreadPoolExecutor, function: Callable[..., _T], *args: Any) -> _T:
-        """Work off the event loop that needs the model, which stays in memory until the work is over, though
-        its request may end before.
+        """Run work that needs the model off the event loop. The model stays in memory until the work is over,
+        even if its request ends before.
         """
         work = pool.submit(function, *args)
         self.residence.hold_during(self.group, work)
         return await asyncio.wrap_future(work)
 
     def file_metadata(self) -> dict[str, Any]:
-        """Return what the model's file says of it, whether it is in memory or not.
+        """Return the metadata of the model's file, whether the model is in memory or not.
 
         Raises:
             ApiError: 503, the file cannot be read.
@@ -145,7 +146,7 @@ class ServerState:
 
     @property
     def fingerprint(self) -> str:
-        """The setting that answers were computed by, which says so where attention was sparse."""
+        """Fingerprint of the settings that answers are computed with, which tells if attention is sparse."""
         sparse = getattr(self.engine.llm.kv.config, "sparse", "")
         return f"{_FINGERPRINT}-sparse-{sparse}" if sparse else _FINGERPRINT
 
@@ -163,10 +164,10 @@ def server_state(request: Request) -> ServerState:
 
 
 def tenant(request: Request) -> str:
-    """Return the tenant whose key the request carries, as `BodyLimit` has found out.
+    """Return the tenant whose key the request has, as `BodyLimit` found.
 
     Raises:
-        ApiError: 401, nobody's.
+        ApiError: 401, the request has no valid key.
     """
     found: str | None = request.scope[TENANT]
     if found is None:
@@ -195,15 +196,15 @@ async def check_generates(request: Request) -> None:  # FastAPI runs others in a
 def model_of(
     request: Request, name: str | None, *, generates: bool = True, exact: bool = False
 ) -> ServerState:
-    """Return the model of that name; the default one for None. A model that is alone answers to any name. The
-    header X-Model-Id goes before the body's name.
+    """Return the model of a name; the default one for None. A server with one model ignores the name, unless
+    it is strict. The header X-Model-Id takes precedence over the body.
 
     Args:
-        generates: it has to do more than to embed.
-        exact: it has to have that name.
+        generates: the model has to generate text.
+        exact: the model has to have that name, even on a server with one model.
 
     Raises:
-        ApiError: 404, there is none; 400, it only embeds.
+        ApiError: 404, there is no such model; 400, it only embeds.
     """
     server = server_state(request)
     if not exact:
@@ -231,10 +232,11 @@ async def loaded_model(
     """Wait until the model that `model_of` finds is loaded. It stays in memory until the request is answered.
 
     Args:
-        keep_alive: seconds that it stays in memory after that; None as the server has it.
+        keep_alive: seconds that it stays in memory after that; None for the server's default.
 
     Raises:
-        ApiError: 404, 400; 503, it cannot be loaded; 429, too many requests wait for it.
+        ApiError: 404 or 400 as in `model_of`; 503, the model cannot be loaded; 429, too many requests wait
+            for it.
     """
     server = model_of(request, name, generates=generates)
     await used_models(request).add(request, server.group, tenant(request), keep_alive)
@@ -251,10 +253,10 @@ def _only_embeds(server: ServerState) -> ApiError:
 
 
 async def find_session(server: ServerState, session_id: str, owner: str) -> CacheSessionMetadata:
-    """Return the tenant's session of this id.
+    """Return the tenant's session with this id.
 
     Raises:
-        ApiError: 404, there is no such session, it has expired, or is another tenant's.
+        ApiError: 404, there is no such session, it has expired, or it is another tenant's.
     """
     session = await server.contexts.get_session_metadata(session_id, tenant=owner)
     if session is None:
@@ -268,7 +270,7 @@ def session_not_found(session_id: str) -> ApiError:
 
 
 async def in_thread(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Work on sessions, off the event loop."""
+    """Run work on sessions off the event loop."""
     return await asyncio.to_thread(function, *args, **kwargs)
 
 
@@ -279,7 +281,7 @@ async def read_prompt(
     *args: Any,
     session: CacheSessionMetadata | None = None,
 ) -> _T:
-    """Read a request's templates, tokens and schemas off the event loop; large requests have a thread of
+    """Prepare a request's templates, tokens and schemas off the event loop; large requests have a thread of
     their own.
     """
     pools = server.pools
@@ -288,7 +290,7 @@ async def read_prompt(
 
 
 def time_left(request: Request) -> float:
-    """Return the seconds until the request is given up."""
+    """Return the seconds until the request's time limit."""
     return max(0.0, float(request.scope[DEADLINE]) - asyncio.get_running_loop().time())
 
 
@@ -296,8 +298,8 @@ Answer: TypeAlias = dict[str, Any] | list[dict[str, Any]]
 
 
 async def json_answer(server: ServerState, answer: Answer | Callable[[], Answer]) -> Response:
-    """Answer with JSON; `content` is a function where it is large. Choices are then encoded one by one, off
-    the event loop: the interpreter does nothing else while it encodes an object.
+    """Answer with JSON; `content` is a function if it is large. Choices are then encoded one by one off the
+    event loop, since encoding an object holds the interpreter's lock.
     """
     if not callable(answer):
         return JSONResponse(answer)

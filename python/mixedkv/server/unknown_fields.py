@@ -1,5 +1,5 @@
-"""Fields of a request that have no effect: those that this server does not know are taken off, and said once
-in the log; the response names all of them.
+"""Finds fields of a request that have no effect. Unknown fields are removed and logged once; the response
+names all of them.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from pydantic import BaseModel
 
 log = logging.getLogger("mixedkv.server")
 
-IGNORED = "Accepted and ignored."  # how the description of a field begins that has no effect
+IGNORED = "Accepted and ignored."  # beginning of the description of a field without effect
 
 _M = TypeVar("_M", bound=BaseModel)
-# what fields of APIs look like; anything else may be somebody's text, which no log repeats
+# what names of fields look like; anything else may be somebody's text, which is never logged
 _NAME = re.compile(r"([a-z][a-z_]{0,39}(\[\])?\.)*[a-zA-Z][a-zA-Z_]{0,39}", re.ASCII)
 _MOST_TOLD = 32  # names in one response
-_AS_ALWAYS = ("auto", "default", "standard_only")  # values that ask for what is done anyway
-_MOST = 200  # names that are said: clients make them up
+_AS_ALWAYS = ("auto", "default", "standard_only")  # values that ask for the default
+_MOST = 200  # names that are logged, as clients can make any number up
 
 
 def read_tolerantly(model: type[_M], value: Any) -> tuple[_M, list[str]]:
-    """Return what `value` says, and the names of the fields that `model` does not have, at any depth:
-    `messages[].mood`. Those fields are not part of the result.
+    """Parse `value`. Return the result and the names of fields that `model` does not have, at any depth:
+    `messages[].mood`. These are not part of the result.
 
     Raises:
         ValidationError: a known field is wrong.
@@ -49,7 +49,7 @@ def _take_off(found: BaseModel, path: str) -> Iterator[str]:
 
 
 def without_effect(body: BaseModel, path: str = "") -> set[str]:
-    """Return the names of fields that are known, ask for something, and change nothing here."""
+    """Return the names of known fields that ask for something but have no effect here."""
     found = set()
     for name in body.model_fields_set & type(body).model_fields.keys():
         value = getattr(body, name)
@@ -66,7 +66,7 @@ def without_effect(body: BaseModel, path: str = "") -> set[str]:
 
 
 def shown(names: Iterable[str]) -> list[str]:
-    """Return the first names in order, as they can be repeated: odd ones are not."""
+    """Return the first names in order, with odd ones replaced."""
     return list(dict.fromkeys(_shown(name) for name in sorted(names)))[:_MOST_TOLD]
 
 
@@ -81,22 +81,22 @@ class SaidOnce:
         self._said: set[tuple[str, str]] = set()
 
     def ignored_fields(self, path: str, names: Iterable[str]) -> None:
-        """Say which fields of a body for `path` were ignored."""
+        """Log which fields of a body for `path` were ignored."""
         if new := self._new(path, names):
             log.info("%s: ignored, as nothing here knows them: %s (--strict refuses)", path, ", ".join(new))
 
     def other_model(self, served: str) -> None:
-        """Say that a model of another name answers."""
+        """Log that a model of another name answers."""
         if self._new("model", ["another"]):
             log.info("another model than %s was asked for, and it answers (--strict refuses)", served)
 
     def ignored_option(self, path: str, name: str, why: str) -> None:
-        """Say why an option of a body for `path` has no effect."""
+        """Log why an option of a body for `path` has no effect."""
         for each in self._new(path, [name]):
             log.info("%s: %s is ignored: %s", path, each, why)
 
     def _new(self, about: str, names: Iterable[str]) -> list[str]:
-        """Names with odd characters are not repeated."""
+        """Return the names that were not logged before, with odd ones replaced."""
         new = [name for name in dict.fromkeys(map(_shown, names)) if (about, name) not in self._said]
         new = new[: max(0, _MOST - len(self._said))]
         self._said.update((about, name) for name in new)

@@ -16,10 +16,10 @@ _USED = "mixedkv.used_models"  # in a request's scope
 
 
 class UsedModels:
-    """The groups that one request uses.
+    """The model groups that one request uses.
 
     Attributes:
-        seconds: that it has waited for them to be loaded.
+        seconds: seconds that the request has waited for models to be loaded.
     """
 
     def __init__(self, residence: Residence) -> None:
@@ -28,11 +28,12 @@ class UsedModels:
         self.seconds = 0.0
 
     async def add(self, request: Request, group: ModelGroup, tenant: str, keep_alive: float | None) -> None:
-        """Wait until a group is in memory, unless the client goes first.
+        """Wait until a group is in memory, unless the client disconnects first.
 
         Raises:
-            ApiError: 503, it cannot be loaded, or the server is shutting down; 429, too many wait for it.
-            Disconnected: the client went.
+            ApiError: 503, it cannot be loaded, or the server is shutting down; 429, too many requests wait
+                for it.
+            Disconnected: the client disconnected.
         """
         if group.name in self._used:
             return
@@ -60,7 +61,7 @@ class UsedModels:
 
 
 class ModelUse:
-    """Says when a request ends, streams included."""
+    """Releases the models of a request at its end, also of a stream."""
 
     def __init__(self, app: ASGIApp, residence: Residence) -> None:
         self._app, self._residence = app, residence

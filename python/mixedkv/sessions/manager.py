@@ -1,4 +1,4 @@
-"""Sessions: a context that is registered under an id for a time, and forgotten with all its KV after it."""
+"""Manages sessions: contexts that are registered under an id for a time, then removed with their KV."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SessionEntries(Protocol):
 
 
 class ContextCacheManager:
-    """Registers sessions, finds them, and removes them when they are given up or their time is over.
+    """Registers sessions, finds them, and removes them when they are deleted or expire.
 
     The time to live is checked at every lookup: an expired session is an unknown one, and so is a session of
     another tenant. A background sweep (`start`, or `async with`) removes the KV of expired sessions. The
@@ -50,11 +50,11 @@ class ContextCacheManager:
     Args:
         metadata: a store, or the URL of one, see `open_metadata`. In memory unless given.
         store: the `KVStore` that holds the sessions' KV; None if there is none to remove.
-        sweep_seconds: between two background sweeps; the first is at once.
-        pending_seconds: from storing KV of a session to registering it at most.
+        sweep_seconds: seconds between two background sweeps; the first is at once.
+        pending_seconds: maximum time from storing a session's KV to registering it.
         max_ttl: the longest time to live that is granted, in seconds.
-        codec: how sessions are written down; `RecordCodec` of a store's cipher encrypts them.
-        quota: what the sessions of a tenant may be, by its name; None, or None for a tenant, is no limit.
+        codec: encodes the records of sessions; `RecordCodec` of a store's cipher encrypts them.
+        quota: returns the quota of a tenant, given its name; None, or None for a tenant, is no limit.
         clock: the time, Unix seconds.
 
     Methods raise ValueError for a bad id or value, naming it, and OSError when the metadata store cannot be
@@ -111,9 +111,9 @@ class ContextCacheManager:
         Args:
             request: the context.
             initial_inference_response: the answer that evaluated it; the session takes its ids and usage.
-            kv_cache_sidecar_ref: what its KV is filed under in the store, where that is there already.
+            kv_cache_sidecar_ref: name of its KV in the store, if that is there already.
             tenant: whose session it is.
-            n_tokens: of the context; without it those of the response's prompt.
+            n_tokens: tokens of the context; by default those of the response's prompt.
 
         Returns ErrorResponse "session_exists" if the request names a session that lives, "session_quota" if
         the tenant has no room for it.
@@ -153,7 +153,7 @@ class ContextCacheManager:
     async def renew_session_cache(
         self, session_id: str, ttl: int | None = None, *, tenant: str = ""
     ) -> CacheSessionMetadata | ErrorResponse:
-        """Let a session live `ttl` seconds from now on; None is the time it was given before."""
+        """Keep a session for `ttl` seconds from now on; None for its previous time."""
         key = _key(session_id, tenant)
         new_ttl = None if ttl is None else self._check_ttl(ttl)
         for _ in range(_ATTEMPTS):
@@ -230,7 +230,7 @@ class ContextCacheManager:
         return _changed_meanwhile(session_id)
 
     async def sweep(self) -> int:
-        """Remove expired sessions with their KV; returns how many. What `start` does again and again.
+        """Remove expired sessions with their KV and return how many. `start` does this periodically.
 
         One that cannot be removed is left to the next sweep, with a warning in the log.
         """
@@ -245,8 +245,8 @@ class ContextCacheManager:
                 return n
 
     async def sweep_orphans(self, seconds: float) -> int:
-        """Remove KV in the store whose session nobody knows any more, after a crash for example; how many
-        sessions. Not of those stored in the last `seconds`: their session may be about to be registered.
+        """Remove KV of unknown sessions from the store, after a crash for example, and return how many
+        sessions. Those stored in the last `seconds` stay, since they may be about to be registered.
         """
         if self._store is None:
             return 0
@@ -278,7 +278,7 @@ class ContextCacheManager:
                 await sweeper
 
     async def close(self) -> None:
-        """End the sweep and let go of the metadata store. Sessions stay."""
+        """End the sweep and close the metadata store. Sessions stay."""
         await self.stop()
         await self._metadata.close()
 

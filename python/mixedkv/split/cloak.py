@@ -34,12 +34,7 @@ _BLOCK = re.compile(r"blk\.\d+\.")
 # What a tensor is to the residual stream: rows of it (h Q), what writes to it (Q^T W), norms (their weight
 # becomes 1), what reads it behind a norm (norm W Q). Those inside a layer never see the basis.
 _Role = Literal["row", "writer", "norm", "reader", "inside"]
-_ROLES: dict[str, _Role] = {
-    TOKEN_EMBD: "row",
-    OUTPUT: "reader",
-    OUTPUT_NORM: "norm",
-    OUTPUT_BIAS: "inside",
-}
+_ROLES: dict[str, _Role] = {TOKEN_EMBD: "row", OUTPUT: "reader", OUTPUT_NORM: "norm", OUTPUT_BIAS: "inside"}
 
 
 def cloaked(tensors: Mapping[str, Tensor], seed: int, path: object) -> dict[str, Tensor]:

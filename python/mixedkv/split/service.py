@@ -232,12 +232,7 @@ class SplitService:
         hashes = wire.next_hashes(message.running_hash, message.data, message.n)
         ids = session.ids[: message.position] + array("i", map(self._sessions.id_of, hashes))
         job = VectorJob(
-            ids,
-            vectors,
-            message.n_hidden,
-            tenant=tenant,
-            resume=session.rows,
-            most_cut=self._max_rollback,
+            ids, vectors, message.n_hidden, tenant=tenant, resume=session.rows, most_cut=self._max_rollback
         )
         if kept is not None:
             job.set_blocks(kept.blocks, kept.tier, exact=True)

@@ -57,7 +57,7 @@ class Session:
 
 
 class Sessions:
-    """All of them, the latest used last. For one thread.
+    """All sessions, the latest used last. For one thread.
 
     Args:
         most: of one tenant; the one used the longest ago makes room.

@@ -1,4 +1,4 @@
-"""KV that outlives its context: formats, encryption, and a store in memory and on disk.
+"""Keeps KV in memory and on disk: formats, encryption, and the store.
 
 >>> from mixedkv import Llama
 >>> from mixedkv.store import KVStore

@@ -1,9 +1,9 @@
-"""Knows which rows a chain of blocks has, and so where it may be cut.
+"""Tells which rows a chain of blocks has, and so where it may be cut.
 
-A cache of one type can be cut anywhere. A sliding-window layer may hold only the rows of its window, which
-stood at the end of the block when it was exported; a mixed cache holds its recent rows in F16 as of then. Cut
-elsewhere, a window may lack rows, which cannot be used, or F16 copies, which is not exact. What recurrent
-layers keep is in checkpoints alone. A checkpoint serves a cut whatever the rows there lack.
+A cache of one type can be cut anywhere. A sliding-window layer may only have the rows of its window as it
+stood at the end of the exported block, and a mixed cache has recent rows in F16 as of then. At another cut
+the window may lack rows, so that the cut is unusable, or F16 copies, so that it is not exact. The state of
+recurrent layers is in checkpoints alone. A cut at a checkpoint is always exact.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from mixedkv.kv.rows import RowGroup
 from mixedkv.store.entry_error import EntryError
 from mixedkv.store.identity import Identity
 
-Runs = list[tuple[int, int]]  # [begin, end) of positions that follow each other, ascending
+Runs = list[tuple[int, int]]  # ranges [begin, end) of positions, ascending
 Verdict = Literal["exact", "inexact", "unusable"]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRows:
-    """Positions of one group of layers that have rows, and those that have F16 copies besides."""
+    """The positions that have rows in one group of layers, and those that also have F16 copies."""
 
     rows: Runs
     hot: Runs
@@ -36,7 +36,7 @@ class GroupRows:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Rows that a block has, by group, and where its checkpoints serve, [first, last] each."""
+    """The rows of a block by group of layers, and the cuts that its checkpoints serve, [first, last] each."""
 
     groups: list[GroupRows]
     served: list[tuple[int, int]] = field(default_factory=list)
@@ -65,7 +65,7 @@ def from_text(text: str) -> Coverage:
     """Read what `to_text` wrote.
 
     Raises:
-        EntryError: it is something else.
+        EntryError: the text is something else.
     """
     try:
         what = json.loads(text)
@@ -82,7 +82,7 @@ def verdict(identity: Identity, chain: Sequence[tuple[Coverage, int, int]], n: i
 
     Args:
         identity: of the blocks.
-        chain: what each block has, and the positions [begin, end) it is used for; together they are [0, n).
+        chain: the rows of each block, and the positions [begin, end) that it is used for, together [0, n).
         n: where the restored sequence ends.
     """
     if len({len(coverage.groups) for coverage, _, _ in chain}) != 1:
@@ -102,7 +102,7 @@ def verdict(identity: Identity, chain: Sequence[tuple[Coverage, int, int]], n: i
 
 
 def _has_rows(identity: Identity, rows: Runs, n: int, served: bool) -> bool:
-    """Return whether all rows that the query at n reads are there: behind a sliding window it reads none."""
+    """Return whether all rows that the query at n reads are there; it reads none before a sliding window."""
     if rows == [(0, n)]:
         return True
     window = identity.sliding_window
@@ -110,7 +110,7 @@ def _has_rows(identity: Identity, rows: Runs, n: int, served: bool) -> bool:
 
 
 def _has_f16_rows(identity: Identity, rows: Runs, hot: Runs, n: int) -> bool:
-    """Return whether those of the rows that the query at n reads in F16 are there in F16."""
+    """Return whether the rows that the query at n reads in F16 are there in F16."""
     wanted = [part for begin, end in _hot_positions(identity, n) for part in _clip(rows, begin, end)]
     return all(_covers(hot, begin, end) for begin, end in wanted)
 
@@ -123,7 +123,7 @@ def window_begin(identity: Identity, n: int) -> int:
 
 
 def verdict_of_end(identity: Identity, coverage: Coverage, p0: int, p1: int) -> Verdict:
-    """Return how a block [p0, p1) can be used at its own end, if nothing is amiss before it."""
+    """Return how a block [p0, p1) can be used at its own end, if the blocks before it are complete."""
     before = Coverage([GroupRows([(0, p0)], [(0, p0)])] * len(coverage.groups))
     chain = [(before, 0, p0)] if p0 else []
     return verdict(identity, [*chain, (coverage, p0, p1)], p1)
@@ -138,9 +138,7 @@ def _hot_positions(identity: Identity, n: int) -> Runs:
 
 
 def _rows_of(group: RowGroup) -> GroupRows:
-    """Return the positions with rows and with F16 copies. Those that an image covers behind its first have no
-    rows and lack none.
-    """
+    """Return the positions with rows and with F16 copies. Positions within an image need no rows."""
     hot = group.positions[group.hot]
     if group.xy is None:
         return GroupRows(_runs(group.positions), _runs(hot))
@@ -186,14 +184,12 @@ def _covers(runs: Runs, begin: int, end: int) -> bool:
 
 
 def is_better(identity: Identity, block: KVBlock, rows: str) -> bool:
-    """Return whether a block can be continued from its end more exactly than the same tokens that are
-    stored.
-    """
+    """Return whether a block continues from its end more exactly than the same tokens that are stored."""
     return is_better_row(identity, block.p0, block.p1, to_text(of_block(block)), rows)
 
 
 def is_better_row(identity: Identity, p0: int, p1: int, rows: str, stored: str) -> bool:
-    """Return whether the first of two entries of the same range is worth more, by the rows they have."""
+    """Return whether the first of two entries of the same range has the better rows."""
     worth = [_worth(identity, p0, p1, text) for text in (rows, stored)]
     return worth[0] > worth[1]
 

@@ -1,4 +1,4 @@
-"""A store without encryption gets a master key: its entries are written again, encrypted."""
+"""Encrypts a plain store: writes its entries again with a master key."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from mixedkv.store.message_ids import MessageIds
 from mixedkv.store.results import Match
 
 _ANY_SIZE = 2**62
-_ANY_CUT = {"sliding_window": 1}  # whole entries are copied: where they can be cut plays no part
+_ANY_CUT = {"sliding_window": 1}  # whole entries are copied, so it does not matter where they can be cut
 
 
 def encrypt_plain(folder: str | Path, key: KeySource, tenants: Iterable[str] = ()) -> tuple[int, int]:
-    """Encrypt every entry of a store that lies there in plain text, and remove the plain files.
+    """Encrypt every plain entry of a store, and remove the plain files.
 
-    It can be called again after it was interrupted. The entries belong to no session afterwards: names of
-    sessions were stored as hashes without a key, and what they were is not known any more. Ids of messages
-    are kept of the default tenant and of `tenants`: names of tenants were stored as hashes too.
+    It can be called again after an interruption. The entries belong to no session afterwards, since names of
+    sessions were stored as hashes and cannot be hashed again with the key. Message ids are kept for the
+    default tenant and for `tenants`, since names of tenants were stored as hashes too.
 
     Returns:
         How many entries were encrypted, and how many could not be read and were removed.
@@ -63,7 +63,9 @@ def _open(folder: str | Path, cipher: Cipher) -> Entries:
 
 
 def _copy(index: Index, rows: list[EntryRow], plain: Entries, sealed: Entries) -> dict[str, str]:
-    """Write the entries of these rows again; the new ids of those that could be, by their old ones."""
+    """Write the entries of these rows again; return the new ids by the old ones, for those that could be
+    read.
+    """
     new: dict[str, str] = {}
     for row in sorted(rows, key=lambda row: row.p0):  # what others build on begins, but may not end, first
         match = _match(index, row)
@@ -77,7 +79,7 @@ def _copy(index: Index, rows: list[EntryRow], plain: Entries, sealed: Entries) -
 
 
 def _match(index: Index, row: EntryRow) -> Match | None:
-    """Return the whole sequence that ends in an entry; None if part of it is gone or damaged."""
+    """Return the whole sequence that ends in an entry; None if a part is gone or damaged."""
     identity, cipher = Identity(row.identity, _ANY_CUT, label=row.label), PlainCipher()
     tokens = Search(index, cipher, identity, np.empty(0, np.int32)).tokens_up_to(row.id)
     return None if tokens is None else Search(index, cipher, identity, tokens).match(row.id)

@@ -38,7 +38,7 @@ _TAG_BYTES = 16
 _WRAPPED_BYTES = _NONCE_BYTES + _KEY_BYTES + _TAG_BYTES
 _HASHING = b"hashing"
 _MAX_CHUNKS = 1 << 32
-_NAME_NONCE = b"\xff" * _NONCE_BYTES  # of the tokens in the index; chunks count from 0 and never get there
+_NAME_NONCE = b"\xff" * _NONCE_BYTES  # of an entry's tokens; a file's chunks never get there
 
 
 # --- where the master key comes from ---
@@ -86,7 +86,7 @@ def parse_key_source(text: str) -> KeySource:
 
 
 def _parse_key(data: bytes, where: str) -> bytes:
-    if len(data) == _KEY_BYTES and not re.fullmatch(rb"[\s -~]*", data):  # a text has fewer bits than 256
+    if len(data) == _KEY_BYTES and not re.fullmatch(rb"[\s -~]*", data):  # text has too few random bits
         return data
     text = data.strip()
     if re.fullmatch(rb"[0-9a-fA-F]{64}", text):
@@ -104,11 +104,11 @@ def _check_key(key: object, where: str) -> bytes:
     return key
 
 
-# --- what a store does with it ---
+# --- what a store does with the key ---
 
 
 class PlainCipher:
-    """A store without a key: hashes are SHA-256, nothing is encrypted."""
+    """The cipher of a store without a key: hashes are SHA-256, and nothing is encrypted."""
 
     key_id = ""
 
@@ -116,34 +116,36 @@ class PlainCipher:
         return hashlib.sha256(data).digest()
 
     def new_key(self, context: bytes) -> tuple[Any, bytes]:
-        """Make a data key, and wrap it to be kept; `context` says what it is for."""
+        """Make a data key and return it with its wrapped form; `context` says what it is for."""
         return None, b""
 
     def open_key(self, wrapped: bytes, context: bytes) -> Any:
         return None
 
     def seal(self, key: Any, data: bytes, context: bytes) -> bytes:
-        """Encrypt the one small text of an entry that lies in the index."""
+        """Encrypt the small text of an entry that is kept in the index."""
         return data
 
     def unseal(self, key: Any, data: bytes, context: bytes) -> bytes:
         return data
 
     def seal_alone(self, data: bytes, context: bytes) -> bytes:
-        """Encrypt a text that lies outside of the store, with its data key before it."""
+        """Encrypt a text that is kept outside the store, preceded by its data key."""
         return data
 
     def unseal_alone(self, data: bytes, context: bytes) -> bytes:
-        """Decrypt what stands alone under the master key.
+        """Decrypt a text from `seal_alone`.
 
         Raises:
-            EntryError: it is of another master key, or not what was written.
+            EntryError: it was encrypted with another master key, or was changed.
         """
         return data
 
 
 class KeyCipher(PlainCipher):
-    """A store with a master key: hashes are keyed, each entry has a data key, wrapped in the index."""
+    """The cipher of a store with a master key: hashes are keyed, and each entry has a data key, wrapped in
+    the index.
+    """
 
     def __init__(self, source: KeySource) -> None:
         from cryptography.exceptions import InvalidTag
@@ -151,7 +153,7 @@ class KeyCipher(PlainCipher):
 
         master = _check_key(source(), "its source")
         self._gcm, self._invalid = AESGCM, InvalidTag
-        # Three keys for three purposes, and a name that tells master keys apart without giving them away.
+        # Three keys for three purposes, and a name that tells master keys apart without revealing them.
         self._wrapping = AESGCM(_derive(master, b"wrap"))
         self._hashing = _derive(master, b"hash")
         self.key_id = _derive(master, b"name")[:8].hex()
@@ -167,18 +169,18 @@ class KeyCipher(PlainCipher):
         return self._gcm(self._unwrap(wrapped, context))
 
     def rewrap(self, other: KeyCipher, wrapped: bytes, context: bytes) -> bytes:
-        """Wrap a data key of this master key by another one."""
+        """Wrap a data key of this master key with another master key."""
         return other._wrap(self._unwrap(wrapped, context), context)
 
     def wrap_hashing_key(self) -> bytes:
-        """Return the wrapped key that hashes are made with, for a store that gets another master key."""
+        """Return the wrapped hashing key, for a store that gets another master key."""
         return self._wrap(self._hashing, _HASHING)
 
     def rewrap_hashing_key(self, other: KeyCipher) -> bytes:
         return other._wrap(self._hashing, _HASHING)
 
     def unwrap_hashing_key(self, wrapped: bytes) -> None:
-        """Hash as a store does that had another master key before."""
+        """Use the hashing key of the store's former master key."""
         self._hashing = self._unwrap(wrapped, _HASHING)
 
     def _wrap(self, key: bytes, context: bytes) -> bytes:
@@ -226,7 +228,7 @@ def check_key_id(stored: set[str], given: str, folder: object) -> None:
     """Refuse to open an encrypted store without its key: it would put plain text beside what is encrypted.
 
     Raises:
-        ValueError: it is encrypted, and not with the given key.
+        ValueError: the store is encrypted with another key than the given one.
     """
     encrypted = stored - {""}
     if encrypted and given not in encrypted:
@@ -238,7 +240,7 @@ def check_key_id(stored: set[str], given: str, folder: object) -> None:
 
 
 def encrypt(key: Any, pieces: Sequence[memoryview], context: bytes) -> Iterator[bytes]:
-    """Encrypt a file, in pieces; `key` is used for this file only, and `context` says which it is."""
+    """Encrypt a file in pieces. `key` is used for this file only, which `context` names."""
     size = sum(len(piece) for piece in pieces)
     header = HEADER.pack(_MAGIC, VERSION, CHUNK, size)
     yield header
@@ -248,10 +250,10 @@ def encrypt(key: Any, pieces: Sequence[memoryview], context: bytes) -> Iterator[
 
 
 def decrypt(key: Any, file: BinaryIO, size: int, context: bytes) -> npt.NDArray[np.uint8]:
-    """Decrypt a file to uint8; `size` is that of the encrypted one.
+    """Decrypt a file to uint8; `size` is that of the encrypted file.
 
     Raises:
-        EntryError: a byte is not what was written, chunks are in another order, or some are missing.
+        EntryError: a byte was changed, chunks are out of order, or some are missing.
     """
     from cryptography.exceptions import InvalidTag
 
@@ -277,12 +279,12 @@ def decrypt(key: Any, file: BinaryIO, size: int, context: bytes) -> npt.NDArray[
 
 
 def encrypted_size(size: int) -> int:
-    """Return how many bytes a plain file has when it is encrypted."""
+    """Return the size of a plain file after encryption."""
     return HEADER.size + size + _n_chunks(size) * _TAG_BYTES
 
 
 def _check_header(header: bytes, size: int) -> int:
-    """Return how many bytes the plain file has: nothing is allocated that the file has no bytes for."""
+    """Return the size of the plain file, checked against the encrypted one before memory is allocated."""
     if len(header) < HEADER.size:
         _damaged("it is cut off")
     magic, version, chunk, plain_size = HEADER.unpack(header)

@@ -23,7 +23,7 @@ from mixedkv.store.eviction import Eviction
 from mixedkv.store.folder import StoreFolder, as_os_error, file_name, store_root
 from mixedkv.store.full_disk import FullDisk
 from mixedkv.store.identity import Identity
-from mixedkv.store.index import Index, ParentGoneError, SessionRemovedError
+from mixedkv.store.index import Index, ParentGoneError
 from mixedkv.store.lookup import (
     BLOCK,
     Search,
@@ -41,7 +41,7 @@ from mixedkv.tokens import Tokens
 
 _LOG = logging.getLogger("mixedkv.store")
 _TRIES = 16
-_FORGET_SECONDS = 0.5  # that a removal waits for those who read the index
+_FORGET_SECONDS = 0.5  # seconds that a removal waits for readers of the index
 
 
 class TooLargeError(ValueError):
@@ -49,14 +49,14 @@ class TooLargeError(ValueError):
 
 
 class Entries:
-    """Thread-safe. `counts` has bytes_read, bytes_written and evicted.
+    """All entries of a store. Thread-safe. `counts` has bytes_read, bytes_written and evicted.
 
     Args:
         root: the folder, None for memory only.
-        max_bytes: of all files, or in memory only of all blocks.
-        max_ram_bytes: of the blocks kept in memory.
-        max_age_seconds: since an entry's last use, after which it is removed; None keeps it.
-        owner: whose the entries of an identity are.
+        max_bytes: budget for all files, or for all blocks if the store is in memory only.
+        max_ram_bytes: budget for blocks kept in memory.
+        max_age_seconds: age since its last use at which an entry is removed; None keeps all.
+        owner: returns the owner of the entries of an identity.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class Entries:
             self._index.close()
 
     def key_ids(self) -> set[str]:
-        """Names of the master keys of this store, "" for none."""
+        """Return the names of this store's master keys, "" for no key."""
         with self._lock, as_os_error():
             return self._index.key_ids()
 
     def adopt_key(self) -> None:
-        """Note that the store is encrypted, and hash as it did before it got this master key.
+        """Note that the store is encrypted, and use the hashing key that it had before this master key.
 
         Raises:
             OSError: the index cannot be written, or its hashing key is damaged.
@@ -130,7 +130,7 @@ class Entries:
             return None, "index"
 
     def sequences(self, identity: Identity, known: Collection[str]) -> list[Match]:
-        """Return every stored sequence that none goes on from, without those that end in a `known` entry."""
+        """Return every stored sequence that no other continues, without those that end in a `known` entry."""
         try:
             with self._lock:
                 self._look()
@@ -141,19 +141,19 @@ class Entries:
             return []
 
     def session_match(self, identity: Identity, session: bytes, n_tokens: int) -> Match | None:
-        """Return the first tokens of what a session has stored."""
+        """Return the first tokens of a session's stored sequence."""
         try:
             with self._lock:
                 self._look()
                 with self._index.snapshot():
-                    entry = self._index.last_of_session(identity.digest, session, n_tokens)
+                    entry = self._index.sessions.last_entry(identity.digest, session, n_tokens)
                     return sequence_of(self._index, self._cipher, identity, entry, n_tokens)
         except (sqlite3.Error, OSError) as error:
             _LOG.warning("the index cannot be read: %s", error)
             return None
 
     def sequence(self, identity: Identity, entry: str, n_tokens: int) -> Match | None:
-        """Return the first tokens of the sequence that an entry ends; None if it has fewer."""
+        """Return the first tokens of the sequence that ends in an entry; None if it has fewer."""
         with suppress(sqlite3.Error, OSError), self._lock:
             return sequence_of(self._index, self._cipher, identity, entry, n_tokens)
         return None
@@ -181,10 +181,10 @@ class Entries:
 
     def read(self, match: Match, begin: int = 0, *, note: bool = True) -> tuple[list[KVBlock], Tier]:
         """Read the blocks of a match, cut to it, without those that end before position `begin`. With `note`
-        they count as used, and stay in memory.
+        they count as used and stay in memory.
 
         Raises:
-            EntryError: one cannot be used. It and what builds on it are removed.
+            EntryError: an entry cannot be used; it is removed with all that builds on it.
         """
         blocks: list[KVBlock] = []
         tier: Tier = "ram"
@@ -265,7 +265,7 @@ class Entries:
                     row = self._index.by_content(content)
                 if row is not None and not coverage.is_better(identity, block, row.rows):
                     return row
-                # another thread or process may just store the same, and a third evict it
+                # another thread or process may be storing the same entry, and a third may evict it
                 with suppress(sqlite3.IntegrityError):
                     return self._write(identity, block, parent, session, row, content, hashes)
         except sqlite3.Error as error:
@@ -303,8 +303,8 @@ class Entries:
         insert: Callable[[], None],
         durable: bool = True,
     ) -> None:
-        """Write an entry's file, if there is a folder, and put its row into the index. Where the disk is
-        full, what is not `kept` leaves.
+        """Write an entry's file, if there is a folder, and put its row into the index. If the disk is full,
+        evict entries that are not in `kept`.
         """
         disk = self._folder.disk
         if disk is None:
@@ -329,15 +329,15 @@ class Entries:
                 if leaf is None:
                     break
                 chosen[leaf[0]] = leaf[1]
-            self._remove_files(chosen)  # first: without room not even the index can change
+            self._remove_files(chosen)  # files first, since without room even the index cannot change
             for entry in chosen:
                 self._index.remove(entry, evicted=True)
             self.counts["evicted"] += len(chosen)
         return bool(chosen)
 
     def _check_budget(self, size: int, parent: str | None, owner: Owner) -> None:
-        """Refuse an entry that does not fit together with what it builds on: none of them can leave before
-        the others.
+        """Refuse an entry that does not fit together with all that it builds on, as these cannot leave before
+        it.
         """
         with self._lock:
             n_bytes = size + (self._index.chain_bytes(parent) if parent else 0)
@@ -346,12 +346,7 @@ class Entries:
             raise TooLargeError(f"{n_bytes} bytes are more than the budget of {most}")
 
     def _insert(
-        self,
-        row: EntryRow,
-        hashes: list[bytes],
-        owner: Owner,
-        replaced: str | None,
-        session: bytes | None,
+        self, row: EntryRow, hashes: list[bytes], owner: Owner, replaced: str | None, session: bytes | None
     ) -> None:
         with self._lock:
             self._uses.write(self._index)
@@ -376,17 +371,17 @@ class Entries:
     # --- removing ---
 
     def remove(self, entry: str) -> int:
-        """Remove an entry and what builds on it; how many."""
+        """Remove an entry and all that builds on it; return how many entries."""
         return self._remove_from(lambda index: index.remove(entry))
 
     def remove_session(self, session: bytes) -> int:
-        """Remove what belongs to a session alone; how many entries."""
+        """Remove the entries that belong to a session alone; return how many."""
         return self._remove_from(lambda index: index.remove_session(session))
 
     def remove_orphans(self, owner: bytes, living: set[bytes], before: float) -> int:
-        """Remove sessions of an owner that it knows no more; how many."""
+        """Remove an owner's sessions that are not `living`; return how many."""
         with self._lock, as_os_error():
-            gone = [session for session in self._index.sessions_of(owner, before) if session not in living]
+            gone = [name for name in self._index.sessions.of_owner(owner, before) if name not in living]
         for session in gone:
             self.remove_session(session)
         return len(gone)
@@ -400,8 +395,8 @@ class Entries:
         return len(removed)
 
     def _forget(self, seconds: float = 0.0) -> None:
-        """Forget what was removed: a reader of the index keeps it in its log, and then it is tried again with
-        the next change.
+        """Erase removed rows from the index's log. If another program reads the index, that is tried again
+        with the next change.
         """
         until = time.monotonic() + seconds
         while True:
@@ -424,7 +419,9 @@ class Entries:
             self._remove_files([entry, *removed])
 
     def _remove_files(self, entries: Iterable[str]) -> None:
-        """Remove files, after their rows: a row without a file is a miss, a file without a row would stay."""
+        """Remove files, after their rows: a row without a file is a miss, but a file without a row would
+        stay.
+        """
         for entry in entries:
             self.ram.remove(entry)
             self._folder.remove(entry)
@@ -442,7 +439,7 @@ class Entries:
         """Return all entries, last used first."""
         with self._lock, as_os_error():
             self._uses.write(self._index)
-            rows, sessions = self._index.entries(), self._index.sessions()
+            rows, sessions = self._index.entries(), self._index.sessions.counts()
         return [
             EntryInfo(
                 id=row.id,
@@ -486,7 +483,7 @@ class Entries:
         return Verified(n_whole=whole, damaged=damaged, unreadable=tuple(unreadable))
 
     def collect(self) -> GCResult:
-        """Remove what is over the budget and what was left behind; opening has begun with that."""
+        """Remove entries over the budget and files that were left behind."""
         with self._lock, as_os_error():
             self._uses.write(self._index)
             unfinished, orphans, missing = self._folder.tidy(self._index)
@@ -506,7 +503,7 @@ class Entries:
         )
 
     def remove_expired(self) -> int:
-        """Remove what was not used for `max_age_seconds`; how many entries."""
+        """Remove entries that were not used for `max_age_seconds`; return how many."""
         with self._lock, as_os_error():
             self._uses.write(self._index)
             expired = self._expire()
@@ -514,10 +511,10 @@ class Entries:
         return len(expired)
 
     def _look(self) -> None:
-        """Make the folder again, empty, where it was deleted while it is open.
+        """Make the folder again, empty, if it was deleted while open.
 
         Raises:
-            OSError: it cannot be.
+            OSError: the folder cannot be made.
         """
         if self._folder.is_there():
             return
@@ -529,4 +526,4 @@ class Entries:
         self.adopt_key()
 
 
-__all__ = ["Entries", "ParentGoneError", "SessionRemovedError", "TooLargeError", "store_root"]
+__all__ = ["Entries", "ParentGoneError", "TooLargeError", "store_root"]

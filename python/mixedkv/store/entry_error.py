@@ -1,4 +1,4 @@
-"""Why an entry cannot be used. Inside the store only: outside, it is a miss with a reason."""
+"""The reasons why an entry cannot be used. Callers of the store see a miss with a reason instead."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Literal, get_args
 
 Reason = Literal[
     "unknown",  # nothing stored begins like these tokens
-    "window",  # what is stored lacks rows that a sliding window needs at that place
-    "inexact",  # an exact restore was asked for
+    "window",  # the stored entry lacks rows that a sliding window needs there
+    "inexact",  # an exact restore was asked for, and only an inexact one is possible
     "missing",  # the file is gone
     "damaged",  # the file or its row in the index is not what was written
     "version",  # of another version of the format
     "identity",  # of another model, setting or tenant, or another entry
     "key",  # encrypted with another master key
-    "tokens",  # stored tokens are others than the index says
-    "wrong",  # its rows are not what evaluating its tokens again gives
+    "tokens",  # the file has other tokens than the index says
+    "wrong",  # evaluating its tokens again gives other rows
     "refused",  # the cache does not take it
     "index",  # the index cannot be read
 ]

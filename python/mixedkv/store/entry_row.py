@@ -1,4 +1,4 @@
-"""A row of the index: an entry without its rows of KV."""
+"""A row of the index, which has all of an entry but its KV."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class EntryRow:
     """An entry as the index has it.
 
     Args:
-        content: hash of the identity, all tokens up to `p1`, and `p0`: no two entries are the same.
+        content: hash of the identity, all tokens up to `p1`, and `p0`; unique.
         tokens: of [p0, p1), int32 little-endian; encrypted in a store with a key.
-        rows: which positions the block has, see `coverage`.
+        rows: the positions that have rows, as text, see `coverage`.
         nbytes: of the file; of the arrays, where there is no folder.
         key_id, key: name of the master key, and the data key wrapped by it; both empty without encryption.
         created, used: seconds since 1970.
@@ -51,7 +51,7 @@ class Owner:
 
     Args:
         tenant: a hash of its name.
-        weight: its share beside other tenants.
+        weight: its share compared with other tenants.
         max_bytes: of its files; None for no limit of its own.
         sessions: a hash of who removes its sessions, empty for nobody.
     """
@@ -66,7 +66,7 @@ NOBODY = Owner()
 
 
 def sound_row(values: Sequence[object]) -> EntryRow | None:
-    """Return the row of values in the order of `FIELDS`; None if no writer can have written them."""
+    """Return the row made of values in the order of `FIELDS`; None if no writer can have written them."""
     kinds: tuple[Any, ...] = _TYPES
     if not all(isinstance(value, kind) for value, kind in zip(values, kinds, strict=True)):
         return None

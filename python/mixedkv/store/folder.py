@@ -1,4 +1,4 @@
-"""The folder of a store: its index and its files are opened, tidied and found gone together."""
+"""The folder of a store: opens and tidies its index and its files, and notices when they are gone."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ _SUFFIXES = {False: ".safetensors", True: ".safetensors.enc"}
 
 
 def store_root(folder: str | Path) -> Path:
-    """Return the folder within `folder` where this version of the format lives; another version leaves it
-    alone.
-    """
+    """Return the folder within `folder` for this version of the format; other versions have their own."""
     return Path(folder) / f"v{FORMAT_VERSION}"
 
 
@@ -51,7 +49,7 @@ class StoreFolder:
         self._tidied = (0, 0, 0)
 
     def open(self) -> Index:
-        """Make the folder if it is not there, and remove what was left behind.
+        """Make the folder if it is missing, and remove files that were left behind.
 
         Raises:
             OSError: it cannot be used.
@@ -79,8 +77,8 @@ class StoreFolder:
         return self._root is None or self._file == inode(self._root / _INDEX)
 
     def tidy(self, index: Index) -> tuple[int, int, int]:
-        """Remove unfinished files, files without a row, and rows without their file; how many of each, with
-        those that opening has removed.
+        """Remove unfinished files, files without a row, and rows without a file; return how many of each,
+        including those that opening has removed.
         """
         now, before, self._tidied = self._tidy(index), self._tidied, (0, 0, 0)
         return now[0] + before[0], now[1] + before[1], now[2] + before[2]
@@ -92,7 +90,7 @@ class StoreFolder:
                 self.disk.remove(f"{entry}{suffix}")
 
     def _open_index(self, path: Path) -> Index:
-        open_own(path).close()  # with the mode that its log and its index take from it
+        open_own(path).close()  # its log and its index get their mode from it
         index = Index(path)
         try:
             self._tidied = self._tidy(index)
@@ -104,7 +102,7 @@ class StoreFolder:
     def _tidy(self, index: Index) -> tuple[int, int, int]:
         if self.disk is None:
             return 0, 0, 0
-        # In this order: a file is there before its row, and goes after it.
+        # In this order, since a file is written before its row and removed after it.
         rows = index.ids()
         sizes = {name.partition(".")[0]: size for name, size in self.disk.sizes().items()}
         gone = [entry for entry, n_bytes in rows.items() if sizes.get(entry) != n_bytes]

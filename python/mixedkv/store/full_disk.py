@@ -1,4 +1,4 @@
-"""A disk that is full although the store is not: how often it is tried again, and what the log says."""
+"""Handles a disk that is full before the store is: when to try again, and what to log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ _FIRST_SECONDS, _LONGEST_SECONDS = 1.0, 300.0
 
 
 class FullDisk:
-    """Waits twice as long after each failure. One line in the log when it begins, one when it is over."""
+    """Waits twice as long after each failure. Logs one line when the disk is full, and one when it has room
+    again.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -23,11 +25,11 @@ class FullDisk:
         self._seconds = self._until = 0.0
 
     def store(self, publish: Callable[[], None], make_room: Callable[[int], bool], size: int) -> None:
-        """Publish so many bytes. Where there is no room for them, make it, then twice and four times as much;
-        then wait: what others have filled is not to cost all entries.
+        """Publish some bytes. If there is no room, evict as much, then twice and four times as much, then
+        wait, so that a disk filled by others does not cost all entries.
 
         Args:
-            make_room: False where there is nothing to evict.
+            make_room: evicts entries; returns False if there are none to evict.
 
         Raises:
             OSError, sqlite3.OperationalError: it cannot be written.
@@ -50,7 +52,7 @@ class FullDisk:
         """Refuse to write while the disk is known to be full.
 
         Raises:
-            OSError: ENOSPC, it is not tried yet.
+            OSError: ENOSPC, the next try is not due yet.
         """
         left = self._until - self._clock()
         if left > 0:
@@ -62,7 +64,7 @@ class FullDisk:
             _LOG.warning("the disk is full before the store is: entries are evicted for new ones")
 
     def failed(self) -> None:
-        """Note that there was no room although entries were evicted: wait, longer each time."""
+        """Note that there was no room even after evictions, and wait longer each time."""
         self.tell()
         self._seconds = min(2 * self._seconds, _LONGEST_SECONDS) or _FIRST_SECONDS
         self._until = self._clock() + self._seconds

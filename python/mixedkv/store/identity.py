@@ -1,4 +1,6 @@
-"""Everything that shapes KV, in one digest: what was computed under one is never used under another."""
+"""One digest of everything that shapes KV. KV that was computed under one identity is never used under
+another.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,9 @@ class Identity:
 
     Args:
         digest: SHA-256 over the facts and the tenant, 32 bytes.
-        facts: what was hashed besides the tenant, as JSON can hold it.
-        tenant: whose KV it is.
-        label: to read, e.g. "model.gguf mixed"; not part of the digest.
+        facts: the hashed facts besides the tenant, as JSON can hold them.
+        tenant: the owner of the KV.
+        label: text for people, e.g. "model.gguf mixed"; not part of the digest.
     """
 
     digest: bytes
@@ -51,7 +53,7 @@ class Identity:
 
     @classmethod
     def of(cls, llm: Llama, *, tenant: str = "", full_hash: bool = False, extra: str = "") -> Identity:
-        """Return the identity of what a `Llama` computes now.
+        """Return the identity of the KV that a `Llama` computes now.
 
         It covers the model file (all parts), metadata overrides, the adapter and its scale, RoPE settings,
         the cache setting with the window as it is now, the scales of K, flash attention, the
@@ -59,7 +61,7 @@ class Identity:
         and where layers run change rounding only and are left out.
 
         Args:
-            tenant: another tenant's KV is never found.
+            tenant: whose KV it is; another tenant's is never found.
             full_hash: read the whole model file instead of samples of every tensor.
             extra: anything else that shapes KV, such as adapters set by llama.cpp's own functions.
 
@@ -74,7 +76,7 @@ class Identity:
             "model": fingerprint(llm.model_path, full_hash=full_hash),
             "overrides": _overrides(llm),
             "adapters": _adapters(llm, full_hash),
-            "kv": llm.kv.config.full_spec,  # says the same whatever the defaults are
+            "kv": llm.kv.config.full_spec,  # does not depend on the defaults
             **_equalization(llm),
             "context": _context(llm, file),
             "sliding_window": llm.kv.sliding_window,
@@ -86,7 +88,7 @@ class Identity:
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any], *, tenant: str = "", label: str = "") -> Identity:
-        """Return an identity of any facts that JSON can hold; `kv` is the cache's spec, as in `of`."""
+        """Return an identity from any facts that JSON can hold; `kv` is the cache's spec, as in `of`."""
         named = {"facts": dict(facts), "tenant": check_tenant(tenant)}
         text = json.dumps(named, sort_keys=True, separators=(",", ":"))
         digest = hashlib.sha256(b"mixedkv identity\n" + text.encode()).digest()
@@ -99,12 +101,12 @@ class Identity:
 
     @property
     def recurrent(self) -> bool:
-        """Some layers keep a state, so what is stored goes on only where a checkpoint is."""
+        """True if layers keep a recurrent state, so that stored KV can only be continued at a checkpoint."""
         return bool(self.facts.get("recurrent", False))
 
     @property
     def sliding_window(self) -> int:
-        """Tokens that sliding-window layers see, 0 if all layers see everything."""
+        """Number of tokens that sliding-window layers see; 0 if all layers see everything."""
         return _whole(self.facts.get("sliding_window", 0))
 
 
@@ -113,7 +115,7 @@ def _context(llm: Llama, file: ModelFile) -> dict[str, Any]:
     facts = {
         name: getattr(params, name) for name in (*_ROPE, "flash_attn_type", "attention_type", "swa_full")
     }
-    # Models with two sets of RoPE factors take the long one in contexts beyond those of their training.
+    # Models with two sets of RoPE factors use the long one in contexts beyond their training.
     trained = params.yarn_orig_ctx or _whole(
         file.get("rope.scaling.original_context_length", 0) or file.get("context_length", 0)
     )

@@ -1,16 +1,15 @@
 """The index of a store: one SQLite database that several processes may use at once.
 
-An entry is a token range with a parent entry that covers what comes before it. It is listed under the chained
-hash of every block of tokens that it reaches into, see `KVStore.find`.
+An entry is a token range with a parent entry that covers the tokens before it. It is listed under the chained
+hash of every block of tokens that it reaches into, see `lookup`.
 
-Who can write to the folder can put anything into the database: a row that no writer wrote counts as none.
+Anyone who can write to the folder can put anything into the database. So a row that no writer can have
+written is ignored.
 """
 
 from __future__ import annotations
 
-import json
 import sqlite3
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from mixedkv.store import eviction as leaving
 from mixedkv.store.entry_row import FIELDS, NOBODY, EntryRow, Owner, sound_row
 from mixedkv.store.eviction import Eviction
 from mixedkv.store.message_rows import MESSAGE_SCHEMA, message_rows, put_message_rows
+from mixedkv.store.session_rows import SESSION_SCHEMA, SessionRows
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
@@ -49,21 +49,6 @@ CREATE TABLE IF NOT EXISTS blocks (
 );
 CREATE INDEX IF NOT EXISTS blocks_hash ON blocks (hash);
 CREATE INDEX IF NOT EXISTS blocks_entry ON blocks (entry);
-CREATE TABLE IF NOT EXISTS sessions (
-    session BLOB NOT NULL,
-    entry TEXT NOT NULL REFERENCES entries (id) ON DELETE CASCADE,
-    PRIMARY KEY (session, entry)
-) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS sessions_entry ON sessions (entry);
-CREATE TABLE IF NOT EXISTS removed_sessions (
-    session BLOB PRIMARY KEY,
-    removed REAL NOT NULL
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS session_owners (
-    session BLOB PRIMARY KEY,
-    owner BLOB NOT NULL,
-    noted REAL NOT NULL
-) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS tenants (
     identity BLOB PRIMARY KEY,
     tenant BLOB NOT NULL,
@@ -90,11 +75,8 @@ _EXPIRED = """
 SELECT id FROM entries AS leaf WHERE CAST(used AS REAL) < ?
     AND NOT EXISTS (SELECT 1 FROM entries AS child WHERE child.parent = leaf.id)
 """
-_VARIABLES = 500  # in one statement; SQLite's limit was 999 once
+_VARIABLES = 500  # variables in one statement; SQLite's limit used to be 999
 _BUSY_SECONDS = 30.0
-_REMOVED_SECONDS = 30 * 86400.0  # longer than what is under way when a session is removed
-_STALE_SECONDS = 86400.0  # what was not used for so long is nobody's share
-_LEAST_WEIGHT = 1e-6
 _COLUMNS = ", ".join(f"entries.{name}" for name in FIELDS)
 
 
@@ -102,18 +84,15 @@ class ParentGoneError(LookupError):
     """The parent of a new entry has been removed meanwhile."""
 
 
-class SessionRemovedError(ValueError):
-    """A session that was removed gets no new entries."""
-
-
 class Index:
-    """One connection. Use it from one thread at a time."""
+    """One connection. Use it from one thread at a time. `sessions` are read and written by its methods."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._db = sqlite3.connect(
             path or ":memory:", timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
         )
+        self.sessions = SessionRows(self._db)
         try:
             self._set_up()
         except BaseException:
@@ -123,12 +102,12 @@ class Index:
     def _set_up(self) -> None:
         if self._path:
             self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = FULL")  # what was reported as stored outlives a power cut
+            self._db.execute("PRAGMA synchronous = FULL")  # stored entries survive a power cut
         self._db.execute("PRAGMA secure_delete = ON")  # a removed data key leaves no copy in a free page
         self._db.execute("PRAGMA foreign_keys = ON")
         leaving.prepare(self._db)
         with self._transaction():
-            for statement in (_SCHEMA + leaving.SCHEMA + MESSAGE_SCHEMA).split(";"):
+            for statement in (_SCHEMA + SESSION_SCHEMA + leaving.SCHEMA + MESSAGE_SCHEMA).split(";"):
                 self._db.execute(statement)
 
     def close(self) -> None:
@@ -138,7 +117,7 @@ class Index:
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
-        """Hold a snapshot of the index: what others change meanwhile is not seen within."""
+        """Hold a snapshot of the index: changes by others are not seen meanwhile."""
         self._db.execute("BEGIN")
         try:
             yield
@@ -176,69 +155,36 @@ class Index:
         return found
 
     def candidates(self, block_hash: bytes, limit: int) -> list[str]:
-        """Return the ids listed under a hash: the newest, and the oldest, which others build on; `limit` of
-        each.
+        """Return the ids listed under a hash: the `limit` newest, and the `limit` oldest, which others build
+        on.
         """
         query = "SELECT entry FROM blocks WHERE hash = ? ORDER BY rowid {} LIMIT ?"
         found = [self._db.execute(query.format(order), (block_hash, limit)) for order in ("DESC", "ASC")]
         return list(dict.fromkeys(entry for rows in found for (entry,) in rows))
 
     def has_other_key(self, identity: bytes, key_id: str) -> bool:
-        """Return whether entries of this identity are there that are encrypted with another key, or with
-        none.
-        """
+        """Return whether there are entries of this identity encrypted with another key, or with none."""
         query = "SELECT 1 FROM entries WHERE identity = ? AND key_id != ? LIMIT 1"
         return self._db.execute(query, (identity, key_id)).fetchone() is not None
 
     def key_ids(self) -> set[str]:
-        """Names of the master keys that entries are encrypted with, "" for none, and of those that the store
-        was opened with.
+        """Return the names of the master keys of entries ("" for none) and of those that the store was opened
+        with.
         """
         query = "SELECT key_id FROM entries UNION SELECT key_id FROM keys"
         return {str(key_id) for (key_id,) in self._db.execute(query)}
 
     def hashing_key(self, key_id: str) -> bytes | None:
-        """Return the wrapped hashing key that was noted of a master key; None if there is none."""
+        """Return the wrapped hashing key that is stored for a master key; None if there is none."""
         row = self._db.execute("SELECT hashing FROM keys WHERE key_id = ?", (key_id,)).fetchone()
         return None if row is None or not isinstance(row[0], bytes) else row[0]
 
-    def next_to_leave(
-        self, eviction: Eviction, keep: Iterable[str] = (), tenant: bytes | None = None
-    ) -> tuple[str, int, bytes] | None:
-        """Return the entry that leaves first, of one tenant if it is given: id, bytes, tenant.
-
-        What was not used for a day goes first. Then the tenant that holds the most by its weight gives
-        something up, so that nobody takes the place of who holds less. What others build on stays until they
-        are gone: alone it would be of no use.
-        """
-        kept, order = json.dumps(list(keep)), f"ORDER BY {leaving.ORDER[eviction]} LIMIT 1"
-        of = "AND COALESCE(tenant, x'') = ?"
-        if tenant is not None:
-            row = self._db.execute(f"{leaving.LEAF} {of} {order}", (kept, tenant)).fetchone()
-            return row and (row[0], row[1], row[3])
-        first = self._db.execute(f"{leaving.LEAF} {order}", (kept,)).fetchone()
-        if first is None or first[2] < time.time() - _STALE_SECONDS:
-            return first and (first[0], first[1], first[3])
-        for tenant, _, _ in sorted(self.held(), key=lambda row: -row[1] / max(row[2], _LEAST_WEIGHT)):
-            row = self._db.execute(f"{leaving.LEAF} {of} {order}", (kept, tenant)).fetchone()
-            if row is not None:
-                return row[0], row[1], row[3]
-        return None
-
-    def held(self) -> list[tuple[bytes, int, float]]:
-        """Return each tenant with the bytes of its files and its weight."""
-        return list(self._db.execute(leaving.HELD))
-
-    def tenant_bytes(self, tenant: bytes) -> int:
-        return sum(n_bytes for other, n_bytes, _ in self.held() if other == tenant)
-
-    def sessions_of(self, owner: bytes, before: float) -> list[bytes]:
-        """Return the sessions of an owner that have had entries since before a time."""
-        query = "SELECT session FROM session_owners WHERE owner = ? AND noted < ?"
-        return [session for (session,) in self._db.execute(query, (owner, before))]
+    def next_to_leave(self, eviction: Eviction, keep: Iterable[str] = ()) -> tuple[str, int] | None:
+        """Return the entry that leaves first, see `eviction.next_to_leave`: its id and its bytes."""
+        return leaving.next_to_leave(self._db, eviction, keep)
 
     def leaves_of(self, identity: bytes) -> list[str]:
-        """Return the ids of an identity's entries that no other goes on from at the end, the oldest first."""
+        """Return the ids of an identity's entries that no other continues at the end, the oldest first."""
         query = (
             "SELECT id FROM entries WHERE identity = ? AND NOT EXISTS "
             "(SELECT 1 FROM entries AS child WHERE child.parent = entries.id AND child.p0 >= entries.p1) "
@@ -251,15 +197,6 @@ class Index:
         rest = "FROM entries WHERE identity = ? AND key_id = ? ORDER BY RANDOM() LIMIT 1"
         return next(self._rows(rest, identity, key_id), None)
 
-    def last_of_session(self, identity: bytes, session: bytes, n: int) -> str | None:
-        """Return the id of the entry of a session that begins before position n and reaches the furthest."""
-        query = (
-            "SELECT id FROM entries JOIN sessions ON sessions.entry = entries.id "
-            "WHERE session = ? AND identity = ? AND p0 < ? ORDER BY p1 DESC LIMIT 1"
-        )
-        row = self._db.execute(query, (session, identity, n)).fetchone()
-        return None if row is None else str(row[0])
-
     def totals(self) -> tuple[int, int]:
         """Return the number of entries, and the bytes of their files."""
         query = "SELECT COUNT(*), COALESCE(SUM(CAST(nbytes AS INTEGER)), 0) FROM entries"
@@ -267,15 +204,11 @@ class Index:
         return count, n_bytes
 
     def chain_bytes(self, entry: str) -> int:
-        """Return the number of bytes of the files of an entry and of all it builds on."""
+        """Return the bytes of the files of an entry and of all it builds on."""
         return int(self._db.execute(_CHAIN, (entry,)).fetchone()[0])
 
-    def sessions(self) -> dict[str, int]:
-        """Return the number of sessions each entry belongs to, without those that belong to none."""
-        return dict(self._db.execute("SELECT entry, COUNT(*) FROM sessions GROUP BY entry"))
-
     def read_rows(self, query: str, values: Sequence[object]) -> list[tuple[Any, ...]]:
-        """Return the rows of a query of another module of the store."""
+        """Run a query of another module of the store and return its rows."""
         return list(self._db.execute(query, values))
 
     # --- writing ---
@@ -291,25 +224,24 @@ class Index:
         replaced: str | None = None,
         session: bytes | None = None,
     ) -> list[str]:
-        """Add an entry and make room for it; the ids of what was evicted.
+        """Add an entry and make room for it; return the ids of evicted entries.
 
         Args:
-            owner: whose it is.
-            replaced: an entry of the same content that goes; the new one takes its place.
+            owner: owner of the entry.
+            replaced: an entry of the same content, whose place the new one takes.
             session: the session that the entry belongs to.
 
         Raises:
-            ParentGoneError: its parent is not there any more.
+            ParentGoneError: its parent has been removed.
             SessionRemovedError: the session has been removed.
-            sqlite3.IntegrityError: an entry with this content is there.
+            sqlite3.IntegrityError: there is an entry with this content.
         """
         with self._transaction():
             if row.parent is not None and self.get(row.parent) is None:
                 raise ParentGoneError(f"entry {row.parent} has been removed")
             sessions, messages = {session} if session is not None else set(), []
             if replaced is not None:
-                members = self._db.execute("SELECT session FROM sessions WHERE entry = ?", (replaced,))
-                sessions |= {member for (member,) in members}
+                sessions |= self.sessions.of_entry(replaced)
                 messages = message_rows(self._db, replaced)
                 self._delete([replaced])
                 self._db.execute("UPDATE entries SET parent = ? WHERE parent = ?", (row.id, replaced))
@@ -321,7 +253,7 @@ class Index:
             leaving.note_uses(self._db, {row.id: 1})
             self._db.executemany("INSERT INTO blocks VALUES (?, ?)", [(h, row.id) for h in hashes])
             for member in sessions:
-                self._join(member, [row.id], owner.sessions)
+                self.sessions.join(member, [row.id], owner.sessions)
             put_message_rows(self._db, row.id, messages)
             self._db.execute(
                 "INSERT INTO tenants VALUES (?, ?, ?) ON CONFLICT (identity) DO UPDATE SET "
@@ -332,12 +264,12 @@ class Index:
             return evicted + self._evict(max_bytes, eviction, keep=row.id)
 
     def evict(self, max_bytes: int, eviction: Eviction) -> list[str]:
-        """Remove entries until their files take `max_bytes` at most; their ids."""
+        """Remove entries until their files take at most `max_bytes`; return their ids."""
         with self._transaction():
             return self._evict(max_bytes, eviction, keep="")
 
     def expire(self, before: float) -> list[str]:
-        """Remove entries that were last used before a time and that none used since then builds on; their
+        """Remove entries last used before a time, unless one used since then builds on them; return their
         ids.
         """
         expired: list[str] = []
@@ -349,8 +281,8 @@ class Index:
 
     def _evict(self, max_bytes: int, eviction: Eviction, keep: str, tenant: bytes | None = None) -> list[str]:
         evicted: list[str] = []
-        n_bytes = self.totals()[1] if tenant is None else self.tenant_bytes(tenant)
-        while n_bytes > max_bytes and (leaf := self.next_to_leave(eviction, [keep], tenant)):
+        n_bytes = self.totals()[1] if tenant is None else leaving.tenant_bytes(self._db, tenant)
+        while n_bytes > max_bytes and (leaf := leaving.next_to_leave(self._db, eviction, [keep], tenant)):
             leaving.note_evicted(self._db, leaf[0])
             self._delete([leaf[0]])
             evicted.append(leaf[0])
@@ -362,48 +294,36 @@ class Index:
         return [] if owner.max_bytes is None else self._evict(owner.max_bytes, eviction, keep, owner.tenant)
 
     def remove(self, entry: str, evicted: bool = False) -> list[str]:
-        """Remove an entry and all that builds on it; their ids."""
+        """Remove an entry and all that builds on it; return their ids."""
         with self._transaction():
             if evicted:
                 leaving.note_evicted(self._db, entry)
             return self._remove_tree(entry)
 
     def remove_session(self, session: bytes) -> list[str]:
-        """Remove what belongs to this session and no other, and what builds on it; their ids."""
+        """Remove entries that belong to this session alone, and all that builds on them; return their ids."""
         with self._transaction():
-            query = (
-                "SELECT entry FROM sessions WHERE session = ? AND NOT EXISTS "
-                "(SELECT 1 FROM sessions AS other WHERE other.entry = sessions.entry AND other.session != ?)"
-            )
-            own = [entry for (entry,) in self._db.execute(query, (session, session))]
-            now = time.time()
-            self._db.execute("DELETE FROM sessions WHERE session = ?", (session,))
-            self._db.execute("DELETE FROM session_owners WHERE session = ?", (session,))
-            self._db.execute("DELETE FROM removed_sessions WHERE removed < ?", (now - _REMOVED_SECONDS,))
-            self._db.execute("INSERT OR REPLACE INTO removed_sessions VALUES (?, ?)", (session, now))
-            return [gone for entry in own for gone in self._remove_tree(entry)]
+            return [gone for entry in self.sessions.remove(session) for gone in self._remove_tree(entry)]
 
     def add_to_session(self, session: bytes, entries: Iterable[str], owner: bytes = b"") -> None:
-        """Let entries belong to a session; those that are not there any more are passed over.
-
-        Raises:
-            SessionRemovedError: the session has been removed.
-        """
+        """Add entries to a session, see `SessionRows.join`."""
         with self._transaction():
-            self._join(session, entries, owner)
+            self.sessions.join(session, entries, owner)
 
     def change(self, write: Callable[[sqlite3.Connection], None]) -> None:
-        """Let another module of the store write, in one transaction."""
+        """Let another module of the store write, within one transaction."""
         with self._transaction():
             write(self._db)
 
     def note_key(self, key_id: str, hashing: bytes) -> None:
-        """Note that the store is encrypted with this master key, also while it is empty."""
+        """Note that the store is encrypted with this master key, even if it is empty."""
         with self._transaction():
             self._db.execute("INSERT OR IGNORE INTO keys VALUES (?, ?)", (key_id, hashing))
 
     def rekey(self, old: str, new: str, hashing: bytes, wrap: Callable[[EntryRow], bytes]) -> int:
-        """Name another master key; `wrap` gives the wrapped data key of each entry. How many there are."""
+        """Change the master key; `wrap` returns the newly wrapped data key of each entry. Return the number
+        of entries.
+        """
         with self._transaction():
             rows = list(self._rows("FROM entries WHERE key_id = ?", old))
             self._db.executemany(
@@ -415,7 +335,7 @@ class Index:
         return len(rows)
 
     def touch(self, used: dict[str, float], uses: Mapping[str, int]) -> None:
-        """Note when entries were used last, and how often since the last time."""
+        """Note when entries were last used, and how often since the last call."""
         if used:
             with self._transaction():
                 self._db.executemany(
@@ -425,9 +345,9 @@ class Index:
                 leaving.note_uses(self._db, uses)
 
     def forget(self) -> bool:
-        """Move the write-ahead log into the database, so that what was removed is in neither.
+        """Move the write-ahead log into the database, so that removed rows are in neither.
 
-        False if someone reads the database just now: nothing waits for them.
+        Return False if another program is reading the database; it is not waited for.
         """
         if not self._path:
             return True
@@ -437,18 +357,6 @@ class Index:
         finally:
             self._db.execute(f"PRAGMA busy_timeout = {int(1000 * _BUSY_SECONDS)}")
         return not busy
-
-    def _join(self, session: bytes, entries: Iterable[str], owner: bytes) -> None:
-        query = "SELECT 1 FROM removed_sessions WHERE session = ?"
-        if self._db.execute(query, (session,)).fetchone() is not None:
-            raise SessionRemovedError("session: it has been removed; use another id")
-        self._db.executemany(
-            "INSERT OR IGNORE INTO sessions SELECT ?, id FROM entries WHERE id = ?",
-            [(session, entry) for entry in entries],
-        )
-        if owner:
-            query = "INSERT OR IGNORE INTO session_owners VALUES (?, ?, ?)"
-            self._db.execute(query, (session, owner, time.time()))
 
     def _remove_tree(self, entry: str) -> list[str]:
         tree = [found for (found,) in self._db.execute(_TREE, (entry,))]

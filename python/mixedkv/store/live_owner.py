@@ -1,4 +1,4 @@
-"""Remembers whose tokens sequence 0 of a `Llama` holds: callers use it by turns, tenants share nothing."""
+"""Remembers whose tokens sequence 0 of a `Llama` holds, as callers with different tenants share it."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class _Left:
-    """The owner of sequence 0, and what was left in it; None while its work goes on."""
+    """The owner of sequence 0, and what was left in it; None while its work is under way."""
 
     owner: bytes
     tokens: npt.NDArray[np.intc] | None = None
 
 
-# By `Llama`, not by caller: whoever uses one next must know whose its sequence is.
+# By `Llama`, not by caller: the next caller must know whose tokens are in its sequence.
 _left: WeakKeyDictionary[Llama, _Left] = WeakKeyDictionary()
 
 
 class Claim:
-    """The right to sequence 0, until somebody else claims it.
+    """A caller's right to use sequence 0, until another one claims it.
 
-    What was left for the same owner stays there; what anybody else has left is dropped.
+    Tokens that were left for the same owner stay; those of any other owner are dropped.
 
     Args:
-        llm: whose sequence.
-        owner: who claims it.
-        untouched: drop it also where tokens were evaluated behind what was left.
+        llm: the `Llama` whose sequence it is.
+        owner: the owner that claims it.
+        untouched: also drop the sequence if tokens were evaluated after it was left.
 
     Attributes:
         goes_on: the sequence was not emptied.
@@ -50,11 +50,11 @@ class Claim:
 
     @property
     def holds(self) -> bool:
-        """True until somebody else has claimed the sequence."""
+        """True until another owner claims the sequence."""
         return _left.get(self._llm) is self._mine
 
     def leave(self) -> None:
-        """Leave the sequence as it is to who claims it next as the same owner."""
+        """Leave the sequence as it is for the next claim of the same owner."""
         self._mine.tokens = self._llm.input_ids[: self._llm.n_tokens].copy()
 
     def _is_there(self, left: npt.NDArray[np.intc] | None, untouched: bool) -> bool:

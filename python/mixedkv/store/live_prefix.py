@@ -1,4 +1,4 @@
-"""Begins a prompt in sequence 0 of a `Llama`: with what it need not compute again, live there or stored."""
+"""Starts a prompt in sequence 0 of a `Llama` from the longest prefix that is live there or stored."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class PrefixReuse:
 
     Args:
         n_tokens: tokens at the beginning of the prompt that were not evaluated.
-        source: where they came from; "live" is the cache itself.
-        exact: the cache continues as one that evaluated this prompt from its first token. False where a
-            mixed cache was cut and lacks some of its recent F16 rows, in all that was evaluated behind such
-            a cut as long as it is live, and where tokens of the middle are dropped.
-        match: what the store has of the prompt.
-        reason: why something stored was not used, "" otherwise.
+        source: where these came from; "live" is the cache itself.
+        exact: the cache continues like one that evaluated this prompt from its first token. False if a mixed
+            cache was cut and lacks recent F16 rows, for all tokens evaluated after such a cut as long as they
+            are live, and if tokens in the middle were dropped.
+        match: the match of the prompt in the store.
+        reason: why stored KV was not used; "" otherwise.
     """
 
     n_tokens: int = 0
@@ -53,18 +53,18 @@ def reuse_prefix(
     exact_live: bool,
     exact_stored: bool,
 ) -> PrefixReuse:
-    """Leave in sequence 0 the longest prefix of these tokens that is live or stored, and nothing else.
+    """Set sequence 0 to the longest prefix of these tokens that is live or stored.
 
     At least the last token is left to be evaluated: sampling needs its logits.
 
     Args:
-        llm: whose sequence.
-        store: where else a prefix may be.
-        identity: of the `Llama` and the tenant.
+        llm: the `Llama` whose sequence it is.
+        store: store to look in as well.
+        identity: identity of the `Llama` and the tenant.
         tokens: the prompt.
-        n_plain: live tokens whose rows are those of a plain prompt: none was dropped before them.
-        exact_live: go on from live rows only where the prompt then goes on exactly.
-        exact_stored: the same of stored rows.
+        n_plain: number of live tokens before which none was dropped.
+        exact_live: use live rows only if the prompt then continues exactly.
+        exact_stored: the same for stored rows.
     """
     wanted = np.asarray(tokens, np.intc)[:-1]
     n_live = _live_prefix(llm, n_plain, wanted)
@@ -101,13 +101,13 @@ def _live_prefix(llm: Llama, n_plain: int, wanted: npt.NDArray[np.intc]) -> int:
 
 
 def _has_window(llm: Llama, n: int) -> bool:
-    """Return whether sliding-window layers still hold what the token at position n sees."""
+    """Return whether sliding-window layers still hold the rows that the token at position n sees."""
     first, _ = llm.kv.positions(0)
     return first <= max(0, n - int(llama_cpp.llama_model_n_swa(llm.model)))
 
 
 def _cut(llm: Llama, n: int) -> int:
-    """Remove what follows position n; returns n, or 0 where the memory cannot be cut there."""
+    """Remove all from position n on; return n, or 0 if the memory cannot be cut there."""
     try:
         llm.kv.remove(0, n)
     except UnsupportedModelError:

@@ -1,4 +1,4 @@
-"""The sequence of a `Llama` that is saved or restored."""
+"""Checks, loads and compares the sequence of a `Llama` that is saved or restored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def load(llm: Llama, blocks: list[KVBlock], seq: int) -> None:
-    """Replace what a sequence holds."""
+    """Replace the contents of a sequence."""
     try:
         empty(llm, seq)
         for block in blocks:
@@ -30,13 +30,13 @@ def load(llm: Llama, blocks: list[KVBlock], seq: int) -> None:
 
 
 def recheck(llm: Llama, seq: int, match: Match, recheck: Recheck) -> bool:
-    """Compare rows of a match that a sequence holds with the model's, if they are doubted.
+    """Compare rows of a match in a sequence with the model's, if they are doubted.
 
     Returns:
-        Whether the match has to be loaded again.
+        True if the match has to be loaded again.
 
     Raises:
-        EntryError: rows are wrong; the sequence is empty.
+        EntryError: rows are wrong; the sequence is then empty.
     """
     doubt = recheck.doubt(match, llm)
     if not doubt.spans:
@@ -63,8 +63,8 @@ def known_tokens(llm: Llama, seq: int) -> npt.ArrayLike:
 
 
 def exact_tokens(llm: Llama, tokens: Tokens, seq: int) -> int:
-    """Return how many of a sequence's tokens may be stored. Whoever changes rows through llama.cpp's own
-    functions has to say so: that is not known here.
+    """Return how many of a sequence's tokens may be stored. Changes of rows by llama.cpp's own functions are
+    not seen here: report them with `llm.kv.limit_exact`.
     """
     n = len(tokens)
     if seq != 0 or llm.n_tokens < n or not np.array_equal(llm.input_ids[:n], tokens):

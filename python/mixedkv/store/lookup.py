@@ -1,9 +1,10 @@
-"""Finding the longest stored prefix of some tokens.
+"""Finds the longest stored prefix of some tokens.
 
 Tokens are hashed in blocks of 32, each hash over the one before: h_0 of the identity, h_i of h_(i-1) and
 block i. An entry [p0, p1) is listed under the hash at every boundary b with floor(p0 / 32) * 32 <= b <= p1.
-So whatever shares n tokens with a prompt is listed at boundary floor(n / 32) * 32 of it: the search walks the
-prompt's boundaries from the last to the first. A hash only proposes; a comparison of the tokens decides.
+So an entry that shares n tokens with a prompt is listed at the prompt's boundary floor(n / 32) * 32, and the
+search goes through the prompt's boundaries from the last to the first. A hash only proposes an entry; a
+comparison of the tokens decides.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def _extend(cipher: Cipher, hashes: list[bytes], tokens: Tokens) -> list[bytes]:
 
 
 def token_context(identity: bytes, entry: str, content: bytes, rows: str) -> bytes:
-    """Return what an entry's encrypted tokens are bound to: all of its row that decides about a match."""
+    """Return the context that an entry's encrypted tokens are bound to: all of its row that decides about a
+    match.
+    """
     return b"tokens" + identity + entry.encode() + content + rows.encode()
 
 
@@ -70,7 +73,7 @@ def file_context(identity: bytes, entry: str) -> bytes:
 
 
 class Listing(Protocol):
-    """Protocol of what a search asks: an index, or what lies in a remote."""
+    """Protocol of what can be searched: an index, or a remote."""
 
     def known(self, hashes: Sequence[bytes]) -> set[bytes]: ...
 
@@ -88,7 +91,7 @@ class _Stored:
 
 
 class Search:
-    """One search. `broken` has the entries whose rows in the index turned out to be damaged."""
+    """A search for one prompt. `broken` has the entries whose rows in the index turned out to be damaged."""
 
     def __init__(self, index: Listing, cipher: Cipher, identity: Identity, tokens: Tokens) -> None:
         self._index, self._cipher = index, cipher
@@ -102,7 +105,7 @@ class Search:
         self.reason: Reason = "unknown"
 
     def find(self, exact_only: bool) -> Match | None:
-        """Return the longest match; None leaves the cause in `reason`."""
+        """Return the longest match; None if there is none, for the cause in `reason`."""
         hashes = self._hashes
         known = self._index.known(hashes)
         best: Match | None = None
@@ -124,7 +127,7 @@ class Search:
         return self._match(entry, exact_only=False, at_least=0)
 
     def tokens_up_to(self, entry: str) -> Tokens | None:
-        """Return the tokens of an entry behind those of all it builds on; None if one is gone or damaged."""
+        """Return the tokens of an entry after those of all it builds on; None if one is gone or damaged."""
         parts: list[Tokens] = []
         stored = self._load(entry)
         while stored is not None:
@@ -177,7 +180,7 @@ class Search:
         return Match(identity=self._identity, tokens=tokens, links=links, exact=worth == "exact")
 
     def _chain(self, last: _Stored) -> list[_Stored] | None:
-        """Return an entry behind all that it builds on, if the tokens before it are the wanted ones."""
+        """Return an entry after all that it builds on, if the tokens before it are the wanted ones."""
         stored: _Stored | None = last
         chain: list[_Stored] = []
         while stored is not None:
@@ -194,9 +197,7 @@ class Search:
         return None
 
     def _is_its_own(self, stored: _Stored) -> bool:
-        """Return whether it was computed behind the tokens that are wanted before it, and not put there
-        later.
-        """
+        """Return whether an entry was computed after the tokens that are wanted before it."""
         row = stored.row
         if row.id not in self._own:
             content = content_hash(self._cipher, self._hashes, self._tokens[: row.p0], stored.tokens)
@@ -208,7 +209,7 @@ class Search:
         return self._own[row.id]
 
     def _agrees(self, stored: _Stored, end: int) -> bool:
-        """Return whether its tokens up to `end` are the wanted ones."""
+        """Return whether an entry's tokens up to `end` are the wanted ones."""
         key = stored.row.id, end
         if key not in self._agreed:
             p0 = stored.row.p0
@@ -225,7 +226,7 @@ class Search:
             row = self._index.get(entry)
             if row is None:
                 raise EntryError("damaged", "its row in the index is not what was written")
-            if row.key_id != self._cipher.key_id:  # of who rekeyed the store, or has not read the new key
+            if row.key_id != self._cipher.key_id:  # by a program with another key than ours, old or new
                 self.reason = "key"
                 return None
             return _Stored(row, self._row_tokens(row))
@@ -249,7 +250,7 @@ class Search:
 
 
 def stored_sequences(index: Index, cipher: Cipher, identity: Identity, known: Collection[str]) -> list[Match]:
-    """Matches of all that is stored under an identity, each as long as it is; see `Entries.sequences`."""
+    """Return a match of each whole sequence that is stored under an identity; see `Entries.sequences`."""
     walk = Search(index, cipher, identity, np.empty(0, np.int32))
     found = []
     for entry in index.leaves_of(identity.digest):
@@ -283,7 +284,7 @@ def _better(best: Match | None, other: Match | None) -> Match | None:
 
 
 def check_tokens(block: KVBlock, link: Link, match: Match) -> None:
-    """Check that the tokens in the file are the wanted ones, which decides about a hit."""
+    """Check that the file has the wanted tokens, which decides about a hit."""
     if (block.p0, block.p1) != (link.p0, link.p1):
         raise EntryError("tokens", f"its file has positions {block.p0} to {block.p1}")
     if not np.array_equal(block.tokens[: link.end - link.p0], match.tokens[link.p0 : link.end]):
@@ -292,8 +293,8 @@ def check_tokens(block: KVBlock, link: Link, match: Match) -> None:
 
 def worth_building_on(match: Match | None, window: int) -> Match | None:
     """Return the part of a match that is worth building on. A last entry of which only a few tokens would be
-    used is left out, since it would be read whole. Of what is not exact only the part before the window
-    stays, whose rows are then stored in F16.
+    used is left out, since it would be read whole. Of an inexact match only the part before the window is
+    used, as the window's rows are stored again in F16.
     """
     if match is None:
         return None

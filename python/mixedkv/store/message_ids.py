@@ -1,6 +1,6 @@
-"""Ids of chat messages: which entry holds a message, and removing a message's KV by its id.
+"""Maps ids of chat messages to entries, and removes a message's KV by its id.
 
-A row goes with its entry, whatever removes that.
+A row is removed with its entry.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mixedkv.store.entries import Entries
 from mixedkv.store.identity import Identity
 from mixedkv.store.results import Match, MessageInfo
 
-_MOST = 100_000  # of one tenant; clients make ids up
+_MOST = 100_000  # message ids of one tenant, as clients can make any number up
 _ROWS = """
 SELECT message_id, messages.n_tokens, entries.id, entries.p0, CAST(entries.nbytes AS INTEGER),
     CAST(entries.created AS REAL), CAST(entries.used AS REAL), entries.label
@@ -25,21 +25,21 @@ FROM messages JOIN entries ON entries.id = messages.entry
 
 
 class MessageIds:
-    """Message ids of a store, each known to its tenant alone. Thread-safe.
+    """The message ids of a store, each visible to its tenant alone. Thread-safe.
 
-    Ids stand in the index as they are; names of tenants are hashed.
+    The index has ids as they are; names of tenants are hashed.
     """
 
     def __init__(self, entries: Entries, cipher: Cipher) -> None:
         self._entries, self._cipher = entries, cipher
 
     def note(self, match: Match, ends: Iterable[tuple[str, int]]) -> None:
-        """Note which entries of a stored sequence messages end in.
+        """Note in which entries of a stored sequence messages end.
 
         Args:
-            match: the sequence; its identity says whose.
-            ends: ids, and how many tokens the sequence has up to the end of each; those behind the end of the
-                match are passed over.
+            match: the sequence; its identity has the tenant.
+            ends: ids, and how many tokens the sequence has up to the end of each; those after the end of the
+                match are ignored.
 
         Raises:
             OSError: the index cannot be written.
@@ -68,7 +68,7 @@ class MessageIds:
         self._entries.change(write)
 
     def adopt(self, tenant: str, infos: Iterable[MessageInfo], entries: Mapping[str, str]) -> None:
-        """Take over what another store noted, the latest first, of entries that have these ids here.
+        """Copy another store's notes, the latest first, for entries that have these ids here.
 
         Raises:
             OSError: the index cannot be written.
@@ -90,8 +90,8 @@ class MessageIds:
         self._entries.change(write)
 
     def entries(self, tenant: str | None = None, message_id: str | None = None) -> list[MessageInfo]:
-        """Return which entries messages end in, the latest first: of one tenant, or of all if it is None; of
-        one message if it is given. A message that several conversations have may end in several entries.
+        """Return the entries that messages end in, the latest first: for one tenant, or all if it is None;
+        for one message if it is given. A message in several conversations may end in several entries.
 
         Raises:
             ValueError: a name is refused.
@@ -121,8 +121,8 @@ class MessageIds:
         ]
 
     def sequences(self, identity: Identity, message_id: str) -> list[tuple[int, Match]]:
-        """Return the sequences up to a message's end, each with the position where the entry begins that the
-        message ends in.
+        """Return the sequences up to a message's end, each with the begin of the entry that the message ends
+        in.
         """
         found = []
         for info in self.entries(identity.tenant, message_id):
@@ -132,10 +132,9 @@ class MessageIds:
         return found
 
     def remove(self, message_id: str, tenant: str = "") -> int:
-        """Remove the entries that a message ends in, and all that builds on them; how many entries.
+        """Remove the entries that a message ends in and all that builds on them; return how many.
 
-        An entry can hold more than one message: what else is in it goes too, and is evaluated again when it
-        is asked for.
+        An entry can hold several messages: the others go with it and are evaluated again when needed.
 
         Raises:
             ValueError: a name is refused.

@@ -26,7 +26,7 @@ def message_rows(db: sqlite3.Connection, entry: str) -> list[Any]:
 
 
 def put_message_rows(db: sqlite3.Connection, entry: str, rows: list[Any]) -> None:
-    """Let another entry have these rows."""
+    """Add these rows to another entry."""
     db.executemany(
         f"INSERT OR REPLACE INTO messages ({_FIELDS}, entry) VALUES (?, ?, ?, ?, ?)",
         [(*row, entry) for row in rows],

@@ -1,4 +1,4 @@
-"""Notes the owners of entries and sessions."""
+"""Returns the owners of entries and sessions, as hashes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mixedkv.store.results import Share
 
 
 class Ownership:
-    """Names as a store writes them down: hashed.
+    """Hashes the names of tenants, sessions and owners for a store.
 
     Args:
-        shares: what a tenant may have, by its name; all are equal if None.
-        session_owner: who removes the sessions that are stored; "" for nobody.
+        shares: returns a tenant's share, given its name; all are equal if None.
+        session_owner: the program that removes the stored sessions; "" for none.
     """
 
     def __init__(

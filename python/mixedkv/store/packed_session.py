@@ -1,4 +1,4 @@
-"""Packed sessions of other programs: compared with the model before they are believed."""
+"""Loads packed sessions of other programs, and compares them with the model first."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mixedkv.store.formats.packed_block import Rotary, block_from_packed
 if TYPE_CHECKING:
     from mixedkv.llama import Llama
 
-_CHECKED = 8  # tokens, at the beginning and at the end
+_CHECKED = 8  # tokens to evaluate at the beginning and at the end
 _SAME_MODEL = (
     0.5  # median relative error over layers and tokens, of K and of V; a wrong layout has 1 and more
 )
-_EXACT = 0.02  # what rounding to F16 and another order of sums make of it
+_EXACT = 0.02  # error by rounding to F16 and another order of sums
 
 
 def load_packed(
@@ -30,11 +30,11 @@ def load_packed(
     *,
     rotary: Rotary | Literal["auto"],
 ) -> float:
-    """Put a packed session into the empty sequence 0 of a `Llama`, if its rows are those of this model.
+    """Load a packed session into the empty sequence 0 of a `Llama`, if its rows are those of this model.
 
-    The first and the last tokens are evaluated again, behind the session's rows, and compared. Where they
-    differ by more than rounding, as if another quantisation of the same model computed them, the session is
-    loaded, but counts as inexact: `llm.kv.exact_tokens` is 0, and no store keeps it.
+    The first and the last tokens are evaluated again after the session's rows and compared. If they differ by
+    more than rounding, as when another quantisation of the same model computed them, the session is loaded
+    but counts as inexact: `llm.kv.exact_tokens` is 0, and no store keeps it.
 
     Args:
         llm: the model.
@@ -42,11 +42,12 @@ def load_packed(
             model's rows.
 
     Returns:
-        How far the rows are off, as a share of their size: the median over layers and tokens, of K or of V.
+        The error of the rows as a share of their size: the median over layers and tokens, of K or V,
+        whichever is larger.
 
     Raises:
-        ValueError: the session does not fit the model, or its rows are not this model's of these tokens;
-            the sequence is empty then. Or it was not empty, or the model keeps a state of all of it.
+        ValueError: the session does not fit the model, or its rows are not this model's for these tokens; the
+            sequence is then empty. Or the sequence was not empty, or the model has a recurrent state.
     """
     if llm.kv.positions(0)[1] >= 0:
         raise ValueError("sequence 0 is not empty: remove what it holds with llm.kv.remove(0)")

@@ -1,7 +1,7 @@
-"""Decides which stored entries are believed: those this process stored, and those of which it evaluated some
-tokens again and found the same rows.
+"""Decides which stored entries are believed: those that this process stored, and those of which it evaluated
+some tokens again with the same rows as a result.
 
-An entry may be what a checksum calls whole and still be wrong, if what computed it was.
+An entry with a correct checksum can still be wrong, if the program that computed it was.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from mixedkv.llama import Llama
 
 _LOG = logging.getLogger("mixedkv.store")
-_SPAN = 4  # tokens of an entry that are evaluated again
-_MOST = 32  # tokens of a match, as long as each entry has one
+_SPAN = 4  # tokens of an entry to evaluate again
+_MOST = 32  # tokens of a match to evaluate again, at least one for each entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Doubt:
     """The tokens of a match that are evaluated before it is believed.
 
     Args:
-        match: rows of it are in a sequence.
+        match: the match, whose rows are in a sequence.
         spans: positions to evaluate again, ascending.
         links: the entries that these belong to.
     """
@@ -53,12 +53,12 @@ class Doubt:
 
 
 class Recheck:
-    """Decides which stored rows to evaluate again before they are believed. Thread-safe.
+    """Decides which stored tokens to evaluate again before their rows are believed. Thread-safe.
 
     Args:
-        entries: of the store.
-        tally: where what is found is counted.
-        on: entries of other processes are doubted.
+        entries: entries of the store.
+        tally: counts the results.
+        on: doubt entries of other processes.
     """
 
     def __init__(self, entries: Entries, tally: Tally, on: bool) -> None:
@@ -69,24 +69,26 @@ class Recheck:
         self._believed.update(entries)
 
     def doubt(self, match: Match, llm: Llama) -> Doubt:
-        """Return what to evaluate again before a match is believed: nothing if all of it is."""
+        """Return the tokens to evaluate again before a match is believed; empty if it is believed."""
         links = [link for link in match.links if link.entry not in self._believed] if self.on else []
         return self._spans(match, links, llm)
 
     def random_match(self, identity: Identity) -> Match | None:
-        """Return any of the sequences that are stored under an identity; None if there is none."""
+        """Return a random sequence that is stored under an identity; None if there is none."""
         return self._entries.random_match(identity)
 
     def read(self, match: Match) -> list[KVBlock]:
         """Return the blocks of a match; it does not count as used.
 
         Raises:
-            EntryError: one cannot be used.
+            EntryError: an entry cannot be used.
         """
         return self._entries.read(match, note=False)[0]
 
     def sample(self, match: Match, llm: Llama) -> Doubt:
-        """Return part of any one entry of a match to evaluate again; the match may be believed already."""
+        """Return tokens of a random entry of a match to evaluate again, also if the match is believed
+        already.
+        """
         return self._spans(match, [random.choice(match.links)], llm)
 
     def settle(self, doubt: Doubt, again: Again) -> str:
@@ -111,9 +113,9 @@ class Recheck:
         return wrong[0][1]
 
     def _spans(self, match: Match, links: Sequence[Link], llm: Llama) -> Doubt:
-        """Choose some tokens of each entry, of the last one its end, where its F16 window is whole."""
+        """Choose some tokens of each entry: of the last one its end, where the F16 window is whole."""
         rule, n = llm.kv.cut_rule, match.n_tokens
-        if rule.recurrent:  # a state of all tokens cannot be cut
+        if rule.recurrent:  # a recurrent state cannot be cut
             return Doubt(self, match)
         size = max(1, min(_SPAN, _MOST // max(1, len(links))))
         doubt = Doubt(self, match)
@@ -122,7 +124,7 @@ class Recheck:
             if link.end < n:
                 begin = random.randint(link.p0, begin)
             span = begin, min(begin + size, link.end)
-            if rule.sliding and link.end < n:  # its rows have gone there
+            if rule.sliding and link.end < n:  # sliding windows have dropped its rows
                 continue
             if len(doubt) + size <= llm.n_batch and (match.tokens[slice(*span)] >= 0).all():  # no image
                 doubt.spans.append(span)

@@ -1,4 +1,4 @@
-"""A store gets another master key: data keys are wrapped anew, files stay as they are."""
+"""Changes the master key of a store: wraps the data keys again, while files stay as they are."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mixedkv.store.lookup import key_context
 
 
 def rekey(folder: str | Path, old: KeySource, new: KeySource) -> int:
-    """Wrap the data keys of all entries with `new`; returns how many. All or none. The new master key keeps
-    the hashing key, since what was hashed, names of sessions for example, is not known any more.
+    """Wrap the data keys of all entries with `new`, all or none, and return how many. The hashing key stays,
+    since hashed names (of sessions, for example) are not known any more.
 
-    No program may have the store open: with the old key it would find nothing, and store under it.
+    No other program may have the store open: it would find nothing, and store entries with the old key.
 
     Raises:
-        ValueError: the store is not encrypted with `old`, the keys are the same, or that of an entry is
+        ValueError: the store is not encrypted with `old`, both keys are the same, or an entry's key is
             damaged.
         OSError: it cannot be read or written.
     """
@@ -30,7 +30,7 @@ def rekey(folder: str | Path, old: KeySource, new: KeySource) -> int:
         known = index.key_ids()
         if before.key_id not in known:
             if after.key_id in known:
-                return 0  # a second time
+                return 0  # called a second time
             raise ValueError(f"{folder} is not encrypted with the old key: give the one it was opened with")
         try:
             if hashing := index.hashing_key(before.key_id):
@@ -42,7 +42,7 @@ def rekey(folder: str | Path, old: KeySource, new: KeySource) -> int:
             n = index.rekey(before.key_id, after.key_id, before.rewrap_hashing_key(after), wrap)
         except EntryError as error:
             raise ValueError(f"{folder}: {error}: remove it first, see `mixedkv cache verify`") from None
-        index.forget()  # the old wrapped keys
+        index.forget()  # so that the old wrapped keys are erased
     finally:
         index.close()
     return n

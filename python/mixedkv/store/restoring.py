@@ -1,4 +1,4 @@
-"""A sequence is filled with the longest stored prefix of some tokens."""
+"""Fills a sequence with the longest stored prefix of some tokens."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mixedkv.tokens import Tokens
 if TYPE_CHECKING:
     from mixedkv.llama import Llama
 
-_TRIES = 16  # entries that one restore passes over before it gives up
+_TRIES = 16  # entries that cannot be read before a restore gives up
 
 
 class Found(Protocol):
-    """Looks for the longest usable match; None with a reason."""
+    """Returns the longest usable match, or None and a reason."""
 
     def __call__(
         self, identity: Identity, tokens: Tokens, exact_only: bool
@@ -31,17 +31,17 @@ class Restorer:
     """Restores the longest usable match into a `Llama`, and counts hits and misses.
 
     Args:
-        find: where matches come from.
-        entries: what they are read from.
-        recheck: which of them are compared with the model first.
-        tally: where hits and misses are counted.
+        find: finds matches.
+        entries: entries to read from.
+        recheck: decides which rows are compared with the model first.
+        tally: counts hits and misses.
     """
 
     def __init__(self, find: Found, entries: Entries, recheck: Recheck, tally: Tally) -> None:
         self._find, self._entries, self._recheck, self._tally = find, entries, recheck, tally
 
     def restore(self, llm: Llama, tokens: Tokens, seq: int, identity: Identity, exact_only: bool) -> Restored:
-        """Replace what a sequence holds, as `KVStore.restore`."""
+        """Replace the contents of a sequence, as `KVStore.restore` does."""
         missed: Restored | None = None
         for _ in range(_TRIES):
             match, reason = self._find(identity, tokens, exact_only)

@@ -18,10 +18,10 @@ Tier = Literal["ram", "disk", "remote", "none"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """A tenant's share of a folder: its weight beside others, and bytes of its own at most.
+    """A tenant's share of a folder: its weight compared with others, and its maximum number of bytes.
 
-    `owner` is 16 bytes that tell it apart where its entries have several master keys; empty for a keyed hash
-    of its name.
+    `owner` is a 16-byte id for a tenant whose entries have several master keys; empty for a keyed hash of its
+    name.
     """
 
     weight: float = 1.0
@@ -44,11 +44,11 @@ class Match:
     """Stored entries that begin like the tokens asked for.
 
     Args:
-        identity: theirs.
-        tokens: the tokens that they share with what was asked for, int32 [n_tokens].
+        identity: the entries' identity.
+        tokens: the tokens that were asked for and are covered, int32 [n_tokens].
         links: the entries in order of position; each begins where the one before is cut.
-        exact: a cache restored from them continues as if it had never left. False where a mixed cache is cut
-            at a place for which its recent rows were not stored in F16.
+        exact: a cache restored from the entries continues as if it had never left. False if a mixed cache is
+            cut at a place for which its recent rows were not stored in F16.
     """
 
     identity: Identity
@@ -71,8 +71,8 @@ class Saved:
     """Result of `KVStore.save`.
 
     Args:
-        entry: id of the entry that ends what is stored; "" if nothing could be.
-        n_tokens: tokens asked for; of sequence 0 without those whose rows are not exact, see
+        entry: id of the last entry; "" if nothing could be stored.
+        n_tokens: tokens that were asked for; for sequence 0 without those whose rows are inexact, see
             `KVCache.exact_tokens`.
         n_stored: tokens newly stored, 0 if all were there.
         nbytes: bytes of their rows.
@@ -95,9 +95,9 @@ class Restored:
         n_tokens: tokens now in the sequence; 0 is a miss, and the sequence is as it was.
         exact: as in `Match`; True for a miss.
         tier: "ram", "disk" or "remote" if any part came from there, or "none".
-        seconds: all of it, the lookup included.
-        reason: why it was a miss, or why an entry was passed over on the way; "" otherwise. The first word is
-            one of `REASONS`.
+        seconds: time of the call, including the lookup.
+        reason: why it was a miss, or why an entry was skipped on the way; "" otherwise. The first word is one
+            of `REASONS`.
     """
 
     n_tokens: int
@@ -114,7 +114,7 @@ class Restored:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EntryInfo:
-    """One entry, to list."""
+    """An entry, for listings."""
 
     id: str
     parent: str | None
@@ -131,12 +131,12 @@ class EntryInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MessageInfo:
-    """One entry that a chat message ends in.
+    """An entry that a chat message ends in.
 
     Args:
-        n_tokens: of the conversation up to the message's end.
+        n_tokens: tokens of the conversation up to the message's end.
         p0: position where the entry begins.
-        nbytes: of the entry, which can hold more than this message.
+        nbytes: size of the entry, which can hold more than this message.
         created, used: of the entry, seconds since 1970.
     """
 
@@ -190,12 +190,12 @@ class RemoteStats:
 
     Args:
         url: where it is, without a password.
-        up: it answers, as far as is known.
+        up: True if it answers, as far as is known.
         waiting: entries that are still to be sent.
-        hits, misses: searches that took something over from there, and that did not.
-        failures: questions that it did not answer in time.
-        refused: entries that it had no room for.
-        dropped: entries that were not sent, since too many waited.
+        hits, misses: searches that copied entries from there, and searches that did not.
+        failures: requests that it did not answer in time.
+        refused: entries that it refused for lack of room.
+        dropped: entries that were not sent as too many were waiting.
         bytes_read, bytes_written: of files.
     """
 
@@ -218,18 +218,18 @@ class StoreStats:
     """Contents of a store, and counts of what this process did with it.
 
     Args:
-        n_entries, bytes_disk: in the folder, by all processes; without one, `bytes_disk` is 0.
+        n_entries, bytes_disk: entries in the folder, by all processes; without a folder `bytes_disk` is 0.
         n_ram, bytes_ram: blocks this process keeps in memory.
         hits: lookups whose rows were read, by tier.
-        misses: lookups that gave nothing, by reason (the words of `REASONS`).
+        misses: lookups without a result, by reason (the words of `REASONS`).
         tokens_hit: tokens that need not be computed again.
         bytes_read, bytes_written: of files.
         n_evicted: entries this process removed to make room.
-        n_expired: entries this process removed since they were not used for `max_age_seconds`.
-        unerased: keys of removed entries may still be in the index's log, since another program reads it.
+        n_expired: entries that this process removed as they were not used for `max_age_seconds`.
+        unerased: keys of removed entries may still be in the index's log, as another program is reading it.
         n_restored, seconds_restoring: calls of `restore` that hit, and their time together.
-        n_rechecked, n_wrong: entries of which tokens were evaluated again, and those that were removed since
-            their rows were others.
+        n_rechecked, n_wrong: entries of which tokens were evaluated again, and those of them that were wrong
+            and removed.
         remote: the tier behind the disk, if there is one.
     """
 

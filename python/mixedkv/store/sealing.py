@@ -1,4 +1,4 @@
-"""A block as an entry: its row in the index and the bytes of its file, and back."""
+"""Turns a block into an entry (its row in the index and the bytes of its file) and back."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from mixedkv.store.tiers.disk import read_all
 def seal(
     cipher: Cipher, identity: Identity, block: KVBlock, content: bytes, parent: str | None, *, on_disk: bool
 ) -> tuple[EntryRow, Iterable[bytes | memoryview]]:
-    """Return the row of a new entry, and the pieces of its file, which can be gone through again.
+    """Return the row of a new entry and the pieces of its file, which can be iterated more than once.
 
     Args:
         content: the entry's content hash.
         parent: id of the entry it builds on.
-        on_disk: the row's size is the file's and not the arrays'.
+        on_disk: the size in the row is that of the file, not of the arrays.
     """
     entry = secrets.token_hex(16)
     key, wrapped = cipher.new_key(key_context(identity.digest, entry))
@@ -57,10 +57,10 @@ def seal(
 
 
 class EntryFile:
-    """The bytes of an entry's file, made again each time they are gone through.
+    """The bytes of an entry's file, generated at each iteration.
 
     Args:
-        row: of the entry; its size plays no part.
+        row: row of the entry; its size is ignored.
     """
 
     def __init__(self, cipher: Cipher, row: EntryRow, block: KVBlock) -> None:
@@ -78,7 +78,7 @@ class EntryFile:
 
 
 def unseal(cipher: Cipher, row: EntryRow, file: BinaryIO, size: int) -> KVBlock:
-    """Return the block in an entry's file, of which `size` bytes are there.
+    """Return the block in an entry's file of `size` bytes.
 
     Raises:
         EntryError: it cannot be used.

@@ -1,4 +1,4 @@
-"""KV that is kept: put under its tokens, found again by them."""
+"""The store: keeps KV under its tokens and finds it again by them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,8 @@ from mixedkv.ids import check_session_id, check_tenant
 from mixedkv.kv.block import KVBlock
 from mixedkv.sizes import GB, size_of
 from mixedkv.store import coverage, live_sequence
-from mixedkv.store.encryption import (
-    PLAIN_ENTRIES,
-    Cipher,
-    KeyCipher,
-    KeySource,
-    PlainCipher,
-    check_key_id,
-)
-from mixedkv.store.entries import Entries, ParentGoneError, SessionRemovedError, TooLargeError, store_root
+from mixedkv.store.encryption import PLAIN_ENTRIES, Cipher, KeyCipher, KeySource, PlainCipher, check_key_id
+from mixedkv.store.entries import Entries, ParentGoneError, TooLargeError, store_root
 from mixedkv.store.entry_error import EntryError, Reason
 from mixedkv.store.eviction import EVICTIONS, Eviction
 from mixedkv.store.identity import Identity
@@ -46,6 +39,7 @@ from mixedkv.store.results import (
     Tier,
     Verified,
 )
+from mixedkv.store.session_rows import SessionRemovedError
 from mixedkv.store.tally import Tally
 from mixedkv.tokens import Tokens, as_tokens
 
@@ -56,29 +50,32 @@ _LOG = logging.getLogger("mixedkv.store")
 
 
 class KVStore:
-    """Blocks of KV in memory, in a folder and on a server, found by the tokens they were computed from.
+    """A store of KV blocks in memory, in a folder and on a server, found by the tokens they were computed
+    from.
 
-    Reading takes nothing out. What cannot be read is a miss with a reason, and is removed, so that it can be
-    stored again. Several stores, in one process or several, may share a folder; one store may be used by
-    several threads. `messages` maps ids of chat messages to the entries that hold them.
+    Reading removes nothing. An entry that cannot be read is a miss with a reason, and is removed so that it
+    can be stored again. Several stores, in one process or several, may share a folder, and several threads
+    may use one store. `messages` maps ids of chat messages to the entries that hold them.
 
     Args:
-        folder: where entries live; made if it is not there. None keeps them in memory only.
-        max_ram_bytes: blocks kept in memory at most, 0 for none; a number or e.g. "2GiB".
-        max_kv_size_gb: files in the folder at most, in 10^9 bytes, or e.g. "20GiB".
-        eviction: what leaves first when a budget is full: "lru", the least recently used; "oldest"; or
-            "gdsf", which weighs how often an entry was used, how long ago, and what evaluating it takes for
-            its size (GreedyDual-Size-Frequency). What others build on leaves after them.
-        max_age_seconds: entries that were not used for so long are removed, when the store is opened and by
-            `gc`; None keeps them. One that a younger entry builds on stays with it.
+        folder: folder for entries, created if it is missing. None keeps them in memory only.
+        max_ram_bytes: maximum size of the blocks kept in memory, 0 for none; a number or e.g. "2GiB".
+        max_kv_size_gb: maximum size of the files in the folder, in 10^9 bytes, or e.g. "20GiB".
+        eviction: which entry is evicted first when a budget is full: "lru", the least recently used;
+            "oldest"; or "gdsf", which weighs how often an entry was used, how long ago, and the work to
+            evaluate it for its size (GreedyDual-Size-Frequency). Entries that others build on leave after
+            them.
+        max_age_seconds: entries that were not used for so long are removed when the store is opened and by
+            `gc`; None keeps them. An entry that a younger one builds on stays with it.
         key: where the master key comes from, e.g. `key_from_file(path)` or a callable that returns 32 bytes;
             None stores without encryption.
         check_key: refuse a folder that was encrypted, but not with this key.
-        shares: what a tenant may have of the folder, by its name; all are equal if None.
-        session_owner: who removes the sessions that are stored here, see `remove_orphans`; "" for nobody.
-        remote: URL of a server that other stores use too, redis://... or s3://..., see docs/store.md.
-        recheck: evaluate some tokens of an entry that another process stored before it is first used here,
-            and remove it if its rows are others.
+        shares: returns a tenant's share of the folder, given its name; all are equal if None.
+        session_owner: id of the program that removes the sessions stored here, see `remove_orphans`; "" for
+            none.
+        remote: URL of a server that is shared with other stores, redis://... or s3://..., see docs/store.md.
+        recheck: before the first use of an entry that another process stored, evaluate some of its tokens
+            again, and remove it if its rows differ.
 
     Raises:
         ValueError: a setting is wrong, the key is not the folder's, or the remote refuses us.
@@ -145,7 +142,7 @@ class KVStore:
         self.close()
 
     def close(self) -> None:
-        """Send what waits for the remote, write down what was used when, and let go of the index. Can be
+        """Send the entries that wait for the remote, write the times of last use, and close the index. Can be
         called again.
         """
         if self._remote is not None:
@@ -169,8 +166,8 @@ class KVStore:
             identity: what the KV must have been computed under.
             tokens: token ids from position 0.
             max_tokens: match this many at most.
-            exact_only: leave out what would be restored approximately, see `Match.exact`.
-            remote: look in the remote for more than is here, and wait for it.
+            exact_only: ignore entries that would be restored approximately, see `Match.exact`.
+            remote: also look in the remote, and wait for it.
 
         Raises:
             ValueError: the tokens are no token ids.
@@ -190,11 +187,11 @@ class KVStore:
         return found
 
     def sequences(self, identity: Identity, known: Collection[str] = ()) -> list[Match]:
-        """Return all that is stored under an identity: a match for each sequence that none goes on from.
+        """Return all that is stored under an identity: a match for each sequence that no other continues.
 
         Args:
             identity: what the KV was computed under.
-            known: last entries of sequences that are left out.
+            known: last entries of sequences to leave out.
         """
         return self._entries.sequences(identity, known)
 
@@ -246,11 +243,11 @@ class KVStore:
     ) -> Restored:
         """Put the longest stored prefix of some tokens into a sequence.
 
-        What the sequence holds is dropped at a hit and stays at a miss; only after the miss "refused" it is
-        empty. Nothing about the store makes this raise.
+        The sequence is replaced at a hit and stays at a miss, except that after the miss "refused" it is
+        empty. Problems of the store raise no exception.
 
         Args:
-            llm: with the same model and settings as what is stored, which the identity sees to.
+            llm: the `Llama`; its identity must be that of the stored entries.
             tokens: token ids from position 0.
             seq: the sequence.
             identity: of `llm`; made from it and the tenant if None.
@@ -280,12 +277,12 @@ class KVStore:
     def put(
         self, identity: Identity, block: KVBlock, parent: Match | None = None, *, session: str | None = None
     ) -> str:
-        """Store a block and return the id of its entry; if it is there already, of that.
+        """Store a block and return the id of its entry, or of the one that is there already.
 
         Args:
             identity: what the block was computed under.
             block: its arrays are kept in memory and must not be written to any more.
-            parent: what covers the tokens before the block, [0, block.p0); None if it begins at 0.
+            parent: match that covers the tokens before the block, [0, block.p0); None if it begins at 0.
             session: the session that the block and what it builds on belong to.
 
         Raises:
@@ -332,13 +329,14 @@ class KVStore:
         tenant: str = "",
         session: str | None = None,
     ) -> Saved:
-        """Store a sequence: only what is not stored yet, or not as exactly, is copied out of the cache.
+        """Store a sequence. Only rows that are not stored yet, or not as exactly, are copied out of the
+        cache.
 
-        Of the tokens that the `Llama` itself evaluated, only those are stored whose rows are what evaluating
-        them from the start gives (`llm.kv.exact_tokens`).
+        Of the tokens that the `Llama` itself evaluated, only those are stored whose rows equal those of an
+        evaluation from the start (`llm.kv.exact_tokens`).
 
         Args:
-            llm: the cache is its.
+            llm: the `Llama` that has the cache.
             tokens: token ids of the sequence from position 0; None are those that the `Llama` itself
                 evaluated (sequence 0). Give all of the sequence: a mixed cache or sliding window restored to
                 an earlier place may lack its recent rows.
@@ -417,7 +415,7 @@ class KVStore:
         return match.entry
 
     def add_to_session(self, match: Match, session: str) -> None:
-        """Add entries to a session; what is there already belongs to the session too.
+        """Add the entries of a match to a session.
 
         Raises:
             ValueError: the session has been removed, or its name is refused.
@@ -429,11 +427,11 @@ class KVStore:
     # --- looking after it ---
 
     def remove(self, entry: str | None = None, *, session: str | None = None, tenant: str = "") -> int:
-        """Remove an entry, or a session's entries that belong to no other; and all that builds on them.
+        """Remove an entry, or the entries that belong to one session alone, with all that builds on them.
 
-        A session that was removed gets no new entries: what is under way does not bring it back. With
-        encryption keys are destroyed; while another program reads the index they stay in its log, and
-        `stats().unerased` is true. Returns how many entries are gone, 0 if there was none.
+        A session that was removed gets no new entries, even if work for it is under way. With encryption the
+        keys are destroyed; while another program reads the index they stay in its log, and `stats().unerased`
+        is true. Returns how many entries were removed.
 
         Raises:
             ValueError: not exactly one of `entry` and `session` is given, or the name is refused.
@@ -446,9 +444,9 @@ class KVStore:
         return self._entries.remove(str(entry))
 
     def remove_orphans(self, living: Iterable[tuple[str, str]], before: float) -> int:
-        """Remove the sessions of this store's `session_owner` that are not among the living, of which the
-        first entry was stored before a time (seconds since 1970): what belongs to no other session goes with
-        them. How many there were.
+        """Remove the sessions of this store's `session_owner` that are not among the living and whose first
+        entry was stored before a time (seconds since 1970), with the entries that belong to no other session.
+        Return how many sessions.
 
         Args:
             living: tenants and sessions.
@@ -459,12 +457,12 @@ class KVStore:
         return self._entries.remove_orphans(self._owners.of_sessions, hashes, before)
 
     def verify(self) -> Verified:
-        """Read every file of the store from beginning to end; what is damaged is removed."""
+        """Read every file of the store from beginning to end and remove damaged entries."""
         return self._entries.verify()
 
     def gc(self) -> GCResult:
         """Remove files that were left behind, entries whose file is gone or that were not used for
-        `max_age_seconds`, and what is over the budget.
+        `max_age_seconds`, and entries over the budget.
         """
         return self._entries.collect()
 
@@ -477,7 +475,7 @@ class KVStore:
         return card("KVStore", [("folder", self.folder or "none, memory alone"), *rows_of(str(self.stats()))])
 
     def stats(self) -> StoreStats:
-        """Return what the store holds, and what was done with it since it was opened."""
+        """Return the contents of the store, and counts since it was opened."""
         n_entries, n_bytes = self._entries.totals()
         counts, ram = self._entries.counts, self._entries.ram
         return StoreStats(
@@ -496,7 +494,7 @@ class KVStore:
 
 
 class _NotUsableError(ValueError):
-    """Rows alone, of a model whose sequences do not go on from rows alone."""
+    """The block has rows alone, and the model cannot continue from rows alone."""
 
 
 def _check_number(field: str, value: float) -> float:

@@ -1,4 +1,4 @@
-"""Counts what was found in a store."""
+"""Counts the hits and misses of a store."""
 
 from __future__ import annotations
 

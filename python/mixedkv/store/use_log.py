@@ -1,4 +1,4 @@
-"""Reading writes nothing: what was used, and how often, is written with the next change."""
+"""Remembers which entries were used, and how often, until the next change: reading writes nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mixedkv.store.index import Index
 
 
 class UseLog:
-    """Entries that were used since the last change. Thread-safe."""
+    """The entries that were used since the last change. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = Lock()

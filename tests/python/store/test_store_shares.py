@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from mixedkv.store import KVStore, Share
-from mixedkv.store import index as index_module
 from mixedkv.store.entries import TooLargeError
 from support.store_support import identity, make_block, put_chain
 
@@ -79,7 +78,7 @@ def test_what_was_not_used_for_a_day_protects_nobody(tmp_path: Path, monkeypatch
         for i in range(2):
             put(store, ANNA, i)
         later = time.time() + 90_000
-        monkeypatch.setattr(index_module.time, "time", lambda: later)
+        monkeypatch.setattr(time, "time", lambda: later)
         for i in range(4):
             put(store, BEN, i)
         assert [has(store, BEN, i) for i in range(4)] == [True] * 4

@@ -1,1 +1,1 @@
-"""A step's tokens in llama.cpp's batch, and what comes out of it."""
+"""Puts a step's tokens into llama.cpp's batch and takes the results out."""

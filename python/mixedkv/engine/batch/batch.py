@@ -1,4 +1,4 @@
-"""A batch of runs of tokens: filling it costs a few slices, not a loop over ctypes fields."""
+"""A batch of runs of tokens, which is filled with a few slices instead of a loop over ctypes fields."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Batch:
     whose logits can be asked for.
 
     Args:
-        width: 0 for token ids; else each token is given as a vector of so many numbers.
-        n_state: numbers of a state that each token id comes with; 0 for none.
+        width: 0 for token ids; otherwise the size of the vectors that are given in place of tokens.
+        n_state: size of the state that comes with each token id; 0 for none.
     """
 
     def __init__(self, n_max: int, width: int = 0, n_state: int = 0) -> None:
         self.n_max = n_max
-        self._outputs_all = width > 0  # so llama.cpp wants it of a context that gives hidden states
+        self._outputs_all = width > 0  # llama.cpp requires it in a context that returns hidden states
         self._arrays = NativeBatch(
             np.zeros((n_max, width), np.float32) if width else np.zeros(n_max, np.int32),
             states=np.zeros((n_max, n_state), np.float32) if n_state else None,
@@ -52,7 +52,9 @@ class Batch:
         every: bool = False,
         states: npt.NDArray[np.float32] | None = None,
     ) -> int:
-        """Append a run of one sequence from position `pos` on; `logits`: of its last token, or of `every`."""
+        """Append a run of one sequence from position `pos` on, with logits of its last token or of `every`
+        token.
+        """
         first, last, arrays = len(self), len(self) + len(tokens), self._arrays
         arrays.inputs[first:last] = tokens
         if arrays.states is not None:
@@ -65,7 +67,7 @@ class Batch:
         return last - 1
 
     def set_runs(self, runs: Sequence[Run[Job]]) -> None:
-        """Hold what jobs have in a step, and nothing else."""
+        """Fill the batch with the runs of a step."""
         self.clear()
         for run in runs:
             self._add_run(run)

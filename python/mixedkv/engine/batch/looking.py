@@ -1,4 +1,4 @@
-"""Pictures of a step: each is a decode of its own, since a batch is of tokens or of vectors."""
+"""Evaluates the images of a step, each in a decode of its own, since a batch has either tokens or vectors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CannotGoOn = tuple[Job, Exception | None]
 
 
 def look(llm: Llama, step: StepPlan[Job], scheduler: Scheduler[Job]) -> Iterator[_CannotGoOn]:
-    """Evaluate them. Yields jobs that cannot go on: for want of room, or because of an error."""
+    """Evaluate the step's images. Yield jobs that cannot go on, for lack of room or because of an error."""
     for run in step.pictures:
         job = run.job
         if job.seq is None or job.picture is None:  # it gave way to another one
@@ -26,7 +26,7 @@ def look(llm: Llama, step: StepPlan[Job], scheduler: Scheduler[Job]) -> Iterator
         elif code != NO_CELLS:
             yield job, llm.decode_error(code)
         else:
-            # of several decodes some may have been made, and not all memories can take a part back
+            # some of several decodes may have succeeded, and not every memory can remove a part
             if len(job.picture) > llm.n_batch:
                 scheduler.pool.clear(job.seq)
             if (last := scheduler.relieve()) is not None:

@@ -1,4 +1,6 @@
-"""A job's next token: its sampler's choice, unless a thought has to end or the answer may not yet."""
+"""Chooses a job's next token: its sampler's choice, unless a thought has to end or the answer may not end
+yet.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ from mixedkv.engine.text.thought import Thought
 def go_on(
     job: Job, context: Any, index: int, detokenizer: Detokenizer, observer: Observer, n_ctx: int
 ) -> tuple[Delta | None, str]:
-    """Take a job's next token from the logits of the batch's token `index`: the text that is certain now, and
-    why the answer ends here, "" if it does not.
+    """Choose a job's next token from the logits of the batch's token `index`. Return the text that is certain
+    now, and why the answer ends here, "" if it does not.
 
     Raises:
         DeadEndError: the job's constraint allows no token.
@@ -40,7 +42,7 @@ def go_on(
 
 
 def next_token(job: Job, context: Any, index: int, detokenizer: Detokenizer) -> int:
-    """Choose from the logits of the batch's token `index`. A constraint holds for what comes after a thought.
+    """Choose from the logits of the batch's token `index`. A constraint applies after a thought only.
 
     Raises:
         DeadEndError: the job's constraint allows no token.
@@ -58,7 +60,9 @@ def next_token(job: Job, context: Any, index: int, detokenizer: Detokenizer) -> 
 
 
 def follow(answer: AnswerState, text: bytes) -> None:
-    """Follow thoughts and calls of an answer that goes on by a text. What is thought is no call."""
+    """Update the answer's thought and call trigger with the next text. A call within a thought does not
+    count.
+    """
     thought, trigger = answer.thought, answer.trigger
     thinks = thought is not None and thought.open
     if thought is not None:
@@ -82,14 +86,14 @@ def _chosen(job: Job, sampler: Sampler, context: Any, index: int, detokenizer: D
 
 
 def _breaks_off(answer: AnswerState, thought: Thought, token: int, detokenizer: Detokenizer) -> bool:
-    """Return whether what is constrained would be missing, or begin within this token."""
+    """Return whether the constrained part would be missing, or begin within this token."""
     if not thought.open:
         return False
     return detokenizer.is_end(token) or thought.ends_within(piece(answer, token, detokenizer))
 
 
 def _add(job: Job, token: int, context: Any, index: int, detokenizer: Detokenizer) -> Delta | None:
-    """Make a token part of the answer; the text that is certain now."""
+    """Add a token to the answer and return the text that is certain now."""
     answer, n_top, logprob = job.answer, job.request.n_logprobs, None
     if n_top is not None:
         logprob = logprob_of(logits_row(context, index, detokenizer.n_vocab), token, n_top)

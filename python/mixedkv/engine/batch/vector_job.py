@@ -1,4 +1,4 @@
-"""A job of vectors: for a model whose embeddings and output head are elsewhere."""
+"""A job that takes and returns vectors, for a model whose embeddings and output head are elsewhere."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ Vectors = npt.NDArray[np.float32]
 
 
 class VectorJob(Job):
-    """The next tokens of a session, as vectors. Its end brings no text but `hidden`.
+    """Evaluates the next tokens of a session, given as vectors. The result is `hidden` instead of text.
 
-    The pool tells rows apart by token ids; here each token has an id that stands for it and all before it.
-    Rows are shared as for tokens; those before the vectors must be there, or the job fails: RowsGoneError.
+    The pool tells rows apart by token ids, so each token has an id here that stands for it and all tokens
+    before it. Rows are shared as for tokens. Those before the vectors must be there, or the job fails with
+    RowsGoneError.
 
     Args:
-        ids: of all the session's tokens, those of `vectors` last.
-        vectors: [n, width], of the last n tokens.
-        n_hidden: of how many of the last tokens the hidden state is wanted; 0 to n.
-        resume: where the session's job before this one left its rows.
-        most_cut: of those rows that may be taken away, where the session went back.
+        ids: ids of all the session's tokens, those of `vectors` last.
+        vectors: vectors of the last n tokens, [n, width].
+        n_hidden: number of last tokens whose hidden states are returned; 0 to n.
+        resume: where the session's previous job left its rows.
+        most_cut: maximum number of those rows to remove, if the session went back.
 
     Attributes:
         hidden: [n_hidden, width], complete when the job is done.
@@ -66,9 +67,7 @@ class VectorJob(Job):
         return self.vectors[p0 - self.first : p1 - self.first]
 
     def take_hidden(self, context: object, index: int, n: int) -> None:
-        """Keep the hidden states of the next `n` tokens of this job, which stand in the batch from `index`
-        on.
-        """
+        """Keep the hidden states of the job's next `n` tokens, which are in the batch from `index` on."""
         p0, width = self.n_rows, self.vectors.shape[1]
         for p in range(max(p0, self.n_prompt - self.n_hidden), p0 + n):
             row = llama_cpp.llama_get_embeddings_ith(context, index + p - p0)
@@ -79,8 +78,8 @@ class VectorJob(Job):
         """The hidden states that were asked for.
 
         Raises:
-            RowsGoneError: a wanted one's row was there already, so that nobody computed it.
-            EngineError: the model gave numbers that are not finite.
+            RowsGoneError: the row of a wanted token existed already, so its hidden state was not computed.
+            EngineError: the model returned numbers that are not finite.
         """
         if len(self._pieces) < self.n_hidden:
             raise RowsGoneError("these tokens were evaluated before: their hidden states have gone")
@@ -94,8 +93,8 @@ _NONE = np.empty((0, 0), np.float32)
 
 
 def vector_width(llm: Llama) -> int:
-    """Return the width of hidden states of a model without vocabulary, whose context gives them from now on;
-    0 for others.
+    """Make the context of a model without vocabulary return hidden states, and return their width; 0 for
+    others.
     """
     if _llama_cpp.has_vocabulary(llm):
         return 0
@@ -104,7 +103,7 @@ def vector_width(llm: Llama) -> int:
 
 
 def take_hidden(context: object, step: StepPlan[Job]) -> None:
-    """Give the hidden states of a step to its jobs, before their rows are counted."""
+    """Give a step's hidden states to its jobs, before their rows are counted."""
     begin = 0
     for run in step.runs:
         assert isinstance(run.job, VectorJob)

@@ -1,1 +1,1 @@
-"""Messages to prompts: templates and tokens."""
+"""Turns messages into prompts: templates and tokens."""

@@ -1,5 +1,5 @@
-"""Chats by llama.cpp's own chat layer: it knows how each family of models is told of tools, and how it writes
-calls and thoughts.
+"""Renders chats and reads answers with llama.cpp's chat layer, which knows how each family of models is told
+of tools and how it writes calls and thoughts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mixedkv.engine.text.answer_reader import AnswerReader, ReadAnswer
 from mixedkv.engine.text.thought import ThoughtTags
 from mixedkv.images import PromptImage
 
-_MAX_TEMPLATE = 1 << 16  # characters: llama.cpp takes a chain of filters apart by recursion
+_MAX_TEMPLATE = 1 << 16  # characters: llama.cpp parses a chain of filters by recursion
 _MAX_DEPTH = 64  # of objects and lists in a schema or in arguments
 _PROBE = "a_name_that_no_template_has"
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -32,7 +32,7 @@ class ToolChoice:
     Attributes:
         mode: "none" only text, "auto" the model's choice, "required" at least one call.
         name: the only function to call; with "required".
-        parallel: more than one call.
+        parallel: more than one call is allowed.
     """
 
     mode: str = "auto"
@@ -45,9 +45,9 @@ class TemplateOptions:
     """Options that a chat gives to its template.
 
     Attributes:
-        variables: of the template, JSON values by name.
-        thinking: the model may think first, where it does that.
-        continues: the last message is the answer's beginning.
+        variables: variables of the template: JSON values by name.
+        thinking: the model may think first, if it can.
+        continues: the last message is the beginning of the answer.
     """
 
     variables: Mapping[str, Any] = field(default_factory=dict)
@@ -75,25 +75,27 @@ class Chat:
 
     @property
     def is_plain(self) -> bool:
-        """True where nothing in it is about tools, and nothing is said to the template."""
+        """True if the chat has no tools, calls or results, and no options for the template."""
         calls = (message.get("role") == "tool" or message.get("tool_calls") for message in self.messages)
         return not self.tools and self.options == NOTHING_SAID and not any(calls)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RenderedChat:
-    """A chat as the model reads it, and how its answer is made and read.
+    """A rendered chat: the prompt, and how its answer is constrained and read.
 
     Attributes:
-        begins: the text has what a sequence begins with.
-        constraint: of an answer that must call, or of a call that it may have.
-        triggers: words that begin a call that it may have; empty where it must.
+        begins: the text includes the beginning of a sequence (BOS).
+        constraint: constraint of an answer that must be a call, or of a call in it.
+        triggers: words that begin an optional call; empty if a call is required.
         stops: strings that end the answer.
-        shown: control tokens that are part of its text.
+        shown: control tokens that are part of the answer's text.
         thoughts: None for a model that does not think.
-        answer: the end of `text` that no later turn's prompt has: templates leave out thoughts.
-        before: the answer's beginning, where the chat gave it.
-        prompt: llama.cpp's chat layer reads the answer by it; None for an answer that is text only.
+        answer: the end of `text` that prompts of later turns will not have, since templates leave out
+            thoughts.
+        before: the beginning of the answer, if the chat gave it.
+        prompt: the prompt as llama.cpp's chat layer needs it to read the answer; None for an answer that is
+            text only.
     """
 
     text: str
@@ -110,11 +112,11 @@ class RenderedChat:
 
     @property
     def is_parsed(self) -> bool:
-        """True if the answer's text is more than what is said."""
+        """True if the answer's text has to be parsed for thoughts and calls."""
         return self.prompt is not None
 
     def reader(self) -> AnswerReader:
-        """Return what reads one answer."""
+        """Return a reader for one answer."""
         parse = self.prompt.parse if self.prompt is not None else None
         return AnswerReader(parse, parallel=self.parallel, before=self.before)
 
@@ -131,7 +133,7 @@ class ChatRenderer:
 
     @cached_property
     def thinks(self) -> bool:
-        """True if the model's template knows of thoughts."""
+        """True if the model's template handles thoughts."""
         try:
             return _tags(self._apply([{"role": "user", "content": "?"}], [], ToolChoice())) is not None
         except ValueError:
@@ -144,7 +146,7 @@ class ChatRenderer:
         choice: ToolChoice,
         options: TemplateOptions = NOTHING_SAID,
     ) -> RenderedChat:
-        """Render messages and tools with the template; return the prompt and how its answer is read.
+        """Render messages and tools with the template.
 
         Args:
             messages, tools: in OpenAI's form.
@@ -170,7 +172,7 @@ class ChatRenderer:
         elif tools and choice.mode == "none":
             reading = self._apply(messages, [], choice, options)
         elif tools and prompt.triggers:
-            with suppress(ValueError):  # the model's own choice: unconstrained rather than refused
+            with suppress(ValueError):  # calls are the model's choice: unconstrained rather than refused
                 constraint = _calls_only(prompt, tools, choice.parallel)
         thoughts = _tags(prompt)
         tags = (thoughts.start, *thoughts.ends) if thoughts is not None else ()
@@ -200,7 +202,9 @@ class ChatRenderer:
 
     @cached_property
     def takes_tools(self) -> bool:
-        """True if a tool appears in a prompt, and calls can be read: some families are known by name only."""
+        """True if the template shows tools and calls can be parsed. Some families are recognised by name
+        only.
+        """
         tools = [{"type": "function", "function": {"name": _PROBE, "parameters": _NO_ARGUMENTS}}]
         try:
             prompt = self._apply([{"role": "user", "content": "?"}], tools, ToolChoice(mode="required"))
@@ -227,9 +231,9 @@ class ChatRenderer:
                 variables,
                 options.continues,
             )
-        except (RuntimeError, ValueError) as error:  # templates are programs of the model's file
+        except (RuntimeError, ValueError) as error:  # a template is a program: anything can be raised
             field = "messages"
-            if tools:  # are they to blame?
+            if tools:  # find out whether the tools or the messages are to blame
                 with suppress(ValueError):
                     self._apply(messages, [], ToolChoice(), options)
                     field = "tools"
@@ -251,12 +255,12 @@ def check_depth(value: Any, name: str) -> None:
         todo += [(part, depth + 1) for part in inner]
 
 
-_KEPT = 1 << 16  # characters of schemas whose grammar is kept
+_KEPT = 1 << 16  # characters of schemas whose grammars are cached
 
 
 def _calls_only(prompt: _chat.ChatPrompt, tools: Sequence[Mapping[str, Any]], parallel: bool) -> Constraint:
-    """Return the constraint of an answer that must call a tool at once; a thought that the template has begun
-    is ended.
+    """Return the constraint of an answer that must call a tool at once, and end a thought that the template
+    began.
     """
     functions = [tool["function"] for tool in tools]
     schemas = {each["name"]: each.get("parameters") or _NO_ARGUMENTS for each in functions}
@@ -272,7 +276,7 @@ def _calls_only(prompt: _chat.ChatPrompt, tools: Sequence[Mapping[str, Any]], pa
     return Constraint("calls", lark, "tools", tuple(prompt.preserved))
 
 
-@lru_cache(maxsize=32)  # an agent sends the same tools every turn, and 20 take 15 ms
+@lru_cache(maxsize=32)  # agents send the same tools every turn, and 20 of them take 15 ms
 def _grammar(gbnf: str, parser: str, schemas: str, first: str, parallel: bool) -> str:
     return tool_grammar(gbnf, parser, json.loads(schemas), space=SPACE, first=first, parallel=parallel)
 

@@ -1,6 +1,6 @@
-"""Between text and tokens: chat templates, tokenizing.
+"""Tokenizes texts and renders chats.
 
-Needs the vocabulary, not the context, so it works on any thread while the engine decodes.
+This needs the vocabulary but no context, so it can run on any thread while the engine decodes.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class Tokenizer:
     """The tokenizer and the chat template of a model.
 
     Args:
-        chat_format: name of one of llama-cpp-python's formats, for a model that has no template; "" is none.
-        chat_template: Jinja text in place of the model's own.
+        chat_format: name of one of llama-cpp-python's chat formats, for a model without a template; "" for
+            none.
+        chat_template: Jinja template to use in place of the model's own.
 
     Raises:
         ValueError: there is no such format.
@@ -84,12 +85,13 @@ class Tokenizer:
 
         Args:
             start: it begins a sequence.
-            special: control tokens are read as such.
-            n_ctx: what cannot be within so many tokens is refused unread; None for the model's context.
+            special: read the text of control tokens as control tokens.
+            n_ctx: refuse a text that is too long for this many tokens before tokenizing it; None: the model's
+                context.
 
         Raises:
-            ContextLengthError: it is too long.
-            ValueError: it has a line that is too long for the tokenizer.
+            ContextLengthError: the text is too long.
+            ValueError: the text has a line that is too long for the tokenizer.
         """
         self._check_size(text, self.n_ctx if n_ctx is None else n_ctx)
         tokens: list[int] = []
@@ -106,8 +108,8 @@ class Tokenizer:
             )
 
     def _longest_token(self) -> int:
-        """Return the most bytes of a text that one token stands for, 0 if not known: WordPiece and Unigram
-        make one token of what they do not know, however long it is.
+        """Return the largest number of bytes that one token stands for, or 0 if it is unknown: WordPiece and
+        Unigram make one token of unknown text of any length.
         """
         if llama_cpp.llama_vocab_type(self._vocab) not in (
             llama_cpp.LLAMA_VOCAB_TYPE_SPM,
@@ -120,7 +122,8 @@ class Tokenizer:
     def _chunks(self, text: str) -> Iterator[str]:
         """Cut a text before special tokens, where tokenizing the parts gives the tokens of the whole.
 
-        After each special token it has found llama.cpp looks for all: 100,000 of them would take hours.
+        llama.cpp searches for all special tokens after each one that it finds: 100,000 of them would take
+        hours.
         """
         begin = 0
         while len(text) - begin > _CHUNK and (cut := self._cut(text, begin)) > 0:
@@ -129,7 +132,7 @@ class Tokenizer:
         yield text[begin:]
 
     def _cut(self, text: str, begin: int) -> int:
-        """Return where the last special token of a chunk begins, else the next one after it; -1 if there is
+        """Return where the last special token in a chunk begins, or the next one after it; -1 if there is
         none.
         """
         cut = max((text.rfind(t, begin + 1, begin + _CHUNK) for t in self._special), default=-1)
@@ -137,7 +140,7 @@ class Tokenizer:
             later = (text.find(t, begin + 1) for t in self._special)
             cut = min((at for at in later if at > 0), default=-1)
         overlap = True
-        while overlap and cut > 0:  # of specials that overlap the first one's start
+        while overlap and cut > 0:  # if special tokens overlap, the start of the first
             starts = (text.find(t, max(begin, cut - len(t) + 1), cut + len(t) - 1) for t in self._special)
             first = min((at for at in starts if at >= 0), default=cut)
             overlap, cut = first < cut, min(cut, first)
@@ -148,7 +151,7 @@ class Tokenizer:
         return np.flatnonzero(self._is_control[np.maximum(tokens, 0)] & (tokens >= 0))
 
     def message_starts(self, tokens: Tokens) -> Places:
-        """Return where messages of a chat begin, as far as its tokens tell."""
+        """Return where messages of a chat begin, judging by its tokens."""
         return message_starts(self._vocab, tokens)
 
     def _has(self, token: int, attributes: int) -> bool:
@@ -166,10 +169,10 @@ class Tokenizer:
         return [text for text in texts if text][:_MAX_SPECIAL]
 
     def encode(self, prompt: Prompt, *, long: bool = False) -> tuple[list[int], RenderedChat]:
-        """Return the tokens of a text, of token ids or of a chat, and how the answer is made and read.
+        """Return the tokens of a text, a list of token ids or a chat, and how its answer is read.
 
         Args:
-            long: more than the context has room for are taken too, here and below.
+            long: allow more tokens than the context has room for; the same in the methods below.
 
         Raises:
             ValueError: as `prompt` and `render`.
@@ -181,7 +184,7 @@ class Tokenizer:
         return self.prompt(cast("str | Sequence[int]", prompt), long=long), RenderedChat(text="")
 
     def answer_fields(self, chat: RenderedChat, n: int) -> dict[str, Any]:
-        """Return the fields of a `Request` that say how the answer to a chat of `n` tokens is made."""
+        """Return the fields of a `Request` for the answer to a chat of `n` tokens."""
         forgotten = len(self.tokenize(chat.answer, start=False, special=True)) if chat.answer else 0
         return {
             "shown": self.shown(chat.shown),
@@ -205,14 +208,14 @@ class Tokenizer:
     def infill(
         self, before: str, after: str, *, beginning: str = "", files: Sequence[tuple[str, str]] = ()
     ) -> list[int]:
-        """Return the tokens of a prompt that asks for what is missing between two texts.
+        """Return the tokens of a prompt for infilling: the text missing between two others.
 
         Args:
             beginning: of what is missing.
-            files: names and texts of others, for models that know of several.
+            files: names and texts of other files, for models that take them.
 
         Raises:
-            ValueError: the model was not made for this, or the texts are too long.
+            ValueError: the model was not made for infilling, or the texts are too long.
         """
         if not self.infills:
             raise ValueError("this model has no tokens for infilling (FIM): serve one that was made for it")
@@ -226,8 +229,8 @@ class Tokenizer:
         return [*tokens, middle, *self.tokenize(beginning, start=False)]
 
     def pair(self, query: str, document: str, *, n_ctx: int) -> list[int]:
-        """Return the tokens of two texts, for a model that ranks: by the template it has for that, else as
-        llama-server puts them together.
+        """Return the tokens of a query and a document for a ranking model, joined by the model's own template
+        or else as llama-server joins them.
 
         Raises:
             ContextLengthError, ValueError: as `tokenize`.
@@ -245,8 +248,8 @@ class Tokenizer:
         return [*begin, *first, *end, *between, *second, *end]
 
     def rendered(self, chat: Chat) -> RenderedChat:
-        """Return a chat as the model reads it, up to where the answer begins: by llama.cpp's chat layer where
-        there are tools or thoughts, else by the template alone.
+        """Render a chat up to where the answer begins: with llama.cpp's chat layer if there are tools or
+        thoughts, otherwise with the template alone.
 
         Raises:
             ValueError: the model has no chat template, cannot be told of tools, or its template refuses the
@@ -263,13 +266,13 @@ class Tokenizer:
         )
 
     def render(self, chat: Chat, *, start: bool = True, long: bool = False) -> tuple[list[int], RenderedChat]:
-        """Return the tokens of a chat, up to where the answer begins, and how its answer is made and read.
+        """Return the tokens of a chat up to where the answer begins, and the `RenderedChat`.
 
         Args:
             start: it begins a sequence.
 
         Raises:
-            ValueError: as `rendered`, or it is too long.
+            ValueError: as `rendered`, or the chat is too long.
         """
         rendered = self.rendered(chat)
         start = start and not rendered.begins
@@ -287,7 +290,7 @@ class Tokenizer:
 
     @property
     def takes_tools(self) -> bool:
-        """True if the chat template has tools in it."""
+        """True if the chat template shows tools."""
         return self._renderer.takes_tools
 
     @property
@@ -297,7 +300,7 @@ class Tokenizer:
 
     @property
     def thinks(self) -> bool:
-        """True if chats with this model are rendered and read by llama.cpp's chat layer, tools or not."""
+        """True if the model thinks: its chats are then always rendered and read by llama.cpp's chat layer."""
         return self._renderer.thinks
 
     def _with_images(self, text: str, images: Sequence[PromptImage], *, start: bool, long: bool) -> list[int]:
@@ -327,7 +330,7 @@ class Tokenizer:
         """Return the matcher of a constraint for this model.
 
         Raises:
-            ValueError: it cannot be read, or not be followed by this model.
+            ValueError: the constraint cannot be read, or this model cannot follow it.
         """
         return self._constraints.compile(constraint)
 
@@ -335,7 +338,7 @@ class Tokenizer:
         """Make the sampler of one answer.
 
         Args:
-            matcher: of `sampling.constraint`, where it was compiled already; copied.
+            matcher: matcher of `sampling.constraint`, if it was compiled already; it is copied.
 
         Raises:
             ValueError: a token of logit_bias is not of this model, or the constraint cannot be followed.

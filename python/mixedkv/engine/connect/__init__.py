@@ -1,1 +1,1 @@
-"""Rows that come from a store or from other prompts, and go there."""
+"""Moves rows between an engine and a store, and from other prompts."""

@@ -1,6 +1,7 @@
-"""A `StoreConnector` that also finds passages of a prompt which were computed elsewhere, see docs/chunks.md.
+"""A `StoreConnector` that also finds passages of a prompt that were computed in other prompts, see
+docs/chunks.md.
 
-A sample of the answers is evaluated exactly while the engine has nothing else to do, a slice at a time.
+A sample of the answers is also evaluated exactly, a slice at a time, while the engine has nothing else to do.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from mixedkv.store import KVStore
 
 log = logging.getLogger("mixedkv.engine")
 
-_LOOK_AGAIN = 0.05  # seconds, while a check waits for the engine to be idle
+_LOOK_AGAIN = 0.05  # seconds between two looks whether the engine is idle
 
 
 class ChunkConnector(StoreConnector):
     """Stores, fetches and finds passages for one engine: a `KVConnector`.
 
-    Jobs that say `reuse="chunks"`, or nothing, are answered from passages too; those that keep their prompt
-    for others, or have pictures in it, never are.
+    Jobs with `reuse="chunks"`, or without a choice, may use passages. Jobs that keep their prompt for others,
+    and jobs with images, never do.
 
     Args:
         store: closed with the connector.
@@ -59,7 +60,7 @@ class ChunkConnector(StoreConnector):
         self._checker.start()
 
     def check(self, choice: ChunkChoice) -> None:
-        """Refuse what a request asks of the reuse of chunks, where this cache cannot do it.
+        """Check that this cache can reuse chunks in the way that a request asks for.
 
         Raises:
             ValueError: the message begins with `chunks.` and the field.
@@ -75,7 +76,7 @@ class ChunkConnector(StoreConnector):
         return super().fetch(job)
 
     def evaluated(self, job: Job, index: int) -> None:
-        """Keep the logits of a prompt with reused passages, if it is to be checked."""
+        """Keep the logits of a prompt with reused passages, if the prompt will be checked."""
         gate = self._passages.gate
         if job.n_approximate and job.method and gate.wants():
             logits = logits_at(self._engine.llm, index)
@@ -132,11 +133,11 @@ class ChunkConnector(StoreConnector):
                         self._check(waiting)
                     except ClosedError:
                         return
-                    except Exception as error:  # a check is a service, never a reason to fail a request
+                    except Exception as error:  # a failed check never fails a request
                         log.warning("a check of reused chunks failed: %s: %s", type(error).__name__, error)
 
     def _check(self, waiting: Waiting) -> None:
-        """Evaluate a prompt exactly and compare; it waits again when somebody wants the engine meanwhile."""
+        """Evaluate a prompt exactly and compare. If a job comes meanwhile, the check is postponed."""
         engine, gate = self._engine, self._passages.gate
         seq = engine.call(lambda: self._place(waiting)).result()
         if seq is None:
@@ -154,7 +155,7 @@ class ChunkConnector(StoreConnector):
         engine.observer.checked(deviation.kld, bool(gate.closed))
 
     def _place(self, waiting: Waiting) -> Sequence | None:
-        """Return a sequence for the job; None where it would not fit beside the work there is."""
+        """Return a sequence for the check; None if there is no room beside the running jobs."""
         pool, n_ctx = self._engine.pool, self._engine.llm.kv.stats().n_ctx
         while pool.used + len(waiting.tokens) > n_ctx:
             if not pool.evict():

@@ -1,4 +1,4 @@
-"""Protocol of what an engine's KV goes to and comes from."""
+"""Protocol between an engine and the place where its KV is kept."""
 
 from __future__ import annotations
 
@@ -30,35 +30,37 @@ class ConnectedEngine(Protocol):
 
 
 class KVConnector(Protocol):
-    """Protocol of what fetches and offloads KV for an `Engine`; `StoreConnector` does it with a `KVStore`."""
+    """Fetches and stores KV for an `Engine`; `StoreConnector` does it with a `KVStore`."""
 
     def attach(self, engine: ConnectedEngine) -> None:
-        """Take the engine. It calls this once, before anything else."""
+        """Receive the engine, which calls this once before anything else."""
 
     def fetch(self, job: Job) -> bool:
-        """Look for the KV of a new job's prompt, on the submitting thread. False: there is nothing to look
-        for. True: `engine.ready(job)` is called later, with `job.offer` set if something was found.
+        """Look for the KV of a new job's prompt; called on the submitting thread. Return False if there is
+        nothing to look for. Otherwise call `engine.ready(job)` later, with `job.offer` set if KV was found.
         """
         ...
 
     def read(self, job: Job, n: int) -> bool:
-        """Read the offer of a job, on the engine's thread; the context has rows of the first `n` tokens of
-        its prompt. False: no more than that is worth reading. True: `engine.ready(job)` is called again,
-        after `job.set_blocks`.
+        """Read the offer of a job of whose prompt the context has the first `n` tokens; called on the
+        engine's thread. Return False if the offer is not worth reading. Otherwise call `job.set_blocks` and
+        `engine.ready(job)` later.
         """
         ...
 
     def evaluated(self, job: Job, index: int) -> None:
-        """Note that the prompt's last token has logits, at `index` of the step's; on the engine's thread."""
+        """Note that the prompt's last token has logits, at `index` in the step; called on the engine's
+        thread.
+        """
 
     def offload(self, job: Job) -> None:
-        """Keep the KV of a job that is done, on the engine's thread. The rows are in `job.seq` as long as the
-        `version` of that stays the same: `engine.call` reads them between later steps.
+        """Store the KV of a job that is done; called on the engine's thread. The rows stay in `job.seq` until
+        its `version` changes, so they can be read by `engine.call` between later steps.
         """
 
     def stats(self) -> dict[str, Any]:
-        """Return numbers to show to people."""
+        """Return counts and sizes for people to read."""
         ...
 
     def close(self) -> None:
-        """Finish what was begun; the engine still runs."""
+        """Finish what was begun. The engine still runs."""

@@ -1,4 +1,4 @@
-"""Rows that come from elsewhere, put into the sequences of jobs between and beside steps."""
+"""Loads fetched rows into the sequences of jobs, between steps."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ log = logging.getLogger("mixedkv.engine")
 
 
 class Loader:
-    """Belongs to the engine's thread. What cannot be loaded is evaluated."""
+    """Loads fetched rows, on the engine's thread. Tokens whose rows cannot be loaded are evaluated."""
 
     def __init__(self, llm: Llama, scheduler: Scheduler[Job], observer: Observer) -> None:
         self._llm, self._scheduler, self._observer = llm, scheduler, observer
 
     def restore(self) -> None:
-        """Load one fetched block: a long chain is spread over steps."""
+        """Load one fetched block, so that a long chain is spread over several steps."""
         job = next((job for job in self._scheduler.running if job.blocks), None)
         if job is None:
             return
@@ -45,13 +45,15 @@ class Loader:
             self._observer.restored(job)
 
     def _recheck(self, job: Job) -> None:
-        """Compare stored rows that nobody has compared yet: where they are wrong the job evaluates all."""
+        """Compare stored rows with the model if that was not done yet. If they are wrong, the job evaluates
+        its whole prompt.
+        """
         doubt, job.doubt = job.doubt, None
         assert isinstance(doubt, Doubt)
         assert job.seq is not None
         try:
             problem = evaluate_copy(self._llm, self._scheduler.pool, job.seq, doubt)
-        except Exception as error:  # what cannot be compared is not believed
+        except Exception as error:  # rows that cannot be compared are not used
             problem = f"it could not be compared: {error}"
             log.warning("stored rows could not be compared with the model: %s", error)
         self._observer.rechecked(problem)
@@ -60,7 +62,7 @@ class Loader:
             self._scheduler.refetch(job)
 
     def stitch(self, step: StepPlan[Job]) -> None:
-        """Put passages together, as far as the step goes."""
+        """Put passages together, up to the number of tokens that the step allows."""
         for job, n in ((run.job, run.n) for run in step.stitches):
             passages, seq = job.passages, job.seq
             assert isinstance(passages, PassageRows)

@@ -1,4 +1,4 @@
-"""Passages of a prompt with rows that were computed elsewhere, on their way into its sequence."""
+"""Puts passages that were computed in other prompts into a job's sequence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class PassageRows:
     """A `schedule.progress.Stitching`.
 
     Args:
-        rows: of each passage, in order; at least one.
+        rows: the passages and their rows, in order; at least one.
         method: how they are repaired.
     """
 

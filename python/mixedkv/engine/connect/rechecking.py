@@ -1,4 +1,4 @@
-"""Stored rows compared with the model: before they are first believed, and while nobody wants an answer."""
+"""Compares stored rows with the model, before their first use and while the engine is idle."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def evaluate_copy(llm: Llama, pool: SequencePool, seq: CacheSequence, doubt: Dou
     """Evaluate doubted tokens again in a copy of the sequence that holds them.
 
     Returns:
-        What is wrong with the rows, "" if nothing is.
+        What is wrong with the rows; "" if nothing is.
 
     Raises:
-        LookupError: there is no room for it.
+        LookupError: there is no room for the copy.
     """
     n_ctx = llm.kv.stats().n_ctx
     while pool.used + len(doubt) > n_ctx:
@@ -55,7 +55,7 @@ def evaluate_copy(llm: Llama, pool: SequencePool, seq: CacheSequence, doubt: Dou
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A sequence of the pool, until a request needs its cells."""
+    """A sequence of the pool that is given back when a request needs its cells."""
 
     seq: CacheSequence
     version: int
@@ -68,11 +68,12 @@ class _Held:
 class IdleRecheck:
     """Compares stored sequences, chosen at random, while the engine is idle.
 
-    A request that comes meanwhile waits for one call at most: a slice of rows that is loaded, or up to 32
-    tokens. Nothing is evicted for the comparison, whose rows go at once where a request needs their cells.
+    A request that comes meanwhile waits for one call at most, which loads a slice of rows or evaluates up to
+    32 tokens. Nothing is evicted for the comparison, and its rows are dropped when a request needs their
+    cells.
 
     Args:
-        identities: those that the engine has used so far.
+        identities: the identities that the engine has used so far.
     """
 
     def __init__(
@@ -100,12 +101,14 @@ class IdleRecheck:
                     self.look(random.choice(identities))
             except ClosedError:
                 return
-            except Exception as error:  # a service, never a reason to fail
+            except Exception as error:  # a failed comparison fails nothing else
                 log.warning("stored rows were not compared: %s: %s", type(error).__name__, error)
             rest = max(rest, _REST * (time.perf_counter() - began))
 
     def look(self, identity: Identity) -> str | None:
-        """Compare a stored sequence; what is wrong with it, "" if nothing is, None if it was not compared."""
+        """Compare a stored sequence; return what is wrong with it, "" if nothing is, None if it was not
+        compared.
+        """
         engine, recheck = self._engine, self._store.recheck
         match = recheck.random_match(identity)
         if match is None or not (doubt := recheck.sample(match, engine.llm)).spans:
@@ -131,11 +134,11 @@ class IdleRecheck:
         return problem
 
     def _call(self, held: _Held, function: Callable[[], _T]) -> _T | None:
-        """Run a function on the engine's thread; None where a request has taken the sequence's place."""
+        """Run a function on the engine's thread; return None if a request has taken the sequence's place."""
         return self._engine.call(lambda: function() if held.is_there else None).result()
 
     def _place(self, tenant: str, n: int) -> _Held | None:
-        """Return a sequence with room for `n` tokens; None if something would have to be evicted for it."""
+        """Return a sequence with room for `n` tokens; None if rows would have to be evicted for it."""
         pool = self._engine.pool
         if pool.used + n > self._engine.llm.kv.stats().n_ctx or not pool.has_free:
             return None

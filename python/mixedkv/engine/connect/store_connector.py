@@ -1,7 +1,8 @@
-"""KV between an engine and a `KVStore`: what a finished job leaves is stored, what a new one needs fetched.
+"""Moves KV between an engine and a `KVStore`: stores the rows of finished jobs, and fetches those of new
+ones.
 
-Rows leave and enter the context on the engine's thread, a bounded part per step; hashing, encrypting and
-files are the business of two threads here.
+Rows leave and enter the context on the engine's thread, a bounded part per step. Two threads here hash,
+encrypt, and read and write files.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class _Finished:
-    """Rows that a job left in the context."""
+    """A finished job and its rows in the context, to be stored."""
 
     rows: SequenceRows
     tenant: str
@@ -43,18 +44,18 @@ class _Finished:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A finding in the store for a job's prompt: a prefix, or maybe passages alone."""
+    """A finding in the store for a job's prompt: a prefix, passages, or both."""
 
     match: Match | None
 
     def has_more(self, n: int, least: int) -> bool:
-        """Return whether the prefix has `least` tokens more than the `n` that are there."""
+        """Return whether the prefix is at least `least` tokens longer than `n`."""
         return self.match is not None and self.match.n_tokens >= n + least
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A job whose KV is looked for, or, where there is an `offer`, read behind the first `n` tokens."""
+    """A job whose KV is looked for; or, if it has an `offer`, read from position `n` on."""
 
     job: Job
     offer: Offer | None = None
@@ -85,7 +86,7 @@ class StoreConnector:
         """Begin the threads that fetch and offload KV; the engine calls it once."""
         self._engine = engine
         self._rows = StoredRows(engine)
-        self._identity("")  # what the model file says fails now, not later
+        self._identity("")  # fail now if the model's file cannot be read
         if self.store.recheck.on:
             self._recheck = IdleRecheck(engine, self.store, self._rows, self._known)
         self._begin("mixedkv-offload", self._finished, self._put, self._stored)
@@ -105,15 +106,15 @@ class StoreConnector:
     # --- the engine's hooks ---
 
     def evaluated(self, job: Job, index: int) -> None:
-        """Do nothing: the rows are taken when the job is done."""
+        """Do nothing: rows are stored when the job is done."""
 
     def flush(self) -> None:
-        """Wait until all that was done is stored."""
+        """Wait until the rows of all finished jobs are stored."""
         while self._n_unstored and all(thread.is_alive() for thread in self._threads):
             time.sleep(0.01)
 
     def offload(self, job: Job) -> None:
-        """Hand the rows of a job that is done to the thread that stores them."""
+        """Hand a finished job's rows to the thread that stores them."""
         seq = job.seq
         if seq is not None and seq.exact and len(seq.tokens) >= job.least:
             tokens = np.array(seq.tokens, np.int32)
@@ -124,19 +125,21 @@ class StoreConnector:
             )
 
     def fetch(self, job: Job) -> bool:
-        """Have the KV of a job's prompt looked for; False where it is too short for that."""
+        """Have the KV of a job's prompt looked for; return False if the prompt is too short."""
         if job.n_prompt <= job.least:
             return False
         self._wanted.put(Wanted(job))
         return True
 
     def read(self, job: Job, n: int) -> bool:
-        """Have what was found of a job's prompt read, if it is worth it beside `n` tokens in the context."""
+        """Have the KV that was found for a job read, if that is worth it when the context has `n` tokens
+        already.
+        """
         offer, job.offer = job.offer, None
         assert isinstance(offer, Offer)
         if not self._is_wanted(job, offer, n):
             return False
-        with self._asking:  # who closes has nothing on its way
+        with self._asking:  # nothing is fetched any more once closing has begun
             if not self._closed:
                 self._wanted.put(Wanted(job, offer, n))
             return not self._closed
@@ -147,8 +150,8 @@ class StoreConnector:
     # --- outside ---
 
     def forget_message(self, tenant: str, message_id: str) -> int:
-        """Remove what the store and idle sequences hold of a message, and all that builds on it; how many
-        entries. What is being answered just now may be stored again.
+        """Remove a message's KV from the store and from idle sequences, with all that builds on it; return
+        how many entries. A prompt that is being answered may be stored again.
         """
         for p0, match in self.store.messages.sequences(self._identity(tenant), message_id):
             drop = partial(self._engine.pool.forget_tokens, tenant, match.tokens, p0)
@@ -156,11 +159,11 @@ class StoreConnector:
         return self.store.messages.remove(message_id, tenant)
 
     def stats(self) -> dict[str, Any]:
-        """Return the store's stats, and how much waits to be stored."""
+        """Return the store's stats, and how many jobs wait to be stored."""
         return {**asdict(self.store.stats()), "waiting_to_be_stored": self._n_unstored}
 
     def close(self) -> None:
-        """Store what waits, then close the store, unless others use it further."""
+        """Store the waiting jobs, then close the store unless others use it."""
         if self._recheck is not None:
             self._recheck.close()
         self._finished.put(None)
@@ -175,25 +178,22 @@ class StoreConnector:
     # --- the threads ---
 
     def _work(
-        self,
-        items: queue.SimpleQueue[_T | None],
-        work: Callable[[_T], None],
-        after: Callable[[_T], None],
+        self, items: queue.SimpleQueue[_T | None], work: Callable[[_T], None], after: Callable[[_T], None]
     ) -> None:
         while (item := items.get()) is not None:
             try:
                 work(item)
             except ClosedError:
                 pass
-            except Exception as error:  # storing is a service, never a reason to fail a request
-                if not is_full(error):  # which the store has said, once
+            except Exception as error:  # a failure to store never fails a request
+                if not is_full(error):  # the store has logged it already
                     log.warning("the store: %s: %s", type(error).__name__, error)
                 self._engine.observer.store_failed(type(error).__name__)
             finally:
                 after(item)
 
     def _stored(self, _: _Finished) -> None:
-        """Count down on the engine's thread, the one that counts up."""
+        """Count down on the engine's thread, which also counts up."""
         with contextlib.suppress(ClosedError):
             self._engine.call(self._count_down)
 
@@ -228,7 +228,7 @@ class StoreConnector:
         return Offer(match) if match is not None else None
 
     def _read(self, job: Job, offer: Offer, n: int) -> None:
-        """Read a prefix, if it is worth it."""
+        """Read a prefix, if it is long enough."""
         match = offer.match
         if match is None or not offer.has_more(n, job.least):
             return

@@ -1,4 +1,4 @@
-"""Rows on their way between an engine's context and a `KVStore`: a bounded part between two steps."""
+"""Copies rows between an engine's context and a `KVStore`, a bounded part between two steps."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mixedkv.store import Identity, KVStore, Match
 from mixedkv.store.lookup import worth_building_on
 from mixedkv.tokens import Tokens
 
-_SLICE_BYTES = 16 << 20  # copied out or in between two steps: some milliseconds
+_SLICE_BYTES = 16 << 20  # copied between two steps at a time, which takes some milliseconds
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceRows:
-    """Rows that a sequence has as long as its `version` stays what it is."""
+    """Rows of a sequence, which are there until its `version` changes."""
 
     seq: Sequence
     version: int
@@ -25,25 +25,25 @@ class SequenceRows:
 
 
 class StoredRows:
-    """Reads stored rows, on any thread but the engine's."""
+    """Reads and stores rows, on any thread but the engine's."""
 
     def __init__(self, engine: ConnectedEngine) -> None:
         self._engine = engine
         stats = engine.llm.kv.stats()
         self._slice = max(CELLS, _SLICE_BYTES * stats.n_ctx // max(1, stats.bytes_total))
-        if not engine.pool.rule.only_approximate:  # a slice is found only where a checkpoint is
+        if not engine.pool.rule.only_approximate:  # a slice can only be found where there is a checkpoint
             self._slice = stats.n_ctx
         self._window = engine.llm.kv.config.window.threshold
 
     def put(self, store: KVStore, identity: Identity, rows: SequenceRows, session: str | None = None) -> int:
-        """Store what is not stored yet, in slices, each of which is found by the next; how many of the tokens
-        are in the store now.
+        """Store what is not stored yet, in slices of which each builds on the one before. Return how many of
+        the tokens are in the store now.
         """
         n = len(rows.tokens)
         parent = self._parent(store, identity, rows.tokens)
         while (p0 := parent.n_tokens if parent is not None else 0) < n:
             p1 = min(n, p0 + self._slice)
-            p1 = n if n - p1 < self._window else p1  # the last one has the whole F16 window
+            p1 = n if n - p1 < self._window else p1  # the last slice has the whole F16 window
             block = self._export(rows, p0, p1)
             if block is None:
                 return p0
@@ -53,11 +53,11 @@ class StoredRows:
                 return n
             parent = store.find(identity, rows.tokens, max_tokens=p1, remote=False)
             if parent is None or parent.n_tokens != p1:
-                return p0  # removed meanwhile, or the budget is too small
+                return p0  # its parent was removed, or the budget is too small
         return n
 
     def cut(self, blocks: list[KVBlock]) -> list[KVBlock]:
-        """Blocks of a size that can be loaded between two steps."""
+        """Cut blocks to a size that can be loaded between two steps."""
         return [
             block.slice(p0, min(p0 + self._slice, block.p1))
             for block in blocks
@@ -74,7 +74,7 @@ class StoredRows:
         return worth_building_on(match, max(0, len(tokens) - self._window))
 
     def _export(self, rows: SequenceRows, p0: int, p1: int) -> KVBlock | None:
-        """Export the rows; None when the sequence has gone or was cut meanwhile."""
+        """Export the rows; return None if the sequence has gone or was cut meanwhile."""
 
         def export() -> KVBlock | None:
             if rows.seq.version != rows.version:

@@ -1,1 +1,1 @@
-"""Constraints on answers: schemas, grammars and tools, as masks over tokens."""
+"""Constraints on answers (schemas, grammars, tools), as masks over tokens."""

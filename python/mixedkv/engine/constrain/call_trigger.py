@@ -1,4 +1,4 @@
-"""A call that is the model's own choice: once its first words have come, it has to be one."""
+"""Constrains an optional tool call from the moment that the model begins one."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from mixedkv.engine.constrain.constraint import Matcher
 
 
 class CallTrigger:
-    """Follows one answer, token by token, up to its first call.
+    """Follows one answer token by token, up to its first call.
 
     Args:
-        words: one of them begins a call.
-        matcher: of calls from that word on; this answer's own.
+        words: each of them begins a call.
+        matcher: matcher of calls from that word on, used by this answer alone.
     """
 
     def __init__(self, words: Sequence[str], matcher: Matcher) -> None:
@@ -22,10 +22,10 @@ class CallTrigger:
         self._text = b""
 
     def take(self, piece: bytes) -> Matcher | None:
-        """Note the text of the answer's next token; if a call begins in it, return the matcher for what
-        follows.
+        """Add the text of the answer's next token. If a call begins in it, return the matcher for the text
+        that follows.
 
-        Where the token itself goes on in another way, this is no call that is known, and nothing holds.
+        If the rest of the token does not match any known call, the answer stays unconstrained.
         """
         if self._matcher is None:
             return None

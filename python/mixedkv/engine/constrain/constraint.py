@@ -1,8 +1,8 @@
-"""Answers that follow a JSON schema, a regular expression or a grammar, by llguidance.
+"""Makes answers follow a JSON schema, a regular expression or a grammar, with llguidance.
 
-A constraint is compiled for one request, off the engine's thread; there its matcher then says of a token
-whether it may come next, or of all. Both are bounded (`_LIMITS`): a constraint that takes too much fails its
-own answer.
+A constraint is compiled for one request, off the engine's thread. On that thread its matcher then tells
+whether a token may come next, or which ones may. Both have limits (`_LIMITS`): a constraint that exceeds them
+fails its own answer only.
 """
 
 from __future__ import annotations
@@ -59,36 +59,34 @@ _MAX_ITEMS: dict[Kind, tuple[int, int]] = {
 
 
 class DeadEndError(ValueError):
-    """No token of the model continues the answer, or finding one takes more than is allowed."""
+    """No token can continue the answer under its constraint, or finding one exceeds the limits."""
 
 
 class _Tokens:
-    """Each token's bytes, and whether it begins with a digit."""
+    """The bytes of each token, and whether it begins with a digit."""
 
     def __init__(self, tokens: list[bytes]) -> None:
         self.bytes, self.digit = tokens, begin_with_digit(tokens)
 
 
 class Matcher:
-    """A constraint and how much of an answer it has seen; used by one thread at a time."""
+    """Follows one answer under a constraint; used by one thread at a time."""
 
     def __init__(
         self, inner: Any, name: str, vocabulary: _Tokens, tokenizer: Any, numbers: NumberLength | None = None
     ) -> None:
         self._inner, self._name, self._vocabulary, self._tokenizer = inner, name, vocabulary, tokenizer
-        self._numbers = numbers  # of a text that is JSON from its first byte
+        self._numbers = numbers  # for an answer that is JSON from its first byte
 
     def copy(self) -> Matcher:
-        """Return a copy at the same place. Both share the lexer's states, and the limit of their number: keep
-        copies to one request.
+        """Return a copy in the same state. Copies share the lexer's states and the limit on their number, so
+        use them for one request only.
         """
         numbers = replace(self._numbers) if self._numbers is not None else None
         return Matcher(self._inner.deep_copy(), self._name, self._vocabulary, self._tokenizer, numbers)
 
     def allows(self, token: int) -> bool:
-        """Return whether a token may come next: far quicker than `allowed`, and False where only the end may
-        come.
-        """
+        """Return whether a token may come next, far quicker than `allowed`; False if only the end may."""
         if self._numbers is not None and self._numbers.is_full and self._vocabulary.digit[token]:
             return bool((self.allowed() == token).any())
         return bool(self._inner.validate_tokens([token]))
@@ -105,28 +103,30 @@ class Matcher:
         allowed = np.flatnonzero(bits).astype(np.int32)
         if self._numbers is not None and self._numbers.is_full:
             others = allowed[~self._vocabulary.digit[allowed]]
-            return others if len(others) else allowed  # where a number cannot end it goes on
+            return others if len(others) else allowed  # a number that cannot end yet is continued
         return allowed
 
     def certain(self) -> list[int]:
-        """Return the tokens of the text that must come next. The longest ones: the model may write it with
-        others.
+        """Return the longest tokens of the text that must come next. The model may write that text with other
+        tokens.
         """
         text = self._inner.compute_ff_bytes().decode("utf-8", "ignore")
         return list(self._tokenizer.greedy_tokenize(text)) if text else []
 
     def follow(self, text: bytes) -> bool:
-        """Go on by a text, whatever its tokens were. False where it is not allowed: it is then of no use."""
+        """Advance by a text, whatever its tokens are. Return False if it is not allowed; the matcher is then
+        unusable.
+        """
         tokens = self._tokenizer.greedy_tokenize(text.decode("utf-8", "replace"))
         if self._numbers is not None:
             self._numbers.read(text)
         return int(self._inner.try_consume_tokens(tokens)) == len(tokens)
 
     def accept(self, token: int) -> None:
-        """Go on by a token that is allowed.
+        """Advance by an allowed token.
 
         Raises:
-            DeadEndError: that took too much.
+            DeadEndError: advancing exceeds the limits.
         """
         self._inner.consume_token(token)
         if self._numbers is not None:
@@ -143,7 +143,7 @@ class Matcher:
 
 
 class ConstraintCompiler:
-    """Makes matchers for one vocabulary, on any thread. Itself takes a second to make for 150,000 tokens."""
+    """Compiles constraints for one vocabulary, on any thread. Takes a second to make for 150,000 tokens."""
 
     def __init__(self, vocab: Any) -> None:
         pieces = Detokenizer(vocab)
@@ -152,8 +152,8 @@ class ConstraintCompiler:
 
     @classmethod
     def of_tokens(cls, tokens: list[bytes], ends: list[int]) -> ConstraintCompiler:
-        """Make constraints for a vocabulary without a model: each token's bytes, and the tokens that end an
-        answer.
+        """Make a compiler for a vocabulary without a model, from each token's bytes and the tokens that end
+        an answer.
         """
         self = cls.__new__(cls)
         self._init(tokens, ends)
@@ -170,7 +170,8 @@ class ConstraintCompiler:
         """Compile a constraint to a matcher that answers start from.
 
         Raises:
-            ValueError: it cannot be read or followed, or is too large; the message begins with its name.
+            ValueError: the constraint cannot be read or followed, or is too large; the message begins with
+                its name.
         """
         if not self.ends:
             raise ValueError(f"{constraint.name}: this model has no token that ends an answer")
@@ -183,7 +184,7 @@ class ConstraintCompiler:
             raise ValueError(f"{constraint.name}: {str(error)[:500]}") from None
         numbers = NumberLength() if constraint.kind == "json_schema" else None
         matcher = Matcher(inner, constraint.name, self._tokens, tokenizer, numbers)
-        matcher.allowed()  # the first mask takes longest, and a dead end shows early
+        matcher.allowed()  # the first mask takes longest, and shows an immediate dead end
         return matcher
 
     def shown(self, names: Sequence[str]) -> tuple[int, ...]:
@@ -202,7 +203,7 @@ class ConstraintCompiler:
 
 
 class _Vocabulary:
-    """Gives llguidance what it asks of a tokenizer."""
+    """The interface of a tokenizer that llguidance expects."""
 
     bos_token_id = None
 
@@ -227,7 +228,7 @@ _starting = threading.Lock()
 
 
 def _compile(tokenizer: Any, lark: str, max_items: tuple[int, int]) -> Any:
-    """Compile on a thread with a deep stack, two at a time, so that others keep a processor."""
+    """Compile on a thread with a deep stack, at most two at a time, so that other work keeps a processor."""
     with _starting:
         before = threading.stack_size(_STACK)
         try:
@@ -276,11 +277,11 @@ def _message(error: str) -> str:
 
 
 class _Logits:
-    """A logits processor of llama-cpp-python, for one answer."""
+    """A logits processor for llama-cpp-python, for one answer."""
 
     def __init__(self, matcher: Matcher, ends: list[int]) -> None:
         self._matcher, self._ends = matcher, ends
-        self._n_seen = -1  # tokens, those of the prompt included
+        self._n_seen = -1  # number of tokens, including the prompt's
 
     def __call__(
         self, input_ids: npt.NDArray[np.intc], scores: npt.NDArray[np.single]
@@ -289,7 +290,7 @@ class _Logits:
             for token in input_ids[self._n_seen :].tolist() if self._n_seen >= 0 else []:
                 self._matcher.accept(token)
             allowed = self._matcher.allowed()
-        except DeadEndError as error:  # what is raised here, inside llama.cpp, would be lost
+        except DeadEndError as error:  # an exception raised here, inside llama.cpp, would be lost
             log.warning("the answer ends unfinished: %s", error)
             allowed = np.array(self._ends, np.int32)
         self._n_seen = len(input_ids)
@@ -302,7 +303,7 @@ _compilers: WeakKeyDictionary[Llama, ConstraintCompiler] = WeakKeyDictionary()
 
 
 def constrain(llm: Llama, kind: Kind, text: str | dict[str, Any]) -> LogitsProcessorList:
-    """Return a new `logits_processor=` of a `Llama` for one answer.
+    """Return a new `logits_processor=` for one answer of a `Llama`.
 
     Raises:
         ValueError: the schema or grammar cannot be read, or not be followed.

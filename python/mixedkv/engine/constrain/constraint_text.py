@@ -1,4 +1,4 @@
-"""Constraints of answers as text: plain data, which `constraint` compiles."""
+"""The text of a constraint: plain data, which `constraint` compiles."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Constraint:
     """Constraint on the text of an answer.
 
     Attributes:
-        kind: the language of `text`. Lark is for authors that are trusted: it can compile for hours. Calls
-            are Lark of ours, with schemas in it.
+        kind: the language of `text`. Lark is only for trusted authors, as it can compile for hours. The
+            grammar of calls is Lark made by this package, with schemas in it.
         name: what error messages call it.
         shown: control tokens that stand for their text in it.
     """

@@ -1,4 +1,6 @@
-"""GBNF, llama.cpp's grammars, as Lark, by llguidance's converter where that is exact and bounded."""
+"""Translates GBNF, llama.cpp's grammars, to Lark, with llguidance's converter where that is exact and
+bounded.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import re
 
 from llguidance import gbnf_to_lark as converter
 
-_MAX_LENGTH = 1 << 15  # characters: the converter takes 60 ms, during which other Python waits
+_MAX_LENGTH = 1 << 15  # characters: the converter takes 60 ms for so many, and holds Python's lock
 _MAX_DEPTH = 1000  # rules and groups: llguidance recurses
 _MAX_WORK = 2_000_000  # characters times rules: the converter's time where each rule uses the next one
 _PARTS = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\r\n]*|\.', re.DOTALL)
@@ -17,7 +19,7 @@ def gbnf_to_lark(text: str) -> str:
     """Translate a GBNF grammar to llguidance's Lark.
 
     Raises:
-        ValueError: it is not GBNF with a rule `root`, or too large.
+        ValueError: the grammar is not GBNF, has no rule `root`, or is too large.
     """
     return _as_one(convert(text))
 

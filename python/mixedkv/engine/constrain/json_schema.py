@@ -1,4 +1,4 @@
-"""JSON schemas as llguidance is to read them: what it would not enforce is an error that says where."""
+"""Prepares JSON schemas for llguidance, and refuses keywords that it would not enforce, with their place."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ _MEANT = {
 
 
 def closed_schema(schema: Any) -> dict[str, Any]:
-    """Return a schema whose texts are all texts of the given one, without what that merely leaves open.
+    """Return a stricter schema, without what the given one merely leaves open.
 
-    An object that lists its properties has no others, unless `additionalProperties` says so; a tuple ends
-    with its last item; a schema without a type has the type that its keywords are for; an integer without a
-    bound has 19 digits at most. Models, small ones above all, else fill an answer with whatever is allowed.
-    Schemas that meet others for the same value (under `allOf`, beside `$ref` or `anyOf`) stay open, but for
-    the digits: closed, they could exclude each other.
+    An object that lists its properties has no others, unless `additionalProperties` says so. A tuple ends
+    with its last item. A schema without a type has the type that its keywords are for. An integer without a
+    bound has at most 19 digits. Otherwise models, small ones above all, fill an answer with whatever is
+    allowed. Schemas that apply to the same value as others (under `allOf`, beside `$ref` or `anyOf`) stay
+    open except for the digits, since closed ones could exclude each other.
 
     Raises:
-        ValueError: a keyword is not enforced or has a bad value; the message names it and its place.
+        ValueError: a keyword cannot be enforced or has a bad value; the message names it and its place.
     """
     if not isinstance(schema, dict):
         raise ValueError("a schema must be an object")
@@ -80,7 +80,9 @@ def closed_schema(schema: Any) -> dict[str, Any]:
 
 
 class _Walk:
-    """All schemas that a schema uses, each visited once as what it is: the only one for its value, or not."""
+    """Visits all schemas that a schema uses, each once as the only one for its value and once as one of
+    several.
+    """
 
     def __init__(self, root: dict[str, Any]) -> None:
         self.root = root
@@ -135,9 +137,7 @@ class _Walk:
             )
 
     def _leaves_alone(self, node: dict[str, Any], name: str) -> bool:
-        """Return whether nothing else in `node` is about the values that the schemas under `name` are
-        about.
-        """
+        """Return whether the schemas under `name` are the only ones in `node` that restrict their values."""
         if name in _MAPS:
             return "patternProperties" not in node
         if name not in _IN_PLACE:
@@ -149,8 +149,8 @@ class _Walk:
         return name != "oneOf" or self._are_apart(node[name])
 
     def _are_apart(self, members: list[Any]) -> bool:
-        """Return whether no value fits two of these schemas, closed or open. llguidance knows that of some,
-        but does not look into references.
+        """Return whether no value fits two of these schemas, closed or open. llguidance detects that for
+        some, but does not follow references.
         """
         nodes = [self.resolve(member) for member in members]
         kinds = [_types(node) for node in nodes]
@@ -160,7 +160,7 @@ class _Walk:
         return all(kinds) and distinct and (len(objects) < 2 or _told_apart(objects))
 
     def resolve(self, node: Any) -> Any:
-        """Return what a schema refers to, if it does nothing else."""
+        """Return the schema that this one refers to, if it is nothing but a reference."""
         for _ in range(100):
             if not (isinstance(node, dict) and _ENFORCED & node.keys() == {"$ref"}):
                 break
@@ -250,7 +250,7 @@ def _close(node: dict[str, Any]) -> None:
 
 
 def _types(node: Any) -> set[str]:
-    """Return the types of the values that a schema takes; none if it does not say."""
+    """Return the types that a schema allows; empty if it does not restrict them."""
     if not isinstance(node, dict):
         return set()
     if "const" in node or isinstance(node.get("enum"), list):
@@ -262,7 +262,7 @@ def _types(node: Any) -> set[str]:
 
 
 def _told_apart(nodes: list[dict[str, Any]]) -> bool:
-    """Return whether a required property has another constant in each of these objects."""
+    """Return whether a required property has a different constant in each of these objects."""
     for name in set.intersection(*(set(_strings(node.get("required"))) for node in nodes)):
         values = [_constants(node, name) for node in nodes]
         if all(values) and len(frozenset().union(*values)) == sum(map(len, values)):
@@ -308,7 +308,7 @@ def _numbers(value: Any) -> Iterator[float]:
 
 
 def _constants(node: dict[str, Any], name: str) -> set[str]:
-    """Return the texts that a property can be; none if it can be anything else."""
+    """Return the texts that a property may be; empty if other values are possible."""
     properties = node.get("properties")
     value = properties.get(name) if isinstance(properties, dict) else None
     if not isinstance(value, dict):

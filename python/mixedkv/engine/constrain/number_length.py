@@ -1,4 +1,6 @@
-"""Numbers in JSON that end: a model that repeats itself may else write digits to the end of its context."""
+"""Limits the digits of numbers in JSON, since a model that repeats itself may write them to the end of its
+context.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,18 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-_MOST_DIGITS = 20  # in a row: a 64-bit float has 17 digits, a 64-bit integer 20
+_MOST_DIGITS = 20  # digits in a row: a 64-bit float has 17, a 64-bit integer 20
 _MOST_EXPONENT = 3
 
 
 def begin_with_digit(tokens: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-    """Return which of a vocabulary's tokens go on with a number."""
+    """Return which tokens of a vocabulary begin with a digit."""
     return np.array([token[:1].isdigit() for token in tokens], bool)
 
 
 @dataclass(slots=True)
 class NumberLength:
-    """Follows a text of JSON, and says where a number must not get another digit."""
+    """Follows a JSON text and tells when a number must not get another digit."""
 
     in_string: bool = False
     escaped: bool = False

@@ -1,8 +1,8 @@
-"""The grammar of tool calls, for llguidance: their form by llama.cpp, arguments by their schema.
+"""Makes the grammar of tool calls for llguidance: the form from llama.cpp, the arguments from their schemas.
 
-llama.cpp says it in GBNF, arguments too. Of these a JSON object becomes llguidance's own JSON, so that a
-schema means here what it means in `response_format`; and a text up to its closing tag becomes one lexeme,
-which as GBNF is a rule per character.
+llama.cpp has a GBNF grammar of calls and arguments. Here, an argument object in JSON becomes llguidance's own
+JSON, so that a schema means the same as in `response_format`. A text up to its closing tag becomes one
+lexeme, which in GBNF is a rule per character.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ def tool_grammar(
     first: str = "",
     parallel: bool = True,
 ) -> str:
-    """Return the Lark grammar of an answer that is nothing but calls.
+    """Return the Lark grammar of an answer that consists of calls only.
 
     Args:
-        gbnf: llama.cpp's, of an answer that must have a call.
-        parser: llama.cpp's reader of that answer, as JSON.
-        schemas: of each tool's arguments.
+        gbnf: llama.cpp's grammar of an answer that must have a call.
+        parser: llama.cpp's parser of that answer, as JSON.
+        schemas: the schema of each tool's arguments.
         space: the pattern of white space in JSON.
-        first: what comes before the calls.
+        first: text before the calls.
         parallel: more than one call. llama.cpp has them in any case where each has tags of its own.
 
     Raises:
-        ValueError: there is no call in it, a schema cannot be followed, or it is too large.
+        ValueError: the grammar has no call, a schema cannot be followed, or the result is too large.
     """
     rules = dict(_RULE.findall(gbnf))
     calls = [name for name in _names(rules.get("root", "")) if "tool" in name]
@@ -52,7 +52,7 @@ def tool_grammar(
     if not parallel and _SEVERAL.fullmatch(rules.get("tool-calls", "")):
         rules["tool-calls"] = "tool-call"
     given = {**_closed_texts(rules, parser), **_objects(rules, schemas, space)}
-    for name in given:  # a rule that calls itself: the converter would merge another one into a lexeme
+    for name in given:  # a rule that refers to itself, as the converter would merge another one into a lexeme
         rules[name] = f'"x" | "x" {name}'
     used = _reached(rules)
     # the converter knows no capitals, and Lark's first rule is `start`, a name that some families have
@@ -73,7 +73,7 @@ def tool_grammar(
 
 
 def _names(body: str) -> list[str]:
-    """Return the rules a rule refers to."""
+    """Return the names of the rules that a rule refers to."""
     return [part for part in _PARTS.findall(body) if part[0] not in '"[']
 
 
@@ -92,7 +92,7 @@ def _renamed(body: str, names: Mapping[str, str]) -> str:
 
 
 def _closed_texts(rules: Mapping[str, str], parser: str) -> dict[str, str]:
-    """Return the texts that go on to a closing tag, tag included."""
+    """Return the rules for texts up to a closing tag, including the tag."""
     nodes, out = json.loads(parser)["parsers"], {}
     for name in rules:
         if found := _CLOSED_TEXT.fullmatch(name):
@@ -106,7 +106,7 @@ def _pattern(text: str) -> str:
 
 
 def _objects(rules: Mapping[str, str], schemas: Mapping[str, dict[str, Any]], space: str) -> dict[str, str]:
-    """Return the arguments of families that write them as one JSON object."""
+    """Return the rules for arguments that are one JSON object."""
     names = {tool: f"tool-{_OTHER.sub('-', tool)}-schema" for tool in schemas}
     if len(set(names.values())) < len(names) or any("schema" in tool for tool in schemas):
         return {}  # llama.cpp tells such rules apart by numbers: its own will do
@@ -122,5 +122,5 @@ def _objects(rules: Mapping[str, str], schemas: Mapping[str, dict[str, Any]], sp
 
 
 def _replace(lark: str, rule: str, body: str) -> str:
-    """Give a rule another body; it goes on in lines that are indented."""
+    """Replace the body of a rule, including its indented lines."""
     return re.sub(rf"^{rule}:.*\n?(?:[ \t]+.*\n?)*", lambda _: f"{rule}{body}\n", lark, flags=re.MULTILINE)

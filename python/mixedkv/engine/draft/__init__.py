@@ -1,1 +1,1 @@
-"""Tokens guessed ahead: draft models, prediction heads, repeated text."""
+"""Drafts tokens: by a draft model, prediction layers, or repeated text."""

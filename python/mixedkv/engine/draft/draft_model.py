@@ -1,8 +1,8 @@
-"""A smaller model with the same vocabulary guesses how answers go on: speculative decoding
-(https://arxiv.org/abs/2211.17192), its drafts greedy.
+"""Drafts with a smaller model of the same vocabulary: speculative decoding (https://arxiv.org/abs/2211.17192)
+with greedy drafts.
 
-It reads what the engine's model reads, beside it: in a step with prompts as many tokens as that step has of
-them, else a few, so that one with a long history to catch up with holds up nobody.
+The draft model evaluates the same tokens as the engine's model: in a step with prompts as many tokens as that
+step has of them, otherwise a few, so that catching up with a long history delays nobody.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from mixedkv.tokens import Tokens, common_prefix
 log = logging.getLogger(__name__)
 
 _CATCH_UP = 64  # tokens in a step without prompts
-_LAST = 16  # tokens of an answer that are read when it is drafted: while nothing is, nothing is read
-_SURE = 0.4  # a draft less likely than that, to the draft model, is the last one
-_MOST_EXTRA = 128  # by which vocabularies may differ in size, as llama.cpp has it
+_LAST = 16  # tokens that an answer may be behind when it is drafted; without drafts nothing is read
+_SURE = 0.4  # drafting stops after a draft of lower probability
+_MOST_EXTRA = 128  # difference in size that vocabularies may have, as in llama.cpp
 
 
 @dataclass(slots=True, eq=False)
@@ -42,15 +42,15 @@ class _Follower:
 
 
 class DraftModel:
-    """Greedy drafts for many answers at a time; for the engine's thread.
+    """Makes greedy drafts for many answers at a time, on the engine's thread.
 
     Args:
         llm: the model that answers.
-        model: the one that drafts, nobody else's until the engine is closed.
-        parallel: answers at a time: sequences that `model` needs.
+        model: the model that drafts, used by nobody else until the engine is closed.
+        parallel: maximum number of answers at a time; `model` needs as many sequences.
 
     Raises:
-        ValueError: `model` has another vocabulary, too few sequences, or cannot take tokens back.
+        ValueError: `model` has another vocabulary or too few sequences, or cannot take tokens back.
     """
 
     def __init__(self, llm: Llama, model: Llama, parallel: int) -> None:
@@ -72,8 +72,8 @@ class DraftModel:
         model.kv.clear()
 
     def read(self, jobs: Iterable[Job], n_prompt: int) -> None:
-        """Read on in what the jobs at work have: in all `n_prompt` tokens, or a few where that is 0. The last
-        ones of a job are left for `draft`.
+        """Evaluate further tokens of the running jobs: `n_prompt` in all, or a few if that is 0. The last
+        tokens of a job are left for `draft`.
         """
         jobs = list(jobs)
         for follower in self._followers:
@@ -97,7 +97,7 @@ class DraftModel:
                 follower.tokens = np.append(follower.tokens, np.array(tokens, np.int32))
 
     def draft(self, wanted: Sequence[tuple[Job, int]]) -> list[list[int]]:
-        """Return up to that many tokens that may come next for each job; none for one not read yet."""
+        """Return up to the given number of drafts for each job; none for a job that was not read yet."""
         drafts: list[list[int]] = [[] for _ in wanted]
         at_work = []
         for (job, n), made in zip(wanted, drafts, strict=True):
@@ -127,7 +127,7 @@ class DraftModel:
         return drafts
 
     def _follower(self, job: Job) -> _Follower:
-        """Return the sequence that reads a job, cut to what it has in common with it."""
+        """Return the sequence that follows a job, cut to the tokens that they share."""
         tokens = job.all_tokens
         follower = nearest(self._followers, job)
         follower.job = job
@@ -138,11 +138,11 @@ class DraftModel:
         return follower
 
     def _decode(self) -> bool:
-        """Evaluate the batch; whether that was possible."""
+        """Evaluate the batch; return whether that was possible."""
         code = self._batch.decode(self._model.ctx, self._model.kv)
         if code == 0:
             return True
-        if code != NO_CELLS:  # else those of answers that have ended make room for the next step
+        if code != NO_CELLS:  # free the rows of ended answers for the next step
             log.warning("the draft model's llama_decode returned %d", code)
         for follower in self._followers:
             if code != NO_CELLS or follower.job is None:
@@ -160,7 +160,7 @@ _R = TypeVar("_R", bound=_ReadsJob)
 
 
 def nearest(readers: Sequence[_R], job: Job) -> _R:
-    """Return the sequence that reads the job, else the idle one whose tokens begin most like the job's."""
+    """Return the sequence that follows the job, or the idle one that shares most tokens with it."""
     reader = next((reader for reader in readers if reader.job is job), None)
     if reader is not None:
         return reader
@@ -170,7 +170,7 @@ def nearest(readers: Sequence[_R], job: Job) -> _R:
 
 
 def sure_guess(context: Any, row: int, n_vocab: int) -> int | None:
-    """Return the likeliest token after a row of the latest batch; None if it is too unlikely for a draft."""
+    """Return the likeliest token after a row of the latest batch; None if it is too unlikely to draft."""
     logits = logits_row(context, row, n_vocab)
     best = int(logits.argmax())
     return None if np.exp(logits - logits[best]).sum() * _SURE > 1.0 else best
@@ -180,7 +180,7 @@ def _check_vocabulary(llm: Llama, model: Llama) -> None:
     """Refuse a draft model with another vocabulary.
 
     Raises:
-        ValueError: tokens of one mean something else to the other.
+        ValueError: a token has a different text in the other vocabulary.
     """
     mine, other = _llama_cpp.vocab(llm), _llama_cpp.vocab(model)
     n_mine, n_other = llm.n_vocab(), model.n_vocab()

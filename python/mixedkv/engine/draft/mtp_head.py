@@ -1,8 +1,9 @@
-"""Layers of the model itself that were trained to guess further tokens (multi-token prediction, MTP;
-https://arxiv.org/abs/2404.19737, as DeepSeek-V3 has them: https://arxiv.org/abs/2412.19437).
+"""Drafts with layers of the model itself that were trained to predict further tokens (multi-token prediction,
+MTP; https://arxiv.org/abs/2404.19737, as in DeepSeek-V3: https://arxiv.org/abs/2412.19437).
 
-Such a layer reads a token and the model's hidden state of the token before it. It has rows of its own, in a
-context of its own on the same weights, so all that the model evaluates is read once more here, by one layer.
+Such a layer takes a token and the model's hidden state of the token before it. It has rows of its own, in a
+second context on the same weights, so every token that the model evaluates is evaluated here too, by one
+layer.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from mixedkv.tokens import Tokens, common_prefix
 
 log = logging.getLogger(__name__)
 
-_LAST = 16  # tokens that wait to be read together, or with a draft
+_LAST = 16  # tokens that are collected before they are evaluated, unless a draft comes first
 
 
 @dataclass(slots=True, eq=False)
@@ -37,9 +38,10 @@ class _Reader:
     """A sequence of the head's context.
 
     Attributes:
-        tokens: up to the last one that has a row; the first ones may have none.
-        states: of the last one of `tokens` and of those after it as far as they are known, [n, n_embd].
-        seen: the tokens that these are of, -1 for one before the first.
+        tokens: the tokens up to the last one that has a row; the first ones may have none.
+        states: hidden states of the last one of `tokens` and of those after it, as far as they are known, [n,
+            n_embd].
+        seen: the tokens of `states`, -1 for one before the first.
     """
 
     id: int
@@ -49,7 +51,7 @@ class _Reader:
     job: Job | None = None
 
     def take(self, first: int, tokens: Tokens, states: npt.NDArray[np.float32]) -> bool:
-        """Add the states of tokens from position `first` on; False if some before them are missing."""
+        """Add the states of tokens from position `first` on; return False if earlier ones are missing."""
         begin = len(self.tokens) - 1  # position of the first state
         if not len(self.seen) and first == begin + 1:  # the state before is not known any more, or never was
             states = np.concatenate([np.zeros_like(states[:1]), states])
@@ -71,13 +73,13 @@ class _Reader:
         return min(known + 1 - before, len(self.seen), end - begin)
 
     def take_out(self, tokens: Sequence[int]) -> None:
-        """Note that these tokens have rows now."""
+        """Remove the states of tokens that have rows now."""
         n = len(tokens)
         self.tokens = np.append(self.tokens, np.array(tokens, np.int32))
         self.states, self.seen = self.states[n:], self.seen[n:]
 
     def restart(self, tokens: Sequence[int] | Tokens) -> None:
-        """Begin anew without rows; the next token to have one comes after these."""
+        """Start again without rows after these tokens."""
         self.tokens = np.array(tokens, np.int32)
         self.states, self.seen = self.states[:0], self.seen[:0]
 
@@ -97,16 +99,17 @@ class _Draft:
 
 
 class MtpHead:
-    """Greedy drafts by a model's own MTP layer, for many answers at a time; for the engine's thread.
+    """Makes greedy drafts with a model's own MTP layer for many answers at a time, on the engine's thread.
 
-    Where there are several such layers, the first one guesses all.
+    If there are several such layers, the first one makes all drafts.
 
     Args:
         llm: loaded with load_mtp=True.
         parallel: answers at a time.
 
     Raises:
-        ValueError: it was not, llama.cpp cannot use its layers, or there is no memory for the context.
+        ValueError: the model was loaded without MTP layers, llama.cpp cannot use them, or there is no memory
+            for the context.
     """
 
     def __init__(self, llm: Llama, parallel: int) -> None:
@@ -153,7 +156,7 @@ class MtpHead:
             self._ctx = None
 
     def evaluated(self, step: StepPlan[Job]) -> None:
-        """Take the hidden states of a step that the model has just evaluated."""
+        """Keep the hidden states of a step that the model has just evaluated."""
         end = 0
         for run in step.runs:
             begin, end = end, end + run.n + len(run.drafts)
@@ -171,7 +174,7 @@ class MtpHead:
                 reader.states, reader.seen = states, tokens
 
     def read(self, jobs: Iterable[Job], n_prompt: int) -> None:
-        """Read what the jobs at work have, but what `draft` can read as well."""
+        """Evaluate the tokens of running jobs, except those that `draft` will evaluate."""
         jobs = list(jobs)
         for reader in self._readers:
             if reader.job not in jobs:
@@ -202,7 +205,7 @@ class MtpHead:
         at_work = begun
         while at_work:
             if not self._decode():
-                for draft in begun:  # some may have rows by now that nobody knows of
+                for draft in begun:  # some may have got rows that are not recorded
                     self._forget(draft.reader)
                 return [draft.made for draft in drafts]
             at_work = [draft for draft in at_work if self._guess(draft)]
@@ -213,11 +216,11 @@ class MtpHead:
                 draft.row = self._batch.add(draft.made[-1:], last, draft.reader.id, logits=True, states=state)
         for draft in begun:
             draft.reader.take_out(draft.read)
-            self._remove(draft.reader, draft.end)  # drafts are read again, with the model's own states
+            self._remove(draft.reader, draft.end)  # drafts are evaluated again, with the model's own states
         return [draft.made for draft in drafts]
 
     def _guess(self, draft: _Draft) -> bool:
-        """Add the next token, from the latest batch; return whether to guess another one."""
+        """Add the next draft, from the latest batch; return whether to make another one."""
         best = sure_guess(self._ctx, draft.row, self._n_vocab)
         if best is None:
             return False

@@ -1,14 +1,14 @@
-"""Several tokens of an answer in one step: drafts are evaluated with the last token, and those count that the
-sampler then chooses.
+"""Evaluates several tokens of an answer in one step: drafts are evaluated with the last token, and those that
+the sampler chooses are accepted.
 
-At each draft the answer's own sampler chooses from the logits there, as it would without drafts, and goes on
-as long as it chooses the draft. So the distribution is the model's, a seed makes the same choices, and what
-was rejected was never seen by penalties, constraints or stop strings. The rows of rejected drafts are taken
-back, which leaves no trace for as many as the cache is made for (`n_draft`).
+At each draft the answer's own sampler chooses from the logits there, as it would without drafts, and
+continues as long as it chooses the draft. So the distribution is the model's, a seed gives the same choices,
+and penalties, constraints and stop strings never see a rejected draft. The rows of rejected drafts are
+removed, which leaves no trace for as many drafts as the cache is made for (`n_draft`).
 
-A draft is made where it is worth its time: where the chance that it comes, for its share of a step's time, is
-better than what the step gives without it. Both are measured. With many answers at work a step takes as long
-as it has tokens, and there is nothing to gain.
+A draft is made if it is worth its time: if its chance of being accepted, divided by its share of a step's
+time, is better than the rate without it. Both are measured. With many running answers the time of a step is
+proportional to its tokens, and there is nothing to gain.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from mixedkv.engine.schedule.request import SpeculationMode
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
 
-_MOST = 16  # drafts of an answer in a step, where the cache sets no bound
-_DECAY = 0.95  # what the steps before the latest one count
-_WEIGHTS = 8  # tokens' worth of time that a step is taken to need for reading weights, before it is measured
-_DOUBT = 0.1  # drafts squared: how much that counts beside measures
-_LEAST = 1 / 64  # of a step's time: no draft costs less
-_LATE = 4.0  # a step that takes so many times what was expected says nothing
+_MOST = 16  # maximum drafts of an answer in a step, if the cache sets no limit
+_DECAY = 0.95  # weight of earlier steps at each new one
+_WEIGHTS = 8  # initial estimate of the time to read the weights, in tokens' worth of time
+_DOUBT = 0.1  # weight of the initial estimate, in drafts squared
+_LEAST = 1 / 64  # least cost of a draft, as a share of a step's time
+_LATE = 4.0  # a step that takes so many times the expected time is ignored
 
 
 class StepTime:
     """Estimates what drafts cost: a straight line through the times of the latest steps over their drafts.
 
     Args:
-        n_streams: answers in these steps.
+        n_streams: number of answers in these steps.
     """
 
     def __init__(self, n_streams: int) -> None:
@@ -47,7 +47,7 @@ class StepTime:
         self._n = self._drafts = self._seconds = self._squares = self._products = 0.0
 
     def observe(self, n_drafts: int, seconds: float) -> None:
-        """Take the measure of a step."""
+        """Learn from the time of a step."""
         if self._n:
             alone, each = self.line()
             seconds = min(seconds, _LATE * (alone + n_drafts * each))
@@ -58,11 +58,11 @@ class StepTime:
         self._products = self._products * _DECAY + n_drafts * seconds
 
     def line(self) -> tuple[float, float]:
-        """Return the seconds of a step without drafts, and of each draft. Needs one step or more."""
+        """Return the seconds of a step without drafts and of each draft. At least one step must be known."""
         drafts, seconds = self._drafts / self._n, self._seconds / self._n
         spread = self._squares / self._n - drafts * drafts
         slope = self._products / self._n - drafts * seconds
-        # where little is known, which it is again after long without drafts, what is taken for granted counts
+        # with few measurements, as after a long time without drafts, the initial estimate counts
         each = (slope + _DOUBT * self._share(self._first)) / (spread + _DOUBT)
         each = max(each, self._share(_LEAST))
         return max(seconds - each * drafts, each), each
@@ -86,19 +86,19 @@ class _Offer:
 
 
 class Speculation:
-    """Drafts of all answers of a context. `drafter` is for any thread, the rest for the engine's.
+    """Manages the drafts of all answers of a context. `drafter` is for any thread, the rest for the engine's.
 
     Args:
-        mode: of answers that do not say.
-        draft_model: makes drafts where nothing better is known, in the mode "draft-model"; in the mode "mtp"
-            the model's own MTP layer does.
+        mode: mode for requests that name none.
+        draft_model: makes drafts that cannot be looked up, in the mode "draft-model"; in the mode "mtp" the
+            model's own MTP layer does.
         parallel: answers at a time.
 
     Raises:
         ValueError: the mode needs a draft model or MTP layers, or they cannot draft for this one.
 
     Attributes:
-        why_off: why this model and cache take no drafts; "" where they do.
+        why_off: why this model and cache allow no drafts; "" if they do.
     """
 
     def __init__(
@@ -128,11 +128,11 @@ class Speculation:
     def drafter(
         self, prompt: Iterable[int], mode: SpeculationMode | None = None, prediction: Iterable[int] = ()
     ) -> Drafter | None:
-        """Return a drafter for the answer to a prompt; None where nothing is to be drafted.
+        """Return a drafter for the answer to a prompt; None if nothing is to be drafted.
 
         Args:
             mode: None for that of the engine.
-            prediction: what the answer may be; drafts are then made in any mode.
+            prediction: tokens that the answer may contain; drafts are then made in any mode.
 
         Raises:
             ValueError: the mode needs a draft model, or MTP layers.
@@ -152,7 +152,7 @@ class Speculation:
             )
 
     def stats(self) -> dict[str, str | int]:
-        """Return how many tokens were drafted and accepted so far; `why_off` is "" if drafts can be made."""
+        """Return how many tokens were drafted and accepted so far, and `why_off`."""
         return {
             "mode": self.mode,
             "why_off": self.why_off,
@@ -161,7 +161,7 @@ class Speculation:
         }
 
     def plan(self, step: StepPlan[Job]) -> None:
-        """Add drafts to a step that has no prompts, which would take the time for themselves."""
+        """Add drafts to a step without prompts; a step with prompts has no time for them."""
         self._read_along(step)
         time = self._times.get(step.n_streams)
         if step.n_prompt or time is None:
@@ -179,14 +179,14 @@ class Speculation:
         step.n_drafts = sum(len(run.drafts) for run in runs)
 
     def _read_along(self, step: StepPlan[Job]) -> None:
-        """Let the model that drafts read what the step's jobs have."""
+        """Let the drafting model evaluate the tokens of the step's jobs."""
         if self._model is not None:
             drafted = ((run.job, run.job.answer.drafter) for run in step.runs)
             jobs = [job for job, drafter in drafted if drafter is not None and drafter.by_model]
             self._model.read(jobs, step.n_prompt)
 
     def _worth_it(self, offers: Sequence[_Offer], n_streams: int, time: StepTime) -> list[int]:
-        """Return how many drafts to take of each offer, the likeliest first.
+        """Return how many drafts to take from each offer, the likeliest first.
 
         A draft is worth it if it adds tokens at a better rate than the step has without it.
         """
@@ -216,7 +216,7 @@ class Speculation:
         return _Offer(run, len(drafts), rate, drafts)
 
     def _make(self, wanted: list[tuple[_Offer, int]]) -> None:
-        """Give runs their drafts."""
+        """Add the drafts to their runs."""
         for offer, n in wanted:
             if offer.drafts is not None:
                 offer.run.drafts = offer.drafts[:n]
@@ -230,7 +230,7 @@ class Speculation:
                 run.job.answer.drafter.modelled(drafts)
 
     def close(self) -> None:
-        """Free what was made for drafts; the draft model stays."""
+        """Free what was made for drafting; the draft model stays open."""
         if isinstance(self._model, MtpHead):
             self._model.close()
 
@@ -240,10 +240,9 @@ class Speculation:
             self._model.evaluated(step)
 
     def settle(self, run: Run[Job], n: int) -> None:
-        """Accept the first `n` drafts of a job into its sequence and take the others back.
+        """Keep the rows of a job's first `n` drafts and remove those of the others.
 
-        They were all in one micro-batch: a sliding window has given up nothing that the token after the last
-        one needs.
+        They were all in one micro-batch, so a sliding window still has all rows that the next token needs.
         """
         job = run.job
         if not run.drafts:
@@ -266,7 +265,7 @@ class Speculation:
 
 
 def _most(llm: Llama) -> int:
-    """Drafts of an answer in a step: those that can be taken back without a trace."""
+    """The maximum number of drafts of an answer in a step: those that can be removed without a trace."""
     config = llm.kv.config
     most = min(_MOST, config.n_draft) if isinstance(config, MixedKVConfig) else _MOST
     return most if llm.kv.can_cut else min(most, _llama_cpp.n_rollback(llm))

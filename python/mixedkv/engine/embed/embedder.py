@@ -20,8 +20,8 @@ from mixedkv.limits import MAX_SEQUENCES
 
 log = logging.getLogger("mixedkv.engine")
 
-_FIRST = 16  # tokens of the first slice
-_LONGEST = 0.5  # seconds: whoever comes to an idle engine waits for a slice
+_FIRST = 16  # tokens in the first slice
+_LONGEST = 0.5  # seconds that a slice may take on an idle engine, as a new job waits for it
 _YIELD_SECONDS = 0.001
 
 
@@ -54,14 +54,14 @@ class _Request:
 
 
 class Embedder:
-    """Takes requests on the event loop, evaluates them on the engine's thread, one slice per call.
+    """Takes requests on the event loop and evaluates them on the engine's thread, one slice per call.
 
-    A slice takes from the tenant of which the fewest tokens were evaluated by its weight, and from its
-    requests in turn, so that a short one does not wait for a long list. One call is under way at a time:
-    between two of them the engine makes a step.
+    A slice takes inputs of the tenant with the fewest evaluated tokens for its weight, and from its requests
+    in turn, so that a short one does not wait for a long list. There is one call at a time, and the engine
+    makes a step between two calls.
 
     Args:
-        max_requests: of a tenant that may be at work or wait, if it has no limits of its own.
+        max_requests: maximum number of running and waiting requests, for a tenant without limits of its own.
         slowdown: how much longer the time between two tokens of an answer may get.
         limits: of each tenant.
     """
@@ -81,21 +81,21 @@ class Embedder:
         self._here: set[_Request] = set()
         self._limits = limits
         self._requests: dict[str, deque[_Request]] = {}  # with inputs not begun, by tenant; none empty
-        self._service = Service(limits)  # tokens, counted while several tenants want some
+        self._service = Service(limits)  # evaluated tokens by tenant, while several have requests
         self._begun: _Input | None = None  # its rows are in the context
         self._pump: asyncio.Task[None] | None = None
         self._closing = False
-        self._seconds = 0.0  # that a token of a slice took
+        self._seconds = 0.0  # seconds that a token of a slice takes
         self._n_steps = 0  # the engine's before the last slice, which had
         self._n_tokens, self._slice_seconds = 0, 0.0
 
     # --- the event loop ---
 
     def check_room(self, tenant: str = "") -> None:
-        """Refuse a request that there is no room for.
+        """Check that there is room for another request.
 
         Raises:
-            QueueFullError: as many requests of this tenant are here as may.
+            QueueFullError: the tenant has as many requests as it may.
             ClosedError: the server is shutting down.
         """
         if self._closing:
@@ -110,7 +110,7 @@ class Embedder:
             raise QueueFullError(f"{n} requests for embeddings wait already")
 
     async def embed(self, inputs: Sequence[Sequence[int]], tenant: str = "") -> Vectors:
-        """Return vectors of length 1, [len(inputs), n_embd]. After cancelling no further input is begun.
+        """Return vectors of length 1, [len(inputs), n_embd]. After a cancellation no further input is begun.
 
         Args:
             inputs: token ids, each of 1 to `context.n_ctx`.
@@ -145,9 +145,9 @@ class Embedder:
         return request.vectors
 
     async def drain(self, seconds: float) -> bool:
-        """Take no more requests and wait for those that are here; give up what is left after `seconds`.
+        """Refuse new requests and wait for the others; cancel those left after `seconds`.
 
-        Returns whether all could finish.
+        Return whether all finished.
         """
         self._closing = True
         end = time.monotonic() + seconds
@@ -164,7 +164,7 @@ class Embedder:
             request.fail(error)
 
     def _drop(self, request: _Request) -> None:
-        """Begin no more of it, and go on with none of it."""
+        """Stop evaluating the inputs of a request."""
         if request in (queue := self._requests.get(request.tenant, ())):
             queue.remove(request)  # type: ignore[union-attr]
             self._forget_if_empty(request.tenant)
@@ -175,7 +175,7 @@ class Embedder:
         try:
             while self._begun is not None or self._requests:
                 if self._engine.n_queued and not self._engine.n_running:
-                    await asyncio.sleep(_YIELD_SECONDS)  # an idle engine answers calls before it starts jobs
+                    await asyncio.sleep(_YIELD_SECONDS)  # an idle engine runs calls before it starts jobs
                 await self._slice()
         except Exception as error:
             log.exception("embeddings fail: this is a bug, please report it")
@@ -232,7 +232,7 @@ class Embedder:
 
     def _next_input(self) -> _Input | None:
         if not self._requests:
-            self._service.clear()  # everybody has what it wants
+            self._service.clear()  # nobody waits any more
             return None
         tenant = min(self._requests, key=self._service.of)
         queue = self._requests[tenant]
@@ -271,7 +271,7 @@ class Embedder:
     # --- the engine's thread ---
 
     def _evaluate(self, pieces: Sequence[Piece]) -> Iterable[Vectors]:
-        """Evaluate the pieces of a slice; without pieces only wait for a step."""
+        """Evaluate the pieces of a slice, or without pieces wait for a step."""
         self._watch()
         self._n_steps = self._engine.n_steps
         self._n_tokens = n = sum(len(piece.tokens) for piece in pieces)

@@ -28,12 +28,12 @@ _MEAN, _CLS, _LAST, _RANK = 1, 2, 3, 4  # llama_pooling_type
 
 
 def ranks(file: ModelFile) -> bool:
-    """Return whether a model says how well two texts go together, and nothing else."""
+    """Return whether a model only ranks: it scores how well two texts go together."""
     return int(file.get("pooling_type", 0)) == _RANK
 
 
 def only_embeds(file: ModelFile) -> bool:
-    """Return whether a model attends to both sides of a token, or ranks: it cannot go on with a text."""
+    """Return whether a model cannot generate text, as its attention is not causal or it only ranks."""
     kind = file.architecture
     is_encoder = "bert" in kind or kind == "gemma-embedding" or file.get("attention.causal", True) is False
     return is_encoder or ranks(file)
@@ -41,7 +41,7 @@ def only_embeds(file: ModelFile) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens of one input from position `first` on; `ends`: its last ones."""
+    """Tokens of one input from position `first` on; `ends` if they are its last ones."""
 
     tokens: Sequence[int]
     first: int
@@ -49,17 +49,18 @@ class Piece:
 
 
 class EmbeddingContext:
-    """A context that pools: for vectors of texts, or for what a model that ranks says to them. It reads the
-    weights of `llm` and is freed with it. Not thread-safe.
+    """A context for embeddings, or for the scores of a ranking model. It uses the weights of `llm` and is
+    freed with it. Not thread-safe.
 
-    Where tokens see only those before them an input can be evaluated in pieces, since its rows stay in the
-    cache until its end; otherwise it is one piece.
+    With causal attention an input can be evaluated in pieces, since its rows stay in the cache until its end;
+    otherwise it is one piece.
 
     Args:
         llm: a loaded model; its own context is not touched.
         file: its header.
         n_ctx: tokens of the longest input; 0 takes 2048, or the model's if that is less.
-        n_batch: tokens in one slice at most; of a model that takes no pieces as many as the longest input.
+        n_batch: maximum number of tokens in one slice; for a model that takes no pieces, that of the longest
+            input.
 
     Raises:
         ValueError: the model gives no vectors, is not made for this n_ctx, or there is no memory.
@@ -130,7 +131,7 @@ class EmbeddingContext:
             EngineError: llama.cpp failed; the input that went on is lost.
         """
         if not pieces[0].first:
-            self.clear()  # whoever waited for the rest has gone
+            self.clear()  # the request for the rest was cancelled
         assert self._holds == bool(pieces[0].first)
         seqs = [(self._held + i) % self.n_seq for i in range(len(pieces))]
         self._batch.clear()
@@ -157,7 +158,7 @@ class EmbeddingContext:
 
     def join(self, vectors: Sequence[Vectors], sizes: Sequence[int]) -> Vectors:
         """Return the vector of an input, of length 1, from those of its pieces and their numbers of tokens;
-        of a model that ranks what it says.
+        for a ranking model return its score.
         """
         if self.ranks:
             return vectors[-1]

@@ -1,1 +1,1 @@
-"""A request at work: its progress, and the state of its answer."""
+"""Jobs: a request, its progress, and the state of its answer."""

@@ -1,4 +1,4 @@
-"""The state of one answer: what chooses its tokens, and the text so far."""
+"""The state of one answer: its sampler and what follows its text."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class AnswerState:
     """One answer to a request.
 
     Args:
-        sampler: chooses tokens; None where none is chosen.
+        sampler: chooses tokens; None if the job generates none.
         thought: follows the answer of a model that thinks.
-        trigger: follows an answer that may call: a call is constrained.
+        trigger: follows an answer that may call a tool, and constrains the call.
         drafter: guesses what comes next, so that several tokens can be evaluated in a step.
-        prompt_logprobs: takes those of the prompt.
+        prompt_logprobs: gathers the log probabilities of the prompt.
     """
 
     def __init__(

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 
 from mixedkv.prompts.prompt_lookup import PromptLookup
 
-_FIRST = 0.5  # how often a guess is right, before anything is known
-_LEARN = 0.15  # what the latest one counts
+_FIRST = 0.5  # how often a guess is taken to be right before it is measured
+_LEARN = 0.15  # weight of the latest guess in the average
 _FORGET = 0.01
 _MOST = 0.98
 
 
 class _Rate:
-    """Estimates how often the guesses of one kind were right of late."""
+    """Estimates how often recent guesses of one kind were right."""
 
     def __init__(self, value: float = _FIRST) -> None:
         self.value = value
@@ -22,21 +22,21 @@ class _Rate:
         self.value += _LEARN * (right * _MOST - self.value)
 
     def forget(self) -> None:
-        """Forget a bad guess little by little: after many tokens it is worth another try."""
+        """Move the estimate towards its first value, so that drafting is tried again after many tokens."""
         self.value = max(self.value, min(_FIRST, self.value + _FORGET))
 
 
 class Drafter:
-    """Drafts of one answer: tokens that its constraint leaves no other choice than, else what followed when
-    the same tokens stood there before.
+    """Drafts the tokens of one answer: those that its constraint forces, else those that followed when the
+    last tokens occurred before.
 
-    It guesses at each token, evaluated as a draft or not, so it knows how good these drafts would be without
-    trying. A draft model's guesses cost something, and are known by what was tried.
+    It guesses at every token, whether drafts are evaluated or not, so it knows how good they would be. The
+    guesses of a draft model take time, so only those that were tried are known.
 
     Args:
-        prompt: what it looks guesses up in.
-        prediction: what the answer may be, to be looked up too.
-        by_model: a draft model or MTP layer guesses as well.
+        prompt: tokens in which repetitions are looked up.
+        prediction: tokens that the answer may contain, looked up as well.
+        by_model: a draft model or MTP layer drafts as well.
     """
 
     def __init__(self, prompt: Iterable[int], prediction: Iterable[int] = (), by_model: bool = False) -> None:
@@ -56,7 +56,7 @@ class Drafter:
         """Return up to `most` tokens, and how likely each is to come if those before it do.
 
         Args:
-            certain: what a constraint allows alone, as tokens that the model may write otherwise.
+            certain: tokens of the text that the constraint forces; the model may tokenize it differently.
         """
         drafts = {"certain": list(certain[:most]), "lookup": self._lookup.draft(most)}
         self._guesses = {kind: tokens[0] for kind, tokens in drafts.items() if tokens}
@@ -65,11 +65,11 @@ class Drafter:
 
     @property
     def model_rate(self) -> float:
-        """Probability that a guess of the draft model is right; 0 where it makes none."""
+        """Estimated probability that a draft of the draft model is right; 0 if there is no draft model."""
         return self._rates["model"].value if self.by_model else 0.0
 
     def modelled(self, drafts: Sequence[int]) -> None:
-        """Take the drafts that the draft model made; none, where it was not sure, count as a wrong guess."""
+        """Note the drafts that the draft model made. No draft, as it was not sure, counts as a wrong one."""
         self._modelled = list(drafts)
         if not drafts:
             self._rates["model"].learn(False)

@@ -1,4 +1,4 @@
-"""Events that an answer sends while it comes: text, then its end."""
+"""Events of an answer: pieces of text, then its end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mixedkv.engine.sample.sampler import TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Text that is certain, and the tokens that end in it."""
+    """The next piece of an answer's text, and the tokens that end in it."""
 
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -19,7 +19,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The end of an answer, with what of its text was not delivered yet.
+    """The end of an answer, with the text that was not delivered yet.
 
     `reason` is OpenAI's finish_reason: "stop", or "length" when max_tokens or the context is used up.
     """

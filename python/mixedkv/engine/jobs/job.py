@@ -11,18 +11,18 @@ from mixedkv.engine.schedule.progress import Progress
 from mixedkv.engine.schedule.request import Request
 from mixedkv.engine.schedule.sequence import Sequence
 
-_LATEST = 64  # tokens of the prompt that penalties see
+_LATEST = 64  # last tokens of the prompt, which penalties look at
 
 
 class Job(Progress):
-    """A request at work: how far its prompt is, and the state of its answer.
+    """A request being answered: the progress of its prompt, and the state of its answer.
 
     Args:
         answer: None for a request that only evaluates its prompt.
         deliver: gets the events in order, the last one a `Done` or a `Failed`.
 
     Attributes:
-        message_id: by which the answer is found where its KV is stored; "" for none.
+        message_id: id under which the stored KV of the answer is found; "" for none.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Chooses the next token, and tells the probabilities of the others."""
+"""Chooses the next token and computes log probabilities."""

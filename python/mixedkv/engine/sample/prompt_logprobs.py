@@ -1,4 +1,4 @@
-"""Log probabilities of the tokens of a prompt, which are asked for while it is evaluated."""
+"""Gathers the log probabilities of a prompt's tokens while the prompt is evaluated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from mixedkv.engine.sample.sampler import TokenLogprob, logits_row, logprob_of
 from mixedkv.tokens import Tokens
 
-_MAX_LOGITS = 1 << 24  # numbers that llama.cpp holds of one step: 64 MB
+_MAX_LOGITS = 1 << 24  # logits that llama.cpp may hold for one step: 64 MB
 
 
 class PromptLogprobs:
@@ -18,11 +18,12 @@ class PromptLogprobs:
 
     Args:
         prompt: token ids.
-        n_top: how many of the likeliest tokens to tell at each.
+        n_top: how many of the likeliest tokens to return at each position.
 
     Attributes:
-        most: tokens in one step at most.
-        found: of the tokens from the second one on, each with its place among all by probability, from 1.
+        most: maximum number of tokens in one step.
+        found: the log probabilities of the tokens from the second one on, each with the token's rank by
+            probability, from 1.
     """
 
     def __init__(self, prompt: Sequence[int] | Tokens, n_top: int, n_vocab: int) -> None:
@@ -31,12 +32,12 @@ class PromptLogprobs:
         self.found: list[tuple[TokenLogprob, int]] = []
 
     def wants(self, p0: int) -> bool:
-        """Return whether tokens from position `p0` on say something that is not known yet."""
+        """Return whether log probabilities of positions from `p0` on are still missing."""
         return p0 < len(self._prompt) - 1
 
     def take(self, context: Any, index: int, p0: int, n: int) -> None:
-        """Read the logits of the prompt's positions p0 to p0 + n, in the batch from `index` on. Known
-        positions are skipped: a job that gave its rows back evaluates them again.
+        """Read the logits of the prompt's positions p0 to p0 + n, which are in the batch from `index` on.
+        Known positions are skipped, since a job that lost its rows evaluates them again.
         """
         for p in range(max(p0, len(self.found)), min(p0 + n, len(self._prompt) - 1)):
             row, token = logits_row(context, index + p - p0, self._n_vocab), self._prompt[p + 1]

@@ -1,4 +1,4 @@
-"""Choosing the next token by llama.cpp's samplers, one chain per answer."""
+"""Chooses the next token with llama.cpp's samplers, one chain per answer."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLogprob:
-    """A chosen token and the likeliest ones, with natural logarithms of the model's own probabilities.
+    """The chosen token and the likeliest ones, with log probabilities (natural) in the model's own
+    distribution.
 
-    `top` has fields "token" and "logprob": an array takes a tenth of tuples, and long answers have many.
+    `top` is an array with the fields "token" and "logprob": it takes a tenth of the memory of tuples.
     """
 
     token: int
@@ -33,15 +34,15 @@ class TokenLogprob:
 
 
 class Sampler:
-    """The sampler chain of one answer. Made on any thread, then used by one at a time.
+    """The sampler chain of one answer. It can be made on any thread and is used by one at a time.
 
     Args:
-        matcher: of `sampling.constraint`; this answer's own.
+        matcher: matcher of `sampling.constraint`, used by this answer alone.
     """
 
     def __init__(self, vocab: Any, sampling: Sampling, n_ctx: int, matcher: Matcher | None = None) -> None:
         self._n_vocab = int(llama_cpp.llama_vocab_n_tokens(vocab))
-        self.greedy = sampling.greedy  # the same logits, the same token
+        self.greedy = sampling.greedy  # the same logits always give the same token
         self._sees_prompt = sampling.repeat_penalty != 1.0 or sampling.dry_multiplier > 0
         self._matcher = matcher
         self._chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
@@ -99,7 +100,7 @@ class Sampler:
         self.close()
 
     def accept_prompt(self, tokens: Iterable[int]) -> None:
-        """Let what penalises repetitions see the end of the prompt; call once."""
+        """Show the end of the prompt to the samplers that penalise repetitions; call once."""
         if self._sees_prompt:
             for token in list(tokens)[-_REPEAT_LAST_N:]:
                 llama_cpp.llama_sampler_accept(self._chain, token)
@@ -129,9 +130,9 @@ class Sampler:
         """Choose from logits of all tokens, [n_vocab], and remember the choice.
 
         Args:
-            free: the constraint does not hold yet.
-            also: a token that may come beside what the constraint allows.
-            never: tokens that may not come, unless the constraint allows no other.
+            free: the constraint does not apply yet.
+            also: a further token that may be chosen besides those that the constraint allows.
+            never: tokens that may not be chosen, unless the constraint allows no others.
 
         Raises:
             DeadEndError: the constraint allows no token.
@@ -151,19 +152,20 @@ class Sampler:
         self._matcher = matcher
 
     def accept(self, token: int) -> None:
-        """Remember a token that was no choice."""
+        """Add a token that was not sampled to the samplers' history."""
         llama_cpp.llama_sampler_accept(self._chain, token)
 
     def _allowed(self, matcher: Matcher, logits: npt.NDArray[np.float32], token: int, also: int) -> int:
-        """Return the chain's choice if the constraint allows it, else its choice among what that allows.
+        """Return the chain's choice if the constraint allows it, otherwise its choice among the allowed
+        tokens.
 
-        To ask about one token takes 20 microseconds at most, about all of a vocabulary up to 15 ms.
+        Checking one token takes at most 20 microseconds, checking a whole vocabulary up to 15 ms.
         """
         if logits[token] == -np.inf or not matcher.allows(token):
             tokens = matcher.allowed()
             if also >= 0:
                 tokens = np.append(tokens, np.int32(also))
-            if np.isneginf(logits[tokens]).all():  # only the end may come
+            if np.isneginf(logits[tokens]).all():  # only an end token is allowed
                 token = int(tokens[0])
             else:
                 token = self._choose(_Candidates(logits, tokens))
@@ -177,7 +179,7 @@ class Sampler:
 
 
 class _Candidates:
-    """A llama_token_data_array on numpy memory, of all tokens or of some."""
+    """A llama_token_data_array in NumPy's memory, of all tokens or some."""
 
     def __init__(self, logits: npt.NDArray[np.float32], tokens: npt.NDArray[np.int32] | None = None) -> None:
         n = len(logits) if tokens is None else len(tokens)
@@ -186,10 +188,7 @@ class _Candidates:
         self.rows["logit"] = logits if tokens is None else logits[tokens]
         self.rows["p"] = 0
         self._array = llama_cpp.llama_token_data_array(
-            data=self.rows.ctypes.data_as(llama_cpp.llama_token_data_p),
-            size=n,
-            selected=-1,
-            sorted=False,
+            data=self.rows.ctypes.data_as(llama_cpp.llama_token_data_p), size=n, selected=-1, sorted=False
         )
         self.pointer = ctypes.pointer(self._array)
 

@@ -1,4 +1,4 @@
-"""Settings of how the tokens of an answer are chosen: plain data."""
+"""Settings for sampling, as plain data."""
 
 from __future__ import annotations
 
@@ -41,20 +41,22 @@ class Sampling:
     Attributes:
         temperature: 0 takes the likeliest token.
         top_k, top_p, min_p, typical_p, top_n_sigma: 0, 1, 0, 1 and -1 or 0 switch them off.
-        xtc_probability, xtc_threshold: of leaving out the likeliest tokens; probability 0 switches it off.
+        xtc_probability, xtc_threshold: how often, and above which probability, the likeliest tokens are left
+            out (XTC); probability 0 switches it off.
         dynatemp_range, dynatemp_exponent: the temperature is within this range around `temperature`, by the
             entropy of the choice; range 0 switches it off.
-        dry_multiplier, dry_base, dry_allowed_length, dry_penalty_last_n, dry_sequence_breakers: of tokens
-            that go on with a repetition; multiplier 0 switches it off, -1 tokens are the context. The answer
-            counts, and the last 64 tokens of the prompt.
+        dry_multiplier, dry_base, dry_allowed_length, dry_penalty_last_n, dry_sequence_breakers: penalty for
+            tokens that continue a repetition (DRY); multiplier 0 switches it off, and -1 for penalty_last_n
+            looks at the whole context. It covers the answer and the last 64 tokens of the prompt.
         mirostat, mirostat_tau, mirostat_eta: version 1 or 2, in place of all samplers but temperature and
             penalties; 0 switches it off.
-        adaptive_target, adaptive_decay: choose near a probability; a target below 0 switches it off.
-        repeat_penalty: of the last 64 tokens, prompt included; 1 switches it off.
-        frequency_penalty, presence_penalty: of the answer's tokens, as OpenAI has them.
-        seed: of the random choice.
-        logit_bias: token ids and what is added to their logits.
-        constraint: what the answer must be.
+        adaptive_target, adaptive_decay: prefer tokens near a target probability; a target below 0 switches it
+            off.
+        repeat_penalty: penalty for the last 64 tokens, including the prompt's; 1 switches it off.
+        frequency_penalty, presence_penalty: penalties for the answer's tokens, as OpenAI defines them.
+        seed: seed of the random choice.
+        logit_bias: pairs of a token id and a number to add to its logit.
+        constraint: constraint that the answer must follow.
 
     Raises:
         ValueError: a number is out of its range; the message names it.

@@ -1,4 +1,4 @@
-"""Defaults of sampling: as the model's file recommends, else as llama-server does."""
+"""Defaults of sampling: those that the model's file recommends, otherwise llama-server's."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _KEYS = {  # of GGUF files (llama.cpp's LLM_KV_GENERAL_SAMPLING_*), by names of 
 
 
 def sampling_defaults(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of `Sampling` for a model: llama-server's, and over them those in the file's metadata.
+    """Return fields of `Sampling` for a model: llama-server's defaults, overridden by the file's metadata.
 
-    A recommended value that is no number, or out of its range, is left out.
+    A recommended value that is not a number or is out of range is ignored.
     """
     found = {name: metadata.get(f"general.sampling.{key}") for name, key in _KEYS.items()}
     return {**_LLAMA_SERVER, **{name: value for name, value in found.items() if _is_good(name, value)}}

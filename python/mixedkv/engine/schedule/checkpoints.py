@@ -10,7 +10,7 @@ from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.limits import INT32_MAX
 from mixedkv.sizes import size_of
 
-_APART = 16  # tokens; what begins closer to the next message is not worth a checkpoint of its own
+_APART = 16  # tokens between two checkpoints at least
 _AFTER = 16  # tokens of a message that may change without its first checkpoint being lost
 
 

@@ -49,8 +49,8 @@ class SequenceMemory(Movable, Protocol):
 
 @dataclass(slots=True)
 class Run(Generic[P]):
-    """The next `n` tokens of a job; `chooses`: the token after them is chosen from the last one's logits.
-    `drafts` may come after them, each with logits too.
+    """The next `n` tokens of a job. If it `chooses`, the token after them is sampled from the last one's
+    logits. `drafts` may follow them, each with logits too.
     """
 
     job: P
@@ -61,9 +61,9 @@ class Run(Generic[P]):
 
 @dataclass(slots=True)
 class StepPlan(Generic[P]):
-    """A step's work: a token of `n_streams` answers each, `n_drafts` that may come after these, and
-    `n_prompt` of prompts. Of the prompts some are in `stitches`: parts of passages that are put together, and
-    in `pictures`.
+    """The work of a step: one token each of `n_streams` answers, `n_drafts` draft tokens after these, and
+    `n_prompt` tokens of prompts. Prompt tokens in reused passages are in `stitches`, those in images in
+    `pictures`.
     """
 
     runs: list[Run[P]] = field(default_factory=list)
@@ -78,7 +78,7 @@ class StepPlan(Generic[P]):
         return self.n_streams + self.n_prompt + self.n_drafts
 
     def outputs(self) -> Iterator[tuple[int, Run[P]]]:
-        """Yield the runs whose next token can be chosen, each with the batch's row that has the logits; the
+        """Yield the runs whose next token can be sampled, each with the row of its logits in the batch. The
         rows of its drafts follow.
         """
         end = 0

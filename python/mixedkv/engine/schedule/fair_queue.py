@@ -1,7 +1,7 @@
-"""Jobs that wait, by tenant, and whose turn it is.
+"""Keeps waiting jobs by tenant and decides whose turn it is.
 
-Places are dealt by weighted turns: each tenant's service is counted, and a place goes to who has been served
-least by its weight. docs/decisions/013-fair-shares.md has the reasons.
+Places are given by weighted turns: the steps of each tenant's jobs are counted, and a place goes to the
+tenant with the fewest steps for its weight. docs/decisions/013-fair-shares.md has the reasons.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Generic
 from mixedkv.engine.schedule.contract import P
 from mixedkv.engine.schedule.tenant_limits import Limits
 
-_TURN = 16  # steps that a place stays where it is although others want it; less means more pauses
+_TURN = 16  # steps before a place may change hands; fewer mean more pauses
 
 
 class Service:
@@ -30,8 +30,8 @@ class Service:
         self._given[tenant] = self.of(tenant) + n / self._limits(tenant).weight
 
     def join(self, tenant: str, others: Iterable[str]) -> None:
-        """Let a tenant that wanted nothing start level with the least served of the others: it is owed
-        nothing.
+        """Start a new tenant level with the least served of the others, as it is owed nothing for the time
+        before.
         """
         self._given[tenant] = max(self.of(tenant), min(map(self.of, others), default=0.0))
 
@@ -40,7 +40,7 @@ class Service:
 
 
 class FairQueue(Generic[P]):
-    """Each tenant's jobs in order of arrival. `len` and `n_of` are for any thread."""
+    """The waiting jobs of each tenant in order of arrival. `len` and `n_of` can be called on any thread."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -72,7 +72,7 @@ class FairQueue(Generic[P]):
         queue.remove(job)
         if not queue:
             del self._queues[job.tenant]
-            if not self._queues:  # everybody has what it wants
+            if not self._queues:  # nobody waits any more
                 self._service.clear()
 
     def clear(self) -> None:
@@ -95,15 +95,15 @@ class FairQueue(Generic[P]):
         return [tenant for _, _, tenant in sorted(turns)]
 
     def who_gives_way(self, tenant: str, places: Mapping[str, int]) -> str | None:
-        """Return the tenant that has to give this one a place: one that without it is still served as much as
-        this one with it.
+        """Return the tenant that has to give this one a place: a tenant that, with one place less, is still
+        served at least as much as this one with the place.
         """
         others = [(self._level(other, n - 1), other) for other, n in places.items() if other != tenant]
         level, other = max(others, default=(float("-inf"), ""))
         return other if self._level(tenant, places.get(tenant, 0) + 1) <= level else None
 
     def _level(self, tenant: str, n_places: int) -> float:
-        """Return what a tenant will have been given after a turn on so many places."""
+        """Return the service that a tenant will have had after a turn with so many places."""
         return self._service.of(tenant) + n_places * _TURN / self._limits(tenant).weight
 
     def _may_have_more(self, tenant: str, n_places: int) -> bool:

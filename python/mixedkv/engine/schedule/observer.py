@@ -1,4 +1,4 @@
-"""Protocol of what is told about the engine's work; `metrics` turns it into Prometheus' numbers."""
+"""Methods by which the engine reports its work; the server's `metrics` makes Prometheus metrics of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from mixedkv.engine.schedule.progress import Progress
 
 
 class Observer:
-    """Called on the engine's thread; a subclass overrides what it wants to know."""
+    """Receives events on the engine's thread. A subclass overrides the methods it needs."""
 
     def started(self, job: Progress) -> None:
         """Note that a job has a sequence."""
@@ -15,7 +15,9 @@ class Observer:
         """Note that the prompt is evaluated; `n_cached` and `cached_tier` are final."""
 
     def token(self, job: Progress, now: float) -> None:
-        """Note that a token was chosen; `t_last` is still the time of the one before, None at the first."""
+        """Note that a token was chosen. `t_last` is still the time of the token before it, None for the
+        first.
+        """
 
     def finished(self, job: Progress, reason: str) -> None: ...
 
@@ -26,12 +28,12 @@ class Observer:
     def step(self, n_streams: int, n_prompt: int, seconds: float) -> None: ...
 
     def speculated(self, n_drafted: int, n_accepted: int) -> None:
-        """Count the tokens of a job that were drafted in a step, and those of them that came."""
+        """Count the tokens of a job that were drafted in a step, and those that were accepted."""
 
     def evicted(self) -> None: ...
 
     def paused(self) -> None:
-        """Note that an answer has to let another tenant's go first."""
+        """Note that an answer was paused in favour of another tenant's."""
 
     def preempted(self) -> None: ...
 
@@ -43,8 +45,8 @@ class Observer:
     def stored(self, n_tokens: int) -> None: ...
 
     def checked(self, kld: float, is_off: bool) -> None:
-        """Note that an answer that reused chunks was evaluated exactly as well, on another thread than the
-        engine's: its divergence in nats, and whether chunks are reused no more.
+        """Note that an answer with reused chunks was also evaluated exactly: its divergence in nats, and
+        whether the reuse of chunks is now off. Not called on the engine's thread.
         """
 
     def store_failed(self, reason: str) -> None: ...
@@ -57,13 +59,13 @@ class Observer:
     # --- embeddings: the first two on the event loop ---
 
     def embedding_requests(self, n: int) -> None:
-        """Change the number of requests for vectors that are at work or wait."""
+        """Change the number of running and waiting requests for vectors."""
 
     def embedded(self, outcome: str, seconds: float) -> None:
         """Note how a request for vectors ended: "stop", "abort" or "error"."""
 
     def embedded_piece(self, n_tokens: int, ends: bool) -> None:
-        """Count tokens that were evaluated; `ends`: their input has its vector."""
+        """Count evaluated tokens; `ends` says that their input is complete and has its vector."""
 
     def embedding_slice(self, seconds: float) -> None:
         """Note how long running answers waited for a slice, in seconds."""

@@ -1,34 +1,34 @@
-"""Decides how much of the waiting prompts goes into a step, so that running streams are not held up."""
+"""Decides how many prompt tokens go into a step, so that running answers are not held up."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 _SMOOTHING = 0.1
-_LEAST = 0.25  # prompts always get on: a token in every fourth step
-_FIRST = 16.0  # prompt tokens of the first step that streams share
+_LEAST = 0.25  # at least one prompt token in every fourth step
+_FIRST = 16.0  # prompt tokens of the first step beside running answers
 _DOWN, _UP = 0.9, 1.05  # at rest one step in three is over the limit
 _FAST_UP = 1.4  # while steps take less than half of what they may
-_PROBE = 32  # every so many steps one without prompts, to know what a step takes now
+_PROBE = 32  # after so many steps one without prompts, to measure how long that takes now
 
 
 class Pace:
     """Says how many prompt tokens the next step can take.
 
-    A step with streams in it shall take at most `slowdown` times what it takes without prompts; where more
-    prompts wait than streams run, the time for prompts grows by their ratio. A step without streams takes a
-    whole batch. What a token costs depends on the model, its depth and what else runs on the machine, so the
-    slice is not computed but steered: down after a step that took too long, up after others. What a step
-    takes without prompts is known for each number of streams.
+    A step with running answers (streams) may take at most `slowdown` times as long as without prompts. If
+    more prompts wait than streams run, the time for prompts grows by their ratio. A step without streams
+    takes a whole batch. The cost of a token depends on the model, its depth and the load of the machine, so
+    the slice is controlled by measuring: it shrinks after a step that took too long and grows after others.
+    The time of a step without prompts is measured for each number of streams.
     """
 
     def __init__(self, n_batch: int, slowdown: float) -> None:
         self._n_batch, self._slowdown = n_batch, slowdown
         self._slice = _FIRST  # prompt tokens, at as many streams as prompts
         self._extra = 1.0  # of the last budget
-        self._credit = 0.0  # a slice of half a token is one every second step
+        self._credit = 0.0  # half a token means one token every second step
         self._n_mixed = 0
-        self._alone: dict[int, float] = {}  # seconds of a step by its number of streams, on average
+        self._alone: dict[int, float] = {}  # average seconds of a step without prompts, by number of streams
 
     def budget(self, n_streams: int, n_prompts: int = 1) -> int:
         if n_streams == 0:
@@ -40,7 +40,7 @@ class Pace:
         return min(self._n_batch - n_streams, int(self._credit))
 
     def observe(self, n_streams: int, n_prompt: int, seconds: float) -> None:
-        """Take the measure of a step that is done."""
+        """Adapt to the time that a step took."""
         alone = self._alone.get(n_streams)
         if n_prompt == 0:
             before = seconds if alone is None else alone
@@ -57,9 +57,9 @@ class Pace:
 
 
 def share(budget: int, remaining: Sequence[int]) -> list[int]:
-    """Divide a step's prompt tokens among prompts, oldest first: all to the oldest, but half to those that
-    are shorter, so that short prompts do not wait for long ones. Prompts of one length take turns: a batch
-    of many sequences is slower than one of few.
+    """Divide a step's prompt tokens among prompts, oldest first. The oldest gets all of them, or half if
+    there are shorter prompts, so that these do not wait for a long one. Prompts of equal length are evaluated
+    one after the other, since a batch of many sequences is slower than one of few.
     """
     given = [0] * len(remaining)
     if not remaining:

@@ -20,7 +20,7 @@ from mixedkv.tokens import Tokens
 
 
 class Stitching(Protocol):
-    """Passages of a prompt whose rows come from elsewhere and are put together in its sequence."""
+    """Passages of a prompt whose rows come from other sequences and are put into its own."""
 
     @property
     def begin(self) -> int:
@@ -31,7 +31,7 @@ class Stitching(Protocol):
 
     @property
     def n_left(self) -> int:
-        """About how many tokens are still to be evaluated, once it has begun."""
+        """About how many tokens are still to be evaluated, once stitching has begun."""
 
     def behind(self, n: int) -> Stitching | None:
         """Return what of the passages is behind the first `n` tokens, not begun; None if nothing is."""
@@ -41,31 +41,32 @@ _LEAST = 32  # tokens
 
 
 class Progress:
-    """A request at work. After `Engine.submit_jobs` it belongs to the engine's thread.
+    """The progress of a request. After `Engine.submit_jobs` only the engine's thread uses it.
 
     Attributes:
         prompt: the request's, without what was left out because it does not fit the context.
         tokens: prompt and answer.
         n_prompt, n_given: tokens of the prompt, and of the request's prompt.
-        fits: the prompt has room in the context, which was looked at.
-        accept: which existing rows will do; None is the engine's default.
-        least: tokens that are worth storing and fetching; of a session any are, its owner wants it kept.
+        fits: the prompt was checked and fits the context.
+        accept: which existing rows may be reused; None is the engine's default.
+        least: minimum number of tokens that is worth storing or fetching; 1 for a session, which must be
+            kept.
         seq: the sequence it has; None while it waits.
         paused: the sequence that holds its rows while it waits.
         first: position of the first token that can be evaluated: rows before it must exist.
         most_cut: how many of the last rows of `paused` may be taken away.
         goes_on: another request continues this one: the rows wait for it, as its `paused`.
         save_at: take a checkpoint of the sequence when it has so many tokens, ascending.
-        offer: what a store has of the prompt, found and not read yet.
-        matched: the best start in the context, and what the context was like when it was looked for.
-        blocks: fetched rows, still to be loaded; `n_fetched` tokens are in them all.
-        doubt: what of the blocks is compared with the model before it is believed.
-        passages: rows from elsewhere, still to be put together.
+        offer: KV of the prompt that was found in a store and is not read yet.
+        matched: the best start in the context, and the state of the context when it was looked for.
+        blocks: fetched rows that are still to be loaded, `n_fetched` tokens in all.
+        doubt: which tokens of the blocks are evaluated again before the blocks are believed.
+        passages: passages of other prompts that are still to be put into the sequence.
         method: how passages are repaired.
         evaluated: the whole prompt was evaluated once.
         n_cached: tokens of the prompt that were not evaluated; None before it has a sequence.
         n_approximate: how many of these have rows that differ from those of an evaluation.
-        n_chosen: tokens that were chosen, one that ends the answer included.
+        n_chosen: number of tokens that were chosen, including one that ends the answer.
         cancelled: set from any thread, read between steps.
     """
 
@@ -148,7 +149,7 @@ class Progress:
 
     @property
     def stitching(self) -> bool:
-        """True if passages are being put together: until the end the rows are of no use to others."""
+        """True while passages are being put together. Until that is done nobody else can use the rows."""
         return self.passages is not None and self.passages.begun
 
     @property
@@ -204,7 +205,7 @@ class Progress:
         self.n_cached, self.n_approximate = n, 0 if self.exact else n
 
     def set_blocks(self, blocks: list[Any], tier: str, exact: bool, doubt: object | None = None) -> None:
-        """Use these rows if the context has fewer; `doubt` is compared first."""
+        """Use these rows if the context has fewer; those in `doubt` are compared with the model first."""
         self.doubt = doubt
         self.blocks, self.cached_tier, self.blocks_exact = blocks, tier, exact
         self.n_fetched = sum(len(block.tokens) for block in blocks)
@@ -241,7 +242,7 @@ class Progress:
         return self.n_given - self.n_left_out - (self.n_cached or 0)
 
     def leave_out(self, long: LongPrompt, n: int) -> None:
-        """Make the prompt `long` without `n` tokens behind its head. Only before it has rows."""
+        """Set the prompt to `long` without `n` tokens after its head. Only allowed before it has rows."""
         moved, self.n_left_out = n - self.n_dropped, n
         self.long, self.gap, self.prompt = long, long.gap(n), long.without(n)
         self.tokens = array("i", self.prompt.tobytes())
@@ -266,5 +267,5 @@ class Progress:
         self.t_first, self.t_last = self.t_first or token_time, token_time
 
     def close(self) -> None:
-        """Free what only work needs; the numbers stay."""
+        """Free what is only needed while the job runs; the numbers stay."""
         self.blocks, self.passages, self.long = [], None, None

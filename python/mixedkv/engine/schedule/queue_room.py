@@ -1,4 +1,4 @@
-"""Limits how many jobs a tenant may have."""
+"""Limits how many jobs of a tenant may run and wait."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class QueueRoom:
     """Limits how many jobs of a tenant may wait.
 
     Args:
-        max_queue: jobs that may wait of a tenant without a limit of its own.
-        coming: those that wait and have not reached the scheduler.
+        max_queue: maximum number of waiting jobs for tenants without a limit of their own.
+        coming: returns the waiting jobs that have not reached the scheduler yet.
     """
 
     def __init__(
@@ -38,7 +38,8 @@ class QueueRoom:
         """Refuse jobs that a tenant has no room for.
 
         Raises:
-            QueueFullError: n more jobs of this tenant are too many. Who has none at all may bring one.
+            QueueFullError: n more jobs of this tenant are too many. A tenant without any job may always add
+                one.
         """
         scheduler = self._scheduler
         waiting = scheduler.waiting.n_of(tenant) + sum(job.tenant == tenant for job in self._coming())

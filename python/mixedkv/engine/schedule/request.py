@@ -27,30 +27,31 @@ class Request:
         prompt: token ids, at least one; those of pictures are negative.
         max_tokens: maximum length of the answer; 0 only evaluates the prompt.
         sampling: how the answer's tokens are chosen; None only where none is chosen.
-        tenant: who asks; rows are shared within a tenant only.
+        tenant: whose request it is; rows are shared within a tenant only.
         session: the store files the KV under this name.
         stop: strings that end the answer.
         stop_tokens: tokens that end the answer, beside the model's own.
         min_tokens: the answer does not end by a token before it has so many.
         ignore_end: the model's own end tokens do not end the answer.
-        stream: deliver text as it comes, else all of it with the end.
+        stream: deliver text while it is generated, instead of all of it at the end.
         n_logprobs: how many of the likeliest tokens to tell with each token; None for no logprobs.
-        prompt_logprobs: the same for the prompt's tokens, all of which are then evaluated.
+        prompt_logprobs: the same for the prompt's tokens; the whole prompt is then evaluated.
         shown: control tokens whose names are part of the answer.
-        thoughts: how the model marks its thoughts; None for one that does not think.
+        thoughts: how the model marks its thoughts; None for a model that does not think.
         thought_budget: tokens after which a thought is closed.
-        triggers: words that begin a call; `sampling.constraint` holds from such a word on, not before.
-        boundary: how many of the prompt's tokens the next turn's prompt begins with too, where templates
-            leave thoughts out of the history; 0 for all of them.
+        triggers: words that begin a call; `sampling.constraint` applies from such a word on.
+        boundary: how many of the prompt's tokens the prompt of the next turn will begin with, since templates
+            leave thoughts out of the history; 0 for all.
         reuse: which existing rows the prompt starts from, see `Reuse`; True is the engine's default, False
             evaluates everything.
         chunks: how passages are found and repaired; None is the connector's way.
         store: keep the KV after the answer, in the context and in the store, if there is one.
-        keep: the rows stay as a prefix that others start from.
+        keep: keep the rows as a prefix for other requests.
         overflow: "slide" drops the middle of what does not fit the context, of the prompt and during the
             answer; "refuse" takes no such prompt and ends the answer.
         speculation: how the answer is drafted; None is the engine's default.
-        prediction: a text that the answer may be, to be checked instead of generated where it is so.
+        prediction: a text that the answer may contain; where it does, tokens are checked instead of
+            generated.
         pictures: the images in the prompt, in order.
         message_ends: ids of messages in the prompt, and how many tokens it has up to the end of each.
 
@@ -106,5 +107,5 @@ class Request:
 
     @property
     def slides(self) -> bool:
-        """True if the middle goes of what does not fit the context; pictures cannot be cut."""
+        """True if the middle of the request may be dropped to fit the context; images cannot be cut."""
         return self.overflow == "slide" and not self.pictures

@@ -20,24 +20,25 @@ from mixedkv.tokens import Tokens, common_prefix
 
 log = logging.getLogger("mixedkv.engine")
 
-_WAIT_FOR = 32  # tokens that another job is about to evaluate and that are worth waiting for
-_SAVE_AFTER = 32  # tokens that a job adds to rows which wait for it: fewer are no place to branch off
+_WAIT_FOR = 32  # fewest tokens that are worth waiting for while another job evaluates them
+_SAVE_AFTER = 32  # fewest new tokens of a continued job for which checkpoints are taken
 _HEADROOM = 32  # cells an answer needs at the start besides its prompt
-_LONG = 4  # an answer of a quarter of the context: what it drops at a time, and its turn where others wait
+_LONG = 4  # a quarter of the context: what a long answer drops at a time before others have a turn
 
 
 class Scheduler(Generic[P]):
-    """Admission by weighted turns of tenants, each one's jobs in order of arrival; prompts in slices beside
-    running answers; eviction of idle prefixes and preemption of the youngest answer when cells run out.
+    """Admits jobs by weighted turns of tenants, each tenant's in order of arrival. Evaluates prompts in
+    slices beside running answers. When cells run out, it evicts idle prefixes, then preempts the youngest
+    answer.
 
     Args:
         pool: the sequences of the context.
-        pace: how much of prompts goes into a step.
+        pace: decides how many prompt tokens go into a step.
         n_ctx: cells of the context.
-        n_batch: tokens in a step at most.
-        parallel: answers at a time.
+        n_batch: maximum number of tokens in a step.
+        parallel: maximum number of answers at a time.
         observer: told who starts, is cancelled, evicted, paused or preempted.
-        limits: of each tenant.
+        limits: returns the limits of a tenant.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Scheduler(Generic[P]):
         self._lost: list[P] = []
         self.to_save: list[Sequence] = []
         self._limits = limits
-        self._prompt_service = Service(limits)  # prompt tokens, counted while tenants have them at a time
+        self._prompt_service = Service(limits)  # prompt tokens by tenant, while several have prompts
         self._prompting: set[str] = set()  # tenants with prompts in the last step
         self._pace, self._observer = pace, observer
         self._n_ctx, self._n_batch = n_ctx, n_batch
@@ -83,7 +84,7 @@ class Scheduler(Generic[P]):
         """Free a job's place; its rows stay as an idle prefix."""
         self.save()
         seq = self._take(job)
-        half = job.stitching  # such rows are nobody's
+        half = job.stitching  # nobody can use half-stitched rows
         if half or not (job.request.store or job.goes_on):
             self.pool.drop(seq)
         elif seq.tokens and job.goes_on:
@@ -91,13 +92,13 @@ class Scheduler(Generic[P]):
         elif seq.tokens:
             seq.n_prompt = job.n_prompt
             self.pool.release(seq, job.request.keep and not job.cancelled, job.request.session)
-            self.to_save.append(seq)  # the next turn goes on from here, and may be said again in other words
+            self.to_save.append(seq)  # the next turn goes on from here, or a part of this one is asked again
         else:
             self.pool.drop(seq)
         job.close()
 
     def abandon(self, job: P) -> None:
-        """Drop a job that cannot go on, with its rows, which are not to be trusted."""
+        """Drop a job that cannot go on, and its rows, which cannot be trusted."""
         self.pool.drop(self._take(job))
         job.close()
 
@@ -135,14 +136,14 @@ class Scheduler(Generic[P]):
     # --- admission ---
 
     def admit(self) -> None:
-        """Give places to waiting jobs. Where none is free, a tenant that is served more than another one that
-        waits gives one back.
+        """Give places to waiting jobs. If none is free, a tenant that is served more than a waiting one gives
+        one up.
         """
         while self.waiting and self._admit_one():
             pass
 
     def _admit_one(self) -> bool:
-        """Start the next job that need not wait for another's prompt; return False if none can start."""
+        """Start the next job that does not wait for another job's prompt; return False if none can start."""
         places = Counter(job.tenant for job in self.running)
         for tenant in self.waiting.by_turn(places):
             is_full, victim = len(self.running) >= self.parallel, None
@@ -158,7 +159,7 @@ class Scheduler(Generic[P]):
         return False
 
     def _youngest(self, tenant: str) -> P | None:
-        """Return the youngest of a tenant's running jobs that can be paused: not while rows are being
+        """Return a tenant's youngest running job that can be paused, which it cannot while rows are being
         loaded.
         """
         jobs = (job for job in reversed(self.running) if job.tenant == tenant)
@@ -177,7 +178,7 @@ class Scheduler(Generic[P]):
         return False
 
     def _worth_it(self, other: P, n: int, exact_only: bool) -> bool:
-        """Return whether the first `n` rows of another job can be shared; most caches need a checkpoint
+        """Return whether the first `n` rows of another job can be shared. Most caches need a checkpoint
         there.
         """
         pool = self.pool
@@ -203,14 +204,14 @@ class Scheduler(Generic[P]):
         if not self._make_room(job, n_cells, match.source):
             return False
         if job.request.greedy and self.pool.asked_again(match, job.n_prompt):
-            match = replace(match, again=True)  # in the same cells it is the same answer, to the bit
+            match = replace(match, again=True)  # in the same cells the answer is the same, to the bit
         seq = self.pool.acquire(job.tenant, match)
         if seq is None:
             return False
         seq.gap = job.gap
         if job.begin(seq, match.n):
             self._observer.started(job)
-        if match.moved and job.gap is not None:  # what slid is no chunk: not repaired, and not to be checked
+        if match.moved and job.gap is not None:  # a prompt that slid has no chunks to repair or to check
             job.set_passages(None, "")
         elif job.passages is not None:
             job.passages = job.passages.behind(max(match.n, job.n_fetched))
@@ -226,7 +227,7 @@ class Scheduler(Generic[P]):
             return
         job.save_at = places(pool.rule, pool.limits, job.boundaries, match.n, n)
         if pool.limits.per_sequence and not pool.rule.anywhere:
-            for at in (match.longest, job.boundary):  # others may branch off there, and later turns do
+            for at in (match.longest, job.boundary):  # others may branch off there, and later turns will
                 if match.n < at < n:
                     job.save_also(pool.rule.save_at(at, n))
         if match.n and match.n in job.save_at:
@@ -240,7 +241,7 @@ class Scheduler(Generic[P]):
         match = self._match_plain(job)
         if job.long is None or job.n_cached is not None or not job.reuse:
             return match
-        # a prompt that does not fit goes on where its last turn stands, without what that has dropped
+        # a prompt that does not fit continues its last turn, without the tokens which that has dropped
         longer, n_dropped = self.pool.match_long(job.tenant, job.long)
         if longer.n <= max(match.n, job.n_fetched):
             return match
@@ -255,8 +256,8 @@ class Scheduler(Generic[P]):
         return match
 
     def match(self, job: P) -> SequenceMatch:
-        """Return the best start that the context has for a job. It is looked for again only where the
-        sequences have changed since.
+        """Return the best start that the context has for a job. The search is repeated only if sequences have
+        changed.
         """
         state = self.pool.stamp, len(job.tokens), job.n_dropped
         if job.matched is None or job.matched[0] != state:
@@ -277,7 +278,7 @@ class Scheduler(Generic[P]):
             elif victim := self._holds_more(job, n_cells):
                 self._pause(victim)
             else:
-                # alone it may have what there is; else it waits until another answer is done
+                # a job that is alone may take all cells; otherwise it waits until another answer ends
                 return not self.running
 
     def _holds_more(self, job: P, n_cells: int) -> P | None:
@@ -312,13 +313,13 @@ class Scheduler(Generic[P]):
                 step.stitches.append(Run(job, n, chooses=False))
                 step.n_prompt += n
                 continue
-            if n and job.picture is not None:  # whole: its parts may see each other
+            if n and job.picture is not None:  # a whole image, since its parts may attend to each other
                 step.pictures.append(Run(job, len(job.picture.ids), chooses=False))
                 step.n_prompt += len(job.picture)
                 continue
             n = job.up_to_checkpoint(n)
             if job.request.sampling and n == job.n_remaining and not step.n_streams and len(prompts) == 1:
-                n -= 1  # the last token is a step of its own, as where all before it has rows: the same bits
+                n -= 1  # the last token alone, as if the rows before it were cached: the same bits
             if n:
                 step.runs.append(Run(job, n, chooses=n == job.n_remaining))
                 step.n_prompt += n
@@ -370,8 +371,8 @@ class Scheduler(Generic[P]):
         self._observer.step(step.n_streams, step.n_prompt, seconds)
 
     def relieve(self) -> P | None:
-        """Free cells for a step that found none: of an idle prefix, else of the youngest answer of the tenant
-        that holds the most. The only answer there is has to end: it is returned.
+        """Free cells for a step that found none: those of an idle prefix, otherwise those of the youngest
+        answer of the tenant that holds the most. If there is only one answer it has to end, and is returned.
         """
         if self.pool.evict():
             self._observer.evicted()
@@ -415,8 +416,8 @@ class Scheduler(Generic[P]):
         return pool.close_gap(seq, begin, end)
 
     def give_way(self, job: P) -> None:
-        """Pause a long answer that has just dropped something, until those that wait had a turn: it has all
-        the cells, and no end in sight.
+        """Pause a long answer that has just dropped tokens until the waiting jobs had a turn, since it would
+        hold all cells without an end in sight.
         """
         if self.waiting and job.n_answer >= self._n_ctx // _LONG:
             self._pause(job)
@@ -424,7 +425,7 @@ class Scheduler(Generic[P]):
             self.waiting.append(job)
 
     def _pause(self, job: P) -> None:
-        """Take a job's place; it goes on later from its rows, if nobody needs the cells meanwhile."""
+        """Take a job's place. It continues later from its rows, if nobody needs the cells meanwhile."""
         seq = self._take(job)
         self.pool.pause(seq)
         job.paused = seq
@@ -432,7 +433,7 @@ class Scheduler(Generic[P]):
         self._observer.paused()
 
     def _preempt(self, job: P) -> None:
-        """Take a job's rows and let it go on later from its tokens."""
+        """Take a job's rows. It continues later from its tokens."""
         self.pool.drop(self._take(job))
         self._wait_again(job)
         self._observer.preempted()

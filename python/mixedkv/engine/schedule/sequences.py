@@ -27,8 +27,8 @@ from mixedkv.tokens import Tokens
 
 log = logging.getLogger("mixedkv.engine")
 
-MIN_SHARED = 16  # tokens; less is not worth a copy
-_MAX_CUT = 32  # tokens an idle sequence loses at most when it is taken over instead of copied
+MIN_SHARED = 16  # fewest tokens that are worth a copy
+_MAX_CUT = 32  # most tokens that an idle sequence may lose when it is taken over instead of copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +62,11 @@ class SequencePool:
 
     Args:
         rule: where the context's sequences can be cut.
-        exact_only: take no prefix whose F16 window is not whole.
-        max_kept: prefixes that are evicted last because that was asked for; None is half of all. Tenants that
-            ask share them.
-        limits: of checkpoints.
-        tenants: of prefixes that were asked for.
+        exact_only: use no prefix whose F16 window is incomplete.
+        max_kept: maximum number of kept prefixes, which are evicted last; None is half of all sequences.
+            Tenants that ask for them share this number.
+        limits: limits on checkpoints.
+        tenants: returns the limits of a tenant on kept prefixes.
     """
 
     def __init__(
@@ -99,7 +99,9 @@ class SequencePool:
         return sorted(idle, key=lambda seq: (not seq.guest, seq.paused, seq.id in kept, seq.used_at))
 
     def _kept(self, idle: list[Sequence]) -> set[int]:
-        """Return of the sequences with `keep` each tenant's latest, as many as is its share and its limit."""
+        """Return the sequences to be evicted last: each tenant's latest with `keep`, up to its share and
+        limit.
+        """
         by_tenant: dict[str, list[Sequence]] = {}
         for seq in sorted(idle, key=lambda seq: -seq.used_at):
             if seq.keep:
@@ -113,7 +115,7 @@ class SequencePool:
 
     @property
     def stamp(self) -> tuple[object, ...]:
-        """Return what differs once `match` may give something else."""
+        """Return a value that changes whenever the result of `match` may change."""
         return tuple(
             (
                 seq.version,
@@ -130,11 +132,10 @@ class SequencePool:
     def match(
         self, tenant: str, prompt: Tokens, accept: Reuse | None = None, chunks: ChunkChoice | None = None
     ) -> SequenceMatch:
-        """Find the cached prefix of a prompt to start from: the longest that can be used, at most all but one
-        token.
+        """Find the longest usable cached prefix of a prompt, at most all but its last token.
 
         Args:
-            accept: which rows will do; None is what the pool was made for.
+            accept: which rows may be reused; None is the pool's default.
             chunks: how rows that were computed elsewhere must have been asked for; None takes all.
         """
         exact_only = self.is_exact_only(accept)
@@ -167,7 +168,7 @@ class SequencePool:
             n = min(seq.common(wanted), len(wanted) - 1) - more
             if n <= max(best.n, prompt.head + MIN_SHARED) or (more and not self.can_move):
                 continue
-            if gap is None or gap.is_of(prompt.tokens):  # last of all: it reads the whole gap
+            if gap is None or gap.is_of(prompt.tokens):  # checked last, since it hashes the whole gap
                 exact = seq.exact and not more
                 best, n_dropped = SequenceMatch(seq, n, exact, n, head=prompt.head, dropped=more), dropped
         return best, n_dropped
@@ -231,13 +232,15 @@ class SequencePool:
         seq.stitched = source is not None and (source.stitched or match.dropped > 0)
         seq.chunks = source.chunks if source is not None and seq.stitched else None
         seq.gap, seq.n_prompt = None, 0
-        if source is not None:  # a prefix that many share is in use, however old it is
+        if source is not None:  # a prefix that is shared counts as used, however old it is
             self.touch(source)
         self.touch(seq)
         return seq
 
     def save(self, seq: Sequence) -> None:
-        """Keep what a sequence holds now besides its rows; of an idle one others may then have it."""
+        """Take a checkpoint of a sequence: its state besides the rows. That of an idle sequence can then be
+        used by others.
+        """
         if not self.limits.per_sequence or self.rule.anywhere or not seq.exact:
             return
         if not seq.saved:
@@ -251,7 +254,7 @@ class SequencePool:
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
-        """Checkpoints of all sequences; those that several share once."""
+        """The checkpoints of all sequences; one that several share is listed once."""
         return list({id(point): point for seq in self._all for point in seq.checkpoints}.values())
 
     def _make_room(self, spare: Sequence) -> None:
@@ -304,13 +307,13 @@ class SequencePool:
                 self.drop(seq)
 
     def drop(self, seq: Sequence) -> None:
-        """Give the rows and the place back."""
+        """Free a sequence's rows and its place."""
         self.clear(seq)
         seq.running = seq.keep = seq.paused = seq.guest = False
         seq.exact, seq.session, seq.stitched, seq.gap = True, None, False, None
 
     def clear(self, seq: Sequence) -> None:
-        """Take the rows of a running sequence."""
+        """Remove the rows of a sequence."""
         self._memory.remove(seq.id)
         seq.tokens, seq.checkpoints, seq.whole = array("i"), [], True
         seq.shared = 0
@@ -358,12 +361,12 @@ class SequencePool:
 
     @property
     def has_free(self) -> bool:
-        """True if a sequence is free without an eviction."""
+        """True if there is a free sequence without evicting one."""
         return any(not seq.running and not seq.tokens for seq in self._all)
 
     @property
     def used(self) -> int:
-        """Cells that hold rows."""
+        """Number of cells that hold rows."""
         return self._memory.used
 
     def touch(self, seq: Sequence) -> None:
@@ -401,7 +404,7 @@ class SequencePool:
 
     def _copy(self, source: Sequence, match: SequenceMatch) -> Sequence | None:
         target = self._free(source)
-        if target is None:  # every other one runs: the source itself has to serve
+        if target is None:  # all others are running, so the source itself is used
             return None if source.running else self._cut(source, match)
         if not self._take_rows(source, target, match):
             return None
@@ -411,13 +414,13 @@ class SequencePool:
         return target
 
     def _take_rows(self, source: Sequence, target: Sequence, match: SequenceMatch) -> bool:
-        """Give the target its rows; False when the checkpoint turns out to be of no use, and is dropped."""
+        """Give the target its rows. Return False if the checkpoint is unusable; it is then dropped."""
         n, point = match.n, match.checkpoint
         if point is not None:
             try:
                 self._memory.resume(point, n, source.id, target.id)
             except ValueError as error:
-                # in a small context each prompt may meet this: the first time says enough
+                # a warning the first time only: in a small context each prompt may meet this
                 log.log(
                     logging.DEBUG if self._warned else logging.WARNING,
                     "a checkpoint cannot be used: %s",
@@ -446,7 +449,7 @@ class SequencePool:
 
 
 def _is_chunks(seq: Sequence, accept: Reuse | None) -> bool:
-    """Return whether a stitched sequence will do."""
+    """Return whether a stitched sequence may be used."""
     return accept == "chunks" and seq.gap is None
 
 

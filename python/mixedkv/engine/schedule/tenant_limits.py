@@ -1,4 +1,4 @@
-"""Limits of what a tenant may have of an engine."""
+"""Limits on what a tenant may use of an engine."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class TenantLimits:
     """Limits of a tenant, and its weight beside others.
 
     Attributes:
-        weight: its share beside other tenants that want something.
-        running: answers at a time; None for all places there are.
-        queued: jobs that may wait; None for the engine's max_queue.
-        kept: prefixes that are evicted last because that was asked for; None for an equal share of them.
+        weight: its share when other tenants are waiting too.
+        running: maximum number of answers at a time; None for no limit.
+        queued: maximum number of waiting jobs; None for the engine's max_queue.
+        kept: maximum number of kept prefixes, which are evicted last; None for an equal share.
     """
 
     weight: int = 1

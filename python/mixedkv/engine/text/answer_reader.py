@@ -1,4 +1,4 @@
-"""Reads a model's text as text, thoughts and calls: at once, or piece by piece while it comes."""
+"""Splits a model's output into text, thoughts and calls, at once or piece by piece."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-# Letters and digits, nine of them: Mistral's templates take no others.
+# Mistral's templates take ids of nine letters and digits only.
 _LETTERS, _ID_LENGTH = string.ascii_letters + string.digits, 9
-# An answer is read from its start each time, which takes 0.1 to 1 ms for so many characters. A longer one is
-# read again when it has grown by a part: all readings together then take a constant times the last one.
+# An answer is parsed from its start each time, which takes 0.1 to 1 ms for this many characters. A longer
+# one is parsed again after growing by a share, so that all passes take a constant times the last one.
 _SHORT, _GROWTH = 4096, 1 / 32
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The next piece of an answer: text, of a thought or not, or a piece of call number `index`.
+    """The next piece of an answer: of its text, of a thought, or of the call number `index`.
 
     A call's first piece has its `id` and its `name`.
     """
@@ -50,13 +50,14 @@ class ReadAnswer:
 
 
 class AnswerReader:
-    """One answer, so far in `answer`. What it has given out stays.
+    """Reads one answer, which is in `answer` as far as it has come. Text that was returned is never taken
+    back.
 
     Args:
-        parse: llama.cpp's parser of this family: text and whether it goes on, to a message as JSON. None for
-            an answer that is text only.
-        parallel: more than one call; else those after the first are left out.
-        before: the answer's beginning, which its prompt has: no part of what is given out.
+        parse: llama.cpp's parser for this family of models: takes the text and whether more follows, and
+            returns a message as JSON. None for answers that are text only.
+        parallel: allow more than one call; otherwise those after the first are left out.
+        before: the beginning of the answer that is in the prompt, which is not returned.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class AnswerReader:
         self.answer = ReadAnswer()
 
     def feed(self, text: str, *, last: bool = False) -> list[Part]:
-        """Take the next text and return what is certain now; after the `last` all of it."""
+        """Add text and return the parts that are certain now, or all of them after the `last` text."""
         if self._parse is None:
             self.answer.content += text
             return [Part(content=text)] if text else []
@@ -85,7 +86,7 @@ class AnswerReader:
         except (RuntimeError, ValueError):
             if not last or self.answer.calls:
                 return []
-            message = {  # not as its family does
+            message = {  # the text is not in the family's format
                 "content": self._before.content + self._text,
                 "reasoning_content": "",
                 "tool_calls": [],
@@ -103,7 +104,7 @@ class AnswerReader:
         return parts
 
     def _calls(self, calls: list[dict[str, str]], last: bool) -> list[Part]:
-        """Return what is new of the calls. A name is certain once arguments, a call or the end follow."""
+        """Return new pieces of the calls. A name is certain once arguments, a call or the end follow."""
         parts = []
         for i, call in enumerate(calls if self._parallel else calls[:1]):
             id_ = name = ""
@@ -125,5 +126,5 @@ def new_call_id() -> str:
 
 
 def _rest(now: str, before: str) -> str:
-    """Return the text that has come; nothing where a text has changed that was given out."""
+    """Return the new text, or nothing if text that was returned before has changed."""
     return now[len(before) :] if now.startswith(before) else ""

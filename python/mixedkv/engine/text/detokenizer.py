@@ -1,4 +1,4 @@
-"""From tokens to text: characters that span tokens, stop strings that span tokens."""
+"""Turns tokens into text, where characters and stop strings can span several tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import llama_cpp
 
 
 class Detokenizer:
-    """The bytes each token stands for; b"" for control tokens. Filled as tokens are met."""
+    """Maps each token to its bytes, b"" for control tokens. Filled as tokens are looked up."""
 
     def __init__(self, vocab: Any) -> None:
         self._vocab = vocab
@@ -39,7 +39,7 @@ class Detokenizer:
 
     @cached_property
     def ends(self) -> list[int]:
-        """All tokens that end an answer."""
+        """The tokens that end an answer."""
         return [token for token in range(self.n_vocab) if self.is_end(token)]
 
     def _look_up(self, token: int, special: bool) -> bytes:
@@ -56,7 +56,7 @@ def stop_strings(stop: str | Sequence[str]) -> list[str]:
     """Return the stop strings as a list.
 
     Raises:
-        ValueError: one is empty.
+        ValueError: a string is empty.
     """
     given = [stop] if isinstance(stop, str) else list(stop)
     if not all(given):
@@ -65,10 +65,10 @@ def stop_strings(stop: str | Sequence[str]) -> list[str]:
 
 
 class TextStream:
-    """Text of one answer, released as soon as it is certain.
+    """The text of one answer, released as soon as it is certain.
 
-    Held back are the bytes of an unfinished UTF-8 character and the longest suffix that may become a
-    stop string. A stop string itself is never released, nor what follows it.
+    The bytes of an unfinished UTF-8 character are held back, and so is the longest suffix that may become a
+    stop string. A stop string and what follows it are never released.
     """
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
@@ -84,12 +84,12 @@ class TextStream:
 
     @property
     def n_seen(self) -> int:
-        """Characters so far, held ones included: where the next token's text starts."""
+        """Number of characters so far, including those held back: the offset of the next token's text."""
         return self.n_released + len(self._held)
 
     @property
     def within_character(self) -> bool:
-        """True if the last one's bytes are not all there."""
+        """True if bytes of the last character are missing."""
         return bool(self._decoder.getstate()[0])
 
     def feed(self, piece: bytes) -> str:

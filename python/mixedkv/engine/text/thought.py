@@ -1,4 +1,4 @@
-"""A model's thoughts: where they begin and end in what it writes, and a bound on their length."""
+"""Finds where a model's thoughts begin and end in its output, and bounds their length."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class ThoughtTags:
     """Tags around the thoughts of a family of models.
 
     Attributes:
-        start, ends: texts; the first of `ends` is the one to write.
-        open: a prompt has begun a thought already.
+        start, ends: the tags' texts; the first of `ends` is the one that closes a thought here.
+        open: the prompt ends inside a thought.
     """
 
     start: str
@@ -21,11 +21,11 @@ class ThoughtTags:
 
 
 class Thought:
-    """Follows one answer, token by token.
+    """Follows the thoughts in one answer, token by token.
 
     Args:
         close: the tokens of `tags.ends[0]`.
-        opening: the token of `tags.start`; -1 where it takes several.
+        opening: the token of `tags.start`; -1 if it is several tokens.
         budget: tokens after which a thought is closed; None for no bound.
     """
 
@@ -36,25 +36,25 @@ class Thought:
         self._ends = tuple(end.encode() for end in tags.ends)
         self._close, self._opening, self._budget = list(close), opening, budget
         self._keep = max(map(len, (self._start, *self._ends)))
-        self._tail = b""  # of the text since the last tag
+        self._tail = b""  # the text since the last tag
         self._closing: list[int] = []
         self._empty = True
         self.open = tags.open
-        self.n_tokens = 0  # that belong to thoughts, tags included
+        self.n_tokens = 0  # tokens that belong to thoughts, including tags
 
     @property
     def may_begin(self) -> int:
-        """The token that begins a thought, where nothing has been written yet; else -1."""
+        """The token that begins a thought, if the answer is still empty; otherwise -1."""
         return self._opening if self._empty and not self.open else -1
 
     def forced(self) -> int | None:
-        """Return the next token of the tag that closes a thought which has used up its budget; else None."""
+        """Return the next token of the closing tag if the thought has used up its budget; otherwise None."""
         if self.open and not self._closing and self._budget is not None and self.n_tokens >= self._budget:
             self._closing = list(self._close)
         return self._closing.pop(0) if self._closing else None
 
     def close(self) -> int:
-        """Begin to end the thought: the first token of that."""
+        """Begin to close the thought, and return the first token of the closing tag."""
         self._closing = list(self._close)
         return self._closing.pop(0)
 

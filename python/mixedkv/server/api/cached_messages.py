@@ -40,11 +40,7 @@ async def get_message(message_id: MessageId, request: Request) -> Response:
     if not found:
         raise _unknown(message_id)
     return JSONResponse(
-        {
-            "object": "cached_message",
-            "message_id": message_id,
-            "entries": [_describe(info) for info in found],
-        }
+        {"object": "cached_message", "message_id": message_id, "entries": [_describe(info) for info in found]}
     )
 
 

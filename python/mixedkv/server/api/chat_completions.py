@@ -22,13 +22,7 @@ from mixedkv.server.api.sse import DONE, PING, Template, sse
 from mixedkv.server.api.tools import call_json, delta
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.json_body import JSONRoute
-from mixedkv.server.state import (
-    ServerState,
-    find_session,
-    loaded_model,
-    read_prompt,
-    tenant,
-)
+from mixedkv.server.state import ServerState, find_session, loaded_model, read_prompt, tenant
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -51,10 +45,10 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 
 
 class _Answer:
-    """OpenAI's objects of one request.
+    """Builds OpenAI's objects for the answer to one request.
 
     Args:
-        prompt: says how answers are read.
+        prompt: the rendered chat, which tells how answers are read.
     """
 
     def __init__(self, server: ServerState, body: ChatRequest, jobs: list[Job], prompt: RenderedChat) -> None:

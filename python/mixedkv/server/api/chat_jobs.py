@@ -1,4 +1,4 @@
-"""From a chat to jobs, for all endpoints that answer chats, and what their answers say."""
+"""Makes jobs from a chat, for all endpoints that answer chats, and messages from their answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ _T = TypeVar("_T", bound=BaseModel)
 
 
 def message_of(answer: ReadAnswer) -> dict[str, Any]:
-    """Return the text of an answer, without calls, as a message of a history: thoughts are apart."""
+    """Return an answer's text, without calls, as a message for the history. Thoughts are a field of their
+    own.
+    """
     said: dict[str, Any] = {"role": "assistant", "content": answer.content}
     return {**said, "reasoning_content": answer.reasoning} if answer.reasoning else said
 
@@ -33,7 +35,7 @@ def message_of(answer: ReadAnswer) -> dict[str, Any]:
 def chat_jobs(
     server: ServerState, body: ChatRequest, owner: str, session: CacheSessionMetadata | None
 ) -> tuple[list[Job], RenderedChat]:
-    """And how their answers are read."""
+    """Return the jobs that answer a chat, and the rendered chat, which tells how their answers are read."""
     before: list[dict[str, Any]] = []
     prefix: list[int] = []
     long = slides(server, body)
@@ -75,10 +77,10 @@ def chat_jobs(
 
 
 def translated(kind: type[_T], fields: dict[str, Any]) -> _T:
-    """A request of another API as one of OpenAI's chats.
+    """Return a request of another API as a request of OpenAI's.
 
     Raises:
-        ApiError: 400, it is none.
+        ApiError: 400, it is invalid.
     """
     try:
         return kind.model_validate(fields)

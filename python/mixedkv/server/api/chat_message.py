@@ -1,4 +1,4 @@
-"""A message of a chat, as OpenAI has it plus what is ours."""
+"""A message of a chat: OpenAI's fields, and our own."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Message(Model):
     name: Name | None = None
     refusal: Text | None = None
     message_id: Id | None = None
-    # what answers have, to be sent back in the next turn
+    # fields of answers that clients may send back in the next turn
     reasoning_content: Text | None = None
     audio: None = None
     function_call: None = None
@@ -56,14 +56,14 @@ class Message(Model):
 
     @property
     def text(self) -> str:
-        """With `images.MARK` in the place of each image."""
+        """The message's text, with `images.MARK` in the place of each image."""
         if isinstance(self.content, list):
             return "".join(part.text if isinstance(part, TextPart) else MARK for part in self.content)
         return self.content or ""
 
     @property
     def images(self) -> list[str]:
-        """URLs."""
+        """The URLs of the message's images."""
         parts = self.content if isinstance(self.content, list) else ()
         return [part.image_url.url for part in parts if isinstance(part, ImagePart)]
 

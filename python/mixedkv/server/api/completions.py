@@ -25,13 +25,7 @@ from mixedkv.server.api.schemas import CompletionRequest
 from mixedkv.server.api.sse import DONE, PING, Template, sse
 from mixedkv.server.api_error import ApiError, prompt_error
 from mixedkv.server.http.json_body import JSONRoute
-from mixedkv.server.state import (
-    ServerState,
-    find_session,
-    loaded_model,
-    read_prompt,
-    tenant,
-)
+from mixedkv.server.state import ServerState, find_session, loaded_model, read_prompt, tenant
 from mixedkv.sessions import CacheSessionMetadata
 
 router = APIRouter(route_class=JSONRoute)
@@ -85,7 +79,7 @@ def completion_jobs(
 
 
 class _Answer:
-    """OpenAI's objects of one request."""
+    """Builds OpenAI's objects for the answer to one request."""
 
     def __init__(self, server: ServerState, body: CompletionRequest, jobs: list[Job]) -> None:
         self._server, self._body, self._jobs = server, body, jobs
@@ -109,12 +103,12 @@ class _Answer:
         return {**self._head, "choices": choices, "usage": self._usage()}
 
     def _of_prompt(self, i: int) -> dict[str, Any]:
-        """The log probabilities of a prompt, which its first choice has."""
+        """Return the log probabilities of the prompt of a choice, which its first choice has."""
         first = self._jobs[i - i % self._n]
         return prompt_logprobs(self._server.engine.detokenizer, first.answer.prompt_logprobs)
 
     def first(self) -> bytes:
-        """The echo."""
+        """Return the events with the echoed prompts."""
         texts = enumerate(map(self._echo, range(len(self._jobs))))
         return b"".join(self._template(i)(text) for i, text in texts if text)
 

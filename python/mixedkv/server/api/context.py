@@ -50,7 +50,7 @@ from mixedkv.tokens import as_tokens, common_prefix
 router = APIRouter(route_class=JSONRoute)
 _TTL_HEADER = "x-session-ttl"
 _MAX_RECORD_PER_TOKEN = 128  # characters
-_MAX_PAGE = 1000  # sessions in a list
+_MAX_PAGE = 1000  # sessions in a page of a list
 SessionId = Annotated[str, Path(max_length=MAX_LENGTH, pattern=f"^{PATTERN}$")]
 
 
@@ -64,7 +64,7 @@ async def create_context(body: ContextRequest, request: Request) -> Response:
     server = await loaded_model(request, body.model)
     if full := await server.contexts.check_quota(owner):
         raise session_error(full)
-    # first, so that nothing is kept if it fails
+    # before anything is kept, as it can fail
     answer = {} if body.max_tokens is None else await _answer(body, request)
     context = body.context if "ttl" in body.model_fields_set else _with_header_ttl(body.context, request)
     reference, seconds = server.contexts.new_kv_cache_ref(), server.settings.request_timeout
@@ -84,7 +84,7 @@ async def create_context(body: ContextRequest, request: Request) -> Response:
 
 
 def _with_header_ttl(context: CreateContextCacheRequest, request: Request) -> CreateContextCacheRequest:
-    """Take `ttl` from the header, if it is there."""
+    """Take `ttl` from the header, if the request has it."""
     given = request.headers.get(_TTL_HEADER)
     if given is None:
         return context
@@ -104,7 +104,7 @@ async def _answer(body: ContextRequest, request: Request) -> dict[str, Any]:
         else:
             asked = CompletionRequest.model_validate({**fields, "prompt": body.prompt})
             response = await completions(asked, request)
-    except ValidationError as error:  # a message that can be kept, but not answered
+    except ValidationError as error:  # a message that can be kept but not answered
         places = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
         raise RequestValidationError(places) from None
     whole = json.loads(bytes(response.body))
@@ -151,7 +151,7 @@ async def get_context(session_id: SessionId, request: Request) -> Response:
 
 @router.patch("/v1/context/{session_id}")
 async def patch_context(session_id: SessionId, body: ContextPatch, request: Request) -> Response:
-    """Let a session live `ttl` seconds from now on."""
+    """Keep a session for `ttl` seconds from now on."""
     renewed = await server_state(request).contexts.renew_session_cache(
         session_id, body.ttl, tenant=tenant(request)
     )
@@ -220,11 +220,12 @@ def _context_job(server: ServerState, body: CreateContextCacheRequest, owner: st
 
 
 def _check_kept(body: CreateContextCacheRequest, n_ctx: int) -> None:
-    """Before anything is evaluated: what cannot be written down, or not read again, is no session. A template
-    may leave parts out, so a small prompt could be a large record.
+    """Check that a session can be written and read again, before anything is evaluated. Templates may leave
+    parts out, so a small prompt could have a large record.
 
     Raises:
-        ValueError: half a surrogate pair, tool calls nested deeper than pydantic goes, or too much.
+        ValueError: it has half a surrogate pair or tool calls nested too deeply for pydantic, or is too
+            large.
     """
     try:
         text = body.model_dump_json()
@@ -237,7 +238,9 @@ def _check_kept(body: CreateContextCacheRequest, n_ctx: int) -> None:
 
 
 def _without_answer(chat: Chat, tokenize: Callable[[Chat], tuple[list[int], RenderedChat]]) -> list[int]:
-    """Return what the rendered chat has in common with one that goes on: not the answer's beginning."""
+    """Return the part of a rendered chat that the next turn's prompt begins with, without the beginning of an
+    answer.
+    """
     tokens, _ = tokenize(chat)
     longer, _ = tokenize(replace(chat, messages=[*chat.messages, {"role": "user", "content": "?"}]))
     return tokens[: common_prefix(as_tokens(tokens), as_tokens(longer))] or tokens

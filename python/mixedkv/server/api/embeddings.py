@@ -44,11 +44,10 @@ async def embed(
     read: Callable[..., list[list[int]]],
     body: Any,
 ) -> tuple[Vectors, int]:
-    """Return the model's vectors of inputs, and how many tokens they have; `read` makes these, off the event
-    loop.
+    """Return the vectors of inputs and their number of tokens. `read` tokenizes them, off the event loop.
 
     Raises:
-        ApiError: too many requests are here, it takes too long, or the engine fails.
+        ApiError: there are too many requests, it takes too long, or the engine fails.
     """
     try:
         embedder.check_room(owner)
@@ -67,7 +66,7 @@ def check_length(embedder: Embedder, n_tokens: int, name: str, param: str) -> No
     """Check that an input is not empty and fits the context.
 
     Raises:
-        ApiError: 400, it is more than the context takes, or nothing.
+        ApiError: 400, the input is empty or too long.
     """
     context = embedder.context
     if not 1 <= n_tokens <= context.n_ctx:
@@ -78,10 +77,10 @@ def check_length(embedder: Embedder, n_tokens: int, name: str, param: str) -> No
 
 
 def checked_embedder(server: ServerState, body: EmbeddingRequest) -> Embedder:
-    """Return the embedder of a model that gives the wanted vectors.
+    """Return the embedder of a model, if it can give vectors of this size.
 
     Raises:
-        ApiError: 400, this model gives no such vectors.
+        ApiError: 400, the model gives no such vectors.
     """
     if server.embedder is not None and server.embedder.context.ranks:
         raise bad_request(
@@ -106,10 +105,10 @@ def checked_embedder(server: ServerState, body: EmbeddingRequest) -> Embedder:
 def input_tokens(
     server: ServerState, embedder: Embedder, body: EmbeddingRequest, *, truncate: bool = False
 ) -> list[list[int]]:
-    """Token ids of each input. A text is text: what looks like a control token in it is none.
+    """Return the token ids of each input. Control tokens are not parsed in texts.
 
     Args:
-        truncate: cut what is too long.
+        truncate: cut inputs that are too long.
 
     Raises:
         ApiError: 400.
@@ -135,7 +134,9 @@ def input_tokens(
 
 
 async def _answer(vectors: Vectors, as_base64: bool, model: str, n_tokens: int) -> AsyncIterator[bytes]:
-    """OpenAI's object, in chunks: many vectors are many megabytes, and others wait while they are written."""
+    """Yield OpenAI's object in chunks: many vectors are many megabytes, and encoding them delays other
+    requests.
+    """
     chunk = b'{"object":"list","data":['
     for i, vector in enumerate(vectors):
         text = _base64(vector) if as_base64 else _numbers(vector)
@@ -154,5 +155,5 @@ def _base64(vector: Vectors) -> str:
 
 
 def _numbers(vector: Vectors) -> str:
-    """Nine digits tell float32 numbers apart."""
+    """Write numbers with nine digits, which tell float32 numbers apart."""
     return f"[{','.join(map('{:.9g}'.format, vector.tolist()))}]"

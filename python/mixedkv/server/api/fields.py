@@ -1,4 +1,4 @@
-"""Types that the fields of bodies are made of. Strict: nothing odd gets further."""
+"""Strict types for the fields of bodies."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from mixedkv.server.unknown_fields import IGNORED as IGNORED
 
 MAX_STOPS = 16
 MAX_TOOLS = 128  # OpenAI's
-MAX_FIELDS = 256  # of an object of ours
-_MAX_ENTRIES = 4096  # of logit_bias and metadata
+MAX_FIELDS = 256  # fields of one of our objects
+_MAX_ENTRIES = 4096  # fields of logit_bias and metadata
 
 
 def _encodable(text: str) -> str:
@@ -34,7 +34,7 @@ def _encodable(text: str) -> str:
 
 
 def few(value: Any, most: int = MAX_FIELDS) -> Any:
-    """Before each of them gives an error of its own, of a kilobyte."""
+    """Return a validator for the number of fields, which runs before each gets an error of its own."""
     if isinstance(value, dict) and len(value) > most:
         raise ValueError(f"it has {len(value)} fields, at most {most} are taken: leave some out")
     return value
@@ -55,7 +55,7 @@ Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 
 
 class Model(BaseModel):
-    # hide_input: an error message never repeats a prompt
+    # hide_input: error messages never quote a prompt
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True, protected_namespaces=())
 
     @model_validator(mode="before")
@@ -68,10 +68,10 @@ def _is_list(value: Any) -> str:
     return "list" if isinstance(value, list) else "text"
 
 
-# of a union that is a text or a list: only one of both says what is wrong
+# for a union of a text and a list, so that only one of them reports an error
 TEXT, LIST, TEXT_OR_LIST = Tag("text"), Tag("list"), Discriminator(_is_list)
 
 
-# descriptions: docs/openai-fields.md is made of them, and of IGNORED
+# docs/openai-fields.md is made from descriptions and IGNORED
 REFUSED = "Refused unless it asks for what this server does anyway."
 PREFIX_FOUND = f"{IGNORED} The longest prefix is found without it."

@@ -1,4 +1,4 @@
-"""From the body of a request to jobs, and what both completion endpoints tell of them."""
+"""Makes jobs from the body of a request, and reports on them for both completion endpoints."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ _SAMPLING = {each.name for each in fields(Sampling)} & GenerationFields.model_fi
     "logit_bias",
     "dry_sequence_breakers",
 }
-_MAX_LOGPROBS = 4_000_000  # of one request; 30 to 100 bytes each as JSON
+_MAX_LOGPROBS = 4_000_000  # in one request; each is 30 to 100 bytes of JSON
 
 
 def context_tokens(server: ServerState, session: Any, *, long: bool = False) -> list[int]:
-    """Tokens of a session's prompt; of messages those before an answer. `long`: it need not fit."""
+    """Return the tokens of a session's prompt, for messages up to the answer. If `long`, they need not fit
+    the context.
+    """
     if session.prompt is not None:
         return server.engine.tokenizer.prompt(session.prompt, long=long)
     messages = [message.model_dump(exclude_none=True) for message in session.messages]
@@ -38,12 +40,12 @@ def context_tokens(server: ServerState, session: Any, *, long: bool = False) -> 
 
 
 def slides(server: ServerState, body: GenerationFields) -> bool:
-    """Return whether the middle goes of what does not fit the context."""
+    """Return whether the middle of a prompt that does not fit the context is dropped."""
     return (body.overflow or server.settings.overflow) == "slide"
 
 
 def sampling(server: ServerState, body: GenerationFields, constraint: Constraint | None) -> Sampling:
-    """Return the sampling that a request asks for.
+    """Return the sampling settings of a request.
 
     Raises:
         ApiError: 400, a value is out of its range.
@@ -78,14 +80,14 @@ def make_jobs(
     images: Sequence[PromptImage] = (),
     message_ends: Sequence[tuple[str, int]] = (),
 ) -> list[Job]:
-    """`body.n` jobs for each prompt. Not for the event loop: constraints take time to compile.
+    """Return `body.n` jobs for each prompt. Not for the event loop, since constraints take time to compile.
 
     Args:
-        chat: how the answers are to be made, where the prompt is a chat.
-        budget: tokens after which a thought is ended.
-        prediction: what an answer may be.
-        images: in the prompts.
-        message_ends: ids of messages in the prompt, and where each ends.
+        chat: the rendered chat, if the prompt is one.
+        budget: maximum number of tokens of a thought.
+        prediction: text that an answer may contain.
+        images: the images in the prompts.
+        message_ends: ids of messages in the prompt, and the position where each ends.
 
     Raises:
         ApiError: 400.
@@ -144,7 +146,9 @@ def _bad_field(error: ValueError) -> ApiError:
 
 
 def prompt_progress(job: Job) -> dict[str, Any] | None:
-    """Return llama-server's field: tokens of the prompt, found and evaluated ones; None when all are."""
+    """Return llama-server's field about the prompt: its tokens, the cached and the evaluated ones. None when
+    it is done.
+    """
     seq = job.seq  # the engine's thread sets it
     if job.evaluated:
         return None
@@ -157,7 +161,7 @@ def prompt_progress(job: Job) -> dict[str, Any] | None:
 
 
 def usage(jobs: Sequence[Job], n: int) -> dict[str, Any]:
-    """OpenAI's usage: each prompt counts once, however many choices it has."""
+    """Return OpenAI's usage. Each prompt counts once, however many choices it has."""
     firsts = jobs[::n]
     prompt_tokens = sum(job.n_given for job in firsts)
     dropped = sum(job.n_dropped for job in jobs)
@@ -185,17 +189,17 @@ def usage(jobs: Sequence[Job], n: int) -> dict[str, Any]:
 
 
 def _approximate(jobs: Sequence[Job]) -> dict[str, Any]:
-    """Return what else was not evaluated, and how passages among it were repaired."""
+    """Return how many tokens have approximate rows, and how their passages were repaired."""
     n = sum(job.n_approximate for job in jobs)
     method = next((job.method for job in jobs if job.n_approximate and job.method), None)
     return {"approximate_cached_tokens": n, "cached_repair": method} if n else {}
 
 
 def constraint_of(body: GenerationFields, schema: Constraint | None = None) -> Constraint | None:
-    """Return what the answer has to look like: `schema`, or what `grammar` or `regex` say.
+    """Return the constraint of an answer: `schema`, or the body's `grammar` or `regex`.
 
     Raises:
-        ApiError: 400, there are two.
+        ApiError: 400, there is more than one.
     """
     given = [schema] if schema is not None else []
     if body.grammar is not None:
@@ -230,7 +234,7 @@ def _check_tokens(server: ServerState, body: GenerationFields, max_tokens: int) 
 
 
 def _check_logprobs(n: int, n_tokens: int, n_logprobs: int | None) -> None:
-    """They take a hundred times the memory of the text."""
+    """Refuse too many logprobs, which take a hundred times the memory of the text."""
     if n * n_tokens * (n_logprobs or 0) > _MAX_LOGPROBS:
         raise bad_request(
             f"{n} answers of up to {n_tokens} tokens with {n_logprobs} logprobs each are more than the "
@@ -262,7 +266,7 @@ def _check_prompt_logprobs(
 
 
 def _check_images(body: GenerationFields, prediction: str) -> None:
-    """Refuse what needs a prompt of tokens; where the server does it by default, it leaves it."""
+    """Refuse fields that do not go with images. The server's defaults for them are not used either."""
     asked = {
         "prompt_logprobs": body.prompt_logprobs is not None,
         "overflow": body.overflow == "slide",

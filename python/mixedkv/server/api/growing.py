@@ -1,4 +1,4 @@
-"""Sessions that grow: an answered turn becomes part of its session, if nobody else's has meanwhile."""
+"""Adds an answered turn to its session, unless another turn was added meanwhile."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _HEADER = "x-session-version"
 
 
 class Turn:
-    """A turn of a session that grows. It is appended with the answer's last event, before that is sent.
+    """A turn to be added to its session, which is done at the answer's last event, before that is sent.
 
     Args:
-        session: as it was when the request came.
+        session: the session when the request came.
 
     Attributes:
-        job: its answer.
-        chat: says how the answer is read, where the session is of messages.
+        job: the job of the turn's answer.
+        chat: the rendered chat, which tells how the answer is read, for a session of messages.
     """
 
     job: Job
@@ -53,10 +53,10 @@ class Turn:
         session: CacheSessionMetadata | None,
         messages: Sequence[Message],
     ) -> Turn | None:
-        """Return how a chat's session grows; None where nothing grows.
+        """Return the turn of a chat in a session; None if the session stays as it is.
 
         Raises:
-            ApiError: 400 or 409, it cannot grow by this request.
+            ApiError: 400 or 409, the request cannot be added.
         """
         if session is None or not _grows(body, session):
             return None
@@ -71,7 +71,7 @@ class Turn:
     def of_prompt(
         cls, server: ServerState, body: CompletionRequest, session: CacheSessionMetadata | None
     ) -> Turn | None:
-        """Return how the session of a raw prompt grows, as `of_chat` does."""
+        """Return the turn of a raw prompt in a session, as `of_chat` does."""
         if session is None or not _grows(body, session):
             return None
         if session.prompt is None:
@@ -83,7 +83,7 @@ class Turn:
         return turn
 
     async def take(self, event: Delta | Done) -> None:
-        """Take an event of the answer; the session grows at the last one.
+        """Take an event of the answer, and append the turn at the last one.
 
         Raises:
             ApiError: 409, another turn was appended first; 404, the session is gone; 429, it is too large.
@@ -98,7 +98,7 @@ class Turn:
                 raise await _as_error(self._server, updated, self._session)
 
     def tell(self, response: Response) -> Response:
-        """The answer, with the version that the session has after it."""
+        """Return the answer with the session's new version."""
         return _WithHeader(response, str(self._session.version + 1))
 
     def _changes(self, text: str) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class Turn:
         reader, before = self.chat.reader(), self._messages
         reader.feed(text, last=True)
         said = message_of(reader.answer)
-        if self._continues:  # the last message is the answer's beginning
+        if self._continues:  # the last message is the beginning of the answer
             *before, begun = before
             said["content"] = (begun.content or "") + said["content"]
             if thought := (begun.reasoning_content or "") + said.get("reasoning_content", ""):
@@ -125,7 +125,7 @@ async def respond_with(
     *,
     large: bool,
 ) -> Response:
-    """`respond`, and the answer becomes part of the session where there is a turn."""
+    """Answer as `respond` does, and append the turn to its session, if there is one."""
     on_event = None
     if turn is not None:
         turn.job, on_event = jobs[0], turn.take
@@ -143,7 +143,7 @@ async def respond_with(
 
 
 def check_version(body: GenerationFields, session: CacheSessionMetadata) -> None:
-    """Before work is done for another version of a session than the one that is meant.
+    """Refuse a request for another version of the session, before any work is done.
 
     Raises:
         ApiError: 409.
@@ -185,7 +185,7 @@ def _conflict(now: CacheSessionMetadata, what: str) -> ApiError:
 
 
 class _WithHeader(Response):
-    """A response with one header more, also a stream."""
+    """A response, also a stream, with one more header."""
 
     def __init__(self, response: Response, version: str) -> None:
         self.background = None

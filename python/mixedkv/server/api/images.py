@@ -1,4 +1,4 @@
-"""Images in the messages of a request, made ready for its prompt."""
+"""Reads and encodes the images in the messages of a request."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MOST = 64  # of a request
 
 
 def read_images(server: ServerState, messages: Sequence[Message]) -> list[PromptImage]:
-    """Those of all messages, in order. Encoding takes time: not for the event loop.
+    """Return the images of all messages, in order. Not for the event loop, since encoding takes time.
 
     Raises:
-        ApiError: 400, the model sees nothing, or an image cannot be had or read.
+        ApiError: 400, the model takes no images, or an image cannot be read.
     """
     urls = [(i, url) for i, message in enumerate(messages) for url in message.images]
     if not urls:

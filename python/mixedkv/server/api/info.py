@@ -19,7 +19,7 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
-    """List the models that are served, and adapters on them; the default one first."""
+    """List the models and adapters that are served, the default one first."""
     tenant(request)
     return JSONResponse({"object": "list", "data": [_model(each) for each in server_state(request).all]})
 
@@ -32,8 +32,8 @@ async def model(model: str, request: Request) -> Response:
 
 @router.get("/v1/stats")
 async def stats(request: Request, model: Annotated[str | None, Query(max_length=256)] = None) -> Response:
-    """Return what the cache of a model holds, by sequence and by layer, rates, and the latest requests
-    without their text.
+    """Return the contents of a model's cache by sequence and by layer, rates, and the latest requests without
+    their text.
     """
     owner, server = tenant(request), model_of(request, model, generates=False)
     if (loaded := server.loaded) is None:
@@ -48,7 +48,7 @@ async def stats(request: Request, model: Annotated[str | None, Query(max_length=
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """Answer 200 while the engines of all models in memory are alive, and these are what was loaded."""
+    """Answer 200 while the engines of all models in memory run and their files are unchanged."""
     for engine in server_state(request).engines:
         if isinstance(engine.closing_error, ModelChangedError):
             raise from_engine(engine.closing_error)
@@ -64,8 +64,8 @@ async def health_head(request: Request) -> Response:
 
 @router.get("/ready")
 async def ready(request: Request) -> Response:
-    """Answer 200 when requests are taken: the model is loaded and warm, or is loaded on demand, and the
-    server goes on.
+    """Answer 200 when requests are accepted: the model is loaded and warm, or loaded on demand, and the
+    server is not shutting down.
     """
     server = server_state(request)
     engines = server.engines

@@ -1,4 +1,4 @@
-"""Responses that are kept, so that the next one goes on from them: each is a session of its own."""
+"""Keeps responses, each as a session of its own, so that later ones can continue them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ ResponseId = Annotated[str, Path(max_length=MAX_LENGTH, pattern=f"^{PATTERN}$")]
 async def history(
     server: ServerState, response_id: str | None, owner: str, param: str = "previous_response_id"
 ) -> list[dict[str, Any]]:
-    """The messages up to a response and its own, without instructions.
+    """Return the messages up to and including a response, without instructions.
 
     Args:
-        param: what the request calls it.
+        param: the request's field with the id.
 
     Raises:
-        ApiError: 404, it was not kept, is over, or another tenant's.
+        ApiError: 404, the response was not kept, has expired, or is another tenant's.
     """
     if response_id is None:
         return []
@@ -43,7 +43,7 @@ async def history(
 
 
 async def find(server: ServerState, response_id: str, owner: str, param: str) -> CacheSessionMetadata:
-    """Return the session that a response is kept as; see `history`."""
+    """Return the session that a response is kept as. Raises as `history`."""
     found = None
     if response_id.startswith(_PREFIX):
         found = await server.contexts.get_session_metadata(response_id, tenant=owner)
@@ -53,10 +53,10 @@ async def find(server: ServerState, response_id: str, owner: str, param: str) ->
 
 
 async def check_room(server: ServerState, owner: str, messages: Sequence[dict[str, Any]]) -> None:
-    """Before work is done for a response that could not be kept.
+    """Check that a response can be kept, before any work is done.
 
     Raises:
-        ApiError: 400 or 429.
+        ApiError: 400, the chat is too long; 429, the tenant has no room for it.
     """
     if len(messages) >= MAX_MESSAGES:
         raise bad_request(f"store: a chat of {len(messages)} messages is too long to be kept", "store")
@@ -81,12 +81,7 @@ async def keep(
     if answer.calls:
         said["tool_calls"] = [call_json(call) for call in answer.calls]
     whole = CreateContextCacheRequest.model_validate(
-        {
-            "model": server.model_name,
-            "messages": [*messages, said],
-            "ttl": _TTL,
-            "session_id": response_id,
-        }
+        {"model": server.model_name, "messages": [*messages, said], "ttl": _TTL, "session_id": response_id}
     )
     n_tokens = job.n_given + job.n_answer
     kept = await server.contexts.register_session_cache(whole, tenant=owner, n_tokens=n_tokens)
@@ -96,7 +91,7 @@ async def keep(
 
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(response_id: ResponseId, request: Request) -> Response:
-    """Forget a response that was kept."""
+    """Delete a kept response."""
     server, owner = server_state(request), tenant(request)
     await history(server, response_id, owner, "response_id")
     gone = await server.contexts.unregister_session_cache(response_id, tenant=owner)

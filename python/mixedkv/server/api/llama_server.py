@@ -28,19 +28,19 @@ router = APIRouter(route_class=JSONRoute)
 
 @router.post("/completion")
 async def completion(body: LlamaServerCompletion, request: Request) -> Response:
-    """Continue prompts, whole or as server-sent events; several prompts have a list of answers."""
+    """Continue prompts, whole or as server-sent events. Several prompts get a list of answers."""
     return await _answer(body, request, _completion_jobs, several=len(body.prompts) > 1)
 
 
 @router.post("/infill")
 async def infill(body: InfillRequest, request: Request) -> Response:
-    """Generate what is missing in the middle, whole or as server-sent events, as editors ask for it."""
+    """Generate the missing middle of a text, whole or as server-sent events."""
     return await _answer(body, request, _infill_jobs)
 
 
 @router.get("/props")
 async def props(request: Request, model: Annotated[str | None, Query(max_length=256)] = None) -> Response:
-    """Return what clients of llama-server ask before they begin: the context, the template, defaults."""
+    """Return the properties that llama-server's clients ask for first: context, template, defaults."""
     tenant(request)
     server = model_of(request, model)
     settings = {"n_ctx": server.facts["n_ctx"], "params": {**server.sampling, "n_predict": -1}}
@@ -116,7 +116,7 @@ def _schema(body: LlamaServerFields) -> Constraint | None:
 
 
 class _Answer:
-    """Objects of llama-server's API for one request. `several`: it has a list of prompts."""
+    """Builds llama-server's objects for the answer to one request, which has `several` prompts or one."""
 
     def __init__(
         self, server: ServerState, jobs: Sequence[Job], body: LlamaServerFields, *, several: bool
@@ -169,7 +169,7 @@ class _Answer:
 
 
 def _timings(job: Job) -> dict[str, Any]:
-    """Tokens that were evaluated and generated, milliseconds, and tokens per second."""
+    """Return the evaluated and generated tokens, milliseconds, and tokens per second."""
     at = time.perf_counter()
     first = job.t_first if job.t_first is not None else at
     n_cached = job.n_cached or 0

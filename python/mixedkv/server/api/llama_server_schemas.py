@@ -10,7 +10,7 @@ from mixedkv.limits import INT32_MAX
 from mixedkv.server.api.fields import MAX_FIELDS, Few, Finite, Model, Name, Text
 from mixedkv.server.api.schemas import GenerationFields, Prompt, prompts_of
 
-_BANNED = -100.0  # OpenAI's way to say that a token never comes
+_BANNED = -100.0  # OpenAI's bias for a token that must never come
 
 
 def _as_object(value: Any) -> Any:
@@ -57,7 +57,7 @@ class LlamaServerFields(GenerationFields):
 
     @property
     def most_tokens(self) -> int | None:
-        """Tokens of the answer at most; None: as many as there is room for."""
+        """The maximum length of the answer; None for as many tokens as fit."""
         if self.n_predict is None:
             return self.max_tokens
         return self.n_predict if self.n_predict > 0 else None

@@ -1,4 +1,4 @@
-"""Logprobs as the two endpoints of OpenAI write them."""
+"""Writes logprobs in the forms of OpenAI's two endpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LOWEST = -9999.0  # JSON has no infinity
 def chat_logprobs(
     pieces: Detokenizer, logprobs: Sequence[TokenLogprob], *, ids: bool = False
 ) -> dict[str, Any]:
-    """`choices[].logprobs` of a chat; `ids`: with the tokens' ids, as llama-server has them."""
+    """Return `choices[].logprobs` of a chat; with `ids` also the tokens' ids, like llama-server."""
     content = [
         {
             **_entry(pieces, lp.token, lp.logprob, ids),
@@ -27,7 +27,9 @@ def chat_logprobs(
 
 
 def completion_logprobs(pieces: Detokenizer, logprobs: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-    """`choices[].logprobs` of a completion; `offset`: characters before the first token."""
+    """Return `choices[].logprobs` of a completion; `offset` is the number of characters before the first
+    token.
+    """
     tokens = [_name(pieces, lp.token) for lp in logprobs]
     offsets = []
     for token in tokens:
@@ -42,8 +44,8 @@ def completion_logprobs(pieces: Detokenizer, logprobs: Sequence[TokenLogprob], o
 
 
 def prompt_logprobs(pieces: Detokenizer, asked: PromptLogprobs | None) -> dict[str, Any]:
-    """Return vLLM's field of that name, to be merged in: for each token the likeliest ones and itself by id;
-    of the first one nothing is known. No field where they were not asked for.
+    """Return vLLM's field of that name, to be merged in: for each token after the first the likeliest ones
+    and itself, by id. Empty if they were not asked for.
     """
     if asked is None:
         return {}

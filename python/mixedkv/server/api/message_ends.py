@@ -14,10 +14,10 @@ def message_ends(
 ) -> list[tuple[str, int]]:
     """Return the ids of messages, and how many tokens the prompt has up to the end of each message's text.
 
-    Left out are messages whose text the template does not show as it is.
+    Messages whose text the template changes are left out.
 
     Args:
-        messages: the chat's last ones.
+        messages: the last messages of the chat.
         text: the prompt.
         tokens: the prompt's; others may come before them.
     """
@@ -25,7 +25,7 @@ def message_ends(
         return []
     ends = []
     until = len(text)
-    for message in reversed(messages):  # the newest one surely is in the text
+    for message in reversed(messages):  # the newest message is certainly in the text
         content = message.text.strip()
         at = text.rfind(content, 0, until) if content else -1
         if at < 0:
@@ -39,7 +39,7 @@ def message_ends(
 def _tokens_up_to(
     ends: list[tuple[str, int]], tokens: Sequence[int], detokenizer: Detokenizer
 ) -> list[tuple[str, int]]:
-    """From bytes behind each message, ascending, to the tokens up to its end."""
+    """Return the tokens up to the end of each message, given the bytes after it, ascending."""
     behind = accumulate(len(detokenizer.name(token)) for token in reversed(tokens))
     found = []
     n, n_bytes = len(tokens), 0
@@ -47,7 +47,7 @@ def _tokens_up_to(
         while n_bytes < wanted and n > 0:
             n_bytes = next(behind)
             n -= 1
-        if n_bytes > wanted:  # its last token goes on behind it
+        if n_bytes > wanted:  # the message's last token continues after its end
             found.append((message_id, n + 1))
         else:
             found.append((message_id, n))

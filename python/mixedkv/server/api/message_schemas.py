@@ -1,4 +1,4 @@
-"""Bodies of /v1/messages, as Anthropic has them, and what they are as a chat of OpenAI's."""
+"""Bodies of /v1/messages, Anthropic's API, and their translation to OpenAI's chats."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class OutputConfig(Model):
 
 
 class CountRequest(Model):
-    """The prompt whose tokens are counted."""
+    """A request to count the tokens of a prompt."""
 
     model: Name | None = None
     messages: Annotated[list[MessageParam], Field(min_length=1, max_length=100_000, fail_fast=True)]
@@ -146,7 +146,7 @@ class CountRequest(Model):
     cache_control: CacheControl | None = Field(None, description=PREFIX_FOUND)
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of OpenAI's chat that its prompt is made of."""
+        """Return the fields of OpenAI's chat for the prompt."""
         messages = [message for param in self.messages for message in _messages(param)]
         if system := _text(self.system):
             messages.insert(0, {"role": "system", "content": system})
@@ -184,7 +184,7 @@ class MessagesRequest(CountRequest):
         """The same of OpenAI's.
 
         Raises:
-            ApiError: 400, it cannot be said so.
+            ApiError: 400, it has no translation.
         """
         return {
             **self.fields(),
@@ -217,7 +217,7 @@ def _text(content: str | list[TextBlock] | None) -> str:
 
 
 def _messages(param: MessageParam) -> list[dict[str, Any]]:
-    """Results of tools are messages of their own, and come first."""
+    """Return messages in OpenAI's form. Results of tools are messages of their own, and come first."""
     if isinstance(param.content, str):
         return [{"role": param.role, "content": param.content}]
     shown = [block for block in param.content if isinstance(block, TextBlock | ImageBlock)]
@@ -239,7 +239,7 @@ def _messages(param: MessageParam) -> list[dict[str, Any]]:
 
 
 def _content(blocks: list[TextBlock | ImageBlock]) -> str | list[dict[str, Any]]:
-    """Each on a line of its own."""
+    """Return the text of content blocks, each on a line of its own."""
     if not any(isinstance(block, ImageBlock) for block in blocks):
         return "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
     parts: list[dict[str, Any]] = []

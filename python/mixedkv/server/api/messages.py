@@ -51,12 +51,12 @@ def _count(server: ServerState, body: CountRequest) -> int:
 
 
 class _Answer:
-    """Anthropic's objects of one request: an answer is a list of blocks, of thoughts, text and calls."""
+    """Builds Anthropic's objects for an answer to one request: blocks of thoughts, text and calls."""
 
     def __init__(self, server: ServerState, body: MessagesRequest, job: Job, chat: RenderedChat) -> None:
         self._body, self._job = body, job
         self._parts = chat.reader()
-        self._block = -1  # the one that is open
+        self._block = -1  # the open block
         self._kind: tuple[str, int] | None = None
         self._head = {"id": new_id("msg"), "type": "message", "role": "assistant", "model": server.model_name}
 
@@ -139,7 +139,7 @@ class _Answer:
         return {"stop_reason": reason, "stop_sequence": None}
 
     def _usage(self) -> dict[str, int]:
-        """Tokens of the prompt that were found are not among its input tokens."""
+        """Return Anthropic's usage, whose input tokens do not include cached ones."""
         cached = self._job.n_cached_exact
         return {
             "input_tokens": self._job.n_given - cached,
@@ -150,7 +150,7 @@ class _Answer:
 
 
 def _input(arguments: str) -> Any:
-    """Return the arguments of a call; of one that was cut off, nothing."""
+    """Return the arguments of a call; empty if the call was cut off."""
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError):

@@ -26,7 +26,7 @@ from mixedkv.server.state import ServerState, loaded_model, model_of, read_promp
 from mixedkv.server.used_models import used_models
 
 router = APIRouter(route_class=PlainJSONRoute)
-_LATEST = ":latest"  # what Ollama's clients write behind a name
+_LATEST = ":latest"  # tag that Ollama's clients add to a name
 
 
 @router.post("/api/chat")
@@ -42,12 +42,12 @@ async def generate(body: OllamaGenerate, request: Request) -> Response:
 
 
 def named_model(request: Request, name: str | None, **options: Any) -> ServerState:
-    """See `model_of`; a name may end as Ollama's do."""
+    """Return the model of a name as `model_of` does. The name may have Ollama's tag."""
     return model_of(request, name.removesuffix(_LATEST) if name else None, **options)
 
 
 async def named_loaded(request: Request, body: KeepAlive, **options: Any) -> ServerState:
-    """See `loaded_model`; a name may end as Ollama's do, and the request says how long the model stays."""
+    """Load the model of a request as `loaded_model` does. The name may have Ollama's tag."""
     name = body.model.removesuffix(_LATEST) if body.model else None
     return await loaded_model(request, name, keep_alive=body.seconds_to_stay, **options)
 
@@ -65,7 +65,7 @@ async def _answer(request: Request, body: OllamaChat | OllamaGenerate, is_empty:
     if is_empty and body.seconds_to_stay == 0:
         return _unload(request, body, owner)
     server = await named_loaded(request, body)
-    if is_empty:  # Ollama's clients load a model so
+    if is_empty:  # this is how Ollama's clients load a model
         return _without_answer(server, body, "load")
     if (n_ctx := body.wanted.num_ctx) is not None and n_ctx > server.engine.n_ctx:
         why = f"the context has {server.engine.n_ctx} tokens; serve with --n-ctx {n_ctx}"
@@ -106,7 +106,7 @@ def _jobs(
 def _said(
     body: OllamaRequest, text: str, thought: str = "", calls: list[dict[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """A piece of an answer, or all of it."""
+    """Return the fields for a piece of an answer, or for all of it."""
     more = {"thinking": thought} if thought else {}
     if not isinstance(body, OllamaChat):
         return {"response": text, **more}
@@ -115,7 +115,7 @@ def _said(
 
 
 class _Answer:
-    """Ollama's objects of one request. Calls are told at the end, each whole."""
+    """Builds Ollama's objects for the answer to one request. Calls come at the end, each whole."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class _Answer:
         return b"".join(json_line({**self._head(), "done": False, **line}) for line in lines)
 
     def idle(self) -> bytes:
-        """A line that says nothing: the format has no comments."""
+        """Return a line without text, since the format has no comments."""
         return json_line({**self._head(), "done": False, **_said(self._body, "")})
 
     def failed(self, error: ApiError) -> bytes:
@@ -181,7 +181,7 @@ class _Answer:
         return {"logprobs": chat_logprobs(self._server.engine.detokenizer, event.logprobs)["content"]}
 
     def _end(self, end: Done) -> dict[str, Any]:
-        """Return how the answer ended, tokens, and times in nanoseconds."""
+        """Return why the answer ended, its tokens, and times in nanoseconds."""
         job, at = self._job, time.perf_counter()
         first = job.t_first if job.t_first is not None else at
         return {
@@ -197,7 +197,7 @@ class _Answer:
 
 
 def _arguments(text: str) -> Any:
-    """Return the arguments of a call; of one that was cut off, nothing."""
+    """Return the arguments of a call; empty if the call was cut off."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

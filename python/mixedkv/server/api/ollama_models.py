@@ -24,9 +24,9 @@ from mixedkv.server.state import ServerState, in_thread, server_state, tenant
 from mixedkv.server.used_models import used_models
 
 router = APIRouter(route_class=PlainJSONRoute)
-_OLLAMA_VERSION = "0.12.11"  # whose fields are followed: some clients refuse to talk to older ones
+_OLLAMA_VERSION = "0.12.11"  # the version whose fields these are; some clients refuse older ones
 _NEVER = datetime(2999, 12, 31, 23, 59, 59, tzinfo=timezone.utc)
-_MAX_VALUE = 10_000  # characters of a text in a file's metadata
+_MAX_VALUE = 10_000  # characters of a text in a file's metadata that are shown
 
 
 @router.get("/api/version")
@@ -38,14 +38,14 @@ async def version(request: Request) -> Response:
 
 @router.get("/api/tags")
 async def tags(request: Request) -> Response:
-    """List the models that are served, and adapters on them."""
+    """List the models and adapters that are served."""
     tenant(request)
     return JSONResponse({"models": [await in_thread(_listed, each) for each in server_state(request).all]})
 
 
 @router.get("/api/ps")
 async def running(request: Request) -> Response:
-    """List the models that are in memory, and when each is unloaded if no request comes."""
+    """List the models in memory, and when each is unloaded if no request comes."""
     tenant(request)
     models = [
         {
@@ -69,7 +69,7 @@ def _expires_at(seconds: float) -> str:
 
 @router.post("/api/show")
 async def show(body: OllamaShow, request: Request) -> Response:
-    """Return what a model's file says of it, and what it can do."""
+    """Return the metadata of a model's file, and its capabilities."""
     tenant(request)
     server = named_model(request, body.model or body.name, generates=False)
     return JSONResponse(await in_thread(_shown, server))
@@ -96,7 +96,7 @@ async def embed_inputs(body: OllamaEmbed, request: Request) -> Response:
 
 @router.post("/api/embeddings")
 async def embed_prompt(body: OllamaEmbeddings, request: Request) -> Response:
-    """Return a vector of length 1, as /api/embed did before its name changed."""
+    """Return a vector of length 1, in the form from before /api/embed."""
     server = await named_loaded(request, body, generates=False)
     if not body.prompt:
         return JSONResponse({"embedding": []})
@@ -121,7 +121,7 @@ def _cut_tokens(server: ServerState, embedder: Embedder, body: EmbeddingRequest)
 
 def _listed(server: ServerState) -> dict[str, Any]:
     path, digest = server.path, ""
-    with suppress(ValueError, OSError):  # it may be gone, or another one, until it is loaded
+    with suppress(ValueError, OSError):  # the file may be gone or replaced until it is loaded
         digest = fingerprint(path)
     at = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc) if path.exists() else None
     return {
@@ -162,7 +162,7 @@ def _shown(server: ServerState) -> dict[str, Any]:
 
 
 def _plain(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers and short texts."""
+    """Return the metadata that are numbers or short texts."""
     return {
         key: value
         for key, value in metadata.items()
@@ -171,7 +171,7 @@ def _plain(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _short(n: int) -> str:
-    """134515008 as 134.52M."""
+    """Return a number like 134515008 as 134.52M."""
     for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
         if n >= size:
             return f"{n / size:.3g}{letter}" if n >= 100 * size else f"{n / size:.2f}{letter}"

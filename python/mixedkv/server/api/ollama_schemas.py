@@ -1,4 +1,4 @@
-"""Bodies of Ollama's API, and what they are as requests of OpenAI's."""
+"""Bodies of Ollama's API, and their translation to OpenAI's requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ONLY_ANOTHER_SERVER = "Accepted: it says how Ollama loads a model."
 
 
 class OllamaOptions(Model):
-    """Those that say how an answer is made. The rest are about loading a model and are ignored."""
+    """Options for generating answers. Those about loading a model are ignored."""
 
     temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
     top_k: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
@@ -91,7 +91,7 @@ class KeepAlive(Model):
 
     @property
     def seconds_to_stay(self) -> float | None:
-        """Seconds that the model stays in memory; None as the server has it."""
+        """Seconds that the model stays in memory; None for the server's default."""
         return None if self.keep_alive is None else parse_keep_alive(self.keep_alive)
 
     @field_validator("keep_alive")
@@ -119,7 +119,7 @@ class OllamaRequest(KeepAlive):
         return self.options or OllamaOptions.model_validate({})
 
     def answer_fields(self) -> dict[str, Any]:
-        """Return the fields of OpenAI's chat that say how it is answered."""
+        """Return the fields of OpenAI's chat for generating the answer."""
         form: dict[str, Any] | None = None
         if self.format == "json":
             form = {"type": "json_object"}
@@ -188,7 +188,7 @@ class OllamaGenerate(OllamaRequest):
     system: Text | None = None
     images: Images | None = Field(None, description="Base64 of image files.")
     raw: bool | None = Field(None, description="The prompt as it is, without the chat template.")
-    # known, but not what this server does
+    # known, but not supported by this server
     template: Text | None = Field(None, description=REFUSED)
     context: list[Any] | None = Field(None, description=REFUSED)
 
@@ -207,13 +207,13 @@ class OllamaGenerate(OllamaRequest):
         return bool(self.raw or self.suffix)
 
     def as_chat(self) -> dict[str, Any]:
-        """The same as a chat of OpenAI's."""
+        """Return the request as a chat of OpenAI's."""
         said = [{"role": "system", "content": self.system}] if self.system else []
         user = {"role": "user", "content": _content(self.prompt, self.images)}
         return {**self.answer_fields(), "messages": [*said, user]}
 
     def as_completion(self, n_ctx: int) -> dict[str, Any]:
-        """The same as a completion of OpenAI's, of up to `n_ctx` tokens."""
+        """Return the request as a completion of OpenAI's, of up to `n_ctx` tokens."""
         fields = {"max_tokens": n_ctx, **{k: v for k, v in self.wanted.fields().items() if v is not None}}
         return {**fields, "stream": self.stream is not False, "prompt": self.prompt, "suffix": self.suffix}
 
@@ -237,8 +237,8 @@ class OllamaShow(Model):
 
 
 def _with_calls(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
-    """Messages of OpenAI's. Calls get ids where they have none, and results those of the calls they answer:
-    the first unanswered one of that function.
+    """Return messages in OpenAI's form. Calls without ids get one, and a result gets the id of the first
+    unanswered call of its function.
     """
     out: list[dict[str, Any]] = []
     unanswered: list[tuple[str, str]] = []  # id and function
@@ -253,7 +253,7 @@ def _with_calls(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
                 n_calls += 1
                 name, arguments = call.function.name, call.function.arguments
                 text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-                call_id = call.id or f"call{n_calls:05}"  # nine letters and digits: Mistral takes no others
+                call_id = call.id or f"call{n_calls:05}"  # nine letters and digits, as Mistral requires
                 unanswered.append((call_id, name))
                 function = {"name": name, "arguments": text}
                 message["tool_calls"].append({"id": call_id, "type": "function", "function": function})

@@ -1,4 +1,4 @@
-"""GET /, the chat, /stats, what the cache holds, and the files of both pages."""
+"""GET /, the chat page, /stats, the cache's contents, and the files of both pages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HEADERS = {
 
 @router.get("/")
 async def chat(request: Request) -> Response:
-    """The chat; the statistics where no model writes."""
+    """Return the chat page, or the statistics if no model generates text."""
     if not any(each.generates for each in server_state(request).all):
         return RedirectResponse("stats")
     return _file("chat.html", _CHAT_POLICY)
@@ -35,7 +35,7 @@ async def chat(request: Request) -> Response:
 
 @router.get("/stats")
 async def stats() -> Response:
-    return _file("stats.html")  # its own <meta> says the rest of its policy
+    return _file("stats.html")  # the page's <meta> has the rest of its policy
 
 
 @router.get("/page/{name}")
@@ -46,7 +46,7 @@ async def part(name: str) -> Response:
 def _file(name: str, policy: str = "") -> Response:
     if name not in _FILES:
         raise ApiError(404, "the page has no such file")
-    # no FileResponse, which also answers thousands of ranges
+    # not a FileResponse, which would also answer thousands of ranges
     path = _FILES[name]
     kind = f"{_KINDS[path.suffix]}; charset=utf-8"
     headers = {**_HEADERS, "Content-Security-Policy": policy + "frame-ancestors 'none'"}

@@ -1,4 +1,4 @@
-"""The chat of a request, as the engine takes it."""
+"""Reads and renders the chat of a request."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def chat_of(
     choice: ToolChoice | None = None,
     before: Sequence[dict[str, Any]] = (),
 ) -> Chat:
-    """Read the chat of a request, with its tools and images.
+    """Return the chat of a request, with its tools and images.
 
     Args:
-        before: messages of a session.
+        before: the messages of its session.
 
     Raises:
-        ApiError: 400, something does not go together; it names the field.
+        ApiError: 400, fields conflict; the error names one.
     """
     choice = choice or ToolChoice()
     options = template_options(body)
@@ -62,7 +62,7 @@ def render(
 
 
 def rendered_text(server: ServerState, chat: Chat) -> str:
-    """Return the text that the template makes of a chat.
+    """Return the text of a rendered chat.
 
     Raises:
         ApiError: 400; it names the field.
@@ -79,7 +79,7 @@ def _refused(error: ValueError) -> ApiError:
 
 
 def template_message(message: Message) -> dict[str, Any]:
-    """A message as chat templates know it."""
+    """Return a message in the form that chat templates expect."""
     out: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
         "content": message.text,
@@ -96,10 +96,10 @@ def template_message(message: Message) -> dict[str, Any]:
 
 
 def template_options(body: ChatFields) -> TemplateOptions:
-    """Return the options of the template that a request asks for.
+    """Return the template options of a request.
 
     Raises:
-        ApiError: 400, a variable cannot be had.
+        ApiError: 400, a variable cannot be set.
     """
     variables, thinking = dict(body.chat_template_kwargs or {}), True
     _check_variables(variables)

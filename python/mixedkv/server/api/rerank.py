@@ -1,4 +1,4 @@
-"""POST /v1/rerank: how well documents answer a query, by a model that was made for that."""
+"""POST /v1/rerank: scores how well documents answer a query, with a ranking model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_DOCUMENTS = 2048  # as many as inputs of /v1/embeddings
 
 
 class RerankRequest(Model):
-    """A request to rank documents, as Jina, Cohere and llama-server have it."""
+    """A request to rank documents, in the form of Jina, Cohere and llama-server."""
 
     query: Annotated[Text, Field(min_length=1)]
     documents: Annotated[
@@ -37,7 +37,7 @@ class RerankRequest(Model):
 @router.post("/v1/rerank")
 @router.post("/v1/reranking", include_in_schema=False)
 async def rerank(body: RerankRequest, request: Request) -> Response:
-    """Return a number for each document, the greatest first."""
+    """Return a score for each document, the greatest first."""
     owner = tenant(request)
     server = await loaded_model(request, body.model, generates=False)
     embedder = _ranker(server)
@@ -68,7 +68,7 @@ def _ranker(server: ServerState) -> Embedder:
 
 
 def _pairs(server: ServerState, embedder: Embedder, body: RerankRequest) -> list[list[int]]:
-    """Tokens of the query with each document."""
+    """Return the tokens of the query with each document."""
     pairs = []
     for i, document in enumerate(body.documents):
         try:

@@ -15,12 +15,12 @@ from mixedkv.server.api.sse import EVENTS, EventStream, Headers, StreamedAnswer
 from mixedkv.server.pending import OnEvent, PendingRequest, or_disconnect
 from mixedkv.server.state import ServerState, json_answer, time_left
 
-_PING = 15.0  # seconds without an event after which a stream says that it is alive
-_PROGRESS = 0.5  # the same where the client asks how far its prompt is
+_PING = 15.0  # seconds without an event after which a stream sends a sign of life
+_PROGRESS = 0.5  # the same if the client asks for the progress of its prompt
 
 
 class SentAnswer(StreamedAnswer, Protocol):
-    """An API's objects of one request: the parts of a stream, or one of all ends."""
+    """Protocol of an API's objects for one request: the parts of a stream, or one object at the end."""
 
     def whole(self, ends: list[Done]) -> dict[str, Any] | list[dict[str, Any]]: ...
 
@@ -37,14 +37,14 @@ async def respond(
     on_event: OnEvent | None = None,
     headers: Headers = EVENTS,
 ) -> Response:
-    """Run the jobs and answer; a `large` object is made and encoded off the event loop.
+    """Run the jobs and answer. A `large` object is built and encoded off the event loop.
 
     Args:
-        progress: the stream says how far its prompt is, so it begins at once.
-        headers: of a stream.
+        progress: the stream reports the progress of the prompt, so it begins at once.
+        headers: headers of a stream.
 
     Raises:
-        ApiError: before anything was sent: see `PendingRequest`.
+        ApiError: as `PendingRequest`, before anything was sent.
     """
     pending = PendingRequest(
         server.engine, jobs, server.settings.request_timeout, time_left(request), on_event

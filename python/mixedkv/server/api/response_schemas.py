@@ -1,4 +1,4 @@
-"""Bodies of /v1/responses, as OpenAI has them, and what they are as a chat."""
+"""Bodies of /v1/responses, OpenAI's API, and their translation to chats."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class ReasoningItem(Item):
 
 
 def _kind(item: Any) -> str:
-    """A message need not say that it is one."""
+    """Return the type of an item; an item without one is a message."""
     return str(item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", ""))
 
 
@@ -190,7 +190,7 @@ class ResponsesRequest(Model):
         return self
 
     def as_chat(self, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The same as a chat of these messages."""
+        """Return the request as a chat of these messages."""
         choice = self.tool_choice
         return {
             "messages": [*self._instructed(), *messages],
@@ -211,11 +211,11 @@ class ResponsesRequest(Model):
             yield {"role": "system", "content": self.instructions}
 
     def messages(self) -> Iterable[dict[str, Any]]:
-        """The input as messages of a chat."""
+        """The input as the messages of a chat."""
         if isinstance(self.input, str):
             yield {"role": "user", "content": self.input}
             return
-        answer: dict[str, Any] = {}  # what an assistant has thought, said and called is one message
+        answer: dict[str, Any] = {}  # an assistant's thoughts, text and calls are one message
         for item in self.input:
             if isinstance(item, ResultItem) or (isinstance(item, MessageItem) and item.role != "assistant"):
                 if answer:

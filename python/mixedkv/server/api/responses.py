@@ -59,7 +59,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
 
 @router.get("/v1/responses/{response_id}")
 async def get_response(response_id: ResponseId, request: Request) -> Response:
-    """Return a response that was kept, without what is not kept (usage, instructions, options)."""
+    """Return a kept response, without usage, instructions and options, which are not kept."""
     kept = await find(server_state(request), response_id, tenant(request), "response_id")
     last = kept.messages[-1].model_dump(exclude_none=True) if kept.messages else {}
     return JSONResponse(
@@ -84,7 +84,7 @@ async def get_response(response_id: ResponseId, request: Request) -> Response:
 
 
 def _items(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what an assistant thought, said and called."""
+    """Return the items of an answer: thoughts, text and calls."""
     parts = [("reasoning", Part(reasoning=message.get("reasoning_content", "")))]
     parts.append(("message", Part(content=message.get("content", ""))))
     for i, call in enumerate(message.get("tool_calls", ())):
@@ -107,7 +107,7 @@ def _jobs(
 
 
 class _Output:
-    """One item of an answer while it comes: the events it consists of, and what it is in the end."""
+    """An item of a streamed answer: its events, and the complete item at the end."""
 
     def __init__(self, kind: str, index: int, part: Part) -> None:
         self.kind, self.index = kind, index
@@ -168,20 +168,16 @@ class _Output:
         return where if self.kind == "function_call" else {**where, "content_index": 0}
 
 
-_NAMES = {
-    "reasoning": "reasoning_text",
-    "message": "output_text",
-    "function_call": "function_call_arguments",
-}
+_NAMES = {"reasoning": "reasoning_text", "message": "output_text", "function_call": "function_call_arguments"}
 
 
 class _Answer:
-    """OpenAI's objects of one request: an answer is a list of items, of thoughts, text and calls."""
+    """Builds OpenAI's objects for the answer to one request: a list of items of thoughts, text and calls."""
 
     def __init__(self, server: ServerState, body: ResponsesRequest, job: Job, chat: RenderedChat) -> None:
         self._body, self._job, self._sampling = body, job, server.sampling
         self._parts = chat.reader()
-        self._read: deque[list[Part]] = deque()  # of events that have not been told yet
+        self._read: deque[list[Part]] = deque()  # events that have not been sent yet
         self._outputs: list[_Output] = []
         self._open: tuple[str, int] | None = None
         self._n_events = 0
@@ -195,11 +191,11 @@ class _Answer:
 
     @property
     def answer(self) -> ReadAnswer:
-        """The answer, as far as it has been read."""
+        """The answer as far as it has been read."""
         return self._parts.answer
 
     def read(self, event: Delta | Done) -> None:
-        """Read an event before it is told."""
+        """Read an event before it is sent."""
         self._read.append(self._parts.feed(event.text, last=event.last))
 
     def _new(self, event: Delta | Done) -> list[Part]:
@@ -259,7 +255,7 @@ class _Answer:
         return self._outputs[-1].closed(status)
 
     def _response(self, end: Done | None) -> dict[str, Any]:
-        """`end`: None while the answer comes."""
+        """Return the response object; `end` is None while the answer is generated."""
         body, status = self._body, "in_progress" if end is None else _status(end)
         why = {"reason": "max_output_tokens"} if status == "incomplete" else None
         items = [output.item("completed") for output in self._outputs]

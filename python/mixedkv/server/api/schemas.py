@@ -1,16 +1,10 @@
-"""Bodies of requests, as OpenAI has them plus what is ours. Strict: nothing odd gets further."""
+"""Bodies of requests: OpenAI's fields and our own, strictly checked."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import (
-    AliasChoices,
-    BeforeValidator,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import AliasChoices, BeforeValidator, Field, field_validator, model_validator
 
 from mixedkv.chunks import Repair
 from mixedkv.limits import INT32_MAX
@@ -22,7 +16,7 @@ from mixedkv.server.api.fields import (
     MAX_TOOLS,
     PREFIX_FOUND,
     REFUSED,
-    Breaker,
+    Breakers,
     Few,
     Finite,
     Id,
@@ -138,10 +132,7 @@ class GenerationFields(Model):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: (
-        Annotated[
-            dict[Annotated[str, Field(max_length=10)], Annotated[Finite, Field(ge=-100, le=100)]],
-            Few,
-        ]
+        Annotated[dict[Annotated[str, Field(max_length=10)], Annotated[Finite, Field(ge=-100, le=100)]], Few]
         | None
     ) = None
     # ours and llama.cpp's
@@ -157,7 +148,7 @@ class GenerationFields(Model):
     dry_base: Annotated[Finite, Field(ge=0, le=100)] | None = None
     dry_allowed_length: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     dry_penalty_last_n: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    dry_sequence_breakers: Annotated[list[Breaker], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    dry_sequence_breakers: Breakers | None = None
     mirostat: Annotated[int, Field(ge=0, le=2)] | None = None
     mirostat_tau: Annotated[Finite, Field(ge=0, le=100)] | None = None
     mirostat_eta: Annotated[Finite, Field(ge=0, le=1)] | None = None
@@ -273,14 +264,12 @@ class ChatRequest(ChatFields, GenerationFields):
 
     @property
     def names_answers(self) -> bool:
-        """True if answers have a `message_id`: where it was asked for, and in a chat whose messages have
-        one.
-        """
+        """True if answers have a `message_id`: if it was asked for, or the chat's messages have ids."""
         return bool(self.use_kv_cache) or any(message.message_id for message in self.messages)
 
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> ChatRequest:
-        """Fields that ask for another kind of answer than text."""
+        """Refuse fields that ask for another kind of answer than text."""
         for name in ("functions", "audio", "web_search_options"):
             if getattr(self, name) not in (None, []):
                 raise ValueError(f"{name} is not supported by this server: leave it out")
@@ -302,7 +291,7 @@ Prompt = (
 
 
 def prompts_of(prompt: Prompt) -> list[str | list[int]]:
-    """Return the prompts that a field of one or several has."""
+    """Return the prompts of a field that has one or several."""
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt[0], int):
@@ -377,7 +366,7 @@ class ContextRequest(CreateContextCacheRequest):
 
     @property
     def context(self) -> CreateContextCacheRequest:
-        """Return what is kept of it."""
+        """Return the part of the request that is kept."""
         fields = {name: getattr(self, name) for name in CreateContextCacheRequest.model_fields}
         return CreateContextCacheRequest.model_construct(**fields)
 
@@ -413,7 +402,7 @@ class EmbeddingRequest(Model):
     @field_validator("input", mode="before")
     @classmethod
     def _check_numbers(cls, value: Any) -> Any:
-        """Before the types, of which each would say what is wrong in its own way."""
+        """Check the inputs before their types, each of which would report an error of its own."""
         if value in ("", []):
             raise ValueError("it is empty: give a text, a list of texts, or token ids")
         if isinstance(value, str):

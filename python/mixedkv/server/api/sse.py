@@ -1,4 +1,4 @@
-"""Answers as streams of events or of lines of JSON: one write for all that has gathered, no task, timer or
+"""Streams answers as events or as lines of JSON, with one write for all waiting events and no task, timer or
 parser per token.
 """
 
@@ -25,25 +25,25 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def sse(chunk: dict[str, Any]) -> bytes:
-    """One event."""
+    """Return an event."""
     return f"data: {_encode(chunk)}\n\n".encode()
 
 
 def named_sse(chunk: dict[str, Any]) -> bytes:
-    """One event that is called by its type."""
+    """Return an event that is named by its type."""
     return f"event: {chunk['type']}\ndata: {_encode(chunk)}\n\n".encode()
 
 
 def json_line(chunk: dict[str, Any]) -> bytes:
-    """One line of NDJSON."""
+    """Return a line of NDJSON."""
     return f"{_encode(chunk)}\n".encode()
 
 
 class Template:
-    """Events that differ in one text only: the rest is encoded once.
+    """Encodes events that differ in one text only: the rest is encoded once.
 
     Args:
-        chunk: has the string `MARK` where the text goes.
+        chunk: the event's object, with the string `MARK` in the place of the text.
     """
 
     MARK = "\x00text\x00"
@@ -56,14 +56,16 @@ class Template:
 
 
 class StreamedAnswer(Protocol):
-    """The parts of a stream, as bytes; asked for once there is an event, or the stream has to begin."""
+    """Protocol of the parts of a stream, as bytes, requested when there is an event or the stream has to
+    begin.
+    """
 
     def first(self) -> bytes: ...
 
     def event(self, i: int, event: Delta | Done) -> bytes: ...
 
     def idle(self) -> bytes:
-        """While nothing comes."""
+        """Return bytes to send while there are no events."""
 
     def failed(self, error: ApiError) -> bytes: ...
 
@@ -71,12 +73,13 @@ class StreamedAnswer(Protocol):
 
 
 class EventStream(Response):
-    """Answers with the events of a pending. What fails before there is one has an HTTP status: see `begin`.
+    """Answers with the events of a pending request. An error before the first event gets an HTTP status, see
+    `begin`.
 
     Args:
-        interval: seconds after which `idle` is sent where nothing has come.
+        interval: seconds without an event after which `idle` is sent.
         at_once: do not wait for the first event.
-        headers: of the answer.
+        headers: headers of the answer.
     """
 
     def __init__(
@@ -94,10 +97,10 @@ class EventStream(Response):
         self._begin: tuple[int, Delta | Done] | None = None
 
     async def begin(self, request: Any) -> EventStream:
-        """Wait for the first event, though not for long: then whoever waits is told that there will be one.
+        """Wait for the first event, but not for long: the stream then begins without one.
 
         Raises:
-            ApiError: there is none.
+            ApiError: the request fails before its first event.
         """
         self._pending.__enter__()
         try:
@@ -117,7 +120,7 @@ class EventStream(Response):
             if writing.done():
                 writing.result()
         finally:
-            self._pending.__exit__()  # first of all: the engine need not wait for the rest
+            self._pending.__exit__()  # cancel first, since the engine need not wait for the rest
             for task in (writing, gone):
                 task.cancel()
             await asyncio.gather(writing, gone, return_exceptions=True)
@@ -135,7 +138,7 @@ class EventStream(Response):
                     out = []
                 out.append(self._make(await pending.next()))
             out.append(answer.last())
-        except ApiError as error:  # the status has been sent
+        except ApiError as error:  # the status has been sent already
             out.append(answer.failed(error))
         await send({"type": "http.response.body", "body": b"".join(out), "more_body": False})
 

@@ -1,4 +1,4 @@
-"""Parts of messages that are no text, in any of the APIs: refused by their type, with the reason."""
+"""Refuses parts of messages that are not text, in all APIs, and gives the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /tokenize, /detokenize, /apply-template: what a prompt is to the model, as llama-server has them."""
+"""POST /tokenize, /detokenize and /apply-template, as in llama-server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 
 @router.post("/apply-template")
 async def apply_template(body: ApplyTemplateRequest, request: Request) -> Response:
-    """Return the prompt that a chat is to the model."""
+    """Return the text of the prompt that a chat is rendered to."""
     return await _answer(request, _prompt, body)
 
 
@@ -52,7 +52,7 @@ def _tokens(server: ServerState, body: TokenizeRequest) -> dict[str, Any]:
 
 
 def _piece(server: ServerState, token: int) -> str | list[int]:
-    """Bytes where it is no text of its own."""
+    """Return a token's text, or its bytes if these are not UTF-8."""
     name = server.engine.detokenizer.name(token)
     try:
         return name.decode("utf-8")

@@ -1,4 +1,4 @@
-"""Tools of a chat: what a request may say of them, and calls in OpenAI's form."""
+"""Checks the tools of a chat and its calls, and writes calls in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mixedkv.server.api_error import ApiError, bad_request
 
 
 def choice_of(body: ChatRequest) -> ToolChoice:
-    """Return the choice of tools that a request asks for.
+    """Return the tool choice of a request.
 
     Raises:
-        ApiError: 400, calls do not go with what else is asked for.
+        ApiError: 400, calls conflict with other fields.
     """
     wanted, parallel = body.tool_choice, body.parallel_tool_calls is not False
     if isinstance(wanted, NamedTool):
@@ -38,10 +38,10 @@ def choice_of(body: ChatRequest) -> ToolChoice:
 
 
 def checked_tools(tools: Sequence[Tool], choice: ToolChoice) -> list[dict[str, Any]]:
-    """Tools as templates know them.
+    """Return tools in the form that templates expect.
 
     Raises:
-        ApiError: 400, two have one name, a schema is odd, or the chosen one is missing.
+        ApiError: 400, two tools have one name, a schema is invalid, or the chosen tool is missing.
     """
     names: set[str] = set()
     for i, tool in enumerate(tools):
@@ -57,7 +57,7 @@ def checked_tools(tools: Sequence[Tool], choice: ToolChoice) -> list[dict[str, A
 
 
 def _check_parameters(schema: dict[str, Any], where: str) -> None:
-    """Check parameters as far as templates and parsers go through them; a forced call reads all of them."""
+    """Check parameters as far as templates and parsers use them. A forced call checks all of them."""
     try:
         check_depth(schema, where)
         json.dumps(schema, ensure_ascii=False, allow_nan=False).encode("utf-8")
@@ -74,7 +74,7 @@ def _check_parameters(schema: dict[str, Any], where: str) -> None:
 
 
 def check_calls(messages: Sequence[Message]) -> None:
-    """Each result answers a call before it, once.
+    """Check that each result answers an earlier call, once.
 
     Raises:
         ApiError: 400.
@@ -104,7 +104,7 @@ def check_calls(messages: Sequence[Message]) -> None:
 
 
 def _check_arguments(text: str, where: str) -> None:
-    """Templates go through them."""
+    """Check a call's arguments, which templates use."""
     try:
         arguments = json.loads(text)
     except RecursionError:
@@ -124,15 +124,11 @@ def _wrong(message: str) -> ApiError:
 
 
 def call_json(call: Call) -> dict[str, Any]:
-    return {
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
-    }
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def delta(part: Part) -> dict[str, Any]:
-    """A piece of a stream."""
+    """Return the delta of a stream for a part of an answer."""
     if part.index < 0:
         return {"reasoning_content": part.reasoning} if part.reasoning else {"content": part.content}
     if not part.name:

@@ -1,1 +1,1 @@
-"""Guards that stand between a socket and the endpoints."""
+"""Guards that a request passes before the endpoints: connections, keys, limits, paths."""

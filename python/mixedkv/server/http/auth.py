@@ -1,4 +1,4 @@
-"""Bearer keys. Each names a tenant; tenants share nothing."""
+"""Reads and checks keys. Each key names a tenant; tenants share nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_KEYS = 10_000
 _NO_LIMITS = TenantLimits()
 
 
-_LIMITS = {  # smallest and largest
+_LIMITS = {  # smallest and largest value
     "weight": (1, 1000),
     "running": (1, 1_000_000),
     "queued": (0, 1_000_000),
@@ -38,7 +38,7 @@ class Keys:
         self._path = path
         self._tenants: list[tuple[bytes, str]] = []
         self._limits: dict[str, TenantLimits] = {}
-        self._kept: dict[str, dict[str, int]] = {}  # limits of what stays after an answer
+        self._kept: dict[str, dict[str, int]] = {}  # limits on what is kept after an answer
 
     def __bool__(self) -> bool:
         return bool(self._tenants)
@@ -49,7 +49,8 @@ class Keys:
         tenant may have several keys.
 
         Raises:
-            ValueError: others than the owner can read the file, or a line is wrong; keys are not repeated.
+            ValueError: the file can be read by others than its owner, or a line is wrong; the message has no
+                keys.
             OSError: the file cannot be read.
         """
         keys = cls(path)
@@ -57,7 +58,7 @@ class Keys:
         return keys
 
     def reload(self) -> None:
-        """Read the file again. Where that fails, see `load`, nothing changes."""
+        """Read the file again. If that fails as in `load`, nothing changes."""
         by_key, limits = _read(self._path)
         self._tenants = [(_digest(key.encode()), tenant) for key, tenant in by_key.items()]
         self._limits = {
@@ -85,8 +86,8 @@ class Keys:
         return tenant in {name for _, name in self._tenants} if self._tenants else not tenant
 
     def tenant(self, authorization: str | None, api_key: str | None = None) -> str | None:
-        """Return whose key a request carries, None if nobody's: in its header `Authorization: Bearer`, else
-        in `x-api-key`. Takes the same time for every key.
+        """Return the tenant whose key a request has, in its header `Authorization: Bearer` or else in
+        `x-api-key`; None for no valid key. Takes the same time for every key.
         """
         if not self._tenants:
             return ""
@@ -98,7 +99,7 @@ class Keys:
 
 
 class MetricsKey:
-    """The key that opens /metrics, and with it what tenants are told apart by."""
+    """The key of /metrics, whose numbers are then by tenant."""
 
     def __init__(self, key: str) -> None:
         self._digest = _digest(key.encode())
@@ -108,7 +109,7 @@ class MetricsKey:
         """Read the key from its file.
 
         Raises:
-            ValueError: others than the owner can read the file, or it is not one key.
+            ValueError: the file can be read by others than its owner, or does not have one key.
             OSError: the file cannot be read.
         """
         lines = _lines(path)

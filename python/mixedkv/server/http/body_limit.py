@@ -1,5 +1,5 @@
-"""Finds out whose a request is and reads its body, up to limits in size and time; ends what takes too long;
-counts answers.
+"""Finds the tenant of a request and reads its body, within limits on size and time. Ends requests that take
+too long, and counts answers.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mixedkv.server.api_error import ApiError, timed_out
 from mixedkv.server.http.auth import Keys
 
-_MAX_BYTES_OF_STRANGERS = 4096  # who has no key fills no memory
+_MAX_BYTES_OF_STRANGERS = 4096  # a client without a key cannot fill the memory
 _LINGER_SECONDS = 1.0
 # in a request's scope:
-DEADLINE = "mixedkv.deadline"  # time of the event loop at which it is given up
-TENANT = "mixedkv.tenant"  # whose key it carries; None where it carries nobody's
-_LARGEST_AT_A_TIME = 8  # bodies of the largest size, or as many bytes in smaller ones
+DEADLINE = "mixedkv.deadline"  # time of the event loop at which the request is given up
+TENANT = "mixedkv.tenant"  # tenant whose key it has; None without a valid key
+_LARGEST_AT_A_TIME = 8  # all bodies together may take this many times the largest size
 _SMALL = 1 << 16  # bytes of a body that is always taken: as many as there are connections are no danger
 
 
 class BodyLimit:
-    """413 for a body of more than `max_bytes`, however it is sent; without a key for a smaller one. 408 for
-    one that is not complete after `read_seconds`, 429 while all bodies together are too large. 504 where no
-    answer begins within `seconds`.
+    """Answers 413 for a body of more than `max_bytes`, or without a key for a smaller one; 408 for a body
+    that is not complete after `read_seconds`; 429 while all bodies together are too large; 504 if no answer
+    begins within `seconds`.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class BodyLimit:
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 route = scope.get("route")
-                path = getattr(route, "path", "other")  # never what a client made up
+                path = getattr(route, "path", "other")  # never one that a client made up
                 self._count.labels(path, str(message["status"])).inc()
             await send(message)
 
@@ -94,7 +94,7 @@ class BodyLimit:
             refusal = error
         else:
             return None
-        self._release(held)  # of one that took too long
+        self._release(held)  # the answer to a request that took too long
         await _let_it_end(scope, receive)
         return refusal
 
@@ -107,7 +107,8 @@ class BodyLimit:
         """Read the body of a request.
 
         Raises:
-            ApiError: 400, it says in two ways how long it is; 413, it is too large; 429, all together are.
+            ApiError: 400, it gives its length in two ways; 413, it is too large; 429, all bodies together
+                are.
         """
         limit = self._limit(scope)
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
@@ -137,7 +138,7 @@ class BodyLimit:
             raise self._too_large(limit)
         more = max(0, size - held.size)
         if size > _SMALL and self._held + more > _LARGEST_AT_A_TIME * self._max_bytes:
-            self._release(held)  # at once: what comes in the same turn of the event loop has room then
+            self._release(held)  # at once, so that a body in the same turn of the event loop has room
             raise ApiError(
                 429,
                 "the bodies of requests at work take all the memory they may: try again later",
@@ -159,7 +160,7 @@ class BodyLimit:
 
 
 class _Held:
-    """A body in memory: the size of what has come, its parts, None if it did not come to its end."""
+    """A body in memory: the bytes received so far and its parts, which are None if it is incomplete."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -177,8 +178,8 @@ class _Held:
 
 
 async def _let_it_end(scope: Scope, receive: Receive) -> None:
-    """Drop the rest of a body, for a while: a client that still sends when the connection is closed gets a
-    reset and never sees the answer.
+    """Receive and drop the rest of a body, for a while: a client that is still sending when the connection is
+    closed gets a reset and never sees the answer.
     """
     if any(name == b"expect" for name, _ in scope["headers"]):
         return  # it waits for leave to send

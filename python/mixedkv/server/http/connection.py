@@ -1,6 +1,6 @@
-"""Bounds what one client can hold of the server besides its requests: a connection, for a time.
+"""Limits how long one client can hold a connection.
 
-uvicorn waits without end for the head of a request, and for a client to take what it is sent.
+uvicorn waits forever for the head of a request, and for a client to take its answer.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.root_path import without
 
-_READ_BYTES = 8192  # in a turn of the event loop: for 256 KiB of tiny chunks h11 takes more than a second
-_HEAD_SECONDS_BEYOND = 1.0  # of connections that get no more than a refusal, or health
+_READ_BYTES = 8192  # in a turn of the event loop: h11 takes more than a second for 256 KiB of tiny chunks
+_HEAD_SECONDS_BEYOND = 1.0  # connections that only get a refusal or a health check
 _BEYOND = 64
 _HEALTH = ("/health", "/ready", "/metrics")
 _TOO_MANY = ApiError(
@@ -43,7 +43,7 @@ class Connection(H11Protocol):
 
     @classmethod
     def within(cls, head_seconds: float, stall_seconds: float, root_path: str = "") -> type[Connection]:
-        """Return the class with these bounds, for uvicorn's `http`."""
+        """Return this class with the given limits, for uvicorn's `http`."""
         bounds = {"head_seconds": head_seconds, "stall_seconds": stall_seconds, "root_path": root_path}
         return type(cls.__name__, (cls,), bounds)
 
@@ -52,7 +52,7 @@ class Connection(H11Protocol):
         self._stall_timer: asyncio.TimerHandle | None = None
         super().connection_made(transport)
         self.idle_since = self.loop.time()
-        if hasattr(transport, "max_size"):  # asyncio's; others read less at a time
+        if hasattr(transport, "max_size"):  # asyncio's transport; others read less at a time
             transport.max_size = _READ_BYTES
         limit, self.limit_concurrency = self.limit_concurrency, None  # uvicorn's own answer is plain text
         if limit is not None and len(self.connections) > limit:
@@ -60,7 +60,9 @@ class Connection(H11Protocol):
         self._await_head()
 
     def _go_beyond(self, limit: int) -> None:
-        """Take the place of the idlest connection; where all are at work, that of a few for health alone."""
+        """Take the place of the idlest connection. If all are busy, take one of a few places for health
+        checks.
+        """
         others = (other for other in self.connections if other is not self)
         idle = [other for other in others if isinstance(other, Connection) and other.is_idle]
         if idle:
@@ -73,7 +75,7 @@ class Connection(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Between requests, or before the first."""
+        """True between requests and before the first."""
         return (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing()
 
     def data_received(self, data: bytes) -> None:
@@ -83,7 +85,7 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self.idle_since = self.loop.time()
-        if self.transport.is_closing():  # what it was sent may still wait
+        if self.transport.is_closing():  # bytes for the client may still be buffered
             self._await_reader()
 
     def timeout_keep_alive_handler(self) -> None:
@@ -104,7 +106,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """Shut down; a request whose body is not complete gets 503 at once."""
+        """Shut down. A request whose body is not complete gets 503 at once."""
         if self.cycle is not None and not self.cycle.response_complete and self.cycle.more_body:
             self._answer(ApiError(503, "the server is shutting down", code="shutting_down"))
         else:
@@ -114,10 +116,10 @@ class Connection(H11Protocol):
         self._answer(ApiError(400, "this is not HTTP, or its head is too large", code="invalid_http"))
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Say nothing: there are no WebSockets here, and the log shall not have a line for each who asks."""
+        """Log nothing: there are no WebSockets here, and a line for each attempt would fill the log."""
 
     def _await_head(self) -> None:
-        """Start the timer while a head is to come; between requests only once its first byte is there."""
+        """Start the timer for the head of a request; between requests only once its first byte is there."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._head_timer = _cancel(self._head_timer)
         elif self._head_timer is None:
@@ -134,11 +136,11 @@ class Connection(H11Protocol):
             self._answer(ApiError(408, message, code="request_timeout"))
 
     def _answer(self, error: ApiError) -> None:
-        """Answer without the application, unless that has begun to, and close."""
+        """Answer without the application, unless it has begun to answer, and close."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._write(error)
         if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True  # for the application the client has gone
+            self.cycle.disconnected = True  # to the application, the client has disconnected
             self.cycle.message_event.set()
         self.transport.close()
         self._await_reader()

@@ -1,4 +1,4 @@
-"""Reads bodies of JSON: large ones apart. Unknown fields are taken off, or refused."""
+"""Reads JSON bodies, large ones in another process. Unknown fields are removed or refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mixedkv.server.unknown_fields import shown
 class JSONRoute(APIRoute):
     """Reads JSON bodies, for `APIRouter(route_class=...)`."""
 
-    any_content_type = False  # whether a body need not say that it is JSON
+    any_content_type = False  # whether a body may come without a Content-Type of JSON
 
     def get_route_handler(self) -> Callable[[Request], Any]:
         handle = super().get_route_handler()
@@ -50,7 +50,7 @@ class JSONRoute(APIRoute):
 
 
 def _warn(response: Response, names: list[str]) -> None:
-    """Say in a response which fields had no effect: streams in a header, objects in `warnings` too."""
+    """Name the fields without effect in the response: in a header, and in `warnings` of an object."""
     response.headers["x-ignored-fields"] = ", ".join(names)
     body = getattr(response, "body", b"")
     is_object = response.headers.get("content-type", "").startswith("application/json")
@@ -61,13 +61,13 @@ def _warn(response: Response, names: list[str]) -> None:
 
 
 class PlainJSONRoute(JSONRoute):
-    """Reads the bodies of an API whose clients send JSON without saying so (`curl -d`)."""
+    """Reads bodies for an API whose clients send JSON without its Content-Type (`curl -d`)."""
 
     any_content_type = True
 
 
 class _ReadRequest(Request):
-    """One whose body is an object already."""
+    """A request whose body was parsed already."""
 
     def __init__(self, request: Request, body: bytes, read: BaseModel) -> None:
         scope = dict(request.scope)

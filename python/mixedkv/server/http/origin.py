@@ -1,4 +1,4 @@
-"""Keeps pages of other sites off a server without keys: their scripts run in the browser of who may ask."""
+"""Keeps pages of other sites off a server without keys: their scripts run in its users' browsers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ _SHOWN = 100
 
 
 class OwnPagesOnly:
-    """403 for what only a page of another site sends: an `Origin` that is not the server's, and with
-    `local_only` a `Host` that is not this machine, by which a page whose name was bound to 127.0.0.1 gives
-    itself away (DNS rebinding). `hosts` are names that are taken besides; where there are
-    some, no others are. Pages of `origins` may use the server, "*" are all.
-    https://fetch.spec.whatwg.org/#origin-header says who sends an `Origin`.
+    """Answers 403 to requests that only a page of another site sends. These have an `Origin` that is not the
+    server's, or with `local_only` a `Host` that is not this machine, as with DNS rebinding. `hosts` are
+    further names to accept; if there are some, no others are. Pages of `origins` may use the server, "*" are
+    all. See https://fetch.spec.whatwg.org/#origin-header for when an `Origin` is sent.
     """
 
     def __init__(

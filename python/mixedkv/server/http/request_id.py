@@ -16,8 +16,8 @@ _METHODS = ("GET", "HEAD", "POST", "PATCH", "DELETE", "PUT", "OPTIONS")
 
 
 class RequestIds:
-    """Around the whole application, so that answers to its bugs have ids too. The access log has routes, not
-    paths, and nothing else that a client has made up.
+    """Wraps the whole application, so that answers to its bugs have ids too. The access log has routes
+    instead of paths, and nothing else that a client made up.
     """
 
     def __init__(self, app: ASGIApp, access_log: bool) -> None:

@@ -1,4 +1,4 @@
-"""A path before all others, of a proxy that leaves it there, or takes it off."""
+"""Serves all paths under a prefix too, for a proxy that leaves it in requests or removes it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 def without(root: str, path: str) -> str:
-    """Return a path without the root, whether it begins with it or not."""
+    """Return a path without the root, which it may begin with."""
     return path[len(root) :] if root and (path == root or path.startswith(root + "/")) else path
 
 
 class RootPath:
-    """Serves every path both with the root before it and without. ASGI has it in `path` and `root_path`."""
+    """Serves every path both with the root before it and without it. ASGI has the root in `path` and
+    `root_path`.
+    """
 
     def __init__(self, app: ASGIApp, root: str) -> None:
         self._app, self._root = app, root

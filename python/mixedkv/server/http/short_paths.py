@@ -1,4 +1,4 @@
-"""Paths without `/v1`, for clients whose base URL was given without it."""
+"""Accepts paths without `/v1`, from clients whose base URL lacks it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mixedkv.server.http.root_path import without
 
-_SHORT = (  # first parts
+_SHORT = (  # first parts of such paths
     "chat",
     "completions",
     "embeddings",
@@ -19,7 +19,7 @@ _SHORT = (  # first parts
 
 
 class ShortPaths:
-    """Takes `/chat/completions` for `/v1/chat/completions`, and so on."""
+    """Treats `/chat/completions` as `/v1/chat/completions`, and so on."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

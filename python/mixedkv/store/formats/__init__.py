@@ -1,1 +1,1 @@
-"""File formats of blocks."""
+"""Encodes and decodes the file formats of blocks."""

@@ -1,4 +1,4 @@
-"""One block as one .safetensors file. docs/formats.md has the layout.
+"""Encodes one block as one .safetensors file. docs/formats.md has the layout.
 
 The file is written by the safetensors package. It is read here: everything about it is checked before an
 array is made, and the arrays are views of the bytes as they were read.
@@ -53,7 +53,8 @@ def decode(
     Args:
         data: the file, uint8 [size].
         identity, entry: what the file must be of; None takes any.
-        trusted: the bytes are known to be those that were written, so the checksum is not computed.
+        trusted: the bytes are known to be unchanged (by decryption, for example), so the checksum is not
+            computed.
 
     Raises:
         EntryError: the file cannot be used.

@@ -1,4 +1,4 @@
-"""Packed caches and blocks: the rows of one are those of the other, where a block has plain F16 rows."""
+"""Converts between packed caches and blocks with plain F16 rows."""
 
 from __future__ import annotations
 

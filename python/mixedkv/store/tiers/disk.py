@@ -1,7 +1,7 @@
-"""The files of a store. What is visible is whole: it was flushed before it got its name.
+"""The files of a store. A file with its final name is whole, since it was flushed before it got the name.
 
 The writer of a file holds a lock on it (`flock`) until the index has it. A lock ends with its process,
-however that ends, so what nobody locks and the index does not know was left behind.
+however that ends. So a file that is not locked and not in the index was left behind.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class DiskTier:
     def publish(
         self, name: str, pieces: Iterable[bytes | memoryview], durable: bool = True
     ) -> Iterator[None]:
-        """Write a file and give it its name; within the block the caller puts it into the index. One that is
-        not `durable` may be damaged after a power cut.
+        """Write a file and give it its name; within the block the caller puts it into the index. A file that
+        is not `durable` may be damaged after a power cut.
 
         If the block raises, the file is removed again.
         """
@@ -82,10 +82,10 @@ class DiskTier:
 
     @contextmanager
     def open(self, name: str) -> Iterator[tuple[BinaryIO, int]]:
-        """Open a file to read; the stream, and its size.
+        """Open a file and return the stream and its size.
 
         Raises:
-            EntryError: it is gone or cannot be read, also while the block reads.
+            EntryError: the file is gone or cannot be read, also while the block reads.
         """
         try:
             # Who can write to the folder may have put something else there: a pipe must not be waited for.
@@ -101,7 +101,7 @@ class DiskTier:
             raise EntryError("damaged", f"its file cannot be read: {error.strerror}") from error
 
     def remove(self, name: str) -> None:
-        """Remove a file; it may be gone already, and what is not of this store is left alone."""
+        """Remove a file. It may be gone already; files that are not of this store are left alone."""
         if _NAME.fullmatch(name):
             with suppress(FileNotFoundError, IsADirectoryError):
                 self.path(name).unlink()
@@ -116,22 +116,22 @@ class DiskTier:
         return found
 
     def remove_left_behind(self, is_known: Callable[[str], bool]) -> tuple[int, int]:
-        """Remove files that the index does not know and no process is writing: how many unfinished ones, and
-        how many finished.
+        """Remove files that the index does not know and no process is writing; return how many unfinished and
+        how many finished ones.
         """
         unfinished = finished = 0
         for item in list(os.scandir(self.folder)):
             if not _NAME.fullmatch(item.name) or not item.is_file(follow_symlinks=False):
-                continue  # not of this store: left alone
+                continue  # not a file of this store
             if item.name.endswith(_TEMPORARY):
                 unfinished += _unlink_unlocked(Path(item.path), lambda: False)
             elif not is_known(item.name):
-                # Under its lock, what is still unknown will stay so.
+                # With the lock held, a file that is not in the index now will never be.
                 finished += _unlink_unlocked(Path(item.path), partial(is_known, item.name))
         return unfinished, finished
 
     def _create_locked(self) -> tuple[Path, IO[bytes]]:
-        self.folder.mkdir(mode=0o700, exist_ok=True)  # who emptied the store's folder has removed it
+        self.folder.mkdir(mode=0o700, exist_ok=True)  # it was removed with the folder's contents
         while True:
             path = self.folder / f"{secrets.token_hex(16)}{_TEMPORARY}"
             file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "wb")
@@ -139,7 +139,7 @@ class DiskTier:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if path.exists():
                     return path, file
-            except BlockingIOError:  # a process that tidies up was faster
+            except BlockingIOError:  # another process has removed it
                 pass
             except BaseException:
                 file.close()
@@ -164,7 +164,7 @@ def folder_lock(path: Path) -> Iterator[None]:
 
 
 def open_own(path: Path) -> IO[bytes]:
-    """Return a file of the store, made if it is not there: never what a link leads to, never cut short.
+    """Open a file of the store, creating it if it is missing; links are refused and contents are kept.
 
     Raises:
         OSError: it is a link, or cannot be opened.
@@ -181,7 +181,7 @@ def open_own(path: Path) -> IO[bytes]:
 
 
 def make_own_folder(path: Path) -> None:
-    """Make a folder that only its owner can open: what is in it can be read back as text.
+    """Make a folder that only its owner can open, since texts can be reconstructed from its contents.
 
     Raises:
         PermissionError: it is another user's, or others may write to it.
@@ -206,7 +206,7 @@ def inode(path: Path) -> tuple[int, int]:
 
 
 def is_full(error: Exception) -> bool:
-    """Return whether something could not be written because there is no room for it."""
+    """Return whether a write failed because there is no room."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     return "full" in str(error)  # sqlite3's; its errors have had a code since Python 3.11 only

@@ -1,4 +1,4 @@
-"""Blocks in memory, of which some leave when the budget is full."""
+"""Keeps blocks in memory, and evicts some when the budget is full."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class _Kept:
 
 
 class RamTier:
-    """Blocks by entry id, `max_bytes` of them at most. Thread-safe.
+    """Blocks by entry id, up to `max_bytes` in all. Thread-safe.
 
     Args:
-        max_bytes: of all blocks.
-        eviction: which block leaves first, as for the entries in the folder (`KVStore`).
+        max_bytes: maximum size of all blocks.
+        eviction: which block is evicted first, as in `KVStore`.
     """
 
     def __init__(self, max_bytes: int, eviction: Eviction = "lru") -> None:
         self.max_bytes = max_bytes
         self.n_bytes = 0
         self._eviction = eviction
-        self._floor = 0.0  # priority of the last block that left: what comes now is worth more
+        self._floor = 0.0  # priority of the last evicted block: later blocks are worth more
         self._blocks: OrderedDict[str, _Kept] = OrderedDict()
         self._lock = Lock()
 
@@ -54,7 +54,7 @@ class RamTier:
             return kept.block
 
     def put(self, entry: str, block: KVBlock) -> None:
-        """Keep a block; one that is larger than the budget is not kept."""
+        """Keep a block, unless it is larger than the budget."""
         n_bytes = block.nbytes
         if n_bytes > self.max_bytes:
             return
@@ -71,7 +71,7 @@ class RamTier:
             self._drop(entry)
 
     def keep_only(self, entries: Collection[str]) -> None:
-        """Drop what is not among `entries`: another process may have removed it from the folder."""
+        """Drop all but `entries`: another process may have removed the others from the folder."""
         with self._lock:
             for entry in self._blocks.keys() - set(entries):
                 self._drop(entry)
