@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import math
 import os
 import re
@@ -22,6 +21,7 @@ from pydantic_settings import (
 
 from mixedkv.chunks import Reuse
 from mixedkv.config import parse_kv
+from mixedkv.hosts import is_local
 from mixedkv.limits import INT32_MAX, MAX_SEQUENCES, MAX_SNAPSHOTS
 from mixedkv.prompts.overflow import Overflow
 from mixedkv.server.keep_alive import parse_keep_alive
@@ -438,16 +438,6 @@ class ServerSettings(BaseSettings):
     @property
     def n_seq(self) -> int:
         return self.parallel + self.idle_prefixes
-
-
-def is_local(host: str) -> bool:
-    """Return whether an address can be reached from this machine only."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def load_settings(

@@ -17,8 +17,8 @@ from mixedkv.engine.chat.tokenizer import Prompt
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.text.detokenizer import TextStream
 from mixedkv.errors import ClosedError, ContextLengthError
+from mixedkv.hosts import is_local
 from mixedkv.prompts.prompt_lookup import PromptLookup
-from mixedkv.server.settings import is_local
 from mixedkv.split import split_pb2 as pb
 from mixedkv.split import split_pb2_grpc, wire
 from mixedkv.split.head import Floats, Head

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from mixedkv.config import parse_kv
+from mixedkv.hosts import is_local
 from mixedkv.limits import INT32_MAX, MAX_SEQUENCES
-from mixedkv.server.settings import is_local
 from mixedkv.sizes import parse_duration
 
 _RANGES = {

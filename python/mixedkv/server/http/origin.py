@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from mixedkv.hosts import is_local
 from mixedkv.server.api_error import ApiError
-from mixedkv.server.settings import is_local
 
 _SHOWN = 100
 
