@@ -27,62 +27,47 @@ ATTENTIONS = ("auto", "fused", "merged")
 class MixedKVConfig:
     """A cache that keeps the recent tokens of each sequence in F16 and the older ones quantised.
 
-        Args:
-            enable_quantization: False asks for llama.cpp's uniform F16 cache; of the rest only
-                `attention` applies then.
-            quantization_threshold: F16 tokens at most in the recent window of a sequence; 0 keeps none.
-                Can be set while the cache lives, as far as its F16 rows have room.
-            group_size: once more than `quantization_threshold` recent tokens are F16, the oldest
-                `group_size` leave the window together. At most the threshold.
-            cold_type_k, cold_type_v: type of the older tokens, one of `COLD_TYPES`.
-            sink_tokens: the first tokens of a sequence, which stay F16 for good.
-            n_draft: tokens that can be removed without a trace in the window, as rejected drafts are: a sequence
-                has F16 rows for so many more. No effect without a recent window.
-            attention: "fused" reads both tiers in one CPU kernel, "merged" through one F16 view of all
-                rows on any backend, "auto" takes the fused kernel where the cache lies in CPU memory.
-            hot_budget: F16 tokens that all sequences of a context share. "auto" takes a quarter of the bytes of
-                the cold rows, but one window and the sinks of all sequences at least, and refuses what takes
-                more than F16. "all" has a window for every sequence. Where a number or "all" takes more than
-                F16, there is a warning only. See docs/architecture.md for what happens when it runs out.
-            equalize: store K times one scale for each rotary pair, chosen from the model's weights, and
-                divide Q by it. Without it keys with a few huge channels, which real models have, do not survive
-                4 bits.
-            layers: cold types of single layers, where they differ from `cold_type_k` and `cold_type_v`:
-                "0-3:q8_0/q4_0,7-:q5_1" has K of the first four layers in Q8_0 and V in Q4_0, and both in Q5_1
-                from layer 7 on.
-    <<<<<<< HEAD
-            budget: bytes that the cache may take, or e.g. "2GiB"; 0: any. `settle` then chooses the cold types,
-                for a model and a context: see `for_budget`.
-            bits: of an element of the cold rows at most, scales included, 0: as the types say. `settle` chooses
-                the types by layer, for a model, and spends the bits where they do most.
-            shrink: while memory is short, of the machine or of a control group, the recent window is halved
-                step by step and its memory given back; it grows again when there is room. Statistics and the log
-                say so, and what is evaluated meanwhile is not exact.
-            v_skip: while decoding with the fused kernel, values whose attention weights are below a 64th of this,
-                of what the largest weight is, are neither read nor added; 0 adds all. 1e-6 is a start.
-            sparse: "eps:0.05" makes decoding with the fused kernel, beyond 1,024 tokens, read only some of the
-                older tokens, four at a time: those that weigh much, and a random sample of the others. A
-                query's sum of attention weights is then wrong by more than 0.05 of it with a probability of
-                0.05 at most, or of 0.01 with "eps:0.05/0.01". Two more bits for each element of K are kept for
-                that. "" reads all. Answers change: see docs/decisions/040.
-    =======
-            budget: bytes that the cache may take, or e.g. "2GiB"; 0 for no limit. `settle` then chooses the cold
-                types for a model and a context: see `for_budget`.
-            bits: maximum bits per element of the cold rows, scales included; 0 uses the given types. `settle`
-                chooses the types by layer for a model, and spends the bits where they help most.
-            shrink: halve the recent window step by step while the machine or a control group is short of memory,
-                and extend it again later. Statistics and the log report it; tokens evaluated meanwhile are not
-                exact.
-            v_skip: while decoding with the fused kernel, skip values whose attention weight is below a 64th of
-                this share of the largest weight; 0 skips none. 1e-6 is a good start.
-            sparse: "top_p:0.99" makes decoding with the fused kernel, beyond 1,024 tokens, read only those older
-                tokens, four at a time, that are estimated to hold 0.99 of the attention. Two more bits for each
-                element of K are kept for that. "" reads all. Answers change: see docs/decisions/040.
-    >>>>>>> 9230ca336eaea817e70a237fefcd25a8c723de1d
+    Args:
+        enable_quantization: False asks for llama.cpp's uniform F16 cache; of the rest only
+            `attention` applies then.
+        quantization_threshold: F16 tokens at most in the recent window of a sequence; 0 keeps none.
+            Can be set while the cache lives, as far as its F16 rows have room.
+        group_size: once more than `quantization_threshold` recent tokens are F16, the oldest
+            `group_size` leave the window together. At most the threshold.
+        cold_type_k, cold_type_v: type of the older tokens, one of `COLD_TYPES`.
+        sink_tokens: the first tokens of a sequence, which stay F16 for good.
+        n_draft: tokens that can be removed without a trace in the window, as rejected drafts are: a sequence
+            has F16 rows for so many more. No effect without a recent window.
+        attention: "fused" reads both tiers in one CPU kernel, "merged" through one F16 view of all
+            rows on any backend, "auto" takes the fused kernel where the cache lies in CPU memory.
+        hot_budget: F16 tokens that all sequences of a context share. "auto" takes a quarter of the bytes of
+            the cold rows, but one window and the sinks of all sequences at least, and refuses what takes
+            more than F16. "all" has a window for every sequence. Where a number or "all" takes more than
+            F16, there is a warning only. See docs/architecture.md for what happens when it runs out.
+        equalize: store K times one scale for each rotary pair, chosen from the model's weights, and
+            divide Q by it. Without it keys with a few huge channels, which real models have, do not survive
+            4 bits.
+        layers: cold types of single layers, where they differ from `cold_type_k` and `cold_type_v`:
+            "0-3:q8_0/q4_0,7-:q5_1" has K of the first four layers in Q8_0 and V in Q4_0, and both in Q5_1
+            from layer 7 on.
+        budget: bytes that the cache may take, or e.g. "2GiB"; 0 for no limit. `settle` then chooses the cold
+            types for a model and a context: see `for_budget`.
+        bits: maximum bits per element of the cold rows, scales included; 0 uses the given types. `settle`
+            chooses the types by layer for a model, and spends the bits where they help most.
+        shrink: halve the recent window step by step while the machine or a control group is short of memory,
+            and extend it again later. Statistics and the log report it; tokens evaluated meanwhile are not
+            exact.
+        v_skip: while decoding with the fused kernel, skip values whose attention weight is below a 64th of
+            this share of the largest weight; 0 skips none. 1e-6 is a good start.
+        sparse: "eps:0.05" makes decoding with the fused kernel, beyond 1,024 tokens, read only some of the
+            older tokens, four at a time: those that weigh much, and a random sample of the others. A
+            query's sum of attention weights is then wrong by more than 0.05 of it with a probability of
+            0.05 at most, or of 0.01 with "eps:0.05/0.01". Two more bits for each element of K are kept for
+            that. "" reads all. Answers change: see docs/decisions/040.
 
-        Raises:
-            ValueError: a value is out of range or unknown; the message names the field.
-            TypeError: a value has another type than the field.
+    Raises:
+        ValueError: a value is out of range or unknown; the message names the field.
+        TypeError: a value has another type than the field.
     """
 
     enable_quantization: bool = True

@@ -21,12 +21,11 @@ def normal_sparse(value: str) -> str:
     text = value.strip().lower()
     if not text:
         return ""
-    numbers = text.removeprefix(_METHOD).split("/")
     try:
-        error, delta = [float(number) for number in [*numbers, _DELTA][:2]]
+        error, delta = _numbers(text)
     except ValueError:
         error = delta = math.nan
-    if not (text.startswith(_METHOD) and len(numbers) <= 2 and 0 < error < 1 and 0 < delta < 1):
+    if not (text.startswith(_METHOD) and 0 < error < 1 and 0 < delta < 1):
         raise ValueError(
             f"sparse={value}: use eps:E or eps:E/D with numbers between 0 and 1, as eps:0.05. The "
             f"attention's weights are wrong by more than a share E with a probability of at most D, {_DELTA} "
@@ -42,5 +41,10 @@ def standard_error(value: str) -> float:
     """
     if not value:
         return 0.0
-    error, delta = [float(number) for number in [*value.removeprefix(_METHOD).split("/"), _DELTA][:2]]
+    error, delta = _numbers(value)
     return error / NormalDist().inv_cdf(1 - delta / 2)
+
+
+def _numbers(text: str) -> tuple[float, float]:
+    error, slash, delta = text.removeprefix(_METHOD).partition("/")
+    return float(error), float(delta) if slash else _DELTA
