@@ -14,16 +14,20 @@ size_t attention_taken_bytes(int64_t n_keys, int n_head_kv) {
     return size_t(n_head_kv) * ((n_keys + attention_strip - 1) / attention_strip * pages_of_strip + 1);
 }
 
-// The same in every process, so that an answer can be had again
+// The same in every process, so that an answer can be had again. Multiples of 1 / n_draws, each once, in a random
+// order: of each probability that has a code exactly the right number lies below it. Numbers that are drawn
+// independently would read some sizes too often and others too seldom, in all answers.
 const float * page_draws() {
     static const std::vector<float> draws = [] {
         std::vector<float> x(n_draws + 64);
         uint64_t           state = 1;
-        for (float & y : x) { // SplitMix64
-            uint64_t z = state += 0x9e3779b97f4a7c15;
-            z          = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
-            z          = (z ^ z >> 27) * 0x94d049bb133111eb;
-            y          = float((z ^ z >> 31) >> 40) * 0x1p-24f;
+        for (int i = 0; i < n_draws; i++) { // SplitMix64
+            uint64_t z  = state += 0x9e3779b97f4a7c15;
+            z           = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+            z           = (z ^ z >> 27) * 0x94d049bb133111eb;
+            const int j = int((z ^ z >> 31) % uint64_t(i + 1));
+            x[i]        = x[j];
+            x[j]        = float(i) / n_draws;
         }
         std::copy_n(x.begin(), 64, x.end() - 64);
         return x;

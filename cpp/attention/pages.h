@@ -12,7 +12,7 @@ namespace mixedkv {
 void choose_pages(const attention_args & args, const attention_kernels & kernels, block_panels * panels, int ith,
                   int nth);
 
-// Numbers from 0 to 1, [n_draws + 64]: a page is read whose probability is greater than its number.
+// [n_draws + 64] numbers, at least 0 and below 1: a page is read whose probability is greater than its number.
 constexpr int n_draws = 4096;
 const float * page_draws();
 

@@ -2,6 +2,8 @@
 
 #include "support.h"
 
+#include "attention/pages.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -110,6 +112,23 @@ test::options make_options(row_type type, int n_queries, int n_head_kv, int64_t 
     o.mask       = test::mask_kind::causal;
     o.rotation_q = o.rotation_out = 64;
     return o;
+}
+
+// With each probability there are as many draws below it as there have to be, so no size is read too often in all
+// answers.
+void test_draws() {
+    using namespace mixedkv;
+    const float * draws = page_draws();
+    for (int code = read_once; code <= code_of(0.0f); code++) {
+        const float       p    = probability_of(page_code(code));
+        const std::string what = std::to_string(p);
+        const auto        n    = std::count_if(draws, draws + n_draws, [&](float draw) { return draw < p; });
+        expect(float(n) == p * n_draws, "draws below a probability", what + " " + std::to_string(n));
+        expect(code_of(p) == code, "the code of its own probability", what);
+        expect(code == read_once || code_of(p * 1.0001f) == code - 1, "rounded up", what);
+        expect(std::fabs(log2_of(page_code(code)) + std::log2(p)) < 1e-6f, "its logarithm", what);
+    }
+    expect(std::equal(draws, draws + 64, draws + n_draws), "the first draws once more", "");
 }
 
 // Each element has the nearest of four levels, and the step makes the least of the error, an eighth of the variance.
@@ -415,6 +434,7 @@ int main(int argc, char ** argv) {
     if (argc == 3 && !test::force_isa(argv[2])) {
         return 77;
     }
+    test_draws();
     if (!is_scalar()) {
         test_sketch();
     }
