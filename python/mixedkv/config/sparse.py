@@ -7,6 +7,8 @@ from statistics import NormalDist
 
 _METHOD = "eps:"
 _DELTA = 0.05
+_LEAST = 1e-6
+_MOST_DELTA = 0.3  # E is then still a standard error, and more would be no promise
 
 
 def normal_sparse(value: str) -> str:
@@ -14,7 +16,7 @@ def normal_sparse(value: str) -> str:
 
     Raises:
         TypeError: it is no text.
-        ValueError: it is another method, or E or D is not between 0 and 1.
+        ValueError: it is another method, or E or D is out of range.
     """
     if not isinstance(value, str):
         raise TypeError(f"sparse={value!r}: use text such as 'eps:0.05', or '' for none")
@@ -25,11 +27,11 @@ def normal_sparse(value: str) -> str:
         error, delta = _numbers(text)
     except ValueError:
         error = delta = math.nan
-    if not (text.startswith(_METHOD) and 0 < error < 1 and 0 < delta < 1):
+    if not (text.startswith(_METHOD) and _LEAST <= error < 1 and _LEAST <= delta <= _MOST_DELTA):
         raise ValueError(
-            f"sparse={value}: use eps:E or eps:E/D with numbers between 0 and 1, as eps:0.05. The "
-            f"attention's weights are wrong by more than a share E with a probability of at most D, {_DELTA} "
-            "if left out"
+            f"sparse={value}: use eps:E or eps:E/D, as eps:0.05, with E from {_LEAST:f} to below 1 and D "
+            f"from {_LEAST:f} to {_MOST_DELTA}. The sum of a query's attention weights is wrong by more than "
+            f"a share E with a probability of at most D, {_DELTA} if left out"
         )
     return f"{_METHOD}{error}" if delta == _DELTA else f"{_METHOD}{error}/{delta}"
 

@@ -146,11 +146,14 @@ def test_the_standard_error() -> None:
     assert standard_error("") == 0
     assert standard_error("eps:0.1") == pytest.approx(0.1 / 1.959964, rel=1e-6)
     assert standard_error("eps:0.1/0.01") == pytest.approx(0.1 / 2.575829, rel=1e-6)
+    assert standard_error("eps:0.999/0.3") < 1  # as the C API asks for
 
 
-@pytest.mark.parametrize(
-    "value", ["eps:0", "eps:1.5", "eps:nan", "eps:", "eps", "0.9", "top_p:0.9", "eps:.1/0", "eps:.1/.1/.1"]
-)
+NO_ERRORS = """eps:0 eps:1e-50 eps:1.5 eps:nan eps: eps 0.9 top_p:0.9 eps:.1/0 eps:.1/1e-17 eps:.9/.9
+eps:.1/.9999999999999999 eps:.1/.1/.1"""
+
+
+@pytest.mark.parametrize("value", NO_ERRORS.split())
 def test_no_error(value: str) -> None:
     with pytest.raises(ValueError, match=r"sparse=.*use eps:E or eps:E/D"):
         parse_kv(f"mixed:sparse={value}")
