@@ -283,6 +283,8 @@ struct page_choice {
         return x;
     }
 
+    static constexpr int64_t draws_apart = 1361; // pages that lie as far apart as the table is long have other draws
+
     // The number of the first page in a table of draws, by the bits of Q of all rows
     static int64_t first_draw(const attention_args & a, const item_memory & m) {
         const int64_t d    = round_up(a.d_k, 16);
@@ -342,7 +344,7 @@ struct page_choice {
         for (int64_t i = 0; i < strips.n; i += strips_at_once) {
             float         probability[strips_at_once * pages_of_strip];
             const int64_t page = i * pages_of_strip;
-            const float * u    = draws + (first + page) % n_draws;
+            const float * u    = draws + (first + page + page / n_draws * draws_apart) % n_draws;
             const int     n    = int(strips.n - i < strips_at_once ? strips.n - i : strips_at_once);
             for (int j = 0; j < n; j++) {
                 set_codes(taken, strips.strip[i + j].index, left_out);
