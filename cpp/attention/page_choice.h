@@ -299,23 +299,26 @@ struct page_choice {
         return int64_t((hash ^ hash >> 32) % n_draws);
     }
 
-    // Of the pages of four strips, a bit each, those that may be read, and their probabilities
+    // Of the pages of four strips, a bit each, those that may be read, and their probabilities, which are added up too
     static uint32_t draw(const strip_list & strips, int64_t first, int rows, const float * per_step,
-                         const float * draws, float * probability) {
-        uint32_t drawn = 0;
+                         const float * draws, float * probability, typename L::V & sum) {
+        const auto least = L::set(1.0f / 256.0f); // as in code_of()
+        uint32_t   drawn = 0;
         for (int j = 0; j < strips_at_once * pages_of_strip; j += L::width) {
             auto p = L::mul(L::load(strips.of(0) + first + j), L::set(per_step[0]));
             for (int row = 1; row < rows; row++) {
                 p = L::max(p, L::mul(L::load(strips.of(row) + first + j), L::set(per_step[row])));
             }
             L::store(probability + j, p);
-            const auto up = L::max(L::mul(p, L::set(1.125f)), L::set(1.0f / 256.0f)); // as code_of() rounds, or more
+            sum           = L::add(sum, L::min(L::max(p, least), L::set(1.0f)));
+            const auto up = L::max(L::mul(p, L::set(1.125f)), least); // as code_of() rounds, or more
             drawn |= L::nonzero(L::at_least(L::sub(up, L::load(draws + j)), 0.0f)) << j;
         }
         return drawn;
     }
 
-    // Returns how many pages are read
+    // Returns how many pages are read: all of them where more than most_read are expected. That so many have been drawn
+    // would not do: samples that are too heavy would be replaced, and those that are too light would stay.
     static int64_t choose(const attention_item & w, const item_memory & m, page_code * taken,
                           const strip_list & strips) {
         const attention_args & a       = *w.args;
@@ -341,6 +344,7 @@ struct page_choice {
         const int64_t first  = first_draw(a, m);
         const float * draws  = page_draws();
         int64_t       n_read = 0;
+        typename L::V sum    = L::zero();
         for (int64_t i = 0; i < strips.n; i += strips_at_once) {
             float         probability[strips_at_once * pages_of_strip];
             const int64_t page = i * pages_of_strip;
@@ -350,7 +354,7 @@ struct page_choice {
                 set_codes(taken, strips.strip[i + j].index, left_out);
             }
             for (uint32_t drawn =
-                     draw(strips, page, m.rows, per_step, u, probability) & ((1u << n * pages_of_strip) - 1);
+                     draw(strips, page, m.rows, per_step, u, probability, sum) & ((1u << n * pages_of_strip) - 1);
                  drawn; drawn &= drawn - 1) {
                 const int       j    = __builtin_ctz(drawn);
                 const page_code code = code_of(probability[j]);
@@ -360,7 +364,8 @@ struct page_choice {
                 }
             }
         }
-        return n_read;
+        const int64_t all = strips.n * pages_of_strip;
+        return L::sum(sum) > float(all) * most_read ? all : n_read;
     }
 
     static void run(const attention_item & w) {
@@ -373,9 +378,7 @@ struct page_choice {
         if (a.pages.error > 0.0f && strips.n > 0 && strips.n * attention_strip >= a.pages.depth) {
             n_read = choose(w, m, taken, strips);
         }
-        const bool most             = n_read > strips.n * pages_of_strip * most_read;
-        reads_all(a, w.q0, w.head0) = most;
-        n_read                      = most ? strips.n * pages_of_strip : n_read;
+        reads_all(a, w.q0, w.head0) = strips.n > 0 && n_read == strips.n * pages_of_strip;
         if (a.skips) {
             __atomic_fetch_add(&a.skips->pages, strips.n * pages_of_strip, __ATOMIC_RELAXED);
             __atomic_fetch_add(&a.skips->pages_read, n_read, __ATOMIC_RELAXED);
