@@ -38,7 +38,7 @@ struct sketch_query {
                 const float x = q[i] < 0.0f ? -q[i] : q[i];
                 largest       = x > largest ? x : largest; // NaN is spread elsewhere
             }
-            const float to_int = largest > 0.0f && largest < INFINITY ? 127.0f / largest : 0.0f;
+            const float to_int = largest > 1e-35f && largest < INFINITY ? 127.0f / largest : 0.0f; // it is finite
             int32_t     sum    = 0;
             for (int g = 0; g < sketch_groups(d); g++) {
                 int8_t bytes[16] = {};
