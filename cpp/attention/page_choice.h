@@ -317,8 +317,9 @@ struct page_choice {
         return drawn;
     }
 
-    // Returns how many pages are read: all of them where more than most_read are expected. That so many have been drawn
-    // would not do: samples that are too heavy would be replaced, and those that are too light would stay.
+    // Marks the pages that are read; classify() has marked none of these strips. Returns how many they are: all of them
+    // where more than most_read are expected. That so many have been drawn would not do: samples that are too heavy
+    // would be replaced, and those that are too light would stay.
     static int64_t choose(const attention_item & w, const item_memory & m, page_code * taken,
                           const strip_list & strips) {
         const attention_args & a       = *w.args;
@@ -346,9 +347,6 @@ struct page_choice {
             const int64_t page = i * pages_of_strip;
             const float * u    = draws + (first + page + page / n_draws * draws_apart) % n_draws;
             const int     n    = int(strips.n - i < strips_at_once ? strips.n - i : strips_at_once);
-            for (int j = 0; j < n; j++) {
-                set_codes(taken, strips.strip[i + j].index, left_out);
-            }
             for (uint32_t drawn =
                      draw(strips, page, m.rows, per_step, u, probability, sum) & ((1u << n * pages_of_strip) - 1);
                  drawn; drawn &= drawn - 1) {

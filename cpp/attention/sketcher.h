@@ -18,11 +18,10 @@ struct sketcher {
 
     // Of a row, zeros behind it up to a multiple of 16. Returns half the step.
     static float sketch_row(const float * x, int d, uint8_t * bits) {
-        const int  n       = sketch_groups(d) * 16;
-        V          squares = L::zero(), dot = L::zero(), norm = L::zero();
-        const auto add_products = [&](V & sum, V a, V b) { sum = L::fma(a, b, sum); };
+        const int n       = sketch_groups(d) * 16;
+        V         squares = L::zero(), dot = L::zero(), norm = L::zero();
         for (int i = 0; i < n; i += L::width) {
-            add_products(squares, L::load(x + i), L::load(x + i));
+            squares = L::fma(L::load(x + i), L::load(x + i), squares);
         }
         const float square = L::sum(squares);
         if (!(square < INFINITY)) {
@@ -37,8 +36,8 @@ struct sketcher {
             const V whole = L::sub(L::add(L::min(L::max(y, L::zero()), L::set(3.0f)), rounding), rounding);
             const V level = L::fma(whole, L::set(2.0f), L::set(-3.0f));
             L::store(two_bits + i, whole);
-            add_products(dot, level, L::load(x + i));
-            add_products(norm, level, level);
+            dot  = L::fma(level, L::load(x + i), dot);
+            norm = L::fma(level, level, norm);
         }
         for (int i = d; i < n; i++) {
             two_bits[i] = 0.0f; // where the level was 1

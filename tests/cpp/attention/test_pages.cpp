@@ -69,11 +69,7 @@ struct page_data {
     // How many pages the key's stands for, 0: it is left out
     double stands(int query, int head_kv, int64_t key) const {
         const int code = reads_all(query, head_kv) ? 1 : codes(query, head_kv)[key / attention_page];
-        if (code == 0) {
-            return 0.0;
-        }
-        const int whole = (code + 6) / 8; // probabilities are 2^-whole (1 + eighths / 8)
-        return std::ldexp(1.0, whole) / (1.0 + 0.125 * (8 * whole - code + 1));
+        return code == mixedkv::left_out ? 0.0 : 1.0 / mixedkv::probability_of(mixedkv::page_code(code));
     }
 
     bool is_taken(int query, int head_kv, int64_t key) const { return stands(query, head_kv, key) > 0.0; }
