@@ -6,6 +6,7 @@
 // as ggml_flash_attn_ext defines it: mask values are added after the soft-cap (-inf hides a key), sinks add
 // exp(sink[h]) to the denominator only, ALiBi slopes follow max_alibi_bias. A query that sees no key gives zeros.
 // All accumulation is in F32. Keys are cut at fixed places, so a result does not depend on the number of threads.
+// docs/kernels.md says where it does not depend either on which queries come in one call.
 
 #pragma once
 
@@ -59,6 +60,26 @@ struct attention_segment {
     const attention_pair * pairs      = nullptr; // that K lacks
     int                    n_pairs    = 0;
     int64_t                first_turn = 0; // of the pairs' cosines and sines: that of the first key
+};
+
+// Keys after the first segment that are worked on together, in the order in which they are read. Where a key has its
+// place follows from its position in the sequence, and not from where its row lies.
+struct attention_block {
+    static constexpr int places = 64;
+
+    int32_t first = 0;    // of the places, a multiple of 16
+    int32_t n     = 0;    // places from `first` to the last key
+    int32_t keys[places]; // at each of these n places: the key's column less the keys of the first segment; -1: none
+};
+
+// The order in which the keys after the first segment are read. Each of them has at most one place. Their rows are F16.
+struct attention_order {
+    const attention_block * blocks   = nullptr; // nullptr: there is no order, they are read as they lie
+    int64_t                 n_blocks = 0;
+    const int64_t *         pieces   = nullptr; // [n_pieces + 1] blocks where a run begins that one thread may work on
+    int64_t                 n_pieces = 0;       // also the most there will be, when bytes are asked for
+    const uint16_t *        mask     = nullptr; // F16 [n_queries, n_blocks, places]: a block's n places, -inf for none
+    size_t                  mask_row = 0;       // bytes from query to query
 };
 
 constexpr int attention_max_segments  = 3;    // cold rows, hot ring, running micro-batch
@@ -115,6 +136,7 @@ struct attention_args {
 
     const uint16_t * mask     = nullptr; // F16 [n_queries, n_keys], nullptr: every key is visible
     size_t           mask_row = 0;       // bytes from query to query
+    attention_order  order;
     attention_seen   seen;               // no blocks: each call looks for itself
 
     const float * scale_q = nullptr; // [n_head_kv, d_k], Q times it before it is rotated; nullptr: 1

@@ -1,7 +1,7 @@
 // The oracle: one key at a time, as the formula in attention.h reads. Every other body is tested against the same
 // reference as this one, and it is what runs on processors without a body of their own.
 
-#include "kernel.h"
+#include "key_span.h"
 #include "row_types.h"
 
 #include "simd/half.h"
@@ -41,39 +41,88 @@ void accumulate(const item_memory & m, int row, int d_v, float score, const floa
     }
 }
 
+void begin(const item_memory & m, int d_v) {
+    for (int row = 0; row < m.rows; row++) {
+        m.max[row] = -INFINITY;
+        m.sum[row] = 0.0f;
+        std::memset(m.acc + row * m.d_v_padded, 0, d_v * sizeof(float));
+    }
+}
+
+void add_sums(const row_sums & to, const row_sums & more, int row, int d_v, int64_t d_v_padded) {
+    const float max = more.max[row] > to.max[row] ? more.max[row] : to.max[row];
+    if (max == -INFINITY) {
+        return;
+    }
+    const float old = std::exp2(to.max[row] - max), now = std::exp2(more.max[row] - max);
+    for (int i = 0; i < d_v; i++) {
+        float & x = to.acc[row * d_v_padded + i];
+        x         = (old > 0.0f ? old * x : 0.0f) + (now > 0.0f ? now * more.acc[row * d_v_padded + i] : 0.0f);
+    }
+    to.sum[row] = old * to.sum[row] + now * more.sum[row];
+    to.max[row] = max;
+}
+
+// Against the keys of the piece at hand
+void run_piece(const attention_item & w, int i, const item_memory & m) {
+    const attention_args & a       = *w.args;
+    const int              group   = a.n_head / a.n_head_kv;
+    const float *          queries = static_cast<const float *>(m.q);
+    begin(m, a.d_v);
+    float      k[attention_max_head_size];
+    float      v[attention_max_head_size];
+    // mask: of the first query of the call, nullptr: all see the key
+    const auto add_key = [&](const attention_segment & s, int64_t key, const uint16_t * mask, size_t mask_row) {
+        unpack_row(s.k, key, w.head0 + i, a.d_k, k);
+        unpack_row(s.v, key, w.head0 + i, a.d_v, v);
+        for (int row = 0; row < m.rows; row++) {
+            const int64_t query = w.q0 + row / group;
+            const int     head  = (w.head0 + i) * group + row % group;
+            float         bias  = 0.0f;
+            if (mask) {
+                bias = alibi_slope(a, head) * half_to_float(mask[query * (mask_row / sizeof(uint16_t))]);
+            }
+            if (bias != -INFINITY) {
+                const float lacking = score_pairs(a, s, key, query, head);
+                accumulate(m, row, a.d_v, score(a, queries + row * a.d_k, k, lacking, bias), v);
+            }
+        }
+    };
+    for (int64_t segment = 0, first = 0; segment < a.n_segments; first += a.segments[segment++].n) {
+        const attention_segment & s = a.segments[segment];
+        for (int64_t key = 0; key < s.n; key++) {
+            if (first + key >= w.k0 && first + key < w.k1) {
+                add_key(s, key, a.mask ? a.mask + first + key : nullptr, a.mask_row);
+            }
+        }
+    }
+    for (int64_t block = w.block0; block < w.block1; block++) {
+        const attention_block & b = a.order.blocks[block];
+        for (int place = 0; place < b.n; place++) {
+            if (b.keys[place] >= 0) {
+                const placed_key at(a, b.keys[place]);
+                add_key(*at.segment, at.key, a.order.mask + block * key_block + place, a.order.mask_row);
+            }
+        }
+    }
+}
+
 void run_head(const attention_item & w, int i) {
     const attention_args & a     = *w.args;
     const int              group = a.n_head / a.n_head_kv;
     const item_memory      m(a, w.few, w.n_queries, w.memory, i);
-    float *                queries = static_cast<float *>(m.q);
     for (int row = 0; row < m.rows; row++) {
-        m.max[row] = -INFINITY;
-        m.sum[row] = 0.0f;
-        load_query(a, w.q0 + row / group, (w.head0 + i) * group + row % group, 1.0f, queries + row * a.d_k);
-        std::memset(m.acc + row * m.d_v_padded, 0, a.d_v * sizeof(float));
+        load_query(a, w.q0 + row / group, (w.head0 + i) * group + row % group, 1.0f,
+                   static_cast<float *>(m.q) + row * a.d_k);
+        m.all.max[row] = -INFINITY;
+        m.all.sum[row] = 0.0f;
     }
-    float k[attention_max_head_size];
-    float v[attention_max_head_size];
-    for (int64_t segment = 0, first = 0; segment < a.n_segments; first += a.segments[segment++].n) {
-        const attention_segment & s = a.segments[segment];
-        for (int64_t key = 0; key < s.n; key++) {
-            if (first + key < w.k0 || first + key >= w.k1) {
-                continue;
-            }
-            unpack_row(s.k, key, w.head0 + i, a.d_k, k);
-            unpack_row(s.v, key, w.head0 + i, a.d_v, v);
-            for (int row = 0; row < m.rows; row++) {
-                const int64_t query = w.q0 + row / group;
-                const int     head  = (w.head0 + i) * group + row % group;
-                float         bias  = 0.0f;
-                if (a.mask) {
-                    bias = alibi_slope(a, head) * half_to_float(mask_row(a, query)[first + key]);
-                }
-                if (bias != -INFINITY) {
-                    const float lacking = score_pairs(a, s, key, query, head);
-                    accumulate(m, row, a.d_v, score(a, queries + row * a.d_k, k, lacking, bias), v);
-                }
-            }
+    attention_item part = w;
+    for (int64_t piece = w.piece0; piece < w.piece1; piece++) {
+        go_to_piece(part, piece);
+        run_piece(part, i, m);
+        for (int row = 0; !w.few && row < m.rows; row++) {
+            add_sums(m.all, m, row, a.d_v, m.d_v_padded);
         }
     }
 }
@@ -92,27 +141,19 @@ void merge(const attention_item & first, int n_chunks, size_t chunk_stride) {
         for (int row = 0; row < part.rows; row++) {
             const int head = (first.head0 + i) * group + row % group;
             float *   out  = output_row(a, first.q0 + row / group, head);
-            float     max  = a.sinks ? a.sinks[head] * log2e : -INFINITY;
-            for (int c = 0; c < n_chunks; c++) {
-                const float m = chunk_of(part.max, c, chunk_stride)[row];
-                max           = m > max ? m : max;
+            for (int c = 1; c < n_chunks; c++) {
+                add_sums(part.all,
+                         { chunk_of(part.max, c, chunk_stride), chunk_of(part.sum, c, chunk_stride),
+                           chunk_of(part.acc, c, chunk_stride) },
+                         row, a.d_v, part.d_v_padded);
             }
-            float sum = a.sinks && max != -INFINITY ? std::exp2(a.sinks[head] * log2e - max) : 0.0f;
-            std::memset(out, 0, a.d_v * sizeof(float));
-            for (int c = 0; c < n_chunks; c++) {
-                const float m = chunk_of(part.max, c, chunk_stride)[row];
-                if (m == -INFINITY) {
-                    continue;
-                }
-                const float   weight = std::exp2(m - max);
-                const float * acc    = chunk_of(part.acc, c, chunk_stride) + row * part.d_v_padded;
-                sum += weight * chunk_of(part.sum, c, chunk_stride)[row];
-                for (int d = 0; d < a.d_v; d++) {
-                    out[d] += weight * acc[d];
-                }
+            float sum = part.all.sum[row];
+            if (a.sinks) {
+                sum += std::exp2(a.sinks[head] * log2e - part.all.max[row]);
             }
             for (int d = 0; d < a.d_v; d++) {
-                out[d] = sum > 0.0f ? out[d] / sum : 0.0f;
+                const bool any = part.all.max[row] != -INFINITY && sum > 0.0f;
+                out[d]         = any ? part.all.acc[row * part.d_v_padded + d] / sum : 0.0f;
             }
             if (a.rotation_out) {
                 rotate(out, a.d_v, a.rotation_out);
@@ -128,7 +169,7 @@ bool supported() {
 } // namespace
 
 const attention_kernels * attention_scalar() {
-    static constexpr attention_kernels kernels = { "scalar", supported, run, merge, rotate, nullptr };
+    static constexpr attention_kernels kernels = { "scalar", supported, run, merge, rotate, nullptr, nullptr };
     return &kernels;
 }
 

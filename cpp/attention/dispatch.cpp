@@ -13,11 +13,7 @@
 namespace mixedkv {
 namespace {
 
-constexpr int64_t max_chunks     = 32; // of one stream in decode: merging 16 of 16 x 128 takes 8 us
-constexpr int64_t few_chunk      = 256;
-constexpr int64_t tile_chunk     = 1024;
-constexpr int64_t tile_items     = 16; // keys are cut in prefill only while there are fewer items than this
-constexpr int64_t key_alignment  = 64;
+constexpr int64_t tile_items     = 16; // while prefill has fewer, an item has fewer rows
 constexpr int     max_counters   = 1024;
 constexpr size_t  scratch_header = 64 + max_counters * sizeof(std::atomic<uint32_t>);
 
@@ -28,14 +24,6 @@ struct scratch_counters {
 };
 static_assert(sizeof(scratch_counters) == scratch_header);
 
-int64_t count_keys(const attention_args & a) {
-    int64_t n = 0;
-    for (int i = 0; i < a.n_segments; i++) {
-        n += a.segments[i].n;
-    }
-    return n;
-}
-
 // A group is the set of items that differ in their keys alone and are merged into the same output.
 struct stream_plan {
     bool    few;
@@ -43,46 +31,35 @@ struct stream_plan {
     int64_t n_q_blocks;
     int     heads; // KV heads per group
     int64_t n_groups;
-    int64_t n_keys;
-    int64_t chunk;
-    int64_t n_chunks;
+    int64_t n_pieces;
+    int64_t n_chunks; // items of a group
     size_t  item_bytes;
 
-    stream_plan(const attention_args & a, int64_t n_queries, int64_t keys, int64_t counters_left) : n_keys(keys) {
+    stream_plan(const attention_args & a, int64_t n_queries, int64_t counters_left) {
         const int group = a.n_head / a.n_head_kv;
-        few             = n_queries * group <= few_rows;
-        q_block         = few ? n_queries : std::min<int64_t>(n_queries, std::max(1, tile_rows / group));
+        few             = n_queries * group <= few_rows && counters_left > 0;
+        q_block         = few ? n_queries : tile_queries(a, n_queries);
         n_q_blocks      = n_queries == 0 ? 0 : (n_queries + q_block - 1) / q_block;
         heads           = few ? a.n_head_kv : 1;
         n_groups        = n_q_blocks * (a.n_head_kv / heads);
-        cut_keys(counters_left);
-        item_bytes = heads * item_memory(a, few, q_block, nullptr, 0).bytes;
+        n_pieces        = count_pieces(a);
+        n_chunks        = few ? n_pieces : 1;
+        item_bytes      = heads * item_memory(a, few, q_block, nullptr, 0).bytes;
     }
 
-    void cut_keys(int64_t counters_left) {
-        if (few && n_groups <= counters_left) {
-            // At the same places however many keys there are: how many a context uses is a matter of others too. Only
-            // from max_chunks on chunks double.
-            chunk = few_chunk;
-            while (n_keys > max_chunks * chunk) {
-                chunk *= 2;
-            }
-            n_chunks    = std::max<int64_t>((n_keys + chunk - 1) / chunk, 1);
-            most_chunks = chunk == few_chunk ? n_chunks : max_chunks;
-            return;
+    // Few enough that threads have items to share, and enough that rows of K and V are worth unpacking.
+    static int64_t tile_queries(const attention_args & a, int64_t n_queries) {
+        const int group = a.n_head / a.n_head_kv;
+        int       rows  = tile_rows;
+        while (rows > few_rows && n_queries * group * a.n_head_kv < tile_items * rows) {
+            rows /= 2;
         }
-        n_chunks    = std::min(n_keys / tile_chunk, tile_items / std::max<int64_t>(n_groups, 1));
-        n_chunks    = n_groups > counters_left ? 1 : std::clamp<int64_t>(n_chunks, 1, tile_items);
-        chunk       = std::max(round_up((n_keys + n_chunks - 1) / n_chunks, key_alignment), key_alignment);
-        most_chunks = n_chunks;
-        n_chunks    = std::max<int64_t>((n_keys + chunk - 1) / chunk, 1);
+        return std::min<int64_t>(n_queries, std::max(1, rows / group));
     }
 
-    int64_t most_chunks; // of any smaller number of keys
     int64_t n_items() const { return n_groups * n_chunks; }
     int64_t n_counters() const { return n_chunks > 1 ? n_groups : 0; }
     size_t  bytes() const { return n_groups * n_chunks * item_bytes; }
-    size_t  most_bytes() const { return n_groups * most_chunks * item_bytes; }
 };
 
 // Walks over the streams; positions only move forward, as tickets do.
@@ -95,7 +72,7 @@ struct plan_cursor {
     stream_plan            plan;
 
     explicit plan_cursor(const attention_args * s) :
-        streams(s), plan(s[0], s[0].n_queries, count_keys(s[0]), max_counters) {}
+        streams(s), plan(s[0], s[0].n_queries, max_counters) {}
 
     void next() {
         item += plan.n_items();
@@ -104,8 +81,7 @@ struct plan_cursor {
         stream++;
     }
     void load() {
-        plan = stream_plan(streams[stream], streams[stream].n_queries, count_keys(streams[stream]),
-                           max_counters - counter);
+        plan = stream_plan(streams[stream], streams[stream].n_queries, max_counters - counter);
     }
 
     attention_item make_item(int64_t group, int64_t chunk, char * data, block_panels * panels, float * expected) const {
@@ -117,11 +93,12 @@ struct plan_cursor {
         w.head0     = int(group / plan.n_q_blocks) * plan.heads;
         w.q0        = group % plan.n_q_blocks * plan.q_block;
         w.n_queries = std::min(plan.q_block, a.n_queries - w.q0);
-        w.k0        = chunk * plan.chunk;
-        w.k1        = std::min(w.k0 + plan.chunk, plan.n_keys);
+        w.piece0    = chunk;
+        w.piece1    = plan.few ? chunk + 1 : plan.n_pieces;
         w.memory    = data + offset + (group * plan.n_chunks + chunk) * plan.item_bytes;
         w.panels    = panels;
         w.expected  = expected;
+        go_to_piece(w, w.piece0);
         return w;
     }
 };
@@ -225,7 +202,7 @@ size_t attention_scratch_bytes(const attention_args * streams, int n_streams) {
     for (int i = 0; i < n_streams; i++) {
         size_t most = 0;
         for (int64_t n = 1; n <= streams[i].n_queries; n++) {
-            most = std::max(most, stream_plan(streams[i], n, count_keys(streams[i]), max_counters).most_bytes());
+            most = std::max(most, stream_plan(streams[i], n, max_counters).bytes());
         }
         bytes += most;
     }

@@ -31,8 +31,12 @@ struct attention_item {
     int                    n_head; // KV heads
     int64_t                q0;
     int64_t                n_queries;
-    int64_t                k0; // keys [k0, k1), counted over all segments
+    int64_t                piece0; // pieces [piece0, piece1) of the keys: one in decode, all in prefill
+    int64_t                piece1;
+    int64_t                k0; // of the piece at hand: keys [k0, k1), counted over all segments that have no order
     int64_t                k1;
+    int64_t                block0; // and blocks [block0, block1) of those that have
+    int64_t                block1;
     void *                 memory; // n_head times item_memory
     block_panels *         panels;
     float *                expected; // with v_skip, [KV heads, few_rows]: maxima to begin with; NaN: not found yet
@@ -45,6 +49,63 @@ constexpr int max_blocks = attention_max_head_size / 32;
 
 constexpr int64_t round_up(int64_t n, int64_t m) {
     return (n + m - 1) / m * m;
+}
+
+// Keys are cut into pieces whose bounds follow from the key's place alone: 32 of 256 keys, 32 of 512 and so on up to
+// 4,096 keys. A row's weights and values are summed up piece by piece, whoever works on them and however many rows at
+// once: so it has the same bits when its query comes alone as in a batch.
+constexpr int64_t least_piece      = 256;
+constexpr int64_t pieces_of_size   = 32;
+constexpr int     most_piece_octave = 4;
+
+constexpr int64_t piece_begin(int64_t i) {
+    const int64_t octave = i / pieces_of_size < most_piece_octave ? i / pieces_of_size : most_piece_octave;
+    return least_piece * (pieces_of_size * ((1 << octave) - 1) + ((i - octave * pieces_of_size) << octave));
+}
+
+constexpr int64_t count_pieces(int64_t n_keys) {
+    int64_t n = 0;
+    for (int octave = 0; octave < most_piece_octave && piece_begin(n + pieces_of_size) < n_keys; octave++) {
+        n += pieces_of_size;
+    }
+    while (piece_begin(n) < n_keys) {
+        n++;
+    }
+    return n;
+}
+
+inline int64_t count_keys(const attention_args & a) {
+    int64_t n = 0;
+    for (int i = 0; i < a.n_segments; i++) {
+        n += a.segments[i].n;
+    }
+    return n;
+}
+
+// Keys that are read as they lie
+inline int64_t count_plain_keys(const attention_args & a) {
+    return a.order.blocks ? a.segments[0].n : count_keys(a);
+}
+
+inline int64_t count_pieces(const attention_args & a) {
+    const int64_t n = count_pieces(count_plain_keys(a)) + a.order.n_pieces;
+    return n > 0 ? n : 1;
+}
+
+// The keys of a piece become those at hand.
+inline void go_to_piece(attention_item & w, int64_t piece) {
+    const attention_order & order   = w.args->order;
+    const int64_t           n_keys  = count_plain_keys(*w.args);
+    const int64_t           ordered = piece - count_pieces(n_keys);
+    w.k0 = w.k1 = n_keys;
+    w.block0 = w.block1 = 0;
+    if (ordered < 0) {
+        w.k0 = piece_begin(piece);
+        w.k1 = piece_begin(piece + 1) < n_keys ? piece_begin(piece + 1) : n_keys;
+    } else if (order.blocks) {
+        w.block0 = order.pieces[ordered];
+        w.block1 = order.pieces[ordered + 1];
+    }
 }
 
 // ALiBi slope of a head, the rule of ggml_soft_max_ext; 1 without ALiBi.
@@ -80,39 +141,48 @@ const attention_kernels * attention_neon();
 
 namespace {
 
+// What rows make of some keys
+struct row_sums {
+    float * max; // [rows_padded] running maximum of the scores in units of log2
+    float * sum; // [rows_padded] sum of 2^(score - max)
+    float * acc; // [rows_padded, d_v_padded] sum of 2^(score - max) * v, anything where max is -inf
+};
+
 // Memory of one (item, KV head). Partial results stay here until they are merged.
-struct item_memory {
-    int     rows;
-    int64_t rows_padded;
-    int64_t d_v_padded;
-    float * max;    // [rows_padded] running maximum of the scores in units of log2
-    float * sum;    // [rows_padded] sum of 2^(score - max)
-    float * acc;    // [rows_padded, d_v_padded] sum of 2^(score - max) * v
-    void *  q;      // packed queries: the body's own business
-    size_t  q_size; // per row: 4 bytes per element in prefill, 13 in decode
+struct item_memory : row_sums {
+    int      rows;
+    int64_t  rows_padded;
+    int64_t  d_v_padded;
+    row_sums all;    // of the pieces that are done; decode has one, so it is that
+    void *   q;      // packed queries: the body's own business
+    size_t   q_size; // per row, 13 bytes an element
 
     // of KV head `head0 + i`; `base` may be nullptr when only `bytes` is wanted
     item_memory(const attention_args & a, bool few, int64_t n_queries, void * base, int i) {
         rows              = int(n_queries * (a.n_head / a.n_head_kv));
         rows_padded       = round_up(rows, row_pad);
         d_v_padded        = round_up(a.d_v, 32);
-        q_size            = size_t(round_up(a.d_k, 128)) * (few ? 13 : 4);
+        q_size            = size_t(round_up(a.d_k, 128)) * 13;
         const size_t accs = size_t(rows_padded) * d_v_padded * sizeof(float);
         const size_t stat = size_t(rows_padded) * sizeof(float);
-        bytes             = 2 * stat + accs + rows_padded * q_size;
+        const size_t sums = 2 * stat + accs;
+        bytes             = (few ? 1 : 2) * sums + rows_padded * q_size;
         char * p          = static_cast<char *>(base) + size_t(i) * bytes;
-        max               = reinterpret_cast<float *>(p);
-        sum               = reinterpret_cast<float *>(p + stat);
-        acc               = reinterpret_cast<float *>(p + 2 * stat);
-        q                 = p + 2 * stat + accs;
+        const auto at     = [&](char * from) {
+            return row_sums{ reinterpret_cast<float *>(from), reinterpret_cast<float *>(from + stat),
+                             reinterpret_cast<float *>(from + 2 * stat) };
+        };
+        all                                = at(p);
+        static_cast<row_sums &>(*this)     = at(few ? p : p + sums);
+        q                                  = p + (few ? 1 : 2) * sums;
     }
 
     size_t bytes; // a multiple of 64
 };
 
 // The same array in the memory of another chunk of keys.
-inline const float * chunk_of(const float * p, int chunk, size_t chunk_stride) {
-    return reinterpret_cast<const float *>(reinterpret_cast<const char *>(p) + chunk * chunk_stride);
+inline float * chunk_of(float * p, int chunk, size_t chunk_stride) {
+    return reinterpret_cast<float *>(reinterpret_cast<char *>(p) + chunk * chunk_stride);
 }
 
 constexpr float log2e = 1.44269504088896341f;

@@ -33,13 +33,27 @@ struct key_span {
     int                       n;
     const mask_state *        states; // [queries of the item]
 
+    // The mask where its columns are not those of the keys: of pages, for the only query that sees them; of a block of
+    // an order, for all queries of the stream.
+    const uint16_t * mask     = nullptr;
+    size_t           mask_row = 0; // bytes from query to query
+
     // Where pages are left out, those of the first segment that were put together here, and those that are read next;
-    // nullptr: keys follow each other. The mask is that of the only query that sees them.
-    const uint16_t *  mask   = nullptr;
+    // nullptr: keys follow each other.
     const page_list * pages  = nullptr;
     const page_list * ahead  = nullptr;
     const float *     stands = nullptr; // what is added to the score of each key, in units of log2; nullptr: zeros
+
+    // The places of a block of an order that the keys have; nullptr: they have none
+    const int32_t * places = nullptr;
 };
+
+// What a query sees of the keys
+inline const uint16_t * mask_of(const attention_item & w, const key_span & span, int64_t query) {
+    return span.mask ? reinterpret_cast<const uint16_t *>(reinterpret_cast<const char *>(span.mask) +
+                                                          (w.q0 + query) * span.mask_row)
+                     : mask_row(*w.args, w.q0 + query) + span.column;
+}
 
 inline mask_state state_of(const uint16_t * mask, int n) {
     uint16_t visible = 0, nonzero = 0;
@@ -52,37 +66,39 @@ inline mask_state state_of(const uint16_t * mask, int n) {
 
 // What another layer of this step has found for the block, or will find there. Blocks of a segment are 64 keys apart,
 // or cut at a multiple of 64.
-inline mask_state recall_state(const attention_item & w, int segment, int64_t column, int n, int64_t query) {
-    const attention_seen & seen = w.args->seen;
-    uint32_t &     entry = seen.blocks[(column / key_block * attention_max_segments + segment) * seen.row + query];
-    const uint32_t known = seen.step << 8 | uint32_t(n - 1) << 2;
-    uint32_t       found = __atomic_load_n(&entry, __ATOMIC_RELAXED);
+inline mask_state recall_state(const attention_item & w, int64_t block, const key_span & span, int64_t query) {
+    const attention_seen & seen  = w.args->seen;
+    uint32_t &             entry = seen.blocks[block * seen.row + w.q0 + query];
+    const uint32_t         known = seen.step << 8 | uint32_t(span.n - 1) << 2;
+    uint32_t               found = __atomic_load_n(&entry, __ATOMIC_RELAXED);
     if ((found & ~3u) != known) {
-        found = known | state_of(mask_row(*w.args, query) + column, n);
+        found = known | state_of(mask_of(w, span, query), span.n);
         __atomic_store_n(&entry, found, __ATOMIC_RELAXED);
     }
     return mask_state(found & 3);
 }
 
-// Fills states[0, item.n_queries); false when no query sees any of the keys.
-inline bool scan_mask(const attention_item & w, bool recall, int segment, int64_t column, int n, mask_state * states) {
-    if (!w.args->mask) {
+// Fills states[0, item.n_queries); false when no query sees any of the keys. `block` counts what is kept of the step,
+// -1: nothing is.
+inline bool scan_mask(const attention_item & w, int64_t block, const key_span & span, mask_state * states) {
+    if (!span.mask && !w.args->mask) {
         std::memset(states, all_plain, w.n_queries);
         return true;
     }
     bool any = false;
-    for (int64_t i = w.q0; i < w.q0 + w.n_queries; i++, states++) {
-        *states = recall ? recall_state(w, segment, column, n, i) : state_of(mask_row(*w.args, i) + column, n);
-        any |= *states != all_hidden;
+    for (int64_t i = 0; i < w.n_queries; i++) {
+        states[i] = block >= 0 ? recall_state(w, block, span, i) : state_of(mask_of(w, span, i), span.n);
+        any |= states[i] != all_hidden;
     }
     return any;
 }
 
 // The keys up to the last one that some query sees: what an almost empty cache is asked for is a few rows of a block.
-inline int count_visible(const attention_item & w, int64_t column, int n) {
-    for (; w.args->mask && n > 1; n--) {
+inline int count_visible(const attention_item & w, const key_span & span) {
+    int n = span.n;
+    for (; (span.mask || w.args->mask) && n > 1; n--) {
         for (int64_t i = 0; i < w.n_queries; i++) {
-            if (mask_row(*w.args, w.q0 + i)[column + n - 1] != 0xfc00) {
+            if (mask_of(w, span, i)[n - 1] != 0xfc00) {
                 return n;
             }
         }
@@ -151,10 +167,14 @@ struct prefetcher {
     }
 };
 
-// Calls block(span) for each block of `step` keys of the item that some query sees.
+// Calls block(span) for each block of `step` keys of the item's piece that some query sees. Keys that have an order come
+// without rows: place_rows() finds them.
 template <class Block>
 void for_each_block(const attention_item & w, int step, Block block) {
-    const bool recall = w.few && w.args->seen.blocks && step == key_block;
+    static_assert(attention_block::places == key_block);
+    const attention_order & order  = w.args->order;
+    const bool              recall = w.few && w.args->seen.blocks && step == key_block;
+    const auto kept = [&](int64_t i, int segment) { return recall ? i * attention_max_segments + segment : -1; };
     mask_state states[tile_rows];
     int64_t    column = 0;
     for (int i = 0; i < w.args->n_segments; i++) {
@@ -162,13 +182,83 @@ void for_each_block(const attention_item & w, int step, Block block) {
         const int64_t             begin = w.k0 > column ? w.k0 - column : 0;
         const int64_t             end   = w.k1 - column < s.n ? w.k1 - column : s.n;
         for (int64_t key = begin; key < end; key += step) {
-            const int n = int(end - key < step ? end - key : step);
-            if (scan_mask(w, recall, i, column + key, n, states)) {
-                block(key_span{ &s, key, column + key, count_visible(w, column + key, n), states });
+            key_span span{ &s, key, column + key, int(end - key < step ? end - key : step), states };
+            if (scan_mask(w, kept(span.column / key_block, i), span, states)) {
+                span.n = count_visible(w, span);
+                block(span);
             }
         }
         column += s.n;
     }
+    for (int64_t i = w.block0; i < w.block1; i++) {
+        const attention_block & b = order.blocks[i];
+        for (int place = 0; place < b.n; place += step) {
+            key_span span{ nullptr, 0, 0, b.n - place < step ? b.n - place : step, states };
+            span.mask     = order.mask + i * key_block + place;
+            span.mask_row = order.mask_row;
+            span.places   = b.keys + place;
+            if (scan_mask(w, i <= column / key_block ? kept(i, 1) : -1, span, states)) {
+                span.n = count_visible(w, span);
+                block(span);
+            }
+        }
+    }
+}
+
+// Where the rows of a key lie that has a column behind those of the first segment
+struct placed_key {
+    const attention_segment * segment;
+    int64_t                   key;
+
+    placed_key(const attention_args & a, int64_t column) : segment(a.segments + 1), key(column) {
+        for (; key >= segment->n; segment++) {
+            key -= segment->n;
+        }
+    }
+};
+
+// A span of keys in an order as one that has rows, for one KV head. They lie side by side if all do so in their segment,
+// else they are copied to `copied` and the thread's panels, with zeros where there is no key.
+inline key_span place_rows(const attention_item & w, int head, const key_span & span, attention_segment & copied) {
+    if (!span.places) {
+        return span;
+    }
+    key_span res     = span;
+    bool     as_lies = span.places[0] >= 0;
+    for (int i = 1; i < span.n && as_lies; i++) {
+        as_lies = span.places[i] == span.places[0] + i;
+    }
+    if (as_lies) {
+        const placed_key first(*w.args, span.places[0]);
+        res.segment = first.segment;
+        res.first   = first.key;
+        if (first.key + span.n <= first.segment->n) {
+            return res;
+        }
+    }
+    const size_t bytes_k = w.args->d_k * sizeof(uint16_t);
+    const size_t bytes_v = w.args->d_v * sizeof(uint16_t);
+    copied               = {};
+    copied.n             = span.n;
+    copied.k.data        = w.panels->rows_k;
+    copied.v.data        = w.panels->rows_v;
+    copied.k.row         = bytes_k;
+    copied.v.row         = bytes_v;
+    res.segment          = &copied;
+    res.first            = 0;
+    for (int i = 0; i < span.n; i++) {
+        char * k = w.panels->rows_k + i * bytes_k;
+        char * v = w.panels->rows_v + i * bytes_v;
+        if (span.places[i] < 0) {
+            std::memset(k, 0, bytes_k);
+            std::memset(v, 0, bytes_v);
+            continue;
+        }
+        const placed_key from(*w.args, span.places[i]);
+        std::memcpy(k, key_row(from.segment->k, from.key, head), bytes_k);
+        std::memcpy(v, key_row(from.segment->v, from.key, head), bytes_v);
+    }
+    return res;
 }
 
 // What a row needs to turn dot products into weights. Scores are in units of log2.
@@ -194,9 +284,7 @@ inline row_rule rule_of(const attention_item & w, const key_span & span, int hea
     const attention_args & a     = *w.args;
     const int64_t          query = row / (a.n_head / a.n_head_kv);
     return { a.logit_softcap * log2e, slope_of(a, head_kv, row),
-             span.states[query] != mixed ? nullptr
-             : span.mask                 ? span.mask
-                                         : mask_row(a, w.q0 + query) + span.column,
+             span.states[query] != mixed ? nullptr : mask_of(w, span, query),
              w.few ? a.v_skip / key_block : 0.0f, span.stands };
 }
 

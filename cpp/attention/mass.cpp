@@ -12,14 +12,6 @@ namespace mixedkv {
 
 namespace {
 
-int64_t count_keys(const attention_args & a) {
-    int64_t n = 0;
-    for (int i = 0; i < a.n_segments; i++) {
-        n += a.segments[i].n;
-    }
-    return n;
-}
-
 // Keys of one KV head as [d_k, n]: a score is then added to channel by channel, which vectorises.
 void unpack_head(const attention_args & a, int head_kv, int64_t n, std::vector<float> & keys) {
     float   row[attention_max_head_size];

@@ -48,8 +48,10 @@ struct page_choice {
         if (!a.mask) {
             return all_plain;
         }
-        return a.seen.blocks && key % key_block == 0 ? recall_state(w, 0, key, n, w.q0)
-                                                     : state_of(mask_row(a, w.q0) + key, n);
+        const key_span span{ a.segments, key, key, n, nullptr };
+        return a.seen.blocks && key % key_block == 0 ?
+                   recall_state(w, key / key_block * attention_max_segments, span, 0) :
+                   state_of(mask_of(w, span, 0), n);
     }
 
     static page_code * codes_of(page_code * taken, int64_t strip) { return taken + strip * pages_of_strip; }
@@ -86,7 +88,9 @@ struct page_choice {
     static void weigh_others(const attention_item & w, const item_memory & m, const strip_list & strips) {
         const attention_args & a = *w.args;
         alignas(64) float      s[few_rows * key_block];
-        const auto             weigh = [&](const key_span & span) {
+        const auto             weigh = [&](const key_span & blocks) {
+            attention_segment copied;
+            const key_span    span = place_rows(w, w.head0, blocks, copied);
             base::score_rows(w, w.head0, m, span, s);
             for (int row = 0; row < m.rows; row++) {
                 float * x = s + row * key_block;
@@ -100,8 +104,9 @@ struct page_choice {
             part.k1 = part.k0 + attention_strip < a.segments[0].n ? part.k0 + attention_strip : a.segments[0].n;
             for_each_block(part, attention_strip, weigh);
         }
-        part.k0 = a.segments[0].n;
-        part.k1 = w.k1;
+        part.k0     = a.segments[0].n;
+        part.k1     = w.k1;
+        part.block1 = a.order.n_blocks;
         for_each_block(part, base::block_keys(a), weigh);
     }
 

@@ -52,12 +52,11 @@ void choose_pages(const attention_args & a, const attention_kernels & kernels, b
     w.n_head    = 1;
     w.n_queries = 1;
     w.k0        = 0;
+    w.k1        = count_plain_keys(a);
+    w.block0    = 0;
+    w.block1    = 0;
     w.memory    = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
     w.panels    = panels;
-    w.k1        = 0;
-    for (int i = 0; i < a.n_segments; i++) {
-        w.k1 += a.segments[i].n;
-    }
     for (int64_t i = ith; i < a.n_queries * a.n_head_kv; i += nth) {
         w.q0    = i / a.n_head_kv;
         w.head0 = int(i % a.n_head_kv);

@@ -230,7 +230,10 @@ void for_each_page_block(const attention_item & w, int step, Block block) {
         if (states[list.query] == all_hidden) {
             continue;
         }
-        key_span span = { &s, list.key[0], list.key[0], list.n, states, mask, &list, &ahead };
+        key_span span = { &s, list.key[0], list.key[0], list.n, states };
+        span.mask     = mask;
+        span.pages    = &list;
+        span.ahead    = &ahead;
         span.stands   = copy_stands(list, stands) ? stands : nullptr;
         if (!follow_each_other(list)) {
             copied.k     = copy_pages(s.k, list.head, bytes_k, list, w.panels->rows_k);
@@ -276,8 +279,9 @@ void for_each_block_read(const attention_item & w, int step, Prepare prepare, Bl
         prepare(span);
         const bool leaves_out = a.pages.taken && span.segment == a.segments;
         for (int i = 0; i < w.n_head; i++) {
-            mask_state states[few_rows];
-            key_span   part = span;
+            attention_segment copied;
+            mask_state        states[few_rows];
+            key_span          part = place_rows(w, w.head0 + i, span, copied);
             if (leaves_out) {
                 part.states = states;
             }

@@ -92,8 +92,8 @@ struct tile {
     }
 
     // Scores of n keys become weights 2^(s - max), zeros from n to a whole vector and, once they are in the sum, where
-    // they are below the rule's least; acc is rescaled when max grows.
-    static void weigh(const row_rule & rule, float * s, int n, float & max, float & sum, float * acc, int64_t d_v) {
+    // they are below the rule's least; acc is rescaled when max grows. Compiled once, so that all have the same bits.
+    [[gnu::noinline]] static void weigh(const row_rule & rule, float * s, int n, float & max, float & sum, float * acc, int64_t d_v) {
         const int        padded = int(round_up(n, L::width));
         uint16_t         local[most_keys];
         const uint16_t * mask = rule.mask;
@@ -194,10 +194,23 @@ struct tile {
         }
     }
 
-    // Decode: s[rows][key_block] of all rows, K rows as they lie
+    // Decode: s[rows][key_block] of all rows. Rows that have an order are as prefill scores them, bit by bit; others
+    // are taken as they lie.
     static void score_rows(const attention_item & w, int head, const item_memory & m, const key_span & span,
                            float * s) {
-        const int64_t d             = round_up(w.args->d_k, 16);
+        const int64_t d = round_up(w.args->d_k, 16);
+        if (span.places) {
+            transpose_keys(w, head, span, key_block, w.panels->k);
+            for (int r = 0; r < m.rows; r += L::rows) {
+                const int rows = m.rows - r < L::rows ? m.rows - r : L::rows;
+                if (any_visible(w, span, r, rows)) {
+                    product_of<L>::template multiply<false>(rows, static_cast<const float *>(m.q) + r * d, d,
+                                                            w.panels->k, key_block, s + r * key_block, key_block,
+                                                            int(d), int(round_up(span.n, L::width)));
+                }
+            }
+            return;
+        }
         const float * q             = static_cast<const float *>(m.q);
         float * __restrict k        = w.panels->k;
         const attention_rows & rows = span.segment->k;
@@ -398,54 +411,98 @@ struct tile {
         return d <= 256 ? 64 : d <= 512 ? 32 : 16;
     }
 
-    static void run(const attention_item & w) {
-        for (int i = 0; i < w.n_head; i++) {
-            const item_memory m(*w.args, w.few, w.n_queries, w.memory, i);
-            w.few ? begin(m) : clear(m);
-            for (int row = 0; !w.few && row < m.rows; row += 4) {
-                pack_quad(w, w.head0 + i, m, row);
+    // Prefill: block(m, span) for each block of each piece that some row sees, and all pieces are summed up.
+    template <class Block>
+    static void prefill_pieces(const attention_item & w, int step, Block block) {
+        const item_memory m(*w.args, w.few, w.n_queries, w.memory, 0);
+        attention_item    part = w;
+        for (int row = 0; row < m.rows; row++) {
+            m.all.max[row] = -INFINITY;
+        }
+        for (int64_t i = w.piece0; i < w.piece1; i++) {
+            bool any = false;
+            go_to_piece(part, i);
+            for_each_block(part, step, [&](const key_span & span) {
+                attention_segment copied;
+                if (!any) {
+                    clear(m);
+                    any = true;
+                }
+                block(m, place_rows(w, w.head0, span, copied));
+            });
+            for (int row = 0; any && row < m.rows; row++) {
+                add_sums(m.all, m, row, m.d_v_padded);
             }
+        }
+    }
+
+    static void run(const attention_item & w) {
+        if (!w.few) {
+            const item_memory m(*w.args, w.few, w.n_queries, w.memory, 0);
+            for (int row = 0; row < m.rows; row += 4) {
+                pack_quad(w, w.head0, m, row);
+            }
+            prefill_pieces(w, block_keys(*w.args), [&](const item_memory & m, const key_span & span) {
+                prefill_block(w, w.head0, m, span);
+            });
+            return;
+        }
+        for (int i = 0; i < w.n_head; i++) {
+            begin(item_memory(*w.args, w.few, w.n_queries, w.memory, i));
         }
         uint32_t   ready   = 0;
         const auto prepare = [&](const key_span & span) {
-            if (w.few) {
-                prepare_rows(w, span, ready, [](const item_memory &, int) {});
-            }
+            prepare_rows(w, span, ready, [](const item_memory &, int) {});
         };
         for_each_block_read(w, block_keys(*w.args), prepare, [&](int i, const key_span & span) {
-            const item_memory m(*w.args, w.few, w.n_queries, w.memory, i);
-            w.few ? decode_block(w, w.head0 + i, m, span) : prefill_block(w, w.head0 + i, m, span);
+            decode_block(w, w.head0 + i, item_memory(*w.args, w.few, w.n_queries, w.memory, i), span);
         });
     }
 
+    // What a row makes of more keys is added to what it makes of others. Compiled once, as weigh().
+    [[gnu::noinline]] static void add_sums(const row_sums & to, const row_sums & more, int row, int64_t d_v) {
+        const float max = more.max[row] > to.max[row] ? more.max[row] : to.max[row];
+        float *     acc = to.acc + row * d_v;
+        const float * by = more.acc + row * d_v;
+        if (more.max[row] == -INFINITY) {
+            return;
+        }
+        if (to.max[row] == -INFINITY) {
+            to.max[row] = max;
+            to.sum[row] = more.sum[row];
+            std::memcpy(acc, by, d_v * sizeof(float));
+            return;
+        }
+        const V old = L::set(exp2_of(to.max[row] - max)), now = L::set(exp2_of(more.max[row] - max));
+        for (int64_t i = 0; i < d_v; i += L::width) {
+            L::store(acc + i, L::fma(now, L::load(by + i), L::mul(old, L::load(acc + i))));
+        }
+        float sum[2][L::width];
+        L::store(sum[0], L::mul(old, L::set(to.sum[row])));
+        L::store(sum[1], L::fma(now, L::set(more.sum[row]), L::load(sum[0])));
+        to.max[row] = max;
+        to.sum[row] = sum[1][0];
+    }
+
+    // The first chunk's memory serves for the sums of all.
     static void merge_row(const item_memory & part, int row, int n_chunks, size_t stride, const float * sink, int d_v,
                           float * out) {
-        float max = sink ? *sink * log2e : -INFINITY;
-        for (int c = 0; c < n_chunks; c++) {
-            const float m = chunk_of(part.max, c, stride)[row];
-            max           = m > max ? m : max;
+        for (int c = 1; c < n_chunks; c++) {
+            add_sums(part.all, { chunk_of(part.max, c, stride), chunk_of(part.sum, c, stride),
+                                 chunk_of(part.acc, c, stride) }, row, part.d_v_padded);
         }
-        float   sum    = sink && max != -INFINITY ? exp2_of(*sink * log2e - max) : 0.0f;
-        float * result = part.acc + row * part.d_v_padded; // the first chunk's memory serves as the accumulator
-        for (int c = 0; c < n_chunks; c++) {
-            const float m = chunk_of(part.max, c, stride)[row];
-            if (m == -INFINITY) {
-                if (c == 0) {
-                    std::memset(result, 0, part.d_v_padded * sizeof(float));
-                }
-                continue;
-            }
-            const float   weight = exp2_of(m - max);
-            const float * acc    = chunk_of(part.acc, c, stride) + row * part.d_v_padded;
-            sum += weight * chunk_of(part.sum, c, stride)[row];
-            for (int i = 0; i < d_v; i += L::width) {
-                const V before = c == 0 ? L::zero() : L::load(result + i);
-                L::store(result + i, L::fma(L::set(weight), L::load(acc + i), before));
-            }
+        const float * acc   = part.all.acc + row * part.d_v_padded;
+        const float   max   = part.all.max[row];
+        const float   most  = sink && *sink * log2e > max ? *sink * log2e : max;
+        if (max == -INFINITY) {
+            std::memset(out, 0, d_v * sizeof(float));
+            return;
         }
-        const V inverse = L::set(sum > 0.0f ? 1.0f / sum : 0.0f);
+        const float scale   = exp2_of(max - most);
+        const float sum     = part.all.sum[row] * scale + (sink ? exp2_of(*sink * log2e - most) : 0.0f);
+        const V     inverse = L::set(sum > 0.0f ? scale / sum : 0.0f);
         for (int i = 0; i < d_v; i += L::width) {
-            const V y = L::mul(inverse, L::load(result + i));
+            const V y = L::mul(inverse, L::load(acc + i));
             if (i + L::width <= d_v) {
                 L::store(out + i, y);
             } else {

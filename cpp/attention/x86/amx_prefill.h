@@ -228,10 +228,11 @@ struct amx_prefill {
     static void run(const attention_item & w) {
         const tile_session session;
         const item_memory  m(*w.args, w.few, w.n_queries, w.memory, 0);
-        base::clear(m);
         std::memset(m.acc, 0, m.rows_padded * m.d_v_padded * sizeof(float)); // tiles load the padding too
         pack_queries(w, w.head0, m);
-        for_each_block(w, block_keys(*w.args), [&](const key_span & span) { block(w, w.head0, m, span); });
+        base::prefill_pieces(w, block_keys(*w.args), [&](const item_memory & m, const key_span & span) {
+            block(w, w.head0, m, span);
+        });
     }
 };
 
