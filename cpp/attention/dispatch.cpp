@@ -51,7 +51,7 @@ struct stream_plan {
     static int64_t tile_queries(const attention_args & a, int64_t n_queries) {
         const int group = a.n_head / a.n_head_kv;
         int       rows  = tile_rows;
-        while (rows > few_rows && n_queries * group * a.n_head_kv < tile_items * rows) {
+        while (rows > 4 * few_rows && n_queries * group * a.n_head_kv < tile_items * rows) {
             rows /= 2;
         }
         return std::min<int64_t>(n_queries, std::max(1, rows / group));

@@ -109,4 +109,7 @@ private:
 
     // moves the visible entries of hot keys from their cold column to the ring's or the ubatch's
     void route_hot(ggml_tensor * mask, const llama_ubatch & ubatch) const;
+
+    // in which order fused attention reads them, and what is seen of them then
+    void order_hot(const ggml_tensor * mask, const llama_ubatch & ubatch) const;
 };

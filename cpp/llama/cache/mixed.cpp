@@ -318,6 +318,11 @@ llama_kv_node & llama_kv_cache_mixed::get_node(int32_t il) {
     return nodes.try_emplace(il, llama_kv_node{ scratch }).first->second;
 }
 
+llama_kv_hot_order llama_kv_cache_mixed::make_hot_order() const {
+    // a few sequences with long windows would leave threads without work
+    return llama_kv_hot_order(hot.get_n_rows() > 1024 && hot.get_slots().get_n_seq() <= 4);
+}
+
 void llama_kv_cache_mixed::set_runs(const llama_ubatch & ubatch, uint32_t n_stream) {
     auto & runs = scratch.runs;
 

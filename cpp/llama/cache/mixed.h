@@ -173,6 +173,10 @@ public:
     // where the fused nodes add up the attention that they compute, nullptr: nowhere
     void set_mass(llama_kv_mass * mass) { scratch.mass = mass; }
 
+    // the F16 rows of a step in their order: none yet, and those of the ubatch at hand by stream
+    llama_kv_hot_order make_hot_order() const;
+    std::vector<llama_kv_scratch::hot_keys> & get_hot_keys() { return scratch.hot; }
+
     const mixedkv::attention_skips & get_skips() const { return scratch.skips; }
 
     // pages of which a layer's attention reads those that matter, nullptr: it reads all

@@ -171,6 +171,17 @@ static attention_args to_args(const ggml_tensor * dst, const llama_kv_node & nod
     res.mask     = (const uint16_t *) ((const char *) mask->data + strm*mask->nb[3]);
     res.mask_row = mask->nb[1];
 
+    if (node.has_ring && strm < (int64_t) node.scratch.hot.size()) {
+        const auto & hot = node.scratch.hot[strm];
+
+        res.order.blocks   = hot.order.get_blocks().data();
+        res.order.n_blocks = hot.order.get_blocks().size();
+        res.order.pieces   = hot.order.get_pieces().data();
+        res.order.n_pieces = hot.order.get_pieces().size() - 1;
+        res.order.mask     = hot.mask.data();
+        res.order.mask_row = hot.order.size()*sizeof(uint16_t);
+    }
+
     const size_t n_seen = count_seen(res, 1);
     res.seen = node.scratch.get_seen(strm*n_seen, n_seen, n_tps);
 
@@ -212,6 +223,9 @@ static attention_args cut(const attention_args & whole, int64_t first, int64_t n
     res.q         = (const float *) ((const char *) whole.q + first*whole.q_row);
     res.mask      = (const uint16_t *) ((const char *) whole.mask + first*whole.mask_row);
     res.out       = (float *) ((char *) whole.out + first*whole.out_row);
+    if (res.order.mask) {
+        res.order.mask += first*whole.order.mask_row/sizeof(uint16_t);
+    }
     if (res.seen.blocks) {
         res.seen.blocks += first;
     }
@@ -366,6 +380,10 @@ ggml_tensor * llama_kv_node_attention(
     // the first graph of a context is the one that llama.cpp reserves memory with: its largest
     std::vector<attention_args> args;
     to_args(res, node, args);
+    for (auto & a : args) {
+        a.order = {}; // of the step before, if any
+        a.order.n_pieces = node.has_ring ? node.most_pieces : 0;
+    }
     const size_t bytes = mixedkv::attention_scratch_bytes(args.data(), (int) args.size());
 
     node.scratch.reserve(bytes);

@@ -1,0 +1,79 @@
+#include "graph/hot-order.h"
+
+#include <algorithm>
+#include <tuple>
+
+static constexpr int     N_PLACES     = mixedkv::attention_block::places;
+static constexpr int64_t PIECE_PLACES = 256; // a piece that has these is not given another sequence
+static constexpr int64_t N_PIECES     = 32;  // where no sequence is cut
+static constexpr int32_t LONG_PIECE   = 512; // positions of a sequence that is cut
+
+int64_t llama_kv_hot_order::most_pieces(int64_t n_seq, int64_t n_keys) const {
+    return N_PIECES + 1 + (long_windows ? n_keys/LONG_PIECE + 3*n_seq : 0);
+}
+
+void llama_kv_hot_order::make_blocks() {
+    blocks.clear();
+    first_keys.clear();
+
+    for (const auto & cur : keys) {
+        const int place = int(uint32_t(cur.pos) % N_PLACES);
+
+        // a position that several keys have, as those of an image do, is in as many blocks
+        const bool same = !blocks.empty() && first_keys.back().seq == cur.seq &&
+            uint32_t(first_keys.back().pos)/N_PLACES == uint32_t(cur.pos)/N_PLACES && place >= blocks.back().first + blocks.back().n;
+        if (!same) {
+            first_keys.push_back(cur);
+            blocks.emplace_back();
+            blocks.back().first = place/16*16;
+            std::fill_n(blocks.back().keys, N_PLACES, -1);
+        }
+
+        auto & block = blocks.back();
+        block.keys[place - block.first] = cur.column;
+        block.n = place + 1 - block.first;
+    }
+}
+
+void llama_kv_hot_order::make_pieces(int64_t most_pieces) {
+    int64_t n_places = 0;
+    for (const auto & block : blocks) {
+        n_places += block.n;
+    }
+    const int64_t enough = std::max(PIECE_PLACES, n_places/N_PIECES);
+
+    pieces.assign(1, 0);
+    n_places = 0;
+    for (size_t i = 0; i < blocks.size(); ++i) {
+        const auto & cur = first_keys[i];
+        const auto & old = first_keys[i > 0 ? i - 1 : 0];
+
+        const bool cut = cur.seq != old.seq ? n_places >= enough : long_windows && cur.pos/LONG_PIECE != old.pos/LONG_PIECE;
+        if (cut && (int64_t) pieces.size() < most_pieces) {
+            pieces.push_back(i);
+            n_places = 0;
+        }
+        n_places += blocks[i].n;
+    }
+    if (!blocks.empty()) {
+        pieces.push_back(blocks.size());
+    }
+}
+
+void llama_kv_hot_order::arrange(int64_t most_pieces) {
+    std::sort(keys.begin(), keys.end(), [](const key & a, const key & b) {
+        return std::tie(a.seq, a.pos, a.column) < std::tie(b.seq, b.pos, b.column);
+    });
+    make_blocks();
+    make_pieces(most_pieces);
+    keys.clear();
+}
+
+void llama_kv_hot_order::copy_mask(const uint16_t * columns, uint16_t * mask) const {
+    for (const auto & block : blocks) {
+        for (int i = 0; i < N_PLACES; ++i) {
+            mask[i] = block.keys[i] < 0 ? 0xfc00 : columns[block.keys[i]]; // -inf
+        }
+        mask += N_PLACES;
+    }
+}
