@@ -5,6 +5,7 @@
 #include "page_choice.h"
 #include "sketcher.h"
 #include "x86/vnni_decode.h"
+#include "x86/vnni_prefill.h"
 
 namespace mixedkv {
 namespace {
@@ -12,6 +13,9 @@ namespace {
 void run(const attention_item & w) {
     if (w.few && vnni_decode::fits(*w.args)) {
         return vnni_decode::run(w);
+    }
+    if (!w.few && integer_prefill<vnni_prefill>::fits(*w.args)) {
+        return integer_prefill<vnni_prefill>::run(w);
     }
     tile<avx512>::run(w);
 }

@@ -7,6 +7,7 @@
 #include "page_choice.h"
 #include "sketcher.h"
 #include "x86/avx2_decode.h"
+#include "x86/avx2_prefill.h"
 
 namespace mixedkv {
 namespace {
@@ -14,6 +15,9 @@ namespace {
 void run(const attention_item & w) {
     if (w.few && avx2_decode::fits(*w.args)) {
         return avx2_decode::run(w);
+    }
+    if (!w.few && integer_prefill<avx2_prefill>::fits(*w.args)) {
+        return integer_prefill<avx2_prefill>::run(w);
     }
     tile<avx2>::run(w);
 }

@@ -300,6 +300,18 @@ uint64_t used_keys(const float * s, int rows, int n) {
     return used;
 }
 
+// Which of the keys a query sees, a bit each
+inline uint64_t visible_keys(const attention_item & w, const key_span & span, int64_t query) {
+    if (span.states[query] == all_plain) {
+        return ~uint64_t(0) >> (key_block - span.n);
+    }
+    uint64_t bits = 0;
+    for (int i = 0; i < span.n && span.states[query] != all_hidden; i++) {
+        bits |= uint64_t(mask_of(w, span, query)[i] != 0xfc00) << i;
+    }
+    return bits;
+}
+
 // A few keys that most queries pay much attention to: the first and the last that a query sees of the F16 rows, which
 // are what comes after the first segment.
 struct expected_keys {

@@ -140,7 +140,14 @@ struct avx2_integers {
 
     // s[row][16 keys] += the scores of one block of elements
     template <row_type type>
-    static void score_block(const columns_of_block & x, const uint16_t * scales, const quad & q, int rows, float * s) {
+    static void score_block(const columns_of_block & x, const uint16_t * halves, const quad & q, int rows, float * s) {
+        alignas(32) float scales[16];
+        L::store(scales, L::load_half(halves));
+        L::store(scales + 8, L::load_half(halves + 8));
+        score_block<type>(x, scales, q, rows, s);
+    }
+    template <row_type type>
+    static void score_block(const columns_of_block & x, const float * scales, const quad & q, int rows, float * s) {
         __m256i sums[4][2];
         for (int r = 0; r < 4; r++) {
             sums[r][0] = sums[r][1] = _mm256_set1_epi32(unsigned_nibbles<type>() ? -8 * q.sum[r] : 0);
@@ -153,7 +160,7 @@ struct avx2_integers {
             }
         }
         for (int half = 0; half < 2; half++) {
-            const __m256 d = L::load_half(scales + 8 * half);
+            const __m256 d = L::load(scales + 8 * half);
             for (int r = 0; r < rows; r++) {
                 float * to = s + r * key_block + 8 * half;
                 L::store(to, L::fma(L::mul(d, L::set(q.scale[r])), _mm256_cvtepi32_ps(sums[r][half]), L::load(to)));

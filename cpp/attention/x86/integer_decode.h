@@ -34,6 +34,10 @@ struct key_pairs {
     }
 };
 
+constexpr bool has_integers_or_opened(row_type type) {
+    return has_integers(type) || type == row_type::tc3;
+}
+
 // As with_integers, for tc3 as well, whose rows are opened first
 template <class F>
 bool with_integers_or_opened(row_type type, F f) {
@@ -142,10 +146,10 @@ struct integer_decode {
         return block_elements(type) / 32;
     }
 
-    // R rows of weights s against up to 4 blocks of n keys
+    // R rows of weights s against up to 4 blocks of n keys; units of each row
     template <row_type type, int R>
     static void add_rows(const char * p, int64_t row, int n, const key_pairs & pairs, int n_blocks, prefetcher & ahead,
-                         const weight_unit<L> * units, const float * s, float * acc, int64_t ld) {
+                         const weight_unit<L> * const * units, const float * s, float * acc, int64_t ld) {
         alignas(64) int32_t ints[4][R][32];
         float               top[R];
         for (int r = 0; r < R; r++) {
@@ -153,7 +157,7 @@ struct integer_decode {
             top[r] = relative_weights<L>(s + r * key_block, weights);
             for (int b = 0; b < n_blocks; b += per_scale<type>()) {
                 integers packed[key_block / (2 * L::width)];
-                units[b].apply(weights, packed);
+                units[r][b].apply(weights, packed);
                 std::memcpy(ints[b][r], packed, sizeof(packed));
             }
         }
@@ -161,46 +165,69 @@ struct integer_decode {
             const int first = b / per_scale<type>() * per_scale<type>();
             float     scales[R];
             for (int r = 0; r < R; r++) {
-                scales[r] = top[r] * units[first].unit;
+                scales[r] = top[r] * units[r][first].unit;
             }
             Body::template add_block<type, R>(p + integers_at(type, b), row, n, pairs, ahead, ints[first], scales,
                                               acc + 32 * b, ld);
         }
     }
 
-    // Up to 4 rows
+    // The units of a query for up to 4 blocks of elements. Those follow from the keys that it sees, and not from who is
+    // worked on beside it; where they are extreme, each row takes those of the keys that it weighs.
+    struct query_units {
+        weight_unit<L> of[4];
+        int64_t        query   = -1;
+        bool           extreme = false;
+
+        template <row_type type>
+        void find(const key_scales & scales, int n_blocks, uint64_t keys) {
+            extreme = false;
+            for (int b = 0; b < n_blocks; b += per_scale<type>()) {
+                of[b].find(scales.half[b], keys);
+                extreme |= of[b].is_extreme();
+            }
+        }
+    };
+
+    // Up to 4 rows from `first` on
     template <row_type type>
-    static void add_quad(const char * p, int64_t row, int n, int n_blocks, const key_scales & scales,
-                         prefetcher & ahead, int rows, const float * weights, float * acc, int64_t ld) {
+    static void add_quad(const attention_item & w, const key_span & span, const char * p, int64_t row, int n_blocks,
+                         const key_scales & scales, prefetcher & ahead, int first, int rows, const float * weights,
+                         float * acc, int64_t ld) {
         const uint64_t used = used_keys<L>(weights, rows, key_block);
         if (!used) {
             return;
         }
-        weight_unit<L> units[4];
-        bool           extreme = false;
-        for (int b = 0; b < n_blocks; b += per_scale<type>()) {
-            units[b].find(scales.half[b], used);
-            extreme |= units[b].is_extreme();
-        }
-        if (extreme && rows > 1) {
-            for (int r = 0; r < rows; r++) {
-                add_quad<type>(p, row, n, n_blocks, scales, ahead, 1, weights + r * key_block, acc + r * ld, ld);
+        const int              group = w.args->n_head / w.args->n_head_kv;
+        query_units            known[4];
+        const weight_unit<L> * units[4];
+        for (int r = 0; r < rows; r++) {
+            const int64_t query = (first + r) / group;
+            const int     same  = r > 0 && known[r - 1].query == query && !known[r - 1].extreme ? r - 1 : r;
+            units[r]            = same < r ? units[same] : known[r].of;
+            known[r].query      = query;
+            if (same < r) {
+                continue;
             }
-            return;
+            known[r].template find<type>(scales, n_blocks, visible_keys(w, span, query));
+            if (known[r].extreme) {
+                known[r].template find<type>(scales, n_blocks, used_keys<L>(weights + r * key_block, 1, key_block));
+                known[r].extreme = true;
+            }
         }
         const key_pairs pairs(used);
         switch (rows) {
         case 1:
-            add_rows<type, 1>(p, row, n, pairs, n_blocks, ahead, units, weights, acc, ld);
+            add_rows<type, 1>(p, row, span.n, pairs, n_blocks, ahead, units, weights, acc, ld);
             break;
         case 2:
-            add_rows<type, 2>(p, row, n, pairs, n_blocks, ahead, units, weights, acc, ld);
+            add_rows<type, 2>(p, row, span.n, pairs, n_blocks, ahead, units, weights, acc, ld);
             break;
         case 3:
-            add_rows<type, 3>(p, row, n, pairs, n_blocks, ahead, units, weights, acc, ld);
+            add_rows<type, 3>(p, row, span.n, pairs, n_blocks, ahead, units, weights, acc, ld);
             break;
         default:
-            add_rows<type, 4>(p, row, n, pairs, n_blocks, ahead, units, weights, acc, ld);
+            add_rows<type, 4>(p, row, span.n, pairs, n_blocks, ahead, units, weights, acc, ld);
         }
     }
 
@@ -220,8 +247,8 @@ struct integer_decode {
             scales.load_all<stored>(p, bytes, span.n, n_blocks);
             const char * ints = opened_rows<type>(p, bytes, span.n, n_blocks, opened);
             for (int row = 0; row < m.rows; row += 4) {
-                add_quad<type>(ints, bytes, span.n, n_blocks, scales, ahead, m.rows - row < 4 ? m.rows - row : 4,
-                               s + row * key_block, m.acc + row * m.d_v_padded + 128 * g, m.d_v_padded);
+                add_quad<type>(w, span, ints, bytes, n_blocks, scales, ahead, row,
+                               m.rows - row < 4 ? m.rows - row : 4, s + row * key_block, m.acc + row * m.d_v_padded + 128 * g, m.d_v_padded);
             }
         }
     }

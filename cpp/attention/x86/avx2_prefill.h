@@ -1,0 +1,95 @@
+// Prefill on AVX2 over rows of a scale and integers: keys are opened as decode has them, values to 16 bits.
+
+#pragma once
+
+#include "avx2_decode.h"
+#include "integer_prefill.h"
+
+namespace mixedkv {
+namespace {
+
+struct avx2_prefill {
+    using L      = avx2;
+    using decode = avx2_integers;
+
+    static constexpr int most_rows = 4;
+
+    static void pack_rows(const attention_args & a, const item_memory & m, int first) {
+        avx2_decode::pack_quad(a, m, first);
+    }
+
+    using columns = avx2_integers::columns_of_block;
+
+    // [group of 16 keys, block]
+    template <row_type type>
+    static void open_keys(const char * p, int64_t row, int n_blocks, int b, int group, float * panel) {
+        avx2_integers::columns<type>(p, row, reinterpret_cast<columns *>(panel)[group * n_blocks + b]);
+    }
+
+    // s[R][key_block] of the rows from `row` on
+    template <row_type type, int R>
+    static void score(const attention_args & a, const item_memory & m, int row, const float * panel,
+                      const float (*scales)[key_block], float * s) {
+        const int       n_blocks = a.d_k / 32;
+        const columns * keys     = reinterpret_cast<const columns *>(panel);
+        const auto *    quads    = avx2_decode::quads(a, m) + row / 4 * n_blocks;
+        for (int g = 0; g < 4; g++) {
+            alignas(32) float four[4 * key_block];
+            for (int r = 0; r < 4; r++) {
+                L::store(four + r * key_block, L::zero());
+                L::store(four + r * key_block + 8, L::zero());
+            }
+            for (int b = 0; b < n_blocks; b++) {
+                avx2_integers::score_block<type>(keys[g * n_blocks + b], scales[b] + 16 * g, quads[b], 4, four);
+            }
+            for (int r = 0; r < R; r++) {
+                std::memcpy(s + r * key_block + 16 * g, four + (row + r) % 4 * key_block, 16 * sizeof(float));
+            }
+        }
+    }
+
+    // Block b of n keys as pairs of keys: [block, pair, part] two vectors of 8 elements
+    template <row_type type>
+    static void open_values(const char * p, int64_t row, int n, int b, float * panel) {
+        __m256i * to = reinterpret_cast<__m256i *>(panel) + 128 * b;
+        for (int i = 0; 2 * i < n; i++) {
+            for (int part = 0; part < 2; part++, to += 2) {
+                avx2_integers::pair<type>(p + 2 * i * row, 2 * i + 1 < n ? row : 0, part, to[0], to[1]);
+            }
+        }
+    }
+
+    // acc[R][32] += weights times block b of n keys
+    template <row_type type, int R>
+    static void add_values(const float * panel, int n, int b, const int32_t (*ints)[32], const float * scales,
+                           float * acc, int64_t ld) {
+        int32_t start[R];
+        for (int r = 0; r < R; r++) {
+            start[r] = avx2_integers::unsigned_nibbles<type>() ? -8 * avx2_integers::sum_pairs(ints[r], 32) : 0;
+        }
+        for (int part = 0; part < 2; part++) {
+            const __m256i * values = reinterpret_cast<const __m256i *>(panel) + 128 * b + 2 * part;
+            __m256i         sums[R][2];
+            for (int r = 0; r < R; r++) {
+                sums[r][0] = sums[r][1] = _mm256_set1_epi32(start[r]);
+            }
+            for (int i = 0; 2 * i < n; i++, values += 4) {
+                const __m256i first = values[0], second = values[1];
+                for (int r = 0; r < R; r++) {
+                    const __m256i weights = _mm256_set1_epi32(ints[r][i]);
+                    sums[r][0]            = avx2_integers::dot(sums[r][0], first, weights);
+                    sums[r][1]            = avx2_integers::dot(sums[r][1], second, weights);
+                }
+            }
+            for (int r = 0; r < R; r++) {
+                for (int i = 0; i < 2; i++) {
+                    float * y = acc + r * ld + avx2_integers::place<type>(part, i);
+                    L::store(y, L::fma(L::set(scales[r]), _mm256_cvtepi32_ps(sums[r][i]), L::load(y)));
+                }
+            }
+        }
+    }
+};
+
+} // namespace
+} // namespace mixedkv

@@ -1,0 +1,216 @@
+// Prefill over rows of a scale and integers (integers.h): a block of 64 keys is opened once for all rows of an item, then
+// multiplied as in decode (integer_decode.h). Sums of integers are exact and scales are applied in the same order, so a
+// query has the same bits in both. Body says how: keys and values of a block opened, products of R rows with them.
+//
+// Rows of other types, as F16 ones, are unpacked to F32 (tile.h).
+
+#pragma once
+
+#include "integer_decode.h"
+
+namespace mixedkv {
+namespace {
+
+template <class Body>
+struct integer_prefill {
+    using L    = typename Body::L;
+    using base = tile<L>;
+    using rows = integer_decode<typename Body::decode>;
+
+    static constexpr int most_rows = Body::most_rows;
+
+    static bool fits(const attention_args & a) {
+        return rows::fits(a) && a.d_k % 32 == 0 && a.d_v % 32 == 0 &&
+               (has_integers_or_opened(a.segments[0].k.type) || has_integers_or_opened(a.segments[0].v.type));
+    }
+
+    // What is known of a block of keys
+    struct block_state {
+        alignas(64) float k[8][key_block]; // scales, by block of elements
+        key_scales     v[2];      // by 4 blocks of elements
+        weight_unit<L> units[8];   // of a query, by block of elements
+        int64_t        query   = -1;
+        bool           extreme = false;
+    };
+
+    template <row_type type>
+    static void open_keys(const attention_item & w, int head, const key_span & span, block_state & state) {
+        const attention_rows & stored_rows = span.segment->k;
+        const int              n_blocks    = w.args->d_k / 32;
+        constexpr row_type     stored      = stored_type(type);
+        char                   local[16 * rows::max_row_bytes];
+        alignas(64) char       opened[type == opened_tc3 ? 16 * 16 * 256 / 32 : 1];
+        key_scales             scales;
+        prefetcher             ahead(w, stored_rows, span, head, key_block);
+        for (int j = 0; j < span.n; j += 16) {
+            int64_t      row   = stored_rows.row;
+            const char * first = key_row(stored_rows, span.first + j, head);
+            const char * p     = rows::template sixteen<stored>(first, row, span.n - j, n_blocks, local);
+            int64_t      bytes = row;
+            const char * ints  = rows::template opened_rows<type>(p, bytes, 16, n_blocks, opened);
+            ahead.step(16);
+            for (int b = 0; b < n_blocks; b++) {
+                for (int i = 0; b % 4 == 0 && i < 16; i += 4) {
+                    const int left = n_blocks - b;
+                    scales.load<stored>(p + i * row + scale_at(stored, b), row, left < 4 ? left : 4, i);
+                }
+                for (int i = 0; i < 16; i += L::width) {
+                    L::store(state.k[b] + j + i, L::load_half(scales.half[b % 4] + i));
+                }
+                Body::template open_keys<type>(ints + integers_at(type, b), bytes, n_blocks, b, j / 16,
+                                               w.panels->k);
+            }
+        }
+    }
+
+    template <row_type type>
+    static void open_values(const attention_item & w, int head, const key_span & span, block_state & state) {
+        const attention_rows & stored_rows = span.segment->v;
+        constexpr row_type     stored      = stored_type(type);
+        prefetcher             ahead(w, stored_rows, span, head, key_block);
+        for (int g = 0; 128 * g < w.args->d_v; g++) {
+            const int        left     = w.args->d_v / 32 - g * 4;
+            const int        n_blocks = left < 4 ? left : 4;
+            int64_t          bytes    = stored_rows.row;
+            const char *     p        = key_row(stored_rows, span.first, head) + scale_at(stored, 4 * g);
+            alignas(64) char opened[type == opened_tc3 ? key_block * 64 : 1];
+            state.v[g].template load_all<stored>(p, bytes, span.n, n_blocks);
+            const char * ints = rows::template opened_rows<type>(p, bytes, span.n, n_blocks, opened);
+            for (int b = 0; b < n_blocks; b++) {
+                ahead.step(16);
+                Body::template open_values<type>(ints + integers_at(type, b), bytes, span.n, 4 * g + b, w.panels->v);
+            }
+        }
+    }
+
+    // The units in which the row's weights become integers
+    template <row_type type>
+    static const weight_unit<L> * units_of(const attention_item & w, const key_span & span, int row, const float * s,
+                                           weight_unit<L> * own, block_state & state) {
+        const int     n_blocks = w.args->d_v / 32;
+        const int64_t query    = row / (w.args->n_head / w.args->n_head_kv);
+        // queries that see all keys share them
+        const int64_t known    = span.states[query] == all_plain ? -2 : query;
+        if (state.query != known) {
+            state.query   = known;
+            state.extreme = false;
+            for (int b = 0; b < n_blocks; b += rows::template per_scale<type>()) {
+                state.units[b].find(state.v[b / 4].half[b % 4], visible_keys(w, span, query));
+                state.extreme |= state.units[b].is_extreme();
+            }
+        }
+        if (!state.extreme) {
+            return state.units;
+        }
+        for (int b = 0; b < n_blocks; b += rows::template per_scale<type>()) {
+            own[b].find(state.v[b / 4].half[b % 4], used_keys<L>(s, 1, key_block));
+        }
+        return own;
+    }
+
+    // acc += weights s[R][key_block] times the values, from row `row` on
+    template <row_type type, int R>
+    static void add_values(const attention_item & w, const key_span & span, const item_memory & m, int row,
+                           const float * s, block_state & state) {
+        constexpr int       per      = rows::template per_scale<type>();
+        const int           n_blocks = w.args->d_v / 32;
+        alignas(64) int32_t ints[8 / per][R][32];
+        float               scales[8 / per][R];
+        for (int r = 0; r < R; r++) {
+            weight_unit<L>         own[8];
+            block_weights<L>       weights;
+            const weight_unit<L> * units = units_of<type>(w, span, row + r, s + r * key_block, own, state);
+            const float            top   = relative_weights<L>(s + r * key_block, weights);
+            for (int b = 0; b < n_blocks; b += per) {
+                typename rows::integers packed[key_block / (2 * L::width)];
+                units[b].apply(weights, packed);
+                std::memcpy(ints[b / per][r], packed, sizeof(packed));
+                scales[b / per][r] = top * units[b].unit;
+            }
+        }
+        for (int b = 0; b < n_blocks; b++) {
+            Body::template add_values<type, R>(w.panels->v, span.n, b, ints[b / per], scales[b / per],
+                                               m.acc + row * m.d_v_padded + 32 * b, m.d_v_padded);
+        }
+    }
+
+    // R rows from `row` on against the opened block
+    template <int R>
+    static void rows_of_block(const attention_item & w, int head, const item_memory & m, const key_span & span, int row,
+                              bool k_opened, bool v_opened, block_state & state) {
+        const attention_args & a   = *w.args;
+        const int64_t          d   = round_up(a.d_k, 16);
+        const int64_t          d_v = round_up(a.d_v, 16);
+        alignas(64) float      s[R * key_block];
+        if (!any_visible(w, span, row, R)) {
+            return;
+        }
+        if (k_opened) {
+            with_integers_or_opened(span.segment->k.type, [&](auto type) {
+                Body::template score<decltype(type)::value, R>(a, m, row, w.panels->k, state.k, s);
+            });
+        } else {
+            for (int r = 0; r < R; r += L::rows) {
+                product_of<L>::template multiply<false>(R - r < L::rows ? R - r : L::rows,
+                                                        static_cast<const float *>(m.q) + (row + r) * d, d,
+                                                        w.panels->k, key_block, s + r * key_block, key_block, int(d),
+                                                        int(round_up(span.n, L::width)));
+            }
+        }
+        for (int r = 0; r < R; r++) {
+            base::weigh_row(w, head, m, span, row + r, s + r * key_block);
+            std::memset(s + r * key_block + span.n, 0, (key_block - span.n) * sizeof(float));
+        }
+        if (v_opened) {
+            with_integers_or_opened(span.segment->v.type, [&](auto type) {
+                add_values<decltype(type)::value, R>(w, span, m, row, s, state);
+            });
+        } else {
+            for (int r = 0; r < R; r += L::rows) {
+                product_of<L>::template multiply<true>(R - r < L::rows ? R - r : L::rows, s + r * key_block, key_block,
+                                                       w.panels->v, d_v, m.acc + (row + r) * m.d_v_padded,
+                                                       m.d_v_padded, span.n, int(d_v));
+            }
+        }
+    }
+
+    static void block(const attention_item & w, int head, const item_memory & m, const key_span & span) {
+        block_state state;
+        const bool  k_opened = with_integers_or_opened(span.segment->k.type, [&](auto type) {
+            open_keys<decltype(type)::value>(w, head, span, state);
+        });
+        if (!k_opened) {
+            base::transpose_keys(w, head, span, key_block, w.panels->k);
+        }
+        const bool v_opened = with_integers_or_opened(span.segment->v.type, [&](auto type) {
+            open_values<decltype(type)::value>(w, head, span, state);
+        });
+        if (!v_opened) {
+            base::unpack_values(w, head, span, w.panels->v);
+        }
+        int row = 0;
+        for (; row + most_rows <= m.rows; row += most_rows) {
+            rows_of_block<most_rows>(w, head, m, span, row, k_opened, v_opened, state);
+        }
+        for (; row + 4 <= m.rows && most_rows > 4; row += 4) {
+            rows_of_block<4>(w, head, m, span, row, k_opened, v_opened, state);
+        }
+        for (; row < m.rows; row++) {
+            rows_of_block<1>(w, head, m, span, row, k_opened, v_opened, state);
+        }
+    }
+
+    static void run(const attention_item & w) {
+        const item_memory m(*w.args, w.few, w.n_queries, w.memory, 0);
+        for (int row = 0; row < m.rows; row += 4) {
+            base::pack_quad(w, w.head0, m, row);
+            Body::pack_rows(*w.args, m, row);
+        }
+        base::prefill_pieces(w, key_block, [&](const item_memory & m, const key_span & span) {
+            block(w, w.head0, m, span);
+        });
+    }
+};
+
+} // namespace
+} // namespace mixedkv

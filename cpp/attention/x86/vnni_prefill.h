@@ -1,0 +1,153 @@
+// Prefill on AVX-512 VNNI over rows of a scale and integers: keys and values are opened to 16 bits, so that one
+// instruction multiplies two elements of 16 keys, or two keys of 16 elements.
+
+#pragma once
+
+#include "integer_prefill.h"
+#include "vnni_decode.h"
+
+namespace mixedkv {
+namespace {
+
+struct vnni_prefill {
+    using L      = avx512;
+    using decode = vnni;
+
+    static constexpr int most_rows = 12; // of 6 x 64 sums of scores, 12 x 32 of values
+
+    // Of a row, behind the F32 queries: pairs of integers, then a scale for each block of 32
+    static int32_t * integers_of(const attention_args & a, const item_memory & m, int row) {
+        char * p = static_cast<char *>(m.q) + m.rows_padded * round_up(a.d_k, 128) * 4;
+        return reinterpret_cast<int32_t *>(p) + int64_t(row) * (a.d_k / 32) * 17;
+    }
+
+    // Rows first .. first + 3, with the integers that vnni::pack_block makes
+    static void pack_rows(const attention_args & a, const item_memory & m, int first) {
+        const int n_blocks = a.d_k / 32;
+        for (int row = first; row < first + 4; row++) {
+            const float * q     = static_cast<const float *>(m.q) + row * round_up(a.d_k, 16);
+            int32_t *     pairs = integers_of(a, m, row);
+            float *       scale = reinterpret_cast<float *>(pairs + 16 * n_blocks);
+            for (int b = 0; b < n_blocks; b++, q += 32, pairs += 16) {
+                const __m512 half[2] = { _mm512_loadu_ps(q), _mm512_loadu_ps(q + 16) };
+                const float largest  = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(half[0]), _mm512_abs_ps(half[1])));
+                const __m512 to_int  = _mm512_set1_ps(largest > 0.0f ? int16_limit / largest : 0.0f);
+                scale[b]             = largest / int16_limit;
+                for (int i = 0; i < 2; i++) {
+                    const __m512  x = _mm512_mul_ps(half[i], to_int);
+                    const __m512i n = _mm512_maskz_cvtps_epi32(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), x);
+                    _mm256_storeu_si256(reinterpret_cast<__m256i *>(pairs + 8 * i), _mm512_cvtepi32_epi16(n));
+                }
+            }
+        }
+    }
+
+    // Block b of 16 keys, the group-th, as pairs of elements: [block, pair, group] vectors of the keys
+    template <row_type type>
+    static void open_keys(const char * p, int64_t row, int, int b, int group, float * panel) {
+        const __m512i first  = _mm512_set1_epi32(0x80018000); // bytes 0 and 1 of a dword as 16-bit integers
+        const __m512i second = _mm512_set1_epi32(0x80038002);
+        const __m512i places = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c));
+        const __m512i at[2]  = { _mm512_or_si512(first, _mm512_and_si512(places, _mm512_set1_epi32(0x00ff00ff))),
+                                 _mm512_or_si512(second, _mm512_and_si512(places, _mm512_set1_epi32(0x00ff00ff))) };
+        const __m512i offset = _mm512_set1_epi16(integer_rows<type>::offset);
+        __m512i *     to     = reinterpret_cast<__m512i *>(panel) + 64 * b + group;
+        vnni::columns_of_block x;
+        vnni::columns<type>(p, row, x);
+        for (int i = 0; i < 8; i++) {
+            for (int half = 0; half < 2; half++) {
+                _mm512_store_si512(to + 4 * (2 * i + half), _mm512_sub_epi16(_mm512_shuffle_epi8(x[i], at[half]), offset));
+            }
+        }
+    }
+
+    template <int R>
+    static void score_rows(const int32_t * const * pairs, const float * const * q_scales, const __m512i * keys,
+                           int n_blocks, const float (*scales)[key_block], float * s) {
+        for (int b = 0; b < n_blocks; b++, keys += 64) {
+            __m512i sums[R][4];
+            for (int r = 0; r < R; r++) {
+                sums[r][0] = sums[r][1] = sums[r][2] = sums[r][3] = _mm512_setzero_si512();
+            }
+            for (int i = 0; i < 16; i++) {
+                const __m512i k[4] = { keys[4 * i], keys[4 * i + 1], keys[4 * i + 2], keys[4 * i + 3] };
+                for (int r = 0; r < R; r++) {
+                    const __m512i q = _mm512_set1_epi32(pairs[r][16 * b + i]);
+                    for (int g = 0; g < 4; g++) {
+                        sums[r][g] = _mm512_dpwssd_epi32(sums[r][g], k[g], q);
+                    }
+                }
+            }
+            for (int r = 0; r < R; r++) {
+                const __m512 q_scale = _mm512_set1_ps(q_scales[r][b]);
+                for (int g = 0; g < 4; g++) {
+                    float *      to = s + r * key_block + 16 * g;
+                    const __m512 by = _mm512_mul_ps(_mm512_load_ps(scales[b] + 16 * g), q_scale);
+                    const __m512 y  = b == 0 ? _mm512_setzero_ps() : _mm512_load_ps(to);
+                    _mm512_store_ps(to, _mm512_fmadd_ps(by, _mm512_cvtepi32_ps(sums[r][g]), y));
+                }
+            }
+        }
+    }
+
+    // s[R][key_block] of the rows from `row` on
+    template <row_type type, int R>
+    static void score(const attention_args & a, const item_memory & m, int row, const float * panel,
+                      const float (*scales)[key_block], float * s) {
+        const int       n_blocks = a.d_k / 32;
+        const int32_t * pairs[R];
+        const float *   q_scales[R];
+        for (int r = 0; r < R; r++) {
+            pairs[r]    = integers_of(a, m, row + r);
+            q_scales[r] = reinterpret_cast<const float *>(pairs[r] + 16 * n_blocks);
+        }
+        constexpr int at_once = R < 6 ? R : 6;
+        static_assert(R % at_once == 0);
+        for (int r = 0; r < R; r += at_once) {
+            score_rows<at_once>(pairs + r, q_scales + r, reinterpret_cast<const __m512i *>(panel), n_blocks, scales,
+                                s + r * key_block);
+        }
+    }
+
+    // Block b of n keys as pairs of keys: [block, pair, half] vectors of 16 elements
+    template <row_type type>
+    static void open_values(const char * p, int64_t row, int n, int b, float * panel) {
+        __m512i * to = reinterpret_cast<__m512i *>(panel) + 64 * b;
+        for (int i = 0; 2 * i < n; i++, to += 2) {
+            __m512i first, second;
+            vnni::pair<type>(p + 2 * i * row, 2 * i + 1 < n ? row : 0, first, second); // past the last, weight 0
+            _mm512_store_si512(to, first);
+            _mm512_store_si512(to + 1, second);
+        }
+    }
+
+    // acc[R][32] += weights times block b of n keys
+    template <row_type type, int R>
+    static void add_values(const float * panel, int n, int b, const int32_t (*ints)[32], const float * scales,
+                           float * acc, int64_t ld) {
+        const __m512i * values = reinterpret_cast<const __m512i *>(panel) + 64 * b;
+        __m512i         sum[R][2];
+        for (int r = 0; r < R; r++) {
+            sum[r][0] = sum[r][1] = _mm512_setzero_si512();
+        }
+        for (int i = 0; 2 * i < n; i++, values += 2) {
+            const __m512i first = values[0], second = values[1];
+            const int     at    = vnni::dword_of(i);
+            for (int r = 0; r < R; r++) {
+                const __m512i weights = _mm512_set1_epi32(ints[r][at]);
+                sum[r][0]             = _mm512_dpwssd_epi32(sum[r][0], first, weights);
+                sum[r][1]             = _mm512_dpwssd_epi32(sum[r][1], second, weights);
+            }
+        }
+        for (int r = 0; r < R; r++, acc += ld) {
+            for (int i = 0; i < 2; i++) {
+                float * y = acc + 16 * i;
+                _mm512_store_ps(
+                    y, _mm512_fmadd_ps(_mm512_set1_ps(scales[r]), _mm512_cvtepi32_ps(sum[r][i]), _mm512_load_ps(y)));
+            }
+        }
+    }
+};
+
+} // namespace
+} // namespace mixedkv
