@@ -51,11 +51,11 @@ constexpr int64_t round_up(int64_t n, int64_t m) {
     return (n + m - 1) / m * m;
 }
 
-// Keys are cut into pieces whose bounds follow from the key's place alone: 32 of 256 keys, 32 of 512 and so on up to
+// Keys are cut into pieces whose bounds follow from the key's place alone: 16 of 256 keys, 16 of 512 and so on up to
 // 4,096 keys. A row's weights and values are summed up piece by piece, whoever works on them and however many rows at
 // once: so it has the same bits when its query comes alone as in a batch.
 constexpr int64_t least_piece      = 256;
-constexpr int64_t pieces_of_size   = 32;
+constexpr int64_t pieces_of_size   = 16;
 constexpr int     most_piece_octave = 4;
 
 constexpr int64_t piece_begin(int64_t i) {

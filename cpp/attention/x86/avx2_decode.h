@@ -34,12 +34,15 @@ struct avx2_integers {
         return false;
     }
 
+    // Sums. GCC 12 keeps arrays of it in registers, and not those of __m256i, which it takes for other integers.
+    using ints8 = int32_t __attribute__((vector_size(32)));
+
     // a + x . y for pairs of 16-bit integers
-    static __m256i dot(__m256i a, __m256i x, __m256i y) {
+    static ints8 dot(ints8 a, __m256i x, __m256i y) {
 #ifdef __AVXVNNI__
-        return _mm256_dpwssd_avx_epi32(a, x, y);
+        return ints8(_mm256_dpwssd_avx_epi32(__m256i(a), x, y));
 #else
-        return _mm256_add_epi32(a, _mm256_madd_epi16(x, y));
+        return a + ints8(_mm256_madd_epi16(x, y));
 #endif
     }
 
@@ -51,11 +54,11 @@ struct avx2_integers {
 
     // Of all pairs in n dwords
     static int32_t sum_pairs(const int32_t * p, int n) {
-        __m256i a = _mm256_setzero_si256();
+        ints8 a{};
         for (int i = 0; i < n; i += 8) {
             a = dot(a, load_32(reinterpret_cast<const char *>(p + i)), _mm256_set1_epi16(1));
         }
-        return sum(a);
+        return sum(__m256i(a));
     }
 
     static void pack_block(const float * q, int row, quad & out) {
@@ -148,9 +151,9 @@ struct avx2_integers {
     }
     template <row_type type>
     static void score_block(const columns_of_block & x, const float * scales, const quad & q, int rows, float * s) {
-        __m256i sums[4][2];
+        ints8 sums[4][2];
         for (int r = 0; r < 4; r++) {
-            sums[r][0] = sums[r][1] = _mm256_set1_epi32(unsigned_nibbles<type>() ? -8 * q.sum[r] : 0);
+            sums[r][0] = sums[r][1] = ints8(_mm256_set1_epi32(unsigned_nibbles<type>() ? -8 * q.sum[r] : 0));
         }
         for (int i = 0; i < 16; i++) {
             for (int r = 0; r < 4; r++) {
@@ -163,7 +166,7 @@ struct avx2_integers {
             const __m256 d = L::load(scales + 8 * half);
             for (int r = 0; r < rows; r++) {
                 float * to = s + r * key_block + 8 * half;
-                L::store(to, L::fma(L::mul(d, L::set(q.scale[r])), _mm256_cvtepi32_ps(sums[r][half]), L::load(to)));
+                L::store(to, L::fma(L::mul(d, L::set(q.scale[r])), _mm256_cvtepi32_ps(__m256i(sums[r][half])), L::load(to)));
             }
         }
     }
@@ -202,9 +205,9 @@ struct avx2_integers {
     static void add_part(const char * p, int64_t row, int n, const key_pairs & pairs, prefetcher & ahead,
                          const int32_t (*ints)[32], const int32_t * start, const float * scales, float * acc,
                          int64_t ld) {
-        __m256i sums[R][2];
+        ints8 sums[R][2];
         for (int r = 0; r < R; r++) {
-            sums[r][0] = sums[r][1] = _mm256_set1_epi32(unsigned_nibbles<type>() ? start[r] : 0);
+            sums[r][0] = sums[r][1] = ints8(_mm256_set1_epi32(unsigned_nibbles<type>() ? start[r] : 0));
         }
         pairs.for_each([&](int i) {
             ahead.step((i & 3) == part % 2 * 2);
@@ -221,7 +224,7 @@ struct avx2_integers {
         for (int r = 0; r < R; r++) {
             for (int i = 0; i < 2; i++) {
                 float * y = acc + r * ld + place<type>(part, i);
-                L::store(y, L::fma(L::set(scales[r]), _mm256_cvtepi32_ps(sums[r][i]), L::load(y)));
+                L::store(y, L::fma(L::set(scales[r]), _mm256_cvtepi32_ps(__m256i(sums[r][i])), L::load(y)));
             }
         }
     }

@@ -69,9 +69,9 @@ struct avx2_prefill {
         }
         for (int part = 0; part < 2; part++) {
             const __m256i * values = reinterpret_cast<const __m256i *>(panel) + 128 * b + 2 * part;
-            __m256i         sums[R][2];
+            avx2_integers::ints8 sums[R][2];
             for (int r = 0; r < R; r++) {
-                sums[r][0] = sums[r][1] = _mm256_set1_epi32(start[r]);
+                sums[r][0] = sums[r][1] = avx2_integers::ints8(_mm256_set1_epi32(start[r]));
             }
             for (int i = 0; 2 * i < n; i++, values += 4) {
                 const __m256i first = values[0], second = values[1];
@@ -84,7 +84,7 @@ struct avx2_prefill {
             for (int r = 0; r < R; r++) {
                 for (int i = 0; i < 2; i++) {
                     float * y = acc + r * ld + avx2_integers::place<type>(part, i);
-                    L::store(y, L::fma(L::set(scales[r]), _mm256_cvtepi32_ps(sums[r][i]), L::load(y)));
+                    L::store(y, L::fma(L::set(scales[r]), _mm256_cvtepi32_ps(__m256i(sums[r][i])), L::load(y)));
                 }
             }
         }

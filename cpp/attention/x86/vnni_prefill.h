@@ -6,10 +6,26 @@
 #include "integer_prefill.h"
 #include "vnni_decode.h"
 
+#include <type_traits>
+
 namespace mixedkv {
 namespace {
 
+// f(0) .. f(N - 1), written out before GCC decides what lives in registers
+template <int N, class F>
+[[gnu::always_inline]] inline void unrolled(F f) {
+    if constexpr (N > 0) {
+        unrolled<N - 1>(f);
+        f(std::integral_constant<int, N - 1>{});
+    }
+}
+
 struct vnni_prefill {
+    // GCC 12 keeps arrays of it in registers, and not those of __m512i, which it takes for other integers
+    using ints16 = int32_t __attribute__((vector_size(64)));
+
+    static ints16 dot(ints16 sum, __m512i x, __m512i y) { return ints16(_mm512_dpwssd_epi32(__m512i(sum), x, y)); }
+
     using L      = avx512;
     using decode = vnni;
 
@@ -62,31 +78,28 @@ struct vnni_prefill {
     }
 
     template <int R>
-    static void score_rows(const int32_t * const * pairs, const float * const * q_scales, const __m512i * keys,
-                           int n_blocks, const float (*scales)[key_block], float * s) {
+    [[gnu::noinline]] static void score_rows(const int32_t * const * pairs, const float * const * q_scales,
+                                             const __m512i * keys, int n_blocks, const float (*scales)[key_block],
+                                             float * s) {
         for (int b = 0; b < n_blocks; b++, keys += 64) {
-            __m512i sums[R][4];
-            for (int r = 0; r < R; r++) {
-                sums[r][0] = sums[r][1] = sums[r][2] = sums[r][3] = _mm512_setzero_si512();
-            }
+            ints16 sums[4 * R];
+            unrolled<4 * R>([&](auto i) __attribute__((always_inline)) { sums[i] = ints16{}; });
             for (int i = 0; i < 16; i++) {
-                const __m512i k[4] = { keys[4 * i], keys[4 * i + 1], keys[4 * i + 2], keys[4 * i + 3] };
-                for (int r = 0; r < R; r++) {
+                const __m512i k0 = keys[4 * i], k1 = keys[4 * i + 1], k2 = keys[4 * i + 2], k3 = keys[4 * i + 3];
+                unrolled<R>([&](auto r) __attribute__((always_inline)) {
                     const __m512i q = _mm512_set1_epi32(pairs[r][16 * b + i]);
-                    for (int g = 0; g < 4; g++) {
-                        sums[r][g] = _mm512_dpwssd_epi32(sums[r][g], k[g], q);
-                    }
-                }
+                    sums[4 * r]     = dot(sums[4 * r], k0, q);
+                    sums[4 * r + 1] = dot(sums[4 * r + 1], k1, q);
+                    sums[4 * r + 2] = dot(sums[4 * r + 2], k2, q);
+                    sums[4 * r + 3] = dot(sums[4 * r + 3], k3, q);
+                });
             }
-            for (int r = 0; r < R; r++) {
-                const __m512 q_scale = _mm512_set1_ps(q_scales[r][b]);
-                for (int g = 0; g < 4; g++) {
-                    float *      to = s + r * key_block + 16 * g;
-                    const __m512 by = _mm512_mul_ps(_mm512_load_ps(scales[b] + 16 * g), q_scale);
-                    const __m512 y  = b == 0 ? _mm512_setzero_ps() : _mm512_load_ps(to);
-                    _mm512_store_ps(to, _mm512_fmadd_ps(by, _mm512_cvtepi32_ps(sums[r][g]), y));
-                }
-            }
+            unrolled<4 * R>([&](auto i) __attribute__((always_inline)) {
+                float *      to = s + i / 4 * key_block + 16 * (i % 4);
+                const __m512 by = _mm512_mul_ps(_mm512_load_ps(scales[b] + 16 * (i % 4)), _mm512_set1_ps(q_scales[i / 4][b]));
+                const __m512 y  = b == 0 ? _mm512_setzero_ps() : _mm512_load_ps(to);
+                _mm512_store_ps(to, _mm512_fmadd_ps(by, _mm512_cvtepi32_ps(__m512i(sums[i])), y));
+            });
         }
     }
 
@@ -122,30 +135,26 @@ struct vnni_prefill {
     }
 
     // acc[R][32] += weights times block b of n keys
-    template <row_type type, int R>
-    static void add_values(const float * panel, int n, int b, const int32_t (*ints)[32], const float * scales,
+    template <row_type, int R>
+    [[gnu::noinline]] static void add_values(const float * panel, int n, int b, const int32_t (*ints)[32], const float * scales,
                            float * acc, int64_t ld) {
         const __m512i * values = reinterpret_cast<const __m512i *>(panel) + 64 * b;
-        __m512i         sum[R][2];
-        for (int r = 0; r < R; r++) {
-            sum[r][0] = sum[r][1] = _mm512_setzero_si512();
-        }
+        ints16          sums[2 * R];
+        unrolled<2 * R>([&](auto i) __attribute__((always_inline)) { sums[i] = ints16{}; });
         for (int i = 0; 2 * i < n; i++, values += 2) {
             const __m512i first = values[0], second = values[1];
             const int     at    = vnni::dword_of(i);
-            for (int r = 0; r < R; r++) {
+            unrolled<R>([&](auto r) __attribute__((always_inline)) {
                 const __m512i weights = _mm512_set1_epi32(ints[r][at]);
-                sum[r][0]             = _mm512_dpwssd_epi32(sum[r][0], first, weights);
-                sum[r][1]             = _mm512_dpwssd_epi32(sum[r][1], second, weights);
-            }
+                sums[2 * r]           = dot(sums[2 * r], first, weights);
+                sums[2 * r + 1]       = dot(sums[2 * r + 1], second, weights);
+            });
         }
-        for (int r = 0; r < R; r++, acc += ld) {
-            for (int i = 0; i < 2; i++) {
-                float * y = acc + 16 * i;
-                _mm512_store_ps(
-                    y, _mm512_fmadd_ps(_mm512_set1_ps(scales[r]), _mm512_cvtepi32_ps(sum[r][i]), _mm512_load_ps(y)));
-            }
-        }
+        unrolled<2 * R>([&](auto i) __attribute__((always_inline)) {
+            float *      y  = acc + i / 2 * ld + 16 * (i % 2);
+            const __m512 by = _mm512_set1_ps(scales[i / 2]);
+            _mm512_store_ps(y, _mm512_fmadd_ps(by, _mm512_cvtepi32_ps(__m512i(sums[i])), _mm512_load_ps(y)));
+        });
     }
 };
 
