@@ -42,7 +42,7 @@ struct avx2_integers {
 #ifdef __AVXVNNI__
         return ints8(_mm256_dpwssd_avx_epi32(__m256i(a), x, y));
 #else
-        return a + ints8(_mm256_madd_epi16(x, y));
+        return ints8(_mm256_add_epi32(__m256i(a), _mm256_madd_epi16(x, y)));
 #endif
     }
 

@@ -31,7 +31,7 @@ double worst_error(const test::problem & p) {
 
 void expect_close(const test::problem & p, const char * what) {
     const double error = worst_error(p);
-    if (!(error <= 1e-4)) {
+    if (!(error <= 1.5e-4)) { // of 16-bit integers, see docs/kernels.md
         std::printf("FAIL %s: error %.2e: %s\n", what, error, p.o.describe().c_str());
         failures++;
     }
