@@ -137,7 +137,7 @@ struct attention_args {
     const uint16_t * mask     = nullptr; // F16 [n_queries, n_keys], nullptr: every key is visible
     size_t           mask_row = 0;       // bytes from query to query
     attention_order  order;
-    attention_seen   seen;               // no blocks: each call looks for itself
+    attention_seen   seen; // no blocks: each call looks for itself
 
     const float * scale_q = nullptr; // [n_head_kv, d_k], Q times it before it is rotated; nullptr: 1
 

@@ -26,7 +26,7 @@ void run(const attention_item & w) {
 
 const attention_kernels * attention_amx() {
     static constexpr attention_kernels kernels = {
-        "amx", cpu_has_amx, run, tile<avx512>::merge, rotate, page_choice<avx512>::run, sketcher<avx512>::run
+        "amx", cpu_has_amx, run, sums_of<avx512>::merge, rotate, page_choice<avx512>::run, sketcher<avx512>::run
     };
     return &kernels;
 }

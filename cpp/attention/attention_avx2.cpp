@@ -24,7 +24,7 @@ void run(const attention_item & w) {
 
 const attention_kernels * attention_avx2() {
     static constexpr attention_kernels kernels = {
-        "avx2", cpu_has_avx2, run, tile<avx2>::merge, rotate, page_choice<avx2>::run, sketcher<avx2>::run
+        "avx2", cpu_has_avx2, run, sums_of<avx2>::merge, rotate, page_choice<avx2>::run, sketcher<avx2>::run
     };
     return &kernels;
 }

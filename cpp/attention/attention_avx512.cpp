@@ -24,7 +24,7 @@ void run(const attention_item & w) {
 
 const attention_kernels * attention_avx512() {
     static constexpr attention_kernels kernels = {
-        "avx512", cpu_has_avx512, run, tile<avx512>::merge, rotate, page_choice<avx512>::run, sketcher<avx512>::run
+        "avx512", cpu_has_avx512, run, sums_of<avx512>::merge, rotate, page_choice<avx512>::run, sketcher<avx512>::run
     };
     return &kernels;
 }

@@ -25,9 +25,9 @@ void run(const attention_item & w) {
 } // namespace
 
 const attention_kernels * attention_avxvnni() {
-    static constexpr attention_kernels kernels = { "avxvnni",          cpu_has_avxvnni, run,
-                                                   tile<avx2>::merge,  rotate,          page_choice<avx2>::run,
-                                                   sketcher<avx2>::run };
+    static constexpr attention_kernels kernels = {
+        "avxvnni", cpu_has_avxvnni, run, sums_of<avx2>::merge, rotate, page_choice<avx2>::run, sketcher<avx2>::run
+    };
     return &kernels;
 }
 

@@ -11,7 +11,7 @@ namespace mixedkv {
 
 const attention_kernels * attention_neon() {
     static constexpr attention_kernels kernels = {
-        "neon", cpu_has_neon, tile<neon>::run, tile<neon>::merge, rotate, page_choice<neon>::run, sketcher<neon>::run
+        "neon", cpu_has_neon, tile<neon>::run, sums_of<neon>::merge, rotate, page_choice<neon>::run, sketcher<neon>::run
     };
     return &kernels;
 }

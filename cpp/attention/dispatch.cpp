@@ -71,8 +71,7 @@ struct plan_cursor {
     size_t                 offset  = 0;
     stream_plan            plan;
 
-    explicit plan_cursor(const attention_args * s) :
-        streams(s), plan(s[0], s[0].n_queries, max_counters) {}
+    explicit plan_cursor(const attention_args * s) : streams(s), plan(s[0], s[0].n_queries, max_counters) {}
 
     void next() {
         item += plan.n_items();
@@ -80,9 +79,7 @@ struct plan_cursor {
         offset += plan.bytes();
         stream++;
     }
-    void load() {
-        plan = stream_plan(streams[stream], streams[stream].n_queries, max_counters - counter);
-    }
+    void load() { plan = stream_plan(streams[stream], streams[stream].n_queries, max_counters - counter); }
 
     attention_item make_item(int64_t group, int64_t chunk, char * data, block_panels * panels, float * expected) const {
         const attention_args & a = streams[stream];

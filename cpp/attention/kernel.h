@@ -54,8 +54,8 @@ constexpr int64_t round_up(int64_t n, int64_t m) {
 // Keys are cut into pieces whose bounds follow from the key's place alone: 16 of 256 keys, 16 of 512 and so on up to
 // 4,096 keys. A row's weights and values are summed up piece by piece, whoever works on them and however many rows at
 // once: so it has the same bits when its query comes alone as in a batch.
-constexpr int64_t least_piece      = 256;
-constexpr int64_t pieces_of_size   = 16;
+constexpr int64_t least_piece       = 256;
+constexpr int64_t pieces_of_size    = 16;
 constexpr int     most_piece_octave = 4;
 
 constexpr int64_t piece_begin(int64_t i) {
@@ -167,14 +167,14 @@ struct item_memory : row_sums {
         const size_t stat = size_t(rows_padded) * sizeof(float);
         const size_t sums = 2 * stat + accs;
         bytes             = (few ? 1 : 2) * sums + rows_padded * q_size;
-        char * p          = static_cast<char *>(base) + size_t(i) * bytes;
+        char *     p      = static_cast<char *>(base) + size_t(i) * bytes;
         const auto at     = [&](char * from) {
             return row_sums{ reinterpret_cast<float *>(from), reinterpret_cast<float *>(from + stat),
                              reinterpret_cast<float *>(from + 2 * stat) };
         };
-        all                                = at(p);
-        static_cast<row_sums &>(*this)     = at(few ? p : p + sums);
-        q                                  = p + (few ? 1 : 2) * sums;
+        all                            = at(p);
+        static_cast<row_sums &>(*this) = at(few ? p : p + sums);
+        q                              = p + (few ? 1 : 2) * sums;
     }
 
     size_t bytes; // a multiple of 64

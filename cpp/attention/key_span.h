@@ -167,8 +167,8 @@ struct prefetcher {
     }
 };
 
-// Calls block(span) for each block of `step` keys of the item's piece that some query sees. Keys that have an order come
-// without rows: place_rows() finds them.
+// Calls block(span) for each block of `step` keys of the item's piece that some query sees. Keys that have an order
+// come without rows: place_rows() finds them.
 template <class Block>
 void for_each_block(const attention_item & w, int step, Block block) {
     static_assert(attention_block::places == key_block);
@@ -217,8 +217,8 @@ struct placed_key {
     }
 };
 
-// A span of keys in an order as one that has rows, for one KV head. They lie side by side if all do so in their segment,
-// else they are copied to `copied` and the thread's panels, with zeros where there is no key.
+// A span of keys in an order as one that has rows, for one KV head. They lie side by side if all do so in their
+// segment, else they are copied to `copied` and the thread's panels, with zeros where there is no key.
 inline key_span place_rows(const attention_item & w, int head, const key_span & span, attention_segment & copied) {
     if (!span.places) {
         return span;
@@ -284,8 +284,8 @@ inline row_rule rule_of(const attention_item & w, const key_span & span, int hea
     const attention_args & a     = *w.args;
     const int64_t          query = row / (a.n_head / a.n_head_kv);
     return { a.logit_softcap * log2e, slope_of(a, head_kv, row),
-             span.states[query] != mixed ? nullptr : mask_of(w, span, query),
-             w.few ? a.v_skip / key_block : 0.0f, span.stands };
+             span.states[query] != mixed ? nullptr : mask_of(w, span, query), w.few ? a.v_skip / key_block : 0.0f,
+             span.stands };
 }
 
 // Which of the first n keys of a block have a weight in some row, a bit each

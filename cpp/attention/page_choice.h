@@ -49,9 +49,9 @@ struct page_choice {
             return all_plain;
         }
         const key_span span{ a.segments, key, key, n, nullptr };
-        return a.seen.blocks && key % key_block == 0 ?
-                   recall_state(w, key / key_block * attention_max_segments, span, 0) :
-                   state_of(mask_of(w, span, 0), n);
+        return a.seen.blocks && key % key_block == 0
+                   ? recall_state(w, key / key_block * attention_max_segments, span, 0)
+                   : state_of(mask_of(w, span, 0), n);
     }
 
     static page_code * codes_of(page_code * taken, int64_t strip) { return taken + strip * pages_of_strip; }
@@ -231,7 +231,7 @@ struct page_choice {
         for (int j = 0; j < key_block; j++) {
             top = s[j] > top && s[j] < INFINITY ? s[j] : top;
         }
-        sum = max == -INFINITY ? 0.0f : sum * base::exp2_of(max - top);
+        sum = max == -INFINITY ? 0.0f : sum * base::sums::exp2_of(max - top);
         max = top == -INFINITY ? 0.0f : top;
     }
 

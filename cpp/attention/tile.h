@@ -6,18 +6,18 @@
 #include "pages.h"
 #include "product.h"
 #include "row_types.h"
+#include "sums.h"
 
 #include "simd/half.h"
 #include "simd/rotation.h"
-
-#include <cmath>
 
 namespace mixedkv {
 namespace {
 
 template <class L>
 struct tile {
-    using V = typename L::V;
+    using V    = typename L::V;
+    using sums = sums_of<L>;
 
     // What stands for rows that see no key; their acc is not read
     static void begin(const item_memory & m) {
@@ -93,7 +93,8 @@ struct tile {
 
     // Scores of n keys become weights 2^(s - max), zeros from n to a whole vector and, once they are in the sum, where
     // they are below the rule's least; acc is rescaled when max grows. Compiled once, so that all have the same bits.
-    [[gnu::noinline]] static void weigh(const row_rule & rule, float * s, int n, float & max, float & sum, float * acc, int64_t d_v) {
+    [[gnu::noinline]] static void weigh(const row_rule & rule, float * s, int n, float & max, float & sum, float * acc,
+                                        int64_t d_v) {
         const int        padded = int(round_up(n, L::width));
         uint16_t         local[most_keys];
         const uint16_t * mask = rule.mask;
@@ -128,7 +129,7 @@ struct tile {
             return;
         }
         if (highest > max) {
-            rescale(highest, max, sum, acc, d_v);
+            sums::rescale(highest, max, sum, acc, d_v);
         }
         V total = L::zero();
         for (int j = 0; j < padded; j += L::width) {
@@ -137,23 +138,6 @@ struct tile {
             total = L::add(total, p);
         }
         sum += L::sum(total);
-    }
-
-    static void rescale(float highest, float & max, float & sum, float * acc, int64_t d_v) {
-        if (max != -INFINITY) {
-            const float correction = exp2_of(max - highest);
-            sum *= correction;
-            for (int64_t i = 0; i < d_v; i += L::width) {
-                L::store(acc + i, L::mul(L::set(correction), L::load(acc + i)));
-            }
-        }
-        max = highest;
-    }
-
-    static float exp2_of(float x) {
-        float out[L::width];
-        L::store(out, L::exp2(L::set(x)));
-        return out[0];
     }
 
     // Rows first .. first + 3 as F32, zeros past the last one
@@ -431,7 +415,7 @@ struct tile {
                 block(m, place_rows(w, w.head0, span, copied));
             });
             for (int row = 0; any && row < m.rows; row++) {
-                add_sums(m.all, m, row, m.d_v_padded);
+                sums::add(m.all, m, row, m.d_v_padded);
             }
         }
     }
@@ -442,9 +426,8 @@ struct tile {
             for (int row = 0; row < m.rows; row += 4) {
                 pack_quad(w, w.head0, m, row);
             }
-            prefill_pieces(w, block_keys(*w.args), [&](const item_memory & m, const key_span & span) {
-                prefill_block(w, w.head0, m, span);
-            });
+            prefill_pieces(w, block_keys(*w.args),
+                           [&](const item_memory & m, const key_span & span) { prefill_block(w, w.head0, m, span); });
             return;
         }
         for (int i = 0; i < w.n_head; i++) {
@@ -457,76 +440,6 @@ struct tile {
         for_each_block_read(w, block_keys(*w.args), prepare, [&](int i, const key_span & span) {
             decode_block(w, w.head0 + i, item_memory(*w.args, w.few, w.n_queries, w.memory, i), span);
         });
-    }
-
-    // What a row makes of more keys is added to what it makes of others. Compiled once, as weigh().
-    [[gnu::noinline]] static void add_sums(const row_sums & to, const row_sums & more, int row, int64_t d_v) {
-        const float max = more.max[row] > to.max[row] ? more.max[row] : to.max[row];
-        float *     acc = to.acc + row * d_v;
-        const float * by = more.acc + row * d_v;
-        if (more.max[row] == -INFINITY) {
-            return;
-        }
-        if (to.max[row] == -INFINITY) {
-            to.max[row] = max;
-            to.sum[row] = more.sum[row];
-            std::memcpy(acc, by, d_v * sizeof(float));
-            return;
-        }
-        const V old = L::set(exp2_of(to.max[row] - max)), now = L::set(exp2_of(more.max[row] - max));
-        for (int64_t i = 0; i < d_v; i += L::width) {
-            L::store(acc + i, L::fma(now, L::load(by + i), L::mul(old, L::load(acc + i))));
-        }
-        float sum[2][L::width];
-        L::store(sum[0], L::mul(old, L::set(to.sum[row])));
-        L::store(sum[1], L::fma(now, L::set(more.sum[row]), L::load(sum[0])));
-        to.max[row] = max;
-        to.sum[row] = sum[1][0];
-    }
-
-    // The first chunk's memory serves for the sums of all.
-    static void merge_row(const item_memory & part, int row, int n_chunks, size_t stride, const float * sink, int d_v,
-                          float * out) {
-        for (int c = 1; c < n_chunks; c++) {
-            add_sums(part.all, { chunk_of(part.max, c, stride), chunk_of(part.sum, c, stride),
-                                 chunk_of(part.acc, c, stride) }, row, part.d_v_padded);
-        }
-        const float * acc   = part.all.acc + row * part.d_v_padded;
-        const float   max   = part.all.max[row];
-        const float   most  = sink && *sink * log2e > max ? *sink * log2e : max;
-        if (max == -INFINITY) {
-            std::memset(out, 0, d_v * sizeof(float));
-            return;
-        }
-        const float scale   = exp2_of(max - most);
-        const float sum     = part.all.sum[row] * scale + (sink ? exp2_of(*sink * log2e - most) : 0.0f);
-        const V     inverse = L::set(sum > 0.0f ? scale / sum : 0.0f);
-        for (int i = 0; i < d_v; i += L::width) {
-            const V y = L::mul(inverse, L::load(acc + i));
-            if (i + L::width <= d_v) {
-                L::store(out + i, y);
-            } else {
-                float last[L::width];
-                L::store(last, y);
-                std::memcpy(out + i, last, (d_v - i) * sizeof(float));
-            }
-        }
-    }
-
-    static void merge(const attention_item & first, int n_chunks, size_t chunk_stride) {
-        const attention_args & a     = *first.args;
-        const int              group = a.n_head / a.n_head_kv;
-        for (int i = 0; i < first.n_head; i++) {
-            const item_memory part(a, first.few, first.n_queries, first.memory, i);
-            for (int row = 0; row < part.rows; row++) {
-                const int head = (first.head0 + i) * group + row % group;
-                float *   out  = output_row(a, first.q0 + row / group, head);
-                merge_row(part, row, n_chunks, chunk_stride, a.sinks ? a.sinks + head : nullptr, a.d_v, out);
-                if (a.rotation_out) {
-                    rotate(out, a.d_v, a.rotation_out);
-                }
-            }
-        }
     }
 };
 

@@ -230,9 +230,8 @@ struct amx_prefill {
         const item_memory  m(*w.args, w.few, w.n_queries, w.memory, 0);
         std::memset(m.acc, 0, m.rows_padded * m.d_v_padded * sizeof(float)); // tiles load the padding too
         pack_queries(w, w.head0, m);
-        base::prefill_pieces(w, block_keys(*w.args), [&](const item_memory & m, const key_span & span) {
-            block(w, w.head0, m, span);
-        });
+        base::prefill_pieces(w, block_keys(*w.args),
+                             [&](const item_memory & m, const key_span & span) { block(w, w.head0, m, span); });
     }
 };
 

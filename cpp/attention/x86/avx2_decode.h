@@ -166,7 +166,8 @@ struct avx2_integers {
             const __m256 d = L::load(scales + 8 * half);
             for (int r = 0; r < rows; r++) {
                 float * to = s + r * key_block + 8 * half;
-                L::store(to, L::fma(L::mul(d, L::set(q.scale[r])), _mm256_cvtepi32_ps(__m256i(sums[r][half])), L::load(to)));
+                L::store(
+                    to, L::fma(L::mul(d, L::set(q.scale[r])), _mm256_cvtepi32_ps(__m256i(sums[r][half])), L::load(to)));
             }
         }
     }

@@ -68,7 +68,7 @@ struct avx2_prefill {
             start[r] = avx2_integers::unsigned_nibbles<type>() ? -8 * avx2_integers::sum_pairs(ints[r], 32) : 0;
         }
         for (int part = 0; part < 2; part++) {
-            const __m256i * values = reinterpret_cast<const __m256i *>(panel) + 128 * b + 2 * part;
+            const __m256i *      values = reinterpret_cast<const __m256i *>(panel) + 128 * b + 2 * part;
             avx2_integers::ints8 sums[R][2];
             for (int r = 0; r < R; r++) {
                 sums[r][0] = sums[r][1] = avx2_integers::ints8(_mm256_set1_epi32(start[r]));

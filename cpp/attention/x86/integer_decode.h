@@ -247,8 +247,8 @@ struct integer_decode {
             scales.load_all<stored>(p, bytes, span.n, n_blocks);
             const char * ints = opened_rows<type>(p, bytes, span.n, n_blocks, opened);
             for (int row = 0; row < m.rows; row += 4) {
-                add_quad<type>(w, span, ints, bytes, n_blocks, scales, ahead, row,
-                               m.rows - row < 4 ? m.rows - row : 4, s + row * key_block, m.acc + row * m.d_v_padded + 128 * g, m.d_v_padded);
+                add_quad<type>(w, span, ints, bytes, n_blocks, scales, ahead, row, m.rows - row < 4 ? m.rows - row : 4,
+                               s + row * key_block, m.acc + row * m.d_v_padded + 128 * g, m.d_v_padded);
             }
         }
     }

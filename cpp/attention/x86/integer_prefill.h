@@ -1,6 +1,6 @@
-// Prefill over rows of a scale and integers (integers.h): a block of 64 keys is opened once for all rows of an item, then
-// multiplied as in decode (integer_decode.h). Sums of integers are exact and scales are applied in the same order, so a
-// query has the same bits in both. Body says how: keys and values of a block opened, products of R rows with them.
+// Prefill over rows of a scale and integers (integers.h): a block of 64 keys is opened once for all rows of an item,
+// then multiplied as in decode (integer_decode.h). Sums of integers are exact and scales are applied in the same order,
+// so a query has the same bits in both. Body says how: keys and values of a block opened, products of R rows with them.
 //
 // Rows of other types, as F16 ones, are unpacked to F32 (tile.h).
 
@@ -27,8 +27,8 @@ struct integer_prefill {
     // What is known of a block of keys
     struct block_state {
         alignas(64) float k[8][key_block]; // scales, by block of elements
-        key_scales     v[2];      // by 4 blocks of elements
-        weight_unit<L> units[8];   // of a query, by block of elements
+        key_scales     v[2];               // by 4 blocks of elements
+        weight_unit<L> units[8];           // of a query, by block of elements
         int64_t        query   = -1;
         bool           extreme = false;
     };
@@ -57,8 +57,7 @@ struct integer_prefill {
                 for (int i = 0; i < 16; i += L::width) {
                     L::store(state.k[b] + j + i, L::load_half(scales.half[b % 4] + i));
                 }
-                Body::template open_keys<type>(ints + integers_at(type, b), bytes, n_blocks, b, j / 16,
-                                               w.panels->k);
+                Body::template open_keys<type>(ints + integers_at(type, b), bytes, n_blocks, b, j / 16, w.panels->k);
             }
         }
     }
@@ -151,10 +150,9 @@ struct integer_prefill {
             });
         } else {
             for (int r = 0; r < R; r += L::rows) {
-                product_of<L>::template multiply<false>(R - r < L::rows ? R - r : L::rows,
-                                                        static_cast<const float *>(m.q) + (row + r) * d, d,
-                                                        w.panels->k, key_block, s + r * key_block, key_block, int(d),
-                                                        int(round_up(span.n, L::width)));
+                product_of<L>::template multiply<false>(
+                    R - r < L::rows ? R - r : L::rows, static_cast<const float *>(m.q) + (row + r) * d, d, w.panels->k,
+                    key_block, s + r * key_block, key_block, int(d), int(round_up(span.n, L::width)));
             }
         }
         for (int r = 0; r < R; r++) {
@@ -168,23 +166,21 @@ struct integer_prefill {
         } else {
             for (int r = 0; r < R; r += L::rows) {
                 product_of<L>::template multiply<true>(R - r < L::rows ? R - r : L::rows, s + r * key_block, key_block,
-                                                       w.panels->v, d_v, m.acc + (row + r) * m.d_v_padded,
-                                                       m.d_v_padded, span.n, int(d_v));
+                                                       w.panels->v, d_v, m.acc + (row + r) * m.d_v_padded, m.d_v_padded,
+                                                       span.n, int(d_v));
             }
         }
     }
 
     static void block(const attention_item & w, int head, const item_memory & m, const key_span & span) {
         block_state state;
-        const bool  k_opened = with_integers_or_opened(span.segment->k.type, [&](auto type) {
-            open_keys<decltype(type)::value>(w, head, span, state);
-        });
+        const bool  k_opened = with_integers_or_opened(
+            span.segment->k.type, [&](auto type) { open_keys<decltype(type)::value>(w, head, span, state); });
         if (!k_opened) {
             base::transpose_keys(w, head, span, key_block, w.panels->k);
         }
-        const bool v_opened = with_integers_or_opened(span.segment->v.type, [&](auto type) {
-            open_values<decltype(type)::value>(w, head, span, state);
-        });
+        const bool v_opened = with_integers_or_opened(
+            span.segment->v.type, [&](auto type) { open_values<decltype(type)::value>(w, head, span, state); });
         if (!v_opened) {
             base::unpack_values(w, head, span, w.panels->v);
         }
@@ -206,9 +202,8 @@ struct integer_prefill {
             base::pack_quad(w, w.head0, m, row);
             Body::pack_rows(*w.args, m, row);
         }
-        base::prefill_pieces(w, key_block, [&](const item_memory & m, const key_span & span) {
-            block(w, w.head0, m, span);
-        });
+        base::prefill_pieces(w, key_block,
+                             [&](const item_memory & m, const key_span & span) { block(w, w.head0, m, span); });
     }
 };
 

@@ -46,9 +46,10 @@ struct vnni_prefill {
             float *       scale = reinterpret_cast<float *>(pairs + 16 * n_blocks);
             for (int b = 0; b < n_blocks; b++, q += 32, pairs += 16) {
                 const __m512 half[2] = { _mm512_loadu_ps(q), _mm512_loadu_ps(q + 16) };
-                const float largest  = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(half[0]), _mm512_abs_ps(half[1])));
-                const __m512 to_int  = _mm512_set1_ps(largest > 0.0f ? int16_limit / largest : 0.0f);
-                scale[b]             = largest / int16_limit;
+                const float  largest =
+                    _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(half[0]), _mm512_abs_ps(half[1])));
+                const __m512 to_int = _mm512_set1_ps(largest > 0.0f ? int16_limit / largest : 0.0f);
+                scale[b]            = largest / int16_limit;
                 for (int i = 0; i < 2; i++) {
                     const __m512  x = _mm512_mul_ps(half[i], to_int);
                     const __m512i n = _mm512_maskz_cvtps_epi32(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), x);
@@ -72,7 +73,8 @@ struct vnni_prefill {
         vnni::columns<type>(p, row, x);
         for (int i = 0; i < 8; i++) {
             for (int half = 0; half < 2; half++) {
-                _mm512_store_si512(to + 4 * (2 * i + half), _mm512_sub_epi16(_mm512_shuffle_epi8(x[i], at[half]), offset));
+                _mm512_store_si512(to + 4 * (2 * i + half),
+                                   _mm512_sub_epi16(_mm512_shuffle_epi8(x[i], at[half]), offset));
             }
         }
     }
@@ -96,8 +98,9 @@ struct vnni_prefill {
             }
             unrolled<4 * R>([&](auto i) __attribute__((always_inline)) {
                 float *      to = s + i / 4 * key_block + 16 * (i % 4);
-                const __m512 by = _mm512_mul_ps(_mm512_load_ps(scales[b] + 16 * (i % 4)), _mm512_set1_ps(q_scales[i / 4][b]));
-                const __m512 y  = b == 0 ? _mm512_setzero_ps() : _mm512_load_ps(to);
+                const __m512 by =
+                    _mm512_mul_ps(_mm512_load_ps(scales[b] + 16 * (i % 4)), _mm512_set1_ps(q_scales[i / 4][b]));
+                const __m512 y = b == 0 ? _mm512_setzero_ps() : _mm512_load_ps(to);
                 _mm512_store_ps(to, _mm512_fmadd_ps(by, _mm512_cvtepi32_ps(__m512i(sums[i])), y));
             });
         }
@@ -136,14 +139,14 @@ struct vnni_prefill {
 
     // acc[R][32] += weights times block b of n keys
     template <row_type, int R>
-    [[gnu::noinline]] static void add_values(const float * panel, int n, int b, const int32_t (*ints)[32], const float * scales,
-                           float * acc, int64_t ld) {
+    [[gnu::noinline]] static void add_values(const float * panel, int n, int b, const int32_t (*ints)[32],
+                                             const float * scales, float * acc, int64_t ld) {
         const __m512i * values = reinterpret_cast<const __m512i *>(panel) + 64 * b;
         ints16          sums[2 * R];
         unrolled<2 * R>([&](auto i) __attribute__((always_inline)) { sums[i] = ints16{}; });
         for (int i = 0; 2 * i < n; i++, values += 2) {
             const __m512i first = values[0], second = values[1];
-            const int     at    = vnni::dword_of(i);
+            const int     at = vnni::dword_of(i);
             unrolled<R>([&](auto r) __attribute__((always_inline)) {
                 const __m512i weights = _mm512_set1_epi32(ints[r][at]);
                 sums[2 * r]           = dot(sums[2 * r], first, weights);

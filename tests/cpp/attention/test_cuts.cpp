@@ -1,6 +1,6 @@
 // A query has the same bits however its prompt was cut into steps: all tokens at once, one by one, or anything between.
-// What a step reads is made here as the cache makes it: cold rows of all tokens, a ring whose slots are in any order, and
-// the rows of the step's own tokens. test_cuts [--isa NAME] [--prompts N]
+// What a step reads is made here as the cache makes it: cold rows of all tokens, a ring whose slots are in any order,
+// and the rows of the step's own tokens. test_cuts [--isa NAME] [--prompts N]
 
 #include "graph/hot-order.h"
 #include "hot_set/hot_window.h"
@@ -110,7 +110,9 @@ void step(test::rng & r, const prompt & p, int first, int end, std::vector<float
         uint16_t * row  = mask.data() + size_t(query - first) * (n_kv + n_hot);
         const auto hot  = [&](int key) { return p.window.contains(key, p.window.begin(query)); };
         const auto seen = [&](int key) { return key <= query && (p.sliding == 0 || query - key < p.sliding); };
-        const auto open = [&](int column, int key) { row[column] = test::to_half(p.alibi ? -float(query - key) : 0.0f); };
+        const auto open = [&](int column, int key) {
+            row[column] = test::to_half(p.alibi ? -float(query - key) : 0.0f);
+        };
         for (int key = 0; key <= query; key++) {
             if (seen(key) && !hot(key)) {
                 open(key, key);
@@ -144,26 +146,23 @@ void step(test::rng & r, const prompt & p, int first, int end, std::vector<float
     }
 
     mixedkv::attention_args a;
-    a.n_head      = p.n_head;
-    a.n_head_kv   = p.n_head_kv;
-    a.d_k         = p.d;
-    a.d_v         = p.d;
-    a.n_queries   = end - first;
-    a.q           = p.q.data() + size_t(first) * p.n_head * p.d;
-    a.q_row       = p.n_head * p.d * sizeof(float);
-    a.q_head      = p.d * sizeof(float);
-    a.n_segments  = 3;
-    a.segments[0] = { p.cold_k.view(), p.cold_v.view(), n_kv };
-    a.segments[1] = { ring_k.view, ring_v.view, int64_t(ring.size()) };
-    a.segments[2] = { own_k.view, own_v.view, end - first };
-    a.mask        = mask.data();
-    a.mask_row    = (n_kv + n_hot) * sizeof(uint16_t);
-    a.order       = { order.get_blocks().data(),
-                      int64_t(order.get_blocks().size()),
-                      order.get_pieces().data(),
-                      int64_t(order.get_pieces().size()) - 1,
-                      ordered_mask.data(),
-                      order.size() * sizeof(uint16_t) };
+    a.n_head         = p.n_head;
+    a.n_head_kv      = p.n_head_kv;
+    a.d_k            = p.d;
+    a.d_v            = p.d;
+    a.n_queries      = end - first;
+    a.q              = p.q.data() + size_t(first) * p.n_head * p.d;
+    a.q_row          = p.n_head * p.d * sizeof(float);
+    a.q_head         = p.d * sizeof(float);
+    a.n_segments     = 3;
+    a.segments[0]    = { p.cold_k.view(), p.cold_v.view(), n_kv };
+    a.segments[1]    = { ring_k.view, ring_v.view, int64_t(ring.size()) };
+    a.segments[2]    = { own_k.view, own_v.view, end - first };
+    a.mask           = mask.data();
+    a.mask_row       = (n_kv + n_hot) * sizeof(uint16_t);
+    a.order          = { order.get_blocks().data(), int64_t(order.get_blocks().size()),
+                         order.get_pieces().data(), int64_t(order.get_pieces().size()) - 1,
+                         ordered_mask.data(),       order.size() * sizeof(uint16_t) };
     a.scale          = 1.0f / std::sqrt(float(p.d));
     a.max_alibi_bias = p.alibi ? 8.0f : 0.0f;
     a.logit_softcap  = p.softcap;
@@ -199,9 +198,9 @@ int main(int argc, char ** argv) {
         }
     }
     for (int i = 0; i < prompts; i++) {
-        test::rng                r(i);
-        const prompt             p = random_prompt(r);
-        std::vector<float>       whole(size_t(p.n_tokens) * p.n_head * p.d, NAN);
+        test::rng          r(i);
+        const prompt       p = random_prompt(r);
+        std::vector<float> whole(size_t(p.n_tokens) * p.n_head * p.d, NAN);
         step(r, p, 0, p.n_tokens, whole);
         for (const int longest : { 1, 40, 300, 700 }) {
             if (longest == 1 && p.n_tokens > 300) {
@@ -210,12 +209,12 @@ int main(int argc, char ** argv) {
             const std::vector<float> cut = evaluate(r, p, longest);
             for (size_t j = 0; j < whole.size(); j++) {
                 if (std::memcmp(&whole[j], &cut[j], sizeof(float)) != 0) {
-                    std::printf("FAIL prompt %d, steps up to %d: token %zu of %d head %zu element %zu: %.9g, at once %.9g; "
-                                "heads %d/%d d %d types %d/%d window %u/%u sinks %u softcap %g alibi %d sliding %d\n",
-                                i, longest, j / p.d / p.n_head, p.n_tokens, j / p.d % p.n_head, j % p.d, double(cut[j]),
-                                double(whole[j]), p.n_head, p.n_head_kv, p.d, int(p.type_k), int(p.type_v),
-                                p.window.threshold, p.window.group_size, p.window.sink_tokens, double(p.softcap), p.alibi,
-                                p.sliding);
+                    std::printf(
+                        "FAIL prompt %d, steps up to %d: token %zu of %d head %zu element %zu: %.9g, at once %.9g; "
+                        "heads %d/%d d %d types %d/%d window %u/%u sinks %u softcap %g alibi %d sliding %d\n",
+                        i, longest, j / p.d / p.n_head, p.n_tokens, j / p.d % p.n_head, j % p.d, double(cut[j]),
+                        double(whole[j]), p.n_head, p.n_head_kv, p.d, int(p.type_k), int(p.type_v), p.window.threshold,
+                        p.window.group_size, p.window.sink_tokens, double(p.softcap), p.alibi, p.sliding);
                     failures++;
                     break;
                 }
