@@ -70,6 +70,18 @@ def test_states_and_rows_come_back_with_their_bits(open_on: Open) -> None:
     assert np.array_equal(ctx.decode([7, 8]), want)
 
 
+@pytest.mark.parametrize(("begin", "end"), [(ALL, 0), (0, ALL), (ALL, OUTPUT_AND_ONE)])
+def test_a_state_goes_on_where_other_layers_are_on_the_device(open_on: Open, begin: int, end: int) -> None:
+    kv = KV.with_(k="q8_0", v="q8_0")
+    first, second = open_on(begin, kv), open_on(end, kv)
+    first.decode(prompt(100))
+    state = first.save_seq()
+    assert second.load_seq(state)
+    assert second.save_seq() == state
+    want, got = (ctx.decode(prompt(8, seed=3)) for ctx in (first, second))
+    assert rel_rms(got, want) < 1e-2
+
+
 def test_rows_that_move_are_those_of_the_cpu(open_on: Open) -> None:
     logits = []
     for n_gpu_layers in (ALL, 0):
