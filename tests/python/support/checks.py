@@ -23,8 +23,8 @@ TOL_STEP = 3e-2
 # Without a ring the merged path is llama.cpp's own attention on its quantised rows, which rounds Q to int8.
 TOL_INT8 = 3e-2
 # A GPU rounds what it multiplies to F16 or TF32, and elements of cold rows move to the next step everywhere.
-# The median logit vector may be this far away then, and any one five times as far: CUDA had 1.5e-2 and 7.8e-2.
-# After a context shift 1.2% of the elements moved, 2.9% of one model. 0: the CPU's tolerances hold.
+# The median logit vector may be this far away then, any one five times as far. CUDA had 1.5e-2 and 7.8e-2;
+# 1.2% of the elements moved after a context shift, 2.9% in one model. 0: the tolerances of the CPU hold.
 TOL_DEVICE = float(os.environ.get("MIXEDKV_TEST_TOLERANCE", "0"))
 
 
