@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.bundled import model_path
+from support import zoo
 from support.harness import Ctx, InitError, Mixed, Model, prompt, rel_rms
 
 pytestmark = pytest.mark.skipif(
@@ -102,6 +104,14 @@ def test_rows_that_move_are_those_of_the_cpu(open_on: Open) -> None:
 def test_what_the_cpu_alone_can_is_refused(open_on: Open, kv: Mixed, message: str) -> None:
     with pytest.raises(InitError, match=message):
         open_on(ALL, kv)
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="Metal gathers rows in F32")
+def test_the_view_is_of_f16_rows_alone(open_on: Open) -> None:
+    with_view = open_on(ALL, n_ctx=512).stats()
+    shape = zoo.SHAPES["llama-64"]
+    elements = shape.n_head_kv * shape.head * 2  # of K and V
+    assert with_view["bytes_view"] == (512 + 256) * elements * 2  # hot rows and padding are 256
 
 
 def test_a_budget_has_room_for_the_view() -> None:
