@@ -103,7 +103,9 @@ public:
 };
 
 void llama_kv_cache_mixed_context::build_input_turns(ggml_context * ctx, const llama_ubatch & ubatch) const {
-    turns = {};
+    turns  = {};
+    gather = {};
+    idxs   = {};
 
     if (const int64_t n_turns = kv_mixed->get_n_turns()) {
         turns.cur   = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_turns, ubatch.n_tokens, 1);
@@ -141,8 +143,16 @@ void llama_kv_cache_mixed_context::set_input_k_idxs(ggml_tensor * dst, const lla
     }
 }
 
-static ggml_tensor * idxs_row(ggml_context * ctx, ggml_tensor * k_idxs, int64_t row) {
-    return ggml_view_1d(ctx, k_idxs, k_idxs->ne[0], row*k_idxs->nb[1]);
+ggml_tensor * llama_kv_cache_mixed_context::idxs_row(ggml_context * ctx, ggml_tensor * k_idxs, int64_t row) const {
+    if (!idxs[row]) {
+        idxs[row] = ggml_view_1d(ctx, k_idxs, k_idxs->ne[0], row*k_idxs->nb[1]);
+    }
+    return idxs[row];
+}
+
+// rows of the ubatch as the ring has them, or for nodes that store F16 rows of any others
+static ggml_tensor * cast_cur(ggml_context * ctx, ggml_tensor * cur, bool is_stored) {
+    return is_stored && ggml_is_contiguous(cur) ? cur : ggml_cast(ctx, cur, GGML_TYPE_F16);
 }
 
 // where all layers are fused their nodes do it
@@ -189,7 +199,7 @@ ggml_tensor * llama_kv_cache_mixed_context::cpy_k(ggml_context * ctx, ggml_tenso
     }
 
     // rounded as the ring rounds: a key reads the same in its own ubatch and in the next
-    cur[il].k         = ggml_cast(ctx, k_cur, GGML_TYPE_F16);
+    cur[il].k         = cast_cur(ctx, k_cur, kv_mixed->gathers_k(il));
     cur[il].ring_idxs = idxs_row(ctx, k_idxs, 1);
 
     return llama_kv_cache_context::cpy_k(ctx, cold, idxs_row(ctx, k_idxs, 0), il);
@@ -227,7 +237,7 @@ ggml_tensor * llama_kv_cache_mixed_context::cpy_v(ggml_context * ctx, ggml_tenso
     }
 
     if (kv_mixed->get_hot().has_rows()) {
-        cur[il].v = ggml_cast(ctx, v_cur, GGML_TYPE_F16);
+        cur[il].v = cast_cur(ctx, v_cur, kv_mixed->gathers_v(il));
     }
 
     return llama_kv_cache_context::cpy_v(ctx, v_cur, v_idxs, il);
@@ -240,51 +250,6 @@ const llama_kv_cache_mixed_context::cur_rows & llama_kv_cache_mixed_context::get
             "a graph stores the rows of a layer before it reads them");
 
     return rows->second;
-}
-
-// via F32: backends convert quantised rows to nothing else
-static ggml_tensor * cast_rows(ggml_context * ctx, ggml_tensor * cold, ggml_tensor * lacking) {
-    ggml_tensor * res = ggml_cast(ctx, cold, GGML_TYPE_F32);
-
-    return ggml_cast(ctx, lacking ? ggml_add(ctx, res, lacking) : res, GGML_TYPE_F16);
-}
-
-ggml_tensor * llama_kv_cache_mixed_context::merge(ggml_context * ctx, ggml_tensor * cold, ggml_tensor * ring, ggml_tensor * rows) const {
-    const int64_t n_stream = cold->ne[3];
-
-    ggml_tensor * hot = ggml_concat(ctx, ring, ggml_reshape_4d(ctx, rows, rows->ne[0], rows->ne[1], rows->ne[2]/n_stream, n_stream), 2);
-
-    // any rows: the mask hides them
-    const int64_t n_pad = GGML_PAD(cold->ne[2] + hot->ne[2], llama_kv_cache_mixed::n_pad_view) - cold->ne[2] - hot->ne[2];
-    if (n_pad > 0) {
-        llama_kv_guard(n_pad <= cold->ne[2], "a graph reads 256 cells at least");
-        hot = ggml_concat(ctx, hot, ggml_view_4d(ctx, cold, cold->ne[0], cold->ne[1], n_pad, n_stream, cold->nb[1], cold->nb[2], cold->nb[3], 0), 2);
-    }
-
-    return ggml_concat(ctx, cold, hot, 2);
-}
-
-ggml_tensor * llama_kv_cache_mixed_context::get_k(ggml_context * ctx, int32_t il) const {
-    ggml_tensor * cold    = llama_kv_cache_context::get_k(ctx, il);
-    ggml_tensor * lacking = turns.cells && !kv_mixed->is_fused(il) ? kv_mixed->build_lacking(ctx, turns.cells, il) : nullptr;
-
-    if (kv_mixed->is_fused(il) || (!kv_mixed->get_hot().has_rows() && !lacking)) {
-        return cold;
-    }
-
-    cold = cast_rows(ctx, cold, lacking);
-
-    return kv_mixed->get_hot().has_rows() ? merge(ctx, cold, kv_mixed->get_hot().get_k(ctx, il, sinfos[i_cur]), get_cur(il).k) : cold;
-}
-
-ggml_tensor * llama_kv_cache_mixed_context::get_v(ggml_context * ctx, int32_t il) const {
-    ggml_tensor * cold = llama_kv_cache_context::get_v(ctx, il);
-
-    if (!kv_mixed->get_hot().has_rows() || kv_mixed->is_fused(il)) {
-        return cold;
-    }
-
-    return merge(ctx, cast_rows(ctx, cold, nullptr), kv_mixed->get_hot().get_v(ctx, il, sinfos[i_cur]), get_cur(il).v);
 }
 
 ggml_tensor * llama_kv_cache_mixed_context::build_attn(
@@ -306,6 +271,8 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn(
         graph.res->add_input(std::make_unique<llm_graph_input_turns>(kv_mixed, turns.cur, turns.cells));
         turns.added = true;
     }
+
+    pin_gathered(graph, il);
 
     ggml_tensor * res = kv_mixed->is_fused(il) ?
         build_attn_fused(graph, q, k, v, kq_mask, sinks, kq_scale, il) :

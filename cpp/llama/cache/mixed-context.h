@@ -2,6 +2,7 @@
 
 #include "cache/mixed.h"
 
+#include <array>
 #include <map>
 #include <optional>
 #include <vector>
@@ -58,7 +59,7 @@ private:
 
     // the rows of the running ubatch by KV cache layer, while its graph is built
     struct cur_rows {
-        ggml_tensor * k = nullptr; // F16 [n_embd_head, n_head_kv, n_tokens]; fused: as the model gives it
+        ggml_tensor * k = nullptr; // [n_embd_head, n_head_kv, n_tokens] in F16; fused or gathered: as the model gives it
         ggml_tensor * v = nullptr;
         ggml_tensor * k_idxs    = nullptr; // fused
         ggml_tensor * ring_idxs = nullptr; // I64 [n_tokens]
@@ -66,6 +67,11 @@ private:
     };
 
     mutable std::map<int32_t, cur_rows> cur;
+
+    // Rows of the graph's k_idxs, one view for all layers: what a device reads of the host is copied for each view.
+    mutable std::array<ggml_tensor *, 2> idxs = {};
+
+    ggml_tensor * idxs_row(ggml_context * ctx, ggml_tensor * k_idxs, int64_t row) const;
 
     // those that layer il reads
     const cur_rows & get_cur(int32_t il) const;
@@ -106,6 +112,19 @@ private:
 
     // [cold | ring | ubatch] in F16, the first cast
     ggml_tensor * merge(ggml_context * ctx, ggml_tensor * cold, ggml_tensor * ring, ggml_tensor * cur) const;
+
+    // the same at once, where the device can: rows of any type become F16 as they are gathered, and hot ones are stored among them
+    ggml_tensor * gather_rows(ggml_context * ctx, ggml_tensor * cold, ggml_tensor * ring, ggml_tensor * cur) const;
+
+    // of a graph: the numbers of these rows, I32, and the nodes that other devices would take and cannot compute
+    mutable struct {
+        ggml_tensor * cold = nullptr; // [n, n_stream]: the cells, then any up to the hot rows and the padding
+        ggml_tensor * ring = nullptr; // where they go
+        ggml_tensor * cur  = nullptr;
+        std::vector<ggml_tensor *> nodes;
+    } gather;
+
+    void pin_gathered(const llm_graph_context & graph, int32_t il) const;
 
     // moves the visible entries of hot keys from their cold column to the ring's or the ubatch's
     void route_hot(ggml_tensor * mask, const llama_ubatch & ubatch) const;

@@ -62,8 +62,13 @@ llama_kv_cache_mixed::llama_kv_cache_mixed(
 
         fused.push_back(host && config.attention != MIXEDKV_ATTENTION_MERGED);
 
+        const auto rows = llama_kv_tensors(layer.k, layer.v);
+        is_gathered.push_back(std::all_of(rows.begin(), rows.end(), [&](ggml_tensor * t) {
+            return llama_kv_gathers_f16(get_device(layer.il), t);
+        }));
+
         if (!fused.back() && hot.has_rows()) {
-            llama_kv_guard_flash(ggml_backend_buft_get_device(ggml_backend_buffer_get_type(layer.k->buffer)), hparams, layer.il);
+            llama_kv_guard_flash(get_device(layer.il), hparams, layer.il);
         }
     }
 
@@ -306,6 +311,10 @@ bool llama_kv_cache_mixed::is_fused(int32_t il) const {
     return fused[map_layer_ids.at(il)];
 }
 
+ggml_backend_dev_t llama_kv_cache_mixed::get_device(int32_t il) const {
+    return ggml_backend_buft_get_device(ggml_backend_buffer_get_type(layers[map_layer_ids.at(il)].k->buffer));
+}
+
 int32_t llama_kv_cache_mixed::get_layer_id(int32_t il) const {
     return layers[map_layer_ids.at(il)].il;
 }
@@ -379,11 +388,11 @@ size_t llama_kv_cache_mixed::get_view_bytes() const {
 
     for (size_t ikv = 0; hot.has_rows() && ikv < layers.size(); ++ikv) {
         if (!fused[ikv]) {
-            // F16 rows of K, then besides them V's in F32 and F16
+            // F16 rows of K and V; where they are not gathered V's are F32 before, and K's were
             const size_t n_rows = GGML_PAD(get_size() + hot.get_n_rows(), n_pad_view)*n_stream;
             const size_t k      = layers[ikv].k->ne[0]*sizeof(ggml_fp16_t);
             const size_t v      = layers[ikv].v ? layers[ikv].v->ne[0]*sizeof(ggml_fp16_t) : 0;
-            res = std::max(res, n_rows*std::max(3*k, k + 3*v));
+            res = std::max(res, n_rows*(gathers_k(layers[ikv].il) ? k + v : std::max(3*k, k + 3*v)));
         }
     }
 

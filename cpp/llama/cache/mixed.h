@@ -123,6 +123,13 @@ public:
     // attention of this layer reads the rows with the fused node
     bool is_fused(int32_t il) const;
 
+    // the device of this layer's rows
+    ggml_backend_dev_t get_device(int32_t il) const;
+
+    // which makes F16 rows as it gathers them: the merged view takes one pass over the cold rows, unless K lacks biases
+    bool gathers_k(int32_t il) const { return gathers_v(il) && !get_pairs(il); }
+    bool gathers_v(int32_t il) const { return is_gathered[map_layer_ids.at(il)]; }
+
     // the layer stores no values: they are the first elements of its keys
     bool is_latent(int32_t il) const { return !layers[map_layer_ids.at(il)].v; }
 
@@ -204,6 +211,7 @@ private:
     // by index of the KV cache layer
     std::vector<int32_t> last_reader;
     std::vector<bool>    fused;
+    std::vector<bool>    is_gathered;
 
     // by layer of the model, and the memory that their attention works in, one layer after the other
     std::map<int32_t, llama_kv_node> nodes;

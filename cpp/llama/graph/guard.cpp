@@ -78,6 +78,35 @@ void llama_kv_guard_rows(ggml_backend_dev_t dev, ggml_type type, uint32_t il) {
     }
 }
 
+static std::string backend_name(ggml_backend_dev_t dev) {
+    ggml_backend_reg_t reg = dev ? ggml_backend_dev_backend_reg(dev) : nullptr;
+
+    return reg ? ggml_backend_reg_name(reg) : "";
+}
+
+// its code is that of three backends
+static bool is_cuda(ggml_backend_dev_t dev) {
+    const std::string name = backend_name(dev);
+
+    return name == "CUDA" || name == "ROCm" || name == "MUSA";
+}
+
+bool llama_kv_gathers_f16(ggml_backend_dev_t dev, ggml_tensor * rows) {
+    if (!is_cuda(dev) && backend_name(dev) != "Vulkan") {
+        return false;
+    }
+
+    ggml_context_ptr ctx(ggml_init({ 4*ggml_tensor_overhead(), nullptr, true }));
+
+    ggml_tensor * from = ggml_view_3d(ctx.get(), rows, rows->ne[0], rows->ne[1], 1, rows->nb[1], rows->nb[2], 0);
+    ggml_tensor * op   = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F16, rows->ne[0], 256);
+    op->op     = GGML_OP_GET_ROWS;
+    op->src[0] = from;
+    op->src[1] = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, 256);
+
+    return ggml_backend_dev_supports_op(dev, op);
+}
+
 void llama_kv_guard_size(ggml_backend_dev_t dev, const ggml_tensor * rows, uint32_t il) {
     if (dev && !ggml_backend_dev_supports_op(dev, rows)) {
         throw std::runtime_error("layer " + std::to_string(il) + ": " + ggml_backend_dev_name(dev) + " takes no tensor of " +
@@ -99,7 +128,10 @@ void llama_kv_guard_flash(ggml_backend_dev_t dev, const llama_hparams & hparams,
     ggml_tensor * op   = ggml_flash_attn_ext(ctx.get(), q, k, v, mask, 1.0f, hparams.f_max_alibi_bias,
             hparams.attn_soft_cap ? hparams.f_attn_logit_softcapping : 0.0f);
 
-    if (dev && !ggml_backend_dev_supports_op(dev, op)) {
+    // CUDA supports them by its own word, and its kernels then end the process
+    const bool lacks_cap = hparams.attn_soft_cap && is_cuda(dev) && d_v != 128 && d_v != 256 && d_v != 512;
+
+    if (dev && (lacks_cap || !ggml_backend_dev_supports_op(dev, op))) {
         throw std::runtime_error("layer " + std::to_string(il) + ": " + ggml_backend_dev_name(dev) +
                 " has no flash attention for heads of " + std::to_string(d_k) + " (K) and " + std::to_string(d_v) +
                 " (V): set offload_kqv to false, and the CPU keeps and reads the cache, or use the 'f16' cache with llama.cpp's own attention");

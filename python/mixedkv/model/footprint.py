@@ -182,7 +182,9 @@ def ring_rows(shape: ModelShape, kv: CacheSetting, n_ctx: int, n_seq: int = 1) -
 
 
 def _view_bytes(layer: LayerShape, n_rows: int) -> int:
-    """Compute what llama_kv_cache_mixed::get_view_bytes does: K in F16, then besides it V in F32 and F16."""
+    """Compute the most that llama_kv_cache_mixed::get_view_bytes says: K in F16, then besides it V in F32 and
+    F16. Devices that gather F16 rows take no F32.
+    """
     k, v = 2 * layer.n_embd_k, 2 * layer.n_embd_v
     return padded(n_rows) * max(3 * k, k + 3 * v)
 

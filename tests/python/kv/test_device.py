@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.bundled import model_path
+from support import zoo
 from support.harness import Ctx, InitError, Mixed, Model, prompt, rel_rms
 
 pytestmark = pytest.mark.skipif(
@@ -70,6 +72,18 @@ def test_states_and_rows_come_back_with_their_bits(open_on: Open) -> None:
     assert np.array_equal(ctx.decode([7, 8]), want)
 
 
+@pytest.mark.parametrize(("begin", "end"), [(ALL, 0), (0, ALL), (ALL, OUTPUT_AND_ONE)])
+def test_a_state_goes_on_where_other_layers_are_on_the_device(open_on: Open, begin: int, end: int) -> None:
+    kv = KV.with_(k="q8_0", v="q8_0")
+    first, second = open_on(begin, kv), open_on(end, kv)
+    first.decode(prompt(100))
+    state = first.save_seq()
+    assert second.load_seq(state)
+    assert second.save_seq() == state
+    want, got = (ctx.decode(prompt(8, seed=3)) for ctx in (first, second))
+    assert rel_rms(got, want) < 1e-2
+
+
 def test_rows_that_move_are_those_of_the_cpu(open_on: Open) -> None:
     logits = []
     for n_gpu_layers in (ALL, 0):
@@ -90,6 +104,14 @@ def test_rows_that_move_are_those_of_the_cpu(open_on: Open) -> None:
 def test_what_the_cpu_alone_can_is_refused(open_on: Open, kv: Mixed, message: str) -> None:
     with pytest.raises(InitError, match=message):
         open_on(ALL, kv)
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="Metal gathers rows in F32")
+def test_the_view_is_of_f16_rows_alone(open_on: Open) -> None:
+    with_view = open_on(ALL, n_ctx=512).stats()
+    shape = zoo.SHAPES["llama-64"]
+    elements = shape.n_head_kv * shape.head * 2  # of K and V
+    assert with_view["bytes_view"] == (512 + 256) * elements * 2  # hot rows and padding are 256
 
 
 def test_a_budget_has_room_for_the_view() -> None:

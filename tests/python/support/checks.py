@@ -5,6 +5,7 @@ Distances are harness.rel_rms: RMS over logits, relative to the logits' spread.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,9 +22,15 @@ TOL_FUSED, TOL_MERGED = 5e-4, 3e-3
 TOL_STEP = 3e-2
 # Without a ring the merged path is llama.cpp's own attention on its quantised rows, which rounds Q to int8.
 TOL_INT8 = 3e-2
+# A GPU rounds what it multiplies to F16 or TF32, and elements of cold rows move to the next step everywhere.
+# The median logit vector may be this far away then, any one five times as far. CUDA had 1.5e-2 and 7.8e-2;
+# 1.2% of the elements moved after a context shift, 2.9% in one model. 0: the tolerances of the CPU hold.
+TOL_DEVICE = float(os.environ.get("MIXEDKV_TEST_TOLERANCE", "0"))
 
 
 def tolerance(kv: Mixed | Uniform) -> float:
+    if TOL_DEVICE:
+        return TOL_DEVICE
     if isinstance(kv, Mixed) and kv.attention != "merged":
         return TOL_FUSED
     return TOL_MERGED if isinstance(kv, Uniform) or kv.threshold + kv.sinks else TOL_INT8
@@ -57,7 +64,8 @@ def assert_same(
     tokens = oracle.safe(tokens, positions)
     far = distances(ctx.decode(tokens, positions, seq_ids), oracle.decode(tokens, positions, seq_ids))
     tol = tolerance(ctx.kv)
-    assert max(far) < (TOL_STEP if shifted else tol), f"{max(far):.2g} from the oracle"
+    most = 5 * TOL_DEVICE or (TOL_STEP if shifted else tol)
+    assert max(far) < most, f"{max(far):.2g} from the oracle"
     assert np.median(far) < tol, f"the median token is {np.median(far):.2g} from the oracle"
 
 
@@ -107,4 +115,5 @@ def check_rows(ctx: Ctx, oracle: Oracle, seq: int = 0) -> None:
         # element
         close = np.abs(rows - want) < 2e-3 * np.abs(want).max()
         assert close[hot].all(), f"hot {which} rows differ from the F16 values"
-        assert close.mean() > 0.995, f"{which}: {(~close).mean():.2%} of elements are not the quantised value"
+        share = f"{(~close).mean():.2%} of elements"
+        assert close.mean() > 0.995 - TOL_DEVICE, f"{which}: {share} are not the quantised value"
