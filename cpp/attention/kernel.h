@@ -51,23 +51,15 @@ constexpr int64_t round_up(int64_t n, int64_t m) {
     return (n + m - 1) / m * m;
 }
 
-// Keys are cut into pieces whose bounds follow from the key's place alone: 16 of 256 keys, 16 of 512 and so on up to
-// 4,096 keys. A row's weights and values are summed up piece by piece, whoever works on them and however many rows at
-// once: so it has the same bits when its query comes alone as in a batch.
-constexpr int64_t least_piece       = 256;
-constexpr int64_t pieces_of_size    = 16;
-constexpr int     most_piece_octave = 4;
-
+// Keys are cut into pieces whose bounds follow from the key's place alone: 16 of 256 keys, then 8 of 512, 8 of 1,024 and
+// so on, so that each time the keys double there are 8 more. A row's weights and values are summed up piece by piece,
+// whoever works on them and however many rows at once: so it has the same bits when its query comes alone as in a batch.
 constexpr int64_t piece_begin(int64_t i) {
-    const int64_t octave = i / pieces_of_size < most_piece_octave ? i / pieces_of_size : most_piece_octave;
-    return least_piece * (pieces_of_size * ((1 << octave) - 1) + ((i - octave * pieces_of_size) << octave));
+    return i < 16 ? 256 * i : (512 * (i % 8) + 4096) << (i / 8 - 2);
 }
 
 constexpr int64_t count_pieces(int64_t n_keys) {
     int64_t n = 0;
-    for (int octave = 0; octave < most_piece_octave && piece_begin(n + pieces_of_size) < n_keys; octave++) {
-        n += pieces_of_size;
-    }
     while (piece_begin(n) < n_keys) {
         n++;
     }

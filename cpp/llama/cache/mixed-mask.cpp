@@ -33,7 +33,9 @@ void llama_kv_cache_mixed_context::set_input_kq_mask(ggml_tensor * dst, const ll
     }
 
     route_hot(dst, *ubatch);
-    order_hot(dst, *ubatch);
+    if (kv_mixed->has_fused()) {
+        order_hot(dst, *ubatch);
+    }
 }
 
 // For each visible pair exactly one column stays open: the hot one where there is an F16 row, the cold one otherwise.

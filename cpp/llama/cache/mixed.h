@@ -135,6 +135,7 @@ public:
 
     // so does that of every layer
     bool is_fused() const { return std::find(fused.begin(), fused.end(), false) == fused.end(); }
+    bool has_fused() const { return std::find(fused.begin(), fused.end(), true) != fused.end(); }
 
     // models can attend to the rows of a lower layer: whose rows layer il reads, and the last layer that does
     int32_t get_layer_id(int32_t il) const;

@@ -5,11 +5,11 @@
 
 static constexpr int     N_PLACES     = mixedkv::attention_block::places;
 static constexpr int64_t PIECE_PLACES = 256; // a piece that has these is not given another sequence
-static constexpr int64_t N_PIECES     = 32;  // where no sequence is cut
+static constexpr int64_t N_PIECES     = 16;  // where no sequence is cut
 static constexpr int32_t LONG_PIECE   = 512; // positions of a sequence that is cut
 
 int64_t llama_kv_hot_order::most_pieces(int64_t n_seq, int64_t n_keys) const {
-    return N_PIECES + 1 + (long_windows ? n_keys/LONG_PIECE + 3*n_seq : 0);
+    return std::min(N_PIECES + 1, n_seq) + (long_windows ? n_keys/LONG_PIECE + 3*n_seq : 0);
 }
 
 void llama_kv_hot_order::make_blocks() {
