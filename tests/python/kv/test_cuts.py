@@ -1,4 +1,4 @@
-"""A prompt's logits have the same bits however it was cut into steps: all at once, token by token, or anything between."""
+"""A prompt's logits have the same bits at once, token by token, or in any steps between."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def differing(llm: Llama, n_prompts: int, n_cuts: int, longest: int) -> list[str
                 steps.append(min(rng.choice(STEPS), n - sum(steps)))
             cut = logits(llm, tokens[first : first + n], steps)
             if not np.array_equal(cut.view(np.uint32), whole.view(np.uint32)):
-                found.append(f"{n} tokens from {first} in steps of {steps}: off by {np.abs(cut - whole).max()}")
+                found.append(f"{n} tokens from {first}, steps {steps}: off by {np.abs(cut - whole).max()}")
     return found
 
 
