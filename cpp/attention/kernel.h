@@ -51,9 +51,10 @@ constexpr int64_t round_up(int64_t n, int64_t m) {
     return (n + m - 1) / m * m;
 }
 
-// Keys are cut into pieces whose bounds follow from the key's place alone: 16 of 256 keys, then 8 of 512, 8 of 1,024 and
-// so on, so that each time the keys double there are 8 more. A row's weights and values are summed up piece by piece,
-// whoever works on them and however many rows at once: so it has the same bits when its query comes alone as in a batch.
+// Keys are cut into pieces whose bounds follow from the key's place alone: 16 of 256 keys, then 8 of 512, 8 of 1,024
+// and so on, so that each time the keys double there are 8 more. A row's weights and values are summed up piece by
+// piece, whoever works on them and however many rows at once: so it has the same bits when its query comes alone as in
+// a batch.
 constexpr int64_t piece_begin(int64_t i) {
     return i < 16 ? 256 * i : (512 * (i % 8) + 4096) << (i / 8 - 2);
 }
