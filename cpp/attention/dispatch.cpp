@@ -199,7 +199,8 @@ size_t attention_scratch_bytes(const attention_args * streams, int n_streams) {
     for (int i = 0; i < n_streams; i++) {
         size_t most = 0;
         for (int64_t n = 1; n <= streams[i].n_queries; n++) {
-            most = std::max(most, stream_plan(streams[i], n, max_counters).bytes());
+            most = std::max(
+                { most, stream_plan(streams[i], n, max_counters).bytes(), stream_plan(streams[i], n, 0).bytes() });
         }
         bytes += most;
     }

@@ -105,7 +105,7 @@ struct page_walk {
             }
         } while (reads_all(*w.args, w.q0 + query, head));
         taken = taken_pages(*w.args, w.q0 + query, head);
-        page  = w.k0 / attention_page;
+        page  = w.k0 < w.k1 ? w.k0 / attention_page : end; // none in a piece of keys that have an order
         return true;
     }
 

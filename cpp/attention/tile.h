@@ -184,13 +184,14 @@ struct tile {
                            float * s) {
         const int64_t d = round_up(w.args->d_k, 16);
         if (span.places) {
-            transpose_keys(w, head, span, key_block, w.panels->k);
+            const int ld = block_keys(*w.args); // what the panel holds of long rows
+            transpose_keys(w, head, span, ld, w.panels->k);
             for (int r = 0; r < m.rows; r += L::rows) {
                 const int rows = m.rows - r < L::rows ? m.rows - r : L::rows;
                 if (any_visible(w, span, r, rows)) {
                     product_of<L>::template multiply<false>(rows, static_cast<const float *>(m.q) + r * d, d,
-                                                            w.panels->k, key_block, s + r * key_block, key_block,
-                                                            int(d), int(round_up(span.n, L::width)));
+                                                            w.panels->k, ld, s + r * key_block, key_block, int(d),
+                                                            int(round_up(span.n, L::width)));
                 }
             }
             return;

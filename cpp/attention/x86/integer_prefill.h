@@ -29,8 +29,8 @@ struct integer_prefill {
         alignas(64) float k[8][key_block]; // scales, by block of elements
         key_scales     v[2];               // by 4 blocks of elements
         weight_unit<L> units[8];           // of a query, by block of elements
-        int64_t        query   = -1;
-        bool           extreme = false;
+        int64_t        query      = -1;
+        bool           extreme[2] = {}; // of 4 blocks each, as decode has it
     };
 
     template <row_type type>
@@ -91,18 +91,22 @@ struct integer_prefill {
         // queries that see all keys share them
         const int64_t known    = span.states[query] == all_plain ? -2 : query;
         if (state.query != known) {
-            state.query   = known;
-            state.extreme = false;
+            state.query      = known;
+            state.extreme[0] = state.extreme[1] = false;
             for (int b = 0; b < n_blocks; b += rows::template per_scale<type>()) {
                 state.units[b].find(state.v[b / 4].half[b % 4], visible_keys(w, span, query));
-                state.extreme |= state.units[b].is_extreme();
+                state.extreme[b / 4] |= state.units[b].is_extreme();
             }
         }
-        if (!state.extreme) {
+        if (!state.extreme[0] && !state.extreme[1]) {
             return state.units;
         }
         for (int b = 0; b < n_blocks; b += rows::template per_scale<type>()) {
-            own[b].find(state.v[b / 4].half[b % 4], used_keys<L>(s, 1, key_block));
+            if (state.extreme[b / 4]) {
+                own[b].find(state.v[b / 4].half[b % 4], used_keys<L>(s, 1, key_block));
+            } else {
+                own[b] = state.units[b];
+            }
         }
         return own;
     }

@@ -16,10 +16,16 @@ void llama_kv_hot_order::make_blocks() {
     blocks.clear();
     first_keys.clear();
 
-    for (const auto & cur : keys) {
+    int32_t last_pos = -1;
+    int32_t n_same   = 0; // keys before this one at its position
+    for (auto cur : keys) {
+        // keys of one position, as those of an image are, follow each other
+        n_same   = !blocks.empty() && cur.seq == first_keys.back().seq && cur.pos == last_pos ? n_same + 1 : 0;
+        last_pos = cur.pos;
+        cur.pos += n_same;
+
         const int place = int(uint32_t(cur.pos) % N_PLACES);
 
-        // a position that several keys have, as those of an image do, is in as many blocks
         const bool same = !blocks.empty() && first_keys.back().seq == cur.seq &&
             uint32_t(first_keys.back().pos)/N_PLACES == uint32_t(cur.pos)/N_PLACES && place >= blocks.back().first + blocks.back().n;
         if (!same) {
