@@ -381,8 +381,13 @@ class Llama(GuardedLlama):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except RuntimeError:
+            # Ctrl-C in the last instructions of a call leaves it entered: that is what the caller has to see
+            if not isinstance(error, KeyboardInterrupt):
+                raise
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]

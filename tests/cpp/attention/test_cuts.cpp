@@ -34,13 +34,14 @@ int64_t padded(int64_t n) {
     return (n + 255) / 256 * 256;
 }
 
-prompt random_prompt(test::rng & r) {
+// long_head: the size of heads, 0: of those that have the same bits
+prompt random_prompt(test::rng & r, int long_head) {
     const std::vector<row_type> types{ row_type::q4_0, row_type::q8_0, row_type::lm4, row_type::tc3, row_type::iq4_nl };
     const std::vector<int>      lengths{ 40, 200, 500, 1100, 2600 };
     const int                   n         = 1 + r.below(r.pick(lengths));
     const int                   n_head_kv = r.pick<int>({ 1, 2, 3 });
     const int                   n_head    = n_head_kv * r.pick<int>({ 1, 3, 4, 7 });
-    const int                   d         = r.pick<int>({ 64, 64, 128, 128, 192, 256 });
+    const int                   d         = long_head ? long_head : r.pick<int>({ 64, 64, 128, 128, 192, 256 });
     const row_type              k = r.pick(types), v = r.chance(0.6) ? k : r.pick(types);
     mixedkv::hot_window         window;
     window.group_size  = 1 + r.below(40);
@@ -185,6 +186,60 @@ std::vector<float> evaluate(test::rng & r, const prompt & p, int longest) {
     return out;
 }
 
+// The relative error of a query's output, against double precision
+double error_of(const prompt & p, int query, const std::vector<float> & out) {
+    double error = 0.0, size = 0.0;
+    for (int head = 0; head < p.n_head; head++) {
+        const int           head_kv = head / (p.n_head / p.n_head_kv);
+        const float *       from    = p.q.data() + (size_t(query) * p.n_head + head) * p.d;
+        std::vector<double> q       = test::rotated(std::vector<double>(from, from + p.d), 32), scores, sum(p.d);
+        std::vector<int>    keys;
+        for (int key = 0; key <= query; key++) {
+            if (p.sliding == 0 || query - key < p.sliding) {
+                const bool hot = p.window.contains(key, p.window.begin(query));
+                const auto k   = (hot ? p.hot_k : p.cold_k).value(key, head_kv);
+                double     dot = 0.0;
+                for (int i = 0; i < p.d; i++) {
+                    dot += q[i] * double(k[i]);
+                }
+                dot /= std::sqrt(double(p.d));
+                keys.push_back(key);
+                scores.push_back(p.softcap > 0.0f ? p.softcap * std::tanh(dot / p.softcap) : dot);
+            }
+        }
+        double most  = *std::max_element(scores.begin(), scores.end());
+        most         = p.sinks.empty() ? most : std::max(most, double(p.sinks[head]));
+        double total = p.sinks.empty() ? 0.0 : std::exp(p.sinks[head] - most);
+        for (size_t j = 0; j < keys.size(); j++) {
+            const bool   hot    = p.window.contains(keys[j], p.window.begin(query));
+            const auto   v      = (hot ? p.hot_v : p.cold_v).value(keys[j], head_kv);
+            const double weight = std::exp(scores[j] - most);
+            total += weight;
+            for (int i = 0; i < p.d; i++) {
+                sum[i] += weight * double(v[i]);
+            }
+        }
+        const std::vector<double> want = test::rotated(sum, 32);
+        for (int i = 0; i < p.d; i++) {
+            const double x = want[i] / total;
+            error += std::pow(x - double(out[(size_t(query) * p.n_head + head) * p.d + i]), 2);
+            size += x * x;
+        }
+    }
+    return std::sqrt(error / size);
+}
+
+void check_values(const prompt & p, const std::vector<float> & out, const char * steps, int i) {
+    for (const int query : { 0, p.n_tokens / 3, p.n_tokens - 1 }) {
+        const double error = p.alibi ? 0.0 : error_of(p, query, out); // slopes are test_attention's
+        if (!(error <= 3e-4)) {
+            std::printf("FAIL prompt %d, %s: token %d of %d with heads of %d is off by %g\n", i, steps, query,
+                        p.n_tokens, p.d, error);
+            failures++;
+        }
+    }
+}
+
 } // namespace
 
 int main(int argc, char ** argv) {
@@ -199,9 +254,10 @@ int main(int argc, char ** argv) {
     }
     for (int i = 0; i < prompts; i++) {
         test::rng          r(i);
-        const prompt       p = random_prompt(r);
+        const prompt       p = random_prompt(r, 0);
         std::vector<float> whole(size_t(p.n_tokens) * p.n_head * p.d, NAN);
         step(r, p, 0, p.n_tokens, whole);
+        check_values(p, whole, "at once", i);
         for (const int longest : { 1, 40, 300, 700 }) {
             if (longest == 1 && p.n_tokens > 300) {
                 continue; // takes long
@@ -220,6 +276,12 @@ int main(int argc, char ** argv) {
                 }
             }
         }
+    }
+    for (const int d : { 320, 512, 576, 1024 }) { // right, if not the same bits
+        test::rng    r(d);
+        const prompt p = random_prompt(r, d);
+        check_values(p, evaluate(r, p, 8), "short steps", d);
+        check_values(p, evaluate(r, p, 300), "long steps", d);
     }
     std::printf("%s: %d failures\n", mixedkv::attention_isa(), failures);
     return failures != 0;

@@ -216,3 +216,18 @@ def test_an_interrupt_stops_one_step_of_an_engine() -> None:
         with pytest.raises(StoppedError, match=r"Llama\.interrupt"):
             engine.submit(LONG[:50], max_tokens=4).result()
         assert engine.submit(LONG[:50], max_tokens=4, temperature=0.0).result().reason
+
+
+def test_ctrl_c_that_leaves_a_call_entered_is_what_the_caller_sees() -> None:
+    llm = open_llama()
+    call = llm.busy.waiting()
+
+    def interrupted_in_a_call() -> None:
+        with llm:
+            call.__enter__()  # as when Ctrl-C comes in the last instructions of a call
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_in_a_call()
+    call.__exit__(None, None, None)
+    llm.close()
