@@ -25,16 +25,25 @@ struct vnni {
 
     using columns_of_block = __m512i[8];
 
-    static void pack_block(const float * q, int row, quad & out) {
+    // 32 elements of Q as integers of 16 bits; their scale is returned
+    static float round_block(const float * q, __m512i (&n)[2]) {
         const __m512 half[2] = { _mm512_loadu_ps(q), _mm512_loadu_ps(q + 16) };
         const float  largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(half[0]), _mm512_abs_ps(half[1])));
         const __m512 to_int  = _mm512_set1_ps(largest > 0.0f ? int16_limit / largest : 0.0f);
-        out.scale[row]       = largest / int16_limit;
-        out.sum[row]         = 0;
+        for (int i = 0; i < 2; i++) {
+            const __m512 x = _mm512_mul_ps(half[i], to_int);
+            n[i]           = _mm512_maskz_cvtps_epi32(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), x); // else INT_MIN
+        }
+        return largest / int16_limit;
+    }
+
+    static void pack_block(const float * q, int row, quad & out) {
+        __m512i ints[2];
+        out.scale[row] = round_block(q, ints);
+        out.sum[row]   = 0;
         for (int i = 0; i < 2; i++) {
             alignas(16) int32_t high[4], low[4];
-            const __m512        x = _mm512_mul_ps(half[i], to_int);
-            const __m512i       n = _mm512_maskz_cvtps_epi32(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), x); // else INT_MIN
+            const __m512i       n = ints[i];
             const __m512i       h = _mm512_srai_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(128)), 8);
             _mm_store_si128(reinterpret_cast<__m128i *>(high), _mm512_cvtepi32_epi8(h));
             _mm_store_si128(reinterpret_cast<__m128i *>(low), _mm512_cvtepi32_epi8(n));

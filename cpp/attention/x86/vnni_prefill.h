@@ -37,7 +37,7 @@ struct vnni_prefill {
         return reinterpret_cast<int32_t *>(p) + int64_t(row) * (a.d_k / 32) * 17;
     }
 
-    // Rows first .. first + 3, with the integers that vnni::pack_block makes
+    // Rows first .. first + 3, with the integers that decode has
     static void pack_rows(const attention_args & a, const item_memory & m, int first) {
         const int n_blocks = a.d_k / 32;
         for (int row = first; row < first + 4; row++) {
@@ -45,15 +45,10 @@ struct vnni_prefill {
             int32_t *     pairs = integers_of(a, m, row);
             float *       scale = reinterpret_cast<float *>(pairs + 16 * n_blocks);
             for (int b = 0; b < n_blocks; b++, q += 32, pairs += 16) {
-                const __m512 half[2] = { _mm512_loadu_ps(q), _mm512_loadu_ps(q + 16) };
-                const float  largest =
-                    _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(half[0]), _mm512_abs_ps(half[1])));
-                const __m512 to_int = _mm512_set1_ps(largest > 0.0f ? int16_limit / largest : 0.0f);
-                scale[b]            = largest / int16_limit;
+                __m512i n[2];
+                scale[b] = vnni::round_block(q, n);
                 for (int i = 0; i < 2; i++) {
-                    const __m512  x = _mm512_mul_ps(half[i], to_int);
-                    const __m512i n = _mm512_maskz_cvtps_epi32(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), x);
-                    _mm256_storeu_si256(reinterpret_cast<__m256i *>(pairs + 8 * i), _mm512_cvtepi32_epi16(n));
+                    _mm256_storeu_si256(reinterpret_cast<__m256i *>(pairs + 8 * i), _mm512_cvtepi32_epi16(n[i]));
                 }
             }
         }
