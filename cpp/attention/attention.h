@@ -156,7 +156,11 @@ struct attention_args {
     // integers are multiplied on AVX2 and AVX-512, else by blocks of 64. The scalar body leaves nothing out.
     float             v_skip = 0.0f;
     attention_skips * skips  = nullptr;
-    attention_pages   pages;
+
+    // Bits that Q and the weights are rounded to where rows of integers are multiplied, 16 or 8: AVX-512, else 16
+    int rounding = 16;
+
+    attention_pages pages;
 
     float * out      = nullptr;
     size_t  out_row  = 0; // bytes from query to query

@@ -4,20 +4,27 @@
 
 #include "page_choice.h"
 #include "sketcher.h"
-#include "x86/vnni_decode.h"
-#include "x86/vnni_prefill.h"
+#include "x86/vnni_bytes.h"
 
 namespace mixedkv {
 namespace {
 
-void run(const attention_item & w) {
-    if (w.few && vnni_decode::fits(*w.args)) {
-        return vnni_decode::run(w);
+template <class Decode, class Prefill>
+void run_integers(const attention_item & w) {
+    if (w.few && integer_decode<Decode>::fits(*w.args)) {
+        return integer_decode<Decode>::run(w);
     }
-    if (!w.few && integer_prefill<vnni_prefill>::fits(*w.args)) {
-        return integer_prefill<vnni_prefill>::run(w);
+    if (!w.few && integer_prefill<Prefill>::fits(*w.args)) {
+        return integer_prefill<Prefill>::run(w);
     }
     tile<avx512>::run(w);
+}
+
+void run(const attention_item & w) {
+    if (w.args->rounding == 8) {
+        return run_integers<vnni_bytes, vnni_bytes>(w);
+    }
+    run_integers<vnni, vnni_prefill>(w);
 }
 
 } // namespace

@@ -11,8 +11,25 @@
 #include "simd/half.h"
 #include "simd/rotation.h"
 
+#include <type_traits>
+
 namespace mixedkv {
 namespace {
+
+// f(n as a constant), n from 1 to 4
+template <class F>
+void with_rows(int n, F f) {
+    switch (n) {
+    case 1:
+        return f(std::integral_constant<int, 1>{});
+    case 2:
+        return f(std::integral_constant<int, 2>{});
+    case 3:
+        return f(std::integral_constant<int, 3>{});
+    default:
+        return f(std::integral_constant<int, 4>{});
+    }
+}
 
 template <class L>
 struct tile {
@@ -138,6 +155,69 @@ struct tile {
             total = L::add(total, p);
         }
         sum += L::sum(total);
+    }
+
+    // As weigh(), of R <= 4 rows that see a whole block with nothing added to their scores: side by side, one waits for
+    // the other less. The same bits. False: a row has to be weighed alone.
+    template <int R>
+    [[gnu::noinline]] static bool weigh_together(float * s, float * max, float * sum, float * acc, int64_t d_v) {
+        constexpr int n = key_block / L::width;
+        V             top[4], total[4];
+        float         highest[4], more[4];
+        for (int r = 0; r < 4; r++) {
+            top[r] = total[r] = L::zero();
+        }
+        for (int r = 0; r < R; r++) {
+            top[r] = L::set(max[r]);
+            for (int j = 0; j < n; j++) {
+                top[r] = L::max(top[r], L::load(s + r * key_block + j * L::width));
+            }
+        }
+        L::highest_of_four(top, highest);
+        for (int r = 0; r < R; r++) {
+            if (!(highest[r] > -INFINITY)) {
+                return false;
+            }
+        }
+        for (int r = 0; r < R; r++) {
+            if (highest[r] > max[r]) {
+                sums::rescale(highest[r], max[r], sum[r], acc + r * d_v, d_v);
+            }
+        }
+        for (int j = 0; j < n; j++) {
+            for (int r = 0; r < R; r++) {
+                float * at = s + r * key_block + j * L::width;
+                const V p  = L::exp2(L::add(L::load(at), L::set(-highest[r])));
+                L::store(at, p);
+                total[r] = L::add(total[r], p);
+            }
+        }
+        L::sum_of_four(total, more);
+        for (int r = 0; r < R; r++) {
+            sum[r] += more[r];
+        }
+        return true;
+    }
+
+    // R <= 4 rows from `row` on
+    template <int R>
+    static void weigh_few(const attention_item & w, int head, const item_memory & m, const key_span & span, int row,
+                          float * s) {
+        if constexpr (L::weighs_together && R > 1) {
+            const attention_args & a     = *w.args;
+            const int              group = a.n_head / a.n_head_kv;
+            bool plain = span.n == key_block && a.logit_softcap == 0.0f && !span.stands && a.v_skip == 0.0f &&
+                         span.segment->n_pairs == 0;
+            for (int i = row / group; plain && i <= (row + R - 1) / group; i++) {
+                plain = span.states[i] == all_plain;
+            }
+            if (plain && weigh_together<R>(s, m.max + row, m.sum + row, m.acc + row * m.d_v_padded, m.d_v_padded)) {
+                return;
+            }
+        }
+        for (int r = 0; r < R; r++) {
+            weigh_row(w, head, m, span, row + r, s + r * key_block);
+        }
     }
 
     // Rows first .. first + 3 as F32, zeros past the last one
@@ -274,9 +354,12 @@ struct tile {
     template <class Each>
     static bool weigh_rows(const attention_item & w, int head, const item_memory & m, const key_span & span, float * s,
                            Each each) {
-        for (int row = 0; row < m.rows; row++) {
-            each();
-            weigh_row(w, head, m, span, row, s + row * key_block);
+        for (int row = 0; row < m.rows; row += 4) {
+            const int rows = m.rows - row < 4 ? m.rows - row : 4;
+            for (int r = 0; r < rows; r++) {
+                each();
+            }
+            with_rows(rows, [&](auto R) { weigh_few<R>(w, head, m, span, row, s + row * key_block); });
         }
         if (w.args->v_skip == 0.0f) {
             return true;

@@ -33,8 +33,8 @@ using layer_types = std::tuple<int32_t, int32_t, int, int>;
 class cache_config {
   public:
     cache_config(bool mixed, uint32_t threshold, uint32_t group_size, uint32_t sink_tokens,
-                 const std::string & attention, uint32_t n_draft, bool equalize, uint32_t hot_budget, float v_skip,
-                 float sparse_error, const std::vector<layer_types> & layers) {
+                 const std::string & attention, uint32_t n_draft, bool equalize, uint32_t hot_budget, uint32_t rounding,
+                 float v_skip, float sparse_error, const std::vector<layer_types> & layers) {
         values.mixed        = mixed;
         values.threshold    = threshold;
         values.group_size   = group_size;
@@ -43,6 +43,7 @@ class cache_config {
         values.n_draft      = n_draft;
         values.equalize     = equalize;
         values.hot_budget   = hot_budget;
+        values.rounding     = rounding;
         values.v_skip       = v_skip;
         values.sparse_error = sparse_error;
         for (const auto & [first, last, type_k, type_v] : layers) {
@@ -105,11 +106,11 @@ static bool is_hot(uint32_t threshold, uint32_t group_size, uint32_t sink_tokens
 
 void register_config(py::module_ & m) {
     py::class_<cache_config> config(m, "CacheConfig");
-    config.def(py::init<bool, uint32_t, uint32_t, uint32_t, const std::string &, uint32_t, bool, uint32_t, float, float,
-                        const std::vector<layer_types> &>(),
+    config.def(py::init<bool, uint32_t, uint32_t, uint32_t, const std::string &, uint32_t, bool, uint32_t, uint32_t,
+                        float, float, const std::vector<layer_types> &>(),
                py::kw_only(), "mixed"_a = true, "threshold"_a = 0, "group_size"_a = 1, "sink_tokens"_a = 0,
                "attention"_a = "auto", "n_draft"_a = 0, "equalize"_a = false, "hot_budget"_a = MIXEDKV_HOT_BUDGET_AUTO,
-               "v_skip"_a = 0.0f, "sparse_error"_a = 0.0f, "layers"_a = std::vector<layer_types>());
+               "rounding"_a = 16, "v_skip"_a = 0.0f, "sparse_error"_a = 0.0f, "layers"_a = std::vector<layer_types>());
     config.attr("HOT_BUDGET_AUTO") = MIXEDKV_HOT_BUDGET_AUTO;
     config.attr("HOT_BUDGET_ALL")  = MIXEDKV_HOT_BUDGET_ALL;
 

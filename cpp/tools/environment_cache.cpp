@@ -87,6 +87,8 @@ void set_option(cache_spec & spec, const std::string & key, const std::string & 
         config.n_draft = number_of(value);
     } else if (key == "equalize" && (value == "true" || value == "false")) {
         config.equalize = value == "true";
+    } else if (key == "rounding" && (value == "8" || value == "16")) {
+        config.rounding = number_of(value);
     } else if (key == "v_skip") {
         config.v_skip = share_of(value);
     } else if (key == "sparse" && value.rfind("eps:", 0) == 0) {
@@ -94,7 +96,7 @@ void set_option(cache_spec & spec, const std::string & key, const std::string & 
     } else {
         throw std::invalid_argument(key + "=" + value +
                                     " is not understood here: use cold, cold_k, cold_v, threshold, "
-                                    "group, sinks, draft, equalize, v_skip or sparse=eps:E");
+                                    "group, sinks, draft, equalize, rounding, v_skip or sparse=eps:E");
     }
 }
 

@@ -12,11 +12,12 @@ namespace mixedkv {
 namespace {
 
 struct avx2 : plain_blocks {
-    using V                    = __m256;
-    static constexpr int width = 8;
-    static constexpr int rows  = 6; // of a product tile: 6 x 2 accumulators, 2 columns and a broadcast fit 16 registers
-    static constexpr int cols  = 2;
-    static constexpr int dot_keys = 2; // times 4 rows: 8 accumulators
+    using V                     = __m256;
+    static constexpr int  width = 8;
+    static constexpr int  rows = 6; // of a product tile: 6 x 2 accumulators, 2 columns and a broadcast fit 16 registers
+    static constexpr int  cols = 2;
+    static constexpr int  dot_keys        = 2; // times 4 rows: 8 accumulators
+    static constexpr bool weighs_together = false;
 
     static V    zero() { return _mm256_setzero_ps(); }
     static V    set(float x) { return _mm256_set1_ps(x); }

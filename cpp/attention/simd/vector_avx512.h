@@ -12,11 +12,12 @@ namespace mixedkv {
 namespace {
 
 struct avx512 : plain_blocks {
-    using V                    = __m512;
-    static constexpr int width = 16;
-    static constexpr int rows  = 6; // of a product tile: 6 x 4 accumulators, 4 columns and a broadcast fit 32 registers
-    static constexpr int cols  = 4;
-    static constexpr int dot_keys = 4; // times 4 rows: 16 accumulators
+    using V                     = __m512;
+    static constexpr int  width = 16;
+    static constexpr int  rows = 6; // of a product tile: 6 x 4 accumulators, 4 columns and a broadcast fit 32 registers
+    static constexpr int  cols = 4;
+    static constexpr int  dot_keys        = 4; // times 4 rows: 16 accumulators
+    static constexpr bool weighs_together = true;
 
     static V    zero() { return _mm512_setzero_ps(); }
     static V    set(float x) { return _mm512_set1_ps(x); }
@@ -36,10 +37,32 @@ struct avx512 : plain_blocks {
     static uint32_t nonzero(V a) { return _mm512_cmp_ps_mask(a, zero(), _CMP_NEQ_UQ); }
     // By lanes of a's first 4, b's first 4
     static __m512i  to_int16(V a, V b) { return _mm512_packs_epi32(_mm512_cvtps_epi32(a), _mm512_cvtps_epi32(b)); }
-    static float    sum(V v) { return _mm512_reduce_add_ps(v); }
-    static float    highest(V v) { return _mm512_reduce_max_ps(v); }
+    // Halves are added up to the last: four at once have the same bits
+    static float    sum(V v) {
+        const __m128 x = fold_sum(v);
+        const __m128 y = _mm_add_ps(x, _mm_movehl_ps(x, x));
+        return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
+    }
+    static void sum_of_four(const V * v, float * out) {
+        const __m128 x[4] = { fold_sum(v[0]), fold_sum(v[1]), fold_sum(v[2]), fold_sum(v[3]) };
+        const __m128 ab   = _mm_add_ps(_mm_movelh_ps(x[0], x[1]), _mm_movehl_ps(x[1], x[0]));
+        const __m128 cd   = _mm_add_ps(_mm_movelh_ps(x[2], x[3]), _mm_movehl_ps(x[3], x[2]));
+        _mm_storeu_ps(out, _mm_add_ps(_mm_shuffle_ps(ab, cd, 0x88), _mm_shuffle_ps(ab, cd, 0xdd)));
+    }
+    static __m128 fold_sum(V v) {
+        const __m256 x = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+        return _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    }
+    static void highest_of_four(const V * v, float * out) {
+        const V      ab   = max(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+        const V      cd   = max(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+        const V      abcd = max(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee)); // in each lane
+        const __m256 half = _mm256_max_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
+        _mm_storeu_ps(out, _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+    }
+    static float highest(V v) { return _mm512_reduce_max_ps(v); }
     // The sums of 4 vectors
-    static void     sums(const V * v, float * out) {
+    static void  sums(const V * v, float * out) {
         const V      ab   = add(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
         const V      cd   = add(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
         const V      abcd = add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee)); // in each lane

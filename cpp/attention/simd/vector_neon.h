@@ -10,11 +10,12 @@ namespace mixedkv {
 namespace {
 
 struct neon : plain_blocks {
-    using V                    = float32x4_t;
-    static constexpr int width = 4;
-    static constexpr int rows  = 6; // of a product tile: 6 x 4 accumulators, 4 columns and a broadcast fit 32 registers
-    static constexpr int cols  = 4;
-    static constexpr int dot_keys = 4; // times 4 rows: 16 accumulators
+    using V                     = float32x4_t;
+    static constexpr int  width = 4;
+    static constexpr int  rows = 6; // of a product tile: 6 x 4 accumulators, 4 columns and a broadcast fit 32 registers
+    static constexpr int  cols = 4;
+    static constexpr int  dot_keys        = 4; // times 4 rows: 16 accumulators
+    static constexpr bool weighs_together = false;
 
     static V    zero() { return vdupq_n_f32(0.0f); }
     static V    set(float x) { return vdupq_n_f32(x); }

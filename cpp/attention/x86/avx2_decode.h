@@ -17,6 +17,9 @@ namespace {
 struct avx2_integers {
     using L = avx2;
 
+    using value_scales             = key_scales;
+    static constexpr bool in_bytes = false;
+
     // Four rows of Q, one block of 32 elements: pairs 4 i, 4 i + 2 and 4 i + 1, 4 i + 3 for i = 0..7
     struct quad {
         int32_t ints[16][4];

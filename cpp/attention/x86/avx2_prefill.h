@@ -50,7 +50,7 @@ struct avx2_prefill {
 
     // Block b of n keys as pairs of keys: [block, pair, part] two vectors of 8 elements
     template <row_type type>
-    static void open_values(const char * p, int64_t row, int n, int b, float * panel) {
+    static void open_values(const char * p, int64_t row, int n, int b, const key_scales &, float * panel) {
         __m256i * to = reinterpret_cast<__m256i *>(panel) + 128 * b;
         for (int i = 0; 2 * i < n; i++) {
             for (int part = 0; part < 2; part++, to += 2) {

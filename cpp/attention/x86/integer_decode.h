@@ -10,14 +10,20 @@
 namespace mixedkv {
 namespace {
 
-// Pairs of neighbouring keys, in order, of which one has a weight in some row
-struct key_pairs {
-    uint8_t at[key_block / 2];
+// Groups of N neighbouring keys, in order, of which one has a weight in some row
+template <int N>
+struct key_groups {
+    uint8_t at[key_block / N];
     int     n = 0;
 
-    explicit key_pairs(uint64_t used) {
-        for (used = (used | used >> 1) & 0x5555555555555555; used; used &= used - 1) {
-            at[n++] = uint8_t(__builtin_ctzll(used) / 2);
+    explicit key_groups(uint64_t used) {
+        used |= used >> 1;
+        if (N == 4) {
+            used |= used >> 2;
+        }
+        constexpr uint64_t firsts = N == 4 ? 0x1111111111111111 : 0x5555555555555555;
+        for (used &= firsts; used; used &= used - 1) {
+            at[n++] = uint8_t(__builtin_ctzll(used) / N);
         }
     }
     template <class Each>
@@ -33,6 +39,8 @@ struct key_pairs {
         }
     }
 };
+
+using key_pairs = key_groups<2>;
 
 constexpr bool has_integers_or_opened(row_type type) {
     return has_integers(type) || type == row_type::tc3;
@@ -216,18 +224,29 @@ struct integer_decode {
             }
         }
         const key_pairs pairs(used);
-        switch (rows) {
-        case 1:
-            add_rows<type, 1>(p, row, span.n, pairs, n_blocks, ahead, units, weights, acc, ld);
-            break;
-        case 2:
-            add_rows<type, 2>(p, row, span.n, pairs, n_blocks, ahead, units, weights, acc, ld);
-            break;
-        case 3:
-            add_rows<type, 3>(p, row, span.n, pairs, n_blocks, ahead, units, weights, acc, ld);
-            break;
-        default:
-            add_rows<type, 4>(p, row, span.n, pairs, n_blocks, ahead, units, weights, acc, ld);
+        with_rows(rows,
+                  [&](auto R) { add_rows<type, R>(p, row, span.n, pairs, n_blocks, ahead, units, weights, acc, ld); });
+    }
+
+    // R rows of weights s in bytes against up to 4 blocks of n keys
+    template <row_type type, int R, class Scales>
+    static void add_bytes(const char * p, int64_t row, int n, const key_groups<4> & fours, int n_blocks,
+                          const Scales & of, prefetcher & ahead, const float * s, float * acc, int64_t ld) {
+        constexpr int       per = per_scale<type>();
+        alignas(64) int32_t ints[4][R][16];
+        float               units[R][4];
+        for (int r = 0; r < R; r++) {
+            Body::template round_weights<per>(s + r * key_block, of, { ints[0][r], ints[1][r], ints[2][r], ints[3][r] },
+                                              units[r]);
+        }
+        for (int b = 0; b < n_blocks; b++) {
+            const int first = b / per * per;
+            float     scales[R];
+            for (int r = 0; r < R; r++) {
+                scales[r] = units[r][first];
+            }
+            Body::template add_block<type, R>(p + integers_at(type, b), row, n, fours, of.negative[first], ahead,
+                                              ints[first], scales, acc + 32 * b, ld);
         }
     }
 
@@ -246,9 +265,24 @@ struct integer_decode {
             alignas(64) char   opened[type == opened_tc3 ? key_block * 64 : 1];
             scales.load_all<stored>(p, bytes, span.n, n_blocks);
             const char * ints = opened_rows<type>(p, bytes, span.n, n_blocks, opened);
-            for (int row = 0; row < m.rows; row += 4) {
-                add_quad<type>(w, span, ints, bytes, n_blocks, scales, ahead, row, m.rows - row < 4 ? m.rows - row : 4,
-                               s + row * key_block, m.acc + row * m.d_v_padded + 128 * g, m.d_v_padded);
+            if constexpr (Body::in_bytes) {
+                const typename Body::value_scales of(scales);
+                for (int row = 0; row < m.rows; row += 4) {
+                    const int      rows_here = m.rows - row < 4 ? m.rows - row : 4;
+                    const uint64_t used      = used_keys<L>(s + row * key_block, rows_here, key_block);
+                    if (used) {
+                        with_rows(rows_here, [&](auto R) {
+                            add_bytes<type, R>(ints, bytes, span.n, key_groups<4>(used), n_blocks, of, ahead,
+                                               s + row * key_block, m.acc + row * m.d_v_padded + 128 * g, m.d_v_padded);
+                        });
+                    }
+                }
+            } else {
+                for (int row = 0; row < m.rows; row += 4) {
+                    add_quad<type>(w, span, ints, bytes, n_blocks, scales, ahead, row,
+                                   m.rows - row < 4 ? m.rows - row : 4, s + row * key_block,
+                                   m.acc + row * m.d_v_padded + 128 * g, m.d_v_padded);
+                }
             }
         }
     }

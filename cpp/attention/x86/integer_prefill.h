@@ -17,7 +17,10 @@ struct integer_prefill {
     using base = tile<L>;
     using rows = integer_decode<typename Body::decode>;
 
+    using value_scales = typename Body::decode::value_scales;
+
     static constexpr int most_rows = Body::most_rows;
+    static constexpr int words     = Body::decode::in_bytes ? 16 : 32; // that hold the weights of a block
 
     static bool fits(const attention_args & a) {
         return rows::fits(a) && a.d_k % 32 == 0 && a.d_v % 32 == 0 &&
@@ -27,7 +30,7 @@ struct integer_prefill {
     // What is known of a block of keys
     struct block_state {
         alignas(64) float k[8][key_block]; // scales, by block of elements
-        key_scales     v[2];               // by 4 blocks of elements
+        value_scales   v[2];               // by 4 blocks of elements
         weight_unit<L> units[8];           // of a query, by block of elements
         int64_t        query      = -1;
         bool           extreme[2] = {}; // of 4 blocks each, as decode has it
@@ -73,11 +76,14 @@ struct integer_prefill {
             int64_t          bytes    = stored_rows.row;
             const char *     p        = key_row(stored_rows, span.first, head) + scale_at(stored, 4 * g);
             alignas(64) char opened[type == opened_tc3 ? key_block * 64 : 1];
-            state.v[g].template load_all<stored>(p, bytes, span.n, n_blocks);
+            key_scales       scales;
+            scales.load_all<stored>(p, bytes, span.n, n_blocks);
+            state.v[g]        = value_scales(scales);
             const char * ints = rows::template opened_rows<type>(p, bytes, span.n, n_blocks, opened);
             for (int b = 0; b < n_blocks; b++) {
                 ahead.step(16);
-                Body::template open_values<type>(ints + integers_at(type, b), bytes, span.n, 4 * g + b, w.panels->v);
+                Body::template open_values<type>(ints + integers_at(type, b), bytes, span.n, 4 * g + b, state.v[g],
+                                                 w.panels->v);
             }
         }
     }
@@ -111,28 +117,50 @@ struct integer_prefill {
         return own;
     }
 
+    // Weights of a row times the scales of V become integers in units, by blocks of elements that share a scale
+    template <row_type type, int R>
+    static void round_weights(const attention_item & w, const key_span & span, int row, const float * s,
+                              int32_t (*ints)[R][words], float (*units)[R], block_state & state) {
+        constexpr int per      = rows::template per_scale<type>();
+        const int     n_blocks = w.args->d_v / 32;
+        for (int r = 0; r < R; r++, s += key_block) {
+            if constexpr (Body::decode::in_bytes) {
+                for (int b = 0; b < n_blocks; b += 4) {
+                    float     four[4];
+                    int32_t * to[4];
+                    for (int i = 0; i < 4; i++) {
+                        to[i] = ints[(b + i) / per][r];
+                    }
+                    Body::decode::template round_weights<per>(s, state.v[b / 4], to, four);
+                    for (int i = 0; i < 4; i += per) {
+                        units[(b + i) / per][r] = four[i];
+                    }
+                }
+            } else {
+                weight_unit<L>         own[8];
+                block_weights<L>       weights;
+                const weight_unit<L> * of  = units_of<type>(w, span, row + r, s, own, state);
+                const float            top = relative_weights<L>(s, weights);
+                for (int b = 0; b < n_blocks; b += per) {
+                    typename rows::integers packed[key_block / (2 * L::width)];
+                    of[b].apply(weights, packed);
+                    std::memcpy(ints[b / per][r], packed, sizeof(packed));
+                    units[b / per][r] = top * of[b].unit;
+                }
+            }
+        }
+    }
+
     // acc += weights s[R][key_block] times the values, from row `row` on
     template <row_type type, int R>
     static void add_values(const attention_item & w, const key_span & span, const item_memory & m, int row,
                            const float * s, block_state & state) {
-        constexpr int       per      = rows::template per_scale<type>();
-        const int           n_blocks = w.args->d_v / 32;
-        alignas(64) int32_t ints[8 / per][R][32];
-        float               scales[8 / per][R];
-        for (int r = 0; r < R; r++) {
-            weight_unit<L>         own[8];
-            block_weights<L>       weights;
-            const weight_unit<L> * units = units_of<type>(w, span, row + r, s + r * key_block, own, state);
-            const float            top   = relative_weights<L>(s + r * key_block, weights);
-            for (int b = 0; b < n_blocks; b += per) {
-                typename rows::integers packed[key_block / (2 * L::width)];
-                units[b].apply(weights, packed);
-                std::memcpy(ints[b / per][r], packed, sizeof(packed));
-                scales[b / per][r] = top * units[b].unit;
-            }
-        }
-        for (int b = 0; b < n_blocks; b++) {
-            Body::template add_values<type, R>(w.panels->v, span.n, b, ints[b / per], scales[b / per],
+        constexpr int       per = rows::template per_scale<type>();
+        alignas(64) int32_t ints[8 / per][R][words];
+        float               units[8 / per][R];
+        round_weights<type, R>(w, span, row, s, ints, units, state);
+        for (int b = 0; b < w.args->d_v / 32; b++) {
+            Body::template add_values<type, R>(w.panels->v, span.n, b, ints[b / per], units[b / per],
                                                m.acc + row * m.d_v_padded + 32 * b, m.d_v_padded);
         }
     }
@@ -159,8 +187,11 @@ struct integer_prefill {
                     key_block, s + r * key_block, key_block, int(d), int(round_up(span.n, L::width)));
             }
         }
-        for (int r = 0; r < R; r++) {
-            base::weigh_row(w, head, m, span, row + r, s + r * key_block);
+        constexpr int together = R < 4 ? R : 4;
+        for (int r = 0; r < R; r += together) {
+            base::template weigh_few<together>(w, head, m, span, row + r, s + r * key_block);
+        }
+        for (int r = 0; r < R && span.n < key_block; r++) {
             std::memset(s + r * key_block + span.n, 0, (key_block - span.n) * sizeof(float));
         }
         if (v_opened) {

@@ -10,11 +10,36 @@
 #include "attention/simd/vector_avx512.h"
 #include "integer_decode.h"
 
+#include <type_traits>
+
 namespace mixedkv {
 namespace {
 
+// f(0) .. f(N - 1), written out before GCC decides what lives in registers
+template <int N, class F>
+[[gnu::always_inline]] inline void unrolled(F f) {
+    if constexpr (N > 0) {
+        unrolled<N - 1>(f);
+        f(std::integral_constant<int, N - 1>{});
+    }
+}
+
 struct vnni {
     using L = avx512;
+
+    using value_scales             = key_scales;
+    static constexpr bool in_bytes = false;
+
+    // Sums. GCC 12 keeps arrays of it in registers, and not those of __m512i, which it takes for other integers.
+    using ints16 = int32_t __attribute__((vector_size(64)));
+
+    // sum + x . y for pairs of 16-bit integers; for fours of bytes, of which y's have signs
+    static ints16 dot_pairs(ints16 sum, __m512i x, __m512i y) {
+        return ints16(_mm512_dpwssd_epi32(__m512i(sum), x, y));
+    }
+    static ints16 dot_fours(ints16 sum, __m512i x, __m512i y) {
+        return ints16(_mm512_dpbusd_epi32(__m512i(sum), x, y));
+    }
 
     // Four rows of Q, one block of 32 elements
     struct quad {
@@ -25,16 +50,16 @@ struct vnni {
 
     using columns_of_block = __m512i[8];
 
-    // 32 elements of Q as integers of 16 bits; their scale is returned
-    static float round_block(const float * q, __m512i (&n)[2]) {
+    // 32 elements of Q as integers up to `limit`; their scale is returned
+    static float round_block(const float * q, __m512i (&n)[2], float limit = int16_limit) {
         const __m512 half[2] = { _mm512_loadu_ps(q), _mm512_loadu_ps(q + 16) };
         const float  largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(half[0]), _mm512_abs_ps(half[1])));
-        const __m512 to_int  = _mm512_set1_ps(largest > 0.0f ? int16_limit / largest : 0.0f);
+        const __m512 to_int  = _mm512_set1_ps(largest > 0.0f ? limit / largest : 0.0f);
         for (int i = 0; i < 2; i++) {
             const __m512 x = _mm512_mul_ps(half[i], to_int);
             n[i]           = _mm512_maskz_cvtps_epi32(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), x); // else INT_MIN
         }
-        return largest / int16_limit;
+        return largest / limit;
     }
 
     static void pack_block(const float * q, int row, quad & out) {
@@ -98,21 +123,21 @@ struct vnni {
     template <row_type type>
     static void score_block(const columns_of_block & x, const uint16_t * halves, const quad & q, int rows, float * s) {
         const __m512 scales = avx512::load_half(halves);
-        __m512i      high[4], low[4];
-        for (int r = 0; r < 4; r++) {
-            high[r] = _mm512_setzero_si512();
-            low[r]  = _mm512_set1_epi32(-integer_rows<type>::offset * q.sum[r]);
-        }
+        ints16       high[4], low[4];
+        unrolled<4>([&](auto r) __attribute__((always_inline)) {
+            high[r] = ints16{};
+            low[r]  = ints16(_mm512_set1_epi32(-integer_rows<type>::offset * q.sum[r]));
+        });
         for (int i = 0; i < 8; i++) {
-            for (int r = 0; r < 4; r++) {
-                high[r] = _mm512_dpbusd_epi32(high[r], x[i], _mm512_set1_epi32(q.ints[i][r][0]));
-                low[r]  = _mm512_dpbusd_epi32(low[r], x[i], _mm512_set1_epi32(q.ints[i][r][1]));
-            }
+            unrolled<4>([&](auto r) __attribute__((always_inline)) {
+                high[r] = dot_fours(high[r], x[i], _mm512_set1_epi32(q.ints[i][r][0]));
+                low[r]  = dot_fours(low[r], x[i], _mm512_set1_epi32(q.ints[i][r][1]));
+            });
         }
         for (int r = 0; r < rows; r++, s += key_block) {
-            const __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high[r], 8), low[r]));
-            const __m512 by  = _mm512_mul_ps(scales, _mm512_set1_ps(q.scale[r]));
-            _mm512_store_ps(s, _mm512_fmadd_ps(by, sum, _mm512_load_ps(s)));
+            const __m512i both = __m512i((high[r] << 8) + low[r]);
+            const __m512  by   = _mm512_mul_ps(scales, _mm512_set1_ps(q.scale[r]));
+            _mm512_store_ps(s, _mm512_fmadd_ps(by, _mm512_cvtepi32_ps(both), _mm512_load_ps(s)));
         }
     }
 
@@ -146,31 +171,31 @@ struct vnni {
     template <row_type type, int R>
     static void add_block(const char * p, int64_t row, int n, const key_pairs & pairs, prefetcher & ahead,
                           const int32_t (*ints)[32], const float * scales, float * acc, int64_t ld) {
-        __m512i sum[R][2];
-        for (int r = 0; r < R; r++) {
-            sum[r][0] = sum[r][1] = _mm512_setzero_si512();
-        }
-        pairs.for_each([&](int i) {
+        ints16 sums[2 * R];
+        unrolled<2 * R>([&](auto i) __attribute__((always_inline)) { sums[i] = ints16{}; });
+        pairs.for_each([&](int i) __attribute__((always_inline)) {
             ahead.step(i & 1);
             __m512i first, second;
             pair<type>(p + 2 * i * row, 2 * i + 1 < n ? row : 0, first, second); // past the last, weight 0
-            for (int r = 0; r < R; r++) {
+            unrolled<R>([&](auto r) __attribute__((always_inline)) {
                 const __m512i weights = _mm512_set1_epi32(ints[r][dword_of(i)]);
-                sum[r][0]             = _mm512_dpwssd_epi32(sum[r][0], first, weights);
-                sum[r][1]             = _mm512_dpwssd_epi32(sum[r][1], second, weights);
-            }
+                sums[2 * r]           = dot_pairs(sums[2 * r], first, weights);
+                sums[2 * r + 1]       = dot_pairs(sums[2 * r + 1], second, weights);
+            });
         });
-        for (int r = 0; r < R; r++, acc += ld) {
-            for (int i = 0; i < 2; i++) {
-                float * y = acc + 16 * i;
-                _mm512_store_ps(
-                    y, _mm512_fmadd_ps(_mm512_set1_ps(scales[r]), _mm512_cvtepi32_ps(sum[r][i]), _mm512_load_ps(y)));
-            }
-        }
+        add_sums<R>(sums, scales, acc, ld);
+    }
+
+    // acc[R][32] += scales times sums
+    template <int R>
+    [[gnu::always_inline]] static void add_sums(const ints16 * sums, const float * scales, float * acc, int64_t ld) {
+        unrolled<2 * R>([&](auto i) __attribute__((always_inline)) {
+            float *      y  = acc + i / 2 * ld + 16 * (i % 2);
+            const __m512 by = _mm512_set1_ps(scales[i / 2]);
+            _mm512_store_ps(y, _mm512_fmadd_ps(by, _mm512_cvtepi32_ps(__m512i(sums[i])), _mm512_load_ps(y)));
+        });
     }
 };
-
-using vnni_decode = integer_decode<vnni>;
 
 } // namespace
 } // namespace mixedkv

@@ -6,28 +6,15 @@
 #include "integer_prefill.h"
 #include "vnni_decode.h"
 
-#include <type_traits>
-
 namespace mixedkv {
 namespace {
 
-// f(0) .. f(N - 1), written out before GCC decides what lives in registers
-template <int N, class F>
-[[gnu::always_inline]] inline void unrolled(F f) {
-    if constexpr (N > 0) {
-        unrolled<N - 1>(f);
-        f(std::integral_constant<int, N - 1>{});
-    }
-}
-
 struct vnni_prefill {
-    // GCC 12 keeps arrays of it in registers, and not those of __m512i, which it takes for other integers
-    using ints16 = int32_t __attribute__((vector_size(64)));
-
-    static ints16 dot(ints16 sum, __m512i x, __m512i y) { return ints16(_mm512_dpwssd_epi32(__m512i(sum), x, y)); }
-
     using L      = avx512;
     using decode = vnni;
+    using ints16 = vnni::ints16;
+
+    static ints16 dot(ints16 sum, __m512i x, __m512i y) { return vnni::dot_pairs(sum, x, y); }
 
     static constexpr int most_rows = 12; // of 6 x 64 sums of scores, 12 x 32 of values
 
@@ -122,7 +109,7 @@ struct vnni_prefill {
 
     // Block b of n keys as pairs of keys: [block, pair, half] vectors of 16 elements
     template <row_type type>
-    static void open_values(const char * p, int64_t row, int n, int b, float * panel) {
+    static void open_values(const char * p, int64_t row, int n, int b, const key_scales &, float * panel) {
         __m512i * to = reinterpret_cast<__m512i *>(panel) + 64 * b;
         for (int i = 0; 2 * i < n; i++, to += 2) {
             __m512i first, second;
@@ -148,11 +135,7 @@ struct vnni_prefill {
                 sums[2 * r + 1]       = dot(sums[2 * r + 1], second, weights);
             });
         }
-        unrolled<2 * R>([&](auto i) __attribute__((always_inline)) {
-            float *      y  = acc + i / 2 * ld + 16 * (i % 2);
-            const __m512 by = _mm512_set1_ps(scales[i / 2]);
-            _mm512_store_ps(y, _mm512_fmadd_ps(by, _mm512_cvtepi32_ps(__m512i(sums[i])), _mm512_load_ps(y)));
-        });
+        vnni::add_sums<R>(sums, scales, acc, ld);
     }
 };
 

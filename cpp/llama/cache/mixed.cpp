@@ -72,7 +72,10 @@ llama_kv_cache_mixed::llama_kv_cache_mixed(
         }
     }
 
-    scratch.v_skip = config.mixed ? config.v_skip : 0.0f;
+    if (config.mixed) {
+        scratch.rounding = config.rounding == 8 ? 8 : 16;
+        scratch.v_skip   = config.v_skip;
+    }
 
     if (config.mixed && config.equalize) {
         make_scales();

@@ -189,6 +189,8 @@ static attention_args to_args(const ggml_tensor * dst, const llama_kv_node & nod
     res.v_skip = count_keys(res) < V_SKIP_KEYS ? 0.0f : node.scratch.v_skip;
     res.skips  = &node.scratch.skips;
 
+    res.rounding = node.scratch.rounding;
+
     if (node.pages) {
         const auto &  pages = *node.pages;
         const int64_t first = (first_stream(src[1]) + strm)*node.all_pages->get_n_strips();

@@ -35,7 +35,8 @@ public:
     // where attention is watched; the ubatch is of one stream then
     llama_kv_mass * mass = nullptr;
 
-    float                    v_skip = 0.0f;
+    int                      rounding = 16;
+    float                    v_skip   = 0.0f;
     mixedkv::attention_skips skips;
 
     // standard error of what rows weigh the keys of pages with, relative to the sum

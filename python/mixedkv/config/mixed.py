@@ -57,6 +57,9 @@ class MixedKVConfig:
         shrink: halve the recent window step by step while the machine or a control group is short of memory,
             and extend it again later. Statistics and the log report it; tokens evaluated meanwhile are not
             exact.
+        rounding: bits of Q and of attention weights where the fused kernel multiplies them with the integers
+            of older tokens: 16, or 8, which takes less time on processors with AVX-512 VNNI. Others always
+            use 16. See docs/decisions/066.
         v_skip: while decoding with the fused kernel, skip values whose attention weight is below a 64th of
             this share of the largest weight; 0 skips none. 1e-6 is a good start.
         sparse: "eps:0.05" makes decoding with the fused kernel, beyond 1,024 tokens, read only some of the
@@ -84,6 +87,7 @@ class MixedKVConfig:
     budget: int | str = 0
     bits: float = 0.0
     shrink: bool = False
+    rounding: int = 16
     v_skip: float = 0.0
     sparse: str = ""
 
@@ -100,6 +104,9 @@ class MixedKVConfig:
             normalise(self, "hot_budget", HOT_BUDGETS)
         else:
             check_int("hot_budget", self.hot_budget, at_least=1)
+        check_int("rounding", self.rounding, at_least=1)
+        if self.rounding not in (8, 16):
+            raise ValueError(f"rounding={self.rounding}: use 16 or 8")
         if isinstance(self.v_skip, bool) or not isinstance(self.v_skip, int | float):
             raise TypeError(f"v_skip={self.v_skip!r}: use a number")
         if not 0 <= self.v_skip < 1:
@@ -242,6 +249,7 @@ class MixedKVConfig:
                 )
                 for each in self._ranges
             ],
+            rounding=self.rounding,
             v_skip=self.v_skip,
             sparse_error=standard_error(self.sparse),
         )

@@ -30,7 +30,7 @@ def parse_kv(kv: str | KVSetting) -> KVSetting:
 
     Specs: "mixed" (the defaults of `MixedKVConfig`), and with other values
     "mixed:cold_k=q8_0,cold_v=q4_0,threshold=256,group=32,sinks=4,draft=16,equalize=false,
-    hot_budget=2048,v_skip=1e-6,shrink=true,
+    hot_budget=2048,rounding=8,v_skip=1e-6,shrink=true,
     sparse=eps:0.05"; "cold=q8_0" sets both cold types,
     "layers=0-3:q8_0/q8_0,9-:q5_1" those of single layers; "bits=3.5" and "budget=2GiB" have them chosen.
     A type such as "f16" or "q8_0" is llama.cpp's uniform cache of it, "q8_0/q4_0" one with another

@@ -23,6 +23,7 @@ KEYS = {
     "budget": "budget",
     "bits": "bits",
     "shrink": "shrink",
+    "rounding": "rounding",
     "v_skip": "v_skip",
     "sparse": "sparse",
 }
@@ -74,7 +75,7 @@ def fields_of(spec: str, options: dict[str, str]) -> dict[str, Any]:
 def _parse_value(spec: str, key: str, value: str) -> str | int | float | bool:
     if key in ("bits", "v_skip"):
         return _parse_float(spec, key, value)
-    if key in ("threshold", "group", "sinks", "draft"):
+    if key in ("threshold", "group", "sinks", "draft", "rounding"):
         return _parse_int(spec, key, value)
     if key == "budget":
         try:
@@ -99,5 +100,5 @@ def _parse_float(spec: str, key: str, value: str) -> float:
 
 def _parse_int(spec: str, key: str, value: str) -> int:
     if not (value.isascii() and value.isdigit() and len(value) <= len(str(INT32_MAX))):
-        raise ValueError(f"kv={spec!r}: {key}={value} is not a whole number of tokens")
+        raise ValueError(f"kv={spec!r}: {key}={value} is not a whole number")
     return int(value)

@@ -82,6 +82,8 @@ struct timing {
     double median, best; // seconds
 };
 
+int rounding = 16; // --rounding
+
 timing measure(team & t, double seconds, const std::function<void(int)> & f) {
     std::vector<double> times;
     t.run(f);
@@ -187,6 +189,7 @@ void bench(team & t, const char * label, const std::vector<mixedkv::attention_se
     a.mask_row            = n * sizeof(uint16_t);
     a.scale               = 0.0883883476f;
     a.out                 = out.data();
+    a.rounding            = rounding;
     std::vector<char> scratch(mixedkv::attention_scratch_bytes(&a, 1) + 64);
     void *            aligned = reinterpret_cast<void *>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
 
@@ -225,11 +228,13 @@ int main(int argc, char ** argv) {
             type = argv[++i];
         } else if (arg == "--keys" && i + 1 < argc) {
             keys = std::max(1, std::atoi(argv[++i]));
+        } else if (arg == "--rounding" && i + 1 < argc) {
+            rounding = std::atoi(argv[++i]);
         } else if (arg == "--quick") {
             quick = true;
         } else {
             std::fprintf(stderr, "usage: bench_attention [--threads N] [--isa NAME] [--only decode|prefill] "
-                                 "[--type NAME] [--keys N] [--quick]\n");
+                                 "[--type NAME] [--keys N] [--rounding 16|8] [--quick]\n");
             return 2;
         }
     }

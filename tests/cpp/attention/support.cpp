@@ -232,11 +232,12 @@ std::string options::describe() const {
     };
     static const char * const masks[] = { "none", "causal", "window", "holes", "all_hidden", "alibi" };
     char                      text[256];
-    std::snprintf(
-        text, sizeof(text),
-        "heads %d/%d d %d/%d queries %d mask %s softcap %g scaled %d pairs %d rotation %d/%d sinks %d permuted %d keys",
-        n_head, n_head_kv, d_k, d_v, n_queries, masks[int(mask)], double(softcap), scaled, n_pairs, rotation_q,
-        rotation_out, sinks, permuted);
+    std::snprintf(text, sizeof(text),
+                  "heads %d/%d d %d/%d queries %d mask %s softcap %g scaled %d pairs %d rotation %d/%d sinks %d "
+                  "permuted %d rounding %d "
+                  "keys",
+                  n_head, n_head_kv, d_k, d_v, n_queries, masks[int(mask)], double(softcap), scaled, n_pairs,
+                  rotation_q, rotation_out, sinks, permuted, rounding);
     std::string s = text;
     for (size_t i = 0; i < n_keys.size(); i++) {
         s += " " + std::to_string(n_keys[i]) + ":" + types[int(type_k[i])] + "/" + types[int(type_v[i])];
@@ -359,6 +360,7 @@ mixedkv::attention_args problem::args() {
     a.rotation_q     = o.rotation_q;
     a.rotation_out   = o.rotation_out;
     a.sinks          = sinks.empty() ? nullptr : sinks.data();
+    a.rounding       = o.rounding;
     a.out            = out.data();
     a.out_row        = o.n_head * o.d_v * sizeof(float);
     a.out_head       = o.d_v * sizeof(float);

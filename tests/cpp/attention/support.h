@@ -63,6 +63,7 @@ struct options {
     bool                           scaled   = false; // Q times a scale for each KV head and channel
     int                            n_pairs  = 0;     // that K of the first segment lacks
     bool                           sinks    = false;
+    int                            rounding = 16;
     bool                           permuted = false; // Q as [n_head, n_queries, d] and gaps between K and V rows
 
     std::string describe() const;

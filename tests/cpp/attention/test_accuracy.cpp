@@ -93,8 +93,9 @@ int main(int argc, char ** argv) {
         return 77;
     }
     int failures = 0;
-    std::printf("%s, relative RMS error\n%6s %9s %7s %9s | %9s %9s %9s %9s %9s %9s\n", mixedkv::attention_isa(), "keys",
-                "score std", "queries", "F16 flash", "f16", "q8_0", "q4_0", "iq4_nl", "lm4", "tc3");
+    std::printf("%s, relative RMS error\n%6s %9s %7s %9s | %9s %9s %9s %9s %9s %9s %9s %9s %9s\n",
+                mixedkv::attention_isa(), "keys", "score std", "queries", "F16 flash", "f16", "q8_0", "q4_0", "iq4_nl",
+                "lm4", "tc3", "q8_0 by 8", "q4_0 by 8", "tc3 by 8");
     for (int64_t keys : { 64, 1024, 4096, 16384 }) {
         for (float score_std : { 2.0f, 4.0f }) {
             for (int queries : { 1, 12 }) {       // decode and prefill
@@ -111,6 +112,14 @@ int main(int argc, char ** argv) {
                     const double error = relative_error(p.out, p.reference());
                     std::printf(" %9.1e%s", error, error <= bound ? "" : " FAIL");
                     failures += !(error <= bound);
+                }
+                for (row_type type : { row_type::q8_0, row_type::q4_0, row_type::tc3 }) { // in 8 bits
+                    test::problem p = make(type, keys, score_std, queries);
+                    p.o.rounding    = 8;
+                    test::run({ p.args() }, 2);
+                    const double error = relative_error(p.out, p.reference());
+                    std::printf(" %9.1e%s", error, error <= 4e-2 ? "" : " FAIL");
+                    failures += !(error <= 4e-2);
                 }
                 std::printf("\n");
             }

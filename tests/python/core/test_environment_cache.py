@@ -52,7 +52,9 @@ def test_without_the_variable_a_program_has_its_own_cache(folder: Path) -> None:
 
 
 def test_a_spec_replaces_the_cache(folder: Path) -> None:
-    assert "18 of 93 tokens hot" in stats(folder, "mixed:cold=lm4,threshold=16,group=1,sinks=2,v_skip=1e-6")
+    assert "18 of 93 tokens hot" in stats(
+        folder, "mixed:cold=lm4,threshold=16,group=1,sinks=2,rounding=8,v_skip=1e-6"
+    )
 
 
 def test_a_program_that_asks_for_upstreams_names_gets_these_libraries(folder: Path, tmp_path: Path) -> None:

@@ -54,7 +54,9 @@ def open_model(path: Path, kv: str) -> Llama:
     return Llama(str(path), kv=kv, n_ctx=1024, n_batch=512, n_ubatch=512, n_threads=2, verbose=False)
 
 
-@pytest.mark.parametrize("kv", ["mixed", "mixed:quality", "mixed:cold=tc3", "mixed:threshold=200,group=50"])
+@pytest.mark.parametrize(
+    "kv", ["mixed", "mixed:quality", "mixed:cold=tc3", "mixed:threshold=200,group=50", "mixed:rounding=8"]
+)
 def test_any_cut_gives_the_same_bits(kv: str) -> None:
     with open_model(model_path(), kv) as llm:
         assert differing(llm, 6, 4, 700) == []

@@ -1,0 +1,64 @@
+"""Q and attention weights in 8 bits, where older rows are integers and the processor has AVX-512 VNNI."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+import pytest
+
+import mixedkv
+from mixedkv import Llama, MixedKVConfig, _core
+from mixedkv.bundled import model_path
+from mixedkv.config import parse_kv
+
+TEXT = "\n".join(path.read_text() for path in sorted(Path(mixedkv.__file__).parent.glob("*.py")))[:6000]
+
+
+def all_logits(kv: str, steps: int) -> np.ndarray:
+    """Logits [n_tokens, n_vocab] of TEXT, evaluated so many tokens at a time."""
+    with Llama(
+        str(model_path()), kv=kv, n_ctx=2048, n_ubatch=512, n_threads=2, logits_all=True, verbose=False
+    ) as llm:
+        tokens = llm.tokenize(TEXT.encode())[:900]
+        rows = []
+        for first in range(0, len(tokens), steps):
+            part = tokens[first : first + steps]
+            llm.eval(part)
+            rows += [llama_cpp.llama_get_logits_ith(llm.ctx, i)[: llm.n_vocab()] for i in range(len(part))]
+        return np.array(rows, dtype=np.float64)
+
+
+def divergence(of: np.ndarray, other: np.ndarray) -> float:
+    """Mean KL divergence in nats."""
+    p, q = (x - np.logaddexp.reduce(x, axis=1, keepdims=True) for x in (of, other))
+    return float((np.exp(p) * (p - q)).sum(1).mean())
+
+
+@pytest.mark.parametrize("cold", ["q4_0", "q8_0", "lm4", "tc3", "iq4_nl"])
+def test_answers_stay_close(cold: str) -> None:
+    f32, sixteen, eight = (
+        all_logits(kv, 450) for kv in ("f32", f"mixed:cold={cold}", f"mixed:cold={cold},rounding=8")
+    )
+    if _core.version()["isa"] != "avx512":
+        assert np.array_equal(sixteen, eight)
+        return
+    assert not np.array_equal(sixteen, eight)
+    # what the rounding adds is a small share of what the rows of 4 bits cost, and hardly more than those of 8 do
+    assert divergence(f32, eight) < 1.25 * divergence(f32, sixteen) + 2e-5
+
+
+def test_the_setting_is_read_and_written() -> None:
+    config = parse_kv("mixed:rounding=8")
+    assert config == MixedKVConfig(rounding=8)
+    assert str(config) == "mixed:rounding=8"
+    assert str(parse_kv("mixed:rounding=16")) == "mixed"
+
+
+@pytest.mark.parametrize("value", [0, 4, 12, 32])
+def test_another_number_of_bits_is_refused(value: int) -> None:
+    with pytest.raises(ValueError, match="rounding"):
+        MixedKVConfig(rounding=value)
+    with pytest.raises(ValueError, match="rounding"):
+        parse_kv(f"mixed:rounding={value}")
