@@ -45,7 +45,7 @@ def test_answers_stay_close(cold: str) -> None:
         assert np.array_equal(sixteen, eight)
         return
     assert not np.array_equal(sixteen, eight)
-    # what the rounding adds is a small share of what the rows of 4 bits cost, and hardly more than those of 8 do
+    # little beside what rows of 4 bits cost, and hardly more than those of 8 do
     assert divergence(f32, eight) < 1.25 * divergence(f32, sixteen) + 2e-5
 
 
