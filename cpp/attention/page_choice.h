@@ -95,7 +95,7 @@ struct page_choice {
             for (int row = 0; row < m.rows; row++) {
                 float * x = s + row * key_block;
                 base::add_pairs(w, w.head0, span, row, x);
-                base::weigh(rule_of(w, span, w.head0, row), x, span.n, m.max[row], m.sum[row], nullptr, 0);
+                base::softmax::weigh(rule_of(w, span, w.head0, row), x, span.n, m.max[row], m.sum[row], nullptr, 0);
             }
         };
         attention_item part = w;

@@ -197,8 +197,8 @@ struct amx_prefill {
             int     used    = 0;
             if (row + r < m.rows && span.states[(row + r) / group] != all_hidden) {
                 base::add_pairs(w, head, span, row + r, weights);
-                base::weigh(rule_of(w, span, head, row + r), weights, span.n, m.max[row + r], m.sum[row + r],
-                            m.acc + (row + r) * m.d_v_padded, m.d_v_padded);
+                base::softmax::weigh(rule_of(w, span, head, row + r), weights, span.n, m.max[row + r], m.sum[row + r],
+                                     m.acc + (row + r) * m.d_v_padded, m.d_v_padded);
                 used = int(round_up(span.n, 16));
             }
             for (; used < keys; used += 16) {

@@ -87,7 +87,7 @@ struct vnni_bytes {
     static constexpr int dword_of(int i) { return i % 4 * 4 + i / 4; }
 
     // Weights times the scales of every per-th block of elements, in units of a 255th of the largest product. A weight
-    // of zero has no say: the scale of a key that is not seen may be anything. Compiled once, as tile::weigh().
+    // of zero has no say: the scale of a key that is not seen may be anything. Compiled once, as softmax.
     template <int per>
     [[gnu::noinline]] static void round_weights(const float * s, const value_scales & of, int32_t * const (&out)[4],
                                                 float (&units)[4]) {
