@@ -80,8 +80,8 @@ struct softmax_of {
         sum += L::sum(total);
     }
 
-    // As weigh(), of R <= 4 rows that see a whole block with nothing added to their scores: side by side, one waits for
-    // the other less. The same bits. False: a row has to be weighed alone.
+    // As weigh(), of R <= 4 rows that see a whole block with nothing added to their scores: their latencies
+    // overlap. The same bits. False, with nothing changed: weigh() has to take each row.
     template <int R>
     [[gnu::noinline]] static bool weigh_together(float * s, float * max, float * sum, float * acc, int64_t d_v) {
         constexpr int n = key_block / L::width;

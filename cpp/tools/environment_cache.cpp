@@ -87,7 +87,7 @@ void set_option(cache_spec & spec, const std::string & key, const std::string & 
         config.n_draft = number_of(value);
     } else if (key == "equalize" && (value == "true" || value == "false")) {
         config.equalize = value == "true";
-    } else if (key == "rounding" && (value == "8" || value == "16")) {
+    } else if (key == "rounding") {
         config.rounding = number_of(value);
     } else if (key == "v_skip") {
         config.v_skip = share_of(value);

@@ -30,7 +30,7 @@ struct amx_scores {
     static void pack_block(const float * x, int block, int row, const quad & out) {
         const __m512 half[2] = { _mm512_loadu_ps(x), _mm512_loadu_ps(x + 16) };
         const float  largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(half[0]), _mm512_abs_ps(half[1])));
-        const __m512 to_int  = _mm512_set1_ps(largest > 0.0f ? int16_limit / largest : 0.0f);
+        const __m512 to_int  = _mm512_set1_ps(largest > 0x1p-100f ? int16_limit / largest : 0.0f);
         const int    column  = block % 2 * 8 + row;
         float *      scales  = out.scales + block / 2 * 16;
         scales[column]       = 256 * largest / int16_limit;

@@ -70,7 +70,7 @@ struct avx2_integers {
             largest = L::max(largest, L::abs(L::load(q + i)));
         }
         const float         top    = L::highest(largest);
-        const __m256        to_int = L::set(top > 0.0f ? int16_limit / top : 0.0f);
+        const __m256        to_int = L::set(top > 0x1p-100f ? int16_limit / top : 0.0f);
         alignas(32) int32_t pairs[16];
         for (int i = 0; i < 32; i += 16) {
             __m256 x[2];

@@ -1,6 +1,7 @@
 // Decode over rows of a scale and integers (integers.h), their integers multiplied as they are with Q and the weights
-// as 16-bit integers. Body says how: a vector layer L, four rows of Q (quad, pack_block), a block of 16 keys turned to
-// columns (columns, score_block), and sums over keys (add_block).
+// as integers. Body says how: a vector layer L, four rows of Q (quad, pack_block), a block of 16 keys turned to
+// columns (columns, score_block), and sums over keys (add_block). Weights are 16-bit integers, or bytes where Body has
+// in_bytes: then value_scales and round_weights are its own.
 
 #pragma once
 

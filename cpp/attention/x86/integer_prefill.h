@@ -1,6 +1,7 @@
 // Prefill over rows of a scale and integers (integers.h): a block of 64 keys is opened once for all rows of an item,
 // then multiplied as in decode (integer_decode.h). Sums of integers are exact and scales are applied in the same order,
-// so a query has the same bits in both. Body says how: keys and values of a block opened, products of R rows with them.
+// so a query has the same bits in both. Body says how: keys and values of a block opened, products of R rows with them,
+// and how weights become integers: here, or by its own round_weights (in_bytes).
 //
 // Rows of other types, as F16 ones, are unpacked to F32 (tile.h).
 
@@ -19,8 +20,8 @@ struct integer_prefill {
 
     using value_scales = typename Body::decode::value_scales;
 
-    static constexpr int most_rows = Body::most_rows;
-    static constexpr int words     = Body::decode::in_bytes ? 16 : 32; // that hold the weights of a block
+    static constexpr int most_rows     = Body::most_rows;
+    static constexpr int weight_dwords = Body::decode::in_bytes ? 16 : 32; // of a row and block
 
     static bool fits(const attention_args & a) {
         return rows::fits(a) && a.d_k % 32 == 0 && a.d_v % 32 == 0 &&
@@ -120,7 +121,7 @@ struct integer_prefill {
     // Weights of a row times the scales of V become integers in units, by blocks of elements that share a scale
     template <row_type type, int R>
     static void round_weights(const attention_item & w, const key_span & span, int row, const float * s,
-                              int32_t (*ints)[R][words], float (*units)[R], block_state & state) {
+                              int32_t (*ints)[R][weight_dwords], float (*units)[R], block_state & state) {
         constexpr int per      = rows::template per_scale<type>();
         const int     n_blocks = w.args->d_v / 32;
         for (int r = 0; r < R; r++, s += key_block) {
@@ -156,7 +157,7 @@ struct integer_prefill {
     static void add_values(const attention_item & w, const key_span & span, const item_memory & m, int row,
                            const float * s, block_state & state) {
         constexpr int       per = rows::template per_scale<type>();
-        alignas(64) int32_t ints[8 / per][R][words];
+        alignas(64) int32_t ints[8 / per][R][weight_dwords];
         float               units[8 / per][R];
         round_weights<type, R>(w, span, row, s, ints, units, state);
         for (int b = 0; b < w.args->d_v / 32; b++) {

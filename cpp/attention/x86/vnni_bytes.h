@@ -87,7 +87,8 @@ struct vnni_bytes {
     static constexpr int dword_of(int i) { return i % 4 * 4 + i / 4; }
 
     // Weights times the scales of every per-th block of elements, in units of a 255th of the largest product. A weight
-    // of zero has no say: the scale of a key that is not seen may be anything. Compiled once, as softmax.
+    // of zero has no say: the scale of a key that is not seen may be anything. Not inlined, so
+    // that decode and prefill run the same code.
     template <int per>
     [[gnu::noinline]] static void round_weights(const float * s, const value_scales & of, int32_t * const (&out)[4],
                                                 float (&units)[4]) {
@@ -149,8 +150,8 @@ struct vnni_bytes {
             first  = _mm512_permutexvar_epi8(order, load(0));
             second = _mm512_permutexvar_epi8(order, load(16));
         }
-        first  = _mm512_mask_sub_epi8(first, sign, zero, first);
-        second = _mm512_mask_sub_epi8(second, sign, zero, second);
+        first  = _mm512_mask_subs_epi8(first, sign, zero, first);
+        second = _mm512_mask_subs_epi8(second, sign, zero, second);
     }
 
     // acc[R][32] += weights times one block of elements of fours of n keys; ints[r]: fours of weights

@@ -54,7 +54,7 @@ struct vnni {
     static float round_block(const float * q, __m512i (&n)[2], float limit = int16_limit) {
         const __m512 half[2] = { _mm512_loadu_ps(q), _mm512_loadu_ps(q + 16) };
         const float  largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(half[0]), _mm512_abs_ps(half[1])));
-        const __m512 to_int  = _mm512_set1_ps(largest > 0.0f ? limit / largest : 0.0f);
+        const __m512 to_int  = _mm512_set1_ps(largest > 0x1p-100f ? limit / largest : 0.0f);
         for (int i = 0; i < 2; i++) {
             const __m512 x = _mm512_mul_ps(half[i], to_int);
             n[i]           = _mm512_maskz_cvtps_epi32(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), x); // else INT_MIN

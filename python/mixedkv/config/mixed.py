@@ -58,8 +58,8 @@ class MixedKVConfig:
             and extend it again later. Statistics and the log report it; tokens evaluated meanwhile are not
             exact.
         rounding: bits of Q and of attention weights where the fused kernel multiplies them with the integers
-            of older tokens: 16, or 8, which takes less time on processors with AVX-512 VNNI. Others always
-            use 16. See docs/decisions/066.
+            of older tokens: 16, or 8, which takes less time where that kernel is "avx512": on processors
+            with AVX-512 VNNI and without AMX. Other kernels always use 16. See docs/decisions/066.
         v_skip: while decoding with the fused kernel, skip values whose attention weight is below a 64th of
             this share of the largest weight; 0 skips none. 1e-6 is a good start.
         sparse: "eps:0.05" makes decoding with the fused kernel, beyond 1,024 tokens, read only some of the
@@ -104,7 +104,8 @@ class MixedKVConfig:
             normalise(self, "hot_budget", HOT_BUDGETS)
         else:
             check_int("hot_budget", self.hot_budget, at_least=1)
-        check_int("rounding", self.rounding, at_least=1)
+        if isinstance(self.rounding, bool) or not isinstance(self.rounding, int):
+            raise TypeError(f"rounding={self.rounding!r}: use 16 or 8")
         if self.rounding not in (8, 16):
             raise ValueError(f"rounding={self.rounding}: use 16 or 8")
         if isinstance(self.v_skip, bool) or not isinstance(self.v_skip, int | float):

@@ -107,6 +107,7 @@ test::options make_options(row_type type, int n_queries, int n_head_kv, int64_t 
     o.type_v     = o.type_k;
     o.mask       = test::mask_kind::causal;
     o.rotation_q = o.rotation_out = 64;
+    o.rounding                    = n_keys % 2 ? 8 : 16;
     return o;
 }
 
@@ -327,7 +328,8 @@ void test_choice(const test::options & o, float error) {
                 return std::vector<float>(at, at + o.d_v);
             };
             const double worst = worst_difference(part(got), part(masked.out));
-            expect(worst < 4e-3, "attention over the pages that are read", o.describe() + " " + std::to_string(worst));
+            expect(worst < (o.rounding == 8 ? 2e-2 : 4e-3), "attention over the pages that are read",
+                   o.describe() + " " + std::to_string(worst));
         }
     }
 }

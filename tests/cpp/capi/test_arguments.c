@@ -89,6 +89,12 @@ static void test_configurations(const struct llama_model * model) {
         config.sparse_error          = shares[i];
         EXPECT(INVALID, mixedkv_check(model, &config, GGML_TYPE_Q4_0, GGML_TYPE_Q4_0, N_CTX));
     }
+    const uint32_t roundings[] = { 0, 8, 16, 1, 12, 32, UINT32_MAX };
+    for (int i = 0; i < 7; i++) {
+        struct mixedkv_config config = make_config(32, 8, 4, 0);
+        config.rounding              = roundings[i];
+        EXPECT(i < 3 ? OK : INVALID, mixedkv_check(model, &config, GGML_TYPE_Q4_0, GGML_TYPE_Q4_0, N_CTX));
+    }
     const struct mixedkv_config good = make_config(32, 8, 4, 0);
     EXPECT(INVALID, mixedkv_check(NULL, &good, GGML_TYPE_Q4_0, GGML_TYPE_Q4_0, N_CTX));
     EXPECT(INVALID, mixedkv_check(model, NULL, GGML_TYPE_Q4_0, GGML_TYPE_Q4_0, N_CTX));

@@ -100,6 +100,7 @@ def outcome(folder: Path, spec: str) -> str:
         ("q9_9", "'q9_9' is no type that a cache can have here"),
         ("mixed:tiny", "'tiny' is neither key=value nor one of compact, balanced, quality"),
         ("mixed:threshold=x", "'x' is not a whole number of tokens"),
+        ("mixed:rounding=12", "rounding must be 16"),
         ("mixed:budget=2GiB", "budget=2GiB is not understood here"),
         ("mixed:cold_v=lm3", "'lm3' is no type that a cache can have here"),
         ("mixed:threshold=8,group=16", "group_size"),
