@@ -53,21 +53,26 @@ struct avx512 : plain_blocks {
         const __m256 x = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
         return _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     }
-    static void highest_of_four(const V * v, float * out) {
-        const V      ab   = max(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
-        const V      cd   = max(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
-        const V      abcd = max(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee)); // in each lane
-        const __m256 half = _mm256_max_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
-        _mm_storeu_ps(out, _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
-    }
     static float highest(V v) { return _mm512_reduce_max_ps(v); }
+    static void  highest_of_four(const V * v, float * out) {
+        fold_four(
+            v, out, max, [](__m256 a, __m256 b) { return _mm256_max_ps(a, b); },
+            [](__m128 a, __m128 b) { return _mm_max_ps(a, b); });
+    }
     // The sums of 4 vectors
-    static void  sums(const V * v, float * out) {
-        const V      ab   = add(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
-        const V      cd   = add(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
-        const V      abcd = add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee)); // in each lane
-        const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
-        _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+    static void sums(const V * v, float * out) {
+        fold_four(
+            v, out, add, [](__m256 a, __m256 b) { return _mm256_add_ps(a, b); },
+            [](__m128 a, __m128 b) { return _mm_add_ps(a, b); });
+    }
+    // Four vectors to a number each, by an operation on vectors, on halves and on quarters
+    template <class Whole, class Half, class Quarter>
+    static void fold_four(const V * v, float * out, Whole whole, Half half, Quarter quarter) {
+        const V      ab   = whole(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+        const V      cd   = whole(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+        const V      abcd = whole(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee)); // in each lane
+        const __m256 two  = half(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
+        _mm_storeu_ps(out, quarter(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1)));
     }
     // 16 sums of 4 neighbours
     static void sum_fours(const float * in, float * out) {
