@@ -61,6 +61,10 @@ static void rest(uintptr_t ctx, int32_t seq) {
     check(mixedkv_rest(pointer<llama_context>(ctx), seq));
 }
 
+static void wake(uintptr_t ctx, int32_t seq) {
+    check(mixedkv_wake(pointer<llama_context>(ctx), seq));
+}
+
 static py::tuple check_pages(uintptr_t ctx) {
     uint32_t n_pages = 0;
     uint32_t n_wrong = 0;
@@ -108,6 +112,7 @@ void register_stats(py::module_ & m) {
     m.def("window_is_whole", &window_is_whole, "ctx"_a, "seq"_a, "pos"_a);
     m.def("limit_window", &limit_window, "ctx"_a, "threshold"_a);
     m.def("rest", &rest, "ctx"_a, "seq"_a);
+    m.def("wake", &wake, "ctx"_a, "seq"_a);
     m.def("set_window", &set_window, "ctx"_a, "threshold"_a, "group_size"_a, "sink_tokens"_a);
 }
 

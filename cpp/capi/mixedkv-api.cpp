@@ -315,15 +315,23 @@ mixedkv_status mixedkv_set_window(llama_context * ctx, uint32_t threshold, uint3
     });
 }
 
-mixedkv_status mixedkv_rest(llama_context * ctx, int32_t seq_id) {
+static mixedkv_status for_hot_rows(llama_context * ctx, int32_t seq_id, void (llama_kv_hot_rows::*call)(llama_seq_id)) {
     return guarded(ctx, [&] {
         check_seq(ctx, seq_id);
         for (auto * kv : get_caches(ctx)) {
             if (auto * mixed = dynamic_cast<llama_kv_cache_mixed *>(kv)) {
-                mixed->get_hot().rest(seq_id);
+                (mixed->get_hot().*call)(seq_id);
             }
         }
     });
+}
+
+mixedkv_status mixedkv_rest(llama_context * ctx, int32_t seq_id) {
+    return for_hot_rows(ctx, seq_id, &llama_kv_hot_rows::rest);
+}
+
+mixedkv_status mixedkv_wake(llama_context * ctx, int32_t seq_id) {
+    return for_hot_rows(ctx, seq_id, &llama_kv_hot_rows::wake);
 }
 
 mixedkv_status mixedkv_limit_window(llama_context * ctx, uint32_t threshold) {

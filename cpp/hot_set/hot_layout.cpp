@@ -22,10 +22,20 @@ uint64_t hot_layout::least(const hot_window & capacity, uint32_t n_seq, uint32_t
     return std::min(sinks + pages_of_window(capacity, smallest_page) * smallest_page, all(capacity, n_seq, n_cells));
 }
 
+// sequences that have windows at the same time: an engine runs half of those of a context, and the others rest
+static uint64_t n_running(uint32_t n_seq) {
+    return (uint64_t(n_seq) + 1) / 2;
+}
+
 uint64_t hot_layout::automatic(const hot_window & capacity, uint32_t n_seq, uint32_t n_cells, uint64_t bytes_cold,
                                uint64_t bytes_f16) {
-    const uint64_t n_rows = bytes_f16 == 0 ? 0 : n_cells * bytes_cold / (4 * bytes_f16) / 8 * 8;
-    return std::max(least(capacity, n_seq, n_cells), n_rows == 0 ? 0 : n_rows - 1);
+    const auto share = [&](uint64_t of) { // without the row that nobody reads
+        const uint64_t n_rows = bytes_f16 == 0 ? 0 : n_cells * bytes_cold / (of * bytes_f16) / 8 * 8;
+        return n_rows == 0 ? 0 : n_rows - 1;
+    };
+    const uint64_t windows = pad(uint64_t(capacity.sink_tokens) * n_seq, usual_page) +
+                             n_running(n_seq) * pages_of_window(capacity, usual_page) * usual_page;
+    return std::max({ least(capacity, n_seq, n_cells), share(4), std::min(share(2), windows) });
 }
 
 hot_layout hot_layout::make(const hot_window & capacity, uint32_t n_seq, uint32_t n_cells, uint64_t budget) {
@@ -43,13 +53,19 @@ hot_layout hot_layout::make(const hot_window & capacity, uint32_t n_seq, uint32_
         return res;
     }
 
-    // as large as they can be while every sequence may have one, and one of them a whole window
+    const auto n_pages = [&](uint32_t page) {
+        const uint64_t first = pad(n_sinks, page);
+        return first < budget ? (budget - first) / page : 0;
+    };
+    const auto     n_windows = [&](uint32_t page) { return n_pages(page) / pages_of_window(capacity, page); };
+    const uint64_t enough    = std::min(n_running(n_seq), std::max<uint64_t>(1, n_windows(usual_page)));
+
+    // as large as they can be while every sequence may have one, and no fewer have whole windows than with the usual
+    // ones
     for (uint32_t page = largest_page; page >= smallest_page; page /= 2) {
-        const uint64_t first   = pad(n_sinks, page);
-        const uint64_t n_pages = first < budget ? (budget - first) / page : 0;
-        if (n_pages >= pages_of_window(capacity, page) && (page == smallest_page || n_pages >= n_seq)) {
-            res.n_slots = uint32_t(first + n_pages * page);
-            res.n_sinks = uint32_t(first);
+        if (page == smallest_page || (n_pages(page) >= n_seq && n_windows(page) >= enough)) {
+            res.n_slots = uint32_t(pad(n_sinks, page) + n_pages(page) * page);
+            res.n_sinks = uint32_t(pad(n_sinks, page));
             res.page    = page;
             return res;
         }

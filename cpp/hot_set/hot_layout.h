@@ -13,6 +13,7 @@ namespace mixedkv {
 
 struct hot_layout {
     static constexpr uint32_t largest_page = 64; // keys that attention reads at a time: no page lies in two such blocks
+    static constexpr uint32_t usual_page   = 16;
     static constexpr uint32_t smallest_page = 8;
 
     uint32_t n_slots = 0;
@@ -33,8 +34,8 @@ struct hot_layout {
     static uint64_t least(const hot_window & capacity, uint32_t n_seq, uint32_t n_cells);
     static uint64_t all(const hot_window & capacity, uint32_t n_seq, uint32_t n_cells);
 
-    // The default: the ring takes a quarter of the bytes of the cold rows, or the least. Bytes are those of one token
-    // in all layers, cold and in F16.
+    // The default: windows for half of the sequences, which the ring takes a quarter to a half of the bytes of the cold
+    // rows for, but the least in any case. Bytes are those of one token in all layers, cold and in F16.
     static uint64_t automatic(const hot_window & capacity, uint32_t n_seq, uint32_t n_cells, uint64_t bytes_cold,
                               uint64_t bytes_f16);
 

@@ -70,7 +70,7 @@ struct mixedkv_config {
     uint32_t                           n_layers;
 };
 
-#define MIXEDKV_HOT_BUDGET_AUTO 0u // a quarter of the cold rows' bytes, one window at least, less than F16 in all
+#define MIXEDKV_HOT_BUDGET_AUTO 0u // windows for half of the sequences, in a quarter to a half of the cold rows' bytes
 #define MIXEDKV_HOT_BUDGET_ALL  UINT32_MAX // a window for every sequence
 
 // One layer as the cache stores it.
@@ -199,6 +199,9 @@ LLAMA_API enum mixedkv_status mixedkv_limit_window(struct llama_context * ctx, u
 // Nothing of the sequence is evaluated for now: its F16 rows count as free, and make room for those of other sequences
 // at once and not after 16 steps. What it held can be taken out before, see mixedkv_restore_window().
 LLAMA_API enum mixedkv_status mixedkv_rest(struct llama_context * ctx, int32_t seq_id);
+
+// The sequence goes on, though others may be evaluated before it: from now on its F16 rows do not count as free.
+LLAMA_API enum mixedkv_status mixedkv_wake(struct llama_context * ctx, int32_t seq_id);
 
 // Pending shifts and copies of the context are carried out first, as the next decode would.
 // Rows of one layer and sequence in order of position, as the query at the last position reads them.

@@ -74,8 +74,9 @@ int32_t llama_kv_hot_slots::assign_sink(uint32_t strm, uint32_t cell) {
     return res;
 }
 
-// The slot after that of the token before it, to the end of the page; then in the sequence's first page, if its window has
-// moved on there; then in another page. A sequence that gets no other goes round in those that it has.
+// The slot after that of the token before it, to the end of the page or where older rows of the sequence lie; then in the
+// sequence's first page, if its window has moved on there; then in another page. A sequence that gets no other goes round in
+// those that it has.
 int32_t llama_kv_hot_slots::assign_in_page(uint32_t strm, uint32_t cell) {
     auto &       ring  = rings[strm];
     const auto & cells = v_cells[strm];
@@ -89,16 +90,17 @@ int32_t llama_kv_hot_slots::assign_in_page(uint32_t strm, uint32_t cell) {
             !window.is_sink(cells.pos_get(other));
     };
 
-    int32_t res = mixedkv::hot_ring::none;
+    const bool goes_on = last >= 0 && layout.is_in_page(last) && uint32_t(last) + 1 < layout.n_slots &&
+        layout.page_of(last) == layout.page_of(last + 1);
 
-    if (last >= 0 && layout.is_in_page(last) && uint32_t(last) + 1 < layout.n_slots && layout.page_of(last) == layout.page_of(last + 1)) {
-        if (is_older(last + 1)) {
-            evict(strm, last + 1);
-        }
-        res = ring.assign(cell, last + 1);
-    }
+    int32_t res = goes_on ? ring.assign(cell, last + 1) : mixedkv::hot_ring::none;
     if (res < 0) {
-        const int32_t slot = next_page(strm, seq_id, last);
+        int32_t slot = next_page(strm, seq_id, last);
+        if (slot < 0 && goes_on && is_older(last + 1)) {
+            slot = last + 1;
+        } else if (slot < 0) {
+            slot = oldest_page(strm, seq_id);
+        }
         if (slot >= 0 && is_older(slot)) {
             evict(strm, slot);
         }
@@ -111,7 +113,7 @@ int32_t llama_kv_hot_slots::assign_in_page(uint32_t strm, uint32_t cell) {
     return res;
 }
 
-// the first slot of the page that a sequence goes on in, whose token before has the slot `last`
+// the first slot of the page that a sequence goes on in, whose token before has the slot `last`; -1 where only its own are left
 int32_t llama_kv_hot_slots::next_page(uint32_t strm, llama_seq_id seq_id, int32_t last) {
     const auto pages = ring_pages(strm);
     const auto none  = pages.size();
@@ -171,15 +173,29 @@ int32_t llama_kv_hot_slots::next_page(uint32_t strm, llama_seq_id seq_id, int32_
     }
 
     if (res == none) {
-        res = choose(is_own, oldest);
-        return res == none ? mixedkv::hot_ring::none : int32_t(layout.first_of(res));
+        return mixedkv::hot_ring::none;
     }
-
     if (!is_own(res)) {
         evict_page(strm, res);
     }
 
     return layout.first_of(res);
+}
+
+// the first slot of the page with a sequence's lowest position
+int32_t llama_kv_hot_slots::oldest_page(uint32_t strm, llama_seq_id seq_id) const {
+    int32_t   res    = mixedkv::hot_ring::none;
+    llama_pos lowest = 0;
+
+    for (uint32_t i = 0; i < layout.n_pages(); ++i) {
+        const auto page = ring_page(strm, i);
+        if (page.n_rows > 0 && page.owner == seq_id && (res < 0 || page.first < lowest)) {
+            res    = layout.first_of(i);
+            lowest = page.first;
+        }
+    }
+
+    return res;
 }
 
 bool llama_kv_hot_slots::is_resting(const page_info & page, llama_seq_id seq_id) const {

@@ -71,8 +71,9 @@ public:
     // llama_kv_cache_mixed::update: the copy between streams that seq_cp has announced
     void copy_stream(uint32_t src, uint32_t dst);
 
-    // C API: until it is evaluated again, slots of the sequence count as free
+    // C API: until it is evaluated again, or wakes, slots of the sequence count as free
     void rest(llama_seq_id seq_id) { slots.rest(seq_id); }
+    void wake(llama_seq_id seq_id) { slots.wake(seq_id); }
 
     //
     // steps: llama_kv_cache_mixed_context, in this order

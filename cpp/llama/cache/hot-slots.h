@@ -90,8 +90,9 @@ public:
     void seq_add(llama_pos shift);
     void seq_div(int d);
 
-    // until it is evaluated again, slots of the sequence count as free
+    // until it is evaluated again, or wakes, slots of the sequence count as free
     void rest(llama_seq_id seq_id) { use.step[seq_id] = 0; }
+    void wake(llama_seq_id seq_id) { use.step[seq_id] = use.n_steps; }
 
     //
     // steps
@@ -199,6 +200,7 @@ private:
     int32_t assign_sink   (uint32_t strm, uint32_t cell);
     int32_t assign_in_page(uint32_t strm, uint32_t cell);
     int32_t next_page     (uint32_t strm, llama_seq_id seq_id, int32_t last);
+    int32_t oldest_page   (uint32_t strm, llama_seq_id seq_id) const;
 
     page_info              ring_page (uint32_t strm, uint32_t i_page) const;
     std::vector<page_info> ring_pages(uint32_t strm) const;

@@ -40,10 +40,11 @@ class MixedKVConfig:
             has F16 rows for so many more. No effect without a recent window.
         attention: "fused" reads both tiers in one CPU kernel, "merged" through one F16 view of all
             rows on any backend, "auto" takes the fused kernel where the cache lies in CPU memory.
-        hot_budget: F16 tokens that all sequences of a context share. "auto" takes a quarter of the bytes of
-            the cold rows, but one window and the sinks of all sequences at least, and refuses what takes
-            more than F16. "all" has a window for every sequence. Where a number or "all" takes more than
-            F16, there is a warning only. See docs/architecture.md for what happens when it runs out.
+        hot_budget: F16 tokens that all sequences of a context share. "auto" has windows for half of the
+            sequences, in a quarter to a half of the bytes of the cold rows, but one window and the sinks of
+            all at least, and refuses what takes more than F16. "all" has a window for every sequence.
+            Where a number or "all" takes more than F16, there is a warning only. See
+            docs/architecture.md for what happens when it runs out.
         equalize: store K times one scale for each rotary pair, chosen from the model's weights, and
             divide Q by it. Without it keys with a few huge channels, which real models have, do not survive
             4 bits.

@@ -382,6 +382,12 @@ class KVCache(Evaluating):
         if isinstance(self._setting, MixedKVConfig):
             _core.rest(self._address, seq)
 
+    @exclusive
+    def wake(self, seq: int = 0) -> None:
+        """Take back `rest`: the sequence goes on, though others may be evaluated before it."""
+        if isinstance(self._setting, MixedKVConfig):
+            _core.wake(self._address, seq)
+
     def _known_tokens(self, seq: int, p0: int, p1: int) -> npt.NDArray[np.int32]:
         if seq != 0 or self._llama.n_tokens < p1:
             raise ValueError(

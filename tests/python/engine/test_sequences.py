@@ -31,6 +31,7 @@ class FakeMemory:
         self.lost: set[int] = set()  # sequences whose windows went
         self.refuses = False
         self.short: dict[int, int] = {}
+        self.resting: set[int] = set()
 
     def remove(self, seq: int, p0: int = 0) -> None:
         self.calls.append(("rm", seq, p0))
@@ -53,6 +54,12 @@ class FakeMemory:
 
     def holds(self, seq: int, n: int) -> bool:
         return seq not in self.lost
+
+    def rest(self, seq: int) -> None:
+        self.resting.add(seq)
+
+    def wake(self, seq: int) -> None:
+        self.resting.discard(seq)
 
 
 F16 = CutRule()
@@ -295,6 +302,38 @@ def test_what_was_evaluated_without_f16_rows_is_not_exact() -> None:
     pool.drop(first)
     pool.evaluated()
     assert first.exact
+
+
+def test_checkpoints_from_before_f16_rows_made_room_stay_exact() -> None:
+    pool, memory = make_pool(4, MIXED)
+    seq = run(pool, tokens(0, 300), save_at=[100], release=False)
+    memory.short[seq.id] = 250
+    pool.evaluated()
+    pool.release(seq)
+    pool.save(seq)
+    assert [point.n for point in seq.checkpoints] == [100]  # none of rows that are not exact
+    match = pool.match("", tokens(0, 400))
+    assert (match.n, match.exact, match.checkpoint.n) == (100, True, 100)
+    memory.short.clear()  # as its rows behind the checkpoint go
+    again = pool.acquire("", match)
+    pool.evaluated()
+    assert again.exact
+
+
+def test_f16_rows_of_idle_sequences_are_free_until_they_go_on() -> None:
+    pool, memory = make_pool(4, MIXED)
+    exact, short = (run(pool, tokens(at, at + 50), release=False) for at in (0, 1000))
+    memory.short[short.id] = 40
+    pool.evaluated()
+    for seq in (exact, short):
+        memory.lengths[seq.id] = 50
+        pool.save(seq)
+        assert seq.id not in memory.resting
+        pool.release(seq)
+        pool.save(seq)
+    assert memory.resting == {exact.id, short.id}
+    assert run(pool, tokens(0, 80), release=False) is exact
+    assert memory.resting == {short.id}
 
 
 def test_nothing_is_found_of_another_tenant() -> None:

@@ -50,14 +50,14 @@ def step(ctx: Ctx, seqs: Sequence[int], at: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("n_seq", [1, 16])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_by_default_the_cache_is_a_quarter_more_than_its_cold_rows_at_most(preset: str, n_seq: int) -> None:
-    """As the server makes it: 8192 tokens for 16 sequences."""
+def test_by_default_the_cache_is_half_more_than_its_cold_rows_at_most(preset: str, n_seq: int) -> None:
+    """As the server makes it: 8192 tokens for 16 sequences, of which eight run."""
     config = MixedKVConfig(**PRESETS[preset])
     with Llama(
         model_path(), kv=config, n_ctx=8192, n_seq_max=n_seq, kv_unified=True, n_threads=1, verbose=False
     ) as llm:
         stats = llm.kv.stats()
-    assert stats.bytes_total <= 1.25 * stats.bytes_cold
+    assert stats.bytes_total <= (1.25 if n_seq == 1 else 1.5) * stats.bytes_cold
     said = footprint(model_shape(read_model_file(model_path())), config, 8192, n_seq)
     assert (said.bytes, said.n_elements) == (stats.bytes_total, stats.n_elements)
     assert stats.hot_shared == (n_seq == 16)
@@ -152,6 +152,17 @@ def test_a_sequence_that_rests_goes_first_until_it_is_evaluated_again(open_ctx) 
     step(ctx, [2])  # it runs again
     ctx.decode(tokens[20:60], list(range(20, 60)), [[1]] * 40)
     assert recent(ctx, 2)[-PAGE:] == list(range(61 - PAGE, 61))
+
+
+def test_a_sequence_that_wakes_keeps_its_rows_while_others_are_evaluated_before_it(open_ctx) -> None:
+    ctx = open_ctx("llama-64", KV, **SIX)
+    for seq in (0, 1):
+        ctx.decode(tokens[:60], seq_ids=seq)
+        ctx.rest(seq)
+    ctx.wake(1)
+    ctx.decode(tokens[:60], seq_ids=2)  # takes the pages of the one that still rests
+    assert [hot(ctx, seq) for seq in (1, 2)] == [window(60)] * 2
+    assert len(recent(ctx, 0)) < PAGE
 
 
 def test_sequences_that_all_run_share_alike_and_keep_their_latest_rows(open_ctx) -> None:
@@ -431,4 +442,4 @@ def test_specs_read_back() -> None:
         config = MixedKVConfig(hot_budget=budget)
         assert parse_kv(str(config)) == config
     config = _core.CacheConfig(threshold=32, group_size=16, sink_tokens=4, n_draft=16)
-    assert _core.count_ring_rows(config, 16, 8192, 45, 160)[0] == 568
+    assert _core.count_ring_rows(config, 16, 8192, 45, 160)[0] == 584

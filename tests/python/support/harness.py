@@ -356,6 +356,11 @@ class Ctx:
 
         _core.rest(self.address, seq)
 
+    def wake(self, seq: int) -> None:
+        from mixedkv import _core
+
+        _core.wake(self.address, seq)
+
     def window_is_whole(self, seq: int = 0, pos: int | None = None) -> bool:
         from mixedkv import _core
 

@@ -71,6 +71,9 @@ class Cells:
     def rest(self, seq: int) -> None:
         pass
 
+    def wake(self, seq: int) -> None:
+        pass
+
 
 class Log(Observer):
     def __init__(self) -> None:

@@ -46,6 +46,8 @@ class SequenceMemory(Movable, Protocol):
 
     def rest(self, seq: int) -> None: ...
 
+    def wake(self, seq: int) -> None: ...
+
 
 @dataclass(slots=True)
 class Run(Generic[P]):

@@ -192,16 +192,15 @@ class SequencePool:
 
     def _match(self, seq: Sequence, n: int, exact_only: bool) -> SequenceMatch:
         """Return a match with the first n tokens of a sequence, or as many of them as can be used."""
-        if seq.whole and self.rule.cut_is_exact(len(seq.tokens), n):
-            if seq.exact or not exact_only:
-                return SequenceMatch(seq, n, seq.exact, n)
-            return replace(NO_MATCH, longest=n)
+        if seq.whole and self.rule.cut_is_exact(len(seq.tokens), n) and (seq.exact or not exact_only):
+            return SequenceMatch(seq, n, seq.exact, n)
         if not exact_only and self.rule.only_approximate and not seq.stitched:
             return SequenceMatch(seq, n, False, n)
         at, point = served(seq.checkpoints, n)
-        if point is None or at < MIN_SHARED or (exact_only and not seq.exact):
+        exact = seq.exact or not seq.stitched  # none was taken after rows of an evaluation had become inexact
+        if point is None or at < MIN_SHARED or (exact_only and not exact):
             return replace(NO_MATCH, longest=n)
-        return SequenceMatch(seq, at, seq.exact, n, point)
+        return SequenceMatch(seq, at, exact, n, point)
 
     def confirm(self, match: SequenceMatch) -> bool:
         """Return whether the source still holds what the match needs, which may have been needed elsewhere;
@@ -234,22 +233,23 @@ class SequencePool:
         seq.gap, seq.n_prompt = None, 0
         if source is not None:  # a prefix that is shared counts as used, however old it is
             self.touch(source)
+            self._memory.wake(seq.id)  # its window is whole now, and others may be evaluated first
         self.touch(seq)
         return seq
 
     def save(self, seq: Sequence) -> None:
-        """Take a checkpoint of a sequence: its state besides the rows. That of an idle sequence can then be
-        used by others.
+        """Take a checkpoint of a sequence: its state besides the rows. F16 rows of an idle sequence then
+        count as free, since the checkpoint has them. So do those of one that is not exact, which gets none.
         """
-        if not self.limits.per_sequence or self.rule.anywhere or not seq.exact:
+        if not self.limits.per_sequence or self.rule.anywhere:
             return
-        if not seq.saved:
+        if seq.exact and not seq.saved:
             point = self._memory.checkpoint(seq.id)
             if point is None:
                 return
             seq.checkpoints = thinned([*seq.checkpoints, point], self.limits.per_sequence)
             self._make_room(seq)
-        if seq.saved and not seq.running:
+        if not seq.running and (seq.saved or not seq.exact):
             self._memory.rest(seq.id)
 
     @property
