@@ -1,5 +1,5 @@
-// What ggml-cpu.c calls before it computes a node, and where it plans memory for it. Included there, behind its own
-// headers: tensors, the table of types and the thread pool are ggml's.
+// What ggml-cpu.c calls to compute a node, and where it plans memory for it. Included there, behind its own functions:
+// tensors, the table of types and the thread pool are ggml's.
 
 #pragma once
 
@@ -57,38 +57,69 @@ static inline void weights_pack_columns(const struct ggml_tensor * dst, ggml_fro
     }
 }
 
-// Returns false where ggml has to form the product.
-static inline bool weights_mul_mat(const struct ggml_compute_params * params, struct ggml_tensor * dst) {
-    if (params->use_ref || !weights_take(dst)) {
-        return false;
-    }
+static inline struct weights_product weights_product_of(const struct ggml_tensor * dst, const void * columns) {
     const struct ggml_tensor * rows = dst->src[0];
-    GGML_ASSERT(params->wsize >= weights_wdata_size(dst));
-    weights_pack_columns(dst, ggml_get_type_traits_cpu(GGML_TYPE_Q8_0)->from_float, params->wdata, params->ith,
-                         params->nth);
 
-    const struct weights_product product = {
+    const struct weights_product res = {
         .type       = weights_type_of(rows),
         .n_elements = rows->ne[0],
         .n_rows     = rows->ne[1],
         .n_columns  = ggml_nrows(dst->src[1]),
         .rows       = rows->data,
         .row_bytes  = rows->nb[1],
-        .columns    = params->wdata,
+        .columns    = columns,
         .out        = dst->data,
         .out_bytes  = dst->nb[1],
     };
+    return res;
+}
+
+// Computes a node and the products that follow it and read the same columns, as those of Q, K and V do where
+// ggml_order.h has put them side by side. The columns are packed once, and no thread waits for others between products.
+// Returns how many nodes have been computed besides.
+static inline int weights_compute_forward(struct ggml_compute_params * params, const struct ggml_cgraph * graph,
+                                          int i_node) {
+    enum { MOST = 4 };
+
+    struct ggml_tensor * first = graph->nodes[i_node];
+    if (params->use_ref || !weights_take(first)) {
+        ggml_compute_forward(params, first);
+        return 0;
+    }
+    struct weights_product products[MOST];
+
+    int     n      = 0;
+    int64_t n_rows = 0;
+    for (; n < MOST && i_node + n < graph->n_nodes; n++) {
+        const struct ggml_tensor * dst = graph->nodes[i_node + n];
+        if (n > 0 && !(dst->src[1] == first->src[1] && (dst->flags & GGML_TENSOR_FLAG_COMPUTE) && weights_take(dst) &&
+                       weights_packed_alike(weights_type_of(dst->src[0]), products[0].type))) {
+            break;
+        }
+        products[n] = weights_product_of(dst, params->wdata);
+        n_rows += products[n].n_rows;
+    }
+
+    GGML_ASSERT(params->wsize >= weights_wdata_size(first));
+    weights_pack_columns(first, ggml_get_type_traits_cpu(GGML_TYPE_Q8_0)->from_float, params->wdata, params->ith,
+                         params->nth);
     if (params->ith == 0) {
         ggml_threadpool_chunk_set(params->threadpool, params->nth);
     }
     ggml_barrier(params->threadpool);
 
     // Four turns for each thread, so that one that is held up leaves its work to others
-    const int64_t least = product.n_rows / (4 * params->nth);
+    const int64_t least = n_rows / (4 * params->nth);
     const int64_t turn  = MAX(least - least % WEIGHTS_ROWS, WEIGHTS_ROWS);
-    for (int64_t r = params->ith * turn; r < product.n_rows;
-         r         = ggml_threadpool_chunk_add(params->threadpool, 1) * turn) {
-        weights_run(&product, r, MIN(r + turn, product.n_rows));
+    for (int64_t next = params->ith;; next = ggml_threadpool_chunk_add(params->threadpool, 1)) {
+        int     k = 0;
+        int64_t r = next * turn;
+        for (; k < n && r >= products[k].n_rows; k++) {
+            r -= (products[k].n_rows + turn - 1) / turn * turn;
+        }
+        if (k == n) {
+            return n - 1;
+        }
+        weights_run(&products[k], r, MIN(r + turn, products[k].n_rows));
     }
-    return true;
 }

@@ -78,6 +78,14 @@ void weights_pack(int type, const void * blocks, void * packed, int64_t n_blocks
     }
 }
 
+bool weights_packed_alike(int a, int b) {
+    bool res = false;
+    with_row_type(a, [&](auto * row_a) {
+        with_row_type(b, [&](auto * row_b) { res = row_a->bias == row_b->bias && row_a->scales == row_b->scales; });
+    });
+    return res;
+}
+
 void weights_run(const weights_product * product, int64_t row_0, int64_t row_1) {
     kernels()->run(*product, row_0, row_1);
 }

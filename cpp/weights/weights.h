@@ -64,6 +64,9 @@ WEIGHTS_API size_t weights_column_bytes(int64_t n_elements);
 // Blocks of a column, quantised by llama.cpp to its Q8_0, to where they are read by products with this type of rows
 WEIGHTS_API void weights_pack(int type, const void * blocks, void * packed, int64_t n_blocks);
 
+// Whether rows of these types read columns that are packed alike
+WEIGHTS_API bool weights_packed_alike(int a, int b);
+
 // Rows row_0 to row_1 - 1 of all columns; row_0 is a multiple of WEIGHTS_ROWS.
 WEIGHTS_API void weights_run(const struct weights_product * product, int64_t row_0, int64_t row_1);
 

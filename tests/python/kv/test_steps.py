@@ -167,3 +167,23 @@ def test_the_callers_own_callback_is_called_beside_others(options: dict[str, Any
         assert seen[6:] == [b"l_out-0"]
         llm.eval(TOKENS[100:120])
         assert seen[7:] == seen[:6]
+
+
+def test_products_of_the_same_columns_follow_each_other_and_give_the_bits_that_each_has_alone() -> None:
+    logits = []
+    for alone in (False, True):
+        asked: list[bytes] = []
+
+        def on_node(node: int, ask: bool, _: object, names: list[bytes] = asked, alone: bool = alone) -> bool:
+            if ask:
+                names.append(ggml_get_name(node))
+            return alone  # the graph is cut behind each node then
+
+        _Watched.callback = llama_cpp.ggml_backend_sched_eval_callback(on_node)
+        with _Watched(model_path(), kv=NARROW, n_ctx=512, n_threads=2, verbose=False) as llm:
+            llm.eval(TOKENS[:100])
+            llm.eval(TOKENS[100:101])
+            logits.append(last_logits(llm))
+        first = asked.index(b"Qcur-2")
+        assert set(asked[first : first + 3]) == {b"Qcur-2", b"Kcur-2", b"Vcur-2"}
+    assert np.array_equal(*logits)

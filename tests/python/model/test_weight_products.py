@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from support.weight_products_child import CASES, N_TOGETHER, REPACKED, TYPES
+from support.weight_products_child import CASES, N_FEWER, N_TOGETHER, REPACKED, TYPES
 
 N_ROWS, N_ELEMENTS = 77, 1280  # no whole number of panels; five units of the K types
 Products = dict[str, npt.NDArray[np.float32]]
@@ -81,6 +81,20 @@ def test_a_column_has_the_same_bits_in_any_batch_with_any_threads(
     out = products(MIXEDKV_WEIGHTS="all")
     for n_columns, n_threads in CASES:
         np.testing.assert_array_equal(out[f"{name} {n_columns} {n_threads}"], out[f"{name} 40 1"][:n_columns])
+
+
+@pytest.mark.parametrize("weights", ["all", ""])
+def test_products_that_follow_each_other_give_the_same_bits(
+    weights: str, products: Callable[..., Products]
+) -> None:
+    """Those of the same columns are made together where their types agree."""
+    out = products(MIXEDKV_WEIGHTS=weights)
+    for name in TYPES:
+        for n_columns, n_threads in CASES:
+            alone = out[f"{name} {n_columns} {n_threads}"]
+            for n_rows in (N_ROWS, N_FEWER):
+                got = out[f"{name} {n_rows} together {n_columns} {n_threads}"]
+                np.testing.assert_array_equal(got, alone[:, :n_rows])
 
 
 @pytest.mark.parametrize("name", REPACKED)

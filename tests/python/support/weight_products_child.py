@@ -26,6 +26,7 @@ TYPES = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_
 CASES = ((1, 1), (3, 1), (7, 2), (40, 1), (40, 3))  # columns and threads
 REPACKED = ("Q4_0", "Q4_K")
 N_TOGETHER = 8
+N_FEWER = 33  # rows of a second matrix of each type
 _F32 = 0
 _MEMORY = 64 << 20
 
@@ -106,13 +107,22 @@ def _repacked(kind: int, rows: npt.NDArray[np.uint8], shape: tuple[int, int]) ->
 def _multiply(
     context: Any, rows: ctypes.c_void_p, n_rows: int, columns: npt.NDArray[np.float32], n_threads: int
 ) -> npt.NDArray[np.float32]:
+    (product,) = _multiply_all(context, [rows], columns, n_threads)
+    return product.reshape(len(columns), n_rows)
+
+
+def _multiply_all(
+    context: Any, all_rows: list[ctypes.c_void_p], columns: npt.NDArray[np.float32], n_threads: int
+) -> list[npt.NDArray[np.float32]]:
+    """Multiply the same columns with several matrices, in one graph, one behind the other."""
     some = _tensor(context, _F32, columns.shape)
     _array(some)[:] = np.ascontiguousarray(columns).view(np.uint8).ravel()
-    product = ctypes.c_void_p(_base.ggml_mul_mat(context, rows, some))
     graph = ctypes.c_void_p(_base.ggml_new_graph(context))
-    _base.ggml_build_forward_expand(graph, product)
+    products = [ctypes.c_void_p(_base.ggml_mul_mat(context, rows, some)) for rows in all_rows]
+    for product in products:
+        _base.ggml_build_forward_expand(graph, product)
     assert _cpu.ggml_graph_compute_with_ctx(context, graph, n_threads) == 0
-    return _array(product).view(np.float32).reshape(len(columns), n_rows).copy()
+    return [_array(product).view(np.float32).copy() for product in products]
 
 
 def main() -> None:
@@ -136,6 +146,17 @@ def main() -> None:
                     got = _multiply(context, repacked, n_whole, columns[:n_columns], n_threads)
                     out[f"{name} repacked {case}"] = got
             _base.ggml_free(context)
+    for n_columns, n_threads in CASES:
+        context = ctypes.c_void_p(_base.ggml_init(_InitParams(_MEMORY, None, False)))
+        parts = [(name, weights[:n]) for name in TYPES for n in (n_rows, N_FEWER)]
+        tensors = [_tensor(context, TYPES[name], part.shape) for name, part in parts]
+        for tensor, (name, part) in zip(tensors, parts, strict=True):
+            _quantise(tensor, TYPES[name], part)
+        products = _multiply_all(context, tensors, columns[:n_columns], n_threads)
+        for product, (name, part) in zip(products, parts, strict=True):
+            case = f"{name} {len(part)} together {n_columns} {n_threads}"
+            out[case] = product.reshape(n_columns, len(part))
+        _base.ggml_free(context)
     np.savez(sys.argv[2], **out)
 
 
