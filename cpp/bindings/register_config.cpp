@@ -110,7 +110,7 @@ void register_config(py::module_ & m) {
                         float, float, const std::vector<layer_types> &>(),
                py::kw_only(), "mixed"_a = true, "threshold"_a = 0, "group_size"_a = 1, "sink_tokens"_a = 0,
                "attention"_a = "auto", "n_draft"_a = 0, "equalize"_a = false, "hot_budget"_a = MIXEDKV_HOT_BUDGET_AUTO,
-               "rounding"_a = 16, "v_skip"_a = 0.0f, "sparse_error"_a = 0.0f, "layers"_a = std::vector<layer_types>());
+               "rounding"_a = 0, "v_skip"_a = 0.0f, "sparse_error"_a = 0.0f, "layers"_a = std::vector<layer_types>());
     config.attr("HOT_BUDGET_AUTO") = MIXEDKV_HOT_BUDGET_AUTO;
     config.attr("HOT_BUDGET_ALL")  = MIXEDKV_HOT_BUDGET_ALL;
 

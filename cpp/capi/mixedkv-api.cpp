@@ -24,7 +24,7 @@ void check_config(const mixedkv_config & config) {
     require(uint32_t(config.attention) <= MIXEDKV_ATTENTION_MERGED, MIXEDKV_INVALID,
             "attention must be auto, fused or merged");
     require(config.rounding == 0 || config.rounding == 8 || config.rounding == 16, MIXEDKV_INVALID,
-            "rounding must be 16, 8 or 0 for 16");
+            "rounding must be 16, 8, or 0 for what suits the rows");
     require(config.v_skip >= 0.0f && config.v_skip < 1.0f, MIXEDKV_INVALID, "v_skip must be at least 0 and below 1");
     require(config.sparse_error >= 0.0f && config.sparse_error < 1.0f, MIXEDKV_INVALID,
             "sparse_error must be at least 0 and below 1");

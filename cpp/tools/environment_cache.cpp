@@ -88,7 +88,7 @@ void set_option(cache_spec & spec, const std::string & key, const std::string & 
     } else if (key == "equalize" && (value == "true" || value == "false")) {
         config.equalize = value == "true";
     } else if (key == "rounding") {
-        config.rounding = number_of(value);
+        config.rounding = value == "auto" ? 0 : number_of(value);
     } else if (key == "v_skip") {
         config.v_skip = share_of(value);
     } else if (key == "sparse" && value.rfind("eps:", 0) == 0) {

@@ -59,8 +59,8 @@ struct mixedkv_config {
     uint32_t               n_draft;    // tokens that may be taken back as if they had never come: so many more F16 rows
     bool                   equalize;   // K is stored times one scale for each rotary pair, from the model's weights
     uint32_t               hot_budget; // F16 rows that all sequences of the context share, or one of these two
-    uint32_t               rounding;   // fused: bits of Q and weights in products with integers, 16 (also as 0) or 8
-    float                  v_skip;     // fused: V whose weights are below a 64th of it is not read, 0: all is
+    uint32_t               rounding; // fused: bits of Q and weights by integers, 16, 8, or 0: 8 where rows have 4 bits
+    float                  v_skip;   // fused: V whose weights are below a 64th of it is not read, 0: all is
 
     // Fused decode: of older keys those pages of 4 are read that weigh much, and a random sample of the others, so that
     // a row's sum of weights has this standard error, relative to it, or less; 0: all are read.

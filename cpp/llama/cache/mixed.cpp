@@ -73,7 +73,7 @@ llama_kv_cache_mixed::llama_kv_cache_mixed(
     }
 
     if (config.mixed) {
-        scratch.rounding = config.rounding == 8 ? 8 : 16;
+        scratch.rounding = config.rounding;
         scratch.v_skip   = config.v_skip;
     }
 

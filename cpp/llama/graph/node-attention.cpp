@@ -134,6 +134,12 @@ static int64_t first_stream(const ggml_tensor * k) {
     return ((const char *) k->data - (const char *) k->view_src->data)/k->view_src->nb[2];
 }
 
+// Rows of 4 bits are off by far more than what is multiplied with them in 8 bits. See docs/decisions/066.
+static int suitable_rounding(const ggml_tensor * k, const ggml_tensor * v) {
+    const auto is_coarse = [](const ggml_tensor * t) { return 8*ggml_type_size(t->type) <= 5*ggml_blck_size(t->type); };
+    return is_coarse(k) && is_coarse(v) ? 8 : 16;
+}
+
 // sources of the node, in this order; the ones in brackets are optional
 //   q, cold k, cold v, mask [, ring k, ring v, cur, idxs] [, sinks] [, choice of pages]
 static attention_args to_args(const ggml_tensor * dst, const llama_kv_node & node, int64_t strm) {
@@ -189,7 +195,7 @@ static attention_args to_args(const ggml_tensor * dst, const llama_kv_node & nod
     res.v_skip = count_keys(res) < V_SKIP_KEYS ? 0.0f : node.scratch.v_skip;
     res.skips  = &node.scratch.skips;
 
-    res.rounding = node.scratch.rounding;
+    res.rounding = node.scratch.rounding > 0 ? node.scratch.rounding : suitable_rounding(src[1], src[2]);
 
     if (node.pages) {
         const auto &  pages = *node.pages;

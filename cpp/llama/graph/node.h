@@ -35,7 +35,7 @@ public:
     // where attention is watched; the ubatch is of one stream then
     llama_kv_mass * mass = nullptr;
 
-    int                      rounding = 16;
+    int                      rounding = 16; // 0: what suits the rows of a layer
     float                    v_skip   = 0.0f;
     mixedkv::attention_skips skips;
 

@@ -60,7 +60,8 @@ class MixedKVConfig:
             exact.
         rounding: bits of Q and of attention weights where the fused kernel multiplies them with the integers
             of older tokens: 16, or 8, which takes less time where that kernel is "avx512": on processors
-            with AVX-512 VNNI and without AMX. Other kernels always use 16. See docs/decisions/066.
+            with AVX-512 VNNI and without AMX. Other kernels always use 16. "auto" is 8 in layers whose K
+            and V have 4 bits at most, which are coarser themselves. See docs/decisions/066.
         v_skip: while decoding with the fused kernel, skip values whose attention weight is below a 64th of
             this share of the largest weight; 0 skips none. 1e-6 is a good start.
         sparse: "eps:0.05" makes decoding with the fused kernel, beyond 1,024 tokens, read only some of the
@@ -88,7 +89,7 @@ class MixedKVConfig:
     budget: int | str = 0
     bits: float = 0.0
     shrink: bool = False
-    rounding: int = 16
+    rounding: int | str = "auto"
     v_skip: float = 0.0
     sparse: str = ""
 
@@ -105,10 +106,10 @@ class MixedKVConfig:
             normalise(self, "hot_budget", HOT_BUDGETS)
         else:
             check_int("hot_budget", self.hot_budget, at_least=1)
-        if isinstance(self.rounding, bool) or not isinstance(self.rounding, int):
-            raise TypeError(f"rounding={self.rounding!r}: use 16 or 8")
-        if self.rounding not in (8, 16):
-            raise ValueError(f"rounding={self.rounding}: use 16 or 8")
+        if isinstance(self.rounding, bool) or not isinstance(self.rounding, int | str):
+            raise TypeError(f"rounding={self.rounding!r}: use 8, 16 or 'auto'")
+        if self.rounding not in (8, 16, "auto"):
+            raise ValueError(f"rounding={self.rounding}: use 8, 16 or auto")
         if isinstance(self.v_skip, bool) or not isinstance(self.v_skip, int | float):
             raise TypeError(f"v_skip={self.v_skip!r}: use a number")
         if not 0 <= self.v_skip < 1:
@@ -251,7 +252,7 @@ class MixedKVConfig:
                 )
                 for each in self._ranges
             ],
-            rounding=self.rounding,
+            rounding=self.rounding if isinstance(self.rounding, int) else 0,
             v_skip=self.v_skip,
             sparse_error=standard_error(self.sparse),
         )

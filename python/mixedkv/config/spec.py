@@ -75,7 +75,7 @@ def fields_of(spec: str, options: dict[str, str]) -> dict[str, Any]:
 def _parse_value(spec: str, key: str, value: str) -> str | int | float | bool:
     if key in ("bits", "v_skip"):
         return _parse_float(spec, key, value)
-    if key in ("threshold", "group", "sinks", "draft", "rounding"):
+    if key in ("threshold", "group", "sinks", "draft"):
         return _parse_int(spec, key, value)
     if key == "budget":
         try:
@@ -84,6 +84,8 @@ def _parse_value(spec: str, key: str, value: str) -> str | int | float | bool:
             raise ValueError(f"kv={spec!r}: budget={error}") from None
     if key == "hot_budget":
         return value if value in HOT_BUDGETS else _parse_int(spec, key, value)
+    if key == "rounding":
+        return value if value == "auto" else _parse_int(spec, key, value)
     if key not in ("equalize", "shrink"):
         return value
     if value not in ("true", "false"):

@@ -49,7 +49,7 @@ def mixed_configs(draw: st.DrawFn) -> MixedKVConfig:
         attention=draw(any_case(("auto", "fused", "merged"))),
         equalize=draw(st.booleans()),
         layers=draw(layers()),
-        rounding=draw(st.sampled_from([16, 8])),
+        rounding=draw(st.sampled_from([16, 8, "auto"])),
         v_skip=draw(st.sampled_from([0.0, 1e-6, 0.5])),
     )
 

@@ -39,7 +39,8 @@ def kld(want: np.ndarray, got: np.ndarray) -> float:
 @pytest.mark.parametrize("cold", ["q4_0", "q8_0", "lm4", "tc3", "iq4_nl"])
 def test_answers_stay_close(cold: str) -> None:
     f32, sixteen, eight = (
-        all_logits(kv, 450) for kv in ("f32", f"mixed:cold={cold}", f"mixed:cold={cold},rounding=8")
+        all_logits(kv, 450)
+        for kv in ("f32", f"mixed:cold={cold},rounding=16", f"mixed:cold={cold},rounding=8")
     )
     if _core.version()["isa"] != "avx512":
         assert np.array_equal(sixteen, eight)
@@ -49,11 +50,20 @@ def test_answers_stay_close(cold: str) -> None:
     assert kld(f32, eight) < 1.25 * kld(f32, sixteen) + 2e-5
 
 
+@pytest.mark.parametrize(
+    ("rows", "bits"),
+    [("cold=q4_0", 8), ("cold=lm4", 8), ("cold_v=q8_0", 16), ("cold_k=q5_0", 16), ("cold=q8_0", 16)],
+)
+def test_rows_of_four_bits_have_eight_by_default(rows: str, bits: int) -> None:
+    assert np.array_equal(all_logits(f"mixed:{rows}", 450), all_logits(f"mixed:{rows},rounding={bits}", 450))
+
+
 def test_the_setting_is_read_and_written() -> None:
-    config = parse_kv("mixed:rounding=8")
-    assert config == MixedKVConfig(rounding=8)
-    assert str(config) == "mixed:rounding=8"
-    assert str(parse_kv("mixed:rounding=16")) == "mixed"
+    for bits in (8, 16):
+        config = parse_kv(f"mixed:rounding={bits}")
+        assert config == MixedKVConfig(rounding=bits)
+        assert str(config) == f"mixed:rounding={bits}"
+    assert str(parse_kv("mixed:rounding=auto")) == "mixed"
 
 
 @pytest.mark.parametrize("value", [0, 4, 12, 32])

@@ -62,6 +62,7 @@ class Mixed:
     flash: bool = True
     draft: int = 16
     budget: int = 2**32 - 1  # MIXEDKV_HOT_BUDGET_ALL: what the cache promises a sequence that is alone
+    rounding: int = 16  # with 8 bits a window that is off by one row could not be told from rounding
     layers: tuple[tuple[int, int, str, str], ...] = ()  # first, last (-1: the model's), types of K and V
 
     def with_(self, **changes: Any) -> Mixed:
@@ -165,6 +166,7 @@ class Ctx:
                 n_draft=kv.draft,
                 equalize=kv.equalize,
                 hot_budget=kv.budget,
+                rounding=kv.rounding,
                 layers=[(first, last, TYPES[k], TYPES[v]) for first, last, k, v in kv.layers],
             )
             _core.configure_next(config)
