@@ -92,7 +92,8 @@ static inline int weights_compute_forward(struct ggml_compute_params * params, c
     int64_t n_rows = 0;
     for (; n < MOST && i_node + n < graph->n_nodes; n++) {
         const struct ggml_tensor * dst = graph->nodes[i_node + n];
-        if (n > 0 && !(dst->src[1] == first->src[1] && (dst->flags & GGML_TENSOR_FLAG_COMPUTE) && weights_take(dst) &&
+        if (n > 0 && !(dst->op == GGML_OP_MUL_MAT && dst->src[1] == first->src[1] && dst->src[0]->op == GGML_OP_NONE &&
+                       (dst->flags & GGML_TENSOR_FLAG_COMPUTE) && weights_take(dst) &&
                        weights_packed_alike(weights_type_of(dst->src[0]), products[0].type))) {
             break;
         }

@@ -126,7 +126,7 @@ class CacheConfig:
         n_draft: int = 0,
         equalize: bool = False,
         hot_budget: int = ...,
-        rounding: int = 16,
+        rounding: int = ...,
         v_skip: float = 0.0,
         sparse_error: float = 0.0,
         layers: list[tuple[int, int, int, int]] = ...,

@@ -7,14 +7,6 @@
 #include <tuple>
 #include <utility>
 
-// of the rows that a page holds
-struct llama_kv_hot_slots::page_info {
-    uint32_t     n_rows  = 0;
-    llama_seq_id owner   = -1; // of the sequences that they belong to the one that was evaluated last
-    llama_pos    first   = 0;  // lowest position
-    bool         is_kept = false; // a sink lies there, as it can after positions have been moved
-};
-
 llama_kv_hot_slots::page_info llama_kv_hot_slots::ring_page(uint32_t strm, uint32_t i_page) const {
     const auto & cells = v_cells[strm];
     const auto & ring  = rings[strm];
@@ -30,9 +22,10 @@ llama_kv_hot_slots::page_info llama_kv_hot_slots::ring_page(uint32_t strm, uint3
         const llama_pos p    = cells.pos_get(cell);
         const auto &    seqs = cells.seq_get_all(cell);
 
-        for (uint32_t s = 0; s < n_seq_max; ++s) {
-            if (seqs.test(s) && (res.owner < 0 || use.step[s] > use.step[res.owner])) {
-                res.owner = s;
+        for (size_t s = 0, n_left = seqs.count(); n_left > 0; ++s) {
+            if (seqs.test(s)) {
+                n_left--;
+                res.owner = res.owner < 0 || use.step[s] > use.step[res.owner] ? llama_seq_id(s) : res.owner;
             }
         }
         res.first   = res.n_rows == 0 ? p : std::min(res.first, p);
@@ -43,12 +36,17 @@ llama_kv_hot_slots::page_info llama_kv_hot_slots::ring_page(uint32_t strm, uint3
     return res;
 }
 
-std::vector<llama_kv_hot_slots::page_info> llama_kv_hot_slots::ring_pages(uint32_t strm) const {
-    std::vector<page_info> res;
-    for (uint32_t i = 0; i < layout.n_pages(); ++i) {
-        res.push_back(ring_page(strm, i));
+const std::vector<llama_kv_hot_slots::page_info> & llama_kv_hot_slots::ring_pages(uint32_t strm) {
+    for (uint32_t i = pages.size(); i < layout.n_pages(); ++i) {
+        pages.push_back(ring_page(strm, i));
     }
-    return res;
+    return pages;
+}
+
+void llama_kv_hot_slots::renew_page(uint32_t strm, uint32_t i_page) {
+    if (i_page < pages.size()) {
+        pages[i_page] = ring_page(strm, i_page);
+    }
 }
 
 int32_t llama_kv_hot_slots::assign_sink(uint32_t strm, uint32_t cell) {
@@ -75,8 +73,8 @@ int32_t llama_kv_hot_slots::assign_sink(uint32_t strm, uint32_t cell) {
 }
 
 // The slot after that of the token before it, to the end of the page or where older rows of the sequence lie; then in the
-// sequence's first page, if its window has moved on there; then in another page. A sequence that gets no other goes round in
-// those that it has.
+// sequence's first page, if its window has moved on there; then in another page. A sequence that gets no other fills those that
+// it has, and goes round in them.
 int32_t llama_kv_hot_slots::assign_in_page(uint32_t strm, uint32_t cell) {
     auto &       ring  = rings[strm];
     const auto & cells = v_cells[strm];
@@ -96,10 +94,8 @@ int32_t llama_kv_hot_slots::assign_in_page(uint32_t strm, uint32_t cell) {
     int32_t res = goes_on ? ring.assign(cell, last + 1) : mixedkv::hot_ring::none;
     if (res < 0) {
         int32_t slot = next_page(strm, seq_id, last);
-        if (slot < 0 && goes_on && is_older(last + 1)) {
-            slot = last + 1;
-        } else if (slot < 0) {
-            slot = oldest_page(strm, seq_id);
+        if (slot < 0) {
+            slot = last_resort(strm, seq_id);
         }
         if (slot >= 0 && is_older(slot)) {
             evict(strm, slot);
@@ -108,6 +104,8 @@ int32_t llama_kv_hot_slots::assign_in_page(uint32_t strm, uint32_t cell) {
     }
     if (res < 0) {
         lose(strm, cell);
+    } else {
+        renew_page(strm, layout.page_of(res));
     }
 
     return res;
@@ -115,8 +113,8 @@ int32_t llama_kv_hot_slots::assign_in_page(uint32_t strm, uint32_t cell) {
 
 // the first slot of the page that a sequence goes on in, whose token before has the slot `last`; -1 where only its own are left
 int32_t llama_kv_hot_slots::next_page(uint32_t strm, llama_seq_id seq_id, int32_t last) {
-    const auto pages = ring_pages(strm);
-    const auto none  = pages.size();
+    const auto & pages = ring_pages(strm);
+    const auto   none  = pages.size();
 
     std::vector<uint32_t> n_own(n_seq_max, 0);
     for (const auto & page : pages) {
@@ -182,16 +180,27 @@ int32_t llama_kv_hot_slots::next_page(uint32_t strm, llama_seq_id seq_id, int32_
     return layout.first_of(res);
 }
 
-// the first slot of the page with a sequence's lowest position
-int32_t llama_kv_hot_slots::oldest_page(uint32_t strm, llama_seq_id seq_id) const {
+// in a sequence's own pages: a free slot, or that of its oldest row
+int32_t llama_kv_hot_slots::last_resort(uint32_t strm, llama_seq_id seq_id) {
+    const auto & cells = v_cells[strm];
+    const auto & pages = ring_pages(strm);
+
     int32_t   res    = mixedkv::hot_ring::none;
     llama_pos lowest = 0;
 
-    for (uint32_t i = 0; i < layout.n_pages(); ++i) {
-        const auto page = ring_page(strm, i);
-        if (page.n_rows > 0 && page.owner == seq_id && (res < 0 || page.first < lowest)) {
-            res    = layout.first_of(i);
-            lowest = page.first;
+    for (uint32_t slot = layout.n_sinks; slot < layout.n_slots; ++slot) {
+        const auto & page = pages[layout.page_of(slot)];
+        if (page.n_rows == 0 || page.owner != seq_id) {
+            continue;
+        }
+        const int32_t cell = rings[strm].cell_of(slot);
+        if (cell < 0) {
+            return slot;
+        }
+        const llama_pos p = cells.pos_get(cell);
+        if (cells.seq_has(cell, seq_id) && !window.is_sink(p) && (res < 0 || p < lowest)) {
+            res    = slot;
+            lowest = p;
         }
     }
 
@@ -206,6 +215,7 @@ void llama_kv_hot_slots::evict_page(uint32_t strm, uint32_t i_page) {
     for (uint32_t i = 0; i < layout.page; ++i) {
         evict(strm, layout.first_of(i_page) + i);
     }
+    renew_page(strm, i_page);
 }
 
 // a page for the row that lay in this slot: it is the sequence's own, or nobody needs it now

@@ -195,15 +195,25 @@ private:
     // the same where windows of their own are too many: cache/hot-pool.cpp
     //
 
-    struct page_info;
-
     int32_t assign_sink   (uint32_t strm, uint32_t cell);
     int32_t assign_in_page(uint32_t strm, uint32_t cell);
     int32_t next_page     (uint32_t strm, llama_seq_id seq_id, int32_t last);
-    int32_t oldest_page   (uint32_t strm, llama_seq_id seq_id) const;
+    int32_t last_resort   (uint32_t strm, llama_seq_id seq_id);
 
-    page_info              ring_page (uint32_t strm, uint32_t i_page) const;
-    std::vector<page_info> ring_pages(uint32_t strm) const;
+    // of the rows that a page holds
+    struct page_info {
+        uint32_t     n_rows  = 0;
+        llama_seq_id owner   = -1;    // of the sequences that they belong to the one that was evaluated last
+        llama_pos    first   = 0;     // lowest position
+        bool         is_kept = false; // a sink lies there, as it can after positions have been moved
+    };
+
+    // as they are while slots are assigned; cleared before, since steps and releases change them too
+    std::vector<page_info> pages;
+
+    page_info                      ring_page (uint32_t strm, uint32_t i_page) const;
+    const std::vector<page_info> & ring_pages(uint32_t strm);
+    void                           renew_page(uint32_t strm, uint32_t i_page);
 
     // another sequence's page that is as good as free: what it holds comes back from a checkpoint
     bool is_resting(const page_info & page, llama_seq_id seq_id) const;

@@ -265,14 +265,15 @@ class MixedKVConfig:
 
     @property
     def full_spec(self) -> str:
-        """The spec with cold types, window and sinks, also if they are the defaults.
+        """The spec with cold types, window and sinks, also if they are the defaults, and without `rounding`.
 
         Entries on disk are found by it, also by a version with other defaults.
         """
         if not self.enable_quantization:
             return str(self.without_quantization())
         shape = {key: getattr(self, KEYS[key]) for key in ("cold_k", "cold_v", "threshold", "group", "sinks")}
-        rest = {key: value for key, value in _changes(self).items() if key != "cold" and key not in shape}
+        left_out = {"cold", "rounding", *shape}
+        rest = {key: value for key, value in _changes(self).items() if key not in left_out}
         return spec_of("mixed", shape | rest)
 
 
