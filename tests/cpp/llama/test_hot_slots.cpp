@@ -257,6 +257,39 @@ static void test_streams_are_copied_whole() {
     CHECK(two.held(0).count(39) && two.held(1).count(40) && !two.held(0).count(40));
 }
 
+// of a window, wherever it begins
+static uint64_t pages_for(const hot_layout & layout, const hot_window & rule) {
+    return (rule.recent_rows() + layout.page - 1) / layout.page + 1;
+}
+
+static void test_who_runs_has_a_whole_window_while_there_are_pages_for_it() {
+    uint32_t   state  = 1;
+    const auto random = [&](uint32_t n) { return (state = state * 1664525u + 1013904223u) / 65536 % n; };
+
+    for (const hot_window & rule : { RULE, hot_window{ 21, 1, 0, 5 }, hot_window{ 30, 3, 4, 2 } }) {
+        for (int i = 0; i < 300; ++i) {
+            const uint32_t n_seq  = 2 + random(5);
+            const uint64_t least  = hot_layout::least(rule, n_seq, N_CELLS);
+            const uint64_t budget = least + random(1 + room_for(rule, n_seq) - least);
+
+            cache pool(rule, n_seq, budget);
+
+            const hot_layout & layout = pool.slots.get_layout();
+            if (!layout.is_shared()) {
+                continue;
+            }
+            const uint32_t n_run = std::min<uint64_t>(n_seq, layout.n_pages() / pages_for(layout, rule));
+            for (uint32_t n_left = N_CELLS, n = 0; n_left > 0; n_left -= n) {
+                n = std::min(n_left, 1 + random(random(2) ? 3 : 30));
+                pool.evaluate(random(n_run), n);
+                for (uint32_t s = 0; s < n_run; ++s) {
+                    CHECK(pool.last(s) < 0 || pool.slots.is_window_whole(s, pool.last(s) + 1));
+                }
+            }
+        }
+    }
+}
+
 int main() {
     test_the_window_is_held();
     test_how_a_prompt_was_cut_leaves_no_trace();
@@ -264,6 +297,7 @@ int main() {
     test_a_failed_step_leaves_no_trace();
     test_restored_rows_lie_where_they_lay();
     test_a_pool_is_shared();
+    test_who_runs_has_a_whole_window_while_there_are_pages_for_it();
     test_a_narrower_window_is_laid_out_anew();
     test_streams_are_copied_whole();
     return 0;
