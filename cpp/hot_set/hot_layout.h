@@ -13,7 +13,7 @@ namespace mixedkv {
 
 struct hot_layout {
     static constexpr uint32_t largest_page = 64; // keys that attention reads at a time: no page lies in two such blocks
-    static constexpr uint32_t usual_page   = 16;
+    static constexpr uint32_t usual_page   = 16; // of the default budget
     static constexpr uint32_t smallest_page = 8;
 
     uint32_t n_slots = 0;
