@@ -54,7 +54,7 @@ def settle(
         return replace(kept, cold_type_k=type_k, cold_type_v=type_v, layers=layers)
 
     def rooms(threshold: int) -> Sequence[Room]:
-        """A quarter of the cold rows is more than what several sequences need at least."""
+        """Return the F16 rows to try: the default is more than what several sequences need at least."""
         if kv.hot_budget != "auto" or n_seq == n_stream:
             return [kv.hot_budget]
         n_rows, least = ring_rows(shape, make(plan.types(0), threshold, "auto"), n_ctx, n_seq)

@@ -95,6 +95,19 @@ def test_forced_arguments_follow_the_schema(name: str) -> None:
     assert digits == set("123456789")
 
 
+def test_the_number_of_a_forced_call_ends() -> None:
+    prompt = render("mistralai-Mistral-Nemo-Instruct-2407", "required", [ADD], parallel=False)
+    assert prompt.constraint is not None
+    for begin, most in (("1", 19), ("0.", 20), ("0e-", 3)):
+        matcher = BYTES.compile(prompt.constraint)
+        for byte in f'[TOOL_CALLS][{{"name": "add", "arguments": {{"a": 1, "b": 2}}, "id": {begin}'.encode():
+            matcher.accept(byte)
+        for _ in range(most):
+            matcher.accept(ord("9"))
+        assert not matcher.allows(ord("9")), begin
+        assert matcher.allows(ord("}")), begin
+
+
 @pytest.mark.parametrize("names", [("Joke",), ("joke", "Joke"), ("start", "Root")])
 def test_arguments_follow_the_schema_whatever_a_function_is_called(names: tuple[str, ...]) -> None:
     tools = [{"type": "function", "function": {**ADD["function"], "name": name}} for name in names]

@@ -30,7 +30,7 @@ ADD: dict[str, Any] = {
         "name": "add",
         "parameters": {
             "type": "object",
-            "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"enum": [1, 2]}},
+            "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": [1, 2]}},
             "required": ["a", "b"],
         },
     },

@@ -19,6 +19,8 @@ _RULE = re.compile(r"^([\w-]+) ::= (.*)$", re.MULTILINE)
 _PARTS = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|[A-Za-z][\w-]*')
 _CLOSED_TEXT = re.compile(r"ac-(\d+)")  # the number is that of the parser's node
 _SEVERAL = re.compile(r"\(tool-call\?? space\)\+")  # with ? where a call is the model's choice
+# A call's id may be a number, in which a model that repeats itself would write digits to the end of its context.
+_NUMBER = '"-"? ("0" | [1-9] [0-9]{0,19}) ("." [0-9]{1,20})? ([eE] [+-]? [0-9]{1,3})?'
 _OTHER = re.compile(r"[^a-zA-Z0-9-]+")  # what llama.cpp makes a hyphen in a rule's name
 
 
@@ -45,6 +47,8 @@ def tool_grammar(
         ValueError: the grammar has no call, a schema cannot be followed, or the result is too large.
     """
     rules = dict(_RULE.findall(gbnf))
+    if "json-number" in rules:
+        rules["json-number"] = _NUMBER
     calls = [name for name in _names(rules.get("root", "")) if "tool" in name]
     if not calls:
         raise ValueError("llama.cpp has no grammar of this model's tool calls")
