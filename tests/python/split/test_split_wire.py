@@ -101,7 +101,7 @@ def _beside(parts: Exported, kv: str, precision: str, cases: list[_Case]) -> _Fo
     return _Found(same, float(kld.mean()), float(kld.max()), float(np.concatenate(first).mean()))
 
 
-@pytest.mark.parametrize("kv", ["f16", "mixed:threshold=32,group=8"])
+@pytest.mark.parametrize("kv", ["f16", "mixed:threshold=32,group=8,rounding=16"])
 def test_answers_of_a_real_model(halves: tuple[Path, Exported], kv: str) -> None:
     path, parts = halves
     cases = _alone(path, kv)
@@ -110,7 +110,7 @@ def test_answers_of_a_real_model(halves: tuple[Path, Exported], kv: str) -> None
         print(f"{path.stem}, {kv}, wire {precision}, of {len(cases)}: {found}")
         # products of quantised weights are in 8 bits: rounding a vector changes as much as anything does
         rounded = precision == "f16" and "Q4_1" in path.stem
-        assert found.kld < (2e-2 if rounded else 1e-6)
+        assert found.kld < (1e-2 if rounded else 1e-6)
         assert found.first > (0.93 if rounded else 0.999)
         if not rounded:  # one of eight differed with a mixed cache, whose distributions are the same
             assert found.same >= (len(cases) if kv == "f16" else 0.75 * len(cases))
