@@ -74,6 +74,13 @@ static inline struct weights_product weights_product_of(const struct ggml_tensor
     return res;
 }
 
+// Whether a node is a product that can be made together with `first`, which lies before it
+static inline bool weights_join(const struct ggml_tensor * first, const struct ggml_tensor * dst) {
+    return dst->src[1] == first->src[1] && (dst->flags & GGML_TENSOR_FLAG_COMPUTE) && weights_take(dst) &&
+           dst->src[0]->op == GGML_OP_NONE &&
+           weights_packed_alike(weights_type_of(dst->src[0]), weights_type_of(first->src[0]));
+}
+
 // Computes a node and the products that follow it and read the same columns, as those of Q, K and V do where
 // ggml_order.h has put them side by side. The columns are packed once, and no thread waits for others between products.
 // Returns how many nodes have been computed besides.
@@ -90,16 +97,10 @@ static inline int weights_compute_forward(struct ggml_compute_params * params, c
 
     int     n      = 0;
     int64_t n_rows = 0;
-    for (; n < MOST && i_node + n < graph->n_nodes; n++) {
-        const struct ggml_tensor * dst = graph->nodes[i_node + n];
-        if (n > 0 && !(dst->op == GGML_OP_MUL_MAT && dst->src[1] == first->src[1] && dst->src[0]->op == GGML_OP_NONE &&
-                       (dst->flags & GGML_TENSOR_FLAG_COMPUTE) && weights_take(dst) &&
-                       weights_packed_alike(weights_type_of(dst->src[0]), products[0].type))) {
-            break;
-        }
-        products[n] = weights_product_of(dst, params->wdata);
-        n_rows += products[n].n_rows;
-    }
+    do {
+        products[n] = weights_product_of(graph->nodes[i_node + n], params->wdata);
+        n_rows += products[n++].n_rows;
+    } while (n < MOST && i_node + n < graph->n_nodes && weights_join(first, graph->nodes[i_node + n]));
 
     GGML_ASSERT(params->wsize >= weights_wdata_size(first));
     weights_pack_columns(first, ggml_get_type_traits_cpu(GGML_TYPE_Q8_0)->from_float, params->wdata, params->ith,

@@ -4,6 +4,7 @@
 
 #include <cstdlib>
 #include <string>
+#include <utility>
 
 namespace mixedkv {
 namespace {
@@ -39,6 +40,13 @@ const weights_kernels * kernels() {
     return chosen;
 }
 
+// What rows of a type want of the columns: their bias, and how many scales they have in a block
+std::pair<int, int> packing_of(int type) {
+    std::pair<int, int> res(0, 1);
+    with_row_type(type, [&](auto * row) { res = { row->bias, row->scales }; });
+    return res;
+}
+
 } // namespace
 } // namespace mixedkv
 
@@ -55,13 +63,9 @@ size_t weights_column_bytes(int64_t n_elements) {
 }
 
 void weights_pack(int type, const void * blocks, void * packed, int64_t n_blocks) {
-    const auto * in   = static_cast<const column_q8_0 *>(blocks);
-    auto *       out  = static_cast<column_block *>(packed);
-    int          bias = 0, scales = 1;
-    with_row_type(type, [&](auto * row) {
-        bias   = row->bias;
-        scales = row->scales;
-    });
+    const auto * in           = static_cast<const column_q8_0 *>(blocks);
+    auto *       out          = static_cast<column_block *>(packed);
+    const auto [bias, scales] = packing_of(type);
     for (int64_t b = 0; b < n_blocks; b++) {
         int first = 0, second = 0;
         for (int i = 0; i < WEIGHTS_BLOCK / 2; i++) {
@@ -79,11 +83,7 @@ void weights_pack(int type, const void * blocks, void * packed, int64_t n_blocks
 }
 
 bool weights_packed_alike(int a, int b) {
-    bool res = false;
-    with_row_type(a, [&](auto * row_a) {
-        with_row_type(b, [&](auto * row_b) { res = row_a->bias == row_b->bias && row_a->scales == row_b->scales; });
-    });
-    return res;
+    return packing_of(a) == packing_of(b);
 }
 
 void weights_run(const weights_product * product, int64_t row_0, int64_t row_1) {

@@ -37,15 +37,15 @@ llama_kv_hot_slots::page_info llama_kv_hot_slots::ring_page(uint32_t strm, uint3
 }
 
 const std::vector<llama_kv_hot_slots::page_info> & llama_kv_hot_slots::ring_pages(uint32_t strm) {
-    for (uint32_t i = pages.size(); i < layout.n_pages(); ++i) {
-        pages.push_back(ring_page(strm, i));
+    for (uint32_t i = known_pages.size(); i < layout.n_pages(); ++i) {
+        known_pages.push_back(ring_page(strm, i));
     }
-    return pages;
+    return known_pages;
 }
 
 void llama_kv_hot_slots::renew_page(uint32_t strm, uint32_t i_page) {
-    if (i_page < pages.size()) {
-        pages[i_page] = ring_page(strm, i_page);
+    if (i_page < known_pages.size()) {
+        known_pages[i_page] = ring_page(strm, i_page);
     }
 }
 

@@ -316,7 +316,7 @@ void llama_kv_hot_slots::advance(
         }
         release_left(strm, ubatch);
 
-        pages.clear();
+        known_pages.clear();
         for (const uint32_t cell : idxs[s]) {
             if (is_wanted(strm, cell, window)) {
                 assign_slot(strm, cell);
@@ -365,7 +365,7 @@ std::vector<int32_t> llama_kv_hot_slots::adopt(
             assign_own_slot(seq_id, cells[i], wanted[i], is_alone);
         }
     }
-    pages.clear();
+    known_pages.clear();
     for (size_t i = 0; i < cells.size(); ++i) {
         if (is_hot(i) && ring.slot_of(cells[i]) < 0) {
             assign_slot(strm, cells[i]);
@@ -401,7 +401,7 @@ void llama_kv_hot_slots::restore(
     }
 
     std::sort(left.begin(), left.end());
-    pages.clear();
+    known_pages.clear();
     for (const auto & [_, i] : left) {
         assign_slot(strm, cells[i]);
     }
@@ -470,7 +470,7 @@ void llama_kv_hot_slots::lay_out(const mixedkv::hot_layout & layout) {
         std::sort(cells.begin(), cells.end());
 
         rings[strm] = mixedkv::hot_ring(layout.n_slots, v_cells[strm].size());
-        pages.clear();
+        known_pages.clear();
         for (const auto & [_, cell] : cells) {
             assign_slot(strm, cell);
         }

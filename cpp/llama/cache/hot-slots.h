@@ -209,7 +209,7 @@ private:
     };
 
     // as they are while slots are assigned; cleared before, since steps and releases change them too
-    std::vector<page_info> pages;
+    std::vector<page_info> known_pages;
 
     page_info                      ring_page (uint32_t strm, uint32_t i_page) const;
     const std::vector<page_info> & ring_pages(uint32_t strm);

@@ -8,6 +8,7 @@ from mixedkv.limits import INT32_MAX
 from mixedkv.sizes import parse_size
 
 HOT_BUDGETS = ("auto", "all")
+_WORDS = {"hot_budget": HOT_BUDGETS, "rounding": ("auto",)}  # that stand beside whole numbers
 
 KEYS = {
     "cold_k": "cold_type_k",
@@ -82,10 +83,8 @@ def _parse_value(spec: str, key: str, value: str) -> str | int | float | bool:
             return parse_size(value)
         except ValueError as error:
             raise ValueError(f"kv={spec!r}: budget={error}") from None
-    if key == "hot_budget":
-        return value if value in HOT_BUDGETS else _parse_int(spec, key, value)
-    if key == "rounding":
-        return value if value == "auto" else _parse_int(spec, key, value)
+    if key in _WORDS:
+        return value if value in _WORDS[key] else _parse_int(spec, key, value)
     if key not in ("equalize", "shrink"):
         return value
     if value not in ("true", "false"):

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-_MOST_DIGITS = 20  # digits in a row: a 64-bit float has 17, a 64-bit integer 20
-_MOST_EXPONENT = 3
+MOST_DIGITS = 20  # digits in a row: a 64-bit float has 17, a 64-bit integer 20
+MOST_EXPONENT = 3
 
 
 def begin_with_digit(tokens: Sequence[bytes]) -> npt.NDArray[np.bool_]:
@@ -26,7 +26,7 @@ class NumberLength:
     in_string: bool = False
     escaped: bool = False
     n_digits: int = 0  # in a row
-    most: int = _MOST_DIGITS
+    most: int = MOST_DIGITS
 
     @property
     def is_full(self) -> bool:
@@ -45,5 +45,5 @@ class NumberLength:
             self.n_digits += 1
         else:
             self.in_string = byte == 0x22
-            in_exponent = byte in b"eE" or (byte in b"+-" and self.most == _MOST_EXPONENT)
-            self.n_digits, self.most = 0, _MOST_EXPONENT if in_exponent else _MOST_DIGITS
+            in_exponent = byte in b"eE" or (byte in b"+-" and self.most == MOST_EXPONENT)
+            self.n_digits, self.most = 0, MOST_EXPONENT if in_exponent else MOST_DIGITS

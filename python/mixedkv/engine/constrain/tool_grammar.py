@@ -14,13 +14,17 @@ from typing import Any
 
 from mixedkv.engine.constrain.gbnf import convert
 from mixedkv.engine.constrain.json_schema import closed_schema
+from mixedkv.engine.constrain.number_length import MOST_DIGITS, MOST_EXPONENT
 
 _RULE = re.compile(r"^([\w-]+) ::= (.*)$", re.MULTILINE)
 _PARTS = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|[A-Za-z][\w-]*')
 _CLOSED_TEXT = re.compile(r"ac-(\d+)")  # the number is that of the parser's node
 _SEVERAL = re.compile(r"\(tool-call\?? space\)\+")  # with ? where a call is the model's choice
-# A call's id may be a number, in which a model that repeats itself would write digits to the end of its context.
-_NUMBER = '"-"? ("0" | [1-9] [0-9]{0,19}) ("." [0-9]{1,20})? ([eE] [+-]? [0-9]{1,3})?'
+# A call's id may be a number, in which a model that repeats itself would write digits without end.
+_NUMBER = (
+    f'"-"? ("0" | [1-9] [0-9]{{0,{MOST_DIGITS - 1}}}) ("." [0-9]{{1,{MOST_DIGITS}}})? '
+    f"([eE] [+-]? [0-9]{{1,{MOST_EXPONENT}}})?"
+)
 _OTHER = re.compile(r"[^a-zA-Z0-9-]+")  # what llama.cpp makes a hyphen in a rule's name
 
 
