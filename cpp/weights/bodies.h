@@ -8,6 +8,9 @@
 #include "attention/simd/half.h"
 
 #include <cstring>
+#include <type_traits>
+
+#define MIXEDKV_INLINE inline __attribute__((always_inline))
 
 namespace mixedkv {
 namespace {
@@ -187,6 +190,14 @@ struct rows_q4_k_x8 {
 };
 static_assert(sizeof(rows_q4_k_x8) == 8 * sizeof(row_q4_k));
 
+// To the second cache. Short rows that are read side by side escape the processor's own prefetching, so the rows after
+// them are fetched meanwhile; 16 rows and the next 16 are more than the first cache holds.
+MIXEDKV_INLINE void fetch(const char * p, size_t n) {
+    for (size_t line = 0; line < n; line += 64) {
+        __builtin_prefetch(p + line, 0, 2);
+    }
+}
+
 // Calls f with a null pointer to the struct of the type; returns false for a type that is none of these.
 template <class F>
 bool with_row_type(int type, F && f) {
@@ -228,14 +239,19 @@ bool with_row_type(int type, F && f) {
 
 } // namespace
 
-// A body's functions; null where the compiler does not know the instruction set
+// A body's functions, for quantised rows or for those in 16 bits; null where the compiler does not know the instruction
+// set
 struct weights_kernels {
     const char * name;
     bool (*supported)();
-    void (*run)(const weights_product & product, int64_t row_0, int64_t row_1);
+    size_t work_bytes; // that a thread needs
+    void (*pack)(const weights_columns & columns, const float * x, int64_t column, int64_t first, int64_t n);
+    void (*run)(const weights_product & product, void * work, int64_t row_0, int64_t row_1);
 };
 
+const weights_kernels * weights_amx(); // 16 bits
 const weights_kernels * weights_avx512();
+const weights_kernels * weights_avxvnni();
 const weights_kernels * weights_avx2();
 const weights_kernels * weights_scalar();
 

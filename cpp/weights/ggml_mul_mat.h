@@ -5,10 +5,11 @@
 
 #include "weights.h"
 
-// The type of these rows as they lie in memory. Those of other buffers with a layout of their own, as AMX has, are -1.
+// The type of these rows as they lie in memory, or -1: those of other buffers with a layout of their own, and rows in
+// 16 bits that are no weights but computed, as those of a KV cache.
 static inline int weights_type_of(const struct ggml_tensor * rows) {
     if (!rows->extra) {
-        return rows->type;
+        return ggml_is_quantized(rows->type) || rows->op == GGML_OP_NONE ? (int)rows->type : -1;
     }
 #if defined(__x86_64__) || defined(_M_X64)
     if (rows->buffer && strcmp(ggml_backend_buft_name(rows->buffer->buft), "CPU_REPACK") == 0) {
@@ -20,40 +21,43 @@ static inline int weights_type_of(const struct ggml_tensor * rows) {
 
 static inline bool weights_take(const struct ggml_tensor * dst) {
     const struct ggml_tensor * rows = dst->src[0];
-    return dst->op == GGML_OP_MUL_MAT && rows->ne[2] == 1 && rows->ne[3] == 1 && dst->src[1]->type == GGML_TYPE_F32 &&
-           ggml_is_contiguous(dst) && weights_supported(weights_type_of(rows), ggml_nrows(dst->src[1]));
+    return dst->op == GGML_OP_MUL_MAT && rows->ne[0] % WEIGHTS_BLOCK == 0 && rows->ne[2] == 1 && rows->ne[3] == 1 &&
+           dst->src[1]->type == GGML_TYPE_F32 && ggml_is_contiguous(dst) &&
+           weights_supported(weights_type_of(rows), ggml_nrows(dst->src[1]));
 }
 
 // Bytes of the columns that the threads share
-static inline size_t weights_wdata_size(const struct ggml_tensor * dst) {
+static inline size_t weights_packed_size(const struct ggml_tensor * dst) {
+    const int type = weights_type_of(dst->src[0]);
+    return GGML_PAD(weights_columns_bytes(type, dst->src[0]->ne[0], ggml_nrows(dst->src[1])), WEIGHTS_ALIGNMENT);
+}
+
+// With what each thread needs besides
+static inline size_t weights_wdata_size(const struct ggml_tensor * dst, int n_threads) {
     if (!weights_take(dst)) {
         return 0;
     }
-    return ggml_nrows(dst->src[1]) * weights_column_bytes(dst->src[0]->ne[0]);
+    const size_t work = (size_t)n_threads * weights_work_bytes(weights_type_of(dst->src[0]));
+    return WEIGHTS_ALIGNMENT + weights_packed_size(dst) + work;
 }
 
-// This thread's share of the blocks of all columns, quantised by ggml
-static inline void weights_pack_columns(const struct ggml_tensor * dst, ggml_from_float_t quantise, char * packed,
-                                        int ith, int nth) {
-    enum { AT_ONCE = 32 };
-
+// This thread's share of the blocks of all columns
+static inline void weights_pack_columns(const struct ggml_tensor * dst, const struct weights_columns * to, int ith,
+                                        int nth) {
     const struct ggml_tensor * columns  = dst->src[1];
-    const int                  type     = weights_type_of(dst->src[0]);
     const int64_t              n_blocks = columns->ne[0] / WEIGHTS_BLOCK;
     const int64_t              n_all    = n_blocks * ggml_nrows(columns);
     const int64_t              end      = n_all * (ith + 1) / nth;
-    const size_t               bytes    = weights_column_bytes(WEIGHTS_BLOCK);
-    _Alignas(64) char          blocks[AT_ONCE * WEIGHTS_QUANTISED_BYTES];
 
     for (int64_t b = n_all * ith / nth, n; b < end; b += n) {
         const int64_t column = b / n_blocks;
+        const int64_t first  = b % n_blocks;
         const int64_t i1     = column % columns->ne[1];
         const int64_t i2     = column / columns->ne[1] % columns->ne[2];
         const int64_t i3     = column / columns->ne[1] / columns->ne[2];
         const char *  x = (const char *)columns->data + i1 * columns->nb[1] + i2 * columns->nb[2] + i3 * columns->nb[3];
-        n               = MIN(MIN(end - b, n_blocks - b % n_blocks), AT_ONCE);
-        quantise((const float *)x + b % n_blocks * WEIGHTS_BLOCK, blocks, n * WEIGHTS_BLOCK);
-        weights_pack(type, blocks, packed + b * bytes, n);
+        n               = MIN(end - b, n_blocks - first);
+        weights_pack(to, (const float *)x + first * WEIGHTS_BLOCK, column, first, n);
     }
 }
 
@@ -93,22 +97,31 @@ static inline int weights_compute_forward(struct ggml_compute_params * params, c
         ggml_compute_forward(params, first);
         return 0;
     }
+    char * const packed = (char *)params->wdata + -(uintptr_t)params->wdata % WEIGHTS_ALIGNMENT;
+
     struct weights_product products[MOST];
 
     int     n      = 0;
     int64_t n_rows = 0;
     do {
-        products[n] = weights_product_of(graph->nodes[i_node + n], params->wdata);
+        products[n] = weights_product_of(graph->nodes[i_node + n], packed);
         n_rows += products[n++].n_rows;
     } while (n < MOST && i_node + n < graph->n_nodes && weights_join(first, graph->nodes[i_node + n]));
 
-    GGML_ASSERT(params->wsize >= weights_wdata_size(first));
-    weights_pack_columns(first, ggml_get_type_traits_cpu(GGML_TYPE_Q8_0)->from_float, params->wdata, params->ith,
-                         params->nth);
+    GGML_ASSERT(params->wsize >= weights_wdata_size(first, params->nth));
+    const struct weights_columns columns = {
+        .type       = weights_type_of(first->src[0]),
+        .n_elements = first->src[0]->ne[0],
+        .packed     = packed,
+        .quantise   = ggml_get_type_traits_cpu(GGML_TYPE_Q8_0)->from_float,
+    };
+    weights_pack_columns(first, &columns, params->ith, params->nth);
     if (params->ith == 0) {
         ggml_threadpool_chunk_set(params->threadpool, params->nth);
     }
     ggml_barrier(params->threadpool);
+
+    char * const work = packed + weights_packed_size(first) + params->ith * weights_work_bytes(columns.type);
 
     // Four turns for each thread, so that one that is held up leaves its work to others
     const int64_t least = n_rows / (4 * params->nth);
@@ -122,6 +135,6 @@ static inline int weights_compute_forward(struct ggml_compute_params * params, c
         if (k == n) {
             return n - 1;
         }
-        weights_run(&products[k], r, MIN(r + turn, products[k].n_rows));
+        weights_run(&products[k], work, r, MIN(r + turn, products[k].n_rows));
     }
 }

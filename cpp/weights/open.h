@@ -16,8 +16,6 @@ namespace {
 
 constexpr int groups = WEIGHTS_BLOCK / 4; // of four elements
 
-#define MIXEDKV_INLINE inline __attribute__((always_inline))
-
 template <class Ints>
 MIXEDKV_INLINE Ints low_nibbles(Ints x) {
     return x & 0x0f0f0f0f;

@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include "columns.h"
 #include "open.h"
 
 #include <type_traits>
@@ -38,14 +39,6 @@ struct to_panel {
     MIXEDKV_INLINE void values(int block, int group, typename V::ints x) { blocks[block].values[group][at] = x; }
     MIXEDKV_INLINE void done(int) {}
 };
-
-// Short rows that are read side by side escape the processor's own prefetching, so the rows after them are fetched
-// meanwhile. 16 rows and the next 16 are more than the first cache holds: to the second.
-MIXEDKV_INLINE void fetch(const char * p, size_t n) {
-    for (size_t line = 0; line < n; line += 64) {
-        __builtin_prefetch(p + line, 0, 2);
-    }
-}
 
 // Up to N * V::lanes rows; where a matrix has fewer, the last one again. Of rows that lie together the first one
 // counts.
@@ -86,7 +79,7 @@ struct few_columns {
     float *              out[Columns];
 
     few_columns(const weights_product & p, int64_t first, int64_t row) {
-        const size_t bytes = weights_column_bytes(p.n_elements);
+        const size_t bytes = column_bytes(p.n_elements);
         for (int c = 0; c < Columns; c++) {
             const char * column = static_cast<const char *>(p.columns) + (first + c) * bytes;
             in[c]               = reinterpret_cast<const column_block *>(column);
@@ -350,7 +343,7 @@ void run_type(const weights_product & p, int64_t row_0, int64_t row_1) {
 }
 
 template <class V>
-void run_body(const weights_product & p, int64_t row_0, int64_t row_1) {
+void run_body(const weights_product & p, void *, int64_t row_0, int64_t row_1) {
     with_row_type(p.type, [&](auto * row) {
         run_type<V, std::remove_cv_t<std::remove_pointer_t<decltype(row)>>>(p, row_0, row_1);
     });

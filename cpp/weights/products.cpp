@@ -1,6 +1,6 @@
-// The choice of the body, and the packing of columns. Compiled for the baseline.
+// The choice of the body. Compiled for the baseline.
 
-#include "bodies.h"
+#include "columns.h"
 
 #include <cstdlib>
 #include <string>
@@ -14,33 +14,55 @@ bool is_set(const char * name, const char * value) {
     return is && std::strcmp(is, value) == 0;
 }
 
-// Without a body for the processor llama.cpp's own products are faster than the twin, which is taken only when forced.
-const weights_kernels * choose() {
-    const char *      isa  = std::getenv("MIXEDKV_ISA");
-    const std::string name = isa ? isa : "";
-    if (is_set("MIXEDKV_WEIGHTS", "llama.cpp")) {
-        return nullptr;
-    }
-    if (name == "scalar") {
-        return weights_scalar();
-    }
-    if (name == "neon") {
-        return nullptr;
-    }
-    const weights_kernels * avx512 = weights_avx512();
-    const weights_kernels * avx2   = weights_avx2();
-    if (name != "avx2" && name != "avxvnni" && avx512 && avx512->supported()) {
-        return avx512;
-    }
-    return avx2 && avx2->supported() ? avx2 : nullptr;
+const weights_kernels * if_supported(const weights_kernels * body) {
+    return body && body->supported() ? body : nullptr;
 }
 
-const weights_kernels * kernels() {
-    static const weights_kernels * const chosen = choose();
-    return chosen;
+// For quantised rows, and for those in 16 bits. Without a body for the processor llama.cpp's own products are faster
+// than the twin, which is taken only when forced.
+struct bodies {
+    const weights_kernels * quantised = nullptr;
+    const weights_kernels * halves    = nullptr;
+
+    bodies() {
+        const char *      forced = std::getenv("MIXEDKV_ISA");
+        const std::string isa    = forced ? forced : "";
+        if (is_set("MIXEDKV_WEIGHTS", "llama.cpp") || isa == "neon") {
+            return;
+        }
+        if (isa == "scalar") {
+            quantised = weights_scalar();
+            return;
+        }
+        if (isa.empty() || isa == "amx") {
+            halves = if_supported(weights_amx());
+        }
+        if (isa != "avx2" && isa != "avxvnni") {
+            quantised = if_supported(weights_avx512());
+        }
+        if (!quantised && isa != "avx2") {
+            quantised = if_supported(weights_avxvnni());
+        }
+        if (!quantised) {
+            quantised = if_supported(weights_avx2());
+        }
+    }
+};
+
+const bodies & chosen() {
+    static const bodies res;
+    return res;
 }
 
-// What rows of a type want of the columns: their bias, and how many scales they have in a block
+bool is_half(int type) {
+    return type == WEIGHTS_F16 || type == WEIGHTS_BF16;
+}
+
+const weights_kernels & body_of(int type) {
+    return is_half(type) ? *chosen().halves : *chosen().quantised;
+}
+
+// What rows of a quantised type want of the columns: their bias, and how many scales they have in a block
 std::pair<int, int> packing_of(int type) {
     std::pair<int, int> res(0, 1);
     with_row_type(type, [&](auto * row) { res = { row->bias, row->scales }; });
@@ -54,38 +76,32 @@ using namespace mixedkv;
 
 bool weights_supported(int type, int64_t n_columns) {
     static const bool all = is_set("MIXEDKV_WEIGHTS", "all");
-    bool              own = all || n_columns > 1;
-    return with_row_type(type, [&](auto * row) { own = own || row->faster_alone; }) && own && kernels();
-}
-
-size_t weights_column_bytes(int64_t n_elements) {
-    return n_elements / WEIGHTS_BLOCK * sizeof(column_block);
-}
-
-void weights_pack(int type, const void * blocks, void * packed, int64_t n_blocks) {
-    const auto * in           = static_cast<const column_q8_0 *>(blocks);
-    auto *       out          = static_cast<column_block *>(packed);
-    const auto [bias, scales] = packing_of(type);
-    for (int64_t b = 0; b < n_blocks; b++) {
-        int first = 0, second = 0;
-        for (int i = 0; i < WEIGHTS_BLOCK / 2; i++) {
-            first += in[b].values[i];
-            second += in[b].values[i + WEIGHTS_BLOCK / 2];
-        }
-        out[b].scale    = half_to_float(in[b].scale);
-        out[b].sum      = out[b].scale * float(first + second);
-        out[b].start[0] = -bias * (scales == 1 ? first + second : first);
-        out[b].start[1] = -bias * second;
-        std::memset(out[b].halves, 0, sizeof(out[b].halves));
-        std::memcpy(out[b].halves[0] + 2, in[b].values, WEIGHTS_BLOCK / 2);
-        std::memcpy(out[b].halves[1] + 2, in[b].values + WEIGHTS_BLOCK / 2, WEIGHTS_BLOCK / 2);
+    if (is_half(type)) {
+        return chosen().halves && (all || n_columns >= WEIGHTS_HALVES_COLUMNS);
     }
+    bool own = all || n_columns > 1;
+    return with_row_type(type, [&](auto * row) { own = own || row->faster_alone; }) && own && chosen().quantised;
+}
+
+size_t weights_columns_bytes(int type, int64_t n_elements, int64_t n_columns) {
+    if (is_half(type)) { // tiles of 16, with two parts of an F16
+        return size_t((n_columns + 15) / 16 * 16 * n_elements * (type == WEIGHTS_F16 ? 4 : 2));
+    }
+    return size_t(n_columns) * column_bytes(n_elements);
+}
+
+void weights_pack(const weights_columns * columns, const float * x, int64_t column, int64_t first, int64_t n) {
+    body_of(columns->type).pack(*columns, x, column, first, n);
 }
 
 bool weights_packed_alike(int a, int b) {
-    return packing_of(a) == packing_of(b);
+    return is_half(a) || is_half(b) ? a == b : packing_of(a) == packing_of(b);
 }
 
-void weights_run(const weights_product * product, int64_t row_0, int64_t row_1) {
-    kernels()->run(*product, row_0, row_1);
+size_t weights_work_bytes(int type) {
+    return body_of(type).work_bytes;
+}
+
+void weights_run(const weights_product * product, void * work, int64_t row_0, int64_t row_1) {
+    body_of(product->type).run(*product, work, row_0, row_1);
 }

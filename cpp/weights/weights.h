@@ -1,8 +1,8 @@
-// Products of quantised weights with activations: docs/decisions/062-own-products-with-weights.md.
+// Products of weights with activations: docs/decisions/062-own-products-with-weights.md.
 // In C, for ggml: it is compiled into ggml-base, and ggml_mul_mat.h calls it from ggml's product of matrices.
 //
-// A sum has one order, block after block, whatever the number of columns and threads: a column has the same bits in a
-// batch as alone.
+// A sum has one order, block after block, whatever the number of columns and threads: a column has the same bits in any
+// batch whose product is made here.
 
 #pragma once
 
@@ -13,6 +13,8 @@
 #define WEIGHTS_BLOCK           32 // elements that share a scale, of rows and of columns
 #define WEIGHTS_ROWS            32 // that a thread draws at once: 192 are few enough to share between several
 #define WEIGHTS_QUANTISED_BYTES 34 // of a block of a column, as ggml quantises it
+#define WEIGHTS_ALIGNMENT       64 // of packed columns and of a thread's memory, in bytes
+#define WEIGHTS_HALVES_COLUMNS  16 // fewer with rows in 16 bits are left to llama.cpp
 
 #ifdef __cplusplus
 extern "C" {
@@ -27,6 +29,7 @@ extern "C" {
 // Layouts of rows as in ggml's files, and ggml's numbers. _X8 are eight rows together, as llama.cpp repacks them on
 // x86.
 enum weights_type {
+    WEIGHTS_F16  = 1,
     WEIGHTS_Q4_0 = 2,
     WEIGHTS_Q4_1 = 3,
     WEIGHTS_Q5_0 = 6,
@@ -35,6 +38,7 @@ enum weights_type {
     WEIGHTS_Q4_K = 12,
     WEIGHTS_Q5_K = 13,
     WEIGHTS_Q6_K = 14,
+    WEIGHTS_BF16 = 30,
 
     WEIGHTS_X8      = 256,
     WEIGHTS_Q4_0_X8 = WEIGHTS_X8 + WEIGHTS_Q4_0,
@@ -49,26 +53,40 @@ struct weights_product {
     int64_t      n_columns;
     const void * rows;
     size_t       row_bytes; // from a row to the next, or an eighth of eight rows
-    const void * columns;   // packed by weights_pack, one after the other
+    const void * columns;   // packed by weights_pack
     float *      out;
     size_t       out_bytes; // from a column of out to the next
 };
 
-// Whether products of rows of this type with so many columns are made here, on this processor. llama.cpp keeps single
+// Whether products of rows of this type with so many columns are made here, on this processor. llama.cpp keeps few
 // columns of some types, for which it is faster. MIXEDKV_WEIGHTS=llama.cpp leaves all to it, MIXEDKV_WEIGHTS=all takes
-// single columns of all types above. MIXEDKV_ISA forces a body as it does for attention.
+// any number for all types that this processor has a body for. MIXEDKV_ISA forces a body as it does for attention.
 WEIGHTS_API bool weights_supported(int type, int64_t n_columns);
 
-WEIGHTS_API size_t weights_column_bytes(int64_t n_elements);
+// Columns as products with this type of rows read them, at an address that is a multiple of WEIGHTS_ALIGNMENT
+struct weights_columns {
+    int     type;
+    int64_t n_elements;
+    void *  packed;
 
-// Blocks of a column, quantised by llama.cpp to its Q8_0, to where they are read by products with this type of rows
-WEIGHTS_API void weights_pack(int type, const void * blocks, void * packed, int64_t n_blocks);
+    // llama.cpp's, to its Q8_0
+    void (*quantise)(const float * x, void * blocks, int64_t n_elements);
+};
+
+WEIGHTS_API size_t weights_columns_bytes(int type, int64_t n_elements, int64_t n_columns);
+
+// Blocks first to first + n - 1 of a column. x has their elements.
+WEIGHTS_API void weights_pack(const struct weights_columns * columns, const float * x, int64_t column, int64_t first,
+                              int64_t n);
 
 // Whether rows of these types read columns that are packed alike
 WEIGHTS_API bool weights_packed_alike(int a, int b);
 
+// Memory that each thread needs, a multiple of WEIGHTS_ALIGNMENT
+WEIGHTS_API size_t weights_work_bytes(int type);
+
 // Rows row_0 to row_1 - 1 of all columns; row_0 is a multiple of WEIGHTS_ROWS.
-WEIGHTS_API void weights_run(const struct weights_product * product, int64_t row_0, int64_t row_1);
+WEIGHTS_API void weights_run(const struct weights_product * product, void * work, int64_t row_0, int64_t row_1);
 
 #ifdef __cplusplus
 }

@@ -104,7 +104,7 @@ struct avx512 {
 } // namespace
 
 const weights_kernels * weights_avx512() {
-    static const weights_kernels kernels = { "avx512", cpu_has_avx512, run_body<avx512> };
+    static const weights_kernels kernels = { "avx512", cpu_has_avx512, 0, pack_quantised, run_body<avx512> };
     return &kernels;
 }
 

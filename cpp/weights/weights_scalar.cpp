@@ -1,6 +1,6 @@
 // The twin that the others are compared with, bit by bit.
 
-#include "bodies.h"
+#include "columns.h"
 
 #include <cmath>
 #include <type_traits>
@@ -147,7 +147,7 @@ float product(const Row * row, int r, const column_block * column, int64_t n_blo
 template <class Row>
 void run_type(const weights_product & p, int64_t row_0, int64_t row_1) {
     const int64_t n_blocks = p.n_elements / WEIGHTS_BLOCK;
-    const size_t  bytes    = weights_column_bytes(p.n_elements);
+    const size_t  bytes    = column_bytes(p.n_elements);
     for (int64_t c = 0; c < p.n_columns; c++) {
         const auto * column = reinterpret_cast<const column_block *>(static_cast<const char *>(p.columns) + c * bytes);
         auto *       out    = reinterpret_cast<float *>(reinterpret_cast<char *>(p.out) + c * p.out_bytes);
@@ -159,7 +159,7 @@ void run_type(const weights_product & p, int64_t row_0, int64_t row_1) {
     }
 }
 
-void run(const weights_product & p, int64_t row_0, int64_t row_1) {
+void run(const weights_product & p, void *, int64_t row_0, int64_t row_1) {
     with_row_type(
         p.type, [&](auto * row) { run_type<std::remove_cv_t<std::remove_pointer_t<decltype(row)>>>(p, row_0, row_1); });
 }
@@ -171,7 +171,7 @@ bool supported() {
 } // namespace
 
 const weights_kernels * weights_scalar() {
-    static const weights_kernels kernels = { "scalar", supported, run };
+    static const weights_kernels kernels = { "scalar", supported, 0, pack_quantised, run };
     return &kernels;
 }
 

@@ -2,9 +2,10 @@
 
 #pragma once
 
-#include "weights/bodies.h"
+#include "weights/columns.h"
 
 #include <algorithm>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
@@ -16,7 +17,8 @@ using namespace mixedkv;
 
 // Null for a name that this machine has no body for
 inline const weights_kernels * find_body(const std::string & name) {
-    for (const weights_kernels * body : { weights_avx512(), weights_avx2(), weights_scalar() }) {
+    for (const weights_kernels * body :
+         { weights_amx(), weights_avx512(), weights_avxvnni(), weights_avx2(), weights_scalar() }) {
         if (body && body->supported() && name == body->name) {
             return body;
         }
@@ -105,9 +107,19 @@ struct problem {
         });
     }
 
+    // Their blocks are what quantising makes of them.
     std::vector<column_block> packed() const {
+        static const column_q8_0 * next;
+        next = columns.data();
+
         std::vector<column_block> out(columns.size());
-        weights_pack(type, columns.data(), out.data(), int64_t(out.size()));
+        const weights_columns     to = { type, n_elements, out.data(), [](const float *, void * blocks, int64_t n) {
+                                        std::memcpy(blocks, next, n / WEIGHTS_BLOCK * sizeof(column_q8_0));
+                                        next += n / WEIGHTS_BLOCK;
+                                    } };
+        for (int64_t c = 0; c < n_columns; c++) {
+            pack_quantised(to, nullptr, c, 0, n_blocks());
+        }
         return out;
     }
 
@@ -125,7 +137,86 @@ struct problem {
                                                     out.data(),
                                                     n_rows * sizeof(float) };
         for (int64_t r = 0; r < n_rows; r += at_once) {
-            body.run(product, r, std::min(r + at_once, n_rows));
+            body.run(product, nullptr, r, std::min(r + at_once, n_rows));
+        }
+        return out;
+    }
+
+    std::vector<float> run(const weights_kernels & body) const { return run(body, 0, n_columns, n_rows); }
+};
+
+inline float value_of(int type, uint16_t bits) {
+    if (type == WEIGHTS_F16) {
+        return half_to_float(bits);
+    }
+    const uint32_t whole = uint32_t(bits) << 16;
+    float          x;
+    std::memcpy(&x, &whole, sizeof(x));
+    return x;
+}
+
+inline uint16_t bits_of(int type, float x) {
+    if (type == WEIGHTS_F16) {
+        return float_to_half(x);
+    }
+    uint32_t whole;
+    std::memcpy(&whole, &x, sizeof(whole));
+    return uint16_t((whole + 0x7fff + (whole >> 16 & 1)) >> 16);
+}
+
+// With rows of 16 bits
+struct halves {
+    struct alignas(WEIGHTS_ALIGNMENT) line {
+        char bytes[WEIGHTS_ALIGNMENT];
+    };
+
+    int                   type;
+    int64_t               n_elements, n_rows, n_columns;
+    std::vector<uint16_t> rows;
+    std::vector<float>    columns;
+
+    halves(int type_, int64_t elements, int64_t rows_, int64_t columns_) :
+        type(type_), n_elements(elements), n_rows(rows_), n_columns(columns_), rows(elements * rows_),
+        columns(elements * columns_) {
+        std::mt19937                    random(unsigned(type * 101 + elements * 31 + rows_ * 7 + columns_));
+        std::normal_distribution<float> normal;
+        std::generate(rows.begin(), rows.end(), [&] { return bits_of(type, 0.02f * normal(random)); });
+        std::generate(columns.begin(), columns.end(), [&] { return normal(random); });
+    }
+
+    static std::unique_ptr<line[]> lines(size_t bytes) {
+        return std::unique_ptr<line[]>(new line[bytes / sizeof(line)]);
+    }
+
+    // `n` columns from `first` on, each in two parts as threads share them
+    std::unique_ptr<line[]> packed(const weights_kernels & body, int64_t first, int64_t n) const {
+        const size_t            bytes = weights_columns_bytes(type, n_elements, n);
+        std::unique_ptr<line[]> out   = lines(bytes);
+        std::memset(out.get(), 0xff, bytes); // no number, where no column is
+        const weights_columns to       = { type, n_elements, out.get(), nullptr };
+        const int64_t         n_blocks = n_elements / WEIGHTS_BLOCK, half = n_blocks / 2;
+        for (int64_t c = 0; c < n; c++) {
+            const float * x = columns.data() + (first + c) * n_elements;
+            body.pack(to, x, c, 0, half);
+            body.pack(to, x + half * WEIGHTS_BLOCK, c, half, n_blocks - half);
+        }
+        return out;
+    }
+
+    weights_product product(const void * packed, int64_t n, float * out) const {
+        return {
+            type, n_elements, n_rows, n, rows.data(), size_t(n_elements) * 2, packed, out, n_rows * sizeof(float)
+        };
+    }
+
+    // In calls of `at_once` rows
+    std::vector<float> run(const weights_kernels & body, int64_t first, int64_t n, int64_t at_once) const {
+        const auto            columns_of = packed(body, first, n);
+        const auto            work       = lines(body.work_bytes);
+        std::vector<float>    out(n * n_rows, -1e30f);
+        const weights_product all = product(columns_of.get(), n, out.data());
+        for (int64_t r = 0; r < n_rows; r += at_once) {
+            body.run(all, work.get(), r, std::min(r + at_once, n_rows));
         }
         return out;
     }

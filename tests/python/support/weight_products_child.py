@@ -1,9 +1,9 @@
-"""Multiplies random matrices of each quantised type with ggml, and writes what comes out.
+"""Multiplies random matrices of each type with ggml, and writes what comes out.
 
 python -m support.weight_products_child IN.npz OUT.npz
 
 IN holds `columns` [n_columns, n_elements] and `weights` [n_rows, n_elements] in F32. OUT has for each type
-the quantised rows, as bytes, and the products of some first columns with some threads. For types that
+the rows, as bytes, and the products of some first columns with some threads. For types that
 llama.cpp repacks on this machine it has them once more, with rows that it has repacked, as many of the first
 rows as that takes. The environment says whose products they are.
 """
@@ -23,6 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 TYPES = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
+HALVES = {"F16": 1, "BF16": 30}
+ALL = TYPES | HALVES
 CASES = ((1, 1), (3, 1), (7, 2), (40, 1), (40, 3))  # columns and threads
 REPACKED = ("Q4_0", "Q4_K")
 N_TOGETHER = 8
@@ -131,7 +133,7 @@ def main() -> None:
     n_rows = len(weights)
     n_whole = n_rows - n_rows % N_TOGETHER
     out: dict[str, npt.NDArray[Any]] = {}
-    for name, kind in TYPES.items():
+    for name, kind in ALL.items():
         for n_columns, n_threads in CASES:
             context = ctypes.c_void_p(_base.ggml_init(_InitParams(_MEMORY, None, False)))
             rows = _tensor(context, kind, weights.shape)
@@ -148,10 +150,10 @@ def main() -> None:
             _base.ggml_free(context)
     for n_columns, n_threads in CASES:
         context = ctypes.c_void_p(_base.ggml_init(_InitParams(_MEMORY, None, False)))
-        parts = [(name, weights[:n]) for name in TYPES for n in (n_rows, N_FEWER)]
-        tensors = [_tensor(context, TYPES[name], part.shape) for name, part in parts]
+        parts = [(name, weights[:n]) for name in ALL for n in (n_rows, N_FEWER)]
+        tensors = [_tensor(context, ALL[name], part.shape) for name, part in parts]
         for tensor, (name, part) in zip(tensors, parts, strict=True):
-            _quantise(tensor, TYPES[name], part)
+            _quantise(tensor, ALL[name], part)
         products = _multiply_all(context, tensors, columns[:n_columns], n_threads)
         for product, (name, part) in zip(products, parts, strict=True):
             case = f"{name} {len(part)} together {n_columns} {n_threads}"

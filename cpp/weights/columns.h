@@ -1,0 +1,51 @@
+// Columns for products with quantised rows, one after the other: rounded to Q8_0 by llama.cpp and laid out for the
+// type.
+
+#pragma once
+
+#include "bodies.h"
+
+namespace mixedkv {
+namespace {
+
+inline size_t column_bytes(int64_t n_elements) {
+    return size_t(n_elements) / WEIGHTS_BLOCK * sizeof(column_block);
+}
+
+template <class Row>
+void pack_block(const column_q8_0 & in, column_block & out) {
+    int first = 0, second = 0;
+    for (int i = 0; i < WEIGHTS_BLOCK / 2; i++) {
+        first += in.values[i];
+        second += in.values[i + WEIGHTS_BLOCK / 2];
+    }
+    out.scale    = half_to_float(in.scale);
+    out.sum      = out.scale * float(first + second);
+    out.start[0] = -Row::bias * (Row::scales == 1 ? first + second : first);
+    out.start[1] = -Row::bias * second;
+    std::memset(out.halves, 0, sizeof(out.halves));
+    std::memcpy(out.halves[0] + 2, in.values, WEIGHTS_BLOCK / 2);
+    std::memcpy(out.halves[1] + 2, in.values + WEIGHTS_BLOCK / 2, WEIGHTS_BLOCK / 2);
+}
+
+inline void pack_quantised(const weights_columns & columns, const float * x, int64_t column, int64_t first, int64_t n) {
+    constexpr int64_t       at_once = 32;
+    alignas(64) column_q8_0 rounded[at_once];
+
+    auto * out = reinterpret_cast<column_block *>(static_cast<char *>(columns.packed) +
+                                                  column * column_bytes(columns.n_elements)) +
+                 first;
+    with_row_type(columns.type, [&](auto * row) {
+        using Row = std::remove_cv_t<std::remove_pointer_t<decltype(row)>>;
+        for (int64_t b = 0, some; b < n; b += some) {
+            some = n - b < at_once ? n - b : at_once;
+            columns.quantise(x + b * WEIGHTS_BLOCK, rounded, some * WEIGHTS_BLOCK);
+            for (int64_t i = 0; i < some; i++) {
+                pack_block<Row>(rounded[i], out[b + i]);
+            }
+        }
+    });
+}
+
+} // namespace
+} // namespace mixedkv
