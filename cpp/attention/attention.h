@@ -157,8 +157,8 @@ struct attention_args {
     float             v_skip = 0.0f;
     attention_skips * skips  = nullptr;
 
-    // Bits that Q and the weights are rounded to where rows of integers are multiplied, 16 or 8. Only the body avx512
-    // obeys 8
+    // Bits that Q and the weights are rounded to where rows of integers are multiplied, 16 or 8. Only avx512 and amx
+    // obey 8
     int rounding = 16;
 
     attention_pages pages;

@@ -121,7 +121,7 @@ struct attention_kernels {
 bool cpu_has_avx2(); // with FMA and F16C
 bool cpu_has_avxvnni();
 bool cpu_has_avx512(); // with F, VL, BW, DQ, VBMI and VNNI
-bool cpu_has_amx();    // with BF16 and INT8 tiles, AVX512_BF16 and GFNI; asks Linux for the permission
+bool cpu_has_amx();    // with BF16 and INT8 tiles, and AVX512_BF16; asks Linux for the permission
 bool cpu_has_neon();
 
 // nullptr where the compiler or the processor family does not have the instruction set.

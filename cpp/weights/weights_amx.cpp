@@ -48,11 +48,6 @@ struct amx_bf16 {
     static void    split(__m512i x, char * tile) { _mm512_store_si512(tile, x); }
 };
 
-// What is written by vector instructions and read by tiles, or the other way round: GCC 12 does not know.
-MIXEDKV_INLINE void memory_is_used() {
-    __asm__ volatile("" : : : "memory");
-}
-
 // Columns lie in tiles of 16 columns and 32 elements, one for each part, block after block of 16 columns.
 template <class Row>
 char * tile_of(const weights_columns & columns, int64_t column, int64_t block) {
@@ -218,7 +213,6 @@ void run_rows(const weights_product & p, void * memory, int64_t row_0, int64_t r
                     }
                 }
             }
-            memory_is_used();
             work.write(p, row, n_rows, column, n_columns);
         }
     }

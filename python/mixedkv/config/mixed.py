@@ -59,8 +59,8 @@ class MixedKVConfig:
             and extend it again later. Statistics and the log report it; tokens evaluated meanwhile are not
             exact.
         rounding: bits of Q and of attention weights where the fused kernel multiplies them with the integers
-            of older tokens: 16, or 8, which takes less time where that kernel is "avx512": on processors
-            with AVX-512 VNNI and without AMX. Other kernels always use 16. "auto" is 8 in layers whose K
+            of older tokens: 16, or 8, which takes less time where that kernel is "avx512" or "amx": on
+            processors with AVX-512 VNNI. Other kernels always use 16. "auto" is 8 in layers whose K
             and V have 4 bits at most, which are coarser themselves. See docs/decisions/066.
         v_skip: while decoding with the fused kernel, skip values whose attention weight is below a 64th of
             this share of the largest weight; 0 skips none. 1e-6 is a good start.

@@ -257,8 +257,11 @@ int main(int argc, char ** argv) {
     }
     for (int i = 0; i < prompts; i++) {
         test::rng          r(i);
-        const prompt       p = random_prompt(r, 0);
+        prompt             p = random_prompt(r, 0);
         std::vector<float> whole(size_t(p.n_tokens) * p.n_head * p.d, NAN);
+        if (mixedkv::attention_isa() == std::string("amx")) {
+            p.rounding = 8; // with 16 prefill has sums of its own there
+        }
         step(r, p, 0, p.n_tokens, whole);
         check_values(p, whole, "at once", i);
         for (const int longest : { 1, 40, 300, 700 }) {
