@@ -245,11 +245,13 @@ struct weights_kernels {
     const char * name;
     bool (*supported)();
     size_t work_bytes; // that a thread needs
+    size_t (*columns_bytes)(int type, int64_t n_elements, int64_t n_columns);
     void (*pack)(const weights_columns & columns, const float * x, int64_t column, int64_t first, int64_t n);
     void (*run)(const weights_product & product, void * work, int64_t row_0, int64_t row_1);
 };
 
-const weights_kernels * weights_amx(); // 16 bits
+const weights_kernels * weights_amx();           // rows in 16 bits, many columns
+const weights_kernels * weights_avx512_halves(); // rows in 16 bits, few columns
 const weights_kernels * weights_avx512();
 const weights_kernels * weights_avxvnni();
 const weights_kernels * weights_avx2();

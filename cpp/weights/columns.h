@@ -28,6 +28,10 @@ void pack_block(const column_q8_0 & in, column_block & out) {
     std::memcpy(out.halves[1] + 2, in.values + WEIGHTS_BLOCK / 2, WEIGHTS_BLOCK / 2);
 }
 
+inline size_t quantised_bytes(int, int64_t n_elements, int64_t n_columns) {
+    return size_t(n_columns) * column_bytes(n_elements);
+}
+
 inline void pack_quantised(const weights_columns & columns, const float * x, int64_t column, int64_t first, int64_t n) {
     constexpr int64_t       at_once = 32;
     alignas(64) column_q8_0 rounded[at_once];

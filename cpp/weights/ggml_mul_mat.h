@@ -37,8 +37,8 @@ static inline size_t weights_wdata_size(const struct ggml_tensor * dst, int n_th
     if (!weights_take(dst)) {
         return 0;
     }
-    const size_t work = (size_t)n_threads * weights_work_bytes(weights_type_of(dst->src[0]));
-    return WEIGHTS_ALIGNMENT + weights_packed_size(dst) + work;
+    const size_t work = weights_work_bytes(weights_type_of(dst->src[0]), ggml_nrows(dst->src[1]));
+    return WEIGHTS_ALIGNMENT + weights_packed_size(dst) + n_threads * work;
 }
 
 // This thread's share of the blocks of all columns
@@ -112,6 +112,7 @@ static inline int weights_compute_forward(struct ggml_compute_params * params, c
     const struct weights_columns columns = {
         .type       = weights_type_of(first->src[0]),
         .n_elements = first->src[0]->ne[0],
+        .n_columns  = ggml_nrows(first->src[1]),
         .packed     = packed,
         .quantise   = ggml_get_type_traits_cpu(GGML_TYPE_Q8_0)->from_float,
     };
@@ -121,7 +122,8 @@ static inline int weights_compute_forward(struct ggml_compute_params * params, c
     }
     ggml_barrier(params->threadpool);
 
-    char * const work = packed + weights_packed_size(first) + params->ith * weights_work_bytes(columns.type);
+    char * const work =
+        packed + weights_packed_size(first) + params->ith * weights_work_bytes(columns.type, columns.n_columns);
 
     // Four turns for each thread, so that one that is held up leaves its work to others
     const int64_t least = n_rows / (4 * params->nth);

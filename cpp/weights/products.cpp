@@ -18,11 +18,11 @@ const weights_kernels * if_supported(const weights_kernels * body) {
     return body && body->supported() ? body : nullptr;
 }
 
-// For quantised rows, and for those in 16 bits. Without a body for the processor llama.cpp's own products are faster
-// than the twin, which is taken only when forced.
+// Without a body for the processor llama.cpp's own products are faster than the twin, which is taken only when forced.
 struct bodies {
-    const weights_kernels * quantised = nullptr;
-    const weights_kernels * halves    = nullptr;
+    const weights_kernels * quantised   = nullptr;
+    const weights_kernels * halves_one  = nullptr; // rows in 16 bits, a single column
+    const weights_kernels * halves_many = nullptr; // WEIGHTS_HALVES_COLUMNS or more
 
     bodies() {
         const char *      forced = std::getenv("MIXEDKV_ISA");
@@ -35,10 +35,11 @@ struct bodies {
             return;
         }
         if (isa.empty() || isa == "amx") {
-            halves = if_supported(weights_amx());
+            halves_many = if_supported(weights_amx());
         }
         if (isa != "avx2" && isa != "avxvnni") {
-            quantised = if_supported(weights_avx512());
+            quantised  = if_supported(weights_avx512());
+            halves_one = if_supported(weights_avx512_halves());
         }
         if (!quantised && isa != "avx2") {
             quantised = if_supported(weights_avxvnni());
@@ -58,8 +59,17 @@ bool is_half(int type) {
     return type == WEIGHTS_F16 || type == WEIGHTS_BF16;
 }
 
-const weights_kernels & body_of(int type) {
-    return is_half(type) ? *chosen().halves : *chosen().quantised;
+// Null where llama.cpp makes the product
+const weights_kernels * body_of(int type, int64_t n_columns) {
+    static const bool all = is_set("MIXEDKV_WEIGHTS", "all");
+    if (is_half(type)) {
+        return n_columns == 1                        ? chosen().halves_one
+               : n_columns >= WEIGHTS_HALVES_COLUMNS ? chosen().halves_many
+                                                     : nullptr;
+    }
+    bool own = all || n_columns > 1;
+    return with_row_type(type, [&](auto * row) { own = own || row->faster_alone; }) && own ? chosen().quantised
+                                                                                           : nullptr;
 }
 
 // What rows of a quantised type want of the columns: their bias, and how many scales they have in a block
@@ -75,33 +85,25 @@ std::pair<int, int> packing_of(int type) {
 using namespace mixedkv;
 
 bool weights_supported(int type, int64_t n_columns) {
-    static const bool all = is_set("MIXEDKV_WEIGHTS", "all");
-    if (is_half(type)) {
-        return chosen().halves && (all || n_columns >= WEIGHTS_HALVES_COLUMNS);
-    }
-    bool own = all || n_columns > 1;
-    return with_row_type(type, [&](auto * row) { own = own || row->faster_alone; }) && own && chosen().quantised;
+    return body_of(type, n_columns);
 }
 
 size_t weights_columns_bytes(int type, int64_t n_elements, int64_t n_columns) {
-    if (is_half(type)) { // tiles of 16, with two parts of an F16
-        return size_t((n_columns + 15) / 16 * 16 * n_elements * (type == WEIGHTS_F16 ? 4 : 2));
-    }
-    return size_t(n_columns) * column_bytes(n_elements);
+    return body_of(type, n_columns)->columns_bytes(type, n_elements, n_columns);
 }
 
 void weights_pack(const weights_columns * columns, const float * x, int64_t column, int64_t first, int64_t n) {
-    body_of(columns->type).pack(*columns, x, column, first, n);
+    body_of(columns->type, columns->n_columns)->pack(*columns, x, column, first, n);
 }
 
 bool weights_packed_alike(int a, int b) {
     return is_half(a) || is_half(b) ? a == b : packing_of(a) == packing_of(b);
 }
 
-size_t weights_work_bytes(int type) {
-    return body_of(type).work_bytes;
+size_t weights_work_bytes(int type, int64_t n_columns) {
+    return body_of(type, n_columns)->work_bytes;
 }
 
 void weights_run(const weights_product * product, void * work, int64_t row_0, int64_t row_1) {
-    body_of(product->type).run(*product, work, row_0, row_1);
+    body_of(product->type, product->n_columns)->run(*product, work, row_0, row_1);
 }

@@ -14,7 +14,7 @@
 #define WEIGHTS_ROWS            32 // that a thread draws at once: 192 are few enough to share between several
 #define WEIGHTS_QUANTISED_BYTES 34 // of a block of a column, as ggml quantises it
 #define WEIGHTS_ALIGNMENT       64 // of packed columns and of a thread's memory, in bytes
-#define WEIGHTS_HALVES_COLUMNS  16 // fewer with rows in 16 bits are left to llama.cpp
+#define WEIGHTS_HALVES_COLUMNS  16 // fewer with rows in 16 bits, but for single ones, are left to llama.cpp
 
 #ifdef __cplusplus
 extern "C" {
@@ -58,15 +58,16 @@ struct weights_product {
     size_t       out_bytes; // from a column of out to the next
 };
 
-// Whether products of rows of this type with so many columns are made here, on this processor. llama.cpp keeps few
-// columns of some types, for which it is faster. MIXEDKV_WEIGHTS=llama.cpp leaves all to it, MIXEDKV_WEIGHTS=all takes
-// any number for all types that this processor has a body for. MIXEDKV_ISA forces a body as it does for attention.
+// Whether products of rows of this type with so many columns are made here, on this processor; all functions below need
+// that. llama.cpp keeps few columns of some types, for which it is faster. MIXEDKV_WEIGHTS=llama.cpp leaves all to it,
+// MIXEDKV_WEIGHTS=all takes single columns of all quantised types. MIXEDKV_ISA forces a body as it does for attention.
 WEIGHTS_API bool weights_supported(int type, int64_t n_columns);
 
 // Columns as products with this type of rows read them, at an address that is a multiple of WEIGHTS_ALIGNMENT
 struct weights_columns {
-    int     type;
+    int     type; // of rows
     int64_t n_elements;
+    int64_t n_columns;
     void *  packed;
 
     // llama.cpp's, to its Q8_0
@@ -83,7 +84,7 @@ WEIGHTS_API void weights_pack(const struct weights_columns * columns, const floa
 WEIGHTS_API bool weights_packed_alike(int a, int b);
 
 // Memory that each thread needs, a multiple of WEIGHTS_ALIGNMENT
-WEIGHTS_API size_t weights_work_bytes(int type);
+WEIGHTS_API size_t weights_work_bytes(int type, int64_t n_columns);
 
 // Rows row_0 to row_1 - 1 of all columns; row_0 is a multiple of WEIGHTS_ROWS.
 WEIGHTS_API void weights_run(const struct weights_product * product, void * work, int64_t row_0, int64_t row_1);

@@ -191,7 +191,7 @@ void run_rows(const weights_product & p, void * memory, int64_t row_0, int64_t r
     using work_of               = amx_work<Row>;
     constexpr int64_t most_rows = work_of::row_tiles * lanes, most_columns = work_of::column_tiles * lanes;
 
-    const weights_columns columns  = { p.type, p.n_elements, const_cast<void *>(p.columns), nullptr };
+    const weights_columns columns  = { p.type, p.n_elements, p.n_columns, const_cast<void *>(p.columns), nullptr };
     const int64_t         n_blocks = p.n_elements / WEIGHTS_BLOCK;
     work_of &             work     = *static_cast<work_of *>(memory);
     const tile_session    session;
@@ -218,6 +218,11 @@ void run_rows(const weights_product & p, void * memory, int64_t row_0, int64_t r
     }
 }
 
+size_t columns_bytes(int type, int64_t n_elements, int64_t n_columns) {
+    const int64_t tiles = (n_columns + lanes - 1) / lanes * (n_elements / WEIGHTS_BLOCK);
+    return size_t(tiles) * tile_bytes * (type == WEIGHTS_F16 ? amx_f16::parts : amx_bf16::parts);
+}
+
 void pack(const weights_columns & columns, const float * x, int64_t column, int64_t first, int64_t n) {
     if (columns.type == WEIGHTS_F16) {
         return pack_blocks<amx_f16>(columns, x, column, first, n);
@@ -235,7 +240,7 @@ void run(const weights_product & p, void * work, int64_t row_0, int64_t row_1) {
 } // namespace
 
 const weights_kernels * weights_amx() {
-    static const weights_kernels kernels = { "amx", cpu_has_amx, sizeof(amx_work<amx_f16>), pack, run };
+    static const weights_kernels kernels = { "amx", cpu_has_amx, sizeof(amx_work<amx_f16>), columns_bytes, pack, run };
     static_assert(sizeof(amx_work<amx_bf16>) == sizeof(amx_work<amx_f16>));
     return &kernels;
 }

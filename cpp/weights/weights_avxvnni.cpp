@@ -29,7 +29,8 @@ struct avxvnni : avx2 {
 } // namespace
 
 const weights_kernels * weights_avxvnni() {
-    static const weights_kernels kernels = { "avxvnni", cpu_has_avxvnni, 0, pack_quantised, run_body<avxvnni> };
+    static const weights_kernels kernels = { "avxvnni",       cpu_has_avxvnni, 0,
+                                             quantised_bytes, pack_quantised,  run_body<avxvnni> };
     return &kernels;
 }
 

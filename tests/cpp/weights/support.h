@@ -17,8 +17,17 @@ using namespace mixedkv;
 
 // Null for a name that this machine has no body for
 inline const weights_kernels * find_body(const std::string & name) {
-    for (const weights_kernels * body :
-         { weights_amx(), weights_avx512(), weights_avxvnni(), weights_avx2(), weights_scalar() }) {
+    for (const weights_kernels * body : { weights_avx512(), weights_avxvnni(), weights_avx2(), weights_scalar() }) {
+        if (body && body->supported() && name == body->name) {
+            return body;
+        }
+    }
+    return nullptr;
+}
+
+// For rows in 16 bits
+inline const weights_kernels * find_halves_body(const std::string & name) {
+    for (const weights_kernels * body : { weights_amx(), weights_avx512_halves() }) {
         if (body && body->supported() && name == body->name) {
             return body;
         }
@@ -113,10 +122,11 @@ struct problem {
         next = columns.data();
 
         std::vector<column_block> out(columns.size());
-        const weights_columns     to = { type, n_elements, out.data(), [](const float *, void * blocks, int64_t n) {
-                                        std::memcpy(blocks, next, n / WEIGHTS_BLOCK * sizeof(column_q8_0));
-                                        next += n / WEIGHTS_BLOCK;
-                                    } };
+        const weights_columns     to = { type, n_elements, n_columns, out.data(),
+                                         [](const float *, void * blocks, int64_t n) {
+                                         std::memcpy(blocks, next, n / WEIGHTS_BLOCK * sizeof(column_q8_0));
+                                         next += n / WEIGHTS_BLOCK;
+                                     } };
         for (int64_t c = 0; c < n_columns; c++) {
             pack_quantised(to, nullptr, c, 0, n_blocks());
         }
@@ -185,15 +195,15 @@ struct halves {
     }
 
     static std::unique_ptr<line[]> lines(size_t bytes) {
-        return std::unique_ptr<line[]>(new line[bytes / sizeof(line)]);
+        return std::unique_ptr<line[]>(new line[(bytes + sizeof(line) - 1) / sizeof(line)]);
     }
 
     // `n` columns from `first` on, each in two parts as threads share them
     std::unique_ptr<line[]> packed(const weights_kernels & body, int64_t first, int64_t n) const {
-        const size_t            bytes = weights_columns_bytes(type, n_elements, n);
+        const size_t            bytes = body.columns_bytes(type, n_elements, n);
         std::unique_ptr<line[]> out   = lines(bytes);
         std::memset(out.get(), 0xff, bytes); // no number, where no column is
-        const weights_columns to       = { type, n_elements, out.get(), nullptr };
+        const weights_columns to       = { type, n_elements, n, out.get(), nullptr };
         const int64_t         n_blocks = n_elements / WEIGHTS_BLOCK, half = n_blocks / 2;
         for (int64_t c = 0; c < n; c++) {
             const float * x = columns.data() + (first + c) * n_elements;

@@ -88,7 +88,7 @@ void whole_numbers_are_exact(int type) {
 
 int main(int argc, char ** argv) {
     CHECK(argc == 2);
-    body = test::find_body(argv[1]);
+    body = test::find_halves_body(argv[1]);
     if (!body) {
         std::printf("%s: not on this machine\n", argv[1]);
         return 77;

@@ -15,8 +15,10 @@ from mixedkv.bundled import model_path
 
 STEPS = (1, 1, 2, 3, 7, 20, 33, 64, 100, 200)  # tokens, one of these each time
 
+ISA = _core.version()["isa"]
+
 pytestmark = pytest.mark.skipif(
-    _core.version()["isa"] not in ("avx512", "avxvnni", "avx2"),
+    ISA not in ("amx", "avx512", "avxvnni", "avx2"),
     reason="promised by the kernels of AVX2 and AVX-512 (docs/kernels.md)",
 )
 
@@ -58,6 +60,8 @@ def open_model(path: Path, kv: str) -> Llama:
     "kv", ["mixed", "mixed:quality", "mixed:cold=tc3", "mixed:threshold=200,group=50", "mixed:rounding=8"]
 )
 def test_any_cut_gives_the_same_bits(kv: str) -> None:
+    if ISA == "amx" and kv == "mixed:quality":
+        pytest.skip("on AMX prefill with 16 bits has sums of its own (docs/kernels.md)")
     with open_model(model_path(), kv) as llm:
         assert differing(llm, 6, 4, 700) == []
 
