@@ -1,5 +1,5 @@
-// AMX for prefill with 16 bits and over rows of floats. Decode, and prefill in 8 bits, are as fast on AVX-512, and have
-// the same bits there.
+// AMX for prefill, but in 8 bits over rows of integers: that, and decode, are as fast on AVX-512, and have the same
+// bits there.
 
 #include "kernel.h"
 
@@ -8,12 +8,14 @@
 #include "page_choice.h"
 #include "sketcher.h"
 #include "x86/amx_prefill.h"
+#include "x86/vnni_bytes.h"
 
 namespace mixedkv {
 namespace {
 
 void run(const attention_item & w) {
-    if (w.few || w.args->rounding == 8 || !amx_prefill::fits(*w.args)) {
+    const bool in_bytes = w.args->rounding == 8 && integer_prefill<vnni_bytes>::fits(*w.args);
+    if (w.few || in_bytes || !amx_prefill::fits(*w.args)) {
         return attention_avx512()->run(w);
     }
     amx_prefill::run(w);

@@ -86,7 +86,7 @@ inline int64_t count_pieces(const attention_args & a) {
 }
 
 // The keys of a piece become those at hand.
-inline void go_to_piece(attention_item & w, int64_t piece) {
+static inline void go_to_piece(attention_item & w, int64_t piece) {
     const attention_order & order   = w.args->order;
     const int64_t           n_keys  = count_plain_keys(*w.args);
     const int64_t           ordered = piece - count_pieces(n_keys);
@@ -121,7 +121,7 @@ struct attention_kernels {
 bool cpu_has_avx2(); // with FMA and F16C
 bool cpu_has_avxvnni();
 bool cpu_has_avx512(); // with F, VL, BW, DQ, VBMI and VNNI
-bool cpu_has_amx();    // with BF16 and INT8 tiles, and AVX512_BF16; asks Linux for the permission
+bool cpu_has_amx();    // with BF16 tiles, and AVX512_BF16; asks Linux for the permission
 bool cpu_has_neon();
 
 // nullptr where the compiler or the processor family does not have the instruction set.

@@ -22,7 +22,8 @@ static inline int weights_type_of(const struct ggml_tensor * rows) {
 static inline bool weights_take(const struct ggml_tensor * dst) {
     const struct ggml_tensor * rows = dst->src[0];
     return dst->op == GGML_OP_MUL_MAT && rows->ne[0] % WEIGHTS_BLOCK == 0 && rows->ne[2] == 1 && rows->ne[3] == 1 &&
-           dst->src[1]->type == GGML_TYPE_F32 && ggml_is_contiguous(dst) &&
+           rows->nb[0] == ggml_type_size(rows->type) && dst->src[1]->type == GGML_TYPE_F32 &&
+           dst->src[1]->nb[0] == sizeof(float) && ggml_is_contiguous(dst) &&
            weights_supported(weights_type_of(rows), ggml_nrows(dst->src[1]));
 }
 

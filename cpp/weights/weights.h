@@ -1,8 +1,8 @@
 // Products of weights with activations: docs/decisions/062-own-products-with-weights.md.
 // In C, for ggml: it is compiled into ggml-base, and ggml_mul_mat.h calls it from ggml's product of matrices.
 //
-// A sum has one order, block after block, whatever the number of columns and threads: a column has the same bits in any
-// batch whose product is made here.
+// A sum has one order, whatever the number of columns and threads: with quantised rows a column has the same bits in
+// any batch, with rows in 16 bits in any of 16 columns and more.
 
 #pragma once
 

@@ -2,6 +2,7 @@
 //
 // A number is a sum of parts in BF16: F16 of two, of 8 and 3 bits, without a loss. Of the four products of parts the
 // one of the two low ones is left out, which is a 2^-16th of the whole at most. Sums are in F32, element after element.
+// An infinite number has a low part that is none: its products are NaN.
 
 #include "bodies.h"
 

@@ -6,6 +6,7 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VNNI__)
 #include "panel.h"
 
+#include <cmath>
 #include <immintrin.h>
 
 namespace mixedkv {
@@ -115,11 +116,12 @@ struct bf16 {
         const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p));
         return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
     }
-    static __m512 rounded(__m512 x) { // to the nearest, ties to even
+    static __m512 rounded(__m512 x) { // to the nearest, ties to even; NaN is NaN, whatever its lower bits are
         const __m512i bits = _mm512_castps_si512(x);
         const __m512i odd  = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
         const __m512i up   = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-        return _mm512_castsi512_ps(_mm512_and_si512(up, _mm512_set1_epi32(int(0xffff0000))));
+        const __m512  near = _mm512_castsi512_ps(_mm512_and_si512(up, _mm512_set1_epi32(int(0xffff0000))));
+        return _mm512_mask_mov_ps(near, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_ps(NAN));
     }
 };
 

@@ -7,8 +7,8 @@
 namespace mixedkv {
 namespace {
 
-// Configures the tiles, all with 16 rows of 64 bytes, and leaves them as they were: others on this thread may rely on
-// it. Configuring takes 330 cycles: once per item.
+// Configures the tiles, all with 16 rows of 64 bytes, and puts back the configuration that it found: others on this
+// thread may rely on it. Configuring takes 330 cycles: once per item.
 struct tile_session {
     struct alignas(64) config {
         uint8_t  palette = 0, start_row = 0, reserved[14] = {};

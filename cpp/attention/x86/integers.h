@@ -1,4 +1,4 @@
-// What K and V in integers share on AVX2, AVX-512 and AMX: the rows' types, their scales, and weights as integers. L is
+// What K and V in integers share on AVX2 and AVX-512: the rows' types, their scales, and weights as integers. L is
 // a vector layer.
 
 #pragma once

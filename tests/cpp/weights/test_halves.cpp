@@ -73,6 +73,18 @@ void numbers_of_all_sizes(int type) {
     check(p, 1.6e-5);
 }
 
+// Whatever its bits are: memory that was never written may hold any
+void nan_stays_nan(int type) {
+    for (const uint32_t bits : { 0x7fffffffu, 0x7f800001u, 0x7fc00000u, 0xffffffffu, 0xff800001u }) {
+        halves p(type, 64, 3, 2);
+        std::memcpy(&p.columns[37], &bits, sizeof(bits));
+        const std::vector<float> got = p.run(*body);
+        for (size_t i = 0; i < got.size(); i++) {
+            CHECK(std::isnan(got[i]) == (i < 3));
+        }
+    }
+}
+
 void whole_numbers_are_exact(int type) {
     halves p(type, 128, 48, 33);
     for (size_t i = 0; i < p.rows.size(); i++) {
@@ -98,6 +110,7 @@ int main(int argc, char ** argv) {
         a_column_has_the_same_bits_in_any_batch(type);
         rows_may_be_drawn_by_many_threads(type);
         numbers_of_all_sizes(type);
+        nan_stays_nan(type);
         whole_numbers_are_exact(type);
     }
 }
