@@ -122,13 +122,14 @@ struct problem {
         next = columns.data();
 
         std::vector<column_block> out(columns.size());
+        const std::vector<float>  unused(n_elements);
         const weights_columns     to = { type, n_elements, n_columns, out.data(),
                                          [](const float *, void * blocks, int64_t n) {
                                          std::memcpy(blocks, next, n / WEIGHTS_BLOCK * sizeof(column_q8_0));
                                          next += n / WEIGHTS_BLOCK;
                                      } };
         for (int64_t c = 0; c < n_columns; c++) {
-            pack_quantised(to, nullptr, c, 0, n_blocks());
+            pack_quantised(to, unused.data(), c, 0, n_blocks());
         }
         return out;
     }
