@@ -31,7 +31,7 @@ struct column_q8_0 { // as ggml has it
     uint16_t scale;
     int8_t   values[WEIGHTS_BLOCK];
 };
-static_assert(sizeof(column_q8_0) == WEIGHTS_QUANTISED_BYTES);
+static_assert(sizeof(column_q8_0) == 34);
 
 // The types of rows. An element is scale * (value - bias) + least; value has so many bits and no sign. faster_alone
 // says that one column is no slower than llama.cpp's product, which decides who makes it unless MIXEDKV_WEIGHTS=all.
@@ -190,14 +190,6 @@ struct rows_q4_k_x8 {
 };
 static_assert(sizeof(rows_q4_k_x8) == 8 * sizeof(row_q4_k));
 
-// To the second cache. Short rows that are read side by side escape the processor's own prefetching, so the rows after
-// them are fetched meanwhile; 16 rows and the next 16 are more than the first cache holds.
-MIXEDKV_INLINE void fetch(const char * p, size_t n) {
-    for (size_t line = 0; line < n; line += 64) {
-        __builtin_prefetch(p + line, 0, 2);
-    }
-}
-
 // Calls f with a null pointer to the struct of the type; returns false for a type that is none of these.
 template <class F>
 bool with_row_type(int type, F && f) {
@@ -251,7 +243,7 @@ struct weights_kernels {
 };
 
 const weights_kernels * weights_amx();           // rows in 16 bits, many columns
-const weights_kernels * weights_avx512_halves(); // rows in 16 bits, few columns
+const weights_kernels * weights_avx512_halves(); // rows in 16 bits, a single column
 const weights_kernels * weights_avx512();
 const weights_kernels * weights_avxvnni();
 const weights_kernels * weights_avx2();

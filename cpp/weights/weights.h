@@ -10,11 +10,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define WEIGHTS_BLOCK           32 // elements that share a scale, of rows and of columns
-#define WEIGHTS_ROWS            32 // that a thread draws at once: 192 are few enough to share between several
-#define WEIGHTS_QUANTISED_BYTES 34 // of a block of a column, as ggml quantises it
-#define WEIGHTS_ALIGNMENT       64 // of packed columns and of a thread's memory, in bytes
-#define WEIGHTS_HALVES_COLUMNS  16 // fewer with rows in 16 bits, but for single ones, are left to llama.cpp
+#define WEIGHTS_BLOCK          32 // elements that share a scale, of rows and of columns
+#define WEIGHTS_ROWS           32 // that a thread draws at once: 192 are few enough to share between several
+#define WEIGHTS_ALIGNMENT      64 // of packed columns and of a thread's memory, in bytes
+#define WEIGHTS_HALVES_COLUMNS 16 // fewer with rows in 16 bits, but for single ones, are left to llama.cpp
 
 #ifdef __cplusplus
 extern "C" {

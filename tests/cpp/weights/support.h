@@ -5,6 +5,7 @@
 #include "weights/columns.h"
 
 #include <algorithm>
+#include <initializer_list>
 #include <memory>
 #include <random>
 #include <string>
@@ -16,8 +17,9 @@ namespace {
 using namespace mixedkv;
 
 // Null for a name that this machine has no body for
-inline const weights_kernels * find_body(const std::string & name) {
-    for (const weights_kernels * body : { weights_avx512(), weights_avxvnni(), weights_avx2(), weights_scalar() }) {
+inline const weights_kernels * find_among(std::initializer_list<const weights_kernels *> bodies,
+                                          const std::string &                            name) {
+    for (const weights_kernels * body : bodies) {
         if (body && body->supported() && name == body->name) {
             return body;
         }
@@ -25,14 +27,13 @@ inline const weights_kernels * find_body(const std::string & name) {
     return nullptr;
 }
 
+inline const weights_kernels * find_body(const std::string & name) {
+    return find_among({ weights_avx512(), weights_avxvnni(), weights_avx2(), weights_scalar() }, name);
+}
+
 // For rows in 16 bits
 inline const weights_kernels * find_halves_body(const std::string & name) {
-    for (const weights_kernels * body : { weights_amx(), weights_avx512_halves() }) {
-        if (body && body->supported() && name == body->name) {
-            return body;
-        }
-    }
-    return nullptr;
+    return find_among({ weights_amx(), weights_avx512_halves() }, name);
 }
 
 struct named_type {
