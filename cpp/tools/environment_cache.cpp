@@ -87,6 +87,10 @@ void set_option(cache_spec & spec, const std::string & key, const std::string & 
         config.n_draft = number_of(value);
     } else if (key == "equalize" && (value == "true" || value == "false")) {
         config.equalize = value == "true";
+    } else if (key == "attention" && (value == "auto" || value == "fused" || value == "merged")) {
+        config.attention = value == "auto"    ? MIXEDKV_ATTENTION_AUTO
+                           : value == "fused" ? MIXEDKV_ATTENTION_FUSED
+                                              : MIXEDKV_ATTENTION_MERGED;
     } else if (key == "rounding") {
         config.rounding = value == "auto" ? 0 : number_of(value);
     } else if (key == "v_skip") {
@@ -96,7 +100,7 @@ void set_option(cache_spec & spec, const std::string & key, const std::string & 
     } else {
         throw std::invalid_argument(key + "=" + value +
                                     " is not understood here: use cold, cold_k, cold_v, threshold, "
-                                    "group, sinks, draft, equalize, rounding, v_skip or sparse=eps:E");
+                                    "group, sinks, draft, equalize, attention, rounding, v_skip or sparse=eps:E");
     }
 }
 

@@ -78,7 +78,7 @@ uint32_t llama_kv_cache_mixed_context::get_n_mask(const llama_ubatch & ubatch, c
 
     const uint32_t n = get_n_kv() + kv_mixed->get_hot().get_n_rows() + ubatch.n_tokens/n_stream;
 
-    return kv_mixed->is_fused() ? n : GGML_PAD(n, llama_kv_cache_mixed::n_pad_view);
+    return kv_mixed->pads_mask() ? GGML_PAD(n, llama_kv_cache_mixed::n_pad_view) : n;
 }
 
 // cosines and sines of the biases that K lacks, for layers that are not fused
@@ -205,6 +205,22 @@ ggml_tensor * llama_kv_cache_mixed_context::cpy_k(ggml_context * ctx, ggml_tenso
     return llama_kv_cache_context::cpy_k(ctx, cold, idxs_row(ctx, k_idxs, 0), il);
 }
 
+void llama_kv_cache_mixed_context::set_device(llama_kv_node & node, int32_t il) const {
+    node.on_device = kv_mixed->is_on_device(il);
+    node.scale_k   = node.on_device && node.scales ? kv_mixed->get_scale_k(il) : nullptr;
+    node.scale_q   = node.on_device && node.scales ? kv_mixed->get_scale_q(il) : nullptr;
+}
+
+ggml_backend_t llama_kv_cache_mixed_context::find_backend(const llm_graph_context & graph, int32_t il) const {
+    for (int i = 0; i < ggml_backend_sched_get_n_backends(graph.sched); ++i) {
+        ggml_backend_t backend = ggml_backend_sched_get_backend(graph.sched, i);
+        if (ggml_backend_get_device(backend) == kv_mixed->get_device(il)) {
+            return backend;
+        }
+    }
+    return nullptr; // the scheduler chooses
+}
+
 ggml_tensor * llama_kv_cache_mixed_context::store_fused(ggml_context * ctx, ggml_tensor * v_cur, ggml_tensor * v_idxs, int32_t il) const {
     auto & rows = cur[il];
     auto & node = kv_mixed->get_node(il);
@@ -218,6 +234,7 @@ ggml_tensor * llama_kv_cache_mixed_context::store_fused(ggml_context * ctx, ggml
     node.has_ring   = kv_mixed->get_hot().has_rows();
     node.pages      = kv_mixed->get_pages(il);
     node.all_pages  = &kv_mixed->get_all_pages();
+    set_device(node, il);
 
     ggml_tensor * cold_k = llama_kv_cache_context::get_k(ctx, il)->view_src;
     ggml_tensor * cold_v = v_cur ? llama_kv_cache_context::get_v(ctx, il)->view_src : nullptr;
@@ -329,6 +346,7 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn_fused(
     node.pairs         = kv_mixed->is_fused() ? kv_mixed->get_pairs(il) : nullptr;
     node.pages         = kv_mixed->get_pages(il);
     node.all_pages     = &kv_mixed->get_all_pages();
+    set_device(node, il);
     node.is_latent     = kv_mixed->is_latent(il);
     node.is_deep       = uint32_t(il) >= hparams.n_layer()/2;
     node.most_pieces   = kv_mixed->make_hot_order().most_pieces(kv_mixed->get_hot().get_slots().get_n_seq(), kv_mixed->get_hot().get_n_rows() + q->ne[2]);
@@ -353,9 +371,10 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn_fused(
     ggml_tensor * res = llama_kv_node_attention(ctx, node, q, k, v, ring_k, ring_v, rows.stored, rows.ring_idxs, kq_mask, sinks, &choice);
 
     // the nodes call functions of this process, and a backend that computes elsewhere (RPC) takes any node
+    ggml_backend_t backend = node.on_device ? find_backend(graph, il) : graph.backend_cpu;
     for (ggml_tensor * cur : { get_cur(il).stored, choice, res }) {
         if (cur) {
-            ggml_backend_sched_set_tensor_backend(graph.sched, cur, graph.backend_cpu);
+            ggml_backend_sched_set_tensor_backend(graph.sched, cur, backend);
         }
     }
 

@@ -104,6 +104,10 @@ private:
                   float   kq_scale,
                     int   il) const;
 
+    // who computes the nodes of a layer, and with what
+    void set_device(llama_kv_node & node, int32_t il) const;
+    ggml_backend_t find_backend(const llm_graph_context & graph, int32_t il) const;
+
     // one node for the rows of the ubatch; v_cur nullptr: a latent layer
     ggml_tensor * store_fused(ggml_context * ctx, ggml_tensor * v_cur, ggml_tensor * v_idxs, int32_t il) const;
 

@@ -33,7 +33,7 @@ void llama_kv_cache_mixed_context::set_input_kq_mask(ggml_tensor * dst, const ll
     }
 
     route_hot(dst, *ubatch);
-    if (kv_mixed->has_fused()) {
+    if (kv_mixed->has_cpu_nodes()) {
         order_hot(dst, *ubatch);
     }
 }

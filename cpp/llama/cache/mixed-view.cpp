@@ -75,12 +75,10 @@ ggml_tensor * llama_kv_cache_mixed_context::gather_rows(
 }
 
 void llama_kv_cache_mixed_context::pin_gathered(const llm_graph_context & graph, int32_t il) const {
-    for (int i = 0; i < ggml_backend_sched_get_n_backends(graph.sched); ++i) {
-        ggml_backend_t backend = ggml_backend_sched_get_backend(graph.sched, i);
-        if (ggml_backend_get_device(backend) == kv_mixed->get_device(il)) {
-            for (ggml_tensor * node : gather.nodes) {
-                ggml_backend_sched_set_tensor_backend(graph.sched, node, backend);
-            }
+    ggml_backend_t backend = find_backend(graph, il);
+    for (ggml_tensor * node : gather.nodes) {
+        if (backend) {
+            ggml_backend_sched_set_tensor_backend(graph.sched, node, backend);
         }
     }
     gather.nodes.clear();

@@ -53,24 +53,7 @@ llama_kv_cache_mixed::llama_kv_cache_mixed(
 
     make_latent_rot();
 
-    for (const auto & layer : layers) {
-        const bool host = ggml_backend_buft_is_host(ggml_backend_buffer_get_type(layer.k->buffer));
-        if (config.attention == MIXEDKV_ATTENTION_FUSED && !host) {
-            throw std::runtime_error("attention 'fused' needs the KV cache in CPU memory, but layer " +
-                    std::to_string(layer.il) + " has it elsewhere: use attention 'merged', or offload_kqv = false");
-        }
-
-        fused.push_back(host && config.attention != MIXEDKV_ATTENTION_MERGED);
-
-        const auto rows = llama_kv_tensors(layer.k, layer.v);
-        is_gathered.push_back(std::all_of(rows.begin(), rows.end(), [&](ggml_tensor * t) {
-            return llama_kv_gathers_f16(get_device(layer.il), t);
-        }));
-
-        if (!fused.back() && hot.has_rows()) {
-            llama_kv_guard_flash(get_device(layer.il), hparams, layer.il);
-        }
-    }
+    choose_readers();
 
     if (config.mixed) {
         scratch.rounding = config.rounding;
@@ -81,6 +64,47 @@ llama_kv_cache_mixed::llama_kv_cache_mixed(
         make_scales();
     }
     make_pages();
+
+    for (const auto & layer : layers) {
+        if (hot.has_rows() && !is_fused(layer.il)) {
+            llama_kv_guard_flash(get_device(layer.il), hparams, layer.il);
+        }
+    }
+}
+
+void llama_kv_cache_mixed::choose_readers() {
+    for (const auto & layer : layers) {
+        const bool host = ggml_backend_buft_is_host(ggml_backend_buffer_get_type(layer.k->buffer));
+
+        on_device.push_back(!host && config.attention != MIXEDKV_ATTENTION_MERGED && layer.v && llama_kv_node_runs_on(get_device(layer.il),
+                layer.k->type, layer.v->type, hparams.n_embd_head_k(layer.il), hparams.n_embd_head_v(layer.il),
+                hparams.n_head(layer.il), hparams.n_head_kv(layer.il)));
+        fused.push_back(on_device.back() || (host && config.attention != MIXEDKV_ATTENTION_MERGED));
+
+        const auto rows = llama_kv_tensors(layer.k, layer.v);
+        is_gathered.push_back(std::all_of(rows.begin(), rows.end(), [&](ggml_tensor * t) {
+            return llama_kv_gathers_f16(get_device(layer.il), t);
+        }));
+
+        require_fused(layer.il);
+    }
+}
+
+void llama_kv_cache_mixed::require_fused(int32_t il) const {
+    if (config.attention == MIXEDKV_ATTENTION_FUSED && !is_fused(il)) {
+        throw std::runtime_error("attention 'fused' needs the KV cache in CPU memory, or on a CUDA device that has kernels for its heads "
+                "and types and no biases of K, but layer " + std::to_string(il) + " has it elsewhere: use attention 'merged', or "
+                "offload_kqv = false");
+    }
+}
+
+bool llama_kv_cache_mixed::has_cpu_nodes() const {
+    for (size_t ikv = 0; ikv < fused.size(); ++ikv) {
+        if (fused[ikv] && !on_device[ikv]) {
+            return true;
+        }
+    }
+    return false;
 }
 
 void llama_kv_cache_mixed::make_latent_rot() {
@@ -123,7 +147,18 @@ void llama_kv_cache_mixed::make_scales() {
     }
     turns.alloc(get_size(), n_stream);
 
+    // kernels of devices add no biases to K
+    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
+        if (on_device[ikv] && get_pairs(layers[ikv].il)) {
+            on_device[ikv] = fused[ikv] = false;
+            require_fused(layers[ikv].il);
+        }
+    }
+
     if (is_fused()) {
+        if (has_device_nodes()) {
+            equalizer.alloc(n_embd_head);
+        }
         return;
     }
 
@@ -303,7 +338,7 @@ std::string llama_kv_cache_mixed::window_problem(mixedkv::hot_window value) cons
 
 void llama_kv_cache_mixed::make_room(const mixedkv::hot_window & value) {
     // A graph with the rows of before is not run again: its mask has another size, where masks are padded too.
-    hot.make_room(value, is_fused() ? 1 : n_pad_view);
+    hot.make_room(value, pads_mask() ? n_pad_view : 1);
 }
 
 //

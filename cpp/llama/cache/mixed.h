@@ -135,7 +135,20 @@ public:
 
     // so does that of every layer
     bool is_fused() const { return std::find(fused.begin(), fused.end(), false) == fused.end(); }
-    bool has_fused() const { return std::find(fused.begin(), fused.end(), true) != fused.end(); }
+
+    // the device that has its rows computes these nodes
+    bool is_on_device(int32_t il) const { return on_device[map_layer_ids.at(il)]; }
+
+    // some layer is read by the fused node: on a device, and on the CPU, which has an order of the F16 rows
+    bool has_device_nodes() const { return std::find(on_device.begin(), on_device.end(), true) != on_device.end(); }
+    bool has_cpu_nodes() const;
+
+    // attention that is made by backends has its fast bodies for such numbers of columns, and ours copies them by 16 bytes
+    bool pads_mask() const { return !is_fused() || has_device_nodes(); }
+
+    // tensors of the scales of a layer on a device
+    ggml_tensor * get_scale_k(int32_t il) const { return equalizer.get_k(map_layer_ids.at(il)); }
+    ggml_tensor * get_scale_q(int32_t il) const { return equalizer.get_q(map_layer_ids.at(il)); }
 
     // models can attend to the rows of a lower layer: whose rows layer il reads, and the last layer that does
     int32_t get_layer_id(int32_t il) const;
@@ -212,6 +225,7 @@ private:
     // by index of the KV cache layer
     std::vector<int32_t> last_reader;
     std::vector<bool>    fused;
+    std::vector<bool>    on_device; // of those that are fused
     std::vector<bool>    is_gathered;
 
     // by layer of the model, and the memory that their attention works in, one layer after the other
@@ -230,6 +244,8 @@ private:
     // of several sequences in one stream; sliding windows take over cells, which upstream chooses
     llama_kv_placement placement;
 
+    void choose_readers(); // who reads the rows of each layer
+    void require_fused(int32_t il) const; // throws where it has to be and is not
     void make_scales();
     void make_latent_rot();
     void make_pages();

@@ -3,19 +3,24 @@
 #include "graph/guard.h"
 
 #include "attention/attention.h"
+#include "attention/cuda/node_params.h"
 #include "attention/lm4.h"
 #include "attention/mass.h"
 #include "attention/tc3.h"
 
+#include "ggml-cpp.h"
 #include "ggml-impl.h"
 
 #include <algorithm>
 #include <cstring>
+#include <string>
 
 using mixedkv::attention_args;
 using mixedkv::attention_rows;
 using mixedkv::attention_segment;
 using mixedkv::row_type;
+
+static_assert(sizeof(ggml_custom_op_params) <= mixedkv::cuda::node_params_offset, "a device's parameters lie behind ggml's own");
 
 static constexpr size_t  SCRATCH_ALIGN = 64;
 static constexpr int64_t V_SKIP_KEYS   = 1024;
@@ -342,11 +347,68 @@ static void attention_compute(ggml_tensor * dst, int ith, int nth, void * userda
     }
 }
 
+bool llama_kv_node_runs_on(
+        ggml_backend_dev_t dev,
+        ggml_type type_k, ggml_type type_v,
+        int64_t n_embd_head_k, int64_t n_embd_head_v,
+        int64_t n_head, int64_t n_head_kv) {
+    // a backend that computes elsewhere (RPC) says of any node that it can
+    ggml_backend_reg_t reg = dev ? ggml_backend_dev_backend_reg(dev) : nullptr;
+    if (!reg || std::string(ggml_backend_reg_name(reg)) != "CUDA") {
+        return false;
+    }
+
+    ggml_context_ptr ctx_ptr(ggml_init({ 16*ggml_tensor_overhead(), nullptr, true }));
+    ggml_context *   ctx = ctx_ptr.get();
+
+    llama_kv_scratch scratch;
+    llama_kv_node    node { scratch };
+    node.on_device = true;
+
+    const int64_t n_kv = 256;
+
+    ggml_tensor * q    = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_embd_head_k, n_head,    1);
+    ggml_tensor * k    = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_embd_head_k, n_head_kv, 1);
+    ggml_tensor * v    = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_embd_head_v, n_head_kv, 1);
+    ggml_tensor * idxs = ggml_new_tensor_1d(ctx, GGML_TYPE_I64, 1);
+    ggml_tensor * mask = ggml_new_tensor_2d(ctx, GGML_TYPE_F16, n_kv, 1);
+
+    ggml_tensor * rows_k = ggml_new_tensor_2d(ctx, type_k, n_embd_head_k*n_head_kv, n_kv);
+    ggml_tensor * rows_v = ggml_new_tensor_2d(ctx, type_v, n_embd_head_v*n_head_kv, n_kv);
+
+    const auto heads = [&](ggml_tensor * rows, int64_t n_embd_head) {
+        return ggml_view_4d(ctx, rows, n_embd_head, n_head_kv, n_kv, 1, ggml_row_size(rows->type, n_embd_head), rows->nb[1], rows->nb[2], 0);
+    };
+
+    ggml_tensor * choice    = nullptr;
+    ggml_tensor * stored    = llama_kv_node_store(ctx, node, rows_k, rows_v, k, v, idxs, idxs);
+    ggml_tensor * attention = llama_kv_node_attention(ctx, node, q, heads(rows_k, n_embd_head_k), heads(rows_v, n_embd_head_v),
+            nullptr, nullptr, nullptr, nullptr, mask, nullptr, &choice);
+
+    return ggml_backend_dev_supports_op(dev, stored) && ggml_backend_dev_supports_op(dev, attention);
+}
+
 bool llama_kv_node_attends(const ggml_tensor * t, const llama_kv_node & node) {
     ggml_custom_op_params params;
     memcpy(&params, t->op_params, sizeof(params));
 
     return t->op == GGML_OP_CUSTOM && params.fun == attention_compute && params.userdata == &node;
+}
+
+static void set_device_params(ggml_tensor * res, const llama_kv_node & node) {
+    mixedkv::cuda::node_params params;
+    params.magic         = params.magic_number;
+    params.is_attention  = true;
+    params.rotation_k    = node.rotation_k;
+    params.rotation_v    = node.rotation_v;
+    params.has_ring      = node.has_ring;
+    params.has_sinks     = node.has_sinks;
+    params.has_scales    = node.scale_q != nullptr;
+    params.writes_ring   = node.writes_ring;
+    params.scale         = node.scale;
+    params.max_bias      = node.max_bias;
+    params.logit_softcap = node.logit_softcap;
+    mixedkv::cuda::set_node_params(res, params);
 }
 
 ggml_tensor * llama_kv_node_attention(
@@ -384,6 +446,12 @@ ggml_tensor * llama_kv_node_attention(
 
     ggml_tensor * res = ggml_custom_4d(ctx, GGML_TYPE_F32, cold_v->ne[0]*q->ne[1], q->ne[2], 1, 1,
             srcs.data(), (int) srcs.size(), attention_compute, GGML_N_TASKS_MAX, &node);
+
+    if (node.on_device) {
+        res->src[srcs.size()] = node.scale_q; // one more than ggml_custom_4d takes
+        set_device_params(res, node);
+        return res;
+    }
 
     // the first graph of a context is the one that llama.cpp reserves memory with: its largest
     std::vector<attention_args> args;

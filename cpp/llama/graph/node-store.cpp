@@ -4,6 +4,7 @@
 #include "graph/guard.h"
 
 #include "attention/attention.h"
+#include "attention/cuda/node_params.h"
 #include "rows/convert.h"
 
 #include <algorithm>
@@ -137,8 +138,24 @@ ggml_tensor * llama_kv_node_store(
         llama_kv_guard(idxs->type == GGML_TYPE_I64 && idxs->ne[0] == cur_k->ne[2], "each token comes with the row that it goes to");
     }
 
-    return ggml_custom_4d(ctx, GGML_TYPE_F16, cold_k->ne[0] + (cold_v ? cold_v->ne[0] : 0), cur_k->ne[2], 1, 1,
+    if (node.on_device && node.scale_k) {
+        srcs.push_back(node.scale_k);
+    }
+
+    ggml_tensor * res = ggml_custom_4d(ctx, GGML_TYPE_F16, cold_k->ne[0] + (cold_v ? cold_v->ne[0] : 0), cur_k->ne[2], 1, 1,
             srcs.data(), (int) srcs.size(), store_compute, GGML_N_TASKS_MAX, &node);
+
+    if (node.on_device) {
+        mixedkv::cuda::node_params params;
+        params.magic      = params.magic_number;
+        params.rotation_k = node.rotation_k;
+        params.rotation_v = node.rotation_v;
+        params.has_ring   = node.has_ring;
+        params.has_scales = node.scale_k != nullptr;
+        mixedkv::cuda::set_node_params(res, params);
+    }
+
+    return res;
 }
 
 void llama_kv_node_write_ring(

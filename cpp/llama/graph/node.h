@@ -3,6 +3,7 @@
 // The two nodes that a layer of the graph has in place of upstream's: one stores K and V, one attends.
 
 #include "attention/attention.h"
+#include "ggml-backend.h"
 #include "ggml.h"
 #include "graph/hot-order.h"
 #include "graph/key-sketches.h"
@@ -98,6 +99,11 @@ struct llama_kv_node {
 
     // nobody after it reads the slots as they were: it writes the ubatch's rows to the ring when it is done
     bool writes_ring = false;
+
+    // the rows lie on a device, which computes both nodes (cpp/attention/cuda); scales are tensors there
+    bool          on_device = false;
+    ggml_tensor * scale_k   = nullptr;
+    ggml_tensor * scale_q   = nullptr;
 };
 
 // Stores K and V of the ubatch, rotated if the node says so, as the cache stores them and rounded to F16 besides.
@@ -146,3 +152,10 @@ ggml_tensor * llama_kv_node_attention(
 
 // whether t is the attention of this node's layer: by what it computes, since names of tensors are for people
 bool llama_kv_node_attends(const ggml_tensor * t, const llama_kv_node & node);
+
+// whether a device has kernels for both nodes of a layer with such rows
+bool llama_kv_node_runs_on(
+        ggml_backend_dev_t dev,
+        ggml_type type_k, ggml_type type_v,
+        int64_t n_embd_head_k, int64_t n_embd_head_v,
+        int64_t n_head, int64_t n_head_kv);

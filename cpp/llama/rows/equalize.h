@@ -30,13 +30,17 @@ class llama_kv_equalizer {
 public:
     void add(llama_kv_scales scales, ggml_backend_buffer_type_t buft);
 
-    // for ggml_mul: tensors of all layers, on their devices
+    // for ggml_mul and nodes on devices: tensors of all layers, where their rows are
     void alloc(const std::vector<uint32_t> & n_embd_head);
 
     bool empty() const { return layers.empty(); }
 
     // nullptr: keys of the layer are stored as they are
     const llama_kv_scales * get(size_t ikv) const;
+
+    // what alloc() has made, for nodes that multiply by themselves on a device; nullptr: nothing
+    ggml_tensor * get_k(size_t ikv) const { return ikv < layers.size() ? layers[ikv].k : nullptr; }
+    ggml_tensor * get_q(size_t ikv) const { return ikv < layers.size() ? layers[ikv].q : nullptr; }
 
     ggml_tensor * scale_k(ggml_context * ctx, ggml_tensor * k, size_t ikv) const;
     ggml_tensor * scale_q(ggml_context * ctx, ggml_tensor * q, size_t ikv) const;

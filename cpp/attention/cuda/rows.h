@@ -1,0 +1,220 @@
+// How kernels take rows of K and V apart, for tensor cores, as the rows lie in shared memory.
+//
+// A unit is 32 elements of a row. Tensor cores take the elements of a unit in any order, if both sides have the same. So
+// each type has the order in which it opens fastest:
+//
+//   K    Lane t of four opens 8 elements of a unit as 4 words of two halves; half j of word i is element_k(t, i, j).
+//        Integers stay integers: the scale of a unit is multiplied with the sum of products in F32, so scores are exact
+//        but for the rounding of Q to F16.
+//   V    Lane g of eight opens 4 elements of two keys at a time; word i has both keys' element_v(g, i), with the scale.
+//
+//
+// For kernels that open whole rows first, open_runs gives 4 elements from first_run(t) on and 4 from second_run(t) on, in
+// words 0 and 1, and 2 and 3, with the scale.
+//
+// Rows begin at multiples of 4 bytes, of 16 in F16. A unit's place in its row is known when the kernel is compiled, so a lane knows
+// which words are aligned.
+
+#pragma once
+
+#include "device.h"
+
+namespace mixedkv {
+namespace cuda {
+
+// A word of a row, of which `begin` bytes from a multiple of four are known to the compiler
+template <int begin>
+MIXEDKV_DEVICE uint32_t load_word(const char * p) {
+    if constexpr (begin % 4 == 0) {
+        return *reinterpret_cast<const uint32_t *>(p + begin);
+    } else {
+        return load_u16(p + begin) | load_u16(p + begin + 2) << 16;
+    }
+}
+
+constexpr uint32_t half_1024 = 0x64006400; // an integer n < 1024 in the low bits makes 1024 + n of it
+
+// Nibbles at bits 0, 4, 8, 12 of each half of x, less 8, as halves
+MIXEDKV_DEVICE void open_nibbles(uint32_t x, uint32_t (&y)[4]) {
+    constexpr uint32_t sixteenth = 0x2c002c00, minus_72 = 0xd480d480, half_1032 = 0x64086408;
+    y[0] = subtract_halves(and_or(x, 0x000f000f, half_1024), half_1032);
+    y[1] = multiply_add_halves(and_or(x, 0x00f000f0, half_1024), sixteenth, minus_72); // 1024 + 16 n
+    y[2] = subtract_halves(and_or(x >> 8, 0x000f000f, half_1024), half_1032);
+    y[3] = multiply_add_halves(and_or(x >> 8, 0x00f000f0, half_1024), sixteenth, minus_72);
+}
+
+struct f16_rows {
+    static constexpr int  unit_bytes = 64;
+    static constexpr bool has_scale  = false;
+
+    MIXEDKV_SHARED(int) element_k(int t, int i, int j) { return 8 * t + 2 * i + j; }
+    MIXEDKV_SHARED(int) element_v(int g, int i) { return 4 * g + i; }
+
+    template <int unit>
+    MIXEDKV_DEVICE void open_k(const char * row, int t, uint32_t (&y)[4]) {
+        const words<4> x = load_words<4>(row + unit * unit_bytes + 16 * t);
+        for (int i = 0; i < 4; i++) {
+            y[i] = x.at[i];
+        }
+    }
+
+    MIXEDKV_SHARED(int) first_run(int t) { return 8 * t; }
+    MIXEDKV_SHARED(int) second_run(int t) { return 8 * t + 4; }
+
+    template <int unit>
+    MIXEDKV_DEVICE void open_runs(const char * row, int t, uint32_t (&y)[4]) {
+        open_k<unit>(row, t, y);
+    }
+
+    template <int unit>
+    MIXEDKV_DEVICE void open_v(const char * a, const char * b, int g, uint32_t (&y)[4]) {
+        const words<2> wa = load_words<2>(a + unit * unit_bytes + 8 * g);
+        const words<2> wb = load_words<2>(b + unit * unit_bytes + 8 * g);
+        for (int i = 0; i < 2; i++) {
+            y[2 * i]     = permute_bytes(wa.at[i], wb.at[i], 0x5410);
+            y[2 * i + 1] = permute_bytes(wa.at[i], wb.at[i], 0x7632);
+        }
+    }
+};
+
+// Blocks of 32 elements with an F16 scale in front
+template <int bytes>
+struct scaled_rows {
+    static constexpr int  unit_bytes = bytes;
+    static constexpr bool has_scale  = true;
+
+    template <int unit>
+    MIXEDKV_DEVICE float scale(const char * row) {
+        return load_half(row + unit * bytes);
+    }
+
+    template <int unit>
+    MIXEDKV_DEVICE void multiply_by_scales(const char * a, const char * b, uint32_t (&y)[4]) {
+        const uint32_t scales = load_u16(a + unit * bytes) | load_u16(b + unit * bytes) << 16;
+        for (int i = 0; i < 4; i++) {
+            y[i] = multiply_halves(y[i], scales);
+        }
+    }
+};
+
+struct q8_0_rows : scaled_rows<34> {
+    MIXEDKV_SHARED(int) element_k(int t, int i, int j) { return 8 * t + 2 * i + j; }
+    MIXEDKV_SHARED(int) element_v(int g, int i) { return 4 * g + i; }
+    MIXEDKV_SHARED(int) first_run(int t) { return 8 * t; }
+    MIXEDKV_SHARED(int) second_run(int t) { return 8 * t + 4; }
+
+    template <int unit>
+    MIXEDKV_DEVICE void open_runs(const char * row, int t, uint32_t (&y)[4]) {
+        open_k<unit>(row, t, y);
+        multiply_by_scales<unit>(row, row, y);
+    }
+
+    // Bytes 0 and 1, and 2 and 3, signed, as halves
+    MIXEDKV_DEVICE void open_bytes(uint32_t x, uint32_t & low, uint32_t & high) {
+        constexpr uint32_t half_1152 = 0x64806480;
+        x ^= 0x80808080;
+        low  = subtract_halves(permute_bytes(x, half_1024, 0x5150), half_1152);
+        high = subtract_halves(permute_bytes(x, half_1024, 0x5352), half_1152);
+    }
+
+    template <int unit>
+    MIXEDKV_DEVICE void open_k(const char * row, int t, uint32_t (&y)[4]) {
+        constexpr int begin = unit * unit_bytes + 2;
+        open_bytes(load_word<begin>(row + 8 * t), y[0], y[1]);
+        open_bytes(load_word<begin + 4>(row + 8 * t), y[2], y[3]);
+    }
+
+    template <int unit>
+    MIXEDKV_DEVICE void open_v(const char * a, const char * b, int g, uint32_t (&y)[4]) {
+        constexpr int  begin = unit * unit_bytes + 2;
+        const uint32_t wa = load_word<begin>(a + 4 * g), wb = load_word<begin>(b + 4 * g);
+        open_bytes(permute_bytes(wa, wb, 0x5140), y[0], y[1]);
+        open_bytes(permute_bytes(wa, wb, 0x7362), y[2], y[3]);
+        multiply_by_scales<unit>(a, b, y);
+    }
+};
+
+// Element 16 h + i of a unit is nibble h of byte i.
+template <int bytes>
+struct nibble_rows : scaled_rows<bytes> {
+    MIXEDKV_SHARED(int) nibble(int byte, int i) { return byte + i / 2 + 16 * (i % 2); } // from `byte` on
+    MIXEDKV_SHARED(int) element_k(int t, int i, int j) { return nibble(4 * t, i + 4 * j); }
+    MIXEDKV_SHARED(int) element_v(int g, int i) { return nibble(2 * g, i); }
+    MIXEDKV_SHARED(int) first_run(int t) { return 4 * t; }
+    MIXEDKV_SHARED(int) second_run(int t) { return 4 * t + 16; }
+
+    // From the words of open_k, in which nibble i and i + 4 lie together
+    MIXEDKV_DEVICE void put_in_runs(uint32_t (&y)[4]) {
+        const uint32_t x[4] = { y[0], y[1], y[2], y[3] };
+        for (int high = 0; high < 2; high++) {
+            y[2 * high]     = permute_bytes(x[high], x[high + 2], 0x5410);
+            y[2 * high + 1] = permute_bytes(x[high], x[high + 2], 0x7632);
+        }
+    }
+};
+
+struct q4_0_rows : nibble_rows<18> {
+    template <int unit>
+    MIXEDKV_DEVICE void open_k(const char * row, int t, uint32_t (&y)[4]) {
+        open_nibbles(load_word<unit * unit_bytes + 2>(row + 4 * t), y);
+    }
+
+    template <int unit>
+    MIXEDKV_DEVICE void open_v(const char * a, const char * b, int g, uint32_t (&y)[4]) {
+        constexpr int begin = unit * unit_bytes + 2;
+        open_nibbles(load_u16(a + begin + 2 * g) | load_u16(b + begin + 2 * g) << 16, y);
+        multiply_by_scales<unit>(a, b, y);
+    }
+
+    template <int unit>
+    MIXEDKV_DEVICE void open_runs(const char * row, int t, uint32_t (&y)[4]) {
+        open_k<unit>(row, t, y);
+        put_in_runs(y);
+        multiply_by_scales<unit>(row, row, y);
+    }
+};
+
+// As q4_0, with the fifth bits of all elements in a word between scale and nibbles
+struct q5_0_rows : nibble_rows<22> {
+    // Nibble i of each half of x, and a fifth bit of each
+    MIXEDKV_DEVICE uint32_t open_one(uint32_t x, int i, uint32_t low_bit, uint32_t high_bit) {
+        constexpr uint32_t half_1040 = 0x64106410;
+        const uint32_t     fifths    = (low_bit & 1) << 4 | (high_bit & 1) << 20 | half_1024;
+        return subtract_halves(and_or(x >> 4 * i, 0x000f000f, fifths), half_1040);
+    }
+
+    template <int unit>
+    MIXEDKV_DEVICE void open_k(const char * row, int t, uint32_t (&y)[4]) {
+        const uint32_t x      = load_word<unit * unit_bytes + 6>(row + 4 * t);
+        const uint32_t fifths = load_word<unit * unit_bytes + 2>(row);
+        for (int i = 0; i < 4; i++) {
+            y[i] = open_one(x, i, fifths >> element_k(t, i, 0), fifths >> element_k(t, i, 1));
+        }
+    }
+
+    template <int unit>
+    MIXEDKV_DEVICE void open_v(const char * a, const char * b, int g, uint32_t (&y)[4]) {
+        constexpr int  begin = unit * unit_bytes + 6;
+        const uint32_t x     = load_u16(a + begin + 2 * g) | load_u16(b + begin + 2 * g) << 16;
+        const uint32_t fa = load_word<begin - 4>(a), fb = load_word<begin - 4>(b);
+        for (int i = 0; i < 4; i++) {
+            y[i] = open_one(x, i, fa >> element_v(g, i), fb >> element_v(g, i));
+        }
+        multiply_by_scales<unit>(a, b, y);
+    }
+
+    template <int unit>
+    MIXEDKV_DEVICE void open_runs(const char * row, int t, uint32_t (&y)[4]) {
+        open_k<unit>(row, t, y);
+        put_in_runs(y);
+        multiply_by_scales<unit>(row, row, y);
+    }
+};
+
+template <class Rows>
+MIXEDKV_SHARED(int) row_bytes(int d) {
+    return d / 32 * Rows::unit_bytes;
+}
+
+} // namespace cuda
+} // namespace mixedkv
