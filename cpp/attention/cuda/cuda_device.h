@@ -1,8 +1,9 @@
-// Launches kernels on a stream of CUDA. Included by nvcc alone.
+// Launches kernels on a stream of CUDA, each of which starts while the one before it ends where the device can do that.
+// Included by nvcc alone.
 
 #pragma once
 
-#include <cuda_runtime.h>
+#include "common.cuh" // of ggml-cuda
 
 namespace mixedkv {
 namespace cuda {
@@ -19,7 +20,8 @@ struct cuda_device {
         if (shared_bytes > 48 * 1024) { // what a kernel may have unasked
             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes));
         }
-        kernel<<<dim3(unsigned(grid.x), unsigned(grid.y), unsigned(grid.z)), threads, shared_bytes, stream>>>(args...);
+        const dim3 blocks(unsigned(grid.x), unsigned(grid.y), unsigned(grid.z));
+        ggml_cuda_kernel_launch(kernel, ggml_cuda_kernel_launch_params(blocks, dim3(threads), shared_bytes, stream), args...);
     }
 };
 

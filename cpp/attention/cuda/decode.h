@@ -50,7 +50,8 @@ struct decode_layout {
     static constexpr int queries    = rows * d_k * 4;
 
     MIXEDKV_SHARED(int) larger(int a, int b) { return a > b ? a : b; }
-    static constexpr int bytes = larger(larger(cold::bytes, hot::bytes), larger(sums, queries));
+    static constexpr int strips = larger(cold::bytes, hot::bytes); // the queries lie behind: strips are on their way first
+    static constexpr int bytes  = larger(strips + queries, sums);
 };
 
 // Query rows of a tile, as the second operand of a product, in the order in which rows of type K are opened
@@ -89,28 +90,34 @@ MIXEDKV_DEVICE void load_queries(const attention_problem & p, int stream, int he
 }
 
 // Keys of a split of one kind of rows, and what the rows of a tile see of them
-template <class Layout>
+template <class Layout, bool is_hot>
 struct strip_reader {
     static constexpr int keys  = Layout::keys;
     static constexpr int parts = keys / 16;
 
     const attention_problem & p;
     const int                 stream, head_kv;
-    const bool                is_hot;
     const int                 end; // of the split's keys, within their kind
     char * const              memory;
 
-    // Where the K or V row of a key begins. Keys behind the last are those that nobody sees: the last one serves.
-    MIXEDKV_DEVICE_MEMBER const char * row_at(int key, bool is_v) const {
-        return find_row(p, stream, head_kv, min_of(key, end - 1), is_hot, is_v);
-    }
-
+    // Four lanes have a row. Keys behind the last are those that nobody sees: the last one's row serves.
     template <int bytes, int pitch>
     MIXEDKV_DEVICE_MEMBER void copy_rows(int key0, bool is_v, char * to) const {
-        constexpr int width = copy_bytes(bytes), chunks = bytes / width;
-        for (int i = lane(); i < keys * chunks; i += warp_size) {
-            const int row = i / chunks, chunk = i % chunks;
-            copy_async<width>(to + row * pitch + chunk * width, row_at(key0 + row, is_v) + chunk * width);
+        constexpr int  width = copy_bytes(bytes), chunks = bytes / width;
+        const int      t     = lane() % 4;
+        const row_view rows  = is_v ? p.cold.v : p.cold.k;
+        const char *   from  = rows.data + stream * rows.stream + head_kv * rows.head + t * width;
+        char *         at    = to + lane() / 4 * pitch + t * width;
+#pragma unroll
+        for (int i = 0; i < keys / 8; i++) {
+            const int          key = min_of(key0 + 8 * i + lane() / 4, end - 1);
+            const char * const row = is_hot ? find_row(p, stream, head_kv, key, true, is_v) + t * width : from + key * rows.row;
+#pragma unroll
+            for (int j = 0; j < (chunks + 3) / 4; j++) {
+                if (chunks % 4 == 0 || 4 * j + t < chunks) {
+                    copy_async<width>(at + 8 * i * pitch + 4 * j * width, row + 4 * j * width);
+                }
+            }
         }
     }
 
@@ -152,6 +159,19 @@ struct strip_mask {
 
     MIXEDKV_DEVICE_MEMBER uint16_t get(int part, int half, int tile, int column) const {
         return uint16_t(at[2 * part + half][tile] >> 16 * column);
+    }
+
+    // some key is hidden from some row, or is to be weighed by its distance
+    MIXEDKV_DEVICE_MEMBER bool is_any() const {
+        uint32_t res = 0;
+#pragma unroll
+        for (int i = 0; i < 2 * parts; i++) {
+#pragma unroll
+            for (int tile = 0; tile < n_tiles; tile++) {
+                res |= at[i][tile];
+            }
+        }
+        return any_lane(res != 0);
     }
 
     MIXEDKV_DEVICE_MEMBER bool is_visible() const {
@@ -297,12 +317,19 @@ MIXEDKV_DEVICE void attend_strip(const attention_problem & p, const char * memor
     for (int part = 0; part < parts; part++) {
         const char * row = memory + (16 * part + g) * Layout::k_pitch;
         products::template add_products<0>(row, row + 8 * Layout::k_pitch, q, score[part]);
+    }
+    const bool is_masked = mask.is_any();
+#pragma unroll
+    for (int part = 0; part < parts; part++) {
 #pragma unroll
         for (int tile = 0; tile < n_tiles; tile++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                float & x        = score[part][tile][i];
-                x                = masked_score(p, x, mask.get(part, i / 2, tile, i % 2), slope[tile][i % 2]);
+                float & x = score[part][tile][i];
+                x         = capped_score(p, x);
+                if (is_masked) {
+                    x = masked_score(x, mask.get(part, i / 2, tile, i % 2), slope[tile][i % 2]);
+                }
                 largest[tile][i % 2] = max_of(largest[tile][i % 2], x);
             }
         }
@@ -328,8 +355,7 @@ MIXEDKV_DEVICE void attend_strip(const attention_problem & p, const char * memor
                 float w[2];
 #pragma unroll
                 for (int column = 0; column < 2; column++) {
-                    const float x = score[part][tile][2 * half + column];
-                    w[column]     = x == -INFINITY ? 0.0f : exp2_of(x - sums.m[tile][column]);
+                    w[column] = exp2_of(score[part][tile][2 * half + column] - base_of(sums.m[tile][column]));
                     sums.l[tile][column] += w[column];
                 }
                 weight[tile][half] = transpose_8x8(pack_halves(w[0], w[1]));
@@ -343,59 +369,70 @@ MIXEDKV_DEVICE void attend_strip(const attention_problem & p, const char * memor
 // All strips of the warp in the keys [begin, end) of one kind; first_key: of that kind, as columns of the mask count
 template <class K, class V, int d_k, int d_v, int n_tiles, bool is_hot>
 MIXEDKV_DEVICE void attend_keys(const attention_problem & p, int stream, int head_kv, int row0, int begin, int end,
-                                int first_key, const float * queries, char * memory, const float (&slope)[n_tiles][2],
-                                warp_sums<d_v, n_tiles> & sums) {
-    using layout             = strip_layout<K, V, d_k, d_v, is_hot>;
-    constexpr int step_keys  = decode_warps * layout::keys;
-    const int     warp       = thread() / warp_size;
+                                int first_key, float * queries, char * memory, warp_sums<d_v, n_tiles> & sums) {
+    using layout            = strip_layout<K, V, d_k, d_v, is_hot>;
+    constexpr int step_keys = decode_warps * layout::keys;
+    const int     warp      = thread() / warp_size;
+    const bool    is_busy   = begin + warp * layout::keys < end;
 
-    query_words<K, d_k, n_tiles> q;
-    q.load(queries);
-    sync_block(); // strips take the memory of the queries
-
-    const strip_reader<layout> reader{ p, stream, head_kv, is_hot, end, memory + warp * layout::stages * layout::stage };
+    const strip_reader<layout, is_hot> reader{ p, stream, head_kv, end, memory + warp * layout::stages * layout::stage };
     strip_mask<layout::keys / 16, n_tiles> mask, next;
 
+    // Queries and masks are there before the kernel that stores the micro-batch has run.
     int key = begin + warp * layout::keys;
     mask.load(p, stream, row0, key, first_key, end);
-    if constexpr (is_hot) {
-        for (; key < end; key += step_keys) {
-            if (mask.is_visible()) {
-                reader.copy(key, 0);
-                commit_copies();
-                wait_copies<0>();
-                sync_warp();
-                attend_strip<K, V, d_k, d_v, n_tiles, layout>(p, reader.memory, q, mask, slope, sums);
-                sync_warp();
-            }
-            mask.load(p, stream, row0, key + step_keys, first_key, end);
-        }
-        return;
-    }
     next.load(p, stream, row0, key + step_keys, first_key, end);
-    bool sees = mask.is_visible();
-    if (sees) {
+    load_queries<d_k>(p, stream, head_kv, row0, 8 * n_tiles, queries);
+
+    wait_for_previous();
+    start_next();
+    if (is_busy) {
         reader.copy(key, 0);
     }
     commit_copies();
-    for (int stage = 0; key < end; key += step_keys, stage ^= 1) {
+    float slope[n_tiles][2];
+#pragma unroll
+    for (int tile = 0; tile < n_tiles; tile++) {
+#pragma unroll
+        for (int column = 0; column < 2; column++) {
+            const int row       = row0 + 8 * tile + 2 * (lane() % 4) + column;
+            slope[tile][column] = alibi_slope(p, head_kv * p.group() + row % p.group());
+        }
+    }
+    sync_block();
+    query_words<K, d_k, n_tiles> q;
+    q.load(queries);
+
+    bool sees = mask.is_visible();
+    for (int stage = 0; key < end; key += step_keys) {
         strip_mask<layout::keys / 16, n_tiles> after; // is on its way while the strip is worked on
         after.load(p, stream, row0, key + 2 * step_keys, first_key, end);
         const bool sees_next = next.is_visible();
-        if (sees_next) {
-            reader.copy(key + step_keys, stage ^ 1);
+        if (layout::stages > 1) {
+            if (sees_next) {
+                reader.copy(key + step_keys, stage ^ 1);
+            }
+            commit_copies();
         }
-        commit_copies();
-        wait_copies<1>();
+        wait_copies<layout::stages - 1>();
         sync_warp();
         if (sees) {
             attend_strip<K, V, d_k, d_v, n_tiles, layout>(p, reader.memory + stage * layout::stage, q, mask, slope, sums);
         }
         sync_warp(); // the stage is free
+        if (layout::stages > 1) {
+            stage ^= 1;
+        } else {
+            if (sees_next) {
+                reader.copy(key + step_keys, 0);
+            }
+            commit_copies();
+        }
         mask = next;
         next = after;
         sees = sees_next;
     }
+    wait_copies<0>();
 }
 
 // Puts the sums of the block's warps together and writes those of the split.
@@ -473,32 +510,20 @@ MIXEDKV_KERNEL(decode_warps * warp_size, d_v > 128 ? 2 : 4) decode_kernel(const 
     const int row0 = block_x() / p.n_head_kv * 8 * n_tiles;
 
     char * const  memory  = shared_memory();
-    float * const queries = reinterpret_cast<float *>(memory);
-    load_queries<d_k>(p, stream, head_kv, row0, 8 * n_tiles, queries);
-    sync_block();
-
-    float slope[n_tiles][2];
-#pragma unroll
-    for (int tile = 0; tile < n_tiles; tile++) {
-#pragma unroll
-        for (int column = 0; column < 2; column++) {
-            const int row       = row0 + 8 * tile + 2 * (lane() % 4) + column;
-            slope[tile][column] = alibi_slope(p, head_kv * p.group() + row % p.group());
-        }
-    }
+    float * const queries = reinterpret_cast<float *>(memory + decode_layout<K, V, d_k, d_v, n_tiles>::strips);
 
     warp_sums<d_v, n_tiles> sums;
     sums.clear();
     if (split < p.n_cold_splits) {
         const int begin = split * p.split_keys;
         const int end   = min_of(begin + p.split_keys, p.cold.n);
-        attend_keys<K, V, d_k, d_v, n_tiles, false>(p, stream, head_kv, row0, begin, end, 0, queries, memory, slope, sums);
+        attend_keys<K, V, d_k, d_v, n_tiles, false>(p, stream, head_kv, row0, begin, end, 0, queries, memory, sums);
         write_sums<V, d_v, n_tiles>(p, stream, head_kv, row0, split, sums, reinterpret_cast<float *>(memory));
     } else {
-        const int begin = (split - p.n_cold_splits) * p.split_keys;
-        const int end   = min_of(begin + p.split_keys, p.n_hot());
-        attend_keys<f16_rows, f16_rows, d_k, d_v, n_tiles, true>(p, stream, head_kv, row0, begin, end, p.first_hot_key, queries,
-                                                                 memory, slope, sums);
+        const int begin = (split - p.n_cold_splits) * p.hot_keys;
+        const int end   = min_of(begin + p.hot_keys, p.n_hot());
+        attend_keys<f16_rows, f16_rows, d_k, d_v, n_tiles, true>(p, stream, head_kv, row0, begin, end, p.first_hot_key,
+                                                                 queries, memory, sums);
         write_sums<f16_rows, d_v, n_tiles>(p, stream, head_kv, row0, split, sums, reinterpret_cast<float *>(memory));
     }
 }

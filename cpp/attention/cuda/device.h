@@ -43,6 +43,20 @@ MIXEDKV_DEVICE char * shared_memory() {
     return memory;
 }
 
+// A kernel starts while the one before it still runs, on devices that can: what that one has written is there after
+// wait_for_previous, and the next may start from start_next on.
+MIXEDKV_DEVICE void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    cudaGridDependencySynchronize();
+#endif
+}
+
+MIXEDKV_DEVICE void start_next() {
+#if __CUDA_ARCH__ >= 900
+    cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
+
 MIXEDKV_DEVICE void sync_block() {
     __syncthreads();
 }

@@ -54,6 +54,8 @@ struct row_sums {
 template <int d_v, int rows_per_block>
 MIXEDKV_KERNEL(merge_warps * warp_size, 1) merge_kernel(const attention_problem p) {
     constexpr int n = d_v / warp_size, share = merge_warps / rows_per_block;
+    wait_for_previous();
+    start_next();
     const int     n_rows   = p.n_stream * p.n_tokens * p.n_head;
     const int     n_blocks = (n_rows + rows_per_block - 1) / rows_per_block;
     if (block_x() >= n_blocks) {

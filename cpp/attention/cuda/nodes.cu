@@ -1,6 +1,5 @@
 // The nodes of a layer on CUDA: what they are given as tensors becomes problems for the kernels.
 
-#include "common.cuh" // of ggml-cuda
 #include "cuda_device.h"
 #include "ggml_nodes.h"
 #include "launch.h"
@@ -137,7 +136,7 @@ static void attend(ggml_backend_cuda_context & ctx, ggml_tensor * node, const no
     device_size size;
     size.n_processors      = info.nsm;
     size.blocks_of_decode  = d > 128 ? 2 : type_k == stored_type::f16 && type_v == stored_type::f16 ? 3 : 4;
-    size.blocks_of_prefill = info.smpbo > 160 * 1024 ? 2 : 1;
+    size.blocks_of_prefill = d > 128 || info.smpbo < 200 * 1024 ? 1 : 2;
     plan_splits(p, size, d);
 
     ggml_cuda_pool_alloc<float> sums(ctx.pool(), sums_floats(p, d));
@@ -166,12 +165,12 @@ static void store(ggml_backend_cuda_context & ctx, ggml_tensor * node, const nod
     });
 }
 
-// The shared memory that the largest kernels for these heads take: a group of one has the most rows of the mask.
-static size_t most_shared_bytes(int64_t d) {
+// The shared memory that the largest kernels for these heads take
+static size_t most_shared_bytes(int64_t d, int64_t group) {
     size_t res = 0;
     with_head_size(d, [&](auto size) {
         constexpr int n = decltype(size)::value;
-        res             = std::max(size_t(prefill_layout<n>::bytes(1)), size_t(decode_layout<f16_rows, f16_rows, n, n, 1>::bytes));
+        res             = std::max(size_t(prefill_layout<n>::bytes(int(group))), size_t(decode_layout<f16_rows, f16_rows, n, n, 1>::bytes));
     });
     return res;
 }
@@ -189,7 +188,8 @@ bool mixedkv_cuda_supports(int device, const ggml_tensor * node) {
     const int64_t       d     = heads->ne[0];
     const int64_t       d_v   = att ? node->src[2]->ne[0] : node->src[1] ? node->src[1]->ne[0] : 0;
     return info.cc >= GGML_CUDA_CC_AMPERE && k && v && is_stored_type(k->type) && is_stored_type(v->type) && d == d_v &&
-           with_head_size(d, [](auto) {}) && most_shared_bytes(d) <= info.smpbo && (!att || node->src[0]->ne[1] % heads->ne[1] == 0);
+           with_head_size(d, [](auto) {}) &&
+           (!att || most_shared_bytes(d, node->src[0]->ne[1] / heads->ne[1]) <= info.smpbo);
 }
 
 bool mixedkv_cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * node) {

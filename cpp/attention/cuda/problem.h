@@ -56,7 +56,8 @@ struct attention_problem {
     // Partial results: keys are cut into splits, each of which has sums of its own.
     int     n_splits      = 1;
     int     n_cold_splits = 1;
-    int     split_keys    = 0;       // of a cold split, and of one behind them
+    int     split_keys    = 0;       // of a cold split
+    int     hot_keys      = 0;       // of a split behind the cold ones
     float * sums          = nullptr; // [n_stream * n_tokens * n_head, n_splits, d_v]
     float * weights       = nullptr; // [n_stream * n_tokens * n_head, n_splits, 2]: largest score in bits, sum of weights
 
@@ -70,10 +71,10 @@ struct attention_problem {
     MIXEDKV_SHARED_MEMBER int n_hot() const { return ring.n + current.n; }
 };
 
-// ALiBi slope of a head, the rule of ggml_soft_max_ext; 1 without ALiBi
+// ALiBi slope of a head in bits, the rule of ggml_soft_max_ext; that of 1 without ALiBi
 MIXEDKV_DEVICE float alibi_slope(const attention_problem & p, int head) {
     if (p.max_alibi_bias <= 0.0f) {
-        return 1.0f;
+        return log2e;
     }
     int n = 1; // the largest power of two not above n_head
     while (2 * n <= p.n_head) {
@@ -81,7 +82,7 @@ MIXEDKV_DEVICE float alibi_slope(const attention_problem & p, int head) {
     }
     const float exponent =
         head < n ? p.max_alibi_bias * float(head + 1) : p.max_alibi_bias / 2 * float(2 * (head - n) + 1);
-    return exp2_of(-exponent / float(n));
+    return exp2_of(-exponent / float(n)) * log2e;
 }
 
 // Rotates one row by Hadamard blocks of `edge` elements, by one warp: lane l has elements l, l + 32, ...
@@ -112,7 +113,8 @@ MIXEDKV_DEVICE void rotate(float (&x)[n], int edge) {
     }
 }
 
-// A query row, scaled and rotated, by one warp; rows behind the last are zero. Rows are the tokens' heads that share a KV
+// A query row, scaled and rotated, by one warp: its products with keys are scores in bits. Rows behind the last are zero.
+// Rows are the tokens' heads that share a KV
 // head, a token's together.
 template <int n>
 MIXEDKV_DEVICE void load_query(const attention_problem & p, int stream, int head_kv, int row, float (&x)[n]) {
@@ -122,7 +124,7 @@ MIXEDKV_DEVICE void load_query(const attention_problem & p, int stream, int head
 #pragma unroll
     for (int i = 0; i < n; i++) {
         const int d = i * warp_size + lane();
-        x[i]        = token < p.n_tokens ? from[d] * p.scale : 0.0f;
+        x[i]        = token < p.n_tokens ? from[d] * (p.scale * log2e) : 0.0f;
         if (p.scale_q) {
             x[i] *= p.scale_q[head_kv * n * warp_size + d];
         }
@@ -142,15 +144,19 @@ MIXEDKV_DEVICE const char * find_row(const attention_problem & p, int stream, in
 
 constexpr uint16_t hidden = 0xfc00; // in a mask: minus infinity
 
-// In bits: what is added to the exponent of two
-MIXEDKV_DEVICE float masked_score(const attention_problem & p, float score, uint16_t mask, float slope) {
-    if (mask == hidden) {
-        return -INFINITY;
-    }
-    if (p.logit_softcap != 0.0f) {
-        score = p.logit_softcap * tanh_of(score / p.logit_softcap);
-    }
-    return (score + slope * half_bits_to_float(mask)) * log2e;
+// What of a score in bits is left by a cap, if any
+MIXEDKV_DEVICE float capped_score(const attention_problem & p, float score) {
+    return p.logit_softcap == 0.0f ? score : p.logit_softcap * log2e * tanh_of(score / (p.logit_softcap * log2e));
+}
+
+// slope: in bits. What is hidden is minus infinity, and the mask of what is not is a finite number.
+MIXEDKV_DEVICE float masked_score(float score, uint16_t mask, float slope) {
+    return mask == hidden ? -INFINITY : score + slope * half_bits_to_float(mask);
+}
+
+// A weight of a row whose largest score is m, minus infinity if it sees nothing: 0 stands for that
+MIXEDKV_DEVICE float base_of(float m) {
+    return m == -INFINITY ? 0.0f : m;
 }
 
 // The largest power of two up to 16 that divides a row, by which it is copied

@@ -141,18 +141,17 @@ MIXEDKV_DEVICE void store_head(const store_rows & s, int token, int head, uint16
     }
 }
 
-// Grid: tokens. Block: store_warps warps, which take the heads of K and V in turn.
+// Grid: tokens, heads of K and V by store_warps. Block: store_warps warps, of which each has a head.
 template <class K, class V, int d_k, int d_v>
 MIXEDKV_KERNEL(store_warps * warp_size, 1) store_kernel(const store_problem p) {
-    const int        token = block_x();
+    wait_for_previous();
+    start_next(); // attention may look at its queries: they were made before
+    const int        token = block_x(), i = block_y() * store_warps + thread() / warp_size, head = i % p.n_head_kv;
     uint16_t * const f16   = p.f16 ? p.f16 + int64_t(token) * p.n_head_kv * (d_k + d_v) : nullptr;
-    for (int i = thread() / warp_size; i < 2 * p.n_head_kv; i += store_warps) {
-        const int head = i / 2;
-        if (i % 2 == 0) {
-            store_head<K, d_k>(p.k, token, head, f16 ? f16 + head * d_k : nullptr);
-        } else {
-            store_head<V, d_v>(p.v, token, head, f16 ? f16 + p.n_head_kv * d_k + head * d_v : nullptr);
-        }
+    if (i < p.n_head_kv) {
+        store_head<K, d_k>(p.k, token, head, f16 ? f16 + head * d_k : nullptr);
+    } else if (i < 2 * p.n_head_kv) {
+        store_head<V, d_v>(p.v, token, head, f16 ? f16 + p.n_head_kv * d_k + head * d_v : nullptr);
     }
 }
 

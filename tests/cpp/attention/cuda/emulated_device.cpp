@@ -37,7 +37,7 @@ struct emulated_block {
     std::vector<fibre>   fibres;
     std::vector<meeting> warps;
     meeting              all;
-    bool                 any[2] = {}; // what threads have given to any_thread, by the number of the meeting
+    bool                 any[4] = {}; // what threads give to any_thread, by the number of the meeting
     std::vector<char>    shared;
     ucontext_t           scheduler;
     int                  current = 0;
@@ -145,17 +145,16 @@ char * shared_memory() {
 }
 
 void sync_block() {
+    const uint64_t no = block->all.n_meetings;
     meet(block->all, int(block->fibres.size()));
+    block->any[(no + 2) % 4] = false;
 }
 
 bool any_thread(bool x) {
-    bool & any = block->any[block->all.n_meetings % 2];
+    bool & any = block->any[block->all.n_meetings % 4];
     any |= x;
     sync_block();
-    const bool res = any;
-    sync_block(); // all have read it
-    any = false;
-    return res;
+    return any;
 }
 
 void sync_warp() {
