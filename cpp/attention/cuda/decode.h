@@ -16,7 +16,7 @@
 namespace mixedkv {
 namespace cuda {
 
-constexpr int decode_warps = 4;
+constexpr int decode_warps = 8;
 
 // How a warp has strips of such rows in shared memory
 template <class K, class V, int d_k, int d_v, bool is_hot>
@@ -100,23 +100,30 @@ struct strip_reader {
     const int                 end; // of the split's keys, within their kind
     char * const              memory;
 
-    // Four lanes have a row. Keys behind the last are those that nobody sees: the last one's row serves.
+    // Lanes that follow each other copy what follows each other, as many as a power of two of a row; what is left of rows
+    // has a lane each. Keys behind the last are those that nobody sees: the last one's row serves.
     template <int bytes, int pitch>
     MIXEDKV_DEVICE_MEMBER void copy_rows(int key0, bool is_v, char * to) const {
-        constexpr int  width = copy_bytes(bytes), chunks = bytes / width;
-        const int      t     = lane() % 4;
-        const row_view rows  = is_v ? p.cold.v : p.cold.k;
-        const char *   from  = rows.data + stream * rows.stream + head_kv * rows.head + t * width;
-        char *         at    = to + lane() / 4 * pitch + t * width;
+        constexpr int      width = copy_bytes(bytes), chunks = bytes / width;
+        constexpr int      lanes = chunks >= 32 ? 32 : chunks >= 16 ? 16 : chunks >= 8 ? 8 : 4, rows = warp_size / lanes;
+        const row_view     all   = is_v ? p.cold.v : p.cold.k;
+        const char * const first = all.data + stream * all.stream + head_kv * all.head;
+        const auto         copy  = [&](int row, int chunk) {
+            const int          key  = min_of(key0 + row, end - 1);
+            const char * const from = is_hot ? find_row(p, stream, head_kv, key, true, is_v) : first + key * all.row;
+            copy_async<width>(to + row * pitch + chunk * width, from + chunk * width);
+        };
 #pragma unroll
-        for (int i = 0; i < keys / 8; i++) {
-            const int          key = min_of(key0 + 8 * i + lane() / 4, end - 1);
-            const char * const row = is_hot ? find_row(p, stream, head_kv, key, true, is_v) + t * width : from + key * rows.row;
+        for (int i = 0; i < keys / rows; i++) {
 #pragma unroll
-            for (int j = 0; j < (chunks + 3) / 4; j++) {
-                if (chunks % 4 == 0 || 4 * j + t < chunks) {
-                    copy_async<width>(at + 8 * i * pitch + 4 * j * width, row + 4 * j * width);
-                }
+            for (int j = 0; j + lanes <= chunks; j += lanes) {
+                copy(i * rows + lane() / lanes, j + lane() % lanes);
+            }
+        }
+#pragma unroll
+        for (int chunk = chunks / lanes * lanes; chunk < chunks; chunk++) {
+            if (keys == warp_size || lane() < keys) {
+                copy(lane(), chunk);
             }
         }
     }
@@ -505,7 +512,7 @@ MIXEDKV_DEVICE void write_sums(const attention_problem & p, int stream, int head
 
 // Grid: KV heads x tiles of 8 * n_tiles query rows, splits, streams. Block: decode_warps warps.
 template <class K, class V, int d_k, int d_v, int n_tiles>
-MIXEDKV_KERNEL(decode_warps * warp_size, d_v > 128 ? 2 : 4) decode_kernel(const attention_problem p) {
+MIXEDKV_KERNEL(decode_warps * warp_size, d_v > 128 ? 1 : 2) decode_kernel(const attention_problem p) {
     const int head_kv = block_x() % p.n_head_kv, split = block_y(), stream = block_z();
     const int row0 = block_x() / p.n_head_kv * 8 * n_tiles;
 

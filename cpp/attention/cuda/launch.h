@@ -17,7 +17,7 @@ namespace cuda {
 // What a device can run at a time
 struct device_size {
     int n_processors      = 1;
-    int blocks_of_decode  = 4; // of a processor
+    int blocks_of_decode  = 2; // of a processor
     int blocks_of_prefill = 2;
 };
 

@@ -135,7 +135,7 @@ static void attend(ggml_backend_cuda_context & ctx, ggml_tensor * node, const no
 
     device_size size;
     size.n_processors      = info.nsm;
-    size.blocks_of_decode  = d > 128 ? 2 : type_k == stored_type::f16 && type_v == stored_type::f16 ? 3 : 4;
+    size.blocks_of_decode  = d > 128 || (type_k == stored_type::f16 && type_v == stored_type::f16) ? 1 : 2;
     size.blocks_of_prefill = d > 128 || info.smpbo < 200 * 1024 ? 1 : 2;
     plan_splits(p, size, d);
 
