@@ -21,7 +21,8 @@ struct cuda_device {
             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes));
         }
         const dim3 blocks(unsigned(grid.x), unsigned(grid.y), unsigned(grid.z));
-        ggml_cuda_kernel_launch(kernel, ggml_cuda_kernel_launch_params(blocks, dim3(threads), shared_bytes, stream), args...);
+        ggml_cuda_kernel_launch(kernel, ggml_cuda_kernel_launch_params(blocks, dim3(threads), shared_bytes, stream),
+                                args...);
     }
 };
 

@@ -1,9 +1,9 @@
 // Attention of few query rows: a warp takes strips of keys, opens their rows for tensor cores as they lie, and keeps a
 // softmax of its own. Each key is read once for all heads that share it.
 //
-// A block has one KV head, a tile of query rows and one split of the keys. Its warps take the split's strips in turn, and
-// nobody waits for another before the end: a warp copies its next strip to shared memory while it works on one. Strips
-// that no row sees are not read.
+// A block has one KV head, a tile of query rows and one split of the keys. Its warps take the split's strips in turn,
+// and nobody waits for another before the end: a warp copies its next strip to shared memory while it works on one.
+// Strips that no row sees are not read.
 //
 // Scores are K Q^T and values V^T P^T, so that keys and elements lie along the 16 rows of a product and the query rows
 // along its 8 columns.
@@ -25,7 +25,9 @@ struct strip_layout {
     static constexpr int v_bytes = row_bytes<V>(d_v);
 
     // rows that lie apart by a multiple of 128 bytes would share banks
-    MIXEDKV_SHARED(int) pitch_of(int bytes) { return bytes % 16 ? (bytes + 3) / 4 * 4 : bytes % 128 ? bytes : bytes + 16; }
+    MIXEDKV_SHARED(int) pitch_of(int bytes) {
+        return bytes % 16 ? (bytes + 3) / 4 * 4 : bytes % 128 ? bytes : bytes + 16;
+    }
 
     static constexpr int k_pitch = pitch_of(k_bytes);
     static constexpr int v_pitch = pitch_of(v_bytes);
@@ -50,8 +52,9 @@ struct decode_layout {
     static constexpr int queries    = rows * d_k * 4;
 
     MIXEDKV_SHARED(int) larger(int a, int b) { return a > b ? a : b; }
-    static constexpr int strips = larger(cold::bytes, hot::bytes); // the queries lie behind: strips are on their way first
-    static constexpr int bytes  = larger(strips + queries, sums);
+    static constexpr int strips =
+        larger(cold::bytes, hot::bytes); // the queries lie behind: strips are on their way first
+    static constexpr int bytes = larger(strips + queries, sums);
 };
 
 // Query rows of a tile, as the second operand of a product, in the order in which rows of type K are opened
@@ -78,7 +81,8 @@ struct query_words {
 
 // Writes the queries of a tile, scaled and rotated, to shared memory.
 template <int d_k>
-MIXEDKV_DEVICE void load_queries(const attention_problem & p, int stream, int head_kv, int row0, int n_rows, float * q) {
+MIXEDKV_DEVICE void load_queries(const attention_problem & p, int stream, int head_kv, int row0, int n_rows,
+                                 float * q) {
     for (int row = thread() / warp_size; row < n_rows; row += decode_warps) {
         float x[d_k / warp_size];
         load_query(p, stream, head_kv, row0 + row, x);
@@ -100,13 +104,13 @@ struct strip_reader {
     const int                 end; // of the split's keys, within their kind
     char * const              memory;
 
-    // Lanes that follow each other copy what follows each other, as many as a power of two of a row; what is left of rows
-    // has a lane each. Keys behind the last are those that nobody sees: the last one's row serves.
+    // Lanes that follow each other copy what follows each other, as many as a power of two of a row; what is left of
+    // rows has a lane each. Keys behind the last are those that nobody sees: the last one's row serves.
     template <int bytes, int pitch>
     MIXEDKV_DEVICE_MEMBER void copy_rows(int key0, bool is_v, char * to) const {
-        constexpr int      width = copy_bytes(bytes), chunks = bytes / width;
-        constexpr int      lanes = chunks >= 32 ? 32 : chunks >= 16 ? 16 : chunks >= 8 ? 8 : 4, rows = warp_size / lanes;
-        const row_view     all   = is_v ? p.cold.v : p.cold.k;
+        constexpr int  width = copy_bytes(bytes), chunks = bytes / width;
+        constexpr int  lanes = chunks >= 32 ? 32 : chunks >= 16 ? 16 : chunks >= 8 ? 8 : 4, rows = warp_size / lanes;
+        const row_view all       = is_v ? p.cold.v : p.cold.k;
         const char * const first = all.data + stream * all.stream + head_kv * all.head;
         const auto         copy  = [&](int row, int chunk) {
             const int          key  = min_of(key0 + row, end - 1);
@@ -143,11 +147,12 @@ struct strip_mask {
     static constexpr uint32_t both_hidden = hidden | uint32_t(hidden) << 16;
 
     // row0: of the tile; key0, end: within their kind, whose first key has the column `first_key`
-    MIXEDKV_DEVICE_MEMBER void load(const attention_problem & p, int stream, int row0, int key0, int first_key, int end) {
+    MIXEDKV_DEVICE_MEMBER void load(const attention_problem & p, int stream, int row0, int key0, int first_key,
+                                    int end) {
         const int g = lane() / 4, t = lane() % 4, group = p.group();
 #pragma unroll
         for (int tile = 0; tile < n_tiles; tile++) {
-            const int        token  = (row0 + 8 * tile + 2 * t) / group, second = (row0 + 8 * tile + 2 * t + 1) / group;
+            const int        token = (row0 + 8 * tile + 2 * t) / group, second = (row0 + 8 * tile + 2 * t + 1) / group;
             const uint16_t * column = p.mask + stream * p.mask_stream + first_key + key0 + g;
             const uint16_t * row    = column + token * p.mask_token;
 #pragma unroll
@@ -155,7 +160,7 @@ struct strip_mask {
                 uint32_t both = both_hidden;
                 if (key0 + 8 * i + g < end && token < p.n_tokens) {
                     both = row[8 * i];
-                    both |= second == token ? both << 16
+                    both |= second == token       ? both << 16
                             : second < p.n_tokens ? uint32_t(column[second * p.mask_token + 8 * i]) << 16
                                                   : uint32_t(hidden) << 16;
                 }
@@ -197,9 +202,9 @@ struct strip_mask {
 // The sums of one warp over the strips that it has seen
 template <int d_v, int n_tiles>
 struct warp_sums {
-    float m[n_tiles][2];            // largest score of the thread's columns so far, in bits
-    float l[n_tiles][2];            // the thread's share of the sum of weights
-    float o[d_v / 16][n_tiles][4];  // values times weights: elements in the order of open_v, columns
+    float m[n_tiles][2];           // largest score of the thread's columns so far, in bits
+    float l[n_tiles][2];           // the thread's share of the sum of weights
+    float o[d_v / 16][n_tiles][4]; // values times weights: elements in the order of open_v, columns
 
     MIXEDKV_DEVICE_MEMBER void clear() {
 #pragma unroll
@@ -307,10 +312,11 @@ struct decode_products {
 
 // One strip, which lies in shared memory
 template <class K, class V, int d_k, int d_v, int n_tiles, class Layout>
-MIXEDKV_DEVICE void attend_strip(const attention_problem & p, const char * memory, const query_words<K, d_k, n_tiles> & q,
+MIXEDKV_DEVICE void attend_strip(const attention_problem & p, const char * memory,
+                                 const query_words<K, d_k, n_tiles> &           q,
                                  const strip_mask<Layout::keys / 16, n_tiles> & mask, const float (&slope)[n_tiles][2],
-                                 warp_sums<d_v, n_tiles> & sums) {
-    using products = decode_products<K, V, d_k, d_v, n_tiles>;
+                                 warp_sums<d_v, n_tiles> &                      sums) {
+    using products      = decode_products<K, V, d_k, d_v, n_tiles>;
     constexpr int parts = Layout::keys / 16;
     const int     g     = lane() / 4;
 
@@ -382,7 +388,8 @@ MIXEDKV_DEVICE void attend_keys(const attention_problem & p, int stream, int hea
     const int     warp      = thread() / warp_size;
     const bool    is_busy   = begin + warp * layout::keys < end;
 
-    const strip_reader<layout, is_hot> reader{ p, stream, head_kv, end, memory + warp * layout::stages * layout::stage };
+    const strip_reader<layout, is_hot>     reader{ p, stream, head_kv, end,
+                                                   memory + warp * layout::stages * layout::stage };
     strip_mask<layout::keys / 16, n_tiles> mask, next;
 
     // Queries and masks are there before the kernel that stores the micro-batch has run.
@@ -424,7 +431,8 @@ MIXEDKV_DEVICE void attend_keys(const attention_problem & p, int stream, int hea
         wait_copies<layout::stages - 1>();
         sync_warp();
         if (sees) {
-            attend_strip<K, V, d_k, d_v, n_tiles, layout>(p, reader.memory + stage * layout::stage, q, mask, slope, sums);
+            attend_strip<K, V, d_k, d_v, n_tiles, layout>(p, reader.memory + stage * layout::stage, q, mask, slope,
+                                                          sums);
         }
         sync_warp(); // the stage is free
         if (layout::stages > 1) {
@@ -470,7 +478,7 @@ MIXEDKV_DEVICE void write_sums(const attention_problem & p, int stream, int head
             for (int j = 0; j < d_v / 16; j++) {
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    const int d = j / 2 * 32 + V::element_v(g, 2 * (j % 2) + half);
+                    const int d                             = j / 2 * 32 + V::element_v(g, 2 * (j % 2) + half);
                     memory[(warp * rows + row) * pitch + d] = sums.o[j][tile][2 * half + column];
                 }
             }
@@ -512,7 +520,8 @@ MIXEDKV_DEVICE void write_sums(const attention_problem & p, int stream, int head
 
 // Grid: KV heads x tiles of 8 * n_tiles query rows, splits, streams. Block: decode_warps warps.
 template <class K, class V, int d_k, int d_v, int n_tiles>
-MIXEDKV_KERNEL(decode_warps * warp_size, d_v > 128 ? 1 : 2) decode_kernel(const attention_problem p) {
+MIXEDKV_KERNEL(decode_warps * warp_size, d_v > 128 ? 1 : 2)
+decode_kernel(const attention_problem p) {
     const int head_kv = block_x() % p.n_head_kv, split = block_y(), stream = block_z();
     const int row0 = block_x() / p.n_head_kv * 8 * n_tiles;
 

@@ -12,10 +12,10 @@
 
 #include <cuda_fp16.h>
 
-#define MIXEDKV_DEVICE static __device__ __forceinline__
-#define MIXEDKV_DEVICE_MEMBER __device__ __forceinline__
-#define MIXEDKV_SHARED(T) static __host__ __device__ constexpr T
-#define MIXEDKV_SHARED_MEMBER __host__ __device__ __forceinline__
+#define MIXEDKV_DEVICE                  static __device__ __forceinline__
+#define MIXEDKV_DEVICE_MEMBER           __device__ __forceinline__
+#define MIXEDKV_SHARED(T)               static __host__ __device__ constexpr T
+#define MIXEDKV_SHARED_MEMBER           __host__ __device__ __forceinline__
 #define MIXEDKV_KERNEL(threads, blocks) static __global__ void __launch_bounds__(threads, blocks)
 
 namespace mixedkv {
@@ -145,7 +145,8 @@ MIXEDKV_DEVICE uint32_t shared_address(const void * p) {
 }
 
 // c[16, 8] += a[16, 16] b[16, 8] by one warp. Lane 4 g + t holds, two columns or rows in a word:
-//   a: (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8);  b: (2t, g), (2t + 8, g);  c: (g, 2t), (g, 2t + 1), (g + 8, 2t), ...
+//   a: (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8);  b: (2t, g), (2t + 8, g);  c: (g, 2t), (g, 2t + 1), (g + 8,
+//   2t), ...
 MIXEDKV_DEVICE void multiply_16x8x16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                  "{%0, %1, %2, %3};"

@@ -5,5 +5,5 @@
 
 template void mixedkv::cuda::run_attention<mixedkv::cuda::cuda_device, 256>(cuda_device &, const attention_problem &,
                                                                             stored_type, stored_type);
-template void mixedkv::cuda::run_store<mixedkv::cuda::cuda_device, 256>(cuda_device &, const store_problem &, stored_type,
-                                                                        stored_type);
+template void mixedkv::cuda::run_store<mixedkv::cuda::cuda_device, 256>(cuda_device &, const store_problem &,
+                                                                        stored_type, stored_type);

@@ -4,6 +4,6 @@
 #include "launch.h"
 
 template void mixedkv::cuda::run_attention<mixedkv::cuda::cuda_device, 64>(cuda_device &, const attention_problem &,
-                                                                            stored_type, stored_type);
-template void mixedkv::cuda::run_store<mixedkv::cuda::cuda_device, 64>(cuda_device &, const store_problem &, stored_type,
-                                                                        stored_type);
+                                                                           stored_type, stored_type);
+template void mixedkv::cuda::run_store<mixedkv::cuda::cuda_device, 64>(cuda_device &, const store_problem &,
+                                                                       stored_type, stored_type);

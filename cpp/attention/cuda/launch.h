@@ -1,4 +1,5 @@
-// How a layer's attention is cut into blocks, and which kernels run. The same on a GPU and for tests: `Device` launches.
+// How a layer's attention is cut into blocks, and which kernels run. The same on a GPU and for tests: `Device`
+// launches.
 //
 //   device.launch(grid_size, threads, bytes of shared memory, kernel, arguments ...)
 
@@ -44,8 +45,8 @@ inline void plan_splits(attention_problem & p, const device_size & size, int d) 
     int n = at_a_time / n_blocks;
     n     = n < 1 ? 1 : n;
 
-    p.split_keys    = round_up(p.cold.n / n + 1, unit);
-    p.hot_keys      = decode ? decode_warps * 16 : round_up(p.n_hot() / n + 1, unit); // few, in F16: a strip for each warp
+    p.split_keys = round_up(p.cold.n / n + 1, unit);
+    p.hot_keys   = decode ? decode_warps * 16 : round_up(p.n_hot() / n + 1, unit); // few, in F16: a strip for each warp
     p.n_cold_splits = (p.cold.n + p.split_keys - 1) / p.split_keys;
     p.n_splits      = p.n_cold_splits + (p.n_hot() + p.hot_keys - 1) / p.hot_keys;
 }
@@ -68,7 +69,7 @@ void run_decode(Device & device, const attention_problem & p) {
 
 template <class Device, int d>
 void run_prefill(Device & device, const attention_problem & p, stored_type k, stored_type v) {
-    using layout        = prefill_layout<d>;
+    using layout       = prefill_layout<d>;
     const int n_blocks = (p.n_tokens * p.group() + layout::rows - 1) / layout::rows;
     device.launch({ p.n_head_kv * n_blocks, p.n_splits, p.n_stream }, layout::threads, layout::bytes(p.group()),
                   prefill_kernel<d>, p, k, v);
@@ -131,8 +132,8 @@ template <class Device, int d>
 void run_store(Device & device, const store_problem & p, stored_type k, stored_type v) {
     with_writer(k, [&](auto writer_k) {
         with_writer(v, [&](auto writer_v) {
-            device.launch({ p.n_tokens, (2 * p.n_head_kv + store_warps - 1) / store_warps, 1 }, store_warps * warp_size, size_t(0),
-                          store_kernel<decltype(writer_k), decltype(writer_v), d, d>, p);
+            device.launch({ p.n_tokens, (2 * p.n_head_kv + store_warps - 1) / store_warps, 1 }, store_warps * warp_size,
+                          size_t(0), store_kernel<decltype(writer_k), decltype(writer_v), d, d>, p);
         });
     });
 }

@@ -49,20 +49,21 @@ struct row_sums {
     }
 };
 
-// Grid: query rows by `rows_per_block`, then the tokens of the micro-batch if their rows go to the ring. Block: merge_warps
-// warps, which share a row or have one each.
+// Grid: query rows by `rows_per_block`, then the tokens of the micro-batch if their rows go to the ring. Block:
+// merge_warps warps, which share a row or have one each.
 template <int d_v, int rows_per_block>
-MIXEDKV_KERNEL(merge_warps * warp_size, 1) merge_kernel(const attention_problem p) {
+MIXEDKV_KERNEL(merge_warps * warp_size, 1)
+merge_kernel(const attention_problem p) {
     constexpr int n = d_v / warp_size, share = merge_warps / rows_per_block;
     wait_for_previous();
     start_next();
-    const int     n_rows   = p.n_stream * p.n_tokens * p.n_head;
-    const int     n_blocks = (n_rows + rows_per_block - 1) / rows_per_block;
+    const int n_rows   = p.n_stream * p.n_tokens * p.n_head;
+    const int n_blocks = (n_rows + rows_per_block - 1) / rows_per_block;
     if (block_x() >= n_blocks) {
         write_ring_row(p, block_x() - n_blocks);
         return;
     }
-    const int warp = thread() / warp_size % share, row = block_x() * rows_per_block + thread() / warp_size / share;
+    const int   warp = thread() / warp_size % share, row = block_x() * rows_per_block + thread() / warp_size / share;
     row_sums<n> sums;
     if (row < n_rows) {
         const float * const weights = p.weights + int64_t(row) * p.n_splits * 2;

@@ -1,10 +1,9 @@
-// What the two nodes of a layer tell a device, behind ggml's own parameters of a custom node: cpp/llama/graph writes it,
-// ggml-cuda reads it (nodes.cu). Nodes have their sources in the order of cpp/llama/graph/node.h.
+// What the two nodes of a layer tell a device, behind ggml's own parameters of a custom node: cpp/llama/graph writes
+// it, ggml-cuda reads it (nodes.cu). Nodes have their sources in the order of cpp/llama/graph/node.h.
 
 #pragma once
 
-#include "ggml.h"
-
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
@@ -29,16 +28,16 @@ struct node_params {
 };
 
 constexpr size_t node_params_offset = 24; // of ggml_custom_op_params, which node-attention.cpp compares
-static_assert(node_params_offset + sizeof(node_params) <= GGML_MAX_OP_PARAMS, "a node has no room for them");
 
-inline void set_node_params(ggml_tensor * node, const node_params & params) {
-    std::memcpy(reinterpret_cast<char *>(node->op_params) + node_params_offset, &params, sizeof(params));
+// op_params: of a custom node
+inline void set_node_params(void * op_params, const node_params & params) {
+    std::memcpy(static_cast<char *>(op_params) + node_params_offset, &params, sizeof(params));
 }
 
 // Of any custom node; those of others have no such magic number.
-inline node_params get_node_params(const ggml_tensor * node) {
+inline node_params get_node_params(const void * op_params) {
     node_params res;
-    std::memcpy(&res, reinterpret_cast<const char *>(node->op_params) + node_params_offset, sizeof(res));
+    std::memcpy(&res, static_cast<const char *>(op_params) + node_params_offset, sizeof(res));
     return res;
 }
 

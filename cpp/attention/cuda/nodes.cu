@@ -10,8 +10,9 @@ using namespace mixedkv::cuda;
 namespace mixedkv {
 namespace cuda {
 
-#define MIXEDKV_HEADS(d)                                                                                               \
-    extern template void run_attention<cuda_device, d>(cuda_device &, const attention_problem &, stored_type, stored_type); \
+#define MIXEDKV_HEADS(d)                                                                                      \
+    extern template void run_attention<cuda_device, d>(cuda_device &, const attention_problem &, stored_type, \
+                                                       stored_type);                                          \
     extern template void run_store<cuda_device, d>(cuda_device &, const store_problem &, stored_type, stored_type);
 MIXEDKV_HEADS(64)
 MIXEDKV_HEADS(96)
@@ -66,8 +67,8 @@ static row_view to_view(const ggml_tensor * t) {
 static attention_problem to_attention(const ggml_tensor * node, const node_params & params) {
     const ggml_tensor * const * src = node->src;
 
-    const ggml_tensor * q = src[0], *cold_k = src[1], *cold_v = src[2], *mask = src[3];
-    int                 next = 4;
+    const ggml_tensor *q = src[0], *cold_k = src[1], *cold_v = src[2], *mask = src[3];
+    int                next = 4;
 
     attention_problem p;
     p.n_stream  = int(cold_k->ne[3]);
@@ -81,7 +82,7 @@ static attention_problem to_attention(const ggml_tensor * node, const node_param
 
     p.cold = { to_view(cold_k), to_view(cold_v), int(cold_k->ne[2]) };
     if (params.has_ring) {
-        const ggml_tensor * ring_k = src[next], *ring_v = src[next + 1], *cur = src[next + 2], *idxs = src[next + 3];
+        const ggml_tensor *ring_k = src[next], *ring_v = src[next + 1], *cur = src[next + 2], *idxs = src[next + 3];
         next += 4;
         p.ring = { to_view(ring_k), to_view(ring_v), int(ring_k->ne[2]) };
 
@@ -170,18 +171,19 @@ static size_t most_shared_bytes(int64_t d, int64_t group) {
     size_t res = 0;
     with_head_size(d, [&](auto size) {
         constexpr int n = decltype(size)::value;
-        res             = std::max(size_t(prefill_layout<n>::bytes(int(group))), size_t(decode_layout<f16_rows, f16_rows, n, n, 1>::bytes));
+        res             = std::max(size_t(prefill_layout<n>::bytes(int(group))),
+                                   size_t(decode_layout<f16_rows, f16_rows, n, n, 1>::bytes));
     });
     return res;
 }
 
 bool mixedkv_cuda_supports(int device, const ggml_tensor * node) {
-    const node_params params = get_node_params(node);
+    const node_params params = get_node_params(node->op_params);
     if (params.magic != node_params::magic_number) {
         return false;
     }
-    const auto & info = ggml_cuda_info().devices[device];
-    const bool   att  = params.is_attention;
+    const auto &        info = ggml_cuda_info().devices[device];
+    const bool          att  = params.is_attention;
     // tensors of K and V as they are stored: heads of the same size
     const ggml_tensor * k = att ? node->src[1] : node->src[2], *v = att ? node->src[2] : node->src[3];
     const ggml_tensor * heads = att ? node->src[1] : node->src[0];
@@ -193,7 +195,7 @@ bool mixedkv_cuda_supports(int device, const ggml_tensor * node) {
 }
 
 bool mixedkv_cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * node) {
-    const node_params params = get_node_params(node);
+    const node_params params = get_node_params(node->op_params);
     if (params.magic != node_params::magic_number) {
         return false;
     }

@@ -1,9 +1,9 @@
-// Attention of many query rows: a block opens a tile of keys to F16 in shared memory once, and each of its warps multiplies
-// 16 rows with it. No F16 view of the keys lies in memory.
+// Attention of many query rows: a block opens a tile of keys to F16 in shared memory once, and each of its warps
+// multiplies 16 rows with it. No F16 view of the keys lies in memory.
 //
 // Three tiles are under way. While one is worked on the next is opened, from rows that have come as they lie, and the
-// mask of the one after that arrives: tiles that no row of the block sees are not read. Four lanes copy a row and open it,
-// so the block meets once a tile.
+// mask of the one after that arrives: tiles that no row of the block sees are not read. Four lanes copy a row and open
+// it, so the block meets once a tile.
 
 #pragma once
 
@@ -88,8 +88,8 @@ struct tile_reader {
     template <class Rows>
     MIXEDKV_DEVICE_MEMBER void copy_row(int key, bool is_v, char * to) const {
         constexpr int width = copy_bytes(row_bytes<Rows>(d)), chunks = row_bytes<Rows>(d) / width;
-        const int     t     = thread() % 4;
-        const char *  from  = find_row(p, stream, head_kv, min_of(key, end - 1), is_hot, is_v) + t * width;
+        const int     t    = thread() % 4;
+        const char *  from = find_row(p, stream, head_kv, min_of(key, end - 1), is_hot, is_v) + t * width;
 #pragma unroll
         for (int i = 0; i < (chunks + 3) / 4; i++) {
             if (chunks % 4 == 0 || 4 * i + t < chunks) {
@@ -103,7 +103,7 @@ struct tile_reader {
         const int t = thread() % 4;
         uint32_t  y[4];
         Rows::template open_runs<unit>(from, t, y);
-        char * const at = to + 64 * unit;
+        char * const at                                             = to + 64 * unit;
         *reinterpret_cast<words<2> *>(at + 2 * Rows::first_run(t))  = { { y[0], y[1] } };
         *reinterpret_cast<words<2> *>(at + 2 * Rows::second_run(t)) = { { y[2], y[3] } };
         if constexpr (unit + 1 < d / 32) {
@@ -147,7 +147,8 @@ struct tile_reader {
 
     MIXEDKV_DEVICE_MEMBER void copy_keys(int key0) const {
         for_own_rows([&](int row, bool is_v) {
-            with_type(is_v ? type_v : type_k, [&](auto rows) { copy_row<decltype(rows)>(key0 + row, is_v, raw_at(row, is_v)); });
+            with_type(is_v ? type_v : type_k,
+                      [&](auto rows) { copy_row<decltype(rows)>(key0 + row, is_v, raw_at(row, is_v)); });
         });
     }
 
@@ -159,7 +160,8 @@ struct tile_reader {
         });
     }
 
-    // What the mask has for n tokens, from one of the block's on: whether any key is seen, and whether any is not, or is weighed
+    // What the mask has for n tokens, from one of the block's on: whether any key is seen, and whether any is not, or
+    // is weighed
     MIXEDKV_DEVICE_MEMBER void look_at_mask(int tile, int first, int n, bool & sees_any, bool & is_masked) const {
         constexpr int      chunks = layout::mask_pitch / 16;
         constexpr uint32_t none   = hidden | uint32_t(hidden) << 16;
@@ -180,8 +182,8 @@ struct tile_reader {
 // What a warp has of its rows: g and g + 8 are the thread's
 template <int d>
 struct prefill_sums {
-    float m[2];     // the largest score so far, in bits
-    float l[2];     // the thread's share of the sum of weights
+    float m[2]; // the largest score so far, in bits
+    float l[2]; // the thread's share of the sum of weights
     float o[d / 8][4];
     float slope[2]; // in bits
     int   token[2]; // of the rows, counted from the block's first; rows behind the last have its
@@ -189,8 +191,8 @@ struct prefill_sums {
 };
 
 template <int d>
-MIXEDKV_DEVICE void attend_tile(const attention_problem & p, const tile_reader<d> & reader, int tile, int key0, int row0,
-                                prefill_sums<d> & sums) {
+MIXEDKV_DEVICE void attend_tile(const attention_problem & p, const tile_reader<d> & reader, int tile, int key0,
+                                int row0, prefill_sums<d> & sums) {
     using layout          = prefill_layout<d>;
     constexpr int n_tiles = prefill_keys / 8;
     const int     t       = lane() % 4;
@@ -240,8 +242,8 @@ MIXEDKV_DEVICE void attend_tile(const attention_problem & p, const tile_reader<d
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     const bool is_key      = key0 + 8 * n + 2 * t + i < reader.end;
-                    score[n][2 * half + i] = masked_score(score[n][2 * half + i], is_key ? uint16_t(two >> 16 * i) : hidden,
-                                                          sums.slope[half]);
+                    score[n][2 * half + i] = masked_score(score[n][2 * half + i],
+                                                          is_key ? uint16_t(two >> 16 * i) : hidden, sums.slope[half]);
                 }
             }
         }
@@ -284,8 +286,8 @@ MIXEDKV_DEVICE void attend_tile(const attention_problem & p, const tile_reader<d
         uint32_t a[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const float(&x)[4] = score[2 * pair + i / 2];
-            a[i]               = pack_halves(x[2 * (i % 2)], x[2 * (i % 2) + 1]);
+            const float (&x)[4] = score[2 * pair + i / 2];
+            a[i]                = pack_halves(x[2 * (i % 2)], x[2 * (i % 2) + 1]);
         }
 #pragma unroll
         for (int j = 0; j < d / 16; j++) {
@@ -345,13 +347,14 @@ MIXEDKV_DEVICE void attend_tiles(const attention_problem & p, const tile_reader<
 
 // Grid: KV heads x blocks of rows, splits, streams. Block: the layout's warps.
 template <int d>
-MIXEDKV_KERNEL(prefill_layout<d>::threads, d > 128 ? 1 : 2) prefill_kernel(const attention_problem p, stored_type type_k,
-                                                                           stored_type type_v) {
-    using layout      = prefill_layout<d>;
-    constexpr int n   = d / warp_size;
-    const int head_kv = block_x() % p.n_head_kv, split = block_y(), stream = block_z(), group = p.group();
-    const int first = block_x() / p.n_head_kv * layout::rows, warp = thread() / warp_size, g = lane() / 4, t = lane() % 4;
-    const int row0 = first + 16 * warp, first_token = first / group;
+MIXEDKV_KERNEL(prefill_layout<d>::threads, d > 128 ? 1 : 2)
+prefill_kernel(const attention_problem p, stored_type type_k, stored_type type_v) {
+    using layout          = prefill_layout<d>;
+    constexpr int n       = d / warp_size;
+    const int     head_kv = block_x() % p.n_head_kv, split = block_y(), stream = block_z(), group = p.group();
+    const int     first = block_x() / p.n_head_kv * layout::rows, warp = thread() / warp_size, g = lane() / 4,
+                  t    = lane() % 4;
+    const int     row0 = first + 16 * warp, first_token = first / group;
 
 #pragma unroll 4
     for (int row = 0; row < 16; row++) {
@@ -383,9 +386,9 @@ MIXEDKV_KERNEL(prefill_layout<d>::threads, d > 128 ? 1 : 2) prefill_kernel(const
     sums.first = row0 / group - first_token;
     sums.n     = min_of((row0 + 15) / group, p.n_tokens - 1) - first_token + 1 - sums.first;
 
-    const bool is_hot = split >= p.n_cold_splits;
-    const int  begin  = is_hot ? (split - p.n_cold_splits) * p.hot_keys : split * p.split_keys;
-    const int  end    = is_hot ? min_of(begin + p.hot_keys, p.n_hot()) : min_of(begin + p.split_keys, p.cold.n);
+    const bool           is_hot = split >= p.n_cold_splits;
+    const int            begin  = is_hot ? (split - p.n_cold_splits) * p.hot_keys : split * p.split_keys;
+    const int            end = is_hot ? min_of(begin + p.hot_keys, p.n_hot()) : min_of(begin + p.split_keys, p.cold.n);
     const tile_reader<d> reader{ p,
                                  stream,
                                  head_kv,
@@ -407,7 +410,7 @@ MIXEDKV_KERNEL(prefill_layout<d>::threads, d > 128 ? 1 : 2) prefill_kernel(const
     for (int half = 0; half < 2; half++) {
         const int row   = row0 + 8 * half + g;
         const int token = row / group, head = head_kv * group + row % group;
-        float     l     = sums.l[half];
+        float     l = sums.l[half];
         l += shuffle_xor(l, 1);
         l += shuffle_xor(l, 2);
         if (token >= p.n_tokens) {
@@ -416,8 +419,9 @@ MIXEDKV_KERNEL(prefill_layout<d>::threads, d > 128 ? 1 : 2) prefill_kernel(const
         const int64_t at = ((int64_t(stream) * p.n_tokens + token) * p.n_head + head) * p.n_splits + split;
 #pragma unroll
         for (int j = 0; j < d / 8; j++) {
-            *reinterpret_cast<words<2> *>(p.sums + at * d + 8 * j + 2 * t) = { { float_bits(sums.o[j][2 * half]),
-                                                                                 float_bits(sums.o[j][2 * half + 1]) } };
+            *reinterpret_cast<words<2> *>(p.sums + at * d + 8 * j + 2 * t) = {
+                { float_bits(sums.o[j][2 * half]), float_bits(sums.o[j][2 * half + 1]) }
+            };
         }
         if (t == 0) {
             p.weights[2 * at]     = sums.m[half];

@@ -22,7 +22,8 @@ struct key_segment {
     int      n = 0; // keys of a stream
 };
 
-// As attention.h defines them: the columns of the mask are the cold keys, then those of the ring and of the micro-batch.
+// As attention.h defines them: the columns of the mask are the cold keys, then those of the ring and of the
+// micro-batch.
 struct attention_problem {
     int n_head    = 0;
     int n_head_kv = 0;
@@ -41,8 +42,8 @@ struct attention_problem {
     key_segment ring; // in F16, as the next
     key_segment current;
 
-    // F16 [n_stream, n_tokens, columns]. Rows begin at multiples of 16 bytes, as do the columns of ring and micro-batch, and
-    // there are 32 columns from the last multiple of 32 keys on.
+    // F16 [n_stream, n_tokens, columns]. Rows begin at multiples of 16 bytes, as do the columns of ring and
+    // micro-batch, and there are 32 columns from the last multiple of 32 keys on.
     const uint16_t * mask          = nullptr;
     int64_t          mask_token    = 0; // elements
     int64_t          mask_stream   = 0;
@@ -59,7 +60,7 @@ struct attention_problem {
     int     split_keys    = 0;       // of a cold split
     int     hot_keys      = 0;       // of a split behind the cold ones
     float * sums          = nullptr; // [n_stream * n_tokens * n_head, n_splits, d_v]
-    float * weights       = nullptr; // [n_stream * n_tokens * n_head, n_splits, 2]: largest score in bits, sum of weights
+    float * weights = nullptr; // [n_stream * n_tokens * n_head, n_splits, 2]: largest score in bits, sum of weights
 
     float * out = nullptr; // [n_stream * n_tokens, n_head, d_v]
 
@@ -113,12 +114,11 @@ MIXEDKV_DEVICE void rotate(float (&x)[n], int edge) {
     }
 }
 
-// A query row, scaled and rotated, by one warp: its products with keys are scores in bits. Rows behind the last are zero.
-// Rows are the tokens' heads that share a KV
-// head, a token's together.
+// A query row, scaled and rotated, by one warp: its products with keys are scores in bits. Rows behind the last are
+// zero. Rows are the tokens' heads that share a KV head, a token's together.
 template <int n>
 MIXEDKV_DEVICE void load_query(const attention_problem & p, int stream, int head_kv, int row, float (&x)[n]) {
-    const int  group = p.group(), token = row / group, head = head_kv * group + row % group;
+    const int    group = p.group(), token = row / group, head = head_kv * group + row % group;
     const auto * from =
         reinterpret_cast<const float *>(p.q + (int64_t(stream) * p.n_tokens + token) * p.q_token + head * p.q_head);
 #pragma unroll
@@ -135,7 +135,8 @@ MIXEDKV_DEVICE void load_query(const attention_problem & p, int stream, int head
 }
 
 // Where the K or V row of a cold key begins, or of a key of ring and micro-batch
-MIXEDKV_DEVICE const char * find_row(const attention_problem & p, int stream, int head_kv, int key, bool is_hot, bool is_v) {
+MIXEDKV_DEVICE const char * find_row(const attention_problem & p, int stream, int head_kv, int key, bool is_hot,
+                                     bool is_v) {
     const bool          is_current = is_hot && key >= p.ring.n;
     const key_segment & s          = is_current ? p.current : is_hot ? p.ring : p.cold;
     const row_view &    rows       = is_v ? s.v : s.k;

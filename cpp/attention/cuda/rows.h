@@ -1,7 +1,7 @@
 // How kernels take rows of K and V apart, for tensor cores, as the rows lie in shared memory.
 //
-// A unit is 32 elements of a row. Tensor cores take the elements of a unit in any order, if both sides have the same. So
-// each type has the order in which it opens fastest:
+// A unit is 32 elements of a row. Tensor cores take the elements of a unit in any order, if both sides have the same.
+// So each type has the order in which it opens fastest:
 //
 //   K    Lane t of four opens 8 elements of a unit as 4 words of two halves; half j of word i is element_k(t, i, j).
 //        Integers stay integers: the scale of a unit is multiplied with the sum of products in F32, so scores are exact
@@ -9,11 +9,11 @@
 //   V    Lane g of eight opens 4 elements of two keys at a time; word i has both keys' element_v(g, i), with the scale.
 //
 //
-// For kernels that open whole rows first, open_runs gives 4 elements from first_run(t) on and 4 from second_run(t) on, in
-// words 0 and 1, and 2 and 3, with the scale.
+// For kernels that open whole rows first, open_runs gives 4 elements from first_run(t) on and 4 from second_run(t) on,
+// in words 0 and 1, and 2 and 3, with the scale.
 //
-// Rows begin at multiples of 4 bytes, of 16 in F16. A unit's place in its row is known when the kernel is compiled, so a lane knows
-// which words are aligned.
+// Rows begin at multiples of 4 bytes, of 16 in F16. A unit's place in its row is known when the kernel is compiled, so
+// a lane knows which words are aligned.
 
 #pragma once
 
@@ -212,7 +212,8 @@ struct q5_0_rows : nibble_rows<22> {
 };
 
 template <class Rows>
-MIXEDKV_SHARED(int) row_bytes(int d) {
+MIXEDKV_SHARED(int)
+row_bytes(int d) {
     return d / 32 * Rows::unit_bytes;
 }
 

@@ -1,5 +1,6 @@
 // Stores K and V of a micro-batch: scaled, rotated, in the type of the cold rows, and rounded to F16 for the ring. The
-// same bits as llama.cpp's own conversions, but for numbers that F16 cannot hold: they become its largest, as on the CPU.
+// same bits as llama.cpp's own conversions, but for numbers that F16 cannot hold: they become its largest, as on the
+// CPU.
 
 #pragma once
 
@@ -24,7 +25,7 @@ struct store_problem {
     int        n_tokens  = 0;
     int        n_head_kv = 0;
     store_rows k, v;
-    uint16_t * f16       = nullptr; // [n_tokens, n_head_kv * (d_k + d_v)], K first; nullptr: there is no ring
+    uint16_t * f16 = nullptr; // [n_tokens, n_head_kv * (d_k + d_v)], K first; nullptr: there is no ring
 };
 
 MIXEDKV_DEVICE float warp_max(float x) {
@@ -59,14 +60,14 @@ MIXEDKV_DEVICE void store_half(char * p, float x) {
 // How a unit of 32 elements, one a lane, is written
 struct f16_writer {
     static constexpr int unit_bytes = 64;
-    MIXEDKV_DEVICE void write(char * unit, float x) { store_half(unit + 2 * lane(), x); }
+    MIXEDKV_DEVICE void  write(char * unit, float x) { store_half(unit + 2 * lane(), x); }
 };
 
 struct q8_0_writer {
     static constexpr int unit_bytes = 34;
-    MIXEDKV_DEVICE void write(char * unit, float x) {
-        const float d = warp_max(fabsf(x)) / 127.0f;
-        const int   q = int(roundf(x * (d != 0.0f ? 1.0f / d : 0.0f)));
+    MIXEDKV_DEVICE void  write(char * unit, float x) {
+        const float d    = warp_max(fabsf(x)) / 127.0f;
+        const int   q    = int(roundf(x * (d != 0.0f ? 1.0f / d : 0.0f)));
         unit[2 + lane()] = char(q);
         if (lane() == 0) {
             store_half(unit, d);
@@ -84,7 +85,7 @@ MIXEDKV_DEVICE void write_nibbles(char * to, int q) {
 
 struct q4_0_writer {
     static constexpr int unit_bytes = 18;
-    MIXEDKV_DEVICE void write(char * unit, float x) {
+    MIXEDKV_DEVICE void  write(char * unit, float x) {
         const float d = warp_extreme(x) / -8.0f;
         const int   q = min_of(15, int(x * (d != 0.0f ? 1.0f / d : 0.0f) + 8.5f));
         write_nibbles(unit + 2, q);
@@ -96,7 +97,7 @@ struct q4_0_writer {
 
 struct q5_0_writer {
     static constexpr int unit_bytes = 22;
-    MIXEDKV_DEVICE void write(char * unit, float x) {
+    MIXEDKV_DEVICE void  write(char * unit, float x) {
         const float d = warp_extreme(x) / -16.0f;
         const int   q = min_of(31, int(x * (d != 0.0f ? 1.0f / d : 0.0f) + 16.5f));
         write_nibbles(unit + 6, q);
@@ -143,11 +144,12 @@ MIXEDKV_DEVICE void store_head(const store_rows & s, int token, int head, uint16
 
 // Grid: tokens, heads of K and V by store_warps. Block: store_warps warps, of which each has a head.
 template <class K, class V, int d_k, int d_v>
-MIXEDKV_KERNEL(store_warps * warp_size, 1) store_kernel(const store_problem p) {
+MIXEDKV_KERNEL(store_warps * warp_size, 1)
+store_kernel(const store_problem p) {
     wait_for_previous();
     start_next(); // attention may look at its queries: they were made before
     const int        token = block_x(), i = block_y() * store_warps + thread() / warp_size, head = i % p.n_head_kv;
-    uint16_t * const f16   = p.f16 ? p.f16 + int64_t(token) * p.n_head_kv * (d_k + d_v) : nullptr;
+    uint16_t * const f16 = p.f16 ? p.f16 + int64_t(token) * p.n_head_kv * (d_k + d_v) : nullptr;
     if (i < p.n_head_kv) {
         store_head<K, d_k>(p.k, token, head, f16 ? f16 + head * d_k : nullptr);
     } else if (i < 2 * p.n_head_kv) {

@@ -20,7 +20,9 @@ using mixedkv::attention_rows;
 using mixedkv::attention_segment;
 using mixedkv::row_type;
 
-static_assert(sizeof(ggml_custom_op_params) <= mixedkv::cuda::node_params_offset, "a device's parameters lie behind ggml's own");
+static_assert(sizeof(ggml_custom_op_params) <= mixedkv::cuda::node_params_offset &&
+        mixedkv::cuda::node_params_offset + sizeof(mixedkv::cuda::node_params) <= GGML_MAX_OP_PARAMS,
+        "a device's parameters lie behind ggml's own");
 
 static constexpr size_t  SCRATCH_ALIGN = 64;
 static constexpr int64_t V_SKIP_KEYS   = 1024;
@@ -408,7 +410,7 @@ static void set_device_params(ggml_tensor * res, const llama_kv_node & node) {
     params.scale         = node.scale;
     params.max_bias      = node.max_bias;
     params.logit_softcap = node.logit_softcap;
-    mixedkv::cuda::set_node_params(res, params);
+    mixedkv::cuda::set_node_params(res->op_params, params);
 }
 
 ggml_tensor * llama_kv_node_attention(

@@ -152,7 +152,7 @@ ggml_tensor * llama_kv_node_store(
         params.rotation_v = node.rotation_v;
         params.has_ring   = node.has_ring;
         params.has_scales = node.scale_k != nullptr;
-        mixedkv::cuda::set_node_params(res, params);
+        mixedkv::cuda::set_node_params(res->op_params, params);
     }
 
     return res;

@@ -139,7 +139,7 @@ struct context {
         return res;
     }
 
-private:
+  private:
     static void add(llama_batch & b, int token, int pos, int seq, bool out) {
         b.token[b.n_tokens]     = token;
         b.pos[b.n_tokens]       = pos;
@@ -213,7 +213,7 @@ double device_use() {
 
 void speed(const options & o) {
     llama_model * model = load(o.model, 99);
-    const int     n_ctx = (*std::max_element(o.depths.begin(), o.depths.end()) + micro_batch + o.n_gen + 8) * o.sequences;
+    const int n_ctx = (*std::max_element(o.depths.begin(), o.depths.end()) + micro_batch + o.n_gen + 8) * o.sequences;
 
     std::vector<std::unique_ptr<context>> contexts;
     for (const auto & kv : o.kv) {
@@ -283,8 +283,8 @@ std::vector<float> evaluate(llama_model * model, const std::string & kv, int n_t
 }
 
 void check(const options & o) {
-    llama_model * cpu = load(o.model, 0), *device = load(o.model, 99);
-    const int     n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(cpu));
+    llama_model *cpu = load(o.model, 0), *device = load(o.model, 99);
+    const int    n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(cpu));
     std::printf("| %s | RMS | divergence | same token |\n|---|---|---|---|\n", o.model.c_str());
     for (const auto & kv : o.kv) {
         const auto want = evaluate(cpu, kv, o.tokens), got = evaluate(device, kv, o.tokens);
@@ -292,9 +292,9 @@ void check(const options & o) {
         int        same = 0;
         const int  n    = int(want.size() / n_vocab);
         for (int i = 0; i < n; i++) {
-            const float * a = want.data() + size_t(i) * n_vocab, *b = got.data() + size_t(i) * n_vocab;
-            const float   max_a = *std::max_element(a, a + n_vocab), max_b = *std::max_element(b, b + n_vocab);
-            double        za = 0.0, zb = 0.0;
+            const float *a = want.data() + size_t(i) * n_vocab, *b = got.data() + size_t(i) * n_vocab;
+            const float  max_a = *std::max_element(a, a + n_vocab), max_b = *std::max_element(b, b + n_vocab);
+            double       za = 0.0, zb = 0.0;
             for (int j = 0; j < n_vocab; j++) {
                 sum += a[j];
                 square += double(a[j]) * a[j];
@@ -309,7 +309,8 @@ void check(const options & o) {
             same += std::max_element(a, a + n_vocab) - a == std::max_element(b, b + n_vocab) - b;
         }
         const double all = double(want.size()), spread = square / all - sum / all * sum / all;
-        std::printf("| %s | %.2e | %.2e | %d of %d |\n", kv.c_str(), std::sqrt(difference / all / spread), divergence, same, n);
+        std::printf("| %s | %.2e | %.2e | %d of %d |\n", kv.c_str(), std::sqrt(difference / all / spread), divergence,
+                    same, n);
         std::fflush(stdout);
     }
 }
@@ -319,11 +320,13 @@ void check(const options & o) {
 int main(int argc, char ** argv) {
     try {
         const options o = parse(argc, argv);
-        llama_log_set([](ggml_log_level level, const char * text, void *) {
-            if (level >= GGML_LOG_LEVEL_WARN || std::getenv("VERBOSE")) {
-                std::fputs(text, stderr);
-            }
-        }, nullptr);
+        llama_log_set(
+            [](ggml_log_level level, const char * text, void *) {
+                if (level >= GGML_LOG_LEVEL_WARN || std::getenv("VERBOSE")) {
+                    std::fputs(text, stderr);
+                }
+            },
+            nullptr);
         ggml_backend_load_all();
         o.mode == "check" ? check(o) : speed(o);
     } catch (const std::exception & error) {

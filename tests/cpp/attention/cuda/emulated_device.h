@@ -1,5 +1,6 @@
-// A GPU on a CPU, for tests: the functions of cpp/attention/cuda/device.h, and `launch`, which runs a kernel. Each thread
-// of a block is a fibre. A fibre runs until it meets the others of its warp or block, at a barrier or an exchange.
+// A GPU on a CPU, for tests: the functions of cpp/attention/cuda/device.h, and `launch`, which runs a kernel. Each
+// thread of a block is a fibre. A fibre runs until it meets the others of its warp or block, at a barrier or an
+// exchange.
 //
 // Blocks run one after the other. Copies to shared memory are made when they are waited for, the latest time at which a
 // GPU may make them, so a kernel that reads too early reads what was there before.
@@ -13,10 +14,10 @@
 #include <cstring>
 #include <functional>
 
-#define MIXEDKV_DEVICE static inline
-#define MIXEDKV_DEVICE_MEMBER inline
-#define MIXEDKV_SHARED(T) static constexpr T
-#define MIXEDKV_SHARED_MEMBER inline
+#define MIXEDKV_DEVICE                  static inline
+#define MIXEDKV_DEVICE_MEMBER           inline
+#define MIXEDKV_SHARED(T)               static constexpr T
+#define MIXEDKV_SHARED_MEMBER           inline
 #define MIXEDKV_KERNEL(threads, blocks) static void
 
 namespace mixedkv {
@@ -173,7 +174,7 @@ inline void load_rows_of_matrices(uint32_t (&y)[4], const void * row, bool trans
     const int    g = thread() % 32 / 4, t = thread() % 4;
     for (int matrix = 0; matrix < 4; matrix++) {
         const auto at = [&](int i, int j) { return all[8 * matrix + i][j / 2] >> 16 * (j % 2) & 0xffff; };
-        y[matrix] = transposed ? at(2 * t, g) | at(2 * t + 1, g) << 16 : at(g, 2 * t) | at(g, 2 * t + 1) << 16;
+        y[matrix]     = transposed ? at(2 * t, g) | at(2 * t + 1, g) << 16 : at(g, 2 * t) | at(g, 2 * t + 1) << 16;
     }
 }
 

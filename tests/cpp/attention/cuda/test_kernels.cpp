@@ -4,6 +4,7 @@
 #include "../support.h"
 #include "attention/cuda/launch.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -32,6 +33,14 @@ stored_type to_stored(row_type type) {
                                     : stored_type::q4_0;
 }
 
+int row_bytes_of(stored_type type, int n) {
+    return n / 32 *
+           (type == stored_type::f16    ? 64
+            : type == stored_type::q8_0 ? 34
+            : type == stored_type::q5_0 ? 22
+                                        : 18);
+}
+
 row_view to_view(const mixedkv::attention_rows & rows) {
     row_view v;
     v.data = static_cast<const char *>(rows.data);
@@ -53,9 +62,8 @@ std::vector<uint16_t> widen_mask(const test::problem & p, int n_cold, int width)
     return res;
 }
 
-void expect_close(const test::problem & p, const char * what) {
-    const std::vector<double> want  = p.reference();
-    double                    worst = 0.0;
+void expect_close(const test::problem & p, const std::vector<double> & want, const char * what) {
+    double worst = 0.0;
     for (size_t i = 0; i < want.size(); i++) {
         const double error = std::fabs(p.out[i] - want[i]) / 4.0;
         worst              = error <= worst ? worst : error; // NaN stays
@@ -67,8 +75,23 @@ void expect_close(const test::problem & p, const char * what) {
     }
 }
 
+// Rows of the micro-batch lie in the ring where they were to go, and nowhere else.
+void expect_ring(const row_view & ring, int n_ring, const std::vector<uint8_t> & before, const row_view & current,
+                 const std::vector<int64_t> & rows, const char * what) {
+    for (int i = 0; i < n_ring; i++) {
+        const void * want = before.data() + i * ring.row;
+        for (size_t token = 0; token < rows.size(); token++) {
+            want = rows[token] == i && i < n_ring - 1 ? current.data + token * current.row : want;
+        }
+        if (std::memcmp(ring.data + i * ring.row, want, ring.row) != 0) {
+            std::printf("FAIL %s: row %d of the ring\n", what, i);
+            failures++;
+        }
+    }
+}
+
 template <int d>
-void attend(test::problem & t, const device_size & size) {
+void attend(test::problem & t, test::rng & r, const device_size & size) {
     const mixedkv::attention_args a = t.args();
     attention_problem             p;
     p.n_head         = a.n_head;
@@ -91,7 +114,7 @@ void attend(test::problem & t, const device_size & size) {
         segments[i]->v = to_view(a.segments[i].v);
         segments[i]->n = int(a.segments[i].n);
     }
-    const int n_cold = round_up(p.cold.n, 8), width = round_up(n_cold + p.n_hot(), 32) + 32;
+    const int                   n_cold = round_up(p.cold.n, 8), width = round_up(n_cold + p.n_hot(), 32) + 32;
     // cold rows are as many as the mask says: the reader of a key behind the last takes the last
     const std::vector<uint16_t> mask = widen_mask(t, n_cold, width);
     p.mask                           = mask.data();
@@ -103,20 +126,33 @@ void attend(test::problem & t, const device_size & size) {
     p.sums    = sums.data();
     p.weights = weights.data();
     p.out     = t.out.data();
+    std::vector<int64_t> ring_rows; // the last row is the one that nobody reads
+    for (int i = 0; i < p.n_tokens; i++) {
+        ring_rows.push_back(i < p.ring.n - 1 ? i : p.ring.n - 1);
+    }
+    std::shuffle(ring_rows.begin(), ring_rows.end(), r.engine);
+    const std::vector<uint8_t> ring_k(p.ring.k.data, p.ring.k.data + p.ring.n * p.ring.k.row);
+    const std::vector<uint8_t> ring_v(p.ring.v.data, p.ring.v.data + p.ring.n * p.ring.v.row);
+    p.ring_rows = p.ring.n > 0 ? ring_rows.data() : nullptr;
+
     emulated device;
     run_attention<emulated, d>(device, p, to_stored(t.o.type_k[0]), to_stored(t.o.type_v[0]));
+    if (p.ring_rows) {
+        expect_ring(p.ring.k, p.ring.n, ring_k, p.current.k, ring_rows, "K");
+        expect_ring(p.ring.v, p.ring.n, ring_v, p.current.v, ring_rows, "V");
+    }
 }
 
-void attend(test::problem & t, const device_size & size) {
+void attend(test::problem & t, test::rng & r, const device_size & size) {
     switch (t.o.d_k) {
     case 64:
-        return attend<64>(t, size);
+        return attend<64>(t, r, size);
     case 96:
-        return attend<96>(t, size);
+        return attend<96>(t, r, size);
     case 128:
-        return attend<128>(t, size);
+        return attend<128>(t, r, size);
     default:
-        return attend<256>(t, size);
+        return attend<256>(t, r, size);
     }
 }
 
@@ -128,11 +164,11 @@ test::options random_options(test::rng & r) {
     o.n_head    = o.n_head_kv * r.pick<int>({ 1, 2, 3, 4, 8 });
     o.d_k = o.d_v = r.pick<int>({ 64, 96, 128, 128, 256 });
     o.n_queries   = r.chance(0.6) ? 1 + r.below(4) : 1 + r.below(60);
-    o.mask = r.pick<mask_kind>({ mask_kind::none, mask_kind::causal, mask_kind::window, mask_kind::holes, mask_kind::all_hidden,
-                                 mask_kind::alibi });
-    o.softcap = r.chance(0.2) ? 10.0f : 0.0f;
-    o.sinks   = r.chance(0.3);
-    o.scaled  = r.chance(0.3);
+    o.mask        = r.pick<mask_kind>({ mask_kind::none, mask_kind::causal, mask_kind::window, mask_kind::holes,
+                                        mask_kind::all_hidden, mask_kind::alibi });
+    o.softcap     = r.chance(0.2) ? 10.0f : 0.0f;
+    o.sinks       = r.chance(0.3);
+    o.scaled      = r.chance(0.3);
     if (r.chance(0.5)) {
         o.rotation_q   = r.pick<int>({ 16, 32, 64 });
         o.rotation_q   = o.d_k % o.rotation_q ? 32 : o.rotation_q;
@@ -152,6 +188,87 @@ test::options random_options(test::rng & r) {
     return o;
 }
 
+// What a row of the type holds, and the scale of each element
+void open_row(stored_type type, const uint8_t * row, int n, std::vector<double> & value, std::vector<double> & scale) {
+    value.clear();
+    scale.clear();
+    for (int i = 0; i < n; i++) {
+        const int       unit = i / 32, e = i % 32;
+        const uint8_t * p = row + unit * (row_bytes_of(type, 32));
+        uint16_t        bits;
+        std::memcpy(&bits, type == stored_type::f16 ? p + 2 * e : p, 2);
+        const double x      = test::from_half(bits);
+        const auto   nibble = [&](const uint8_t * q) { return e < 16 ? q[e] & 15 : q[e - 16] >> 4; };
+        scale.push_back(type == stored_type::f16 ? std::fabs(x) / 1024 : std::fabs(x));
+        value.push_back(type == stored_type::f16    ? x
+                        : type == stored_type::q8_0 ? x * int8_t(p[2 + e])
+                        : type == stored_type::q4_0 ? x * (nibble(p + 2) - 8)
+                                                    : x * ((nibble(p + 6) | (p[2 + e / 8] >> e % 8 & 1) << 4) - 16));
+    }
+}
+
+template <int d>
+void store(test::rng & r, stored_type type_k, stored_type type_v) {
+    const int n_tokens = 1 + r.below(5), n_heads = 1 + r.below(3), n = n_heads * d, n_rows = 8;
+
+    std::vector<float>    from[2], scales(n);
+    std::vector<uint8_t>  cold[2];
+    std::vector<int64_t>  rows(n_rows);
+    std::vector<uint16_t> f16(n_tokens * 2 * n);
+    store_problem         p;
+    p.n_tokens  = n_tokens;
+    p.n_head_kv = n_heads;
+    p.f16       = f16.data();
+    for (int i = 0; i < n_rows; i++) {
+        rows[i] = i;
+    }
+    std::shuffle(rows.begin(), rows.end(), r.engine);
+    for (float & x : scales) {
+        x = std::exp2(r.gauss());
+    }
+    store_rows * const sides[] = { &p.k, &p.v };
+    const stored_type  types[] = { type_k, type_v };
+    for (int side = 0; side < 2; side++) {
+        for (int i = 0; i < n_tokens * n; i++) {
+            from[side].push_back(r.gauss());
+        }
+        cold[side].assign(n_rows * row_bytes_of(types[side], n), 0);
+        store_rows & s = *sides[side];
+        s.from         = reinterpret_cast<const char *>(from[side].data());
+        s.from_token   = n * 4;
+        s.from_head    = d * 4;
+        s.scale        = side == 0 ? scales.data() : nullptr;
+        s.rotation     = r.pick<int>({ 0, 32, d % 64 ? 32 : 64 });
+        s.cold         = reinterpret_cast<char *>(cold[side].data());
+        s.cold_row     = row_bytes_of(types[side], n);
+        s.cold_rows    = rows.data();
+    }
+    emulated device;
+    run_store<emulated, d>(device, p, type_k, type_v);
+
+    for (int token = 0; token < n_tokens; token++) {
+        for (int side = 0; side < 2; side++) {
+            std::vector<double> want, got, scale;
+            for (int i = 0; i < n; i++) {
+                want.push_back(double(from[side][token * n + i]) * (side == 0 ? scales[i] : 1.0f));
+            }
+            want = sides[side]->rotation ? test::rotated(want, sides[side]->rotation) : want;
+            open_row(types[side], cold[side].data() + rows[token] * row_bytes_of(types[side], n), n, got, scale);
+            for (int i = 0; i < n; i++) {
+                const double hot  = test::from_half(f16[(token * 2 + side) * n + i]);
+                // the largest element of a block of nibbles is exact, and what is opposite to it may be a step off
+                const double most = (types[side] == stored_type::q8_0 ? 0.51 : 1.01) * scale[i] + 1e-3;
+                if (!(std::fabs(got[i] - want[i]) <= most) ||
+                    !(std::fabs(hot - want[i]) <= std::fabs(want[i]) / 1024 + 1e-5)) {
+                    std::printf("FAIL store: %g and %g for %g, step %g\n", got[i], hot, want[i], scale[i]);
+                    failures++;
+                    return;
+                }
+            }
+        }
+    }
+}
+
 int number_after(int argc, char ** argv, const char * name, int otherwise) {
     for (int i = 1; i + 1 < argc; i++) {
         if (!std::strcmp(argv[i], name)) {
@@ -169,8 +286,16 @@ int main(int argc, char ** argv) {
     for (int i = 0; i < n_shapes; i++) {
         const test::options o = random_options(r);
         test::problem       p(r, o);
-        attend(p, { 1 + r.below(8), 1 + r.below(4), 1 + r.below(2) });
-        expect_close(p, "attention");
+        const auto          want = p.reference(); // rows of the ring are about to change
+        attend(p, r, { 1 + r.below(8), 1 + r.below(4), 1 + r.below(2) });
+        expect_close(p, want, o.n_queries * o.n_head / o.n_head_kv > decode_rows ? "prefill" : "decode");
+    }
+    const std::vector<stored_type> types{ stored_type::f16, stored_type::q8_0, stored_type::q5_0, stored_type::q4_0 };
+    for (int i = 0; i < n_shapes; i++) {
+        store<64>(r, r.pick(types), r.pick(types));
+        store<96>(r, r.pick(types), r.pick(types));
+        store<128>(r, r.pick(types), r.pick(types));
+        store<256>(r, r.pick(types), r.pick(types));
     }
     std::printf("%d shapes, %d failures\n", n_shapes, failures);
     return failures ? 1 : 0;
