@@ -23,6 +23,8 @@ from mixedkv.model.footprint import footprint, longest_context, model_shape
 from mixedkv.model.gguf_file import read_model_file
 from support.patience import PATIENCE
 
+pytestmark = pytest.mark.core
+
 RECALL = make_recall(seed=53_001, n_sentences=12)  # one that the model answers with an F16 cache
 COMMAND = [sys.executable, "-m", "mixedkv"]
 ENDLESS = ["run", "--raw", "-p", RECALL.text, "-n", "7800", "--n-ctx", "8192"]

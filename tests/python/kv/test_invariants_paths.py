@@ -11,6 +11,8 @@ from support import zoo
 from support.checks import TOL_FUSED, TOL_MERGED, distances, tolerance, worst
 from support.harness import Mixed, Uniform, prompt
 
+pytestmark = pytest.mark.core
+
 KV = Mixed(threshold=40, group=8, sinks=4)
 N = 180
 

@@ -13,6 +13,8 @@ import pytest
 from support.patience import PATIENCE
 from support.server_support import MODEL, Server, running
 
+pytestmark = pytest.mark.core
+
 schemathesis = pytest.importorskip("schemathesis", reason="needs the Python package schemathesis")
 
 _GOOD, _BAD = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE

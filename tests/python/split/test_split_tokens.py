@@ -14,6 +14,8 @@ from mixedkv.split.head import Head
 from mixedkv.tokens import common_prefix
 from support import split_support
 
+pytestmark = pytest.mark.core
+
 _N_ANSWER = 12
 _PROMPTS = split_support.random_prompts(100)
 
