@@ -13,8 +13,6 @@ import pytest
 from support.patience import PATIENCE
 from support.server_support import MODEL, Server, running
 
-pytestmark = pytest.mark.core
-
 schemathesis = pytest.importorskip("schemathesis", reason="needs the Python package schemathesis")
 
 _GOOD, _BAD = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
@@ -65,6 +63,7 @@ def test_every_operation_is_tested(operations: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("label", [*_EVALUATING, *_OTHERS, *_PLAIN])
+@pytest.mark.nightly
 def test_good_requests(server: Server, operations: dict[str, Any], label: str) -> None:
     statuses = _run(operations[label], _GOOD)
     _is_well(server)

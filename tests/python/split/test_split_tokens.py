@@ -14,8 +14,6 @@ from mixedkv.split.head import Head
 from mixedkv.tokens import common_prefix
 from support import split_support
 
-pytestmark = pytest.mark.core
-
 _N_ANSWER = 12
 _PROMPTS = split_support.random_prompts(100)
 
@@ -59,6 +57,7 @@ def _answers(head: Head, address: str, precision: str) -> list[list[int]]:
     return answers
 
 
+@pytest.mark.nightly
 def test_100_prompts_have_the_same_answers_as_locally(
     head: Head, address: str, expected: list[list[int]]
 ) -> None:

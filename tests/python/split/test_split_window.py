@@ -274,6 +274,7 @@ def test_a_drop_whose_reply_is_lost_is_not_done_twice(
     assert (-1, -1) not in drops
 
 
+@pytest.mark.nightly
 def test_a_step_that_fails_behind_a_drop_is_tried_again_without_it(
     parts: Exported,
     head: Head,
@@ -297,6 +298,7 @@ def test_a_step_that_fails_behind_a_drop_is_tried_again_without_it(
     assert len(failed) == len(drops) >= 2
 
 
+@pytest.mark.nightly
 def test_rows_that_have_gone_before_a_drop_are_sent_again(
     parts: Exported, head: Head, prompt: list[int], drops: list[tuple[int, int]]
 ) -> None:
@@ -406,6 +408,7 @@ def test_a_kept_session_slides_when_its_rows_are_on_disk_only(
 # --- servers that cannot, and ranges that are refused ---
 
 
+@pytest.mark.nightly
 def test_a_server_of_before_is_sent_what_is_left(
     parts: Exported, head: Head, prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
