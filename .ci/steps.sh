@@ -67,12 +67,19 @@ fresh_environment() {
     python -m pip install --quiet --upgrade 'pip>=25.1'
 }
 
-# What needs no llama.cpp, with the address and undefined behaviour sanitizers. Accuracy is not a memory matter.
+# What needs no llama.cpp, with the address and undefined behaviour sanitizers: sanitize_cpp [FOLDER of tests/cpp ...]
+# Without a folder all of it, of which the kernels take most. Accuracy is not a memory matter.
 sanitize_cpp() {
+    local folder targets=(all)
     python -m pip install --quiet 'cmake>=3.21' ninja
     cmake -S tests/cpp -B "$work/sanitize" -G Ninja -DMIXEDKV_SANITIZE=ON > /dev/null
-    cmake --build "$work/sanitize" > "$work/sanitize.log" || { tail -50 "$work/sanitize.log"; return 1; }
-    ctest --test-dir "$work/sanitize" "$@" -E accuracy -j2 --output-on-failure
+    if [ $# -gt 0 ]; then
+        targets=("${@/%//all}")
+    fi
+    cmake --build "$work/sanitize" --target "${targets[@]}" > "$work/sanitize.log" || { tail -50 "$work/sanitize.log"; return 1; }
+    for folder in "${@:-.}"; do
+        ctest --test-dir "$work/sanitize/$folder" -LE bench -E accuracy -j2 --output-on-failure
+    done
 }
 
 tests() {
