@@ -140,7 +140,7 @@ def test_what_was_dropped_still_counts(prompt: list[int], expected: dict[str, li
 def test_drafts_are_as_without_them(
     parts: Exported, head: Head, prompt: list[int], expected: dict[str, list[int]]
 ) -> None:
-    """In a mixed cache, where drafts have the bits of single tokens: in F16 two logits can be nearly equal."""
+    """In a mixed cache, where drafts have the bits of single tokens; in F16 near logits may change places."""
     n = 700
     with _session(parts, head, _MIXED) as (server, _, session):
         assert _answer(session, prompt, n, draft=8) == expected[_MIXED][:n]
