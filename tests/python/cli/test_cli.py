@@ -23,8 +23,6 @@ from mixedkv.model.footprint import footprint, longest_context, model_shape
 from mixedkv.model.gguf_file import read_model_file
 from support.patience import PATIENCE
 
-pytestmark = pytest.mark.core
-
 RECALL = make_recall(seed=53_001, n_sentences=12)  # one that the model answers with an F16 cache
 COMMAND = [sys.executable, "-m", "mixedkv"]
 ENDLESS = ["run", "--raw", "-p", RECALL.text, "-n", "7800", "--n-ctx", "8192"]
@@ -58,6 +56,7 @@ def test_run_answers_from_the_bundled_journal() -> None:
 
 
 @pytest.mark.parametrize("kv", ["mixed", "f16", "q8_0"])
+@pytest.mark.core
 def test_run_is_the_same_for_each_cache(kv: str) -> None:
     done = run("run", "--raw", "--temp", 0, "-p", RECALL.prompt, "--kv", kv, "-n", 40, "--n-ctx", 512)
     assert done.stdout == RECALL.fact.answer + "\n"
@@ -116,6 +115,7 @@ def test_info_as_json() -> None:
 
 
 @pytest.mark.parametrize("spec", ["f16", "mixed", "mixed:quality", "q8_0"])
+@pytest.mark.core
 def test_info_says_what_fits(spec: str) -> None:
     report = json.loads(run("info", "--json", "--kv", spec).stdout)
     longest = report["caches"][0]["longest_n_ctx"]
