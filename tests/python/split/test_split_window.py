@@ -195,6 +195,7 @@ def test_a_session_that_shares_rows_leaves_them_to_the_other(
         assert used == len(other.tokens) + len(session.tokens) - _SINKS
 
 
+@pytest.mark.nightly
 def test_sinks_can_be_none(parts: Exported, head: Head, prompt: list[int]) -> None:
     with _session(parts, head) as (_, client, session):
         assert client.sinks == 0
@@ -202,6 +203,7 @@ def test_sinks_can_be_none(parts: Exported, head: Head, prompt: list[int]) -> No
         assert _n_sent(head, session) == len(prompt) + 599
 
 
+@pytest.mark.nightly
 def test_what_lies_before_a_drop_is_not_gone_back_to(parts: Exported, head: Head, prompt: list[int]) -> None:
     with _session(parts, head) as (_, _, session), _session(parts, head) as (_, _, plain):
         _answer(session, prompt, _N_CTX - len(prompt) + 2)  # two tokens behind the drop
@@ -322,6 +324,7 @@ def _drop_all(server: Running) -> None:
     server.engine.call(lambda: [pool.drop(seq) for seq in pool.idle()]).result(PATIENCE)
 
 
+@pytest.mark.nightly
 def test_a_server_that_comes_back_is_sent_what_is_left(
     parts: Exported, head: Head, prompt: list[int], expected: dict[str, list[int]]
 ) -> None:
