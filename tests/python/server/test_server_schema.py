@@ -72,6 +72,7 @@ def test_good_requests(server: Server, operations: dict[str, Any], label: str) -
 
 
 @pytest.mark.parametrize("label", [*_EVALUATING, *_OTHERS])
+@pytest.mark.nightly
 def test_bad_requests(server: Server, operations: dict[str, Any], label: str) -> None:
     statuses = _run(operations[label], _BAD)
     _is_well(server)

@@ -64,6 +64,7 @@ def test_100_prompts_have_the_same_answers_as_locally(
     assert _answers(head, address, "f32") == expected
 
 
+@pytest.mark.nightly
 def test_f16_changes_an_answer_only_where_logits_are_nearly_equal(
     head: Head, address: str, whole: Llama, expected: list[list[int]]
 ) -> None:
