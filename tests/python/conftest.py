@@ -33,7 +33,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# when a test runs: docs/decisions/067-three-tiers.md
+# when a test runs: docs/decisions/070-three-tiers.md
 TIERS = {"core": "core", "nightly": "nightly", "slow": "nightly", "bench": "bench"}
 CORE_MODELS = ("llama-64", "gemma2", "lfm2")  # plain, sliding, hybrid; tests of core with others are of full
 
