@@ -46,8 +46,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def tier(item: pytest.Item) -> str:
     """Return the tier of the mark that is closest to a test: a parameter's, the function's, the module's."""
     marks = (mark for node in reversed(item.listchain()) for mark in reversed(node.own_markers))
-    real = any(name.startswith("real_model") for name in getattr(item, "fixturenames", ()))
-    found = next((TIERS[mark.name] for mark in marks if mark.name in TIERS), "nightly" if real else "full")
+    found = next((TIERS[mark.name] for mark in marks if mark.name in TIERS), "full")
+    if found != "bench" and any(name.startswith("real_model") for name in getattr(item, "fixturenames", ())):
+        return "nightly"  # which may be downloaded
     if found == "core" and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
         name = item.callspec.params.get("name")
         if name in zoo.SHAPES and name not in CORE_MODELS:
