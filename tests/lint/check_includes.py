@@ -1,4 +1,4 @@
-"""The layers of cpp/: no circle of includes, of modules or of folders; no name that means two things.
+"""The layers of cpp/: no circle of includes, of modules or of folders.
 
 A module is a header and the source file of its name. Only an include that names a file of cpp/ is a tie.
 """
@@ -14,7 +14,6 @@ PATHS = ("", "include", "llama")  # as CMake gives them to the compiler, besides
 ALONE = ("attention", "hot_set", "streaming")  # tested without llama.cpp
 # of llama/: each includes those before it alone
 LAYERS = ("model", "rows", "graph", "cache", "hooks", "blocks")
-MOST_LINES = 500
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^">]+)[">]', re.M)
 
@@ -37,13 +36,6 @@ def circle(graph: Graph, kind: str) -> list[str]:
     return []
 
 
-def twice(modules: Graph) -> list[str]:
-    names: dict[str, list[str]] = {}
-    for module in modules:
-        names.setdefault(Path(module).name, []).append(module)
-    return [f"one name, two meanings: {', '.join(same)}" for same in names.values() if len(same) > 1]
-
-
 def above(file: Path, module: Path, others: list[Path]) -> list[str]:
     """What a file in llama/ includes of a later layer than its own."""
     if module.parts[1] not in LAYERS:
@@ -62,8 +54,6 @@ def check(root: Path) -> list[str]:
         module = file.relative_to(root).with_suffix("")
         top = module.parts[0]
         text = file.read_text(encoding="utf-8")
-        if text.count("\n") >= MOST_LINES:
-            problems.append(f"{file} has {MOST_LINES} lines or more")
         needs, needed = modules.setdefault(str(module), set()), folders.setdefault(top, set())
         found = {name: find(name, file, root) for name in INCLUDE.findall(text)}
         if top == "llama":
@@ -75,10 +65,10 @@ def check(root: Path) -> list[str]:
             outside = name.startswith(("llama", "ggml")) if other is None else other.parts[0] != top
             if top in ALONE and outside:
                 problems.append(f"{file} includes {name}: its folder is tested alone")
-    return problems + twice(modules) + circle(modules, "modules") + circle(folders, "folders")
+    return problems + circle(modules, "modules") + circle(folders, "folders")
 
 
 if __name__ == "__main__":
     found = check(Path(sys.argv[1] if len(sys.argv) > 1 else "cpp").resolve())
-    print("\n".join(found) or "cpp: no include circle, no name twice")
+    print("\n".join(found) or "cpp: no include circle")
     sys.exit(bool(found))

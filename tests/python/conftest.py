@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -30,6 +31,43 @@ hypothesis.settings.load_profile("patient")
 # a shell has its background jobs ignore Ctrl-C, and what they start inherits it
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# when a test runs: docs/decisions/070-three-tiers.md
+TIERS = {"core": "core", "nightly": "nightly", "slow": "nightly", "bench": "bench"}
+CORE_MODELS = ("llama-64", "gemma2", "lfm2")  # plain, sliding, hybrid; tests of core with others are of full
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    choices = ("core", "full", "nightly", "bench")
+    parser.addoption("--tier", choices=choices, help="run the tests of one tier; full: those without a mark")
+
+
+def tier(item: pytest.Item) -> str:
+    """Return the tier of the mark that is closest to a test: a parameter's, the function's, the module's."""
+    marks = (mark for node in reversed(item.listchain()) for mark in reversed(node.own_markers))
+    found = next((TIERS[mark.name] for mark in marks if mark.name in TIERS), "full")
+    if found != "bench" and any(name.startswith("real_model") for name in getattr(item, "fixturenames", ())):
+        return "nightly"  # which may be downloaded
+    if found == "core" and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+        name = item.callspec.params.get("name")
+        if name in zoo.SHAPES and name not in CORE_MODELS:
+            return "full"
+    return found
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if wanted := config.getoption("tier"):
+        others = [item for item in items if tier(item) != wanted]
+        items[:] = [item for item in items if tier(item) == wanted]
+        config.hook.pytest_deselected(items=others)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how each test that failed runs alone."""
+    failed = (terminalreporter.getreports(kind) for kind in ("failed", "error"))
+    for name in dict.fromkeys(report.nodeid for reports in failed for report in reports):
+        terminalreporter.write_line(f"alone: pytest {shlex.quote(name)}")
 
 
 @pytest.fixture(scope="session")

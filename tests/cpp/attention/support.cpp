@@ -484,7 +484,7 @@ int run(std::vector<mixedkv::attention_args> streams, int n_threads) {
 }
 
 bool force_isa(const std::string & name) {
-    setenv("MIXEDKV_ISA", name.c_str(), 1);
+    setenv("MIXEDKV_ISA", name == "best" ? "" : name.c_str(), 1);
     if (const char * error = mixedkv::attention_isa_error()) {
         std::printf("skipped: %s\n", error);
         return false;

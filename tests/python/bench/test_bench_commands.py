@@ -12,6 +12,8 @@ from mixedkv.cli.main import make_parser
 from mixedkv_bench.catalog import TESTS
 from mixedkv_bench.flags import COMMON
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).parents[3]
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
 COMMAND = re.compile(r"mixedkv bench ([a-z]+ -[^`\n#;|]*)")  # one with flags

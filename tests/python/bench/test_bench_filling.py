@@ -16,6 +16,8 @@ from mixedkv_bench.harness.contexts import CannotRunError, Context, LoadedModel
 from mixedkv_bench.harness.filling import make_fill
 from mixedkv_bench.harness.speed_run import Local, SpeedWork
 
+pytestmark = pytest.mark.nightly
+
 SINKS = 4
 SPECS = ("f16", "q8_0/q4_0", "mixed", "mixed:cold_k=q8_0,threshold=100,group=33,sinks=3")
 SETTINGS = make_settings(SPECS)

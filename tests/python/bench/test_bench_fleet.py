@@ -20,6 +20,8 @@ from mixedkv_bench.serve import ServeWork
 from support.bench_support import run
 from support.remote_servers import redis_server
 
+pytestmark = pytest.mark.nightly
+
 HEAD: dict[str, Any] = {"kv": "mixed", "flash_attn": False, "threads": 1, "replicas": 2}
 
 

@@ -13,6 +13,8 @@ from mixedkv_bench.harness.row import Row
 from mixedkv_bench.quality import QualityRow
 from mixedkv_bench.recall import RecallRow
 
+pytestmark = pytest.mark.nightly
+
 BITS = {"f16": 16.0, "q8_0": 8.5, "q4_0": 4.5, "mixed:quality": 9.6, "mixed:cold=lm4": 4.4}
 KLD = {"f16": 1e-7, "q8_0": 1e-5, "q4_0": 1e-3, "mixed:quality": 1e-6, "mixed:cold=lm4": 2e-4}
 COMMON: dict[str, Any] = {"flash_attn": True, "threads": 1, "n_ctx": 4096}

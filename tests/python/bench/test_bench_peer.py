@@ -21,6 +21,8 @@ from mixedkv_bench.harness.servers import ServerSpec, llama_server_command
 from mixedkv_bench.harness.speed_run import SpeedWork
 from mixedkv_bench.harness.stock_peer import stock_library
 
+pytestmark = pytest.mark.nightly
+
 WORK = SpeedWork(depth=600, n_prompt=512, n_gen=32, threads=2)
 SWEEP = """main: n_kv_max = 2048
 |    PP |     TG |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S_TG t/s |

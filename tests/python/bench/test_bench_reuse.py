@@ -21,6 +21,8 @@ from mixedkv_bench.harness.reuse_cases import DONORS, WORKLOADS, CaseMaker
 from mixedkv_bench.harness.summary import ratio_interval
 from support.bench_support import run
 
+pytestmark = pytest.mark.nightly
+
 KV = "mixed:cold=q8_0"
 KINDS = [(workload, donor) for workload in WORKLOADS for donor in DONORS[workload]]
 

@@ -10,6 +10,8 @@ import pytest
 
 from mixedkv_bench.reuse import ReuseRow
 
+pytestmark = pytest.mark.nightly
+
 METHODS = {"full": 1.0, "none": 0.1, "seam": 0.2, "cacheblend": 1.1, "query": 0.2, "kvboost": 0.6}
 
 

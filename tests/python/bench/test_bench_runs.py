@@ -30,6 +30,8 @@ from mixedkv_bench.harness.stock_peer import Peer, stock_library
 from support.bench_support import by_kv, run
 from support.patience import PATIENCE, wait_for
 
+pytestmark = pytest.mark.nightly
+
 MIXED = "mixed:threshold=64,group=16"
 SHAPE = model_shape(read_model_file(model_path()))
 

@@ -34,6 +34,8 @@ from mixedkv_bench.serve import Script, ServerContender, ServeWork, _of_replays,
 from support.bench_support import run
 from support.patience import PATIENCE
 
+pytestmark = pytest.mark.nightly
+
 N_GEN, TURNS = 8, 3
 
 needs_server = pytest.mark.skipif(

@@ -13,6 +13,8 @@ from mixedkv.engine.draft.speculation import StepTime
 from support.bench_support import run
 from support.tools import padded_model
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture
 def _drafts_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:

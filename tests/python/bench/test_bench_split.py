@@ -8,6 +8,8 @@ import pytest
 
 from support.bench_support import run
 
+pytestmark = pytest.mark.nightly
+
 
 def test_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--repeats", "3", "--n-prompt", "160", "--n-gen", "8", "--threads", "1"]

@@ -19,6 +19,8 @@ from mixedkv_bench.harness.store_run import StorePlace, StoreRun, in_new_process
 from mixedkv_bench.store import TIERS, StoreWork, TierTimes, _rows
 from support.bench_support import by_kv, run
 
+pytestmark = pytest.mark.nightly
+
 MIXED = "mixed:compact"
 N_PROMPT, N_NEW, N_GEN, TURNS = 400, 8, 5, 3
 

@@ -15,6 +15,8 @@ from mixedkv_bench.streaming import StreamingRow
 from support.bench_support import run
 from support.tools.random_model import RandomModel
 
+pytestmark = pytest.mark.nightly
+
 
 def test_streaming(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All modes give the same logits; that the limit holds them is the system's to see to."""

@@ -13,6 +13,8 @@ from mixedkv_bench.catalog import Document
 from mixedkv_bench.harness.task_items import TASKS, TaskItem, make_piles
 from mixedkv_bench.tasks import TasksRow
 
+pytestmark = pytest.mark.nightly
+
 
 def count(text: str) -> int:
     return len(text) // 4

@@ -9,6 +9,8 @@ import pytest
 from mixedkv import Llama
 from support.tools.random_model import RandomModel
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.mark.parametrize("kind", ["f16", "q4_0"])
 def test_a_random_model_says_letters(kind: str, tmp_path: Path) -> None:

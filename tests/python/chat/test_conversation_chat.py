@@ -29,6 +29,8 @@ from support.conversation_support import (
 )
 from support.patience import PATIENCE
 
+pytestmark = pytest.mark.core
+
 # --- what is evaluated ---
 
 

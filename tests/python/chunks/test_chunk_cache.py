@@ -255,6 +255,7 @@ def test_a_check_leaves_nothing_to_another_tenant(llm: Llama, store: KVStore) ->
     assert cache.prefill(case.prompt).n_evaluated == len(case.prompt)
 
 
+@pytest.mark.nightly
 def test_fuzzed_prompts(llm: Llama, store: KVStore) -> None:
     """200 prompts cut and pasted together: never a crash, never an exact label on approximate rows."""
     random = Random(5)
@@ -431,6 +432,7 @@ def wide_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["wide", "llama-128", "qwen3"])
 @pytest.mark.parametrize("cold", ["q8_0", "q4_0"])
+@pytest.mark.nightly
 def test_repair_on_other_shapes(
     name: str, cold: str, zoo_path: Callable[[str], Path], wide_path: Path
 ) -> None:

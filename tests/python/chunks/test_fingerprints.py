@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from mixedkv.chunks.fingerprints import WIDTH, TextEnds, find_fingerprints, slide
 from mixedkv.llama import Llama
 
+pytestmark = pytest.mark.core
+
 CHUNK = 64
 
 

@@ -98,6 +98,7 @@ def real(request: pytest.FixtureRequest, real_model_q4_1: Path) -> Iterator[tupl
         yield cache, ["Two texts. " + second + first + "In short:"]
 
 
+@pytest.mark.nightly
 def test_repaired_rows_are_not_damage(real: tuple[ChunkCache, list[str]]) -> None:
     cache, prompts = real
     report = verify_correctness(cache, prompts, n_gen=2)
@@ -112,6 +113,7 @@ def test_repaired_rows_are_not_damage(real: tuple[ChunkCache, list[str]]) -> Non
 
 @pytest.mark.parametrize("il", [2, 28])
 @pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.nightly
 def test_a_scale_that_is_a_little_off(
     real: tuple[ChunkCache, list[str]], monkeypatch: pytest.MonkeyPatch, il: int, which: str
 ) -> None:

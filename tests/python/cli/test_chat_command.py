@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from support.patience import PATIENCE
 
 MIXEDKV = [sys.executable, "-m", "mixedkv"]
@@ -43,6 +45,7 @@ def test_each_line_is_answered() -> None:
     assert second < first + 12 + 10
 
 
+@pytest.mark.core
 def test_a_chat_goes_on_in_the_next_process(tmp_path: Path) -> None:
     folder = tmp_path / "talk"
     chat("What is the code of the mill?\nAnd of the barn?\n", "--history", folder)
@@ -105,6 +108,7 @@ def test_what_is_taken_back_leaves_no_trace(tmp_path: Path) -> None:
     assert contents[0] == contents[1]
 
 
+@pytest.mark.nightly
 def test_a_history_can_be_encrypted(tmp_path: Path) -> None:
     folder, key, other = tmp_path / "talk", tmp_path / "key", tmp_path / "other"
     for path in (key, other):

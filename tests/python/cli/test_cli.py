@@ -56,6 +56,7 @@ def test_run_answers_from_the_bundled_journal() -> None:
 
 
 @pytest.mark.parametrize("kv", ["mixed", "f16", "q8_0"])
+@pytest.mark.core
 def test_run_is_the_same_for_each_cache(kv: str) -> None:
     done = run("run", "--raw", "--temp", 0, "-p", RECALL.prompt, "--kv", kv, "-n", 40, "--n-ctx", 512)
     assert done.stdout == RECALL.fact.answer + "\n"
@@ -114,6 +115,7 @@ def test_info_as_json() -> None:
 
 
 @pytest.mark.parametrize("spec", ["f16", "mixed", "mixed:quality", "q8_0"])
+@pytest.mark.core
 def test_info_says_what_fits(spec: str) -> None:
     report = json.loads(run("info", "--json", "--kv", spec).stdout)
     longest = report["caches"][0]["longest_n_ctx"]
@@ -195,12 +197,23 @@ def test_the_formula_is_what_is_allocated(zoo_path, name: str, kv: str) -> None:
         (["run", "-p", "word " * 600, "--n-ctx", "256"], "exceed context window of 256"),
     ],
 )
-def test_bad_input_is_one_line_and_code_2(args: list[str], message: str) -> None:
-    done = run(*args, code=2)
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
+def test_bad_input_is_one_line_and_code_2(
+    args: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(args)
+    except SystemExit as end:  # argparse's
+        code = end.code
+    assert code == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
     assert line.startswith("mixedkv: error: ")
     assert message in line
+
+
+def test_the_command_ends_with_the_code() -> None:
+    assert run("walk", code=2).stderr.startswith("mixedkv: error: ")
 
 
 def test_serve_without_its_extra_names_it(

@@ -22,6 +22,8 @@ from mixedkv.errors import InvalidModelFileError, UnsupportedModelError
 from mixedkv.model.gguf_file import read_model_file
 from support import zoo
 
+pytestmark = pytest.mark.core
+
 TINY = {"n_ctx": 256, "verbose": False}
 
 

@@ -20,6 +20,8 @@ from mixedkv.config import (
 from mixedkv.config.layers import join_layers
 from mixedkv.config.row_types import COLD_TYPES, UNIFORM_TYPES, ggml_type, type_bits, type_name
 
+pytestmark = pytest.mark.core
+
 
 def any_case(names: tuple[str, ...]) -> st.SearchStrategy[str]:
     return st.sampled_from(names).flatmap(lambda name: st.sampled_from((name, name.upper(), name.title())))

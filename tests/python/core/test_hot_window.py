@@ -10,6 +10,8 @@ import pytest
 from mixedkv import MixedKVConfig, UniformKV, _core
 from mixedkv.config.hot_window import HotWindow
 
+pytestmark = pytest.mark.core
+
 LONGEST = 26
 
 
@@ -33,31 +35,37 @@ def hot_by_story(window: HotWindow, n: int) -> set[int]:
     return {*recent, *range(min(window.sink_tokens, n))}
 
 
-@pytest.mark.parametrize("window", list(windows()), ids=str)
-def test_the_rule_is_the_story(window: HotWindow) -> None:
-    for q in range(LONGEST):
-        assert {p for p in range(q + 1) if window.contains(p, q)} == hot_by_story(window, q + 1)
+def test_the_rule_is_the_story() -> None:
+    for window in windows():
+        for q in range(LONGEST):
+            assert {p for p in range(q + 1) if window.contains(p, q)} == hot_by_story(window, q + 1), (
+                window,
+                q,
+            )
 
 
-@pytest.mark.parametrize("window", list(windows()), ids=str)
-def test_the_rule_is_that_of_the_core(window: HotWindow) -> None:
-    numbers = window.threshold, window.group_size, window.sink_tokens
-    for q in range(LONGEST):
-        assert window.begin(q) == _core.hot_begin(*numbers, q)
-        for p in range(q + 1):
-            assert window.contains(p, q) == _core.is_hot(*numbers, p, q)
+def test_the_rule_is_that_of_the_core() -> None:
+    for window in windows():
+        numbers = window.threshold, window.group_size, window.sink_tokens
+        for q in range(LONGEST):
+            assert window.begin(q) == _core.hot_begin(*numbers, q), (window, q)
+            for p in range(q + 1):
+                assert window.contains(p, q) == _core.is_hot(*numbers, p, q), (window, p, q)
 
 
-@pytest.mark.parametrize("window", list(windows()), ids=str)
-def test_a_cut_is_exact_exactly_where_the_f16_rows_are_still_there(window: HotWindow) -> None:
-    for n in range(1, LONGEST):
-        last = max(n - 1 - window.n_draft, -1)  # the last query whose window let rows go
-        held = {p for p in range(n) if window.contains(p, last)}
-        assert held == {p for p in range(n) if p >= window.held_begin(n - 1) or p < window.sink_tokens}
-        for at in range(n):
-            wanted = {p for p in range(at) if window.contains(p, at)}
-            assert window.cut_is_exact(n, at) == (wanted <= held), (n, at)
-        assert window.cut_is_exact(n, n)
+def test_a_cut_is_exact_exactly_where_the_f16_rows_are_still_there() -> None:
+    for window in windows():
+        for n in range(1, LONGEST):
+            last = max(n - 1 - window.n_draft, -1)  # the last query whose window let rows go
+            held = {p for p in range(n) if window.contains(p, last)}
+            assert held == {p for p in range(n) if p >= window.held_begin(n - 1) or p < window.sink_tokens}, (
+                window,
+                n,
+            )
+            for at in range(n):
+                wanted = {p for p in range(at) if window.contains(p, at)}
+                assert window.cut_is_exact(n, at) == (wanted <= held), (window, n, at)
+            assert window.cut_is_exact(n, n)
 
 
 def test_settings_have_it() -> None:

@@ -88,6 +88,7 @@ def test_ctrl_c_ends_an_evaluation(kv: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("verbose", [False, True])
+@pytest.mark.nightly
 def test_ctrl_c_while_a_model_is_loaded_is_not_lost(verbose: bool) -> None:
     """llama_cpp's log is a Python function: the signal's handler ran there, and what it raised was lost."""
     for i in range(6):

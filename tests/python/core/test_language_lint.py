@@ -12,6 +12,8 @@ from support import REPOSITORY
 sys.path.insert(0, str(REPOSITORY / "tests/lint"))
 from check_language import about_docstring, long_sentences, undocumented
 
+pytestmark = pytest.mark.core
+
 
 @pytest.mark.parametrize(
     "text",

@@ -22,6 +22,8 @@ from mixedkv.llama_options import ChatOptions, CompletionOptions, LlamaOptions
 from mixedkv.model.gguf_file import read_model_file
 from support.patience import PATIENCE
 
+pytestmark = pytest.mark.core
+
 TINY: dict[str, Any] = {"n_ctx": 256, "n_threads": 1, "verbose": False}
 
 

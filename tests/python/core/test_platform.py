@@ -10,6 +10,8 @@ import pytest
 
 from mixedkv import _native
 
+pytestmark = pytest.mark.core
+
 _WITHOUT = """
 import sys
 sys.modules.update(fcntl=None, resource=None)  # as on Windows

@@ -62,6 +62,7 @@ def test_there_are_blocks() -> None:
 
 
 @pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.nightly
 def test_a_block_runs_as_pasted(block: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if "smollm2" in block:
         request.getfixturevalue("real_model_q4_1")  # skips where it cannot be downloaded

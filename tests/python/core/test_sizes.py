@@ -14,6 +14,8 @@ from mixedkv.engine.schedule.checkpoints import CheckpointLimits
 from mixedkv.sizes import GB, parse_duration, parse_size, size_of
 from mixedkv.store import KVStore
 
+pytestmark = pytest.mark.core
+
 
 @pytest.mark.parametrize(
     ("text", "n_bytes"),

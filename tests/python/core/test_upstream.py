@@ -15,6 +15,8 @@ from support import REPOSITORY
 sys.path.insert(0, str(REPOSITORY / "vendor"))
 import copied
 
+pytestmark = pytest.mark.core
+
 SOURCE = REPOSITORY / "build" / "release" / "llama.cpp"
 SUPPORT = REPOSITORY / "cpp" / "llama" / "hooks" / "support.cpp"
 

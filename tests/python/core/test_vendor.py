@@ -16,6 +16,8 @@ import pytest
 
 from support import REPOSITORY
 
+pytestmark = pytest.mark.core
+
 ROOT = "fake_pkg-1.0/vendor/llama.cpp"
 
 PATCH = """\

@@ -13,6 +13,8 @@ from mixedkv.engine.constrain.constraint import ConstraintCompiler
 from mixedkv.engine.text.answer_reader import AnswerReader
 from support.families import ADD, ARGUMENTS, CALLS, WEATHER, template
 
+pytestmark = pytest.mark.core
+
 USER = {"role": "user", "content": "Will it rain in Oslo?"}
 END = 256
 BYTES = ConstraintCompiler.of_tokens([*(bytes([i]) for i in range(256)), b"\xff<end>"], [END])

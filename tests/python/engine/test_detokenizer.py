@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mixedkv.engine.text.detokenizer import TextStream
+
+pytestmark = pytest.mark.core
 
 
 @given(

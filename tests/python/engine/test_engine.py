@@ -19,6 +19,8 @@ from mixedkv.errors import ClosedError, EngineError, QueueFullError
 from support.patience import PATIENCE, wait_for
 from support.server_support import Direct, end_of
 
+pytestmark = pytest.mark.core
+
 
 @pytest.fixture(scope="module", params=["mixed", "f16"])
 def direct(request: pytest.FixtureRequest) -> Iterator[Direct]:

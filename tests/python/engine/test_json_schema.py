@@ -15,6 +15,8 @@ from mixedkv.engine.constrain.constraint import ConstraintCompiler, DeadEndError
 from mixedkv.engine.constrain.constraint_text import Constraint
 from support.constraint_support import BYTEWISE, follow, random_answer
 
+pytestmark = pytest.mark.core
+
 
 @pytest.fixture(scope="module")
 def bytewise() -> ConstraintCompiler:

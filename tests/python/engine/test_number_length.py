@@ -13,6 +13,8 @@ from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.constrain.number_length import NumberLength
 from support.constraint_support import BYTEWISE, follow
 
+pytestmark = pytest.mark.core
+
 END = BYTEWISE[1][0]
 
 

@@ -56,6 +56,7 @@ def run(*args: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
 
 
+@pytest.mark.nightly
 def test_run_samples_as_it_was_told(tmp_path: Path) -> None:
     greedy = run("--raw", "--temp", "0")
     cold = str(recommending(tmp_path / "cold.gguf", temp=0.0))
@@ -76,6 +77,7 @@ def test_run_samples_as_it_was_told(tmp_path: Path) -> None:
     assert run(*seeded) == run(*seeded) != greedy
 
 
+@pytest.mark.nightly
 def test_run_asks_unless_it_is_raw() -> None:
     asked, raw = run("--temp", "0"), run("--temp", "0", "--raw")
     body = {"messages": [{"role": "user", "content": "On Monday"}], "max_tokens": 16, "temperature": 0}

@@ -12,6 +12,8 @@ from mixedkv.config.hot_window import HotWindow
 from mixedkv.engine.schedule.progress import Progress
 from support.scheduler_support import N_BATCH, N_CTX, Desk
 
+pytestmark = pytest.mark.core
+
 
 def test_places_are_given_in_order_of_arrival() -> None:
     desk = Desk(parallel=2)

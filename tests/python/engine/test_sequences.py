@@ -17,6 +17,8 @@ from mixedkv.engine.schedule.tenant_limits import TenantLimits
 from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.prompts.overflow import Gap, LongPrompt
 
+pytestmark = pytest.mark.core
+
 
 class FakeMemory:
     """Rows as sets of sequence ids, as a unified cache has them."""

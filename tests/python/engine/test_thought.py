@@ -6,6 +6,8 @@ import pytest
 
 from mixedkv.engine.text.thought import Thought, ThoughtTags
 
+pytestmark = pytest.mark.core
+
 CLOSE = [7, 8]
 
 

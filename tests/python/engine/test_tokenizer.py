@@ -48,6 +48,7 @@ def tokenize_in_child(folder: Path, n: int, names: Sequence[str]) -> None:
     assert (result.returncode, last) == (0, ["all"]), (last, result.stderr[-500:])
 
 
+@pytest.mark.nightly
 def test_a_long_run_of_a_character_has_tokens(tmp_path: Path) -> None:
     tokenize_in_child(tmp_path, 40_000, sorted(set(RECURSIVE) - QUADRATIC.keys()))
     tokenize_in_child(tmp_path, MAX_STRETCH, ["tekken"])

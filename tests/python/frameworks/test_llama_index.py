@@ -40,6 +40,8 @@ from llama_index.core.tools import FunctionTool
 from mixedkv.frameworks.llama_index import MixedKVLLM
 from mixedkv.frameworks.llama_index_messages import openai_messages
 
+pytestmark = pytest.mark.nightly
+
 TEMPLATE = (TEMPLATES / "qwen2.5.jinja").read_text("utf-8")
 RECALL = make_recall(seed=53_001, n_sentences=40)  # long enough to be stored
 SYSTEM, QUESTION = " ".join(RECALL.journal), RECALL.fact.question

@@ -10,6 +10,8 @@ import pytest
 from support.checks import assert_same, check_books, check_rows
 from support.harness import TYPES, Mixed, prompt
 
+pytestmark = pytest.mark.core
+
 KV = Mixed(threshold=32, group=16, sinks=4)
 
 

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from mixedkv import KVBlock, Llama
 from mixedkv.bundled import model_path
 
+pytestmark = pytest.mark.core
+
 SETTINGS = ("f16", "q8_0", "q4_0", "mixed", "mixed:quality,threshold=128")
 TOKENS = [3 + i * 7 % 250 for i in range(300)]
 

@@ -8,6 +8,8 @@ import pytest
 from mixedkv.config.row_types import COLD_TYPES, CPU_TYPES
 from support.harness import Mixed, Uniform, prompt, rel_rms
 
+pytestmark = pytest.mark.core
+
 
 @pytest.mark.parametrize("model", ["llama-64", "llama-128"])
 @pytest.mark.parametrize("cold", COLD_TYPES)

@@ -60,7 +60,7 @@ def test_against_the_oracle(open_pair, attention: str, n_ubatch: int) -> None:
     check_rows(ctx, oracle)
 
 
-SHAPES = [(1, True), (3, True), (3, False)]
+SHAPES = [(1, True), *(pytest.param(3, shared, marks=pytest.mark.nightly) for shared in (True, False))]
 
 
 @pytest.mark.parametrize(("n_seq_max", "unified"), SHAPES)

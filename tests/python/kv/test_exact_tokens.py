@@ -10,6 +10,8 @@ from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.store import Identity, KVStore
 
+pytestmark = pytest.mark.core
+
 TOKENS = [3 + i * 7 % 250 for i in range(300)]
 
 

@@ -11,6 +11,8 @@ import pytest
 from mixedkv import Llama, _core
 from support.harness import Ctx, InitError, Mixed, Uniform, prompt, rel_rms
 
+pytestmark = pytest.mark.core
+
 KV = Mixed(threshold=32, group=16, sinks=4)
 OPEN = Mixed(threshold=256, group=32)  # a window over the whole context: equal to F16 but for rounding
 tokens = prompt(200)

@@ -11,6 +11,8 @@ from support import zoo
 from support.checks import TOL_FUSED, tolerance, worst
 from support.harness import Ctx, Mixed, Uniform, prompt, rel_rms
 
+pytestmark = pytest.mark.core
+
 N = 200
 WINDOW = Mixed(threshold=48, group=16, sinks=4)
 UBATCHES = (1, 7, 64, 512)

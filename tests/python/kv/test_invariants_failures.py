@@ -9,6 +9,8 @@ from support import zoo
 from support.checks import assert_same, check_books, check_rows
 from support.harness import Ctx, DecodeError, Mixed, prompt
 
+pytestmark = pytest.mark.core
+
 KV = Mixed(threshold=24, group=8, sinks=3)
 tokens = prompt(400, seed=12)
 

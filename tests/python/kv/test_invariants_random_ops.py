@@ -230,6 +230,7 @@ def test_against_the_oracle_at_length(
 @pytest.mark.parametrize("unified", [True, False], ids=["unified", "streams"])
 @given(plan=st.lists(steps, min_size=3, max_size=10))
 @fuzz(10)
+@pytest.mark.nightly
 def test_whole_model_against_f16(load, attention: str, unified: bool, plan: list[tuple]) -> None:
     """An open window does what llama.cpp's F16 cache does, all layers and operations; a small one stays
     within the error of quantisation.

@@ -10,6 +10,8 @@ import pytest
 
 from support.harness import TYPES, Ctx, InitError, Mixed, Uniform, prompt
 
+pytestmark = pytest.mark.core
+
 CASES = {
     "llama-48": ["head", "48", "32"],
     "mamba": ["mamba"],

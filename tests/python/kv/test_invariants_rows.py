@@ -6,6 +6,8 @@ itself. Mutants of the rule show what the tolerance can tell apart.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,8 @@ from support import zoo
 from support.checks import check_books, check_rows, tolerance, worst
 from support.harness import Mixed, prompt, rel_rms
 from support.oracle import Oracle, Row
+
+pytestmark = pytest.mark.core
 
 # every full-attention layer; gemma4's layer 5 reads the rows of layer 3
 LAYERS = [(name, il) for name in zoo.SUPPORTED for il in zoo.SHAPES[name].kv_layers] + [("gemma4", 5)]
@@ -70,8 +74,13 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama-64", "llama-96", "refact", "gpt-oss"])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        *(("llama-64", setting) for setting in SETTINGS),
+        *zip(itertools.cycle(("llama-96", "refact", "gpt-oss")), SETTINGS),  # two or three settings each
+    ],
+)
 def test_any_window(open_pair, name: str, setting: str, attention: str) -> None:
     kv = SETTINGS[setting].with_(attention=attention)
     got, want, _ = both(open_pair, name, zoo.SHAPES[name].kv_layers[-1], kv)

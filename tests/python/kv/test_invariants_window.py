@@ -7,6 +7,8 @@ import pytest
 from support.checks import assert_same, check_books, check_rows
 from support.harness import Mixed, prompt
 
+pytestmark = pytest.mark.core
+
 KV = Mixed(threshold=48, group=8, sinks=4)
 tokens = prompt(400, seed=8)
 

@@ -14,6 +14,8 @@ from mixedkv import KVStats, Llama, MixedKVConfig, UniformKV
 from mixedkv.bundled import model_path
 from support import zoo
 
+pytestmark = pytest.mark.core
+
 N_PROMPT = 200
 TOKENS = [3 + i * 7 % 250 for i in range(N_PROMPT)]
 CONFIG = MixedKVConfig(quantization_threshold=64, group_size=16, sink_tokens=4, cold_type_k="q8_0")

@@ -59,8 +59,10 @@ def test_wider_than_at_first(open_pair, attention: str, unified: bool) -> None:
         check_books(ctx, oracle)
 
 
-@pytest.mark.parametrize("options", [{}, {"n_seq_max": 3, "unified": True}, {"n_seq_max": 2}], ids=str)
-@pytest.mark.parametrize("name", ["llama-64", "gemma2"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("llama-64", {}), ("llama-64", {"n_seq_max": 3, "unified": True}), ("gemma2", {"n_seq_max": 2})],
+)
 def test_wider_than_the_ring(open_pair, attention: str, options: dict, name: str) -> None:
     """Rows go along into a larger one, in every sequence, and what is evaluated next sees all of them."""
     pair = ctx, oracle = open_pair(name, 1, KV.with_(attention=attention), **options)

@@ -74,6 +74,7 @@ def test_facts_within_the_window_read_as_f16(ask) -> None:
     assert right >= 10, "the model does not know its facts: the test would show nothing"
 
 
+@pytest.mark.nightly
 def test_facts_in_the_cold_region_are_recalled_as_by_the_cold_type(ask) -> None:
     cases = [journal(100 + seed, 45, slice(0, 20)) for seed in range(10)]
     prompts = [text for text, _, _ in cases]

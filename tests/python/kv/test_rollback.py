@@ -13,6 +13,8 @@ from mixedkv import Llama
 from mixedkv.errors import UnsupportedModelError
 from support.harness import Ctx, Mixed, Uniform, prompt, rel_rms
 
+pytestmark = pytest.mark.core
+
 N = 4  # snapshots
 OPTIONS: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 4, "unified": True, "n_rs_seq": N}
 HISTORY, WRONG, NEXT = prompt(40, seed=1), prompt(N, seed=2), prompt(3, seed=3)

@@ -37,6 +37,7 @@ def kld(want: np.ndarray, got: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("cold", ["q4_0", "q8_0", "lm4", "tc3", "iq4_nl"])
+@pytest.mark.nightly
 def test_answers_stay_close(cold: str) -> None:
     f32, sixteen, eight = (
         all_logits(kv, 450)

@@ -21,6 +21,8 @@ from mixedkv import _native
 from support import REPOSITORY, TESTS
 from support.patience import PATIENCE, wait_for
 
+pytestmark = pytest.mark.nightly
+
 GGML = REPOSITORY / "build" / "release" / "llama.cpp" / "ggml"
 CHILD = TESTS / "support" / "rpc_child.py"
 

@@ -11,6 +11,8 @@ import pytest
 from mixedkv import Llama
 from mixedkv.errors import UnsupportedModelError
 
+pytestmark = pytest.mark.core
+
 OPTIONS = {"n_ctx": 256, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
 TOKENS = [3 + i * 7 % 90 for i in range(60)]
 OTHER = TOKENS[::-1]

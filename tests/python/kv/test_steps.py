@@ -17,6 +17,8 @@ from mixedkv.chunks.deviation import last_logits
 from support.conversation_support import open_llama
 from support.tools.skipping_run import ggml_get_name
 
+pytestmark = pytest.mark.core
+
 TOKENS = [3 + i * 7 % 250 for i in range(400)]
 NARROW = "mixed:cold=q8_0,threshold=32,group=8,sinks=4"
 

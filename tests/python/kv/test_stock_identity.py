@@ -18,6 +18,8 @@ from mixedkv import bundled
 from mixedkv_bench.harness.stock_peer import stock_library
 from support import TESTS, zoo
 
+pytestmark = pytest.mark.nightly
+
 MODELS = [n for n in (*zoo.SUPPORTED, *zoo.REFUSED) if n != "bert"]
 
 

@@ -4,6 +4,8 @@ design.)
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -19,6 +21,9 @@ def unified(request: pytest.FixtureRequest) -> bool:
     return request.param
 
 
+MODELS = ["llama-64", "llama-96", "refact", "gpt-oss", "gemma2", "deepseek2"]
+
+
 def open_three(open_pair, attention: str, unified: bool = True, name: str = "llama-64"):
     kv = KV.with_(attention=attention)
     return open_pair(name, 1, kv, n_seq_max=3, unified=unified, n_ctx=768, n_ubatch=48)
@@ -31,7 +36,7 @@ def interleaved(lengths: list[int], first: list[int]) -> tuple[list[int], list[l
     return [p for p, _, _ in turns], [[s] for _, s, _ in turns]
 
 
-@pytest.mark.parametrize("name", ["llama-64", "llama-96", "refact", "gpt-oss", "gemma2", "deepseek2"])
+@pytest.mark.parametrize("name", MODELS)
 def test_sequences_of_different_lengths_in_one_batch(
     open_pair, attention: str, unified: bool, name: str
 ) -> None:
@@ -48,8 +53,16 @@ def test_sequences_of_different_lengths_in_one_batch(
         check_rows(ctx, oracle, seq)
 
 
-@pytest.mark.parametrize("name", ["llama-64", "llama-96", "refact", "gpt-oss", "gemma2", "deepseek2"])
-@pytest.mark.parametrize("first", ["answers", "prompt"])
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("llama-64", "prompt"),
+        *zip(
+            ("llama-64", "llama-96", "refact", "gpt-oss", "gemma2", "deepseek2"),
+            itertools.cycle(("answers", "prompt")),
+        ),
+    ],
+)
 def test_answers_beside_a_prompt(open_pair, attention: str, name: str, first: str) -> None:
     """As a server composes its batches: the attention of answers and of a prompt are separate calls."""
     ctx, oracle = open_three(open_pair, attention, unified=True, name=name)

@@ -18,6 +18,8 @@ from mixedkv.model.gguf_file import read_model_file
 from mixedkv.model.layer_plan import FINEST, LADDER, MEASURED, LayerPlan
 from mixedkv.model.settle import settle
 
+pytestmark = pytest.mark.core
+
 N_CTX = 2048
 MODELS = ("bundled", "qwen3", "lfm2")  # layers alike, a norm of K, layers without keys between others
 

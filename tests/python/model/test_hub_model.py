@@ -60,6 +60,7 @@ def test_a_model_is_pulled_once_and_listed(hub: LocalHub, tmp_path: Path) -> Non
     assert mixedkv(hub, tmp_path, "pull", "me/tiny", offline=True)[0].strip() == path
 
 
+@pytest.mark.nightly
 def test_every_door_takes_the_name(hub: LocalHub, tmp_path: Path) -> None:
     asked = ["run", "-m", "hf:me/tiny", "-p", "On Monday", "-n", "8", "--temp", "0", "--n-ctx", "256"]
     text, _ = mixedkv(hub, tmp_path, *asked)

@@ -84,6 +84,7 @@ def test_a_conversation(talks: Callable[..., Any], name: str, kv: str) -> None:
     talks(name, kv)
 
 
+@pytest.mark.nightly
 def test_all_of_them_from_the_disk_in_a_new_process(talks: Callable[..., Any]) -> None:
     had = [talks(name, kv) for name, kv in KINDS]
     for answers, (task, wanted) in zip(in_new_process([task for task, _ in had]), had, strict=True):

@@ -13,6 +13,7 @@ from support.model_table import page
 PAGE = REPOSITORY / "docs" / "models.md"
 
 
+@pytest.mark.nightly
 def test_the_page_is_what_is_found_out(zoo_dir: Path, has_fused: bool) -> None:
     if not has_fused:
         pytest.skip("the page is of a build with the fused kernels")

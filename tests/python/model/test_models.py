@@ -8,6 +8,8 @@ import pytest
 from support import zoo
 from support.harness import TYPES, Mixed, Uniform, prompt, rel_rms
 
+pytestmark = pytest.mark.core
+
 KV = Mixed(threshold=32, group=16, sinks=4)
 
 

@@ -29,6 +29,7 @@ def divergences(model: Path, folder: Path, *specs: str, text: str = "prose") -> 
 
 
 @pytest.mark.parametrize("fixture", ["real_model", "real_model_planted"])
+@pytest.mark.nightly
 def test_fewer_bits_than_q4_0_do_less(fixture: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     model = request.getfixturevalue(fixture)
     q4_0, tc3, lm4 = divergences(model, tmp_path, "q4_0", "mixed:cold=tc3", "mixed:cold=lm4")

@@ -358,6 +358,7 @@ def test_a_key_is_asked_for(tmp_path: Path, open_page: OpenPage) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.nightly
 def test_it_fits_a_phone_and_can_be_read(server: Server, open_page: OpenPage, scheme: str) -> None:
     page = open_page(server, viewport=PHONE, color_scheme=scheme)
     says(page, {"content": "A " + "long" * 100 + "\n```\n" + "code " * 100 + "\n```\n|a|b|\n|-|-|\n|1|2|"})

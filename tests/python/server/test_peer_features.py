@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from support import REPOSITORY
 from support.peer_features import CHECKS, Asked, tried
 from support.server_support import MODEL, running
+
+pytestmark = pytest.mark.nightly
 
 TEMPLATE = REPOSITORY / "tests/python/support/templates/qwen3.jinja"
 

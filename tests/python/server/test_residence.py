@@ -17,6 +17,8 @@ from mixedkv.server.residence import Check, ModelGroup, ModelLoadError, Residenc
 from mixedkv.server.settings import ServerSettings, load_settings
 from support.patience import PATIENCE
 
+pytestmark = pytest.mark.core
+
 SOON = 0.05
 
 

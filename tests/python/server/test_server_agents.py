@@ -17,6 +17,8 @@ from pydantic import BaseModel, Field
 from support.recorded import with_a_token_that_calls
 from support.server_support import MODEL, Server, running
 
+pytestmark = pytest.mark.nightly
+
 LOOP = asyncio.new_event_loop()  # one for all: clients keep connections between tests
 BRIEF: dict[str, int] = {}
 CALLING: dict[str, int] = {}

@@ -159,6 +159,7 @@ def test_an_unknown_type_of_content_is_named(server: Server) -> None:
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["installed", "redis-py 5"])
+@pytest.mark.nightly
 def test_a_stopped_redis_holds_up_sessions_only(tmp_path: Path, old: bool) -> None:
     """Also with redis-py 5, which waits for ever unless it is told: `pip install -t DIR redis==5.0.8`."""
     environ = {}

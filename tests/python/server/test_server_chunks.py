@@ -42,6 +42,7 @@ def warm(server: Server, key: str = "") -> None:
     server.wait_until_idle(key)
 
 
+@pytest.mark.nightly
 def test_what_slid_is_no_passage() -> None:
     """Rows of the last turn, moved up: they are neither repaired nor checked."""
     words = [f"{word}{i}" for i, word in enumerate("\n".join(DOCUMENTS).split())]
@@ -98,11 +99,13 @@ def test_what_is_refused(server: Server, options: dict[str, Any], match: str) ->
     assert answer["error"]["param"] == "reuse"
 
 
+@pytest.mark.nightly
 def test_a_cache_that_cannot_is_refused_at_the_start() -> None:
     with pytest.raises(RuntimeError, match="fused attention"), running("--kv", "f16", *OPTIONS[2:]):
         pass
 
 
+@pytest.mark.nightly
 def test_how_passages_are_found_and_repaired_can_be_said(tmp_path: Path) -> None:
     options = ("--chunk-size", "32", "--chunk-ratio", ".3", "--chunk-overlap", "8")
     with running(*OPTIONS, *options) as server:
@@ -114,6 +117,7 @@ def test_how_passages_are_found_and_repaired_can_be_said(tmp_path: Path) -> None
         pass
 
 
+@pytest.mark.nightly
 def test_a_request_says_how_its_passages_are_repaired() -> None:
     with running(*OPTIONS[:4], "--chunk-repair", "seam", "--chunk-check", "0") as server:
         warm(server)

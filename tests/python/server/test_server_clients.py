@@ -109,6 +109,7 @@ def test_refusals_are_not_tried_again(server: Server) -> None:
     assert statuses == [400, 404]
 
 
+@pytest.mark.nightly
 def test_a_request_that_takes_too_long_is_a_server_error() -> None:
     with running("--n-ctx", "2048", "--parallel", "1", "--request-timeout", "0.2") as server:
         client, statuses = make_client(server, max_retries=1)
@@ -129,6 +130,7 @@ def test_a_wrong_key_is_an_authentication_error(tmp_path: Path) -> None:
         assert [model.id for model in make_client(server, KEY)[0].models.list()] == [MODEL]
 
 
+@pytest.mark.nightly
 def test_a_stopped_server_is_a_connection_error() -> None:
     with running("--n-ctx", "512") as server:
         client, _ = make_client(server, max_retries=1)

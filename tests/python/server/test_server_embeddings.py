@@ -222,6 +222,7 @@ def test_the_option_comes_from_the_environment_too() -> None:
         assert len(vectors_of(server, "a")) == 1
 
 
+@pytest.mark.nightly
 def test_options_that_the_model_cannot_have_end_the_start(
     zoo_path: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -485,6 +486,7 @@ def test_a_model_that_does_not_rank_says_so(server: Server) -> None:
     assert "pooling type" in answer["error"]["message"]
 
 
+@pytest.mark.nightly
 def test_slices_are_short_on_a_slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a second, when nothing runs: whoever comes waits for it."""
     clock = [0.0]

@@ -253,6 +253,7 @@ def test_models_that_would_share_a_topic_are_refused() -> None:
         pass
 
 
+@pytest.mark.nightly
 def test_a_wrong_address_ends_the_start() -> None:
     with (
         pytest.raises(RuntimeError, match=r"kv_events=somewhere: .*: use tcp://"),

@@ -192,6 +192,7 @@ def test_what_cannot_be_appended_is_refused(server: Server, where: str, body: An
     assert version(server, "refused") == version(server, "refused-raw") == 0
 
 
+@pytest.mark.nightly
 def test_what_has_grown_outlives_a_kill_and_has_its_limits(tmp_path: Path) -> None:
     options = ("--n-ctx", "2048", "--model-name", "m", "--store", str(tmp_path / "kv"))
     with running(*options) as server:

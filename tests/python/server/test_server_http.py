@@ -19,6 +19,8 @@ from mixedkv.server.listening import listen
 from mixedkv.server.settings import ServerSettings
 from support.server_support import MODEL, Server, running
 
+pytestmark = pytest.mark.core
+
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 6}, "code": {"type": "integer", "enum": [1, 22]}},

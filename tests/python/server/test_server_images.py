@@ -169,6 +169,7 @@ def test_without_an_encoder() -> None:
         (("--mmproj", "other=/nowhere.gguf"), "no such file"),
     ],
 )
+@pytest.mark.nightly
 def test_encoders_that_cannot_be(options: tuple[str, ...], says: str) -> None:
     server = Server("--n-ctx", "512", *options)
     assert server.process.wait(PATIENCE) != 0

@@ -81,6 +81,7 @@ def test_what_cannot_be_filled_is_refused(server: Server, path: str, body: Any, 
     assert param is None or answer["error"]["param"] == param
 
 
+@pytest.mark.nightly
 def test_a_model_without_tokens_for_it_says_so() -> None:
     with running("--n-ctx", "512") as server:
         status, answer, _ = server.request("POST", "/infill", BODY)

@@ -14,6 +14,8 @@ import pytest
 from support.recorded import TEMPLATES
 from support.server_support import MODEL, Server, running
 
+pytestmark = pytest.mark.nightly
+
 langchain = pytest.importorskip("langchain_openai", reason="needs the package langchain-openai")
 suites = pytest.importorskip("langchain_tests.integration_tests", reason="needs the package langchain-tests")
 

@@ -120,6 +120,7 @@ def refusal(*options: str) -> str:
     return done.stderr
 
 
+@pytest.mark.nightly
 def test_what_cannot_be_served_says_why(tmp_path: Path) -> None:
     assert "tls_cert and tls_key go together" in refusal("--tls-cert", "x")
     assert "a Unix socket needs no TLS" in refusal("--tls-cert", "x", "--tls-key", "y", "--unix-socket", "z")
@@ -163,6 +164,7 @@ def _ready(client: httpx.Client) -> bool:
         return False
 
 
+@pytest.mark.nightly
 def test_a_path_that_is_taken_or_too_long_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     assert "there is a file of that name" in refusal("--unix-socket", str(tmp_path / "file"))
@@ -173,6 +175,7 @@ def test_a_path_that_is_taken_or_too_long_is_refused(tmp_path: Path) -> None:
 # --- a path before all others ---
 
 
+@pytest.mark.nightly
 def test_a_root_path_is_served_with_and_without() -> None:
     with running("--n-ctx", "512", "--root-path", "/llm/a") as server:
         for root in ("/llm/a", ""):

@@ -9,6 +9,8 @@ import pytest
 
 from support.mixed_requests import Mix
 
+pytestmark = pytest.mark.nightly
+
 N = int(os.environ.get("MIXEDKV_TEST_MIXED_REQUESTS", "12"))
 
 

@@ -92,6 +92,7 @@ def test_the_lease_ends_with_the_watch(file: Path) -> None:
     assert time.monotonic() - began < 20
 
 
+@pytest.mark.nightly
 def test_a_draft_model_that_is_cut_off_is_told_too(tmp_path: Path) -> None:
     path = tmp_path / "draft.gguf"
     shutil.copy(model_path(), path)

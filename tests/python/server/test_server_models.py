@@ -251,6 +251,7 @@ def test_after_a_restart_each_finds_its_own(files: dict[str, Path], tmp_path: Pa
             assert answer["usage"]["prompt_tokens_details"]["cached_tier"] == "disk"
 
 
+@pytest.mark.nightly
 def test_a_model_that_embeds_beside_one_that_answers(
     zoo_path: Callable[[str], Path], files: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -332,6 +333,7 @@ def test_the_draft_model_is_the_first_ones() -> None:
 
 
 @pytest.mark.parametrize("content", ["", "model"])
+@pytest.mark.nightly
 def test_a_file_that_is_no_adapter_is_refused(tmp_path: Path, content: str) -> None:
     file = tmp_path / "adapter.gguf"
     if content == "model":
@@ -361,6 +363,7 @@ def test_weights_are_there_once() -> None:
         Llama(model_path(), weights=one, **small)
 
 
+@pytest.mark.nightly
 def test_weights_of_another_file_are_refused(tmp_path: Path) -> None:
     other = shutil.copy(model_path(), tmp_path / "m.gguf")
     says = pytest.raises(ValueError, match="weights: this is a Llama of")

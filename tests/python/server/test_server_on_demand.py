@@ -224,6 +224,7 @@ def test_one_at_a_time(options: list[str], files: dict[str, Path]) -> None:
         assert server.stop() == 0
 
 
+@pytest.mark.nightly
 def test_sessions_and_messages_are_found_meanwhile(options: list[str], tmp_path: Path) -> None:
     with running(*options, "--store", str(tmp_path), "--keep-alive", "-1") as server:
         for name in ("kept", "gone"):
@@ -248,6 +249,7 @@ def test_sessions_and_messages_are_found_meanwhile(options: list[str], tmp_path:
         assert cached(ask(server, prompt=f"Of gone: {RECALL.prompt}", max_tokens=1)) < 10
 
 
+@pytest.mark.nightly
 def test_warm_prompts_come_back(options: list[str], tmp_path: Path) -> None:
     """Also where no store keeps them; the models that have some are loaded at the start."""
     warm = tmp_path / "warm"
@@ -261,6 +263,7 @@ def test_warm_prompts_come_back(options: list[str], tmp_path: Path) -> None:
             unload(server, "one")
 
 
+@pytest.mark.nightly
 def test_models_leave_after_the_default_time_and_warm_ones_as_well(options: list[str]) -> None:
     with running(*options, "--warm-text", RECALL.prompt, "--keep-alive", "1s") as server:
         wait_for(lambda: not loaded(server))
@@ -269,6 +272,7 @@ def test_models_leave_after_the_default_time_and_warm_ones_as_well(options: list
         assert server.stop() == 0
 
 
+@pytest.mark.nightly
 def test_a_model_that_cannot_be_loaded(files: dict[str, Path], tmp_path: Path) -> None:
     """It says why, the server goes on, and loads it when its file is right."""
     path = Path(shutil.copy(files["one"], tmp_path / "some.gguf"))
@@ -293,6 +297,7 @@ def test_a_model_that_cannot_be_loaded(files: dict[str, Path], tmp_path: Path) -
         assert server.stop() == 0
 
 
+@pytest.mark.nightly
 def test_a_file_that_is_changed_is_loaded_anew(files: dict[str, Path], tmp_path: Path) -> None:
     path = Path(shutil.copy(files["one"], tmp_path / "some.gguf"))
     with running("-m", str(path), *SMALL, "--keep-alive", "-1") as server:
@@ -307,6 +312,7 @@ def test_a_file_that_is_changed_is_loaded_anew(files: dict[str, Path], tmp_path:
         assert server.stop() == 0
 
 
+@pytest.mark.nightly
 def test_what_is_wrong_at_the_start_is_told_then(files: dict[str, Path]) -> None:
     for given, says in (
         (["-m", "nothing.gguf"], "nothing.gguf"),
@@ -316,6 +322,7 @@ def test_what_is_wrong_at_the_start_is_told_then(files: dict[str, Path]) -> None
             pass
 
 
+@pytest.mark.nightly
 def test_an_image_encoder_comes_back(tmp_path: Path) -> None:
     width = int(read_model_file(model_path()).get("embedding_length"))
     mmproj = write_projector("mlp", width, tmp_path)
@@ -331,6 +338,7 @@ def test_an_image_encoder_comes_back(tmp_path: Path) -> None:
         assert answers[0] == answers[1]
 
 
+@pytest.mark.nightly
 def test_embeddings(zoo_path: Callable[[str], Path], files: dict[str, Path]) -> None:
     bert = ["-m", f"vectors={zoo_path('bert')}"]
     with running("-m", str(files["one"]), *bert, *SMALL, "--keep-alive", "-1") as server:
@@ -344,6 +352,7 @@ def test_embeddings(zoo_path: Callable[[str], Path], files: dict[str, Path]) -> 
         assert ask(server, "one")["model"] == "one"
 
 
+@pytest.mark.nightly
 def test_tenants_do_not_unload_each_others_models(options: list[str], tmp_path: Path) -> None:
     anna, bob = "anna-key-0123456789", "bob-key-01234567890"
     keys = str(key_file(tmp_path, f"anna:{anna}", f"bob:{bob}"))
@@ -358,6 +367,7 @@ def test_tenants_do_not_unload_each_others_models(options: list[str], tmp_path: 
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.05, 0.2])
+@pytest.mark.nightly
 def test_a_shutdown_during_a_load(options: list[str], seconds: float) -> None:
     with running(*options, "--keep-alive", "5m") as server:
         statuses: list[int] = []
@@ -374,6 +384,7 @@ def test_a_shutdown_during_a_load(options: list[str], seconds: float) -> None:
         assert "Traceback" not in server.log
 
 
+@pytest.mark.nightly
 def test_without_the_option_models_stay(files: dict[str, Path]) -> None:
     with running("-m", str(files["one"]), *SMALL) as server:
         client(server).generate("one", "a", keep_alive=0, options={"num_predict": 1})
@@ -383,6 +394,7 @@ def test_without_the_option_models_stay(files: dict[str, Path]) -> None:
         wait_for(lambda: "keep_alive is ignored: models stay loaded; serve with --keep-alive" in server.log)
 
 
+@pytest.mark.nightly
 def test_memory_does_not_grow(options: list[str]) -> None:
     """Nor do threads and open files."""
 

@@ -12,6 +12,8 @@ import pytest
 from support.patience import PATIENCE
 from support.server_support import MODEL, Server, running
 
+pytestmark = pytest.mark.nightly
+
 JSON = {"Content-Type": "application/json"}
 USER = {
     "X-OpenWebUI-User-Name": "Ada%20L",

@@ -309,6 +309,7 @@ def test_it_fits_a_phone(server: Server, open_page: OpenPage) -> None:
     assert cut == 0, "a table is wider than its section"
 
 
+@pytest.mark.nightly
 def test_it_says_that_the_server_has_gone_and_comes_back(open_page: OpenPage) -> None:
     options = ("--n-ctx", "1024", "--parallel", "2", "--port", str(free_port()))
     with running(*options) as first:

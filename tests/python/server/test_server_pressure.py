@@ -151,6 +151,7 @@ def misbehave(server: Server, r: random.Random) -> None:
         assert server.status("POST", "/v1/completions", body) in (200, 429)
 
 
+@pytest.mark.nightly
 def test_a_locked_session_database_holds_up_no_plain_request(tmp_path: Path) -> None:
     """Another program has locked it: requests for sessions wait, and fail; nothing else does."""
     path = tmp_path / "sessions.sqlite3"
@@ -190,6 +191,7 @@ def test_sigterm_cuts_off_what_takes_too_long() -> None:
         assert (status, error["error"]["code"]) == (503, "shutting_down")
 
 
+@pytest.mark.nightly
 def test_sigterm_waits_for_nobody_who_does_not_finish() -> None:
     """A head that never ends, a body that never ends, and an answer that is never read: they have hours."""
     options = ("--n-ctx", "4096", "--read-timeout", "9999", "--request-timeout", "9999")
@@ -206,6 +208,7 @@ def test_sigterm_waits_for_nobody_who_does_not_finish() -> None:
         assert server.stop(signal.SIGTERM) == 0
 
 
+@pytest.mark.nightly
 def test_sigterm_while_prompts_are_warmed_stores_them(tmp_path: Path) -> None:
     path = tmp_path / "warm.jsonl"
     texts = [make_recall(i, 40).text for i in range(2000)]
@@ -224,6 +227,7 @@ def test_sigterm_while_prompts_are_warmed_stores_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.nightly
 def test_a_second_signal_changes_nothing(number: int) -> None:
     with running("--drain-timeout", "1", "--n-ctx", N_CTX) as server, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(server.request, "POST", "/v1/completions", endless(stream=False))
@@ -249,6 +253,7 @@ def test_a_second_signal_changes_nothing(number: int) -> None:
         (("--port", "x"), "--port"),
     ],
 )
+@pytest.mark.nightly
 def test_a_bad_option_is_one_line_and_exit_code_2(options: tuple[str, ...], message: str) -> None:
     command = [sys.executable, "-m", "mixedkv", "serve", "--port", "0", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
@@ -268,6 +273,7 @@ def test_a_warm_file_is_evaluated_before_the_server_is_ready(tmp_path: Path) -> 
         assert answer["choices"][0]["message"]["content"] == recall.fact.answer
 
 
+@pytest.mark.nightly
 def test_a_line_of_the_warm_file_is_a_tenants(tmp_path: Path) -> None:
     recall = make_recall(61, 20)
     path, keys = tmp_path / "warm.jsonl", ("anna-key-0123456789", "ben-key-01234567890")
@@ -281,6 +287,7 @@ def test_a_line_of_the_warm_file_is_a_tenants(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("package", ["fastapi", "uvicorn", "pydantic", "prometheus_client"])
+@pytest.mark.nightly
 def test_without_the_extra_the_message_says_what_to_install(package: str) -> None:
     program = (
         f"import sys; sys.modules[{package!r}] = None; import mixedkv.cli as c; sys.exit(c.main(['serve']))"

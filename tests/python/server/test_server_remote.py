@@ -57,6 +57,7 @@ def test_a_killed_servers_conversation_goes_on_at_another(tmp_path: Path) -> Non
         assert chat(alone, messages)[0] == text
 
 
+@pytest.mark.nightly
 def test_a_remote_that_falls_silent_fails_no_request(tmp_path: Path) -> None:
     with redis_server(tmp_path) as (_, port):
         line = Line(port)
@@ -79,11 +80,13 @@ def test_a_remote_that_falls_silent_fails_no_request(tmp_path: Path) -> None:
         (["--store-key-file", "k"], "store_key_file is given without store or store_remote"),
     ],
 )
+@pytest.mark.nightly
 def test_a_wrong_remote_ends_the_start(options: list[str], message: str) -> None:
     with pytest.raises(RuntimeError, match=message), running(*options):
         pass
 
 
+@pytest.mark.nightly
 def test_a_server_starts_without_its_remote() -> None:
     with running("--store-remote", f"redis://127.0.0.1:{free_port()}/0") as server:
         assert "does not answer: the store goes without it" in server.log

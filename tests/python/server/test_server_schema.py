@@ -63,6 +63,7 @@ def test_every_operation_is_tested(operations: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("label", [*_EVALUATING, *_OTHERS, *_PLAIN])
+@pytest.mark.nightly
 def test_good_requests(server: Server, operations: dict[str, Any], label: str) -> None:
     statuses = _run(operations[label], _GOOD)
     _is_well(server)
@@ -71,6 +72,7 @@ def test_good_requests(server: Server, operations: dict[str, Any], label: str) -
 
 
 @pytest.mark.parametrize("label", [*_EVALUATING, *_OTHERS])
+@pytest.mark.nightly
 def test_bad_requests(server: Server, operations: dict[str, Any], label: str) -> None:
     statuses = _run(operations[label], _BAD)
     _is_well(server)

@@ -21,6 +21,7 @@ def create(server: Server, key: str = "", **body: Any) -> tuple[int, Any]:
     return status, answer
 
 
+@pytest.mark.nightly
 def test_a_tenant_has_so_many_sessions_and_sees_its_own(tmp_path: Path) -> None:
     keys = key_file(tmp_path, f"anna:{ANNA} sessions=2", f"ben:{BEN} session_mb=0")
     metrics_key = tmp_path / "metrics"

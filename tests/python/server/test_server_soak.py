@@ -20,6 +20,7 @@ PARALLEL = 4
 IDLE = 4
 
 
+@pytest.mark.nightly
 def test_a_few_seconds(tmp_path: Path) -> None:
     soak(tmp_path, seconds=5)
 

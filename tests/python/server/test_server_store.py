@@ -16,6 +16,8 @@ from mixedkv.bundled.corpus import make_recall
 from support.patience import PATIENCE, wait_for
 from support.server_support import MODEL, Server, key_file, running
 
+pytestmark = pytest.mark.core
+
 ANNA, BEN = "0123456789abcdef-anna", "0123456789abcdef-ben"
 
 

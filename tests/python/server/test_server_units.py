@@ -28,6 +28,8 @@ from mixedkv.server.snapshot import of_tenant
 from support.patience import PATIENCE
 from support.server_support import key_file
 
+pytestmark = pytest.mark.core
+
 # --- requests ---
 
 

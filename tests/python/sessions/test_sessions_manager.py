@@ -21,6 +21,8 @@ from mixedkv.sessions import (
 from support.patience import PATIENCE
 from support.session_support import Clock, Entries, code, come, created, empty, wanted
 
+pytestmark = pytest.mark.core
+
 # --- the life of a session ---
 
 

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from mixedkv.sessions import CacheSessionMetadata, ContextCacheManager, open_metadata
 from mixedkv.sessions.metadata import Key
 from mixedkv.sessions.metadata_url import beside
@@ -17,6 +19,8 @@ from mixedkv.store import KVStore
 from mixedkv.store.encryption import KeyCipher
 from support.session_support import code, created, wanted
 from support.store_support import identity, make_block
+
+pytestmark = pytest.mark.core
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 TEXT = "Once upon a time in a wood"

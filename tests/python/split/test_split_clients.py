@@ -300,6 +300,7 @@ def test_a_server_that_is_killed_and_comes_back_costs_no_token(parts: Exported, 
         assert "".join(answer) == "".join(expected)
 
 
+@pytest.mark.nightly
 def test_a_server_that_is_told_to_stop_does(parts: Exported) -> None:
     with _process(parts) as (process, port):
         process.send_signal(signal.SIGTERM)
@@ -375,6 +376,7 @@ def test_patience_ends(parts: Exported, head: Head) -> None:
         assert failed.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
+@pytest.mark.nightly
 def test_the_command_line(parts: Exported, tmp_path: Path) -> None:
     def mixedkv(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "mixedkv", "split", *arguments]

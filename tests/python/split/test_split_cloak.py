@@ -75,6 +75,7 @@ def _answers(client: SplitClient) -> list[str]:
     return ["".join(client.generate(recall.messages, max_tokens=24, temperature=0)) for recall in _RECALLS]
 
 
+@pytest.mark.nightly
 def test_the_recall_model_says_the_same(recall: tuple[Exported, Exported]) -> None:
     answers = []
     for parts in recall:
@@ -111,6 +112,7 @@ _COLD = "threshold=32,group=8"  # most of the prompts is read as it was quantise
         ("outliers", f"mixed:compact,{_COLD}", "f32", 1e-3),
     ],
 )
+@pytest.mark.nightly
 def test_distributions_are_the_same(
     request: pytest.FixtureRequest, model: str, kv: str, precision: str, most: float
 ) -> None:
@@ -127,6 +129,7 @@ def test_distributions_are_the_same(
 
 
 @pytest.mark.parametrize("name", ["llama-64", "qwen2", "qwen3", "qwen3moe", "gemma"])
+@pytest.mark.nightly
 def test_other_architectures_say_the_same(name: str, tmp_path: Path) -> None:
     parts, cloaked = _both(split_support.write(name, tmp_path))
     prompts = split_support.random_prompts(10)

@@ -176,6 +176,7 @@ def _hostile(head: Head, rng: random.Random) -> pb.Vectors:
     return _vectors(head, **{"session": rng.randbytes(16), **fields})
 
 
+@pytest.mark.nightly
 def test_500_hostile_messages_cost_nobody_anything(head: Head, server: Running, client: SplitClient) -> None:
     rng = random.Random(7)
     with client.session() as session:

@@ -12,6 +12,8 @@ from mixedkv.split import split_pb2 as pb
 from mixedkv.split import wire
 from support import split_protocol
 
+pytestmark = pytest.mark.core
+
 
 def test_generated_modules_are_up_to_date(tmp_path: Path) -> None:
     """After a change of split.proto: python tests/python/support/split_protocol.py"""

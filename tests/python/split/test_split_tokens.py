@@ -57,12 +57,14 @@ def _answers(head: Head, address: str, precision: str) -> list[list[int]]:
     return answers
 
 
+@pytest.mark.nightly
 def test_100_prompts_have_the_same_answers_as_locally(
     head: Head, address: str, expected: list[list[int]]
 ) -> None:
     assert _answers(head, address, "f32") == expected
 
 
+@pytest.mark.nightly
 def test_f16_changes_an_answer_only_where_logits_are_nearly_equal(
     head: Head, address: str, whole: Llama, expected: list[list[int]]
 ) -> None:

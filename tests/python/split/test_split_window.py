@@ -140,9 +140,10 @@ def test_what_was_dropped_still_counts(prompt: list[int], expected: dict[str, li
 def test_drafts_are_as_without_them(
     parts: Exported, head: Head, prompt: list[int], expected: dict[str, list[int]]
 ) -> None:
+    """In a mixed cache, where drafts have the bits of single tokens; in F16 near logits may change places."""
     n = 700
-    with _session(parts, head) as (server, _, session):
-        assert _answer(session, prompt, n, draft=8) == expected["f16"][:n]
+    with _session(parts, head, _MIXED) as (server, _, session):
+        assert _answer(session, prompt, n, draft=8) == expected[_MIXED][:n]
         assert session.n_resends == 0
         assert session.n_dropped == _STEP
         assert server.engine.n_steps < n
@@ -194,6 +195,7 @@ def test_a_session_that_shares_rows_leaves_them_to_the_other(
         assert used == len(other.tokens) + len(session.tokens) - _SINKS
 
 
+@pytest.mark.nightly
 def test_sinks_can_be_none(parts: Exported, head: Head, prompt: list[int]) -> None:
     with _session(parts, head) as (_, client, session):
         assert client.sinks == 0
@@ -201,6 +203,7 @@ def test_sinks_can_be_none(parts: Exported, head: Head, prompt: list[int]) -> No
         assert _n_sent(head, session) == len(prompt) + 599
 
 
+@pytest.mark.nightly
 def test_what_lies_before_a_drop_is_not_gone_back_to(parts: Exported, head: Head, prompt: list[int]) -> None:
     with _session(parts, head) as (_, _, session), _session(parts, head) as (_, _, plain):
         _answer(session, prompt, _N_CTX - len(prompt) + 2)  # two tokens behind the drop
@@ -274,6 +277,7 @@ def test_a_drop_whose_reply_is_lost_is_not_done_twice(
     assert (-1, -1) not in drops
 
 
+@pytest.mark.nightly
 def test_a_step_that_fails_behind_a_drop_is_tried_again_without_it(
     parts: Exported,
     head: Head,
@@ -297,6 +301,7 @@ def test_a_step_that_fails_behind_a_drop_is_tried_again_without_it(
     assert len(failed) == len(drops) >= 2
 
 
+@pytest.mark.nightly
 def test_rows_that_have_gone_before_a_drop_are_sent_again(
     parts: Exported, head: Head, prompt: list[int], drops: list[tuple[int, int]]
 ) -> None:
@@ -319,6 +324,7 @@ def _drop_all(server: Running) -> None:
     server.engine.call(lambda: [pool.drop(seq) for seq in pool.idle()]).result(PATIENCE)
 
 
+@pytest.mark.nightly
 def test_a_server_that_comes_back_is_sent_what_is_left(
     parts: Exported, head: Head, prompt: list[int], expected: dict[str, list[int]]
 ) -> None:
@@ -406,6 +412,7 @@ def test_a_kept_session_slides_when_its_rows_are_on_disk_only(
 # --- servers that cannot, and ranges that are refused ---
 
 
+@pytest.mark.nightly
 def test_a_server_of_before_is_sent_what_is_left(
     parts: Exported, head: Head, prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

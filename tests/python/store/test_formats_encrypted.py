@@ -26,6 +26,8 @@ from mixedkv.store.encryption import (
 )
 from mixedkv.store.entry_error import EntryError
 
+pytestmark = pytest.mark.core
+
 KEY = AESGCM(bytes(range(32)))
 CONTEXT = b"file" + bytes(32) + b"ab" * 16
 MASTER = bytes(range(100, 132))

@@ -12,6 +12,8 @@ from mixedkv.store.encryption import decrypt
 from mixedkv.store.formats.native import decode
 from support.store_support import same
 
+pytestmark = pytest.mark.core
+
 IDS = {"identity": made.IDENTITY, "entry": made.ENTRY}
 
 

@@ -18,6 +18,8 @@ from mixedkv.store.entry_error import EntryError
 from mixedkv.store.formats.native import decode, encode
 from support.store_support import make_block, same
 
+pytestmark = pytest.mark.core
+
 IDENTITY = bytes(range(32))
 ENTRY = "ab" * 16
 TOKENS = list(range(1000, 1040))

@@ -18,6 +18,8 @@ from mixedkv.store.tiers.disk import DiskTier
 from mixedkv.store.tiers.ram import RamTier
 from support.store_support import identity, make_block, put_chain, same
 
+pytestmark = pytest.mark.core
+
 WHO = identity()
 N = 64
 

@@ -20,6 +20,8 @@ from mixedkv.store.identity import _check_files
 from support import zoo
 from support.adapters import write_adapter
 
+pytestmark = pytest.mark.core
+
 N_TENSORS = 6
 
 

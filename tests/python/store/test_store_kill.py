@@ -16,6 +16,8 @@ from mixedkv.store import KVStore
 from mixedkv.store.tiers.disk import DiskTier
 from support.store_support import identity, make_block, same
 
+pytestmark = pytest.mark.core
+
 WHO = identity()
 N_KILLS = 100
 

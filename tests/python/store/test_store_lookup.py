@@ -14,6 +14,8 @@ from mixedkv.store import Identity, KVStore
 from mixedkv.store.index import Index
 from support.store_support import identity, make_block, put_chain, same
 
+pytestmark = pytest.mark.core
+
 TOKENS = list(range(500, 700))
 WHO = identity()
 

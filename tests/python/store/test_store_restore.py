@@ -18,6 +18,8 @@ from mixedkv.store import Identity, KVStore
 from support import TESTS
 from support.store_child import continue_greedily, open_llama
 
+pytestmark = pytest.mark.core
+
 MIXED = "mixed:threshold=32,group=16,sinks=0"
 SETTINGS = ["f16", "q8_0", "q4_0", "mixed"]
 

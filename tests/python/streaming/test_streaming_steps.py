@@ -26,6 +26,8 @@ from mixedkv.store import KVStore
 from support.conversation_support import RECALL
 from support.crossing.injections import cut_short
 
+pytestmark = pytest.mark.core
+
 MODEL = model_path()
 N_LAYER = 6
 KINDS = ["mixed:cold=q8_0,threshold=32,group=8,sinks=4", "f16"]

@@ -18,6 +18,8 @@ from support.hostile_clients import Hostile
 from support.patience import PATIENCE
 from support.server_support import Server, children, key_file, running
 
+pytestmark = pytest.mark.nightly
+
 HONEST, EVIL = "honest-key-0123456789", "evil-key-0123456789012"
 MOST_MIB = 300
 OPTIONS = (

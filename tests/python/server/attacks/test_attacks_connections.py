@@ -16,6 +16,8 @@ from support.patience import wait_for
 from support.raw_http import KEYS, answer, connected, is_closed, post, send
 from support.server_support import Server, running
 
+pytestmark = pytest.mark.nightly
+
 
 def test_a_body_that_never_ends_is_408(hasty: Server) -> None:
     with connected(hasty, post(b"x" * 100)[:-50]) as connection:

@@ -7,6 +7,8 @@ import pytest
 from support.raw_http import KEYS, SHORT, post, send
 from support.server_support import Server
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "127.0.0.1:8000", "127.9.9.9", "[::1]:8000"])
 def test_this_machine_may_be_called_by_its_names(server: Server, host: str) -> None:

@@ -14,6 +14,8 @@ from support.patience import PATIENCE
 from support.raw_http import CHAT, connected, post
 from support.server_support import Server
 
+pytestmark = pytest.mark.nightly
+
 # --- schemas and grammars that take long ---
 
 

@@ -14,6 +14,8 @@ from support.patience import wait_for
 from support.raw_http import CHAT, KEYS, answer, connected, post, send
 from support.server_support import MODEL, Server, running
 
+pytestmark = pytest.mark.nightly
+
 # --- clients that go ---
 
 

@@ -14,6 +14,8 @@ from mixedkv.bundled import model_path
 from mixedkv.engine.chat.tokenizer import Tokenizer
 from support.server_support import MODEL, Server
 
+pytestmark = pytest.mark.nightly
+
 # --- names and values that are traps ---
 
 

@@ -1,0 +1,73 @@
+"""Which tier a test is of: the closest mark counts, and three models of the zoo are core."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support import REPOSITORY, TESTS
+
+SOME = """
+import pytest
+
+pytestmark = pytest.mark.core
+
+def test_of_the_file(): pass
+
+@pytest.mark.nightly
+def test_of_its_own(): pass
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.core)])
+def test_of_a_parameter(n): pass
+
+@pytest.mark.parametrize("name", ["llama-64", "qwen3", "of no model"])
+def test_of_a_model(name): pass
+
+def test_real(real_model): pass
+"""
+REST = "def test_without_a_mark(): pass\n\ndef test_real(real_model_q4_1): pass\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiers")
+    (folder / "test_some.py").write_text(SOME)
+    (folder / "test_rest.py").write_text(REST)
+    return folder
+
+
+def collected(folder: Path, *options: str) -> set[str]:
+    command = [sys.executable, "-m", "pytest", "-c", str(REPOSITORY / "pyproject.toml"), "-p", "conftest"]
+    done = subprocess.run(
+        [*command, "--collect-only", "-q", *options, str(folder)], cwd=TESTS, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {line.rpartition("::")[2] for line in done.stdout.splitlines() if "::" in line}
+
+
+@pytest.mark.parametrize(
+    ("tier", "tests"),
+    [
+        (
+            "core",
+            {
+                "test_of_the_file",
+                "test_of_a_parameter[2]",
+                "test_of_a_model[llama-64]",
+                "test_of_a_model[of no model]",
+            },
+        ),
+        ("full", {"test_of_a_model[qwen3]", "test_without_a_mark"}),
+        ("nightly", {"test_of_its_own", "test_of_a_parameter[1]", "test_real"}),
+    ],
+)
+def test_a_test_is_of_one_tier(folder: Path, tier: str, tests: set[str]) -> None:
+    assert collected(folder, "--tier", tier) == tests
+
+
+def test_without_the_option_all_are_there(folder: Path) -> None:
+    assert len(collected(folder)) == 9
