@@ -150,7 +150,7 @@ def test_a_call_that_the_limit_of_tokens_cuts_off_is_none(
         response = responses(server, n, stream=stream)
         assert response["status"] == "incomplete"
         assert all(json.loads(text) == WHOLE for text in response["done"])
-    assert n_complete < 4
+    assert n_complete <= 6
 
 
 @pytest.mark.parametrize("stream", [False, True])
