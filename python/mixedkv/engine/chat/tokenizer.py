@@ -191,6 +191,7 @@ class Tokenizer:
             "thoughts": chat.thoughts,
             "triggers": chat.triggers,
             "boundary": n - forgotten if forgotten else 0,
+            "said": chat.before.content if chat.constraint is None else "",
         }
 
     def prompt(self, prompt: str | Sequence[int], *, start: bool = True, long: bool = False) -> list[int]:
@@ -255,6 +256,7 @@ class Tokenizer:
             ValueError: the model has no chat template, cannot be told of tools, or its template refuses the
                 messages.
         """
+        chat = chat.begun
         if self.thinks or not chat.is_plain:
             return self._renderer.render(chat.messages, chat.tools, chat.choice, chat.options)
         result = self._format(chat.messages)
@@ -287,6 +289,11 @@ class Tokenizer:
             return self._formatter(messages=list(messages))
         except Exception as error:  # templates are programs of the model's file
             raise ValueError(f"messages: the model's chat template refuses them: {error}") from None
+
+    @property
+    def renders(self) -> bool:
+        """True if there is a chat template or format."""
+        return self._formatter is not None
 
     @property
     def takes_tools(self) -> bool:
