@@ -22,6 +22,7 @@ from mixedkv.server.api.fields import (
     StopTexts,
     Text,
 )
+from mixedkv.server.api.hosted import Kept, WithoutHosted, is_one_of
 from mixedkv.server.api.text_only import TextOnly, TextOrImages
 from mixedkv.server.api_error import bad_request
 
@@ -133,7 +134,13 @@ class OutputConfig(Model):
     format: None = None
 
 
-class CountRequest(Model):
+# blocks that are answered with an error, as an answer without them would be about something else
+_MEDIA = ("image", "audio", "video", "input_audio", "file")
+_BLOCKS = ("text", "thinking", "tool_use", "tool_result", *_MEDIA)
+_BILLING = "x-anthropic-billing-header:"  # another one each turn, before all else
+
+
+class CountRequest(WithoutHosted):
     """A request to count the tokens of a prompt."""
 
     model: Name | None = None
@@ -144,6 +151,19 @@ class CountRequest(Model):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = Field(None, description=PREFIX_FOUND)
+
+    @classmethod
+    def drop_hosted(cls, body: dict[str, Any], kept: Kept) -> dict[str, Any]:
+        if "tools" in body:
+            body["tools"] = kept.of("tools[]", body["tools"], is_one_of((None, "custom")))
+        if isinstance(messages := body.get("messages"), list):
+            body["messages"] = [_without_hosted(message, kept) for message in messages]
+        system = body.get("system")
+        first = system[0] if isinstance(system, list) and system else None
+        if isinstance(first, dict) and str(first.get("text", "")).startswith(_BILLING):
+            kept.note("system.billing_header")
+            body["system"] = system[1:]
+        return body
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of OpenAI's chat for the prompt."""
@@ -197,6 +217,19 @@ class MessagesRequest(CountRequest):
             "top_p": self.top_p,
             "top_k": self.top_k,
         }
+
+
+def _without_hosted(message: Any, kept: Kept) -> Any:
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+        return message
+    content = kept.of("messages[].content[]", message["content"], is_one_of(_BLOCKS))
+    content = [
+        {**block, "content": kept.of("messages[].content[]", block["content"], is_one_of(("text", *_MEDIA)))}
+        if isinstance(block, dict) and block.get("type") == "tool_result" and "content" in block
+        else block
+        for block in content
+    ]
+    return {**message, "content": content}
 
 
 def _choice(choice: AnthropicChoice | None) -> dict[str, Any]:

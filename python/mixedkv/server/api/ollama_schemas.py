@@ -215,7 +215,8 @@ class OllamaGenerate(OllamaRequest):
     def as_completion(self, n_ctx: int) -> dict[str, Any]:
         """Return the request as a completion of OpenAI's, of up to `n_ctx` tokens."""
         fields = {"max_tokens": n_ctx, **{k: v for k, v in self.wanted.fields().items() if v is not None}}
-        return {**fields, "stream": self.stream is not False, "prompt": self.prompt, "suffix": self.suffix}
+        prompt = f"{self.system}\n\n{self.prompt}" if self.system and not self.is_raw else self.prompt
+        return {**fields, "stream": self.stream is not False, "prompt": prompt, "suffix": self.suffix}
 
 
 class OllamaEmbed(KeepAlive):
