@@ -50,7 +50,7 @@ _LIMITS: dict[str, Any] = {
     "max_lexer_states": 25_000,  # memory: 1 to 2 KB each
     "verbose_errors": False,
 }
-_SLOWEST_MASK = 2 * trial.STEP_SECONDS  # a first one may be slow; one answer ends, so that others go on
+_SLOWEST_MASK = 2 * trial.STEP_SECONDS  # of a processor; after that one answer ends, so that others go on
 # Of the parser, at one byte and in one mask. Where a text can be read in many ways each byte takes the square
 # of the first. Schemas have few readings, but some items for each property that may come next.
 _MAX_ITEMS: dict[Kind, tuple[int, int]] = {
@@ -80,6 +80,7 @@ class Matcher:
         self, inner: Any, name: str, vocabulary: _Tokens, tokenizer: Any, numbers: NumberLength | None = None
     ) -> None:
         self._inner, self._name, self._vocabulary, self._tokenizer = inner, name, vocabulary, tokenizer
+        self._is_first = True  # the first mask takes longest, and is made off the engine's thread
         self._numbers = numbers  # for an answer that is JSON from its first byte
 
     def copy(self) -> Matcher:
@@ -87,7 +88,9 @@ class Matcher:
         use them for one request only.
         """
         numbers = replace(self._numbers) if self._numbers is not None else None
-        return Matcher(self._inner.deep_copy(), self._name, self._vocabulary, self._tokenizer, numbers)
+        other = Matcher(self._inner.deep_copy(), self._name, self._vocabulary, self._tokenizer, numbers)
+        other._is_first = self._is_first
+        return other
 
     def allows(self, token: int) -> bool:
         """Return whether a token may come next, far quicker than `allowed`; False if only the end may."""
@@ -104,8 +107,9 @@ class Matcher:
         began = time.thread_time()
         mask = np.frombuffer(self._inner.compute_bitmask(), np.uint8)
         self._check()
-        if time.thread_time() - began > _SLOWEST_MASK:
+        if not self._is_first and time.thread_time() - began > _SLOWEST_MASK:
             raise DeadEndError(f"{self._name}: following it takes too much: leave less open")
+        self._is_first = False
         bits = np.unpackbits(mask, bitorder="little")[: len(self._vocabulary.bytes)]
         allowed = np.flatnonzero(bits).astype(np.int32)
         if self._numbers is not None and self._numbers.is_full:
@@ -195,7 +199,7 @@ class ConstraintCompiler:
             raise ValueError(f"{constraint.name}: {str(error)[:500]}") from None
         numbers = NumberLength() if constraint.kind == "json_schema" else None
         matcher = Matcher(inner, constraint.name, self._tokens, tokenizer, numbers)
-        matcher.allowed()  # the first mask takes longest, and shows an immediate dead end
+        matcher.allowed()  # shows an immediate dead end
         return matcher
 
     def shown(self, names: Sequence[str]) -> tuple[int, ...]:
