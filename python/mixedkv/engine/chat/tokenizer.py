@@ -24,6 +24,7 @@ from mixedkv.images import MARK, PromptImage
 from mixedkv.limits import INT32_MAX
 from mixedkv.llama import NO_VOCABULARY, Llama
 from mixedkv.native import llama_cpp as _llama_cpp
+from mixedkv.native.templates import syntax_error
 from mixedkv.prompts.message_starts import message_starts
 from mixedkv.prompts.overflow import Places
 from mixedkv.tokens import Tokens
@@ -371,6 +372,8 @@ def _make_formatter(chat_format: str, template: str, bos: str, eos: str) -> Any:
         return formatter
     if not template:
         return None
+    if error := syntax_error(template):
+        raise ValueError(f"chat_template: it does not parse: {error}")
     return llama_chat_format.Jinja2ChatFormatter(template=template, eos_token=eos, bos_token=bos)
 
 
