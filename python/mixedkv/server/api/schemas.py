@@ -312,8 +312,8 @@ class CompletionRequest(GenerationFields):
             raise ValueError("suffix goes with one prompt that is a text, and without session_id")
         if self.best_of is not None and self.best_of > (self.n or 1):
             raise ValueError("best_of is not supported by this server: ask for n answers and choose")
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo with logprobs is not supported by this server: leave one out")
+        if self.echo and self.logprobs is not None and self.session_id is not None:
+            raise ValueError("echo with logprobs does not go with session_id: leave one out")
         return self
 
     @property
