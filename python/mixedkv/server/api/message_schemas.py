@@ -21,6 +21,7 @@ from mixedkv.server.api.fields import (
     Name,
     StopTexts,
     Text,
+    TopK,
 )
 from mixedkv.server.api.hosted import Kept, WithoutHosted, is_one_of
 from mixedkv.server.api.text_only import TextOnly, TextOrImages
@@ -191,7 +192,7 @@ class MessagesRequest(CountRequest):
     stream: bool | None = None
     temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    top_k: TopK | None = None
     metadata: Annotated[dict[Name, Any], Few] | None = Field(None, description=IGNORED)
     service_tier: Name | None = Field(None, description=IGNORED)
 

@@ -299,11 +299,11 @@ class _Answer:
         return choice if isinstance(choice, str) else choice.model_dump()
 
     def _usage(self) -> dict[str, Any]:
-        job, thought = self._job, self._job.answer.thought
+        job = self._job
         return {
             "input_tokens": job.n_given,
             "input_tokens_details": {"cached_tokens": job.n_cached_exact},
             "output_tokens": job.n_answer,
-            "output_tokens_details": {"reasoning_tokens": thought.n_tokens if thought else 0},
+            "output_tokens_details": {"reasoning_tokens": job.n_thought},
             "total_tokens": job.n_given + job.n_answer,
         }
