@@ -11,13 +11,13 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.chunks.chunk_reuse import ChunkReuse, DonorUse, Reuse
+from mixedkv.chunks.chunk_reuse import ChunkReuse, DonorUse, Repair, Reuse
 from mixedkv.chunks.deviation import Deviation, compare, last_logits
 from mixedkv.chunks.drift import DamagedRowsError
 from mixedkv.chunks.gate import Waiting
 from mixedkv.chunks.passages import Passages
 from mixedkv.chunks.plan import Segment
-from mixedkv.chunks.repair import Method, Repair, method_of
+from mixedkv.chunks.repair import Method, method_of
 from mixedkv.chunks.stitch import Rows, Stitch
 from mixedkv.chunks.support import check_method
 from mixedkv.errors import ContextLengthError

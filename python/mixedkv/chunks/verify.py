@@ -9,9 +9,9 @@ from typing import overload
 import numpy as np
 
 from mixedkv.chunks.chunk_cache import ChunkCache, Prompt
-from mixedkv.chunks.chunk_reuse import ChunkReuse
+from mixedkv.chunks.chunk_reuse import ChunkReuse, Repair
 from mixedkv.chunks.deviation import compare, follow
-from mixedkv.chunks.repair import Method, Repair
+from mixedkv.chunks.repair import Method
 from mixedkv.chunks.row_damage import all_rows, evaluate_donors, row_errors
 
 _AS_STORED = Method(repair="none")

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mixedkv.database import prepare
-from mixedkv.sessions.metadata import Held, Key, Listed, Outcome, Quota
-from mixedkv.sessions.metadata_url import beside
+from mixedkv.sessions.metadata import BESIDE_STORE, Held, Key, Listed, Outcome, Quota
 from mixedkv.store.tiers.disk import check_folder, inode, open_own
 
 _LOG = logging.getLogger(__name__)
@@ -146,7 +145,7 @@ class SQLiteMetadata:
         if self._path == ":memory:" or type(error) is not sqlite3.DatabaseError:  # others are subclasses
             return False
         with open(self._path, "rb") as file:
-            return file.read(len(_MAGIC)) == _MAGIC or Path(self._path) == beside(Path(self._path).parent)
+            return file.read(len(_MAGIC)) == _MAGIC or Path(self._path).name == BESIDE_STORE
 
     def _set_aside(self, error: Exception) -> None:
         _LOG.warning(

@@ -202,3 +202,13 @@ def test_several_choices_echo_the_same(server: Server, tokens: list[int]) -> Non
     choices = server.post("/v1/completions", body)["choices"]
     first, *others = [choice["logprobs"]["token_logprobs"][:40] for choice in choices]
     assert others == [first, first]
+
+
+def test_the_token_that_ends_the_answer_is_told_after_an_echo(server: Server, tokens: list[int]) -> None:
+    """lm-evaluation-harness leaves the last token out, which it takes for the answer's."""
+    with Llama(model_path(), kv="f16", n_ctx=64, verbose=False) as llm:
+        end = llm.token_eos()
+    found = echoed(server, tokens, logit_bias={str(end): 100})
+    assert len(found["tokens"]) == len(tokens) + 1
+    assert found["token_logprobs"][-1] < 0
+    assert found["text_offset"][-1] == len(found["text"])

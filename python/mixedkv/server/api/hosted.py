@@ -30,20 +30,20 @@ class WithoutHosted(Model):
         return self._dropped
 
     @classmethod
-    def drop_hosted(cls, body: dict[str, Any], kept: Kept) -> dict[str, Any]:
+    def drop_hosted(cls, body: dict[str, Any], filtered: Filtered) -> dict[str, Any]:
         """Return a body without what is hosted."""
         raise NotImplementedError
 
     @model_validator(mode="wrap")
     @classmethod
     def _drop(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        kept = Kept()
-        found = handler(cls.drop_hosted(dict(value), kept) if isinstance(value, dict) else value)
-        found._dropped = kept.dropped
+        filtered = Filtered()
+        found = handler(cls.drop_hosted(dict(value), filtered) if isinstance(value, dict) else value)
+        found._dropped = filtered.dropped
         return found
 
 
-class Kept:
+class Filtered:
     """Filters lists, and notes what is dropped."""
 
     def __init__(self) -> None:

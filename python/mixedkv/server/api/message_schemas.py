@@ -23,7 +23,7 @@ from mixedkv.server.api.fields import (
     Text,
     TopK,
 )
-from mixedkv.server.api.hosted import Kept, WithoutHosted, is_one_of
+from mixedkv.server.api.hosted import Filtered, WithoutHosted, is_one_of
 from mixedkv.server.api.text_only import TextOnly, TextOrImages
 from mixedkv.server.api_error import bad_request
 
@@ -154,15 +154,14 @@ class CountRequest(WithoutHosted):
     cache_control: CacheControl | None = Field(None, description=PREFIX_FOUND)
 
     @classmethod
-    def drop_hosted(cls, body: dict[str, Any], kept: Kept) -> dict[str, Any]:
+    def drop_hosted(cls, body: dict[str, Any], filtered: Filtered) -> dict[str, Any]:
         if "tools" in body:
-            body["tools"] = kept.of("tools[]", body["tools"], is_one_of((None, "custom")))
+            body["tools"] = filtered.of("tools[]", body["tools"], is_one_of((None, "custom")))
         if isinstance(messages := body.get("messages"), list):
-            body["messages"] = [_without_hosted(message, kept) for message in messages]
+            body["messages"] = [_without_hosted(message, filtered) for message in messages]
         system = body.get("system")
-        first = system[0] if isinstance(system, list) and system else None
-        if isinstance(first, dict) and str(first.get("text", "")).startswith(_BILLING):
-            kept.note("system.billing_header")
+        if isinstance(system, list) and system and _is_billing(system[0]):
+            filtered.note("system.billing_header")
             body["system"] = system[1:]
         return body
 
@@ -220,12 +219,19 @@ class MessagesRequest(CountRequest):
         }
 
 
-def _without_hosted(message: Any, kept: Kept) -> Any:
+def _is_billing(block: Any) -> bool:
+    return isinstance(block, dict) and str(block.get("text", "")).startswith(_BILLING)
+
+
+def _without_hosted(message: Any, filtered: Filtered) -> Any:
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return message
-    content = kept.of("messages[].content[]", message["content"], is_one_of(_BLOCKS))
+    content = filtered.of("messages[].content[]", message["content"], is_one_of(_BLOCKS))
     content = [
-        {**block, "content": kept.of("messages[].content[]", block["content"], is_one_of(("text", *_MEDIA)))}
+        {
+            **block,
+            "content": filtered.of("messages[].content[]", block["content"], is_one_of(("text", *_MEDIA))),
+        }
         if isinstance(block, dict) and block.get("type") == "tool_result" and "content" in block
         else block
         for block in content

@@ -117,7 +117,8 @@ class _Answer:
         return named_sse({"type": "content_block_stop", "index": self._block})
 
     def _content(self) -> list[dict[str, Any]]:
-        answer, blocks = self._parts.answer, []
+        answer = self._parts.answer
+        blocks: list[dict[str, Any]] = []
         if answer.reasoning:
             blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
         if answer.content:

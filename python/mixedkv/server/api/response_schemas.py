@@ -22,7 +22,7 @@ from mixedkv.server.api.fields import (
     Name,
     Text,
 )
-from mixedkv.server.api.hosted import Kept, WithoutHosted, is_one_of
+from mixedkv.server.api.hosted import Filtered, WithoutHosted, is_one_of
 from mixedkv.server.api.schemas import Metadata, StreamOptions
 from mixedkv.server.api.text_only import TextOnly, TextOrImages
 
@@ -182,13 +182,13 @@ class ResponsesRequest(WithoutHosted):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(None, description=REFUSED)
 
     @classmethod
-    def drop_hosted(cls, body: dict[str, Any], kept: Kept) -> dict[str, Any]:
+    def drop_hosted(cls, body: dict[str, Any], filtered: Filtered) -> dict[str, Any]:
         for name, where, kinds in (("tools", "tools[]", ("function",)), ("input", "input[]", _KINDS)):
             if name in body:
-                body[name] = kept.of(where, body[name], is_one_of(kinds))
+                body[name] = filtered.of(where, body[name], is_one_of(kinds))
         choice = body.get("tool_choice")
         if isinstance(choice, dict) and choice.get("type") != "function":
-            kept.note("tool_choice")
+            filtered.note("tool_choice")
             del body["tool_choice"]
         return body
 
