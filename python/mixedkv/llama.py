@@ -40,6 +40,7 @@ from mixedkv.native.llama_arguments import (
     check_sequences,
     check_snapshots,
 )
+from mixedkv.native.templates import readable
 from mixedkv.prompts import long_text
 from mixedkv.streaming.layer_choice import Asked
 from mixedkv.streaming.streaming import Mode, Streaming, plan_streaming
@@ -99,6 +100,15 @@ class Llama(GuardedLlama):
         TypeError: there is no such argument, or it has another type.
         ValueError: a setting is wrong, or does not fit the context or the memory.
     """
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Metadata of the model's file. A chat template that does not parse is one that raises its error."""
+        return self._metadata
+
+    @metadata.setter
+    def metadata(self, metadata: dict[str, str]) -> None:  # by super().__init__, which compiles the templates
+        self._metadata = readable(metadata)
 
     def __init__(
         self,

@@ -11,13 +11,13 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.chunks.chunk_reuse import ChunkReuse, DonorUse, Reuse
+from mixedkv.chunks.chunk_reuse import ChunkReuse, DonorUse, Repair, Reuse
 from mixedkv.chunks.deviation import Deviation, compare, last_logits
 from mixedkv.chunks.drift import DamagedRowsError
 from mixedkv.chunks.gate import Waiting
 from mixedkv.chunks.passages import Passages
 from mixedkv.chunks.plan import Segment
-from mixedkv.chunks.repair import Method
+from mixedkv.chunks.repair import Method, method_of
 from mixedkv.chunks.stitch import Rows, Stitch
 from mixedkv.chunks.support import check_method
 from mixedkv.errors import ContextLengthError
@@ -89,7 +89,12 @@ class ChunkCache:
     # --- prompts ---
 
     def prefill(
-        self, prompt: Prompt, *, tenant: str = "", reuse: Reuse = "chunks", method: Method | None = None
+        self,
+        prompt: Prompt,
+        *,
+        tenant: str = "",
+        reuse: Reuse = "chunks",
+        method: Method | Repair | None = None,
     ) -> ChunkReuse:
         """Fill sequence 0 with exactly these tokens, and compute the logits of the last one.
 
@@ -99,7 +104,7 @@ class ChunkCache:
             reuse: "exact" uses only rows that equal an evaluation; "prefix" also uses the longest stored
                 prefix, whose recent rows may be less precise, see `Match.exact`; "chunks" also uses passages
                 of other prompts.
-            method: how seams are repaired; None uses the cache's method.
+            method: how seams are repaired, a `Method` or the name of a repair; None uses the cache's method.
 
         Raises:
             ContextLengthError: the prompt is empty or does not fit the context.
@@ -109,13 +114,14 @@ class ChunkCache:
         begin = time.perf_counter()
         if reuse not in get_args(Reuse):
             raise ValueError(f"reuse={reuse!r}: use one of {', '.join(get_args(Reuse))}")
+        repair = method_of(method, self.method)
         if method is not None:
-            check_method(self.llm, method)
+            check_method(self.llm, repair)
         tokens = self._tokens(prompt)
         identity = Identity.of(self.llm, tenant=tenant)
         claim = Claim(self.llm, b"chunks" + identity.digest, untouched=False)
         try:
-            done = self._prefill_checked(tokens, identity, reuse, method or self.method)
+            done = self._prefill_checked(tokens, identity, reuse, repair)
         except BaseException:
             self.llm.kv.remove(0)  # leave nothing half done
             raise

@@ -9,7 +9,7 @@ from typing import overload
 import numpy as np
 
 from mixedkv.chunks.chunk_cache import ChunkCache, Prompt
-from mixedkv.chunks.chunk_reuse import ChunkReuse
+from mixedkv.chunks.chunk_reuse import ChunkReuse, Repair
 from mixedkv.chunks.deviation import compare, follow
 from mixedkv.chunks.repair import Method
 from mixedkv.chunks.row_damage import all_rows, evaluate_donors, row_errors
@@ -96,7 +96,7 @@ class CorrectnessReport(Sequence[PromptCheck]):
 def verify_correctness(
     cache: ChunkCache,
     prompts: Sequence[Prompt],
-    method: Method | None = None,
+    method: Method | Repair | None = None,
     *,
     n_gen: int = 8,
     max_kld: float | None = None,
@@ -107,7 +107,7 @@ def verify_correctness(
     Args:
         cache: the cache to verify.
         prompts: texts or token ids.
-        method: how seams are repaired; None is the cache's own.
+        method: how seams are repaired, a `Method` or the name of a repair; None is the cache's own.
         n_gen: number of tokens after each prompt to compare; they are those that full evaluation chooses.
         max_kld: mean divergence above which a prompt has a problem; None for no limit.
         tenant: whose KV is reused.
@@ -121,7 +121,12 @@ def verify_correctness(
 
 
 def _check(
-    cache: ChunkCache, prompt: Prompt, method: Method | None, n_gen: int, max_kld: float | None, tenant: str
+    cache: ChunkCache,
+    prompt: Prompt,
+    method: Method | Repair | None,
+    n_gen: int,
+    max_kld: float | None,
+    tenant: str,
 ) -> PromptCheck:
     llm = cache.llm
     cache.prefill(prompt, reuse="exact", tenant=tenant)

@@ -201,6 +201,21 @@ class Engine:
         return self._stepper.last_seconds
 
     @property
+    def slowest_step_seconds(self) -> float:
+        """Seconds that the slowest step took."""
+        return self._stepper.slowest_seconds
+
+    @property
+    def thread_id(self) -> int | None:
+        """`ident` of the engine's thread."""
+        return self._thread.ident
+
+    @property
+    def has_work(self) -> bool:
+        """True if a job runs, or waits for the engine's thread."""
+        return bool(self._scheduler.running or self._scheduler.waiting or len(self._inbox))
+
+    @property
     def alive(self) -> bool:
         """True while the engine takes jobs."""
         return self._thread.is_alive() and not self._inbox.closed

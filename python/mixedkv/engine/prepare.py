@@ -40,18 +40,18 @@ def prepare(
             message begins with the field.
     """
     jobs: list[Job] = []
-    matchers: dict[Constraint | None, Matcher | None] = {None: None}
+    matchers: dict[tuple[Constraint | None, str], Matcher | None] = {}
     for request in requests:
         choices = [Job(_choice(request, choice) if choice else request) for choice in range(n)]
         for job in choices:
             fit(job)
         constraint = request.sampling.constraint if request.sampling is not None else None
-        if constraint is not None and constraint not in matchers:
-            matchers[constraint] = _matcher(constraint, tokenizer, optional=bool(request.triggers))
+        if (constraint, request.said) not in matchers:
+            matchers[constraint, request.said] = _matcher(request, tokenizer)
         drafter = _drafter(request, tokenizer, speculation, n_ctx)
         for choice, job in enumerate(choices):
             mine = drafter.copy() if drafter is not None and choice else drafter
-            job.answer_by(_answer(job.request, tokenizer, matchers[constraint], mine))
+            job.answer_by(_answer(job.request, tokenizer, matchers[constraint, request.said], mine))
         jobs += choices
     return jobs
 
@@ -89,13 +89,22 @@ def _answer(
     )
 
 
-def _matcher(constraint: Constraint, tokenizer: Tokenizer, optional: bool) -> Matcher | None:
+def _matcher(request: Request, tokenizer: Tokenizer) -> Matcher | None:
+    """Return the matcher of a request's constraint, after what is said already."""
+    constraint = request.sampling.constraint if request.sampling is not None else None
+    if constraint is None:
+        return None
     try:
-        return tokenizer.matcher(constraint)
+        matcher = tokenizer.matcher(constraint)
     except ValueError:
-        if optional:  # a call can be made without its constraint
+        if request.triggers:  # a call can be made without its constraint
             return None
         raise
+    if request.said and not matcher.follow(request.said.encode()):
+        raise ValueError(
+            f"{constraint.name}: an answer cannot begin with the last message: change that or leave it out"
+        )
+    return matcher
 
 
 def _drafter(request: Request, tokenizer: Tokenizer, speculation: Speculation, n_ctx: int) -> Drafter | None:

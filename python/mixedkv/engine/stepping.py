@@ -39,6 +39,7 @@ class Stepper:
     Attributes:
         n_steps: since the beginning.
         last, last_seconds: what the latest step evaluated, and how long it took.
+        slowest_seconds: how long the slowest step took.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Stepper:
         self._batch = Batch(llm.n_batch, width)
         self.n_steps = 0
         self.last, self.last_seconds = StepPlan[Job](), 0.0
+        self.slowest_seconds = 0.0
 
     def advance(self, jobs: Sequence[Job]) -> None:
         """Admit new jobs and evaluate one step."""
@@ -111,6 +113,7 @@ class Stepper:
             self._abandon([job], failed) if failed else self._finish(job, "length")
         self.n_steps += 1
         self.last, self.last_seconds = step, time.perf_counter() - began
+        self.slowest_seconds = max(self.slowest_seconds, self.last_seconds)
         self._speculation.took(step, self.last_seconds)
         self._scheduler.took(step, self.last_seconds)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from mixedkv.errors import InvalidModelFileError
+from mixedkv.limits import INT32_MAX
 
 DEFAULT_N_CTX = 8192
 
@@ -183,8 +184,16 @@ def _check_floats(model: ModelFile) -> None:
             )
 
 
+_LARGEST = {"block_count": 1 << 16, "context_length": INT32_MAX}  # no model is near them
+
+
 def _check_sizes(model: ModelFile) -> None:
     """Refuse whole numbers at which llama.cpp divides by zero or ggml ends the process."""
+    for name, most in _LARGEST.items():
+        if isinstance(n := model.get(name), int) and not 0 <= n <= most:
+            raise InvalidModelFileError(
+                f"{model.path} cannot be loaded: its {name} is {n}: it must be from 0 to {most}"
+            )
     at_least_1 = ["full_attention_interval"]
     if model.architecture == "llama4":
         at_least_1.append("attention.sliding_window")

@@ -90,6 +90,16 @@ def prompt_error(error: ValueError, param: str, where: str = "") -> ApiError:
     return bad_request(f"{where}{error}", param, code)
 
 
+def no_key() -> ApiError:
+    return ApiError(
+        401,
+        "a key is needed: send the header `Authorization: Bearer KEY` (or `x-api-key: KEY`) with one of "
+        "this server's keys",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
 def timed_out(seconds: float) -> ApiError:
     return ApiError(504, f"the request took more than {seconds:g} seconds and was given up", code="timeout")
 

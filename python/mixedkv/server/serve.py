@@ -45,6 +45,7 @@ from mixedkv.server.session_kv import SessionKV
 from mixedkv.server.settings import IN_MEMORY, ServerSettings
 from mixedkv.server.shutdown import end_within
 from mixedkv.server.state import ServerState, session_quota
+from mixedkv.server.watchdog import Watchdog
 from mixedkv.sessions import ContextCacheManager, explain
 from mixedkv.sessions.record_codec import PLAIN, RecordCodec
 from mixedkv.sizes import parse_duration
@@ -136,8 +137,9 @@ def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Serve
             quota=partial(session_quota, settings, keys),
         ),
         "session_kv": session_kv,
-        "pools": Pools(),
+        "pools": Pools(keys.limits),
         "residence": residence,
+        "watchdog": Watchdog(lambda: server.engines, restart=settings.restart_when_stuck),
     }
     server = _describe_all(models, stores, shared)
     if settings.on_demand:
@@ -149,6 +151,7 @@ def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Serve
         engines = {topics[each.model_name]: partial(_engine, each) for each in server.all if each.generates}
         stack.enter_context(_open_events(settings, engines))
     stack.enter_context(server.pools)
+    stack.enter_context(server.watchdog)
     return server
 
 
@@ -405,7 +408,8 @@ class _Uvicorn(uvicorn.Server):
     def handle_exit(self, sig: int, frame: Any) -> None:
         """Stop the server. A second signal changes nothing, as `drain_timeout` limits the remaining time."""
         if not self.should_exit:
-            end_within(self._state.settings.drain_timeout + _LONGEST_END)
+            stuck = self._state.watchdog.stuck_seconds  # then nothing ends, however long it may take
+            end_within(_LAST_SECONDS if stuck else self._state.settings.drain_timeout + _LONGEST_END)
         self.should_exit = True
 
     async def shutdown(self, sockets: Any = None) -> None:

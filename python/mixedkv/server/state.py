@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -17,9 +17,10 @@ from starlette.responses import JSONResponse, Response
 from mixedkv import __version__
 from mixedkv.engine.embed.embedder import Embedder
 from mixedkv.engine.engine import Engine
+from mixedkv.errors import QueueFullError
 from mixedkv.images import Projector
 from mixedkv.model.fingerprint import model_header
-from mixedkv.server.api_error import ApiError, bad_request
+from mixedkv.server.api_error import ApiError, bad_request, from_engine, no_key
 from mixedkv.server.delivery import Delivery
 from mixedkv.server.http.auth import Keys, MetricsKey
 from mixedkv.server.http.body_limit import DEADLINE, TENANT
@@ -29,6 +30,7 @@ from mixedkv.server.residence import ModelGroup, Residence
 from mixedkv.server.session_kv import SessionKV
 from mixedkv.server.settings import ServerSettings
 from mixedkv.server.used_models import used_models
+from mixedkv.server.watchdog import Watchdog
 from mixedkv.sessions import CacheSessionMetadata, ContextCacheManager, Quota
 from mixedkv.store import KVStore
 
@@ -74,6 +76,7 @@ class ServerState:
     pools: Pools
     residence: Residence
     group: ModelGroup
+    watchdog: Watchdog
     store: KVStore | None = None
     generates: bool = True
     ranks: bool = False
@@ -124,11 +127,10 @@ class ServerState:
         drains += [each.embedder.drain(seconds) for each in loaded if each.embedder is not None]
         return all(await asyncio.gather(*drains))
 
-    async def in_pool(self, pool: ThreadPoolExecutor, function: Callable[..., _T], *args: Any) -> _T:
-        """Run work that needs the model off the event loop. The model stays in memory until the work is over,
-        even if its request ends before.
+    async def off_loop(self, work: Future[_T]) -> _T:
+        """Wait for work that needs the model and runs on another thread. The model stays in memory until it
+        is over, even if its request ends before.
         """
-        work = pool.submit(function, *args)
         self.residence.hold_during(self.group, work)
         return await asyncio.wrap_future(work)
 
@@ -171,13 +173,7 @@ def tenant(request: Request) -> str:
     """
     found: str | None = request.scope[TENANT]
     if found is None:
-        raise ApiError(
-            401,
-            "a key is needed: send the header `Authorization: Bearer KEY` (or `x-api-key: KEY`) with one of "
-            "this server's keys",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
+        raise no_key()
     return found
 
 
@@ -281,12 +277,20 @@ async def read_prompt(
     *args: Any,
     session: CacheSessionMetadata | None = None,
 ) -> _T:
-    """Prepare a request's templates, tokens and schemas off the event loop; large requests have a thread of
-    their own.
+    """Prepare a request's templates, tokens and schemas off the event loop, by turns of tenants; large
+    requests have a thread of their own. Meanwhile the request counts as one that waits.
+
+    Raises:
+        ApiError: 429, too many requests of the tenant wait.
     """
-    pools = server.pools
+    owner, pools = tenant(request), server.pools
     large = len(await request.body()) > LARGE or (session is not None and session.n_tokens > LARGE // 4)
-    return await server.in_pool(pools.large_prompts if large else pools.prompts, function, server, *args)
+    pool = pools.large_prompts if large else pools.prompts
+    try:
+        with server.engine.room.preparing(owner):
+            return await server.off_loop(pool.submit(owner, function, server, *args))
+    except QueueFullError as error:
+        raise from_engine(error) from None
 
 
 def time_left(request: Request) -> float:
@@ -303,7 +307,7 @@ async def json_answer(server: ServerState, answer: Answer | Callable[[], Answer]
     """
     if not callable(answer):
         return JSONResponse(answer)
-    encoded = await server.in_pool(server.pools.answers, _encode_choices, answer)
+    encoded = await server.off_loop(server.pools.answers.submit(_encode_choices, answer))
     return Response(encoded, media_type="application/json")
 
 

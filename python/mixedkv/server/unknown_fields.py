@@ -49,8 +49,10 @@ def _take_off(found: BaseModel, path: str) -> Iterator[str]:
 
 
 def without_effect(body: BaseModel, path: str = "") -> set[str]:
-    """Return the names of known fields that ask for something but have no effect here."""
-    found = set()
+    """Return the names of known fields that ask for something but have no effect here, and of what the body
+    has dropped.
+    """
+    found = set(getattr(body, "dropped", ()))
     for name in body.model_fields_set & type(body).model_fields.keys():
         value = getattr(body, name)
         description = type(body).model_fields[name].description or ""

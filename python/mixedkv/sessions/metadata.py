@@ -11,6 +11,8 @@ from typing import Literal, NamedTuple, Protocol
 
 Outcome = Literal["done", "conflict", "full"]  # there is another record, or it would be over the quota
 
+BESIDE_STORE = "sessions.sqlite3"  # name of the file in a store's folder, which is ours whatever is in it
+
 
 class Key(NamedTuple):
     tenant: str

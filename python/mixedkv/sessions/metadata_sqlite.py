@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
@@ -12,12 +13,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mixedkv.database import prepare
-from mixedkv.sessions.metadata import Held, Key, Listed, Outcome, Quota
-from mixedkv.store.tiers.disk import inode, open_own
+from mixedkv.sessions.metadata import BESIDE_STORE, Held, Key, Listed, Outcome, Quota
+from mixedkv.store.tiers.disk import check_folder, inode, open_own
 
 _LOG = logging.getLogger(__name__)
 _VERSION = 1  # of the table, in PRAGMA user_version
 _BUSY_SECONDS = 10.0
+_MAGIC = b"SQLite format 3\x00"
+_ROOT = 0  # whose folders nobody else can write to either
 _T = TypeVar("_T")
 
 _TABLES = """
@@ -33,18 +36,19 @@ CREATE INDEX IF NOT EXISTS sessions_by_expiry ON sessions (expires_at);
 
 
 class SQLiteMetadata:
-    """Sessions in the file `path`; "" keeps them in memory.
+    """Sessions in the file `path`; "" keeps them in memory. A damaged file is set aside as `path`.damaged,
+    and the sessions begin anew.
 
     Raises:
-        ValueError: the file is no session database, or one of a newer version.
-        OSError: the file cannot be opened.
+        ValueError: the file is no database, or one of a newer version.
+        OSError: the file cannot be opened, or is not safe from other users.
     """
 
     def __init__(self, path: str) -> None:
         self._path = path or ":memory:"
         self._lock = threading.Lock()
         self._file = (0, 0)
-        self._db: sqlite3.Connection | None = self._open()
+        self._db: sqlite3.Connection | None = self._open_or_begin_anew()
 
     async def add(
         self, key: Key, record: bytes, expires_at: float, *, now: float = 0.0, quota: Quota | None = None
@@ -112,21 +116,47 @@ class SQLiteMetadata:
                 self._db.close()
                 self._db = None
 
-    def _open(self) -> sqlite3.Connection:
+    def _open_or_begin_anew(self) -> sqlite3.Connection:
         with self._errors():
-            if self._path != ":memory:":  # prompts are in it: nobody else's to read
-                open_own(Path(self._path)).close()
-                self._file = inode(Path(self._path))
-            # autocommit: every statement here is one transaction
-            db = sqlite3.connect(
-                self._path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
-            )
             try:
-                prepare(db, self._path, _VERSION, _TABLES)
-            except BaseException:
-                db.close()
-                raise
+                return self._open()
+            except sqlite3.DatabaseError as error:
+                if not self._is_damaged(error):
+                    raise
+                self._set_aside(error)
+                return self._open()
+
+    def _open(self) -> sqlite3.Connection:
+        if self._path != ":memory:":  # prompts are in it: nobody else's to read
+            check_folder(Path(self._path).absolute().parent, owners=(_ROOT,))
+            open_own(Path(self._path)).close()
+            self._file = inode(Path(self._path))
+        # autocommit: every statement here is one transaction
+        db = sqlite3.connect(self._path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+        try:
+            prepare(db, self._path, _VERSION, _TABLES)
+        except BaseException:
+            db.close()
+            raise
         return db
+
+    def _is_damaged(self, error: sqlite3.DatabaseError) -> bool:
+        """Return whether an error says that a database is damaged, and not that the file never was one."""
+        if self._path == ":memory:" or type(error) is not sqlite3.DatabaseError:  # others are subclasses
+            return False
+        with open(self._path, "rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC or Path(self._path).name == BESIDE_STORE
+
+    def _set_aside(self, error: Exception) -> None:
+        _LOG.warning(
+            "%s is damaged (%s): it is now %s.damaged, and there are no sessions",
+            self._path,
+            error,
+            self._path,
+        )
+        os.replace(self._path, f"{self._path}.damaged")
+        for suffix in ("-wal", "-shm"):
+            Path(f"{self._path}{suffix}").unlink(missing_ok=True)
 
     async def _put(
         self, sql: str, values: tuple[Any, ...], tenant: str, now: float, quota: Quota | None
@@ -155,12 +185,19 @@ class SQLiteMetadata:
             if self._db is None:
                 raise OSError(f"{self._path} is closed")
             if self._path != ":memory:" and inode(Path(self._path)) != self._file:
+                _LOG.warning("the session database was deleted or replaced: it is opened again")
                 self._begin_again(self._db)
-            return work(self._db)
+            try:
+                return work(self._db)
+            except sqlite3.DatabaseError as error:
+                if not self._is_damaged(error):
+                    raise
+                self._set_aside(error)
+                self._begin_again(self._db)
+                return work(self._db)
 
     def _begin_again(self, old: sqlite3.Connection) -> None:
         """Make the file again, empty: deleting it while it is open deletes what is in it."""
-        _LOG.warning("the session database was deleted or replaced: it is opened again")
         Path(self._path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._db = self._open()
         old.close()

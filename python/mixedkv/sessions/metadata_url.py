@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mixedkv.sessions.metadata import MetadataStore
+from mixedkv.sessions.metadata import BESIDE_STORE, MetadataStore
 
 
 def beside(store: str | Path) -> Path:
     """Return the URL where the sessions of a store are written down unless another place is named."""
-    return Path(store).absolute() / "sessions.sqlite3"
+    return Path(store).absolute() / BESIDE_STORE
 
 
 def open_metadata(url: str) -> MetadataStore:

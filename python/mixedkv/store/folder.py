@@ -56,6 +56,7 @@ class StoreFolder:
         """
         if self._root is None:
             return Index(None)
+        make_own_folder(self._root.parent)
         make_own_folder(self._root)
         self.disk = DiskTier(self._root / "entries")
         path = self._root / _INDEX

@@ -13,6 +13,7 @@ import pytest
 from mixedkv import Llama
 from mixedkv.chunks import ChunkCache, verify_correctness
 from mixedkv.chunks.donors import DonorIndex
+from mixedkv.chunks.repair import Method
 from mixedkv.chunks.row_damage import RowErrors
 from mixedkv.kv.block import KVBlock, LayerRows
 from mixedkv.store import KVStore
@@ -245,3 +246,12 @@ def test_few_layers_that_differ_are_damage_unless_it_goes_on(
     errors = RowErrors({}, off, {}, dict.fromkeys(off, "q4_0"))
     assert errors.isolated.tolist() == [is_damage]
     assert bool(errors.problem(np.array([3]))) == is_damage
+
+
+def test_a_method_may_be_given_by_the_name_of_its_repair(llm: Llama, store: KVStore, prompt: Tokens) -> None:
+    cache = ChunkCache(llm, store, check=0)
+    (by_name,) = verify_correctness(cache, [prompt], "none", n_gen=2)
+    (given,) = verify_correctness(cache, [prompt], Method(repair="none"), n_gen=2)
+    assert by_name.reuse.n_cached_approximate == given.reuse.n_cached_approximate > 0
+    with pytest.raises(ValueError, match="repair='often': use one of none, seam"):
+        verify_correctness(cache, [prompt], "often", n_gen=2)  # type: ignore[arg-type]

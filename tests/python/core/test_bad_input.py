@@ -97,6 +97,15 @@ def test_rope_that_cannot_be_is_refused(tmp_path: Path, name: str, key: str, n_r
         Llama(path, n_ctx=256, verbose=False)
 
 
+@pytest.mark.parametrize("key", ["block_count", "context_length"])
+def test_sizes_that_no_model_has_are_refused(tmp_path: Path, key: str) -> None:
+    model = zoo.make("llama-64")
+    model.keys[key] = 2**32 - 1
+    model.write(tmp_path / "model.gguf")
+    with pytest.raises(InvalidModelFileError, match=rf"its {key} is 4294967295: it must be from 0 to \d+"):
+        Llama(tmp_path / "model.gguf", **TINY)
+
+
 @pytest.mark.parametrize("value", [-1.0, -(2.0**-17), 2.0, math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize(
     ("name", "key"),

@@ -219,11 +219,14 @@ def test_an_answer_that_is_cut_off_has_the_calls_so_far() -> None:
 
 
 @pytest.mark.parametrize("bracket", ["[", '{"a":'])
-def test_an_answer_that_nests_without_end_is_text(bracket: str) -> None:
-    reader = render("Qwen-Qwen2.5-7B-Instruct").reader()
+def test_an_answer_that_nests_without_end_is_a_call_that_was_cut_off(bracket: str) -> None:
     text = '<tool_call>\n{"name": "get_weather", "arguments": ' + bracket * 100_000
+    reader = render("Qwen-Qwen2.5-7B-Instruct").reader()
     reader.feed(text, last=True)
-    assert reader.answer.content == text
+    (call,) = reader.answer.calls
+    assert call.name == "get_weather"
+    assert not call.complete
+    assert reader.answer.finish_reason("stop") == "length"
 
 
 @pytest.mark.parametrize(

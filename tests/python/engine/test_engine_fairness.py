@@ -132,3 +132,13 @@ def test_who_has_nothing_here_may_bring_one(direct: Direct) -> None:
     wait_for(lambda: direct.engine.n_running == 2)
     assert direct.answer([9] * 20, 3, tenant="one", ignore_end=True)[0].n_answer == 3
     stop(direct, many)
+
+
+@pytest.mark.parametrize("kv", ["f16", "mixed"])
+def test_prompts_of_two_tenants_that_do_not_fit_together_are_both_answered(kv: str) -> None:
+    """The second comes while the first is evaluated."""
+    with Direct(kv=kv, n_ctx=1024) as direct:
+        first, answer = direct.start([5] * 700, 4, tenant="a", ignore_end=True)
+        wait_for(lambda: first.n_rows > 0 or first.evaluated)
+        _, done = direct.answer([6] * 660, 4, tenant="b", ignore_end=True)
+        assert done.reason == end_of(answer).reason == "length"

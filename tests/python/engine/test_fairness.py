@@ -213,3 +213,47 @@ def test_everybody_ends_whoever_pauses() -> None:
     desk.finish(20_000)
     assert all(job.cancelled or job.n_answer == job.request.max_tokens for job in jobs)
     assert not any(seq.running or seq.paused for seq in desk.pool.held())
+
+
+def test_two_prompts_that_do_not_fit_together_are_answered_one_after_the_other() -> None:
+    """The second comes while the first is evaluated, and is shorter: it may go first, and that is decided
+    once.
+    """
+    desk = Desk(parallel=4, idle=4, n_ctx=2048)
+    (first,) = desk.add(range(1300), tenant="a", max_tokens=4)
+    desk.step()
+    (second,) = desk.add(range(5000, 6250), tenant="b", max_tokens=4)
+    desk.log.most_paused = 1
+    desk.finish(100)
+    assert [job.n_answer for job in (first, second)] == [4, 4]
+    assert desk.cells.n_evaluated < 1300 + 1250 + 2 * 8 + 1300
+
+
+def test_a_place_is_not_taken_where_that_takes_the_rows_too() -> None:
+    """Turns would undo each other's work: neither prompt is evaluated within a turn of 16 steps."""
+    desk = Desk(parallel=1, idle=1, n_ctx=8192)
+    (first,) = desk.add(range(5000), tenant="a", max_tokens=4)
+    desk.step()
+    (second,) = desk.add(range(10_000, 15_000), tenant="b", max_tokens=4)
+    desk.finish(200)
+    assert [job.n_answer for job in (first, second)] == [4, 4]
+    assert desk.cells.n_evaluated < 2 * 5000 + 2 * 8
+
+
+def test_who_lost_rows_keeps_its_place_until_they_were_of_use() -> None:
+    desk = Desk(parallel=2, idle=1, n_ctx=512)
+    (long,) = desk.add(range(320), tenant="a", max_tokens=ENDLESS)
+    steps_to_first_token(desk, long)
+    (short,) = desk.add(range(1000, 1240), tenant="b", max_tokens=8)
+    desk.finish_one(short)
+    assert desk.log.seen["paused"] == 1
+    before = long.n_answer
+    desk.step()
+    assert long.is_settled
+    shorts = desk.add(*(range(2000 + 1000 * i, 2240 + 1000 * i) for i in range(4)), tenant="b")
+    while long.is_settled:
+        desk.step()
+        assert long in desk.scheduler.running
+    assert long.n_answer - before >= 5  # a token for every 64 rows
+    for short in shorts:
+        desk.finish_one(short)

@@ -150,8 +150,7 @@ def test_everybody_ends_and_no_cell_is_lost(work: list[tuple[int, int, int]], da
     assert all(job.cancelled or job.n_answer >= 1 for job in jobs)
     assert not any(seq.running for seq in desk.pool.held())
     for seq in desk.pool.held():
-        rows = sorted(p for (_, p), seqs in desk.cells.cells.items() if seq.id in seqs)
-        assert rows == list(range(len(seq.tokens)))
+        assert sorted(desk.cells.rows[seq.id]) == list(range(len(seq.tokens)))
     while desk.pool.evict():
         pass
     assert desk.cells.used == 0

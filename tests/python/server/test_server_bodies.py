@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
 import socket
 import subprocess
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from mixedkv.server.pools import LARGE, Pools
-from mixedkv.server.state import read_prompt
+from mixedkv.server.pools import LARGE
 from support.patience import PATIENCE
 from support.server_support import MODEL, Server, children, running
 
@@ -116,40 +112,6 @@ def test_the_process_that_reads_may_end(server: Server) -> None:
     (reader,) = children(server.process.pid)
     os.kill(reader, signal.SIGKILL)
     assert server.request("POST", "/v1/completions", raw=large)[0] == 200
-
-
-def test_large_prompts_hold_no_small_one_up() -> None:
-    """However many there are, and whatever each takes."""
-
-    class Request:
-        def __init__(self, size: int) -> None:
-            self._size = size
-
-        async def body(self) -> bytes:
-            return bytes(self._size)
-
-    class State:
-        def __init__(self, pools: Pools) -> None:
-            self.pools = pools
-
-        async def in_pool(self, pool: ThreadPoolExecutor, function: Callable[..., Any], *args: Any) -> Any:
-            return await asyncio.get_running_loop().run_in_executor(pool, function, *args)
-
-    async def ask(pools: Pools) -> str:
-        release, state = threading.Event(), State(pools)
-        large = [
-            asyncio.ensure_future(read_prompt(Request(LARGE + 1), lambda _: release.wait(), state))
-            for _ in range(50)
-        ]
-        try:
-            small = read_prompt(Request(LARGE), lambda _: "answered", state)
-            return await asyncio.wait_for(small, PATIENCE)
-        finally:
-            release.set()
-            await asyncio.gather(*large)
-
-    with Pools() as pools:
-        assert asyncio.run(ask(pools)) == "answered"
 
 
 def test_an_unknown_type_of_content_is_named(server: Server) -> None:

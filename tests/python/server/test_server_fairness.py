@@ -10,6 +10,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -18,7 +19,8 @@ import pytest
 from support.patience import PATIENCE, wait_for
 from support.server_support import Server, key_file, running
 
-ANNA, BEN, CLEO, METRICS = (f"{name}-key-0123456789" for name in ("anna", "ben", "cleo", "metrics"))
+NAMES = ("anna", "ben", "cleo", "dora", "metrics")
+ANNA, BEN, CLEO, DORA, METRICS = (f"{name}-key-0123456789" for name in NAMES)
 
 
 class Stream:
@@ -59,7 +61,8 @@ def streams(server: Server, *asked: tuple[str, int, int]) -> Iterator[list[Strea
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    keys = key_file(tmp_path_factory.mktemp("keys"), f"anna:{ANNA}", f"ben:{BEN} weight=3", f"cleo:{CLEO}")
+    lines = (f"anna:{ANNA}", f"ben:{BEN} weight=3", f"cleo:{CLEO}", f"dora:{DORA} running=1 queued=1")
+    keys = key_file(tmp_path_factory.mktemp("keys"), *lines)
     metrics_key = key_file(tmp_path_factory.mktemp("metrics"), METRICS)
     options = ("--api-key-file", str(keys), "--metrics-key-file", str(metrics_key))
     with running("--n-ctx", "65536", "--parallel", "4", *options) as server:
@@ -130,3 +133,43 @@ def test_sighup_reads_keys_and_limits_again(tmp_path: Path) -> None:
         assert server.status("POST", "/v1/completions", {**body, "n": 2}, key=ANNA) == 200
         assert server.stop() == 0
     assert BEN not in server.log
+
+
+def test_what_is_being_prepared_counts_as_waiting(server: Server) -> None:
+    """DORA may have one request running and one waiting; the rest of twelve is refused while the first are
+    being compiled.
+    """
+
+    def ask(i: int) -> int:
+        strings = {f"p{i}_{j}": {"type": "string", "pattern": "^[a-z]{1,50}$"} for j in range(400)}
+        schema = {"name": "x", "schema": {"type": "object", "properties": strings}}
+        form = {"type": "json_schema", "json_schema": schema}
+        message = {"role": "user", "content": "x"}
+        body = {"messages": [message], "max_tokens": 1, "response_format": form}
+        return server.status("POST", "/v1/chat/completions", body, key=DORA)
+
+    with ThreadPoolExecutor(12) as pool:
+        asked = [pool.submit(ask, i) for i in range(12)]
+        body = {"prompt": "x", "max_tokens": 1}
+        assert server.status("POST", "/v1/completions", body, key=ANNA) == 200
+        seen = Counter(each.result() for each in asked)
+    assert seen.keys() == {200, 429}
+    assert seen[429] >= 2
+    server.wait_until_idle(ANNA)
+
+
+def test_unfinished_bodies_of_one_tenant_are_not_anothers(server: Server) -> None:
+    """ANNA sends eleven bodies of 8 MB that never end; BEN's of 1 MB is taken."""
+    sockets = []
+    try:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {ANNA}\r\n"
+        for _ in range(11):
+            sock = socket.create_connection(("127.0.0.1", server.port), PATIENCE)
+            sockets.append(sock)
+            with suppress(OSError):  # a refused one
+                sock.sendall(f"{head}Content-Length: 8000000\r\n\r\n".encode() + b" " * 7_900_000)
+        large = b'{"prompt": "x", "max_tokens": 1}' + b" " * 1_000_000
+        assert server.status("POST", "/v1/completions", raw=large, key=BEN) == 200
+    finally:
+        for sock in sockets:
+            sock.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -144,3 +145,70 @@ def test_slices_and_an_evaluation_that_begins_anew_are_one_prompt(kv: str, toler
         before = list(asked.found)
         direct.call(lambda: asked.take(direct.llm.ctx, 0, 0, 10))  # evaluated again
         assert asked.found == before
+
+
+def echoed(server: Server, prompt: Any, **options: Any) -> dict[str, Any]:
+    """The text and the log probabilities of the first choice."""
+    body = {"prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": 1, "temperature": 0, **options}
+    if not options.get("stream"):
+        choice = server.post("/v1/completions", body)["choices"][0]
+        assert "prompt_logprobs" not in choice
+        return {"text": choice["text"], **choice["logprobs"]}
+    chunks = server.request("POST", "/v1/completions", body)[1].split("\n\n")
+    whole: dict[str, Any] = {"text": ""}
+    for chunk in chunks:
+        if chunk.startswith("data: {"):
+            choice = json.loads(chunk.removeprefix("data: "))["choices"][0]
+            whole["text"] += choice["text"]
+            for name, values in (choice["logprobs"] or {}).items():
+                whole[name] = [*whole.get(name, []), *values]
+    return whole
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("max_tokens", [1, 4])
+def test_an_echo_has_the_log_probabilities_of_the_prompt(
+    server: Server, tokens: list[int], expected: np.ndarray, max_tokens: int, stream: bool
+) -> None:
+    """Also after the prompt was found in the context, as harnesses score many ends of one prompt."""
+    for _ in range(2):
+        found = echoed(server, tokens, max_tokens=max_tokens, stream=stream)
+        n = len(found["tokens"]) - len(tokens)
+        assert 0 <= n <= max_tokens
+        assert found["token_logprobs"][0] is None
+        assert found["top_logprobs"][0] is None
+        given = found["token_logprobs"][1 : len(tokens)]
+        wanted = [row[token] for row, token in zip(expected, tokens[1:], strict=True)]
+        assert np.abs(np.subtract(given, wanted)).max() < LEVEL
+        assert found["text"].startswith(TEXT)
+        for text, offset in zip(found["tokens"][1:], found["text_offset"][1:], strict=True):
+            assert found["text"][offset:].startswith(text) or text.startswith("bytes:") or text[0] == "<"
+
+
+def test_offsets_count_characters_however_their_bytes_are_split(server: Server) -> None:
+    text = "Ærø 日本 🦔 end"
+    n = len(server.post("/tokenize", {"content": text, "add_special": True})["tokens"])
+    found = echoed(server, text, logprobs=20)
+    assert found["text"].startswith(text)
+    assert n > len(text), "bytes of characters are tokens of their own"
+    assert found["text_offset"] == sorted(found["text_offset"])
+    assert found["text_offset"][n - 1] == len(text) - len(found["tokens"][n - 1])
+    assert any(each.startswith("bytes:") for each in found["tokens"])
+    assert all(len(top) == 20 for top in found["top_logprobs"][1:]), "tokens of one text are told apart"
+
+
+def test_several_choices_echo_the_same(server: Server, tokens: list[int]) -> None:
+    body = {"prompt": tokens[:40], "echo": True, "logprobs": 0, "max_tokens": 2, "n": 3, "temperature": 1}
+    choices = server.post("/v1/completions", body)["choices"]
+    first, *others = [choice["logprobs"]["token_logprobs"][:40] for choice in choices]
+    assert others == [first, first]
+
+
+def test_the_token_that_ends_the_answer_is_told_after_an_echo(server: Server, tokens: list[int]) -> None:
+    """lm-evaluation-harness leaves the last token out, which it takes for the answer's."""
+    with Llama(model_path(), kv="f16", n_ctx=64, verbose=False) as llm:
+        end = llm.token_eos()
+    found = echoed(server, tokens, logit_bias={str(end): 100})
+    assert len(found["tokens"]) == len(tokens) + 1
+    assert found["token_logprobs"][-1] < 0
+    assert found["text_offset"][-1] == len(found["text"])

@@ -151,3 +151,26 @@ def test_a_session_file_that_was_deleted_is_made_again(tmp_path: Path) -> None:
 
     asyncio.run(main())
     assert find(f"sqlite:{path}", "s") is not None
+
+
+@pytest.mark.parametrize("at", [0, 100, 4096])
+def test_a_damaged_session_file_is_set_aside(tmp_path: Path, at: int) -> None:
+    """Its beginning, its list of tables, or what is in one: found when it is opened, or later."""
+    url, path = f"sqlite:{beside(tmp_path)}", beside(tmp_path)
+    register(url, "old")
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(b"\xa5" * 2000)
+    damaged = path.read_bytes()
+    assert find(url, "old") is None
+    assert (tmp_path / "sessions.sqlite3.damaged").read_bytes() == damaged
+    register(url, "new")
+    assert find(url, "new") is not None
+
+
+def test_a_file_that_never_was_a_database_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("precious " * 1000)
+    with pytest.raises(ValueError, match="is not a session database"):
+        open_metadata(f"sqlite:{path}")
+    assert path.read_text() == "precious " * 1000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from mixedkv.sessions import open_metadata
+from mixedkv.sessions.metadata_url import beside
 from mixedkv.store import KVStore
 from mixedkv.store.full_disk import FullDisk
 from mixedkv.store.tiers.disk import DiskTier
@@ -159,3 +162,36 @@ def test_a_folder_that_cannot_be_made_again_is_an_error_each_time(tmp_path: Path
         (tmp_path / "a").unlink()
         store.put(WHO, block)
         assert store.find(WHO, block.tokens) is not None
+
+
+def test_the_folder_itself_is_nobody_elses_to_write_to(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(PermissionError, match=r"can be written by others \(777\): chmod 700 it"):
+        KVStore(tmp_path)
+    with pytest.raises(OSError, match=r"can be written by others \(777\): chmod 700 it"):
+        open_metadata(f"sqlite:{beside(tmp_path)}")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize("name", ["lock", "index.sqlite3", "sessions.sqlite3", "entries", "v1", ""])
+def test_nothing_of_another_user_is_used(tmp_path: Path, name: str) -> None:
+    root = tmp_path / "kv"
+    with KVStore(root) as store:
+        store.put(WHO, make_block(list(range(64))))
+    path = {"": root, "v1": root / "v1", "sessions.sqlite3": root / name}.get(name, root / "v1" / name)
+    path.touch()
+    os.chown(path, 65534, 65534)
+    with pytest.raises(OSError, match="belongs to another user"):  # noqa: PT012
+        KVStore(root).close()
+        open_metadata(f"sqlite:{beside(root)}")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_an_entry_of_another_user_is_not_read(tmp_path: Path) -> None:
+    with KVStore(tmp_path) as store:
+        store.put(WHO, make_block(list(range(64))))
+    (entry,) = (tmp_path / "v1" / "entries").iterdir()
+    os.chown(entry, 65534, 65534)
+    with KVStore(tmp_path) as store:
+        assert [*store.verify().damaged.values()] == ["damaged: its file belongs to another user"]

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from mixedkv.config.cut_rule import CutRule
-from mixedkv.engine.schedule.contract import StepPlan
+from mixedkv.engine.schedule.contract import Run, StepPlan
 from mixedkv.engine.schedule.observer import Observer
 from mixedkv.engine.schedule.pacing import Pace
 from mixedkv.engine.schedule.progress import Progress
@@ -15,40 +15,64 @@ from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.engine.schedule.sequences import SequencePool
 from mixedkv.engine.schedule.tenant_limits import Limits, unlimited
 from mixedkv.kv.checkpoint import Checkpoint
+from mixedkv.prompts.overflow import NOWHERE, cut, head_of
 
 N_CTX, N_BATCH = 256, 64
 
 
 class Cells:
-    """The rows of a unified cache: each cell with the sequences that share it."""
+    """The rows of a unified cache: for each sequence the cell at each position. Cells may be shared."""
+
+    can_shift = True
 
     def __init__(self, n_seq: int, rule: CutRule) -> None:
         self.n_seq, self.rule = n_seq, rule
-        self.cells: dict[tuple[int, int], set[int]] = {}  # (owner when evaluated, position) -> sequences
-        self.n_evaluated = 0
+        self.rows: list[dict[int, tuple[int, ...]]] = [
+            {} for _ in range(n_seq)
+        ]  # a picture has several cells
+        self.n_sharing: Counter[int] = Counter()  # sequences by cell
+        self.used = self.n_evaluated = 0
 
-    @property
-    def used(self) -> int:
-        return len(self.cells)
-
-    def evaluate(self, seq: int, p0: int, n: int) -> None:
+    def evaluate(self, seq: int, p0: int, n: int, more: int = 0) -> None:
+        """Give `n` positions a cell each, and the first one `more` besides."""
         for p in range(p0, p0 + n):
             self.n_evaluated += 1
-            self.cells[self.n_evaluated, p] = {seq}
+            first = self.n_evaluated * 1000
+            self._put(seq, p, tuple(range(first, first + 1 + (more if p == p0 else 0))))
 
-    def remove(self, seq: int, p0: int = 0) -> None:
-        for key in [key for key, seqs in self.cells.items() if key[1] >= p0 and seq in seqs]:
-            self.cells[key].discard(seq)
-            if not self.cells[key]:
-                del self.cells[key]
+    def _put(self, seq: int, p: int, cells: tuple[int, ...]) -> None:
+        assert p not in self.rows[seq]
+        self.rows[seq][p] = cells
+        for cell in cells:
+            self.used += not self.n_sharing[cell]
+            self.n_sharing[cell] += 1
+
+    def remove(self, seq: int = 0, p0: int = 0, p1: int = -1) -> None:
+        rows = self.rows[seq]
+        for p in [p for p in rows if p0 <= p and (p1 < 0 or p < p1)]:
+            for cell in rows.pop(p):
+                self.n_sharing[cell] -= 1
+                if not self.n_sharing[cell]:
+                    del self.n_sharing[cell]
+                    self.used -= 1
 
     def copy(self, source: int, target: int, p0: int = 0, p1: int = -1) -> None:
-        for (_, p), seqs in self.cells.items():
-            if source in seqs and p0 <= p and (p1 < 0 or p < p1):
-                seqs.add(target)
+        for p, cells in self.rows[source].items():
+            if p0 <= p and (p1 < 0 or p < p1):
+                self._put(target, p, cells)
+
+    def shift(self, seq: int, p0: int, p1: int, by: int) -> None:
+        assert p1 == -1
+        self.rows[seq] = {p + by if p >= p0 else p: cells for p, cells in self.rows[seq].items()}
+
+    def export(self, seq: int = 0, p0: int = 0, p1: int = -1, tokens: Any = None) -> int:
+        return self.length(seq) - p0
+
+    def load(self, block: int, seq: int = 0, at: int | None = None) -> None:
+        self.evaluate(seq, at or 0, block)
 
     def length(self, seq: int) -> int:
-        return max((p + 1 for (_, p), seqs in self.cells.items() if seq in seqs), default=0)
+        return max(self.rows[seq], default=-1) + 1
 
     def checkpoint(self, seq: int) -> Checkpoint:
         n = self.length(seq)
@@ -78,6 +102,7 @@ class Cells:
 class Log(Observer):
     def __init__(self) -> None:
         self.seen: Counter[str] = Counter()
+        self.most_paused: int | None = None  # where a step that never ends would have more
 
     def started(self, job: Progress) -> None:
         self.seen["started"] += 1
@@ -90,6 +115,7 @@ class Log(Observer):
 
     def paused(self) -> None:
         self.seen["paused"] += 1
+        assert self.most_paused is None or self.seen["paused"] <= self.most_paused, "jobs pause each other"
 
     def preempted(self) -> None:
         self.seen["preempted"] += 1
@@ -105,21 +131,25 @@ class Desk:
         rule: CutRule | None = None,
         *,
         n_ctx: int = N_CTX,
+        n_batch: int = N_BATCH,
         limits: Limits = unlimited,
     ) -> None:
         self.n_ctx = n_ctx
         rule = rule or CutRule()
-        self.cells, self.log = Cells(parallel + idle, rule), Log()
+        self.cells, self.log = self.make_cells(parallel + idle, rule), Log()
         self.pool = SequencePool(self.cells, parallel + idle, rule)
         self.scheduler: Scheduler[Progress] = Scheduler(
             self.pool,
-            Pace(N_BATCH, 2.0),
+            Pace(n_batch, 2.0),
             n_ctx=n_ctx,
-            n_batch=N_BATCH,
+            n_batch=n_batch,
             parallel=parallel,
             observer=self.log,
             limits=limits,
         )
+
+    def make_cells(self, n_seq: int, rule: CutRule) -> Cells:
+        return Cells(n_seq, rule)
 
     def add(self, *prompts: range | list[int], max_tokens: int = 8, **options: Any) -> list[Progress]:
         jobs = [
@@ -129,27 +159,72 @@ class Desk:
         return jobs
 
     def step(self) -> StepPlan[Progress]:
-        """One round of the engine; a job leaves after its eighth token."""
+        """One round of the engine; a job leaves when it has its whole answer."""
         scheduler = self.scheduler
         scheduler.drop_cancelled()
         scheduler.admit()
-        step = scheduler.plan()
+        step = self._plan()
         while self.cells.used + len(step) > self.n_ctx:
+            if step.n_drafts:  # drafts are given up before any job
+                step = self._plan(drafts=False)
+                continue
             if job := scheduler.relieve():
                 scheduler.leave(job)
-            step = scheduler.plan()
+            step = self._plan(drafts=False)
         for run in step.runs:
             assert run.job.seq is not None
-            self.cells.evaluate(run.job.seq.id, run.job.n_rows, run.n)
+            self.cells.evaluate(run.job.seq.id, run.job.n_rows, run.n + len(run.drafts))
         scheduler.evaluated(step)
         for run in step.runs:
             if run.chooses:
-                run.job.tokens.append(7)
-                if run.job.n_answer >= run.job.request.max_tokens:
-                    scheduler.leave(run.job)
+                self._answer(run)
+        for run in step.pictures:
+            self._look(run)
         scheduler.took(step, 0.001 * max(1, len(step)))
         scheduler.save()
         return step
+
+    def _plan(self, drafts: bool = True) -> StepPlan[Progress]:
+        step = self.scheduler.plan()
+        if drafts and not step.n_prompt:
+            for run in step.runs:
+                run.drafts = [7] * self.n_drafts(run.job)
+            step.n_drafts = sum(len(run.drafts) for run in step.runs)
+        return step
+
+    def n_drafts(self, job: Progress) -> int:
+        """How many drafts of a job's next tokens a step has, and how many of some are right."""
+        return 0
+
+    def n_right(self, n: int) -> int:
+        return n
+
+    def _answer(self, run: Run[Progress]) -> None:
+        job, seq = run.job, run.job.seq
+        assert seq is not None
+        n = self.n_right(len(run.drafts))
+        seq.tokens.extend(run.drafts[:n])
+        self.cells.remove(seq.id, len(seq.tokens))
+        if job.n_answer < job.request.max_tokens:
+            job.tokens.extend([7] * (n + 1))
+        if job.n_answer >= job.request.max_tokens:
+            self.scheduler.leave(job)
+        elif job.request.slides and len(job.tokens) >= self.n_ctx:
+            head = job.gap.begin if job.gap is not None else head_of(NOWHERE, self.n_ctx)
+            self.scheduler.drop(job, head, cut(len(job.tokens), head, self.n_ctx))
+            self.scheduler.give_way(job)
+
+    def _look(self, run: Run[Progress]) -> None:
+        """Evaluate a picture, as `engine.batch.looking` does."""
+        job = run.job
+        if job.seq is None or (picture := job.picture) is None:  # it gave way to another one
+            return
+        if self.cells.used + len(picture) <= self.n_ctx:
+            n = len(picture.ids)
+            self.cells.evaluate(job.seq.id, job.n_rows, n, more=len(picture) - n)
+            self.scheduler.has_rows(run)
+        elif (last := self.scheduler.relieve()) is not None:
+            self.scheduler.leave(last)
 
     def finish_one(self, job: Progress, limit: int = 500) -> None:
         """Until a job has its whole answer."""

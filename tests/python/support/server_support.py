@@ -35,8 +35,13 @@ _SETTING = re.compile("MIXEDKV_(?!ISA$)")  # variables a server reads its option
 class Server:
     """One process. `log` is what it wrote to stderr so far."""
 
-    def __init__(self, *options: str, environ: dict[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "mixedkv", "serve", "--port", "0", "--threads", "1", *options]
+    def __init__(
+        self,
+        *options: str,
+        environ: dict[str, str] | None = None,
+        program: Sequence[str] = ("-m", "mixedkv", "serve"),
+    ) -> None:
+        command = [sys.executable, *program, "--port", "0", "--threads", "1", *options]
         env = {name: value for name, value in os.environ.items() if not _SETTING.match(name)}
         self.process = subprocess.Popen(
             command, stderr=subprocess.PIPE, text=True, env={**env, **(environ or {})}

@@ -33,6 +33,9 @@ def go_on(
     observer.token(job, now)
     job.chose(now)
     if token in answer.stop_tokens or (detokenizer.is_end(token) and not request.ignore_end):
+        if request.n_logprobs is not None and request.prompt_logprobs is not None:
+            row = logits_row(context, index, detokenizer.n_vocab)
+            answer.end_by(logprob_of(row, token, request.n_logprobs))
         return None, "stop"
     delta = _add(job, token, context, index, detokenizer)
     if answer.text.stopped:

@@ -21,6 +21,10 @@ from mixedkv.images import PromptImage
 
 _MAX_TEMPLATE = 1 << 16  # characters: llama.cpp parses a chain of filters by recursion
 _MAX_DEPTH = 64  # of objects and lists in a schema or in arguments
+# llama.cpp's grammar of a call takes the square of an object's properties and of the length of their names
+_MAX_SCHEMA = 1 << 16  # characters of a tool's parameters
+_MAX_PROPERTIES, _MAX_NAMES = 256, 1 << 14  # of one object, and characters of their names
+_MAX_ALL = 4096  # properties of all tools together
 _PROBE = "a_name_that_no_template_has"
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -72,6 +76,16 @@ class Chat:
     choice: ToolChoice = field(default_factory=ToolChoice)
     options: TemplateOptions = NOTHING_SAID
     images: Sequence[PromptImage] = ()
+
+    @property
+    def begun(self) -> Chat:
+        """The chat without a beginning of the answer that says nothing: with it the template would leave out
+        who speaks.
+        """
+        said = self.messages[-1] if self.options.continues and self.messages else None
+        if said is None or any(said.get(name) for name in ("content", "reasoning_content", "tool_calls")):
+            return self
+        return replace(self, messages=self.messages[:-1], options=replace(self.options, continues=False))
 
     @property
     def is_plain(self) -> bool:
@@ -160,6 +174,7 @@ class ChatRenderer:
                 "tools: the chat template of this model has none: leave them out, or serve the model with a "
                 "chat_template that has"
             )
+        _check_sizes(tools)
         must = choice.mode == "required"
         if must:
             options = replace(options, thinking=False)
@@ -237,7 +252,37 @@ class ChatRenderer:
                 with suppress(ValueError):
                     self._apply(messages, [], ToolChoice(), options)
                     field = "tools"
+            if name := self._odd_tool(tools) if field == "tools" else "":
+                raise ValueError(
+                    f"tools: the parameters of {name} cannot be followed: {_short(error)}"
+                ) from None
             raise ValueError(f"{field}: the model's chat template refuses them: {_short(error)}") from None
+
+    def _odd_tool(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        """Return the name of the tool whose schema of arguments llama.cpp refuses; "" if there is none."""
+        for tool in tools:
+            function = tool["function"]
+            if function.get("parameters") in (None, _NO_ARGUMENTS):
+                continue
+            plain = {**tool, "function": {**function, "parameters": _NO_ARGUMENTS}}
+            if self._takes(plain) and not self._takes(tool):
+                return str(function["name"])
+        return ""
+
+    def _takes(self, tool: Mapping[str, Any]) -> bool:
+        try:
+            self._template.apply(
+                json.dumps([{"role": "user", "content": "?"}]),
+                json.dumps([tool]),
+                "required",
+                False,
+                False,
+                {},
+                False,
+            )
+        except (RuntimeError, ValueError):
+            return False
+        return True
 
 
 def check_depth(value: Any, name: str) -> None:
@@ -253,6 +298,39 @@ def check_depth(value: Any, name: str) -> None:
             raise ValueError(f"{name}: nested deeper than {_MAX_DEPTH} objects and lists: make it flatter")
         inner = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
         todo += [(part, depth + 1) for part in inner]
+
+
+def _check_sizes(tools: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse tools whose grammar would take seconds.
+
+    Raises:
+        ValueError: a schema, or all of them, are too large.
+    """
+    left = _MAX_ALL
+    for tool in tools:
+        function = tool["function"]
+        parameters = function.get("parameters") or {}
+        where = f"tools: the parameters of {function['name']}"
+        if (n := len(json.dumps(parameters))) > _MAX_SCHEMA:
+            raise ValueError(f"{where} have {n} characters, at most {_MAX_SCHEMA} are taken: use fewer")
+        todo: list[Any] = [parameters]
+        while todo:
+            item = todo.pop()
+            todo += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+            properties = item.get("properties") if isinstance(item, dict) else None
+            if isinstance(properties, dict):
+                left -= len(properties)
+                n = sum(map(len, properties))
+                if len(properties) > _MAX_PROPERTIES or n > _MAX_NAMES:
+                    raise ValueError(
+                        f"{where}: an object has {len(properties)} properties with {n} characters in their "
+                        f"names, at most {_MAX_PROPERTIES} and {_MAX_NAMES} are taken: use fewer"
+                    )
+    if left < 0:
+        raise ValueError(
+            f"tools: their parameters have {_MAX_ALL - left} properties, at most {_MAX_ALL} are taken: give "
+            "fewer tools"
+        )
 
 
 _KEPT = 1 << 16  # characters of schemas whose grammars are cached

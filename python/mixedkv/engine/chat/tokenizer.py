@@ -24,6 +24,7 @@ from mixedkv.images import MARK, PromptImage
 from mixedkv.limits import INT32_MAX
 from mixedkv.llama import NO_VOCABULARY, Llama
 from mixedkv.native import llama_cpp as _llama_cpp
+from mixedkv.native.templates import syntax_error
 from mixedkv.prompts.message_starts import message_starts
 from mixedkv.prompts.overflow import Places
 from mixedkv.tokens import Tokens
@@ -191,6 +192,7 @@ class Tokenizer:
             "thoughts": chat.thoughts,
             "triggers": chat.triggers,
             "boundary": n - forgotten if forgotten else 0,
+            "said": chat.before.content if chat.constraint is None else "",
         }
 
     def prompt(self, prompt: str | Sequence[int], *, start: bool = True, long: bool = False) -> list[int]:
@@ -255,6 +257,7 @@ class Tokenizer:
             ValueError: the model has no chat template, cannot be told of tools, or its template refuses the
                 messages.
         """
+        chat = chat.begun
         if self.thinks or not chat.is_plain:
             return self._renderer.render(chat.messages, chat.tools, chat.choice, chat.options)
         result = self._format(chat.messages)
@@ -287,6 +290,11 @@ class Tokenizer:
             return self._formatter(messages=list(messages))
         except Exception as error:  # templates are programs of the model's file
             raise ValueError(f"messages: the model's chat template refuses them: {error}") from None
+
+    @property
+    def renders(self) -> bool:
+        """True if there is a chat template or format."""
+        return self._formatter is not None
 
     @property
     def takes_tools(self) -> bool:
@@ -364,6 +372,8 @@ def _make_formatter(chat_format: str, template: str, bos: str, eos: str) -> Any:
         return formatter
     if not template:
         return None
+    if error := syntax_error(template):
+        raise ValueError(f"chat_template: it does not parse: {error}")
     return llama_chat_format.Jinja2ChatFormatter(template=template, eos_token=eos, bos_token=bos)
 
 

@@ -1,8 +1,9 @@
 """Makes answers follow a JSON schema, a regular expression or a grammar, with llguidance.
 
-A constraint is compiled for one request, off the engine's thread. On that thread its matcher then tells
-whether a token may come next, or which ones may. Both have limits (`_LIMITS`): a constraint that exceeds them
-fails its own answer only.
+A constraint is compiled for one request, off the engine's thread, and before that on trial in a process
+that is ended when it takes too long (`trial`). On the engine's thread its matcher then tells whether a token
+may come next, or which ones may. Both have limits (`_LIMITS`): a constraint that exceeds them fails its own
+answer only.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import LogitsProcessorList
 
+from mixedkv.engine.constrain import trial
 from mixedkv.engine.constrain.constraint_text import Constraint, Kind
 from mixedkv.engine.constrain.gbnf import gbnf_to_lark
 from mixedkv.engine.constrain.json_schema import MAX_SCHEMA, closed_schema
@@ -47,6 +50,7 @@ _LIMITS: dict[str, Any] = {
     "max_lexer_states": 25_000,  # memory: 1 to 2 KB each
     "verbose_errors": False,
 }
+_SLOWEST_MASK = 2 * trial.STEP_SECONDS  # of a processor; after that one answer ends, so that others go on
 # Of the parser, at one byte and in one mask. Where a text can be read in many ways each byte takes the square
 # of the first. Schemas have few readings, but some items for each property that may come next.
 _MAX_ITEMS: dict[Kind, tuple[int, int]] = {
@@ -76,6 +80,7 @@ class Matcher:
         self, inner: Any, name: str, vocabulary: _Tokens, tokenizer: Any, numbers: NumberLength | None = None
     ) -> None:
         self._inner, self._name, self._vocabulary, self._tokenizer = inner, name, vocabulary, tokenizer
+        self._is_first = True  # the first mask takes longest, and is made off the engine's thread
         self._numbers = numbers  # for an answer that is JSON from its first byte
 
     def copy(self) -> Matcher:
@@ -83,7 +88,9 @@ class Matcher:
         use them for one request only.
         """
         numbers = replace(self._numbers) if self._numbers is not None else None
-        return Matcher(self._inner.deep_copy(), self._name, self._vocabulary, self._tokenizer, numbers)
+        other = Matcher(self._inner.deep_copy(), self._name, self._vocabulary, self._tokenizer, numbers)
+        other._is_first = self._is_first
+        return other
 
     def allows(self, token: int) -> bool:
         """Return whether a token may come next, far quicker than `allowed`; False if only the end may."""
@@ -97,8 +104,12 @@ class Matcher:
         Raises:
             DeadEndError: there are none.
         """
+        began = time.thread_time()
         mask = np.frombuffer(self._inner.compute_bitmask(), np.uint8)
         self._check()
+        if not self._is_first and time.thread_time() - began > _SLOWEST_MASK:
+            raise DeadEndError(f"{self._name}: following it takes too much: leave less open")
+        self._is_first = False
         bits = np.unpackbits(mask, bitorder="little")[: len(self._vocabulary.bytes)]
         allowed = np.flatnonzero(bits).astype(np.int32)
         if self._numbers is not None and self._numbers.is_full:
@@ -163,6 +174,7 @@ class ConstraintCompiler:
         self.ends = ends
         self._tokens = _Tokens(tokens)
         self._names = {name[1:]: token for token, name in enumerate(tokens) if name[:1] == _SPECIAL}
+        self._texts = [name.decode("utf-8", "replace") for name in self._names]
         self._tokenizers: dict[tuple[int, ...], Any] = {}
         self._making = threading.Lock()
 
@@ -177,14 +189,17 @@ class ConstraintCompiler:
             raise ValueError(f"{constraint.name}: this model has no token that ends an answer")
         try:
             tokenizer = self._tokenizer(self.shown(constraint.shown))
-            inner = _compile(tokenizer, _lark(constraint), _MAX_ITEMS[constraint.kind])
+            lark, (row, step) = _lark(constraint), _MAX_ITEMS[constraint.kind]
+            limits = {"max_items_in_row": row, "step_max_items": step, **_LIMITS}
+            trial.check(lark, [name for name in self._texts if name in lark], limits)
+            inner = _compile(tokenizer, lark, limits)
             if inner.is_error():
                 raise ValueError(_message(inner.get_error()))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{constraint.name}: {str(error)[:500]}") from None
         numbers = NumberLength() if constraint.kind == "json_schema" else None
         matcher = Matcher(inner, constraint.name, self._tokens, tokenizer, numbers)
-        matcher.allowed()  # the first mask takes longest, and shows an immediate dead end
+        matcher.allowed()  # shows an immediate dead end
         return matcher
 
     def shown(self, names: Sequence[str]) -> tuple[int, ...]:
@@ -227,21 +242,19 @@ _compiling = ThreadPoolExecutor(max_workers=2, thread_name_prefix="mixedkv-const
 _starting = threading.Lock()
 
 
-def _compile(tokenizer: Any, lark: str, max_items: tuple[int, int]) -> Any:
+def _compile(tokenizer: Any, lark: str, limits: dict[str, Any]) -> Any:
     """Compile on a thread with a deep stack, at most two at a time, so that other work keeps a processor."""
     with _starting:
         before = threading.stack_size(_STACK)
         try:
-            future = _compiling.submit(_make, tokenizer, lark, max_items)
+            future = _compiling.submit(_make, tokenizer, lark, limits)
         finally:
             threading.stack_size(before)
     return future.result()
 
 
-def _make(tokenizer: Any, lark: str, max_items: tuple[int, int]) -> Any:
-    row, step = max_items
-    limits = llguidance.LLParserLimits(max_items_in_row=row, step_max_items=step, **_LIMITS)
-    return llguidance.LLMatcher(tokenizer, lark, log_level=0, limits=limits)
+def _make(tokenizer: Any, lark: str, limits: dict[str, Any]) -> Any:
+    return llguidance.LLMatcher(tokenizer, lark, log_level=0, limits=llguidance.LLParserLimits(**limits))
 
 
 def _lark(constraint: Constraint) -> str:
@@ -266,8 +279,14 @@ def _refuse_constant(name: str) -> None:
 
 
 def _message(error: str) -> str:
-    """Return the error's first line; further ones repeat the grammar."""
-    first = error.partition("\n")[0]
+    """Return the error's first line, and the reason and place of an error in a regular expression; further
+    lines repeat the grammar.
+    """
+    first, _, rest = error.partition("\n")
+    if first.endswith("regex parse error:"):
+        lines = rest.split("\n")
+        reason = next((line for line in lines if line.startswith("error: ")), "error: it cannot be read")
+        first = f"the regular expression {lines[0].strip()[:200]!r}: {reason.removeprefix('error: ')}"
     if "oneOf constraints are not supported" in first:
         return (
             "oneOf is enforced only where no value fits two of its members: use anyOf, or a required "

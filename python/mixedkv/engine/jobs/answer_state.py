@@ -52,6 +52,10 @@ class AnswerState:
             return None
         return Delta(released, self._certain_logprobs()) if released else None
 
+    def end_by(self, logprob: TokenLogprob) -> None:
+        """Note the token that ends the answer, which has no text. Who scores a prompt counts on it."""
+        self._logprobs.append((self.text.n_seen, logprob))
+
     def finish(self, reason: str) -> Done:
         """End the answer; return what was not delivered yet."""
         rest = self.text.finish()

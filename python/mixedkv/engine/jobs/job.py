@@ -42,6 +42,12 @@ class Job(Progress):
         if answer.prompt_logprobs is not None:
             self.most_in_step = answer.prompt_logprobs.most
 
+    @property
+    def n_thought(self) -> int:
+        """Number of tokens of the answer that belong to thoughts. The token that ends an answer is none."""
+        thought = self.answer.thought
+        return min(thought.n_tokens, self.n_answer) if thought is not None else 0
+
     def begin(self, seq: Sequence, n_cached: int) -> bool:
         is_first = super().begin(seq, n_cached)
         if is_first and self.answer.sampler is not None:

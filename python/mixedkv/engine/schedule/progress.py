@@ -53,6 +53,7 @@ class Progress:
             kept.
         seq: the sequence it has; None while it waits.
         paused: the sequence that holds its rows while it waits.
+        n_had: rows that it had when it was paused or preempted.
         first: position of the first token that can be evaluated: rows before it must exist.
         most_cut: how many of the last rows of `paused` may be taken away.
         goes_on: another request continues this one: the rows wait for it, as its `paused`.
@@ -88,6 +89,8 @@ class Progress:
         self.most_in_step: int | None = None
         self.seq: Sequence | None = None
         self.paused: Sequence | None = None
+        self.n_had = 0
+        self._settled_until = 0  # tokens of the answer
         self.boundaries: Seq[int] = ()  # where messages of the prompt begin and end
         self.boundary = request.boundary
         self.save_at: list[int] = []
@@ -128,6 +131,15 @@ class Progress:
     def all_tokens(self) -> Tokens:
         """Return prompt and answer so far: where a paused or preempted job goes on."""
         return np.array(self.tokens, np.int32)
+
+    def settle(self, n: int) -> None:
+        """Keep the place until `n` more tokens of the answer are chosen."""
+        self._settled_until = self.n_answer + n
+
+    @property
+    def is_settled(self) -> bool:
+        """True if it does not give way to others now."""
+        return self.n_answer < self._settled_until
 
     def inputs(self, p0: int, p1: int) -> Seq[int] | npt.NDArray[Any]:
         """Return what a `Batch` takes of the tokens at positions p0 to p1."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from mixedkv.engine.schedule.progress import Progress
@@ -28,11 +30,28 @@ class QueueRoom:
     ) -> None:
         self._scheduler, self._limits, self.max_queue = scheduler, limits, max_queue
         self._coming = coming
+        self._preparing: Counter[str] = Counter()
 
     def most(self, tenant: str) -> int:
         """Return the maximum number of running plus queued jobs per tenant."""
         parallel = self._scheduler.parallel
         return min(parallel, self._limits(tenant).running or parallel) + self._most_queued(tenant)
+
+    @contextmanager
+    def preparing(self, tenant: str) -> Iterator[None]:
+        """Count a request that is being prepared as a waiting job. Used by one thread.
+
+        Raises:
+            QueueFullError: the tenant has no room for it.
+        """
+        self.check(tenant, 1)
+        self._preparing[tenant] += 1
+        try:
+            yield
+        finally:
+            self._preparing[tenant] -= 1
+            if not self._preparing[tenant]:
+                del self._preparing[tenant]
 
     def check(self, tenant: str, n: int) -> None:
         """Refuse jobs that a tenant has no room for.
@@ -43,6 +62,7 @@ class QueueRoom:
         """
         scheduler = self._scheduler
         waiting = scheduler.waiting.n_of(tenant) + sum(job.tenant == tenant for job in self._coming())
+        waiting += self._preparing[tenant]
         running = sum(job.tenant == tenant for job in list(scheduler.running))
         most = self._limits(tenant).running or scheduler.parallel
         free = max(0, min(scheduler.parallel - len(scheduler.running), most - running))

@@ -40,6 +40,7 @@ class Request:
         thoughts: how the model marks its thoughts; None for a model that does not think.
         thought_budget: tokens after which a thought is closed.
         triggers: words that begin a call; `sampling.constraint` applies from such a word on.
+        said: the beginning of the answer, with which the prompt ends: `sampling.constraint` is for the whole.
         boundary: how many of the prompt's tokens the prompt of the next turn will begin with, since templates
             leave thoughts out of the history; 0 for all.
         reuse: which existing rows the prompt starts from, see `Reuse`; True is the engine's default, False
@@ -76,6 +77,7 @@ class Request:
     thoughts: ThoughtTags | None = None
     thought_budget: int | None = None
     triggers: Sequence[str] = ()
+    said: str = ""
     boundary: int = 0
     reuse: bool | Reuse = True
     chunks: ChunkChoice | None = None

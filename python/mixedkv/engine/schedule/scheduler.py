@@ -24,6 +24,7 @@ _WAIT_FOR = 32  # fewest tokens that are worth waiting for while another job eva
 _SAVE_AFTER = 32  # fewest new tokens of a continued job for which checkpoints are taken
 _HEADROOM = 32  # cells an answer needs at the start besides its prompt
 _LONG = 4  # a quarter of the context: what a long answer drops at a time before others have a turn
+_REPAID = 64  # rows that a job evaluates again for each token that it may choose before it gives way again
 
 
 class Scheduler(Generic[P]):
@@ -56,6 +57,7 @@ class Scheduler(Generic[P]):
         self.waiting: FairQueue[P] = FairQueue(limits)
         self.running: list[P] = []
         self._lost: list[P] = []
+        self._moved: set[P] = set()  # jobs that `admit` has started or paused
         self.to_save: list[Sequence] = []
         self._limits = limits
         self._prompt_service = Service(limits)  # prompt tokens by tenant, while several have prompts
@@ -138,7 +140,11 @@ class Scheduler(Generic[P]):
     def admit(self) -> None:
         """Give places to waiting jobs. If none is free, a tenant that is served more than a waiting one gives
         one up.
+
+        It ends, since a job starts or is paused at most once in a call. Work is not undone for ever either: a
+        job whose rows were evicted while it was paused keeps its place until it has chosen tokens for them.
         """
+        self._moved.clear()
         while self.waiting and self._admit_one():
             pass
 
@@ -151,19 +157,21 @@ class Scheduler(Generic[P]):
                 victim = self._youngest(other)
             if is_full and victim is None:
                 return False
-            ready = (job for job in self.waiting.of(tenant) if not (job.reuse and self._comes_soon(job)))
+            ready = (
+                job
+                for job in self.waiting.of(tenant)
+                if job not in self._moved and not (job.reuse and self._comes_soon(job))
+            )
             if job := next(ready, None):
-                if victim is not None:
-                    self._pause(victim)
-                return self._start(job)
+                return self._start(job, victim)
         return False
 
     def _youngest(self, tenant: str) -> P | None:
-        """Return a tenant's youngest running job that can be paused, which it cannot while rows are being
-        loaded.
+        """Return a tenant's youngest running job that can be paused. A job cannot while rows are being
+        loaded, in the call of `admit` that started it, and until it has made use of rows that it had lost.
         """
-        jobs = (job for job in reversed(self.running) if job.tenant == tenant)
-        return next((job for job in jobs if not (job.blocks or job.stitching)), None)
+        jobs = (job for job in reversed(self.running) if job.tenant == tenant and job not in self._moved)
+        return next((job for job in jobs if not (job.blocks or job.stitching or job.is_settled)), None)
 
     def _comes_soon(self, job: P) -> bool:
         """Return whether a running job is about to evaluate rows that this one can share."""
@@ -189,8 +197,12 @@ class Scheduler(Generic[P]):
             other.save_also(at)
         return at in other.save_at
 
-    def _start(self, job: P) -> bool:
-        """Give a job a sequence and the rows that are there for it; False when there is no room."""
+    def _start(self, job: P, gives_way: P | None = None) -> bool:
+        """Give a job a sequence and the rows that are there for it; False when there is no room.
+
+        Args:
+            gives_way: a running job whose place it takes. That keeps its rows.
+        """
         match = self._match(job)
         if max(match.n, job.n_fetched) < job.first:
             self.waiting.remove(job)
@@ -201,8 +213,10 @@ class Scheduler(Generic[P]):
         elif job.n_fetched:
             match = SequenceMatch(None, 0, job.blocks_exact, 0)
         n_cells = job.n_cells - match.n + _HEADROOM + self.pool.n_cells(match)
-        if not self._make_room(job, n_cells, match.source):
+        if not self._make_room(job, n_cells, match.source, gives_way):
             return False
+        if gives_way is not None and gives_way.seq is not None:
+            self._pause(gives_way)
         if job.request.greedy and self.pool.asked_again(match, job.n_prompt):
             match = replace(match, again=True)  # in the same cells the answer is the same, to the bit
         seq = self.pool.acquire(job.tenant, match)
@@ -216,9 +230,12 @@ class Scheduler(Generic[P]):
         elif job.passages is not None:
             job.passages = job.passages.behind(max(match.n, job.n_fetched))
         self._plan_checkpoints(job, seq, match)
-        job.paused = None
+        if (n_lost := job.n_had - max(match.n, job.n_fetched)) > 0:
+            job.settle(1 + n_lost // _REPAID)
+        job.paused, job.n_had = None, 0
         self.waiting.remove(job)
         self.running.append(job)
+        self._moved.add(job)
         return True
 
     def _plan_checkpoints(self, job: P, seq: Sequence, match: SequenceMatch) -> None:
@@ -265,38 +282,39 @@ class Scheduler(Generic[P]):
         match: SequenceMatch = job.matched[1]
         return match
 
-    def _make_room(self, job: P, n_cells: int, spare: Sequence | None) -> bool:
+    def _make_room(self, job: P, n_cells: int, spare: Sequence | None, gives_way: P | None = None) -> bool:
         """Evict idle prefixes, then pause answers of tenants that hold more, until `n_cells` are free besides
-        what running prompts still need.
+        what running prompts still need. `gives_way` is about to be paused.
         """
         while True:
-            promised = sum(other.n_remaining for other in self.running)
+            promised = sum(other.n_remaining for other in self.running if other is not gives_way)
             if self.pool.used + promised + n_cells <= self._n_ctx:
                 return True
             if self.pool.evict(spare):
                 self._observer.evicted()
-            elif victim := self._holds_more(job, n_cells):
+            elif victim := self._holds_more(job):
                 self._pause(victim)
             else:
                 # a job that is alone may take all cells; otherwise it waits until another answer ends
                 return not self.running
 
-    def _holds_more(self, job: P, n_cells: int) -> P | None:
+    def _holds_more(self, job: P) -> P | None:
         """Return the youngest job of the tenant with the most cells, if these are more than the given job's
-        tenant would have with `n_cells` more.
+        tenant would have with it. Jobs count as a whole on both sides, whether they have their rows or not:
+        otherwise each of two jobs could take the other's place.
         """
-        cells = self._cells()
-        wanted = cells.pop(job.tenant, 0.0) + n_cells / self._limits(job.tenant).weight
+        cells = self._cells(self.running)
+        wanted = cells.pop(job.tenant, 0.0) + (job.n_cells + _HEADROOM) / self._limits(job.tenant).weight
         most = max(cells, key=cells.__getitem__, default="")
         return self._youngest(most) if most in cells and cells[most] > wanted else None
 
-    def _cells(self) -> dict[str, float]:
-        """Return the cells of each tenant's running jobs, divided by its weight; cells that jobs share count
-        for each.
+    def _cells(self, jobs: Iterable[P]) -> dict[str, float]:
+        """Return the cells of each tenant's jobs, divided by its weight; cells that jobs share count for
+        each.
         """
         cells: dict[str, float] = {}
-        for job in self.running:
-            cells[job.tenant] = cells.get(job.tenant, 0.0) + len(job.tokens) / self._limits(job.tenant).weight
+        for job in jobs:
+            cells[job.tenant] = cells.get(job.tenant, 0.0) + job.n_cells / self._limits(job.tenant).weight
         return cells
 
     # --- a step ---
@@ -372,14 +390,16 @@ class Scheduler(Generic[P]):
 
     def relieve(self) -> P | None:
         """Free cells for a step that found none: those of an idle prefix, otherwise those of the youngest
-        answer of the tenant that holds the most. If there is only one answer it has to end, and is returned.
+        answer of the tenant that holds the most; of answers that have to make up for lost rows only if there
+        are no others. If there is only one answer it has to end, and is returned.
         """
         if self.pool.evict():
             self._observer.evicted()
         elif len(self.running) > 1:
-            cells = self._cells()
-            most = max(cells, key=cells.__getitem__)
-            self._preempt(next(job for job in reversed(self.running) if job.tenant == most))
+            jobs = [job for job in self.running if not job.is_settled] or self.running
+            cells = self._cells(jobs)
+            # of tenants that hold the same the youngest answer too, so that the oldest one gets on
+            self._preempt(max(reversed(jobs), key=lambda job: cells[job.tenant]))
         else:
             return self.running[0]
         return None
@@ -426,6 +446,7 @@ class Scheduler(Generic[P]):
 
     def _pause(self, job: P) -> None:
         """Take a job's place. It continues later from its rows, if nobody needs the cells meanwhile."""
+        job.n_had = job.n_rows
         seq = self._take(job)
         self.pool.pause(seq)
         job.paused = seq
@@ -434,6 +455,7 @@ class Scheduler(Generic[P]):
 
     def _preempt(self, job: P) -> None:
         """Take a job's rows. It continues later from its tokens."""
+        job.n_had = job.n_rows
         self.pool.drop(self._take(job))
         self._wait_again(job)
         self._observer.preempted()
@@ -443,3 +465,4 @@ class Scheduler(Generic[P]):
         job.forget_blocks()
         job.set_passages(None, "")
         self.waiting.appendleft(job)
+        self._moved.add(job)

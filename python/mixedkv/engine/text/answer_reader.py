@@ -33,9 +33,23 @@ class Part:
 
 @dataclass(slots=True)
 class Call:
+    """A call of a tool.
+
+    Attributes:
+        arguments: JSON, or a part of it.
+        complete: it ended, so its arguments are all there. Known at the end of the answer.
+    """
+
     id: str
     name: str
     arguments: str = ""
+    complete: bool = False
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The arguments of a complete call."""
+        values: dict[str, Any] = json.loads(self.arguments) if self.arguments.strip() else {}
+        return values
 
 
 @dataclass(slots=True)
@@ -44,8 +58,17 @@ class ReadAnswer:
     reasoning: str = ""
     calls: list[Call] = field(default_factory=list)
 
+    @property
+    def complete_calls(self) -> list[Call]:
+        """The calls that ended. One that was cut off, by a limit or a stop string, is nobody's to run."""
+        return [call for call in self.calls if call.complete]
+
     def finish_reason(self, reason: str) -> str:
-        """Return OpenAI's finish_reason of an answer that ended for this reason."""
+        """Return OpenAI's finish_reason of an answer that ended for this reason: "length" if a call in it was
+        cut off.
+        """
+        if len(self.complete_calls) < len(self.calls):
+            return "length"
         return "tool_calls" if self.calls and reason == "stop" else reason
 
 
@@ -81,16 +104,45 @@ class AnswerReader:
         if not last and len(self._text) < self._due:
             return []
         self._due = len(self._text) + int(max(0, len(self._text) - _SHORT) * _GROWTH)
+        if not last:
+            message = self._read(len(self._text))
+            return self._parts(message, False) if message is not None else []
+        whole = self._read(len(self._text), last=True)
+        parts = self._end(self._text) if whole is None else self._parts(whole, True)
+        for i, call in enumerate(self.answer.calls):
+            ended = whole is not None or i + 1 < len(self.answer.calls)
+            call.complete = _is_object(call.arguments) or (ended and not call.arguments.strip())
+        return parts
+
+    def _read(self, n: int, last: bool = False) -> dict[str, Any] | None:
+        """Return the message in the first `n` characters; None if they are not in the family's format."""
+        assert self._parse is not None
         try:
-            message = json.loads(self._parse(self._text, not last))
+            message: dict[str, Any] = json.loads(self._parse(self._text[:n], not last))
         except (RuntimeError, ValueError):
-            if not last or self.answer.calls:
-                return []
-            message = {  # the text is not in the family's format
-                "content": self._before.content + self._text,
-                "reasoning_content": "",
-                "tool_calls": [],
-            }
+            return None
+        return message
+
+    def _end(self, text: str) -> list[Part]:
+        """Return the last parts of a text that ends in the middle of something: what can be read of it if
+        there are calls, otherwise the text as it is.
+        """
+        readable, unreadable = 0, len(text) + 1  # lengths; most often all of it is readable
+        message, n = None, len(text)
+        while unreadable - readable > 1:
+            if (found := self._read(n)) is not None:
+                message, readable = found, n
+            else:
+                unreadable = n
+            n = (readable + unreadable) // 2
+        if message is not None and (message["tool_calls"] or self.answer.calls):
+            return self._parts(message, False)
+        if self.answer.calls:
+            return []
+        said = {"content": self._before.content + text, "reasoning_content": "", "tool_calls": []}
+        return self._parts(said, True)
+
+    def _parts(self, message: dict[str, Any], last: bool) -> list[Part]:
         return [*self._texts(message), *self._calls(message["tool_calls"], last)]
 
     def _texts(self, message: dict[str, Any]) -> list[Part]:
@@ -123,6 +175,13 @@ class AnswerReader:
 
 def new_call_id() -> str:
     return "".join(secrets.choice(_LETTERS) for _ in range(_ID_LENGTH))
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _rest(now: str, before: str) -> str:

@@ -20,7 +20,7 @@ from mixedkv.server.api.generation import (
     usage,
 )
 from mixedkv.server.api.growing import Turn, check_version, respond_with
-from mixedkv.server.api.logprobs import completion_logprobs, prompt_logprobs
+from mixedkv.server.api.logprobs import CompletionLogprobs, joined, prompt_logprobs
 from mixedkv.server.api.schemas import CompletionRequest
 from mixedkv.server.api.sse import DONE, PING, Template, sse
 from mixedkv.server.api_error import ApiError, prompt_error
@@ -37,12 +37,15 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue prompts, whole or as server-sent events."""
     owner = tenant(request)
     server = await loaded_model(request, body.model)
+    asked = body.prompt_logprobs
+    if body.echo and body.logprobs is not None and asked is None:
+        body = body.model_copy(update={"prompt_logprobs": body.logprobs})
     session = await find_session(server, body.session_id, owner) if body.session_id else None
     if session is not None:
         check_version(body, session)
     turn = Turn.of_prompt(server, body, session)
     jobs = await read_prompt(request, completion_jobs, server, body, owner, session, session=session)
-    answer = _Answer(server, body, jobs)
+    answer = _Answer(server, body, jobs, tells_prompt=asked is not None)
     large = body.logprobs is not None or body.prompt_logprobs is not None
     return await respond_with(turn, body, request, server, jobs, answer, large=large)
 
@@ -79,13 +82,23 @@ def completion_jobs(
 
 
 class _Answer:
-    """Builds OpenAI's objects for the answer to one request."""
+    """Builds OpenAI's objects for the answer to one request.
 
-    def __init__(self, server: ServerState, body: CompletionRequest, jobs: list[Job]) -> None:
+    Args:
+        tells_prompt: `prompt_logprobs` were asked for.
+    """
+
+    def __init__(
+        self, server: ServerState, body: CompletionRequest, jobs: list[Job], *, tells_prompt: bool
+    ) -> None:
         self._server, self._body, self._jobs = server, body, jobs
+        self._tells_prompt = tells_prompt
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._n = body.n or 1
-        self._offsets = [len(self._echo(i)) for i in range(len(jobs))]
+        pieces = server.engine.detokenizer
+        self._echoes_logprobs = bool(body.echo) and body.logprobs is not None
+        self._echoed: set[int] = set()  # choices whose prompt was told, with its log probabilities
+        self._logprobs = [CompletionLogprobs(pieces, 0) for _ in jobs]
         self._templates: dict[int, Template] = {}
         self._head = {
             "id": new_id("cmpl"),
@@ -104,24 +117,34 @@ class _Answer:
 
     def _of_prompt(self, i: int) -> dict[str, Any]:
         """Return the log probabilities of the prompt of a choice, which its first choice has."""
+        if not self._tells_prompt:
+            return {}
         first = self._jobs[i - i % self._n]
         return prompt_logprobs(self._server.engine.detokenizer, first.answer.prompt_logprobs)
 
     def first(self) -> bytes:
-        """Return the events with the echoed prompts."""
+        """Return the events with the echoed prompts. Their log probabilities come later, and they with
+        them.
+        """
+        if self._echoes_logprobs:
+            return b""
         texts = enumerate(map(self._echo, range(len(self._jobs))))
         return b"".join(self._template(i)(text) for i, text in texts if text)
 
     def event(self, i: int, event: Delta | Done) -> bytes:
-        if isinstance(event, Delta) and not event.logprobs:
+        text = event.text
+        if self._echoes_logprobs and i not in self._echoed:
+            text = self._echo(i) + text
+        elif isinstance(event, Delta) and not event.logprobs:
             return self._template(i)(event.text)
-        return sse(self._chunk(self._choice(i, event, event.text, getattr(event, "reason", None))))
+        return sse(self._chunk(self._choice(i, event, text, getattr(event, "reason", None))))
 
     def idle(self) -> bytes:
         progress = prompt_progress(self._jobs[0]) if self._body.return_progress else None
         if progress is None:
             return PING
-        return sse({**self._chunk(self._choice(0, Delta(""), "", None)), "prompt_progress": progress})
+        choice = {"index": 0, "text": "", "logprobs": None, "finish_reason": None}
+        return sse({**self._chunk(choice), "prompt_progress": progress})
 
     def failed(self, error: ApiError) -> bytes:
         return sse(error.body())
@@ -140,9 +163,19 @@ class _Answer:
     def _choice(self, i: int, event: Delta | Done, text: str, reason: str | None) -> dict[str, Any]:
         logprobs = None
         if self._body.logprobs is not None:
-            logprobs = completion_logprobs(self._server.engine.detokenizer, event.logprobs, self._offsets[i])
-            self._offsets[i] += sum(map(len, logprobs["tokens"]))
+            before = self._of_echo(i)
+            logprobs = self._logprobs[i].of(event.logprobs)
+            logprobs = logprobs if before is None else joined(before, logprobs)
         return {"index": i, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _of_echo(self, i: int) -> dict[str, Any] | None:
+        """Return the log probabilities of the echoed prompt of a choice, the first time."""
+        if not self._echoes_logprobs or i in self._echoed:
+            return None
+        self._echoed.add(i)
+        first = self._jobs[i - i % self._n]
+        found = first.answer.prompt_logprobs.found if first.answer.prompt_logprobs is not None else []
+        return self._logprobs[i].of_prompt(first.prompt.tolist(), [each for each, _ in found])
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = {**self._head, "choices": [choice]}

@@ -70,6 +70,9 @@ def _is_list(value: Any) -> str:
 
 # for a union of a text and a list, so that only one of them reports an error
 TEXT, LIST, TEXT_OR_LIST = Tag("text"), Tag("list"), Discriminator(_is_list)
+Stop = Annotated[Annotated[StopText, TEXT] | Annotated[StopTexts, LIST], TEXT_OR_LIST]
+# vLLM and others switch it off with -1
+TopK = Annotated[int, Field(ge=-1, le=INT32_MAX), AfterValidator(lambda k: max(0, k))]
 
 
 # docs/openai-fields.md is made from descriptions and IGNORED

@@ -167,7 +167,7 @@ def usage(jobs: Sequence[Job], n: int) -> dict[str, Any]:
     dropped = sum(job.n_dropped for job in jobs)
     answer_tokens = sum(job.n_answer for job in jobs)
     details = {}
-    if thoughts := [job.answer.thought.n_tokens for job in jobs if job.answer.thought is not None]:
+    if thoughts := [job.n_thought for job in jobs if job.answer.thought is not None]:
         details["reasoning_tokens"] = sum(thoughts)
     if drafters := [job.answer.drafter for job in jobs if job.answer.drafter is not None]:
         accepted = sum(drafter.n_accepted for drafter in drafters)

@@ -54,12 +54,8 @@ async def health(request: Request) -> Response:
             raise from_engine(engine.closing_error)
         if not engine.alive:
             raise ApiError(503, "the engine has stopped", code="engine_stopped")
+    _check_steps(server_state(request))
     return JSONResponse({"status": "ok"})
-
-
-@router.head("/health", include_in_schema=False)
-async def health_head(request: Request) -> Response:
-    return await health(request)
 
 
 @router.get("/ready")
@@ -74,6 +70,7 @@ async def ready(request: Request) -> Response:
             raise from_engine(error)
     if not (server.ready and all(engine.alive for engine in engines)):
         raise ApiError(503, "the server is starting or shutting down", code="not_ready")
+    _check_steps(server)
     return JSONResponse({"status": "ready"})
 
 
@@ -90,6 +87,20 @@ async def metrics(request: Request) -> Response:
             headers={"WWW-Authenticate": "Bearer"},
         )
     return Response(await request.app.state.metrics_text.get(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _check_steps(server: ServerState) -> None:
+    """Refuse to call a server healthy whose engine is stuck.
+
+    Raises:
+        ApiError: 503.
+    """
+    if seconds := server.watchdog.stuck_seconds:
+        raise ApiError(
+            503,
+            f"the engine has made no step for {seconds:.0f} seconds, and work is waiting: restart the server",
+            code="engine_stuck",
+        )
 
 
 def _model(server: ServerState) -> dict[str, Any]:

@@ -78,8 +78,8 @@ async def keep(
         ApiError: 429, the tenant has no room for it.
     """
     said = message_of(answer)
-    if answer.calls:
-        said["tool_calls"] = [call_json(call) for call in answer.calls]
+    if calls := answer.complete_calls:
+        said["tool_calls"] = [call_json(call) for call in calls]
     whole = CreateContextCacheRequest.model_validate(
         {"model": server.model_name, "messages": [*messages, said], "ttl": _TTL, "session_id": response_id}
     )

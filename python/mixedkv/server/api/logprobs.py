@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,21 +27,54 @@ def chat_logprobs(
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(pieces: Detokenizer, logprobs: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-    """Return `choices[].logprobs` of a completion; `offset` is the number of characters before the first
-    token.
+class CompletionLogprobs:
+    """Writes `choices[].logprobs` of one completion, piece by piece.
+
+    Args:
+        offset: number of characters before the first token.
     """
-    tokens = [_name(pieces, lp.token) for lp in logprobs]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
-    return {
-        "tokens": tokens,
-        "token_logprobs": [max(lp.logprob, _LOWEST) for lp in logprobs],
-        "top_logprobs": [{_name(pieces, t): max(p, _LOWEST) for t, p in lp.top.tolist()} for lp in logprobs],
-        "text_offset": offsets,
-    }
+
+    def __init__(self, pieces: Detokenizer, offset: int) -> None:
+        self._pieces, self._offset = pieces, offset
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def of(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Return the log probabilities of the next tokens."""
+        return {
+            "tokens": [_text(self._pieces, lp.token) for lp in logprobs],
+            "token_logprobs": [max(lp.logprob, _LOWEST) for lp in logprobs],
+            "top_logprobs": [self._top(lp) for lp in logprobs],
+            "text_offset": [self._take(lp.token) for lp in logprobs],
+        }
+
+    def of_prompt(self, tokens: Sequence[int], found: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Return the same of a prompt that is echoed, whose first token has none."""
+        first = {
+            "tokens": [_text(self._pieces, token) for token in tokens[:1]],
+            "token_logprobs": [None],
+            "top_logprobs": [None],
+            "text_offset": [self._take(token) for token in tokens[:1]],
+        }
+        return joined(first, self.of(found))
+
+    def _take(self, token: int) -> int:
+        """Return how many characters end before a token. Control tokens are no text."""
+        offset = self._offset
+        self._offset += len(self._decoder.decode(self._pieces[token]))
+        return offset
+
+    def _top(self, lp: TokenLogprob) -> dict[str, float]:
+        """Return the likeliest tokens by their texts; of those with one text the likeliest has it."""
+        top: dict[str, float] = {}
+        for token, logprob in lp.top.tolist():
+            text = _text(self._pieces, token)
+            top[f"token_id:{token}" if text in top else text] = max(logprob, _LOWEST)
+        return top
+
+
+def joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Return the log probabilities of two texts, one after the other."""
+    return {name: [*one[name], *other[name]] for name in one}
 
 
 def prompt_logprobs(pieces: Detokenizer, asked: PromptLogprobs | None) -> dict[str, Any]:
@@ -68,6 +102,15 @@ def _entry(pieces: Detokenizer, token: int, logprob: float, ids: bool) -> dict[s
         "logprob": max(logprob, _LOWEST),
         "bytes": list(pieces.name(token)),
     }
+
+
+def _text(pieces: Detokenizer, token: int) -> str:
+    """Return a token's text, or its bytes as OpenAI writes them where they are a part of a character."""
+    name = pieces.name(token)
+    try:
+        return name.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in name)
 
 
 def _name(pieces: Detokenizer, token: int) -> str:

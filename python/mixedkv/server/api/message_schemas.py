@@ -21,7 +21,9 @@ from mixedkv.server.api.fields import (
     Name,
     StopTexts,
     Text,
+    TopK,
 )
+from mixedkv.server.api.hosted import Filtered, WithoutHosted, is_one_of
 from mixedkv.server.api.text_only import TextOnly, TextOrImages
 from mixedkv.server.api_error import bad_request
 
@@ -133,7 +135,13 @@ class OutputConfig(Model):
     format: None = None
 
 
-class CountRequest(Model):
+# blocks that are answered with an error, as an answer without them would be about something else
+_MEDIA = ("image", "audio", "video", "input_audio", "file")
+_BLOCKS = ("text", "thinking", "tool_use", "tool_result", *_MEDIA)
+_BILLING = "x-anthropic-billing-header:"  # another one each turn, before all else
+
+
+class CountRequest(WithoutHosted):
     """A request to count the tokens of a prompt."""
 
     model: Name | None = None
@@ -144,6 +152,18 @@ class CountRequest(Model):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = Field(None, description=PREFIX_FOUND)
+
+    @classmethod
+    def drop_hosted(cls, body: dict[str, Any], filtered: Filtered) -> dict[str, Any]:
+        if "tools" in body:
+            body["tools"] = filtered.of("tools[]", body["tools"], is_one_of((None, "custom")))
+        if isinstance(messages := body.get("messages"), list):
+            body["messages"] = [_without_hosted(message, filtered) for message in messages]
+        system = body.get("system")
+        if isinstance(system, list) and system and _is_billing(system[0]):
+            filtered.note("system.billing_header")
+            body["system"] = system[1:]
+        return body
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of OpenAI's chat for the prompt."""
@@ -171,7 +191,7 @@ class MessagesRequest(CountRequest):
     stream: bool | None = None
     temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    top_k: TopK | None = None
     metadata: Annotated[dict[Name, Any], Few] | None = Field(None, description=IGNORED)
     service_tier: Name | None = Field(None, description=IGNORED)
 
@@ -197,6 +217,26 @@ class MessagesRequest(CountRequest):
             "top_p": self.top_p,
             "top_k": self.top_k,
         }
+
+
+def _is_billing(block: Any) -> bool:
+    return isinstance(block, dict) and str(block.get("text", "")).startswith(_BILLING)
+
+
+def _without_hosted(message: Any, filtered: Filtered) -> Any:
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+        return message
+    content = filtered.of("messages[].content[]", message["content"], is_one_of(_BLOCKS))
+    content = [
+        {
+            **block,
+            "content": filtered.of("messages[].content[]", block["content"], is_one_of(("text", *_MEDIA))),
+        }
+        if isinstance(block, dict) and block.get("type") == "tool_result" and "content" in block
+        else block
+        for block in content
+    ]
+    return {**message, "content": content}
 
 
 def _choice(choice: AnthropicChoice | None) -> dict[str, Any]:

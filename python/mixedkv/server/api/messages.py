@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -118,24 +117,22 @@ class _Answer:
         return named_sse({"type": "content_block_stop", "index": self._block})
 
     def _content(self) -> list[dict[str, Any]]:
-        answer, blocks = self._parts.answer, []
+        answer = self._parts.answer
+        blocks: list[dict[str, Any]] = []
         if answer.reasoning:
             blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
         if answer.content:
             blocks.append({"type": "text", "text": answer.content})
-        for call in answer.calls:
-            blocks.append(
-                {"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)}
-            )
+        for call in answer.complete_calls:
+            blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": call.values})
         return blocks
 
     def _stop(self, end: Done) -> dict[str, Any]:
+        reason = self._parts.answer.finish_reason(end.reason)
         by = self._job.answer.text.stopped_by
-        if by in (self._body.stop_sequences or ()):
+        if reason != "length" and by in (self._body.stop_sequences or ()):
             return {"stop_reason": "stop_sequence", "stop_sequence": by}
-        reason = {"tool_calls": "tool_use", "length": "max_tokens"}.get(
-            self._parts.answer.finish_reason(end.reason), "end_turn"
-        )
+        reason = {"tool_calls": "tool_use", "length": "max_tokens"}.get(reason, "end_turn")
         return {"stop_reason": reason, "stop_sequence": None}
 
     def _usage(self) -> dict[str, int]:
@@ -147,11 +144,3 @@ class _Answer:
             "cache_creation_input_tokens": 0,
             "output_tokens": self._job.n_answer,
         }
-
-
-def _input(arguments: str) -> Any:
-    """Return the arguments of a call; empty if the call was cut off."""
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        return {}

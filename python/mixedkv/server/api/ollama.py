@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from datetime import datetime, timezone
 from typing import Any
@@ -20,7 +19,7 @@ from mixedkv.server.api.ollama_schemas import KeepAlive, OllamaChat, OllamaGener
 from mixedkv.server.api.respond import respond
 from mixedkv.server.api.schemas import ChatRequest, CompletionRequest
 from mixedkv.server.api.sse import NDJSON, json_line
-from mixedkv.server.api_error import ApiError
+from mixedkv.server.api_error import ApiError, bad_request
 from mixedkv.server.http.json_body import PlainJSONRoute
 from mixedkv.server.state import ServerState, loaded_model, model_of, read_prompt, tenant
 from mixedkv.server.used_models import used_models
@@ -95,7 +94,14 @@ def _without_answer(server: ServerState, body: OllamaChat | OllamaGenerate, reas
 def _jobs(
     server: ServerState, body: OllamaChat | OllamaGenerate, owner: str
 ) -> tuple[list[Job], RenderedChat]:
-    if isinstance(body, OllamaGenerate) and body.is_raw:
+    raw = isinstance(body, OllamaGenerate) and (body.is_raw or not server.engine.tokenizer.renders)
+    if isinstance(body, OllamaGenerate) and raw:  # a base model continues the prompt as it is
+        if body.format or body.images or body.logprobs:
+            raise bad_request(
+                "format, images and logprobs need a chat template, which this model lacks: leave them out, "
+                "or serve it with chat_template",
+                "format",
+            )
         fields = body.as_completion(server.engine.n_ctx)
         return completion_jobs(server, translated(CompletionRequest, fields), owner, None), RenderedChat(
             text=body.prompt
@@ -166,13 +172,9 @@ class _Answer:
         return {"model": self._server.model_name, "created_at": now()}
 
     def _calls(self) -> list[dict[str, Any]]:
-        calls = self._parts.answer.calls
         return [
-            {
-                "id": call.id,
-                "function": {"index": i, "name": call.name, "arguments": _arguments(call.arguments)},
-            }
-            for i, call in enumerate(calls)
+            {"id": call.id, "function": {"index": i, "name": call.name, "arguments": call.values}}
+            for i, call in enumerate(self._parts.answer.complete_calls)
         ]
 
     def _logprobs(self, event: Delta | Done) -> dict[str, Any]:
@@ -180,13 +182,18 @@ class _Answer:
             return {}
         return {"logprobs": chat_logprobs(self._server.engine.detokenizer, event.logprobs)["content"]}
 
+    def _reason(self, end: Done) -> str:
+        """Return why the answer ended; calls are no reason in this API."""
+        reason = self._parts.answer.finish_reason(end.reason)
+        return "stop" if reason == "tool_calls" else reason
+
     def _end(self, end: Done) -> dict[str, Any]:
         """Return why the answer ended, its tokens, and times in nanoseconds."""
         job, at = self._job, time.perf_counter()
         first = job.t_first if job.t_first is not None else at
         return {
             "done": True,
-            "done_reason": end.reason,
+            "done_reason": self._reason(end),
             "total_duration": _ns(self._load_seconds + at - job.t_submit),
             "load_duration": _ns(self._load_seconds),
             "prompt_eval_count": job.n_given,
@@ -194,14 +201,6 @@ class _Answer:
             "eval_count": job.n_answer,
             "eval_duration": _ns(at - first),
         }
-
-
-def _arguments(text: str) -> Any:
-    """Return the arguments of a call; empty if the call was cut off."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
 
 
 def _ns(seconds: float) -> int:

@@ -16,9 +16,9 @@ from mixedkv.server.api.fields import (
     Finite,
     Model,
     Name,
-    StopText,
-    StopTexts,
+    Stop,
     Text,
+    TopK,
 )
 from mixedkv.server.api.schemas import NamedTool, Tool
 from mixedkv.server.keep_alive import parse_keep_alive
@@ -32,7 +32,7 @@ class OllamaOptions(Model):
     """Options for generating answers. Those about loading a model are ignored."""
 
     temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    top_k: TopK | None = None
     top_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
     min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
     typical_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
@@ -42,7 +42,7 @@ class OllamaOptions(Model):
     num_predict: Annotated[int, Field(ge=-2, le=INT32_MAX)] | None = Field(
         None, description="Tokens of the answer at most; below zero: as many as there is room for."
     )
-    stop: StopText | StopTexts | None = None
+    stop: Stop | None = None
     repeat_penalty: Annotated[Finite, Field(ge=0, le=10)] | None = Field(
         None, description="0 is none, as clients send it that mean OpenAI's frequency_penalty."
     )
@@ -215,7 +215,8 @@ class OllamaGenerate(OllamaRequest):
     def as_completion(self, n_ctx: int) -> dict[str, Any]:
         """Return the request as a completion of OpenAI's, of up to `n_ctx` tokens."""
         fields = {"max_tokens": n_ctx, **{k: v for k, v in self.wanted.fields().items() if v is not None}}
-        return {**fields, "stream": self.stream is not False, "prompt": self.prompt, "suffix": self.suffix}
+        prompt = f"{self.system}\n\n{self.prompt}" if self.system and not self.is_raw else self.prompt
+        return {**fields, "stream": self.stream is not False, "prompt": prompt, "suffix": self.suffix}
 
 
 class OllamaEmbed(KeepAlive):

@@ -22,6 +22,7 @@ from mixedkv.server.api.fields import (
     Name,
     Text,
 )
+from mixedkv.server.api.hosted import Filtered, WithoutHosted, is_one_of
 from mixedkv.server.api.schemas import Metadata, StreamOptions
 from mixedkv.server.api.text_only import TextOnly, TextOrImages
 
@@ -140,7 +141,10 @@ class Reasoning(Model):
     generate_summary: Name | None = None
 
 
-class ResponsesRequest(Model):
+_KINDS = (None, "message", "function_call", "function_call_output", "reasoning")  # of items
+
+
+class ResponsesRequest(WithoutHosted):
     model: Name | None = None
     input: Annotated[Annotated[Text, TEXT] | Annotated[Items, LIST], TEXT_OR_LIST]
     instructions: Text | None = None
@@ -176,6 +180,17 @@ class ResponsesRequest(Model):
     background: bool | None = Field(None, description=REFUSED)
     prompt: Any = Field(None, description=REFUSED)
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(None, description=REFUSED)
+
+    @classmethod
+    def drop_hosted(cls, body: dict[str, Any], filtered: Filtered) -> dict[str, Any]:
+        for name, where, kinds in (("tools", "tools[]", ("function",)), ("input", "input[]", _KINDS)):
+            if name in body:
+                body[name] = filtered.of(where, body[name], is_one_of(kinds))
+        choice = body.get("tool_choice")
+        if isinstance(choice, dict) and choice.get("type") != "function":
+            filtered.note("tool_choice")
+            del body["tool_choice"]
+        return body
 
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> ResponsesRequest:

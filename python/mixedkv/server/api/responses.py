@@ -216,7 +216,7 @@ class _Answer:
     def event(self, i: int, event: Delta | Done) -> bytes:
         out = b"".join(self._sse(chunk) for part in self._new(event) for chunk in self._take(part))
         if isinstance(event, Done):
-            out += b"".join(map(self._sse, self._close(_status(event))))
+            out += b"".join(map(self._sse, self._close(self._status(event))))
             response = self._response(event)
             out += self._sse({"type": f"response.{response['status']}", "response": response})
         return out
@@ -256,7 +256,7 @@ class _Answer:
 
     def _response(self, end: Done | None) -> dict[str, Any]:
         """Return the response object; `end` is None while the answer is generated."""
-        body, status = self._body, "in_progress" if end is None else _status(end)
+        body, status = self._body, "in_progress" if end is None else self._status(end)
         why = {"reason": "max_output_tokens"} if status == "incomplete" else None
         items = [output.item("completed") for output in self._outputs]
         if items and status == "incomplete":
@@ -285,6 +285,9 @@ class _Answer:
             "metadata": body.metadata or {},
         }
 
+    def _status(self, end: Done) -> str:
+        return "incomplete" if self.answer.finish_reason(end.reason) == "length" else "completed"
+
     def _text(self) -> dict[str, Any]:
         form = self._body.text.format if self._body.text else None
         if form is None:
@@ -296,15 +299,11 @@ class _Answer:
         return choice if isinstance(choice, str) else choice.model_dump()
 
     def _usage(self) -> dict[str, Any]:
-        job, thought = self._job, self._job.answer.thought
+        job = self._job
         return {
             "input_tokens": job.n_given,
             "input_tokens_details": {"cached_tokens": job.n_cached_exact},
             "output_tokens": job.n_answer,
-            "output_tokens_details": {"reasoning_tokens": thought.n_tokens if thought else 0},
+            "output_tokens_details": {"reasoning_tokens": job.n_thought},
             "total_tokens": job.n_given + job.n_answer,
         }
-
-
-def _status(end: Done) -> str:
-    return "incomplete" if end.reason == "length" else "completed"

@@ -23,11 +23,11 @@ from mixedkv.server.api.fields import (
     Model,
     Name,
     Penalty,
-    StopText,
-    StopTexts,
+    Stop,
     Text,
     Token,
     Tokens,
+    TopK,
     few,
 )
 from mixedkv.sessions import CreateContextCacheRequest
@@ -127,7 +127,7 @@ class GenerationFields(Model):
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: StopText | StopTexts | None = None
+    stop: Stop | None = None
     seed: Annotated[int, Field(ge=-_MAX_SEED - 1, le=_MAX_SEED)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -136,7 +136,7 @@ class GenerationFields(Model):
         | None
     ) = None
     # ours and llama.cpp's
-    top_k: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    top_k: TopK | None = None
     min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
     typical_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
     top_n_sigma: Annotated[Finite, Field(ge=-1, le=1000)] | None = None
@@ -312,8 +312,8 @@ class CompletionRequest(GenerationFields):
             raise ValueError("suffix goes with one prompt that is a text, and without session_id")
         if self.best_of is not None and self.best_of > (self.n or 1):
             raise ValueError("best_of is not supported by this server: ask for n answers and choose")
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo with logprobs is not supported by this server: leave one out")
+        if self.echo and self.logprobs is not None and self.session_id is not None:
+            raise ValueError("echo with logprobs does not go with session_id: leave one out")
         return self
 
     @property

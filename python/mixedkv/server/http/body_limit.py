@@ -1,19 +1,23 @@
-"""Finds the tenant of a request and reads its body, within limits on size and time. Ends requests that take
-too long, and counts answers.
+"""Finds the tenant of a request, refuses strangers, and reads its body, within limits on size and time. Ends
+requests that take too long, and counts answers.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from contextlib import suppress
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mixedkv.server.api_error import ApiError, timed_out
+from mixedkv.server.api_error import ApiError, no_key, timed_out
 from mixedkv.server.http.auth import Keys
+from mixedkv.server.http.root_path import without
 
+_OPEN = ("", "/", "/stats", "/health", "/ready", "/metrics", "/openapi.json")  # without a key
+_OPEN_FOLDER = "/page/"
 _MAX_BYTES_OF_STRANGERS = 4096  # a client without a key cannot fill the memory
 _LINGER_SECONDS = 1.0
 # in a request's scope:
@@ -24,9 +28,9 @@ _SMALL = 1 << 16  # bytes of a body that is always taken: as many as there are c
 
 
 class BodyLimit:
-    """Answers 413 for a body of more than `max_bytes`, or without a key for a smaller one; 408 for a body
-    that is not complete after `read_seconds`; 429 while all bodies together are too large; 504 if no answer
-    begins within `seconds`.
+    """Answers 401 without a valid key, whatever else is wrong with the request; 413 for a body of more than
+    `max_bytes`; 408 for a body that is not complete after `read_seconds`; 429 while all bodies together are
+    too large and this tenant has its share of them; 504 if no answer begins within `seconds`.
     """
 
     def __init__(
@@ -35,7 +39,7 @@ class BodyLimit:
         self._app, self._max_bytes = app, max_bytes
         self._read_seconds, self._seconds = read_seconds, seconds
         self._keys, self._count = keys, count
-        self._held = 0  # bytes of all requests at work
+        self._held: Counter[str] = Counter()  # bytes of each tenant's requests at work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -49,14 +53,14 @@ class BodyLimit:
                 self._count.labels(path, str(message["status"])).inc()
             await send(message)
 
-        held = _Held()
         scope[DEADLINE] = asyncio.get_running_loop().time() + self._seconds
         headers = Headers(scope=scope)
         scope[TENANT] = self._keys.tenant(headers.get("authorization"), headers.get("x-api-key"))
+        held = _Held(scope[TENANT] or "")
         try:
             error = await self._read_or_refuse(scope, receive, held)
             if error is not None:
-                await error.response()(scope, receive, counted)
+                await error.response(_path(scope))(scope, receive, counted)
             elif held.parts is not None:
                 await self._answer(scope, held.replay(receive), counted)
         finally:
@@ -107,9 +111,11 @@ class BodyLimit:
         """Read the body of a request.
 
         Raises:
-            ApiError: 400, it gives its length in two ways; 413, it is too large; 429, all bodies together
-                are.
+            ApiError: 401, it needs a key; 400, it gives its length in two ways; 413, it is too large; 429,
+                all bodies together are.
         """
+        if scope[TENANT] is None and not (_path(scope) in _OPEN or _path(scope).startswith(_OPEN_FOLDER)):
+            raise no_key()
         limit = self._limit(scope)
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
             raise ApiError(
@@ -137,7 +143,7 @@ class BodyLimit:
         if size > limit:
             raise self._too_large(limit)
         more = max(0, size - held.size)
-        if size > _SMALL and self._held + more > _LARGEST_AT_A_TIME * self._max_bytes:
+        if size > _SMALL and not self._has_room(held.tenant, more):
             self._release(held)  # at once, so that a body in the same turn of the event loop has room
             raise ApiError(
                 429,
@@ -146,10 +152,20 @@ class BodyLimit:
                 headers={"Retry-After": "1", "Connection": "close"},
             )
         held.size += more
-        self._held += more
+        self._held[held.tenant] += more
+
+    def _has_room(self, tenant: str, more: int) -> bool:
+        """Return whether a tenant may hold so many bytes more: while there is room for all, and up to an
+        equal share among the tenants that hold much, whatever they hold.
+        """
+        most = _LARGEST_AT_A_TIME * self._max_bytes
+        n_others = sum(name != tenant and n > _SMALL for name, n in self._held.items())
+        return self._held.total() + more <= most or self._held[tenant] + more <= most // (1 + n_others)
 
     def _release(self, held: _Held) -> None:
-        self._held -= held.size
+        self._held[held.tenant] -= held.size
+        if not self._held[held.tenant]:
+            del self._held[held.tenant]
         held.size, held.parts = 0, None
 
     def _too_large(self, limit: int) -> ApiError:
@@ -162,8 +178,8 @@ class BodyLimit:
 class _Held:
     """A body in memory: the bytes received so far and its parts, which are None if it is incomplete."""
 
-    def __init__(self) -> None:
-        self.size = 0
+    def __init__(self, tenant: str) -> None:
+        self.tenant, self.size = tenant, 0
         self.parts: Any = []
 
     def replay(self, receive: Receive) -> Receive:
@@ -175,6 +191,10 @@ class _Held:
             return messages.pop() if messages else await receive()
 
         return next_message
+
+
+def _path(scope: Scope) -> str:
+    return without(scope.get("root_path", ""), scope["path"])
 
 
 async def _let_it_end(scope: Scope, receive: Receive) -> None:

@@ -1,4 +1,4 @@
-"""Accepts paths without `/v1`, from clients whose base URL lacks it."""
+"""Accepts paths without `/v1`, from clients whose base URL lacks it, and HEAD wherever GET is."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ _SHORT = (  # first parts of such paths
 
 
 class ShortPaths:
-    """Treats `/chat/completions` as `/v1/chat/completions`, and so on."""
+    """Treats `/chat/completions` as `/v1/chat/completions` and so on, and HEAD as GET: uvicorn leaves the
+    body out.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -30,4 +32,6 @@ class ShortPaths:
             path = without(root, scope["path"])
             if path.removeprefix("/").partition("/")[0] in _SHORT:
                 scope = {**scope, "path": f"{root}/v1{path}"}
+            if scope["method"] == "HEAD":
+                scope = {**scope, "method": "GET"}
         await self._app(scope, receive, send)

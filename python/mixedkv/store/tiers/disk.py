@@ -48,7 +48,7 @@ class DiskTier:
                 str(folder),
             )
         self.folder = folder
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_own_folder(folder)
 
     def path(self, name: str) -> Path:
         return self.folder / name
@@ -94,6 +94,8 @@ class DiskTier:
                 info = os.fstat(fd)
                 if not stat.S_ISREG(info.st_mode):
                     raise EntryError("damaged", "its file is not a regular file")
+                if info.st_uid != os.geteuid():
+                    raise EntryError("damaged", "its file belongs to another user")
                 yield file, info.st_size
         except FileNotFoundError:
             raise EntryError("missing", "its file is gone") from None
@@ -164,10 +166,10 @@ def folder_lock(path: Path) -> Iterator[None]:
 
 
 def open_own(path: Path) -> IO[bytes]:
-    """Open a file of the store, creating it if it is missing; links are refused and contents are kept.
+    """Open a file of the store for its owner alone, creating it if it is missing; contents are kept.
 
     Raises:
-        OSError: it is a link, or cannot be opened.
+        OSError: it is a link, is another user's, or cannot be opened.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -176,7 +178,16 @@ def open_own(path: Path) -> IO[bytes]:
         if error.errno == errno.ELOOP:
             raise OSError(error.errno, "it is a link, which no file of a store is", str(path)) from None
         raise
-    os.fchmod(file.fileno(), 0o600)
+    try:
+        info = os.fstat(file.fileno())
+        if info.st_uid != os.geteuid() or not stat.S_ISREG(info.st_mode):
+            raise PermissionError(
+                f"{path} belongs to another user, or is not a file: remove it, or use a folder of your own"
+            )
+        os.fchmod(file.fileno(), 0o600)
+    except BaseException:
+        file.close()
+        raise
     return file
 
 
@@ -187,8 +198,20 @@ def make_own_folder(path: Path) -> None:
         PermissionError: it is another user's, or others may write to it.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_folder(path)
+
+
+def check_folder(path: Path, owners: Iterable[int] = ()) -> None:
+    """Refuse a folder in which others can replace files.
+
+    Args:
+        owners: users whose folder it may be besides this process's.
+
+    Raises:
+        PermissionError: it is another user's, or others may write to it.
+    """
     info = path.stat()
-    if info.st_uid != os.geteuid():
+    if info.st_uid not in (os.geteuid(), *owners):
         raise PermissionError(f"{path} belongs to another user: use a folder of your own")
     if info.st_mode & 0o022:
         raise PermissionError(

@@ -1,0 +1,72 @@
+"""Notices an engine that makes no step although work is waiting, and logs where it is."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable
+from weakref import WeakKeyDictionary
+
+from mixedkv.engine.engine import Engine
+from mixedkv.engine.step_watch import StepWatch, stack_of
+
+log = logging.getLogger("mixedkv.server")
+
+TICK_SECONDS = 1.0
+EXIT_CODE = 75  # EX_TEMPFAIL: a supervisor starts the server again
+
+
+class Watchdog:
+    """Looks at all engines once a second while it is entered.
+
+    Args:
+        engines: returns the engines of models that are in memory.
+        restart: end the process when an engine is stuck, for a supervisor to start it again.
+    """
+
+    def __init__(self, engines: Callable[[], Iterable[Engine]], *, restart: bool = False) -> None:
+        self._engines, self._restart = engines, restart
+        self._watches: WeakKeyDictionary[Engine, StepWatch] = WeakKeyDictionary()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mixedkv-watchdog", daemon=True)
+
+    @property
+    def stuck_seconds(self) -> float:
+        """Seconds that an engine has been without a step while it is stuck; 0 if none is."""
+        return max((watch.seconds for watch in list(self._watches.values()) if watch.is_stuck), default=0.0)
+
+    def __enter__(self) -> Watchdog:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(TICK_SECONDS):
+            for engine in self._engines():
+                self._look(engine)
+
+    def _look(self, engine: Engine) -> None:
+        watch = self._watches.get(engine)
+        if watch is None:
+            watch = self._watches[engine] = StepWatch(engine)
+        before = watch.is_stuck
+        watch.tick(TICK_SECONDS)
+        if watch.is_stuck == before:
+            return
+        if before:
+            log.warning("the engine makes steps again")
+            return
+        log.error(
+            "the engine is stuck: no step has ended for %.0f seconds, and work is waiting. This is a bug, "
+            "please report it. Its thread is here:\n%s",
+            watch.seconds,
+            stack_of(engine.thread_id),
+        )
+        if self._restart:
+            log.error("the server ends, to be started again")
+            logging.shutdown()
+            os._exit(EXIT_CODE)
