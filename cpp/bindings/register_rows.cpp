@@ -84,6 +84,8 @@ static py::tuple read_tiers(uintptr_t ctx, int32_t il, int32_t seq, int32_t p0, 
 
 void register_rows(py::module_ & m) {
     m.def("read_rows", &read_rows, "ctx"_a, "il"_a, "seq"_a, "which"_a, "p0"_a, "p1"_a, "unrotate"_a);
+    m.def(
+        "check_rows", [](uintptr_t ctx) { check(mixedkv_check_rows(pointer<llama_context>(ctx))); }, "ctx"_a);
     m.def("read_tiers", &read_tiers, "ctx"_a, "il"_a, "seq"_a, "p0"_a, "p1"_a);
 }
 

@@ -121,6 +121,16 @@ mixedkv_status mixedkv_read_rows(llama_context * ctx, int32_t il, int32_t seq_id
     });
 }
 
+mixedkv_status mixedkv_check_rows(llama_context * ctx) {
+    return guarded(ctx, [&] {
+        ctx->synchronize();
+        for (const auto * kv : llama_kv_mixed_caches(ctx->get_memory())) {
+            const int32_t il = llama_kv_rows_find_damage(*kv);
+            require(il < 0, MIXEDKV_INVALID, "layer " + std::to_string(il) + " holds values that are no numbers");
+        }
+    });
+}
+
 mixedkv_status mixedkv_count_rows(llama_context * ctx, int32_t seq_id, uint32_t group, int32_t p0, int32_t p1,
                                   uint32_t * n_rows_out, uint32_t * n_hot_out) {
     return guarded(ctx, [&] {

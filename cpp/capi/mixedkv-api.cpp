@@ -5,6 +5,7 @@
 #include "attention/attention.h"
 #include "attention/lm4.h"
 #include "attention/tc3.h"
+#include "blocks/present.h"
 
 #include "llama-model.h"
 
@@ -257,6 +258,18 @@ mixedkv_status mixedkv_window_is_whole(llama_context * ctx, int32_t seq_id, int3
             const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(kv);
             *out = *out && (!mixed || !mixed->is_mixed() || mixed->get_hot().get_slots().is_window_whole(seq_id, pos));
         }
+    });
+}
+
+mixedkv_status mixedkv_find_cut(llama_context * ctx, int32_t seq_id, int32_t n, mixedkv_cut * out) {
+    return guarded(ctx, [&] {
+        require(out && n >= 0, MIXEDKV_INVALID, "out is NULL or n is negative");
+        require(ctx->get_memory(), MIXEDKV_NOT_AVAILABLE, "the context has no memory");
+        const uint32_t n_seq_max = llama_n_seq_max(ctx);
+        require(seq_id >= 0 && uint32_t(seq_id) < n_seq_max, MIXEDKV_NOT_AVAILABLE,
+                "sequence " + std::to_string(seq_id) + " is out of range: the context has " +
+                    std::to_string(n_seq_max));
+        *out = llama_kv_find_cut(*ctx, seq_id, n);
     });
 }
 

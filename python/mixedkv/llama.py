@@ -157,7 +157,7 @@ class Llama(GuardedLlama):
         lora_path = kwargs.get("lora_path")
         self._lora_stamp = file_stamp(lora_path) if lora_path and os.path.exists(lora_path) else None
         self._check_weights(weights, path, kwargs)
-        self._kv = KVCache(self, self._setting, self._check_evaluation, self.busy)
+        self._kv = KVCache(self, self._setting, weakref.WeakMethod(self._check_evaluation), self.busy)
         self._loading: _core.Loading | None = _core.Loading(progress)
         self._n_asked = 0
         assertions = _core.Assertions()
@@ -240,11 +240,12 @@ class Llama(GuardedLlama):
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluate tokens after the n_tokens that are there, as in the base class.
 
-        It evaluates a micro-batch at a time. If an abort, Ctrl-C or a file that cannot be read ends it early,
-        the completed ones stay, and n_tokens counts their tokens.
+        It evaluates a micro-batch at a time, with logits_all=True a batch. If an abort, Ctrl-C or a file that
+        cannot be read ends it early, the completed ones stay, and n_tokens counts their tokens.
 
         Raises:
             ModelReadError: layers are streamed, and the file cannot be read any more.
+            MissingRowsError: the tokens would read rows that layers no longer have.
             RuntimeError: llama_decode failed.
             ContextBusyError: an engine uses this `Llama`.
             StoppedError: `interrupt` was called.
@@ -252,7 +253,9 @@ class Llama(GuardedLlama):
             KeyboardInterrupt: Ctrl-C. Exceptions from handlers of other signals end it at once, too.
         """
         with self._evaluating("eval"):
-            size = min(self.n_batch, llama_cpp.llama_n_ubatch(_llama_cpp.context(self)))
+            size = self.n_batch
+            if not self._logits_all:  # those of one llama_decode are there at a time
+                size = min(size, llama_cpp.llama_n_ubatch(_llama_cpp.context(self)))
             self._n_asked = self.n_tokens + len(tokens)
             for begin in range(0, max(1, len(tokens)), size):
                 part = tokens[begin : begin + size]

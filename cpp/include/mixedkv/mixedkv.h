@@ -104,6 +104,15 @@ struct mixedkv_seq_info {
     int32_t short_from; // first position that was evaluated without F16 rows which made room for others, -1: none
 };
 
+// Where a sequence can be cut at most, up to a number of tokens: the next token then finds all that it reads.
+struct mixedkv_cut {
+    int32_t n;        // for all layers together; 0: only anew
+    int32_t n_full;   // for layers that keep all rows: without a gap from the first position on
+    int32_t n_window; // for layers with a sliding window: with all rows that it sees
+    int32_t n_state;  // for recurrent layers: where their state stands, or a snapshot of it
+    bool    has_hot;  // cut where it was asked for, the next token finds every key of its window in F16
+};
+
 struct mixedkv_stats {
     bool     mixed;
     uint32_t n_ctx_seq; // cells per stream
@@ -171,6 +180,11 @@ LLAMA_API enum mixedkv_status mixedkv_get_short(struct llama_context * ctx, int3
 LLAMA_API enum mixedkv_status mixedkv_window_is_whole(struct llama_context * ctx, int32_t seq_id, int32_t pos,
                                                       bool * out);
 
+// Where a sequence can be cut at n tokens or before. Cells and states are looked at: which rows layers with a sliding
+// window have let go of follows from no setting.
+LLAMA_API enum mixedkv_status mixedkv_find_cut(struct llama_context * ctx, int32_t seq_id, int32_t n,
+                                               struct mixedkv_cut * out);
+
 // F16 rows that a cache of n_cells for n_seq sequences allocates, for a token that takes so many bytes in all layers,
 // cold and in F16. *least_out is the least hot_budget that it takes.
 LLAMA_API enum mixedkv_status mixedkv_count_ring_rows(const struct mixedkv_config * config, uint32_t n_seq,
@@ -212,6 +226,10 @@ LLAMA_API enum mixedkv_status mixedkv_read_rows(struct llama_context * ctx, int3
                                                 int32_t p0, int32_t p1, bool unrotate, float * data,
                                                 int32_t * positions, uint8_t * hot, uint32_t n_rows,
                                                 uint32_t * n_rows_out);
+
+// Whether all rows that the context holds, in used cells or not, are numbers, which a damaged state may have changed: the
+// message names a layer where they are not. Attention would then give none for any prompt, until the cache is cleared.
+LLAMA_API enum mixedkv_status mixedkv_check_rows(struct llama_context * ctx);
 
 // Rows of a token range on their way out of a cache or into one. All layers of a group hold the same positions: one
 // group, or two where some layers have a sliding window. Rows hold all KV heads of a layer. A layer that stores no

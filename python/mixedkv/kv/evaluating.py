@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import numpy.typing as npt
 from mixedkv import _core
 from mixedkv.config import KVSetting, MixedKVConfig
 from mixedkv.config.cut_rule import CutRule
+from mixedkv.errors import ClosedError, MissingRowsError
 from mixedkv.kv import sequence_state
 from mixedkv.kv.exactness import ExactRows
 from mixedkv.kv.window_settings import WindowSettings
@@ -30,16 +32,32 @@ class Evaluating(WindowSettings):
     end well, for whatever reason, are not counted.
 
     Args:
-        check: raises what ended an evaluation early: a file that cannot be read, a signal's handler.
+        check: returns what raises the reason why an evaluation ended early: a file that cannot be read, a
+            signal's handler. None once the `Llama` is gone.
         busy: the context's lock.
     """
 
     def __init__(
-        self, llama: llama_cpp.Llama, setting: KVSetting, check: Callable[[], None], busy: _core.Gate
+        self,
+        llama: llama_cpp.Llama,
+        setting: KVSetting,
+        check: Callable[[], Callable[[], None] | None],
+        busy: _core.Gate,
     ) -> None:
         super().__init__(setting, busy)
-        self._llama, self._check = llama, check
+        self._owner, self._find_check = weakref.ref(llama), check
         self._exact = ExactRows()
+
+    @property
+    def _llama(self) -> llama_cpp.Llama:
+        """The `Llama`, which is freed with its last reference: this is none."""
+        if (llama := self._owner()) is None:
+            raise ClosedError("this Llama is gone: its model and its KV cache are freed with it")
+        return llama
+
+    def _check(self) -> None:
+        if (check := self._find_check()) is not None:
+            check()
 
     @property
     def _address(self) -> int:
@@ -62,13 +80,14 @@ class Evaluating(WindowSettings):
 
     @contextmanager
     def step(self, tokens: Sequence[int]) -> Iterator[None]:
-        """Evaluate `tokens`, at most a micro-batch, after n_tokens of sequence 0, within this context
+        """Evaluate `tokens`, in one llama_decode, after n_tokens of sequence 0, within this context
         manager.
 
         Once their graph has ended well they count, in n_tokens, input_ids and `exact_tokens`, even if a
         signal's handler raises after that. Otherwise all three stay as they were, and so does the sequence.
 
         Raises:
+            MissingRowsError: the tokens would read rows that the sequence no longer has.
             ModelReadError: layers are streamed, and the file cannot be read any more.
             KeyboardInterrupt: layers are streamed, and a signal's handler raised this, or something else.
         """
@@ -77,6 +96,8 @@ class Evaluating(WindowSettings):
             self.follow_memory()
             n = llama.n_tokens
             end = n + len(tokens)
+            if not self._exact.goes_on(n):
+                self._check_rows(n)
             self._exact.begin_step(n, self._cut_is_whole)
             llama_cpp.llama_memory_seq_rm(self._memory, 0, n, -1)
             is_at_end = self._end() == n
@@ -208,7 +229,34 @@ class Evaluating(WindowSettings):
         """Return whether the sequence, cut at n tokens, has all that the token there reads as it was
         evaluated.
         """
-        return sequence_state.holds(self._llama, self.cut_rule, seq, n)
+        return sequence_state.holds(self._llama, seq, n)
+
+    @exclusive
+    def longest_cut(self, seq: int, n: int) -> int:
+        """Return where the sequence can be cut at most, up to `n` tokens: the next token then finds all rows
+        and states that it reads, in every layer. F16 rows of a mixed window may be missing, see `holds`.
+
+        The cells and states are asked. Layers with a sliding window let go of rows, whatever swa_full says.
+        """
+        return sequence_state.find_cut(self._llama, seq, n).n
+
+    def has_rows(self, seq: int, n: int) -> bool:
+        """Return whether the sequence can be cut at `n` tokens, see `longest_cut`."""
+        return self.longest_cut(seq, n) == n
+
+    def _check_rows(self, n: int) -> None:
+        """Refuse to evaluate the token at `n` of sequence 0 without rows and states that it reads. Rows that
+        `remove` took from layers which keep all of them are not missed.
+        """
+        if not self._memory:  # of a model that reads its input at once
+            return
+        cut = sequence_state.find_cut(self._llama, 0, n)
+        if self._end() < n or min(cut.window, cut.state) != n:
+            raise MissingRowsError(
+                f"the token at position {n} reads rows or a state that sequence 0 no longer has; it can "
+                f"go on at {cut.n}: set n_tokens to that and evaluate from there, or call reset() to start again. "
+                f"swa_full=True keeps all rows of sliding windows"
+            )
 
     def _cut_is_whole(self, n: int) -> bool:
         if not isinstance(self._setting, MixedKVConfig):

@@ -41,13 +41,17 @@ class ExactRows:
         """Note that the window was changed by something else than an evaluation at the end."""
         self._looked = False
 
+    def goes_on(self, n: int) -> bool:
+        """Return whether an evaluation at `n` follows the last one, and nothing has come between."""
+        return n == 0 or (n == self._end and self._looked)
+
     def begin_step(self, n: int, window_is_whole: Callable[[int], bool]) -> None:
         """Begin an evaluation at position `n`; rows from there on are gone. Until the step is known to have
         ended well no row from `n` on is exact.
         """
         if n == 0:
             self._limit = INT32_MAX
-        elif n <= self._limit and not (n == self._end and self._looked):
+        elif n <= self._limit and not self.goes_on(n):
             self._limit = INT32_MAX if window_is_whole(n) else n
         self._promised, self._limit, self._looked = self._limit, min(self._limit, n), False
 
