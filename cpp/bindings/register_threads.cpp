@@ -113,8 +113,8 @@ class threads {
         if (decode) {
             llama_detach_threadpool(ctx);
         }
-        (void) decode.release();
-        (void) batch.release();
+        (void)decode.release();
+        (void)batch.release();
     }
 
   private:

@@ -319,11 +319,18 @@ mixedkv_status mixedkv_set_window(llama_context * ctx, uint32_t threshold, uint3
         const std::string         problem = window_problem(ctx, window);
         require(problem.empty(), MIXEDKV_INVALID, problem);
 
+        const auto & rule = dynamic_cast<llama_kv_cache_mixed &>(get_cache(ctx)).get_hot().get_slots().get_rule();
+        const bool   same =
+            rule.threshold == threshold && rule.group_size == group_size && rule.sink_tokens == sink_tokens;
+
         for (auto * kv : get_caches(ctx)) {
             dynamic_cast<llama_kv_cache_mixed &>(*kv).make_room(window);
         }
         for (auto * kv : get_caches(ctx)) {
             dynamic_cast<llama_kv_cache_mixed &>(*kv).get_hot().set_window(window);
+        }
+        for (uint32_t s = 0; !same && s < llama_n_seq_max(ctx); ++s) { // they were computed under another
+            ctx->truth.limit(ctx->get_memory(), int32_t(s), 0, -1, MIXEDKV_APPROXIMATE);
         }
     });
 }

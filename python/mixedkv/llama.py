@@ -22,6 +22,7 @@ from mixedkv.errors import (
     ClosedError,
     EngineError,
     InvalidModelFileError,
+    MissingRowsError,
     ModelReadError,
     StoppedError,
     UnsupportedModelError,
@@ -160,6 +161,7 @@ class Llama(GuardedLlama):
         self._kv = KVCache(self, self._setting, weakref.WeakMethod(self._check_evaluation), self.busy)
         self._loading: _core.Loading | None = _core.Loading(progress)
         self._n_asked = 0
+        self._rotation_disabled = _llama_cpp.rotation_disabled()  # read while the context is made
         assertions = _core.Assertions()
         try:
             if native is not None:  # the context that super().__init__ makes on this thread takes it
@@ -213,6 +215,11 @@ class Llama(GuardedLlama):
     def streaming(self) -> Streaming | None:
         """Streaming of the layers that are read for each pass; None if that was not asked for."""
         return self._streaming
+
+    @property
+    def rotation_disabled(self) -> bool:
+        """True if the environment told llama.cpp not to rotate quantised rows (LLAMA_ATTN_ROT_DISABLE)."""
+        return self._rotation_disabled
 
     @property
     def has_mtp(self) -> bool:
@@ -333,6 +340,8 @@ class Llama(GuardedLlama):
         except (ModelReadError, StoppedError, ClosedError) as error:
             log.error("%s", error)
             return error
+        if reason := self._kv.refused():
+            return MissingRowsError(reason)
         return EngineError(f"llama_decode returned {code}")
 
     def _check_evaluation(self) -> None:

@@ -1,6 +1,6 @@
 #include "hooks/setup.h"
 
-#include "hooks/hooks.h"
+#include "llama-kv-cells.h"
 
 #include <optional>
 #include <utility>

@@ -124,8 +124,16 @@ void llama_step::undo() {
 }
 
 llm_graph_result * llama_step::process(llm_graph_type gtype, llama_memory_context_i * mctx, ggml_status & status) {
-    llm_graph_result * res = ctx.process_ubatch(ubatch, gtype, mctx, status);
-    if (!res) {
+    llm_graph_result * res = nullptr;
+
+    status = GGML_STATUS_FAILED;
+    if (ctx.truth.begin_step(ctx.get_memory(), ubatch).empty()) {
+        res = ctx.process_ubatch(ubatch, gtype, mctx, status);
+    }
+
+    if (res) {
+        ctx.truth.end_step(ctx.get_memory(), ubatch);
+    } else if (ctx.truth.refused.empty()) { // otherwise it was not begun
         undo();
     }
 

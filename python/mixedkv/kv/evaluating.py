@@ -17,8 +17,9 @@ from mixedkv.config import KVSetting, MixedKVConfig
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.errors import ClosedError, MissingRowsError
 from mixedkv.kv import sequence_state
-from mixedkv.kv.exactness import ExactRows
+from mixedkv.kv.truth import DOUBTED
 from mixedkv.kv.window_settings import WindowSettings
+from mixedkv.limits import INT32_MAX
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.batch import decode
 from mixedkv.native.context_lock import exclusive
@@ -46,7 +47,7 @@ class Evaluating(WindowSettings):
     ) -> None:
         super().__init__(setting, busy)
         self._owner, self._find_check = weakref.ref(llama), check
-        self._exact = ExactRows()
+        self._doubted = False  # of a model whose layers keep no rows, which could say so themselves
 
     @property
     def _llama(self) -> llama_cpp.Llama:
@@ -96,26 +97,26 @@ class Evaluating(WindowSettings):
             self.follow_memory()
             n = llama.n_tokens
             end = n + len(tokens)
-            if not self._exact.goes_on(n):
+            self._doubted = self._doubted and n > 0
+            if n and self._end() != n:
                 self._check_rows(n)
-            self._exact.begin_step(n, self._cut_is_whole)
             llama_cpp.llama_memory_seq_rm(self._memory, 0, n, -1)
             is_at_end = self._end() == n
             try:
                 yield
-            except RuntimeError:  # llama_decode: the memory has taken back what it did
+            except RuntimeError as error:  # llama_decode: the memory has taken back what it did
                 llama.n_tokens = n
                 self._check()
+                if reason := self.refused():
+                    raise MissingRowsError(reason) from error
                 raise
             except BaseException:
                 if not is_at_end or self._end() != end:
                     llama.n_tokens = n
                     raise
                 llama.input_ids[n:end] = tokens
-                self._exact.end_step(end, self.short_from()[0])
                 llama.n_tokens = end
                 raise
-            self._exact.end_step(end, self.short_from()[0])
 
     def decode(self, batch: Any) -> int:
         """Evaluate a llama_batch in sequences whose tokens the caller knows; return llama_decode's code.
@@ -123,7 +124,6 @@ class Evaluating(WindowSettings):
         0: its rows count. NO_CELLS: nothing has changed. Any other: drop the batch's sequences, which may
         have rows of some of its micro-batches, and see `Llama.decode_error`.
         """
-        self._exact.touched()
         return decode(_llama_cpp.context(self._llama), batch)
 
     @contextmanager
@@ -176,7 +176,6 @@ class Evaluating(WindowSettings):
                 f"positions has the shape {at.shape}: give one for each of the tokens {ids.shape}"
             )
         last = -1 if last_layer is None else last_layer
-        self._exact.touched()
         try:
             return _core.fill(self._address, seq, ids, at, logits, last, watch)
         except (KeyboardInterrupt, RuntimeError):
@@ -191,14 +190,35 @@ class Evaluating(WindowSettings):
         would give.
 
         All of n_tokens, unless tokens were evaluated behind a mixed window that had lost F16 rows (after a
-        rollback, a block cut short, or where other sequences needed the room), rows were loaded at another
-        place or converted, the window was changed, or a state was loaded.
+        rollback, a block cut short, or where other sequences needed the room) or behind rows that are not
+        exact, rows were loaded at another place or converted, the window was changed, or a state was loaded.
         """
-        return self._exact.count(self._llama.n_tokens)
+        n = self._llama.n_tokens
+        return min(n, self.exact(0, self._llama.input_ids[:n]))
 
+    @exclusive
+    def exact(self, seq: int, tokens: npt.ArrayLike, p0: int = 0) -> int:
+        """Return how many leading rows of a sequence are those that evaluating its tokens from the start
+        gives; 0 or more.
+
+        Args:
+            tokens: ids of its tokens from position `p0` on: rows of others do not count.
+        """
+        ids = np.asarray(tokens, np.int32)
+        n = _core.count_computed(self._address, seq, p0, ids)
+        return 0 if n == INT32_MAX and seq == 0 and self._doubted else n
+
+    @exclusive
     def limit_exact(self, p: int) -> None:
         """Mark rows of sequence 0 from `p` on as inexact, after llama_cpp's own functions moved rows."""
-        self._exact.limit(p)
+        self._doubted = True
+        _core.limit_truth(self._address, 0, p, -1, DOUBTED)
+
+    def refused(self) -> str:
+        """Return why the latest evaluation was refused: rows that its tokens read are missing. "" if it was
+        not.
+        """
+        return _core.refused(self._address)
 
     def assume(self, tokens: npt.ArrayLike, n_exact: int) -> None:
         """Set the tokens that sequence 0 holds from position 0 on; the first `n_exact` of them have exact
@@ -254,15 +274,9 @@ class Evaluating(WindowSettings):
         if self._end() < n or min(cut.window, cut.state) != n:
             raise MissingRowsError(
                 f"the token at position {n} reads rows or a state that sequence 0 no longer has; it can "
-                f"go on at {cut.n}: set n_tokens to that and evaluate from there, or call reset() to start again. "
+                f"go on at {cut.n}: set n_tokens to that and evaluate from there, or call reset(). "
                 f"swa_full=True keeps all rows of sliding windows"
             )
-
-    def _cut_is_whole(self, n: int) -> bool:
-        if not isinstance(self._setting, MixedKVConfig):
-            return True
-        llama_cpp.llama_memory_seq_rm(self._memory, 0, n, -1)  # as the evaluation that follows does
-        return self.holds(0, n)
 
     def _end(self) -> int:
         return self.positions(0)[1] + 1
@@ -272,5 +286,4 @@ class Evaluating(WindowSettings):
         llama = self._llama
         end = min(llama.n_tokens + len(tokens), len(llama.input_ids))
         llama.input_ids[llama.n_tokens : end] = tokens[: end - llama.n_tokens]
-        self._exact.loaded(llama.n_tokens, end)
         llama.n_tokens = end

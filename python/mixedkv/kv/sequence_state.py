@@ -25,7 +25,7 @@ _HEAD = struct.Struct("<IiIiI")  # magic, sequence, cells, position, sequences o
 
 
 class Cut(NamedTuple):
-    """Where a sequence can be cut at most, up to some number of tokens, as its cells and states are.
+    """Holds where a sequence can be cut at most, up to some number of tokens, as its cells and states are.
 
     Args:
         n: so that the next token finds all that it reads in every layer; 0 where it must begin anew.
