@@ -130,7 +130,10 @@ class GuardedLlama(llama_cpp.Llama):
         """
         with self._evaluating("embed"):
             base = super().embed
-            if isinstance(input, str) or self.pooling_type() != llama_cpp.LLAMA_POOLING_TYPE_NONE:
+            if (
+                isinstance(input, str)
+                or llama_cpp.llama_pooling_type(self.ctx) != llama_cpp.LLAMA_POOLING_TYPE_NONE
+            ):
                 return base(input, normalize, truncate, return_count)
             made = [base(text, normalize, truncate, True) for text in input]
             vectors = [vector for vector, _ in made]

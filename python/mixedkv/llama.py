@@ -247,7 +247,7 @@ class Llama(GuardedLlama):
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluate tokens after the n_tokens that are there, as in the base class.
 
-        It evaluates a micro-batch at a time, with logits_all=True a batch. If an abort, Ctrl-C or a file that
+        It evaluates a micro-batch at a time, with a draft_model a batch. If an abort, Ctrl-C or a file that
         cannot be read ends it early, the completed ones stay, and n_tokens counts their tokens.
 
         Raises:
@@ -261,7 +261,7 @@ class Llama(GuardedLlama):
         """
         with self._evaluating("eval"):
             size = self.n_batch
-            if not self._logits_all:  # those of one llama_decode are there at a time
+            if self.draft_model is None or self._has_states:  # drafts need the logits of one llama_decode
                 size = min(size, llama_cpp.llama_n_ubatch(_llama_cpp.context(self)))
             self._n_asked = self.n_tokens + len(tokens)
             for begin in range(0, max(1, len(tokens)), size):

@@ -29,5 +29,18 @@ std::unique_lock<std::recursive_mutex> llama_kv_mixed_enter(llama_context & ctx)
 // before others replace them
 std::unique_lock<std::recursive_mutex> llama_kv_mixed_settle(llama_context & ctx);
 
-// the same where a state is read into a sequence, -1: into all
-std::unique_lock<std::recursive_mutex> llama_kv_mixed_settle(llama_context & ctx, llama_seq_id seq_id, llama_state_seq_flags flags);
+// the same where a state is read into a sequence, -1: into all; once that is done nothing is known of its rows
+class llama_kv_mixed_reading {
+public:
+    llama_kv_mixed_reading(llama_context & ctx, llama_seq_id seq_id, llama_state_seq_flags flags);
+    ~llama_kv_mixed_reading();
+
+    llama_kv_mixed_reading(const llama_kv_mixed_reading &) = delete;
+
+private:
+    llama_context &       ctx;
+    llama_seq_id          seq_id;
+    llama_state_seq_flags flags;
+
+    std::unique_lock<std::recursive_mutex> inside;
+};

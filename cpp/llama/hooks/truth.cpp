@@ -67,21 +67,17 @@ void llama_kv_truth::follow(llama_memory_i * memory, const llama_kv_cache & kv, 
     }
 }
 
-void llama_kv_truth::forget(llama_memory_i * memory, llama_seq_id seq_id, bool partial) {
-    GGML_UNUSED(memory);
-
+void llama_kv_truth::forget(llama_seq_id seq_id, bool partial) {
     for (auto & [key, known] : rows) {
-        const auto * kv = key.first;
-        if (partial && kv_access::get_n_swa(*kv) == 0) {
+        if (partial && kv_access::get_n_swa(*key.first) == 0) {
             continue;
         }
 
-        // its cells are emptied, and it takes others, those of tokens that no window sees among them
-        const auto & cells = kv_access::get_cells(*kv)[key.second];
+        const auto & cells = kv_access::get_cells(*key.first)[key.second];
         for (uint32_t i = 0; i < known.size(); ++i) {
-            const bool stays = seq_id >= 0 && !cells.is_empty(i) && !cells.seq_has(i, seq_id) &&
-                (cells.seq_count(i) > 1 || !kv_access::is_masked(*kv, cells.pos_get(i), cells.seq_pos_max(cells.seq_get(i)) + 1));
-            known[i] = stays ? known[i] : row();
+            if (cells.is_empty(i) || seq_id < 0 || cells.seq_has(i, seq_id)) {
+                known[i] = row();
+            }
         }
     }
 }

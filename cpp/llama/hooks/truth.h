@@ -42,8 +42,8 @@ public:
     // rows of a sequence in a cache are what those of the same tokens are in layers that keep all
     void follow(llama_memory_i * memory, const llama_kv_cache & kv, llama_seq_id seq_id);
 
-    // a sequence is read from a state, -1: all are; partial: sliding windows alone
-    void forget(llama_memory_i * memory, llama_seq_id seq_id, bool partial);
+    // a sequence was read from a state, -1: all were; partial: sliding windows alone
+    void forget(llama_seq_id seq_id, bool partial);
 
     // llama_kv_cache::update: rows of stream `to` are those of `from`
     void copy_stream(const llama_kv_cache & kv, uint32_t from, uint32_t to);

@@ -104,8 +104,9 @@ class Evaluating(WindowSettings):
             is_at_end = self._end() == n
             try:
                 yield
-            except RuntimeError as error:  # llama_decode: the memory has taken back what it did
+            except RuntimeError as error:  # llama_decode: the memory has taken back its last micro-batch
                 llama.n_tokens = n
+                llama_cpp.llama_memory_seq_rm(self._memory, 0, n, -1)
                 self._check()
                 if reason := self.refused():
                     raise MissingRowsError(reason) from error
@@ -113,6 +114,7 @@ class Evaluating(WindowSettings):
             except BaseException:
                 if not is_at_end or self._end() != end:
                     llama.n_tokens = n
+                    llama_cpp.llama_memory_seq_rm(self._memory, 0, n, -1)
                     raise
                 llama.input_ids[n:end] = tokens
                 llama.n_tokens = end
@@ -259,6 +261,11 @@ class Evaluating(WindowSettings):
         The cells and states are asked. Layers with a sliding window let go of rows, whatever swa_full says.
         """
         return sequence_state.find_cut(self._llama, seq, n).n
+
+    @exclusive
+    def n_rows(self, seq: int, n: int) -> int:
+        """Return how many leading positions, up to `n`, layers have that keep all rows."""
+        return sequence_state.find_cut(self._llama, seq, n).full
 
     def has_rows(self, seq: int, n: int) -> bool:
         """Return whether the sequence can be cut at `n` tokens, see `longest_cut`."""

@@ -62,8 +62,15 @@ def known_tokens(llm: Llama, seq: int) -> npt.ArrayLike:
 
 
 def exact_tokens(llm: Llama, tokens: Tokens, seq: int) -> int:
-    """Return how many of a sequence's tokens may be stored: those whose rows evaluating them gives."""
-    return min(len(tokens), llm.kv.exact(seq, tokens))
+    """Return how many of a sequence's tokens may be stored: those whose rows evaluating them gives.
+
+    Raises:
+        LookupError: the sequence does not have all of these positions.
+    """
+    n = min(len(tokens), llm.kv.exact(seq, tokens))
+    if n < len(tokens) and (there := llm.kv.n_rows(seq, len(tokens))) < len(tokens):
+        raise LookupError(f"sequence {seq} does not have position {there}: give the tokens that it has")
+    return n
 
 
 def check_sequence(llm: Llama, seq: int) -> None:
