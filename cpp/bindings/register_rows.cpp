@@ -82,8 +82,30 @@ static py::tuple read_tiers(uintptr_t ctx, int32_t il, int32_t seq, int32_t p0, 
     return py::make_tuple(positions, hot);
 }
 
+using token_array = py::array_t<llama_token, py::array::c_style | py::array::forcecast>;
+
+static int32_t count_computed(uintptr_t ctx, int32_t seq, int32_t p0, const token_array & tokens) {
+    int32_t res = 0;
+    check(mixedkv_count_computed(pointer<llama_context>(ctx), seq, p0, tokens.data(), uint32_t(tokens.size()), &res));
+    return res;
+}
+
+static void set_truth(uintptr_t ctx, int32_t seq, int32_t p0, const token_array & tokens, int truth) {
+    check(mixedkv_set_truth(pointer<llama_context>(ctx), seq, p0, tokens.data(), uint32_t(tokens.size()),
+                            static_cast<mixedkv_truth>(truth)));
+}
+
+static void limit_truth(uintptr_t ctx, int32_t seq, int32_t p0, int32_t p1, int truth) {
+    check(mixedkv_limit_truth(pointer<llama_context>(ctx), seq, p0, p1, static_cast<mixedkv_truth>(truth)));
+}
+
 void register_rows(py::module_ & m) {
     m.def("read_rows", &read_rows, "ctx"_a, "il"_a, "seq"_a, "which"_a, "p0"_a, "p1"_a, "unrotate"_a);
+    m.def("check_rows", [](uintptr_t ctx) { check(mixedkv_check_rows(pointer<llama_context>(ctx))); }, "ctx"_a);
+    m.def("count_computed", &count_computed, "ctx"_a, "seq"_a, "p0"_a, "tokens"_a);
+    m.def("set_truth", &set_truth, "ctx"_a, "seq"_a, "p0"_a, "tokens"_a, "truth"_a);
+    m.def("limit_truth", &limit_truth, "ctx"_a, "seq"_a, "p0"_a, "p1"_a, "truth"_a);
+    m.def("refused", [](uintptr_t ctx) { return mixedkv_refused(pointer<llama_context>(ctx)); }, "ctx"_a);
     m.def("read_tiers", &read_tiers, "ctx"_a, "il"_a, "seq"_a, "p0"_a, "p1"_a);
 }
 

@@ -90,6 +90,12 @@ static bool window_is_whole(uintptr_t ctx, int32_t seq, int32_t pos) {
     return res;
 }
 
+static py::tuple find_cut(uintptr_t ctx, int32_t seq, int32_t n) {
+    mixedkv_cut cut = {};
+    check(mixedkv_find_cut(pointer<llama_context>(ctx), seq, n, &cut));
+    return py::make_tuple(cut.n, cut.n_full, cut.n_window, cut.n_state, cut.has_hot);
+}
+
 static py::object scales(uintptr_t ctx, int32_t il) {
     for (const mixedkv_layer_info & l : fetch(pointer<llama_context>(ctx), &mixedkv_get_layers)) {
         if (l.il == il && l.equalization != 0) {
@@ -110,6 +116,7 @@ void register_stats(py::module_ & m) {
     m.def("sequences", &sequences, "ctx"_a);
     m.def("short_from", &short_from, "ctx"_a);
     m.def("window_is_whole", &window_is_whole, "ctx"_a, "seq"_a, "pos"_a);
+    m.def("find_cut", &find_cut, "ctx"_a, "seq"_a, "n"_a);
     m.def("limit_window", &limit_window, "ctx"_a, "threshold"_a);
     m.def("rest", &rest, "ctx"_a, "seq"_a);
     m.def("wake", &wake, "ctx"_a, "seq"_a);

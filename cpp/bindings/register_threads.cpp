@@ -7,10 +7,15 @@
 #include "llama.h"
 
 #include <memory>
+#include <mutex>
+#include <set>
 #include <thread>
 
 #if defined(__linux__)
 #include <sched.h>
+#endif
+#if !defined(_WIN32)
+#include <pthread.h>
 #endif
 
 namespace py = pybind11;
@@ -66,6 +71,12 @@ static pool_ptr make_pool(int n_threads) {
     return pool_ptr(cpu_function<decltype(ggml_threadpool_new)>("ggml_threadpool_new")(&params));
 }
 
+class threads;
+
+// All that there are, for children of this process. Never freed: a child may be forked while Python ends.
+static auto & all_threads = *new std::set<threads *>();
+static auto & all_mutex   = *new std::mutex();
+
 // Two pools where decode and prefill take different numbers: threads of one that are not needed would spin.
 class threads {
   public:
@@ -75,7 +86,17 @@ class threads {
             batch = make_pool(llama_n_threads_batch(ctx));
         }
         llama_attach_threadpool(ctx, decode.get(), batch.get());
+
+        const std::lock_guard<std::mutex> lock(all_mutex);
+        all_threads.insert(this);
     }
+
+    ~threads() {
+        const std::lock_guard<std::mutex> lock(all_mutex);
+        all_threads.erase(this);
+    }
+
+    threads(const threads &) = delete;
 
     // Before the context is freed. Can be called again.
     void close() {
@@ -86,12 +107,35 @@ class threads {
         batch.reset();
     }
 
+    // In a forked child, which has none of the threads: to use or to free a pool would wait for them forever. llama.cpp
+    // then starts threads for each graph.
+    void leave_behind() {
+        if (decode) {
+            llama_detach_threadpool(ctx);
+        }
+        (void)decode.release();
+        (void)batch.release();
+    }
+
   private:
     llama_context * ctx;
     pool_ptr        decode, batch;
 };
 
+static void follow_forks() {
+#if !defined(_WIN32)
+    pthread_atfork([] { all_mutex.lock(); }, [] { all_mutex.unlock(); },
+                   [] {
+                       for (threads * one : all_threads) {
+                           one->leave_behind();
+                       }
+                       all_mutex.unlock();
+                   });
+#endif
+}
+
 void register_threads(py::module_ & m) {
+    follow_forks();
     py::class_<threads>(m, "Threads").def(py::init<uintptr_t>(), "ctx"_a).def("close", &threads::close);
 }
 

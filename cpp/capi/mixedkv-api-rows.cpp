@@ -121,6 +121,60 @@ mixedkv_status mixedkv_read_rows(llama_context * ctx, int32_t il, int32_t seq_id
     });
 }
 
+mixedkv_status mixedkv_count_computed(llama_context * ctx, int32_t seq_id, int32_t p0, const llama_token * tokens,
+                                      uint32_t n, int32_t * out) {
+    return guarded(ctx, [&] {
+        require(out && p0 >= 0 && (tokens || n == 0), MIXEDKV_INVALID, "out or tokens is NULL, or p0 is negative");
+        *out = INT32_MAX;
+        if (!llama_kv_mixed_caches(ctx->get_memory()).empty()) {
+            check_seq(ctx, seq_id);
+            settle(ctx);
+            *out = ctx->truth.count_computed(ctx->get_memory(), seq_id, p0, tokens, n);
+        }
+    });
+}
+
+static void check_truth(mixedkv_truth truth) {
+    require(uint32_t(truth) <= MIXEDKV_DOUBTED, MIXEDKV_INVALID, "truth is none of mixedkv_truth");
+}
+
+mixedkv_status mixedkv_set_truth(llama_context * ctx, int32_t seq_id, int32_t p0, const llama_token * tokens,
+                                 uint32_t n, mixedkv_truth truth) {
+    return guarded(ctx, [&] {
+        require(p0 >= 0 && (tokens || n == 0), MIXEDKV_INVALID, "tokens is NULL, or p0 is negative");
+        check_truth(truth);
+        if (!llama_kv_mixed_caches(ctx->get_memory()).empty()) {
+            check_seq(ctx, seq_id);
+            ctx->truth.say(ctx->get_memory(), seq_id, p0, tokens, n, truth);
+        }
+    });
+}
+
+mixedkv_status mixedkv_limit_truth(llama_context * ctx, int32_t seq_id, int32_t p0, int32_t p1, mixedkv_truth truth) {
+    return guarded(ctx, [&] {
+        require(p0 >= 0, MIXEDKV_INVALID, "p0 is negative");
+        check_truth(truth);
+        if (!llama_kv_mixed_caches(ctx->get_memory()).empty()) {
+            check_seq(ctx, seq_id);
+            ctx->truth.limit(ctx->get_memory(), seq_id, p0, p1, truth);
+        }
+    });
+}
+
+const char * mixedkv_refused(llama_context * ctx) {
+    return ctx ? ctx->truth.refused.c_str() : "";
+}
+
+mixedkv_status mixedkv_check_rows(llama_context * ctx) {
+    return guarded(ctx, [&] {
+        ctx->synchronize();
+        for (const auto * kv : llama_kv_mixed_caches(ctx->get_memory())) {
+            const int32_t il = llama_kv_rows_find_damage(*kv);
+            require(il < 0, MIXEDKV_INVALID, "layer " + std::to_string(il) + " holds values that are no numbers");
+        }
+    });
+}
+
 mixedkv_status mixedkv_count_rows(llama_context * ctx, int32_t seq_id, uint32_t group, int32_t p0, int32_t p1,
                                   uint32_t * n_rows_out, uint32_t * n_hot_out) {
     return guarded(ctx, [&] {

@@ -5,6 +5,7 @@
 #include "attention/attention.h"
 #include "attention/lm4.h"
 #include "attention/tc3.h"
+#include "blocks/present.h"
 
 #include "llama-model.h"
 
@@ -260,6 +261,18 @@ mixedkv_status mixedkv_window_is_whole(llama_context * ctx, int32_t seq_id, int3
     });
 }
 
+mixedkv_status mixedkv_find_cut(llama_context * ctx, int32_t seq_id, int32_t n, mixedkv_cut * out) {
+    return guarded(ctx, [&] {
+        require(out && n >= 0, MIXEDKV_INVALID, "out is NULL or n is negative");
+        require(ctx->get_memory(), MIXEDKV_NOT_AVAILABLE, "the context has no memory");
+        const uint32_t n_seq_max = llama_n_seq_max(ctx);
+        require(seq_id >= 0 && uint32_t(seq_id) < n_seq_max, MIXEDKV_NOT_AVAILABLE,
+                "sequence " + std::to_string(seq_id) + " is out of range: the context has " +
+                    std::to_string(n_seq_max));
+        *out = llama_kv_find_cut(*ctx, seq_id, n);
+    });
+}
+
 mixedkv_status mixedkv_count_ring_rows(const mixedkv_config * config, uint32_t n_seq, uint32_t n_cells,
                                        uint64_t bytes_cold, uint64_t bytes_f16, uint32_t * n_out,
                                        uint32_t * least_out) {
@@ -306,11 +319,18 @@ mixedkv_status mixedkv_set_window(llama_context * ctx, uint32_t threshold, uint3
         const std::string         problem = window_problem(ctx, window);
         require(problem.empty(), MIXEDKV_INVALID, problem);
 
+        const auto & rule = dynamic_cast<llama_kv_cache_mixed &>(get_cache(ctx)).get_hot().get_slots().get_rule();
+        const bool   same =
+            rule.threshold == threshold && rule.group_size == group_size && rule.sink_tokens == sink_tokens;
+
         for (auto * kv : get_caches(ctx)) {
             dynamic_cast<llama_kv_cache_mixed &>(*kv).make_room(window);
         }
         for (auto * kv : get_caches(ctx)) {
             dynamic_cast<llama_kv_cache_mixed &>(*kv).get_hot().set_window(window);
+        }
+        for (uint32_t s = 0; !same && s < llama_n_seq_max(ctx); ++s) { // they were computed under another
+            ctx->truth.limit(ctx->get_memory(), int32_t(s), 0, -1, MIXEDKV_APPROXIMATE);
         }
     });
 }

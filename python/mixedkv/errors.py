@@ -23,6 +23,10 @@ class ContextBusyError(RuntimeError):
     """Another thread, another answer or an engine is using the context; nothing was done."""
 
 
+class MissingRowsError(RuntimeError):
+    """Rows that the next token reads are not in the cache any more, so nothing was evaluated."""
+
+
 class StoppedError(RuntimeError):
     """The evaluation was stopped by `Llama.interrupt`."""
 

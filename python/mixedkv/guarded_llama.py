@@ -5,17 +5,19 @@ from __future__ import annotations
 import sys
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import llama_cpp
+import numpy as np
 
 from mixedkv import _core
 from mixedkv.errors import ClosedError, ContextBusyError, StoppedError
 from mixedkv.kv.cache import KVCache
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.context_lock import present, waiting
+from mixedkv.tokens import common_prefix
 
 _T = TypeVar("_T")
 
@@ -116,12 +118,41 @@ class GuardedLlama(llama_cpp.Llama):
         with self._evaluating("reset"):
             super().reset()  # type: ignore[no-untyped-call]
 
-    def embed(self, *args: Any, **kwargs: Any) -> Any:
+    def embed(
+        self,
+        input: str | list[str],
+        normalize: bool = False,
+        truncate: bool = True,
+        return_count: bool = False,
+    ) -> Any:
+        """Embed as the base class does. Where nothing is pooled it is given one text at a time: it reads the
+        vectors of all but the first of a batch from the wrong place.
+        """
         with self._evaluating("embed"):
-            return super().embed(*args, **kwargs)
+            base = super().embed
+            if (
+                isinstance(input, str)
+                or llama_cpp.llama_pooling_type(self.ctx) != llama_cpp.LLAMA_POOLING_TYPE_NONE
+            ):
+                return base(input, normalize, truncate, return_count)
+            made = [base(text, normalize, truncate, True) for text in input]
+            vectors = [vector for vector, _ in made]
+            return (vectors, sum(n for _, n in made)) if return_count else vectors
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        return self.in_turns(super().generate(*args, **kwargs))
+    def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+        return self.in_turns(self._generate(tokens, *args, **kwargs))
+
+    def _generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Any, None]:
+        """Generate as the base class does, from the tokens that are there with all that the next one reads:
+        it takes all those for granted which are the same.
+        """
+        if kwargs.get("reset", args[6] if len(args) > 6 else True):
+            n = common_prefix(self.input_ids[: self.n_tokens], np.asarray(tokens, np.intc))
+            has_logits = n == len(tokens) == self.n_tokens and not self._requires_eval
+            n = min(n, len(tokens) - 1)
+            if n > 0 and not has_logits and (cut := self.kv.longest_cut(0, n)) < n:
+                self.n_tokens = cut
+        yield from super().generate(tokens, *args, **kwargs)
 
     def create_completion(self, *args: Any, **kwargs: Any) -> Any:
         with self.busy.waiting():
@@ -159,16 +190,30 @@ class GuardedLlama(llama_cpp.Llama):
 
     def load_state(self, state: llama_cpp.LlamaState) -> None:
         """Load a state as the base class does. Nothing is known of how it was computed: see
-        `KVCache.exact_tokens`.
+        `KVCache.exact_tokens`. A state that is refused leaves an empty cache and n_tokens 0.
 
         Raises:
+            RuntimeError: llama.cpp refuses the state, or its rows are damaged.
             ContextBusyError: another thread uses the context, or an engine uses this `Llama`: on whatever
                 thread a state is loaded, it replaces the rows of all answers.
         """
         self._refuse_lent("load_state")
         with self.busy.at_once("load_state"), self._evaluating("load_state"):
             self.kv.limit_exact(0)
-            super().load_state(state)
+            input_ids = self.input_ids
+            try:
+                super().load_state(state)
+                self._check_rows()
+            except BaseException:
+                self.kv.clear()
+                self.input_ids = input_ids
+                raise
+
+    def _check_rows(self) -> None:
+        try:
+            _core.check_rows(_llama_cpp.address(self.ctx))
+        except ValueError as error:
+            raise RuntimeError(f"load_state: the state is damaged: {error}") from error
 
     @contextmanager
     def _evaluating(self, what: str) -> Iterator[None]:

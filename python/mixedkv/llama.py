@@ -22,6 +22,7 @@ from mixedkv.errors import (
     ClosedError,
     EngineError,
     InvalidModelFileError,
+    MissingRowsError,
     ModelReadError,
     StoppedError,
     UnsupportedModelError,
@@ -167,9 +168,10 @@ class Llama(GuardedLlama):
         lora_path = kwargs.get("lora_path")
         self._lora_stamp = file_stamp(lora_path) if lora_path and os.path.exists(lora_path) else None
         self._check_weights(weights, path, kwargs)
-        self._kv = KVCache(self, self._setting, self._check_evaluation, self.busy)
+        self._kv = KVCache(self, self._setting, weakref.WeakMethod(self._check_evaluation), self.busy)
         self._loading: _core.Loading | None = _core.Loading(progress)
         self._n_asked = 0
+        self._rotation_disabled = _llama_cpp.rotation_disabled()  # read while the context is made
         assertions = _core.Assertions()
         try:
             if native is not None:  # the context that super().__init__ makes on this thread takes it
@@ -225,6 +227,11 @@ class Llama(GuardedLlama):
         return self._streaming
 
     @property
+    def rotation_disabled(self) -> bool:
+        """True if the environment told llama.cpp not to rotate quantised rows (LLAMA_ATTN_ROT_DISABLE)."""
+        return self._rotation_disabled
+
+    @property
     def has_mtp(self) -> bool:
         """True if its MTP layers are loaded."""
         return self._load_mtp
@@ -250,11 +257,12 @@ class Llama(GuardedLlama):
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluate tokens after the n_tokens that are there, as in the base class.
 
-        It evaluates a micro-batch at a time. If an abort, Ctrl-C or a file that cannot be read ends it early,
-        the completed ones stay, and n_tokens counts their tokens.
+        It evaluates a micro-batch at a time, with a draft_model a batch. If an abort, Ctrl-C or a file that
+        cannot be read ends it early, the completed ones stay, and n_tokens counts their tokens.
 
         Raises:
             ModelReadError: layers are streamed, and the file cannot be read any more.
+            MissingRowsError: the tokens would read rows that layers no longer have.
             RuntimeError: llama_decode failed.
             ContextBusyError: an engine uses this `Llama`.
             StoppedError: `interrupt` was called.
@@ -262,7 +270,9 @@ class Llama(GuardedLlama):
             KeyboardInterrupt: Ctrl-C. Exceptions from handlers of other signals end it at once, too.
         """
         with self._evaluating("eval"):
-            size = min(self.n_batch, llama_cpp.llama_n_ubatch(_llama_cpp.context(self)))
+            size = self.n_batch
+            if self.draft_model is None or self._has_states:  # drafts need the logits of one llama_decode
+                size = min(size, llama_cpp.llama_n_ubatch(_llama_cpp.context(self)))
             self._n_asked = self.n_tokens + len(tokens)
             for begin in range(0, max(1, len(tokens)), size):
                 part = tokens[begin : begin + size]
@@ -340,6 +350,8 @@ class Llama(GuardedLlama):
         except (ModelReadError, StoppedError, ClosedError) as error:
             log.error("%s", error)
             return error
+        if reason := self._kv.refused():
+            return MissingRowsError(reason)
         return EngineError(f"llama_decode returned {code}")
 
     def _check_evaluation(self) -> None:

@@ -1,4 +1,4 @@
-// Included by ggml-cuda.cu (vendor/patches/21-cuda-attention.patch): custom nodes that ggml-cuda computes. ROCm and
+// Included by ggml-cuda.cu (vendor/patches/22-cuda-attention.patch): custom nodes that ggml-cuda computes. ROCm and
 // MUSA compile that file too, and have none.
 
 #pragma once

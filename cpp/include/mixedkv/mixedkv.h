@@ -104,6 +104,24 @@ struct mixedkv_seq_info {
     int32_t short_from; // first position that was evaluated without F16 rows which made room for others, -1: none
 };
 
+// What a row is, from best to worst. A token is at most as good as the worst that it attended to.
+enum mixedkv_truth {
+    MIXEDKV_COMPUTED    = 0, // as evaluating its tokens from the first one gives it
+    MIXEDKV_APPROXIMATE = 1, // moved, converted, or behind rows that were not read in F16 as they should have been
+    MIXEDKV_INCOMPLETE  = 2, // tokens before it were missing
+    MIXEDKV_FOREIGN     = 3, // another program made it
+    MIXEDKV_DOUBTED     = 4, // nothing is known of it: from a state, or a block that does not say
+};
+
+// Where a sequence can be cut at most, up to a number of tokens: the next token then finds all that it reads.
+struct mixedkv_cut {
+    int32_t n;        // for all layers together; 0: only anew
+    int32_t n_full;   // for layers that keep all rows: without a gap from the first position on
+    int32_t n_window; // for layers with a sliding window: with all rows that it sees
+    int32_t n_state;  // for recurrent layers: where their state stands, or a snapshot of it
+    bool    has_hot;  // cut where it was asked for, the next token finds every key of its window in F16
+};
+
 struct mixedkv_stats {
     bool     mixed;
     uint32_t n_ctx_seq; // cells per stream
@@ -171,6 +189,30 @@ LLAMA_API enum mixedkv_status mixedkv_get_short(struct llama_context * ctx, int3
 LLAMA_API enum mixedkv_status mixedkv_window_is_whole(struct llama_context * ctx, int32_t seq_id, int32_t pos,
                                                       bool * out);
 
+// Where a sequence can be cut at n tokens or before. Cells and states are looked at: which rows layers with a sliding
+// window have let go of follows from no setting.
+LLAMA_API enum mixedkv_status mixedkv_find_cut(struct llama_context * ctx, int32_t seq_id, int32_t n,
+                                               struct mixedkv_cut * out);
+
+// Leading rows of a sequence that are MIXEDKV_COMPUTED in all layers; INT32_MAX where layers keep no rows. Those at
+// [p0, p0 + n) count if they are of these tokens. Pending shifts and copies are carried out first, as the next decode
+// would.
+LLAMA_API enum mixedkv_status mixedkv_count_computed(struct llama_context * ctx, int32_t seq_id, int32_t p0,
+                                                     const llama_token * tokens, uint32_t n, int32_t * out);
+
+// Says what rows of a sequence at [p0, p0 + n) are, and of which tokens: rows that came from outside are
+// MIXEDKV_DOUBTED until then.
+LLAMA_API enum mixedkv_status mixedkv_set_truth(struct llama_context * ctx, int32_t seq_id, int32_t p0,
+                                                const llama_token * tokens, uint32_t n, enum mixedkv_truth truth);
+
+// Rows of a sequence at [p0, p1) are no better than this; p1 < 0 means the end.
+LLAMA_API enum mixedkv_status mixedkv_limit_truth(struct llama_context * ctx, int32_t seq_id, int32_t p0, int32_t p1,
+                                                  enum mixedkv_truth truth);
+
+// Why the context's latest evaluation was refused, since rows that its tokens read are missing: then llama_decode()
+// returned -3, and the cache is as it was before that micro-batch. "": it was not.
+LLAMA_API const char * mixedkv_refused(struct llama_context * ctx);
+
 // F16 rows that a cache of n_cells for n_seq sequences allocates, for a token that takes so many bytes in all layers,
 // cold and in F16. *least_out is the least hot_budget that it takes.
 LLAMA_API enum mixedkv_status mixedkv_count_ring_rows(const struct mixedkv_config * config, uint32_t n_seq,
@@ -212,6 +254,11 @@ LLAMA_API enum mixedkv_status mixedkv_read_rows(struct llama_context * ctx, int3
                                                 int32_t p0, int32_t p1, bool unrotate, float * data,
                                                 int32_t * positions, uint8_t * hot, uint32_t n_rows,
                                                 uint32_t * n_rows_out);
+
+// Whether all rows that the context holds, in used cells or not, are numbers, which a damaged state may have changed:
+// the message names a layer where they are not. Attention would then give none for any prompt, until the cache is
+// cleared.
+LLAMA_API enum mixedkv_status mixedkv_check_rows(struct llama_context * ctx);
 
 // Rows of a token range on their way out of a cache or into one. All layers of a group hold the same positions: one
 // group, or two where some layers have a sliding window. Rows hold all KV heads of a layer. A layer that stores no

@@ -45,6 +45,20 @@ static std::string check_layer(const llama_kv_cache & kv, const mixedkv_layer_ro
     return "";
 }
 
+// once all else about the layer is right
+static std::string check_finite(const mixedkv_row_group & group, const mixedkv_layer_rows & rows) {
+    const int64_t n_k = int64_t(rows.n_head_kv)*rows.n_embd_head_k;
+    const int64_t n_v = int64_t(rows.n_head_kv)*rows.n_embd_head_v;
+
+    const bool finite =
+        llama_kv_row_is_finite(rows.type_k, rows.k, n_k*group.n_rows) && llama_kv_row_is_finite(GGML_TYPE_F16, rows.k_hot, n_k*group.n_hot) &&
+        (n_v == 0 || (llama_kv_row_is_finite(rows.type_v, rows.v, n_v*group.n_rows) &&
+                      llama_kv_row_is_finite(GGML_TYPE_F16, rows.v_hot, n_v*group.n_hot)));
+
+    return finite ? "" : "layer " + std::to_string(rows.il) + ": rows of the block hold values that are no numbers, so it is damaged: "
+        "evaluate its tokens anew";
+}
+
 static std::string check_order(const mixedkv_row_group & group, llama_pos shift) {
     for (uint32_t i = 0; i < group.n_rows; ++i) {
         const int64_t pos = int64_t(group.positions[i]) + shift;
@@ -196,6 +210,7 @@ static std::string check_layers(
 
         std::string res = check_layer(kv, group.layers[i], *it);
         res = res.empty() ? check_scales(model, group.layers[i], *it) : res;
+        res = res.empty() ? check_finite(group, group.layers[i]) : res;
         if (!res.empty()) {
             return res;
         }

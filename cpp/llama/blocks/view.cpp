@@ -71,6 +71,40 @@ std::vector<mixedkv_layer_info> llama_kv_rows_layers(const llama_kv_cache & kv, 
     return res;
 }
 
+static bool is_finite(const ggml_tensor * t) {
+    if (!t) {
+        return true;
+    }
+
+    std::vector<uint8_t> data(t->nb[1]*256);
+    for (int64_t i = 0, n; i < ggml_nrows(t); i += n) {
+        n = std::min<int64_t>(256, ggml_nrows(t) - i);
+        ggml_backend_tensor_get(t, data.data(), i*t->nb[1], n*t->nb[1]);
+        if (!llama_kv_row_is_finite(t->type, data.data(), n*t->ne[0])) {
+            return false;
+        }
+    }
+
+    return true;
+}
+
+int32_t llama_kv_rows_find_damage(const llama_kv_cache & kv) {
+    const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(&kv);
+
+    for (const auto & layer : kv_access::get_layers(kv)) {
+        bool finite = is_finite(layer.k) && is_finite(layer.v);
+        for (uint32_t s = 0; mixed && mixed->get_hot().has_rows() && s < kv.get_n_stream(); ++s) {
+            finite = finite && is_finite(mixed->get_hot().get_k_stream(layer.il, s));
+            finite = finite && (!layer.v || is_finite(mixed->get_hot().get_v_stream(layer.il, s)));
+        }
+        if (!finite) {
+            return layer.il;
+        }
+    }
+
+    return -1;
+}
+
 uint32_t llama_kv_rows_used(const llama_kv_cache & kv) {
     uint32_t res = 0;
 

@@ -21,6 +21,9 @@ const llama_kv_scales * llama_kv_rows_scales(const llama_kv_cache & kv, int32_t 
 // the edge of the Hadamard blocks that rows are rotated by, 0: they are not
 int64_t llama_kv_rows_rotation(const llama_kv_cache & kv, bool is_k);
 
+// a layer that holds values which are no numbers, in any cell; -1: there is none
+int32_t llama_kv_rows_find_damage(const llama_kv_cache & kv);
+
 // cells that hold a token, over all streams
 uint32_t llama_kv_rows_used(const llama_kv_cache & kv);
 

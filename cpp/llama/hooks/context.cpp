@@ -18,3 +18,10 @@ std::unique_lock<std::recursive_mutex> llama_kv_mixed_settle(llama_context & ctx
 
     return inside;
 }
+
+llama_kv_mixed_reading::llama_kv_mixed_reading(llama_context & ctx, llama_seq_id seq_id, llama_state_seq_flags flags) :
+    ctx(ctx), seq_id(seq_id), flags(flags), inside(llama_kv_mixed_settle(ctx)) {}
+
+llama_kv_mixed_reading::~llama_kv_mixed_reading() {
+    ctx.truth.forget(seq_id, flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY);
+}

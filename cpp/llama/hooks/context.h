@@ -5,6 +5,7 @@
 #include "hooks/eval-chain.h"
 #include "hooks/hooks.h"
 #include "hooks/step.h"
+#include "hooks/truth.h"
 
 #include <mutex>
 
@@ -13,10 +14,12 @@
 // busy   held by the thread that evaluates, or reads or moves rows
 // room   of llama_step
 // evals  who is told of the nodes of its graphs
+// truth  what each row is
 #define LLAMA_CONTEXT_HOOKS \
     std::recursive_mutex busy; \
     llama_step_room      room; \
     llama_eval_chain     evals; \
+    llama_kv_truth       truth; \
     friend class llama_step;
 
 // llama_decode, llama_encode: no other thread evaluates or touches rows as long as what is returned is there
@@ -25,3 +28,19 @@ std::unique_lock<std::recursive_mutex> llama_kv_mixed_enter(llama_context & ctx)
 // llama_context's state functions: so it is here, and pending shifts and copies are carried out, before rows are saved and
 // before others replace them
 std::unique_lock<std::recursive_mutex> llama_kv_mixed_settle(llama_context & ctx);
+
+// the same where a state is read into a sequence, -1: into all; once that is done nothing is known of its rows
+class llama_kv_mixed_reading {
+public:
+    llama_kv_mixed_reading(llama_context & ctx, llama_seq_id seq_id, llama_state_seq_flags flags);
+    ~llama_kv_mixed_reading();
+
+    llama_kv_mixed_reading(const llama_kv_mixed_reading &) = delete;
+
+private:
+    llama_context &       ctx;
+    llama_seq_id          seq_id;
+    llama_state_seq_flags flags;
+
+    std::unique_lock<std::recursive_mutex> inside;
+};

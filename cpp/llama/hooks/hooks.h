@@ -48,6 +48,10 @@ bool llama_kv_mixed_turns(const llama_kv_cache & kv, const llama_hparams & hpara
 // llama_batch_allocr: this batch has gaps between its positions and goes between others; who made it has checked that
 bool llama_kv_mixed_fills();
 
+// llama_kv_cache::find_slot: tokens that a sliding window does not see keep their cells while there are empty ones for `n`, and
+// where a batch goes between others
+bool llama_kv_mixed_spares(const llama_kv_cells & cells, uint32_t n);
+
 // llama_kv_cache: the type of K or V of a layer, where its context was asked for `type`
 ggml_type llama_kv_mixed_layer_type(int32_t il, bool is_k, ggml_type type);
 

@@ -1,5 +1,7 @@
 #include "hooks/setup.h"
 
+#include "llama-kv-cells.h"
+
 #include <optional>
 #include <utility>
 #include <vector>
@@ -61,4 +63,8 @@ void llama_kv_mixed_set_fills(bool value) {
 
 bool llama_kv_mixed_fills() {
     return fills;
+}
+
+bool llama_kv_mixed_spares(const llama_kv_cells & cells, uint32_t n) {
+    return fills || cells.size() - cells.get_used() >= n;
 }

@@ -1,9 +1,9 @@
 #include "hooks/step.h"
 
+#include "hooks/support.h"
+
 #include "llama-batch.h"
 #include "llama-context.h"
-#include "llama-memory-hybrid-iswa.h"
-#include "llama-memory-hybrid.h"
 #include "llama-memory-recurrent.h"
 
 #include <algorithm>
@@ -33,18 +33,8 @@ struct llama_step::books {
     llama_recurrent_lengths rs_len;
 };
 
-static llama_memory_recurrent * get_recurrent(llama_memory_i * memory) {
-    if (auto * hybrid = dynamic_cast<llama_memory_hybrid *>(memory)) {
-        return hybrid->get_mem_recr();
-    }
-    if (auto * hybrid = dynamic_cast<llama_memory_hybrid_iswa *>(memory)) {
-        return hybrid->get_mem_recr();
-    }
-    return dynamic_cast<llama_memory_recurrent *>(memory);
-}
-
 llama_step::llama_step(llama_context & ctx, const llama_ubatch & ubatch) :
-    ctx(ctx), ubatch(ubatch), recr(get_recurrent(ctx.get_memory())) {
+    ctx(ctx), ubatch(ubatch), recr(llama_kv_mixed_states(ctx.get_memory())) {
     if (!recr) {
         return;
     }
@@ -134,8 +124,16 @@ void llama_step::undo() {
 }
 
 llm_graph_result * llama_step::process(llm_graph_type gtype, llama_memory_context_i * mctx, ggml_status & status) {
-    llm_graph_result * res = ctx.process_ubatch(ubatch, gtype, mctx, status);
-    if (!res) {
+    llm_graph_result * res = nullptr;
+
+    status = GGML_STATUS_FAILED;
+    if (ctx.truth.begin_step(ctx.get_memory(), ubatch).empty()) {
+        res = ctx.process_ubatch(ubatch, gtype, mctx, status);
+    }
+
+    if (res) {
+        ctx.truth.end_step(ctx.get_memory(), ubatch);
+    } else if (ctx.truth.refused.empty()) { // otherwise it was not begun
         undo();
     }
 

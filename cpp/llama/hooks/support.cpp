@@ -216,3 +216,13 @@ std::vector<llama_kv_cache *> llama_kv_mixed_caches(llama_memory_i * memory) {
     }
     return {};
 }
+
+llama_memory_recurrent * llama_kv_mixed_states(llama_memory_i * memory) {
+    if (auto * hybrid = dynamic_cast<llama_memory_hybrid *>(memory)) {
+        return hybrid->get_mem_recr();
+    }
+    if (auto * hybrid = dynamic_cast<llama_memory_hybrid_iswa *>(memory)) {
+        return hybrid->get_mem_recr();
+    }
+    return dynamic_cast<llama_memory_recurrent *>(memory);
+}

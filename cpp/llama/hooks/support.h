@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+class llama_memory_recurrent;
+
 // What can have a mixed cache, and what is refused and why.
 
 // empty, or which of them is no type of a KV cache: llama.cpp's own cache aborts when it meets such a type
@@ -24,3 +26,6 @@ std::string llama_kv_mixed_problem(const llama_model & model, const mixedkv_conf
 
 // every attention cache of a memory, full attention first; none when the memory is of another kind
 std::vector<llama_kv_cache *> llama_kv_mixed_caches(llama_memory_i * memory);
+
+// the states of recurrent layers, nullptr: there are none
+llama_memory_recurrent * llama_kv_mixed_states(llama_memory_i * memory);

@@ -4,6 +4,7 @@
 #include "ggml-cpu.h"
 #include "llama-model.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
@@ -16,6 +17,37 @@ bool llama_kv_row_is_readable(ggml_type type) {
 bool llama_kv_row_is_writable(ggml_type type) {
     return llama_kv_row_is_readable(type) && llama_kv_row_writer(type) &&
         (type == GGML_TYPE_F32 || ggml_get_type_traits(type)->from_float_ref);
+}
+
+// bits of the exponent are all 1 in infinities and NaN
+template <typename T> static bool has_no_exponent(const T * x, int64_t n, T exponent) {
+    int64_t n_found = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        n_found += (x[i] & exponent) == exponent;
+    }
+    return n_found == 0;
+}
+
+bool llama_kv_row_is_finite(ggml_type type, const void * data, int64_t n) {
+    switch (type) {
+        case GGML_TYPE_F32:  return has_no_exponent<uint32_t>((const uint32_t *) data, n, 0x7f800000);
+        case GGML_TYPE_F16:  return has_no_exponent<uint16_t>((const uint16_t *) data, n, 0x7c00);
+        case GGML_TYPE_BF16: return has_no_exponent<uint16_t>((const uint16_t *) data, n, 0x7f80);
+        default:             break;
+    }
+
+    const int64_t      n_part = 64*ggml_blck_size(type);
+    std::vector<float> part(n_part);
+
+    for (int64_t i = 0; i < n; i += n_part) {
+        const int64_t n_here = std::min(n_part, n - i);
+        ggml_get_type_traits(type)->to_float((const uint8_t *) data + ggml_row_size(type, i), part.data(), n_here);
+        if (!llama_kv_row_is_finite(GGML_TYPE_F32, part.data(), n_here)) {
+            return false;
+        }
+    }
+
+    return true;
 }
 
 ggml_from_float_t llama_kv_row_writer(ggml_type type) {

@@ -19,6 +19,9 @@ void llama_kv_rows_scale(float * x, const std::vector<float> & scale);
 bool llama_kv_row_is_readable(ggml_type type);
 bool llama_kv_row_is_writable(ggml_type type);
 
+// Whether n elements, in whole blocks, are numbers. A row that holds NaN spoils attention even where its weight is 0.
+bool llama_kv_row_is_finite(ggml_type type, const void * data, int64_t n);
+
 // The CPU backend's function that writes a row of this type, nullptr where it has none. The backend may be a plugin, which
 // nothing can be linked with.
 ggml_from_float_t llama_kv_row_writer(ggml_type type);

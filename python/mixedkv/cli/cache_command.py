@@ -150,6 +150,13 @@ def _rm(args: argparse.Namespace) -> None:
             ids = [entry.id for entry in store.entries()]
             chosen = ids if args.all else [_resolve(ids, prefix) for prefix in args.entry]
             removed = sum(store.remove(entry) for entry in chosen)
+    if not removed and (args.session or args.message):
+        name = f"session {args.session!r}" if args.session else f"message {args.message!r}"
+        tenant = f" of tenant {args.tenant!r}" if args.tenant else ""
+        raise LookupError(
+            f"rm: there is no entry of {name}{tenant}, so nothing was removed; names of an encrypted store "
+            f"are found with its --key, those of a tenant with its --tenant"
+        )
     print(f"{removed} entries removed")
 
 

@@ -20,11 +20,14 @@ class CutRule:
         window: which rows have F16 copies.
         sliding: tokens that layers with a sliding window see; 0 where all layers keep all rows.
         recurrent: some layers keep a state of all tokens.
+        slides: some layers have a sliding window, however many rows they have room for: which rows are there
+            is asked of the cache, see `KVCache.longest_cut`.
     """
 
     window: HotWindow = field(default_factory=HotWindow)
     sliding: int = 0
     recurrent: bool = False
+    slides: bool = False
 
     @property
     def anywhere(self) -> bool:

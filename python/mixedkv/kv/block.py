@@ -39,8 +39,8 @@ class KVBlock:
         checkpoints: of the sequence, at tokens within the block or at its end.
         foreign: another program computed the rows, and they were not compared with this model's: they count
             as inexact and are not stored. See `mixedkv.store.load_packed`.
-        n_exact: how many of the first tokens have rows that equal an evaluation from the start; None if that
-            is unknown. The others are not stored.
+        n_exact: how many of the first tokens have rows that equal an evaluation from the start; None if the
+            block does not say, which counts as none once it is loaded. The others are not stored.
     """
 
     p0: int
@@ -101,7 +101,7 @@ class KVBlock:
 
     def as_own(self) -> KVBlock:
         """Return the block as one of this model's, after its rows were compared with the model's."""
-        return replace(self, foreign=False)
+        return replace(self, foreign=False, n_exact=len(self))
 
     def to_arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays by name: "tokens", "<group>.positions", "<group>.<layer>.k" and so on."""
@@ -112,6 +112,8 @@ class KVBlock:
         """Describe all but the arrays, as JSON can hold it."""
         rows = {"p0": self.p0, "p1": self.p1, "groups": [describe_group(group) for group in self.groups]}
         points = [point.describe() for point in self.checkpoints]
+        rows |= {} if self.n_exact is None else {"n_exact": self.n_exact}
+        rows |= {"foreign": True} if self.foreign else {}
         return {**rows, "checkpoints": points} if points or not self.groups else rows
 
     @classmethod
@@ -139,7 +141,12 @@ class KVBlock:
             raise ValueError(f"groups: none has all rows of [{p0}, {p1})")
         if left:
             raise ValueError(f"array {sorted(left)[0]!r} belongs to no layer of the description")
-        return cls(p0=p0, p1=p1, tokens=tokens, groups=groups, checkpoints=points)
+        said = "n_exact" in description
+        exact = take_whole(description, "n_exact", 0, p1 - p0) if said else None
+        foreign = description.get("foreign") is True
+        return cls(
+            p0=p0, p1=p1, tokens=tokens, groups=groups, checkpoints=points, n_exact=exact, foreign=foreign
+        )
 
 
 __all__ = ["Checkpoint", "KVBlock", "LayerRows", "RowGroup", "row_bytes"]

@@ -17,6 +17,7 @@ from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.kv.evaluating import Evaluating
 from mixedkv.kv.layer_view import LayerView, layer_stats
 from mixedkv.kv.stats import KVStats, LayerStats, SequenceStats
+from mixedkv.kv.truth import APPROXIMATE, COMPUTED, FOREIGN
 from mixedkv.limits import INT32_MAX
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.context_lock import exclusive, present
@@ -93,8 +94,7 @@ class KVCache(Evaluating):
         if ids.shape != (end - p0,):
             raise ValueError(f"tokens has the shape {ids.shape}: give the {end - p0} at [{p0}, {end})")
         point = self.checkpoint(seq) if end == last and not self.can_cut else None
-        knows = seq == 0 and end <= self._llama.n_tokens
-        exact = min(max(0, self.exact_tokens - p0), end - p0) if knows else None
+        exact = min(max(0, self.exact(seq, ids, p0) - p0), end - p0)
         points = (point,) if point else ()
         return KVBlock(p0=p0, p1=end, tokens=ids, groups=groups, checkpoints=points, n_exact=exact)
 
@@ -118,7 +118,7 @@ class KVCache(Evaluating):
                 token behind it reads. Nothing changed, or, where a state is refused, the sequence is empty.
             UnsupportedModelError: the model keeps more than rows of tokens and a state.
         """
-        n_exact = 0 if block.foreign else len(block) if block.n_exact is None else block.n_exact
+        n_exact, foreign = block.n_exact or 0, block.foreign
         block = KVBlock.from_arrays(block.describe(), block.to_arrays())
         shift = 0 if at is None else at - block.p0
         if not -block.p0 <= shift <= INT32_MAX - block.p1:
@@ -132,10 +132,15 @@ class KVCache(Evaluating):
             raise ValueError(str(error)) from error
         if follows:
             self._append_tokens(block.tokens)
-        if not (follows and shift == 0 and self._has_types_of(block)):
+        if shift or foreign or not self._has_types_of(block):
             n_exact = 0
-        if seq == 0 and n_exact < len(block):
-            self.limit_exact(block.p0 + shift + n_exact)
+        self._say(block, seq, block.p0 + shift, n_exact, FOREIGN if foreign else APPROXIMATE)
+
+    def _say(self, block: KVBlock, seq: int, at: int, n_exact: int, otherwise: int) -> None:
+        """Note what the rows of a block are that were put into a sequence."""
+        self._doubted = self._doubted or n_exact < len(block)
+        _core.set_truth(self._address, seq, at, block.tokens, otherwise)
+        _core.set_truth(self._address, seq, at, block.tokens[:n_exact], COMPUTED)
 
     @exclusive
     def replace(self, block: KVBlock, seq: int = 0) -> None:
@@ -151,8 +156,8 @@ class KVCache(Evaluating):
         self.remove(seq, block.p0, block.p1)
         if seq == 0:
             self._llama.n_tokens = n  # the tokens are still the same
-            self.limit_exact(block.p0)
         block_rows.into(self._llama, block, seq, 0, -1, more=False)
+        self._say(block, seq, block.p0, 0, APPROXIMATE)
 
     # --- what a sequence holds besides rows of all its tokens ---
 
@@ -201,9 +206,6 @@ class KVCache(Evaluating):
         except ValueError:
             llama_cpp.llama_memory_seq_rm(self._memory, target, -1, -1)
             raise
-        finally:
-            if target == 0:
-                self.limit_exact(0)
 
     # --- sequences ---
 
@@ -256,11 +258,8 @@ class KVCache(Evaluating):
                 f"sequence: remove all of it"
             )
         n = self._llama.n_tokens
-        if seq == 0 and p0 < n:
-            if p1 < 0 or p1 >= n:
-                self._llama.n_tokens = p0
-            elif p1 > p0:
-                self.limit_exact(p0)
+        if seq == 0 and p0 < n and (p1 < 0 or p1 >= n):
+            self._llama.n_tokens = p0
 
     @exclusive
     def copy(self, source: int, target: int, p0: int = 0, p1: int = -1) -> None:
@@ -283,8 +282,7 @@ class KVCache(Evaluating):
         if self.positions(target)[1] >= 0:  # llama.cpp would have some positions twice
             self.remove(target, max(0, p0), p1)
         llama_cpp.llama_memory_seq_cp(self._memory, source, target, p0, p1)
-        if target == 0:
-            self.limit_exact(0)
+        self._doubted = self._doubted or target == 0
 
     @exclusive
     def shift(self, seq: int, p0: int, p1: int, by: int) -> None:
@@ -308,10 +306,16 @@ class KVCache(Evaluating):
             raise ValueError(f"by={by} moves [{p0}, {end}) out of the range of positions")
         if seq == 0:
             self._shift_tokens(p0, min(end, self._llama.n_tokens), by)
-        before = self.positions(0)
+        before = self._at()
         llama_cpp.llama_memory_seq_add(self._memory, seq, p0, p1, by)
-        if seq != 0 and self.positions(0) != before:
+        _core.limit_truth(self._address, seq, max(0, p0 + by), end + by, APPROXIMATE)
+        if seq != 0 and self._at() != before:
             self._llama.n_tokens = 0
+
+    def _at(self) -> list[list[int]]:
+        """Return the positions that layers have of sequence 0, once for each group of layers."""
+        one_each = {layer["group"]: layer["il"] for layer in _core.layers(self._address)}
+        return [_core.read_tiers(self._address, il, 0, 0, -1)[0].tolist() for il in one_each.values()]
 
     @exclusive
     def keep(self, seq: int) -> None:
@@ -362,7 +366,6 @@ class KVCache(Evaluating):
         llama.input_ids[p0 + by : end + by] = llama.input_ids[p0:end].copy()
         if end == llama.n_tokens:
             llama.n_tokens = end + by
-        self.limit_exact(min(p0, p0 + by))
 
     def _has_types_of(self, block: KVBlock) -> bool:
         """Return whether the block's rows need no conversion here."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,9 +15,11 @@ import numpy.typing as npt
 from mixedkv import _core
 from mixedkv.config import KVSetting, MixedKVConfig
 from mixedkv.config.cut_rule import CutRule
+from mixedkv.errors import ClosedError, MissingRowsError
 from mixedkv.kv import sequence_state
-from mixedkv.kv.exactness import ExactRows
+from mixedkv.kv.truth import DOUBTED
 from mixedkv.kv.window_settings import WindowSettings
+from mixedkv.limits import INT32_MAX
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.batch import decode
 from mixedkv.native.context_lock import exclusive
@@ -30,16 +33,32 @@ class Evaluating(WindowSettings):
     end well, for whatever reason, are not counted.
 
     Args:
-        check: raises what ended an evaluation early: a file that cannot be read, a signal's handler.
+        check: returns what raises the reason why an evaluation ended early: a file that cannot be read, a
+            signal's handler. None once the `Llama` is gone.
         busy: the context's lock.
     """
 
     def __init__(
-        self, llama: llama_cpp.Llama, setting: KVSetting, check: Callable[[], None], busy: _core.Gate
+        self,
+        llama: llama_cpp.Llama,
+        setting: KVSetting,
+        check: Callable[[], Callable[[], None] | None],
+        busy: _core.Gate,
     ) -> None:
         super().__init__(setting, busy)
-        self._llama, self._check = llama, check
-        self._exact = ExactRows()
+        self._owner, self._find_check = weakref.ref(llama), check
+        self._doubted = False  # of a model whose layers keep no rows, which could say so themselves
+
+    @property
+    def _llama(self) -> llama_cpp.Llama:
+        """The `Llama`, which is freed with its last reference: this is none."""
+        if (llama := self._owner()) is None:
+            raise ClosedError("this Llama is gone: its model and its KV cache are freed with it")
+        return llama
+
+    def _check(self) -> None:
+        if (check := self._find_check()) is not None:
+            check()
 
     @property
     def _address(self) -> int:
@@ -62,13 +81,14 @@ class Evaluating(WindowSettings):
 
     @contextmanager
     def step(self, tokens: Sequence[int]) -> Iterator[None]:
-        """Evaluate `tokens`, at most a micro-batch, after n_tokens of sequence 0, within this context
+        """Evaluate `tokens`, in one llama_decode, after n_tokens of sequence 0, within this context
         manager.
 
         Once their graph has ended well they count, in n_tokens, input_ids and `exact_tokens`, even if a
         signal's handler raises after that. Otherwise all three stay as they were, and so does the sequence.
 
         Raises:
+            MissingRowsError: the tokens would read rows that the sequence no longer has.
             ModelReadError: layers are streamed, and the file cannot be read any more.
             KeyboardInterrupt: layers are streamed, and a signal's handler raised this, or something else.
         """
@@ -77,24 +97,28 @@ class Evaluating(WindowSettings):
             self.follow_memory()
             n = llama.n_tokens
             end = n + len(tokens)
-            self._exact.begin_step(n, self._cut_is_whole)
+            self._doubted = self._doubted and n > 0
+            if n and self._end() != n:
+                self._check_rows(n)
             llama_cpp.llama_memory_seq_rm(self._memory, 0, n, -1)
             is_at_end = self._end() == n
             try:
                 yield
-            except RuntimeError:  # llama_decode: the memory has taken back what it did
+            except RuntimeError as error:  # llama_decode: the memory has taken back its last micro-batch
                 llama.n_tokens = n
+                llama_cpp.llama_memory_seq_rm(self._memory, 0, n, -1)
                 self._check()
+                if reason := self.refused():
+                    raise MissingRowsError(reason) from error
                 raise
             except BaseException:
                 if not is_at_end or self._end() != end:
                     llama.n_tokens = n
+                    llama_cpp.llama_memory_seq_rm(self._memory, 0, n, -1)
                     raise
                 llama.input_ids[n:end] = tokens
-                self._exact.end_step(end, self.short_from()[0])
                 llama.n_tokens = end
                 raise
-            self._exact.end_step(end, self.short_from()[0])
 
     def decode(self, batch: Any) -> int:
         """Evaluate a llama_batch in sequences whose tokens the caller knows; return llama_decode's code.
@@ -102,7 +126,6 @@ class Evaluating(WindowSettings):
         0: its rows count. NO_CELLS: nothing has changed. Any other: drop the batch's sequences, which may
         have rows of some of its micro-batches, and see `Llama.decode_error`.
         """
-        self._exact.touched()
         return decode(_llama_cpp.context(self._llama), batch)
 
     @contextmanager
@@ -155,7 +178,6 @@ class Evaluating(WindowSettings):
                 f"positions has the shape {at.shape}: give one for each of the tokens {ids.shape}"
             )
         last = -1 if last_layer is None else last_layer
-        self._exact.touched()
         try:
             return _core.fill(self._address, seq, ids, at, logits, last, watch)
         except (KeyboardInterrupt, RuntimeError):
@@ -170,14 +192,35 @@ class Evaluating(WindowSettings):
         would give.
 
         All of n_tokens, unless tokens were evaluated behind a mixed window that had lost F16 rows (after a
-        rollback, a block cut short, or where other sequences needed the room), rows were loaded at another
-        place or converted, the window was changed, or a state was loaded.
+        rollback, a block cut short, or where other sequences needed the room) or behind rows that are not
+        exact, rows were loaded at another place or converted, the window was changed, or a state was loaded.
         """
-        return self._exact.count(self._llama.n_tokens)
+        n = self._llama.n_tokens
+        return min(n, self.exact(0, self._llama.input_ids[:n]))
 
+    @exclusive
+    def exact(self, seq: int, tokens: npt.ArrayLike, p0: int = 0) -> int:
+        """Return how many leading rows of a sequence are those that evaluating its tokens from the start
+        gives; 0 or more.
+
+        Args:
+            tokens: ids of its tokens from position `p0` on: rows of others do not count.
+        """
+        ids = np.asarray(tokens, np.int32)
+        n = _core.count_computed(self._address, seq, p0, ids)
+        return 0 if n == INT32_MAX and seq == 0 and self._doubted else n
+
+    @exclusive
     def limit_exact(self, p: int) -> None:
         """Mark rows of sequence 0 from `p` on as inexact, after llama_cpp's own functions moved rows."""
-        self._exact.limit(p)
+        self._doubted = True
+        _core.limit_truth(self._address, 0, p, -1, DOUBTED)
+
+    def refused(self) -> str:
+        """Return why the latest evaluation was refused: rows that its tokens read are missing. "" if it was
+        not.
+        """
+        return _core.refused(self._address)
 
     def assume(self, tokens: npt.ArrayLike, n_exact: int) -> None:
         """Set the tokens that sequence 0 holds from position 0 on; the first `n_exact` of them have exact
@@ -208,13 +251,39 @@ class Evaluating(WindowSettings):
         """Return whether the sequence, cut at n tokens, has all that the token there reads as it was
         evaluated.
         """
-        return sequence_state.holds(self._llama, self.cut_rule, seq, n)
+        return sequence_state.holds(self._llama, seq, n)
 
-    def _cut_is_whole(self, n: int) -> bool:
-        if not isinstance(self._setting, MixedKVConfig):
-            return True
-        llama_cpp.llama_memory_seq_rm(self._memory, 0, n, -1)  # as the evaluation that follows does
-        return self.holds(0, n)
+    @exclusive
+    def longest_cut(self, seq: int, n: int) -> int:
+        """Return where the sequence can be cut at most, up to `n` tokens: the next token then finds all rows
+        and states that it reads, in every layer. F16 rows of a mixed window may be missing, see `holds`.
+
+        The cells and states are asked. Layers with a sliding window let go of rows, whatever swa_full says.
+        """
+        return sequence_state.find_cut(self._llama, seq, n).n
+
+    @exclusive
+    def n_rows(self, seq: int, n: int) -> int:
+        """Return how many leading positions, up to `n`, layers have that keep all rows."""
+        return sequence_state.find_cut(self._llama, seq, n).full
+
+    def has_rows(self, seq: int, n: int) -> bool:
+        """Return whether the sequence can be cut at `n` tokens, see `longest_cut`."""
+        return self.longest_cut(seq, n) == n
+
+    def _check_rows(self, n: int) -> None:
+        """Refuse to evaluate the token at `n` of sequence 0 without rows and states that it reads. Rows that
+        `remove` took from layers which keep all of them are not missed.
+        """
+        if not self._memory:  # of a model that reads its input at once
+            return
+        cut = sequence_state.find_cut(self._llama, 0, n)
+        if self._end() < n or min(cut.window, cut.state) != n:
+            raise MissingRowsError(
+                f"the token at position {n} reads rows or a state that sequence 0 no longer has; it can "
+                f"go on at {cut.n}: set n_tokens to that and evaluate from there, or call reset(). "
+                f"swa_full=True keeps all rows of sliding windows"
+            )
 
     def _end(self) -> int:
         return self.positions(0)[1] + 1
@@ -224,5 +293,4 @@ class Evaluating(WindowSettings):
         llama = self._llama
         end = min(llama.n_tokens + len(tokens), len(llama.input_ids))
         llama.input_ids[llama.n_tokens : end] = tokens[: end - llama.n_tokens]
-        self._exact.loaded(llama.n_tokens, end)
         llama.n_tokens = end

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import llama_cpp
 import numpy as np
@@ -24,6 +24,29 @@ _STATE_ONLY = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 _HEAD = struct.Struct("<IiIiI")  # magic, sequence, cells, position, sequences of the cell
 
 
+class Cut(NamedTuple):
+    """Holds where a sequence can be cut at most, up to some number of tokens, as its cells and states are.
+
+    Args:
+        n: so that the next token finds all that it reads in every layer; 0 where it must begin anew.
+        full: the same of layers that keep all rows.
+        window: of layers with a sliding window.
+        state: of recurrent layers.
+        hot: the next token finds every row of its window in F16 where the cut was asked for.
+    """
+
+    n: int
+    full: int
+    window: int
+    state: int
+    hot: bool
+
+
+def find_cut(llm: llama_cpp.Llama, seq: int, n: int) -> Cut:
+    """Ask the cache where a sequence can be cut, at `n` tokens or before."""
+    return Cut(*_core.find_cut(_address(llm), seq, n))
+
+
 def cut_rule(llm: llama_cpp.Llama, setting: KVSetting) -> CutRule:
     """Return where sequences of this model and cache can be cut.
 
@@ -31,9 +54,10 @@ def cut_rule(llm: llama_cpp.Llama, setting: KVSetting) -> CutRule:
         setting: of the cache, with its window as it is now.
     """
     recurrent = _llama_cpp.is_recurrent(llm) or _llama_cpp.is_hybrid(llm)
-    sliding = 0 if llm.context_params.swa_full else sliding_window(llm)
+    n_swa = sliding_window(llm)
     window = replace(setting.window, n_draft=0)  # a sequence that was resumed has the rows of its window only
-    return CutRule(window=window, sliding=sliding, recurrent=recurrent)
+    sliding = 0 if llm.context_params.swa_full else n_swa
+    return CutRule(window=window, sliding=sliding, recurrent=recurrent, slides=n_swa > 0)
 
 
 def sliding_window(llm: llama_cpp.Llama) -> int:
@@ -45,14 +69,15 @@ def sliding_window(llm: llama_cpp.Llama) -> int:
 
 def take(llm: llama_cpp.Llama, rule: CutRule, seq: int) -> Checkpoint | None:
     n = int(llama_cpp.llama_memory_seq_pos_max(_memory(llm), seq)) + 1
-    if n == 0 or rule.anywhere or not holds(llm, rule, seq, n):
+    if n == 0 or rule.anywhere or not holds(llm, seq, n):
         return None
     try:
         groups = _groups(llm, rule, seq, n)
     except UnsupportedModelError:  # its rows are not taken out
         return None
     state = _state(llm, seq) if rule.recurrent else np.empty(0, np.uint8)
-    first = rule.saved_from(n) if has_rows(llm, rule, seq, n - 1) else n
+    before = find_cut(llm, seq, n - 1)
+    first = rule.saved_from(n) if before.window == n - 1 and before.hot else n
     return Checkpoint(n=n, first=first, groups=groups, state=state)
 
 
@@ -69,6 +94,8 @@ def resume(llm: llama_cpp.Llama, point: Checkpoint, n: int, source: int, target:
         llama_cpp.llama_memory_seq_rm(memory, target, -1, -1)
         llama_cpp.llama_memory_seq_cp(memory, source, target, 0, n)
     put(llm, point.cut(n), target)
+    if find_cut(llm, target, n).n < n:
+        raise ValueError(f"rows of the first {n} tokens are missing: evaluate them again")
 
 
 def put(llm: llama_cpp.Llama, point: Checkpoint, seq: int) -> None:
@@ -86,28 +113,12 @@ def put(llm: llama_cpp.Llama, point: Checkpoint, seq: int) -> None:
         _core.restore_window(_address(llm), seq, [to_native(group) for group in point.groups])
 
 
-def holds(llm: llama_cpp.Llama, rule: CutRule, seq: int, n: int) -> bool:
+def holds(llm: llama_cpp.Llama, seq: int, n: int) -> bool:
     """Return whether the sequence, cut at n tokens, has all that the token there reads as it was
     evaluated.
     """
-    last = int(llama_cpp.llama_memory_seq_pos_max(_memory(llm), seq)) + 1
-    return n <= last and not (rule.recurrent and n != last) and has_rows(llm, rule, seq, n)
-
-
-def has_rows(llm: llama_cpp.Llama, rule: CutRule, seq: int, n: int) -> bool:
-    """Return whether all rows that the token at n reads of sliding windows are there, and all F16 copies."""
-    address = _address(llm)
-    if (rule.window.threshold or rule.window.sink_tokens) and not _core.window_is_whole(address, seq, n):
-        return False
-    if not rule.sliding:
-        return True
-    for layer in {layer["group"]: layer for layer in _layers(llm)}.values():
-        p0 = max(0, n + 1 - layer["n_swa"])
-        if layer["n_swa"] and p0 < n:
-            positions, _ = _core.read_tiers(address, layer["il"], seq, p0, n)
-            if len(positions) < n - p0:
-                return False
-    return True
+    cut = find_cut(llm, seq, n)
+    return cut.n == n and cut.hot
 
 
 def _groups(llm: llama_cpp.Llama, rule: CutRule, seq: int, n: int) -> tuple[RowGroup, ...]:

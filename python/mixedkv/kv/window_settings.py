@@ -26,10 +26,6 @@ class WindowSettings(ABC):
     def _address(self) -> int:
         """The address of the context."""
 
-    @abstractmethod
-    def limit_exact(self, p: int) -> None:
-        """Mark rows of sequence 0 from `p` on as not exact."""
-
     @property
     def config(self) -> KVSetting:
         """The setting, a mixed one with its window as it is now. Any thread may ask."""
@@ -94,9 +90,7 @@ class WindowSettings(ABC):
         after = replace(now, quantization_threshold=window[0], group_size=window[1], sink_tokens=window[2])
         self._check_room(after)
         _core.set_window(self._address, *window)
-        if after != now:
-            self._setting = after
-            self.limit_exact(0)
+        self._setting = after
 
     def _check_room(self, wanted: MixedKVConfig) -> None:
         """Raise MemoryError if the F16 rows of a wider window have no room in memory."""

@@ -94,8 +94,9 @@ class Entries:
         with self._lock, as_os_error():
             return self._index.key_ids()
 
-    def adopt_key(self) -> None:
-        """Note that the store is encrypted, and use the hashing key that it had before this master key.
+    def adopt_key(self, *, note: bool = True) -> None:
+        """Use the hashing key that the store had before this master key: names are found by it. Where the
+        store does not know the master key, `note` makes it known.
 
         Raises:
             OSError: the index cannot be written, or its hashing key is damaged.
@@ -105,7 +106,8 @@ class Entries:
         with self._lock, as_os_error():
             hashing = self._index.hashing_key(self._cipher.key_id)
             if hashing is None:
-                self._index.note_key(self._cipher.key_id, self._cipher.wrap_hashing_key())
+                if note:
+                    self._index.note_key(self._cipher.key_id, self._cipher.wrap_hashing_key())
                 return
         try:
             self._cipher.unwrap_hashing_key(hashing)

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 from mixedkv import _core
 from mixedkv.config import KVSetting, parse_kv
+from mixedkv.config.row_types import COLD_TYPES
 from mixedkv.ids import check_tenant
 from mixedkv.model.fingerprint import FileKey, adapter_fingerprint, fingerprint, model_header, model_parts
 from mixedkv.model.gguf_file import ModelFile, file_stamp
@@ -78,6 +79,7 @@ class Identity:
             "adapters": _adapters(llm, full_hash),
             "kv": llm.kv.config.full_spec,  # does not depend on the defaults
             **_equalization(llm),
+            **_rotation(llm),
             "context": _context(llm, file),
             "sliding_window": llm.kv.sliding_window,
             **({} if llm.kv.can_cut else {"recurrent": True}),
@@ -127,6 +129,12 @@ def _equalization(llm: Llama) -> dict[str, Any]:
     """Return the scales of K. Machines that round them differently cannot use each other's rows."""
     scales = [layer.equalization for layer in llm.kv.layers]
     return {"equalization": scales} if any(scales) else {}
+
+
+def _rotation(llm: Llama) -> dict[str, Any]:
+    """Return whether llama.cpp was told not to rotate quantised rows: then other values are rounded."""
+    quantised = any(kind in COLD_TYPES for layer in llm.kv.layers for kind in (layer.type_k, layer.type_v))
+    return {"unrotated": True} if quantised and llm.rotation_disabled else {}
 
 
 def _overrides(llm: Llama) -> list[list[str]]:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
@@ -96,14 +95,7 @@ def reuse_prefix(
 
 
 def _live_prefix(llm: Llama, n_plain: int, wanted: npt.NDArray[np.intc]) -> int:
-    n = common_prefix(llm.input_ids[:n_plain], wanted)
-    return n if n == llm.n_tokens or (llm.kv.can_cut and _has_window(llm, n)) else 0
-
-
-def _has_window(llm: Llama, n: int) -> bool:
-    """Return whether sliding-window layers still hold the rows that the token at position n sees."""
-    first, _ = llm.kv.positions(0)
-    return first <= max(0, n - int(llama_cpp.llama_model_n_swa(llm.model)))
+    return llm.kv.longest_cut(0, common_prefix(llm.input_ids[:n_plain], wanted))
 
 
 def _cut(llm: Llama, n: int) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import numpy.typing as npt
 
 from mixedkv.kv.block import KVBlock
@@ -63,13 +62,15 @@ def known_tokens(llm: Llama, seq: int) -> npt.ArrayLike:
 
 
 def exact_tokens(llm: Llama, tokens: Tokens, seq: int) -> int:
-    """Return how many of a sequence's tokens may be stored. Changes of rows by llama.cpp's own functions are
-    not seen here: report them with `llm.kv.limit_exact`.
+    """Return how many of a sequence's tokens may be stored: those whose rows evaluating them gives.
+
+    Raises:
+        LookupError: the sequence does not have all of these positions.
     """
-    n = len(tokens)
-    if seq != 0 or llm.n_tokens < n or not np.array_equal(llm.input_ids[:n], tokens):
-        return n
-    return min(n, llm.kv.exact_tokens)
+    n = min(len(tokens), llm.kv.exact(seq, tokens))
+    if n < len(tokens) and (there := llm.kv.n_rows(seq, len(tokens))) < len(tokens):
+        raise LookupError(f"sequence {seq} does not have position {there}: give the tokens that it has")
+    return n
 
 
 def check_sequence(llm: Llama, seq: int) -> None:

@@ -126,7 +126,7 @@ class KVStore:
                 check_key_id(key_ids := self._entries.key_ids(), self._cipher.key_id, folder)
                 if key is not None and "" in key_ids:
                     _LOG.warning(PLAIN_ENTRIES, folder)
-                self._entries.adopt_key()
+            self._entries.adopt_key(note=check_key)
             if n := self._entries.remove_expired():
                 _LOG.info("%d entries were removed that were not used for %.0f s", n, max_age_seconds)
             if remote is not None and isinstance(self._entries, SharedEntries):

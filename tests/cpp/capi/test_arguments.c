@@ -332,6 +332,15 @@ static void test_budget(struct llama_context * ctx) {
     EXPECT(NOT_AVAILABLE, mixedkv_window_is_whole(ctx, -1, 0, &whole));
     EXPECT(NOT_AVAILABLE, mixedkv_window_is_whole(ctx, INT_MAX, 0, &whole));
     EXPECT(OK, mixedkv_window_is_whole(ctx, 0, INT_MAX, &whole));
+    struct mixedkv_cut cut;
+    EXPECT(INVALID, mixedkv_find_cut(NULL, 0, 0, &cut));
+    EXPECT(INVALID, mixedkv_find_cut(ctx, 0, -1, &cut));
+    EXPECT(INVALID, mixedkv_find_cut(ctx, 0, 0, NULL));
+    EXPECT(NOT_AVAILABLE, mixedkv_find_cut(ctx, -1, 0, &cut));
+    EXPECT(NOT_AVAILABLE, mixedkv_find_cut(ctx, INT_MAX, 0, &cut));
+    EXPECT(OK, mixedkv_find_cut(ctx, 0, INT_MAX, &cut));
+    EXPECT(INVALID, mixedkv_check_rows(NULL));
+    EXPECT(OK, mixedkv_check_rows(ctx));
     EXPECT(INVALID, mixedkv_count_ring_rows(NULL, 1, 256, 1, 1, &n, &least));
     EXPECT(INVALID, mixedkv_count_ring_rows(&config, 1, 256, 1, 1, NULL, &least));
     EXPECT(INVALID, mixedkv_count_ring_rows(&config, 1, 256, 1, 1, &n, NULL));
@@ -636,6 +645,7 @@ static void test_busy(struct llama_context * ctx) {
     EXPECT(BUSY, mixedkv_get_sequences(ctx, seqs, 2, &n));
     EXPECT(BUSY, mixedkv_get_short(ctx, list, 2, &n));
     EXPECT(BUSY, mixedkv_window_is_whole(ctx, 0, N_TOKENS, &whole));
+    EXPECT(BUSY, mixedkv_check_rows(ctx));
     EXPECT(BUSY, mixedkv_set_window(ctx, 16, 8, 4));
     EXPECT(BUSY, mixedkv_read_rows(ctx, 0, 0, 'k', 0, -1, false, NULL, NULL, NULL, 0, &n));
     EXPECT(BUSY, mixedkv_count_rows(ctx, 0, 0, 0, -1, &n, &n));

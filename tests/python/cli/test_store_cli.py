@@ -121,6 +121,33 @@ def test_bad_input_is_one_line_and_code_2(folder: Path, args: list[str], message
     assert len(ids(folder)) == 3
 
 
+def test_names_are_found_under_a_new_key(tmp_path: Path) -> None:
+    folder, keys = tmp_path / "kv", [tmp_path / "old", tmp_path / "new"]
+    for i, path in enumerate(keys):
+        path.write_text(f"{i:064x}")
+        path.chmod(0o600)
+    with KVStore(folder, key=key_from_file(keys[0])) as store:
+        store.put(WHO, make_block([7, *TOKENS]), session="chat")
+        store.put(WHO, make_block(TOKENS))
+        match = store.find(WHO, TOKENS)
+        assert match is not None
+        store.messages.note(match, [("msg-1", len(TOKENS))])
+    old, new = (f"file:{path}" for path in keys)
+    cache("rekey", "--store", folder, "--key", old, "--new-key", new)
+    named = ["rm", "--store", folder, "--key", new]
+    assert cache(*named, "--session", "chat").stdout == "1 entries removed\n"
+    assert cache(*named, "--message", "msg-1").stdout == "1 entries removed\n"
+    with KVStore(folder, key=key_from_file(keys[1])) as store:
+        assert not store.entries()
+
+
+@pytest.mark.parametrize("name", [("--session", "no-such"), ("--message", "no-such")])
+def test_a_deletion_that_finds_nothing_says_so(folder: Path, name: tuple[str, str]) -> None:
+    done = cache("rm", "--store", folder, *name, code=2)
+    assert "'no-such', so nothing was removed" in done.stderr
+    assert len(ids(folder)) == 3
+
+
 def test_rekey(tmp_path: Path) -> None:
     folder, keys = tmp_path / "kv", [tmp_path / "old", tmp_path / "new"]
     for i, path in enumerate(keys):

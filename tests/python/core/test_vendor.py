@@ -252,7 +252,7 @@ def test_patches_hold_call_sites() -> None:
     """What they do is in cpp/: the next upstream version then costs an hour."""
     patches = (REPOSITORY / "vendor" / "patches").glob("*.patch")
     lines = [line for patch in patches for line in patch.read_text().splitlines()]
-    assert sum(line.startswith("+") and not line.startswith("+++ ") for line in lines) <= 100
+    assert sum(line.startswith("+") and not line.startswith("+++ ") for line in lines) <= 110
 
 
 # --- what others wrote of it: contents.toml

@@ -61,6 +61,22 @@ def test_packed_sessions_go_on(name: str, n_layer: int, kv: str, tmp_path: Path)
     assert kld < 5e-3
 
 
+@pytest.mark.parametrize("n_wrong", [1, 10])
+def test_a_session_with_some_wrong_rows_is_refused(n_wrong: int, tmp_path: Path) -> None:
+    """Its first and last tokens are right, and so is the median of all."""
+    name, n_layer = _FILES[0]
+    layers = [(k.copy(), v.copy()) for k, v in unpack_kv_cache((made.FOLDER / name).read_bytes())]
+    rng, n = np.random.default_rng(1), len(made.SESSION)
+    for at in rng.choice(np.arange(5, n - 5), n_wrong, replace=False):
+        for k, _ in layers:
+            rows = k[at] if k.ndim == 3 else k[0, :, at]
+            rows[...] = rng.normal(0, np.abs(rows).mean(), rows.shape)
+    with _llama(made.session_model(n_layer, tmp_path), "f16") as llm:
+        with pytest.raises(ValueError, match=r"K of layer \d at position"):
+            load_packed(llm, layers, made.SESSION, rotary="interleaved")
+        assert llm.kv.positions(0) == (-1, -1)
+
+
 @pytest.mark.parametrize("architecture", ["llama-64", "qwen2", "qwen3"])
 def test_blocks_come_back(architecture: str, tmp_path: Path) -> None:
     with _llama(split_support.write(architecture, tmp_path), "f16") as llm:

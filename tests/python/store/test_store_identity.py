@@ -112,6 +112,20 @@ def open_llama(path: Path, **options: object) -> Llama:
     return Llama(path, **{"kv": "mixed", "n_ctx": 512, "verbose": False, **options})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("kv", ["q8_0", "mixed", "f16"])
+def test_a_rotation_that_is_turned_off_counts(
+    kv: str, zoo_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = []
+    for value in ("", "0", "1"):
+        monkeypatch.setenv("LLAMA_ATTN_ROT_DISABLE", value)
+        with open_llama(zoo_path("llama-64"), kv=kv) as llm:
+            monkeypatch.delenv("LLAMA_ATTN_ROT_DISABLE")  # what counts is how the context was made
+            digests.append(Identity.of(llm).digest)
+    assert digests[0] == digests[1]
+    assert (digests[1] == digests[2]) == (kv == "f16")
+
+
 def test_all_that_shapes_kv_counts(zoo_path: Callable[[str], Path], tmp_path: Path) -> None:
     model = zoo_path("llama-64")
     lora = [str(write_adapter(tmp_path / f"{seed}.gguf", model, seed)) for seed in range(2)]

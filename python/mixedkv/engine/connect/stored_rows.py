@@ -74,13 +74,17 @@ class StoredRows:
         return worth_building_on(match, max(0, len(tokens) - self._window))
 
     def _export(self, rows: SequenceRows, p0: int, p1: int) -> KVBlock | None:
-        """Export the rows; return None if the sequence has gone or was cut meanwhile."""
+        """Export the rows; return None if the sequence has gone or was cut meanwhile, or some of them are not
+        those of an evaluation from the start.
+        """
 
         def export() -> KVBlock | None:
             if rows.seq.version != rows.version:
                 return None
             kv, seq, n = self._engine.llm.kv, rows.seq, len(rows.tokens)
             block = kv.export(seq.id, p0, p1, rows.tokens[p0:p1])
+            if block.n_exact is not None and block.n_exact < len(block):
+                return None
             whole = kv.holds(seq.id, n)  # its end needs no checkpoint
             points = {point.n: point for point in seq.checkpoints if point.n < n or not whole}
             points |= {point.n: point for point in block.checkpoints}

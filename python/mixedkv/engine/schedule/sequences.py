@@ -168,6 +168,8 @@ class SequencePool:
             n = min(seq.common(wanted), len(wanted) - 1) - more
             if n <= max(best.n, prompt.head + MIN_SHARED) or (more and not self.can_move):
                 continue
+            if not self._has_rows(seq, n + more):
+                continue
             if gap is None or gap.is_of(prompt.tokens):  # checked last, since it hashes the whole gap
                 exact = seq.exact and not more
                 best, n_dropped = SequenceMatch(seq, n, exact, n, head=prompt.head, dropped=more), dropped
@@ -192,9 +194,10 @@ class SequencePool:
 
     def _match(self, seq: Sequence, n: int, exact_only: bool) -> SequenceMatch:
         """Return a match with the first n tokens of a sequence, or as many of them as can be used."""
-        if seq.whole and self.rule.cut_is_exact(len(seq.tokens), n) and (seq.exact or not exact_only):
+        goes_on = seq.whole and self.rule.cut_is_exact(len(seq.tokens), n)
+        if goes_on and (seq.exact or (not exact_only and self._has_rows(seq, n))):
             return SequenceMatch(seq, n, seq.exact, n)
-        if not exact_only and self.rule.only_approximate and not seq.stitched:
+        if not exact_only and self.rule.only_approximate and not seq.stitched and self._has_rows(seq, n):
             return SequenceMatch(seq, n, False, n)
         at, point = served(seq.checkpoints, n)
         exact = seq.exact or not seq.stitched  # none was taken after rows of an evaluation had become inexact
@@ -207,10 +210,18 @@ class SequencePool:
         if not, it does not match like this again.
         """
         source = match.source
-        if source is None or match.checkpoint or not match.exact:
+        if source is None or match.checkpoint:
             return True
+        if not match.exact:
+            if not (has_rows := self._has_rows(source, match.n)):
+                source.version += 1  # another search asks again
+            return has_rows
         source.whole = self._memory.holds(source.id, match.n)
         return source.whole
+
+    def _has_rows(self, seq: Sequence, n: int) -> bool:
+        """Return whether a sequence can be cut at `n` tokens. Layers with a sliding window are asked."""
+        return not self.rule.slides or self._memory.has_rows(seq.id, n)
 
     def acquire(self, tenant: str, match: SequenceMatch) -> Sequence | None:
         """Return a running sequence that starts with the match's rows; None when all are running."""
@@ -286,6 +297,8 @@ class SequencePool:
         """
         if not seq.paused or seq.tenant != tenant or n == 0 or len(seq.tokens) - n > most_cut:
             return NO_MATCH
+        if not self._has_rows(seq, n):
+            return NO_MATCH
         match = SequenceMatch(seq, n, seq.exact and self._memory.holds(seq.id, n), 0)
         return match if n == len(seq.tokens) or self._cut(seq, match) is not None else NO_MATCH
 
@@ -330,6 +343,8 @@ class SequencePool:
         rest = seq.tokens[end:] if self.n_copied(seq, end) else None
         try:
             close_gap(self._memory, seq.id, begin, end, shared=rest)
+            if not self._has_rows(seq, len(seq.tokens) - (end - begin)):
+                raise ValueError("layers with a sliding window have let go of rows that come near")
         except (ValueError, UnsupportedModelError) as error:
             log.warning("rows cannot be moved, so they are evaluated again: %s", error)
             self.clear(seq)

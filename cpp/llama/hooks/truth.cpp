@@ -1,0 +1,300 @@
+#include "hooks/truth.h"
+
+#include "cache/mixed.h"
+#include "hooks/hooks.h"
+#include "hooks/support.h"
+#include "rows/access.h"
+
+#include <algorithm>
+#include <limits>
+
+std::vector<llama_kv_truth::row> & llama_kv_truth::of(const llama_kv_cache & kv, uint32_t strm) {
+    auto & res = rows[{ &kv, strm }];
+    res.resize(kv.get_size());
+    return res;
+}
+
+mixedkv_truth llama_kv_truth::get(const llama_kv_cache & kv, uint32_t strm, uint32_t cell) {
+    row &           res = of(kv, strm)[cell];
+    const llama_pos pos = kv_access::get_cells(kv)[strm].pos_get(cell);
+
+    if (res.pos != pos) {
+        res = { pos, res.token, res.pos < 0 ? MIXEDKV_DOUBTED : std::max(MIXEDKV_APPROXIMATE, res.truth) };
+    }
+
+    return res.truth;
+}
+
+void llama_kv_truth::set(const llama_kv_cache & kv, uint32_t strm, uint32_t cell, mixedkv_truth truth, llama_token token) {
+    of(kv, strm)[cell] = { kv_access::get_cells(kv)[strm].pos_get(cell), token, truth };
+}
+
+void llama_kv_truth::limit(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, llama_pos p1, mixedkv_truth truth) {
+    for (const auto * kv : llama_kv_mixed_caches(memory)) {
+        const uint32_t strm  = kv->get_stream(seq_id);
+        const auto &   there = kv->get_cells(seq_id).seq_pos_get(seq_id);
+
+        for (auto it = there.lower_bound({ p0, 0 }); it != there.end() && (p1 < 0 || it->first < p1); ++it) {
+            const mixedkv_truth now = get(*kv, strm, it->second);
+            of(*kv, strm)[it->second].truth = std::max(now, truth);
+        }
+    }
+}
+
+void llama_kv_truth::say(
+        llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, const llama_token * tokens, uint32_t n, mixedkv_truth truth) {
+    for (const auto * kv : llama_kv_mixed_caches(memory)) {
+        const uint32_t strm  = kv->get_stream(seq_id);
+        const auto &   there = kv->get_cells(seq_id).seq_pos_get(seq_id);
+
+        for (auto it = there.lower_bound({ p0, 0 }); it != there.end() && it->first - p0 < llama_pos(n); ++it) {
+            set(*kv, strm, it->second, truth, tokens[it->first - p0]);
+        }
+    }
+}
+
+void llama_kv_truth::follow(llama_memory_i * memory, const llama_kv_cache & kv, llama_seq_id seq_id) {
+    const auto &   full = *llama_kv_mixed_caches(memory)[0];
+    const auto &   from = full.get_cells(seq_id).seq_pos_get(seq_id);
+    const uint32_t strm = full.get_stream(seq_id);
+
+    for (const auto & [pos, cell] : kv.get_cells(seq_id).seq_pos_get(seq_id)) {
+        const auto it = from.lower_bound({ pos, 0 });
+        if (it != from.end() && it->first == pos) {
+            const mixedkv_truth truth = get(full, strm, it->second);
+            set(kv, kv.get_stream(seq_id), cell, truth, of(full, strm)[it->second].token);
+        }
+    }
+}
+
+void llama_kv_truth::forget(llama_seq_id seq_id, bool partial) {
+    for (auto & [key, known] : rows) {
+        if (partial && kv_access::get_n_swa(*key.first) == 0) {
+            continue;
+        }
+
+        const auto & cells = kv_access::get_cells(*key.first)[key.second];
+        for (uint32_t i = 0; i < known.size(); ++i) {
+            if (cells.is_empty(i) || seq_id < 0 || cells.seq_has(i, seq_id)) {
+                known[i] = row();
+            }
+        }
+    }
+}
+
+void llama_kv_truth::copy_stream(const llama_kv_cache & kv, uint32_t from, uint32_t to) {
+    const auto known = of(kv, from);
+    of(kv, to) = known;
+}
+
+llama_pos llama_kv_truth::count_computed(
+        llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, const llama_token * tokens, uint32_t n) {
+    llama_pos res = std::numeric_limits<llama_pos>::max();
+
+    for (const auto * kv : llama_kv_mixed_caches(memory)) {
+        const auto &   cells = kv->get_cells(seq_id);
+        const uint32_t strm  = kv->get_stream(seq_id);
+        const bool     slides = kv_access::get_n_swa(*kv) > 0;
+
+        llama_pos next = 0;
+        for (const auto & [pos, cell] : cells.seq_pos_get(seq_id)) {
+            bool good = (pos <= next || slides) && get(*kv, strm, cell) == MIXEDKV_COMPUTED;
+            if (good && pos >= p0 && pos - p0 < llama_pos(n)) {
+                const llama_token token = of(*kv, strm)[cell].token;
+                good = token == LLAMA_TOKEN_NULL || token == tokens[pos - p0];
+            }
+            if (!good) {
+                res = std::min(res, slides ? pos : next);
+                break;
+            }
+            const auto & ext = cells.ext_get(cell);
+            next = kv->has_cell_ext() ? std::max({ next, pos + 1, ext.x + 1, ext.y + 1 }) : pos + 1;
+        }
+        res = slides ? res : std::min(res, next);
+    }
+
+    return res;
+}
+
+//
+// steps
+//
+
+namespace {
+
+struct sequence {
+    llama_seq_id  id;
+    llama_pos     first = std::numeric_limits<llama_pos>::max(); // of the ubatch
+    llama_pos     last  = -1;
+    mixedkv_truth worst = MIXEDKV_COMPUTED;
+};
+
+} // namespace
+
+static std::vector<sequence> get_sequences(const llama_ubatch & ubatch) {
+    std::vector<sequence> res;
+    std::vector<int32_t>  at(LLAMA_MAX_SEQ, -1);
+
+    for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
+        for (int32_t j = 0; j < ubatch.n_seq_id[i]; ++j) {
+            const llama_seq_id s = ubatch.seq_id[i][j];
+            if (at[s] < 0) {
+                at[s] = int32_t(res.size());
+                res.push_back({ s });
+            }
+            res[at[s]].first = std::min(res[at[s]].first, ubatch.pos[i]);
+            res[at[s]].last  = std::max(res[at[s]].last,  ubatch.pos[i]);
+        }
+    }
+
+    return res;
+}
+
+// the sequence has every position from `begin` to its end: by numbers alone, since this is asked at each step
+static bool has_run(const llama_kv_cells & cells, llama_seq_id seq_id, llama_pos begin) {
+    const llama_pos low = cells.seq_pos_min(seq_id);
+    return low >= 0 && low <= begin && cells.seq_pos_get(seq_id).size() >= size_t(cells.seq_pos_max(seq_id) - low + 1);
+}
+
+static llama_pos first_seen(const llama_kv_cache & kv, llama_pos n) {
+    const llama_pos n_swa = llama_pos(kv_access::get_n_swa(kv));
+    switch (kv_access::get_swa_type(kv)) {
+        case LLAMA_SWA_TYPE_STANDARD:  return std::max(0, n - n_swa + 1);
+        case LLAMA_SWA_TYPE_CHUNKED:   return n/n_swa*n_swa;
+        case LLAMA_SWA_TYPE_SYMMETRIC: return std::max(0, n - n_swa/2);
+        default:                       return 0;
+    }
+}
+
+// a row below `n` that the window sees, and that layers which keep all rows have and this cache has not; -1: there is none
+static llama_pos find_missing(const llama_kv_cache & full, const llama_kv_cache & kv, llama_seq_id seq_id, llama_pos n) {
+    const llama_pos begin = first_seen(kv, n);
+    const auto &    cells = kv.get_cells(seq_id);
+
+    if (begin >= n || (has_run(cells, seq_id, begin) && cells.seq_pos_max(seq_id) >= n - 1)) {
+        return -1;
+    }
+
+    const auto & wanted = full.get_cells(seq_id).seq_pos_get(seq_id);
+    const auto & there  = cells.seq_pos_get(seq_id);
+    for (auto it = wanted.lower_bound({ begin, 0 }); it != wanted.end() && it->first < n; ++it) {
+        const auto found = there.lower_bound({ it->first, 0 });
+        if (found == there.end() || found->first != it->first) {
+            return it->first;
+        }
+    }
+
+    return -1;
+}
+
+std::string llama_kv_truth::begin_step(llama_memory_i * memory, const llama_ubatch & ubatch) {
+    const auto caches = llama_kv_mixed_caches(memory);
+
+    refused.clear();
+    lacks_hot.assign(LLAMA_MAX_SEQ, false);
+
+    for (const auto & seq : get_sequences(ubatch)) {
+        for (const auto * kv : caches) {
+            const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(kv);
+            if (mixed && mixed->is_mixed() && !mixed->get_hot().get_slots().is_window_whole(seq.id, seq.first)) {
+                lacks_hot[seq.id] = true;
+            }
+
+            const llama_pos missing =
+                llama_kv_mixed_fills() || kv == caches[0] ? -1 : find_missing(*caches[0], *kv, seq.id, seq.first);
+            if (missing >= 0) {
+                refused = "the token at position " + std::to_string(seq.first) + " of sequence " + std::to_string(seq.id) +
+                    " reads position " + std::to_string(missing) + ", which layers with a sliding window have let go of: cut the "
+                    "sequence where it can go on and evaluate from there, or make the context with swa_full=True";
+            }
+        }
+    }
+
+    return refused;
+}
+
+// body(index in the ubatch, cell) for the cells of its tokens
+template <typename F> static void for_each_cell(const llama_kv_cache & kv, const llama_ubatch & ubatch, F && body) {
+    for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
+        const llama_seq_id s     = ubatch.seq_id[i][0];
+        const auto &       there = kv.get_cells(s).seq_pos_get(s);
+        if (i > 0 && ubatch.seq_id[i - 1][0] == s && ubatch.pos[i - 1] == ubatch.pos[i]) {
+            continue; // of an image, whose rows are at one position
+        }
+        for (auto it = there.lower_bound({ ubatch.pos[i], 0 }); it != there.end() && it->first == ubatch.pos[i]; ++it) {
+            body(i, it->second);
+        }
+    }
+}
+
+void llama_kv_truth::end_step(llama_memory_i * memory, const llama_ubatch & ubatch) {
+    const auto caches = llama_kv_mixed_caches(memory);
+
+    auto seqs = get_sequences(ubatch);
+
+    for (const auto * kv : caches) {
+        for_each_cell(*kv, ubatch, [&](uint32_t i, uint32_t cell) {
+            const llama_token token = ubatch.token ? ubatch.token[i] : LLAMA_TOKEN_NULL;
+            set(*kv, kv->get_stream(ubatch.seq_id[i][0]), cell, MIXEDKV_COMPUTED, token);
+        });
+
+        std::map<uint32_t, std::vector<sequence *>> by_stream;
+        for (auto & seq : seqs) {
+            by_stream[kv->get_stream(seq.id)].push_back(&seq);
+
+            // an image has several rows at a position
+            if (!kv->has_cell_ext() && !has_run(kv->get_cells(seq.id), seq.id, first_seen(*kv, seq.first))) {
+                seq.worst = std::max(seq.worst, MIXEDKV_INCOMPLETE);
+            }
+            if (lacks_hot[seq.id]) {
+                seq.worst = std::max(seq.worst, MIXEDKV_APPROXIMATE);
+            }
+        }
+
+        for (const auto & [strm, members] : by_stream) {
+            const auto & cells = kv_access::get_cells(*kv)[strm];
+            const auto & known = of(*kv, strm);
+
+            for (uint32_t i = cells.used_min(); i < cells.used_max_p1(); ++i) {
+                if (cells.is_empty(i) || (known[i].pos == cells.pos_get(i) && known[i].truth == MIXEDKV_COMPUTED)) {
+                    continue;
+                }
+                for (auto * seq : members) {
+                    const llama_pos pos = cells.pos_get(i);
+                    if (cells.seq_has(i, seq->id) && pos < seq->last && !kv_access::is_masked(*kv, pos, seq->first)) {
+                        seq->worst = std::max(seq->worst, get(*kv, strm, i));
+                    }
+                }
+            }
+        }
+    }
+
+    std::vector<mixedkv_truth> worst(LLAMA_MAX_SEQ, MIXEDKV_COMPUTED);
+    std::vector<llama_pos>     from (LLAMA_MAX_SEQ, -1); // without F16 rows that have made room for others
+    bool                       all_good = true;
+
+    for (const auto & seq : seqs) {
+        worst[seq.id] = seq.worst;
+        for (const auto * kv : caches) {
+            const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(kv);
+            from[seq.id] = std::max(from[seq.id], mixed ? mixed->get_hot().get_slots().get_use().short_from[seq.id] : -1);
+        }
+        all_good = all_good && seq.worst == MIXEDKV_COMPUTED && from[seq.id] < 0;
+    }
+
+    for (const auto * kv : caches) {
+        if (all_good) {
+            break;
+        }
+        for_each_cell(*kv, ubatch, [&](uint32_t i, uint32_t cell) {
+            row & known = of(*kv, kv->get_stream(ubatch.seq_id[i][0]))[cell];
+            for (int32_t j = 0; j < ubatch.n_seq_id[i]; ++j) {
+                const llama_seq_id s = ubatch.seq_id[i][j];
+                known.truth = std::max(known.truth, worst[s]);
+                if (from[s] >= 0 && from[s] <= ubatch.pos[i]) {
+                    known.truth = std::max(known.truth, MIXEDKV_APPROXIMATE);
+                }
+            }
+        });
+    }
+}
