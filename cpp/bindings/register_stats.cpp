@@ -26,12 +26,12 @@ static py::dict stats(uintptr_t ctx) {
 }
 
 static py::dict layer_dict(const mixedkv_layer_info & l) {
-    return py::dict("il"_a = l.il, "mixed"_a = l.mixed, "fused"_a = l.fused, "n_head_kv"_a = l.n_head_kv,
-                    "n_embd_head_k"_a = l.n_embd_head_k, "n_embd_head_v"_a = l.n_embd_head_v, "n_cells"_a = l.n_cells,
-                    "type_k"_a = static_cast<int>(l.type_k), "type_v"_a = static_cast<int>(l.type_v),
-                    "rotation_k"_a = l.rotation_k, "rotation_v"_a = l.rotation_v, "equalization"_a = l.equalization,
-                    "group"_a = l.group, "bytes_cold"_a = l.bytes_cold, "bytes_hot"_a = l.bytes_hot,
-                    "n_swa"_a = l.n_swa);
+    return py::dict(
+        "il"_a = l.il, "mixed"_a = l.mixed, "fused"_a = l.fused, "on_device"_a = l.on_device,
+        "n_head_kv"_a = l.n_head_kv, "n_embd_head_k"_a = l.n_embd_head_k, "n_embd_head_v"_a = l.n_embd_head_v,
+        "n_cells"_a = l.n_cells, "type_k"_a = static_cast<int>(l.type_k), "type_v"_a = static_cast<int>(l.type_v),
+        "rotation_k"_a = l.rotation_k, "rotation_v"_a = l.rotation_v, "equalization"_a = l.equalization,
+        "group"_a = l.group, "bytes_cold"_a = l.bytes_cold, "bytes_hot"_a = l.bytes_hot, "n_swa"_a = l.n_swa);
 }
 
 static py::dict sequence_dict(const mixedkv_seq_info & s) {

@@ -49,6 +49,7 @@ class Layer(TypedDict):
     il: int
     mixed: bool
     fused: bool
+    on_device: bool
     n_head_kv: int
     n_embd_head_k: int
     n_embd_head_v: int

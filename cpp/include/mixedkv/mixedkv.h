@@ -75,9 +75,10 @@ struct mixedkv_config {
 
 // One layer as the cache stores it.
 struct mixedkv_layer_info {
-    int32_t        il;    // layer index in the model
-    bool           mixed; // false: llama.cpp's uniform cache
-    bool           fused; // attention reads the rows with the fused CPU node
+    int32_t        il;        // layer index in the model
+    bool           mixed;     // false: llama.cpp's uniform cache
+    bool           fused;     // attention reads the rows as they lie, with the fused node
+    bool           on_device; // which a device computes: CUDA
     uint32_t       n_head_kv;
     uint32_t       n_embd_head_k;
     uint32_t       n_embd_head_v;

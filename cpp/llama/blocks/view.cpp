@@ -52,6 +52,7 @@ std::vector<mixedkv_layer_info> llama_kv_rows_layers(const llama_kv_cache & kv, 
         info.il            = layer.il;
         info.mixed         = mixed && mixed->is_mixed();
         info.fused         = mixed && mixed->is_fused(layer.il);
+        info.on_device     = mixed && mixed->is_on_device(layer.il);
         info.n_head_kv     = hparams.n_head_kv(layer.il);
         info.n_embd_head_k = hparams.n_embd_head_k(layer.il);
         info.n_embd_head_v = layer.v ? hparams.n_embd_head_v(layer.il) : 0; // MLA: keys only

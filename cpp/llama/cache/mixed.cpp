@@ -65,10 +65,16 @@ llama_kv_cache_mixed::llama_kv_cache_mixed(
     }
     make_pages();
 
+    uint32_t n_views = 0;
     for (const auto & layer : layers) {
         if (hot.has_rows() && !is_fused(layer.il)) {
             llama_kv_guard_flash(get_device(layer.il), hparams, layer.il);
+            ++n_views;
         }
+    }
+    if (n_views > 0 && config.attention == MIXEDKV_ATTENTION_AUTO) {
+        LLAMA_LOG_WARN("%s: %u of %zu layers attend through an F16 view of all their rows, which is slow at depth: their device has no "
+                "kernels for such rows, heads or biases of K (docs/platforms.md)\n", __func__, n_views, layers.size());
     }
 }
 

@@ -76,6 +76,7 @@ def layer_stats(layer: _core.Layer) -> LayerStats:
         il=layer["il"],
         mixed=layer["mixed"],
         fused=layer["fused"],
+        on_device=layer["on_device"],
         n_head_kv=layer["n_head_kv"],
         head_size_k=layer["n_embd_head_k"],
         head_size_v=layer["n_embd_head_v"],

@@ -23,6 +23,7 @@ class LayerStats:
     il: int
     mixed: bool
     fused: bool
+    on_device: bool
     n_head_kv: int
     head_size_k: int
     head_size_v: int
@@ -45,8 +46,10 @@ class LayerStats:
 
     @property
     def attention(self) -> str:
-        """Names who reads the rows: "fused", "merged", or "llama.cpp" as they are."""
-        return "fused" if self.fused else "merged" if self.mixed else "llama.cpp"
+        """Names who reads the rows: "fused" or "fused (cuda)", "merged", or "llama.cpp" as they are."""
+        if self.fused:
+            return "fused (cuda)" if self.on_device else "fused"
+        return "merged" if self.mixed else "llama.cpp"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

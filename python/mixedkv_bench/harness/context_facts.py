@@ -35,17 +35,17 @@ def of_context(context: Context) -> CacheFacts:
 
 
 def attention(context: Context) -> str:
-    """Return the name of what reads the rows: "fused", "merged" or "llama.cpp"; where layers differ, names
-    joined by "+".
+    """Return who reads the rows, as `LayerStats.attention`; where layers differ, names joined by "+".
 
     Raises:
         CannotRunError: the model keeps no keys and values.
     """
     from mixedkv import _core
+    from mixedkv.kv.layer_view import layer_stats
 
     try:
         layers = _core.layers(context.address)
     except LookupError:
         raise CannotRunError("the model keeps no keys and values: it has no cache to measure") from None
-    paths = {"fused" if x["fused"] else "merged" if x["mixed"] else "llama.cpp" for x in layers}
+    paths = {layer_stats(x).attention for x in layers}
     return "+".join(sorted(paths)) or "llama.cpp"

@@ -25,6 +25,11 @@ KV = Mixed(threshold=40, group=8, sinks=4)
 Open = Callable[..., Ctx]
 
 
+def has_kernels() -> bool:
+    """Tell whether the device is one whose kernels read both tiers: CUDA."""
+    return b"CUDA" in llama_cpp.llama_print_system_info()
+
+
 @pytest.fixture(scope="module")
 def models(zoo_path: Callable[[str], Path]) -> Iterator[dict[int, Model]]:
     models = {n: Model(zoo_path("llama-64"), n_gpu_layers=n) for n in (0, OUTPUT_AND_ONE, ALL)}
@@ -53,8 +58,16 @@ def test_logits_are_those_of_the_cpu(open_on: Open, cold: str, tolerance: float,
     kv = KV.with_(k=cold, v=cold)
     device = open_on(n_gpu_layers, kv)
     fused = [layer["fused"] for layer in device.layers()]
-    assert fused == ([False, False] if n_gpu_layers == ALL else [True, False])
+    assert fused == ([has_kernels()] * 2 if n_gpu_layers == ALL else [True, has_kernels()])
     assert rel_rms(evaluate(device), evaluate(open_on(0, kv))) < tolerance
+
+
+@pytest.mark.skipif("not has_kernels()")
+def test_kernels_read_what_the_view_shows(open_on: Open) -> None:
+    kernels, view = open_on(ALL), open_on(ALL, KV.with_(attention="merged"))
+    assert [layer["on_device"] for layer in kernels.layers()] == [True, True]
+    assert [layer["fused"] for layer in view.layers()] == [False, False]
+    assert rel_rms(evaluate(kernels), evaluate(view)) < 2e-2
 
 
 def test_states_and_rows_come_back_with_their_bits(open_on: Open) -> None:
@@ -98,7 +111,11 @@ def test_rows_that_move_are_those_of_the_cpu(open_on: Open) -> None:
     ("kv", "message"),
     [
         (KV.with_(k="lm4", v="lm4"), "does not write rows of type 'lm4': set offload_kqv to false"),
-        (KV.with_(attention="fused"), "use attention 'merged', or offload_kqv = false"),
+        pytest.param(
+            KV.with_(attention="fused"),
+            "use attention 'merged', or offload_kqv = false",
+            marks=pytest.mark.skipif("has_kernels()"),
+        ),
     ],
 )
 def test_what_the_cpu_alone_can_is_refused(open_on: Open, kv: Mixed, message: str) -> None:
@@ -108,7 +125,7 @@ def test_what_the_cpu_alone_can_is_refused(open_on: Open, kv: Mixed, message: st
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="Metal gathers rows in F32")
 def test_the_view_is_of_f16_rows_alone(open_on: Open) -> None:
-    with_view = open_on(ALL, n_ctx=512).stats()
+    with_view = open_on(ALL, KV.with_(attention="merged"), n_ctx=512).stats()
     shape = zoo.SHAPES["llama-64"]
     elements = shape.n_head_kv * shape.head * 2  # of K and V
     assert with_view["bytes_view"] == (512 + 256) * elements * 2  # hot rows and padding are 256
@@ -117,7 +134,7 @@ def test_the_view_is_of_f16_rows_alone(open_on: Open) -> None:
 def test_a_budget_has_room_for_the_view() -> None:
     budget = 9 << 20
     small = {"n_ctx": 4096, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
-    with Llama(model_path(), kv=f"mixed:budget={budget}", n_gpu_layers=-1, **small) as llm:
+    with Llama(model_path(), kv=f"mixed:budget={budget},attention=merged", n_gpu_layers=-1, **small) as llm:
         stats = llm.kv.stats()
         assert {layer.attention for layer in llm.kv.layers} == {"merged"}
         assert 0 < stats.bytes_view < stats.bytes_total <= budget

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# What a GPU does with the mixed cache: correctness against the CPU, then tokens per second and memory beside llama.cpp's own
+# caches (docs/platforms.md, "CUDA"). Needs an installed package that was built with CMAKE_ARGS=-DGGML_CUDA=on, and Python with gguf.
+#
+#   tests/measure/gpu/gpu.sh [FOLDER for the models, 6 GB]
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+tools=$here/../../python/support/tools
+models=${1:-$(mktemp -d)}
+build=$(mktemp -d)
+trap 'rm -rf "$build"' EXIT
+
+cmake -S "$here" -B "$build" -DCMAKE_BUILD_TYPE=Release -Dmixedkv_DIR="$(python -c 'import mixedkv; print(mixedkv.cmake_dir())')" > "$build/log"
+cmake --build "$build" >> "$build/log" || { tail -30 "$build/log"; exit 1; }
+
+[ -f "$models/8b.gguf" ] || python "$tools/random_model.py" "$models/8b.gguf" --kind q4_0 --n-layer 32 --n-embd 4096 --n-head 32 \
+    --n-head-kv 8 --n-ff 14336
+[ -f "$models/16.gguf" ] || python "$tools/random_model.py" "$models/16.gguf" --kind q4_0 --n-layer 16 --n-embd 2048 --n-head 16 \
+    --n-head-kv 8 --n-ff 6144
+PYTHONPATH=$here/../../python python - "$models" << 'END'
+import sys
+from pathlib import Path
+
+from support import zoo
+
+for name in ("llama-128", "gemma3", "gpt-oss", "gemma2"):
+    if not (Path(sys.argv[1]) / f"{name}.gguf").exists():
+        zoo.write(name, Path(sys.argv[1]))
+END
+
+for name in llama-128 gemma3 gpt-oss gemma2; do
+    THREADS=8 "$build/device_speed" check "$models/$name.gguf" --tokens 900 --kv mixed:cold=q8_0,rounding=16 \
+        --kv mixed:cold=q4_0,rounding=16 --kv mixed:cold=q5_0,cold_v=q4_0,rounding=16
+done
+"$build/device_speed" speed "$models/8b.gguf" --kv f16 --kv q8_0 --kv q4_0 --kv mixed --n-gen 32
+"$build/device_speed" speed "$models/16.gguf" --kv f16 --kv q4_0 --kv mixed --kv mixed:cold=q8_0 --kv mixed:attention=merged --n-gen 32
+"$build/device_speed" speed "$models/16.gguf" --kv f16 --kv q4_0 --kv mixed --depths 0,4096 --sequences 8 --n-gen 32
+"$build/device_speed" speed "$models/16.gguf" --kv f16 --kv mixed --depths 131072 --rounds 2 --n-gen 16
