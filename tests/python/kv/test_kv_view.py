@@ -236,10 +236,3 @@ def test_settings_that_are_refused(llm: Llama, field: str, value: int, message: 
 def test_a_uniform_cache_has_no_window(field: str) -> None:
     with open_bundled("f16") as llm, pytest.raises(ValueError, match="kv='f16' is a uniform cache"):
         setattr(llm.kv, field, 8)
-
-
-def test_the_view_keeps_its_llama() -> None:
-    """A view made in passing stays usable: it holds on to the object it shows."""
-    view = open_bundled(CONFIG).kv
-    assert isinstance(view.stats(), KVStats)
-    view._llama.close()
