@@ -218,7 +218,7 @@ class Llama(GuardedLlama):
 
     @property
     def kv(self) -> KVCache:
-        """The live cache: its contents and the settings that can be changed. It does not keep the `Llama` alive."""
+        """The live cache: contents, and settings that can be changed. It does not keep the `Llama` alive."""
         return self._kv
 
     @property

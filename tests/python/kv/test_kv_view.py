@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mixedkv import KVStats, Llama, MixedKVConfig, UniformKV
+from mixedkv import Llama, MixedKVConfig, UniformKV
 from mixedkv.bundled import model_path
 from support import zoo
 
