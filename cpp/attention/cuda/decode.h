@@ -39,6 +39,11 @@ struct strip_layout {
     static constexpr int bytes  = decode_warps * stages * stage;
 };
 
+// Floats from a warp's sums of one row to those of the next, which lie in other banks
+MIXEDKV_SHARED(int) sums_pitch(int d_v) {
+    return d_v + 4;
+}
+
 // What a block of this shape has in shared memory
 template <class K, class V, int d_k, int d_v, int n_tiles>
 struct decode_layout {
@@ -47,9 +52,8 @@ struct decode_layout {
     using cold = strip_layout<K, V, d_k, d_v, false>;
     using hot  = strip_layout<f16_rows, f16_rows, d_k, d_v, true>;
 
-    static constexpr int d_v_padded = d_v + 4;
-    static constexpr int sums       = decode_warps * rows * (d_v_padded + 2) * 4;
-    static constexpr int queries    = rows * d_k * 4;
+    static constexpr int sums    = decode_warps * rows * (sums_pitch(d_v) + 2) * 4;
+    static constexpr int queries = rows * d_k * 4;
 
     MIXEDKV_SHARED(int) larger(int a, int b) { return a > b ? a : b; }
     static constexpr int strips =
@@ -454,7 +458,7 @@ MIXEDKV_DEVICE void attend_keys(const attention_problem & p, int stream, int hea
 template <class V, int d_v, int n_tiles>
 MIXEDKV_DEVICE void write_sums(const attention_problem & p, int stream, int head_kv, int row0, int split,
                                warp_sums<d_v, n_tiles> & sums, float * memory) {
-    constexpr int rows = 8 * n_tiles, pitch = d_v + 4;
+    constexpr int rows = 8 * n_tiles, pitch = sums_pitch(d_v);
     const int     warp = thread() / warp_size, g = lane() / 4, t = lane() % 4;
 
     float * const all_m = memory + decode_warps * rows * pitch; // [warps, rows]
