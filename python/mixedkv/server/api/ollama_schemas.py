@@ -11,8 +11,10 @@ from pydantic import Field, field_validator, model_validator
 from mixedkv.limits import INT32_MAX
 from mixedkv.server.api.fields import (
     IGNORED,
+    MAX_MESSAGES,
     MAX_TOOLS,
     REFUSED,
+    FewMessages,
     Finite,
     Model,
     Name,
@@ -163,8 +165,8 @@ class OllamaMessage(Model):
 
 
 class OllamaChat(OllamaRequest):
-    messages: Annotated[list[OllamaMessage], Field(max_length=100_000, fail_fast=True)] = Field(
-        default_factory=list
+    messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES, fail_fast=True), FewMessages] = (
+        Field(default_factory=list)
     )
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 
