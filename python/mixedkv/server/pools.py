@@ -1,4 +1,4 @@
-"""Where slow work is done, apart by kind, so that much work of one kind does not delay the others."""
+"""Thread pools and turns for slow work, one for each kind, so that one kind does not delay the others."""
 
 from __future__ import annotations
 
