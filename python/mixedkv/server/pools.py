@@ -1,4 +1,4 @@
-"""Thread pools and turns for slow work, one for each kind, so that one kind does not delay the others."""
+"""Thread pools for slow work, one for each kind, so that much work of one kind does not delay the others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 from mixedkv.engine.schedule.tenant_limits import Limits, unlimited
 from mixedkv.server.fair_pool import FairPool
-from mixedkv.server.http.body_parser import BodyParser
 
 LARGE = 1 << 16  # bytes of a large body; a smaller one takes a millisecond
 
@@ -20,7 +19,6 @@ class Pools:
     """
 
     def __init__(self, limits: Limits = unlimited) -> None:
-        self.large_bodies = BodyParser()
         self.prompts = FairPool(3, "mixedkv-prompt", limits)  # templates, tokens, schemas
         self.large_prompts = FairPool(1, "mixedkv-large-prompt", limits)
         self.answers = ThreadPoolExecutor(1, "mixedkv-answer")  # large ones to encode

@@ -31,9 +31,9 @@ class JSONRoute(APIRoute):
             if not (isinstance(model, type) and issubclass(model, BaseModel)) or not body or not is_json:
                 return await handle(request)
             state = request.app.state
-            pools, strict = state.server.pools, state.server.settings.strict
+            strict = state.server.settings.strict
             if len(body) > LARGE:
-                found, fields = await pools.large_bodies.parse(model, body, strict)
+                found, fields = await state.large_bodies.parse(model, body, strict)
             else:
                 found, fields = parse(model, body, strict)
             if fields.unknown:
