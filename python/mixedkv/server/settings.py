@@ -329,7 +329,9 @@ class ServerSettings(BaseSettings):
     )
     warm: str = _option("", "file of JSON lines with prompts (or messages) to evaluate at the start", "FILE")
     restart_when_stuck: bool = _option(
-        False, "end the process when the engine is stuck, for a supervisor to start it again"
+        False,
+        "end the process when the engine is stuck or the model's file has changed, for a supervisor to start "
+        "it again",
     )
     access_log: bool = _option(False, "log a line for each answer: id, route, status, bytes, seconds")
     verbose: bool = _option(False, "show llama.cpp's log")
