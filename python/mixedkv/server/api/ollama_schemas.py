@@ -88,7 +88,7 @@ class KeepAlive(Model):
     keep_alive: Finite | Text | None = Field(
         None,
         description="How long the model stays in memory after this request: seconds, or a text such as 10m; "
-        "below zero for ever. Ignored unless the server loads models on demand.",
+        "below zero for ever. Ignored by a server of one model without --keep-alive.",
     )
 
     @property

@@ -17,7 +17,7 @@ from mixedkv.server.settings import ServerSettings
 
 log = logging.getLogger("mixedkv.server")
 
-_CHILD = "mixedkv.server.router.child"
+_CHILD = "mixedkv.server.model_child"
 _LOOK_SECONDS = 0.05
 _KEPT_LINES, _SHOWN_LINES, _SHOWN_LETTERS = 20, 3, 300  # of its log, where it could not be loaded
 _ERROR = "mixedkv: error: "

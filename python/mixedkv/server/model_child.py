@@ -1,4 +1,4 @@
-"""The process of one model behind a router: `python -m mixedkv.server.router.child NAME`.
+"""The process of one model behind a router: `python -m mixedkv.server.model_child NAME`.
 
 The first line of its input has its settings as JSON. When the input ends, the router has ended: it does too.
 """
