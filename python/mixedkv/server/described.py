@@ -1,4 +1,4 @@
-"""What clients are told of a model: first what its file says, and once it is loaded what it is."""
+"""Describes models for clients: first as their files say, and once they are loaded as they are."""
 
 from __future__ import annotations
 

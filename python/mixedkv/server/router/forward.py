@@ -39,7 +39,7 @@ _OLLAMA: dict[str, type[OllamaChat | OllamaGenerate]] = {
 
 
 class Asked(Model):
-    """What the router reads of a body."""
+    """The fields of a body that the router reads."""
 
     model: Name | None = None
     keep_alive: Any = None
@@ -88,7 +88,8 @@ async def pass_on(request: Request, model: RoutedModel, release: Callable[[], No
         Disconnected: the client disconnected.
     """
     path = without(request.scope.get("root_path", ""), request.scope["path"])
-    target = quote(path) + (f"?{request.url.query}" if request.url.query else "")
+    query = request.scope["query_string"].decode("ascii", "replace")
+    target = quote(path) + (f"?{query}" if query else "")
     headers = [each for each in request.scope["headers"] if each[0] not in _NOT_PASSED]
     exchange = None
     try:

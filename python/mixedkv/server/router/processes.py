@@ -33,7 +33,7 @@ class Counts(Protocol):
 
 
 @dataclass(eq=False)
-class Place:
+class ModelPlace:
     """A model's process, and who uses it.
 
     Attributes:
@@ -92,7 +92,7 @@ class Processes:
         most_waiting: Callable[[str], int],
         counts: Counts,
     ) -> None:
-        self.places = [Place(process) for process in processes]
+        self.places = [ModelPlace(process) for process in processes]
         self._keep_alive, self._max_loaded = keep_alive, max_loaded or 2**31
         self._most_waiting, self._counts = most_waiting, counts
         self._turn = asyncio.Lock()  # held while a process starts or ends
@@ -100,7 +100,7 @@ class Processes:
         self._closing = False
         self._n_reloads = 0
 
-    async def use(self, place: Place, tenant: str, keep_alive: float | None = None) -> None:
+    async def use(self, place: ModelPlace, tenant: str, keep_alive: float | None = None) -> None:
         """Wait until a model's process takes requests. It stays until `release`.
 
         Args:
@@ -133,14 +133,14 @@ class Processes:
             if waiter in place.waiters:
                 place.waiters.remove(waiter)
 
-    def release(self, place: Place, tenant: str) -> None:
+    def release(self, place: ModelPlace, tenant: str) -> None:
         """End a `use`. The time that the process stays begins now."""
         place.users -= 1
         place.expires[tenant] = time.monotonic() + place.wishes.get(tenant, self._keep_alive)
         if not place.users:
             self._rest(place)
 
-    def let_go(self, place: Place, tenant: str) -> None:
+    def let_go(self, place: ModelPlace, tenant: str) -> None:
         """End a process as soon as no request needs it, unless another tenant wants it to stay."""
         place.wishes[tenant], place.expires[tenant] = 0.0, time.monotonic()
         if not place.users:
@@ -169,14 +169,14 @@ class Processes:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _admit(self, place: Place, tenant: str, keep_alive: float | None) -> None:
+    def _admit(self, place: ModelPlace, tenant: str, keep_alive: float | None) -> None:
         place.wishes[tenant] = self._keep_alive if keep_alive is None else keep_alive
         place.users += 1
         place.used = time.monotonic()
         place.idle.clear()
         _cancel_timer(place)
 
-    def _rest(self, place: Place) -> None:
+    def _rest(self, place: ModelPlace) -> None:
         """Start the timer of a process that nobody uses at the moment."""
         place.idle.set()
         _cancel_timer(place)
@@ -184,12 +184,12 @@ class Processes:
             loop = asyncio.get_running_loop()
             place.timer = loop.call_later(seconds, lambda: self._task(self._expire(place)))
 
-    async def _expire(self, place: Place) -> None:
+    async def _expire(self, place: ModelPlace) -> None:
         async with self._turn:
             if place.process.ready and not place.users and place.expires_in == 0:
                 await self._end(place)
 
-    async def _start(self, place: Place) -> None:
+    async def _start(self, place: ModelPlace) -> None:
         try:
             async with self._turn:
                 await self._make_room(place)
@@ -208,7 +208,7 @@ class Processes:
         finally:
             place.starting = None
 
-    def _welcome(self, place: Place) -> None:
+    def _welcome(self, place: ModelPlace) -> None:
         """Let waiting requests go on, in the order in which they came."""
         waiters, place.waiters = place.waiters, []
         for tenant, keep_alive, came in waiters:
@@ -219,7 +219,7 @@ class Processes:
             place.expires[""] = time.monotonic() + self._keep_alive
             self._rest(place)
 
-    async def _make_room(self, wanted: Place) -> None:
+    async def _make_room(self, wanted: ModelPlace) -> None:
         while True:
             here = [each for each in self.places if each is not wanted and each.process.runs]
             if len(here) < self._max_loaded:
@@ -234,7 +234,7 @@ class Processes:
             finally:
                 place.leaving = False
 
-    async def _end(self, place: Place) -> None:
+    async def _end(self, place: ModelPlace) -> None:
         began = time.monotonic()
         await place.process.stop()
         place.wishes.clear()
@@ -242,14 +242,14 @@ class Processes:
         log.info("the model %s was unloaded in %.1f s", place.name, time.monotonic() - began)
         self._counts.model_unloaded(place.name)
 
-    def _fail(self, place: Place, error: Exception) -> None:
+    def _fail(self, place: ModelPlace, error: Exception) -> None:
         waiters, place.waiters = place.waiters, []
         for _, _, came in waiters:
             if not came.done():
                 came.set_exception(error)
 
 
-def _cancel_timer(place: Place) -> None:
+def _cancel_timer(place: ModelPlace) -> None:
     if place.timer is not None:
         place.timer.cancel()
         place.timer = None

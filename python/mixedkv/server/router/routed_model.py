@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mixedkv.server.described import Described
-from mixedkv.server.router.processes import Place, Processes
+from mixedkv.server.router.processes import ModelPlace, Processes
 
 
 @dataclass(kw_only=True)
@@ -17,7 +17,7 @@ class RoutedModel(Described):
     """
 
     processes: Processes
-    place: Place
+    place: ModelPlace
     others: dict[str, RoutedModel] = field(default_factory=dict)
 
     @property

@@ -135,7 +135,7 @@ def make_router_app(router: Router) -> FastAPI:
     for route in all_routes():
         if route.path not in _OWN:
             endpoint = _ROUTER_S.get(route.path, forward)
-            app.router.routes.append(_Route(route.path, endpoint, methods=sorted(route.methods)))
+            app.router.routes.append(_Route(route.path, endpoint, methods=sorted(route.methods or ())))
     include_endpoints(app)  # after those, so that only `_OWN` are reached
     dress(app, router.settings, router.keys, router.metrics.http)
     return app
