@@ -17,7 +17,7 @@ from mixedkv.server.unknown_fields import Fields, read_fields
 
 _M = TypeVar("_M", bound=BaseModel)
 # a microsecond each to decode, and up to five to validate: a message of one part has seven of these
-_MAX_PARTS = 1 << 16  # objects, lists and fields
+_MAX_PARTS = 1 << 15  # objects, lists and fields
 _MAX_VALUES = 1 << 18  # of all lists and objects, as token ids are
 _MAX_QUOTES = 2 * (_MAX_PARTS + _MAX_VALUES)  # a value has two, and so has a field's name
 
