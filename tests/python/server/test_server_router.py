@@ -183,6 +183,25 @@ def test_a_process_that_is_killed_leaves_the_others(server: Server) -> None:
     assert server.status("GET", "/health") == 200
 
 
+def test_a_process_that_hangs_leaves_the_others(server: Server) -> None:
+    for name in ("one", "two"):
+        ask(server, name, max_tokens=1)
+    hung = process_of(server, "one")
+    os.kill(hung, signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            waits = pool.submit(ask, server, "one", max_tokens=1)
+            assert ask(server, "two", max_tokens=1)["model"] == "two"
+            assert server.status("GET", "/health") == server.status("GET", "/ready") == 200
+            text = server.request("GET", "/metrics")[1]
+            os.kill(hung, signal.SIGCONT)
+            assert waits.result()["model"] == "one"
+    finally:
+        os.kill(hung, signal.SIGCONT)
+    assert 'mixedkv:generation_tokens_total{model="two"}' in text
+    assert 'mixedkv:generation_tokens_total{model="one"}' not in text
+
+
 @pytest.mark.core
 def test_the_metrics_are_of_all(server: Server) -> None:
     for name in ("one", "two"):
@@ -281,6 +300,11 @@ def test_kv_is_kept_on_disk_and_tenants_are_apart(options: list[str], tmp_path: 
         assert again["choices"] == first["choices"]
         assert again["usage"]["prompt_tokens_details"]["cached_tier"] == "disk"
         assert cached(ask(server, "two", key=bob)) == 0
+        cleo = "cleo-key-0123456789"
+        key_file(tmp_path, f"anna:{anna}", f"bob:{bob}", f"cleo:{cleo}")
+        server.process.send_signal(signal.SIGHUP)
+        body = {"model": "two", "prompt": "a", "max_tokens": 1}
+        wait_for(lambda: server.status("POST", TEXT, body, key=cleo) == 200)
 
 
 @pytest.mark.core
