@@ -186,6 +186,10 @@ class ResponsesRequest(WithoutHosted):
         for name, where, kinds in (("tools", "tools[]", ("function",)), ("input", "input[]", _KINDS)):
             if name in body:
                 body[name] = filtered.of(where, body[name], is_one_of(kinds))
+        if body.get("input") == [] and filtered.dropped:
+            raise ValueError(
+                f"no item of input is of a kind that this server has: {', '.join(filter(None, _KINDS))}"
+            )
         choice = body.get("tool_choice")
         if isinstance(choice, dict) and choice.get("type") != "function":
             filtered.note("tool_choice")
